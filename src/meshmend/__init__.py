@@ -1,0 +1,33 @@
+"""meshmend keeps data-parallel training running on mesh-connected chips when chips fail.
+
+>>> import meshmend as mm
+>>> mesh = mm.Mesh((8, 8), failed=[mm.Region(at=(2, 2), shape=(2, 2))])
+>>> schedule = mm.plan(mesh, planner="row-pairs")     # proven before it is returned
+>>> schedule.mesh.n_chips
+60
+"""
+
+from meshmend.errors import MeshmendError, PlanError, VerificationError
+from meshmend.files import load, save
+from meshmend.planning import plan
+from meshmend.schedule import Collective, Op, Schedule
+from meshmend.topology import Mesh, Region
+from meshmend.verify import Proof, verify
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Collective",
+    "Mesh",
+    "MeshmendError",
+    "Op",
+    "PlanError",
+    "Proof",
+    "Region",
+    "Schedule",
+    "VerificationError",
+    "load",
+    "plan",
+    "save",
+    "verify",
+]

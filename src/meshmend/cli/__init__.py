@@ -1,0 +1,38 @@
+"""The command line: `meshmend COMMAND`. One file a command; what they share is in `common`."""
+
+from __future__ import annotations
+
+import typer
+
+from meshmend import __version__
+from meshmend.cli import plan, verify
+
+app = typer.Typer(
+    name="meshmend",
+    help="Plan, prove and run an allreduce over whatever chips of a mesh survive.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("plan")(plan.command)
+app.command("verify")(verify.command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"meshmend {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version and stop."
+    ),
+) -> None:
+    """Plan, prove and run an allreduce over whatever chips of a mesh survive."""
+
+
+def main() -> None:
+    """Run the command line; the entry point of the `meshmend` script."""
+    app()

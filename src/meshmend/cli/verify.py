@@ -1,0 +1,30 @@
+"""`meshmend verify`: prove a schedule from a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshmend.cli.common import JsonOption, print_json, told_errors
+from meshmend.cli.plan import schedule_facts, show_schedule
+from meshmend.files import load
+from meshmend.verify import verify
+
+
+def command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A schedule that `plan --save` wrote, .npz or .txt.")],
+    json: JsonOption = False,
+) -> None:
+    """Prove a saved schedule: every contribution exactly once, over live chips and cables only.
+
+    Example: meshmend verify plan.npz
+    """
+    with told_errors(json):
+        schedule = load(file)
+        proof = verify(schedule)
+        if json:
+            print_json(schedule_facts(schedule, proof))
+        else:
+            show_schedule(schedule, proof, {})

@@ -1,0 +1,97 @@
+"""Every error that meshmend raises on purpose, in one tree.
+
+Messages say what, where, expected, got and what to do next; the same facts are fields of the exception,
+so that a program can act on them without reading prose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Coordinate = tuple[int, ...]
+"""A chip's place in the mesh; `(row, column)` in 2-D."""
+
+
+class MeshmendError(Exception):
+    """The root of the tree: catch this to catch everything meshmend raises on purpose."""
+
+
+class MeshError(MeshmendError, ValueError):
+    """The description of a mesh, a hole or a cable makes no sense."""
+
+
+class ScheduleError(MeshmendError, ValueError):
+    """A schedule's arrays do not fit each other or their mesh."""
+
+
+class ScheduleFileError(MeshmendError, ValueError):
+    """A file is not a schedule that can be trusted; nothing in it was executed."""
+
+
+class ParameterError(MeshmendError, ValueError):
+    """A parameter has a value, or a name, that makes no sense."""
+
+
+class PlanError(MeshmendError):
+    """A planner cannot serve a mesh.
+
+    Fields: `planner` (its name), `mesh_name`, `why`, `alternatives` (planners that can serve this mesh).
+    """
+
+    def __init__(self, planner: str, mesh_name: str, why: str, alternatives: Sequence[str] = ()) -> None:
+        self.planner = planner
+        self.mesh_name = mesh_name
+        self.why = why
+        self.alternatives = tuple(alternatives)
+        if self.alternatives:
+            advice = f"Planners that can serve this mesh: {', '.join(self.alternatives)}."
+        else:
+            advice = "No other planner here can serve this mesh either."
+        super().__init__(f"{planner} cannot plan for {mesh_name}: {why} {advice}")
+
+
+class VerificationError(MeshmendError):
+    """A schedule is not what it claims to be.
+
+    Fields, each None where it does not apply: `step`, `src` and `dst` (coordinates), `chunk`, `expected`, `got`.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        step: int | None = None,
+        src: Coordinate | None = None,
+        dst: Coordinate | None = None,
+        chunk: int | None = None,
+        expected: str | None = None,
+        got: str | None = None,
+    ) -> None:
+        self.step = step
+        self.src = src
+        self.dst = dst
+        self.chunk = chunk
+        self.expected = expected
+        self.got = got
+        super().__init__(message)
+
+
+class WrongSumError(VerificationError):
+    """A chip ends with a chunk that is not the sum (or the copy) that the collective promises."""
+
+
+class CollisionError(VerificationError):
+    """Two transfers write the same chunk of the same chip in the same step."""
+
+
+class DeadPathError(VerificationError):
+    """A transfer has no live path: it starts, ends or passes where a chip or a cable has failed."""
+
+
+def name_chip(chip: Sequence[int]) -> str:
+    """Write a coordinate the way every message does.
+
+    >>> name_chip((6, 8))
+    '(6,8)'
+    """
+    return "(" + ",".join(str(int(x)) for x in chip) + ")"

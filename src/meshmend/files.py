@@ -1,0 +1,294 @@
+"""Files: a schedule on disk, as `.npz` (compact) or `.txt` (for reading, diffing and writing by hand).
+
+A file is untrusted input. Nothing in it is executed (no pickle), sizes are checked before anything is read,
+and every number is checked before it is used: what cannot be trusted raises `ScheduleFileError`.
+Loading says that a file is well formed; that it is a correct all-reduce is for `verify` to say.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zipfile
+import zlib
+from collections.abc import Callable
+from itertools import groupby
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshmend.errors import MeshError, ScheduleError, ScheduleFileError, name_chip
+from meshmend.schedule import Collective, Op, Schedule
+from meshmend.topology import Mesh, Region, name_cable, name_shape, parse_chip
+
+FORMAT = 1
+"""Version of both forms; a reader refuses the versions that it does not know."""
+
+MAX_BYTES = 2**32
+"""Largest schedule, unpacked, that is read unless the caller allows more."""
+
+COLUMNS = {
+    "step": "<i4",
+    "src": "<i4",
+    "dst": "<i4",
+    "first_chunk": "<i4",
+    "n_chunks": "<i4",
+    "op": "|u1",
+    "phase": "|u1",
+    "owners": "<i4",
+}
+_MAX_HEADER_BYTES = 2**20
+_MAX_TEXT_CHUNKS = 2**26
+
+
+def save(schedule: Schedule, path: str | Path) -> None:
+    """Write a schedule; the ending of `path` chooses the form, `.npz` or `.txt`.
+
+    >>> import meshmend as mm, tempfile, pathlib
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "plan.npz"
+    >>> schedule = mm.plan(mm.Mesh("4x4"), "two-color")
+    >>> mm.save(schedule, path)
+    >>> mm.load(path) == schedule
+    True
+    """
+    path = Path(path)
+    match path.suffix:
+        case ".npz":
+            header = np.frombuffer(json.dumps(_describe(schedule)).encode(), dtype=np.uint8)
+            columns = {name: getattr(schedule, name).astype(dtype) for name, dtype in COLUMNS.items()}
+            np.savez_compressed(path, header=header, **columns)
+        case ".txt":
+            path.write_text(to_text(schedule), encoding="utf-8")
+        case other:
+            raise ScheduleFileError(f"{path.name} ends in {other!r}; a schedule is saved as .npz or .txt.")
+
+
+def load(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Schedule:
+    """Read a schedule that `save` wrote, or that anybody else wrote and that may be damaged or hostile."""
+    path = Path(path)
+    try:
+        match path.suffix:
+            case ".npz":
+                return _read_npz(path, max_bytes)
+            case ".txt":
+                if path.stat().st_size > max_bytes:
+                    raise ScheduleFileError(f"it has {path.stat().st_size:,} bytes; at most {max_bytes:,} are read.")
+                return from_text(path.read_text(encoding="utf-8"))
+            case other:
+                raise ScheduleFileError(f"its name ends in {other!r}; a schedule is .npz or .txt.")
+    except OSError as error:
+        raise ScheduleFileError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        raise ScheduleFileError(f"{path} is not a schedule: its text is not UTF-8.") from error
+    except (ScheduleFileError, ScheduleError, MeshError) as error:
+        raise ScheduleFileError(f"{path} is not a schedule to be trusted: {error}") from error
+
+
+def _describe(schedule: Schedule) -> dict[str, Any]:
+    mesh = schedule.mesh
+    return {
+        "format": FORMAT,
+        "shape": list(mesh.shape),
+        "wrap": list(mesh.wrap),
+        "failed": [str(hole) for hole in mesh.holes],
+        "failed_cables": [name_cable(cable) for cable in mesh.failed_cables],
+        "chunks": schedule.total_chunks,
+        "collective": str(schedule.collective),
+        "planner": schedule.planner,
+        "phases": list(schedule.phase_names),
+    }
+
+
+def _read_npz(path: Path, max_bytes: int) -> Schedule:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = {info.filename: info for info in archive.infolist()}
+            wanted = {f"{name}.npy" for name in ("header", *COLUMNS)}
+            if set(members) != wanted:
+                odd = sorted(set(members) ^ wanted)
+                raise ScheduleFileError(f"it should hold exactly the arrays of a schedule; look at {odd[0]}.")
+            claimed = sum(info.file_size for info in members.values())
+            if claimed > max_bytes:
+                raise ScheduleFileError(f"it claims {claimed:,} bytes unpacked; at most {max_bytes:,} are read.")
+            arrays: dict[str, Any] = {}
+            for name, dtype in {"header": "|u1", **COLUMNS}.items():
+                info = members[f"{name}.npy"]
+                with archive.open(info) as stream:
+                    arrays[name] = _read_array(stream, name, dtype, info.file_size)
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        raise ScheduleFileError(f"the archive is damaged ({error}).") from error
+    header = _read_header(arrays.pop("header").tobytes())
+    return Schedule(header.pop("mesh"), **header, **arrays)
+
+
+def _read_array(stream: IO[bytes], name: str, dtype: str, size: int) -> NDArray[Any]:
+    """Read one `.npy` member without believing its header: the claim must fit the bytes that are there."""
+    try:
+        version = np.lib.format.read_magic(stream)
+        if version != (1, 0):
+            raise ValueError(f"array format {version}")
+        shape, _, found = np.lib.format.read_array_header_1_0(stream)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
+        raise ScheduleFileError(f"{name} has no readable array header ({error}).") from error
+    if found.hasobject or found.str != dtype:
+        raise ScheduleFileError(f"{name} holds {found}, expected {np.dtype(dtype)}.")
+    if len(shape) != 1:
+        raise ScheduleFileError(f"{name} has shape {shape}, expected one number a transfer.")
+    claimed, there = shape[0] * found.itemsize, size - stream.tell()
+    if claimed != there:
+        raise ScheduleFileError(f"{name} claims {claimed:,} bytes, but {there:,} are there.")
+    data = stream.read(claimed)
+    if len(data) != claimed:
+        raise ScheduleFileError(f"{name} is cut short: {len(data):,} of {claimed:,} bytes.")
+    return np.frombuffer(data, dtype=found)
+
+
+def _read_header(data: bytes) -> dict[str, Any]:
+    """Return the schedule's arguments that are not columns, each checked for its type."""
+    if len(data) > _MAX_HEADER_BYTES:
+        raise ScheduleFileError(f"its header has {len(data):,} bytes; at most {_MAX_HEADER_BYTES:,} are read.")
+    try:
+        header = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ScheduleFileError(f"its header is not JSON ({error}).") from error
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        found = header.get("format") if isinstance(header, dict) else type(header).__name__
+        raise ScheduleFileError(f"its format is {found!r}; this version of meshmend reads {FORMAT}.")
+
+    def listed(key: str, kind: type) -> list[Any]:
+        values = header.get(key)
+        if not isinstance(values, list) or any(type(value) is not kind for value in values):
+            raise ScheduleFileError(f"{key} in its header should be a list of {kind.__name__}.")
+        return values
+
+    for key, kind in (("chunks", int), ("collective", str), ("planner", str)):
+        if type(header.get(key)) is not kind:
+            raise ScheduleFileError(f"{key} in its header should be {kind.__name__}, got {header.get(key)!r}.")
+    if header["collective"] not in tuple(Collective):
+        raise ScheduleFileError(f"its collective {header['collective']!r} is none of {', '.join(Collective)}.")
+    shape, failed = listed("shape", int), listed("failed", str)
+    if sum(Region.parse(hole).n_chips for hole in failed) > math.prod(shape):
+        raise ScheduleFileError("the holes in its header are larger than its mesh.")
+    return {
+        "mesh": Mesh(
+            shape,
+            wrap=listed("wrap", bool),
+            failed=failed,
+            failed_cables=listed("failed_cables", str),
+        ),
+        "total_chunks": header["chunks"],
+        "collective": Collective(header["collective"]),
+        "planner": header["planner"],
+        "phase_names": tuple(listed("phases", str)),
+    }
+
+
+def to_text(schedule: Schedule) -> str:
+    """Return the text form: a header, the owners, and one line a transfer under its step.
+
+    >>> import meshmend as mm
+    >>> print(to_text(mm.plan(mm.Mesh("2x2"), "hamiltonian")).split("step 1")[0])
+    meshmend schedule 1
+    {"shape": "2x2", ...}
+    owners (1,0) (0,0) (0,1) (1,1) (0,1) (1,1) (1,0) (0,0)
+    step 0
+      (0,0) -> (0,1)  chunk 0  reduce  phase 0
+      ...
+    """
+    mesh = schedule.mesh
+    header = {key: value for key, value in _describe(schedule).items() if key != "format"}
+    header["shape"] = name_shape(mesh.shape)
+    names = [name_chip(chip) for chip in mesh.coords.tolist()]
+    owners = []
+    for rank, group in groupby(schedule.owners.tolist()):
+        count = len(list(group))
+        owners.append(names[rank] + (f"*{count}" if count > 1 else ""))
+    lines = [f"meshmend schedule {FORMAT}", json.dumps(header), "owners " + " ".join(owners)]
+    step = -1
+    for row in zip(*(getattr(schedule, name).tolist() for name in COLUMNS if name != "owners"), strict=True):
+        now, src, dst, first, count, op, phase = row
+        if now != step:
+            lines.append(f"step {now}")
+            step = now
+        chunks = f"chunk {first}" if count == 1 else f"chunks {first}..{first + count - 1}"
+        lines.append(f"  {names[src]} -> {names[dst]}  {chunks}  {Op(op).name.lower()}  phase {phase}")
+    return "\n".join(lines) + "\n"
+
+
+_CHIP = r"\((\d{1,9}(?:,\d{1,9})*)\)"
+_TRANSFER = re.compile(
+    rf"  {_CHIP} -> {_CHIP}  chunks? (\d{{1,10}})(?:\.\.(\d{{1,10}}))?  (reduce|copy)  phase (\d{{1,3}})", re.ASCII
+)
+_OWNER = re.compile(rf"{_CHIP}(?:\*(\d{{1,10}}))?", re.ASCII)
+
+
+def from_text(text: str) -> Schedule:
+    """Read the text form. The message of an error names the line."""
+    lines = text.split("\n")
+    if lines[0] != f"meshmend schedule {FORMAT}":
+        raise ScheduleFileError(f"line 1 should be 'meshmend schedule {FORMAT}', got {lines[0][:40]!r}.")
+    if len(lines) < 3:
+        raise ScheduleFileError("it ends before the owners.")
+    header = _read_header(_header_of_text(lines[1]))
+    mesh: Mesh = header.pop("mesh")
+    ranks: dict[str, int] = {}
+
+    def rank(chip: str) -> int:
+        if chip not in ranks:
+            ranks[chip] = mesh.rank(parse_chip(chip))
+        return ranks[chip]
+
+    try:
+        owners = _read_owners(lines[2], header["total_chunks"], rank)
+    except MeshError as error:
+        raise ScheduleFileError(f"line 3: {error}") from error
+    rows: list[tuple[int, ...]] = []
+    step = -1
+    for number, line in enumerate(lines[3:], start=4):
+        if match := _TRANSFER.fullmatch(line):
+            src, dst, first, last, op, phase = match.groups()
+            try:
+                ends = rank(src), rank(dst)
+            except MeshError as error:
+                raise ScheduleFileError(f"line {number}: {error}") from error
+            count = 1 if last is None else int(last) - int(first) + 1
+            rows.append((step, *ends, int(first), count, Op[op.upper()], int(phase)))
+        elif re.fullmatch(r"step \d{1,10}", line, re.ASCII):
+            step = int(line[5:])
+        elif line or number < len(lines) + 1 - (lines[-1] == ""):
+            raise ScheduleFileError(f"line {number} is neither a step nor a transfer: {line[:60]!r}.")
+    table = np.array(rows, dtype=np.int64).reshape(-1, 7)
+    columns: dict[str, Any] = dict(zip((name for name in COLUMNS if name != "owners"), table.T, strict=True))
+    return Schedule(mesh, owners=owners, **header, **columns)
+
+
+def _header_of_text(line: str) -> bytes:
+    """Return the header line as the binary form has it."""
+    try:
+        header = json.loads(line)
+        header["format"] = FORMAT
+        header["shape"] = [int(n) for n in str(header["shape"]).split("x")]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ScheduleFileError(f"line 2 is not a header ({error}).") from error
+    return json.dumps(header).encode()
+
+
+def _read_owners(line: str, total_chunks: int, rank: Callable[[str], int]) -> NDArray[np.int32]:
+    if not line.startswith("owners "):
+        raise ScheduleFileError(f"line 3 should list the owners, got {line[:40]!r}.")
+    if total_chunks > _MAX_TEXT_CHUNKS:
+        raise ScheduleFileError(f"it claims {total_chunks:,} chunks; the text form carries up to {_MAX_TEXT_CHUNKS:,}.")
+    owners: list[int] = []
+    counts: list[int] = []
+    for word in line[7:].split(" "):
+        match = _OWNER.fullmatch(word)
+        if match is None:
+            raise ScheduleFileError(f"line 3: {word[:40]!r} is not an owner; write (row,column) or (row,column)*count.")
+        owners.append(rank(match[1]))
+        counts.append(int(match[2] or 1))
+    if sum(counts) != total_chunks:
+        raise ScheduleFileError(f"line 3 gives owners to {sum(counts)} chunks, expected {total_chunks}.")
+    return np.repeat(np.array(owners, dtype=np.int32), counts)

@@ -1,0 +1,186 @@
+"""Hamiltonian: one ring through all live chips, every hop between neighbours (figures 3 and 8 of the paper).
+
+The live 2×2 blocks are joined by a spanning tree, and the ring is the walk round the outside of that tree: inside
+a block it follows the square, and where the tree joins two blocks it crosses over on one cable and comes back on
+the one beside it. So any number of holes works, as long as they are made of whole blocks and leave the blocks
+connected; the paper asks for one contiguous hole.
+
+Both directions of the ring carry half the payload, so the busiest link carries (P−1)/P of the payload in all and
+the time is close to M/b for long payloads. The number of steps is 2(P−1): for short payloads that is slow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshmend.errors import Coordinate, name_chip
+from meshmend.planning.base import Planner
+from meshmend.planning.blocks import live_blocks, why_no_blocks
+from meshmend.planning.build import (
+    Transfers,
+    as_ranks,
+    ring_all_gather,
+    ring_owners,
+    ring_reduce_scatter,
+)
+from meshmend.schedule import Op, Schedule
+from meshmend.topology import Mesh
+
+
+@final
+@dataclass(frozen=True)
+class Hamiltonian(Planner):
+    """One ring through all live chips, half the payload each way round (figures 3 and 8)."""
+
+    name: ClassVar[str] = "hamiltonian"
+
+    def why_not(self, mesh: Mesh) -> str | None:
+        """Say why no such ring is found, or None."""
+        found = _find_ring(mesh)
+        return found if isinstance(found, str) else None
+
+    def plan(self, mesh: Mesh) -> Schedule:
+        """Return a reduce-scatter round the ring followed by an all-gather, in both directions at once."""
+        ring = _find_ring(mesh)
+        if isinstance(ring, str):
+            raise ValueError(ring)
+        n = len(ring)
+        transfers = Transfers()
+        owners = np.empty(2 * n, dtype=np.int64)
+        for direction, first_chunk in ((1, 0), (-1, n)):
+            owners[first_chunk : first_chunk + n] = ring[ring_owners(n, direction)]
+            for phase, op, sends, start in (
+                ("ring: reduce-scatter", Op.REDUCE, ring_reduce_scatter, 0),
+                ("ring: all-gather", Op.COPY, ring_all_gather, n - 1),
+            ):
+                time, position, shard = sends(n, direction)
+                transfers.add(
+                    phase,
+                    op,
+                    step=start + time,
+                    src=ring[position],
+                    dst=ring[(position + direction) % n],
+                    first_chunk=first_chunk + shard,
+                )
+        return transfers.schedule(mesh, planner=self.name, total_chunks=2 * n, owners=owners)
+
+
+def hamiltonian_ring(mesh: Mesh) -> list[Coordinate]:
+    """Return the chips in ring order, for pictures and for the curious.
+
+    >>> hamiltonian_ring(Mesh("2x2"))
+    [(0, 0), (0, 1), (1, 1), (1, 0)]
+    """
+    ring = _find_ring(mesh)
+    if isinstance(ring, str):
+        raise ValueError(f"No Hamiltonian ring on {mesh}: {ring}")
+    return [mesh.chip(int(rank)) for rank in ring]
+
+
+def _find_ring(mesh: Mesh) -> NDArray[np.int64] | str:
+    """Return the ranks in ring order, or a sentence that says why there is no ring."""
+    if mesh.n_axes == 2 and mesh.is_full and min(mesh.shape) > 1 and sum(n % 2 for n in mesh.shape) == 1:
+        return as_ranks(mesh, _snake(*mesh.shape))
+    trouble = why_no_blocks(mesh)
+    if trouble is not None:
+        return trouble
+    return _ring_round_tree(mesh)
+
+
+def _snake(rows: int, columns: int) -> list[Coordinate]:
+    """Order a full mesh with one even side: out along one edge, and back and forth across the rest."""
+    if rows % 2:
+        return [(r, c) for c, r in _snake(columns, rows)]
+    ring: list[Coordinate] = [(r, 0) for r in reversed(range(rows))]
+    for r in range(rows):
+        across = range(1, columns)
+        ring += [(r, c) for c in (across if r % 2 == 0 else reversed(across))]
+    return ring
+
+
+def _ring_round_tree(mesh: Mesh) -> NDArray[np.int64] | str:
+    blocks = live_blocks(mesh)
+    joins = _spanning_tree(mesh, blocks)
+    if isinstance(joins, str):
+        return joins
+    # next_of[chip] along the ring, for chips numbered in the full mesh. Each block alone is a clockwise square.
+    columns = mesh.shape[1]
+    corner = np.arange(mesh.size).reshape(mesh.shape)[::2, ::2]
+    north_west, north_east, south_west, south_east = (corner + d for d in (0, 1, columns, columns + 1))
+    next_of = np.empty(mesh.size, dtype=np.int64)
+    for here, there in (
+        (north_west, north_east),
+        (north_east, south_east),
+        (south_east, south_west),
+        (south_west, north_west),
+    ):
+        next_of[here] = there
+    # A join replaces the two facing sides of its squares by the two cables between them.
+    for (row, column), vertical in joins:
+        if vertical:
+            next_of[south_east[row, column]] = north_east[row + 1, column]
+            next_of[north_west[row + 1, column]] = south_west[row, column]
+        else:
+            next_of[north_east[row, column]] = north_west[row, column + 1]
+            next_of[south_west[row, column + 1]] = south_east[row, column]
+    start = int(corner[blocks][0])
+    ring, at = [start], int(next_of[start])
+    while at != start:
+        ring.append(at)
+        at = int(next_of[at])
+    return mesh.rank_of.ravel()[ring].astype(np.int64)
+
+
+def _spanning_tree(mesh: Mesh, blocks: NDArray[np.bool_]) -> list[tuple[tuple[int, int], bool]] | str:
+    """Return joins (upper or left block, whether the join is vertical) that connect all live blocks, or why not.
+
+    A failed cable between two blocks forbids their join. A failed cable inside a block forces the join across
+    that side of the square, because only a join takes the cable out of the ring.
+    """
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import minimum_spanning_tree
+
+    number = np.full(blocks.shape, -1)
+    number[blocks] = np.arange(int(blocks.sum()))
+    # Rows are joined before columns are: long horizontal runs, as figure 3 draws them.
+    weight: dict[tuple[tuple[int, int], bool], int] = {}
+    for vertical, there in ((False, np.s_[:, 1:]), (True, np.s_[1:, :])):
+        here = np.s_[:-1, :] if vertical else np.s_[:, :-1]
+        for row, column in np.argwhere(blocks[here] & blocks[there]):
+            weight[(int(row), int(column)), vertical] = 3 if vertical else 2
+    for cable in mesh.failed_cables:
+        (row, column), (row_b, column_b) = cable
+        lies_vertical = row != row_b
+        block = (row // 2, column // 2)
+        if max(abs(row - row_b), abs(column - column_b)) > 1:
+            continue  # a wrap cable, which the ring never uses
+        if block != (row_b // 2, column_b // 2):
+            weight.pop((block, lies_vertical), None)
+            continue
+        if lies_vertical:
+            join = ((block[0], block[1] - (column % 2 == 0)), False)
+        else:
+            join = ((block[0] - (row % 2 == 0), block[1]), True)
+        if join not in weight:
+            return (
+                f"the failed cable {name_chip(cable[0])}-{name_chip(cable[1])} is a side of a 2×2 block with no "
+                f"live block beyond it, so the ring cannot leave it out."
+            )
+        weight[join] = 1
+    keys = list(weight)
+    a = [number[row, column] for (row, column), _ in keys]
+    b = [number[row + vertical, column + (not vertical)] for (row, column), vertical in keys]
+    n = int(blocks.sum())
+    graph = coo_array((list(weight.values()), (a, b)), shape=(n, n)).tocsr()
+    tree = minimum_spanning_tree(graph).tocoo()
+    if tree.nnz < n - 1:
+        return "the holes cut its live 2×2 blocks apart."
+    key_of = {(int(x), int(y)): key for x, y, key in zip(a, b, keys, strict=True)}
+    joins = [key_of[int(x), int(y)] for x, y in zip(tree.row, tree.col, strict=True)]
+    if sum(w == 1 for w in weight.values()) > sum(weight[join] == 1 for join in joins):
+        return "its failed cables force the ring round a closed loop of blocks."
+    return joins

@@ -1,0 +1,54 @@
+"""`plan`: run a planner, and prove what it made before handing it out."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from meshmend.errors import ParameterError, PlanError
+from meshmend.planning.base import Planner
+from meshmend.planning.hamiltonian import Hamiltonian
+from meshmend.planning.row_pairs import RowPairs
+from meshmend.planning.two_color import TwoColor
+from meshmend.schedule import Schedule
+from meshmend.topology import Mesh
+from meshmend.verify import verify as prove
+
+PLANNERS: dict[str, type[Planner]] = {planner.name: planner for planner in (Hamiltonian, TwoColor, RowPairs)}
+"""Every planner by the name that the command line knows it by."""
+
+
+def plan(mesh: Mesh, planner: str | Planner, *, verify: bool = True, **parameters: Any) -> Schedule:
+    """Plan an all-reduce over the live chips of `mesh`, proven before it is returned.
+
+    `planner` is a name from `PLANNERS`, with its parameters as keywords, or a planner that is made already.
+    `verify=False` leaves the proof to the caller.
+
+    >>> plan(Mesh("8x8", failed=["2x2@2,2"]), "row-pairs", segments=2)
+    Schedule(row-pairs all-reduce on 8x8 minus 2x2@2,2: 60 chips, ...)
+    """
+    chosen = planner if isinstance(planner, Planner) else make_planner(planner, **parameters)
+    why_not = chosen.why_not(mesh)
+    if why_not is not None:
+        raise PlanError(chosen.name, str(mesh), why_not, _able(mesh, apart_from=chosen.name))
+    schedule = chosen.plan(mesh)
+    if verify:
+        prove(schedule)
+    return schedule
+
+
+def make_planner(name: str, **parameters: Any) -> Planner:
+    """Return the planner of that name with those parameters."""
+    if name not in PLANNERS:
+        raise ParameterError(f"There is no planner {name!r}. Planners: {', '.join(PLANNERS)}.")
+    kind = PLANNERS[name]
+    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for parameter in parameters:
+        if parameter not in known:
+            takes = f"takes {', '.join(known)}" if known else "takes none"
+            raise ParameterError(f"{name} has no parameter {parameter!r}: it {takes}.")
+    return kind(**parameters)
+
+
+def _able(mesh: Mesh, *, apart_from: str) -> list[str]:
+    return [name for name, kind in PLANNERS.items() if name != apart_from and kind().why_not(mesh) is None]

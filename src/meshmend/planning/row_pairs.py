@@ -1,0 +1,405 @@
+"""Row pairs: rings of two rows, then rings along the columns (figures 6 and 7), also round holes (9 and 10).
+
+Two neighbouring rows of C chips form a ring of 2C chips, and no two rings share a link. Each ring reduce-scatters
+the payload; then, in every column, the chips that hold the same shard (they sit in alternate rows) form a ring and
+all-reduce it; then the row rings gather. Half of the payload travels each way round.
+
+With holes of whole 2×2 blocks, a row pair without a failure is a *blue* ring. A pair with a failure falls into
+*yellow* 2×2 blocks, which hand their contributions to the blue rings:
+
+- A block sums inside itself, so that each chip at an *exit* holds part of the payload, and passes that on to its
+  vertical neighbour in a blue ring. A block with blue rings above and below has four exit chips with a quarter of
+  the payload each, as in figure 10; one with a blue ring on one side only has two, with half each.
+- A block with no blue ring beside it exits into a yellow block that is nearer to one.
+- The results come back by the same ways in reverse.
+
+A blue chip sends its shards in a known order, one a step. The yellow blocks work in that same order, so each part
+arrives just before the blue ring needs it, and the blue rings start after a handful of steps instead of waiting for
+the yellow work: on 32×32 minus 4×2 the hole adds ten steps to the full mesh's. Yellow and blue use different links.
+
+The rings along the columns skip yellow pairs; where a hole lies between two of their chips, the network's
+routes lead round it (figure 2).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshmend.errors import ParameterError, name_chip
+from meshmend.planning.base import Planner
+from meshmend.planning.build import Transfers, line_ring, ring_all_gather, ring_owners, ring_reduce_scatter
+from meshmend.schedule import Op, Schedule
+from meshmend.topology import Mesh, name_shape
+
+Orientation = Literal["auto", "rows", "columns"]
+Block = tuple[int, int]
+Cell = tuple[int, int]
+
+DIRECTIONS = (1, -1)
+"""The two ways round a ring; each carries half of the payload."""
+
+_SIDES: dict[str, Block] = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
+_EXITS: dict[str, tuple[Cell, Cell]] = {
+    "up": ((0, 0), (0, 1)),
+    "down": ((1, 0), (1, 1)),
+    "left": ((0, 0), (1, 0)),
+    "right": ((0, 1), (1, 1)),
+}
+"""Chips of a block, as (row, column) within it, at each side: one for each way round the rings."""
+
+
+@final
+@dataclass(frozen=True)
+class RowPairs(Planner):
+    """Rings over pairs of rows, then along columns; yellow blocks beside holes forward to blue rings (figures 6–10).
+
+    `orientation` pairs rows or columns; "auto" takes the one that leaves fewer yellow chips. `segments` cuts the
+    payload into parts that follow each other through the phases, so that one part's column rings run beside the
+    next part's row rings: more steps, less waiting.
+    """
+
+    name: ClassVar[str] = "row-pairs"
+
+    orientation: Orientation = "auto"
+    segments: int = 1
+
+    def __post_init__(self) -> None:
+        if self.orientation not in ("auto", "rows", "columns"):
+            raise ParameterError(f"orientation is {self.orientation!r}, expected 'auto', 'rows' or 'columns'.")
+        if self.segments < 1:
+            raise ParameterError(f"segments is {self.segments}, expected at least 1.")
+
+    def why_not(self, mesh: Mesh) -> str | None:
+        """Say why the pairs do not work out, or None."""
+        layout = self._layout(mesh)
+        return layout if isinstance(layout, str) else None
+
+    def plan(self, mesh: Mesh) -> Schedule:
+        """Return the phases of every segment, pipelined."""
+        layout = self._layout(mesh)
+        if isinstance(layout, str):
+            raise ValueError(layout)
+        transfers = Transfers()
+        starts = _timeline(layout, self.segments)
+        for segment, start in enumerate(starts):
+            first_chunk = segment * layout.chunks
+            _add_yellow(transfers, layout, first_chunk, reduce_from=start.rings, gather_from=start.gather)
+            _add_rings(transfers, layout, first_chunk, reduce_from=start.rings, gather_from=start.gather)
+            _add_shard_rings(transfers, layout, first_chunk, start.shards)
+        owners = np.tile(_owners(layout), self.segments)
+        return transfers.schedule(mesh, planner=self.name, total_chunks=self.segments * layout.chunks, owners=owners)
+
+    def _layout(self, mesh: Mesh) -> _Layout | str:
+        if mesh.n_axes != 2:
+            return f"it needs a mesh of two axes, and {name_shape(mesh.shape)} has {mesh.n_axes}."
+        if self.orientation != "auto":
+            return _lay_out(mesh, self.orientation)
+        found = [_lay_out(mesh, orientation) for orientation in ("rows", "columns")]
+        layouts = [layout for layout in found if not isinstance(layout, str)]
+        if not layouts:
+            return f"by rows, {found[0]} By columns, {found[1]}"
+        return min(layouts, key=lambda layout: len(layout.yellow))
+
+
+@dataclass(frozen=True)
+class _Yellow:
+    """A yellow block: where it hands its sums to, and how long before the blue ring needs them it must start.
+
+    `lead` counts steps from the start of a slice inside this block to the moment when a blue ring needs it.
+    """
+
+    block: Block
+    exits: tuple[str, ...]
+    parent: Block | None
+    lead: int
+    depth: int
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The mesh as row pairs. Where columns are paired, `ranks` is the transposed mesh and nothing else differs."""
+
+    mesh: Mesh
+    orientation: Literal["rows", "columns"]
+    ranks: NDArray[np.int64]
+    blue: NDArray[np.int64]
+    yellow: tuple[_Yellow, ...]
+    wrap_pairs: bool
+
+    @property
+    def ring_length(self) -> int:
+        return 2 * int(self.ranks.shape[1])
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a segment: for each way round, one slice a ring position, one chunk a blue ring."""
+        return 2 * self.ring_length * len(self.blue)
+
+    @property
+    def rings(self) -> NDArray[np.int64]:
+        """Ranks of the blue rings in ring order, one row a ring: out along the upper row, back along the lower."""
+        upper, lower = self.ranks[2 * self.blue], self.ranks[2 * self.blue + 1]
+        return np.concatenate([upper, lower[:, ::-1]], axis=1)
+
+    def ring_position(self, row: int, column: int) -> int:
+        return column if row % 2 == 0 else self.ring_length - 1 - column
+
+    def slice_start(self, way: int, shard: NDArray[np.int64]) -> NDArray[np.int64]:
+        """First chunk (within the segment) of a shard of the half that goes DIRECTIONS[way]."""
+        return np.asarray((way * self.ring_length + shard) * len(self.blue))
+
+    def chip(self, block: Block, cell: Cell) -> int:
+        return int(self.ranks[2 * block[0] + cell[0], 2 * block[1] + cell[1]])
+
+
+def _lay_out(mesh: Mesh, orientation: Literal["rows", "columns"]) -> _Layout | str:
+    """Find blue rings and yellow blocks, or say what is missing."""
+    ranks = (mesh.rank_of if orientation == "rows" else mesh.rank_of.T).astype(np.int64)
+    word = orientation[:-1]
+    rows, columns = ranks.shape
+    if rows % 2 or columns < 2:
+        return f"{rows} {orientation} of {columns} chips do not form pairs that close into rings."
+    upper, lower = ranks[::2], ranks[1::2]
+    rings = np.concatenate([upper, lower[:, ::-1]], axis=1)
+    closed = mesh.link(np.maximum(rings, 0), np.maximum(np.roll(rings, -1, axis=1), 0)) >= 0
+    is_blue = np.asarray((rings >= 0).all(axis=1) & closed.all(axis=1))
+    if not is_blue.any():
+        return f"every {word} pair has a failure, so no ring is left for the others to forward to."
+    yellow = _find_yellow(mesh, ranks, is_blue, word)
+    if isinstance(yellow, str):
+        return yellow
+    wrap = mesh.wrap[0 if orientation == "rows" else 1]
+    return _Layout(mesh, orientation, ranks, np.flatnonzero(is_blue), yellow, wrap)
+
+
+def _find_yellow(
+    mesh: Mesh, ranks: NDArray[np.int64], is_blue: NDArray[np.bool_], word: str
+) -> tuple[_Yellow, ...] | str:
+    """Cut the pairs that are not blue into blocks and find each a way to a blue ring, shortest first."""
+    pairs = np.flatnonzero(~is_blue)
+    if not len(pairs):
+        return ()
+    if ranks.shape[1] % 2:
+        return f"a {word} pair with a failure must fall into 2×2 blocks, and it is {ranks.shape[1]} chips long."
+    blocks: set[Block] = set()
+    for pair in pairs:
+        for column in range(ranks.shape[1] // 2):
+            cells = ranks[2 * pair : 2 * pair + 2, 2 * column : 2 * column + 2]
+            if (cells < 0).all():
+                continue
+            square = cells.ravel()[[0, 1, 3, 2]]
+            whole = (cells >= 0).all()
+            if not whole or (mesh.link(square, np.roll(square, -1)) < 0).any():
+                lost = "a chip" if not whole else "a cable"
+                live = name_chip(mesh.chip(int(cells[cells >= 0][0])))
+                return f"{lost} of the 2×2 block of chip {live} has failed, but not the whole block."
+            blocks.add((int(pair), column))
+
+    def joined(block: Block, side: str, other: Block) -> bool:
+        """Whether both cables from `block` across `side` into `other` are live."""
+        here = [ranks[2 * block[0] + r, 2 * block[1] + c] for r, c in _EXITS[side]]
+        there = [ranks[2 * other[0] + r, 2 * other[1] + c] for r, c in _EXITS[_opposite(side)]]
+        return bool((mesh.link(here, there) >= 0).all())
+
+    found: dict[Block, _Yellow] = {}
+    queue: deque[Block] = deque()
+    for block in sorted(blocks):
+        exits = tuple(
+            side
+            for side in ("up", "down")
+            if 0 <= block[0] + _SIDES[side][0] < len(is_blue)
+            and is_blue[block[0] + _SIDES[side][0]]
+            and joined(block, side, (block[0] + _SIDES[side][0], block[1]))
+        )
+        if exits:
+            # A slice spends two steps inside the block and one on its way to the blue chip, which must have it
+            # a step before its ring adds to the same shard.
+            found[block] = _Yellow(block, exits, parent=None, lead=4, depth=0)
+            queue.append(block)
+    while queue:
+        parent = queue.popleft()
+        for number, (side, (down, right)) in enumerate(_SIDES.items()):
+            block = (parent[0] + down, parent[1] + right)
+            if block in blocks and block not in found and joined(parent, side, block):
+                # Into its parent before the parent starts on the slice; children of one parent each at their
+                # own step, because two of them may meet in one chip.
+                lead = found[parent].lead + 3 + number
+                found[block] = _Yellow(block, (_opposite(side),), parent, lead, found[parent].depth + 1)
+                queue.append(block)
+    stranded = sorted(blocks - found.keys())
+    if stranded:
+        chip = name_chip(mesh.chip(int(ranks[2 * stranded[0][0], 2 * stranded[0][1]])))
+        return f"the block of chip {chip} has no way through whole blocks to a whole {word} pair."
+    return tuple(found.values())
+
+
+def _opposite(side: str) -> str:
+    return {"up": "down", "down": "up", "left": "right", "right": "left"}[side]
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Steps at which a segment's phases start."""
+
+    rings: int
+    shards: int
+    gather: int
+
+
+def _timeline(layout: _Layout, segments: int) -> list[_Start]:
+    """Give every segment its turns on the row rings and on the shard rings.
+
+    A row ring gathers an earlier segment as soon as its shards are summed, and takes in a new segment while it
+    waits. Times count from the first ring's start; the yellow blocks' lead comes before it.
+    """
+    # Yellow blocks need one step more a turn than the rings: the last shard is not sent on, but it is summed.
+    turn = layout.ring_length - 1 + bool(layout.yellow)
+    shard_steps = 2 * (len(layout.blue) - 1)
+    lead = max((yellow.lead + 1 for yellow in layout.yellow), default=0)
+    ring_free, shards_free = lead, 0
+    starts: dict[int, _Start] = {}
+    waiting: deque[tuple[int, int, int]] = deque()
+    fresh = deque(range(segments))
+    while fresh or waiting:
+        if fresh and (not waiting or waiting[0][2] + shard_steps > ring_free):
+            shards = max(ring_free + layout.ring_length - 1, shards_free)
+            waiting.append((fresh.popleft(), ring_free, shards))
+            shards_free = shards + shard_steps
+        else:
+            segment, rings, shards = waiting.popleft()
+            ring_free = max(ring_free, shards + shard_steps)
+            starts[segment] = _Start(rings, shards, ring_free)
+        ring_free += turn
+    return [starts[segment] for segment in range(segments)]
+
+
+def _add_rings(transfers: Transfers, layout: _Layout, first_chunk: int, *, reduce_from: int, gather_from: int) -> None:
+    """Phase one (figure 6) and its reverse: every blue ring, both ways round."""
+    n, rings = layout.ring_length, layout.rings
+    for way, direction in enumerate(DIRECTIONS):
+        for what, op, sends, start in (
+            ("reduce-scatter", Op.REDUCE, ring_reduce_scatter, reduce_from),
+            ("all-gather", Op.COPY, ring_all_gather, gather_from),
+        ):
+            time, position, shard = sends(n, direction)
+            transfers.add(
+                f"{layout.orientation[:-1]} rings: {what}",
+                op,
+                step=start + time,
+                src=rings[:, position],
+                dst=rings[:, (position + direction) % n],
+                first_chunk=first_chunk + layout.slice_start(way, shard),
+                n_chunks=len(layout.blue),
+            )
+
+
+def _add_shard_rings(transfers: Transfers, layout: _Layout, first_chunk: int, start: int) -> None:
+    """Phase two (figure 7): the chips that own the same shard, one in each blue ring, all-reduce it in a ring."""
+    n_rings, across = len(layout.blue), "column" if layout.orientation == "rows" else "row"
+    order = line_ring(n_rings, wrap=layout.wrap_pairs)
+    rings = layout.rings[order]
+    for way, direction in enumerate(DIRECTIONS):
+        owner = ring_owners(layout.ring_length, direction)[:, None]
+        shard = np.arange(layout.ring_length)[:, None]
+        for what, op, sends, later in (
+            ("reduce-scatter", Op.REDUCE, ring_reduce_scatter, 0),
+            ("all-gather", Op.COPY, ring_all_gather, n_rings - 1),
+        ):
+            time, position, part = sends(n_rings, direction)
+            transfers.add(
+                f"{across} rings of shards: {what}",
+                op,
+                step=start + later + time,
+                src=rings[position, owner],
+                dst=rings[(position + direction) % n_rings, owner],
+                first_chunk=first_chunk + layout.slice_start(way, shard) + part,
+            )
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """Slices that leave a yellow block through one chip.
+
+    `time[i]` is when the blue ring sends `shard[i]` on, counted from the ring's start. Two streams that share the
+    block's links are kept apart by their `stagger`: one of them starts a step earlier and comes back a step later.
+    """
+
+    way: int
+    side: str
+    shard: NDArray[np.int64]
+    time: NDArray[np.int64]
+    stagger: int = 0
+
+
+def _streams(layout: _Layout, yellow: _Yellow, above: list[_Stream]) -> list[_Stream]:
+    """Say which slices leave through which chip: those of the parent's streams, or in the order of the blue rings."""
+    if yellow.parent is not None:
+        return [replace(stream, side=yellow.exits[0]) for stream in above]
+    streams = []
+    n = layout.ring_length
+    shard = np.arange(n)
+    for way, direction in enumerate(DIRECTIONS):
+        for stagger, side in enumerate(yellow.exits):
+            row = 2 * yellow.block[0] + (-1 if side == "up" else 2)
+            column = 2 * yellow.block[1] + _EXITS[side][way][1]
+            time = (direction * (layout.ring_position(row, column) - shard)) % n
+            # With two exits each takes every other slice. The rings above and below reach a slice at times of
+            # opposite parity, so "even times" picks each slice for exactly one of them.
+            takes = time % len(yellow.exits) == 0
+            streams.append(_Stream(way, side, shard[takes], time[takes], stagger))
+    return streams
+
+
+def _add_yellow(transfers: Transfers, layout: _Layout, first_chunk: int, *, reduce_from: int, gather_from: int) -> None:
+    """Figure 10: sums inside the blocks, forwarded to the blue rings in the order they need; results back."""
+    streams: dict[Block, list[_Stream]] = {}
+    for yellow in layout.yellow:
+        streams[yellow.block] = _streams(layout, yellow, streams[yellow.parent] if yellow.parent else [])
+        for stream in streams[yellow.block]:
+            row, column = _EXITS[stream.side][stream.way]
+            leaving = layout.chip(yellow.block, (row, column))
+            across = layout.chip(yellow.block, (row, 1 - column))
+            along = layout.chip(yellow.block, (1 - row, column))
+            corner = layout.chip(yellow.block, (1 - row, 1 - column))
+            down, right = _SIDES[stream.side]
+            beyond = layout.chip(
+                (yellow.block[0] + down, yellow.block[1] + right), _EXITS[_opposite(stream.side)][stream.way]
+            )
+            begin = reduce_from + stream.time - yellow.lead - stream.stagger
+            # A ring position has one shard when the gather starts and gets the rest in the order it sent them.
+            back = gather_from + (stream.time + 1) % layout.ring_length + 3 * yellow.depth + stream.stagger
+            first = first_chunk + layout.slice_start(stream.way, stream.shard)
+            for src, dst, hop, what, reverse in (
+                (corner, along, 0, "yellow blocks: reduce-scatter", "yellow blocks: all-gather"),
+                (across, leaving, 0, "yellow blocks: reduce-scatter", "yellow blocks: all-gather"),
+                (along, leaving, 1, "yellow blocks: reduce-scatter", "yellow blocks: all-gather"),
+                (leaving, beyond, 2, "yellow forwards to blue", "blue returns to yellow"),
+            ):
+                transfers.add(
+                    what, Op.REDUCE, step=begin + hop, src=src, dst=dst, first_chunk=first, n_chunks=len(layout.blue)
+                )
+                transfers.add(
+                    reverse,
+                    Op.COPY,
+                    step=back + 2 - hop,
+                    src=dst,
+                    dst=src,
+                    first_chunk=first,
+                    n_chunks=len(layout.blue),
+                )
+
+
+def _owners(layout: _Layout) -> NDArray[np.int64]:
+    """Return who owns each chunk of a segment once its reductions are done."""
+    n_rings = len(layout.blue)
+    rings = layout.rings[line_ring(n_rings, wrap=layout.wrap_pairs)]
+    owners = [
+        rings[ring_owners(n_rings, direction)[None, :], ring_owners(layout.ring_length, direction)[:, None]].ravel()
+        for direction in DIRECTIONS
+    ]
+    return np.concatenate(owners)

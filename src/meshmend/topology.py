@@ -1,0 +1,428 @@
+"""Topology: which chips there are, which have failed, and which cables join the survivors.
+
+Everything is held in arrays, never in an object per chip, so that a 512×512 mesh costs milliseconds.
+
+Numbering. A chip is named by its coordinate; a *rank* is its position among the live chips in row-major order.
+A *direction* is `2 * axis` towards larger coordinates and `2 * axis + 1` towards smaller ones, so that in 2-D
+0 is south, 1 north, 2 east, 3 west. A *link* (one direction of a cable) is `rank * n_directions + direction`
+of the chip that it leaves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from meshmend.errors import Coordinate, MeshError, name_chip
+
+MAX_CHIPS = 2**24
+"""Ranks are 32-bit and a mesh holds a few arrays of its size: beyond this a shape is a mistake, not a machine."""
+
+MAX_AXES = 8
+
+Cable = tuple[Coordinate, Coordinate]
+IntArray = NDArray[np.int32]
+
+
+@dataclass(frozen=True, order=True)
+class Region:
+    """A box of chips: `shape` chips from corner `at`.
+
+    >>> Region(at=(6, 8), shape=(4, 2))
+    Region(at=(6, 8), shape=(4, 2))
+    >>> print(Region.parse("4x2@6,8"))
+    4x2@6,8
+    """
+
+    at: Coordinate
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "at", tuple(int(x) for x in self.at))
+        object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
+        if len(self.at) != len(self.shape):
+            raise MeshError(
+                f"A region's corner and shape need the same number of axes: got at={self.at}, shape={self.shape}."
+            )
+        if any(n < 1 for n in self.shape):
+            raise MeshError(f"A region is at least one chip long on every axis: got shape={self.shape}.")
+
+    @classmethod
+    def parse(cls, text: str) -> Region:
+        """Read `4x2@6,8` (rows × columns at row, column) or a single chip `6,8`."""
+        shape_text, at_sign, at_text = text.strip().rpartition("@")
+        try:
+            at = parse_chip(at_text)
+            shape = parse_shape(shape_text) if at_sign else (1,) * len(at)
+        except MeshError:
+            raise MeshError(
+                f"{text!r} is not a hole. Write rows x columns @ row,column, as in 4x2@6,8, or one chip, as in 6,8."
+            ) from None
+        return cls(at, shape)
+
+    def __str__(self) -> str:
+        return f"{name_shape(self.shape)}@{','.join(map(str, self.at))}"
+
+    @property
+    def n_chips(self) -> int:
+        """How many chips it holds."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index into an array of the mesh's shape."""
+        return tuple(slice(a, a + n) for a, n in zip(self.at, self.shape, strict=True))
+
+
+class Mesh:
+    """A mesh or torus of chips in any number of dimensions, some of which may have failed. Immutable.
+
+    `wrap` says which axes close on themselves (one bool for all, or one an axis); an axis of one or two chips
+    has nothing to close and counts as plain. `failed` lists regions, coordinates or their short forms;
+    `failed_cables` lists pairs of neighbouring coordinates. Shapes may be given as `"16x32"`.
+
+    >>> mesh = Mesh((16, 32), failed=[Region(at=(6, 8), shape=(4, 2))])
+    >>> mesh
+    Mesh(16x32 minus 4x2@6,8: 504 of 512 chips)
+    >>> mesh.n_chips, mesh.n_cables, mesh.is_connected
+    (504, 954, True)
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int] | str,
+        *,
+        wrap: bool | Sequence[bool] = False,
+        failed: Iterable[Region | Sequence[int] | str] = (),
+        failed_cables: Iterable[tuple[Sequence[int], Sequence[int]] | str] = (),
+    ) -> None:
+        self._shape = _check_shape(shape)
+        self._wrap = _check_wrap(wrap, self._shape)
+        self._live = np.ones(self._shape, dtype=np.bool_)
+        for hole in failed:
+            self._live[self._check_region(hole).slices] = False
+        if not self._live.any():
+            raise MeshError(f"All {self._live.size} chips of the {name_shape(self._shape)} mesh have failed.")
+        self._live.flags.writeable = False
+        cables = {self._check_cable(cable) for cable in failed_cables}
+        # A cable that touches a failed chip is gone already; leaving it out makes equal machines equal values.
+        self._failed_cables = tuple(sorted(c for c in cables if self._live[c[0]] and self._live[c[1]]))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Chips along each axis, failed ones included."""
+        return self._shape
+
+    @property
+    def wrap(self) -> tuple[bool, ...]:
+        """For each axis, whether its ends are joined."""
+        return self._wrap
+
+    @property
+    def n_axes(self) -> int:
+        """Number of dimensions."""
+        return len(self._shape)
+
+    @property
+    def n_directions(self) -> int:
+        """Links that a chip in the middle of the mesh sends on: two an axis."""
+        return 2 * len(self._shape)
+
+    @property
+    def size(self) -> int:
+        """Number of chips, failed ones included."""
+        return self._live.size
+
+    @cached_property
+    def n_chips(self) -> int:
+        """Number of live chips, P."""
+        return int(self._live.sum())
+
+    @property
+    def live(self) -> NDArray[np.bool_]:
+        """An array of the mesh's shape, True where a chip is alive."""
+        return self._live
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing has failed."""
+        return self.n_chips == self.size and not self._failed_cables
+
+    @property
+    def failed_cables(self) -> tuple[Cable, ...]:
+        """Failed cables between live chips, each with its smaller coordinate first."""
+        return self._failed_cables
+
+    @cached_property
+    def holes(self) -> tuple[Region, ...]:
+        """The failed chips as disjoint boxes: the same boxes however the failures were written down."""
+        return tuple(_boxes(~self._live))
+
+    @cached_property
+    def rank_of(self) -> IntArray:
+        """An array of the mesh's shape: each live chip's rank, −1 for a failed one."""
+        ranks = np.full(self._shape, -1, dtype=np.int32)
+        ranks[self._live] = np.arange(self.n_chips, dtype=np.int32)
+        return _frozen(ranks)
+
+    @cached_property
+    def coords(self) -> IntArray:
+        """Coordinates of the live chips, one row a rank."""
+        return _frozen(np.argwhere(self._live).astype(np.int32))
+
+    @cached_property
+    def neighbours(self) -> IntArray:
+        """For each rank and direction the neighbour's rank, −1 where there is no live link."""
+        table = np.empty((self.n_chips, self.n_directions), dtype=np.int32)
+        for axis, (length, wrap) in enumerate(zip(self._shape, self._wrap, strict=True)):
+            for direction, shift, edge in ((2 * axis, -1, length - 1), (2 * axis + 1, 1, 0)):
+                beyond = np.roll(self.rank_of, shift, axis)
+                if not wrap:
+                    beyond[(slice(None),) * axis + (edge,)] = -1
+                table[:, direction] = beyond[self._live]
+        for a, b in self._failed_cables:
+            rank_a, rank_b = self.rank_of[a], self.rank_of[b]
+            table[rank_a, table[rank_a] == rank_b] = -1
+            table[rank_b, table[rank_b] == rank_a] = -1
+        return _frozen(table)
+
+    @cached_property
+    def cables(self) -> IntArray:
+        """Live cables as pairs of ranks, one row a cable, ordered by axis and then by rank."""
+        ranks = np.arange(self.n_chips, dtype=np.int32)
+        columns = [np.stack([ranks, self.neighbours[:, d]], axis=1) for d in range(0, self.n_directions, 2)]
+        pairs = np.concatenate(columns)
+        return _frozen(pairs[pairs[:, 1] >= 0])
+
+    @property
+    def n_cables(self) -> int:
+        """Number of live cables, E."""
+        return len(self.cables)
+
+    @property
+    def n_link_slots(self) -> int:
+        """Length of an array indexed by link; the slots of links that do not exist stay unused."""
+        return self.n_chips * self.n_directions
+
+    def link(self, src: ArrayLike, dst: ArrayLike) -> NDArray[np.int64]:
+        """Return the link that joins each pair of ranks, −1 where they are not live neighbours."""
+        src, dst = np.broadcast_arrays(np.asarray(src, np.int64), np.asarray(dst, np.int64))
+        links = np.full(src.shape, -1, dtype=np.int64)
+        for direction in range(self.n_directions):
+            here = self.neighbours[src, direction] == dst
+            links[here] = src[here] * self.n_directions + direction
+        return links
+
+    def link_ends(self, link: int) -> tuple[Coordinate, Coordinate]:
+        """Return the coordinates that a link leaves and reaches."""
+        rank, direction = divmod(int(link), self.n_directions)
+        far = int(self.neighbours[rank, direction])
+        if far < 0:
+            raise MeshError(f"Link {link} does not exist: chip {name_chip(self.chip(rank))} has none that way.")
+        return self.chip(rank), self.chip(far)
+
+    def rank(self, chip: Sequence[int]) -> int:
+        """Return a live chip's rank."""
+        chip = tuple(int(x) for x in chip)
+        self._check_chip(chip)
+        rank = int(self.rank_of[chip])
+        if rank < 0:
+            raise MeshError(f"Chip {name_chip(chip)} has failed, so it has no rank.")
+        return rank
+
+    def chip(self, rank: int) -> Coordinate:
+        """Return the coordinate of a rank."""
+        return tuple(int(x) for x in self.coords[rank])
+
+    @cached_property
+    def component_of(self) -> IntArray:
+        """For each rank the number of its connected part, counted from 0."""
+        # SciPy's graph module takes a noticeable part of `import meshmend`; only questions of connectivity pay.
+        from scipy.sparse import coo_array
+        from scipy.sparse.csgraph import connected_components
+
+        a, b = self.cables.T
+        ones = np.ones(len(a), dtype=np.int8)
+        graph = coo_array((ones, (a, b)), shape=(self.n_chips, self.n_chips)).tocsr()
+        _, labels = connected_components(graph, directed=False)
+        return _frozen(labels.astype(np.int32))
+
+    @property
+    def n_components(self) -> int:
+        """Number of connected parts that the survivors form."""
+        return int(self.component_of.max()) + 1
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether every live chip can reach every other."""
+        return self.n_components == 1
+
+    def fail(self, *failed: Region | Sequence[int] | str) -> Mesh:
+        """Return this mesh with more chips failed.
+
+        >>> Mesh("8x8").fail("2x2@2,2")
+        Mesh(8x8 minus 2x2@2,2: 60 of 64 chips)
+        """
+        return Mesh(self._shape, wrap=self._wrap, failed=[*self.holes, *failed], failed_cables=self._failed_cables)
+
+    def _check_chip(self, chip: Coordinate) -> None:
+        if len(chip) != self.n_axes:
+            raise MeshError(
+                f"Chip {name_chip(chip)} has {len(chip)} coordinates, but the {name_shape(self._shape)} mesh "
+                f"has {self.n_axes} axes."
+            )
+        if any(not 0 <= x < n for x, n in zip(chip, self._shape, strict=True)):
+            raise MeshError(
+                f"Chip {name_chip(chip)} lies outside the {name_shape(self._shape)} mesh; coordinates count from 0."
+            )
+
+    def _check_region(self, hole: Region | Sequence[int] | str) -> Region:
+        if isinstance(hole, str):
+            hole = Region.parse(hole)
+        elif not isinstance(hole, Region):
+            hole = Region(at=tuple(hole), shape=(1,) * len(hole))
+        self._check_chip(hole.at)
+        if any(a + n > length for a, n, length in zip(hole.at, hole.shape, self._shape, strict=True)):
+            last = tuple(a + n - 1 for a, n in zip(hole.at, hole.shape, strict=True))
+            raise MeshError(
+                f"The hole {hole} reaches chip {name_chip(last)}, outside the {name_shape(self._shape)} mesh."
+            )
+        return hole
+
+    def _check_cable(self, cable: tuple[Sequence[int], Sequence[int]] | str) -> Cable:
+        if isinstance(cable, str):
+            ends = [parse_chip(part) for part in cable.split("-")]
+        else:
+            ends = [tuple(int(x) for x in end) for end in cable]
+        if len(ends) != 2:
+            raise MeshError(f"{cable!r} is not a cable. Write its two chips, as in 6,8-6,9.")
+        a, b = sorted(ends)
+        self._check_chip(a)
+        self._check_chip(b)
+        apart = [axis for axis in range(self.n_axes) if a[axis] != b[axis]]
+        if len(apart) == 1:
+            distance, length = b[apart[0]] - a[apart[0]], self._shape[apart[0]]
+            if distance == 1 or (self._wrap[apart[0]] and distance == length - 1):
+                return a, b
+        raise MeshError(f"No cable joins {name_chip(a)} and {name_chip(b)}: they are not neighbours in {self}.")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mesh):
+            return NotImplemented
+        return self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @cached_property
+    def _key(self) -> tuple[object, ...]:
+        return self._shape, self._wrap, np.packbits(self._live).tobytes(), self._failed_cables
+
+    def __str__(self) -> str:
+        name = name_shape(self._shape)
+        if all(self._wrap):
+            name += " torus"
+        elif any(self._wrap):
+            name += f" wrapped on axis {', '.join(str(a) for a, w in enumerate(self._wrap) if w)}"
+        lost = [str(hole) for hole in self.holes[:4]]
+        if len(self.holes) > 4:
+            lost.append(f"{len(self.holes) - 4} more holes")
+        if self._failed_cables:
+            lost.append(f"{len(self._failed_cables)} cable{'s' * (len(self._failed_cables) > 1)}")
+        return f"{name} minus {', '.join(lost)}" if lost else name
+
+    def __repr__(self) -> str:
+        chips = f"{self.n_chips} of {self.size} chips" if self.n_chips < self.size else f"{self.size} chips"
+        return f"Mesh({self}: {chips})"
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """Read a shape such as `16x32` or `4x4x8`.
+
+    >>> parse_shape("16x32")
+    (16, 32)
+    """
+    if not re.fullmatch(r"\d{1,9}(x\d{1,9})*", text.strip(), re.ASCII):
+        raise MeshError(f"{text!r} is not a shape. Write rows x columns without spaces, as in 16x32.")
+    return tuple(int(n) for n in text.strip().split("x"))
+
+
+def parse_chip(text: str) -> Coordinate:
+    """Read a coordinate such as `6,8`.
+
+    >>> parse_chip("6,8")
+    (6, 8)
+    """
+    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text.strip(), re.ASCII):
+        raise MeshError(f"{text!r} is not a chip. Write row,column without spaces, counted from 0, as in 6,8.")
+    return tuple(int(x) for x in text.strip().split(","))
+
+
+def name_shape(shape: Sequence[int]) -> str:
+    """Write a shape the way the command line reads it."""
+    return "x".join(str(n) for n in shape)
+
+
+def name_cable(cable: Cable) -> str:
+    """Write a cable the way the command line reads it."""
+    return "-".join(",".join(map(str, end)) for end in cable)
+
+
+def _frozen(array: IntArray) -> IntArray:
+    array.flags.writeable = False
+    return array
+
+
+def _check_shape(shape: Sequence[int] | str) -> tuple[int, ...]:
+    checked = parse_shape(shape) if isinstance(shape, str) else tuple(int(n) for n in shape)
+    if not 1 <= len(checked) <= MAX_AXES or any(n < 1 for n in checked):
+        raise MeshError(f"A mesh has 1 to {MAX_AXES} axes of at least one chip each: got {name_shape(checked)}.")
+    size = 1
+    for n in checked:
+        size *= n
+    if size > MAX_CHIPS:
+        raise MeshError(f"A {name_shape(checked)} mesh has {size:,} chips; meshmend carries up to {MAX_CHIPS:,}.")
+    return checked
+
+
+def _check_wrap(wrap: bool | Sequence[bool], shape: tuple[int, ...]) -> tuple[bool, ...]:
+    if isinstance(wrap, bool):
+        asked = (wrap,) * len(shape)
+    else:
+        asked = tuple(bool(w) for w in wrap)
+        if len(asked) != len(shape):
+            raise MeshError(f"wrap needs one value for each of {len(shape)} axes: got {len(asked)}.")
+    return tuple(w and n > 2 for w, n in zip(asked, shape, strict=True))
+
+
+def _boxes(mask: NDArray[np.bool_]) -> list[Region]:
+    """Cut the True cells into disjoint boxes, each grown from its first cell along the last axis first."""
+    left = mask.copy()
+    boxes = []
+    for cell in map(tuple, np.argwhere(mask)):
+        if not left[cell]:
+            continue
+        extent = [1] * mask.ndim
+        for axis in reversed(range(mask.ndim)):
+            while cell[axis] + extent[axis] < mask.shape[axis]:
+                face = [slice(c, c + n) for c, n in zip(cell, extent, strict=True)]
+                face[axis] = slice(cell[axis] + extent[axis], cell[axis] + extent[axis] + 1)
+                if not left[tuple(face)].all():
+                    break
+                extent[axis] += 1
+        box = Region(at=tuple(int(c) for c in cell), shape=tuple(extent))
+        left[box.slices] = False
+        boxes.append(box)
+    return boxes
+
+
+def all_placements(mesh_shape: Sequence[int], hole_shape: Sequence[int], *, align: int = 2) -> list[Region]:
+    """Return every place of a hole in a mesh whose corner lies on a multiple of `align`."""
+    ranges = [range(0, n - h + 1, align) for n, h in zip(mesh_shape, hole_shape, strict=True)]
+    return [Region(at=at, shape=tuple(hole_shape)) for at in product(*ranges)]
