@@ -310,7 +310,9 @@ class Mesh:
             distance, length = b[apart[0]] - a[apart[0]], self._shape[apart[0]]
             if distance == 1 or (self._wrap[apart[0]] and distance == length - 1):
                 return a, b
-        raise MeshError(f"No cable joins {name_chip(a)} and {name_chip(b)}: they are not neighbours in {self}.")
+        raise MeshError(
+            f"No cable joins {name_chip(a)} and {name_chip(b)}: they are not neighbours in {name_shape(self._shape)}."
+        )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mesh):

@@ -17,7 +17,7 @@ class Planner(ABC):
 
     @abstractmethod
     def why_not(self, mesh: Mesh) -> str | None:
-        """Say in a sentence why this planner cannot serve `mesh`, or None if it can."""
+        """Say in a sentence why this planner cannot serve `mesh`, whose survivors are connected, or None if it can."""
 
     @abstractmethod
     def plan(self, mesh: Mesh) -> Schedule:

@@ -178,7 +178,7 @@ def _spanning_tree(mesh: Mesh, blocks: NDArray[np.bool_]) -> list[tuple[tuple[in
     graph = coo_array((list(weight.values()), (a, b)), shape=(n, n)).tocsr()
     tree = minimum_spanning_tree(graph).tocoo()
     if tree.nnz < n - 1:
-        return "the holes cut its live 2×2 blocks apart."
+        return "its failed cables leave 2×2 blocks that cannot be joined into one ring."
     key_of = {(int(x), int(y)): key for x, y, key in zip(a, b, keys, strict=True)}
     joins = [key_of[int(x), int(y)] for x, y in zip(tree.row, tree.col, strict=True)]
     if sum(w == 1 for w in weight.values()) > sum(weight[join] == 1 for join in joins):

@@ -28,7 +28,7 @@ def plan(mesh: Mesh, planner: str | Planner, *, verify: bool = True, **parameter
     Schedule(row-pairs all-reduce on 8x8 minus 2x2@2,2: 60 chips, ...)
     """
     chosen = planner if isinstance(planner, Planner) else make_planner(planner, **parameters)
-    why_not = chosen.why_not(mesh)
+    why_not = _why_not(chosen, mesh)
     if why_not is not None:
         raise PlanError(chosen.name, str(mesh), why_not, _able(mesh, apart_from=chosen.name))
     schedule = chosen.plan(mesh)
@@ -51,4 +51,10 @@ def make_planner(name: str, **parameters: Any) -> Planner:
 
 
 def _able(mesh: Mesh, *, apart_from: str) -> list[str]:
-    return [name for name, kind in PLANNERS.items() if name != apart_from and kind().why_not(mesh) is None]
+    return [name for name, kind in PLANNERS.items() if name != apart_from and _why_not(kind(), mesh) is None]
+
+
+def _why_not(planner: Planner, mesh: Mesh) -> str | None:
+    if not mesh.is_connected:
+        return f"its survivors are cut into {mesh.n_components} parts, and no cable is left to sum over."
+    return planner.why_not(mesh)

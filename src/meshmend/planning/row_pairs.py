@@ -15,7 +15,7 @@ With holes of whole 2×2 blocks, a row pair without a failure is a *blue* ring. 
 
 A blue chip sends its shards in a known order, one a step. The yellow blocks work in that same order, so each part
 arrives just before the blue ring needs it, and the blue rings start after a handful of steps instead of waiting for
-the yellow work: on 32×32 minus 4×2 the hole adds ten steps to the full mesh's. Yellow and blue use different links.
+the yellow work. Yellow and blue use different links.
 
 The rings along the columns skip yellow pairs; where a hole lies between two of their chips, the network's
 routes lead round it (figure 2).

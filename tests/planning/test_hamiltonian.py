@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import networkx as nx
+import numpy as np
+import pytest
+from checks import assert_all_reduces
+from hypothesis import given
+
+from meshmend import Mesh, PlanError, plan
+from meshmend.cost import link_load
+from meshmend.planning.hamiltonian import hamiltonian_ring
+from strategies import block_meshes
+
+
+def assert_is_ring(mesh: Mesh) -> None:
+    ring = hamiltonian_ring(mesh)
+    assert len(ring) == len(set(ring)) == mesh.n_chips
+    ranks = [mesh.rank(chip) for chip in ring]
+    assert (mesh.link(ranks, np.roll(ranks, -1)) >= 0).all()
+
+
+@given(block_meshes())
+def test_any_connected_blocks_have_a_ring_and_only_those(mesh: Mesh) -> None:
+    blocks: nx.Graph[tuple[int, int]] = nx.grid_2d_graph(mesh.shape[0] // 2, mesh.shape[1] // 2)
+    blocks.remove_nodes_from([(r, c) for r, c in list(blocks) if not mesh.live[2 * r, 2 * c]])
+    if nx.is_connected(blocks):
+        assert_is_ring(mesh)
+        assert_all_reduces(plan(mesh, "hamiltonian"))
+    else:
+        with pytest.raises(PlanError, match="its survivors are cut into"):
+            plan(mesh, "hamiltonian")
+
+
+@pytest.mark.parametrize("shape", ["2x3", "3x2", "3x4", "5x8", "8x5", "2x2", "2x8", "6x6"])
+def test_full_meshes_with_an_even_side(shape: str) -> None:
+    assert_is_ring(Mesh(shape))
+    assert_all_reduces(plan(Mesh(shape), "hamiltonian"))
+
+
+@pytest.mark.parametrize("cable", ["2,3-3,3", "1,2-2,2", "2,2-2,3", "3,3-3,4", "2,2-3,2"])
+def test_one_failed_cable_in_the_middle_is_left_out(cable: str) -> None:
+    mesh = Mesh("6x6", failed_cables=[cable])
+    assert_is_ring(mesh)
+    assert_all_reduces(plan(mesh, "hamiltonian"))
+
+
+def test_failed_cables_that_leave_no_ring_are_named() -> None:
+    with pytest.raises(PlanError, match=r"failed cable \(0,0\)-\(0,1\) is a side of a 2×2 block with no live block"):
+        plan(Mesh("4x4", failed_cables=["0,0-0,1"]), "hamiltonian")
+    with pytest.raises(PlanError, match="failed cables leave 2×2 blocks that cannot be joined"):
+        plan(Mesh("2x4", failed_cables=["0,1-0,2"]), "hamiltonian")
+    # The four inner sides round the middle of a 4×4 mesh force all four joins: a closed loop.
+    round_the_middle = ["0,1-1,1", "1,2-1,3", "2,2-3,2", "2,0-2,1"]
+    with pytest.raises(PlanError, match="force the ring round a closed loop of blocks"):
+        plan(Mesh("4x4", failed_cables=round_the_middle), "hamiltonian")
+
+
+def test_every_ring_link_carries_the_same_in_both_directions() -> None:
+    mesh = Mesh("8x8", failed=["2x2@2,2"])
+    load = link_load(plan(mesh, "hamiltonian"))
+    # Each half goes round once to reduce and once to gather: 2 · (P−1)/P · 1/2 over each of the 2P links in use.
+    assert np.count_nonzero(load) == 2 * 60
+    np.testing.assert_allclose(load[load > 0], 59 / 60)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        (
+            Mesh("4x4", failed=["1,1"]),
+            r"block at \(0,0\) chip \(1,1\) has failed while \(0,0\) lives",
+        ),
+        (Mesh("3x3"), "3x3 has an odd side. Planners that can serve this mesh: two-color"),
+        (Mesh("2x2x2"), "needs a mesh of two axes, and 2x2x2 has 3"),
+        (Mesh("5x4", failed=["2x2@0,0"]), "5x4 has an odd side"),
+        (Mesh("1x4"), "1x4 has an odd side"),
+    ],
+)
+def test_other_meshes_are_refused_with_a_reason(mesh: Mesh, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan(mesh, "hamiltonian")
+    if mesh.is_full:
+        with pytest.raises(ValueError, match="No Hamiltonian ring"):
+            hamiltonian_ring(mesh)

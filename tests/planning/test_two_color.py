@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from checks import assert_all_reduces
+
+from meshmend import Mesh, PlanError, plan
+from meshmend.cost import busiest_link_load, link_load
+
+SHAPES = ["1x1", "1x4", "2x2", "3x3", "4x4", "4x8", "8x4", "5x7", "3x9", "8x8"]
+
+
+@pytest.mark.parametrize(("shape", "wrap"), list(product(SHAPES, [False, True, (True, False), (False, True)])))
+def test_full_meshes_and_tori(shape: str, wrap: bool | tuple[bool, bool]) -> None:
+    assert_all_reduces(plan(Mesh(shape, wrap=wrap), "two-color"))
+
+
+def test_no_hop_of_a_plain_mesh_is_longer_than_two_chips() -> None:
+    schedule = plan(Mesh("8x6"), "two-color")
+    coords = schedule.mesh.coords
+    assert np.abs(coords[schedule.src] - coords[schedule.dst]).sum(axis=1).max() == 2
+
+
+def test_on_a_torus_every_hop_is_between_neighbours() -> None:
+    schedule = plan(Mesh("8x6", wrap=True), "two-color")
+    assert (schedule.mesh.link(schedule.src, schedule.dst) >= 0).all()
+
+
+def test_load_on_a_square_torus_is_what_two_rings_give() -> None:
+    n = 8
+    load = link_load(plan(Mesh((n, n), wrap=True), "two-color"))
+    # A link lies on one ring of each color. One color sends half of the payload through it, the other one the
+    # n-th part of a half, each (n−1)/n of it once to reduce and once to gather, all in the ring's one direction.
+    expected = 2 * (n - 1) / n * (1 / 2 + 1 / (2 * n))
+    assert np.count_nonzero(load) == 2 * n * n
+    np.testing.assert_allclose(load[load > 0], expected)
+
+
+def test_load_on_a_square_mesh_is_the_same_because_links_of_both_directions_are_used() -> None:
+    n = 8
+    assert busiest_link_load(plan(Mesh((n, n)), "two-color")) == pytest.approx(2 * (n - 1) / n * (1 / 2 + 1 / (2 * n)))
+
+
+def test_steps_grow_with_the_sides_not_with_the_chips() -> None:
+    assert plan(Mesh("16x16"), "two-color", verify=False).n_steps == 4 * 15
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        (
+            Mesh("4x4", failed=["2x2@0,0"]),
+            r"have failed. Planners that can serve this mesh: hamiltonian",
+        ),
+        (Mesh("4x4", failed_cables=["0,0-0,1"]), "chips or cables have failed"),
+        (Mesh("4x4x4"), "two axes, and 4x4x4 has 3"),
+    ],
+)
+def test_other_meshes_are_refused_with_a_reason(mesh: Mesh, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan(mesh, "two-color")

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from meshmend import load
+from meshmend.cli import app
+
+FACTS = {
+    "mesh",
+    "chips",
+    "failed",
+    "planner",
+    "chunks",
+    "steps",
+    "transfers",
+    "verified",
+    "plan_seconds",
+    "verify_seconds",
+    "busiest_link_load",
+}
+
+
+def run(*words: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(words))
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def run_json(*words: str, code: int = 0) -> Any:
+    return json.loads(run(*words, "--json", code=code))
+
+
+@pytest.mark.parametrize("shape", ["16x32", "32x32"])
+@pytest.mark.parametrize("planner", ["hamiltonian", "row-pairs"])
+def test_the_papers_machines(shape: str, planner: str) -> None:
+    facts = run_json("plan", shape, "--fail", "4x2@6,8", "--planner", planner)
+    assert facts.keys() >= FACTS
+    rows, columns = map(int, shape.split("x"))
+    assert facts["mesh"] == shape
+    assert facts["chips"] == rows * columns - 8
+    assert facts["failed"] == ["4x2@6,8"]
+    assert facts["verified"] is True
+    if planner == "row-pairs":
+        assert facts["plan_seconds"] < 1
+        assert facts["verify_seconds"] < 10
+
+
+def test_people_see_the_plan_and_its_proof() -> None:
+    shown = run("plan", "8x8", "--fail", "2x2@2,2", "--planner", "row-pairs")
+    for words in ("row-pairs all-reduce on 8x8 minus 2x2@2,2", "60 live of 64", "yellow forwards to blue", "✓ proven"):
+        assert words in shown
+
+
+@pytest.mark.parametrize("ending", [".npz", ".txt"])
+def test_a_saved_plan_is_verified_again(tmp_path: Path, ending: str) -> None:
+    path = str(tmp_path / f"plan{ending}")
+    planned = run_json("plan", "4x8", "--wrap", "all", "--planner", "two-color", "--save", path)
+    verified = run_json("verify", path)
+    for fact in FACTS - {"plan_seconds", "verify_seconds"}:
+        assert verified[fact] == planned[fact]
+    assert planned["wrap"] == [True, True]
+    assert load(path).mesh.wrap == (True, True)
+    assert "✓ proven" in run("verify", path)
+
+
+def test_cables_and_parameters_reach_the_planner(tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.npz")
+    words = ["--fail-cable", "3,2-4,2", "--planner", "row-pairs", "--orientation", "columns", "--segments", "2"]
+    facts = run_json("plan", "8x8", *words, "--save", path)
+    assert facts["failed_cables"] == ["3,2-4,2"]
+    assert {phase["name"] for phase in facts["phases"]} >= {"column rings: reduce-scatter", "yellow forwards to blue"}
+    assert facts["chunks"] == 2 * run_json("plan", "8x8", *words[:-2])["chunks"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plan", "8x8", "--fail", "1,1", "--planner", "hamiltonian"], "has failed while"),
+        (["plan", "8y8", "--planner", "hamiltonian"], "'8y8' is not a shape"),
+        (
+            ["plan", "8x8", "--planner", "best"],
+            "There is no planner 'best'. Planners: hamiltonian, two-color",
+        ),
+        (["plan", "8x8", "--planner", "two-color", "--segments", "2"], "two-color has no parameter 'segments'"),
+        (["plan", "8x8", "--planner", "two-color", "--wrap", "2"], "expected none, all, or axes from 0 to 1"),
+        (["plan", "2x2", "--planner", "two-color", "--save", "plan.pkl"], "saved as .npz or .txt"),
+        (["verify", "nowhere.npz"], "nowhere.npz cannot be read"),
+    ],
+)
+def test_errors_are_one_sentence_and_exit_code_one(words: list[str], message: str) -> None:
+    shown = run(*words, code=1)
+    assert shown.startswith("Error: ")
+    assert message in shown
+    assert "Traceback" not in shown
+    told = run_json(*words, code=1)
+    assert message in told["message"]
+    assert told["error"].endswith("Error")
+
+
+def test_a_wrong_schedule_in_a_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "plan.txt"
+    run("plan", "2x2", "--planner", "hamiltonian", "--save", str(path))
+    path.write_text(path.read_text().replace("reduce  phase", "copy  phase", 1))
+    assert "ends with a wrong chunk" in run("verify", str(path), code=1)
+
+
+def test_help_and_version_are_quick() -> None:
+    started = time.perf_counter()
+    assert "Usage" in run("--help")
+    assert "meshmend 0." in run("--version")
+    assert time.perf_counter() - started < 2

@@ -1,0 +1,262 @@
+"""Files are untrusted input: whatever is in them, `load` returns a schedule or raises ScheduleFileError, quickly."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from meshmend import Collective, Mesh, MeshmendError, Schedule, load, plan, save, verify
+from meshmend.errors import ScheduleFileError
+from meshmend.files import COLUMNS, from_text, to_text
+
+SCHEDULES = {
+    "holed": plan(Mesh("6x6", failed=["2x2@2,2"]), "row-pairs"),
+    "torus": plan(Mesh("3x4", wrap=True), "two-color"),
+    "cable": plan(Mesh("4x4", failed_cables=["1,0-2,0"]), "hamiltonian"),
+    "alone": plan(Mesh("1x1"), "two-color"),
+}
+
+
+@pytest.mark.parametrize("ending", [".npz", ".txt"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_is_saved_is_loaded(tmp_path: Path, name: str, ending: str) -> None:
+    path = tmp_path / f"plan{ending}"
+    save(SCHEDULES[name], path)
+    again = load(path)
+    assert again == SCHEDULES[name]
+    assert verify(again).chips == SCHEDULES[name].mesh.n_chips
+
+
+def test_collectives_are_kept(tmp_path: Path) -> None:
+    halves = Schedule(
+        Mesh("1x2"), total_chunks=1, step=[0], src=[0], dst=[1], op=[1], owners=[0], collective=Collective.ALL_GATHER
+    )
+    save(halves, tmp_path / "half.npz")
+    assert load(tmp_path / "half.npz").collective is Collective.ALL_GATHER
+
+
+def test_the_text_form_is_stable() -> None:
+    text = to_text(plan(Mesh("2x2"), "two-color"))
+    assert text.startswith(
+        "meshmend schedule 1\n"
+        '{"shape": "2x2", "wrap": [false, false], "failed": [], "failed_cables": [], "chunks": 8, '
+        '"collective": "all-reduce", "planner": "two-color", "phases": ["along X: reduce-scatter", '
+        '"along X: all-gather", "along Y: reduce-scatter of shards", "along Y: all-gather of shards", '
+        '"along Y: reduce-scatter", "along Y: all-gather", "along X: reduce-scatter of shards", '
+        '"along X: all-gather of shards"]}\n'
+        "owners (1,1) (0,1) (1,0) (0,0) (1,1) (1,0) (0,1) (0,0)\n"
+        "step 0\n"
+        "  (0,0) -> (0,1)  chunks 0..1  reduce  phase 0\n"
+    )
+    assert from_text(text) == plan(Mesh("2x2"), "two-color")
+
+
+def archive(tmp_path: Path, *, drop: str = "", **changes: Any) -> Path:
+    """A saved schedule with members replaced by other arrays, or by raw bytes."""
+    path = tmp_path / "plan.npz"
+    save(SCHEDULES["holed"], path)
+    with zipfile.ZipFile(path) as source:
+        members = {name: source.read(name) for name in source.namelist()}
+    for name, value in changes.items():
+        if isinstance(value, bytes):
+            members[f"{name}.npy"] = value
+        else:
+            stream = io.BytesIO()
+            np.save(stream, value)
+            members[f"{name}.npy"] = stream.getvalue()
+    members.pop(f"{drop}.npy", None)
+    with zipfile.ZipFile(path, "w") as target:
+        for name, data in members.items():
+            target.writestr(name, data)
+    return path
+
+
+def column(name: str) -> NDArray[Any]:
+    return np.array(getattr(SCHEDULES["holed"], name)).astype(COLUMNS[name])
+
+
+def header(**changes: Any) -> NDArray[np.uint8]:
+    facts = {
+        "format": 1,
+        "shape": [6, 6],
+        "wrap": [False, False],
+        "failed": ["2x2@2,2"],
+        "failed_cables": [],
+        "chunks": SCHEDULES["holed"].total_chunks,
+        "collective": "all-reduce",
+        "planner": "row-pairs",
+        "phases": ["x"] * 8,
+    }
+    return np.frombuffer(json.dumps(facts | changes).encode(), dtype=np.uint8)
+
+
+def raw(claim: str) -> bytes:
+    """An .npy member with any claim in its header and hardly any data behind it."""
+    text = claim.encode().ljust(117) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + b"\x00" * 16
+
+
+class Bomb:
+    """Executes code when unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("/tmp/meshmend-was-here",)  # noqa: S108
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"drop": "step"}, "exactly the arrays of a schedule; look at step.npy"),
+        ({"extra": np.arange(3)}, "look at extra.npy"),
+        ({"step": np.array([1.5])}, "step holds <f8, expected <i4"),
+        ({"step": column("step").astype("<i8")}, "step holds <i8, expected <i4"),
+        ({"step": column("step").astype(">i4")}, "step holds >i4, expected <i4"),
+        ({"step": column("step").reshape(1, -1)}, r"step has shape \(1, \d+\), expected one number a transfer"),
+        ({"step": np.array([{"a": 1}], dtype=object)}, r"step holds \|O, expected <i4"),
+        ({"step": raw("{'descr': '<i4', 'fortran_order': False, 'shape': (10000000000000,), }")}, "step claims 40,0"),
+        ({"step": raw("{'descr': '<i4', 'fortran_order': False, 'shape': (-4,), }")}, "no readable array header"),
+        ({"step": raw("__import__('os').mkdir('/tmp/meshmend-was-here')")}, "no readable array header"),
+        ({"step": b"not an array"}, "no readable array header"),
+        ({"step": b""}, "no readable array header"),
+        ({"step": raw("{'descr': '|O', 'fortran_order': False, 'shape': (2,), }")}, r"step holds \|O"),
+        ({"step": raw("(" * 110)}, "no readable array header"),
+        ({"src": column("src")[:-1]}, r"src has shape .* expected \d+ numbers"),
+        ({"src": column("src") + 32}, r"src is \d+, expected 0 to 31"),
+        ({"dst": -column("dst") - 1}, "dst is -"),
+        ({"first_chunk": column("first_chunk") + 2**30}, "first_chunk is 107"),
+        ({"n_chunks": column("n_chunks") * 0}, "n_chunks is 0"),
+        ({"op": column("op") + 7}, "op is"),
+        ({"phase": column("phase") + 100}, "phase is"),
+        ({"owners": column("owners") + 999}, "Owners are ranks"),
+        ({"step": column("step") + 5}, "step"),
+        ({"header": header(format=99)}, "format is 99; this version of meshmend reads 1"),
+        ({"header": header(shape=[10**6, 10**6])}, "meshmend carries up to"),
+        ({"header": header(shape=[0, 6])}, "larger than its mesh|at least one chip"),
+        ({"header": header(shape="6x6")}, "shape in its header should be a list of int"),
+        ({"header": header(wrap=[0, 1])}, "wrap in its header should be a list of bool"),
+        ({"header": header(failed=["2x2@2,2"] * 30)}, "holes in its header are larger than its mesh"),
+        ({"header": header(failed=["2x2@5,5"])}, "outside the 6x6 mesh"),
+        ({"header": header(chunks=10**12)}, "chunks"),
+        ({"header": header(chunks=True)}, "chunks in its header should be int, got True"),
+        ({"header": header(chunks=-1)}, "1 to 2,147,483,647 chunks"),
+        ({"header": header(collective="broadcast")}, "collective 'broadcast' is none of all-reduce"),
+        ({"header": header(phases=["x"] * 300)}, "1 to 256 phases"),
+        ({"header": np.frombuffer(b"[" * 5000, np.uint8)}, "header is not JSON|its format is"),
+        ({"header": np.frombuffer(b"[1]", np.uint8)}, "its format is 'list'"),
+        ({"header": np.frombuffer(b"\xff\xfe", np.uint8)}, "header is not JSON"),
+        ({"header": np.zeros(2**21, np.uint8)}, "header has 2,097,152 bytes"),
+    ],
+)
+def test_a_tampered_archive_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ScheduleFileError, match=message):
+        load(archive(tmp_path, **changes))
+    assert not Path("/tmp/meshmend-was-here").exists()  # noqa: S108
+
+
+def test_pickles_are_never_opened(tmp_path: Path) -> None:
+    for name, data in (("a.npz", pickle.dumps(Bomb())), ("a.txt", pickle.dumps(Bomb()))):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ScheduleFileError, match=r"archive is damaged|not UTF-8|line 1 should be"):
+            load(tmp_path / name)
+    stream = io.BytesIO()
+    np.save(stream, np.array([Bomb()], dtype=object), allow_pickle=True)
+    with pytest.raises(ScheduleFileError, match=r"step holds \|O"):
+        load(archive(tmp_path, step=stream.getvalue()))
+    assert not Path("/tmp/meshmend-was-here").exists()  # noqa: S108
+
+
+def test_an_archive_that_unpacks_to_too_much_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "plan.npz"
+    save(SCHEDULES["holed"], path)
+    with pytest.raises(ScheduleFileError, match=r"claims .* bytes unpacked; at most 1,000 are read"):
+        load(path, max_bytes=1000)
+    save(SCHEDULES["holed"], tmp_path / "plan.txt")
+    with pytest.raises(ScheduleFileError, match=r"bytes; at most 1,000 are read"):
+        load(tmp_path / "plan.txt", max_bytes=1000)
+
+
+def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
+    save(SCHEDULES["torus"], tmp_path / "whole.npz")
+    whole = (tmp_path / "whole.npz").read_bytes()
+    path = tmp_path / "cut.npz"
+    for length in range(0, len(whole), max(1, len(whole) // 200)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ScheduleFileError, match="archive is damaged"):
+            load(path)
+
+
+@given(st.data())
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_flipped_bytes_give_an_error_or_a_schedule(tmp_path: Path, data: st.DataObject) -> None:
+    path = tmp_path / "plan.npz"
+    if not path.exists():
+        save(SCHEDULES["torus"], path)
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    (tmp_path / "flipped.npz").write_bytes(bytes(content))
+    with contextlib.suppress(ScheduleFileError):
+        assert isinstance(load(tmp_path / "flipped.npz"), Schedule)
+
+
+TEXT = to_text(plan(Mesh("2x2"), "hamiltonian"))
+
+
+@given(st.integers(0, len(TEXT) - 1), st.integers(0, 30), st.text(max_size=10))
+@settings(max_examples=500)
+def test_edited_text_gives_an_error_or_a_schedule(at: int, cut: int, insert: str) -> None:
+    # A schedule's own complaints come through here too; `load` wraps them.
+    with contextlib.suppress(MeshmendError):
+        assert isinstance(from_text(TEXT[:at] + insert + TEXT[at + cut :]), Schedule)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("schedule 1", "schedule 2", "line 1 should be 'meshmend schedule 1'"),
+        ("(0,0) -> (0,1)", "(0,0) -> (0,9)", r"line 5: Chip \(0,9\) lies outside the 2x2 mesh"),
+        ("  reduce", "  multiply", "line 5 is neither a step nor a transfer"),
+        ("owners (1,0)", "owners (1,0)*2147483647", "gives owners to 2147483654 chunks, expected 8"),
+        ("owners (1,0)", "holders (1,0)", "line 3 should list the owners"),
+        ("owners (1,0)", "owners 1;0", "line 3: '1;0' is not an owner"),
+        ('"chunks": 8', '"chunks": 99999999999', "the text form carries up to"),
+        ('"shape": "2x2"', '"shape": [2', "line 2 is not a header"),
+        ("phase 0", "phase 7", "phase is 7, expected 0 to 1"),
+    ],
+)
+def test_wrong_text_is_named_by_line(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in TEXT
+    (tmp_path / "plan.txt").write_text(TEXT.replace(old, new, 1))
+    with pytest.raises(ScheduleFileError, match=message):
+        load(tmp_path / "plan.txt")
+
+
+def test_a_transfer_on_a_failed_chip_is_refused(tmp_path: Path) -> None:
+    text = to_text(SCHEDULES["holed"]).replace("(0,0) -> (0,1)", "(0,0) -> (2,2)", 1)
+    (tmp_path / "plan.txt").write_text(text)
+    with pytest.raises(ScheduleFileError, match=r"line \d+: Chip \(2,2\) has failed"):
+        load(tmp_path / "plan.txt")
+
+
+def test_other_endings_and_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleFileError, match=r"ends in '.pkl'; a schedule is saved as .npz or .txt"):
+        save(SCHEDULES["alone"], tmp_path / "plan.pkl")
+    with pytest.raises(ScheduleFileError, match=r"ends in '.pkl'; a schedule is .npz or .txt"):
+        load(tmp_path / "plan.pkl")
+    with pytest.raises(ScheduleFileError, match="cannot be read: No such file"):
+        load(tmp_path / "none.npz")
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(ScheduleFileError, match="not UTF-8"):
+        load(tmp_path / "bad.txt")

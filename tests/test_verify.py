@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import meshmend.numpy as mmn
+from meshmend import Collective, Mesh, Op, Schedule, plan, verify
+from meshmend.errors import CollisionError, DeadPathError, VerificationError, WrongSumError
+
+LINE = Mesh("1x3")
+METHODS: tuple[Literal["exact", "fingerprint"], ...] = ("exact", "fingerprint")
+
+
+def line(**changes: Any) -> Schedule:
+    """A correct all-reduce over a line of three chips, with some arguments replaced."""
+    arguments: dict[str, Any] = {
+        "total_chunks": 1,
+        "step": [0, 1, 2, 3],
+        "src": [0, 1, 2, 1],
+        "dst": [1, 2, 1, 0],
+        "op": [Op.REDUCE, Op.REDUCE, Op.COPY, Op.COPY],
+        "owners": [2],
+    }
+    return Schedule(LINE, **(arguments | changes))
+
+
+@pytest.mark.parametrize("method", ["exact", "fingerprint"])
+def test_a_correct_schedule_is_proven_by_both_methods(method: Any) -> None:
+    proof = verify(line(), method=method)
+    assert proof.method == method
+    assert (proof.chips, proof.chunks, proof.steps, proof.transfers) == (3, 1, 4, 4)
+    assert (proof.false_pass_probability == 0) == (method == "exact")
+    assert "every contribution of 3 chips exactly once in 1 chunk" in str(proof)
+
+
+@pytest.mark.parametrize("method", ["exact", "fingerprint"])
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        # Chip (0,2) is never told the sum of all: it hears a copy of a partial one.
+        (
+            {"op": [Op.REDUCE, Op.COPY, Op.COPY, Op.COPY]},
+            WrongSumError,
+            r"Chip \(0,0\) ends with a wrong chunk 0: expected the contribution of \(0,2\) once, got it not at all. "
+            r"The last write there is step 3, a COPY from \(0,1\)",
+        ),
+        (
+            {"op": [Op.REDUCE, Op.REDUCE, Op.COPY, Op.REDUCE]},
+            WrongSumError,
+            r"Chip \(0,0\) .* expected the contribution of \(0,0\) once, got it twice. "
+            r"Step 3 counts it twice: it adds \(0,1\) to \(0,0\), and both hold it",
+        ),
+        (
+            {"step": [0, 1, 2], "src": [0, 1, 2], "dst": [1, 2, 1], "op": [0, 0, 1]},
+            WrongSumError,
+            r"Chip \(0,0\) .* expected the contribution of \(0,1\) once, got it not at all "
+            r"\(1 other contributions are wrong too\). No step ever writes this chunk there",
+        ),
+        (
+            {"step": [0, 0, 1, 2], "dst": [1, 2, 1, 0], "src": [0, 1, 2, 1]},
+            WrongSumError,
+            r"expected the contribution of \(0,0\) once, got it not at all",
+        ),
+        (
+            {"step": [0, 0, 1, 2], "src": [0, 2, 1, 1], "dst": [1, 1, 0, 2], "op": [0, 0, 1, 1]},
+            CollisionError,
+            r"Step 0 writes chunk 0 of chip \(0,1\) twice, from \(0,0\) and from \(0,2\)",
+        ),
+    ],
+)
+def test_a_wrong_schedule_is_named(method: Any, changes: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message) as caught:
+        verify(line(**changes), method=method)
+    assert caught.value.chunk == 0
+    assert caught.value.dst in {(0, 0), (0, 1), (0, 2)}
+    assert caught.value.expected
+    assert caught.value.got
+
+
+def test_a_failure_after_planning_is_noticed() -> None:
+    mesh = Mesh("4x4")
+    schedule = plan(mesh, "row-pairs")
+    with pytest.raises(DeadPathError, match=r"over .*\(1,2\).* but chip \(1,2\) has failed. Plan again with failed="):
+        verify(schedule, mesh=mesh.fail("1,2"))
+    with pytest.raises(VerificationError, match="not the same machine"):
+        verify(schedule, mesh=Mesh("4x5"))
+    with pytest.raises(VerificationError, match="has other survivors"):
+        verify(plan(mesh.fail("2x2@0,0"), "hamiltonian"), mesh=mesh)
+
+
+def test_a_failed_cable_sends_a_transfer_round_it_or_stops_it() -> None:
+    square = Mesh("2x2")
+    schedule = plan(square, "hamiltonian")
+    # Still an all-reduce: the network carries the broken hop round the other way.
+    assert verify(schedule, mesh=Mesh("2x2", failed_cables=["0,0-0,1"])).transfers == schedule.n_transfers
+    with pytest.raises(DeadPathError, match=r"no live path joins them. The survivors are cut apart"):
+        verify(schedule, mesh=Mesh("2x2", failed_cables=["0,0-0,1", "0,0-1,0"]))
+
+
+def test_reduce_scatter_and_all_gather_are_held_to_their_own_promises() -> None:
+    whole = line()
+    for keep, collective in ((Op.REDUCE, Collective.REDUCE_SCATTER), (Op.COPY, Collective.ALL_GATHER)):
+        rows = whole.op == keep
+        half = line(
+            step=np.arange(2), src=whole.src[rows], dst=whole.dst[rows], op=whole.op[rows], collective=collective
+        )
+        for method in METHODS:
+            assert verify(half, method=method).collective is collective
+            wrong_owner = line(
+                step=np.arange(2),
+                src=whole.src[rows],
+                dst=whole.dst[rows],
+                op=whole.op[rows],
+                collective=collective,
+                owners=[0],
+            )
+            with pytest.raises(WrongSumError, match="ends with a wrong chunk 0"):
+                verify(wrong_owner, method=method)
+
+
+def test_counting_cannot_wrap_round_to_a_right_looking_number() -> None:
+    # Two chips add each other up 70 times: counts pass every power of two that a machine word could hide.
+    steps = np.arange(70)
+    src, dst = steps % 2, 1 - steps % 2
+    schedule = Schedule(Mesh("1x2"), total_chunks=1, step=steps, src=src, dst=dst, op=Op.REDUCE, owners=[0])
+    for method in METHODS:
+        with pytest.raises(WrongSumError, match="got it 999 times"):
+            verify(schedule, method=method)
+
+
+def test_chunks_that_travel_together_are_followed_as_one() -> None:
+    wide = line(total_chunks=10**7, n_chunks=10**7, owners=np.full(10**7, 2))
+    assert verify(wide).seconds < 5
+
+
+def test_blocks_of_chunks_are_all_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["meshmend.verify"], "MAX_STATE_BYTES", 64)
+    schedule = plan(Mesh("4x4"), "two-color", verify=False)
+    assert verify(schedule, method="exact").chunks == 32
+    broken = corrupt(schedule, "drop", np.random.default_rng(0))
+    assert broken is not None
+    with pytest.raises(WrongSumError, match="ends with a wrong chunk"):
+        verify(broken, method="fingerprint")
+
+
+KINDS = ("drop", "double", "retarget", "change op", "move step", "shift chunk")
+SOURCES = [
+    ("4x4", [], "hamiltonian", {}),
+    ("4x4", [], "two-color", {}),
+    ("4x6", ["2x2@0,2"], "hamiltonian", {}),
+    ("4x6", [], "row-pairs", {"segments": 2}),
+    ("6x6", ["2x2@2,2"], "row-pairs", {}),
+    ("6x6", ["4x2@0,0"], "row-pairs", {"orientation": "rows"}),
+]
+
+
+def corrupt(schedule: Schedule, kind: str, rng: np.random.Generator) -> Schedule | None:
+    """Break one transfer of a schedule; None where the damage falls outside what a schedule can say."""
+    columns: dict[str, NDArray[Any]] = {
+        name: getattr(schedule, name).astype(np.int64)
+        for name in ("step", "src", "dst", "first_chunk", "n_chunks", "op", "phase")
+    }
+    row = int(rng.integers(schedule.n_transfers))
+    match kind:
+        case "drop":
+            columns = {name: np.delete(column, row) for name, column in columns.items()}
+        case "double":
+            columns = {name: np.append(column, column[row]) for name, column in columns.items()}
+            columns["step"][-1] = rng.integers(schedule.n_steps)
+        case "retarget":
+            columns["dst"][row] = rng.integers(schedule.mesh.n_chips)
+        case "change op":
+            columns["op"][row] = 1 - columns["op"][row]
+        case "move step":
+            columns["step"][row] = max(0, columns["step"][row] + rng.choice([-3, -2, -1, 1, 2, 3]))
+        case "shift chunk":
+            columns["first_chunk"][row] += rng.choice([-1, 1])
+    end = columns["first_chunk"] + columns["n_chunks"]
+    outside = columns["first_chunk"].min() < 0 or end.max() > schedule.total_chunks
+    if outside or (columns["src"] == columns["dst"]).any():
+        return None
+    columns["step"] = np.unique(columns["step"], return_inverse=True)[1]
+    return Schedule(
+        schedule.mesh,
+        total_chunks=schedule.total_chunks,
+        owners=schedule.owners,
+        phase_names=schedule.phase_names,
+        **columns,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("method", ["exact", "fingerprint"])
+def test_the_verifier_and_numpy_agree_on_every_corruption(method: Any) -> None:
+    rng = np.random.default_rng(20201107)
+    outcomes: Counter[tuple[str, str]] = Counter()
+    tried = 0
+    for shape, failed, planner, parameters in SOURCES:
+        schedule = plan(Mesh(shape, failed=failed), planner, **parameters)  # type: ignore[arg-type]
+        chips, chunks = schedule.mesh.n_chips, schedule.total_chunks
+        for kind in KINDS:
+            for _ in range(40):
+                broken = corrupt(schedule, kind, rng)
+                if broken is None:
+                    continue
+                tried += 1
+                # Random 40-bit numbers: two different multisets of contributions will not have equal sums.
+                payload = rng.integers(0, 2**40, (chips, chunks))
+                right = bool((mmn.run(broken, payload) == payload.sum(axis=0)).all())
+                try:
+                    verify(broken, method=method)
+                    verdict = "proven"
+                except WrongSumError:
+                    verdict = "wrong sum"
+                except CollisionError:
+                    verdict = "collision"
+                if not right:
+                    assert verdict != "proven", (shape, planner, kind)
+                if verdict == "wrong sum":
+                    assert not right, (shape, planner, kind)
+                outcomes[kind, verdict] += 1
+    assert tried >= 1000
+    for kind in KINDS:
+        assert outcomes[kind, "wrong sum"] >= 20, (kind, outcomes)
+    # Some damage is harmless, and the verifier must say so too.
+    assert sum(count for (_, verdict), count in outcomes.items() if verdict == "proven") >= 20
