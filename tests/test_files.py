@@ -48,19 +48,21 @@ def test_collectives_are_kept(tmp_path: Path) -> None:
 
 
 def test_the_text_form_is_stable() -> None:
-    text = to_text(plan(Mesh("2x2"), "two-color"))
+    schedule = plan(Mesh("2x2"), "hamiltonian")
+    text = to_text(schedule)
     assert text.startswith(
         "meshmend schedule 1\n"
         '{"shape": "2x2", "wrap": [false, false], "failed": [], "failed_cables": [], "chunks": 8, '
-        '"collective": "all-reduce", "planner": "two-color", "phases": ["along X: reduce-scatter", '
-        '"along X: all-gather", "along Y: reduce-scatter of shards", "along Y: all-gather of shards", '
-        '"along Y: reduce-scatter", "along Y: all-gather", "along X: reduce-scatter of shards", '
-        '"along X: all-gather of shards"]}\n'
-        "owners (1,1) (0,1) (1,0) (0,0) (1,1) (1,0) (0,1) (0,0)\n"
+        '"collective": "all-reduce", "planner": "hamiltonian", '
+        '"phases": ["ring: reduce-scatter", "ring: all-gather"]}\n'
+        "owners (1,0) (0,0) (0,1) (1,1) (0,1) (1,1) (1,0) (0,0)\n"
         "step 0\n"
-        "  (0,0) -> (0,1)  chunks 0..1  reduce  phase 0\n"
+        "  (0,0) -> (0,1)  chunk 0  reduce  phase 0\n"
+        "  (0,1) -> (1,1)  chunk 1  reduce  phase 0\n"
+        "  (1,1) -> (1,0)  chunk 2  reduce  phase 0\n"
+        "  (1,0) -> (0,0)  chunk 3  reduce  phase 0\n"
     )
-    assert from_text(text) == plan(Mesh("2x2"), "two-color")
+    assert from_text(text) == schedule
 
 
 def archive(tmp_path: Path, *, drop: str = "", **changes: Any) -> Path:

@@ -141,7 +141,7 @@ def test_chunks_that_travel_together_are_followed_as_one() -> None:
 def test_blocks_of_chunks_are_all_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["meshmend.verify"], "MAX_STATE_BYTES", 64)
     schedule = plan(Mesh("4x4"), "two-color", verify=False)
-    assert verify(schedule, method="exact").chunks == 32
+    assert verify(schedule, method="exact").chunks == 4 * 16
     broken = corrupt(schedule, "drop", np.random.default_rng(0))
     assert broken is not None
     with pytest.raises(WrongSumError, match="ends with a wrong chunk"):

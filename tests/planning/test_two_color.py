@@ -31,14 +31,14 @@ def test_on_a_torus_every_hop_is_between_neighbours() -> None:
 def test_load_on_a_square_torus_is_what_two_rings_give() -> None:
     n = 8
     load = link_load(plan(Mesh((n, n), wrap=True), "two-color"))
-    # A link lies on one ring of each color. One color sends half of the payload through it, the other one the
-    # n-th part of a half, each (n−1)/n of it once to reduce and once to gather, all in the ring's one direction.
-    expected = 2 * (n - 1) / n * (1 / 2 + 1 / (2 * n))
-    assert np.count_nonzero(load) == 2 * n * n
+    # A link lies on one ring of each color. Half of the payload goes through one color's ring and the n-th part of
+    # a half through the other's; half of that goes this way round, (n−1)/n of it to reduce and as much to gather.
+    expected = 2 * (n - 1) / n * (1 / 2 + 1 / (2 * n)) / 2
+    assert np.count_nonzero(load) == 4 * n * n
     np.testing.assert_allclose(load[load > 0], expected)
 
 
-def test_load_on_a_square_mesh_is_the_same_because_links_of_both_directions_are_used() -> None:
+def test_load_on_a_square_mesh_is_twice_that_because_each_link_lies_on_both_halves_of_a_ring() -> None:
     n = 8
     assert busiest_link_load(plan(Mesh((n, n)), "two-color")) == pytest.approx(2 * (n - 1) / n * (1 / 2 + 1 / (2 * n)))
 

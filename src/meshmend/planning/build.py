@@ -10,6 +10,9 @@ from numpy.typing import ArrayLike, NDArray
 from meshmend.schedule import Collective, Op, Schedule
 from meshmend.topology import Mesh
 
+DIRECTIONS = (1, -1)
+"""The two ways round a ring; each carries half of what the ring carries."""
+
 
 class Transfers:
     """Collects blocks of transfers, then makes the schedule. Blocks may come in any order of step."""

@@ -21,6 +21,7 @@ from meshmend.errors import Coordinate, name_chip
 from meshmend.planning.base import Planner
 from meshmend.planning.blocks import live_blocks, why_no_blocks
 from meshmend.planning.build import (
+    DIRECTIONS,
     Transfers,
     as_ranks,
     ring_all_gather,
@@ -51,7 +52,7 @@ class Hamiltonian(Planner):
         n = len(ring)
         transfers = Transfers()
         owners = np.empty(2 * n, dtype=np.int64)
-        for direction, first_chunk in ((1, 0), (-1, n)):
+        for direction, first_chunk in zip(DIRECTIONS, (0, n), strict=True):
             owners[first_chunk : first_chunk + n] = ring[ring_owners(n, direction)]
             for phase, op, sends, start in (
                 ("ring: reduce-scatter", Op.REDUCE, ring_reduce_scatter, 0),

@@ -32,16 +32,13 @@ from numpy.typing import NDArray
 
 from meshmend.errors import ParameterError, name_chip
 from meshmend.planning.base import Planner
-from meshmend.planning.build import Transfers, line_ring, ring_all_gather, ring_owners, ring_reduce_scatter
+from meshmend.planning.build import DIRECTIONS, Transfers, line_ring, ring_all_gather, ring_owners, ring_reduce_scatter
 from meshmend.schedule import Op, Schedule
 from meshmend.topology import Mesh, name_shape
 
 Orientation = Literal["auto", "rows", "columns"]
 Block = tuple[int, int]
 Cell = tuple[int, int]
-
-DIRECTIONS = (1, -1)
-"""The two ways round a ring; each carries half of the payload."""
 
 _SIDES: dict[str, Block] = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 _EXITS: dict[str, tuple[Cell, Cell]] = {

@@ -1,9 +1,9 @@
 """Two-color: two concurrent reductions, one along rows then columns, one the other way (figures 4 and 5).
 
 Half of the payload is reduce-scattered along the rows (X), its shards along the columns (Y), and gathered back in
-the reverse order; the other half goes Y then X at the same time. On a wrapped axis a ring is the axis itself; on a
-plain one it goes out over the even places and back over the odd ones, so that no hop is longer than two chips.
-For full meshes and tori. Latency grows with the sides of the mesh, not with the number of chips.
+the reverse order; the other half goes Y then X at the same time. Each half goes both ways round its rings. On a wrapped
+axis a ring is the axis itself; on a plain one it goes out over the even places and back over the odd ones, so that no
+hop is longer than two chips. For full meshes and tori. Latency grows with the sides of the mesh, not with its chips.
 """
 
 from __future__ import annotations
@@ -12,9 +12,17 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshmend.planning.base import Planner
-from meshmend.planning.build import Transfers, line_ring, ring_all_gather, ring_owners, ring_reduce_scatter
+from meshmend.planning.build import (
+    DIRECTIONS,
+    Transfers,
+    line_ring,
+    ring_all_gather,
+    ring_owners,
+    ring_reduce_scatter,
+)
 from meshmend.schedule import Op, Schedule
 from meshmend.topology import Mesh, name_shape
 
@@ -36,67 +44,57 @@ class TwoColor(Planner):
 
     def plan(self, mesh: Mesh) -> Schedule:
         """Return both reductions, each phase of one beside the same phase of the other."""
-        rows, columns = mesh.shape
         # A step lasts as long as its largest transfer. The shorter rings have the larger shards, so they send
         # each shard in pieces, and the steps of the two colors come out about equally long.
         pieces = max(1, round(max(mesh.shape) / min(mesh.shape)))
-        half = rows * columns * pieces
         transfers = Transfers()
-        owners = np.empty(2 * half, dtype=np.int64)
-        first_steps = max(_n_steps(n, mesh, pieces) for n in mesh.shape)
-        for color, axis in enumerate((1, 0)):
-            owners[color * half : (color + 1) * half] = self._color(
-                transfers, mesh, axis=axis, pieces=pieces, first_chunk=color * half, first_steps=first_steps
-            )
-        return transfers.schedule(mesh, planner=self.name, total_chunks=2 * half, owners=owners)
+        owners: list[NDArray[np.int64]] = []
+        for axis in (1, 0):
+            for direction in DIRECTIONS:
+                first_chunk = len(owners) * mesh.size * pieces
+                owners.append(_add_color(transfers, mesh, axis, direction, pieces, first_chunk))
+        total = len(owners) * mesh.size * pieces
+        return transfers.schedule(mesh, planner=self.name, total_chunks=total, owners=np.concatenate(owners))
 
-    def _color(
-        self, transfers: Transfers, mesh: Mesh, *, axis: int, pieces: int, first_chunk: int, first_steps: int
-    ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Add one color, whose first phase runs along `axis`; return the owners of its chunks."""
-        ranks = mesh.rank_of if axis == 1 else mesh.rank_of.T
-        n_lines, n = ranks.shape
-        long_ring, cross_ring = (
-            line_ring(n, wrap=mesh.wrap[axis]),
-            line_ring(n_lines, wrap=mesh.wrap[1 - axis]),
+
+def _add_color(
+    transfers: Transfers, mesh: Mesh, axis: int, direction: int, pieces: int, first_chunk: int
+) -> NDArray[np.int64]:
+    """Add the part of a color that goes one way round, first phase along `axis`; return the owners of its chunks."""
+    ranks = (mesh.rank_of if axis == 1 else mesh.rank_of.T).astype(np.int64)
+    n_lines, n = ranks.shape
+    first, second = ("X", "Y") if axis == 1 else ("Y", "X")
+    # Rows and columns of `along` and `across` are in ring order.
+    ranks = ranks[line_ring(n_lines, wrap=mesh.wrap[1 - axis])[:, None], line_ring(n, wrap=mesh.wrap[axis])]
+    # Each of the four phases gets as many steps as the longest needs; the collector closes up what stays empty.
+    phase_steps = max(mesh.shape) * pieces
+    # A shard of the first phase is n_lines shards of the second, each `pieces` chunks.
+    shard = n_lines * pieces
+    cuts = pieces if n == min(mesh.shape) else 1
+    cut, line = np.arange(cuts), np.arange(n_lines)[:, None, None]
+    owner = ring_owners(n, direction)
+    for what, op, sends, outer, inner in (
+        ("reduce-scatter", Op.REDUCE, ring_reduce_scatter, 0, 1),
+        ("all-gather", Op.COPY, ring_all_gather, 3, 2),
+    ):
+        time, position, which = (column[:, None] for column in sends(n, direction))
+        transfers.add(
+            f"along {first}: {what}",
+            op,
+            step=outer * phase_steps + time * cuts + cut,
+            src=ranks[line, position],
+            dst=ranks[line, (position + direction) % n],
+            first_chunk=first_chunk + which * shard + cut * (shard // cuts),
+            n_chunks=shard // cuts,
         )
-        first, second = ("X", "Y") if axis == 1 else ("Y", "X")
-        # A shard of the first phase is n_lines shards of the second, each `pieces` chunks.
-        shard = n_lines * pieces
-        cuts = pieces if n == min(mesh.shape) else 1
-        lines = np.arange(n_lines)[:, None, None]
-        for gather in (False, True):
-            time, position, which = (ring_all_gather if gather else ring_reduce_scatter)(n)
-            cut = np.arange(cuts)
-            start = 3 * first_steps if gather else 0
-            transfers.add(
-                f"along {first}: {'all-gather' if gather else 'reduce-scatter'}",
-                Op.COPY if gather else Op.REDUCE,
-                step=start + time[:, None] * cuts + cut,
-                src=ranks[lines, long_ring[position][:, None]],
-                dst=ranks[lines, long_ring[(position + 1) % n][:, None]],
-                first_chunk=first_chunk + which[:, None] * shard + cut * (shard // cuts),
-                n_chunks=shard // cuts,
-            )
-        # After the first phase, place `long_ring[i]` of every line owns shard i + 1.
-        owned = np.empty(n, dtype=np.int64)
-        owned[long_ring[ring_owners(n)]] = np.arange(n)
-        places = np.arange(n)[:, None]
-        for gather in (False, True):
-            time, position, which = (ring_all_gather if gather else ring_reduce_scatter)(n_lines)
-            transfers.add(
-                f"along {second}: {'all-gather' if gather else 'reduce-scatter'} of shards",
-                Op.COPY if gather else Op.REDUCE,
-                step=(2 if gather else 1) * first_steps + time,
-                src=ranks[cross_ring[position], places],
-                dst=ranks[cross_ring[(position + 1) % n_lines], places],
-                first_chunk=first_chunk + owned[places] * shard + which * pieces,
-                n_chunks=pieces,
-            )
-        place_of_shard = long_ring[ring_owners(n)]
-        line_of_shard = cross_ring[ring_owners(n_lines)]
-        return np.repeat(ranks[line_of_shard[None, :], place_of_shard[:, None]].ravel(), pieces).astype(np.int64)
-
-
-def _n_steps(n: int, mesh: Mesh, pieces: int) -> int:
-    return (n - 1) * (pieces if n == min(mesh.shape) else 1)
+        time, position, which = (column[:, None] for column in sends(n_lines, direction))
+        transfers.add(
+            f"along {second}: {what} of shards",
+            op,
+            step=inner * phase_steps + time,
+            src=ranks[position, owner],
+            dst=ranks[(position + direction) % n_lines, owner],
+            first_chunk=first_chunk + np.arange(n) * shard + which * pieces,
+            n_chunks=pieces,
+        )
+    return np.repeat(ranks[ring_owners(n_lines, direction), owner[:, None]].ravel(), pieces)
