@@ -165,6 +165,12 @@ def test_all_placements_counts() -> None:
         (lambda: Mesh("4x4", failed=["1x1x1@0,0,0"]), "3 coordinates, but the 4x4 mesh has 2 axes"),
         (lambda: Mesh("4x4", failed=["2x2 at 1,1"]), "is not a hole. Write rows x columns @ row,column"),
         (lambda: Mesh("2x2", failed=["2x2@0,0"]), "All 4 chips of the 2x2 mesh have failed"),
+        (lambda: Mesh("4x4", failed="2x2@0,0"), r"failed is a list of holes, even of one: write failed=\['2x2@0,0'\]"),
+        (lambda: Mesh("4x4", failed=Region((0, 0), (2, 2))), "failed is a list of holes"),  # type: ignore[arg-type]
+        (lambda: Mesh("4x4", failed_cables="0,0-0,1"), "failed_cables is a list, even of one"),
+        (lambda: Mesh((4.5, 4)), r"A shape is whole numbers, as in \(6, 8\): got \(4.5, 4\)"),  # type: ignore[arg-type]
+        (lambda: Mesh(4), "A shape is whole numbers"),  # type: ignore[arg-type]
+        (lambda: Mesh("4x4", failed=[(1.0, 1)]), "A region's corner is whole numbers"),  # type: ignore[list-item]
         (lambda: Region((0, 0), (0, 2)), "at least one chip long"),
         (lambda: Region((0,), (2, 2)), "same number of axes"),
         (lambda: Mesh("4x4", failed_cables=["0,0-0,2"]), "No cable joins"),

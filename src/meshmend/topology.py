@@ -10,6 +10,7 @@ of the chip that it leaves.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -44,8 +45,8 @@ class Region:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "at", tuple(int(x) for x in self.at))
-        object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
+        object.__setattr__(self, "at", _whole_numbers(self.at, "A region's corner"))
+        object.__setattr__(self, "shape", _whole_numbers(self.shape, "A region's shape"))
         if len(self.at) != len(self.shape):
             raise MeshError(
                 f"A region's corner and shape need the same number of axes: got at={self.at}, shape={self.shape}."
@@ -105,6 +106,10 @@ class Mesh:
         self._shape = _check_shape(shape)
         self._wrap = _check_wrap(wrap, self._shape)
         self._live = np.ones(self._shape, dtype=np.bool_)
+        if isinstance(failed, str | Region):
+            raise MeshError(f"failed is a list of holes, even of one: write failed=[{str(failed)!r}].")
+        if isinstance(failed_cables, str):
+            raise MeshError(f"failed_cables is a list, even of one: write failed_cables=[{failed_cables!r}].")
         for hole in failed:
             self._live[self._check_region(hole).slices] = False
         if not self._live.any():
@@ -229,7 +234,7 @@ class Mesh:
 
     def rank(self, chip: Sequence[int]) -> int:
         """Return a live chip's rank."""
-        chip = tuple(int(x) for x in chip)
+        chip = _whole_numbers(chip, "A chip's coordinate")
         self._check_chip(chip)
         rank = int(self.rank_of[chip])
         if rank < 0:
@@ -299,7 +304,7 @@ class Mesh:
         if isinstance(cable, str):
             ends = [parse_chip(part) for part in cable.split("-")]
         else:
-            ends = [tuple(int(x) for x in end) for end in cable]
+            ends = [_whole_numbers(end, "A chip's coordinate") for end in cable]
         if len(ends) != 2:
             raise MeshError(f"{cable!r} is not a cable. Write its two chips, as in 6,8-6,9.")
         a, b = sorted(ends)
@@ -381,8 +386,15 @@ def _frozen(array: IntArray) -> IntArray:
     return array
 
 
+def _whole_numbers(values: Sequence[int], what: str) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(value) for value in values)
+    except TypeError:
+        raise MeshError(f"{what} is whole numbers, as in (6, 8): got {values!r}.") from None
+
+
 def _check_shape(shape: Sequence[int] | str) -> tuple[int, ...]:
-    checked = parse_shape(shape) if isinstance(shape, str) else tuple(int(n) for n in shape)
+    checked = parse_shape(shape) if isinstance(shape, str) else _whole_numbers(shape, "A shape")
     if not 1 <= len(checked) <= MAX_AXES or any(n < 1 for n in checked):
         raise MeshError(f"A mesh has 1 to {MAX_AXES} axes of at least one chip each: got {name_shape(checked)}.")
     size = 1
