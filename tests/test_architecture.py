@@ -16,7 +16,7 @@ SOURCE = Path(meshmend.__file__).parent
 ORDER = ["errors", "topology", "routing", "schedule", "verify", "cost", "numpy", "files", "planning", "", "cli"]
 # A planner makes schedules and knows nothing to the right of them; only what chooses and proves plans may.
 PLANNERS_MAY = {"errors", "topology", "routing", "schedule", "planning"}
-CHOOSERS = {"proven.py", "__init__.py"}
+CHOOSERS = {"proven.py", "cache.py", "auto.py", "__init__.py"}
 
 
 def part_of(path: Path) -> str:

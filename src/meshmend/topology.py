@@ -436,7 +436,16 @@ def _boxes(mask: NDArray[np.bool_]) -> list[Region]:
     return boxes
 
 
-def all_placements(mesh_shape: Sequence[int], hole_shape: Sequence[int], *, align: int = 2) -> list[Region]:
-    """Return every place of a hole in a mesh whose corner lies on a multiple of `align`."""
-    ranges = [range(0, n - h + 1, align) for n, h in zip(mesh_shape, hole_shape, strict=True)]
+def all_placements(
+    mesh_shape: Sequence[int], hole_shape: Sequence[int], *, align: Sequence[int] | int = 2
+) -> list[Region]:
+    """Return every place of a hole in a mesh whose corner lies on a multiple of `align` on each axis.
+
+    >>> [str(host) for host in all_placements((4, 4), (4, 2), align=(4, 2))]
+    ['4x2@0,0', '4x2@0,2']
+    """
+    if len(mesh_shape) != len(hole_shape):
+        raise MeshError(f"A {name_shape(hole_shape)} hole does not fit a mesh of {len(mesh_shape)} axes.")
+    strides = (align,) * len(mesh_shape) if isinstance(align, int) else tuple(align)
+    ranges = [range(0, n - h + 1, by) for n, h, by in zip(mesh_shape, hole_shape, strides, strict=True)]
     return [Region(at=at, shape=tuple(hole_shape)) for at in product(*ranges)]

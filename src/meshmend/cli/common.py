@@ -74,9 +74,11 @@ def print_json(facts: Mapping[str, Any]) -> None:
 
 def print_facts(title: str, facts: Mapping[str, str]) -> None:
     """Print a two-column table for people."""
-    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
+    console = Console()
+    console.print(title, style="bold", highlight=False)
+    table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="cyan", no_wrap=True)
     table.add_column()
     for name, value in facts.items():
         table.add_row(name, value)
-    Console().print(table)
+    console.print(table)

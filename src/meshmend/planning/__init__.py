@@ -1,9 +1,10 @@
 """Planning: from a mesh to a schedule. One planner a file; `plan` runs one and proves what it made."""
 
 from meshmend.planning.base import Planner
+from meshmend.planning.cache import PlanCache
 from meshmend.planning.hamiltonian import Hamiltonian
 from meshmend.planning.proven import PLANNERS, make_planner, plan
 from meshmend.planning.row_pairs import RowPairs
 from meshmend.planning.two_color import TwoColor
 
-__all__ = ["PLANNERS", "Hamiltonian", "Planner", "RowPairs", "TwoColor", "make_planner", "plan"]
+__all__ = ["PLANNERS", "Hamiltonian", "PlanCache", "Planner", "RowPairs", "TwoColor", "make_planner", "plan"]

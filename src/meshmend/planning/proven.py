@@ -7,6 +7,7 @@ from typing import Any
 
 from meshmend.errors import ParameterError, PlanError
 from meshmend.planning.base import Planner
+from meshmend.planning.cache import PlanCache
 from meshmend.planning.hamiltonian import Hamiltonian
 from meshmend.planning.row_pairs import RowPairs
 from meshmend.planning.two_color import TwoColor
@@ -18,11 +19,19 @@ PLANNERS: dict[str, type[Planner]] = {planner.name: planner for planner in (Hami
 """Every planner by the name that the command line knows it by."""
 
 
-def plan(mesh: Mesh, planner: str | Planner, *, verify: bool = True, **parameters: Any) -> Schedule:
+def plan(
+    mesh: Mesh,
+    planner: str | Planner,
+    *,
+    verify: bool = True,
+    cache: PlanCache | None = None,
+    **parameters: Any,
+) -> Schedule:
     """Plan an all-reduce over the live chips of `mesh`, proven before it is returned.
 
     `planner` is a name from `PLANNERS`, with its parameters as keywords, or a planner that is made already.
-    `verify=False` leaves the proof to the caller.
+    `verify=False` leaves the proof to the caller. With a `cache`, a schedule that is in it is proven and returned, and
+    one that is not is planned, proven and kept.
 
     >>> plan(Mesh("8x8", failed=["2x2@2,2"]), "row-pairs", segments=2)
     Schedule(row-pairs all-reduce on 8x8 minus 2x2@2,2: 60 chips, ...)
@@ -31,9 +40,14 @@ def plan(mesh: Mesh, planner: str | Planner, *, verify: bool = True, **parameter
     why_not = _why_not(chosen, mesh)
     if why_not is not None:
         raise PlanError(chosen.name, str(mesh), why_not, _able(mesh, apart_from=chosen.name))
+    kept = cache.get(mesh, chosen) if cache is not None else None
+    if kept is not None:
+        return kept
     schedule = chosen.plan(mesh)
-    if verify:
+    if verify or cache is not None:
         prove(schedule)
+    if cache is not None:
+        cache.put(mesh, chosen, schedule)
     return schedule
 
 

@@ -1,0 +1,102 @@
+"""`meshmend prepare`: plan for the loss of every single host before it happens."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from meshmend.cli.common import (
+    FailCableOption,
+    FailOption,
+    JsonOption,
+    ShapeArgument,
+    WrapOption,
+    mesh_facts,
+    print_facts,
+    print_json,
+    read_mesh,
+    told_errors,
+)
+from meshmend.cli.plan import OrientationOption, PlannerOption, SegmentsOption, read_parameters
+from meshmend.errors import MeshError, PlanError
+from meshmend.planning import PlanCache, plan
+from meshmend.planning.proven import make_planner
+from meshmend.topology import Mesh, Region, all_placements, name_shape, parse_shape
+
+
+def command(
+    shape: ShapeArgument,
+    planner: PlannerOption,
+    host: Annotated[
+        str, typer.Option("--host", metavar="HxW", help="Chips of a host, as in 4x2; hosts tile the mesh.")
+    ],
+    fail: FailOption = None,
+    fail_cable: FailCableOption = None,
+    wrap: WrapOption = "none",
+    orientation: OrientationOption = None,
+    segments: SegmentsOption = None,
+    cache: Annotated[
+        Path | None, typer.Option("--cache", metavar="DIR", help="Where to keep plans; default: ~/.cache/meshmend.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Plan ahead for the loss of every single host, on top of what has failed already.
+
+    A job that loses a host then finds its plan in the cache. Example: meshmend prepare 16x32 --host 4x2
+    """
+    with told_errors(json):
+        mesh = read_mesh(shape, fail, fail_cable, wrap)
+        hosts = _hosts(mesh, host)
+        store = PlanCache(cache)
+        chosen = make_planner(planner, **read_parameters(orientation=orientation, segments=segments))
+        ready, refused = 0, {}
+        started = time.perf_counter()
+        columns = (TextColumn("planning for the loss of"), TextColumn("{task.description}"), BarColumn())
+        with Progress(
+            *columns, MofNCompleteColumn(), TimeRemainingColumn(), console=Console(stderr=True), disable=json
+        ) as bar:
+            task = bar.add_task("", total=len(hosts) + 1)
+            for lost in (None, *hosts):
+                bar.update(task, description=str(lost or "nothing"))
+                try:
+                    plan(mesh.fail(lost) if lost else mesh, chosen, cache=store)
+                    ready += 1
+                except (MeshError, PlanError) as error:
+                    refused[str(lost or "nothing")] = error.why if isinstance(error, PlanError) else str(error)
+                bar.advance(task)
+        facts = {
+            **mesh_facts(mesh),
+            "host": host,
+            "planner": chosen.name,
+            "plans": ready,
+            "refused": refused,
+            "cache": str(store.folder),
+            "seconds": time.perf_counter() - started,
+        }
+        if json:
+            print_json(facts)
+        else:
+            shown = [f"{lost}: {why}" for lost, why in refused.items()]
+            print_facts(
+                f"plans for {mesh} and for the loss of each of its {len(hosts)} hosts",
+                {
+                    "ready": f"[green]{ready}[/] of {len(hosts) + 1}",
+                    "no plan": "\n".join(shown) or "none",
+                    "kept in": str(store.folder),
+                    "took": f"{facts['seconds']:.1f} s",
+                },
+            )
+
+
+def _hosts(mesh: Mesh, host: str) -> list[Region]:
+    """Return the hosts that still have a live chip."""
+    host_shape = parse_shape(host)
+    if len(host_shape) != mesh.n_axes or any(n % h for n, h in zip(mesh.shape, host_shape, strict=False)):
+        raise MeshError(f"Hosts of {host} chips do not tile a {name_shape(mesh.shape)} mesh.")
+    places = all_placements(mesh.shape, host_shape, align=host_shape)
+    return [place for place in places if mesh.live[place.slices].any()]
