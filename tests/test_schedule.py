@@ -98,3 +98,10 @@ def test_an_empty_schedule_is_fine_where_there_is_nothing_to_do() -> None:
 def test_arrays_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         make(**changes)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.int64, np.uint64])
+def test_any_kind_of_whole_number_will_do(dtype: type) -> None:
+    columns = {"src": [0, 1, 2, 1], "dst": [1, 2, 1, 0], "n_chunks": [2, 2, 2, 2]}
+    wide = {"total_chunks": 1000, "owners": np.zeros(1000, dtype=int)}
+    assert make(**wide, **{name: np.array(c, dtype=dtype) for name, c in columns.items()}) == make(**wide, **columns)

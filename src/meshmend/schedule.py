@@ -136,12 +136,13 @@ class Schedule:
                     f"Transfer {bad[0]}: {name} is {column[bad[0]]}, expected {low} to {high} on {self._mesh!r} "
                     f"with {self._total_chunks} chunks."
                 )
-        beyond = np.flatnonzero(columns["first_chunk"] + columns["n_chunks"] > self._total_chunks)
+        # Both lie within range now, so the subtraction cannot overflow where the sum could.
+        beyond = np.flatnonzero(columns["first_chunk"] > self._total_chunks - columns["n_chunks"])
         if len(beyond):
             i = beyond[0]
             raise ScheduleError(
                 f"Transfer {i}: chunks {columns['first_chunk'][i]} to "
-                f"{columns['first_chunk'][i] + columns['n_chunks'][i] - 1} reach past the last chunk, "
+                f"{int(columns['first_chunk'][i]) + int(columns['n_chunks'][i]) - 1} reach past the last chunk, "
                 f"{self._total_chunks - 1}."
             )
         same = np.flatnonzero(columns["src"] == columns["dst"])
@@ -284,9 +285,11 @@ def _whole(values: ArrayLike, name: str, length: int | None = None) -> NDArray[A
     if array.ndim != 1 or (length is not None and len(array) != length):
         wanted = "one number a transfer" if length is None else f"{length} numbers"
         raise ScheduleError(f"{name} has shape {array.shape}, expected {wanted}.")
-    if array.dtype.kind == "u" and array.dtype.itemsize == 8 and array.size and array.max() > MAX_CHUNKS:
-        raise ScheduleError(f"{name} holds {array.max()}, beyond any rank, step or chunk.")
-    return array.astype(np.int64, copy=False)
+    if array.dtype.kind == "u":
+        if array.size and array.max() > MAX_CHUNKS:
+            raise ScheduleError(f"{name} holds {array.max()}, beyond any rank, step or chunk.")
+        return array.astype(np.int64)
+    return array.astype(np.promote_types(array.dtype, np.int32), copy=False)
 
 
 def _narrow(array: NDArray[Any], dtype: type[Any]) -> NDArray[Any]:
