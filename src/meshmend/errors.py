@@ -82,6 +82,28 @@ class DeadlockError(RoutingError):
         super().__init__(message, scheme=scheme)
 
 
+class LoweringError(MeshmendError):
+    """A schedule has no equal in the form asked for.
+
+    Fields, each None where it does not apply: `planner`, `step`, `chip` (its coordinate), `chunk`.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        planner: str,
+        step: int | None = None,
+        chip: Coordinate | None = None,
+        chunk: int | None = None,
+    ) -> None:
+        self.planner = planner
+        self.step = step
+        self.chip = chip
+        self.chunk = chunk
+        super().__init__(message)
+
+
 class VerificationError(MeshmendError):
     """A schedule is not what it claims to be.
 
