@@ -57,7 +57,7 @@ def test_survivors_cut_apart_are_told() -> None:
 def test_names_and_sizes_are_checked() -> None:
     with pytest.raises(ParameterError, match=r"no scheme 'north'\. Schemes: dimension-order, detour, up-down"):
         route(Mesh("2x2"), "north")
-    with pytest.raises(RoutingError, match=r"65,536 live chips; .* up to 16,384"):
+    with pytest.raises(RoutingError, match=r"65,536 live chips; .* up to 8,192"):
         choose(Mesh("256x256"))
 
 

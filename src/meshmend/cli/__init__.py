@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from meshmend import __version__
-from meshmend.cli import plan, verify
+from meshmend.cli import plan, route, verify
 
 app = typer.Typer(
     name="meshmend",
@@ -15,6 +15,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("plan")(plan.command)
+app.command("route")(route.command)
 app.command("verify")(verify.command)
 
 

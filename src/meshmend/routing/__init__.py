@@ -8,6 +8,7 @@ from meshmend.routing.choose import SCHEMES, choose, route
 from meshmend.routing.deadlock import DeadlockProof, prove, require_deadlock_free
 from meshmend.routing.detour import detour
 from meshmend.routing.dimension_order import dimension_order
+from meshmend.routing.report import RouteReport, report
 from meshmend.routing.table import Routes, Trace
 from meshmend.routing.trace import trace
 from meshmend.routing.up_down import up_down
@@ -15,12 +16,14 @@ from meshmend.routing.up_down import up_down
 __all__ = [
     "SCHEMES",
     "DeadlockProof",
+    "RouteReport",
     "Routes",
     "Trace",
     "choose",
     "detour",
     "dimension_order",
     "prove",
+    "report",
     "require_deadlock_free",
     "route",
     "trace",

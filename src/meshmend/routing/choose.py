@@ -20,7 +20,7 @@ SCHEMES: dict[str, Callable[[Mesh], Routes]] = {
 }
 """Every scheme by the name that the command line knows it by, the best first."""
 
-MAX_TABLE_CHIPS = 2**14
+MAX_TABLE_CHIPS = 2**13
 """An all-pairs table has a byte for each pair and class; beyond this ask for the flows that are needed (`trace`)."""
 
 
