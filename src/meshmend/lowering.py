@@ -52,7 +52,7 @@ def neighbour_hops(schedule: Schedule, routes: Routes | None = None, *, verify: 
         return schedule
     if routes is not None and routes.mesh != mesh:
         raise RoutingError(f"The routes are for {routes.mesh}, the schedule for {mesh}.", scheme=routes.scheme)
-    rows = np.array(_join_runs(list(_Lowering(schedule, near, routes).rows())), dtype=np.int64)
+    rows = _join_runs(np.concatenate(list(_Lowering(schedule, near, routes).blocks())))
     step, src, dst, first_chunk, n_chunks, op, phase = rows.T
     lowered = Schedule(
         mesh,
@@ -119,29 +119,24 @@ class _Lowering:
         self.free_from = np.zeros(shape, dtype=np.int64)
         self.far = self._find_far(routes)
 
-    def rows(self) -> Iterator[Row]:
-        """Yield the transfers of the lowered schedule; its steps may have gaps."""
-        schedule = self.schedule
-        entries = np.searchsorted(self.row, schedule.step_starts)
-        now = 0
-        for step in range(schedule.n_steps):
-            transfers = slice(int(schedule.step_starts[step]), int(schedule.step_starts[step + 1]))
-            starting = [(far, *self._start(far)) for far in self.far.get(step, ())]
-            self._move_near(slice(int(entries[step]), int(entries[step + 1])), now)
-            for row in (np.flatnonzero(self.near[transfers]) + transfers.start).tolist():
-                yield now, *self._row(row)
-            last = now
-            for far, start, content in starting:
-                for hop in self._hops(far, start, content, now):
-                    last = max(last, hop[0])
-                    yield hop
-            now = last + 1
-
-    def _row(self, row: int) -> tuple[int, int, int, int, int, int]:
+    def blocks(self) -> Iterator[NDArray[np.int64]]:
+        """Yield the transfers of the lowered schedule, one `Row` a row; its steps may have gaps."""
         s = self.schedule
-        columns = (s.src, s.dst, s.first_chunk, s.n_chunks, s.op, s.phase)
-        src, dst, first, count, op, phase = (int(column[row]) for column in columns)
-        return src, dst, first, count, op, phase
+        columns = np.stack([s.step, s.src, s.dst, s.first_chunk, s.n_chunks, s.op, s.phase], axis=1).astype(np.int64)
+        entries = np.searchsorted(self.row, s.step_starts)
+        now = 0
+        for step in range(s.n_steps):
+            # All that is sent is read before anything of this step is written.
+            starting = [(far, *self._start(far)) for far in self.far.get(step, ())]
+            transfers = slice(int(s.step_starts[step]), int(s.step_starts[step + 1]))
+            near = columns[transfers][self.near[transfers]]
+            near[:, 0] = now
+            yield near
+            self._move_near(slice(int(entries[step]), int(entries[step + 1])), now)
+            hops = [hop for far, start, content in starting for hop in self._hops(far, start, content, now)]
+            if hops:
+                yield np.array(hops, dtype=np.int64)
+            now = max((hop[0] for hop in hops), default=now) + 1
 
     def _move_near(self, entries: slice, now: int) -> None:
         """Carry out the transfers between neighbours of one step."""
@@ -270,14 +265,13 @@ class _Lowering:
         return np.asarray(np.where(has_event, following % 2 == 1, ~promised), dtype=np.bool_)
 
 
-def _join_runs(rows: list[Row]) -> list[Row]:
+def _join_runs(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """Join transfers of one step whose runs of chunks follow each other."""
-    joined: list[Row] = []
-    for row in sorted(rows, key=lambda row: (row[0], row[1], row[2], row[5], row[6], row[3])):
-        if joined:
-            step, src, dst, first, count, op, phase = joined[-1]
-            if (step, src, dst, op, phase, first + count) == (*row[:3], *row[5:], row[3]):
-                joined[-1] = (step, src, dst, first, count + row[4], op, phase)
-                continue
-        joined.append(row)
+    step, src, dst, first, _, op, phase = rows.T
+    rows = rows[np.lexsort((first, phase, op, dst, src, step))]
+    same = np.delete(rows, (3, 4), axis=1)
+    follows = (same[1:] == same[:-1]).all(axis=1) & (rows[1:, 3] == rows[:-1, 3] + rows[:-1, 4])
+    starts = np.flatnonzero(np.concatenate([[True], ~follows]))
+    joined = rows[starts]
+    joined[:, 4] = np.add.reduceat(rows[:, 4], starts)
     return joined
