@@ -37,8 +37,8 @@ Row = tuple[int, int, int, int, int, int, int]
 def neighbour_hops(schedule: Schedule, routes: Routes | None = None, *, verify: bool = True) -> Schedule:
     """Return an equal schedule in which every transfer is between neighbours, proven before it is returned.
 
-    Transfers follow `routes`, by default those of `meshmend.routing.trace`. A step with transfers of several hops
-    becomes as many steps. A schedule between neighbours only comes back as it is.
+    Transfers follow `routes`, by default those of `meshmend.routing.trace`. Steps with transfers of several hops
+    become more steps. A schedule between neighbours only comes back as it is.
 
     >>> from meshmend import Mesh, plan
     >>> mesh = Mesh("8x8", failed=["2x2@2,2"])
@@ -92,6 +92,15 @@ class _Far:
     """For each chip of the path whether its own copy is spent once the step is over."""
 
 
+@dataclass(frozen=True)
+class _Start:
+    """Where on its path a transfer starts, the number of the content that it sends, and when that is there."""
+
+    place: int
+    content: int
+    ready: int
+
+
 class _Lowering:
     """Replays a schedule, following who holds what, and hands out the rows of the lowered one.
 
@@ -124,19 +133,27 @@ class _Lowering:
         s = self.schedule
         columns = np.stack([s.step, s.src, s.dst, s.first_chunk, s.n_chunks, s.op, s.phase], axis=1).astype(np.int64)
         entries = np.searchsorted(self.row, s.step_starts)
-        now = 0
+        begin = end = 0
         for step in range(s.n_steps):
-            # All that is sent is read before anything of this step is written.
-            starting = [(far, *self._start(far)) for far in self.far.get(step, ())]
+            fars = self.far.get(step, [])
             transfers = slice(int(s.step_starts[step]), int(s.step_starts[step + 1]))
             near = columns[transfers][self.near[transfers]]
-            near[:, 0] = now
+            # A step waits for all before it, unless its transfers are far ones that keep out of each other's way:
+            # then each starts as soon as what it sends is there, and long routes hold up nobody else.
+            waits = len(near) > 0 or not _are_apart(fars)
+            if waits:
+                begin = end
+            # All that is sent is read before anything of this step is written.
+            starting = [(far, self._start(far)) for far in fars]
+            near[:, 0] = begin
             yield near
-            self._move_near(slice(int(entries[step]), int(entries[step + 1])), now)
-            hops = [hop for far, start, content in starting for hop in self._hops(far, start, content, now)]
+            self._move_near(slice(int(entries[step]), int(entries[step + 1])), begin)
+            hops = [hop for far, start in starting for hop in self._hops(far, start, begin)]
             if hops:
                 yield np.array(hops, dtype=np.int64)
-            now = max((hop[0] for hop in hops), default=now) + 1
+            end = max(end, max((hop[0] for hop in hops), default=begin) + 1)
+            if waits:
+                begin = end
 
     def _move_near(self, entries: slice, now: int) -> None:
         """Carry out the transfers between neighbours of one step."""
@@ -151,21 +168,22 @@ class _Lowering:
         self.written[dst, chunk_class] = now
         self.free_from[dst, chunk_class] = now + 1
 
-    def _start(self, far: _Far) -> tuple[int, int]:
-        """Return the last place on the path, before the end, that holds what is sent, and the content's number."""
+    def _start(self, far: _Far) -> _Start:
+        """Find where a transfer starts: at the last place, before the end, that holds what is sent."""
         held = [int(self.content[chip, far.chunk_class]) for chip in far.path[:-1]]
-        return max(place for place, content in enumerate(held) if content == held[0]), held[0]
+        place = max(place for place, content in enumerate(held) if content == held[0])
+        return _Start(place, held[0], int(self.written[far.path[place], far.chunk_class]) + 1)
 
-    def _hops(self, far: _Far, start: int, content: int, begin: int) -> Iterator[Row]:
+    def _hops(self, far: _Far, start: _Start, begin: int) -> Iterator[Row]:
         """Carry one class of chunks along its path, from the lowered step `begin` on."""
         op, phase = Op(self.schedule.op[far.row]), int(self.schedule.phase[far.row])
         k = far.chunk_class
         first_chunk, n_chunks = int(self.bounds[k]), int(self.bounds[k + 1] - self.bounds[k])
-        now = begin
-        for place in range(start, len(far.path) - 1):
+        now = max(begin, start.ready)
+        for place in range(start.place, len(far.path) - 1):
             src, dst = far.path[place], far.path[place + 1]
             now = max(now, int(self.free_from[dst, k]))
-            if place == start and begin <= self.written[src, k] < now:
+            if place == start.place and start.ready <= self.written[src, k] < now:
                 self._refuse(far, src, "is overwritten before it can be sent")
             self.free_from[src, k] = max(int(self.free_from[src, k]), now)
             passes = place + 2 < len(far.path) and far.spent[place + 1]
@@ -178,7 +196,7 @@ class _Lowering:
                 self.content[dst, k] = self.next_content
                 self.next_content += 1
             else:
-                self.content[dst, k] = content
+                self.content[dst, k] = start.content
             self.written[dst, k] = now
             self.free_from[dst, k] = now + 1
             now += 1
@@ -263,6 +281,12 @@ class _Lowering:
         else:
             promised = np.ones(len(chip), dtype=np.bool_)
         return np.asarray(np.where(has_event, following % 2 == 1, ~promised), dtype=np.bool_)
+
+
+def _are_apart(fars: list[_Far]) -> bool:
+    """Whether no two of these transfers touch the same chunk at the same chip, so that their order has no meaning."""
+    touched = [(chip, far.chunk_class) for far in fars for chip in far.path]
+    return len(touched) == len(set(touched))
 
 
 def _join_runs(rows: NDArray[np.int64]) -> NDArray[np.int64]:
