@@ -36,3 +36,19 @@ def block_meshes(draw: st.DrawFn, max_blocks: int = 5) -> Mesh:
     dead = draw(st.lists(block, max_size=min(4, rows * columns - 1), unique=True))
     holes = [Region(at=(2 * r, 2 * c), shape=(2, 2)) for r, c in dead]
     return Mesh((2 * rows, 2 * columns), failed=holes)
+
+
+@st.composite
+def battered_meshes(draw: st.DrawFn, max_side: int = 12) -> Mesh:
+    """The largest connected part of a 2-D mesh with up to a third of its chips and cables failed, at random."""
+    shape = (draw(st.integers(1, max_side)), draw(st.integers(1, max_side)))
+    share = draw(st.sampled_from([0.02, 0.1, 0.33]))
+    random = draw(st.randoms(use_true_random=False))
+    chips = [(r, c) for r in range(shape[0]) for c in range(shape[1])]
+    failed = [chip for chip in chips[1:] if random.random() < share]
+    whole = Mesh(shape, failed=failed)
+    cables = [(whole.chip(int(a)), whole.chip(int(b))) for a, b in whole.cables]
+    mesh = Mesh(shape, failed=failed, failed_cables=[cable for cable in cables if random.random() < share / 2])
+    sizes = [int((mesh.component_of == part).sum()) for part in range(mesh.n_components)]
+    rest = mesh.coords[mesh.component_of != sizes.index(max(sizes))]
+    return mesh.fail(*(tuple(map(int, chip)) for chip in rest))

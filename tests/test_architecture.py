@@ -13,7 +13,20 @@ import meshmend
 
 SOURCE = Path(meshmend.__file__).parent
 # From left to right: a part may import from its own place or from the left.
-ORDER = ["errors", "topology", "routing", "schedule", "verify", "cost", "numpy", "files", "planning", "", "cli"]
+ORDER = [
+    "errors",
+    "topology",
+    "routing",
+    "schedule",
+    "verify",
+    "lowering",
+    "cost",
+    "numpy",
+    "files",
+    "planning",
+    "",
+    "cli",
+]
 # A planner makes schedules and knows nothing to the right of them; only what chooses and proves plans may.
 PLANNERS_MAY = {"errors", "topology", "routing", "schedule", "planning"}
 CHOOSERS = {"proven.py", "cache.py", "auto.py", "__init__.py"}

@@ -50,6 +50,60 @@ class PlanError(MeshmendError):
         super().__init__(f"{planner} cannot plan for {mesh_name}: {why} {advice}")
 
 
+class RoutingError(MeshmendError):
+    """A route table cannot be made, or does not do what was asked of it.
+
+    Fields, each None where it does not apply: `scheme` (its name), `src` and `dst` (coordinates).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        scheme: str | None = None,
+        src: Coordinate | None = None,
+        dst: Coordinate | None = None,
+    ) -> None:
+        self.scheme = scheme
+        self.src = src
+        self.dst = dst
+        super().__init__(message)
+
+
+class DeadlockError(RoutingError):
+    """Packets can wait for each other in a circle.
+
+    Field `cycle`: the channels of the circle in order, each as (from chip, to chip, virtual channel); each waits
+    for the next, and the last for the first.
+    """
+
+    def __init__(self, message: str, *, scheme: str, cycle: Sequence[tuple[Coordinate, Coordinate, int]]) -> None:
+        self.cycle = tuple(cycle)
+        super().__init__(message, scheme=scheme)
+
+
+class LoweringError(MeshmendError):
+    """A schedule has no equal in the form asked for.
+
+    Fields, each None where it does not apply: `planner`, `step`, `chip` (its coordinate), `chunk`.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        planner: str,
+        step: int | None = None,
+        chip: Coordinate | None = None,
+        chunk: int | None = None,
+    ) -> None:
+        self.planner = planner
+        self.step = step
+        self.chip = chip
+        self.chunk = chunk
+        super().__init__(message)
+
+
 class VerificationError(MeshmendError):
     """A schedule is not what it claims to be.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from meshmend import __version__
-from meshmend.cli import plan, prepare, verify
+from meshmend.cli import plan, prepare, route, verify
 
 app = typer.Typer(
     name="meshmend",
@@ -16,6 +16,7 @@ app = typer.Typer(
 )
 app.command("plan")(plan.command)
 app.command("prepare")(prepare.command)
+app.command("route")(route.command)
 app.command("verify")(verify.command)
 
 

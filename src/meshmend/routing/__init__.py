@@ -1,5 +1,31 @@
-"""Routing: the path of a transfer between chips that are not neighbours."""
+"""Routing: the way of a transfer between chips that are not neighbours, proven free of deadlock.
 
-from meshmend.routing.trace import Trace, trace
+One scheme a file; `deadlock` holds the proof, `choose` takes the best scheme whose proof holds, and `trace` follows
+the flows of a schedule.
+"""
 
-__all__ = ["Trace", "trace"]
+from meshmend.routing.choose import SCHEMES, choose, route
+from meshmend.routing.deadlock import DeadlockProof, prove, require_deadlock_free
+from meshmend.routing.detour import detour
+from meshmend.routing.dimension_order import dimension_order
+from meshmend.routing.report import RouteReport, report
+from meshmend.routing.table import Routes, Trace
+from meshmend.routing.trace import trace
+from meshmend.routing.up_down import up_down
+
+__all__ = [
+    "SCHEMES",
+    "DeadlockProof",
+    "RouteReport",
+    "Routes",
+    "Trace",
+    "choose",
+    "detour",
+    "dimension_order",
+    "prove",
+    "report",
+    "require_deadlock_free",
+    "route",
+    "trace",
+    "up_down",
+]

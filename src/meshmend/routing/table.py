@@ -1,0 +1,233 @@
+"""The route table: for every destination, which way on from every chip, and on which virtual channel.
+
+A packet belongs to a *class*, chosen at its source and kept. A router looks up (class, destination) and finds a
+*port*: `channel * n_directions + direction`. That is all a router knows, so a table is one byte for each
+(class, chip, destination), never a list of paths: 64×64 chips take 17 MB a class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from meshmend.errors import Coordinate, MeshError, RoutingError, name_chip
+from meshmend.topology import IntArray, Mesh
+
+Ports = NDArray[np.int8]
+
+NO_PORT = -1
+"""Stands in a table where a packet has arrived, or where the class has no way on."""
+
+BLOCK_CELLS = 2**19
+"""Cells of a table that are worked on at a time: a few megabytes, which stay in the processor's cache."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One row a hop: flow number, how many hops came before, the link crossed and its virtual channel."""
+
+    flow: NDArray[np.int64]
+    hop: NDArray[np.int64]
+    link: NDArray[np.int64]
+    channel: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """A route table for all flows to `destinations` (ranks), from every chip.
+
+    `port[k, at, i]` is the way on at rank `at` for a packet of class k to `destinations[i]`; `class_of[src, i]` is
+    the class of packets that start at `src`. `n_channels` is the number of virtual channels that the scheme needs.
+
+    >>> from meshmend.routing import detour
+    >>> routes = detour(Mesh("8x8", failed=["2x2@2,2"]))
+    >>> routes.path((2, 1), (2, 4))
+    [(2, 1), (1, 1), (1, 2), (1, 3), (1, 4), (2, 4)]
+    """
+
+    mesh: Mesh
+    scheme: str
+    n_channels: int
+    destinations: IntArray
+    port: Ports
+    class_of: NDArray[np.uint8]
+
+    @property
+    def n_classes(self) -> int:
+        """Number of packet classes."""
+        return len(self.port)
+
+    @property
+    def n_ports(self) -> int:
+        """Ways on from a chip: directions times virtual channels."""
+        return self.n_channels * self.mesh.n_directions
+
+    @cached_property
+    def column_of(self) -> IntArray:
+        """For each rank its column in the table, −1 where it is not among the destinations."""
+        columns = np.full(self.mesh.n_chips, -1, dtype=np.int32)
+        columns[self.destinations] = np.arange(len(self.destinations), dtype=np.int32)
+        return columns
+
+    def follow(self, src: ArrayLike, dst: ArrayLike) -> Trace:
+        """Follow each flow src[i] → dst[i] (ranks). A flow without a route has no hops.
+
+        A table that sends packets in a circle is given up on once a packet has visited more chips than there are.
+        """
+        src, dst = (np.atleast_1d(np.asarray(ranks, dtype=np.int64)) for ranks in (src, dst))
+        column = self.column_of[dst].astype(np.int64)
+        if (column < 0).any():
+            lost = self.mesh.chip(int(dst[np.flatnonzero(column < 0)[0]]))
+            raise RoutingError(
+                f"Chip {name_chip(lost)} is not among the destinations of this table.", scheme=self.scheme, dst=lost
+            )
+        kind = self.class_of[src, column].astype(np.int64)
+        return walk(self.mesh, src, dst, lambda moving, at: self.port[kind[moving], at, column[moving]])
+
+    def path(self, src: Sequence[int], dst: Sequence[int]) -> list[Coordinate]:
+        """Return the chips that a packet visits from chip `src` to chip `dst`, both included."""
+        start, end = self.mesh.rank(src), self.mesh.rank(dst)
+        trace = self.follow(start, end)
+        chips = [self.mesh.chip(start), *(self.mesh.link_ends(int(link))[1] for link in trace.link)]
+        if chips[-1] != self.mesh.chip(end):
+            raise RoutingError(
+                f"{self.scheme} has no route from {name_chip(src)} to {name_chip(dst)} on {self.mesh}.",
+                scheme=self.scheme,
+                src=tuple(src),
+                dst=tuple(dst),
+            )
+        return chips
+
+    def link_load(self, src: ArrayLike, dst: ArrayLike, amount: ArrayLike = 1.0) -> NDArray[np.float64]:
+        """Return what each link carries, indexed by link number, when flow i moves amount[i] from src[i] to dst[i]."""
+        src, dst, amount = np.broadcast_arrays(np.atleast_1d(src), dst, np.asarray(amount, dtype=np.float64))
+        trace = self.follow(src, dst)
+        load = np.bincount(trace.link, weights=amount[trace.flow], minlength=self.mesh.n_link_slots)
+        return load.astype(np.float64, copy=False)
+
+    @cached_property
+    def hops(self) -> NDArray[np.int32]:
+        """Length of every route, `[src, column]`: 0 at the destination itself, −1 where there is none.
+
+        Found from the table alone: every route is followed, all at once, by doubling the stretch that is known.
+        """
+        lengths = np.empty((self.mesh.n_chips, len(self.destinations)), dtype=np.int32)
+        for columns in self._blocks():
+            for kind in range(self.n_classes):
+                following, hopping = self._next_cells(kind, columns)
+                length = hopping.copy()
+                while hopping[following].any():
+                    if length.max() > self.mesh.n_chips:
+                        raise RoutingError(f"{self.scheme} sends packets in circles.", scheme=self.scheme)
+                    length += length[following]
+                    following = following[following]
+                shape = (self.mesh.n_chips, columns.stop - columns.start)
+                ends = (following // shape[1]).reshape(shape)
+                arrived = ends == self.destinations[columns]
+                mine = self.class_of[:, columns] == kind
+                lengths[:, columns][mine] = np.where(arrived, length.reshape(shape), -1)[mine]
+        return lengths
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every flow to the destinations has a route."""
+        return bool((self.hops >= 0).all())
+
+    def all_to_all_load(self) -> NDArray[np.int64]:
+        """Return how many flows cross each link when every chip sends to every destination."""
+        load = np.zeros(self.mesh.n_link_slots, dtype=np.int64)
+        n_directions = self.mesh.n_directions
+        for columns in self._blocks():
+            hops = self.hops[:, columns]
+            for kind in range(self.n_classes):
+                port = self.port[kind, :, columns].ravel()
+                following, _ = self._next_cells(kind, columns)
+                carried = ((self.class_of[:, columns] == kind) & (hops > 0)).ravel().astype(np.int64)
+                for cells in self._inward(following):
+                    np.add.at(carried, following[cells], carried[cells])
+                cells = np.flatnonzero((port >= 0) & (carried > 0))
+                links = cells // hops.shape[1] * n_directions + port[cells] % n_directions
+                np.add.at(load, links, carried[cells])
+        return load
+
+    def _blocks(self) -> Iterator[slice]:
+        """Cut the columns into blocks of a size that is quick to work on."""
+        width = max(1, BLOCK_CELLS // self.mesh.n_chips)
+        for first in range(0, len(self.destinations), width):
+            yield slice(first, min(first + width, len(self.destinations)))
+
+    def _next_cells(self, kind: int, columns: slice) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return, for the cells (at, column) of a block, the cell after one hop, and 1 where there is a hop."""
+        port = self.port[kind, :, columns]
+        n_chips, width = port.shape
+        at = np.broadcast_to(np.arange(n_chips)[:, None], port.shape)
+        there = np.where(port >= 0, self.mesh.neighbours[at, port % self.mesh.n_directions], at)
+        if (there < 0).any():
+            rank, column = np.argwhere(there < 0)[0]
+            lost = self.mesh.chip(int(rank))
+            dst = self.mesh.chip(int(self.destinations[columns][column]))
+            raise RoutingError(
+                f"{self.scheme} leads from {name_chip(lost)} over a failed link, on the way to {name_chip(dst)}.",
+                scheme=self.scheme,
+                src=lost,
+                dst=dst,
+            )
+        following = (there.astype(np.int64) * width + np.arange(width)).ravel()
+        return following, (port >= 0).ravel().astype(np.int64)
+
+    @staticmethod
+    def _inward(following: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+        """Yield the cells that hop, leaves first: each cell after all the cells that lead to it."""
+        hopping = following != np.arange(len(following))
+        waiting = np.bincount(following[hopping], minlength=len(following))
+        cells = np.flatnonzero(hopping & (waiting == 0))
+        while len(cells):
+            yield cells
+            targets = following[cells]
+            np.subtract.at(waiting, targets, 1)
+            ready = np.unique(targets[waiting[targets] == 0])
+            cells = ready[hopping[ready]]
+
+
+def all_destinations(mesh: Mesh, destinations: ArrayLike | None) -> IntArray:
+    """Return `destinations` as distinct ranks, all of them if None."""
+    if destinations is None:
+        return np.arange(mesh.n_chips, dtype=np.int32)
+    ranks = np.unique(np.asarray(destinations, dtype=np.int64))
+    if len(ranks) and not (ranks[0] >= 0 and ranks[-1] < mesh.n_chips):
+        raise MeshError(f"Destinations are ranks from 0 to {mesh.n_chips - 1}.")
+    return ranks.astype(np.int32)
+
+
+def on_channel(channel: int, ports: Ports, mesh: Mesh) -> Ports:
+    """Return a table of channel 0 on another virtual channel."""
+    return np.where(ports >= 0, ports + np.int8(channel * mesh.n_directions), ports)
+
+
+def walk(
+    mesh: Mesh,
+    src: NDArray[np.int64],
+    dst: NDArray[np.int64],
+    port_of: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.integer[Any]]],
+) -> Trace:
+    """Follow flows hop by hop, all at once; `port_of(flows, at)` is the way on of those flows from where they are."""
+    at = src.copy()
+    columns: list[tuple[NDArray[np.int64], ...]] = []
+    moving = np.flatnonzero(at != dst)
+    for hop in range(mesh.n_chips):
+        port = port_of(moving, at[moving]).astype(np.int64)
+        going = port >= 0
+        moving, port = moving[going], port[going]
+        if not len(moving):
+            break
+        channel, direction = np.divmod(port, mesh.n_directions)
+        columns.append((moving, np.full(len(moving), hop), at[moving] * mesh.n_directions + direction, channel))
+        at[moving] = mesh.neighbours[at[moving], direction]
+        moving = moving[(at[moving] != dst[moving]) & (at[moving] >= 0)]
+    empty = (np.empty(0, dtype=np.int64),) * 4
+    return Trace(*(np.concatenate(parts) for parts in zip(empty, *columns, strict=True)))
