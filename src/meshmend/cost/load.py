@@ -23,7 +23,7 @@ def link_load(schedule: Schedule, crossings: Crossings | None = None) -> NDArray
         near, chunks = near[is_near], chunks[is_near]
     load = np.bincount(near, weights=chunks, minlength=slots)
     if len(found.far):
-        load += np.bincount(found.far_link, weights=schedule.n_chunks[found.far_row], minlength=slots)
+        load = load + np.bincount(found.far_link, weights=schedule.n_chunks[found.far_row], minlength=slots)
     return load / schedule.total_chunks
 
 
