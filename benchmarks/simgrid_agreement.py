@@ -1,6 +1,6 @@
-"""How far `predict` in lock-step is from SimGrid: every planner, full and holed. `python benchmarks/simgrid_agreement.py`
+"""How far `predict` in lock-step is from SimGrid: every planner, full and holed.
 
-`--full` adds 32x32 minus 4x2, which takes SimGrid about a minute.
+Run `python benchmarks/simgrid_agreement.py`; `--full` adds 32x32 minus 4x2.
 """
 
 import sys
