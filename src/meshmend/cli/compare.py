@@ -33,9 +33,9 @@ from meshmend.cli.pricing import (
     read_hardware,
     read_mode,
 )
-from meshmend.cost.compare import Comparison, Entry, compare
-from meshmend.cost.plot import PAYLOADS, plot
 from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
+from meshmend.study.compare import Comparison, Entry, compare
+from meshmend.study.plot import PAYLOADS, plot
 from meshmend.topology import Mesh
 
 

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from meshmend.cli.common import JsonOption, print_json, told_errors
 from meshmend.cli.pricing import hardware_facts
-from meshmend.cost.reproduce import Outcome, Reproduction, Timed, reproduce
 from meshmend.cost.units import name_rate, name_seconds, parse_seconds
+from meshmend.study.reproduce import Outcome, Reproduction, Timed, reproduce
 
 
 def command(

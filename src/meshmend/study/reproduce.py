@@ -16,7 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.cost.hardware import PRESETS, Hardware
-from meshmend.cost.paper import (
+from meshmend.cost.profile import StepProfile
+from meshmend.planning import RowPairs
+from meshmend.study.paper import (
     BYTES_A_GRADIENT,
     BYTES_SOURCE,
     CASES,
@@ -26,8 +28,6 @@ from meshmend.cost.paper import (
     WORKLOADS,
     Case,
 )
-from meshmend.cost.profile import StepProfile
-from meshmend.planning import RowPairs
 from meshmend.topology import Mesh
 
 SEGMENTS = (1, 2, 4)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshmend.cost.compare import Comparison
 from meshmend.cost.units import name_bytes, name_seconds
 from meshmend.errors import MissingExtraError, ParameterError
+from meshmend.study.compare import Comparison
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

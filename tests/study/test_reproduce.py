@@ -6,9 +6,9 @@ from typer.testing import CliRunner
 
 from meshmend.cli import app
 from meshmend.cost import predict
-from meshmend.cost.paper import BYTES_A_GRADIENT, CASES, HOLE, WORKLOADS
-from meshmend.cost.reproduce import FABRIC, Reproduction, reproduce
 from meshmend.planning import plan
+from meshmend.study.paper import BYTES_A_GRADIENT, CASES, HOLE, WORKLOADS
+from meshmend.study.reproduce import FABRIC, Reproduction, reproduce
 from meshmend.topology import Mesh
 
 RATIOS = (1.56, 1.28, 1.28, 1.33)
