@@ -24,6 +24,7 @@ ORDER = [
     "numpy",
     "files",
     "planning",
+    "study",
     "",
     "cli",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from meshmend import __version__
-from meshmend.cli import plan, prepare, route, verify
+from meshmend.cli import compare, plan, predict, prepare, reproduce, route, verify
 
 app = typer.Typer(
     name="meshmend",
@@ -18,6 +18,9 @@ app.command("plan")(plan.command)
 app.command("prepare")(prepare.command)
 app.command("route")(route.command)
 app.command("verify")(verify.command)
+app.command("predict")(predict.command)
+app.command("compare")(compare.command)
+app.command("reproduce")(reproduce.command)
 
 
 def _print_version(wanted: bool) -> None:

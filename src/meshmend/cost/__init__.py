@@ -1,5 +1,20 @@
-"""Cost: how much a schedule moves over which links."""
+"""Cost: how long a schedule takes on given hardware, and how far that is from the least possible."""
 
+from meshmend.cost.bound import Bound, bound
+from meshmend.cost.hardware import PRESETS, Hardware, find_hardware
 from meshmend.cost.load import busiest_link_load, link_load
+from meshmend.cost.predict import Forecast, predict
+from meshmend.cost.profile import StepProfile
 
-__all__ = ["busiest_link_load", "link_load"]
+__all__ = [
+    "PRESETS",
+    "Bound",
+    "Forecast",
+    "Hardware",
+    "StepProfile",
+    "bound",
+    "busiest_link_load",
+    "find_hardware",
+    "link_load",
+    "predict",
+]

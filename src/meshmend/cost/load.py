@@ -5,26 +5,25 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend import routing
+from meshmend.cost.crossings import Crossings
 from meshmend.schedule import Schedule
 
 
-def link_load(schedule: Schedule) -> NDArray[np.float64]:
+def link_load(schedule: Schedule, crossings: Crossings | None = None) -> NDArray[np.float64]:
     """Return the payload fraction that each link carries, indexed by link number.
 
-    A transfer between neighbours loads one link; any other loads every link of its route.
+    A transfer between neighbours loads one link; any other loads every link of its route. Pass `crossings` where
+    they are known already.
     """
-    mesh = schedule.mesh
-    pairs = schedule.src.astype(np.int64) * mesh.n_chips + schedule.dst
-    ends, pair = np.unique(pairs, return_inverse=True)
-    chunks = np.bincount(pair, weights=schedule.n_chunks, minlength=len(ends))
-    src, dst = np.divmod(ends, mesh.n_chips)
-    link = mesh.link(src, dst)
-    near = link >= 0
-    load = np.bincount(link[near], weights=chunks[near], minlength=mesh.n_link_slots)
-    if not near.all():
-        walk = routing.trace(mesh, src[~near], dst[~near])
-        load += np.bincount(walk.link, weights=chunks[~near][walk.flow], minlength=mesh.n_link_slots)
+    found = crossings or Crossings.of(schedule)
+    slots = schedule.mesh.n_link_slots
+    near, chunks = found.link, schedule.n_chunks
+    if len(found.far):
+        is_near = near >= 0
+        near, chunks = near[is_near], chunks[is_near]
+    load = np.bincount(near, weights=chunks, minlength=slots)
+    if len(found.far):
+        load = load + np.bincount(found.far_link, weights=schedule.n_chunks[found.far_row], minlength=slots)
     return load / schedule.total_chunks
 
 

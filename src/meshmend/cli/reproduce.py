@@ -1,0 +1,183 @@
+"""`meshmend reproduce`: the paper's tables 1 and 2, beside ours."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from meshmend.cli.common import JsonOption, print_json, told_errors
+from meshmend.cli.pricing import hardware_facts
+from meshmend.cost.units import name_rate, name_seconds, parse_seconds
+from meshmend.study.reproduce import Outcome, Reproduction, Timed, reproduce
+
+
+def command(
+    resnet_compute: Annotated[
+        str | None,
+        typer.Option("--resnet-compute", metavar="TIME", help="Compute part of a ResNet-50 step, 32 images a chip."),
+    ] = None,
+    bert_compute: Annotated[
+        str | None,
+        typer.Option("--bert-compute", metavar="TIME", help="Compute part of a BERT step, 8 sequences a chip."),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Print the paper's tables beside ours: fitted on its full meshes, predicted for its holed ones.
+
+    Example: meshmend reproduce --resnet-compute 29.5ms
+    """
+    with told_errors(json):
+        with Console(stderr=True).status("") as status:
+            found = reproduce(
+                resnet_compute_s=None if resnet_compute is None else parse_seconds(resnet_compute),
+                bert_compute_s=None if bert_compute is None else parse_seconds(bert_compute),
+                on_plan=lambda what: status.update(f"{what} …"),
+            )
+        if json:
+            print_json(
+                {
+                    "fitted_hardware": hardware_facts(found.hardware),
+                    "inputs": [{"name": name, "value": value, "source": why} for name, value, why in found.inputs],
+                    "cases": [_facts(outcome) for outcome in found.outcomes],
+                }
+            )
+        else:
+            _show(found)
+
+
+def _facts(outcome: Outcome) -> dict[str, Any]:
+    case = outcome.case
+    return {
+        "model": case.model,
+        "mesh": case.shape,
+        "chips": case.chips,
+        "chips_holed": case.chips_holed,
+        "payload_bytes": outcome.payload_bytes,
+        "compute_seconds": outcome.compute_s,
+        "paper": {
+            "overhead_full": case.overhead,
+            "overhead_holed": case.overhead_holed,
+            "allreduce_ratio": case.ratio,
+            "relative_efficiency": case.efficiency,
+            "minutes_full": case.minutes,
+            "minutes_holed": case.minutes_holed,
+            "allreduce_seconds_full": outcome.implied_s,
+        },
+        "ours": {
+            "overhead_full": outcome.overhead,
+            "overhead_holed": outcome.overhead_holed,
+            "allreduce_ratio": outcome.ratio,
+            "relative_efficiency": outcome.efficiency,
+            "minutes_holed": outcome.minutes_holed,
+            "allreduce_seconds_full": outcome.full.seconds,
+            "allreduce_seconds_holed": outcome.holed.seconds,
+            "full": _timed_facts(outcome.full),
+            "holed": _timed_facts(outcome.holed),
+        },
+        "residual": outcome.residual,
+        "no_slower_than_paper": outcome.ratio <= case.ratio,
+    }
+
+
+def _timed_facts(timed: Timed) -> dict[str, Any]:
+    return {"orientation": timed.orientation, "segments": timed.segments, "steps": timed.steps}
+
+
+def _show(found: Reproduction) -> None:
+    console = Console()
+    console.print(_table_2(found))
+    console.print(_table_1(found))
+    console.print(_table_fit(found))
+    hardware = found.hardware
+    console.print(
+        f"Fitted on the full-mesh columns only: {name_rate(hardware.link_bytes_per_s)} a link, "
+        f"{name_seconds(hardware.step_latency_s)} a step (and {name_seconds(hardware.hop_latency_s)} a hop, given).\n",
+        highlight=False,
+        soft_wrap=True,
+    )
+    inputs = _table("Inputs", "input", "value", "source")
+    for row in found.inputs:
+        inputs.add_row(*row)
+    console.print(inputs)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for number, column in enumerate(columns):
+        table.add_column(column, style="cyan" if number == 0 else None, no_wrap=number == 0)
+    return table
+
+
+def _table_2(found: Reproduction) -> Table:
+    table = _table(
+        "Table 2: all-reduce, part of a step",
+        "case",
+        "full: paper",
+        "ours",
+        "holed: paper",
+        "ours",
+        "holed/full: paper",
+        "ours",
+    )
+    for outcome in found.outcomes:
+        case, better = outcome.case, outcome.ratio <= outcome.case.ratio
+        table.add_row(
+            case.name,
+            f"{case.overhead:.1%}",
+            f"{outcome.overhead:.1%}",
+            f"{case.overhead_holed:.1%}",
+            f"{outcome.overhead_holed:.1%}",
+            f"{case.ratio:.2f}",
+            f"[{'green' if better else 'red'}]{outcome.ratio:.2f}[/]",
+        )
+    return table
+
+
+def _table_1(found: Reproduction) -> Table:
+    table = _table(
+        "\nTable 1: end to end, minutes",
+        "case",
+        "full: paper",
+        "holed: paper",
+        "ours",
+        "relative efficiency: paper",
+        "ours",
+    )
+    for outcome in found.outcomes:
+        case = outcome.case
+        table.add_row(
+            case.name,
+            f"{case.minutes:.2f}",
+            f"{case.minutes_holed:.2f}",
+            f"{outcome.minutes_holed:.2f}",
+            f"{case.efficiency:.3f}",
+            f"{outcome.efficiency:.3f}",
+        )
+    return table
+
+
+def _table_fit(found: Reproduction) -> Table:
+    table = _table(
+        "\nThe fit, and the schedules",
+        "case",
+        "all-reduce, full: implied",
+        "fitted",
+        "residual",
+        "full: row-pairs by",
+        "holed: row-pairs by",
+        "time",
+    )
+    for outcome in found.outcomes:
+        table.add_row(
+            outcome.case.name,
+            name_seconds(outcome.implied_s),
+            name_seconds(outcome.full.seconds),
+            f"{outcome.residual:+.1%}",
+            f"{outcome.full.orientation} × {outcome.full.segments}",
+            f"{outcome.holed.orientation} × {outcome.holed.segments}",
+            name_seconds(outcome.holed.seconds),
+        )
+    return table

@@ -1,0 +1,151 @@
+"""Asynchronous time: an engine whose chips wait for nothing but their data and their links.
+
+The model. A transfer may start when every earlier step's transfer into its source, of the chunks that it sends, has
+arrived; then it costs the step latency once, to start it. Each link serves one transfer at a time, in order of
+step, and within a step whichever comes first. A transfer over several links takes each as it gets there, a hop
+latency after the one before, and occupies each for its bytes; a router holds what has to wait. Where a chip drives
+only some of its links at once, it also queues at its sender and at its receiver, which pass `links_at_once` links'
+worth of data. What arrives before its receiver has read the old chunk waits in a buffer.
+
+The transfers of a step do not depend on each other, so a step is a handful of array operations.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshmend.cost.crossings import Crossings
+from meshmend.cost.hardware import Hardware
+from meshmend.errors import ParameterError
+from meshmend.schedule import Schedule
+
+MAX_CELLS = 2**28
+"""Moments held, one for each chip and each class of chunks: 2 GiB."""
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+def arrivals(schedule: Schedule, crossings: Crossings, payload_bytes: float, hardware: Hardware) -> Floats:
+    """Return when each transfer has arrived, in seconds from the start."""
+    chunks = _Chunks(schedule)
+    mesh = schedule.mesh
+    if mesh.n_chips * chunks.n > MAX_CELLS:
+        raise ParameterError(
+            f"Following {chunks.n:,} chunks on {mesh.n_chips:,} chips asynchronously needs more than "
+            f"{MAX_CELLS:,} moments at once. Predict in lock-step instead."
+        )
+    chunk_s = payload_bytes / schedule.total_chunks / hardware.link_bytes_per_s
+    width = hardware.links_at_once
+    limited = width is not None and width < mesh.n_directions
+    ready = np.zeros(mesh.n_chips * chunks.n)
+    link_free, last_of = np.zeros(mesh.n_link_slots), np.zeros(mesh.n_link_slots, dtype=np.int64)
+    sender_free, receiver_free = np.zeros(mesh.n_chips), np.zeros(mesh.n_chips)
+    paths = _Paths(crossings)
+    arrived = np.empty(schedule.n_transfers)
+    starts = schedule.step_starts
+    for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        rows = slice(first, last)
+        src, dst = schedule.src[rows], schedule.dst[rows]
+        lasts = schedule.n_chunks[rows].astype(np.float64) * chunk_s
+        begin = chunks.latest(ready, rows, src) + hardware.step_latency_s
+        if limited and width is not None:
+            begin = _serve(sender_free, src, begin, lasts / width)
+        begin = _serve_links(link_free, last_of, paths.link[rows], begin, lasts)
+        for flows, link in paths.later_hops(first, last):
+            begin[flows] = _serve(link_free, link, begin[flows] + hardware.hop_latency_s, lasts[flows])
+        if limited and width is not None:
+            begin = _serve(receiver_free, dst, begin, lasts / width)
+        done = begin + lasts + hardware.hop_latency_s
+        arrived[rows] = done
+        chunks.arrive(ready, rows, dst, done)
+    return arrived
+
+
+def _serve_links(free: Floats, last_of: Ints, link: NDArray[np.int32], release: Floats, work: Floats) -> Floats:
+    """Serve as `_serve` does; quick where no two transfers share a link, as in most steps of most schedules.
+
+    `last_of` is scratch space, one number a link.
+    """
+    numbered = np.arange(len(link))
+    last_of[link] = numbered
+    if not np.array_equal(last_of[link], numbered):
+        return _serve(free, link, release, work)
+    begin = np.maximum(release, free[link])
+    free[link] = begin + work
+    return begin
+
+
+def _serve(free: Floats, server: NDArray[np.integer], release: Floats, work: Floats) -> Floats:
+    """Queue jobs at their servers, first come first served; return when each begins, and note when each is free."""
+    order = np.lexsort((release, server))
+    queue = server[order]
+    heads = np.flatnonzero(np.diff(queue, prepend=-1))
+    place = np.arange(len(queue)) - np.repeat(heads, np.diff(heads, append=len(queue)))
+    begin = np.empty(len(order))
+    for turn in range(int(place.max(initial=-1)) + 1):
+        jobs = order[place == turn]
+        begin[jobs] = np.maximum(release[jobs], free[server[jobs]])
+        free[server[jobs]] = begin[jobs] + work[jobs]
+    return begin
+
+
+class _Paths:
+    """The first link of every transfer, and the later hops of those whose ends are not neighbours."""
+
+    def __init__(self, crossings: Crossings) -> None:
+        self.link = crossings.link
+        if len(crossings.far):
+            self.link = crossings.link.copy()
+            self.link[crossings.far] = crossings.far_link[crossings.far_hop == 0]
+        later = crossings.far_hop > 0
+        self._row, self._hop, self._link = (
+            column[later] for column in (crossings.far_row, crossings.far_hop, crossings.far_link)
+        )
+
+    def later_hops(self, first: int, last: int) -> list[tuple[Ints, Ints]]:
+        """For transfers first … last−1, the second hops, then the third, …: (transfers from `first`, their links)."""
+        low, high = np.searchsorted(self._row, (first, last))
+        if low == high:
+            return []
+        row, hop, link = (column[low:high] for column in (self._row, self._hop, self._link))
+        return [(row[hop == k] - first, link[hop == k]) for k in range(1, int(hop.max()) + 1)]
+
+
+class _Chunks:
+    """Chunks that always travel together, as one class; and the moments at which chips have them."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        first = schedule.first_chunk
+        self._single = bool((schedule.n_chunks == 1).all())
+        if self._single:
+            self.n = schedule.total_chunks
+            self._first = first
+            return
+        after = first.astype(np.int64) + schedule.n_chunks
+        bounds = np.unique(np.concatenate([[0, schedule.total_chunks], first, after]))
+        self.n = len(bounds) - 1
+        self._first = np.searchsorted(bounds, first).astype(np.int32)
+        self._length = np.searchsorted(bounds, after) - self._first
+
+    def latest(self, ready: Floats, rows: slice, rank: NDArray[np.int32]) -> Floats:
+        """Return when `rank[i]` has everything that transfer i sends."""
+        where, heads = self._cells(rows, rank)
+        return ready[where] if heads is None else np.maximum.reduceat(ready[where], heads)
+
+    def arrive(self, ready: Floats, rows: slice, rank: NDArray[np.int32], moment: Floats) -> None:
+        """Note that transfer i brought its chunks to `rank[i]`; no two of a step bring the same."""
+        where, heads = self._cells(rows, rank)
+        if heads is not None:
+            moment = np.repeat(moment, self._length[rows])
+        ready[where] = np.maximum(ready[where], moment)
+
+    def _cells(self, rows: slice, rank: NDArray[np.int32]) -> tuple[Ints, Ints | None]:
+        start = rank.astype(np.int64) * self.n + self._first[rows]
+        if self._single:
+            return start, None
+        length = self._length[rows]
+        heads = np.cumsum(length) - length
+        within = np.arange(int(length.sum())) - np.repeat(heads, length)
+        return np.repeat(start, length) + within, heads

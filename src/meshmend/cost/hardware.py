@@ -1,0 +1,200 @@
+"""Hardware: what a link carries, what a step costs, how many links a chip drives at once. Named presets, with sources.
+
+Rates are of one link, that is, of one direction of a cable. Vendors quote them in three ways (a link one way, a
+link both ways, a chip with all its links), so each preset says what was read and how it was divided.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from meshmend.cost.units import name_rate, name_seconds
+from meshmend.errors import ParameterError
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What the cost of a schedule depends on, apart from the schedule.
+
+    `link_bytes_per_s` is b, the rate of one link (one direction of a cable). Every step costs `step_latency_s`
+    once, and a transfer `hop_latency_s` for each link of its path. `links_at_once` is how many links' worth of
+    data a chip can send at once, and receive at once; None means all its links. `sources` says where each number
+    comes from.
+
+    >>> lab = Hardware("lab", link_bytes_per_s=5e6, step_latency_s=1e-3)
+    >>> lab.links_at_once is None
+    True
+    """
+
+    name: str
+    link_bytes_per_s: float
+    step_latency_s: float = 0.0
+    hop_latency_s: float = 0.0
+    links_at_once: int | None = None
+    sources: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 < self.link_bytes_per_s < float("inf"):
+            raise ParameterError(f"link_bytes_per_s is {self.link_bytes_per_s}, expected a positive number of bytes/s.")
+        for field in ("step_latency_s", "hop_latency_s"):
+            if not 0 <= getattr(self, field) < float("inf"):
+                raise ParameterError(f"{field} is {getattr(self, field)}, expected seconds, 0 or more.")
+        if self.links_at_once is not None and self.links_at_once < 1:
+            raise ParameterError(f"links_at_once is {self.links_at_once}, expected at least 1, or None for all links.")
+
+    def __str__(self) -> str:
+        at_once = "all links" if self.links_at_once is None else f"{self.links_at_once} link(s)"
+        return (
+            f"{self.name}: {name_rate(self.link_bytes_per_s)} a link, {name_seconds(self.step_latency_s)} a step, "
+            f"{name_seconds(self.hop_latency_s)} a hop, {at_once} at once"
+        )
+
+
+_HOP = (
+    "hop_latency_s",
+    "about 1 µs a hop over ICI, whatever the size: How to Scale Your Model (Austin et al., Google DeepMind, 2025), "
+    "part 3, 'A note on ICI latency'; the book says it of ICI at large, not of one generation",
+)
+_ALL_LINKS = (
+    "links_at_once",
+    "all: the chip's router drives its links independently (Jouppi et al., CACM 63(7), 2020); the paper's own "
+    "all-reduce uses the rings of both directions and both axes together",
+)
+_FABRIC_STEP = (
+    "step_latency_s",
+    "none: the figure for a hop is that of a whole exchange between neighbours, and nothing is published beyond it",
+)
+_XLA_STEP = (
+    "step_latency_s",
+    "an estimate, 2 µs: what one permute through XLA costs beside its hop; three hops of 32 kB were measured at "
+    "8 µs where hops alone explain 3 µs (How to Scale Your Model, part 3, pop quiz 2)",
+)
+_ONE_AT_A_TIME = (
+    "links_at_once",
+    "one: on v2 and v3 the TPU compiler runs collective-permutes one after another, seen by compiling ahead of "
+    "time with libtpu",
+)
+_V2_RATE = (
+    "link_bytes_per_s",
+    "496 Gbit/s a link and direction, 4 links a chip: Jouppi et al., 'A domain-specific supercomputer for training "
+    "deep neural networks', CACM 63(7), 2020",
+)
+_V3_RATE = (
+    "link_bytes_per_s",
+    "656 Gbit/s a link and direction, 4 links a chip: Jouppi et al., CACM 63(7), 2020. The Scaling Book rounds it up "
+    "to 100 GB/s",
+)
+_V4_RATE = (
+    "link_bytes_per_s",
+    "6 links of 50 GB/s a direction: Jouppi et al., 'TPU v4', ISCA 2023; 24 TB/s of bisection over the 512 cables "
+    "that halve a 16x16x16 torus (cloud.google.com/tpu/docs/v4) gives 47 GB/s, and the Scaling Book writes 45",
+)
+_V5P_RATE = (
+    "link_bytes_per_s",
+    "1,200 GB/s a chip, 'bidirectional', over 6 links: 100 GB/s a link and direction "
+    "(cloud.google.com/tpu/docs/v5p; its older wording, 4,800 Gbit/s a chip, is the same one way)",
+)
+_V6E_RATE = (
+    "link_bytes_per_s",
+    "800 GB/s a chip, 'bidirectional', over 4 links: 100 GB/s a link and direction, and 3.2 TB/s of bisection over "
+    "the 32 cables that halve a 16x16 torus agrees (cloud.google.com/tpu/docs/v6e; earlier editions of that page "
+    "said 3,584 Gbit/s a chip, which would be 112 GB/s)",
+)
+_ASYNCHRONOUS = (
+    "links_at_once",
+    "all: on v4, v5p and v6e permutes in different directions are asynchronous and in flight together, seen by "
+    "compiling ahead of time with libtpu",
+)
+
+
+def _tpu(
+    name: str, rate: float, source: tuple[str, str], *, xla: bool = False, one_at_a_time: bool = False
+) -> Hardware:
+    step = 2e-6 if xla else 0.0
+    width = _ONE_AT_A_TIME if one_at_a_time else _ASYNCHRONOUS if xla else _ALL_LINKS
+    return Hardware(
+        name,
+        link_bytes_per_s=rate,
+        step_latency_s=step,
+        hop_latency_s=1e-6,
+        links_at_once=1 if one_at_a_time else None,
+        sources=(source, _XLA_STEP if xla else _FABRIC_STEP, _HOP, width),
+    )
+
+
+PRESETS: dict[str, Hardware] = {
+    hardware.name: hardware
+    for hardware in (
+        Hardware("ideal", 1e9, sources=(("link_bytes_per_s", "round: 1 GB/s, no latency, to compare schedules"),)),
+        _tpu("tpu-v2", 62e9, _V2_RATE),
+        _tpu("tpu-v2-xla", 62e9, _V2_RATE, xla=True, one_at_a_time=True),
+        _tpu("tpu-v3", 82e9, _V3_RATE),
+        _tpu("tpu-v3-xla", 82e9, _V3_RATE, xla=True, one_at_a_time=True),
+        _tpu("tpu-v4", 50e9, _V4_RATE),
+        _tpu("tpu-v4-xla", 50e9, _V4_RATE, xla=True),
+        _tpu("tpu-v5p", 100e9, _V5P_RATE),
+        _tpu("tpu-v5p-xla", 100e9, _V5P_RATE, xla=True),
+        _tpu("tpu-v6e", 100e9, _V6E_RATE),
+        _tpu("tpu-v6e-xla", 100e9, _V6E_RATE, xla=True),
+        Hardware(
+            "ethernet-10g",
+            link_bytes_per_s=1.25e9,
+            step_latency_s=20e-6,
+            hop_latency_s=5e-6,
+            sources=(
+                (
+                    "link_bytes_per_s",
+                    "10 Gbit/s line rate (IEEE 802.3ae); framing and TCP headers take about 5 % of it",
+                ),
+                ("step_latency_s", "an estimate, 20 µs: a small TCP message between two Linux processes"),
+                ("hop_latency_s", "an estimate, 5 µs: a hop forwarded by the kernel of the chip in between"),
+                ("links_at_once", "all: each cable has its own network interface"),
+            ),
+        ),
+    )
+}
+"""Every preset by the name that the command line knows it by."""
+
+
+def find_hardware(hardware: str | Hardware) -> Hardware:
+    """Return the preset of that name, or the hardware itself.
+
+    >>> print(find_hardware("tpu-v3"))
+    tpu-v3: 82 GB/s a link, 0 s a step, 1 µs a hop, all links at once
+    """
+    if isinstance(hardware, Hardware):
+        return hardware
+    if hardware not in PRESETS:
+        raise ParameterError(
+            f"There is no hardware {hardware!r}. Presets: {', '.join(PRESETS)}; or describe your own with Hardware(…)."
+        )
+    return PRESETS[hardware]
+
+
+def adjusted(
+    hardware: Hardware,
+    *,
+    link_bytes_per_s: float | None = None,
+    step_latency_s: float | None = None,
+    hop_latency_s: float | None = None,
+    links_at_once: int | None = None,
+) -> Hardware:
+    """Return the hardware with some of its numbers replaced; those that are None stay.
+
+    >>> print(adjusted(PRESETS["ideal"], link_bytes_per_s=5e6))
+    ideal, adjusted: 5 MB/s a link, 0 s a step, 0 s a hop, all links at once
+    """
+    given = {
+        "link_bytes_per_s": link_bytes_per_s,
+        "step_latency_s": step_latency_s,
+        "hop_latency_s": hop_latency_s,
+        "links_at_once": links_at_once,
+    }
+    changes = {name: value for name, value in given.items() if value is not None}
+    if not changes:
+        return hardware
+    kept = tuple((name, source) for name, source in hardware.sources if name not in changes)
+    told = tuple((name, "given by the caller") for name in changes)
+    changed = dataclasses.replace(hardware, name=f"{hardware.name}, adjusted", sources=told + kept)
+    return dataclasses.replace(changed, **changes)  # type: ignore[arg-type]  # the names are fields of Hardware

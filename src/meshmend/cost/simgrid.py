@@ -1,0 +1,127 @@
+"""SimGrid as an independent judge: the same schedule, over the same routes, in a flow simulator that others wrote.
+
+SimGrid (https://simgrid.org) comes with Debian as `python3-simgrid` for the system's Python, so it runs in a process
+of its own. The platform has one SimGrid link for every link of the mesh; each path also crosses a pure delay, the
+step's latency; and where a chip drives only some of its links at once, its sender and its receiver are links too.
+A step ends when its last flow has; then the next begins, as in a lock-step engine.
+
+Times are simulated in units of one chunk's time on a link, so that SimGrid's absolute precision does not matter.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib import resources
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshmend.cost.crossings import Crossings
+from meshmend.cost.hardware import Hardware, find_hardware
+from meshmend.errors import MeshmendError, MissingExtraError, ParameterError
+from meshmend.schedule import Schedule
+
+INTERPRETER_VARIABLE = "MESHMEND_SIMGRID_PYTHON"
+"""An environment variable that names a Python which can `import simgrid`, where it is not found by itself."""
+
+CHUNK_UNITS = 10**6
+"""What a chunk weighs in SimGrid, which counts whole bytes."""
+
+
+class SimgridError(MeshmendError):
+    """SimGrid ran and failed; the message carries what it said."""
+
+
+def is_available() -> bool:
+    """Say whether some Python on this machine can import SimGrid."""
+    return _interpreter() is not None
+
+
+def simulate(schedule: Schedule, payload_bytes: float, hardware: str | Hardware = "ideal") -> NDArray[np.float64]:
+    """Return how long each step of `schedule` takes in SimGrid; their sum is what `predict` foresees in lock-step."""
+    if not 0 < payload_bytes < float("inf"):
+        raise ParameterError(f"payload_bytes is {payload_bytes}, expected a positive number of bytes to simulate.")
+    python = _interpreter()
+    if python is None:
+        raise MissingExtraError(
+            "Simulating",
+            "SimGrid for Python",
+            f"apt-get install python3-simgrid (then, if need be, set {INTERPRETER_VARIABLE} to that python3)",
+        )
+    chosen = find_hardware(hardware)
+    chunk_s = payload_bytes / schedule.total_chunks / chosen.link_bytes_per_s
+    job = _job(schedule, chosen, chunk_s)
+    source = resources.files("meshmend.cost").joinpath("simgrid_worker.py").read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory() as elsewhere:
+        # Not run as a script: Python would search the script's own folder first, and find this module for simgrid.
+        done = subprocess.run(  # noqa: S603  # the interpreter is found, not given by input
+            [python, "-c", source], input=json.dumps(job), capture_output=True, text=True, check=False, cwd=elsewhere
+        )
+    if done.returncode:
+        raise SimgridError(f"SimGrid failed (exit code {done.returncode}): {done.stderr.strip()[-2000:]}")
+    clocks = np.array(json.loads(done.stdout), dtype=np.float64)
+    return np.diff(clocks, prepend=0.0) * chunk_s
+
+
+def _job(schedule: Schedule, hardware: Hardware, chunk_s: float) -> dict[str, Any]:
+    """Describe links, paths and steps; a unit of time is `chunk_s` seconds."""
+    mesh, crossings = schedule.mesh, Crossings.of(schedule)
+    pairs, path = np.unique(schedule.src.astype(np.int64) * mesh.n_chips + schedule.dst, return_inverse=True)
+    paths: list[list[int]] = [[] for _ in pairs]
+    first_row = np.full(len(pairs), -1, dtype=np.int64)
+    first_row[path[::-1]] = np.arange(schedule.n_transfers)[::-1]
+    far = set(crossings.far.tolist())
+    for number, row in enumerate(first_row.tolist()):
+        if row in far:
+            low, high = np.searchsorted(crossings.far_row, (row, row + 1))
+            paths[number] = crossings.far_link[low:high].tolist()
+        else:
+            paths[number] = [int(crossings.link[row])]
+    links: list[tuple[float, float]] = [(CHUNK_UNITS, hardware.hop_latency_s / chunk_s)] * mesh.n_link_slots
+    width = hardware.links_at_once
+    if width is not None and width < mesh.n_directions:
+        sender, receiver = len(links), len(links) + mesh.n_chips
+        links += [(CHUNK_UNITS * width, 0.0)] * (2 * mesh.n_chips)
+        for number, (src, dst) in enumerate(
+            zip(*(end.tolist() for end in np.divmod(pairs, mesh.n_chips)), strict=True)
+        ):
+            paths[number] += [sender + src, receiver + dst]
+    delay = len(links)
+    links.append((CHUNK_UNITS * 1e9, hardware.step_latency_s / chunk_s))  # so wide that nothing ever waits for it
+    amounts = (schedule.n_chunks.astype(np.int64) * CHUNK_UNITS).tolist()
+    flows = list(zip(path.tolist(), amounts, strict=True))
+    starts = schedule.step_starts.tolist()
+    return {
+        "links": links,
+        "paths": [[*crossed, delay] for crossed in paths],
+        "steps": [flows[a:b] for a, b in itertools.pairwise(starts)],
+    }
+
+
+@functools.cache
+def _interpreter() -> str | None:
+    """Return a Python that can import simgrid: the one that was named, this one, or one of the system's."""
+    candidates = [os.environ.get(INTERPRETER_VARIABLE), sys.executable, "/usr/bin/python3", shutil.which("python3")]
+    for python in dict.fromkeys(c for c in candidates if c and os.access(c, os.X_OK)):
+        try:
+            with tempfile.TemporaryDirectory() as elsewhere:
+                tried = subprocess.run(  # noqa: S603  # see simulate
+                    [python, "-c", "import simgrid; simgrid.Engine"],
+                    capture_output=True,
+                    check=False,
+                    cwd=elsewhere,
+                    timeout=60,
+                )
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        if tried.returncode == 0:
+            return python
+    return None

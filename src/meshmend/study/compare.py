@@ -1,0 +1,109 @@
+"""Compare: every planner that can serve a mesh, side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from meshmend.cost.bound import Bound, bound
+from meshmend.cost.hardware import Hardware, find_hardware
+from meshmend.cost.predict import Forecast, Mode, predict
+from meshmend.cost.profile import StepProfile
+from meshmend.planning import PLANNERS, Planner
+from meshmend.topology import Mesh
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A planner on a mesh: its forecast, or a sentence that says why it cannot serve the mesh.
+
+    `sweep` holds its seconds for each payload that was asked for besides.
+    """
+
+    planner: str
+    why_not: str | None = None
+    forecast: Forecast | None = None
+    steps: int = 0
+    chunks: int = 0
+    transfers: int = 0
+    plan_seconds: float = 0.0
+    sweep: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All planners on one mesh, and the bound that they are held against."""
+
+    mesh: Mesh
+    bound: Bound
+    hardware: Hardware
+    payload_bytes: float
+    mode: Mode
+    payloads: tuple[float, ...]
+    entries: tuple[Entry, ...]
+
+    @property
+    def bound_seconds(self) -> float:
+        """The least time of any schedule for this payload, by bandwidth alone."""
+        return self.bound.seconds(self.payload_bytes, self.hardware.link_bytes_per_s)
+
+
+def compare(
+    mesh: Mesh,
+    payload_bytes: float,
+    hardware: str | Hardware = "ideal",
+    *,
+    mode: Mode = "lock-step",
+    payloads: Sequence[float] = (),
+    on_planner: Callable[[str], None] | None = None,
+) -> Comparison:
+    """Predict every planner of `meshmend.planning.PLANNERS` on `mesh`, with its default parameters.
+
+    A planner that chooses by payload and hardware is told them. The schedules are not proven here: nothing runs
+    them. `payloads` asks for more payloads (an "empty" sweep by default); `on_planner` is called before each.
+
+    >>> [(e.planner, round(e.forecast.ratio_to_bound, 2)) for e in compare(Mesh("4x4"), 1e6).entries if e.forecast]
+    [('hamiltonian', 1.5), ...]
+    """
+    chosen = find_hardware(hardware)
+    entries = []
+    for name, kind in PLANNERS.items():
+        if on_planner is not None:
+            on_planner(name)
+        entries.append(_entry(_make(kind, payload_bytes, chosen), mesh, payload_bytes, chosen, mode, payloads))
+    least = bound(mesh, links_at_once=chosen.links_at_once)
+    return Comparison(mesh, least, chosen, payload_bytes, mode, tuple(payloads), tuple(entries))
+
+
+def _make(kind: type[Planner], payload_bytes: float, hardware: Hardware) -> Planner:
+    """Make the planner, with the payload and the hardware if it has parameters of these names."""
+    fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]  # planners are dataclasses
+    known = {"payload_bytes": payload_bytes, "hardware": hardware}
+    return kind(**{name: value for name, value in known.items() if name in fields})
+
+
+def _entry(
+    planner: Planner, mesh: Mesh, payload_bytes: float, hardware: Hardware, mode: Mode, payloads: Sequence[float]
+) -> Entry:
+    why_not = planner.why_not(mesh)
+    if why_not is not None:
+        return Entry(planner.name, why_not=why_not)
+    started = time.perf_counter()
+    schedule = planner.plan(mesh)
+    plan_seconds = time.perf_counter() - started
+    profile = StepProfile(schedule)
+    if mode == "lock-step":
+        sweep = [profile.seconds(payload, hardware) for payload in payloads]
+    else:
+        sweep = [predict(schedule, payload, hardware, mode=mode, profile=profile).seconds for payload in payloads]
+    return Entry(
+        planner.name,
+        forecast=predict(schedule, payload_bytes, hardware, mode=mode, profile=profile),
+        steps=schedule.n_steps,
+        chunks=schedule.total_chunks,
+        transfers=schedule.n_transfers,
+        plan_seconds=plan_seconds,
+        sweep=tuple(sweep),
+    )

@@ -1,0 +1,80 @@
+"""Plot: time against payload on log axes, with the bound drawn in. Needs matplotlib (the extra `draw`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meshmend.cost.units import name_bytes, name_seconds
+from meshmend.errors import MissingExtraError, ParameterError
+from meshmend.study.compare import Comparison
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PAYLOADS = tuple(float(payload) for payload in np.geomspace(1e3, 1e10, 43))
+"""1 KB to 10 GB, six payloads a decade."""
+
+_COLOURS = ("#1f5fa8", "#d9822b", "#3a8f5c", "#8c4fa3", "#b8443c", "#4aa3b8", "#7a7a2e", "#d1679b")
+
+
+def plot(comparison: Comparison, full: Comparison | None, path: Path) -> None:
+    """Draw `comparison` in solid lines and the full mesh, if there is one, in thin dashed ones; save to `path`."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtraError("Plotting", "matplotlib", "pip install 'meshmend[draw]'") from None
+
+    suffix = path.suffix.removeprefix(".").lower()
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    if suffix not in figure.canvas.get_supported_filetypes():
+        raise ParameterError(f"Cannot draw to {path.name!r}: expected a name that ends in .png, .svg or .pdf.")
+    axes = figure.add_subplot()
+    names = [entry.planner for entry in comparison.entries]
+    colour_of = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
+    for entry in comparison.entries:
+        if entry.sweep:
+            axes.loglog(comparison.payloads, entry.sweep, color=colour_of[entry.planner], lw=2, label=entry.planner)
+    if full is not None:
+        for entry in full.entries:
+            if entry.sweep:
+                label = f"{entry.planner}, full mesh"
+                axes.loglog(
+                    full.payloads, entry.sweep, color=colour_of[entry.planner], lw=1, ls=(0, (5, 3)), label=label
+                )
+    least = [comparison.bound.seconds(p, comparison.hardware.link_bytes_per_s) for p in comparison.payloads]
+    axes.loglog(comparison.payloads, least, color="black", lw=1.5, label=f"bound, {comparison.bound.units:.3f} M/b")
+    _dress(axes, comparison, full, least)
+    figure.savefig(path, dpi=150)
+
+
+def _dress(axes: Axes, comparison: Comparison, full: Comparison | None, least: list[float]) -> None:
+    hardware = comparison.hardware
+    entries = comparison.entries + (full.entries if full is not None else ())
+    times = [seconds for entry in entries for seconds in entry.sweep]
+    low = min(times, default=least[-1])
+    # Below the fastest plan the bound alone runs on to zero: that part of the picture says nothing.
+    axes.set_ylim(bottom=low / 4)
+    axes.set_xlim(comparison.payloads[0], comparison.payloads[-1])
+    axes.fill_between(comparison.payloads, least, axes.get_ylim()[0], color="black", alpha=0.06, lw=0)
+    axes.axvline(comparison.payload_bytes, color="grey", lw=0.8, ls=":")
+    axes.annotate(
+        name_bytes(comparison.payload_bytes),
+        (comparison.payload_bytes, 0.985),
+        xycoords=("data", "axes fraction"),
+        xytext=(-4, 0),
+        textcoords="offset points",
+        ha="right",
+        va="top",
+        color="grey",
+    )
+    axes.xaxis.set_major_formatter(lambda value, _: name_bytes(value))
+    axes.yaxis.set_major_formatter(lambda value, _: name_seconds(value))
+    axes.set_xlabel("payload a chip")
+    axes.set_ylabel(f"time of an all-reduce, {comparison.mode}")
+    axes.set_title(f"{comparison.mesh}: {comparison.mesh.n_chips:,} chips\n{hardware}", loc="left", fontsize=11)
+    axes.grid(visible=True, which="major", color="#dddddd", lw=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper left", fontsize=9)

@@ -1,0 +1,113 @@
+"""`meshmend predict` and `meshmend compare`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from meshmend.cli import app
+from meshmend.cost import bound, predict
+from meshmend.planning import PLANNERS, plan
+from meshmend.topology import Mesh
+
+HOLED = ("8x8", "--fail", "2x2@2,2", "--payload", "1MB")
+
+
+def run(*arguments: str) -> Any:
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_predict_says_what_the_library_says() -> None:
+    facts = run("predict", *HOLED, "--planner", "row-pairs", "--segments", "2", "--hardware", "tpu-v3")
+    mesh = Mesh("8x8", failed=["2x2@2,2"])
+    forecast = predict(plan(mesh, "row-pairs", segments=2), 1e6, "tpu-v3")
+    assert facts["seconds"] == forecast.seconds
+    assert facts["bound_seconds"] == pytest.approx(bound(mesh).units * 1e6 / 82e9)
+    assert facts["ratio_to_bound"] == pytest.approx(facts["seconds"] / facts["bound_seconds"])
+    assert sum(facts["by_phase"].values()) == pytest.approx(facts["seconds"])
+    assert facts["busiest_link_load"] == max(link["load"] for link in facts["busiest_links"])
+    assert facts["hardware"]["sources"]["link_bytes_per_s"].startswith("656 Gbit/s")
+
+
+def test_own_hardware_on_the_command_line() -> None:
+    facts = run(
+        *("predict", "1x2", "--payload", "5MB", "--planner", "two-color", "--hardware", "ideal"),
+        *("--link-rate", "40mbit", "--step-latency", "5us", "--hop-latency", "1us"),
+    )
+    # Two chips, one cable: half of the payload each way and back, in two steps (and two that move nothing).
+    assert facts["hardware"]["link_bytes_per_s"] == 5e6
+    assert facts["seconds"] >= 1 + facts["steps"] * 6e-6 - 1e-12
+
+
+def test_asynchronous_mode() -> None:
+    arguments = ("predict", *HOLED, "--planner", "row-pairs")
+    lock_step, free = run(*arguments), run(*arguments, "--mode", "asynchronous")
+    assert (lock_step["mode"], free["mode"]) == ("lock-step", "asynchronous")
+    assert free["seconds"] < lock_step["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--payload", "1XB"), "is no unit of bytes"),
+        (("--payload", "1MB", "--hardware", "abacus"), "There is no hardware 'abacus'"),
+        (("--payload", "1MB", "--mode", "wild"), "expected one of: lock-step, asynchronous"),
+        (("--payload", "1MB", "--link-rate", "fast"), "is not a link rate"),
+    ],
+)
+def test_mistakes_are_told(arguments: tuple[str, ...], message: str) -> None:
+    for command in (("predict", "4x4", "--planner", "hamiltonian"), ("compare", "4x4")):
+        result = CliRunner().invoke(app, [*command, *arguments])
+        assert result.exit_code == 1
+        assert message in " ".join(result.output.split())
+
+
+def test_tables_for_people() -> None:
+    shown = CliRunner().invoke(app, ["predict", *HOLED, "--planner", "row-pairs", "--hardware", "tpu-v3"]).output
+    assert "× the bound" in shown
+    assert "yellow forwards to blue" in shown
+    shown = CliRunner().invoke(app, ["compare", *HOLED, "--hardware", "tpu-v3"]).output
+    assert "holed / full" in shown
+    assert "it needs every row and every column whole" in shown
+
+
+def test_compare_has_every_planner_on_both_meshes() -> None:
+    facts = run("compare", *HOLED, "--hardware", "tpu-v3")
+    assert facts["mesh"]["failed"] == ["2x2@2,2"]
+    assert facts["full_mesh"]["failed"] == []
+    for part, mesh in ((facts["mesh"], Mesh("8x8", failed=["2x2@2,2"])), (facts["full_mesh"], Mesh("8x8"))):
+        assert [entry["planner"] for entry in part["planners"]] == list(PLANNERS)
+        for entry in part["planners"]:
+            if entry["why_not"] is None:
+                assert entry["ratio_to_bound"] >= 1
+                assert entry["seconds"] == pytest.approx(entry["ratio_to_bound"] * part["bound_seconds"])
+            else:
+                assert PLANNERS[entry["planner"]]().why_not(mesh) == entry["why_not"]
+
+
+def test_compare_on_a_full_mesh_has_no_second_mesh() -> None:
+    facts = run("compare", "4x4", "--payload", "1MB")
+    assert facts["full_mesh"] is None
+    assert "holed" not in CliRunner().invoke(app, ["compare", "4x4", "--payload", "1MB"]).output
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_plot_is_drawn(tmp_path: Path, suffix: str) -> None:
+    target = tmp_path / f"times.{suffix}"
+    result = CliRunner().invoke(app, ["compare", *HOLED, "--hardware", "tpu-v3", "--plot", str(target)])
+    assert result.exit_code == 0, result.output
+    assert target.stat().st_size > 10_000
+    if suffix == "svg":
+        text = target.read_text()
+        for word in ("8x8 minus 2x2@2,2", "bound", "row-pairs", "two-color, full mesh", "10 GB"):
+            assert f"<!-- {word}" in text
+
+
+def test_plot_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["compare", *HOLED, "--plot", str(tmp_path / "times.doc")])
+    assert result.exit_code == 1
+    assert "ends in .png, .svg or .pdf" in " ".join(result.output.split())

@@ -1,0 +1,94 @@
+import pytest
+
+from meshmend.cost import PRESETS, Hardware, find_hardware
+from meshmend.cost.hardware import adjusted
+from meshmend.cost.units import name_bytes, name_seconds, parse_bytes, parse_rate, parse_seconds
+from meshmend.errors import ParameterError
+
+NUMBERS = {"link_bytes_per_s", "step_latency_s", "hop_latency_s", "links_at_once"}
+
+
+def test_every_number_of_a_preset_has_a_source() -> None:
+    for name, hardware in PRESETS.items():
+        told = {field for field, source in hardware.sources if len(source) > 20}
+        needed = NUMBERS if name != "ideal" else {"link_bytes_per_s"}
+        assert told == needed, name
+
+
+def test_tpu_v3_is_the_papers() -> None:
+    v3, xla = PRESETS["tpu-v3"], PRESETS["tpu-v3-xla"]
+    assert v3.link_bytes_per_s == parse_rate("656Gb/s")
+    assert (v3.links_at_once, xla.links_at_once) == (None, 1)
+
+
+def test_unknown_preset_names_those_there_are() -> None:
+    with pytest.raises(ParameterError, match=r"There is no hardware 'gpu'. Presets: ideal, tpu-v2"):
+        find_hardware("gpu")
+
+
+def test_own_hardware_passes_through() -> None:
+    own = Hardware("own", 5e6)
+    assert find_hardware(own) is own
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("link_bytes_per_s", 0.0, "expected a positive number of bytes/s"),
+        ("step_latency_s", -1.0, "step_latency_s is -1.0, expected seconds"),
+        ("hop_latency_s", float("inf"), "hop_latency_s is inf"),
+        ("links_at_once", 0, "links_at_once is 0, expected at least 1"),
+    ],
+)
+def test_senseless_hardware_is_refused(field: str, value: float, message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        Hardware(**{"name": "own", "link_bytes_per_s": 1.0, field: value})  # type: ignore[arg-type]
+
+
+def test_adjusting_keeps_the_other_sources() -> None:
+    changed = adjusted(PRESETS["tpu-v3"], step_latency_s=1e-6)
+    assert changed.link_bytes_per_s == 82e9
+    assert dict(changed.sources)["step_latency_s"] == "given by the caller"
+    assert "656" in dict(changed.sources)["link_bytes_per_s"]
+    assert adjusted(PRESETS["tpu-v3"]) is PRESETS["tpu-v3"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("102MB", 102e6), ("1.34GB", 1.34e9), ("1KB", 1e3), ("1kb", 1e3), ("64MiB", 2**26), ("17", 17), ("1e9", 1e9)],
+)
+def test_payloads(text: str, value: float) -> None:
+    assert parse_bytes(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "MB", "-1MB", "1XB", "nan", "1 MB MB", "1e999"])
+def test_what_is_no_payload(text: str) -> None:
+    with pytest.raises(ParameterError, match="is not a payload"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("40mbit", 5e6), ("10Gbit/s", 1.25e9), ("10Gbps", 1.25e9), ("1GB/s", 1e9), ("1GB", 1e9), ("1GiB/s", 2**30)],
+)
+def test_rates(text: str, value: float) -> None:
+    assert parse_rate(text) == value
+
+
+@pytest.mark.parametrize("text", ["40", "40m", "1gb", "fast"])
+def test_what_is_no_rate(text: str) -> None:
+    with pytest.raises(ParameterError, match="is not a link rate"):
+        parse_rate(text)
+
+
+def test_times() -> None:
+    assert parse_seconds("5us") == parse_seconds("5µs") == 5e-6
+    assert parse_seconds("1.5ms") == 1.5e-3
+    with pytest.raises(ParameterError, match="Write it with its unit"):
+        parse_seconds("5")
+
+
+def test_names() -> None:
+    assert name_bytes(1.34e9) == "1.34 GB"
+    assert name_bytes(999.9999e6) == "1 GB"
+    assert name_seconds(9.5e-7) == "950 ns"

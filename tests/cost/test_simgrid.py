@@ -1,0 +1,156 @@
+"""SimGrid, which knows nothing of us, is the judge of `predict` in lock-step."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from meshmend.cost import Hardware, StepProfile, find_hardware, predict
+from meshmend.cost import simgrid as judge
+from meshmend.errors import MissingExtraError, ParameterError
+from meshmend.planning import PLANNERS, RowPairs, plan
+from meshmend.schedule import Schedule
+from meshmend.topology import Mesh
+
+needs_simgrid = pytest.mark.skipif(
+    not judge.is_available(), reason="no Python here can import simgrid: apt-get install python3-simgrid"
+)
+
+MESHES = (
+    Mesh("4x4"),
+    Mesh("4x4", failed=["2x2@0,2"]),
+    Mesh("6x10"),
+    Mesh("8x8", failed=["2x2@2,2"]),
+    Mesh("8x12", failed=["4x2@2,4", "2x2@6,8"]),
+    Mesh("8x8", wrap=True),
+    Mesh("12x8", failed=["2x4@4,2"]),
+    Mesh("16x16"),
+    Mesh("16x16", failed=["4x2@6,8"]),
+)
+BANDWIDTH, LATENCY, MIXED = (1e8, "ideal"), (1e4, "ethernet-10g"), (3e6, "tpu-v3")
+HOPS = (1e6, Hardware("long hops", 1e9, step_latency_s=1e-6, hop_latency_s=2e-5))
+LONG = 150_000
+"""Transfers beyond which a schedule is simulated for one payload only."""
+TOO_LONG = 600_000
+"""Transfers beyond which a schedule is left to the slow tests."""
+
+CASES = [
+    pytest.param(mesh, name, id=f"{name} on {mesh}")
+    for mesh in MESHES
+    for name, kind in PLANNERS.items()
+    if kind().why_not(mesh) is None
+]
+
+
+def check_agreement(schedule: Schedule, payload: float, hardware: str | Hardware) -> None:
+    simulated = judge.simulate(schedule, payload, hardware)
+    foreseen = StepProfile(schedule).step_seconds(payload, find_hardware(hardware))
+    assert predict(schedule, payload, hardware).seconds == pytest.approx(simulated.sum(), rel=0.01)
+    if (schedule.mesh.link(schedule.src, schedule.dst) >= 0).all():
+        np.testing.assert_allclose(foreseen, simulated, rtol=1e-9)
+
+
+@needs_simgrid
+@pytest.mark.parametrize(("mesh", "planner"), CASES)
+def test_every_planner_agrees(mesh: Mesh, planner: str) -> None:
+    schedule = plan(mesh, planner, verify=False)
+    if schedule.n_transfers > TOO_LONG:
+        pytest.skip(f"{schedule.n_transfers:,} transfers take SimGrid too long for the default run: see the slow tests")
+    cases = (MIXED,) if schedule.n_transfers > LONG else (BANDWIDTH, LATENCY, MIXED, HOPS)
+    for payload, hardware in cases:
+        check_agreement(schedule, payload, hardware)
+
+
+@needs_simgrid
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "planner"), CASES)
+def test_every_planner_agrees_whatever_its_length(mesh: Mesh, planner: str) -> None:
+    schedule = plan(mesh, planner, verify=False)
+    for payload, hardware in (BANDWIDTH, LATENCY, MIXED, HOPS):
+        check_agreement(schedule, payload, hardware)
+
+
+@needs_simgrid
+@pytest.mark.parametrize("segments", [2, 4])
+@pytest.mark.parametrize("orientation", ["rows", "columns"])
+def test_pipelined_row_pairs_agree(segments: int, orientation: str) -> None:
+    schedule = plan(Mesh("8x8", failed=["2x2@2,2"]), "row-pairs", segments=segments, orientation=orientation)
+    for payload, hardware in (BANDWIDTH, LATENCY, MIXED, HOPS):
+        check_agreement(schedule, payload, hardware)
+
+
+@needs_simgrid
+@pytest.mark.slow
+def test_row_pairs_agree_at_full_size() -> None:
+    schedule = plan(Mesh("32x32", failed=["4x2@6,8"]), "row-pairs", verify=False)
+    for payload, hardware in (BANDWIDTH, (102.4e6, "tpu-v3")):
+        check_agreement(schedule, payload, hardware)
+
+
+@needs_simgrid
+@pytest.mark.parametrize("planner", ["hamiltonian", "row-pairs"])
+@pytest.mark.parametrize("links_at_once", [1, 2, 3])
+def test_chips_that_drive_some_links_agree(planner: str, links_at_once: int) -> None:
+    hardware = Hardware("narrow", 1e9, step_latency_s=1e-6, hop_latency_s=1e-6, links_at_once=links_at_once)
+    schedule = plan(Mesh("8x8", failed=["2x2@2,2"]), planner, verify=False)
+    for payload in (1e4, 1e8):
+        check_agreement(schedule, payload, hardware)
+
+
+LINE = Mesh("1x4")
+
+
+def shared_link(sizes: tuple[int, int]) -> Schedule:
+    """Two flows in one step that both cross the link from chip 1 to chip 2."""
+    return Schedule(
+        LINE,
+        total_chunks=sum(sizes),
+        step=[0, 0],
+        src=[0, 1],
+        dst=[2, 3],
+        first_chunk=[0, sizes[0]],
+        n_chunks=sizes,
+        op=[0, 0],
+        owners=[0] * sum(sizes),
+    )
+
+
+@needs_simgrid
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 3)])
+def test_two_flows_on_a_link_take_turns(sizes: tuple[int, int]) -> None:
+    schedule, payload, hardware = shared_link(sizes), 1e6 * sum(sizes), Hardware("own", 1e6, hop_latency_s=1e-3)
+    simulated = float(judge.simulate(schedule, payload, hardware).sum())
+    alone = max(sizes) + 2e-3
+    assert simulated == pytest.approx(sum(sizes) + 2e-3, rel=1e-6)
+    assert simulated > 1.2 * alone  # so that a model which ignores sharing is told apart by the next line
+    assert predict(schedule, payload, hardware).seconds == pytest.approx(simulated, rel=0.01)
+
+
+@needs_simgrid
+def test_a_wrong_forecast_is_caught() -> None:
+    schedule = RowPairs().plan(Mesh("4x4"))
+    simulated = judge.simulate(schedule, 1e6, "ideal")
+    assert predict(schedule, 1e6, Hardware("2 % slower", 0.98e9)).seconds != pytest.approx(simulated.sum(), rel=0.01)
+
+
+@needs_simgrid
+def test_nothing_to_send_is_refused() -> None:
+    with pytest.raises(ParameterError, match="expected a positive number of bytes to simulate"):
+        judge.simulate(shared_link((1, 1)), 0.0)
+
+
+def test_without_simgrid_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "_interpreter", lambda: None)
+    assert not judge.is_available()
+    with pytest.raises(MissingExtraError, match="apt-get install python3-simgrid") as caught:
+        judge.simulate(shared_link((1, 1)), 1.0)
+    assert caught.value.missing == "SimGrid for Python"
+
+
+def test_failures_of_the_simulator_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "_interpreter", lambda: sys.executable)
+    if subprocess.run([sys.executable, "-c", "import simgrid"], capture_output=True, check=False).returncode == 0:
+        pytest.skip("this Python has simgrid itself")
+    with pytest.raises(judge.SimgridError, match="No module named 'simgrid'"):
+        judge.simulate(shared_link((1, 1)), 1.0)
