@@ -81,10 +81,16 @@ def test_pipelined_row_pairs_agree(segments: int, orientation: str) -> None:
 
 
 @needs_simgrid
-@pytest.mark.slow
 def test_row_pairs_agree_at_full_size() -> None:
-    schedule = plan(Mesh("32x32", failed=["4x2@6,8"]), "row-pairs", verify=False)
-    for payload, hardware in (BANDWIDTH, (102.4e6, "tpu-v3")):
+    check_agreement(plan(Mesh("32x32", failed=["4x2@6,8"]), "row-pairs", verify=False), 102.4e6, "tpu-v3")
+
+
+@needs_simgrid
+@pytest.mark.slow
+@pytest.mark.parametrize("segments", [1, 2])
+def test_row_pairs_agree_at_full_size_in_segments(segments: int) -> None:
+    schedule = plan(Mesh("32x32", failed=["4x2@6,8"]), "row-pairs", segments=segments, verify=False)
+    for payload, hardware in (BANDWIDTH, LATENCY, (1.34e9, "tpu-v3"), HOPS):
         check_agreement(schedule, payload, hardware)
 
 

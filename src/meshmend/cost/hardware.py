@@ -44,7 +44,8 @@ class Hardware:
             raise ParameterError(f"links_at_once is {self.links_at_once}, expected at least 1, or None for all links.")
 
     def __str__(self) -> str:
-        at_once = "all links" if self.links_at_once is None else f"{self.links_at_once} link(s)"
+        width = self.links_at_once
+        at_once = "all links" if width is None else f"{width} link{'s' * (width > 1)}"
         return (
             f"{self.name}: {name_rate(self.link_bytes_per_s)} a link, {name_seconds(self.step_latency_s)} a step, "
             f"{name_seconds(self.hop_latency_s)} a hop, {at_once} at once"
