@@ -9,7 +9,7 @@ What is due when decides how well links stay busy. A chunk is due at its root wh
 their share of the busiest link, and each transfer as many steps before or after that as it is hops from the root.
 ("The earliest chunk first" starves links: it finishes old chunks before it feeds new ones.) That leaves a ragged
 end. So the same is done once more backwards in time, where up and down change places, with what went last being
-due first: the ragged end is packed, and the start was packed already.
+due first: the ragged end is packed, and the start was packed already. Where that is quick it is done a third time.
 
 A *cell* is a chunk at a chip, `chunk * n_chips + rank`, and stands for the cable to the chip's parent in the tree.
 """
@@ -32,6 +32,8 @@ DOWN, SHARED, MANY = (np.int32(1 << bit) for bit in (30, 29, 28))
 """It comes down; its cell has siblings; its cell has more than one child."""
 CELL = np.int32(MAX_CELLS - 1)
 WORD = 64
+QUICK_CELLS = 2**19
+"""A third pass over more cells than this takes longer than it is worth."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +44,32 @@ class Slots:
     cell: Ints
     down: NDArray[np.bool_]
 
+    @property
+    def n_steps(self) -> int:
+        """Number of steps."""
+        return int(self.step[-1]) + 1 if len(self.step) else 0
+
+    def reversed(self) -> Slots:
+        """Return the same backwards in time, where what came down goes up."""
+        return Slots((self.n_steps - 1) - self.step[::-1], self.cell[::-1], ~self.down[::-1])
+
 
 def assign_steps(mesh: Mesh, rooted: Rooted, pace: float) -> Slots:
     """Return a step for every transfer of every chunk; `pace` is the number of steps from one chunk to the next."""
     network = _Network(mesh, rooted)
     at_root = (np.arange(len(rooted.depth)) * pace).astype(np.int32)[:, None]
-    forth = network.run(*network.queue_by_due(at_root - rooted.depth, at_root + rooted.depth - 1))
-    back = network.run(*network.queue_reversed(forth), backwards=True)
-    last = back.step.max(initial=-1)
-    return Slots(last - back.step[::-1], back.cell[::-1], ~back.down[::-1])
+    run = best = network.run(*network.queue_by_due(at_root - rooted.depth, at_root + rooted.depth - 1))
+    if network.n_cells <= QUICK_CELLS:
+        passes = 3
+    else:
+        # Short trains of chunks through deep trees are all start and end: packing one unpacks the other.
+        passes = 2 if at_root.max(initial=0) > 2 * rooted.depth.max(initial=0) else 1
+    for backwards in (True, False)[: passes - 1]:
+        run = network.run(*network.queue_reversed(run), backwards=backwards)
+        forth = run.reversed() if backwards else run
+        if forth.n_steps < best.n_steps:
+            best = forth
+    return best
 
 
 class _Network:
@@ -103,10 +122,10 @@ class _Network:
 
     def queue_reversed(self, forth: Slots) -> tuple[Ints, Ints, int]:
         """Return the same for the way back in time: a link's steps, counted from the last, are places already."""
-        last = forth.step.max(initial=-1)
+        back = forth.reversed()
         rank = np.empty((2, self.n_cells), dtype=np.int32)
-        rank[(~forth.down).astype(np.int8), forth.cell] = last - forth.step
-        return rank[0, self.cells], rank[1, self.cells], int(last) + 1
+        rank[back.down.astype(np.int8), back.cell] = back.step
+        return rank[0, self.cells], rank[1, self.cells], back.n_steps
 
     def run(self, rank_up: Ints, rank_down: Ints, length: int, backwards: bool = False) -> Slots:
         """Follow the network step by step, each link taking what is first in its queue of all that may go.

@@ -29,8 +29,6 @@ DISTANCE_WEIGHT = 0.5
 LOAD_WEIGHT = 0.01
 NOISE_WEIGHT = 0.005
 """Between equals the less used cable goes first, then chance decides (seeded: plans repeat)."""
-GOLDEN = 0.6180339887498949
-"""Multiples of this fall evenly on the circle, in any number: so the spine's moves do."""
 BLOCK_CELLS = 2**20
 """Chips × trees that are searched at once."""
 
@@ -102,7 +100,8 @@ class _Combs:
         self._axis = np.argmax(self._at != mesh.coords[b], axis=1)
         self._count = np.bincount(self._axis, minlength=mesh.n_axes)
         self._axes = np.flatnonzero(self._count)
-        self._visits = [np.argsort(np.arange(n) * GOLDEN % 1.0) for n in mesh.shape]
+        # Of spines that have carried the same, the most central comes first: it makes the shallowest tree.
+        self._visits = [np.argsort(np.abs(2 * np.arange(n) - n + 1), kind="stable") for n in mesh.shape]
 
     def next(self, load: NDArray[np.float64]) -> tuple[int, NDArray[np.float64]]:
         """Return the axis of the lines, and for each cable its rank in the comb: lines, spine …, all others."""
