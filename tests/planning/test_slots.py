@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshmend import Mesh
-from meshmend.planning.slots import QUICK_CELLS, Slots, assign_steps
+from meshmend.planning.slots import Slots, assign_steps
 from meshmend.planning.trees import Rooted, grow, measure, reroot
 from strategies import torn_meshes
 
@@ -57,14 +57,13 @@ def test_order_and_links_are_kept(mesh: Mesh, n_chunks: int, seed: int, pace: fl
     assert (np.diff(slots.step) >= 0).all()
 
 
-@pytest.mark.parametrize("pace", [0.0, 0.6])
-def test_fewer_passes_keep_order_too(monkeypatch: pytest.MonkeyPatch, pace: float) -> None:
+@pytest.mark.parametrize(("limit", "pace"), [("QUICK_CELLS", 0.0), ("QUICK_CELLS", 0.6), ("MAX_PLACES", 0.6)])
+def test_fewer_passes_keep_order_too(monkeypatch: pytest.MonkeyPatch, limit: str, pace: float) -> None:
     mesh = Mesh("5x4", failed=["2,2"])
     rooted = rooted_trees(mesh, 60, seed=1)
     three = assign_steps(mesh, rooted, pace)
-    monkeypatch.setattr("meshmend.planning.slots.QUICK_CELLS", 0)
+    monkeypatch.setattr(f"meshmend.planning.slots.{limit}", 0)
     fewer = assign_steps(mesh, rooted, pace)
-    assert QUICK_CELLS > 0
     assert_in_order(mesh, rooted, fewer)
     assert three.n_steps <= fewer.n_steps
 

@@ -26,11 +26,13 @@ from meshmend.topology import Mesh
 
 Ints = NDArray[np.int32]
 
-MAX_CELLS = 2**28
-"""Cells are numbered in 28 bits; the bits above say what a transfer is."""
-DOWN, SHARED, MANY = (np.int32(1 << bit) for bit in (30, 29, 28))
+MAX_PLACES = 2**29
+"""Links × chunks that queues are made for: 2 GB."""
+CELL_BITS = 28
+"""Cells are numbered in 28 bits, ample for so many places; the bits above say what a transfer is."""
+DOWN, SHARED, MANY = (np.int32(1 << bit) for bit in (CELL_BITS + 2, CELL_BITS + 1, CELL_BITS))
 """It comes down; its cell has siblings; its cell has more than one child."""
-CELL = np.int32(MAX_CELLS - 1)
+CELL = np.int32((1 << CELL_BITS) - 1)
 WORD = 64
 QUICK_CELLS = 2**19
 """A third pass over more cells than this takes longer than it is worth."""
@@ -59,11 +61,12 @@ def assign_steps(mesh: Mesh, rooted: Rooted, pace: float) -> Slots:
     network = _Network(mesh, rooted)
     at_root = (np.arange(len(rooted.depth)) * pace).astype(np.int32)[:, None]
     run = best = network.run(*network.queue_by_due(at_root - rooted.depth, at_root + rooted.depth - 1))
+    # Short trains of chunks through deep trees are all start and end: packing one unpacks the other.
+    passes = 2 if at_root.max(initial=0) > 2 * rooted.depth.max(initial=0) else 1
     if network.n_cells <= QUICK_CELLS:
         passes = 3
-    else:
-        # Short trains of chunks through deep trees are all start and end: packing one unpacks the other.
-        passes = 2 if at_root.max(initial=0) > 2 * rooted.depth.max(initial=0) else 1
+    if network.n_links * run.n_steps > MAX_PLACES:
+        passes = 1
     for backwards in (True, False)[: passes - 1]:
         run = network.run(*network.queue_reversed(run), backwards=backwards)
         forth = run.reversed() if backwards else run

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from meshmend.errors import ParameterError
 from meshmend.planning.base import Planner
 from meshmend.planning.roots import choose_roots, order_trees
-from meshmend.planning.slots import MAX_CELLS, Slots, assign_steps
+from meshmend.planning.slots import MAX_PLACES, Slots, assign_steps
 from meshmend.planning.trees import Rooted, grow, measure, reroot
 from meshmend.schedule import Op, Schedule
 from meshmend.topology import Mesh
@@ -25,8 +25,9 @@ from meshmend.topology import Mesh
 PHASES = ("reduce to the roots", "broadcast from the roots")
 CHUNKS_PER_SIDE = 16
 """Chunks for each chip along each side, unless told: filling and draining then adds about a fifth."""
+MOST_CHUNKS = 4096
 MAX_TRANSFERS = 2**25
-"""Transfers of a schedule beyond which fewer chunks are taken, unless told."""
+"""Unless told, no more chunks than this, and fewer where the schedule would have more transfers than this."""
 FEW_TREES = 256
 
 
@@ -55,11 +56,9 @@ class Weave(Planner):
         """Say that the survivors are cut apart, or None."""
         if not mesh.is_connected:
             return f"its live chips are cut apart into {mesh.n_components} parts that no cable joins."
-        if self.chunks is not None and self.chunks * mesh.n_chips > MAX_CELLS:
-            return (
-                f"{self.chunks:,} chunks on {mesh.n_chips:,} chips are too many; "
-                f"it carries up to {MAX_CELLS // mesh.n_chips:,} there."
-            )
+        most = MAX_PLACES // mesh.n_link_slots
+        if self.chunks is not None and self.chunks > most:
+            return f"it takes at most {most:,} chunks on {mesh.n_chips:,} chips, and {self.chunks:,} were asked for."
         return None
 
     def plan(self, mesh: Mesh) -> Schedule:
@@ -95,7 +94,7 @@ def default_chunks(mesh: Mesh) -> int:
     1024
     """
     most = MAX_TRANSFERS // max(1, 2 * (mesh.n_chips - 1))
-    return max(1, min(CHUNKS_PER_SIDE * sum(mesh.shape), most))
+    return max(1, min(CHUNKS_PER_SIDE * sum(mesh.shape), MOST_CHUNKS, most))
 
 
 def _n_trees(mesh: Mesh, chunks: int) -> int:
