@@ -33,6 +33,9 @@ OrientationOption = Annotated[
 SegmentsOption = Annotated[
     int | None, typer.Option("--segments", min=1, help="row-pairs: parts of the payload that follow each other.")
 ]
+ChunksOption = Annotated[
+    int | None, typer.Option("--chunks", min=1, help="weave: parts of the payload; more for longer payloads.")
+]
 
 
 def command(
@@ -43,6 +46,7 @@ def command(
     wrap: WrapOption = "none",
     orientation: OrientationOption = None,
     segments: SegmentsOption = None,
+    chunks: ChunksOption = None,
     save_to: Annotated[
         Path | None, typer.Option("--save", metavar="F", help="Write the schedule to F: .npz, or .txt to read it.")
     ] = None,
@@ -54,7 +58,7 @@ def command(
     """
     with told_errors(json):
         mesh = read_mesh(shape, fail, fail_cable, wrap)
-        parameters = read_parameters(orientation=orientation, segments=segments)
+        parameters = read_parameters(orientation=orientation, segments=segments, chunks=chunks)
         started = time.perf_counter()
         schedule = plan(mesh, planner, verify=False, **parameters)
         plan_seconds = time.perf_counter() - started

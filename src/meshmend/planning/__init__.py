@@ -6,5 +6,6 @@ from meshmend.planning.hamiltonian import Hamiltonian
 from meshmend.planning.proven import PLANNERS, make_planner, plan
 from meshmend.planning.row_pairs import RowPairs
 from meshmend.planning.two_color import TwoColor
+from meshmend.planning.weave import Weave
 
-__all__ = ["PLANNERS", "Hamiltonian", "PlanCache", "Planner", "RowPairs", "TwoColor", "make_planner", "plan"]
+__all__ = ["PLANNERS", "Hamiltonian", "PlanCache", "Planner", "RowPairs", "TwoColor", "Weave", "make_planner", "plan"]

@@ -11,11 +11,12 @@ from meshmend.planning.cache import PlanCache
 from meshmend.planning.hamiltonian import Hamiltonian
 from meshmend.planning.row_pairs import RowPairs
 from meshmend.planning.two_color import TwoColor
+from meshmend.planning.weave import Weave
 from meshmend.schedule import Schedule
 from meshmend.topology import Mesh
 from meshmend.verify import verify as prove
 
-PLANNERS: dict[str, type[Planner]] = {planner.name: planner for planner in (Hamiltonian, TwoColor, RowPairs)}
+PLANNERS: dict[str, type[Planner]] = {planner.name: planner for planner in (Hamiltonian, TwoColor, RowPairs, Weave)}
 """Every planner by the name that the command line knows it by."""
 
 

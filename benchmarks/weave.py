@@ -1,0 +1,103 @@
+"""Weave's figures: time and busiest link over the bound, steps, seconds to plan and peak memory.
+
+    python benchmarks/weave.py           the meshes of docs/weave.md with 4,096 chunks, and with the default
+    python benchmarks/weave.py --scale   8×8 to 256×256 with the default number of chunks
+    python benchmarks/weave.py --repeat 5   plan each mesh five times; the best time counts
+
+Every run is cold: a process of its own, the import of SciPy's graph module included. Planning uses one core, so
+on a machine that is busy with other things its CPU time is the better measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+Case = tuple[str, str, int | None]
+
+HOLED: list[Case] = [
+    (shape, f"4x2@{at}", chunks)
+    for chunks in (4096, None)
+    for shape, places in (("16x32", ("0,0", "0,14", "6,14", "6,8")), ("32x32", ("0,0", "0,14", "14,14", "6,8")))
+    for at in places
+]
+FULL: list[Case] = [(f"{n}x{n}", "", chunks) for chunks in (4096, None) for n in (8, 16, 32)]
+SCALE: list[Case] = [
+    *((f"{n}x{n}", f"4x2@{n // 4},{n // 4}", None) for n in (8, 16, 32, 64, 128)),
+    ("256x256", "4x2@64,64 2x4@128,30 8x8@200,200", None),
+]
+
+
+def measure(shape: str, holes: str, chunks: int | None) -> dict[str, Any]:
+    """Plan once in this process and return the figures."""
+    from meshmend import Mesh
+    from meshmend.cost import busiest_link_load
+    from meshmend.planning import Weave
+
+    mesh = Mesh(shape, failed=holes.split())
+    started, cpu_started = time.perf_counter(), time.process_time()
+    schedule = Weave(chunks).plan(mesh)
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    degrees = (mesh.neighbours >= 0).sum(axis=1)
+    # λ is at most the fewest links of a chip, and rectangular holes well inside or at the rim leave it at that.
+    least = max(1 / int(degrees.min()), (mesh.n_chips - 1) / mesh.n_cables)
+    return {
+        "mesh": str(mesh),
+        "chunks": schedule.total_chunks,
+        "bound": least,
+        "time": schedule.n_steps / schedule.total_chunks / least,
+        "link": busiest_link_load(schedule) / least,
+        "steps": schedule.n_steps,
+        "transfers": schedule.n_transfers,
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "memory_bytes": memory,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scale", action="store_true", help="grow the mesh to 256x256")
+    parser.add_argument("--repeat", type=int, default=1, help="runs of each mesh; the best time counts")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.case:
+        print(json.dumps(measure(*json.loads(arguments.case))))
+        return
+    table = Table(title="weave", title_justify="left")
+    for heading in ("mesh", "chunks", "bound, M/b", "time / bound", "busiest link / bound", "steps", "transfers"):
+        table.add_column(heading, justify="left" if heading == "mesh" else "right")
+    table.add_column("seconds", justify="right")
+    table.add_column("of the CPU", justify="right")
+    table.add_column("peak GB", justify="right")
+    for case in track(SCALE if arguments.scale else HOLED + FULL, console=Console(stderr=True), transient=True):
+        command = [sys.executable, __file__, "--case", json.dumps(case)]
+        runs = [json.loads(subprocess.check_output(command)) for _ in range(arguments.repeat)]
+        best = min(runs, key=lambda run: float(run["seconds"]))
+        table.add_row(
+            best["mesh"],
+            f"{best['chunks']:,}",
+            f"{best['bound']:.4f}",
+            f"{best['time']:.3f}",
+            f"{best['link']:.4f}",
+            f"{best['steps']:,}",
+            f"{best['transfers']:,}",
+            f"{best['seconds']:.2f}",
+            f"{best['cpu_seconds']:.2f}",
+            f"{best['memory_bytes'] / 1e9:.2f}",
+        )
+    Console(width=160).print(table)
+
+
+if __name__ == "__main__":
+    main()
