@@ -62,7 +62,7 @@ class Proof:
         how = "counted exactly" if self.method == "exact" else f"error below {self.false_pass_probability:.0e}"
         return (
             f"proven {self.collective}: every contribution of {self.chips:,} chips exactly once in "
-            f"{self.chunks:,} chunks ({how}; {self.seconds:.2f} s)"
+            f"{self.chunks:,} chunk{'s' * (self.chunks != 1)} ({how}; {self.seconds:.2f} s)"
         )
 
 

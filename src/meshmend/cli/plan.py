@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from meshmend.cli.common import (
     FailCableOption,
@@ -20,13 +23,17 @@ from meshmend.cli.common import (
     read_mesh,
     told_errors,
 )
+from meshmend.cli.pricing import AutoHardwareOption, AutoPayloadOption
 from meshmend.cost import busiest_link_load
+from meshmend.cost.units import name_seconds, parse_bytes
 from meshmend.files import save
-from meshmend.planning import PLANNERS, plan
+from meshmend.planning import PLANNERS, Auto, Choice, choose, make_planner, plan
 from meshmend.schedule import Schedule
 from meshmend.verify import Proof, verify
 
-PlannerOption = Annotated[str, typer.Option("--planner", metavar="NAME", help=f"One of: {', '.join(PLANNERS)}.")]
+PlannerOption = Annotated[
+    str, typer.Option("--planner", metavar="NAME", help=f"One of: {', '.join(PLANNERS)} (the fastest of them).")
+]
 OrientationOption = Annotated[
     str | None, typer.Option("--orientation", help="row-pairs: pair rows, columns, or auto (fewer yellow chips).")
 ]
@@ -40,13 +47,15 @@ ChunksOption = Annotated[
 
 def command(
     shape: ShapeArgument,
-    planner: PlannerOption,
+    planner: PlannerOption = Auto.name,
     fail: FailOption = None,
     fail_cable: FailCableOption = None,
     wrap: WrapOption = "none",
     orientation: OrientationOption = None,
     segments: SegmentsOption = None,
     chunks: ChunksOption = None,
+    payload: AutoPayloadOption = None,
+    hardware: AutoHardwareOption = None,
     save_to: Annotated[
         Path | None, typer.Option("--save", metavar="F", help="Write the schedule to F: .npz, or .txt to read it.")
     ] = None,
@@ -54,27 +63,70 @@ def command(
 ) -> None:
     """Plan an allreduce for the chips that survive, and prove it.
 
-    Example: meshmend plan 16x32 --fail 4x2@6,8 --planner row-pairs
+    Example: meshmend plan 16x32 --fail 4x2@6,8 --payload 102MB --hardware tpu-v3
     """
     with told_errors(json):
         mesh = read_mesh(shape, fail, fail_cable, wrap)
-        parameters = read_parameters(orientation=orientation, segments=segments, chunks=chunks)
+        chosen = make_planner(
+            planner,
+            **read_parameters(
+                orientation=orientation,
+                segments=segments,
+                chunks=chunks,
+                payload_bytes=None if payload is None else parse_bytes(payload),
+                hardware=hardware,
+            ),
+        )
         started = time.perf_counter()
-        schedule = plan(mesh, planner, verify=False, **parameters)
+        choice = choose(mesh, chosen) if isinstance(chosen, Auto) else None
+        schedule = choice.schedule if choice is not None else plan(mesh, chosen, verify=False)
         plan_seconds = time.perf_counter() - started
         proof = verify(schedule)
         if save_to is not None:
             save(schedule, save_to)
-        facts = schedule_facts(schedule, proof) | {"plan_seconds": plan_seconds}
         if json:
-            print_json(facts)
+            facts = schedule_facts(schedule, proof) | {"plan_seconds": plan_seconds}
+            print_json(facts | ({} if choice is None else {"considered": _considered_facts(choice)}))
         else:
             show_schedule(schedule, proof, {"planned in": f"{plan_seconds:.2f} s"})
+            if choice is not None:
+                _show_considered(choice)
 
 
 def read_parameters(**given: Any) -> dict[str, Any]:
     """Return the planner's parameters that were given on the command line."""
     return {name: value for name, value in given.items() if value is not None}
+
+
+def _considered_facts(choice: Choice) -> list[dict[str, Any]]:
+    return [
+        {
+            "planner": candidate.planner.name,
+            "parameters": asdict(candidate.planner),  # type: ignore[call-overload]  # planners are dataclasses
+            "seconds": candidate.seconds,
+            "at_least_seconds": candidate.floor_seconds,
+            "why_not": candidate.why_not,
+        }
+        for candidate in choice.considered
+    ]
+
+
+def _show_considered(choice: Choice) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("considered", style="cyan", no_wrap=True)
+    table.add_column("time", justify="right", no_wrap=True)
+    table.add_column("")
+    for candidate in choice.considered:
+        facts = _considered_facts(Choice(choice.schedule, choice.planner, choice.seconds, (candidate,)))[0]
+        given = ", ".join(f"{name} {value}" for name, value in facts["parameters"].items() if value is not None)
+        name = f"{candidate.planner.name}, {given}" if given else candidate.planner.name
+        if candidate.why_not is not None:
+            table.add_row(candidate.planner.name, "–", candidate.why_not)
+        elif candidate.seconds is not None:
+            table.add_row(name, name_seconds(candidate.seconds), "taken" if candidate is choice.considered[0] else "")
+        elif candidate.floor_seconds is not None:
+            table.add_row(name, f"≥ {name_seconds(candidate.floor_seconds)}", "ruled out")
+    Console().print(table)
 
 
 def schedule_facts(schedule: Schedule, proof: Proof) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from meshmend.cli.common import (
     read_mesh,
     told_errors,
 )
-from meshmend.cli.plan import OrientationOption, PlannerOption, SegmentsOption, read_parameters
+from meshmend.cli.plan import ChunksOption, OrientationOption, PlannerOption, SegmentsOption, read_parameters
 from meshmend.cli.pricing import (
     HardwareOption,
     HopLatencyOption,
@@ -30,20 +30,21 @@ from meshmend.cli.pricing import (
 )
 from meshmend.cost import Bound, Forecast, bound, predict
 from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
-from meshmend.planning import plan
+from meshmend.planning import Auto, plan
 from meshmend.schedule import Schedule
 
 
 def command(
     shape: ShapeArgument,
-    planner: PlannerOption,
     payload: PayloadOption,
+    planner: PlannerOption = Auto.name,
     hardware: HardwareOption = "ideal",
     fail: FailOption = None,
     fail_cable: FailCableOption = None,
     wrap: WrapOption = "none",
     orientation: OrientationOption = None,
     segments: SegmentsOption = None,
+    chunks: ChunksOption = None,
     link_rate: LinkRateOption = None,
     step_latency: StepLatencyOption = None,
     hop_latency: HopLatencyOption = None,
@@ -59,7 +60,10 @@ def command(
         mesh = read_mesh(shape, fail, fail_cable, wrap)
         chosen = read_hardware(hardware, link_rate, step_latency, hop_latency, links_at_once)
         payload_bytes = parse_bytes(payload)
-        schedule = plan(mesh, planner, **read_parameters(orientation=orientation, segments=segments))
+        parameters = read_parameters(orientation=orientation, segments=segments, chunks=chunks)
+        if planner == Auto.name:
+            parameters |= {"payload_bytes": payload_bytes, "hardware": chosen}
+        schedule = plan(mesh, planner, **parameters)
         forecast = predict(schedule, payload_bytes, chosen, mode=read_mode(mode))
         if json:
             print_json(

@@ -22,24 +22,28 @@ from meshmend.cli.common import (
     read_mesh,
     told_errors,
 )
-from meshmend.cli.plan import OrientationOption, PlannerOption, SegmentsOption, read_parameters
+from meshmend.cli.plan import ChunksOption, OrientationOption, PlannerOption, SegmentsOption, read_parameters
+from meshmend.cli.pricing import AutoHardwareOption, AutoPayloadOption
+from meshmend.cost.units import parse_bytes
 from meshmend.errors import MeshError, PlanError
-from meshmend.planning import PlanCache, plan
-from meshmend.planning.proven import make_planner
+from meshmend.planning import Auto, PlanCache, make_planner, plan
 from meshmend.topology import Mesh, Region, all_placements, name_shape, parse_shape
 
 
 def command(
     shape: ShapeArgument,
-    planner: PlannerOption,
     host: Annotated[
         str, typer.Option("--host", metavar="HxW", help="Chips of a host, as in 4x2; hosts tile the mesh.")
     ],
+    planner: PlannerOption = Auto.name,
     fail: FailOption = None,
     fail_cable: FailCableOption = None,
     wrap: WrapOption = "none",
     orientation: OrientationOption = None,
     segments: SegmentsOption = None,
+    chunks: ChunksOption = None,
+    payload: AutoPayloadOption = None,
+    hardware: AutoHardwareOption = None,
     cache: Annotated[
         Path | None, typer.Option("--cache", metavar="DIR", help="Where to keep plans; default: ~/.cache/meshmend.")
     ] = None,
@@ -53,7 +57,16 @@ def command(
         mesh = read_mesh(shape, fail, fail_cable, wrap)
         hosts = _hosts(mesh, host)
         store = PlanCache(cache)
-        chosen = make_planner(planner, **read_parameters(orientation=orientation, segments=segments))
+        chosen = make_planner(
+            planner,
+            **read_parameters(
+                orientation=orientation,
+                segments=segments,
+                chunks=chunks,
+                payload_bytes=None if payload is None else parse_bytes(payload),
+                hardware=hardware,
+            ),
+        )
         ready, refused = 0, {}
         started = time.perf_counter()
         columns = (TextColumn("planning for the loss of"), TextColumn("{task.description}"), BarColumn())

@@ -15,6 +15,13 @@ from meshmend.errors import ParameterError
 PayloadOption = Annotated[
     str, typer.Option("--payload", metavar="SIZE", help="What each chip brings: 102MB, 1.34GB, 64MiB.")
 ]
+AutoPayloadOption = Annotated[
+    str | None,
+    typer.Option("--payload", metavar="SIZE", help="auto: what each chip brings. Default 100MB."),
+]
+AutoHardwareOption = Annotated[
+    str | None, typer.Option("--hardware", metavar="NAME", help=f"auto: one of {', '.join(PRESETS)}. Default tpu-v3.")
+]
 HardwareOption = Annotated[str, typer.Option("--hardware", metavar="NAME", help=f"One of: {', '.join(PRESETS)}.")]
 LinkRateOption = Annotated[
     str | None, typer.Option("--link-rate", metavar="RATE", help="Of one link, one way: 40mbit, 656Gb/s, 82GB/s.")

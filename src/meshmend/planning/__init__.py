@@ -1,11 +1,26 @@
 """Planning: from a mesh to a schedule. One planner a file; `plan` runs one and proves what it made."""
 
+from meshmend.planning.auto import Auto, Candidate, Choice
 from meshmend.planning.base import Planner
 from meshmend.planning.cache import PlanCache
 from meshmend.planning.hamiltonian import Hamiltonian
-from meshmend.planning.proven import PLANNERS, make_planner, plan
+from meshmend.planning.proven import PLANNERS, choose, make_planner, plan
 from meshmend.planning.row_pairs import RowPairs
 from meshmend.planning.two_color import TwoColor
 from meshmend.planning.weave import Weave
 
-__all__ = ["PLANNERS", "Hamiltonian", "PlanCache", "Planner", "RowPairs", "TwoColor", "Weave", "make_planner", "plan"]
+__all__ = [
+    "PLANNERS",
+    "Auto",
+    "Candidate",
+    "Choice",
+    "Hamiltonian",
+    "PlanCache",
+    "Planner",
+    "RowPairs",
+    "TwoColor",
+    "Weave",
+    "choose",
+    "make_planner",
+    "plan",
+]

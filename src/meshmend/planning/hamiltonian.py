@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.errors import Coordinate, name_chip
-from meshmend.planning.base import Planner
+from meshmend.planning.base import Floor, Planner
 from meshmend.planning.blocks import live_blocks, why_no_blocks
 from meshmend.planning.build import (
     DIRECTIONS,
@@ -43,6 +43,11 @@ class Hamiltonian(Planner):
         """Say why no such ring is found, or None."""
         found = _find_ring(mesh)
         return found if isinstance(found, str) else None
+
+    def floor(self, mesh: Mesh) -> Floor:
+        """Return what a ring costs: 2(P−1) steps, in each of which a link carries one of 2P chunks."""
+        n = mesh.n_chips
+        return Floor(steps=2 * (n - 1), link_load=(n - 1) / n, chip_load=2 * (n - 1) / n)
 
     def plan(self, mesh: Mesh) -> Schedule:
         """Return a reduce-scatter round the ring followed by an all-gather, in both directions at once."""

@@ -6,23 +6,20 @@ import dataclasses
 from typing import Any
 
 from meshmend.errors import ParameterError, PlanError
+from meshmend.planning.auto import CHOICES, Auto, Choice
 from meshmend.planning.base import Planner
 from meshmend.planning.cache import PlanCache
-from meshmend.planning.hamiltonian import Hamiltonian
-from meshmend.planning.row_pairs import RowPairs
-from meshmend.planning.two_color import TwoColor
-from meshmend.planning.weave import Weave
 from meshmend.schedule import Schedule
 from meshmend.topology import Mesh
 from meshmend.verify import verify as prove
 
-PLANNERS: dict[str, type[Planner]] = {planner.name: planner for planner in (Hamiltonian, TwoColor, RowPairs, Weave)}
+PLANNERS: dict[str, type[Planner]] = {kind.name: kind for kind in CHOICES} | {Auto.name: Auto}
 """Every planner by the name that the command line knows it by."""
 
 
 def plan(
     mesh: Mesh,
-    planner: str | Planner,
+    planner: str | Planner = Auto.name,
     *,
     verify: bool = True,
     cache: PlanCache | None = None,
@@ -30,7 +27,8 @@ def plan(
 ) -> Schedule:
     """Plan an all-reduce over the live chips of `mesh`, proven before it is returned.
 
-    `planner` is a name from `PLANNERS`, with its parameters as keywords, or a planner that is made already.
+    `planner` is a name from `PLANNERS`, with its parameters as keywords, or a planner that is made already. By default
+    it is the fastest of all for `payload_bytes` on `hardware`.
     `verify=False` leaves the proof to the caller. With a `cache`, a schedule that is in it is proven and returned, and
     one that is not is planned, proven and kept.
 
@@ -52,6 +50,14 @@ def plan(
     return schedule
 
 
+def choose(mesh: Mesh, auto: Auto) -> Choice:
+    """Return the fastest schedule, not yet proven, together with all that was considered."""
+    why_not = _why_not(auto, mesh)
+    if why_not is not None:
+        raise PlanError(auto.name, str(mesh), why_not)
+    return auto.choose(mesh)
+
+
 def make_planner(name: str, **parameters: Any) -> Planner:
     """Return the planner of that name with those parameters."""
     if name not in PLANNERS:
@@ -66,7 +72,7 @@ def make_planner(name: str, **parameters: Any) -> Planner:
 
 
 def _able(mesh: Mesh, *, apart_from: str) -> list[str]:
-    return [name for name, kind in PLANNERS.items() if name != apart_from and _why_not(kind(), mesh) is None]
+    return [kind.name for kind in CHOICES if kind.name != apart_from and _why_not(kind(), mesh) is None]
 
 
 def _why_not(planner: Planner, mesh: Mesh) -> str | None:

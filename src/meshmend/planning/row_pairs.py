@@ -24,6 +24,7 @@ routes lead round it (figure 2).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
 
@@ -31,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.errors import ParameterError, name_chip
-from meshmend.planning.base import Planner
+from meshmend.planning.base import Floor, Planner
 from meshmend.planning.build import DIRECTIONS, Transfers, line_ring, ring_all_gather, ring_owners, ring_reduce_scatter
 from meshmend.schedule import Op, Schedule
 from meshmend.topology import Mesh, name_shape
@@ -75,6 +76,25 @@ class RowPairs(Planner):
         """Say why the pairs do not work out, or None."""
         layout = self._layout(mesh)
         return layout if isinstance(layout, str) else None
+
+    def variants(self, mesh: Mesh, step_cost: float) -> Sequence[RowPairs]:  # noqa: ARG002  # few enough to try all
+        """Return both orientations, each with one segment and with a few. One of them is what "auto" would take."""
+        orientations: tuple[Orientation, ...] = ("rows", "columns")
+        tries = (RowPairs(orientation, n) for orientation in orientations for n in sorted({self.segments, 1, 2, 4}))
+        return [planner for planner in tries if planner.why_not(mesh) is None]
+
+    def floor(self, mesh: Mesh) -> Floor:
+        """Return what the row rings alone cost, both ways through them, for every segment.
+
+        A ring chip sends two slices of 2n a step. Beside a yellow block it takes in a third while the rings reduce,
+        and sends a third while they gather, for all but two steps of each.
+        """
+        layout = self._layout(mesh)
+        if isinstance(layout, str):
+            raise ValueError(layout)
+        n = layout.ring_length
+        slices = 2 * (n - 1) + (max(0, n - 3) if layout.yellow else 0)
+        return Floor(steps=2 * (n - 1) * self.segments, link_load=(n - 1) / n, chip_load=slices / n)
 
     def plan(self, mesh: Mesh) -> Schedule:
         """Return the phases of every segment, pipelined."""

@@ -8,6 +8,8 @@ ones come down (`slots`). docs/weave.md says why this is near the bound, and why
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -15,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.errors import ParameterError
-from meshmend.planning.base import Planner
+from meshmend.planning.base import Floor, Planner
 from meshmend.planning.roots import choose_roots, order_trees
 from meshmend.planning.slots import MAX_PLACES, Slots, assign_steps
 from meshmend.planning.trees import Rooted, grow, measure, reroot
@@ -26,6 +28,11 @@ PHASES = ("reduce to the roots", "broadcast from the roots")
 CHUNKS_PER_SIDE = 16
 """Chunks for each chip along each side, unless told: filling and draining then adds about a fifth."""
 MOST_CHUNKS = 4096
+FILLING_PER_SIDE = 1.5
+"""Steps of filling and draining for each chip along each side of a plain mesh, as measured (docs/weave.md)."""
+MOST_CHUNKS = 4096
+MAX_TRIED_TRANSFERS = 2**22
+"""Chunks, and transfers of a schedule, beyond which no number of chunks is tried: it would take more than seconds."""
 MAX_TRANSFERS = 2**25
 """Unless told, no more chunks than this, and fewer where the schedule would have more transfers than this."""
 FEW_TREES = 256
@@ -59,6 +66,25 @@ class Weave(Planner):
             return f"it takes at most {most:,} chunks on {mesh.n_chips:,} chips, and {self.chunks:,} were asked for."
         return None
 
+    def variants(self, mesh: Mesh, step_cost: float) -> Sequence[Weave]:
+        """Return this planner and one with about the best number of chunks.
+
+        The time is steps · (step_cost + 1/K) with steps = load · K + filling: least where K² is
+        filling / (load · step_cost). It is flat there, so that a power of two close by will do.
+        """
+        load = _least_load(mesh)
+        most = min(MOST_CHUNKS, MAX_TRIED_TRANSFERS // max(1, 2 * (mesh.n_chips - 1)))
+        best = math.sqrt(FILLING_PER_SIDE * sum(mesh.shape) / (load * step_cost)) if load * step_cost > 0 else most
+        power = round(math.log2(max(1.0, min(best, most))))
+        tuned = min(2**power, max(1, most))
+        return [self] if tuned == (self.chunks or default_chunks(mesh)) else [self, Weave(chunks=tuned)]
+
+    def floor(self, mesh: Mesh) -> Floor:
+        """Return what trees cost at least: each uses P−1 of the cables, and a link carries one chunk a step."""
+        load, n = _least_load(mesh), mesh.n_chips
+        steps = math.ceil((self.chunks or default_chunks(mesh)) * load)
+        return Floor(steps=steps, link_load=load, chip_load=2 * (n - 1) / n)
+
     def plan(self, mesh: Mesh) -> Schedule:
         """Return the woven schedule."""
         chunks = self.chunks or default_chunks(mesh)
@@ -83,6 +109,11 @@ class Weave(Planner):
         uses = np.bincount(trees.cables[tree_of].ravel(), minlength=1)
         slots = assign_steps(mesh, rooted, pace=float(uses.max()) / chunks)
         return _schedule(mesh, rooted, slots, roots)
+
+
+def _least_load(mesh: Mesh) -> float:
+    """Return the payload fraction that the busiest link carries at least: (P−1)/E."""
+    return (mesh.n_chips - 1) / max(1, mesh.n_cables)
 
 
 def default_chunks(mesh: Mesh) -> int:

@@ -11,7 +11,8 @@ from meshmend.cost.bound import Bound, bound
 from meshmend.cost.hardware import Hardware, find_hardware
 from meshmend.cost.predict import Forecast, Mode, predict
 from meshmend.cost.profile import StepProfile
-from meshmend.planning import PLANNERS, Planner
+from meshmend.planning import PLANNERS, Auto, Planner
+from meshmend.planning.auto import Field
 from meshmend.topology import Mesh
 
 
@@ -94,7 +95,10 @@ def _entry(
     schedule = planner.plan(mesh)
     plan_seconds = time.perf_counter() - started
     profile = StepProfile(schedule)
-    if mode == "lock-step":
+    if isinstance(planner, Auto):
+        field = Field(mesh)
+        sweep = [field.choose(payload, hardware).seconds for payload in payloads]
+    elif mode == "lock-step":
         sweep = [profile.seconds(payload, hardware) for payload in payloads]
     else:
         sweep = [predict(schedule, payload, hardware, mode=mode, profile=profile).seconds for payload in payloads]

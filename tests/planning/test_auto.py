@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from checks import assert_all_reduces
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from meshmend import Mesh, PlanError, plan
+from meshmend.cli import app
+from meshmend.cost import PRESETS, Hardware, StepProfile, find_hardware
+from meshmend.errors import ParameterError
+from meshmend.planning import Auto, PlanCache, Planner
+from meshmend.planning.auto import CHOICES, Field
+from strategies import block_meshes, torn_meshes
+
+PAYLOADS = [float(x) for x in np.logspace(3, 10, 6)]
+MACHINES = ["ideal", "tpu-v3", "tpu-v3-xla", "ethernet-10g"]
+
+
+def variants(mesh: Mesh, step_cost: float) -> list[Planner]:
+    able = [kind() for kind in CHOICES if kind().why_not(mesh) is None]
+    return [*able, *(variant for planner in able for variant in planner.variants(mesh, step_cost))]
+
+
+@given(
+    st.one_of(block_meshes(max_blocks=4), torn_meshes()),
+    st.sampled_from([1e-5, 1e-3, 1e-1]),
+    st.sampled_from([None, 1, 2]),
+)
+@settings(max_examples=25)
+def test_no_schedule_costs_less_than_its_floor(mesh: Mesh, step_cost: float, links_at_once: int | None) -> None:
+    if not mesh.is_connected or mesh.n_chips > 120:
+        return
+    hardware = Hardware("any", 1e9, step_latency_s=step_cost, links_at_once=links_at_once)
+    for variant in variants(mesh, step_cost):
+        floor = variant.floor(mesh)
+        profile = StepProfile(variant.plan(mesh))
+        assert profile.schedule.n_steps >= floor.steps
+        least = floor.link_load if links_at_once is None else max(floor.link_load, floor.chip_load / links_at_once)
+        moving = profile.seconds(1e9, replace(hardware, step_latency_s=0.0))
+        assert moving >= least * (1 - 1e-9), (variant, floor)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        Mesh("4x4"),
+        Mesh("8x8", failed=["2x2@2,2"]),
+        Mesh("6x10", wrap=True),
+        Mesh("4x4x4", failed=["1,1,1"]),
+        Mesh("7x5", failed=["2x1@3,2"], failed_cables=["0,0-0,1"]),
+    ],
+    ids=str,
+)
+def test_auto_is_never_slower_than_any_planner_it_could_have_chosen(mesh: Mesh, machine: str) -> None:
+    hardware = find_hardware(machine)
+    field = Field(mesh)
+    profiles: dict[Planner, StepProfile] = {}
+    for payload in PAYLOADS:
+        choice = field.choose(payload, hardware)
+        step_cost = (hardware.step_latency_s + hardware.hop_latency_s) * hardware.link_bytes_per_s / payload
+        for variant in variants(mesh, step_cost):
+            if variant not in profiles:
+                profiles[variant] = StepProfile(variant.plan(mesh))
+            assert choice.seconds <= profiles[variant].seconds(payload, hardware) * (1 + 1e-9), (payload, variant)
+        assert StepProfile(choice.schedule).seconds(payload, hardware) == choice.seconds
+        assert choice.seconds == min(c.seconds for c in choice.considered if c.seconds is not None)
+
+
+def test_what_auto_plans_is_proven_and_sums_exactly() -> None:
+    for payload in (1e3, 1e6, 1e9):
+        assert_all_reduces(plan(Mesh("6x6", failed=["2x2@2,2"]), payload_bytes=payload, hardware="tpu-v3"))
+
+
+def test_the_table_tells_what_was_made_what_was_ruled_out_and_what_does_not_apply() -> None:
+    choice = Auto(1e9).choose(Mesh("8x8", failed=["2x2@2,2"]))
+    made = [c for c in choice.considered if c.seconds is not None]
+    ruled_out = [c for c in choice.considered if c.seconds is None and c.why_not is None]
+    assert made[0].planner == choice.planner
+    assert [c.seconds for c in made] == sorted(c.seconds or 0 for c in made)
+    assert ruled_out
+    assert all((c.floor_seconds or 0) >= choice.seconds for c in ruled_out)
+    assert [c.planner.name for c in choice.considered if c.why_not] == ["two-color"]
+
+
+def test_one_link_at_a_time_wants_rings_and_all_at_once_wants_trees() -> None:
+    mesh = Mesh("8x8", failed=["2x2@2,2"])
+    assert Auto(1e9, "tpu-v3").choose(mesh).planner.name == "weave"
+    assert Auto(1e9, "tpu-v3-xla").choose(mesh).planner.name == "hamiltonian"
+
+
+def test_berts_gradients_go_faster_round_the_hole_than_any_ring_goes_on_the_full_machine() -> None:
+    payload, hardware = 1.34e9, find_hardware("tpu-v3")
+    holed = Auto(payload).choose(Mesh("32x32", failed=["4x2@6,8"]))
+    full = Mesh("32x32")
+    # A ring's steps all carry the same, so the 2(P−1) steps of the Hamiltonian ring need no schedule to be priced.
+    rings = [2 * 1023 * (hardware.hop_latency_s + payload / 2048 / hardware.link_bytes_per_s)]
+    made = (plan(full, name, verify=False) for name in ("two-color", "row-pairs"))
+    rings += [StepProfile(schedule).seconds(payload, hardware) for schedule in made]
+    assert holed.seconds < 0.7 * min(rings)
+
+
+def test_survivors_cut_apart_and_payloads_that_make_no_sense() -> None:
+    with pytest.raises(PlanError, match="auto cannot plan for 3x3 minus 1x3@1,0: its survivors are cut into 2 parts"):
+        plan(Mesh("3x3", failed=["1x3@1,0"]))
+    with pytest.raises(ParameterError, match="payload_bytes is 0, expected a positive number"):
+        plan(Mesh("3x3"), payload_bytes=0)
+    with pytest.raises(ParameterError, match=r"There is no hardware 'tpu-v9'. Presets: ideal"):
+        plan(Mesh("3x3"), hardware="tpu-v9")
+
+
+def test_the_cache_tells_payloads_and_hardware_apart(tmp_path: str) -> None:
+    cache = PlanCache(tmp_path)
+    mesh = Mesh("4x4")
+    paths = {cache.path(mesh, Auto(payload, name)) for payload in (1e3, 1e6) for name in PRESETS}
+    assert len(paths) == 2 * len(PRESETS)
+    assert cache.path(mesh, Auto(1e3, "tpu-v3")) == cache.path(mesh, Auto(1e3, PRESETS["tpu-v3"]))
+
+
+def test_the_command_line_shows_the_same() -> None:
+    words = ["plan", "8x8", "--fail", "2x2@2,2", "--payload", "1GB", "--hardware", "tpu-v3"]
+    facts = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
+    assert facts["planner"] == "weave"
+    assert facts["considered"][0]["planner"] == "weave"
+    assert facts["considered"][0]["seconds"] is not None
+    shown = CliRunner().invoke(app, words).stdout
+    assert "considered" in shown
+    assert "ruled out" in shown
