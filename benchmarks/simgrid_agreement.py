@@ -20,6 +20,7 @@ CASES = (
     (1e8, find_hardware("ideal")),
     (1e4, find_hardware("ethernet-10g")),
     (3e6, find_hardware("tpu-v3")),
+    (1e6, Hardware("3 µs hops", 1e9, step_latency_s=1e-6, hop_latency_s=3e-6)),
     (1e6, Hardware("20 µs hops", 1e9, step_latency_s=1e-6, hop_latency_s=2e-5)),
 )
 NARROW = ((1e8, find_hardware("tpu-v3-xla")),)
@@ -47,6 +48,7 @@ def schedules(full: bool) -> list[tuple[str, Schedule]]:
 
 def main() -> None:
     table = Table("schedule", "payload", "hardware", "predicted / simulated", "SimGrid's time", box=None)
+    table.columns[0].no_wrap = True
     for name, schedule in schedules("--full" in sys.argv):
         for payload, hardware in (*CASES, *NARROW):
             started = time.perf_counter()
