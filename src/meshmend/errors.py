@@ -32,6 +32,10 @@ class ParameterError(MeshmendError, ValueError):
     """A parameter has a value, or a name, that makes no sense."""
 
 
+class DrawingError(MeshmendError, ValueError):
+    """A picture cannot be made: of this schedule, in this form, or with what is installed."""
+
+
 class PlanError(MeshmendError):
     """A planner cannot serve a mesh.
 
