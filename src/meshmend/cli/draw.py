@@ -97,12 +97,12 @@ def command(
 def _draw(
     schedule: Schedule, output: Path, what: Any, chunks: list[int] | None, steps: tuple[int, int] | None
 ) -> Drawing:
-    """Draw with a progress bar on standard error, which shows itself for moving pictures only."""
+    """Draw; moving pictures take seconds, so they get a progress bar on standard error."""
+    if output.suffix != ".gif":
+        return draw(schedule, output, what, chunks=chunks, steps=steps)
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("drawing", total=None, visible=output.suffix == ".gif")
-        return draw(
-            schedule, output, what, chunks=chunks, steps=steps, on_frame=lambda: progress.update(bar, advance=1)
-        )
+        bar = progress.add_task("frames", total=None)
+        return draw(schedule, output, what, chunks=chunks, steps=steps, on_frame=lambda: progress.advance(bar))
 
 
 def _tell(drawing: Drawing, facts: dict[str, Any], json: bool) -> None:

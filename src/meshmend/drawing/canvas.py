@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import math
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.collections import Collection, LineCollection, PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
@@ -93,7 +95,8 @@ class Sheet:
         self.scale = Scale(max(cell, 0.25 if n == 1 else 0.2))
         cell = self.scale.cell_in
         numbers_in = 0.0 if self.scale.names_chips or not layout.is_plane else 0.17
-        panel_in = (across * cell + numbers_in, down * cell + numbers_in)
+        # A colour bar needs room for its words, however flat the mesh is.
+        panel_in = (across * cell + numbers_in, max(down * cell + numbers_in, 2.2 if colour_bar else 0.0))
         gap_in = 0.3
         grid_in = columns * panel_in[0] + (columns - 1) * gap_in
         width_in = max(grid_in + 0.4 + (1.0 if colour_bar else 0.0), 5.2)
@@ -101,6 +104,8 @@ class Sheet:
         FigureCanvasAgg(self.figure)
         self.legend, legend_in = self._legend(keys, width_in)
         heading = _wrapped(title, width_in - 0.4, TITLE_PT * 1.08)
+        if any(layout.mesh.wrap[-2:]):
+            subtitle += "\nLines that are cut off at an edge go on at the opposite edge."
         below = _wrapped(subtitle, width_in - 0.4, TEXT_PT) if subtitle else ""
         names = [_wrapped(name, panel_in[0] + 0.2, TEXT_PT) if name else "" for name in panels]
         name_in = max((name.count("\n") + 1) * 0.165 + 0.08 if name else 0.0 for name in names)
@@ -124,7 +129,8 @@ class Sheet:
             in_row = min(columns, n - row * columns)
             offset = (columns - in_row) * (panel_in[0] + gap_in) / 2
             x_in = start_in + offset + column * (panel_in[0] + gap_in) + numbers_in
-            y_in = height_in - top_in - (row + 1) * (panel_in[1] + name_in) - row * 0.12
+            spare_in = panel_in[1] - down * cell - numbers_in
+            y_in = height_in - top_in - (row + 1) * (panel_in[1] + name_in) - row * 0.12 + spare_in / 2
             size = across * cell / width_in, down * cell / height_in
             axes = self.figure.add_axes((x_in / width_in, y_in / height_in, *size))
             axes.set_xlim(left, right)
@@ -139,7 +145,7 @@ class Sheet:
             self.panels.append(axes)
         if colour_bar:
             box = self.panels[-1].get_position()
-            tall_in = min(box.height * height_in, 4.5)
+            tall_in = min(panel_in[1] - 0.2, 4.5)
             self.colour_axes: Axes | None = self.figure.add_axes(
                 (
                     box.x1 + 0.18 / width_in,
@@ -172,43 +178,44 @@ class Sheet:
             legend.remove()
         return legend, box.height / self.figure.dpi + 0.06
 
-    def draw_mesh(self, axes: Axes, yellow: Points | None = None, blue: Points | None = None) -> None:
-        """Draw cables, chips and the hole; `yellow` and `blue` say which live chips (x, y) are filled so."""
+    def draw_mesh(self, axes: Axes, fills: Sequence[str] = (CHIP,), *, unnamed: int | None = None) -> None:
+        """Draw cables, chips and the hole; `fills` is one colour for all live chips, or one a chip.
+
+        The rank `unnamed` gets no coordinate written into it, because something else will be drawn there.
+        """
         layout, scale = self.layout, self.scale
         lines = [np.vstack([line, [[np.nan, np.nan]]]) for line in cables(layout)]
         if lines:
             x, y = np.concatenate(lines).T
             width = float(np.clip(0.018 * scale.cell_pt, 0.4, 1.0))
-            axes.add_line(Line2D(x, y, color=CABLE, lw=width, zorder=1, gid="cables"))
+            axes.add_line(Line2D(x, y, color=CABLE, lw=width, zorder=1, label="cables"))
         broken = [(layout.mesh.rank(a), layout.mesh.rank(b)) for a, b in layout.mesh.failed_cables]
         if broken:
             middles = np.array([(layout.live[a] + layout.live[b]) / 2 for a, b in broken])
             axes.add_line(
                 Line2D(
-                    *middles.T, ls="", marker="x", ms=0.16 * scale.cell_pt, mew=1.4, color=RED, zorder=4, gid="broken"
+                    *middles.T, ls="", marker="x", ms=0.16 * scale.cell_pt, mew=1.4, color=RED, zorder=4, label="broken"
                 )
             )
-        for places, fill, edge, gid in (
-            (layout.live, CHIP, CHIP_EDGE, "chips"),
-            (blue, BLUE_CHIP, CHIP_EDGE, "blue chips"),
-            (yellow, YELLOW, CHIP_EDGE, "yellow chips"),
-            (layout.failed, RED, RED, "failed chips"),
+        for places, fill, edge, name in (
+            (layout.live, fills, CHIP_EDGE, "chips"),
+            (layout.failed, (RED,), RED, "failed chips"),
         ):
-            if places is not None and len(places):
+            if len(places):
                 # One square, placed many times: an SVG then holds it once.
                 squares = PolyCollection(
                     [scale.chip * np.array([[-1, -1], [1, -1], [1, 1], [-1, 1]])],
                     offsets=places,
                     offset_transform=axes.transData,
-                    facecolors=fill,
+                    facecolors=list(fill),
                     edgecolors=edge,
                     linewidths=float(np.clip(0.014 * scale.cell_pt, 0.35, 0.8)),
                     zorder=3,
-                    gid=gid,
+                    label=name,
                 )
                 to_page: Any = axes.transData
                 squares.set_transform(AffineDeltaTransform(to_page))
-                axes.add_collection(squares, autolim=False)
+                self.add(axes, squares)
         if len(layout.failed):
             reach = 0.62 * scale.chip
             arms = [
@@ -216,14 +223,17 @@ class Sheet:
                 for place in layout.failed
                 for arm in (np.array([1, 1]), np.array([1, -1]))
             ]
-            axes.add_collection(
-                LineCollection(arms, colors="white", linewidths=0.8 * scale.line_pt, zorder=3.1, gid="crosses"),
-                autolim=False,
-            )
-        self._number(axes)
+            crosses = LineCollection(arms, colors="white", linewidths=0.8 * scale.line_pt, zorder=3.1, label="crosses")
+            self.add(axes, crosses)
+        self._number(axes, unnamed)
+
+    def add(self, axes: Axes, artist: Collection) -> None:
+        """Add lines or shapes to a panel. Nothing reaches out of it, and clipping would swell an SVG."""
+        axes.add_collection(artist, autolim=False)
+        artist.set_clip_on(False)
 
     def draw_strokes(
-        self, axes: Axes, strokes: Sequence[Stroke], look: Look, *, arrows: bool, gid: str, behind_chips: bool = False
+        self, axes: Axes, strokes: Sequence[Stroke], look: Look, *, arrows: bool, name: str, behind_chips: bool = False
     ) -> None:
         """Draw lines in one look, with or without arrow heads."""
         length, width = self.scale.head
@@ -231,26 +241,26 @@ class Sheet:
         for stroke in strokes:
             pieces += shorten(stroke, 0.7 * length) if arrows else stroke.pieces
         lw = self.scale.line_pt
-        lines = LineCollection(pieces, colors=look.colour, linewidths=lw, gid=gid, capstyle="butt")
+        lines = LineCollection(pieces, colors=look.colour, linewidths=lw, label=name, capstyle="butt")
         lines.set_zorder(2 if behind_chips else 5)
         lines.set_linestyle((0, look.dash) if look.dash else "solid")
-        axes.add_collection(lines, autolim=False)
+        self.add(axes, lines)
         if arrows:
             heads = [head(stroke, length, width) for stroke in strokes]
             fill = "white" if look.open_head else look.colour
-            axes.add_collection(
+            self.add(
+                axes,
                 PolyCollection(
                     heads,
                     facecolors=fill,
                     edgecolors=look.colour,
                     linewidths=0.5 * lw,
                     zorder=5.1,
-                    gid=f"{gid}: heads",
+                    label=f"{name}: heads",
                 ),
-                autolim=False,
             )
 
-    def _number(self, axes: Axes) -> None:
+    def _number(self, axes: Axes, unnamed: int | None) -> None:
         """Write coordinates into the chips, or along the edges where chips are too small."""
         layout, scale = self.layout, self.scale
         mesh = layout.mesh
@@ -258,8 +268,8 @@ class Sheet:
             longest = max(len(",".join(str(n - 1) for n in mesh.shape)), 3)
             size = min(SMALL_PT, 2 * scale.chip * scale.cell_pt * 0.88 / (0.62 * longest))
             if size >= 4.5:
-                for (x, y), chip in zip(layout.live, mesh.coords.tolist(), strict=True):
-                    name = ",".join(map(str, chip))
+                for rank, ((x, y), chip) in enumerate(zip(layout.live, mesh.coords.tolist(), strict=True)):
+                    name = ",".join(map(str, chip)) if rank != unnamed else ""
                     axes.text(x, y, name, size=size, color=INK, ha="center", va="center_baseline", zorder=6)
             return
         if not layout.is_plane:
@@ -301,10 +311,16 @@ def failed_key(layout: Layout) -> list[Artist]:
 
 def write(figure: Figure, path: Path) -> None:
     """Write a figure as .svg, .png or .pdf; the same figure gives the same bytes."""
-    no_date: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}
-    kind = path.suffix[1:]
     with mpl.rc_context(SETTINGS):
-        figure.savefig(path, format=kind, dpi=160, metadata=no_date[kind])
+        if path.suffix == ".svg":
+            text = io.StringIO()
+            figure.savefig(text, format="svg", metadata={"Date": None})
+            # A hundredth of a point is enough, and a third of the size goes.
+            path.write_text(re.sub(r"(\d+\.\d\d)\d+", r"\1", text.getvalue()), encoding="utf-8")
+        elif path.suffix == ".pdf":
+            figure.savefig(path, format="pdf", metadata={"CreationDate": None})
+        else:
+            figure.savefig(path, format="png", dpi=160)
 
 
 def _columns(n: int, across: float, down: float) -> int:

@@ -16,7 +16,7 @@ from PIL import Image
 from meshmend.drawing.canvas import SETTINGS, Sheet, chip_keys, failed_key, line_key
 from meshmend.drawing.film import Film
 from meshmend.drawing.geometry import Points, head, shorten
-from meshmend.drawing.style import chip_colours, phase_looks, phases_in_order
+from meshmend.drawing.style import YELLOW, chip_fills, phase_looks, phases_in_order
 
 MAX_FRAMES = 150
 """Frames of a GIF. Of a longer schedule every n-th step is shown, and the picture says so."""
@@ -35,14 +35,14 @@ def write_gif(film: Film, path: Path, *, title: str | None = None, on_frame: Cal
     """Write the film; `on_frame` is called after each frame, for a progress bar."""
     schedule = film.schedule
     looks = phase_looks(schedule)
-    yellow, blue = chip_colours(schedule)
+    fills = chip_fills(schedule)
     _, _, phase = film.arrows
     phases = [p for p in phases_in_order(schedule) if (phase == p).any()]
     steps = shown_steps(film)
     every = f", every {steps[1] - steps[0]}th step" if len(steps) < film.n_frames else ""
     with mpl.rc_context(SETTINGS):
         keys: list[Artist] = [line_key(schedule.phase_names[p], looks[p], arrow=True) for p in phases]
-        if len(yellow):
+        if YELLOW in fills:
             keys += chip_keys()
         sheet = Sheet(
             film.layout,
@@ -51,7 +51,7 @@ def write_gif(film: Film, path: Path, *, title: str | None = None, on_frame: Cal
             keys=[*keys, *failed_key(film.layout)],
         )
         axes = sheet.panels[0]
-        sheet.draw_mesh(axes, film.layout.live[yellow], film.layout.live[blue] if len(yellow) else None)
+        sheet.draw_mesh(axes, fills)
         canvas: Any = sheet.figure.canvas
         sheet.figure.set_dpi(DPI)
         sheet.subtitle.set_visible(False)
@@ -80,7 +80,7 @@ def write_gif(film: Film, path: Path, *, title: str | None = None, on_frame: Cal
                     [heads[i] for i in mine], facecolors=fill, edgecolors=look.colour, linewidths=0.5 * lw
                 )
                 for artist in (shaft, tips):
-                    axes.add_collection(artist, autolim=False)
+                    sheet.add(axes, artist)
                     axes.draw_artist(artist)
                     artist.remove()
             return Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3].copy())

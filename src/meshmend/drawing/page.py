@@ -18,17 +18,9 @@ from numpy.typing import NDArray
 
 from meshmend.drawing.film import Film
 from meshmend.drawing.geometry import Stroke, cables
-from meshmend.drawing.style import (
-    BLUE_CHIP,
-    CHIP,
-    RED,
-    YELLOW,
-    chip_colours,
-    phase_looks,
-    phases_in_order,
-)
+from meshmend.drawing.style import RED, YELLOW, chip_fills, phase_looks, phases_in_order
 from meshmend.errors import DrawingError, name_chip
-from meshmend.schedule import Op, Schedule
+from meshmend.schedule import Op
 
 MAX_PAGE_BYTES = 32_000_000
 """Largest page that is written: browsers open this in about a second."""
@@ -39,6 +31,7 @@ def write_page(film: Film, path: Path, *, title: str | None = None) -> None:
     """Write the film as one HTML file."""
     schedule = film.schedule
     heading = title or f"{schedule.planner} {schedule.collective} on {schedule.mesh}"
+    fills = chip_fills(schedule)
     changes = _changes(film)
     facts: dict[str, Any] = {
         "first": film.first,
@@ -48,12 +41,12 @@ def write_page(film: Film, path: Path, *, title: str | None = None) -> None:
         "chip": CHIP_HALF,
         "live": film.layout.live.ravel().astype(int).tolist(),
         "failed": film.layout.failed.ravel().astype(int).tolist(),
-        "fill": _fills(schedule),
+        "fill": fills,
         "red": RED,
         "names": [name_chip(chip) for chip in schedule.mesh.coords.tolist()],
         "cables": [_short(line) for line in cables(film.layout)],
         "broken": [[int(schedule.mesh.rank_of[end]) for end in cable] for cable in schedule.mesh.failed_cables],
-        "colours": "Blue: its pair is whole. Yellow: its pair has a hole." if len(chip_colours(schedule)[0]) else "",
+        "colours": "Blue: its pair is whole. Yellow: its pair has a hole." if YELLOW in fills else "",
         "phases": _phases(film),
         "order": [phase for phase in phases_in_order(schedule) if (film.arrows[2] == phase).any()],
         **_arrows(film),
@@ -102,14 +95,6 @@ def _arrows(film: Film) -> dict[str, Any]:
 
 def _short(points: NDArray[np.float64]) -> list[float]:
     return [int(x) if x == int(x) else x for x in np.round(points.ravel(), 2).tolist()]
-
-
-def _fills(schedule: Schedule) -> list[str]:
-    yellow, blue = chip_colours(schedule)
-    fills = np.full(schedule.mesh.n_chips, CHIP, dtype=object)
-    if len(yellow):
-        fills[blue], fills[yellow] = BLUE_CHIP, YELLOW
-    return [str(fill) for fill in fills]
 
 
 def _phases(film: Film) -> list[dict[str, Any]]:

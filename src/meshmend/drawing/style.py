@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshmend.schedule import Op, Schedule
 
 BLUE = "#0072B2"
 VERMILION = "#D55E00"
-GREEN = "#009E73"
+GREEN = "#00B888"
+"""Their bluish green, lighter, so that those who see no blue tell it from the blue by its lightness."""
 ORANGE = "#E69F00"
 PURPLE = "#CC79A7"
 SKY = "#56B4E9"
@@ -66,12 +66,13 @@ def phase_looks(schedule: Schedule) -> tuple[Look, ...]:
     return tuple(looks)
 
 
-def chip_colours(schedule: Schedule) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the ranks that are drawn yellow (they work in yellow blocks) and blue (all others)."""
+def chip_fills(schedule: Schedule) -> list[str]:
+    """Return the fill of each live chip: yellow for those that work in yellow blocks, then blue for all others."""
     inside = [i for i, name in enumerate(schedule.phase_names) if name.startswith("yellow blocks")]
     rows = np.isin(schedule.phase, inside)
-    yellow = np.unique(np.concatenate([schedule.src[rows], schedule.dst[rows]])).astype(np.int64)
-    return yellow, np.setdiff1d(np.arange(schedule.mesh.n_chips), yellow)
+    yellow = {*schedule.src[rows].tolist(), *schedule.dst[rows].tolist()}
+    other = BLUE_CHIP if yellow else CHIP
+    return [YELLOW if rank in yellow else other for rank in range(schedule.mesh.n_chips)]
 
 
 def phases_in_order(schedule: Schedule) -> list[int]:

@@ -33,8 +33,9 @@ from meshmend.drawing.style import (
     GREY,
     INK,
     SEQUENCE,
+    YELLOW,
     Look,
-    chip_colours,
+    chip_fills,
     phase_looks,
     phases_in_order,
 )
@@ -141,12 +142,10 @@ def draw_load(schedule: Schedule, *, title: str | None = None) -> Figure:
                 pieces.append(piece)
                 shades.append(colours(scale(amount)))
                 widths.append(widest * (0.25 + 0.75 * amount / (peak or 1)))
-        axes.add_collection(
-            LineCollection(pieces, colors=shades, linewidths=widths, zorder=5, gid="load", capstyle="butt"),
-            autolim=False,
-        )
+        links = LineCollection(pieces, colors=shades, linewidths=widths, zorder=5, label="load", capstyle="butt")
+        sheet.add(axes, links)
         bar = sheet.figure.colorbar(mpl.cm.ScalarMappable(scale, colours), cax=sheet.colour_axes)
-        bar.set_label("part of the payload that the link carries", size=TEXT_PT, color=INK)
+        bar.set_label("part of the payload", size=TEXT_PT, color=INK)
         bar.ax.tick_params(labelsize=TEXT_PT - 1)
     return sheet.figure
 
@@ -185,15 +184,15 @@ def draw_trees(schedule: Schedule, chunks: Iterable[int] | None = None, *, title
             keys=[*keys, root, *failed_key(layout)],
         )
         for axes, chunk, tree in zip(sheet.panels, asked, found, strict=True):
-            sheet.draw_mesh(axes)
+            sheet.draw_mesh(axes, unnamed=int(schedule.owners[chunk]))
             for phase in used:
                 rows = tree.phase == phase
                 lines = strokes(layout, tree.src[rows], tree.dst[rows], chip=sheet.scale.chip)
-                sheet.draw_strokes(axes, lines, looks[phase], arrows=True, gid=schedule.phase_names[phase])
+                sheet.draw_strokes(axes, lines, looks[phase], arrows=True, name=schedule.phase_names[phase])
             x, y = layout.live[schedule.owners[chunk]]
             size = float(np.clip(0.6 * sheet.scale.cell_pt, 13, 24))
             axes.add_line(
-                Line2D([x], [y], ls="", marker="*", ms=size, mfc=GREEN, mec="white", mew=0.7, zorder=7, gid="owner")
+                Line2D([x], [y], ls="", marker="*", ms=size, mfc=GREEN, mec="white", mew=0.7, zorder=7, label="owner")
             )
     return sheet.figure
 
@@ -244,7 +243,7 @@ def draw_routes(mesh: Mesh, src: Sequence[int], dst: Sequence[int], *, title: st
         sheet.draw_mesh(axes)
         lines = strokes(layout, src, dst, chip=sheet.scale.chip, lanes="behind")
         for name, line, look in zip(names, lines, looks, strict=True):
-            sheet.draw_strokes(axes, [line], look, arrows=True, gid=name, behind_chips=True)
+            sheet.draw_strokes(axes, [line], look, arrows=True, name=name, behind_chips=True)
     return sheet.figure
 
 
@@ -289,11 +288,11 @@ def _phase_panels(
     layout = Layout(schedule.mesh)
     looks = phase_looks(schedule)
     lines = {phase: pair_lines(schedule, phase) for group in groups for phase in group}
-    yellow, blue = chip_colours(schedule)
+    fills = chip_fills(schedule)
     with mpl.rc_context(SETTINGS):
         if keys is None:
             keys = _phase_keys(schedule, lines, looks)
-        if len(yellow):
+        if YELLOW in fills:
             keys = [*keys, *chip_keys()]
         sheet = Sheet(
             layout,
@@ -303,7 +302,7 @@ def _phase_panels(
             keys=[*keys, *failed_key(layout)],
         )
         for axes, group in zip(sheet.panels, groups or [[]], strict=True):
-            sheet.draw_mesh(axes, layout.live[yellow], layout.live[blue] if len(yellow) else None)
+            sheet.draw_mesh(axes, fills)
             for phase in group:
                 _draw_lines(sheet, axes, schedule, lines[phase], looks[phase])
     return sheet.figure
@@ -325,10 +324,10 @@ def _draw_lines(sheet: Sheet, axes: Axes, schedule: Schedule, lines: Lines, look
     """Draw a phase: arrows where transfers go one way, plain lines where they go both ways."""
     name = schedule.phase_names[lines.phase]
     found = strokes(sheet.layout, lines.src, lines.dst, chip=sheet.scale.chip)
-    for arrows, gid in ((False, f"{name}, both ways"), (True, name)):
+    for arrows, label in ((False, f"{name}, both ways"), (True, name)):
         some = [line for line, both in zip(found, lines.both, strict=True) if both != arrows]
         if some:
-            sheet.draw_strokes(axes, some, look, arrows=arrows, gid=gid)
+            sheet.draw_strokes(axes, some, look, arrows=arrows, name=label)
 
 
 def _comes_back_mirrored(schedule: Schedule) -> bool:
