@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,14 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.colors import to_rgb
 from numpy.typing import NDArray
 from PIL import Image
 
 from meshmend.drawing.canvas import SETTINGS, Sheet, chip_keys, failed_key, line_key
 from meshmend.drawing.film import Film
 from meshmend.drawing.geometry import Points, head, shorten
-from meshmend.drawing.style import YELLOW, chip_fills, phase_looks, phases_in_order
+from meshmend.drawing.style import CABLE, CHIP_EDGE, GREY, INK, RED, YELLOW, chip_fills, phase_looks, phases_in_order
 
 MAX_FRAMES = 150
 """Frames of a GIF. Of a longer schedule every n-th step is shown, and the picture says so."""
@@ -39,7 +40,7 @@ def write_gif(film: Film, path: Path, *, title: str | None = None, on_frame: Cal
     _, _, phase = film.arrows
     phases = [p for p in phases_in_order(schedule) if (phase == p).any()]
     steps = shown_steps(film)
-    every = f", every {steps[1] - steps[0]}th step" if len(steps) < film.n_frames else ""
+    every = f", one step in {steps[1] - steps[0]}" if len(steps) < film.n_frames else ""
     with mpl.rc_context(SETTINGS):
         keys: list[Artist] = [line_key(schedule.phase_names[p], looks[p], arrow=True) for p in phases]
         if YELLOW in fills:
@@ -85,8 +86,7 @@ def write_gif(film: Film, path: Path, *, title: str | None = None, on_frame: Cal
                     artist.remove()
             return Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3].copy())
 
-        # One palette for all frames, from the picture that has every colour.
-        palette = picture(np.arange(len(lines)), "step 0123456789").quantize(96)
+        palette = _palette([*(looks[p].colour for p in phases), *fills])
         frames = []
         for step in steps.tolist():
             arrows = film.frame(step)
@@ -95,3 +95,20 @@ def write_gif(film: Film, path: Path, *, title: str | None = None, on_frame: Cal
             on_frame()
     durations = [FRAME_MS] * (len(frames) - 1) + [LAST_FRAME_MS]
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=durations, loop=0, optimize=False)
+
+
+def _palette(colours: Sequence[str]) -> Image.Image:
+    """Return a palette with every colour of the picture and its mixtures with white, which soften edges.
+
+    A palette made from the pixels would drop a colour that few pixels have, such as the red of a small hole.
+    """
+    used = dict.fromkeys([*colours, RED, INK, GREY, CABLE, CHIP_EDGE])
+    shades = [
+        round(255 + part * (255 * channel - 255))
+        for colour in used
+        for part in (1.0, 0.75, 0.5, 0.25)
+        for channel in to_rgb(colour)
+    ]
+    image = Image.new("P", (1, 1))
+    image.putpalette([255, 255, 255, *shades][: 3 * 256])
+    return image
