@@ -32,8 +32,21 @@ class ParameterError(MeshmendError, ValueError):
     """A parameter has a value, or a name, that makes no sense."""
 
 
+class MissingExtraError(MeshmendError, ImportError):
+    """Something that only some parts need is not installed.
+
+    Fields: `needed_for`, `missing` (what is not there), `install` (a command that brings it).
+    """
+
+    def __init__(self, needed_for: str, missing: str, install: str) -> None:
+        self.needed_for = needed_for
+        self.missing = missing
+        self.install = install
+        super().__init__(f"{needed_for} needs {missing}, which is not installed here. Install it with: {install}")
+
+
 class DrawingError(MeshmendError, ValueError):
-    """A picture cannot be made: of this schedule, in this form, or with what is installed."""
+    """A picture cannot be made of this schedule, or not in this form."""
 
 
 class PlanError(MeshmendError):

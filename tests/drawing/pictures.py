@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
-from meshmend import Schedule
+from meshmend import Mesh, Schedule, routing
 
 Pair = tuple[int, int]
 
@@ -45,19 +45,28 @@ def n_heads(figure: Figure, name: str) -> int:
 def sent_pairs(schedule: Schedule, phase: str) -> set[Pair]:
     """Who sends to whom in a phase, by a plain loop over the transfers."""
     number = schedule.phase_names.index(phase)
-    return {
-        (int(src), int(dst))
-        for src, dst, of in zip(schedule.src, schedule.dst, schedule.phase, strict=True)
-        if of == number
-    }
+    columns = (schedule.src.tolist(), schedule.dst.tolist(), schedule.phase.tolist())
+    return {(src, dst) for src, dst, of in zip(*columns, strict=True) if of == number}
 
 
-def both_ways(pairs: set[Pair]) -> int:
-    return sum((b, a) in pairs for a, b in pairs if a < b)
+def retraced(mesh: Mesh, pairs: set[Pair]) -> set[Pair]:
+    """The pairs whose way back is there too and crosses the same cables as the way there."""
+    listed = sorted(pairs)
+    walk = routing.trace(mesh, [a for a, _ in listed], [b for _, b in listed])
+    hops: dict[Pair, list[Any]] = {pair: [] for pair in listed}
+    for flow, _, link in sorted(zip(walk.flow.tolist(), walk.hop.tolist(), walk.link.tolist(), strict=True)):
+        hops[listed[flow]].append(mesh.link_ends(link))
+    return {(a, b) for a, b in pairs if hops.get((b, a)) == [(y, x) for x, y in reversed(hops[a, b])]}
 
 
-def one_way(pairs: set[Pair]) -> int:
-    return sum((b, a) not in pairs for a, b in pairs)
+def both_ways(mesh: Mesh, pairs: set[Pair]) -> int:
+    """Pairs that are joined by one line without a head."""
+    return len(retraced(mesh, pairs)) // 2
+
+
+def one_way(mesh: Mesh, pairs: set[Pair]) -> int:
+    """Pairs that are joined by an arrow."""
+    return len(pairs) - len(retraced(mesh, pairs))
 
 
 def assert_legible(figure: Figure) -> None:

@@ -86,8 +86,8 @@ def test_figure_10_shows_all_phases_of_the_plan() -> None:
     for phase in schedule.phases:
         pairs = sent_pairs(schedule, phase.name)
         plain = lines_of(picture, f"{phase.name}, both ways")
-        assert len(plain.get_paths() if plain else []) == both_ways(pairs)
-        assert n_heads(picture, phase.name) == one_way(pairs)
+        assert len(plain.get_paths() if plain else []) == both_ways(schedule.mesh, pairs)
+        assert n_heads(picture, phase.name) == one_way(schedule.mesh, pairs)
 
 
 def test_there_is_no_figure_11(tmp_path: Path) -> None:

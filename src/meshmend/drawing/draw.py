@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, get_args
 
-from meshmend.errors import DrawingError
+from meshmend.errors import DrawingError, MissingExtraError
 from meshmend.schedule import Schedule
 from meshmend.topology import Mesh, name_shape
 
@@ -169,9 +169,6 @@ def _canvas() -> ModuleType:
     """Import the part that needs matplotlib, or say how to get it."""
     try:
         from meshmend.drawing import canvas
-    except ModuleNotFoundError as error:
-        raise DrawingError(
-            f"Pictures need {error.name}, which is not installed: pip install 'meshmend[draw]'. "
-            "The step-by-step page (.html) needs nothing more."
-        ) from error
+    except ImportError:
+        raise MissingExtraError("Drawing pictures", "matplotlib", "pip install 'meshmend[draw]'") from None
     return canvas

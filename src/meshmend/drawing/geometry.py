@@ -140,6 +140,16 @@ def strokes(
     return [found[i] for i in range(len(src))]
 
 
+def same_way_back(mesh: Mesh, src: NDArray[np.int64], dst: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return, for each pair of ranks, whether the route back is the route there in reverse."""
+    same = np.ones(len(src), dtype=np.bool_)
+    far = np.flatnonzero(mesh.link(src, dst) < 0)
+    if len(far):
+        there, back = _routes(mesh, src[far], dst[far]), _routes(mesh, dst[far], src[far])
+        same[far] = [way == other[::-1] for way, other in zip(there, back, strict=True)]
+    return same
+
+
 def head(stroke: Stroke, length: float, width: float) -> Points:
     """Return the triangle of an arrow head whose tip is the end of the line."""
     end = stroke.pieces[-1]

@@ -25,7 +25,7 @@ from meshmend.drawing.canvas import (
     failed_key,
     line_key,
 )
-from meshmend.drawing.geometry import ASIDE, Layout, Points, strokes
+from meshmend.drawing.geometry import ASIDE, Layout, Points, same_way_back, strokes
 from meshmend.drawing.style import (
     COPY_DASH,
     DASHES,
@@ -49,7 +49,10 @@ MAX_TREES = 12
 
 @dataclass(frozen=True)
 class Lines:
-    """Distinct pairs of chips of one phase, each pair once; `both[i]` where transfers go both ways."""
+    """Distinct pairs of chips of one phase; `both[i]` where transfers go both ways over the same links.
+
+    Such a pair is listed once, with its smaller rank first.
+    """
 
     phase: int
     src: NDArray[np.int64]
@@ -65,9 +68,10 @@ def pair_lines(schedule: Schedule, phase: int, rows: NDArray[np.bool_] | None = 
     n = schedule.mesh.n_chips
     found = np.unique(schedule.src[wanted].astype(np.int64) * n + schedule.dst[wanted])
     src, dst = np.divmod(found, n)
-    returns = np.isin(dst * n + src, found)
-    keep = ~returns | (src < dst)
-    return Lines(phase, src[keep], dst[keep], returns[keep])
+    both = np.isin(dst * n + src, found)
+    both[both] = same_way_back(schedule.mesh, src[both], dst[both])
+    keep = ~both | (src < dst)
+    return Lines(phase, src[keep], dst[keep], both[keep])
 
 
 def draw_rings(
@@ -265,10 +269,7 @@ def draw_schedule_routes(schedule: Schedule, *, title: str | None = None) -> Fig
             title=title or f"{schedule.planner}: routes of transfers between chips that are not neighbours",
             subtitle=_describe(schedule),
             panels=[schedule.phase_names[phase] for phase in phases] if len(phases) > 1 else [""],
-            keys=[
-                *(line_key(schedule.phase_names[p], looks[p], arrow=not lines[p].both.all()) for p in phases),
-                *failed_key(layout),
-            ],
+            keys=[*_phase_keys(schedule, lines, looks), *failed_key(layout)],
         )
         for axes, phase in zip(sheet.panels, phases, strict=True):
             sheet.draw_mesh(axes)
@@ -311,12 +312,15 @@ def _phase_panels(
 def _phase_keys(schedule: Schedule, lines: dict[int, Lines], looks: tuple[Look, ...]) -> list[Artist]:
     """Return a legend entry a phase; phases that look alike share one, under the name of their family."""
     alike: dict[tuple[Look, bool], list[str]] = {}
+    mixed = any(pairs.both.any() and not pairs.both.all() for pairs in lines.values())
     for phase, pairs in lines.items():
         alike.setdefault((looks[phase], bool(pairs.both.all())), []).append(schedule.phase_names[phase])
     keys: list[Artist] = []
     for (look, both), names in alike.items():
         name = names[0] if len(names) == 1 else ", ".join(dict.fromkeys(name.split(":")[0] for name in names))
         keys.append(line_key(name + " (both ways)" * both, look, arrow=not both))
+    if mixed:
+        keys.append(line_key("without a head: both ways", Look(GREY), arrow=False))
     return keys
 
 
@@ -331,11 +335,16 @@ def _draw_lines(sheet: Sheet, axes: Axes, schedule: Schedule, lines: Lines, look
 
 
 def _comes_back_mirrored(schedule: Schedule) -> bool:
-    """Whether the copies use exactly the pairs that the additions use, backwards."""
+    """Whether the copies use exactly the pairs that the additions use, backwards, and the lines drawn for them."""
     n = schedule.mesh.n_chips
     src, dst = schedule.src.astype(np.int64), schedule.dst.astype(np.int64)
     adds = schedule.op == Op.REDUCE
-    return bool(np.array_equal(np.unique(src[adds] * n + dst[adds]), np.unique(dst[~adds] * n + src[~adds])))
+    there = np.unique(src[adds] * n + dst[adds])
+    if not np.array_equal(there, np.unique(dst[~adds] * n + src[~adds])):
+        return False
+    src, dst = np.divmod(there, n)
+    drawn_too = np.isin(dst * n + src, there)
+    return bool((drawn_too | same_way_back(schedule.mesh, src, dst)).all())
 
 
 def _panel_name(schedule: Schedule, phases: list[int], number: int, n_panels: int) -> str:
