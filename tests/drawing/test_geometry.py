@@ -7,8 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshmend import Mesh, routing
-from meshmend.drawing.geometry import MAX_LANE, STUB, Layout, Points, Stroke, cables, head, shorten, strokes
+from meshmend import Mesh, Op, Schedule, routing
+from meshmend.drawing.geometry import (
+    MAX_LANE,
+    STUB,
+    Layout,
+    Points,
+    Stroke,
+    cables,
+    head,
+    same_way_back,
+    shorten,
+    strokes,
+)
+from meshmend.drawing.views import pair_lines
 from meshmend.errors import DrawingError
 from strategies import meshes
 
@@ -119,3 +131,24 @@ def test_chips_that_are_cut_apart_cannot_be_joined() -> None:
     mesh = Mesh("1x5", failed=[(0, 2)])
     with pytest.raises(DrawingError, match=r"No route leads from \(0,0\) to \(0,4\)"):
         strokes(Layout(mesh), [0], [3], chip=CHIP)
+
+
+def test_dimension_order_comes_back_another_way_round_a_corner() -> None:
+    mesh = Mesh("3x3")
+    corner, across, beside = mesh.rank((0, 0)), mesh.rank((2, 2)), mesh.rank((0, 2))
+    src, dst = np.array([corner, corner, corner]), np.array([across, beside, 1])
+    assert same_way_back(mesh, src, dst).tolist() == [False, True, True]
+    # So a pair round a corner is two arrows, not one line for both ways.
+    schedule = Schedule(
+        mesh,
+        total_chunks=2,
+        step=[0, 0],
+        src=[corner, across],
+        dst=[across, corner],
+        first_chunk=[0, 1],
+        op=Op.REDUCE,
+        owners=[across, corner],
+    )
+    lines = pair_lines(schedule, 0)
+    assert sorted(zip(lines.src.tolist(), lines.dst.tolist(), strict=True)) == [(corner, across), (across, corner)]
+    assert not lines.both.any()
