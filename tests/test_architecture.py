@@ -25,6 +25,7 @@ ORDER = [
     "files",
     "planning",
     "study",
+    "drawing",
     "",
     "cli",
 ]
@@ -67,9 +68,14 @@ def test_the_verifier_knows_no_planner() -> None:
     assert "planning" not in imports_of(SOURCE / "verify.py")
 
 
+def test_drawing_knows_planners_only_for_the_figures_of_the_paper() -> None:
+    knowing = {path.name for path in (SOURCE / "drawing").glob("*.py") if "planning" in imports_of(path)}
+    assert knowing == {"paper.py"}
+
+
 def test_importing_meshmend_brings_no_extra() -> None:
     code = (
-        "import sys, meshmend, meshmend.cli, meshmend.numpy; "
+        "import sys, meshmend, meshmend.cli, meshmend.drawing, meshmend.numpy; "
         "print([m for m in ('jax', 'torch', 'matplotlib', 'simgrid', 'simpy') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -2,11 +2,13 @@
 
 >>> import meshmend as mm
 >>> mesh = mm.Mesh((8, 8), failed=[mm.Region(at=(2, 2), shape=(2, 2))])
->>> schedule = mm.plan(mesh, planner="row-pairs")     # proven before it is returned
+>>> schedule = mm.plan(mesh, payload_bytes=1e8, hardware="tpu-v3")     # the fastest plan, proven
 >>> schedule.mesh.n_chips
 60
 """
 
+from meshmend.cost import Forecast, Hardware, bound, predict
+from meshmend.drawing import draw
 from meshmend.errors import MeshmendError, PlanError, VerificationError
 from meshmend.files import load, save
 from meshmend.planning import plan
@@ -18,6 +20,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Collective",
+    "Forecast",
+    "Hardware",
     "Mesh",
     "MeshmendError",
     "Op",
@@ -26,8 +30,11 @@ __all__ = [
     "Region",
     "Schedule",
     "VerificationError",
+    "bound",
+    "draw",
     "load",
     "plan",
+    "predict",
     "save",
     "verify",
 ]

@@ -45,6 +45,10 @@ class MissingExtraError(MeshmendError, ImportError):
         super().__init__(f"{needed_for} needs {missing}, which is not installed here. Install it with: {install}")
 
 
+class DrawingError(MeshmendError, ValueError):
+    """A picture cannot be made of this schedule, or not in this form."""
+
+
 class PlanError(MeshmendError):
     """A planner cannot serve a mesh.
 

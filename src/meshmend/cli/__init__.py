@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from meshmend import __version__
-from meshmend.cli import compare, plan, predict, prepare, reproduce, route, verify
+from meshmend.cli import compare, draw, plan, predict, prepare, reproduce, route, verify
 
 app = typer.Typer(
     name="meshmend",
@@ -21,6 +21,7 @@ app.command("verify")(verify.command)
 app.command("predict")(predict.command)
 app.command("compare")(compare.command)
 app.command("reproduce")(reproduce.command)
+app.command("draw")(draw.command)
 
 
 def _print_version(wanted: bool) -> None:

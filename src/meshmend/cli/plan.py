@@ -24,10 +24,10 @@ from meshmend.cli.common import (
     told_errors,
 )
 from meshmend.cli.pricing import AutoHardwareOption, AutoPayloadOption
-from meshmend.cost import busiest_link_load
+from meshmend.cost import Hardware, busiest_link_load
 from meshmend.cost.units import name_seconds, parse_bytes
 from meshmend.files import save
-from meshmend.planning import PLANNERS, Auto, Choice, choose, make_planner, plan
+from meshmend.planning import PLANNERS, Auto, Choice, Planner, choose, make_planner, plan
 from meshmend.schedule import Schedule
 from meshmend.verify import Proof, verify
 
@@ -67,16 +67,7 @@ def command(
     """
     with told_errors(json):
         mesh = read_mesh(shape, fail, fail_cable, wrap)
-        chosen = make_planner(
-            planner,
-            **read_parameters(
-                orientation=orientation,
-                segments=segments,
-                chunks=chunks,
-                payload_bytes=None if payload is None else parse_bytes(payload),
-                hardware=hardware,
-            ),
-        )
+        chosen = read_planner(planner, orientation, segments, chunks, payload, hardware)
         started = time.perf_counter()
         choice = choose(mesh, chosen) if isinstance(chosen, Auto) else None
         schedule = choice.schedule if choice is not None else plan(mesh, chosen, verify=False)
@@ -93,9 +84,23 @@ def command(
                 _show_considered(choice)
 
 
-def read_parameters(**given: Any) -> dict[str, Any]:
-    """Return the planner's parameters that were given on the command line."""
-    return {name: value for name, value in given.items() if value is not None}
+def read_planner(
+    name: str,
+    orientation: str | None,
+    segments: int | None,
+    chunks: int | None,
+    payload: str | None,
+    hardware: str | Hardware | None,
+) -> Planner:
+    """Return the planner with the parameters that were given on the command line."""
+    given = {
+        "orientation": orientation,
+        "segments": segments,
+        "chunks": chunks,
+        "payload_bytes": None if payload is None else parse_bytes(payload),
+        "hardware": hardware,
+    }
+    return make_planner(name, **{key: value for key, value in given.items() if value is not None})
 
 
 def _considered_facts(choice: Choice) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from meshmend.cli.common import (
     read_mesh,
     told_errors,
 )
-from meshmend.cli.plan import ChunksOption, OrientationOption, PlannerOption, SegmentsOption, read_parameters
+from meshmend.cli.plan import ChunksOption, OrientationOption, PlannerOption, SegmentsOption, read_planner
 from meshmend.cli.pricing import (
     HardwareOption,
     HopLatencyOption,
@@ -60,10 +60,8 @@ def command(
         mesh = read_mesh(shape, fail, fail_cable, wrap)
         chosen = read_hardware(hardware, link_rate, step_latency, hop_latency, links_at_once)
         payload_bytes = parse_bytes(payload)
-        parameters = read_parameters(orientation=orientation, segments=segments, chunks=chunks)
-        if planner == Auto.name:
-            parameters |= {"payload_bytes": payload_bytes, "hardware": chosen}
-        schedule = plan(mesh, planner, **parameters)
+        told = (payload, chosen) if planner == Auto.name else (None, None)
+        schedule = plan(mesh, read_planner(planner, orientation, segments, chunks, *told))
         forecast = predict(schedule, payload_bytes, chosen, mode=read_mode(mode))
         if json:
             print_json(

@@ -22,11 +22,10 @@ from meshmend.cli.common import (
     read_mesh,
     told_errors,
 )
-from meshmend.cli.plan import ChunksOption, OrientationOption, PlannerOption, SegmentsOption, read_parameters
+from meshmend.cli.plan import ChunksOption, OrientationOption, PlannerOption, SegmentsOption, read_planner
 from meshmend.cli.pricing import AutoHardwareOption, AutoPayloadOption
-from meshmend.cost.units import parse_bytes
 from meshmend.errors import MeshError, PlanError
-from meshmend.planning import Auto, PlanCache, make_planner, plan
+from meshmend.planning import Auto, PlanCache, plan
 from meshmend.topology import Mesh, Region, all_placements, name_shape, parse_shape
 
 
@@ -57,16 +56,7 @@ def command(
         mesh = read_mesh(shape, fail, fail_cable, wrap)
         hosts = _hosts(mesh, host)
         store = PlanCache(cache)
-        chosen = make_planner(
-            planner,
-            **read_parameters(
-                orientation=orientation,
-                segments=segments,
-                chunks=chunks,
-                payload_bytes=None if payload is None else parse_bytes(payload),
-                hardware=hardware,
-            ),
-        )
+        chosen = read_planner(planner, orientation, segments, chunks, payload, hardware)
         ready, refused = 0, {}
         started = time.perf_counter()
         columns = (TextColumn("planning for the loss of"), TextColumn("{task.description}"), BarColumn())

@@ -1,0 +1,148 @@
+"""`meshmend draw`: a plan, routes or a figure of the paper, as a picture, a moving picture or a page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from meshmend.cli.common import (
+    FailCableOption,
+    FailOption,
+    JsonOption,
+    WrapOption,
+    mesh_facts,
+    print_facts,
+    print_json,
+    read_mesh,
+    told_errors,
+)
+from meshmend.cli.plan import ChunksOption, OrientationOption, SegmentsOption, read_planner
+from meshmend.cli.pricing import AutoHardwareOption, AutoPayloadOption
+from meshmend.drawing import WHAT, Drawing, draw, draw_routes
+from meshmend.drawing.paper import FIGURES, draw_paper_figure
+from meshmend.errors import DrawingError
+from meshmend.files import load
+from meshmend.planning import PLANNERS, Auto, plan
+from meshmend.schedule import Schedule
+from meshmend.topology import parse_chip
+
+
+def command(
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="F", help="Where to: .svg .png .pdf, or .gif .html for steps.")
+    ],
+    shape: Annotated[
+        str | None, typer.Argument(metavar="[SHAPE]", help="Chips along each axis, as in 16x32.", show_default=False)
+    ] = None,
+    planner: Annotated[
+        str | None, typer.Option("--planner", metavar="NAME", help=f"One of: {', '.join(PLANNERS)} (the default).")
+    ] = None,
+    fail: FailOption = None,
+    fail_cable: FailCableOption = None,
+    wrap: WrapOption = "none",
+    orientation: OrientationOption = None,
+    segments: SegmentsOption = None,
+    chunks: ChunksOption = None,
+    payload: AutoPayloadOption = None,
+    hardware: AutoHardwareOption = None,
+    what: Annotated[
+        str | None, typer.Option("--what", metavar="WHAT", help=f"One of: {', '.join(WHAT)}. Else what fits best.")
+    ] = None,
+    chunk: Annotated[
+        list[int] | None, typer.Option("--chunk", metavar="K", help="trees: a chunk whose tree is drawn. Repeatable.")
+    ] = None,
+    steps: Annotated[str | None, typer.Option("--steps", metavar="A-B", help="steps: show only steps A to B.")] = None,
+    route: Annotated[
+        list[str] | None,
+        typer.Option("--route", metavar="r,c-r,c", help="Draw the route between two chips, no plan. Repeatable."),
+    ] = None,
+    schedule_file: Annotated[
+        Path | None, typer.Option("--schedule", metavar="F", help="Draw a schedule that `plan --save` wrote.")
+    ] = None,
+    figure: Annotated[
+        int | None, typer.Option("--figure", metavar="N", help="Draw figure N of the paper, 1 to 10, from our plans.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Draw a plan: its rings, trees, routes or link load, or every step of it.
+
+    Example: meshmend draw 8x8 --fail 2x2@2,2 --planner row-pairs -o rings.svg
+    """
+    with told_errors(json):
+        parameters = (orientation, segments, chunks, payload, hardware)
+        mesh_options = (fail, fail_cable, wrap != "none" or None)
+        if figure is not None:
+            _refuse("--figure", shape, planner, schedule_file, route, what, chunk, steps, *mesh_options)
+            drawing = draw_paper_figure(figure, output)
+            facts: dict[str, Any] = {**mesh_facts(FIGURES[figure].mesh), "planner": FIGURES[figure].planner or None}
+        elif route is not None:
+            _refuse("--route", planner, schedule_file, what, chunk, steps)
+            mesh = read_mesh(_needed(shape), fail, fail_cable, wrap)
+            drawing = draw_routes(mesh, [_read_route(text) for text in route], output)
+            facts = {**mesh_facts(mesh), "planner": None}
+        else:
+            if schedule_file is not None:
+                _refuse("--schedule", shape, planner, *parameters, *mesh_options)
+                schedule = load(schedule_file)
+            else:
+                mesh = read_mesh(_needed(shape), fail, fail_cable, wrap)
+                schedule = plan(mesh, read_planner(planner or Auto.name, *parameters))
+            drawing = _draw(schedule, output, what, chunk, _read_steps(steps))
+            facts = {**mesh_facts(schedule.mesh), "planner": schedule.planner}
+        _tell(drawing, facts, json)
+
+
+def _draw(
+    schedule: Schedule, output: Path, what: Any, chunks: list[int] | None, steps: tuple[int, int] | None
+) -> Drawing:
+    """Draw; moving pictures take seconds, so they get a progress bar on standard error."""
+    if output.suffix != ".gif":
+        return draw(schedule, output, what, chunks=chunks, steps=steps)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("frames", total=None)
+        return draw(schedule, output, what, chunks=chunks, steps=steps, on_frame=lambda: progress.advance(bar))
+
+
+def _tell(drawing: Drawing, facts: dict[str, Any], json: bool) -> None:
+    if json:
+        written = {"what": drawing.what, "file": str(drawing.path), "bytes": drawing.n_bytes, "note": drawing.note}
+        print_json({**facts, **written})
+        return
+    told = {"shows": drawing.what, "file": str(drawing.path), "size": f"{drawing.n_bytes / 1000:,.0f} kB"}
+    if drawing.note:
+        told["note"] = drawing.note
+    print_facts("Drawing", told)
+
+
+def _refuse(option: str, *others: object) -> None:
+    if any(other is not None for other in others):
+        raise DrawingError(
+            f"{option} says all there is to say about the plan: leave out the other options of the plan."
+        )
+
+
+def _needed(shape: str | None) -> str:
+    if shape is None:
+        raise DrawingError("Say which mesh to draw, as in: meshmend draw 8x8 --planner row-pairs -o rings.svg.")
+    return shape
+
+
+def _read_route(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    ends = text.split("-")
+    if len(ends) != 2:
+        raise DrawingError(f"{text!r} is not a route. Write its two chips, as in 0,0-3,5.")
+    return parse_chip(ends[0]), parse_chip(ends[1])
+
+
+def _read_steps(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d{1,9})-(\d{1,9})", text, re.ASCII)
+    if match is None:
+        raise DrawingError(f"--steps {text}: expected the first and the last step, as in 0-40.")
+    return int(match[1]), int(match[2])

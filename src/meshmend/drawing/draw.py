@@ -1,0 +1,174 @@
+"""`draw`: a schedule or routes to a file. The ending of the file chooses the form, `what` chooses what is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal, get_args
+
+from meshmend.errors import DrawingError, MissingExtraError
+from meshmend.schedule import Schedule
+from meshmend.topology import Mesh, name_shape
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+What = Literal["rings", "phases", "load", "routes", "trees", "steps"]
+WHAT: tuple[What, ...] = get_args(What)
+STILL, MOVING = (".svg", ".png", ".pdf"), (".gif", ".html")
+MAX_CHIPS = 2**14
+"""128×128: a larger mesh has no room for its chips on a page."""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What was written. `note` says what was left out, if anything was."""
+
+    path: Path
+    what: str
+    n_bytes: int
+    note: str = ""
+
+
+def draw(
+    schedule: Schedule,
+    path: str | Path,
+    what: What | None = None,
+    *,
+    chunks: Iterable[int] | None = None,
+    steps: tuple[int, int] | None = None,
+    title: str | None = None,
+    on_frame: Callable[[], None] = lambda: None,
+) -> Drawing:
+    """Draw a schedule to `path`: .svg, .png and .pdf are pictures; .gif and .html show it step by step.
+
+    `what` is one of
+
+    - "rings": who sends to whom, coloured by phase. What pictures show unless told, or unless the schedule is
+      made of trees.
+    - "phases": the same, every phase in a panel of its own, in order of time.
+    - "load": a heat map of what each link carries.
+    - "routes": the ways of the transfers between chips that are not neighbours.
+    - "trees": how the contributions to each of `chunks` come together; four chunks unless told.
+    - "steps": the transfers of every step, or of `steps` = (first, last). What .gif and .html show.
+
+    >>> import meshmend as mm, tempfile
+    >>> schedule = mm.plan(mm.Mesh("4x4", failed=["2x2@2,2"]), "row-pairs")
+    >>> draw(schedule, f"{tempfile.mkdtemp()}/steps.html").what
+    'steps'
+    """
+    path = Path(path)
+    kind = check_ending(path, STILL + MOVING)
+    check_size(schedule.mesh)
+    if what is not None and what not in WHAT:
+        raise DrawingError(f"There is no picture {what!r}. What can be drawn: {', '.join(WHAT)}.")
+    chosen = what or default_what(schedule, kind)
+    if (chosen == "steps") != (kind in MOVING):
+        forms = MOVING if chosen == "steps" else STILL
+        raise DrawingError(f"{path.name} cannot show {chosen}: {chosen} go into {' or '.join(forms)}.")
+    if chunks is not None and chosen != "trees":
+        raise DrawingError(f"Chunks are chosen for trees, not for {chosen}.")
+    if steps is not None and chosen != "steps":
+        raise DrawingError(f"Steps are chosen for .gif and .html, not for {chosen}.")
+    note = ""
+    if chosen != "steps":
+        _canvas().write(figure(schedule, chosen, chunks=chunks, title=title), path)
+    else:
+        from meshmend.drawing.film import film
+
+        scenes = film(schedule, steps)
+        if kind == ".html":
+            from meshmend.drawing.page import write_page
+
+            write_page(scenes, path, title=title)
+        else:
+            _canvas()
+            from meshmend.drawing.gif import shown_steps, write_gif
+
+            shown = len(shown_steps(scenes))
+            if shown < scenes.n_frames:
+                note = f"shows {shown} of {scenes.n_frames:,} steps; an .html page shows them all"
+            write_gif(scenes, path, title=title, on_frame=on_frame)
+    return Drawing(path, chosen, path.stat().st_size, note)
+
+
+def figure(
+    schedule: Schedule, what: What = "rings", *, chunks: Iterable[int] | None = None, title: str | None = None
+) -> Figure:
+    """Return a picture as a matplotlib figure, for a notebook or for more drawing; see `draw`."""
+    _canvas()
+    from meshmend.drawing import views
+
+    check_size(schedule.mesh)
+    match what:
+        case "rings":
+            return views.draw_rings(schedule, title=title)
+        case "phases":
+            return views.draw_phases(schedule, title=title)
+        case "load":
+            return views.draw_load(schedule, title=title)
+        case "routes":
+            return views.draw_schedule_routes(schedule, title=title)
+        case "trees":
+            return views.draw_trees(schedule, chunks, title=title)
+        case other:
+            raise DrawingError(f"There is no still picture {other!r}. Stills: {', '.join(WHAT[:-1])}.")
+
+
+def draw_routes(
+    mesh: Mesh,
+    routes: Iterable[tuple[Sequence[int], Sequence[int]]],
+    path: str | Path,
+    *,
+    title: str | None = None,
+) -> Drawing:
+    """Draw the network's routes between pairs of chips, given by their coordinates (figures 1 and 2 of the paper)."""
+    path = Path(path)
+    check_ending(path, STILL)
+    check_size(mesh)
+    canvas = _canvas()
+    from meshmend.drawing import views
+
+    pairs = [(mesh.rank(src), mesh.rank(dst)) for src, dst in routes]
+    if not pairs or any(src == dst for src, dst in pairs):
+        raise DrawingError("A route joins two different chips; name at least one, as in --route 0,0-3,5.")
+    canvas.write(views.draw_routes(mesh, [a for a, _ in pairs], [b for _, b in pairs], title=title), path)
+    return Drawing(path, "routes", path.stat().st_size)
+
+
+def default_what(schedule: Schedule, kind: str) -> What:
+    """Return what is shown unless told."""
+    if kind in MOVING:
+        return "steps"
+    return "trees" if any("root" in name or "tree" in name for name in schedule.phase_names) else "rings"
+
+
+def check_ending(path: Path, endings: Sequence[str]) -> str:
+    """Return the ending of a file's name if it is one of those that can be written."""
+    if path.suffix not in endings:
+        raise DrawingError(
+            f"{path.name} ends in {path.suffix!r}; a drawing is {', '.join(endings[:-1])} or {endings[-1]}."
+        )
+    if not path.parent.is_dir():
+        raise DrawingError(f"{path} cannot be written: there is no directory {path.parent}.")
+    return path.suffix
+
+
+def check_size(mesh: Mesh) -> None:
+    """Refuse meshes whose chips would be smaller than a dot."""
+    if mesh.size > MAX_CHIPS:
+        raise DrawingError(
+            f"A {name_shape(mesh.shape)} mesh has {mesh.size:,} chips; up to {MAX_CHIPS:,} fit on a picture. "
+            "Draw a smaller mesh with the same kind of hole."
+        )
+
+
+def _canvas() -> ModuleType:
+    """Import the part that needs matplotlib, or say how to get it."""
+    try:
+        from meshmend.drawing import canvas
+    except ImportError:
+        raise MissingExtraError("Drawing pictures", "matplotlib", "pip install 'meshmend[draw]'") from None
+    return canvas

@@ -1,0 +1,149 @@
+"""Page: the steps of a schedule as one HTML file that plays, pauses, steps and slides, and needs nothing else.
+
+The file carries the mesh, one line an arrow, and for each step only the arrows that appear or disappear: rings
+repeat themselves, so even thousands of steps stay small. Stepping back undoes the same changes.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshmend.drawing.film import Film
+from meshmend.drawing.geometry import Stroke, cables
+from meshmend.drawing.style import RED, YELLOW, chip_fills, phase_looks, phases_in_order
+from meshmend.errors import DrawingError, name_chip
+from meshmend.schedule import Op
+
+MAX_PAGE_BYTES = 32_000_000
+"""Largest page that is written: browsers open this in about a second."""
+CHIP_HALF = 0.24
+
+
+def write_page(film: Film, path: Path, *, title: str | None = None) -> None:
+    """Write the film as one HTML file."""
+    schedule = film.schedule
+    heading = title or f"{schedule.planner} {schedule.collective} on {schedule.mesh}"
+    fills = chip_fills(schedule)
+    changes = _changes(film)
+    facts: dict[str, Any] = {
+        "first": film.first,
+        "last": film.last,
+        "steps": schedule.n_steps,
+        "box": film.layout.box,
+        "chip": CHIP_HALF,
+        "live": film.layout.live.ravel().astype(int).tolist(),
+        "failed": film.layout.failed.ravel().astype(int).tolist(),
+        "fill": fills,
+        "red": RED,
+        "names": [name_chip(chip) for chip in schedule.mesh.coords.tolist()],
+        "cables": [_short(line) for line in cables(film.layout)],
+        "broken": [[int(schedule.mesh.rank_of[end]) for end in cable] for cable in schedule.mesh.failed_cables],
+        "colours": "Blue: its pair is whole. Yellow: its pair has a hole." if YELLOW in fills else "",
+        "phases": _phases(film),
+        "order": [phase for phase in phases_in_order(schedule) if (film.arrows[2] == phase).any()],
+        **_arrows(film),
+        "changes": base64.b64encode(changes).decode(),
+    }
+    # No "<" inside the script element: a phase name from a file must not end it.
+    data = json.dumps(facts, separators=(",", ":")).replace("<", "\\u003c")
+    words = {
+        "title": html.escape(heading),
+        "facts": html.escape(
+            f"{schedule.mesh.n_chips:,} live chips, {schedule.n_steps:,} steps, {schedule.n_transfers:,} transfers, "
+            f"{schedule.total_chunks:,} chunks"
+        ),
+        "data": data,
+    }
+    text = (files("meshmend.drawing") / "page.html").read_text(encoding="utf-8")
+    for name, value in words.items():
+        text = text.replace("{{" + name + "}}", value)
+    size = len(text.encode())
+    if size > MAX_PAGE_BYTES:
+        raise DrawingError(
+            f"The page would have {size / 1e6:.0f} MB; at most {MAX_PAGE_BYTES / 1e6:.0f} MB are written. "
+            f"Show fewer steps (this schedule has {schedule.n_steps:,}), as in --steps 0-100, or plan fewer chunks."
+        )
+    path.write_text(text, encoding="utf-8")
+
+
+def _arrows(film: Film) -> dict[str, Any]:
+    """Return ends, phase and line of each arrow; arrows of different phases between the same chips share a line."""
+    src, dst, phase = film.arrows
+    lines = film.strokes(CHIP_HALF)
+    number: dict[tuple[int, int], int] = {}
+    shapes: list[Stroke] = []
+    for line in lines:
+        if (line.src, line.dst) not in number:
+            number[line.src, line.dst] = len(shapes)
+            shapes.append(line)
+    return {
+        "src": src.tolist(),
+        "dst": dst.tolist(),
+        "phase": phase.tolist(),
+        "line": [number[line.src, line.dst] for line in lines],
+        "lines": [[_short(piece) for piece in line.pieces] for line in shapes],
+    }
+
+
+def _short(points: NDArray[np.float64]) -> list[float]:
+    return [int(x) if x == int(x) else x for x in np.round(points.ravel(), 2).tolist()]
+
+
+def _phases(film: Film) -> list[dict[str, Any]]:
+    """Return name, look and active stretches of every phase, by its number."""
+    schedule = film.schedule
+    found = []
+    for index, (name, look) in enumerate(zip(schedule.phase_names, phase_looks(schedule), strict=True)):
+        rows = schedule.phase == index
+        active = np.unique(schedule.step[rows])
+        active = active[(active >= film.first) & (active <= film.last)]
+        breaks = np.flatnonzero(np.diff(active) > 1)
+        stretches: list[list[int]] = []
+        if len(active):
+            # A phase that stops and starts hundreds of times reads as one stretch.
+            breaks = breaks if len(breaks) < 200 else breaks[:0]
+            stretches = np.stack([active[np.r_[0, breaks + 1]], active[np.r_[breaks, -1]]], axis=1).tolist()
+        found.append(
+            {
+                "name": name,
+                "colour": look.colour,
+                "dash": list(look.dash),
+                "open": look.open_head,
+                "does": "replaces" if (schedule.op[rows] == Op.COPY).all() else "adds",
+                "active": stretches,
+            }
+        )
+    return found
+
+
+def _changes(film: Film) -> bytes:
+    """Return, for every step, how many arrows change and which, as differences of their numbers in LEB128."""
+    numbers: list[NDArray[np.int64]] = []
+    before = np.empty(0, dtype=np.int64)
+    for step in range(film.first, film.last + 1):
+        now = film.frame(step)
+        changed = np.setxor1d(before, now, assume_unique=True)
+        numbers += [np.array([len(changed)]), np.diff(changed, prepend=0)]
+        before = now
+    return leb128(np.concatenate(numbers))
+
+
+def leb128(numbers: NDArray[np.int64]) -> bytes:
+    """Write numbers of up to 28 bits in as few bytes as they need, 7 bits a byte, low bits first.
+
+    >>> leb128(np.array([5, 300])).hex()
+    '05ac02'
+    """
+    parts = np.stack([(numbers >> shift) & 0x7F for shift in (0, 7, 14, 21)], axis=1).astype(np.uint8)
+    length = 1 + (numbers >= 1 << 7) + (numbers >= 1 << 14) + (numbers >= 1 << 21)
+    place = np.arange(4)
+    parts[place < length[:, None] - 1] |= 0x80
+    return parts[place < length[:, None]].tobytes()

@@ -1,0 +1,103 @@
+"""Style: the colours and strokes that a phase is drawn with, the same in every picture, animation and page.
+
+Colours are those of Okabe and Ito, which readers with any of the common colour blindnesses can tell apart
+(https://jfly.uni-koeln.de/color/). Colour never carries a difference alone: what adds is a full line with a full
+arrow head, what copies is a dashed line with an open one, and a failed chip is crossed out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshmend.schedule import Op, Schedule
+
+BLUE = "#0072B2"
+VERMILION = "#D55E00"
+GREEN = "#00B888"
+"""Their bluish green, lighter, so that those who see no blue tell it from the blue by its lightness."""
+ORANGE = "#E69F00"
+PURPLE = "#CC79A7"
+SKY = "#56B4E9"
+YELLOW = "#F0E442"
+INK = "#1A1A1A"
+GREY = "#6B6B6B"
+CABLE = "#C9CDD2"
+CHIP = "#F2F3F5"
+CHIP_EDGE = "#4A4F55"
+BLUE_CHIP = "#CFE3F1"
+RED = "#CC3311"
+"""Failed chips. A red that stays darker than every other fill for those who see no red."""
+
+SEQUENCE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, INK)
+"""For things that have no colour of their own, in this order."""
+
+DASHES: tuple[tuple[float, ...], ...] = ((), (5, 1.6), (1.2, 1.2), (6, 1.4, 1.2, 1.4))
+"""Dash patterns in widths of the line, for things that share a picture; the first is a full line."""
+
+COPY_DASH = (2.4, 1.4)
+
+
+@dataclass(frozen=True)
+class Look:
+    """How the transfers of a phase are drawn. `dash` is in widths of the line, empty for a full one."""
+
+    colour: str
+    dash: tuple[float, ...] = ()
+    open_head: bool = False
+
+
+def phase_looks(schedule: Schedule) -> tuple[Look, ...]:
+    """Return the look of each of `phase_names`.
+
+    What stands before the colon of a phase's name is the family that shares a colour: the rings of the first phase
+    are blue and rings of shards green, the yellow blocks orange, and what goes between yellow and blue black; along X
+    is red and along Y is blue, as in the paper. Other families take colours in turn.
+    """
+    copies = _copying_phases(schedule)
+    taken: dict[str, str] = {}
+    looks = []
+    for index, name in enumerate(schedule.phase_names):
+        family = name.split(":")[0].strip()
+        colour = _own_colour(family) or taken.setdefault(family, SEQUENCE[len(taken) % len(SEQUENCE)])
+        dash = DASHES[1] if family == "along Y" else ()
+        looks.append(Look(colour, COPY_DASH if index in copies else dash, index in copies))
+    return tuple(looks)
+
+
+def chip_fills(schedule: Schedule) -> list[str]:
+    """Return the fill of each live chip: yellow for those that work in yellow blocks, then blue for all others."""
+    inside = [i for i, name in enumerate(schedule.phase_names) if name.startswith("yellow blocks")]
+    rows = np.isin(schedule.phase, inside)
+    yellow = {*schedule.src[rows].tolist(), *schedule.dst[rows].tolist()}
+    other = BLUE_CHIP if yellow else CHIP
+    return [YELLOW if rank in yellow else other for rank in range(schedule.mesh.n_chips)]
+
+
+def phases_in_order(schedule: Schedule) -> list[int]:
+    """Return the phases that have transfers, by number, in order of their first and last step."""
+    spans = []
+    for phase in np.unique(schedule.phase).tolist():
+        steps = schedule.step[schedule.phase == phase]
+        spans.append((int(steps[0]), int(steps[-1]), int(phase)))
+    return [phase for _, _, phase in sorted(spans)]
+
+
+def _own_colour(family: str) -> str | None:
+    for words, colour in (
+        ("of shards", GREEN),
+        ("yellow blocks", ORANGE),
+        ("yellow", INK),
+        ("along X", VERMILION),
+        ("along Y", BLUE),
+        ("ring", BLUE),
+    ):
+        if words in family:
+            return colour
+    return None
+
+
+def _copying_phases(schedule: Schedule) -> set[int]:
+    adds = set(schedule.phase[schedule.op == Op.REDUCE].tolist())
+    return {int(phase) for phase in set(schedule.phase.tolist()) - adds}

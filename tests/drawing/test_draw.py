@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+from typer.testing import CliRunner
+
+from meshmend import Mesh, plan
+from meshmend.cli import app
+from meshmend.drawing import draw, draw_routes, figure
+from meshmend.drawing.draw import default_what
+from meshmend.errors import DrawingError, MeshError
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize("ending", [".svg", ".png", ".pdf", ".gif", ".html"])
+def test_the_ending_chooses_the_form(ending: str, tmp_path: Path) -> None:
+    magic = {".svg": b"<?xml", ".png": b"\x89PNG", ".pdf": b"%PDF", ".gif": b"GIF89a", ".html": b"<!DOCTYPE html>"}
+    drawing = draw(plan(Mesh("2x4"), "row-pairs"), tmp_path / f"picture{ending}")
+    assert drawing.path.read_bytes().startswith(magic[ending])
+    assert drawing.n_bytes == drawing.path.stat().st_size
+    assert drawing.what == ("steps" if ending in (".gif", ".html") else "rings")
+
+
+def test_schedules_of_trees_are_drawn_as_trees() -> None:
+    schedule = plan(Mesh("4x4"), "hamiltonian")
+    assert default_what(schedule, ".svg") == "rings"
+    tree = type(schedule)(
+        schedule.mesh,
+        total_chunks=schedule.total_chunks,
+        **{name: getattr(schedule, name) for name in ("step", "src", "dst", "op", "phase", "first_chunk", "owners")},
+        phase_names=("reduce to the roots", "broadcast from the roots"),
+    )
+    assert default_what(tree, ".svg") == "trees"
+    assert default_what(tree, ".html") == "steps"
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        ("a.jpg", {}, r"a.jpg ends in '.jpg'; a drawing is .svg, .png, .pdf, .gif or .html"),
+        ("nowhere/a.svg", {}, "there is no directory"),
+        ("a.svg", {"what": "mess"}, "There is no picture 'mess'. What can be drawn: rings, phases"),
+        ("a.svg", {"what": "steps"}, r"a.svg cannot show steps: steps go into .gif or .html"),
+        ("a.gif", {"what": "load"}, r"a.gif cannot show load: load go into .svg or .png or .pdf"),
+        ("a.svg", {"chunks": [1]}, "Chunks are chosen for trees, not for rings"),
+        ("a.svg", {"steps": (0, 1)}, "Steps are chosen for .gif and .html, not for rings"),
+    ],
+)
+def test_what_cannot_be_drawn_is_said(name: str, words: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(DrawingError, match=message):
+        draw(plan(Mesh("4x4"), "hamiltonian"), tmp_path / name, **words)
+    assert not (tmp_path / name).exists()
+
+
+def test_meshes_without_room_on_a_page_are_refused(tmp_path: Path) -> None:
+    mesh = Mesh("129x128")
+    with pytest.raises(DrawingError, match="has 16,512 chips; up to 16,384 fit on a picture"):
+        draw_routes(mesh, [((0, 0), (1, 1))], tmp_path / "a.svg")
+
+
+def test_routes_are_between_two_live_chips(tmp_path: Path) -> None:
+    mesh = Mesh("4x4", failed=["1,1"])
+    with pytest.raises(DrawingError, match="joins two different chips"):
+        draw_routes(mesh, [((0, 0), (0, 0))], tmp_path / "a.svg")
+    with pytest.raises(DrawingError, match="name at least one"):
+        draw_routes(mesh, [], tmp_path / "a.svg")
+    with pytest.raises(MeshError, match=r"Chip \(1,1\) has failed"):
+        draw_routes(mesh, [((0, 0), (1, 1))], tmp_path / "a.svg")
+    assert draw_routes(mesh, [((1, 0), (1, 3))], tmp_path / "a.svg").what == "routes"
+
+
+def test_a_figure_can_be_drawn_on(tmp_path: Path) -> None:
+    schedule = plan(Mesh("4x4"), "two-color")
+    picture = figure(schedule, "load", title="Mine")
+    assert isinstance(picture, Figure)
+    assert any(text.get_text() == "Mine" for text in picture.texts)
+    with pytest.raises(DrawingError, match="There is no still picture 'steps'"):
+        figure(schedule, "steps")
+
+
+def test_without_matplotlib_the_page_still_works(tmp_path: Path) -> None:
+    code = f"""
+import sys
+sys.modules["matplotlib"] = None
+import meshmend as mm
+from meshmend.drawing import draw
+schedule = mm.plan(mm.Mesh("4x4"), "hamiltonian")
+draw(schedule, {str(tmp_path / "a.html")!r})
+try:
+    draw(schedule, {str(tmp_path / "a.svg")!r})
+except mm.MeshmendError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Drawing pictures needs matplotlib, which is not installed here" in done.stdout
+    assert (tmp_path / "a.html").exists()
+
+
+COMMANDS = re.findall(r"^\$ meshmend (.*)$", (DOCS / "drawing.md").read_text(encoding="utf-8"), re.M)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_of_the_documentation_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, shlex.split(command))
+    assert result.exit_code == 0, result.output
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_python_of_the_documentation_runs(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "drawing.md").read_text(encoding="utf-8"), re.S)
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"rings.svg", "load.svg", "steps.html"}

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from meshmend.cli import app
+
+
+def run(*words: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["draw", *words])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def run_json(*words: str, code: int = 0) -> Any:
+    return json.loads(run(*words, "--json", code=code))
+
+
+HOLED = ["8x8", "--fail", "2x2@2,2", "--planner", "row-pairs"]
+
+
+@pytest.mark.parametrize("what", ["rings", "phases", "load", "routes", "trees"])
+def test_every_picture_of_a_plan(what: str, tmp_path: Path) -> None:
+    path = tmp_path / "picture.svg"
+    facts = run_json(*HOLED, "--what", what, "-o", str(path))
+    assert facts["what"] == what
+    assert facts["planner"] == "row-pairs"
+    assert facts["failed"] == ["2x2@2,2"]
+    assert facts["file"] == str(path)
+    assert facts["bytes"] == path.stat().st_size
+
+
+def test_people_see_what_was_drawn_and_where(tmp_path: Path) -> None:
+    shown = run(*HOLED, "-o", str(tmp_path / "rings.svg"))
+    for words in ("shows", "rings", "file", "size"):
+        assert words in shown
+
+
+def test_parameters_reach_the_planner_and_the_picture(tmp_path: Path) -> None:
+    path = tmp_path / "picture.svg"
+    run(*HOLED, "--orientation", "columns", "--what", "trees", "--chunk", "3", "--chunk", "7", "-o", str(path))
+    text = path.read_text(encoding="utf-8")
+    assert "chunk 3: " in text
+    assert "chunk 7: " in text
+    assert "column rings: reduce-scatter" in text
+
+
+def test_steps_of_a_saved_plan(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.npz"
+    words = ["plan", "4x4", "--planner", "two-color", "--wrap", "all", "--save", str(plan)]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    facts = run_json("--schedule", str(plan), "--steps", "2-5", "-o", str(tmp_path / "steps.gif"))
+    assert facts["what"] == "steps"
+    assert facts["wrap"] == [True, True]
+    long = run("10x10", "--planner", "hamiltonian", "-o", str(tmp_path / "long.gif"), "--steps", "0-160")
+    assert "shows 81 of 161 steps" in " ".join(long.split())
+
+
+def test_routes_without_a_plan(tmp_path: Path) -> None:
+    facts = run_json("6x6", "--fail", "2x2@2,2", "--route", "2,0-4,5", "--route", "0,3-5,3", "-o", f"{tmp_path}/a.svg")
+    assert facts["what"] == "routes"
+    assert facts["planner"] is None
+    assert "(2,0) to (4,5): " in (tmp_path / "a.svg").read_text(encoding="utf-8")
+
+
+def test_figures_of_the_paper(tmp_path: Path) -> None:
+    facts = run_json("--figure", "9", "-o", str(tmp_path / "a.svg"))
+    assert (facts["what"], facts["planner"], facts["failed"]) == ("figure 9", "row-pairs", ["2x2@2,2"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-o", "a.svg"], "Say which mesh to draw"),
+        (["8x8", "--planner", "best", "-o", "a.svg"], "There is no planner 'best'"),
+        (["--figure", "11", "-o", "a.svg"], "there is no figure 11"),
+        (["8x8", "--figure", "9", "-o", "a.svg"], "--figure says all there is to say"),
+        (["8x8", "--route", "0,0", "-o", "a.svg"], "'0,0' is not a route. Write its two chips, as in 0,0-3,5"),
+        (["8x8", "--planner", "two-color", "--steps", "3", "-o", "a.gif"], "as in 0-40"),
+        (["--schedule", "nowhere.npz", "-o", "a.svg"], "nowhere.npz cannot be read"),
+        (["8x8", "--planner", "two-color", "-o", "a.jpg"], "a.jpg ends in '.jpg'"),
+    ],
+)
+def test_errors_are_one_sentence_and_exit_code_one(words: list[str], message: str) -> None:
+    shown = run(*words, code=1)
+    assert shown.startswith("Error: ")
+    assert message in shown
+    assert message in run_json(*words, code=1)["message"]
