@@ -1,0 +1,25 @@
+"""The JAX engine: runs a schedule on the devices of a holed mesh, inside `jax.shard_map`.
+
+>>> import jax, meshmend as mm, meshmend.jax as mmj
+>>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
+>>> program = mmj.prepare(mm.plan(fabric.mesh, "hamiltonian"), fabric)
+"""
+
+from meshmend.jax.collectives import Shards, all_gather, all_reduce, reduce_scatter, shard_of
+from meshmend.jax.fabric import Fabric, discover
+from meshmend.jax.program import Halves, Program, abstract_program, prepare, prepare_halves
+
+__all__ = [
+    "Fabric",
+    "Halves",
+    "Program",
+    "Shards",
+    "abstract_program",
+    "all_gather",
+    "all_reduce",
+    "discover",
+    "prepare",
+    "prepare_halves",
+    "reduce_scatter",
+    "shard_of",
+]
