@@ -35,8 +35,8 @@ def measure(shape: str, megabytes: float, rounds: int) -> dict[str, Any]:
     import meshmend.jax as mmj
     from meshmend.planning import PLANNERS
 
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-    from standins import one_way_ring, tree_schedule
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    from tests.standins import one_way_ring, tree_schedule
 
     fabric = mmj.discover(shape=shape)
     n = fabric.mesh.n_chips

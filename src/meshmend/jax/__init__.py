@@ -8,12 +8,14 @@
 from meshmend.jax.collectives import Shards, all_gather, all_reduce, reduce_scatter, shard_of
 from meshmend.jax.fabric import Fabric, discover
 from meshmend.jax.program import Halves, Program, abstract_program, prepare, prepare_halves
+from meshmend.jax.training import TrainStep, train_step
 
 __all__ = [
     "Fabric",
     "Halves",
     "Program",
     "Shards",
+    "TrainStep",
     "abstract_program",
     "all_gather",
     "all_reduce",
@@ -22,4 +24,5 @@ __all__ = [
     "prepare_halves",
     "reduce_scatter",
     "shard_of",
+    "train_step",
 ]

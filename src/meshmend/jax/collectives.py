@@ -43,10 +43,10 @@ def all_reduce(tree: Any, program: Program, *, mean: bool = False, accumulate: D
     [198, 210, 222]
     """
     _expect(program, Collective.ALL_REDUCE, "prepare(schedule, fabric)")
-    leaves, structure = jax.tree.flatten(tree)
+    leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
     _check_varying(leaves, program)
     results: list[Any] = list(leaves)
-    for group in _groups(leaves, program.layout, accumulate):
+    for group in groups_of(leaves, program.layout, accumulate):
         chunks = _run(_sum_in_chip(group.pack(leaves), program.layout), program)
         for i, total in group.unpack(_join_in_chip(chunks, program.layout), leaves):
             results[i] = _divide(total, _divisor(program, mean)).astype(_sum_dtype(leaves[i].dtype, mean))
@@ -60,10 +60,10 @@ def reduce_scatter(tree: Any, program: Program, *, mean: bool = False, accumulat
     the chip that owns most; the rows that it does not need are zero. `shard_of` cuts any pytree the same way.
     """
     _expect(program, Collective.REDUCE_SCATTER, "prepare_halves(schedule, fabric).scatter")
-    leaves = jax.tree.leaves(tree)
+    leaves = jax.tree.leaves(jax.tree.map(jnp.asarray, tree))
     _check_varying(leaves, program)
     shards = []
-    for group in _groups(leaves, program.layout, accumulate):
+    for group in groups_of(leaves, program.layout, accumulate):
         chunks = _run(_sum_in_chip(group.pack(leaves), program.layout), program)
         shards.append(_divide(_take_owned(chunks, program), _divisor(program, mean)))
     return tuple(shards)
@@ -71,10 +71,10 @@ def reduce_scatter(tree: Any, program: Program, *, mean: bool = False, accumulat
 
 def shard_of(tree: Any, program: Program, *, accumulate: DTypeLike | None = None) -> Shards:
     """Cut a pytree that is the same on all chips into shards, as `reduce_scatter` does, without communication."""
-    leaves = jax.tree.leaves(tree)
+    leaves = jax.tree.leaves(jax.tree.map(jnp.asarray, tree))
     layout = program.layout
     shards = []
-    for group in _groups(leaves, layout, accumulate):
+    for group in groups_of(leaves, layout, accumulate):
         packed = group.pack(leaves)
         if layout.core_axis is not None:
             packed = lax.dynamic_index_in_dim(packed, lax.axis_index(layout.core_axis), 0, keepdims=False)
@@ -92,7 +92,7 @@ def all_gather(shards: Shards, program: Program, *, like: Any, accumulate: DType
     """
     _expect(program, Collective.ALL_GATHER, "prepare_halves(schedule, fabric).gather")
     leaves, structure = jax.tree.flatten(like)
-    groups = _groups(leaves, program.layout, accumulate)
+    groups = groups_of(leaves, program.layout, accumulate)
     if len(shards) != len(groups):
         raise ParameterError(
             f"There are {len(shards)} shards, but a tree like this has {len(groups)}. "
@@ -116,7 +116,7 @@ def all_gather(shards: Shards, program: Program, *, like: Any, accumulate: DType
 
 
 @dataclass(frozen=True)
-class _Group:
+class Group:
     """Leaves that travel together, in one dtype, as one matrix of chunks."""
 
     members: tuple[int, ...]
@@ -155,18 +155,19 @@ class _Group:
         return found
 
 
-def _groups(leaves: Sequence[Any], layout: Layout, accumulate: DTypeLike | None) -> list[_Group]:
+def groups_of(leaves: Sequence[Any], layout: Layout, accumulate: DTypeLike | None) -> list[Group]:
+    """Sort leaves (or their shapes) by the dtype that travels; empty ones have nothing to send."""
     members: dict[np.dtype[Any], list[int]] = {}
     for i, leaf in enumerate(leaves):
         if math.prod(leaf.shape):
-            members.setdefault(_travel_dtype(leaf.dtype, accumulate), []).append(i)
+            members.setdefault(travel_dtype(leaf.dtype, accumulate), []).append(i)
     return [
-        _Group(tuple(which), dtype, layout, sum(math.prod(leaves[i].shape) for i in which))
+        Group(tuple(which), dtype, layout, sum(math.prod(leaves[i].shape) for i in which))
         for dtype, which in members.items()
     ]
 
 
-def _travel_dtype(own: Any, accumulate: DTypeLike | None) -> np.dtype[Any]:
+def travel_dtype(own: Any, accumulate: DTypeLike | None) -> np.dtype[Any]:
     """Return the dtype that a leaf's sums are made in: its own, or the wider of it and `accumulate`."""
     if jnp.issubdtype(own, jnp.bool_):
         return np.dtype(np.int32)

@@ -89,14 +89,18 @@ class Program:
 
 
 class Halves(NamedTuple):
-    """An all-reduce as two programs, with room between them for a sharded update. Made by `prepare_halves`."""
+    """An all-reduce as two programs, with room between them for a sharded update. Made by `prepare_halves`.
+
+    `whole` is the all-reduce itself, for the few numbers that every chip needs: losses, metrics, norms.
+    """
 
     scatter: Program
     gather: Program
+    whole: Program
 
     @property
     def spec(self) -> PartitionSpec:
-        """How `jax.shard_map` splits both."""
+        """How `jax.shard_map` splits all of them."""
         return self.scatter.spec
 
 
@@ -119,7 +123,7 @@ def prepare_halves(schedule: Schedule, fabric: Fabric, *, verify: bool = True) -
     if verify:
         for half in halves:
             prove(half)
-    return Halves(*(prepare(half, fabric) for half in halves))
+    return Halves(*(prepare(part, fabric) for part in (*halves, schedule)))
 
 
 def abstract_program(schedule: Schedule, fabric: Fabric) -> Program:
