@@ -35,8 +35,8 @@ def measure(shape: str, megabytes: float, rounds: int) -> dict[str, Any]:
     import meshmend.jax as mmj
     from meshmend.planning import PLANNERS
 
-    sys.path.insert(0, str(Path(__file__).parent.parent))
-    from tests.standins import one_way_ring, tree_schedule
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    from standins import one_way_ring, tree_schedule
 
     fabric = mmj.discover(shape=shape)
     n = fabric.mesh.n_chips
@@ -58,17 +58,17 @@ def measure(shape: str, megabytes: float, rounds: int) -> dict[str, Any]:
     )()
     expected = np.asarray(payload).sum(axis=0)
 
-    def bare_ring(x: jax.Array) -> jax.Array:
+    def bare_ring(x: jax.Array) -> Any:
         held, me = x.reshape(n, -1), lax.axis_index("chip")
         onward = [(i, (i + 1) % n) for i in range(n)]
 
-        def reduce_scatter(t: int, held: jax.Array) -> jax.Array:
+        def reduce_scatter(t: int, held: jax.Array) -> Any:
             arrived = lax.ppermute(lax.dynamic_index_in_dim(held, (me - t) % n, 0, keepdims=False), "chip", onward)
             at = (me - t - 1) % n
             total = lax.dynamic_index_in_dim(held, at, 0, keepdims=False) + arrived
             return lax.dynamic_update_index_in_dim(held, total, at, 0)
 
-        def all_gather(t: int, held: jax.Array) -> jax.Array:
+        def all_gather(t: int, held: jax.Array) -> Any:
             arrived = lax.ppermute(lax.dynamic_index_in_dim(held, (me - t + 1) % n, 0, keepdims=False), "chip", onward)
             return lax.dynamic_update_index_in_dim(held, arrived, (me - t) % n, 0)
 
@@ -89,7 +89,7 @@ def measure(shape: str, megabytes: float, rounds: int) -> dict[str, Any]:
         "bare ring of ppermute": (mapped(bare_ring, 1), ()),
     }
     for name, schedule in schedules.items():
-        calls[name] = (mapped(mmj.all_reduce, 2), (mmj.prepare(schedule, fabric),))
+        calls[name] = (mapped(mmj.all_reduce, 2), (mmj.install(schedule, fabric),))
     best = {}
     temporaries = {}
     for name, (call, more) in calls.items():

@@ -7,7 +7,7 @@ import meshmend as mm
 import meshmend.numpy as mmn
 from meshmend.errors import ScheduleError
 from meshmend.halves import all_gather_of, reduce_scatter_of
-from tests.standins import tree_schedule
+from standins import tree_schedule
 
 PLANS = [
     ("hamiltonian", mm.Mesh("6x4", failed=["2x2@2,2"]), {}),

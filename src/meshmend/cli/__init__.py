@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from meshmend import __version__
+from meshmend.cli import compile as compile_command
 from meshmend.cli import plan, verify
 
 app = typer.Typer(
@@ -16,6 +17,7 @@ app = typer.Typer(
 )
 app.command("plan")(plan.command)
 app.command("verify")(verify.command)
+app.command("compile")(compile_command.command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -2,12 +2,12 @@
 
 >>> import jax, meshmend as mm, meshmend.jax as mmj
 >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
->>> program = mmj.prepare(mm.plan(fabric.mesh, "hamiltonian"), fabric)
+>>> program = mmj.install(mm.plan(fabric.mesh, "hamiltonian"), fabric)
 """
 
 from meshmend.jax.collectives import Shards, all_gather, all_reduce, reduce_scatter, shard_of
 from meshmend.jax.fabric import Fabric, discover
-from meshmend.jax.program import Halves, Program, abstract_program, prepare, prepare_halves
+from meshmend.jax.program import Halves, Program, abstract_program, install, install_halves
 from meshmend.jax.training import TrainStep, train_step
 
 __all__ = [
@@ -20,8 +20,8 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "discover",
-    "prepare",
-    "prepare_halves",
+    "install",
+    "install_halves",
     "reduce_scatter",
     "shard_of",
     "train_step",

@@ -31,8 +31,11 @@ SETTINGS = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v3-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""What libtpu would otherwise ask a cloud machine for; it must be set before libtpu is loaded."""
+"""What libtpu would otherwise ask a cloud machine for; and leave for several compilers at a time, as none uses a TPU.
+
+All of it must be set before libtpu is loaded."""
 
 
 class CompilerError(MeshmendError):
@@ -70,6 +73,11 @@ class Compiled:
     compile_seconds: float
 
 
+def has_libtpu() -> bool:
+    """Whether the TPU compiler is installed."""
+    return importlib.util.find_spec("libtpu") is not None
+
+
 def slice_fabric(
     topology: str,
     *,
@@ -90,7 +98,7 @@ def slice_fabric(
     try:
         devices = topologies.get_topology_desc(topology, platform="tpu").devices
     except (RuntimeError, ValueError) as error:
-        if importlib.util.find_spec("libtpu") is None:
+        if not has_libtpu():
             raise CompilerError(topology, "libtpu is not installed.", "pip install 'meshmend[tpu]'.") from error
         raise CompilerError(topology, f"libtpu does not know it ({_first_line(error)}).") from error
     if cores is not None:

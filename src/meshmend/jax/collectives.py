@@ -36,13 +36,13 @@ def all_reduce(tree: Any, program: Program, *, mean: bool = False, accumulate: D
 
     >>> import jax, jax.numpy as jnp, meshmend as mm, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
-    >>> program = mmj.prepare(mm.plan(fabric.mesh, "row-pairs"), fabric)
+    >>> program = mmj.install(mm.plan(fabric.mesh, "row-pairs"), fabric)
     >>> total = jax.jit(jax.shard_map(mmj.all_reduce, mesh=fabric.jax_mesh, check_vma=False,
     ...                               in_specs=(fabric.sharding("chip").spec, program.spec), out_specs=program.spec))
     >>> total(jnp.arange(12 * 3), program).reshape(12, 3)[-1].tolist()
     [198, 210, 222]
     """
-    _expect(program, Collective.ALL_REDUCE, "prepare(schedule, fabric)")
+    _expect(program, Collective.ALL_REDUCE, "install(schedule, fabric)")
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
     _check_varying(leaves, program)
     results: list[Any] = list(leaves)
@@ -59,7 +59,7 @@ def reduce_scatter(tree: Any, program: Program, *, mean: bool = False, accumulat
     Returns one array a dtype that travels, of shape (chunks, elements of a chunk). Every chip has as many rows as
     the chip that owns most; the rows that it does not need are zero. `shard_of` cuts any pytree the same way.
     """
-    _expect(program, Collective.REDUCE_SCATTER, "prepare_halves(schedule, fabric).scatter")
+    _expect(program, Collective.REDUCE_SCATTER, "install_halves(schedule, fabric).scatter")
     leaves = jax.tree.leaves(jax.tree.map(jnp.asarray, tree))
     _check_varying(leaves, program)
     shards = []
@@ -90,7 +90,7 @@ def all_gather(shards: Shards, program: Program, *, like: Any, accumulate: DType
     `accumulate` must be what the shards were cut with. They travel in the widest dtype of the leaves of `like`, not
     in `accumulate`: float32 master weights of a bfloat16 model are gathered as bfloat16.
     """
-    _expect(program, Collective.ALL_GATHER, "prepare_halves(schedule, fabric).gather")
+    _expect(program, Collective.ALL_GATHER, "install_halves(schedule, fabric).gather")
     leaves, structure = jax.tree.flatten(like)
     groups = groups_of(leaves, program.layout, accumulate)
     if len(shards) != len(groups):

@@ -27,7 +27,7 @@ def check_elementwise(optimizer: optax.GradientTransformation, shards: Any) -> N
     if any(isinstance(leaf, by_layer) for leaf in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, by_layer))):
         raise ParameterError(
             "This optimiser treats some layers differently (optax.masked, partition, or a mask of weight_decay), but a "
-            "shard is a flat piece of all layers. Pass a Program from prepare() instead of Halves."
+            "shard is a flat piece of all layers. Pass a Program from install() instead of Halves."
         )
     traced = jax.make_jaxpr(optimizer.update)(shards, state, shards)
     for equation in _equations(traced.jaxpr):
@@ -40,7 +40,7 @@ def check_elementwise(optimizer: optax.GradientTransformation, shards: Any) -> N
                 f"This optimiser cannot update shards of the weights: its {equation.primitive.name} lets weights meet, "
                 "and a chip has only some of them (LARS, LAMB and clipping by global norm need whole layers). "
                 "Use one that treats each weight by itself, as optax.sgd, adam and adamw do, or pass a Program from "
-                "prepare() instead of Halves to update all weights on every chip."
+                "install() instead of Halves to update all weights on every chip."
             )
 
 

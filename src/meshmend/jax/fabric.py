@@ -26,15 +26,13 @@ CORE_AXIS = "core"
 HARDWARE = {
     "TPU v2": "tpu-v2-xla",
     "TPU v3": "tpu-v3-xla",
-    "TPU v4": "tpu-v4",
-    "TPU v5": "tpu-v5p",
-    "TPU v5p": "tpu-v5p",
-    "TPU v5 lite": "tpu-v5e",
-    "TPU v5e": "tpu-v5e",
-    "TPU v6 lite": "tpu-v6e",
-    "TPU v6e": "tpu-v6e",
+    "TPU v4": "tpu-v4-xla",
+    "TPU v5": "tpu-v5p-xla",
+    "TPU v5p": "tpu-v5p-xla",
+    "TPU v6 lite": "tpu-v6e-xla",
+    "TPU v6e": "tpu-v6e-xla",
 }
-"""Hardware presets by JAX's `device_kind`. On v2 and v3 XLA runs one permute at a time, which the preset says."""
+"""Hardware presets, as seen through XLA, by JAX's `device_kind`."""
 
 
 @dataclass(frozen=True)

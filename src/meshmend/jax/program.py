@@ -51,7 +51,7 @@ class Layout:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A schedule on its devices. Made by `prepare`; pass it as an argument, split by `spec`."""
+    """A schedule on its devices. Made by `install`; pass it as an argument, split by `spec`."""
 
     tables: tuple[Tables, ...]
     owned: jax.Array
@@ -89,7 +89,7 @@ class Program:
 
 
 class Halves(NamedTuple):
-    """An all-reduce as two programs, with room between them for a sharded update. Made by `prepare_halves`.
+    """An all-reduce as two programs, with room between them for a sharded update. Made by `install_halves`.
 
     `whole` is the all-reduce itself, for the few numbers that every chip needs: losses, metrics, norms.
     """
@@ -104,26 +104,26 @@ class Halves(NamedTuple):
         return self.scatter.spec
 
 
-def prepare(schedule: Schedule, fabric: Fabric) -> Program:
+def install(schedule: Schedule, fabric: Fabric) -> Program:
     """Lower a schedule and put its tables on the fabric's devices.
 
     The schedule must be proven (`plan` does that), and made for the chips that the fabric has.
 
     >>> import jax, meshmend as mm, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
-    >>> mmj.prepare(mm.plan(fabric.mesh, "hamiltonian"), fabric)
+    >>> mmj.install(mm.plan(fabric.mesh, "hamiltonian"), fabric)
     Program(all-reduce over 12 chips: 11 steps of 2 lanes, 11 steps of 2 lanes)
     """
     return _program(schedule, fabric, _put)
 
 
-def prepare_halves(schedule: Schedule, fabric: Fabric, *, verify: bool = True) -> Halves:
+def install_halves(schedule: Schedule, fabric: Fabric, *, verify: bool = True) -> Halves:
     """Prepare an all-reduce's reduce-scatter and all-gather, each proven first, for a sharded weight update."""
     halves = reduce_scatter_of(schedule), all_gather_of(schedule)
     if verify:
         for half in halves:
             prove(half)
-    return Halves(*(prepare(part, fabric) for part in (*halves, schedule)))
+    return Halves(*(install(part, fabric) for part in (*halves, schedule)))
 
 
 def abstract_program(schedule: Schedule, fabric: Fabric) -> Program:

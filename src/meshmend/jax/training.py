@@ -2,8 +2,8 @@
 
 Two ways to update the weights, chosen by what is passed as the program:
 
-- `Program` (`prepare`): gradients are all-reduced, and every chip updates all weights.
-- `Halves` (`prepare_halves`): gradients are reduce-scattered, each chip updates the weights that it owns, with its
+- `Program` (`install`): gradients are all-reduced, and every chip updates all weights.
+- `Halves` (`install_halves`): gradients are reduce-scattered, each chip updates the weights that it owns, with its
   share of the optimiser's state, and the new weights are all-gathered. The same bytes travel, and the optimiser's
   memory and work are divided by the number of chips. Chips that own nothing (beside a hole, say) are served.
 
@@ -69,7 +69,7 @@ def train_step(
 
     >>> import jax, jax.numpy as jnp, optax, meshmend as mm, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
-    >>> halves = mmj.prepare_halves(mm.plan(fabric.mesh, "hamiltonian"), fabric)
+    >>> halves = mmj.install_halves(mm.plan(fabric.mesh, "hamiltonian"), fabric)
     >>> loss = lambda w, batch: jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
     >>> init, step = mmj.train_step(loss, optax.adam(0.1), fabric)
     >>> w = jnp.zeros((3, 1))

@@ -3,12 +3,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import jax_cases as cases
 import meshmend as mm
 import meshmend.numpy as mmn
 from meshmend.jax import lanes
 from meshmend.jax.lanes import KEEP, Lowered, lower
 from meshmend.schedule import Op
-from tests.jax import cases
 
 
 def replay(lowered: Lowered, payload: np.ndarray) -> np.ndarray:

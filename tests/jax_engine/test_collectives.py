@@ -12,10 +12,10 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
+import jax_cases as cases
 import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.errors import ParameterError, ScheduleError
-from tests.jax import cases
 
 Tree = dict[str, Any]
 
@@ -70,7 +70,7 @@ def test_all_reduce_and_its_halves_equal_psum(name: str) -> None:
     tree = payload(n, schedule.total_chunks)
     if name not in ("trees 4x4", "row-pairs 4x8 - 2x2"):
         tree = {key: tree[key] for key in THREE}
-    program, halves = mmj.prepare(schedule, fabric), mmj.prepare_halves(schedule, fabric)
+    program, halves = mmj.install(schedule, fabric), mmj.install_halves(schedule, fabric)
 
     def everything(tree: Tree, program: mmj.Program, halves: mmj.Halves) -> Any:
         shards = mmj.reduce_scatter(tree, halves.scatter, accumulate=jnp.float32)
@@ -89,7 +89,7 @@ def test_sums_in_own_dtype_and_means() -> None:
     name = "row-pairs 8x8 - 2x2"
     fabric = cases.fabric_of(name)
     tree = payload(60, 96)
-    program = mmj.prepare(cases.schedule_of(name), fabric)
+    program = mmj.install(cases.schedule_of(name), fabric)
 
     def both(tree: Tree, program: mmj.Program) -> Any:
         means = jax.tree.map(lambda x: lax.pmean(x, "chip"), tree)
@@ -111,7 +111,7 @@ def test_negative_zeros_and_nans_reach_every_chip_with_the_same_bits() -> None:
     values = np.full((n, 500), -0.0, np.float32)
     values[3, 100:200] = np.nan
     values[4, 200:300] = np.inf
-    program = mmj.prepare(cases.schedule_of(name), fabric)
+    program = mmj.install(cases.schedule_of(name), fabric)
     got = np.asarray(cases.on_chips(fabric, mmj.all_reduce, values, program))
     assert len({row.tobytes() for row in got}) == 1
     assert np.signbit(got[0, :100]).all()
@@ -122,7 +122,7 @@ def test_negative_zeros_and_nans_reach_every_chip_with_the_same_bits() -> None:
 def test_shards_are_the_owners_chunks() -> None:
     name = "row-pairs 8x8 - 2x2"
     schedule, fabric = cases.schedule_of(name), cases.fabric_of(name)
-    halves = mmj.prepare_halves(schedule, fabric)
+    halves = mmj.install_halves(schedule, fabric)
     values = np.tile(np.arange(96 * 2, dtype=np.int32), (60, 1))
 
     def cut(values: jax.Array, halves: mmj.Halves) -> Any:
@@ -143,7 +143,7 @@ def test_two_cores_a_chip_add_up_inside_the_chip_first() -> None:
     chips = cases.fabric_of("hamiltonian 4x4").mesh.fail("2x2@0,0")
     fabric = mmj.Fabric(chips, jax.sharding.Mesh(devices.reshape(12, 2), ("chip", "core")), None)
     schedule = mm.plan(chips, "row-pairs")
-    program, halves = mmj.prepare(schedule, fabric), mmj.prepare_halves(schedule, fabric)
+    program, halves = mmj.install(schedule, fabric), mmj.install_halves(schedule, fabric)
     values = np.random.default_rng(0).integers(-99, 99, (24, 1001), dtype=np.int32)
 
     def both(values: jax.Array, program: mmj.Program, halves: mmj.Halves) -> Any:
@@ -168,7 +168,7 @@ def test_two_cores_a_chip_add_up_inside_the_chip_first() -> None:
 
 def test_works_with_check_vma_on_varying_values_and_refuses_others() -> None:
     fabric = cases.fabric_of("trees 4x4")
-    program = mmj.prepare(cases.schedule_of("trees 4x4"), fabric)
+    program = mmj.install(cases.schedule_of("trees 4x4"), fabric)
     by_chip = PartitionSpec("chip")
 
     def mapped(spec: PartitionSpec) -> Any:
@@ -186,7 +186,7 @@ def test_works_with_check_vma_on_varying_values_and_refuses_others() -> None:
 def test_composes_with_grad_vmap_free_scan_and_donation() -> None:
     """A jitted loop of all-reduces, its input donated."""
     fabric = cases.fabric_of("hamiltonian 4x4")
-    program = mmj.prepare(cases.schedule_of("hamiltonian 4x4"), fabric)
+    program = mmj.install(cases.schedule_of("hamiltonian 4x4"), fabric)
 
     def repeated(x: jax.Array, program: mmj.Program) -> Any:
         return lax.fori_loop(0, 3, lambda _, x: mmj.all_reduce(x, program, mean=True), x)
@@ -206,7 +206,7 @@ def test_runs_in_place() -> None:
     for name in ("one-way ring", "hamiltonian 4x4", "two-color 4x4", "row-pairs 4x4", "trees 8x8 - odd holes"):
         schedule, fabric = cases.schedule_of(name), cases.fabric_of(name)
         n, chunk = schedule.mesh.n_chips, 1000
-        program = mmj.prepare(schedule, fabric)
+        program = mmj.install(schedule, fabric)
         x = jax.ShapeDtypeStruct((n * schedule.total_chunks * chunk,), jnp.float32, sharding=fabric.sharding("chip"))
         mapped = jax.shard_map(
             mmj.all_reduce,
@@ -224,16 +224,16 @@ def test_runs_in_place() -> None:
 
 def test_wrong_programs_are_refused() -> None:
     fabric = cases.fabric_of("hamiltonian 4x4")
-    halves = mmj.prepare_halves(cases.schedule_of("hamiltonian 4x4"), fabric)
+    halves = mmj.install_halves(cases.schedule_of("hamiltonian 4x4"), fabric)
     x = np.zeros((16, 4), np.float32)
-    with pytest.raises(ParameterError, match=r"for reduce-scatter, expected one for all-reduce.*prepare"):
+    with pytest.raises(ParameterError, match=r"for reduce-scatter, expected one for all-reduce.*install"):
         cases.on_chips(fabric, mmj.all_reduce, x, halves.scatter)
-    with pytest.raises(ParameterError, match=r"for all-gather, expected one for reduce-scatter.*prepare_halves"):
+    with pytest.raises(ParameterError, match=r"for all-gather, expected one for reduce-scatter.*install_halves"):
         cases.on_chips(fabric, mmj.reduce_scatter, x, halves.gather)
     with pytest.raises(
         ScheduleError, match=r"The schedule is for .*4x8 minus.* but the fabric is .*Plan for fabric.mesh"
     ):
-        mmj.prepare(cases.schedule_of("hamiltonian 4x8 - 2x2"), fabric)
+        mmj.install(cases.schedule_of("hamiltonian 4x8 - 2x2"), fabric)
 
     def mismatched(x: jax.Array, halves: mmj.Halves) -> Any:
         shards = mmj.reduce_scatter(x, halves.scatter)
@@ -257,11 +257,11 @@ def test_the_papers_504_chips(planner: str) -> None:
     code = f"""
 import jax, numpy as np, meshmend as mm, meshmend.jax as mmj
 from jax.sharding import PartitionSpec
-from tests.standins import tree_schedule
+from standins import tree_schedule
 fabric = mmj.discover(shape="16x32", failed=["4x2@6,8"])
 planner = {planner!r}
 schedule = tree_schedule(fabric.mesh, chunks=128) if planner == "trees" else mm.plan(fabric.mesh, planner)
-program = mmj.prepare(schedule, fabric)
+program = mmj.install(schedule, fabric)
 by_chip = PartitionSpec("chip")
 total = jax.jit(jax.shard_map(mmj.all_reduce, mesh=fabric.jax_mesh, in_specs=by_chip, out_specs=by_chip,
                               check_vma=False))

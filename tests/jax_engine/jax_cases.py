@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 import meshmend as mm
 import meshmend.jax as mmj
-from tests.standins import one_way_ring, tree_schedule
+from standins import one_way_ring, tree_schedule
 
 BY_CHIP = PartitionSpec("chip")
 

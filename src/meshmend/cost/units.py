@@ -1,0 +1,109 @@
+"""Units: payloads, rates and times as people write them."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from meshmend.errors import ParameterError
+
+_NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*([A-Za-zµμ/]*)\s*", re.ASCII | re.IGNORECASE)
+_DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_BYTES = {prefix + "b": factor for prefix, factor in _DECIMAL.items()} | {
+    f"{prefix}ib": 1024.0**power for power, prefix in enumerate("kmgt", start=1)
+}
+_BITS = {
+    f"{prefix}{word}": factor / 8 for prefix, factor in _DECIMAL.items() for word in ("bit", "bit/s", "bps", "b/s")
+}
+_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "µs": 10**6, "μs": 10**6, "ns": 10**9}
+
+
+def parse_bytes(text: str) -> float:
+    """Read a payload: `102MB`, `1.34GB`, `1KB` (decimal), `64MiB` (binary), or plain bytes.
+
+    >>> parse_bytes("102.4MB"), parse_bytes("64MiB")
+    (102400000.0, 67108864.0)
+    """
+    number, unit = _split(text, "a payload", "102MB, 1.34GB, 64MiB")
+    scale = _BYTES | {"": 1.0}
+    if unit.lower() not in scale:
+        raise ParameterError(f"{text!r} is not a payload: {unit!r} is no unit of bytes. Write it as in 102MB or 64MiB.")
+    return number * scale[unit.lower()]
+
+
+def parse_rate(text: str) -> float:
+    """Read a link's rate in one direction, in bytes a second: `40mbit`, `656Gb/s` (bits), `82GB/s` (bytes).
+
+    A capital B is bytes and a small b is bits, as usual.
+
+    >>> parse_rate("40mbit"), parse_rate("656Gb/s"), parse_rate("82GB/s")
+    (5000000.0, 82000000000.0, 82000000000.0)
+    """
+    number, unit = _split(text, "a link rate", "40mbit, 656Gb/s, 82GB/s")
+    bytes_unit = unit.removesuffix("/s")
+    if bytes_unit.endswith("B") and bytes_unit.lower() in _BYTES:
+        rate = number * _BYTES[bytes_unit.lower()]
+    elif unit.lower() in _BITS and not unit.endswith(("B", "B/s")):
+        rate = number * _BITS[unit.lower()]
+    else:
+        raise ParameterError(
+            f"{text!r} is not a link rate. Write bits, as in 40mbit or 656Gb/s, or bytes, as in 82GB/s."
+        )
+    return rate
+
+
+def parse_seconds(text: str) -> float:
+    """Read a time: `5us`, `1.5ms`, `2s`, `0`.
+
+    >>> parse_seconds("5us"), parse_seconds("0")
+    (5e-06, 0.0)
+    """
+    number, unit = _split(text, "a time", "5us, 1.5ms, 2s")
+    if unit.lower() not in _PER_SECOND and not (unit == "" and number == 0):
+        raise ParameterError(f"{text!r} is not a time. Write it with its unit, as in 5us, 1.5ms or 2s.")
+    return number / _PER_SECOND.get(unit.lower(), 1)
+
+
+def name_bytes(n: float) -> str:
+    """Write a payload.
+
+    >>> name_bytes(102_400_000), name_bytes(1000)
+    ('102.4 MB', '1 KB')
+    """
+    return _scaled(n, (("GB", 1e9), ("MB", 1e6), ("KB", 1e3), ("B", 1.0)))
+
+
+def name_seconds(seconds: float) -> str:
+    """Write a time.
+
+    >>> name_seconds(0.00125), name_seconds(0)
+    ('1.25 ms', '0 s')
+    """
+    return _scaled(seconds, (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))) if seconds else "0 s"
+
+
+def name_rate(bytes_per_s: float) -> str:
+    """Write a link's rate.
+
+    >>> name_rate(82e9)
+    '82 GB/s'
+    """
+    return f"{name_bytes(bytes_per_s)}/s"
+
+
+def _split(text: str, what: str, examples: str) -> tuple[float, str]:
+    match = _NUMBER.fullmatch(text) or re.fullmatch(r"\s*([0-9.]+)\s*([µμ]s)\s*", text)
+    if match is None:
+        raise ParameterError(f"{text!r} is not {what}. Write a number and its unit, as in {examples}.")
+    number = float(match[1])
+    if not math.isfinite(number):
+        raise ParameterError(f"{text!r} is not {what}: it is not a finite number.")
+    return number, match[2]
+
+
+def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
+    for unit, scale in units:
+        if abs(value) >= scale * 0.9995:
+            return f"{value / scale:.4g} {unit}"
+    unit, scale = units[-1]
+    return f"{value / scale:.4g} {unit}"
