@@ -114,15 +114,15 @@ def plot(losses: dict[str, list[float]], title: str, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (upper, lower) = plt.subplots(2, sharex=True, figsize=(7, 6), height_ratios=(2, 1), layout="constrained")
-    reference = np.array(next(iter(losses.values())))
-    for (name, values), style in zip(losses.items(), ("-", "--", ":"), strict=True):
-        upper.plot(values, style, label=name, linewidth=2)
-        if values is not next(iter(losses.values())):
-            lower.semilogy(np.maximum(np.abs(np.array(values) / reference - 1), 1e-9), style, label=name)
+    reference = np.array(losses["lax.psum"])
+    for number, (name, values) in enumerate(losses.items()):
+        upper.plot(values, ("-", "--", ":")[number], color=f"C{number}", label=name, linewidth=2)
+        if name != "lax.psum":
+            lower.plot((np.array(values) / reference - 1) * 1e7, "ox"[number - 1], color=f"C{number}", markersize=4)
     upper.set(title=title, ylabel="loss (nats a letter)")
-    lower.set(xlabel="step", ylabel="relative difference\nfrom psum")
+    lower.set(xlabel="step", ylabel="relative difference\nfrom psum, 1e-7")
+    lower.axhline(0, color="C0", linewidth=1)
     upper.legend()
-    lower.legend()
     figure.savefig(path, dpi=120)
 
 
