@@ -9,6 +9,7 @@ import re
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from meshmend.cli.common import FailOption, JsonOption, WrapOption, mesh_facts, print_facts, print_json, told_errors
 from meshmend.cli.plan import OrientationOption, PlannerOption, SegmentsOption, read_parameters
@@ -28,6 +29,10 @@ def command(
         str, typer.Option("--payload", metavar="SIZE", help="Bytes that each device brings, as in 102.4MB.")
     ] = "102.4MB",
     dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
+    workload: Annotated[
+        str | None, typer.Option("--workload", help="Compile a whole train step instead: resnet-50 or bert-large.")
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Examples a device, of a workload.")] = 16,
     cores: Annotated[
         int | None, typer.Option("--cores", min=1, max=2, help="Cores used of each chip; by default all it has.")
     ] = None,
@@ -42,9 +47,10 @@ def command(
     Example: meshmend compile --topology v3:32x32 --fail 4x2@6,8 --planner row-pairs
     """
     with told_errors(json):
-        for package in ("jax", "libtpu"):
+        for package in ("jax", "optax", "libtpu", *(["flax"] if workload else [])):
             if importlib.util.find_spec(package) is None:
-                raise ParameterError(f"meshmend compile needs {package}: pip install 'meshmend[tpu]'.")
+                extra = "workloads" if workload else "tpu"
+                raise ParameterError(f"meshmend compile needs {package}: pip install 'meshmend[{extra}]'.")
         # Compiling needs no device, and looking for a TPU that is not there takes minutes.
         os.environ["JAX_PLATFORMS"] = "cpu"
         from meshmend.jax.ahead_of_time import compile_for, slice_fabric
@@ -54,13 +60,22 @@ def command(
         payload_bytes = round(parse_bytes(payload))
         fabric = slice_fabric(topology, failed=fail or (), wrap=_read_wrap(wrap), cores=cores)
         schedule = plan(fabric.mesh, planner, **read_parameters(orientation=orientation, segments=segments))
-        report = compile_for(topology, schedule, fabric, payload_bytes=payload_bytes, dtype=dtype)
-        facts: dict[str, Any] = {
+        if workload is None:
+            what = "all-reduce"
+            report = compile_for(topology, schedule, fabric, payload_bytes=payload_bytes, dtype=dtype)
+            facts: dict[str, Any] = {"payload_bytes": payload_bytes, "dtype": dtype}
+        else:
+            from meshmend.jax.workloads import compile_workload, find_workload
+
+            what = f"{workload} step"
+            with Console(stderr=True).status(f"Compiling {workload}: this takes minutes"):
+                report = compile_workload(topology, find_workload(workload), schedule, fabric, batch=batch)
+            facts = {"workload": workload, "batch_per_device": batch}
+        facts = {
             **mesh_facts(fabric.mesh),
             "planner": schedule.planner,
             "steps": schedule.n_steps,
-            "payload_bytes": payload_bytes,
-            "dtype": dtype,
+            **facts,
             **dataclasses.asdict(report),
         }
         if json:
@@ -68,7 +83,7 @@ def command(
             return
         megabytes = {name: facts[name] / 1e6 for name in facts if name.endswith("_bytes")}
         print_facts(
-            f"{schedule.planner} all-reduce on {topology}, {fabric.mesh}",
+            f"{schedule.planner} {what} on {topology}, {fabric.mesh}",
             {
                 "chips": f"{report.chips:,} × {report.cores_per_chip} core{'s' * (report.cores_per_chip > 1)} "
                 f"({report.device_kind})",
@@ -79,6 +94,8 @@ def command(
                 f"{report.hlo_chars - report.hlo_chars_without_pairs:,} of lists of chips",
                 "memory a device": f"{megabytes['argument_bytes']:.1f} MB arguments, "
                 f"{megabytes['temporary_bytes']:.1f} MB temporaries, {megabytes['aliased_bytes']:.1f} MB in place",
+                "work a device": f"{report.flops / 1e9:,.1f} GFLOP, {megabytes['accessed_bytes']:,.0f} MB read and written "
+                "(a loop's body counted once)",
                 "compiled in": f"{report.compile_seconds:.1f} s (lowered in {report.lower_seconds:.1f} s)",
             },
         )

@@ -69,6 +69,10 @@ class Compiled:
     temporary_bytes: int
     output_bytes: int
     aliased_bytes: int
+    flops: float
+    accessed_bytes: float
+    estimated_seconds: float
+    """The compiler's own estimate of a run. It counts the body of a loop once, so it leaves out most of the steps."""
     lower_seconds: float
     compile_seconds: float
 
@@ -132,7 +136,7 @@ def compile_step(topology: str, jitted: Any, fabric: Fabric, *arguments: Any) ->
         compiled = lowered.compile()
     compile_seconds = time.perf_counter() - started
     text = compiled.as_text()
-    memory = compiled.memory_analysis()
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
     programs = [leaf for leaf in jax.tree.leaves(arguments, is_leaf=_is_program) if _is_program(leaf)]
     lanes = [loop for program in programs for loop in program.layout.shape.lanes]
     device = fabric.jax_mesh.devices.flat[0]
@@ -153,6 +157,9 @@ def compile_step(topology: str, jitted: Any, fabric: Fabric, *arguments: Any) ->
         temporary_bytes=memory.temp_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         aliased_bytes=memory.alias_size_in_bytes,
+        flops=float(cost["flops"]),
+        accessed_bytes=float(cost["bytes accessed"]),
+        estimated_seconds=float(cost.get("optimal_seconds", float("nan"))),
         lower_seconds=lower_seconds,
         compile_seconds=compile_seconds,
     )
