@@ -103,6 +103,39 @@ def test_training_on_a_hole_gives_the_losses_of_psum(optimizer: optax.GradientTr
     check_same(train(fabric, optimizer, mmj.install_halves(schedule, fabric)), wanted)
 
 
+def matrices_only(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (
+            mmj.lamb(0.02, weight_decay=0.1, mask=matrices_only),
+            optax.lamb(0.02, weight_decay=0.1, mask=matrices_only),
+        ),
+        (
+            mmj.lars(0.1, 1e-3, matrices_only, trust_coefficient=0.3, trust_ratio_mask=matrices_only),
+            optax.lars(0.1, 1e-3, matrices_only, trust_coefficient=0.3, trust_ratio_mask=matrices_only),
+        ),
+        (
+            optax.chain(mmj.clip_by_global_norm(0.3), optax.sgd(0.3)),
+            optax.chain(optax.clip_by_global_norm(0.3), optax.sgd(0.3)),
+        ),
+    ],
+    ids=["lamb", "lars", "clip_by_global_norm"],
+)
+def test_layerwise_optimisers_agree_with_optax_whole_and_sharded(
+    ours: optax.GradientTransformation, theirs: optax.GradientTransformation
+) -> None:
+    name = "row-pairs 4x8 - 2x2"
+    schedule, fabric = cases.schedule_of(name), cases.fabric_of(name)
+    wanted = train_with_psum(fabric, theirs)
+    assert wanted[0][-1] < 0.95 * wanted[0][0]
+    check_same(train(fabric, ours, mmj.install(schedule, fabric)), wanted)
+    check_same(train(fabric, ours, mmj.install_halves(schedule, fabric)), wanted)
+
+
 def test_microbatches_give_the_same_gradients() -> None:
     schedule, fabric = cases.schedule_of("trees 4x8 - 2x2"), cases.fabric_of("trees 4x8 - 2x2")
     program = mmj.install(schedule, fabric)
@@ -160,6 +193,8 @@ def test_two_cores_a_chip_train_too() -> None:
     wanted = train_with_psum(fabric, optax.adam(1e-2))
     check_same(train(fabric, optax.adam(1e-2), mmj.install(schedule, fabric)), wanted)
     check_same(train(fabric, optax.adam(1e-2), mmj.install_halves(schedule, fabric)), wanted)
+    wanted = train_with_psum(fabric, optax.lamb(1e-2))
+    check_same(train(fabric, mmj.lamb(1e-2), mmj.install_halves(schedule, fabric)), wanted)
 
 
 SHARDS = (jax.ShapeDtypeStruct((2, 10), jnp.float32), jax.ShapeDtypeStruct((2, 7), jnp.bfloat16))
@@ -174,6 +209,8 @@ SHARDS = (jax.ShapeDtypeStruct((2, 10), jnp.float32), jax.ShapeDtypeStruct((2, 7
         optax.rmsprop(0.1),
         optax.lion(0.1),
         optax.chain(optax.clip(1.0), optax.adam(0.1)),
+        optax.chain(mmj.clip_by_global_norm(1.0), mmj.lamb(0.1, weight_decay=0.1)),
+        mmj.lars(0.1),
     ],
 )
 def test_optimisers_that_treat_each_weight_by_itself_are_accepted(optimizer: optax.GradientTransformation) -> None:

@@ -94,8 +94,8 @@ def command(
                 f"{report.hlo_chars - report.hlo_chars_without_pairs:,} of lists of chips",
                 "memory a device": f"{megabytes['argument_bytes']:.1f} MB arguments, "
                 f"{megabytes['temporary_bytes']:.1f} MB temporaries, {megabytes['aliased_bytes']:.1f} MB in place",
-                "work a device": f"{report.flops / 1e9:,.1f} GFLOP, {megabytes['accessed_bytes']:,.0f} MB read and written "
-                "(a loop's body counted once)",
+                "work a device": f"{report.flops / 1e9:,.1f} GFLOP, {megabytes['accessed_bytes']:,.0f} MB read and "
+                "written (a loop's body counted once)",
                 "compiled in": f"{report.compile_seconds:.1f} s (lowered in {report.lower_seconds:.1f} s)",
             },
         )

@@ -7,6 +7,7 @@
 
 from meshmend.jax.collectives import Shards, all_gather, all_reduce, reduce_scatter, shard_of
 from meshmend.jax.fabric import Fabric, discover
+from meshmend.jax.layerwise import add_decayed_weights, clip_by_global_norm, lamb, lars, scale_by_trust_ratio
 from meshmend.jax.program import Halves, Program, abstract_program, install, install_halves
 from meshmend.jax.training import TrainStep, train_step
 
@@ -17,12 +18,17 @@ __all__ = [
     "Shards",
     "TrainStep",
     "abstract_program",
+    "add_decayed_weights",
     "all_gather",
     "all_reduce",
+    "clip_by_global_norm",
     "discover",
     "install",
     "install_halves",
+    "lamb",
+    "lars",
     "reduce_scatter",
+    "scale_by_trust_ratio",
     "shard_of",
     "train_step",
 ]

@@ -1,15 +1,18 @@
 """Whether an optimiser treats every weight by itself: only then may each chip run it on its own shard.
 
-The optimiser's update is traced, and every operation in it must keep the elements apart. LARS and LAMB, which
-need the norm of a whole layer, do not; nor does clipping by the global norm.
+The optimiser's update is traced, and every operation in it must keep the elements apart. optax's LARS and LAMB, which
+need the norm of a whole layer, do not; nor does its clipping by the global norm. Those of `layerwise` do, because they
+get their norms from outside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from meshmend.errors import ParameterError
@@ -27,9 +30,11 @@ def check_elementwise(optimizer: optax.GradientTransformation, shards: Any) -> N
     if any(isinstance(leaf, by_layer) for leaf in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, by_layer))):
         raise ParameterError(
             "This optimiser treats some layers differently (optax.masked, partition, or a mask of weight_decay), but a "
-            "shard is a flat piece of all layers. Pass a Program from install() instead of Halves."
+            "shard is a flat piece of all layers. Use the masks of mmj.add_decayed_weights, mmj.lars and mmj.lamb, or "
+            "pass a Program from install() instead of Halves."
         )
-    traced = jax.make_jaxpr(optimizer.update)(shards, state, shards)
+    update = optax.with_extra_args_support(optimizer).update
+    traced = jax.make_jaxpr(partial(update, layers=_NoLayers(shards)))(shards, state, shards)
     for equation in _equations(traced.jaxpr):
         shapes = {v.aval.shape for v in equation.invars if getattr(v.aval, "shape", ())}
         if not shapes or _inner(equation):
@@ -38,10 +43,28 @@ def check_elementwise(optimizer: optax.GradientTransformation, shards: Any) -> N
         if len(shapes) > 1 or not kept or equation.primitive.name in MIXING:
             raise ParameterError(
                 f"This optimiser cannot update shards of the weights: its {equation.primitive.name} lets weights meet, "
-                "and a chip has only some of them (LARS, LAMB and clipping by global norm need whole layers). "
-                "Use one that treats each weight by itself, as optax.sgd, adam and adamw do, or pass a Program from "
-                "install() instead of Halves to update all weights on every chip."
+                "and a chip has only some of them. Use one that treats each weight by itself, as optax.sgd, adam and "
+                "adamw do; or mmj.lars, mmj.lamb and mmj.clip_by_global_norm, which sum norms over chips; or pass a "
+                "Program from install() instead of Halves to update all weights on every chip."
             )
+
+
+class _NoLayers:
+    """Stands in for `ShardedLayers` while an update is traced: whatever it is asked, it keeps the elements apart."""
+
+    def __init__(self, shards: Any) -> None:
+        self.shards = shards
+
+    def norms(self, *trees: Any) -> list[Any]:
+        return list(trees)
+
+    def global_norm(self, tree: Any) -> Any:
+        del tree
+        return jnp.ones(())
+
+    def chosen(self, mask: Any) -> Any:
+        del mask
+        return jax.tree.map(lambda shard: jnp.ones(shard.shape, jnp.bool_), self.shards)
 
 
 def _inner(equation: Any) -> list[Any]:

@@ -33,6 +33,7 @@ from meshmend.jax.collectives import (
 )
 from meshmend.jax.elementwise import check_elementwise
 from meshmend.jax.fabric import Fabric
+from meshmend.jax.layerwise import ShardedLayers
 from meshmend.jax.program import Halves, Program
 
 LossFunction = Callable[[Any, Any], Any]
@@ -64,8 +65,8 @@ def train_step(
     anything is sent. Gradients, the loss and (with `has_aux`) `aux` are averaged over devices, summed in
     `accumulate` where that is wider than their own dtype, and all travel together.
 
-    With `Halves` the optimiser must treat every weight by itself, as SGD, momentum, Adam and AdamW do; one that
-    needs norms of whole layers (LARS, LAMB, clipping by global norm) is refused: pass a `Program` for those.
+    With `Halves` the optimiser must treat every weight by itself, as SGD, momentum, Adam and AdamW do, or get the
+    norms of layers from here: use `mmj.lars`, `mmj.lamb` and `mmj.clip_by_global_norm`. Others are refused.
 
     >>> import jax, jax.numpy as jnp, optax, meshmend as mm, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
@@ -81,6 +82,7 @@ def train_step(
     """
     if microbatches < 1:
         raise ParameterError(f"microbatches is {microbatches}, expected at least 1.")
+    optimizer = optax.with_extra_args_support(optimizer)
     replicated, by_device = PartitionSpec(), PartitionSpec(fabric.axes)
 
     def shard_mapped(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -128,7 +130,7 @@ def train_step(
 
 
 def _sharded_update(
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformationExtraArgs,
     params: Any,
     state: Any,
     gradients: Any,
@@ -138,7 +140,8 @@ def _sharded_update(
     """Update the weights that this chip owns, and gather everybody's."""
     own_gradients = reduce_scatter(gradients, halves.scatter, mean=True, accumulate=accumulate)
     own_params = shard_of(params, halves.scatter, accumulate=accumulate)
-    updates, state = optimizer.update(own_gradients, state, own_params)
+    layers = ShardedLayers(params, halves, accumulate)
+    updates, state = optimizer.update(own_gradients, state, own_params, layers=layers)
     own_params = optax.apply_updates(own_params, updates)
     return all_gather(own_params, halves.gather, like=params, accumulate=accumulate), state
 

@@ -29,7 +29,7 @@ class Workload:
 
     name: str
     example: Callable[[int], Any]
-    init: Callable[[Any], dict[str, Any]]
+    init: Callable[[Any], Any]
     loss: Callable[[Any, Any, Any], tuple[Any, Any]]
     optimizer: optax.GradientTransformation
 

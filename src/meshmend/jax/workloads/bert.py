@@ -69,15 +69,15 @@ def example(batch: int) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct(shape, kinds.get(name, jnp.int32)) for name, shape in shapes.items()}
 
 
-def init(batch: Any) -> dict[str, Any]:
+def init(batch: Any) -> Any:
     """Return the model's variables: its weights."""
-    variables: dict[str, Any] = Bert().init(jax.random.key(0), batch)
-    return variables
+    return Bert().init(jax.random.key(0), batch)
 
 
 def loss(params: Any, statistics: Any, batch: Any) -> tuple[Any, Any]:
     """Return the sum of the two heads' cross-entropies; there are no running statistics."""
-    words, following = Bert().apply({"params": params}, batch)
+    logits: Any = Bert().apply({"params": params}, batch)
+    words, following = logits
     by_word = jnp.take_along_axis(nn.log_softmax(words), batch["masked_words"][:, :, None], axis=-1)[:, :, 0]
     weights = batch["masked_weights"]
     masked = -jnp.sum(weights * by_word) / (jnp.sum(weights) + 1e-5)

@@ -57,10 +57,9 @@ def example(batch: int) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def init(batch: Any) -> dict[str, Any]:
+def init(batch: Any) -> Any:
     """Return the model's variables: its weights and its running batch statistics."""
-    variables: dict[str, Any] = ResNet().init(jax.random.key(0), batch["images"])
-    return variables
+    return ResNet().init(jax.random.key(0), batch["images"])
 
 
 def loss(params: Any, statistics: Any, batch: Any) -> tuple[Any, Any]:
