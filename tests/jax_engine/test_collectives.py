@@ -12,9 +12,9 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-import jax_cases as cases
 import meshmend as mm
 import meshmend.jax as mmj
+from jax_engine import cases
 from meshmend.errors import ParameterError, ScheduleError
 
 Tree = dict[str, Any]
@@ -183,7 +183,7 @@ def test_works_with_check_vma_on_varying_values_and_refuses_others() -> None:
         mapped(PartitionSpec())(jnp.arange(32.0), program)
 
 
-def test_composes_with_grad_vmap_free_scan_and_donation() -> None:
+def test_composes_with_loops_and_donation() -> None:
     """A jitted loop of all-reduces, its input donated."""
     fabric = cases.fabric_of("hamiltonian 4x4")
     program = mmj.install(cases.schedule_of("hamiltonian 4x4"), fabric)

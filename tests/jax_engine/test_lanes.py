@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import jax_cases as cases
 import meshmend as mm
 import meshmend.numpy as mmn
+from jax_engine import cases
 from meshmend.jax import lanes
 from meshmend.jax.lanes import KEEP, Lowered, lower
 from meshmend.schedule import Op

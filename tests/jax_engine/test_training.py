@@ -10,9 +10,9 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-import jax_cases as cases
 import meshmend as mm
 import meshmend.jax as mmj
+from jax_engine import cases
 from meshmend.errors import ParameterError
 from meshmend.jax.elementwise import check_elementwise
 

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import jax_cases as cases
 import meshmend as mm
 import meshmend.jax as mmj
+from jax_engine import cases
 from meshmend.errors import ParameterError
 from meshmend.jax.ahead_of_time import has_libtpu, slice_fabric
 

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 import meshmend as mm
 import meshmend.jax as mmj
+from meshmend.planning import PLANNERS
 from standins import one_way_ring, tree_schedule
 
 BY_CHIP = PartitionSpec("chip")
@@ -31,6 +32,12 @@ PLANS: dict[str, tuple[str, mm.Mesh]] = {
     "trees 3-D": ("trees", mm.Mesh("3x4x2", failed=["1x2x1@1,1,0"])),
     "one-way ring": ("one-way", mm.Mesh("2x4")),
 }
+if "weave" in PLANNERS:
+    PLANS |= {
+        "weave 4x4": ("weave", mm.Mesh("4x4")),
+        "weave 8x8 - odd holes": ("weave", mm.Mesh("8x8", failed=["1x3@0,2", "5,5", "3x1@5,0"])),
+        "weave 3-D, a cable lost": ("weave", mm.Mesh("3x4x2", failed=["0,0,0"], failed_cables=["1,1,0-1,1,1"])),
+    }
 
 
 @cache
@@ -39,6 +46,8 @@ def schedule_of(name: str) -> mm.Schedule:
     match planner.split():
         case ["trees"]:
             return tree_schedule(mesh, chunks=2 * mesh.n_chips + 3)
+        case ["weave"]:
+            return mm.plan(mesh, "weave", chunks=2 * mesh.n_chips + 3)
         case ["one-way"]:
             return one_way_ring(mesh)
         case [planner, segments]:
