@@ -133,7 +133,7 @@ def compile_step(topology: str, jitted: Any, fabric: Fabric, *arguments: Any) ->
     lower_seconds = time.perf_counter() - started
     started = time.perf_counter()
     with _told(topology):
-        compiled = lowered.compile()
+        compiled = lowered.compile(compiler_options=fabric.compiler_options)
     compile_seconds = time.perf_counter() - started
     text = compiled.as_text()
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis()

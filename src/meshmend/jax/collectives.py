@@ -204,17 +204,22 @@ def _run(chunks: jax.Array, program: Program) -> jax.Array:
         rows = tuple(None if table is None else table[0] for table in tables)
 
         def step(held: jax.Array, row: Any, lanes: tuple[Lane, ...] = lanes) -> tuple[jax.Array, None]:
-            return _step(held, row, lanes, layout.axis), None
+            return _step(held, row, lanes, layout), None
 
         chunks, _ = lax.scan(step, chunks, rows)
     return chunks
 
 
-def _step(held: jax.Array, row: Any, lanes: tuple[Lane, ...], axis: str) -> jax.Array:
+def _step(held: jax.Array, row: Any, lanes: tuple[Lane, ...], layout: Layout) -> jax.Array:
     send, receive, ops = row
-    leaving = [lax.dynamic_slice_in_dim(held, send[i], lane.run) for i, lane in enumerate(lanes)]
-    arrived = [lax.ppermute(run, axis, lane.pairs) for run, lane in zip(leaving, lanes, strict=True)]
-    after = _after_all(arrived, receive)
+    # The barriers say that all lanes leave together and arrive together, or a TPU's scheduler may take them in turn.
+    leaving = lax.optimization_barrier(
+        [lax.dynamic_slice_in_dim(held, send[i], lane.run) for i, lane in enumerate(lanes)]
+    )
+    arrived = lax.optimization_barrier(
+        [lax.ppermute(run, layout.axis, lane.pairs) for run, lane in zip(leaving, lanes, strict=True)]
+    )
+    after = 0 if layout.platform == "tpu" else _after_all(arrived, receive)
     for i, (new, lane) in enumerate(zip(arrived, lanes, strict=True)):
         at = receive[i] + after
         if lane.ops != (Op.COPY,):
@@ -231,8 +236,9 @@ def _after_all(arrived: list[jax.Array], receive: jax.Array) -> jax.Array | int:
     """Return a zero that can only be known once every lane has arrived.
 
     Added to the places that a step writes, it orders all of the step's reads before its first write. Without it,
-    XLA may see a write beside a read of the same buffer, and copy the whole payload to be safe: on CPU that made a
-    step thirty times slower. The zero is the sign bit of a table entry, so the compiler cannot know it.
+    XLA on CPU may see a write beside a read of the same buffer, and copy the whole payload to be safe: that made a
+    step thirty times slower. The zero is the sign bit of a table entry, so the compiler cannot know it. XLA drops
+    optimisation barriers before it decides on copies, so they do not help here.
     """
     if len(arrived) == 1:
         return 0

@@ -39,13 +39,18 @@ class Tables(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """What all chips share: the lowered schedule's shape, the axes that it runs over, and the tile of its chunks."""
+    """What all chips share: the lowered schedule's shape, and the axes and the platform that it runs on."""
 
     shape: Shape
     axis: str
     core_axis: str | None
     n_cores: int
-    tile: int
+    platform: str
+
+    @property
+    def tile(self) -> int:
+        """Elements that chunks are made of whole numbers of."""
+        return TPU_TILE if self.platform == "tpu" else 1
 
 
 @jax.tree_util.register_dataclass
@@ -160,6 +165,6 @@ def _program(schedule: Schedule, fabric: Fabric, place: Place) -> Program:
         axis=fabric.axis,
         core_axis=fabric.core_axis,
         n_cores=fabric.jax_mesh.shape[fabric.core_axis] if fabric.core_axis else 1,
-        tile=TPU_TILE if fabric.platform == "tpu" else 1,
+        platform=fabric.platform,
     )
     return Program(tables, place(lowered.owned, by_chip), layout)
