@@ -6,6 +6,7 @@ import typer
 
 from meshmend import __version__
 from meshmend.cli import compare, draw, plan, predict, prepare, reproduce, route, verify
+from meshmend.cli import compile as compile_command
 
 app = typer.Typer(
     name="meshmend",
@@ -22,6 +23,7 @@ app.command("predict")(predict.command)
 app.command("compare")(compare.command)
 app.command("reproduce")(reproduce.command)
 app.command("draw")(draw.command)
+app.command("compile")(compile_command.command)
 
 
 def _print_version(wanted: bool) -> None:

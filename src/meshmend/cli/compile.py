@@ -1,0 +1,111 @@
+"""`meshmend compile`: compile a plan's all-reduce for a TPU slice that is not here, with the real TPU compiler."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import re
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from meshmend.cli.common import FailOption, JsonOption, WrapOption, mesh_facts, print_facts, print_json, told_errors
+from meshmend.cli.plan import ChunksOption, OrientationOption, PlannerOption, SegmentsOption, read_planner
+from meshmend.cost.units import parse_bytes
+from meshmend.errors import ParameterError
+from meshmend.planning import Auto, plan
+
+
+def command(
+    topology: Annotated[
+        str, typer.Option("--topology", metavar="GEN:SHAPE", help="A TPU slice, as in v3:32x32 or v4:4x4x8.")
+    ],
+    planner: PlannerOption = Auto.name,
+    fail: FailOption = None,
+    wrap: WrapOption = "none",
+    payload: Annotated[
+        str, typer.Option("--payload", metavar="SIZE", help="Bytes that each device brings, as in 102.4MB.")
+    ] = "102.4MB",
+    dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
+    workload: Annotated[
+        str | None, typer.Option("--workload", help="Compile a whole train step instead: resnet-50 or bert-large.")
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Examples a device, of a workload.")] = 16,
+    cores: Annotated[
+        int | None, typer.Option("--cores", min=1, max=2, help="Cores used of each chip; by default all it has.")
+    ] = None,
+    orientation: OrientationOption = None,
+    segments: SegmentsOption = None,
+    chunks: ChunksOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Compile the all-reduce for a TPU slice with its real compiler, no TPU needed.
+
+    The chip (x, y) of the slice is row x, column y: --fail 4x2@6,8 is x from 6 to 9, y from 8 to 9.
+
+    Example: meshmend compile --topology v3:32x32 --fail 4x2@6,8 --planner row-pairs
+    """
+    with told_errors(json):
+        for package in ("jax", "optax", "libtpu", *(["flax"] if workload else [])):
+            if importlib.util.find_spec(package) is None:
+                extra = "workloads" if workload else "tpu"
+                raise ParameterError(f"meshmend compile needs {package}: pip install 'meshmend[{extra}]'.")
+        # Compiling needs no device, and looking for a TPU that is not there takes minutes.
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        from meshmend.jax.ahead_of_time import compile_for, slice_fabric
+
+        if dtype not in ("float32", "bfloat16"):
+            raise ParameterError(f"--dtype is {dtype!r}, expected float32 or bfloat16.")
+        payload_bytes = round(parse_bytes(payload))
+        fabric = slice_fabric(topology, failed=fail or (), wrap=_read_wrap(wrap), cores=cores)
+        told = (payload, fabric.hardware) if planner == Auto.name else (None, None)
+        schedule = plan(fabric.mesh, read_planner(planner, orientation, segments, chunks, *told))
+        if workload is None:
+            what = "all-reduce"
+            report = compile_for(topology, schedule, fabric, payload_bytes=payload_bytes, dtype=dtype)
+            facts: dict[str, Any] = {"payload_bytes": payload_bytes, "dtype": dtype}
+        else:
+            from meshmend.jax.workloads import compile_workload, find_workload
+
+            what = f"{workload} step"
+            with Console(stderr=True).status(f"Compiling {workload}: this takes minutes"):
+                report = compile_workload(topology, find_workload(workload), schedule, fabric, batch=batch)
+            facts = {"workload": workload, "batch_per_device": batch}
+        facts = {
+            **mesh_facts(fabric.mesh),
+            "planner": schedule.planner,
+            "steps": schedule.n_steps,
+            **facts,
+            **dataclasses.asdict(report),
+        }
+        if json:
+            print_json(facts)
+            return
+        megabytes = {name: facts[name] / 1e6 for name in facts if name.endswith("_bytes")}
+        print_facts(
+            f"{schedule.planner} {what} on {topology}, {fabric.mesh}",
+            {
+                "chips": f"{report.chips:,} × {report.cores_per_chip} core{'s' * (report.cores_per_chip > 1)} "
+                f"({report.device_kind})",
+                "program": f"{schedule.n_steps:,} steps in {report.loops} loops of up to {report.lanes} lanes",
+                "collectives": f"{report.permutes} permutes, {report.in_flight} in flight at once"
+                + (f", {report.other_collectives} inside the chips" if report.other_collectives else ""),
+                "HLO": f"{report.hlo_chars_without_pairs:,} characters, and "
+                f"{report.hlo_chars - report.hlo_chars_without_pairs:,} of lists of chips",
+                "memory a device": f"{megabytes['argument_bytes']:.1f} MB arguments, "
+                f"{megabytes['temporary_bytes']:.1f} MB temporaries, {megabytes['aliased_bytes']:.1f} MB in place",
+                "work a device": f"{report.flops / 1e9:,.1f} GFLOP, {megabytes['accessed_bytes']:,.0f} MB read and "
+                "written (a loop's body counted once)",
+                "compiled in": f"{report.compile_seconds:.1f} s (lowered in {report.lower_seconds:.1f} s)",
+            },
+        )
+
+
+def _read_wrap(text: str) -> bool | list[bool] | None:
+    if text in ("none", "all"):
+        return text == "all"
+    if not re.fullmatch(r"\d(,\d)*", text, re.ASCII):
+        raise ParameterError(f"--wrap {text}: expected none, all, or axes as in 0,1.")
+    return [str(axis) in text.split(",") for axis in range(1 + int(max(text.split(","))))]

@@ -1,0 +1,34 @@
+"""The JAX engine: runs a schedule on the devices of a holed mesh, inside `jax.shard_map`.
+
+>>> import jax, meshmend as mm, meshmend.jax as mmj
+>>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
+>>> program = mmj.install(mm.plan(fabric.mesh, "hamiltonian"), fabric)
+"""
+
+from meshmend.jax.collectives import Shards, all_gather, all_reduce, reduce_scatter, shard_of
+from meshmend.jax.fabric import Fabric, discover
+from meshmend.jax.layerwise import add_decayed_weights, clip_by_global_norm, lamb, lars, scale_by_trust_ratio
+from meshmend.jax.program import Halves, Program, abstract_program, install, install_halves
+from meshmend.jax.training import TrainStep, train_step
+
+__all__ = [
+    "Fabric",
+    "Halves",
+    "Program",
+    "Shards",
+    "TrainStep",
+    "abstract_program",
+    "add_decayed_weights",
+    "all_gather",
+    "all_reduce",
+    "clip_by_global_norm",
+    "discover",
+    "install",
+    "install_halves",
+    "lamb",
+    "lars",
+    "reduce_scatter",
+    "scale_by_trust_ratio",
+    "shard_of",
+    "train_step",
+]

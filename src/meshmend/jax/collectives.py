@@ -1,0 +1,297 @@
+"""The collectives: `all_reduce`, `reduce_scatter` and `all_gather` of pytrees, inside `jax.shard_map`.
+
+The payload is a matrix of chunks. A step slices out the runs to send, permutes all lanes, and adds or replaces what
+arrives, in place. One `lax.scan` a loop of the program, so the compiled code is the same size for any mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from meshmend.errors import ParameterError
+from meshmend.jax.lanes import KEEP, Lane
+from meshmend.jax.program import Layout, Program
+from meshmend.schedule import Collective, Op
+
+Shards = tuple[jax.Array, ...]
+"""What a chip holds between the halves: for each dtype that travels, its own chunks, one a row."""
+
+
+def all_reduce(tree: Any, program: Program, *, mean: bool = False, accumulate: DTypeLike | None = None) -> Any:
+    """Sum a pytree of arrays over all live chips; every chip ends with the same bits.
+
+    Call it inside `jax.shard_map` over `fabric.jax_mesh`, with the program as an argument split by `program.spec`
+    and `check_vma=False`. `mean` divides by the number of devices. `accumulate` is the dtype in which sums travel
+    and are made, as in `accumulate=jnp.float32` for bfloat16 gradients; results come back in their own dtypes.
+    Leaves are packed together by the dtype that travels, so one loop serves all leaves of a dtype.
+
+    >>> import jax, jax.numpy as jnp, meshmend as mm, meshmend.jax as mmj
+    >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
+    >>> program = mmj.install(mm.plan(fabric.mesh, "row-pairs"), fabric)
+    >>> total = jax.jit(jax.shard_map(mmj.all_reduce, mesh=fabric.jax_mesh, check_vma=False,
+    ...                               in_specs=(fabric.sharding("chip").spec, program.spec), out_specs=program.spec))
+    >>> total(jnp.arange(12 * 3), program).reshape(12, 3)[-1].tolist()
+    [198, 210, 222]
+    """
+    _expect(program, Collective.ALL_REDUCE, "install(schedule, fabric)")
+    leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
+    _check_varying(leaves, program)
+    results: list[Any] = list(leaves)
+    for group in groups_of(leaves, program.layout, accumulate):
+        chunks = _run(_sum_in_chip(group.pack(leaves), program.layout), program)
+        for i, total in group.unpack(_join_in_chip(chunks, program.layout), leaves):
+            results[i] = _divide(total, _divisor(program, mean)).astype(_sum_dtype(leaves[i].dtype, mean))
+    return jax.tree.unflatten(structure, results)
+
+
+def reduce_scatter(tree: Any, program: Program, *, mean: bool = False, accumulate: DTypeLike | None = None) -> Shards:
+    """Sum a pytree over all chips and leave each chip with its own chunks of the sum.
+
+    Returns one array a dtype that travels, of shape (chunks, elements of a chunk). Every chip has as many rows as
+    the chip that owns most; the rows that it does not need are zero. `shard_of` cuts any pytree the same way.
+    """
+    _expect(program, Collective.REDUCE_SCATTER, "install_halves(schedule, fabric).scatter")
+    leaves = jax.tree.leaves(jax.tree.map(jnp.asarray, tree))
+    _check_varying(leaves, program)
+    shards = []
+    for group in groups_of(leaves, program.layout, accumulate):
+        chunks = _run(_sum_in_chip(group.pack(leaves), program.layout), program)
+        shards.append(_divide(_take_owned(chunks, program), _divisor(program, mean)))
+    return tuple(shards)
+
+
+def shard_of(tree: Any, program: Program, *, accumulate: DTypeLike | None = None) -> Shards:
+    """Cut a pytree that is the same on all chips into shards, as `reduce_scatter` does, without communication."""
+    leaves = jax.tree.leaves(jax.tree.map(jnp.asarray, tree))
+    layout = program.layout
+    shards = []
+    for group in groups_of(leaves, layout, accumulate):
+        packed = group.pack(leaves)
+        if layout.core_axis is not None:
+            packed = lax.dynamic_index_in_dim(packed, lax.axis_index(layout.core_axis), 0, keepdims=False)
+        else:
+            packed = packed[0]
+        shards.append(_take_owned(packed, program))
+    return tuple(shards)
+
+
+def all_gather(shards: Shards, program: Program, *, like: Any, accumulate: DTypeLike | None = None) -> Any:
+    """Bring every chip's shards to all chips and return them as a pytree with the shapes and dtypes of `like`.
+
+    `accumulate` must be what the shards were cut with. They travel in the widest dtype of the leaves of `like`, not
+    in `accumulate`: float32 master weights of a bfloat16 model are gathered as bfloat16.
+    """
+    _expect(program, Collective.ALL_GATHER, "install_halves(schedule, fabric).gather")
+    leaves, structure = jax.tree.flatten(like)
+    groups = groups_of(leaves, program.layout, accumulate)
+    if len(shards) != len(groups):
+        raise ParameterError(
+            f"There are {len(shards)} shards, but a tree like this has {len(groups)}. "
+            "Use the same tree and the same `accumulate` for all_gather as for reduce_scatter."
+        )
+    layout = program.layout
+    results: list[Any] = list(leaves)
+    for shard, group in zip(shards, groups, strict=True):
+        if shard.size != program.owned.shape[-1] * group.chunk:
+            raise ParameterError(
+                f"A shard has shape {shard.shape}, expected ({program.owned.shape[-1]}, {group.chunk}): "
+                "it was cut from another tree or by another program."
+            )
+        own = shard.astype(jnp.result_type(*(leaves[i].dtype for i in group.members)))
+        rows = own.reshape(-1, *group.chunk_shape)
+        empty = jnp.zeros((layout.shape.total_chunks, *group.chunk_shape), own.dtype)
+        chunks = empty.at[program.owned[0]].set(rows, mode="drop")
+        for i, values in group.unpack(_join_in_chip(_run(chunks, program), layout), leaves):
+            results[i] = values.astype(leaves[i].dtype)
+    return jax.tree.unflatten(structure, results)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Leaves that travel together, in one dtype, as one matrix of chunks."""
+
+    members: tuple[int, ...]
+    dtype: np.dtype[Any]
+    layout: Layout
+    size: int
+
+    @property
+    def chunk(self) -> int:
+        """Elements of a chunk: a share of the payload, rounded up to whole tiles where that is not most of it."""
+        exact = -(-self.size // (self.layout.n_cores * self.layout.shape.total_chunks))
+        tile = self.layout.tile if exact >= self.layout.tile else min(self.layout.tile, 128)
+        return -(-exact // tile) * tile
+
+    @property
+    def chunk_shape(self) -> tuple[int, ...]:
+        """A chunk's axes. On TPU the last two fill whole tiles, so that slices of chunks are slices of memory."""
+        return (self.chunk,) if self.layout.tile == 1 else (self.chunk // 128, 128)
+
+    def pack(self, leaves: Sequence[Any]) -> jax.Array:
+        """Return the leaves as chunks, of shape (cores, chunks, *chunk), padded with zeros."""
+        parts = [jnp.ravel(leaves[i]).astype(self.dtype) for i in self.members]
+        padding = self.layout.n_cores * self.layout.shape.total_chunks * self.chunk - self.size
+        if padding:
+            parts.append(jnp.zeros(padding, self.dtype))
+        flat = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+        return flat.reshape(self.layout.n_cores, self.layout.shape.total_chunks, *self.chunk_shape)
+
+    def unpack(self, flat: jax.Array, leaves: Sequence[Any]) -> list[tuple[int, jax.Array]]:
+        """Cut the leaves out of what `pack` made, still in the dtype that travelled: (number, values) of each."""
+        found, start = [], 0
+        for i in self.members:
+            stop = start + math.prod(leaves[i].shape)
+            found.append((i, lax.slice(flat, (start,), (stop,)).reshape(leaves[i].shape)))
+            start = stop
+        return found
+
+
+def groups_of(leaves: Sequence[Any], layout: Layout, accumulate: DTypeLike | None) -> list[Group]:
+    """Sort leaves (or their shapes) by the dtype that travels; empty ones have nothing to send."""
+    members: dict[np.dtype[Any], list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if math.prod(leaf.shape):
+            members.setdefault(travel_dtype(leaf.dtype, accumulate), []).append(i)
+    return [
+        Group(tuple(which), dtype, layout, sum(math.prod(leaves[i].shape) for i in which))
+        for dtype, which in members.items()
+    ]
+
+
+def travel_dtype(own: Any, accumulate: DTypeLike | None) -> np.dtype[Any]:
+    """Return the dtype that a leaf's sums are made in: its own, or the wider of it and `accumulate`."""
+    if jnp.issubdtype(own, jnp.bool_):
+        return np.dtype(np.int32)
+    for kind in (jnp.inexact, jnp.integer):
+        if accumulate is not None and jnp.issubdtype(own, kind) and jnp.issubdtype(accumulate, kind):
+            own = jnp.promote_types(own, accumulate)
+    dtype: np.dtype[Any] = np.dtype(own)
+    return dtype
+
+
+def _sum_dtype(own: Any, mean: bool) -> np.dtype[Any]:
+    """Return the dtype of a leaf's sum, as `lax.psum` and `lax.pmean` have it: bools are counted, means are floats."""
+    own = np.int32 if jnp.issubdtype(own, jnp.bool_) else own
+    return np.dtype(jnp.result_type(own, jnp.float32) if mean and not jnp.issubdtype(own, jnp.inexact) else own)
+
+
+def _sum_in_chip(packed: jax.Array, layout: Layout) -> Any:
+    """Add up a chip's cores and give each core its part of the chunks; with one core, just that core's chunks."""
+    if layout.core_axis is None:
+        return packed[0]
+    return lax.psum_scatter(packed, layout.core_axis, scatter_dimension=0, tiled=False)
+
+
+def _join_in_chip(chunks: jax.Array, layout: Layout) -> jax.Array:
+    """Return the whole payload, flat, from the chunks that this core has."""
+    flat = chunks.reshape(-1)
+    return flat if layout.core_axis is None else lax.all_gather(flat, layout.core_axis, tiled=True)
+
+
+def _run(chunks: jax.Array, program: Program) -> jax.Array:
+    """Run the program's loops over the matrix of chunks."""
+    layout = program.layout
+    for tables, lanes in zip(program.tables, layout.shape.lanes, strict=True):
+        rows = tuple(None if table is None else table[0] for table in tables)
+
+        def step(held: jax.Array, row: Any, lanes: tuple[Lane, ...] = lanes) -> tuple[jax.Array, None]:
+            return _step(held, row, lanes, layout), None
+
+        chunks, _ = lax.scan(step, chunks, rows)
+    return chunks
+
+
+def _step(held: jax.Array, row: Any, lanes: tuple[Lane, ...], layout: Layout) -> jax.Array:
+    send, receive, ops = row
+    # The barriers say that all lanes leave together and arrive together, or a TPU's scheduler may take them in turn.
+    leaving = lax.optimization_barrier(
+        [lax.dynamic_slice_in_dim(held, send[i], lane.run) for i, lane in enumerate(lanes)]
+    )
+    arrived = lax.optimization_barrier(
+        [lax.ppermute(run, layout.axis, lane.pairs) for run, lane in zip(leaving, lanes, strict=True)]
+    )
+    after = 0 if layout.platform == "tpu" else _after_all(arrived, receive)
+    for i, (new, lane) in enumerate(zip(arrived, lanes, strict=True)):
+        at = receive[i] + after
+        if lane.ops != (Op.COPY,):
+            old = lax.dynamic_slice_in_dim(held, at, lane.run)
+            outcome = {Op.REDUCE: old + new, Op.COPY: new, KEEP: old}
+            new = outcome[lane.ops[0]]
+            for op in lane.ops[1:]:
+                new = jnp.where(ops[i] == op, outcome[op], new)
+        held = lax.dynamic_update_slice_in_dim(held, new, at, axis=0)
+    return held
+
+
+def _after_all(arrived: list[jax.Array], receive: jax.Array) -> jax.Array | int:
+    """Return a zero that can only be known once every lane has arrived.
+
+    Added to the places that a step writes, it orders all of the step's reads before its first write. Without it,
+    XLA on CPU may see a write beside a read of the same buffer, and copy the whole payload to be safe: that made a
+    step thirty times slower. The zero is the sign bit of a table entry, so the compiler cannot know it. XLA drops
+    optimisation barriers before it decides on copies, so they do not help here.
+    """
+    if len(arrived) == 1:
+        return 0
+    zero = receive[0] >> 31
+    after = jnp.zeros_like(zero)
+    for run in arrived:
+        first = run[(0,) * run.ndim]
+        if jnp.iscomplexobj(first):
+            first = jnp.real(first)
+        bits = lax.bitcast_convert_type(first, np.dtype(f"uint{8 * first.dtype.itemsize}"))
+        after += bits.astype(jnp.int32) & zero
+    return after
+
+
+def _take_owned(chunks: jax.Array, program: Program) -> jax.Array:
+    """Return this chip's own chunks, one a row, and zeros where it owns fewer than others."""
+    owned = program.owned[0]
+    mine = jnp.take(chunks, owned, axis=0, mode="clip").reshape(len(owned), -1)
+    return jnp.where((owned < program.layout.shape.total_chunks)[:, None], mine, jnp.zeros((), mine.dtype))
+
+
+def _divisor(program: Program, mean: bool) -> int | None:
+    return program.n_chips * program.layout.n_cores if mean else None
+
+
+def _divide(values: jax.Array, divisor: int | None) -> jax.Array:
+    return values if divisor is None else values / divisor
+
+
+def _expect(program: Program, collective: Collective, how: str) -> None:
+    if program.collective is not collective:
+        raise ParameterError(
+            f"This program is for {program.collective}, expected one for {collective}: make it with mmj.{how}."
+        )
+
+
+def _check_varying(leaves: Sequence[Any], program: Program) -> None:
+    """Refuse values that JAX knows to be equal on all chips: under check_vma=True it has summed gradients itself."""
+    known = _varying(program.owned)
+    if not known:
+        return
+    for leaf in leaves:
+        if not known <= _varying(leaf):
+            raise ParameterError(
+                f"A value of shape {leaf.shape} is the same on all chips, so summing it over chips would count it "
+                f"{program.n_chips} times. With check_vma=True, jax.grad sums the gradients of replicated parameters "
+                "by itself: give shard_map check_vma=False, or apply jax.lax.pcast(…, to='varying') before jax.grad."
+            )
+
+
+def _varying(value: Any) -> frozenset[str]:
+    """Return the axes over which JAX knows a value to vary; none where it does not keep track."""
+    kind = jax.typeof(value)
+    # JAX 0.10 calls it manual_axis_type.varying, earlier ones vma.
+    axes = kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else getattr(kind, "vma", ())
+    return frozenset(axes)

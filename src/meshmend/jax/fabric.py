@@ -1,0 +1,207 @@
+"""Finding the hole: the mesh, its failures and the order of the chips, from the devices that JAX has.
+
+On a TPU a device knows its coordinates (x, y, z). They are the mesh's axes in that order: axis 0 is x, axis 1 is y,
+axis 2 is z, so that the slice `v3:16x32` is `Mesh("16x32")` and the hole `4x2@6,8` is x from 6 to 9, y from 8 to 9.
+A last axis of one chip is left out. Elsewhere (virtual CPU devices) the mesh is described by arguments or by the
+environment: `MESHMEND_SHAPE=8x8`, `MESHMEND_FAILED="2x2@2,2 5,7"` and `MESHMEND_WRAP=0,1`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from meshmend.errors import MeshError, name_chip
+from meshmend.topology import Mesh, Region, name_shape
+
+CHIP_AXIS = "chip"
+CORE_AXIS = "core"
+
+HARDWARE = {
+    "TPU v2": "tpu-v2-xla",
+    "TPU v3": "tpu-v3-xla",
+    "TPU v4": "tpu-v4-xla",
+    "TPU v5": "tpu-v5p-xla",
+    "TPU v5p": "tpu-v5p-xla",
+    "TPU v6 lite": "tpu-v6e-xla",
+    "TPU v6e": "tpu-v6e-xla",
+}
+"""Hardware presets, as seen through XLA, by JAX's `device_kind`."""
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """The live chips as meshmend and as JAX see them. Made by `discover`.
+
+    `jax_mesh` has an axis "chip" in order of rank and, where chips have two cores, an axis "core".
+    """
+
+    mesh: Mesh
+    jax_mesh: jax.sharding.Mesh
+    hardware: str | None
+
+    @property
+    def axis(self) -> str:
+        """Name of the axis over chips, for `lax` collectives and partition specs."""
+        return CHIP_AXIS
+
+    @property
+    def core_axis(self) -> str | None:
+        """Name of the axis over the cores of a chip, None where a chip is one device."""
+        return CORE_AXIS if CORE_AXIS in self.jax_mesh.axis_names else None
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All axes: what a batch that is split over every device is split by."""
+        return tuple(str(name) for name in self.jax_mesh.axis_names)
+
+    @property
+    def platform(self) -> str:
+        """Platform of the devices: "tpu", "cpu", …."""
+        return str(self.jax_mesh.devices.flat[0].platform)
+
+    @property
+    def compiler_options(self) -> dict[str, str]:
+        """What to give `jax.jit(…, compiler_options=…)`, so that more than five lanes are in flight at once.
+
+        That is for chips with six links (v4, v5p); elsewhere it changes nothing.
+        """
+        return {"xla_max_concurrent_async_collective_permutes": "16"} if self.platform == "tpu" else {}
+
+    def sharding(self, *axes: str | tuple[str, ...] | None) -> jax.sharding.NamedSharding:
+        """Return the sharding that splits an array's axes by axes of this fabric; none means one copy a device."""
+        return jax.sharding.NamedSharding(self.jax_mesh, jax.sharding.PartitionSpec(*axes))
+
+    def __repr__(self) -> str:
+        cores = f", {self.jax_mesh.devices.shape[1]} cores a chip" if self.core_axis else ""
+        return f"Fabric({self.mesh!r} of {self.platform}{cores}, hardware {self.hardware})"
+
+
+def discover(
+    devices: Sequence[Any] | None = None,
+    *,
+    shape: Sequence[int] | str | None = None,
+    failed: Iterable[Region | Sequence[int] | str] | None = None,
+    coords: Sequence[Sequence[int]] | None = None,
+    wrap: bool | Sequence[bool] | None = None,
+) -> Fabric:
+    """Return the fabric that `devices` (by default all of JAX's) form: mesh, holes, device order.
+
+    Where devices know their coordinates (TPU) nothing else is needed: chips that are missing from the bounding box
+    are the hole, and `failed` takes out more. `coords` gives a coordinate a device where they know none. With
+    `shape` alone, devices are laid out in row-major order over all chips, if there is one for each, of which the
+    failed ones are not used; or over the live chips, if there is one for each of those. Arguments that are not
+    given come from the environment: MESHMEND_SHAPE, MESHMEND_FAILED, MESHMEND_WRAP.
+
+    `wrap` says which axes close on themselves; a plan that does not know of a wrap-around cable just leaves it
+    unused, so the default is none.
+
+    >>> import jax
+    >>> discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"]).mesh
+    Mesh(4x4 minus 2x2@0,0: 12 of 16 chips)
+    """
+    found = list(jax.devices() if devices is None else devices)
+    if not found:
+        raise MeshError("There are no devices to make a fabric of.")
+    if shape is None:
+        shape = os.environ.get("MESHMEND_SHAPE")
+    holes = list(os.environ.get("MESHMEND_FAILED", "").split() if failed is None else failed)
+    where = _coordinates(found, coords)
+    if where is not None:
+        mesh = _bounding_mesh(where, shape, holes, wrap)
+    elif shape is not None:
+        mesh = Mesh(shape, wrap=_read_wrap(wrap, Mesh(shape)), failed=holes)
+        where = _lay_out(len(found), mesh)
+    else:
+        raise MeshError(
+            f"{found[0].device_kind} devices do not know their coordinates. Say what mesh they stand for: "
+            "discover(devices, shape='8x8'), or MESHMEND_SHAPE=8x8 in the environment."
+        )
+    return _fabric(found, where, mesh)
+
+
+def _read_wrap(wrap: bool | Sequence[bool] | None, mesh: Mesh) -> bool | Sequence[bool]:
+    if wrap is not None:
+        return wrap
+    text = os.environ.get("MESHMEND_WRAP", "none")
+    if text in ("none", "all"):
+        return text == "all"
+    words = text.split(",")
+    if not all(word.isascii() and word.isdigit() and int(word) < mesh.n_axes for word in words):
+        raise MeshError(
+            f"MESHMEND_WRAP is {text!r}, expected none, all, or axes from 0 to {mesh.n_axes - 1}, as in 0,1."
+        )
+    return [str(axis) in words for axis in range(mesh.n_axes)]
+
+
+def _coordinates(devices: list[Any], coords: Sequence[Sequence[int]] | None) -> NDArray[np.int64] | None:
+    """Return one coordinate a device: given, or the device's own, without a last axis of one chip."""
+    if coords is not None:
+        if len(coords) != len(devices):
+            raise MeshError(f"There are {len(devices)} devices and {len(coords)} coordinates; give one for each.")
+        return np.array(coords, dtype=np.int64).reshape(len(devices), -1)
+    own = [getattr(device, "coords", None) for device in devices]
+    if any(coord is None for coord in own):
+        return None
+    where = np.array(own, dtype=np.int64)
+    if where.shape[1] == 3 and (where[:, 2] == where[0, 2]).all():
+        where = where[:, :2]
+    return where
+
+
+def _bounding_mesh(
+    where: NDArray[np.int64],
+    shape: Sequence[int] | str | None,
+    holes: list[Region | Sequence[int] | str],
+    wrap: bool | Sequence[bool] | None,
+) -> Mesh:
+    """Return the mesh that the coordinates span; what is missing in it has failed."""
+    if shape is None:
+        # A slice may lie anywhere in its pod; a row that has failed as a whole only makes the mesh smaller.
+        where -= where.min(axis=0)
+        shape = [int(n) for n in where.max(axis=0) + 1]
+    full = Mesh(shape)
+    if full.n_axes != where.shape[1] or (where < 0).any() or (where >= full.shape).any():
+        worst = where[(where.max(axis=1)).argmax()]
+        raise MeshError(f"A device sits at {name_chip(worst)}, outside the {name_shape(full.shape)} mesh.")
+    missing = np.ones(full.shape, dtype=np.bool_)
+    missing[tuple(where.T)] = False
+    return Mesh(full.shape, wrap=_read_wrap(wrap, full), failed=[*holes, *np.argwhere(missing).tolist()])
+
+
+def _lay_out(n_devices: int, mesh: Mesh) -> NDArray[np.int64]:
+    if n_devices == mesh.size:
+        return np.argwhere(np.ones(mesh.shape))
+    if n_devices == mesh.n_chips:
+        return mesh.coords.astype(np.int64)
+    raise MeshError(
+        f"{n_devices} devices do not fit {mesh!r}: give {mesh.size} (one a chip, failed ones unused) or "
+        f"{mesh.n_chips} (one a live chip)."
+    )
+
+
+def _fabric(devices: list[Any], where: NDArray[np.int64], mesh: Mesh) -> Fabric:
+    """Put the devices in order of rank, and a chip's cores side by side."""
+    cores: dict[int, list[Any]] = {}
+    for device, coord in zip(devices, where.tolist(), strict=True):
+        rank = int(mesh.rank_of[tuple(coord)])
+        if rank >= 0:
+            cores.setdefault(rank, []).append(device)
+    per_chip = max(len(chip) for chip in cores.values())
+    short = [rank for rank in range(mesh.n_chips) if len(cores.get(rank, ())) < per_chip]
+    if short:
+        # A chip that has lost a core cannot do its part: the whole chip is a hole, and its other core idles.
+        return _fabric(devices, where, mesh.fail(*(mesh.chip(rank) for rank in short)))
+    table = np.array(
+        [sorted(cores[rank], key=lambda d: getattr(d, "core_on_chip", 0)) for rank in range(mesh.n_chips)],
+        dtype=object,
+    )
+    names = (CHIP_AXIS, CORE_AXIS) if per_chip > 1 else (CHIP_AXIS,)
+    jax_mesh = jax.sharding.Mesh(table if per_chip > 1 else table[:, 0], names)
+    return Fabric(mesh, jax_mesh, HARDWARE.get(str(devices[0].device_kind)))

@@ -1,0 +1,273 @@
+"""From a schedule to the tables that a JAX program reads: loops of steps, and in each loop a few lanes.
+
+A *lane* is one `lax.ppermute` with a fixed permutation and a fixed run length. A *loop* is a stretch of steps that
+are all served by the same lanes, so that it can be one `lax.scan`; for each of its steps and lanes a chip has a row
+of its table: which chunks to send, and where to put what arrives.
+
+The (src, dst) pairs of a stretch are a bipartite graph, and its lanes are an edge colouring: by König's theorem as
+few as the largest number of runs that any chip sends or receives. Where a step has more than one run length, each
+length has lanes of its own. Nothing here needs JAX.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshmend.schedule import Collective, Schedule
+
+MAX_LOOPS = 8
+"""A program has no more loops than this, however long the schedule."""
+MERGE_COST = 0.01
+"""Neighbouring stretches become one loop if that moves at most this part more: a loop costs compile time."""
+MIXED_COST = 1.25
+"""What a move costs where some chips add and others replace, against a loop in which all do the same."""
+
+KEEP = 2
+"""Beside `Op.REDUCE` and `Op.COPY`: nothing arrives on this lane, and what the chip holds stays as it is."""
+
+IntTable = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One permute: pairs of ranks that it joins, how many chunks it carries, and what chips do with what arrives.
+
+    `ops` lists all that ever happens on this lane; where that is more than one thing, the tables say which.
+    """
+
+    pairs: tuple[tuple[int, int], ...]
+    run: int
+    ops: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Steps that share their lanes. The tables have one entry for each rank, step and lane.
+
+    `send` and `receive` are first chunks; `ops` says what to do with what arrives: an `Op`, or KEEP.
+    """
+
+    lanes: tuple[Lane, ...]
+    send: IntTable
+    receive: IntTable
+    ops: NDArray[np.uint8]
+
+    @property
+    def n_steps(self) -> int:
+        """Steps of this loop."""
+        return int(self.send.shape[1])
+
+
+@dataclass(frozen=True)
+class Shape:
+    """All of a lowered schedule that is the same on every chip; equal shapes can share a compiled program."""
+
+    n_chips: int
+    total_chunks: int
+    collective: Collective
+    lanes: tuple[tuple[Lane, ...], ...] = field(repr=False)
+
+    @cached_property
+    def digest(self) -> str:
+        """A name for the content. Lanes are long: JAX asks for the hash and for equality at every call."""
+        facts = (self.n_chips, self.total_chunks, self.collective.value, self.lanes)
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shape) and self.digest == other.digest
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A schedule as loops and tables. `owned[rank]` lists the rank's chunks, padded with `total_chunks`."""
+
+    shape: Shape
+    loops: tuple[Loop, ...]
+    owned: IntTable
+
+
+def lower(schedule: Schedule) -> Lowered:
+    """Turn a proven schedule into loops, lanes and tables.
+
+    >>> import meshmend as mm
+    >>> [(loop.n_steps, len(loop.lanes)) for loop in lower(mm.plan(mm.Mesh("4x4"), "hamiltonian")).loops]
+    [(15, 2), (15, 2)]
+    """
+    stretches = _merge(_stretches(schedule))
+    loops = tuple(_loop(schedule, stretch) for stretch in stretches)
+    shape = Shape(
+        n_chips=schedule.mesh.n_chips,
+        total_chunks=schedule.total_chunks,
+        collective=schedule.collective,
+        lanes=tuple(loop.lanes for loop in loops),
+    )
+    return Lowered(shape, loops, _owned(schedule))
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Steps first … last−1, with the pairs that each run length joins: their codes and how often in one step."""
+
+    first: int
+    last: int
+    pairs: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]]
+    ops: dict[int, frozenset[int]]
+    n_chips: int
+
+    @cached_property
+    def cost(self) -> float:
+        """Chunks that a chip moves, idle lanes included."""
+        cost = 0.0
+        for run, (codes, times) in self.pairs.items():
+            mixed = MIXED_COST if len(self.ops[run]) > 1 else 1.0
+            cost += run * _n_lanes(codes, times, self.n_chips) * mixed
+        return cost * (self.last - self.first)
+
+    def __add__(self, other: _Stretch) -> _Stretch:
+        pairs, ops = dict(self.pairs), dict(self.ops)
+        for run, (codes, times) in other.pairs.items():
+            if run in pairs:
+                codes = np.concatenate([pairs[run][0], codes])
+                times = np.concatenate([pairs[run][1], times])
+                codes, where = np.unique(codes, return_inverse=True)
+                most = np.zeros(len(codes), dtype=np.int64)
+                np.maximum.at(most, where, times)
+                times = most
+            pairs[run] = codes, times
+            ops[run] = ops.get(run, frozenset()) | other.ops[run]
+        return _Stretch(self.first, other.last, pairs, ops, self.n_chips)
+
+
+def _n_lanes(codes: NDArray[np.int64], times: NDArray[np.int64], n_chips: int) -> int:
+    src, dst = np.divmod(codes, n_chips)
+    return int(max(np.bincount(end, weights=times).max() for end in (src, dst)))
+
+
+def _stretches(schedule: Schedule) -> list[_Stretch]:
+    """Cut the steps where the kinds of transfer (run length and op) change."""
+    runs, run_of = np.unique(schedule.n_chunks, return_inverse=True)
+    kind = run_of.astype(np.int64) * 2 + schedule.op
+    present = np.zeros((schedule.n_steps, 2 * len(runs)), dtype=np.bool_)
+    present[schedule.step, kind] = True
+    changes = np.flatnonzero((present[1:] != present[:-1]).any(axis=1)) + 1
+    edges = [0, *changes.tolist(), schedule.n_steps] if schedule.n_steps else [0]
+    return [_stretch(schedule, first, last) for first, last in pairwise(edges)]
+
+
+def _stretch(schedule: Schedule, first: int, last: int) -> _Stretch:
+    rows = slice(int(schedule.step_starts[first]), int(schedule.step_starts[last]))
+    n = schedule.mesh.n_chips
+    codes = schedule.src[rows].astype(np.int64) * n + schedule.dst[rows]
+    pairs, ops = {}, {}
+    for run in np.unique(schedule.n_chunks[rows]).tolist():
+        mine = schedule.n_chunks[rows] == run
+        # How often a pair occurs in one step, at most: a chip may send a neighbour two runs that do not join.
+        keys, times = np.unique(codes[mine] * schedule.n_steps + schedule.step[rows][mine], return_counts=True)
+        found = keys // schedule.n_steps
+        starts = np.flatnonzero(np.diff(found, prepend=-1))
+        pairs[run] = found[starts], np.maximum.reduceat(times, starts)
+        ops[run] = frozenset(schedule.op[rows][mine].tolist())
+    return _Stretch(first, last, pairs, ops, n)
+
+
+def _merge(stretches: list[_Stretch]) -> list[_Stretch]:
+    """Join neighbouring stretches while that is nearly free, or while there are too many."""
+    stretches = list(stretches)
+    joined = [a + b for a, b in pairwise(stretches)]
+    while joined:
+        added = [both.cost - a.cost - b.cost for both, (a, b) in zip(joined, pairwise(stretches), strict=True)]
+        best = int(np.argmin(added))
+        total = sum(stretch.cost for stretch in stretches)
+        if len(stretches) <= MAX_LOOPS and added[best] > MERGE_COST * total:
+            break
+        stretches[best : best + 2] = [joined[best]]
+        joined[best : best + 1] = []
+        for i in (best - 1, best):
+            if 0 <= i < len(joined):
+                joined[i] = stretches[i] + stretches[i + 1]
+    return stretches
+
+
+def _loop(schedule: Schedule, stretch: _Stretch) -> Loop:
+    n = schedule.mesh.n_chips
+    rows = np.arange(schedule.step_starts[stretch.first], schedule.step_starts[stretch.last])
+    lanes: list[Lane] = []
+    tables = []
+    for run in sorted(stretch.pairs):
+        codes, times = stretch.pairs[run]
+        edges = np.repeat(codes, times)
+        colour, n_lanes = _colour(edges, n)
+        mine = rows[schedule.n_chunks[rows] == run]
+        code = schedule.src[mine].astype(np.int64) * n + schedule.dst[mine]
+        step = schedule.step[mine].astype(np.int64) - stretch.first
+        # The i-th transfer of a pair in one step takes the i-th of the pair's edges.
+        key = step * (n * n) + code
+        order = np.argsort(key, kind="stable")
+        mine, code, step = mine[order], code[order], step[order]
+        fresh = np.flatnonzero(np.diff(key[order], prepend=-1))
+        ith = np.arange(len(code)) - np.repeat(fresh, np.diff(fresh, append=len(code)))
+        lane = colour[np.searchsorted(edges, code) + ith]
+        size = (n, stretch.last - stretch.first, n_lanes)
+        send = np.zeros(size, dtype=np.int32)
+        receive = np.zeros(size, dtype=np.int32)
+        ops = np.full(size, KEEP, dtype=np.uint8)
+        send[schedule.src[mine], step, lane] = schedule.first_chunk[mine]
+        receive[schedule.dst[mine], step, lane] = schedule.first_chunk[mine]
+        ops[schedule.dst[mine], step, lane] = schedule.op[mine]
+        tables.append((send, receive, ops))
+        for number in range(n_lanes):
+            ends = [(int(e) // n, int(e) % n) for e in edges[colour == number]]
+            lanes.append(Lane(tuple(ends), run, tuple(np.unique(ops[:, :, number]).tolist())))
+    return Loop(tuple(lanes), *(np.concatenate(parts, axis=2) for parts in zip(*tables, strict=True)))
+
+
+def _colour(edges: NDArray[np.int64], n: int) -> tuple[NDArray[np.int64], int]:
+    """Colour the edges (src · n + dst, repeated ones side by side) so that no two of a colour share an end.
+
+    König's construction: give an edge a colour that is free at both ends; if there is none, swap two colours along
+    the path that starts at one end, which frees the colour there. Uses as many colours as the largest degree.
+    """
+    degree = max(int(np.bincount(end).max()) for end in np.divmod(edges, n))
+    # at[side][chip][colour] is the edge of that colour at that end.
+    at = [[[-1] * degree for _ in range(n)] for _ in range(2)]
+    ends = [(int(e) // n, int(e) % n) for e in edges]
+    colour = [0] * len(ends)
+    for edge, (src, dst) in enumerate(ends):
+        a = at[0][src].index(-1)
+        b = at[1][dst].index(-1)
+        if at[1][dst][a] >= 0:
+            # Walk from dst along edges of colours a, b, a, …; the path cannot reach src, where a is free.
+            path, side, chip, wanted = [], 1, dst, a
+            while (found := at[side][chip][wanted]) >= 0:
+                path.append(found)
+                side, wanted = 1 - side, a + b - wanted
+                chip = ends[found][side]
+            for swapped in path:
+                for side in (0, 1):
+                    at[side][ends[swapped][side]][colour[swapped]] = -1
+            for swapped in path:
+                colour[swapped] = a + b - colour[swapped]
+                for side in (0, 1):
+                    at[side][ends[swapped][side]][colour[swapped]] = swapped
+        colour[edge] = a
+        at[0][src][a] = at[1][dst][a] = edge
+    return np.array(colour, dtype=np.int64), degree
+
+
+def _owned(schedule: Schedule) -> IntTable:
+    """List every rank's chunks in ascending order; all lists are as long as the longest."""
+    counts = np.bincount(schedule.owners, minlength=schedule.mesh.n_chips)
+    owned = np.full((schedule.mesh.n_chips, counts.max()), schedule.total_chunks, dtype=np.int32)
+    order = np.argsort(schedule.owners, kind="stable")
+    within = np.arange(schedule.total_chunks) - np.repeat(np.cumsum(counts) - counts, counts)
+    owned[schedule.owners[order], within] = order
+    return owned

@@ -1,0 +1,210 @@
+"""Optimisers that look at whole layers, for weights that lie in shards: LARS, LAMB, clipping by the global norm.
+
+A shard is a flat piece of all layers, so the norm of a layer is a sum over chips: every chip adds up the squares of
+its own elements, layer by layer, and these few numbers (two a layer) are all-reduced. The transformations here take
+what they need from an extra argument `layers`, which `train_step` passes when the update is sharded. Without it they
+work on whole layers, as optax's own do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.typing import DTypeLike
+
+from meshmend.jax.collectives import Group, all_reduce, groups_of
+from meshmend.jax.program import Halves
+
+Mask = Any
+"""A pytree of bools like the parameters, or a function from the parameters to one; None is all True."""
+
+
+class Layers(Protocol):
+    """What a layer-wise transformation may ask: each result is a pytree that multiplies with the updates."""
+
+    def norms(self, *trees: Any) -> list[Any]:
+        """Return, for each tree, the norm of the layer that each element belongs to."""
+
+    def global_norm(self, tree: Any) -> Any:
+        """Return the norm over all layers."""
+
+    def chosen(self, mask: Mask) -> Any:
+        """Return whether each element's layer is chosen by the mask."""
+
+
+class WholeLayers:
+    """The layers as they are: one leaf each."""
+
+    def __init__(self, params: Any) -> None:
+        self.params = params
+
+    def norms(self, *trees: Any) -> list[Any]:
+        """Return one norm a leaf."""
+        return [jax.tree.map(lambda leaf: jnp.linalg.norm(jnp.ravel(leaf)), tree) for tree in trees]
+
+    def global_norm(self, tree: Any) -> Any:
+        """Return the norm over all leaves."""
+        return optax.tree.norm(tree)
+
+    def chosen(self, mask: Mask) -> Any:
+        """Return one bool a leaf."""
+        return jax.tree.map(lambda _, yes: yes, self.params, _mask_of(mask, self.params))
+
+
+class ShardedLayers:
+    """The layers of a tree of parameters that is cut into shards; for use inside `jax.shard_map`."""
+
+    def __init__(self, params: Any, halves: Halves, accumulate: DTypeLike | None) -> None:
+        self.params = params
+        self.halves = halves
+        self.leaves = jax.tree.leaves(params)
+        self.groups = groups_of(self.leaves, halves.scatter.layout, accumulate)
+        self.layer_of = [self._layer_of(group) for group in self.groups]
+
+    def norms(self, *trees: Any) -> list[Any]:
+        """Return the norms as arrays like the shards."""
+        squares = self._sums_of_squares(*trees)
+        return [
+            tuple(jnp.sqrt(per_layer)[layer] for per_layer, layer in zip(tree, self.layer_of, strict=True))
+            for tree in squares
+        ]
+
+    def global_norm(self, tree: Any) -> Any:
+        """Return the norm over all layers."""
+        (squares,) = self._sums_of_squares(tree)
+        return jnp.sqrt(sum(jnp.sum(per_layer) for per_layer in squares))
+
+    def chosen(self, mask: Mask) -> Any:
+        """Return bools as arrays like the shards."""
+        chosen = jax.tree.leaves(jax.tree.map(lambda _, yes: yes, self.params, _mask_of(mask, self.params)))
+        by_layer = [jnp.array([*(bool(chosen[i]) for i in group.members), False]) for group in self.groups]
+        return tuple(yes[layer] for yes, layer in zip(by_layer, self.layer_of, strict=True))
+
+    def _sums_of_squares(self, *trees: Any) -> Any:
+        """Return, for each tree and group, each layer's sum of squares over all chips, and a zero for the padding."""
+        local = [
+            [
+                jax.ops.segment_sum(jnp.square(shard).ravel(), layer.ravel(), len(group.members) + 1).at[-1].set(0)
+                for shard, layer, group in zip(tree, self.layer_of, self.groups, strict=True)
+            ]
+            for tree in trees
+        ]
+        return all_reduce(local, self.halves.whole)
+
+    def _layer_of(self, group: Group) -> jax.Array:
+        """Return the number within the group of each element's layer; padding has the number after the last."""
+        program = self.halves.scatter
+        layout, owned = program.layout, program.owned[0]
+        first = owned * group.chunk
+        if layout.core_axis is not None:
+            first += lax.axis_index(layout.core_axis) * layout.shape.total_chunks * group.chunk
+        place = first[:, None] + jnp.arange(group.chunk)
+        ends = jnp.cumsum(jnp.array([self.leaves[i].size for i in group.members]))
+        # A chip that owns less than others has rows past the last chunk: they must not count as anybody's.
+        mine = (owned < layout.shape.total_chunks)[:, None]
+        return jnp.where(mine, jnp.searchsorted(ends, place, side="right"), len(group.members))
+
+
+def _mask_of(mask: Mask, params: Any) -> Any:
+    if mask is None:
+        return jax.tree.map(lambda _: True, params)
+    return mask(params) if callable(mask) else mask
+
+
+def scale_by_trust_ratio(
+    trust_coefficient: float = 1.0, eps: float = 0.0, mask: Mask = None
+) -> optax.GradientTransformationExtraArgs:
+    """Scale each layer's update by the norm of its weights over the norm of its update, as LARS and LAMB do.
+
+    The same as `optax.scale_by_trust_ratio` (and, with a mask, as that within `optax.masked`), for shards too.
+    """
+
+    def update(updates: Any, state: Any, params: Any = None, *, layers: Layers | None = None, **_: Any) -> Any:
+        layers = _known(layers, params)
+        weights, changes = layers.norms(params, updates)
+
+        def scaled(change: Any, weight_norm: Any, change_norm: Any, yes: Any) -> Any:
+            zero = (weight_norm == 0.0) | (change_norm == 0.0)
+            ratio = trust_coefficient * weight_norm / (change_norm + eps)
+            return change * jnp.where(yes & ~zero, ratio, 1.0).astype(change.dtype)
+
+        return jax.tree.map(scaled, updates, weights, changes, layers.chosen(mask)), state
+
+    return optax.GradientTransformationExtraArgs(_no_state, update)
+
+
+def add_decayed_weights(weight_decay: float, mask: Mask = None) -> optax.GradientTransformationExtraArgs:
+    """Add the weights, scaled, to the updates of the layers that the mask chooses, for shards too."""
+
+    def update(updates: Any, state: Any, params: Any = None, *, layers: Layers | None = None, **_: Any) -> Any:
+        chosen = _known(layers, params).chosen(mask)
+
+        def decayed(change: Any, weight: Any, yes: Any) -> Any:
+            return change + jnp.where(yes, weight_decay * weight, 0.0).astype(change.dtype)
+
+        return jax.tree.map(decayed, updates, params, chosen), state
+
+    return optax.GradientTransformationExtraArgs(_no_state, update)
+
+
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
+    """Scale all updates so that their norm, over all layers, is at most `max_norm`, for shards too."""
+
+    def update(updates: Any, state: Any, params: Any = None, *, layers: Layers | None = None, **_: Any) -> Any:
+        norm = _known(layers, updates if params is None else params).global_norm(updates)
+        factor = jnp.where(norm > max_norm, max_norm / norm, 1.0)
+        return jax.tree.map(lambda change: change * factor.astype(change.dtype), updates), state
+
+    return optax.GradientTransformationExtraArgs(_no_state, update)
+
+
+def lamb(
+    learning_rate: float | Callable[[Any], Any],
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-6,
+    weight_decay: float = 0.0,
+    mask: Mask = None,
+) -> optax.GradientTransformationExtraArgs:
+    """LAMB, as `optax.lamb`, for a sharded update too (You et al., 2020)."""
+    return optax.chain(
+        optax.scale_by_adam(b1=b1, b2=b2, eps=eps),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_trust_ratio(),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def lars(
+    learning_rate: float | Callable[[Any], Any],
+    weight_decay: float = 0.0,
+    weight_decay_mask: Mask = None,
+    trust_coefficient: float = 0.001,
+    eps: float = 0.0,
+    trust_ratio_mask: Mask = None,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """LARS, as `optax.lars`, for a sharded update too (You et al., 2017)."""
+    return optax.chain(
+        add_decayed_weights(weight_decay, weight_decay_mask),
+        scale_by_trust_ratio(trust_coefficient, eps, trust_ratio_mask),
+        optax.scale_by_learning_rate(learning_rate),
+        optax.trace(decay=momentum, nesterov=nesterov),
+    )
+
+
+def _known(layers: Layers | None, params: Any) -> Layers:
+    if params is None:
+        raise ValueError("This transformation needs the parameters: call update(updates, state, params).")
+    return WholeLayers(params) if layers is None else layers
+
+
+def _no_state(params: Any) -> optax.EmptyState:
+    del params
+    return optax.EmptyState()

@@ -1,0 +1,170 @@
+"""A program: a schedule made ready to run on a fabric's devices.
+
+It is a pytree. Its leaves are the schedule's tables, split over the chips so that each chip holds its own rows only;
+its structure is what all chips share. Pass it to a jitted function like any other argument and split it by
+`program.spec`: then neither the compiled code nor the compile time grows with the tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from numpy.typing import NDArray
+
+from meshmend.errors import ScheduleError
+from meshmend.halves import all_gather_of, reduce_scatter_of
+from meshmend.jax.fabric import Fabric
+from meshmend.jax.lanes import Shape, lower
+from meshmend.schedule import Collective, Schedule
+from meshmend.verify import verify as prove
+
+TPU_TILE = 1024
+"""Elements of a TPU's tile of a 32-bit array, 8 × 128: chunks of whole tiles move without shifting."""
+
+Place = Callable[[NDArray[Any], NamedSharding], Any]
+
+
+class Tables(NamedTuple):
+    """One loop's tables: an entry for each chip, step and lane. `ops` is None where no lane needs it."""
+
+    send: jax.Array
+    receive: jax.Array
+    ops: jax.Array | None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What all chips share: the lowered schedule's shape, and the axes and the platform that it runs on."""
+
+    shape: Shape
+    axis: str
+    core_axis: str | None
+    n_cores: int
+    platform: str
+
+    @property
+    def tile(self) -> int:
+        """Elements that chunks are made of whole numbers of."""
+        return TPU_TILE if self.platform == "tpu" else 1
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A schedule on its devices. Made by `install`; pass it as an argument, split by `spec`."""
+
+    tables: tuple[Tables, ...]
+    owned: jax.Array
+    layout: Layout = field(metadata={"static": True})
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """How `jax.shard_map` splits a program: `in_specs=(…, program.spec)`."""
+        return PartitionSpec(self.layout.axis)
+
+    @property
+    def shard_spec(self) -> PartitionSpec:
+        """How `jax.shard_map` splits what `reduce_scatter` and `shard_of` return."""
+        return PartitionSpec(self.axes)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that the program's devices form."""
+        layout = self.layout
+        return (layout.axis,) if layout.core_axis is None else (layout.axis, layout.core_axis)
+
+    @property
+    def n_chips(self) -> int:
+        """Number of live chips."""
+        return self.layout.shape.n_chips
+
+    @property
+    def collective(self) -> Collective:
+        """What the program does."""
+        return self.layout.shape.collective
+
+    def __repr__(self) -> str:
+        loops = ", ".join(f"{t.send.shape[-2]} steps of {t.send.shape[-1]} lanes" for t in self.tables)
+        return f"Program({self.collective} over {self.n_chips} chips: {loops or 'nothing to do'})"
+
+
+class Halves(NamedTuple):
+    """An all-reduce as two programs, with room between them for a sharded update. Made by `install_halves`.
+
+    `whole` is the all-reduce itself, for the few numbers that every chip needs: losses, metrics, norms.
+    """
+
+    scatter: Program
+    gather: Program
+    whole: Program
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """How `jax.shard_map` splits all of them."""
+        return self.scatter.spec
+
+
+def install(schedule: Schedule, fabric: Fabric) -> Program:
+    """Lower a schedule and put its tables on the fabric's devices.
+
+    The schedule must be proven (`plan` does that), and made for the chips that the fabric has.
+
+    >>> import jax, meshmend as mm, meshmend.jax as mmj
+    >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
+    >>> mmj.install(mm.plan(fabric.mesh, "hamiltonian"), fabric)
+    Program(all-reduce over 12 chips: 11 steps of 2 lanes, 11 steps of 2 lanes)
+    """
+    return _program(schedule, fabric, _put)
+
+
+def install_halves(schedule: Schedule, fabric: Fabric, *, verify: bool = True) -> Halves:
+    """Prepare an all-reduce's reduce-scatter and all-gather, each proven first, for a sharded weight update."""
+    halves = reduce_scatter_of(schedule), all_gather_of(schedule)
+    if verify:
+        for half in halves:
+            prove(half)
+    return Halves(*(install(part, fabric) for part in (*halves, schedule)))
+
+
+def abstract_program(schedule: Schedule, fabric: Fabric) -> Program:
+    """Return a program of shapes only, to compile for devices that are not here."""
+    return _program(
+        schedule,
+        fabric,
+        lambda table, sharding: jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=sharding),
+    )
+
+
+def _put(table: NDArray[Any], sharding: NamedSharding) -> jax.Array:
+    # Each process fills in the rows of its own devices, so this works on many hosts too.
+    return jax.make_array_from_callback(table.shape, sharding, lambda index: table[index])
+
+
+def _program(schedule: Schedule, fabric: Fabric, place: Place) -> Program:
+    if not np.array_equal(schedule.mesh.live, fabric.mesh.live):
+        raise ScheduleError(
+            f"The schedule is for {schedule.mesh!r}, but the fabric is {fabric.mesh!r}. Plan for fabric.mesh."
+        )
+    lowered = lower(schedule)
+    by_chip = fabric.sharding(fabric.axis)
+    tables = tuple(
+        Tables(
+            place(loop.send, by_chip),
+            place(loop.receive, by_chip),
+            place(loop.ops, by_chip) if any(len(lane.ops) > 1 for lane in loop.lanes) else None,
+        )
+        for loop in lowered.loops
+    )
+    layout = Layout(
+        shape=lowered.shape,
+        axis=fabric.axis,
+        core_axis=fabric.core_axis,
+        n_cores=fabric.jax_mesh.shape[fabric.core_axis] if fabric.core_axis else 1,
+        platform=fabric.platform,
+    )
+    return Program(tables, place(lowered.owned, by_chip), layout)

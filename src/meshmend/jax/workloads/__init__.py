@@ -1,0 +1,132 @@
+"""The paper's workloads, whole train steps to be compiled: ResNet-50 with LARS, BERT-large with LAMB.
+
+Forward, backward, the plan's all-reduce of the gradients, and the optimiser, as one jitted function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from meshmend.errors import ParameterError
+from meshmend.jax.ahead_of_time import Compiled, compile_step
+from meshmend.jax.collectives import all_reduce
+from meshmend.jax.fabric import Fabric
+from meshmend.jax.program import Program, abstract_program
+from meshmend.jax.workloads import bert, resnet
+from meshmend.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, its loss and its optimiser. Batches are a device's own."""
+
+    name: str
+    example: Callable[[int], Any]
+    init: Callable[[Any], Any]
+    loss: Callable[[Any, Any, Any], tuple[Any, Any]]
+    optimizer: optax.GradientTransformation
+
+    def variables(self, batch: int) -> tuple[Any, Any]:
+        """Return the shapes of the weights and of the running statistics."""
+        found = jax.eval_shape(self.init, self.example(batch))
+        return found["params"], found.get("batch_stats", {})
+
+
+def _layers_only(params: Any) -> Any:
+    """Leave biases and normalisations out of weight decay and of layer-wise scaling, as MLPerf does."""
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload(
+            "resnet-50",
+            resnet.example,
+            resnet.init,
+            resnet.loss,
+            optax.lars(
+                10.0, weight_decay=2e-4, weight_decay_mask=_layers_only, trust_ratio_mask=_layers_only, momentum=0.9
+            ),
+        ),
+        Workload(
+            "bert-large",
+            bert.example,
+            bert.init,
+            bert.loss,
+            optax.lamb(4e-3, weight_decay=0.01, mask=_layers_only),
+        ),
+    )
+}
+"""By name. What a step costs does not depend on the learning rates."""
+
+
+def find_workload(name: str) -> Workload:
+    """Return the workload of that name."""
+    if name not in WORKLOADS:
+        raise ParameterError(f"There is no workload {name!r}. Workloads: {', '.join(WORKLOADS)}.")
+    return WORKLOADS[name]
+
+
+def train_step(workload: Workload, fabric: Fabric, *, accumulate: DTypeLike | None = None) -> Callable[..., Any]:
+    """Return `step(params, statistics, state, batch, program)`; without a program nothing is sent.
+
+    The latter is what a chip computes, to be counted apart from what it communicates.
+    """
+    none, every = PartitionSpec(), PartitionSpec(fabric.axes)
+
+    def local(params: Any, statistics: Any, state: Any, batch: Any, program: Program | None) -> Any:
+        differentiate = jax.value_and_grad(workload.loss, has_aux=True)
+        (value, statistics), gradients = differentiate(params, statistics, batch)
+        if program is not None:
+            gradients, statistics, value = all_reduce(
+                (gradients, statistics, value), program, mean=True, accumulate=accumulate
+            )
+        updates, state = workload.optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), statistics, state, value
+
+    def step(params: Any, statistics: Any, state: Any, batch: Any, program: Program | None) -> Any:
+        mapped = jax.shard_map(
+            local,
+            mesh=fabric.jax_mesh,
+            in_specs=(none, none, none, every, PartitionSpec(fabric.axis)),
+            out_specs=none,
+            check_vma=False,
+        )
+        return mapped(params, statistics, state, batch, program)
+
+    return step
+
+
+def abstract_arguments(workload: Workload, fabric: Fabric, *, batch: int) -> tuple[Any, Any, Any, Any]:
+    """Return shapes of the weights, statistics, optimiser state and global batch, placed on the fabric."""
+    params, statistics = workload.variables(batch)
+    state = jax.eval_shape(workload.optimizer.init, params)
+    everywhere, split = fabric.sharding(), fabric.sharding(fabric.axes)
+    n_devices = int(fabric.jax_mesh.devices.size)
+
+    def placed(leaf: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
+
+    def global_batch(leaf: Any) -> Any:
+        return jax.ShapeDtypeStruct((n_devices * leaf.shape[0], *leaf.shape[1:]), leaf.dtype, sharding=split)
+
+    params, statistics, state = jax.tree.map(placed, (params, statistics, state))
+    return params, statistics, state, jax.tree.map(global_batch, workload.example(batch))
+
+
+def compile_workload(
+    topology: str, workload: Workload, schedule: Schedule | None, fabric: Fabric, *, batch: int
+) -> Compiled:
+    """Compile a workload's train step over a plan, or, without one, what each device computes by itself."""
+    program = None if schedule is None else abstract_program(schedule, fabric)
+    arguments = abstract_arguments(workload, fabric, batch=batch)
+    jitted = jax.jit(train_step(workload, fabric), donate_argnums=(0, 1, 2))
+    return compile_step(topology, jitted, fabric, *arguments, program)[0]

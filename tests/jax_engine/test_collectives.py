@@ -1,0 +1,276 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import meshmend as mm
+import meshmend.jax as mmj
+from jax_engine import cases
+from meshmend.errors import ParameterError, ScheduleError
+
+Tree = dict[str, Any]
+
+
+def payload(n_chips: int, n_chunks: int) -> Tree:
+    """One row a chip, of every kind and of awkward sizes: none, one, fewer and more than there are chunks."""
+    rng = np.random.default_rng(n_chips)
+    return {
+        "int32": rng.integers(-(2**20), 2**20, (n_chips, 3, n_chunks + 1), dtype=np.int32),
+        "int8 that wraps": rng.integers(-128, 128, (n_chips, 7), dtype=np.int8),
+        "uint16": rng.integers(0, 2**16, (n_chips, 2, 2, 2), dtype=np.uint16),
+        "bool": rng.random((n_chips, 5)) < 0.5,
+        "float32": rng.normal(size=(n_chips, 2 * n_chunks - 1)).astype(np.float32),
+        "one float": rng.normal(size=(n_chips,)).astype(np.float32),
+        "no floats": np.zeros((n_chips, 0), np.float32),
+        "bfloat16": rng.normal(size=(n_chips, 11, 3)).astype(jnp.bfloat16),
+        "float16": rng.normal(size=(n_chips, 13)).astype(np.float16),
+        "complex64": (rng.normal(size=(n_chips, 4)) + 1j * rng.normal(size=(n_chips, 4))).astype(np.complex64),
+    }
+
+
+def check_sums(got: Tree, tree: Tree, psum: Tree, *, n: int, accumulated_in: Any = None) -> None:
+    """Equal to `lax.psum` exactly on integers; on floats within the error that any order of n additions may make."""
+    for name, rows in tree.items():
+        result = np.asarray(got[name])
+        assert result.dtype == psum[name].dtype, name
+        assert result.tobytes() == np.repeat(result[:1], n, axis=0).tobytes(), f"{name}: chips differ"
+        if rows.dtype.kind in "iub":
+            assert (result == np.asarray(psum[name])).all(), name
+            continue
+        wide = np.complex128 if rows.dtype.kind == "c" else np.float64
+        exact = rows.astype(wide).sum(axis=0)
+        own = float(jnp.finfo(rows.dtype).eps)
+        summed = min(own, float(jnp.finfo(accumulated_in).eps)) if accumulated_in else own
+        # Each of n − 1 additions rounds a partial sum no larger than Σ|x|; then one rounding to the result's dtype.
+        bound = (n - 1) * summed * np.abs(rows.astype(wide)).sum(axis=0) + own * np.abs(exact) + 1e-30
+        assert (np.abs(result[0].astype(wide) - exact) <= bound).all(), name
+
+
+def plain_psum(tree: Tree) -> Tree:
+    return {name: lax.psum(leaf, "chip") for name, leaf in tree.items()}
+
+
+# Every dtype that travels is a loop of its own to compile, so most plans are held to three.
+THREE = ("int32", "bool", "one float", "float32", "no floats", "bfloat16")
+
+
+@pytest.mark.parametrize("name", cases.PLANS)
+def test_all_reduce_and_its_halves_equal_psum(name: str) -> None:
+    schedule, fabric = cases.schedule_of(name), cases.fabric_of(name)
+    n = schedule.mesh.n_chips
+    tree = payload(n, schedule.total_chunks)
+    if name not in ("trees 4x4", "row-pairs 4x8 - 2x2"):
+        tree = {key: tree[key] for key in THREE}
+    program, halves = mmj.install(schedule, fabric), mmj.install_halves(schedule, fabric)
+
+    def everything(tree: Tree, program: mmj.Program, halves: mmj.Halves) -> Any:
+        shards = mmj.reduce_scatter(tree, halves.scatter, accumulate=jnp.float32)
+        return (
+            mmj.all_reduce(tree, program, accumulate=jnp.float32),
+            mmj.all_gather(shards, halves.gather, like=plain_psum(tree), accumulate=jnp.float32),
+            plain_psum(tree),
+        )
+
+    whole, by_halves, psum = cases.on_chips(fabric, everything, tree, program, halves)
+    check_sums(whole, tree, psum, n=n, accumulated_in=jnp.float32)
+    check_sums(by_halves, tree, psum, n=n, accumulated_in=jnp.float32)
+
+
+def test_sums_in_own_dtype_and_means() -> None:
+    name = "row-pairs 8x8 - 2x2"
+    fabric = cases.fabric_of(name)
+    tree = payload(60, 96)
+    program = mmj.install(cases.schedule_of(name), fabric)
+
+    def both(tree: Tree, program: mmj.Program) -> Any:
+        means = jax.tree.map(lambda x: lax.pmean(x, "chip"), tree)
+        return mmj.all_reduce(tree, program), plain_psum(tree), mmj.all_reduce(tree, program, mean=True), means
+
+    sums, psum, means, pmean = cases.on_chips(fabric, both, tree, program)
+    check_sums(sums, tree, psum, n=60)
+    for key in tree:
+        assert means[key].dtype == pmean[key].dtype, key
+    np.testing.assert_allclose(means["float32"], pmean["float32"], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(means["int32"], pmean["int32"], rtol=1e-6)
+
+
+def test_negative_zeros_and_nans_reach_every_chip_with_the_same_bits() -> None:
+    """Idle lanes and copies must not touch values: −0 + 0 would be +0 on some chips only."""
+    name = "trees 8x8 - odd holes"
+    fabric = cases.fabric_of(name)
+    n = fabric.mesh.n_chips
+    values = np.full((n, 500), -0.0, np.float32)
+    values[3, 100:200] = np.nan
+    values[4, 200:300] = np.inf
+    program = mmj.install(cases.schedule_of(name), fabric)
+    got = np.asarray(cases.on_chips(fabric, mmj.all_reduce, values, program))
+    assert len({row.tobytes() for row in got}) == 1
+    assert np.signbit(got[0, :100]).all()
+    assert np.isnan(got[0, 100:200]).all()
+    assert (got[0, 200:300] == np.inf).all()
+
+
+def test_shards_are_the_owners_chunks() -> None:
+    name = "row-pairs 8x8 - 2x2"
+    schedule, fabric = cases.schedule_of(name), cases.fabric_of(name)
+    halves = mmj.install_halves(schedule, fabric)
+    values = np.tile(np.arange(96 * 2, dtype=np.int32), (60, 1))
+
+    def cut(values: jax.Array, halves: mmj.Halves) -> Any:
+        return mmj.shard_of(values, halves.scatter), mmj.reduce_scatter(values, halves.scatter)
+
+    (cut_rows,), (summed,) = cases.on_chips(fabric, cut, values, halves)
+    assert (np.asarray(summed) == 60 * np.asarray(cut_rows)).all()
+    for rank in range(60):
+        mine = np.flatnonzero(schedule.owners == rank)
+        want = np.zeros(cut_rows.shape[1:], np.int32)
+        want[: len(mine)] = values[0].reshape(96, 2)[mine]
+        assert (np.asarray(cut_rows)[rank] == want).all()
+
+
+def test_two_cores_a_chip_add_up_inside_the_chip_first() -> None:
+    """24 CPU devices as 12 chips of two cores: each core carries half of the payload."""
+    devices = np.array(jax.devices()[:24])
+    chips = cases.fabric_of("hamiltonian 4x4").mesh.fail("2x2@0,0")
+    fabric = mmj.Fabric(chips, jax.sharding.Mesh(devices.reshape(12, 2), ("chip", "core")), None)
+    schedule = mm.plan(chips, "row-pairs")
+    program, halves = mmj.install(schedule, fabric), mmj.install_halves(schedule, fabric)
+    values = np.random.default_rng(0).integers(-99, 99, (24, 1001), dtype=np.int32)
+
+    def both(values: jax.Array, program: mmj.Program, halves: mmj.Halves) -> Any:
+        shards = mmj.reduce_scatter(values[0], halves.scatter)
+        back = mmj.all_gather(shards, halves.gather, like=values[0])
+        again = mmj.all_gather(mmj.shard_of(back, halves.scatter), halves.gather, like=back)
+        return mmj.all_reduce(values[0], program)[None], back[None], again[None], mmj.all_reduce(1, program, mean=True)
+
+    every = PartitionSpec(("chip", "core"))
+    mapped = jax.shard_map(
+        both,
+        mesh=fabric.jax_mesh,
+        in_specs=(every, program.spec, halves.spec),
+        out_specs=(every, every, every, PartitionSpec()),
+        check_vma=False,
+    )
+    *sums, one = jax.jit(mapped)(values, program, halves)
+    assert one == 1.0
+    for got in sums:
+        assert (np.asarray(got) == values.sum(axis=0)).all()
+
+
+def test_works_with_check_vma_on_varying_values_and_refuses_others() -> None:
+    fabric = cases.fabric_of("trees 4x4")
+    program = mmj.install(cases.schedule_of("trees 4x4"), fabric)
+    by_chip = PartitionSpec("chip")
+
+    def mapped(spec: PartitionSpec) -> Any:
+        return jax.jit(
+            jax.shard_map(
+                mmj.all_reduce, mesh=fabric.jax_mesh, in_specs=(spec, program.spec), out_specs=by_chip, check_vma=True
+            )
+        )
+
+    assert (mapped(by_chip)(jnp.arange(32.0), program).reshape(16, 2)[5] == jnp.array([240.0, 256.0])).all()
+    with pytest.raises(ParameterError, match=r"would count it 16 times.*check_vma=False"):
+        mapped(PartitionSpec())(jnp.arange(32.0), program)
+
+
+def test_composes_with_loops_and_donation() -> None:
+    """A jitted loop of all-reduces, its input donated."""
+    fabric = cases.fabric_of("hamiltonian 4x4")
+    program = mmj.install(cases.schedule_of("hamiltonian 4x4"), fabric)
+
+    def repeated(x: jax.Array, program: mmj.Program) -> Any:
+        return lax.fori_loop(0, 3, lambda _, x: mmj.all_reduce(x, program, mean=True), x)
+
+    spec = PartitionSpec("chip")
+    mapped = jax.shard_map(
+        repeated, mesh=fabric.jax_mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False
+    )  # fmt: skip
+    x = jax.device_put(jnp.arange(16.0 * 32), fabric.sharding("chip"))
+    got = jax.jit(mapped, donate_argnums=0)(x, program)
+    assert x.is_deleted()
+    assert (got.reshape(16, 32)[7] == jnp.arange(16.0 * 32).reshape(16, 32).mean(axis=0)).all()
+
+
+def test_runs_in_place() -> None:
+    """Beside the payload, at most two runs of chunks a lane."""
+    for name in ("one-way ring", "hamiltonian 4x4", "two-color 4x4", "row-pairs 4x4", "trees 8x8 - odd holes"):
+        schedule, fabric = cases.schedule_of(name), cases.fabric_of(name)
+        n, chunk = schedule.mesh.n_chips, 1000
+        program = mmj.install(schedule, fabric)
+        x = jax.ShapeDtypeStruct((n * schedule.total_chunks * chunk,), jnp.float32, sharding=fabric.sharding("chip"))
+        mapped = jax.shard_map(
+            mmj.all_reduce,
+            mesh=fabric.jax_mesh,
+            in_specs=(cases.BY_CHIP, program.spec),
+            out_specs=cases.BY_CHIP,
+            check_vma=False,
+        )
+        memory = jax.jit(mapped, donate_argnums=0).lower(x, program).compile().memory_analysis()
+        assert memory is not None
+        assert memory.alias_size_in_bytes == schedule.total_chunks * chunk * 4
+        runs = max(sum(lane.run for lane in lanes) for lanes in program.layout.shape.lanes)
+        assert memory.temp_size_in_bytes <= 2 * runs * chunk * 4 + 4096, name
+
+
+def test_wrong_programs_are_refused() -> None:
+    fabric = cases.fabric_of("hamiltonian 4x4")
+    halves = mmj.install_halves(cases.schedule_of("hamiltonian 4x4"), fabric)
+    x = np.zeros((16, 4), np.float32)
+    with pytest.raises(ParameterError, match=r"for reduce-scatter, expected one for all-reduce.*install"):
+        cases.on_chips(fabric, mmj.all_reduce, x, halves.scatter)
+    with pytest.raises(ParameterError, match=r"for all-gather, expected one for reduce-scatter.*install_halves"):
+        cases.on_chips(fabric, mmj.reduce_scatter, x, halves.gather)
+    with pytest.raises(
+        ScheduleError, match=r"The schedule is for .*4x8 minus.* but the fabric is .*Plan for fabric.mesh"
+    ):
+        mmj.install(cases.schedule_of("hamiltonian 4x8 - 2x2"), fabric)
+
+    def mismatched(x: jax.Array, halves: mmj.Halves) -> Any:
+        shards = mmj.reduce_scatter(x, halves.scatter)
+        return mmj.all_gather(shards, halves.gather, like=jnp.zeros(100))
+
+    with pytest.raises(ParameterError, match=r"A shard has shape .* expected .* cut from another tree"):
+        cases.on_chips(fabric, mismatched, x, halves)
+    with pytest.raises(ParameterError, match="There are 1 shards, but a tree like this has 2"):
+        cases.on_chips(
+            fabric,
+            lambda x, h: mmj.all_gather(mmj.reduce_scatter(x, h.scatter), h.gather, like=(x, x.astype(jnp.int32))),
+            x,
+            halves,
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("planner", ["row-pairs", "trees"])
+def test_the_papers_504_chips(planner: str) -> None:
+    """16×32 minus 4×2, for real on 504 CPU devices, in a process of its own."""
+    code = f"""
+import jax, numpy as np, meshmend as mm, meshmend.jax as mmj
+from jax.sharding import PartitionSpec
+from standins import tree_schedule
+fabric = mmj.discover(shape="16x32", failed=["4x2@6,8"])
+planner = {planner!r}
+schedule = tree_schedule(fabric.mesh, chunks=128) if planner == "trees" else mm.plan(fabric.mesh, planner)
+program = mmj.install(schedule, fabric)
+by_chip = PartitionSpec("chip")
+total = jax.jit(jax.shard_map(mmj.all_reduce, mesh=fabric.jax_mesh, in_specs=by_chip, out_specs=by_chip,
+                              check_vma=False))
+rows = np.random.default_rng(0).integers(-99, 99, (504, 2001), dtype=np.int32)
+got = np.asarray(total(rows, program))
+assert (got == rows.sum(axis=0)).all()
+print("equal on", len(got))
+"""
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=504"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, check=False, capture_output=True, text=True)
+    assert done.stdout.strip() == "equal on 504", done.stderr[-2000:]

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import meshmend as mm
+import meshmend.jax as mmj
+from jax_engine import cases
+from meshmend.errors import ParameterError
+from meshmend.jax.ahead_of_time import has_libtpu, slice_fabric
+
+pytest.importorskip("flax", reason="needs flax: pip install 'meshmend[workloads]'")
+from meshmend.jax.workloads import (
+    WORKLOADS,
+    abstract_arguments,
+    compile_workload,
+    find_workload,
+    train_step,
+)
+
+
+# ResNet-50: as torchvision counts it. BERT-large: 334 M in its layers and embeddings, as published, and its two heads.
+@pytest.mark.parametrize(("name", "n_weights"), [("resnet-50", 25_557_032), ("bert-large", 336_226_108)])
+def test_the_models_are_the_published_ones(name: str, n_weights: int) -> None:
+    params, _ = find_workload(name).variables(2)
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == n_weights
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_step_keeps_shapes_and_sends_by_the_plan_only(name: str) -> None:
+    fabric = cases.fabric_of("hamiltonian 4x8 - 2x2")
+    arguments = abstract_arguments(find_workload(name), fabric, batch=2)
+    program = mmj.abstract_program(cases.schedule_of("hamiltonian 4x8 - 2x2"), fabric)
+    step = train_step(find_workload(name), fabric)
+    params, statistics, state, value = jax.eval_shape(step, *arguments, program)
+    for got, given in zip((params, statistics, state), arguments[:3], strict=True):
+        same = jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), got, given)
+        assert all(jax.tree.leaves(same))
+    assert value.shape == ()
+    text = jax.jit(step).lower(*arguments, program).as_text()
+    assert text.count("collective_permute") == 4, "two lanes, two loops"
+    assert "all_reduce" not in text
+
+
+def test_an_unknown_workload_is_refused() -> None:
+    with pytest.raises(ParameterError, match=r"no workload 'gpt'\. Workloads: resnet-50, bert-large"):
+        find_workload("gpt")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_libtpu(), reason="needs the TPU compiler: pip install 'meshmend[tpu]'")
+def test_resnet_compiles_for_the_papers_large_machine() -> None:
+    fabric = slice_fabric("v3:32x32", failed=["4x2@6,8"])
+    schedule = mm.plan(fabric.mesh, "row-pairs")
+    report = compile_workload("v3:32x32", find_workload("resnet-50"), schedule, fabric, batch=16)
+    assert report.permutes == 8
+    # 8.2 GFLOP of multiply-adds an image forward, twice that backward: 24.6 GFLOP by hand, 16 images a core.
+    assert report.flops == pytest.approx(16 * 24.6e9, rel=0.05)
+    assert report.temporary_bytes + report.argument_bytes < 16e9, "a core of a v3 has 16 GB"
