@@ -21,6 +21,7 @@ PLANS: dict[str, tuple[str, mm.Mesh]] = {
     "two-color torus": ("two-color", mm.Mesh("4x8", wrap=True)),
     "two-color, two run lengths": ("two-color", mm.Mesh("4x6")),
     "row-pairs 4x4": ("row-pairs", mm.Mesh("4x4")),
+    "row-pairs 4x4 - 2x2": ("row-pairs", mm.Mesh("4x4", failed=["2x2@0,2"])),
     "trees 4x4": ("trees", mm.Mesh("4x4")),
     "hamiltonian 4x8 - 2x2": ("hamiltonian", mm.Mesh("4x8", failed=["2x2@2,2"])),
     "row-pairs 4x8 - 2x2": ("row-pairs", mm.Mesh("4x8", failed=["2x2@0,4"])),

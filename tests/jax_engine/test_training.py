@@ -93,10 +93,16 @@ def check_same(got: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "optimizer", [optax.sgd(0.1, momentum=0.9), optax.adamw(1e-2, weight_decay=0.1)], ids=["momentum", "adamw"]
+    ("name", "optimizer"),
+    [
+        ("row-pairs 4x4 - 2x2", optax.sgd(0.1, momentum=0.9)),
+        ("trees 4x4", optax.adamw(1e-2, weight_decay=0.1)),
+        (HOLED, optax.adamw(1e-2, weight_decay=0.1)),
+    ],
+    ids=["momentum, 12 chips", "adamw, trees", "adamw, 60 chips"],
 )
-def test_training_on_a_hole_gives_the_losses_of_psum(optimizer: optax.GradientTransformation) -> None:
-    schedule, fabric = cases.schedule_of(HOLED), cases.fabric_of(HOLED)
+def test_training_on_a_hole_gives_the_losses_of_psum(name: str, optimizer: optax.GradientTransformation) -> None:
+    schedule, fabric = cases.schedule_of(name), cases.fabric_of(name)
     wanted = train_with_psum(fabric, optimizer)
     assert wanted[0][-1] < 0.9 * wanted[0][0], "a run that learns nothing shows nothing"
     check_same(train(fabric, optimizer, mmj.install(schedule, fabric)), wanted)
@@ -111,8 +117,8 @@ def matrices_only(params: Any) -> Any:
     ("ours", "theirs"),
     [
         (
-            mmj.lamb(0.02, weight_decay=0.1, mask=matrices_only),
-            optax.lamb(0.02, weight_decay=0.1, mask=matrices_only),
+            mmj.lamb(0.05, weight_decay=0.1, mask=matrices_only),
+            optax.lamb(0.05, weight_decay=0.1, mask=matrices_only),
         ),
         (
             mmj.lars(0.1, 1e-3, matrices_only, trust_coefficient=0.3, trust_ratio_mask=matrices_only),
@@ -128,7 +134,7 @@ def matrices_only(params: Any) -> Any:
 def test_layerwise_optimisers_agree_with_optax_whole_and_sharded(
     ours: optax.GradientTransformation, theirs: optax.GradientTransformation
 ) -> None:
-    name = "row-pairs 4x8 - 2x2"
+    name = "row-pairs 4x4 - 2x2"
     schedule, fabric = cases.schedule_of(name), cases.fabric_of(name)
     wanted = train_with_psum(fabric, theirs)
     assert wanted[0][-1] < 0.95 * wanted[0][0]
@@ -137,7 +143,7 @@ def test_layerwise_optimisers_agree_with_optax_whole_and_sharded(
 
 
 def test_microbatches_give_the_same_gradients() -> None:
-    schedule, fabric = cases.schedule_of("trees 4x8 - 2x2"), cases.fabric_of("trees 4x8 - 2x2")
+    schedule, fabric = cases.schedule_of("trees 4x4"), cases.fabric_of("trees 4x4")
     program = mmj.install(schedule, fabric)
     whole, cut = (train(fabric, optax.sgd(0.1), program, microbatches=n) for n in (1, 4))
     check_same(cut, whole)
@@ -165,7 +171,7 @@ def test_the_state_is_split_over_the_owners() -> None:
 
 
 def test_bfloat16_weights_with_float32_sums_and_aux() -> None:
-    schedule, fabric = cases.schedule_of("hamiltonian 4x8 - 2x2"), cases.fabric_of("hamiltonian 4x8 - 2x2")
+    schedule, fabric = cases.schedule_of("hamiltonian 4x4"), cases.fabric_of("hamiltonian 4x4")
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), make_params())
 
     def with_aux(params: Params, batch: Any) -> Any:
@@ -173,14 +179,14 @@ def test_bfloat16_weights_with_float32_sums_and_aux() -> None:
         return value, {"largest": jnp.max(batch[0]), "examples": batch[0].shape[0]}
 
     init, step = mmj.train_step(with_aux, optax.adam(1e-2), fabric, has_aux=True)
-    batch = batches(28)[0]
+    batch = batches(16)[0]
     by_program = []
     for program in (mmj.install(schedule, fabric), mmj.install_halves(schedule, fabric)):
         state = jax.jit(init)(params, program)
         new, _, value, aux = jax.jit(step)(params, state, batch, program)
         assert {leaf.dtype for leaf in new.values()} == {jnp.dtype(jnp.bfloat16)}
         assert aux["examples"] == 4
-        np.testing.assert_allclose(aux["largest"], batch[0].reshape(28, -1).max(axis=1).mean(), rtol=1e-5)
+        np.testing.assert_allclose(aux["largest"], batch[0].reshape(16, -1).max(axis=1).mean(), rtol=1e-5)
         by_program.append(float(value))
     assert by_program[0] == pytest.approx(by_program[1], rel=1e-6)
 
