@@ -1,0 +1,76 @@
+"""Which plan a process group runs: the best planner there is for the survivors, cut to suit the payload."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from meshmend.errors import PlanError
+from meshmend.planning import PLANNERS, make_planner, plan
+from meshmend.schedule import Schedule
+from meshmend.topology import Mesh, Region
+
+PREFERENCE = ("weave", "row-pairs", "hamiltonian", "two-color")
+"""Tried in this order, where they exist."""
+
+MESSAGE_BYTES = 64 * 2**10
+"""Chunks are made about this long where the planner lets us choose: shorter ones cost more in Python and in system
+calls than they win by following each other more closely."""
+
+MAX_CHUNKS = 512
+
+
+class Plans:
+    """Schedules for the survivors of one machine, each made once and proven.
+
+    >>> plans = Plans()
+    >>> plans.get(Mesh("4x4", failed=["2x2@0,0"]), payload_bytes=1000).mesh.n_chips
+    12
+    """
+
+    def __init__(self, planner: str | None = None, parameters: Mapping[str, Any] | None = None) -> None:
+        self._names = PREFERENCE if planner is None else (planner,)
+        self._parameters = dict(parameters or {})
+        self._made: dict[tuple[Mesh, int], Schedule] = {}
+
+    def __str__(self) -> str:
+        given = "".join(f" {name}={value}" for name, value in sorted(self._parameters.items()))
+        return ">".join(self._names) + given
+
+    def get(self, mesh: Mesh, payload_bytes: int) -> Schedule:
+        """Return the plan for a payload; raise `PlanError` where no planner serves the mesh."""
+        key = (mesh, self.chunks(payload_bytes))
+        if key not in self._made:
+            self._made[key] = self._plan(mesh, key[1])
+        return self._made[key]
+
+    def prepare(self, mesh: Mesh, holes: Iterable[Region | str], payload_bytes: int) -> None:
+        """Plan ahead for the loss of each of `holes`, one at a time; holes that cut the survivors apart are left."""
+        for hole in holes:
+            survivors = mesh.fail(hole)
+            if survivors.is_connected:
+                self.get(survivors, payload_bytes)
+
+    @staticmethod
+    def chunks(payload_bytes: int) -> int:
+        """Return how many chunks a payload is worth: a power of two, so that few plans serve all payloads."""
+        wanted = min(max(payload_bytes // MESSAGE_BYTES, 1), MAX_CHUNKS)
+        return int(1 << (wanted.bit_length() - 1))
+
+    def _plan(self, mesh: Mesh, chunks: int) -> Schedule:
+        refused: PlanError | None = None
+        for name in self._names:
+            if name not in PLANNERS and len(self._names) > 1:
+                continue
+            parameters = dict(self._parameters)
+            kind = PLANNERS.get(name)
+            if kind is not None and "chunks" in {field.name for field in dataclasses.fields(kind)}:  # type: ignore[arg-type]
+                parameters.setdefault("chunks", chunks)
+            try:
+                return plan(mesh, make_planner(name, **parameters))
+            except PlanError as error:
+                refused = refused or error
+        if refused is None:
+            raise PlanError(">".join(self._names), str(mesh), "none of these planners is known here.")
+        raise refused
