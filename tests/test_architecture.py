@@ -13,7 +13,22 @@ import meshmend
 
 SOURCE = Path(meshmend.__file__).parent
 # From left to right: a part may import from its own place or from the left.
-ORDER = ["errors", "topology", "routing", "schedule", "verify", "cost", "numpy", "files", "planning", "", "cli"]
+ORDER = [
+    "errors",
+    "topology",
+    "routing",
+    "schedule",
+    "verify",
+    "cost",
+    "numpy",
+    "files",
+    "planning",
+    "",
+    "lab",
+    "torch",
+    "bench",
+    "cli",
+]
 # A planner makes schedules and knows nothing to the right of them; only what chooses and proves plans may.
 PLANNERS_MAY = {"errors", "topology", "routing", "schedule", "planning"}
 CHOOSERS = {"proven.py", "__init__.py"}

@@ -38,7 +38,7 @@ def integers(rank: int, size: int) -> Any:
 
 def reduce_all(chip: Any, mesh: Mesh, group: Any, schedules: dict[str, Any]) -> dict[str, Any]:
     rank, n = mesh.rank(chip), mesh.n_chips
-    found = {}
+    found: dict[str, Any] = {}
     for name, schedule in schedules.items():
         engine = mmt.Engine(schedule, rank, group, timeout=timedelta(seconds=30))
         for size in (1, 7, 1000, 12345):
@@ -178,7 +178,7 @@ def test_a_dead_chip_gives_every_survivor_an_error_at_once(moment: str) -> None:
     with Chips() as chips:
         for rank in range(mesh.n_chips):
             chips.start(mesh.chip(rank), body)
-        found = {}
+        found: dict[Any, Any] = {}
         deadline = time.monotonic() + 60
         while len(found) < 15 and time.monotonic() < deadline:
             try:

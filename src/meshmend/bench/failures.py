@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +113,8 @@ def campaign(
             survivors = {chip: life for chip, life in lives.items() if chip not in lost}
             for chip in lost:
                 watch.read(chip, lives[chip])
-            n_left = len(survivors)
-            watch.until(
-                lambda left=survivors, n=n_left, t=killed_at: watch.committed_by(left, n, after=t),
-                f"the survivors of {hole} do not commit",
-            )
+            on_the_hole = partial(watch.committed_by, survivors, len(survivors), after=killed_at)
+            watch.until(on_the_hole, f"the survivors of {hole} do not commit")
             report.kills.append(_account(watch, hole, lost, lives, survivors, killed_at))
             told(report.kills[-1])
             for chip in lost:

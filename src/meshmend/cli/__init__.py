@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from meshmend import __version__
-from meshmend.cli import plan, verify
+from meshmend.cli import bench, lab, plan, verify
 
 app = typer.Typer(
     name="meshmend",
@@ -16,6 +16,8 @@ app = typer.Typer(
 )
 app.command("plan")(plan.command)
 app.command("verify")(verify.command)
+app.add_typer(lab.app, name="lab")
+app.add_typer(bench.app, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshmend.errors import LostChipError, ScheduleError, name_chip
+from meshmend.errors import LostChipError, ScheduleError
 from meshmend.schedule import Collective, Schedule
 from meshmend.torch.program import Program, Receive, compile_program
 
@@ -181,6 +181,7 @@ class _Run:
         self.engine = engine
         self.program: Program = engine._program
         self.flat = flat
+        self._n_elements = int(flat.numel())
         self._combine = combine
         self._group = engine._group
         self._ranks = engine._group_ranks
@@ -230,7 +231,7 @@ class _Run:
 
     def _bound(self, chunk: int) -> int:
         """Where a chunk starts: chunks of one payload differ by at most one element, and nothing is padded."""
-        return self.flat.numel() * chunk // self.program.total_chunks
+        return self._n_elements * chunk // self.program.total_chunks
 
     def _part(self, first: int, last: int) -> torch.Tensor:
         return self.flat[self._bound(first) : self._bound(last)]

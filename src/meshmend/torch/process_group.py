@@ -276,7 +276,7 @@ class _MeshWork(dist._Work):
         super().__init__()
         self._future = future
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002  # torch's signature
         """Wait for the end; the engine keeps its own deadline, so there is always one."""
         self._future.wait()
         return True
@@ -287,4 +287,4 @@ class _MeshWork(dist._Work):
 
     def is_completed(self) -> bool:
         """Say whether the collective has ended, well or not."""
-        return self._future.done()
+        return bool(self._future.done())

@@ -82,7 +82,7 @@ class Program:
     @cached_property
     def peers(self) -> tuple[int, ...]:
         """Ranks that this one exchanges messages with."""
-        return tuple(sorted({message.peer for message in (*self.sends, *self.receives)}))
+        return tuple(sorted({send.peer for send in self.sends} | {receive.peer for receive in self.receives}))
 
 
 def compile_program(schedule: Schedule, rank: int) -> Program:
