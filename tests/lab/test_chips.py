@@ -36,15 +36,17 @@ def test_results_come_back_by_chip() -> None:
 
 
 def test_a_failure_is_told_with_its_traceback() -> None:
-    with Chips() as chips, pytest.raises(LabError, match=r"(?s)Chip \(0,1\) failed: Traceback.*no luck at \(0, 1\)"):
+    with Chips() as chips:
         chips.start((0, 1), fail)
-        chips.results(20)
+        with pytest.raises(LabError, match=r"(?s)Chip \(0,1\) failed: Traceback.*no luck at \(0, 1\)"):
+            chips.results(20)
 
 
 def test_a_chip_that_does_not_answer_is_named() -> None:
-    with Chips() as chips, pytest.raises(LabError, match=r"No result within 0.2 s from \(0,0\)"):
+    with Chips() as chips:
         chips.start((0, 0), sleep)
-        chips.results(0.2)
+        with pytest.raises(LabError, match=r"No result within 0.2 s from \(0,0\)"):
+            chips.results(0.2)
 
 
 def test_a_killed_chip_can_be_started_again() -> None:
@@ -63,9 +65,10 @@ def test_a_chip_that_is_killed_by_others_is_noticed() -> None:
     def die(chip: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with Chips() as chips, pytest.raises(LabError, match=r"chip \(0,0\) ended with code -9|Chip \(0,0\) failed"):
+    with Chips() as chips:
         chips.start((0, 0), die)
-        chips.results(20)
+        with pytest.raises(LabError, match=r"chip \(0,0\) ended with code -9|Chip \(0,0\) failed"):
+            chips.results(20)
 
 
 def test_chips_die_with_the_process_that_started_them(tmp_path: Path) -> None:

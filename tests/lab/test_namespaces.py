@@ -32,7 +32,8 @@ def why_no_lab() -> str | None:
     probe = f"meshmend-can{os.getpid()}"
     if subprocess.run(["ip", "netns", "add", probe], capture_output=True, check=False).returncode:
         return "this machine does not allow network namespaces"
-    can = subprocess.run(["tc", "-n", probe, "qdisc", "add", "dev", "lo", "root", "tbf", "rate", "1mbit", "burst", "16kb", "latency", "50ms"], capture_output=True, check=False)  # fmt: skip
+    limit = "qdisc add dev lo root tbf rate 1mbit burst 16kb latency 50ms"
+    can = subprocess.run(["tc", "-n", probe, *limit.split()], capture_output=True, check=False)
     subprocess.run(["ip", "netns", "del", probe], check=True)
     return "this kernel has no tbf" if can.returncode else None
 

@@ -116,9 +116,8 @@ def test_trees_means_other_operations_and_futures() -> None:
 
 def train(chip: Any, mesh: Mesh, group: Any, schedule: Any, port: int) -> Any:
     rank = mesh.rank(chip)
-    dist.init_process_group(
-        "gloo", store=dist.PrefixStore("ddp", dist.TCPStore("127.0.0.1", port)), rank=rank, world_size=mesh.n_chips
-    )
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=dist.PrefixStore("ddp", store), rank=rank, world_size=mesh.n_chips)
     engine = mmt.Engine(schedule, rank, group)
     gradients = []
     for hooked in (True, False):
@@ -138,9 +137,7 @@ def test_ddp_with_the_hook_gives_ddps_gradients() -> None:
     from with_torch.processes import free_port
 
     mesh, port = Mesh("2x2"), free_port()
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     assert all(on_every_chip(mesh, train, plan(mesh, "hamiltonian"), port).values())
-    del store
 
 
 @pytest.mark.parametrize("moment", ["before", "inside"])

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshmend.numpy as mmn
@@ -68,6 +68,7 @@ def test_any_order_gives_numpys_sums(name: str, failed: list[str]) -> None:
     assert all(play(schedule, seed) for seed in range(2))
 
 
+@settings(max_examples=25)
 @given(block_meshes(max_blocks=2), st.integers(0, 2**32 - 1))
 def test_any_mesh(mesh: Mesh, seed: int) -> None:
     if mesh.is_connected:
