@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from hypothesis import given
 
@@ -10,19 +12,19 @@ from meshmend.lab.routes import next_hops, route_commands
 from strategies import meshes
 
 
-def follow(mesh: Mesh, source: int, destination: int) -> list[int]:
-    by_destination, exceptions = next_hops(mesh)
+def follow(hops: tuple[dict[Any, int], dict[Any, int]], source: int, destination: int) -> list[int]:
+    by_destination, exceptions = hops
     at, visited = source, [source]
     while at != destination:
         at = exceptions.get((at, source, destination), by_destination[at, destination])
         visited.append(at)
-        assert len(visited) <= 4 * mesh.n_chips
+        assert len(visited) < 100
     return visited
 
 
 @given(meshes(max_axes=2, max_side=4, connected=True))
 def test_the_tables_follow_the_trace(mesh: Mesh) -> None:
-    n = mesh.n_chips
+    n, hops = mesh.n_chips, next_hops(mesh)
     for source in range(min(n, 4)):
         for destination in range(n):
             if source == destination:
@@ -32,7 +34,7 @@ def test_the_tables_follow_the_trace(mesh: Mesh) -> None:
             wanted = [source] + [
                 int(mesh.neighbours[link // mesh.n_directions, link % mesh.n_directions]) for link in trace.link[order]
             ]
-            assert follow(mesh, source, destination) == wanted
+            assert follow(hops, source, destination) == wanted
 
 
 def test_commands_name_neighbours_and_interfaces() -> None:

@@ -130,7 +130,7 @@ def test_before_configure_there_is_no_mesh() -> None:
 
 
 def test_payloads_share_few_plans_and_prepared_ones_are_found() -> None:
-    sizes = [1, 10**5, 10**6, 10**7, 10**8, 10**10]
+    sizes = [1, 10**5, 10**6, 10**7, 10**8, 10**11]
     chunks = [Plans.chunks(size) for size in sizes]
     assert chunks == sorted(chunks)
     assert chunks[0] == 1

@@ -34,7 +34,7 @@ MTU = 9000
 """Long frames leave TCP about 99 % of a link's rate for the payload, and cost less to forward."""
 
 BURST = "32kb"
-QUEUE = "100ms"
+QUEUE = "400ms"
 """How long a packet may wait for its link before it is dropped."""
 
 

@@ -154,8 +154,11 @@ class _Inbox:
         if self._next == len(self._numbers):
             return
         message = self._run.program.receives[self._numbers[self._next]]
-        start = (self._next % self._depth) * self._slot_size
-        slot = self._buffer[start : start + self._run.size(message)]
+        if message.direct:
+            slot = self._run.part(message.first, message.last)
+        else:
+            start = (self._next % self._depth) * self._slot_size
+            slot = self._buffer[start : start + self._run.size(message)]
         self._posted.append((self._run.receive(slot, message), slot))
         self._next += 1
 
@@ -170,6 +173,31 @@ class _Inbox:
                 self._post()
         except Exception as error:
             self._run.fail(error, self._peer)
+
+
+class _Outbox:
+    """Sends to one neighbour, in order of step.
+
+    A link is a queue. Whatever is sent on it early, because it happens to be ready, holds up what the schedule wants
+    there first: sums of late chunks would keep back the results of early ones.
+    """
+
+    def __init__(self, run: _Run, numbers: list[int]) -> None:
+        self._run = run
+        self._numbers = numbers
+        self._ready: set[int] = set()
+        self._next = 0
+        self._turn = threading.Lock()
+
+    def add(self, number: int) -> list[int]:
+        """Note that a message is ready, and send those whose turn it is; return which."""
+        with self._turn:
+            self._ready.add(number)
+            first = self._next
+            while self._next < len(self._numbers) and self._numbers[self._next] in self._ready:
+                self._run.send(self._numbers[self._next])
+                self._next += 1
+            return self._numbers[first : self._next]
 
 
 class _Run:
@@ -190,6 +218,10 @@ class _Run:
         self._send_waits = [len(send.after_receives) for send in sends]
         self._receive_waits = [len(receive.after_receives) + len(receive.after_sends) for receive in receives]
         self._works: list[Any] = [None] * len(sends)
+        numbers: dict[int, list[int]] = {}
+        for number, send in enumerate(sends):
+            numbers.setdefault(send.peer, []).append(number)
+        self._outboxes = {peer: _Outbox(self, own) for peer, own in numbers.items()}
         self._state = threading.Condition()
         self._error: tuple[Exception, int] | None = None
 
@@ -233,7 +265,8 @@ class _Run:
         """Where a chunk starts: chunks of one payload differ by at most one element, and nothing is padded."""
         return self._n_elements * chunk // self.program.total_chunks
 
-    def _part(self, first: int, last: int) -> torch.Tensor:
+    def part(self, first: int, last: int) -> torch.Tensor:
+        """Return chunks of the payload."""
         return self.flat[self._bound(first) : self._bound(last)]
 
     def time_left(self) -> timedelta:
@@ -246,25 +279,10 @@ class _Run:
         return self._group.recv([slot], self._ranks[message.peer], message.tag) if slot.numel() else None
 
     def write(self, number: int, arrived: torch.Tensor) -> None:
-        """Add or copy what arrived, and send what that made ready."""
+        """Put what arrived into its place, and send what that made ready."""
         message = self.program.receives[number]
-        with self._state:
-            clear = self._state.wait_for(
-                lambda: self._error is not None or self._receive_waits[number] == 0, self.time_left().total_seconds()
-            )
-            if not clear or self._error is not None:
-                raise TimeoutError(f"no answer within {self.engine.timeout.total_seconds():g} s")
-        for send in message.after_sends:
-            work = self._works[send]
-            if work is not None:
-                work.wait(self.time_left())
-                self._works[send] = None
-        if arrived.numel():
-            held = self._part(message.first, message.last)
-            if message.adds:
-                self._combine(held, arrived)
-            else:
-                held.copy_(arrived)
+        if not message.direct:
+            self._place(number, message, arrived)
         ready, freed = [], False
         sends, receives = self.program.waiting_for_receive[number]
         with self._state:
@@ -280,20 +298,45 @@ class _Run:
         if ready:
             self._send(ready)
 
-    def _send(self, numbers: list[int]) -> None:
-        freed = False
-        for number in numbers:
-            message = self.program.sends[number]
-            part = self._part(message.first, message.last)
-            if part.numel():
-                self._works[number] = self._group.send([part], self._ranks[message.peer], message.tag)
+    def _place(self, number: int, message: Receive, arrived: torch.Tensor) -> None:
+        """Add or copy what arrived, once nothing needs the old value any more."""
         with self._state:
-            for number in numbers:
+            clear = self._state.wait_for(
+                lambda: self._error is not None or self._receive_waits[number] == 0, self.time_left().total_seconds()
+            )
+            if not clear or self._error is not None:
+                raise TimeoutError(f"no answer within {self.engine.timeout.total_seconds():g} s")
+        for send in message.after_sends:
+            work = self._works[send]
+            if work is not None:
+                work.wait(self.time_left())
+                self._works[send] = None
+        if arrived.numel():
+            held = self.part(message.first, message.last)
+            if message.adds:
+                self._combine(held, arrived)
+            else:
+                held.copy_(arrived)
+
+    def _send(self, numbers: list[int]) -> None:
+        """Send what is ready now, and what was ready but had to wait for its turn on the link."""
+        freed, sent = False, []
+        for number in numbers:
+            sent += self._outboxes[self.program.sends[number].peer].add(number)
+        with self._state:
+            for number in sent:
                 for receive in self.program.waiting_for_send[number]:
                     self._receive_waits[receive] -= 1
                     freed |= self._receive_waits[receive] == 0
             if freed:
                 self._state.notify_all()
+
+    def send(self, number: int) -> None:
+        """Hand a message to the group."""
+        message = self.program.sends[number]
+        part = self.part(message.first, message.last)
+        if part.numel():
+            self._works[number] = self._group.send([part], self._ranks[message.peer], message.tag)
 
     def fail(self, error: Exception, peer: int) -> None:
         """Note the first error and wake everyone who waits."""

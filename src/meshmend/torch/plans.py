@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,11 +15,12 @@ from meshmend.topology import Mesh, Region
 PREFERENCE = ("weave", "row-pairs", "hamiltonian", "two-color")
 """Tried in this order, where they exist."""
 
-MESSAGE_BYTES = 64 * 2**10
-"""Chunks are made about this long where the planner lets us choose: shorter ones cost more in Python and in system
-calls than they win by following each other more closely."""
+BYTES_OF_ONE_CHUNK = 512
+"""Up to about twice this a payload is not cut. More chunks follow each other more closely, which saves time in
+proportion to payload / chunks; each costs a fixed time for its messages. The sum is least where the number of chunks
+grows with the square root of the payload: 32 MB are cut into 256, of 125 kB each."""
 
-MAX_CHUNKS = 512
+MAX_CHUNKS = 1024
 
 
 class Plans:
@@ -55,8 +57,8 @@ class Plans:
     @staticmethod
     def chunks(payload_bytes: int) -> int:
         """Return how many chunks a payload is worth: a power of two, so that few plans serve all payloads."""
-        wanted = min(max(payload_bytes // MESSAGE_BYTES, 1), MAX_CHUNKS)
-        return int(1 << (wanted.bit_length() - 1))
+        exponent = round(math.log2(max(payload_bytes / BYTES_OF_ONE_CHUNK, 1)) / 2)
+        return min(1 << exponent, MAX_CHUNKS)
 
     def _plan(self, mesh: Mesh, chunks: int) -> Schedule:
         refused: PlanError | None = None

@@ -34,13 +34,17 @@ class Send:
 
 @dataclass(frozen=True)
 class Receive:
-    """Chunks from rank `peer`, added or copied once earlier writes are made and earlier sends have left."""
+    """Chunks from rank `peer`, added or copied once earlier writes are made and earlier sends have left.
+
+    `direct` says that the message cannot arrive before all that: it may go straight to its place.
+    """
 
     peer: int
     tag: int
     first: int
     last: int
     adds: bool
+    direct: bool
     after_receives: tuple[int, ...]
     after_sends: tuple[int, ...]
 
@@ -109,11 +113,17 @@ def compile_program(schedule: Schedule, rank: int) -> Program:
             sends.append(Send(dst, n_sent[dst], first, last, earlier))
             n_sent[dst] += 1
         else:
-            readers = {send for chunk in chunks for send in reads.pop(chunk, ())}
+            old_reads = [reads.pop(chunk, []) for chunk in chunks]
+            readers = {send for reads_of in old_reads for send in reads_of}
             for chunk in chunks:
                 last_write[chunk] = len(receives)
             adds = op == Op.REDUCE
-            receives.append(Receive(src, n_received[src], first, last, adds, earlier, tuple(sorted(readers))))
+            # A copy that comes from the very chip that all old values were sent to, and only to: that chip had them
+            # before it sent the copy, and they in turn left after everything that was written here earlier.
+            direct = not adds and all(
+                reads_of and all(sends[send].peer == src for send in reads_of) for reads_of in old_reads
+            )
+            receives.append(Receive(src, n_received[src], first, last, adds, direct, earlier, tuple(sorted(readers))))
             n_received[src] += 1
     return Program(rank, schedule.total_chunks, tuple(sends), tuple(receives))
 
