@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions, BarrierOptions,
 
 import meshmend.torch as mmt  # noqa: E402
 from meshmend.torch.plans import MAX_CHUNKS, Plans  # noqa: E402
-from with_torch.processes import with_store  # noqa: E402
+from torch_engine.processes import with_store  # noqa: E402
 
 Members = list[tuple[int, ...]]
 

@@ -21,7 +21,7 @@ import torch.distributed as dist  # noqa: E402
 
 import meshmend.torch as mmt  # noqa: E402
 from meshmend.errors import LostChipError, ScheduleError  # noqa: E402
-from with_torch.processes import on_every_chip  # noqa: E402
+from torch_engine.processes import on_every_chip  # noqa: E402
 
 MESHES = [
     pytest.param("4x4", [], id="4x4"),
@@ -134,7 +134,7 @@ def train(chip: Any, mesh: Mesh, group: Any, schedule: Any, port: int) -> Any:
 
 
 def test_ddp_with_the_hook_gives_ddps_gradients() -> None:
-    from with_torch.processes import free_port
+    from torch_engine.processes import free_port
 
     mesh, port = Mesh("2x2"), free_port()
     assert all(on_every_chip(mesh, train, plan(mesh, "hamiltonian"), port).values())
@@ -145,7 +145,7 @@ def test_a_dead_chip_gives_every_survivor_an_error_at_once(moment: str) -> None:
     mesh = Mesh("4x4")
     schedule = plan(mesh, "hamiltonian")
     from meshmend.lab.chips import Chips
-    from with_torch.processes import free_port, gloo
+    from torch_engine.processes import free_port, gloo
 
     port = free_port()
 
