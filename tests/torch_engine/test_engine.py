@@ -59,7 +59,7 @@ def reduce_all(chip: Any, mesh: Mesh, group: Any, schedules: dict[str, Any]) -> 
 def test_every_planner_is_exact_and_all_chips_agree(shape: str, failed: list[str]) -> None:
     mesh = Mesh(shape, failed=failed)
     schedules = {}
-    for name in PLANNERS:
+    for name in PLANNERS.keys() - {"auto"}:  # it takes one of the others
         try:
             schedules[name] = plan(mesh, name)
         except PlanError:

@@ -57,7 +57,7 @@ def play(schedule: Schedule, seed: int) -> bool:
     return bool(np.array_equal(held, mmn.run(schedule, payload)))
 
 
-@pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.parametrize("name", sorted(PLANNERS.keys() - {"auto"}))
 @pytest.mark.parametrize("failed", [[], ["2x2@0,0"], ["2x2@2,2"]])
 def test_any_order_gives_numpys_sums(name: str, failed: list[str]) -> None:
     mesh = Mesh("4x4", failed=failed)

@@ -55,7 +55,7 @@ class Result:
 def applicable(mesh: Mesh, payload_bytes: int, names: Sequence[str] | None = None) -> dict[str, Schedule]:
     """Return the proven plan of every planner that serves a mesh, cut to suit the payload."""
     schedules = {}
-    for name in names or PLANNERS:
+    for name in names or [name for name in PLANNERS if name != "auto"]:
         try:
             schedules[name] = Plans(name).get(mesh, payload_bytes)
         except PlanError:

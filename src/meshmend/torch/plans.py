@@ -26,14 +26,19 @@ MAX_CHUNKS = 1024
 class Plans:
     """Schedules for the survivors of one machine, each made once and proven.
 
+    `cache` is a plan cache on disk, in which plans made ahead of time are found.
+
     >>> plans = Plans()
     >>> plans.get(Mesh("4x4", failed=["2x2@0,0"]), payload_bytes=1000).mesh.n_chips
     12
     """
 
-    def __init__(self, planner: str | None = None, parameters: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, planner: str | None = None, parameters: Mapping[str, Any] | None = None, *, cache: Any = None
+    ) -> None:
         self._names = PREFERENCE if planner is None else (planner,)
         self._parameters = dict(parameters or {})
+        self._kept = {} if cache is None else {"cache": cache}
         self._made: dict[tuple[Mesh, int], Schedule] = {}
 
     def __str__(self) -> str:
@@ -70,7 +75,7 @@ class Plans:
             if kind is not None and "chunks" in {field.name for field in dataclasses.fields(kind)}:  # type: ignore[arg-type]
                 parameters.setdefault("chunks", chunks)
             try:
-                return plan(mesh, make_planner(name, **parameters))
+                return plan(mesh, make_planner(name, **parameters), **self._kept)
             except PlanError as error:
                 refused = refused or error
         if refused is None:

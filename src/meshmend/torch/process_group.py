@@ -55,8 +55,10 @@ class MeshProcessGroup(ProcessGroupWrapper):
     """One chip of a mesh, for torchft's `Manager`, its `DistributedDataParallel` and its optimiser wrappers.
 
     `shape` and `wrap` describe the whole machine, `chip` is this process's place in it. `planner` names one planner;
-    left out, the best that serves the survivors is taken. A chip that dies during an all-reduce gives an error on
-    every survivor: within milliseconds if its process ended, within `timeout` if its cables were cut.
+    left out, the best that serves the survivors is taken. `cache` is a plan cache on disk.
+
+    A chip that dies during an all-reduce gives an error on every survivor: within a fraction of a second if its process
+    ended, within `timeout` if its cables were cut.
 
     All-reduces run the plan, one after the other, in the background. Other collectives go through Gloo itself.
     """
@@ -69,6 +71,7 @@ class MeshProcessGroup(ProcessGroupWrapper):
         wrap: bool | Sequence[bool] = False,
         planner: str | None = None,
         parameters: Mapping[str, Any] | None = None,
+        cache: Any = None,
         timeout: timedelta = timedelta(seconds=10),
         interface: str | None = None,
     ) -> None:
@@ -76,7 +79,7 @@ class MeshProcessGroup(ProcessGroupWrapper):
         self._whole = Mesh(shape, wrap=wrap)
         self._chip = tuple(int(x) for x in chip)
         self._whole.rank(self._chip)
-        self._plans = Plans(planner, parameters)
+        self._plans = Plans(planner, parameters, cache=cache)
         self._interface = interface or os.environ.get(INTERFACE_ENV)
         self._mesh: Mesh | None = None
         self._group_ranks: list[int] = []
