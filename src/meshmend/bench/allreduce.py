@@ -7,10 +7,11 @@ start to the last chip's end.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from meshmend.bench.units import least_units
-from meshmend.errors import Coordinate, LabError, PlanError
+from meshmend.errors import Coordinate, LabError, PlanError, name_chip
 from meshmend.lab import Chips, Lab
 from meshmend.lab.namespaces import INTERFACE
 from meshmend.planning import PLANNERS
@@ -29,6 +30,8 @@ from meshmend.torch.engine import Engine
 from meshmend.torch.plans import Plans
 
 GLOO = "gloo"
+PROCESS_GROUP = "process group"
+"""`MeshProcessGroup` with the plan that it chooses itself: over loopback, where its own cost shows."""
 PORT = 29400
 TIMEOUT = timedelta(minutes=10)
 
@@ -80,9 +83,11 @@ def measure(
         for rank in range(mesh.n_chips):
             host = "127.0.0.1" if lab is None else lab.address(mesh.chip(0))
             interface = "lo" if lab is None else INTERFACE
-            chips.start(mesh.chip(rank), _time_cases, mesh, schedules, payload_bytes, repeat, (host, port), interface)
+            meeting = f"{host}:{port}"
+            whole = lab is None and planners is None and importlib.util.find_spec("torchft") is not None
+            chips.start(mesh.chip(rank), _time_cases, mesh, schedules, payload_bytes, repeat, meeting, interface, whole)
         spans = list(chips.results(patience_s).values())
-    cases = [GLOO, *schedules]
+    cases = list(spans[0])
     seconds = {
         case: [
             max(span[case][turn][1] for span in spans) - min(span[case][turn][0] for span in spans)
@@ -117,31 +122,38 @@ def _time_cases(
     schedules: dict[str, Schedule],
     payload_bytes: int,
     repeat: int,
-    meeting: tuple[str, int],
+    meeting: str,
     interface: str,
+    process_group: bool,
 ) -> dict[str, list[tuple[float, float]]]:
     """Run every case in turn on one chip; return when each run began and ended."""
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     torch.set_num_threads(1)
     rank = mesh.rank(chip)
-    store = dist.TCPStore(meeting[0], meeting[1], is_master=rank == 0, wait_for_workers=False, timeout=TIMEOUT)
+    host, _, port = meeting.partition(":")
+    store = dist.TCPStore(host, int(port), is_master=rank == 0, wait_for_workers=False, timeout=TIMEOUT)
     options = dist.ProcessGroupGloo._Options()
     options._timeout = TIMEOUT
     options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
     group = dist.ProcessGroupGloo(store, rank, mesh.n_chips, options)
-    engines = {name: Engine(schedule, rank, group, timeout=TIMEOUT) for name, schedule in schedules.items()}
+    ways: dict[str, Callable[[torch.Tensor], Any]] = {GLOO: lambda payload: group.allreduce([payload]).wait()}
+    for name, schedule in schedules.items():
+        ways[name] = Engine(schedule, rank, group, timeout=TIMEOUT).all_reduce
+    if process_group:
+        from meshmend.torch.process_group import MeshProcessGroup
+
+        ours = MeshProcessGroup(mesh.shape, chip, wrap=mesh.wrap, interface=interface, timeout=TIMEOUT)
+        ours.configure(f"{meeting}/process-group", name_chip(chip), rank, mesh.n_chips)
+        ways[PROCESS_GROUP] = lambda payload: ours.allreduce([payload], dist.ReduceOp.SUM).wait()
     # Ones, so that every sum is known: a fast wrong answer is not a result.
     payload = torch.empty(payload_bytes // 4)
-    spans: dict[str, list[tuple[float, float]]] = {case: [] for case in (GLOO, *schedules)}
+    spans: dict[str, list[tuple[float, float]]] = {case: [] for case in ways}
     for _ in range(repeat):
         for case, runs in spans.items():
             payload.fill_(1.0)
             group.barrier().wait()
             started = time.monotonic()
-            if case == GLOO:
-                group.allreduce([payload]).wait()
-            else:
-                engines[case].all_reduce(payload)
+            ways[case](payload)
             runs.append((started, time.monotonic()))
             if not bool((payload == mesh.n_chips).all()):
                 raise LabError(f"{case} gave a wrong sum on {mesh}.")
