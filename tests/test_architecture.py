@@ -29,7 +29,11 @@ ORDER = [
     "jax",
     "drawing",
     "",
+    "lab",
+    "torch",
+    "bench",
     "cli",
+    "__main__",
 ]
 # A planner makes schedules and knows nothing to the right of them; only what chooses and proves plans may.
 PLANNERS_MAY = {"errors", "topology", "routing", "schedule", "planning"}

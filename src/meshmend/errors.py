@@ -159,6 +159,28 @@ class DeadPathError(VerificationError):
     """A transfer has no live path: it starts, ends or passes where a chip or a cable has failed."""
 
 
+class LabError(MeshmendError):
+    """A mesh of processes or of network namespaces on this machine cannot be made, or a chip of it failed."""
+
+
+class LostChipError(MeshmendError, RuntimeError):
+    """A chip stopped answering during an all-reduce, so this chip's payload is of no use.
+
+    Fields: `chip` (this one), `peer` (the neighbour it was waiting for, which may itself be waiting for the lost
+    chip), `mesh_name`, `why`.
+    """
+
+    def __init__(self, chip: Coordinate, peer: Coordinate, mesh_name: str, why: str) -> None:
+        self.chip = chip
+        self.peer = peer
+        self.mesh_name = mesh_name
+        self.why = why
+        super().__init__(
+            f"Chip {name_chip(chip)} gave up an all-reduce on {mesh_name}: expected data from or to {name_chip(peer)}, "
+            f"got: {why}. Discard the payload, form the group again with the chips that answer, and redo the step."
+        )
+
+
 def name_chip(chip: Sequence[int]) -> str:
     """Write a coordinate the way every message does.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from meshmend import __version__
-from meshmend.cli import compare, draw, plan, predict, prepare, reproduce, route, verify
+from meshmend.cli import bench, compare, draw, lab, plan, predict, prepare, reproduce, route, verify
 from meshmend.cli import compile as compile_command
 
 app = typer.Typer(
@@ -24,6 +24,8 @@ app.command("compare")(compare.command)
 app.command("reproduce")(reproduce.command)
 app.command("draw")(draw.command)
 app.command("compile")(compile_command.command)
+app.add_typer(lab.app, name="lab")
+app.add_typer(bench.app, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,1 @@
+"""Measurements on real processes: allreduce times on a mesh of this machine, and survival of killed chips."""

@@ -1,0 +1,171 @@
+"""All-reduce times over real links: Gloo's own, and every plan's, on the same mesh in the same run.
+
+Each live chip is a process; in a lab each sits in its own network namespace. The cases take turns, so that whatever
+else the machine does falls on all of them alike. All processes read one clock, so a run lasts from the first chip's
+start to the last chip's end.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshmend.cost import bound
+from meshmend.errors import Coordinate, LabError, PlanError, name_chip
+from meshmend.lab import Chips, Lab
+from meshmend.lab.namespaces import INTERFACE
+from meshmend.planning import PLANNERS
+from meshmend.schedule import Schedule
+from meshmend.topology import Mesh
+from meshmend.torch.engine import Engine
+from meshmend.torch.plans import Plans
+
+GLOO = "gloo"
+PROCESS_GROUP = "process group"
+"""`MeshProcessGroup` with the plan that it chooses itself: over loopback, where its own cost shows."""
+PORT = 29400
+TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One case on one mesh: the best run in seconds, in units of M/b, and in ratios."""
+
+    mesh: str
+    chips: int
+    case: str
+    payload_bytes: int
+    seconds: float
+    median_s: float
+    units: float | None
+    to_bound: float | None
+    to_gloo: float
+
+    def facts(self) -> dict[str, Any]:
+        """Return the figures."""
+        return dict(vars(self))
+
+
+def applicable(mesh: Mesh, payload_bytes: int, names: Sequence[str] | None = None) -> dict[str, Schedule]:
+    """Return the proven plan of every planner that serves a mesh, cut to suit the payload."""
+    schedules = {}
+    for name in names or [name for name in PLANNERS if name != "auto"]:
+        try:
+            schedules[name] = Plans(name).get(mesh, payload_bytes)
+        except PlanError:
+            if names:
+                raise
+    return schedules
+
+
+def measure(
+    mesh: Mesh,
+    payload_bytes: int,
+    *,
+    lab: Lab | None = None,
+    planners: Sequence[str] | None = None,
+    repeat: int = 3,
+    patience_s: float = 900.0,
+) -> list[Result]:
+    """Time Gloo and the planners on one mesh, in a lab or (without one) over loopback."""
+    schedules = applicable(mesh, payload_bytes, planners)
+    port = PORT if lab is not None else _free_port()
+    with Chips(None if lab is None else lab.namespaces) as chips:
+        for rank in range(mesh.n_chips):
+            host = "127.0.0.1" if lab is None else lab.address(mesh.chip(0))
+            interface = "lo" if lab is None else INTERFACE
+            meeting = f"{host}:{port}"
+            whole = lab is None and planners is None and importlib.util.find_spec("torchft") is not None
+            chips.start(mesh.chip(rank), _time_cases, mesh, schedules, payload_bytes, repeat, meeting, interface, whole)
+        spans = list(chips.results(patience_s).values())
+    cases = list(spans[0])
+    seconds = {
+        case: [
+            max(span[case][turn][1] for span in spans) - min(span[case][turn][0] for span in spans)
+            for turn in range(repeat)
+        ]
+        for case in cases
+    }
+    unit_s = None if lab is None else payload_bytes / lab.rate_bytes_per_s
+    results = []
+    for case in cases:
+        best = min(seconds[case])
+        units = None if unit_s is None else best / unit_s
+        results.append(
+            Result(
+                mesh=str(mesh),
+                chips=mesh.n_chips,
+                case=case,
+                payload_bytes=payload_bytes,
+                seconds=best,
+                median_s=statistics.median(seconds[case]),
+                units=units,
+                to_bound=None if units is None else units / bound(mesh).units,
+                to_gloo=best / min(seconds[GLOO]),
+            )
+        )
+    return results
+
+
+def _time_cases(
+    chip: Coordinate,
+    mesh: Mesh,
+    schedules: dict[str, Schedule],
+    payload_bytes: int,
+    repeat: int,
+    meeting: str,
+    interface: str,
+    process_group: bool,
+) -> dict[str, list[tuple[float, float]]]:
+    """Run every case in turn on one chip; return when each run began and ended."""
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    torch.set_num_threads(1)
+    rank = mesh.rank(chip)
+    host, _, port = meeting.partition(":")
+    store = dist.TCPStore(host, int(port), is_master=rank == 0, wait_for_workers=False, timeout=TIMEOUT)
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = TIMEOUT
+    options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
+    group = dist.ProcessGroupGloo(store, rank, mesh.n_chips, options)
+    ways: dict[str, Callable[[torch.Tensor], Any]] = {GLOO: lambda payload: group.allreduce([payload]).wait()}
+    for name, schedule in schedules.items():
+        ways[name] = Engine(schedule, rank, group, timeout=TIMEOUT).all_reduce
+    if process_group:
+        from meshmend.torch.process_group import MeshProcessGroup
+
+        ours = MeshProcessGroup(mesh.shape, chip, wrap=mesh.wrap, interface=interface, timeout=TIMEOUT)
+        ours.configure(f"{meeting}/process-group", name_chip(chip), rank, mesh.n_chips)
+        ways[PROCESS_GROUP] = lambda payload: ours.allreduce([payload], dist.ReduceOp.SUM).wait()
+    # Ones, so that every sum is known: a fast wrong answer is not a result.
+    payload = torch.empty(payload_bytes // 4)
+    spans: dict[str, list[tuple[float, float]]] = {case: [] for case in ways}
+    for _ in range(repeat):
+        for case, runs in spans.items():
+            payload.fill_(1.0)
+            group.barrier().wait()
+            started = time.monotonic()
+            ways[case](payload)
+            runs.append((started, time.monotonic()))
+            if not bool((payload == mesh.n_chips).all()):
+                raise LabError(f"{case} gave a wrong sum on {mesh}.")
+    group.barrier().wait()
+    # The store lives in rank 0: the others leave first.
+    time.sleep(0.2 if rank == 0 else 0)
+    return spans
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

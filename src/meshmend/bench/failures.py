@@ -1,0 +1,233 @@
+"""The failure campaign: kill chips and boards of a training job at random moments, and hold it to its promises.
+
+After every kill the survivors must commit a step on the hole; then the killed chips come back and the mesh must grow
+whole again. In the end every step that any chip committed must have used each contribution of its members exactly
+once, with the same weights on every chip that committed it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from meshmend.bench.replica import Job, lighthouse, train
+from meshmend.errors import Coordinate, LabError, name_chip
+from meshmend.lab.chips import Chips
+from meshmend.planning import PLANNERS
+from meshmend.topology import Mesh, Region, all_placements
+
+LIGHTHOUSE: Coordinate = (-1,)
+"""The lighthouse runs beside the chips, under a name that no chip has."""
+
+STAGES = ("detect", "quorum", "replan", "redo")
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One SIGKILL: what it hit, when, and how long the survivors took to commit a step without it.
+
+    The total is split at the survivor that committed first: until it gave up its all-reduce (zero where the loss was
+    found by the quorum), until it had a new quorum, until it had formed the group and planned, until the commit.
+    """
+
+    hole: Region
+    moment: str
+    total_s: float
+    stages_s: dict[str, float]
+
+
+@dataclass
+class Report:
+    """What a campaign found. It raises where a promise is broken, so a report is good news."""
+
+    mesh: str
+    kills: list[Kill] = field(default_factory=list)
+    committed_steps: int = 0
+    commits: int = 0
+    refused: int = 0
+
+    def facts(self) -> dict[str, Any]:
+        """Return the figures."""
+        totals = [kill.total_s for kill in self.kills]
+        return {
+            "mesh": self.mesh,
+            "kills": len(self.kills),
+            "boards": sum(kill.hole.n_chips > 1 for kill in self.kills),
+            "moments": {m: sum(kill.moment == m for kill in self.kills) for m in ("before", "inside", "after")},
+            "committed_steps": self.committed_steps,
+            "commits": self.commits,
+            "refused": self.refused,
+            "recovery_s": {"median": statistics.median(totals), "worst": max(totals)},
+            "stages_s": {
+                stage: {
+                    "median": statistics.median(kill.stages_s[stage] for kill in self.kills),
+                    "worst": max(kill.stages_s[stage] for kill in self.kills),
+                }
+                for stage in STAGES
+            },
+        }
+
+
+def campaign(
+    shape: str = "4x4",
+    *,
+    kills: int = 50,
+    seed: int = 0,
+    heartbeat_timeout_ms: int = 1000,
+    patience_s: float = 60.0,
+    told: Callable[[Kill], None] = lambda _: None,
+) -> Report:
+    """Run the campaign and return its report; raise `LabError` where a promise is broken."""
+    rng = random.Random(seed)  # noqa: S311  # moments and places, not secrets
+    mesh = Mesh(shape)
+    boards = all_placements(mesh.shape, (2, 2))
+    # Without a planner for any hole, only whole boards can be lost.
+    chips = all_placements(mesh.shape, (1, 1), align=1) if "weave" in PLANNERS else []
+    report = Report(str(mesh))
+    with tempfile.TemporaryDirectory(prefix="meshmend-") as name, Chips() as running:
+        folder = Path(name)
+        watch = _Watch(folder, patience_s)
+        address = folder / "lighthouse"
+        running.start(LIGHTHOUSE, lighthouse, address, heartbeat_timeout_ms)
+        watch.until(address.exists, "the lighthouse does not start")
+        job = Job(mesh.shape, address.read_text(), folder)
+        lives = dict.fromkeys((mesh.chip(rank) for rank in range(mesh.n_chips)), 0)
+        for chip in lives:
+            running.start(chip, train, job, 0)
+        for _ in range(kills):
+            watch.until(lambda: watch.committed_by(lives, mesh.n_chips), "the whole mesh does not commit")
+            time.sleep(rng.random() * 0.5)
+            hole = rng.choice(boards) if not chips or rng.random() < 0.5 else rng.choice(chips)
+            lost = [chip for chip in lives if not mesh.fail(hole).live[chip]]
+            killed_at = time.time()
+            running.kill(lost)
+            survivors = {chip: life for chip, life in lives.items() if chip not in lost}
+            for chip in lost:
+                watch.read(chip, lives[chip])
+            on_the_hole = partial(watch.committed_by, survivors, len(survivors), after=killed_at)
+            watch.until(on_the_hole, f"the survivors of {hole} do not commit")
+            report.kills.append(_account(watch, hole, lost, lives, survivors, killed_at))
+            told(report.kills[-1])
+            for chip in lost:
+                lives[chip] += 1
+                running.start(chip, train, job, lives[chip])
+        watch.until(lambda: watch.committed_by(lives, mesh.n_chips), "the whole mesh does not commit in the end")
+        (folder / "stop").touch()
+        time.sleep(0.5)
+        running.kill(list(running.alive))
+        for chip, life in lives.items():
+            watch.read(chip, life)
+        _judge(watch, mesh, report)
+    return report
+
+
+class _Watch:
+    """Reads what the chips write down."""
+
+    def __init__(self, folder: Path, patience_s: float) -> None:
+        self._folder = folder
+        self._patience_s = patience_s
+        self._offsets: dict[tuple[Coordinate, int], int] = defaultdict(int)
+        self.events: dict[tuple[Coordinate, int], list[dict[str, Any]]] = defaultdict(list)
+
+    def read(self, chip: Coordinate, life: int) -> list[dict[str, Any]]:
+        """Return everything that one life of a chip has written so far."""
+        path = self._folder / f"{'-'.join(map(str, chip))}.{life}.log"
+        key = (chip, life)
+        if path.exists():
+            with path.open("rb") as handle:
+                handle.seek(self._offsets[key])
+                # A chip may be killed in the middle of a line.
+                whole, _, _ = handle.read().rpartition(b"\n")
+            if whole:
+                self._offsets[key] += len(whole) + 1
+                self.events[key] += [json.loads(line) for line in whole.splitlines()]
+        return self.events[key]
+
+    def committed_by(self, lives: dict[Coordinate, int], members: int, *, after: float = 0.0) -> bool:
+        """Say whether the last commit of every chip was with so many members, and after a moment."""
+        for chip, life in lives.items():
+            commit = next((e for e in reversed(self.read(chip, life)) if e["event"] == "commit"), None)
+            if commit is None or commit["members"] != members or commit["t"] < after:
+                return False
+        return True
+
+    def until(self, condition: Callable[[], bool], complaint: str) -> None:
+        """Wait for a condition."""
+        deadline = time.monotonic() + self._patience_s
+        while not condition():
+            if time.monotonic() > deadline:
+                last = {name_chip(chip): events[-1] for (chip, _), events in self.events.items() if events}
+                raise LabError(f"Within {self._patience_s:g} s {complaint}. Last words: {json.dumps(last)[:2000]}")
+            time.sleep(0.02)
+
+
+def _account(
+    watch: _Watch,
+    hole: Region,
+    lost: Iterable[Coordinate],
+    lives: dict[Coordinate, int],
+    survivors: dict[Coordinate, int],
+    killed_at: float,
+) -> Kill:
+    """Split the time from the kill to the first commit on the hole."""
+    n = len(survivors)
+    commits = [
+        event
+        for chip, life in survivors.items()
+        for event in watch.events[chip, life]
+        if event["event"] == "commit" and event["members"] == n and event["t"] > killed_at
+    ]
+    first = min(commits, key=lambda event: float(event["t"]))
+    formed_at = max(first["configured_at"] - first["configure_s"], killed_at)
+    given_up_at = first["failed_at"] if killed_at < first["failed_at"] < formed_at else killed_at
+    stages = {
+        "detect": given_up_at - killed_at,
+        "quorum": formed_at - given_up_at,
+        "replan": first["configured_at"] - formed_at,
+        "redo": first["t"] - first["configured_at"],
+    }
+    # What a lost chip was doing: its last words say.
+    last = [watch.events[chip, lives[chip]][-1]["event"] for chip in lost if watch.events[chip, lives[chip]]]
+    if "reduce" in last:
+        moment = "inside"
+    elif "reduced" in last:
+        moment = "after"
+    else:
+        moment = "before"
+    return Kill(hole, moment, first["t"] - killed_at, stages)
+
+
+def _judge(watch: _Watch, mesh: Mesh, report: Report) -> None:
+    """Hold every commit of every chip to the promises."""
+    by_step: dict[int, list[tuple[Coordinate, dict[str, Any]]]] = defaultdict(list)
+    for (chip, _), events in watch.events.items():
+        for event in events:
+            if event["event"] == "commit":
+                by_step[event["step"]].append((chip, event))
+            report.refused += event["event"] == "refused"
+    for step, commits in sorted(by_step.items()):
+        wanted = [float(rank in commits[0][1]["live"]) for rank in range(mesh.n_chips)]
+        for chip, event in commits:
+            if event["counts"] != wanted or event["members"] != sum(wanted):
+                raise LabError(
+                    f"Chip {name_chip(chip)} committed step {step} with contributions {event['counts']}, "
+                    f"expected each of {event['live']} exactly once."
+                )
+            if event["weights"] != commits[0][1]["weights"]:
+                raise LabError(
+                    f"Chips {name_chip(chip)} and {name_chip(commits[0][0])} have different weights after step {step}."
+                )
+        report.commits += len(commits)
+    if sorted(by_step) != list(range(len(by_step))):
+        raise LabError(f"Committed steps have gaps: {sorted(by_step)[:20]} …")
+    report.committed_steps = len(by_step)

@@ -1,0 +1,172 @@
+"""`meshmend bench`: all-reduce times on real links, and survival of killed chips. Needs torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from meshmend.cli.common import FailOption, JsonOption, print_facts, print_json, read_mesh, told_errors
+from meshmend.cost.units import parse_bytes
+from meshmend.errors import LabError, ParameterError
+from meshmend.lab import Lab
+from meshmend.topology import Mesh
+
+if TYPE_CHECKING:
+    from meshmend.bench.allreduce import Result
+    from meshmend.bench.failures import Report
+
+app = typer.Typer(help="Measure on real processes and real links. Needs torch.", no_args_is_help=True)
+
+
+@app.command("allreduce")
+def allreduce(
+    lab_shape: Annotated[
+        str | None, typer.Option("--lab", metavar="SHAPE", help="Make a lab of this shape for the run. Needs root.")
+    ] = None,
+    loopback: Annotated[
+        str | None, typer.Option("--loopback", metavar="SHAPE", help="No lab: processes on this host's loopback.")
+    ] = None,
+    fail: FailOption = None,
+    rate: Annotated[str, typer.Option("--rate", metavar="RATE", help="Rate of a link, as tc writes it.")] = "40mbit",
+    payload: Annotated[
+        list[str] | None, typer.Option("--payload", metavar="BYTES", help="As in 32MB. Repeatable. [default: 32MB]")
+    ] = None,
+    planner: Annotated[
+        list[str] | None, typer.Option("--planner", metavar="NAME", help="Only these. Repeatable. [default: all]")
+    ] = None,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Turns that each case takes; the best counts.")] = 3,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="F", help="Draw the times into F: .svg, .png or .pdf.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Time Gloo's own all-reduce and every plan, on the same links in the same run.
+
+    With --fail the whole mesh comes first; then the hole is cut out of the lab, routes lead round it, and the
+    survivors are timed too.
+
+    Example: meshmend bench allreduce --lab 4x4 --fail 2x2@0,0 --payload 32MB
+    """
+    with told_errors(json):
+        shape = lab_shape or loopback
+        if shape is None or (lab_shape and loopback):
+            raise ParameterError("Say where: --lab 4x4 for rate-limited links, or --loopback 2x4 for none.")
+        sizes = [round(parse_bytes(text)) for text in payload or ["32MB"]]
+        _need("torch")
+        whole = read_mesh(shape, None, None, "none")
+        meshes = [whole] + ([whole.fail(*fail)] if fail else [])
+        results = _measure_all(meshes, sizes, rate if lab_shape else None, planner, repeat)
+        if plot is not None:
+            from meshmend.bench.plot import draw_times
+
+            draw_times(results, plot)
+        if json:
+            print_json({"rate": rate if lab_shape else None, "results": [result.facts() for result in results]})
+        else:
+            _show_times(results)
+
+
+@app.command("failures")
+def failures(
+    shape: Annotated[str, typer.Argument(metavar="SHAPE", help="Chips along each axis.")] = "4x4",
+    kills: Annotated[int, typer.Option("--kills", min=1, help="How many times a chip or a board is killed.")] = 50,
+    seed: Annotated[int, typer.Option("--seed", help="Which chips, and when.")] = 0,
+    json: JsonOption = False,
+) -> None:
+    """Kill chips and boards of a training job at random moments; say how fast it goes on, and that it went on right.
+
+    Every committed step must have used each contribution exactly once, and left the same weights everywhere. Needs
+    torch and torchft.
+
+    Example: meshmend bench failures 4x4 --kills 50
+    """
+    with told_errors(json):
+        _need("torch")
+        _need("torchft")
+        from meshmend.bench.failures import Kill, campaign
+
+        def tell(kill: Kill) -> None:
+            if not json:
+                stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in kill.stages_s.items())
+                where = {"before": "before", "inside": "inside", "after": "after"}[kill.moment]
+                typer.echo(f"killed {kill.hole} {where} an all-reduce: committed after {kill.total_s:.2f} s ({stages})")
+
+        report = campaign(shape, kills=kills, seed=seed, told=tell)
+        if json:
+            print_json(report.facts())
+        else:
+            _show_report(report)
+
+
+def _need(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise LabError(f"This measurement needs {package}: pip install 'meshmend[torch]'")
+    # Read when torch is imported: without it, every namespace without a name server is warned of.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def _measure_all(
+    meshes: list[Mesh], sizes: list[int], rate: str | None, planners: list[str] | None, repeat: int
+) -> list[Result]:
+    from meshmend.bench.allreduce import measure
+
+    results = []
+    status = Console(stderr=True).status
+    if rate is None:
+        for mesh in meshes:
+            for size in sizes:
+                with status(f"{mesh}, {size / 1e6:g} MB over loopback"):
+                    results += measure(mesh, size, planners=planners, repeat=repeat)
+        return results
+    with Lab.temporary(meshes[0], rate=rate) as lab:
+        for mesh in meshes:
+            left = lab if mesh == lab.mesh else lab.kill(*mesh.holes)
+            for size in sizes:
+                with status(f"{mesh}, {size / 1e6:g} MB over links of {rate}"):
+                    results += measure(mesh, size, lab=left, planners=planners, repeat=repeat)
+    return results
+
+
+def _show_times(results: list[Result]) -> None:
+    table = Table(title="all-reduce, best run", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for name in ("mesh", "payload", "case"):
+        table.add_column(name, style="cyan", no_wrap=True)
+    for name in ("seconds", "M/b", "× bound", "× Gloo"):
+        table.add_column(name, justify="right")
+    for result in results:
+        table.add_row(
+            result.mesh,
+            f"{result.payload_bytes / 1e6:g} MB",
+            result.case,
+            f"{result.seconds:.3f}",
+            "–" if result.units is None else f"{result.units:.3f}",
+            "–" if result.to_bound is None else f"{result.to_bound:.2f}",
+            f"{result.to_gloo:.2f}",
+        )
+    Console().print(table)
+
+
+def _show_report(report: Report) -> None:
+    facts: dict[str, Any] = report.facts()
+
+    def both(figures: dict[str, float]) -> str:
+        return f"median {figures['median']:.2f} s, worst {figures['worst']:.2f} s"
+
+    moments = ", ".join(f"{count} {moment}" for moment, count in facts["moments"].items())
+    print_facts(
+        f"failures on {facts['mesh']}",
+        {
+            "kills": f"{facts['kills']} ({facts['boards']} of them boards): {moments} an all-reduce",
+            "committed": f"{facts['committed_steps']} steps, {facts['commits']} commits by chips",
+            "refused": f"{facts['refused']} by chips",
+            "first step on the hole": both(facts["recovery_s"]),
+            **{f"  {stage}": both(figures) for stage, figures in facts["stages_s"].items()},
+            "promises": "[green]✓[/] every contribution exactly once, the same weights everywhere",
+        },
+    )

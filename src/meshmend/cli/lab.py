@@ -1,0 +1,142 @@
+"""`meshmend lab`: a mesh of network namespaces on this machine, with cables of a given rate."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from typing import Annotated, Any
+
+import typer
+
+from meshmend.cli.common import (
+    FailCableOption,
+    FailOption,
+    JsonOption,
+    ShapeArgument,
+    WrapOption,
+    mesh_facts,
+    print_facts,
+    print_json,
+    read_mesh,
+    told_errors,
+)
+from meshmend.errors import LabError
+from meshmend.lab import Lab
+from meshmend.topology import parse_chip
+
+app = typer.Typer(
+    help="A mesh on this machine: a network namespace for each chip, cables of a given rate. Needs root.",
+    no_args_is_help=True,
+)
+
+NameOption = Annotated[str, typer.Option("--name", metavar="NAME", help="Which lab, where there are several.")]
+RateOption = Annotated[str, typer.Option("--rate", metavar="RATE", help="Rate of a link, as tc writes it.")]
+
+
+@app.command("up")
+def up(
+    shape: ShapeArgument,
+    rate: RateOption = "40mbit",
+    fail: FailOption = None,
+    fail_cable: FailCableOption = None,
+    wrap: WrapOption = "none",
+    name: NameOption = "lab",
+    json: JsonOption = False,
+) -> None:
+    """Make a lab. It stays until `meshmend lab down`.
+
+    Example: meshmend lab up 4x4 --rate 40mbit
+    """
+    with told_errors(json):
+        _show(Lab.up(read_mesh(shape, fail, fail_cable, wrap), rate=rate, name=name), json)
+
+
+@app.command("kill")
+def kill(
+    holes: Annotated[list[str], typer.Argument(metavar="HxW@r,c...", help="Holes: rows x columns @ row,column.")],
+    name: NameOption = "lab",
+    json: JsonOption = False,
+) -> None:
+    """Cut chips off and route the others round the hole. What ran on the chips hears nothing more.
+
+    Example: meshmend lab kill 2x2@0,0
+    """
+    with told_errors(json):
+        _show(Lab.find(name).kill(*holes), json)
+
+
+@app.command("show")
+def show(name: NameOption = "lab", json: JsonOption = False) -> None:
+    """Say what a lab is made of."""
+    with told_errors(json):
+        _show(Lab.find(name), json)
+
+
+@app.command("down")
+def down(name: NameOption = "lab", json: JsonOption = False) -> None:
+    """Take a lab down: its namespaces, cables, addresses and routes. Nothing else is touched."""
+    with told_errors(json):
+        lab = Lab.find(name)
+        lab.down()
+        if json:
+            print_json({"name": name, "up": False})
+        else:
+            typer.echo(f"The lab {name} is down.")
+
+
+@app.command(
+    "run", context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
+)
+def run(
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What to run, with its arguments.")],
+    chip: Annotated[
+        list[str] | None, typer.Option("--chip", metavar="r,c", help="Only on this chip. Repeatable.")
+    ] = None,
+    name: NameOption = "lab",
+) -> None:
+    """Run a command on every chip of a lab at once, and wait for all of them.
+
+    Each gets MESHMEND_CHIP, MESHMEND_SHAPE, MESHMEND_FAILED, RANK, WORLD_SIZE, MASTER_ADDR and GLOO_SOCKET_IFNAME.
+    The exit code is 0 if every one of them ended with 0.
+
+    Example: meshmend lab run -- sh -c 'echo $MESHMEND_CHIP'
+    """
+    with told_errors(as_json=False):
+        lab = Lab.find(name)
+        if os.geteuid() != 0:
+            raise LabError("Entering a network namespace takes root: run this command with sudo.")
+        chips = [parse_chip(word) for word in chip] if chip else list(lab.namespaces)
+        namespaces = {each: lab.namespaces[lab.mesh.chip(lab.mesh.rank(each))] for each in chips}
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for each, namespace in namespaces.items():
+            words = ["ip", "netns", "exec", namespace, *command]
+            processes.append(subprocess.Popen(words, env=os.environ | lab.environment(each)))  # noqa: S603
+        codes = [process.wait() for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    raise typer.Exit(next((1 for code in codes if code), 0))
+
+
+def _show(lab: Lab, as_json: bool) -> None:
+    if as_json:
+        chips: list[dict[str, Any]] = [
+            {"chip": list(chip), "namespace": namespace, "address": lab.address(chip)}
+            for chip, namespace in lab.namespaces.items()
+        ]
+        print_json({"name": lab.name, **mesh_facts(lab.mesh), "rate": lab.rate, "namespaces": chips})
+        return
+    first, last = lab.mesh.chip(0), lab.mesh.chip(lab.mesh.n_chips - 1)
+    print_facts(
+        f"lab {lab.name}: {lab.mesh}",
+        {
+            "chips": f"{lab.mesh.n_chips:,} live of {lab.mesh.size:,}",
+            "cables": f"{lab.mesh.n_cables:,} of {lab.rate} each way",
+            "namespaces": f"{lab.namespace(first)} … {lab.namespace(last)}",
+            "addresses": f"{lab.address(first)} … {lab.address(last)}",
+            "next": "meshmend lab run -- COMMAND, meshmend lab down",
+        },
+    )

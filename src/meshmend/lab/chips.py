@@ -1,0 +1,138 @@
+"""One process a chip, on one machine: started, killed, started again, and never left behind.
+
+Chips are forked from the process that starts them, so that what it has imported (torch takes seconds) is paid once.
+It must not have started threads of its own, nor used torch for more than importing it, before the last fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+from meshmend.errors import Coordinate, LabError, name_chip
+
+CLONE_NEWNET = 0x40000000
+PR_SET_PDEATHSIG = 1
+
+Main = Callable[..., Any]
+
+
+class Chips:
+    """The processes of a mesh: a dictionary of chips that can be killed.
+
+    Leaving the `with` block kills whatever still runs. A chip also dies with the process that started it.
+
+    >>> def main(chip, base):
+    ...     return base + sum(chip)
+    >>> with Chips() as chips:
+    ...     for chip in ((0, 0), (0, 1)):
+    ...         chips.start(chip, main, 10)
+    ...     chips.results(timeout_s=20)
+    {(0, 0): 10, (0, 1): 11}
+    """
+
+    def __init__(self, namespaces: Mapping[Coordinate, str] | None = None) -> None:
+        self._namespaces = namespaces
+        self._context = multiprocessing.get_context("fork")
+        self._running: dict[Coordinate, tuple[Any, Connection]] = {}
+
+    def __enter__(self) -> Chips:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill(list(self._running))
+
+    @property
+    def alive(self) -> list[Coordinate]:
+        """Chips whose process runs."""
+        return [chip for chip, (process, _) in self._running.items() if process.is_alive()]
+
+    def start(self, chip: Coordinate, main: Main, *args: Any) -> None:
+        """Start `main(chip, *args)` in a process of its own, inside the chip's namespace if it has one."""
+        if chip in self._running:
+            raise LabError(f"Chip {name_chip(chip)} runs already: kill it before you start it again.")
+        ours, theirs = self._context.Pipe(duplex=False)
+        namespace = self._namespaces[chip] if self._namespaces is not None else None
+        process = self._context.Process(target=_run, args=(theirs, os.getpid(), namespace, main, chip, args))
+        process.start()
+        theirs.close()
+        self._running[chip] = (process, ours)
+
+    def kill(self, chips: Iterable[Coordinate]) -> None:
+        """Send SIGKILL, all at once, then wait until they are gone."""
+        processes = [self._running.pop(chip) for chip in chips]
+        for process, _ in processes:
+            if process.is_alive():
+                process.kill()
+        for process, pipe in processes:
+            process.join()
+            pipe.close()
+
+    def poll(self) -> dict[Coordinate, Any]:
+        """Return what the chips that finished since the last call have returned; raise if one failed."""
+        done = {}
+        for chip, (process, pipe) in list(self._running.items()):
+            if pipe.poll():
+                done[chip] = self._collect(chip, process, pipe)
+            elif not process.is_alive() and not pipe.poll():
+                self.kill([chip])
+                raise LabError(f"The process of chip {name_chip(chip)} ended with code {process.exitcode}, no result.")
+        return done
+
+    def results(self, timeout_s: float) -> dict[Coordinate, Any]:
+        """Wait for every chip that runs, and return what each returned."""
+        deadline = time.monotonic() + timeout_s
+        found: dict[Coordinate, Any] = {}
+        while self._running:
+            found |= self.poll()
+            if time.monotonic() > deadline:
+                late = ", ".join(name_chip(chip) for chip in self._running)
+                raise LabError(f"No result within {timeout_s:g} s from {late}.")
+            time.sleep(0.005)
+        return dict(sorted(found.items()))
+
+    def _collect(self, chip: Coordinate, process: Any, pipe: Connection) -> Any:
+        try:
+            failed, value = pipe.recv()
+        except EOFError:
+            failed, value = True, "its process ended without a result"
+        process.join()
+        pipe.close()
+        del self._running[chip]
+        if failed:
+            raise LabError(f"Chip {name_chip(chip)} failed: {value}")
+        return value
+
+
+def _run(pipe: Connection, parent: int, namespace: str | None, main: Main, chip: Coordinate, args: Any) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        if namespace is not None:
+            enter_namespace(namespace)
+        result = (False, main(chip, *args))
+    except BaseException:
+        result = (True, traceback.format_exc())
+    with contextlib.suppress(BrokenPipeError):
+        pipe.send(result)
+    # Threads of libraries may still run; nothing of theirs is worth waiting for.
+    os._exit(0)
+
+
+def enter_namespace(name: str) -> None:
+    """Move this process into a network namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{name}") as handle:  # noqa: PTH123  # the descriptor is what setns needs
+        if libc.setns(handle.fileno(), CLONE_NEWNET) != 0:
+            raise LabError(f"Namespace {name} cannot be entered: {os.strerror(ctypes.get_errno())}.")

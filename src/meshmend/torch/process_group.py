@@ -1,0 +1,293 @@
+"""`MeshProcessGroup`: a torchft process group that plans its all-reduce for whatever chips have survived.
+
+torchft forms the quorum, redoes steps that failed and heals chips that come back. Each time the members change it
+calls `configure`: the chips tell each other their coordinates through the store, so each of them knows the hole, and
+each makes the same plan.
+
+What must hold, or the promise stops: every member gives the same shape, planner and meshmend version (checked); no
+two live members give the same coordinate (checked); the survivors are connected (else `PlanError`, and no step
+commits until the mesh is whole enough); members call the same all-reduces in the same order with equal sizes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchft.process_group import ProcessGroupWrapper
+
+from meshmend import __version__
+from meshmend.errors import Coordinate, MeshError, MeshmendError, name_chip
+from meshmend.schedule import Schedule
+from meshmend.topology import Mesh, Region, name_shape, parse_chip
+from meshmend.torch.collective import reduce_tensors
+from meshmend.torch.engine import Engine
+from meshmend.torch.plans import Plans
+
+INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
+
+MEETING_TIMEOUT = timedelta(seconds=3)
+"""Members of a new quorum tell their coordinates within moments; one that does not has died since, and the sooner the
+others give up, the sooner there is a quorum without it."""
+
+
+@dataclass
+class Timings:
+    """Seconds of the last `configure`, and the moment of the last error, on the clock of `time.time`."""
+
+    configure_s: float = 0.0
+    exchange_s: float = 0.0
+    connect_s: float = 0.0
+    plan_s: float = 0.0
+    configured_at: float = 0.0
+    failed_at: float = 0.0
+
+
+class MeshProcessGroup(ProcessGroupWrapper):
+    """One chip of a mesh, for torchft's `Manager`, its `DistributedDataParallel` and its optimiser wrappers.
+
+    `shape` and `wrap` describe the whole machine, `chip` is this process's place in it. `planner` names one planner;
+    left out, the best that serves the survivors is taken. `cache` is a plan cache on disk.
+
+    A chip that dies during an all-reduce gives an error on every survivor: within a fraction of a second if its process
+    ended, within `timeout` if its cables were cut.
+
+    All-reduces run the plan, one after the other, in the background. Other collectives go through Gloo itself.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int] | str,
+        chip: Sequence[int],
+        *,
+        wrap: bool | Sequence[bool] = False,
+        planner: str | None = None,
+        parameters: Mapping[str, Any] | None = None,
+        cache: Any = None,
+        timeout: timedelta = timedelta(seconds=10),
+        interface: str | None = None,
+    ) -> None:
+        super().__init__(timeout)
+        self._whole = Mesh(shape, wrap=wrap)
+        self._chip = tuple(int(x) for x in chip)
+        self._whole.rank(self._chip)
+        self._plans = Plans(planner, parameters, cache=cache)
+        self._interface = interface or os.environ.get(INTERFACE_ENV)
+        self._mesh: Mesh | None = None
+        self._group_ranks: list[int] = []
+        self._engines: dict[int, Engine] = {}
+        self._sizes: dict[int, int] = {}
+        self._generation = 0
+        self._error: Exception | None = None
+        self._guard = threading.Lock()
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="meshmend")
+        self.timings = Timings()
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh with the hole that the members leave."""
+        if self._mesh is None:
+            raise MeshError(f"Chip {name_chip(self._chip)} knows its mesh once torchft has called configure.")
+        return self._mesh
+
+    def schedule(self, payload_bytes: int) -> Schedule:
+        """Return the plan that a payload of this size runs."""
+        return self._plans.get(self.mesh, payload_bytes)
+
+    def prepare(self, holes: Sequence[Region | str], payload_bytes: int) -> None:
+        """Plan ahead for the loss of each of `holes`, so that `configure` finds its plan made."""
+        self._plans.prepare(self._whole, holes, payload_bytes)
+
+    def getBackendName(self) -> str:  # noqa: N802  # torch's name
+        """Return the name that torch knows this kind of group by."""
+        return "meshmend"
+
+    def configure(
+        self,
+        store_addr: str,
+        replica_id: str,
+        rank: int,
+        world_size: int,
+        quorum_id: int | None = None,
+        group_rank: int | None = None,
+        group_world_size: int | None = None,
+        global_ranks: list[int] | None = None,
+    ) -> None:
+        """Form the group anew over the members of a quorum, find the hole and plan for it."""
+        started = time.time()
+        super().configure(
+            store_addr, replica_id, rank, world_size, quorum_id, group_rank, group_world_size, global_ranks
+        )
+        self.timings.configured_at = time.time()
+        self.timings.configure_s = self.timings.configured_at - started
+
+    def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
+        started = time.time()
+        chips = self._exchange(store, rank, world_size)
+        self._mesh = self._holed(chips)
+        self._group_ranks = [0] * world_size
+        for member, chip in enumerate(chips):
+            self._group_ranks[self._mesh.rank(chip)] = member
+        self.timings.exchange_s = time.time() - started
+        started = time.time()
+        group = self._connect(store, rank, world_size)
+        self.timings.connect_s = time.time() - started
+        with self._guard:
+            self._generation += 1
+            self._error = None
+            self._engines = {}
+            self._gloo = group._get_backend(torch.device("cpu"))
+        started = time.time()
+        # A member that has reduced nothing yet plans too: a mesh without a plan must fail here for all members alike,
+        # or those who went on would wait for the others.
+        for payload_bytes in list(self._sizes.values()) or [1]:
+            self._engine(payload_bytes)
+        self.timings.plan_s = time.time() - started
+        return group
+
+    def _exchange(self, store: Any, rank: int, world_size: int) -> list[Coordinate]:
+        """Tell the other members where this one is, and learn where they are."""
+        wrap = "".join(str(int(w)) for w in self._whole.wrap)
+        terms = f"meshmend {__version__}, {name_shape(self._whole.shape)}, wrap {wrap}, {self._plans}"
+        store.set(f"chip/{rank}", f"{','.join(map(str, self._chip))}|{terms}")
+        keys = [f"chip/{member}" for member in range(world_size)]
+        store.wait(keys, min(self._timeout, MEETING_TIMEOUT))
+        told = [bytes(word).decode() for word in store.multi_get(keys)]
+        chips = []
+        for word in told:
+            place, _, theirs = word.partition("|")
+            if theirs != terms:
+                raise MeshError(
+                    f"Chip {name_chip(self._chip)} runs {terms}, but chip ({place}) runs {theirs}. "
+                    f"Every member needs the same shape, planner and version."
+                )
+            chips.append(parse_chip(place))
+        return chips
+
+    def _holed(self, chips: list[Coordinate]) -> Mesh:
+        """Return the machine without the chips that are not members."""
+        for chip in chips:
+            if chips.count(chip) > 1:
+                raise MeshError(f"{chips.count(chip)} members say that they are chip {name_chip(chip)}.")
+        here = set(chips)
+        missing = [self._whole.chip(rank) for rank in range(self._whole.n_chips)]
+        return self._whole.fail(*(chip for chip in missing if chip not in here))
+
+    def _connect(self, store: Any, rank: int, world_size: int) -> Any:
+        """Make the Gloo group underneath, all connections at once.
+
+        Gloo could also connect when a pair is first used, but it ends the process if such a connection fails while
+        the group is being closed.
+        """
+        group = dist.ProcessGroup(store, rank, world_size)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = min(self._timeout, MEETING_TIMEOUT)
+        if self._interface:
+            device = dist.ProcessGroupGloo.create_device(interface=self._interface)
+        else:
+            device = dist.ProcessGroupGloo.create_default_device()
+        options._devices = [device]
+        backend = dist.ProcessGroupGloo(store, rank, world_size, options)
+        backend._set_default_timeout(self._timeout)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        return group
+
+    def _engine(self, payload_bytes: int) -> Engine:
+        """Return the engine for payloads of this size; made at most once for each plan."""
+        chunks = Plans.chunks(payload_bytes)
+        if chunks not in self._engines:
+            self._sizes[chunks] = payload_bytes
+            self._engines[chunks] = Engine(
+                self._plans.get(self.mesh, payload_bytes),
+                self.mesh.rank(self._chip),
+                self._gloo,
+                group_ranks=self._group_ranks,
+                timeout=self._timeout,
+            )
+        return self._engines[chunks]
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        """Reduce tensors in place, in the background; the work's future gives the tensors or the error."""
+        op = getattr(opts, "reduceOp", opts)
+        op = getattr(op, "op", op)
+        payload_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        with self._guard:
+            if self._error is not None:
+                raise self._error
+            engine = self._engine(payload_bytes)
+            generation = self._generation
+
+        def work() -> None:
+            try:
+                # The payload of an earlier failure may sit in the connections: nothing may run on them any more.
+                if self._error is not None or self._generation != generation:
+                    raise self._error or MeshmendError("The group was formed anew before this all-reduce began.")
+                reduce_tensors(tensors, engine, op)
+            except Exception as error:
+                self._fail(error, generation)
+                future.set_exception(error)
+            else:
+                future.set_result(tensors)
+
+        self._worker.submit(work)
+        return _MeshWork(future)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        """Reduce tensors in place as one payload."""
+        return self.allreduce(tensors, opts)
+
+    def _fail(self, error: Exception, generation: int) -> None:
+        with self._guard:
+            if self._error is None and self._generation == generation:
+                self._error = error
+                self.timings.failed_at = time.time()
+
+    def errored(self) -> Exception | None:
+        """Return the error that makes this group useless until it is configured again."""
+        return self._error
+
+    def abort(self, errored: bool = True) -> None:
+        """Close all connections: whatever waits, here and on other chips, ends with an error."""
+        with self._guard:
+            engines = list(self._engines.values())
+            if errored and self._error is None:
+                self._error = MeshmendError(f"Chip {name_chip(self._chip)} left the group.")
+        for engine in engines:
+            engine.close()
+        super().abort(errored=errored)
+
+    def shutdown(self) -> None:
+        """Close all connections and end the background thread."""
+        self.abort()
+        self._worker.shutdown(wait=False)
+
+
+class _MeshWork(dist._Work):
+    """What torch expects of a started collective."""
+
+    def __init__(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
+        super().__init__()
+        self._future = future
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002  # torch's signature
+        """Wait for the end; the engine keeps its own deadline, so there is always one."""
+        self._future.wait()
+        return True
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Return the future of the tensors."""
+        return self._future
+
+    def is_completed(self) -> bool:
+        """Say whether the collective has ended, well or not."""
+        return bool(self._future.done())

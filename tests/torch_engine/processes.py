@@ -1,0 +1,71 @@
+"""What the tests with processes share: a Gloo group over loopback, one forked process a chip."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshmend import Mesh
+from meshmend.lab.chips import Chips
+
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def gloo(mesh: Mesh, chip: tuple[int, ...], port: int) -> Any:
+    torch.set_num_threads(1)
+    rank = mesh.rank(chip)
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    return dist.ProcessGroupGloo(store, rank, mesh.n_chips, timedelta(seconds=30))
+
+
+def with_store(
+    members: list[tuple[int, ...]], main: Callable[..., Any], timeout_s: float = 60
+) -> dict[tuple[int, ...], Any]:
+    """Run `main(chip, number, address)` in a process for each member; the first one keeps the store for all.
+
+    The process of the tests itself must stay without threads, as it is forked again for the next test.
+    """
+    port = free_port()
+
+    def body(chip: tuple[int, ...], number: int) -> Any:
+        torch.set_num_threads(1)
+        store = dist.TCPStore("127.0.0.1", port, is_master=number == 0, wait_for_workers=False)
+        result = main(members[number], number, f"127.0.0.1:{port}/test")
+        store.set(f"done/{number}", "")
+        if number == 0:
+            store.wait([f"done/{other}" for other in range(len(members))], timedelta(seconds=timeout_s))
+        return result
+
+    with Chips() as chips:
+        for number in range(len(members)):
+            chips.start((number,), body, number)
+        return {members[number]: result for (number,), result in chips.results(timeout_s).items()}
+
+
+def on_every_chip(mesh: Mesh, main: Callable[..., Any], *args: Any, timeout_s: float = 120) -> dict[Any, Any]:
+    """Run `main(chip, mesh, group, *args)` in a process for each live chip; return what each returned."""
+    port = free_port()
+
+    def body(chip: tuple[int, ...]) -> Any:
+        group = gloo(mesh, chip, port)
+        result = main(chip, mesh, group, *args)
+        # Whoever keeps the store leaves last.
+        group.barrier().wait()
+        return result
+
+    with Chips() as chips:
+        for rank in range(mesh.n_chips):
+            chips.start(mesh.chip(rank), body)
+        return chips.results(timeout_s)

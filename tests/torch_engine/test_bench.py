@@ -1,0 +1,73 @@
+"""The measurement, run as people run it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from lab.test_namespaces import needs_lab
+from meshmend.cli import app
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
+
+
+def bench(*words: str) -> Any:
+    command = [sys.executable, "-m", "meshmend", "bench", "allreduce", *words, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def test_loopback(tmp_path: Path) -> None:
+    facts = bench(
+        "--loopback",
+        "2x2",
+        "--payload",
+        "1MB",
+        "--payload",
+        "100KB",
+        "--repeat",
+        "1",
+        "--plot",
+        str(tmp_path / "t.svg"),
+    )
+    assert {result["payload_bytes"] for result in facts["results"]} == {1_000_000, 100_000}
+    assert {"gloo", "hamiltonian", "two-color"} <= {result["case"] for result in facts["results"]}
+    for result in facts["results"]:
+        assert result["seconds"] > 0
+        assert result["units"] is None
+        assert (result["to_gloo"] == 1) == (result["case"] == "gloo")
+    assert (tmp_path / "t.svg").stat().st_size > 1000
+
+
+@needs_lab
+def test_a_lab_whole_and_holed(tmp_path: Path) -> None:
+    words = ["--lab", "2x4", "--fail", "2x2@0,0", "--rate", "80mbit", "--payload", "1MB", "--repeat", "1"]
+    facts = bench(*words, "--planner", "hamiltonian", "--plot", str(tmp_path / "t.png"))
+    cases = [(result["mesh"], result["case"]) for result in facts["results"]]
+    assert cases == [(mesh, case) for mesh in ("2x4", "2x4 minus 2x2@0,0") for case in ("gloo", "hamiltonian")]
+    for result in facts["results"]:
+        assert result["units"] == pytest.approx(result["seconds"] / 0.1)
+        # A token bucket lets its first burst through at once, so a short payload may come a little under the bound.
+        assert result["to_bound"] > 0.9
+    assert (tmp_path / "t.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "Say where: --lab 4x4"),
+        (["--lab", "4x4", "--loopback", "4x4"], "Say where: --lab 4x4"),
+        (["--loopback", "2x2", "--payload", "much"], "'much' is not a payload"),
+    ],
+)
+def test_what_makes_no_sense_is_told(words: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "allreduce", *words])
+    assert result.exit_code == 1
+    assert message in result.output

@@ -1,0 +1,201 @@
+"""The engine over real processes and real sockets: exact sums, the same bits everywhere, an error and never a hang."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+
+import meshmend.numpy as mmn
+from meshmend import Mesh, PlanError, plan
+from meshmend.planning import PLANNERS
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
+import torch.distributed as dist  # noqa: E402
+
+import meshmend.torch as mmt  # noqa: E402
+from meshmend.errors import LostChipError, ScheduleError  # noqa: E402
+from torch_engine.processes import on_every_chip  # noqa: E402
+
+MESHES = [
+    pytest.param("4x4", [], id="4x4"),
+    pytest.param("4x4", ["2x2@0,2"], id="4x4 minus 2x2"),
+    pytest.param("6x6", ["2x2@2,2"], id="6x6 minus 2x2", marks=pytest.mark.slow),
+    pytest.param("4x4", ["1,1"], id="4x4 minus a chip"),
+    pytest.param("3x5", ["1,1", "1,2", "2,4"], id="3x5 minus an odd hole"),
+]
+
+
+def integers(rank: int, size: int) -> Any:
+    return np.random.default_rng(rank).integers(-(2**30), 2**30, size)
+
+
+def reduce_all(chip: Any, mesh: Mesh, group: Any, schedules: dict[str, Any]) -> dict[str, Any]:
+    rank, n = mesh.rank(chip), mesh.n_chips
+    found: dict[str, Any] = {}
+    for name, schedule in schedules.items():
+        engine = mmt.Engine(schedule, rank, group, timeout=timedelta(seconds=30))
+        for size in (1, 7, 1000, 12345):
+            payload = torch.from_numpy(integers(rank, size))
+            engine.all_reduce(payload)
+            wanted = sum(integers(other, size) for other in range(n))
+            found[f"{name} {size}"] = bool((payload.numpy() == wanted).all())
+        reals = torch.rand(4321, generator=torch.Generator().manual_seed(rank))
+        twice = reals.clone()
+        engine.all_reduce(reals)
+        engine.all_reduce(twice)
+        found[f"{name} again"] = bool(torch.equal(reals, twice))
+        found[f"{name} bits"] = hashlib.sha256(reals.numpy().tobytes()).hexdigest()
+    return found
+
+
+@pytest.mark.parametrize(("shape", "failed"), MESHES)
+def test_every_planner_is_exact_and_all_chips_agree(shape: str, failed: list[str]) -> None:
+    mesh = Mesh(shape, failed=failed)
+    schedules = {}
+    for name in PLANNERS.keys() - {"auto"}:  # it takes one of the others
+        try:
+            schedules[name] = plan(mesh, name)
+        except PlanError:
+            continue
+    if not schedules:
+        pytest.skip(f"no planner serves {mesh}")
+    found = on_every_chip(mesh, reduce_all, schedules)
+    reals = np.stack(
+        [torch.rand(4321, generator=torch.Generator().manual_seed(r)).numpy() for r in range(mesh.n_chips)]
+    )
+    first = next(iter(found.values()))
+    for chip, results in found.items():
+        assert all(value is True for key, value in results.items() if not key.endswith(" bits")), (chip, results)
+        assert {k: v for k, v in results.items() if k.endswith(" bits")} == {
+            k: v for k, v in first.items() if k.endswith(" bits")
+        }
+    # The sums of reals are made in the order of the schedule, so they are NumPy's to the last bit
+    # where chunks are cut alike: in one run of every planner the reference engine cuts with padding.
+    for name, schedule in schedules.items():
+        if 4321 % schedule.total_chunks == 0:
+            wanted = mmn.run(schedule, reals)[0]
+            assert first[f"{name} bits"] == hashlib.sha256(wanted.tobytes()).hexdigest()
+
+
+def reduce_trees(chip: Any, mesh: Mesh, group: Any, schedule: Any) -> Any:
+    engine = mmt.Engine(schedule, mesh.rank(chip), group)
+    rank = mesh.rank(chip)
+    tree = {
+        "a": torch.full((3, 5), float(rank)),
+        "b": [torch.full((7,), rank, dtype=torch.int64), torch.full((4, 6), float(rank)).t()],
+        "name": "left alone",
+    }
+    mmt.all_reduce(tree, engine)
+    mean = torch.full((10,), float(rank))
+    mmt.all_reduce(mean, engine, mean=True)
+    most = torch.tensor([rank, -rank])
+    engine.all_reduce(most, dist.ReduceOp.MAX)
+    futures = [engine.start(torch.full((100,), i * rank)) for i in range(5)]
+    return (
+        [t.unique().tolist() for t in (tree["a"], *tree["b"])],
+        tree["b"][1].shape,
+        mean.unique().tolist(),
+        most.tolist(),
+        [future.wait().unique().tolist() for future in futures],
+    )
+
+
+def test_trees_means_other_operations_and_futures() -> None:
+    mesh = Mesh("2x2")
+    found = on_every_chip(mesh, reduce_trees, plan(mesh, "hamiltonian"))
+    for result in found.values():
+        assert result == ([[6.0], [6], [6.0]], (6, 4), [1.5], [3, 0], [[6 * i] for i in range(5)])
+
+
+def train(chip: Any, mesh: Mesh, group: Any, schedule: Any, port: int) -> Any:
+    rank = mesh.rank(chip)
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=dist.PrefixStore("ddp", store), rank=rank, world_size=mesh.n_chips)
+    engine = mmt.Engine(schedule, rank, group)
+    gradients = []
+    for hooked in (True, False):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(10, 50), torch.nn.ReLU(), torch.nn.Linear(50, 3))
+        ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
+        if hooked:
+            ddp.register_comm_hook(engine, mmt.comm_hook)
+        for _ in range(2):
+            x = torch.randn(8, 10, generator=torch.Generator().manual_seed(rank))
+            ddp(x).square().mean().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    return all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(*gradients, strict=True))
+
+
+def test_ddp_with_the_hook_gives_ddps_gradients() -> None:
+    from torch_engine.processes import free_port
+
+    mesh, port = Mesh("2x2"), free_port()
+    assert all(on_every_chip(mesh, train, plan(mesh, "hamiltonian"), port).values())
+
+
+@pytest.mark.parametrize("moment", ["before", "inside"])
+def test_a_dead_chip_gives_every_survivor_an_error_at_once(moment: str) -> None:
+    mesh = Mesh("4x4")
+    schedule = plan(mesh, "hamiltonian")
+    from meshmend.lab.chips import Chips
+    from torch_engine.processes import free_port, gloo
+
+    port = free_port()
+
+    def body(chip: tuple[int, ...]) -> Any:
+        group = gloo(mesh, chip, port)
+        engine = mmt.Engine(schedule, mesh.rank(chip), group, timeout=timedelta(seconds=20))
+        payload = torch.ones(2_000_000)
+        engine.all_reduce(payload)
+        group.barrier().wait()
+        if chip == (2, 1):
+            if moment == "inside":
+                engine.start(payload)
+                time.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGKILL)
+        started = time.monotonic()
+        # A chip may finish one all-reduce that the lost one had already served; it cannot finish the next.
+        messages = []
+        for _ in range(2):
+            try:
+                engine.all_reduce(payload)
+            except LostChipError as error:
+                messages.append(str(error))
+        took = time.monotonic() - started
+        time.sleep(2)
+        return took, messages
+
+    with Chips() as chips:
+        for rank in range(mesh.n_chips):
+            chips.start(mesh.chip(rank), body)
+        found: dict[Any, Any] = {}
+        deadline = time.monotonic() + 60
+        while len(found) < 15 and time.monotonic() < deadline:
+            try:
+                found |= chips.poll()
+            except Exception as error:
+                assert "(2,1)" in str(error)  # noqa: PT017
+            time.sleep(0.01)
+    assert len(found) == 15
+    for took, messages in found.values():
+        assert took < 10
+        assert messages
+        assert "gave up an all-reduce on 4x4" in messages[-1]
+
+
+def test_what_the_engine_refuses() -> None:
+    schedule = plan(Mesh("2x2"), "hamiltonian")
+    with pytest.raises(ScheduleError, match="needs a group rank for each of 4 chips: got 3"):
+        mmt.Engine(schedule, 0, None, group_ranks=[0, 1, 2])
+    engine = mmt.Engine(schedule, 0, None)
+    with pytest.raises(ScheduleError, match="must be contiguous"):
+        engine.all_reduce(torch.ones(4, 4).t())
+    with pytest.raises(ScheduleError, match="reduces by SUM, AVG"):
+        engine.all_reduce(torch.ones(4), dist.ReduceOp.BAND)
