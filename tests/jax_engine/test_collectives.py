@@ -16,6 +16,7 @@ import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine import cases
 from meshmend.errors import ParameterError, ScheduleError
+from meshmend.planning import PLANNERS
 
 Tree = dict[str, Any]
 
@@ -251,7 +252,7 @@ def test_wrong_programs_are_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("planner", ["row-pairs", "trees"])
+@pytest.mark.parametrize("planner", ["row-pairs", "weave" if "weave" in PLANNERS else "trees"])
 def test_the_papers_504_chips(planner: str) -> None:
     """16×32 minus 4×2, for real on 504 CPU devices, in a process of its own."""
     code = f"""
