@@ -41,11 +41,11 @@ HOST = "127.0.0.1"
 LIGHTHOUSE = (-1,)
 
 
-def lighthouse(_: Any, folder: Path) -> None:
+def lighthouse(_: Any, folder: Path, at_least: int) -> None:
     """Serve torchft's lighthouse, which decides who is alive."""
     quiet(folder / "lighthouse.err")
     server = LighthouseServer(
-        bind=f"{HOST}:0", min_replicas=1, join_timeout_ms=60_000, quorum_tick_ms=20, heartbeat_timeout_ms=1000
+        bind=f"{HOST}:0", min_replicas=at_least, join_timeout_ms=60_000, quorum_tick_ms=20, heartbeat_timeout_ms=1000
     )
     (folder / "port.part").write_text(server.address().rsplit(":", 1)[1])
     (folder / "port.part").rename(folder / "port")
@@ -220,7 +220,7 @@ def main() -> None:
         Live(console=console, auto_refresh=False) as live,
     ):
         folder, story = Path(name), Story(Path(name))
-        chips.start(LIGHTHOUSE, lighthouse, folder)
+        chips.start(LIGHTHOUSE, lighthouse, folder, holed.n_chips)
         wait_for(lambda: (folder / "port").exists())
         for rank in range(mesh.n_chips):
             chips.start(mesh.chip(rank), train, 0, mesh, folder, options.steps)

@@ -49,7 +49,8 @@ def test_the_example_trains_through_the_loss_of_a_board(tmp_path: Path) -> None:
     result = json.loads(done.stdout)
     assert result["steps"] == 30
     assert result["weights_agree"] is True
-    assert set(result["chips"]) == {12, 16}
-    assert result["chips"][0] == result["chips"][-1] == 16
+    assert 12 in result["chips"][10:20]
+    assert min(result["chips"]) == 12
+    assert result["chips"][-1] == 16
     assert result["last_loss"] < result["first_loss"]
     assert (tmp_path / "loss.svg").stat().st_size > 1000
