@@ -116,7 +116,7 @@ def train(chip: tuple[int, ...], life: int, mesh: mm.Mesh, folder: Path, steps: 
         optimizer.step()
         committed = manager.current_step() > step
         weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
-        facts = {"t": time.time(), "step": step, "chips": group.mesh.n_chips, "loss": loss.item()}
+        facts = {"t": time.time(), "step": step, "chips": manager.num_participants(), "loss": loss.item()}
         log.write(json.dumps({"at": "end", "committed": committed, "weights": weights, **facts}) + "\n")
     # The last step's peers may still be reading from this chip.
     time.sleep(2)
