@@ -28,13 +28,12 @@ PHASES = ("reduce to the roots", "broadcast from the roots")
 CHUNKS_PER_SIDE = 16
 """Chunks for each chip along each side, unless told: filling and draining then adds about a fifth."""
 MOST_CHUNKS = 4096
-FILLING_PER_SIDE = 1.5
-"""Steps of filling and draining for each chip along each side of a plain mesh, as measured (docs/weave.md)."""
-MOST_CHUNKS = 4096
-MAX_TRIED_TRANSFERS = 2**21
-"""Chunks, and transfers of a schedule, beyond which no number of chunks is tried: it would take more than seconds."""
 MAX_TRANSFERS = 2**25
 """Unless told, no more chunks than this, and fewer where the schedule would have more transfers than this."""
+MAX_TRIED_TRANSFERS = 2**21
+"""Transfers of a schedule beyond which no number of chunks is tried: planning it would take more than seconds."""
+FILLING_PER_SIDE = 1.5
+"""Steps of filling and draining for each chip along each side of a plain mesh, as measured (docs/weave.md)."""
 FEW_TREES = 256
 
 
