@@ -16,11 +16,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meshmend.errors import Coordinate, MeshError, name_chip
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
 
 MAX_CHIPS = 2**24
 """Ranks are 32-bit and a mesh holds a few arrays of its size: beyond this a shape is a mistake, not a machine."""
@@ -246,16 +250,21 @@ class Mesh:
         return tuple(int(x) for x in self.coords[rank])
 
     @cached_property
-    def component_of(self) -> IntArray:
-        """For each rank the number of its connected part, counted from 0."""
-        # SciPy's graph module takes a noticeable part of `import meshmend`; only questions of connectivity pay.
+    def graph(self) -> csr_array[np.int8]:
+        """The live cables as a SciPy graph over ranks, each cable once: search it with `directed=False`."""
+        # SciPy takes a noticeable part of `import meshmend`; only questions about the graph pay.
         from scipy.sparse import coo_array
-        from scipy.sparse.csgraph import connected_components
 
         a, b = self.cables.T
         ones = np.ones(len(a), dtype=np.int8)
-        graph = coo_array((ones, (a, b)), shape=(self.n_chips, self.n_chips)).tocsr()
-        _, labels = connected_components(graph, directed=False)
+        return coo_array((ones, (a, b)), shape=(self.n_chips, self.n_chips)).tocsr()
+
+    @cached_property
+    def component_of(self) -> IntArray:
+        """For each rank the number of its connected part, counted from 0."""
+        from scipy.sparse.csgraph import connected_components
+
+        _, labels = connected_components(self.graph, directed=False)
         return _frozen(labels.astype(np.int32))
 
     @property

@@ -27,7 +27,7 @@ from meshmend.cli.pricing import AutoHardwareOption, AutoPayloadOption
 from meshmend.cost import Hardware, busiest_link_load
 from meshmend.cost.units import name_seconds, parse_bytes
 from meshmend.files import save
-from meshmend.planning import PLANNERS, Auto, Choice, Planner, choose, make_planner, plan
+from meshmend.planning import PLANNERS, Auto, Candidate, Choice, Planner, choose, make_planner, plan
 from meshmend.schedule import Schedule
 from meshmend.verify import Proof, verify
 
@@ -77,7 +77,14 @@ def command(
             save(schedule, save_to)
         if json:
             facts = schedule_facts(schedule, proof) | {"plan_seconds": plan_seconds}
-            print_json(facts | ({} if choice is None else {"considered": _considered_facts(choice)}))
+            print_json(
+                facts
+                | (
+                    {}
+                    if choice is None
+                    else {"considered": [_candidate_facts(candidate) for candidate in choice.considered]}
+                )
+            )
         else:
             show_schedule(schedule, proof, {"planned in": f"{plan_seconds:.2f} s"})
             if choice is not None:
@@ -103,17 +110,14 @@ def read_planner(
     return make_planner(name, **{key: value for key, value in given.items() if value is not None})
 
 
-def _considered_facts(choice: Choice) -> list[dict[str, Any]]:
-    return [
-        {
-            "planner": candidate.planner.name,
-            "parameters": asdict(candidate.planner),  # type: ignore[call-overload]  # planners are dataclasses
-            "seconds": candidate.seconds,
-            "at_least_seconds": candidate.floor_seconds,
-            "why_not": candidate.why_not,
-        }
-        for candidate in choice.considered
-    ]
+def _candidate_facts(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "planner": candidate.planner.name,
+        "parameters": asdict(candidate.planner),  # type: ignore[call-overload]  # planners are dataclasses
+        "seconds": candidate.seconds,
+        "at_least_seconds": candidate.floor_seconds,
+        "why_not": candidate.why_not,
+    }
 
 
 def _show_considered(choice: Choice) -> None:
@@ -122,8 +126,8 @@ def _show_considered(choice: Choice) -> None:
     table.add_column("time", justify="right", no_wrap=True)
     table.add_column("")
     for candidate in choice.considered:
-        facts = _considered_facts(Choice(choice.schedule, choice.planner, choice.seconds, (candidate,)))[0]
-        given = ", ".join(f"{name} {value}" for name, value in facts["parameters"].items() if value is not None)
+        parameters = _candidate_facts(candidate)["parameters"]
+        given = ", ".join(f"{name} {value}" for name, value in parameters.items() if value is not None)
         name = f"{candidate.planner.name}, {given}" if given else candidate.planner.name
         if candidate.why_not is not None:
             table.add_row(candidate.planner.name, "–", candidate.why_not)

@@ -56,10 +56,7 @@ def report(routes: Routes) -> RouteReport:
 
 def shortest_lengths(mesh: Mesh) -> NDArray[np.int64]:
     """Return the length of a shortest live path between all pairs of ranks; −1 where there is none."""
-    from scipy.sparse import coo_array
     from scipy.sparse.csgraph import shortest_path
 
-    a, b = mesh.cables.T
-    graph = coo_array((np.ones(len(a), np.int8), (a, b)), shape=(mesh.n_chips, mesh.n_chips)).tocsr()
-    lengths = shortest_path(graph, directed=False, unweighted=True)
+    lengths = shortest_path(mesh.graph, directed=False, unweighted=True)
     return np.where(np.isfinite(lengths), lengths, -1).astype(np.int64)

@@ -61,17 +61,14 @@ def up_down_ports(mesh: Mesh, destinations: NDArray[np.integer]) -> Ports:
 
 def outward_order(mesh: Mesh) -> NDArray[np.int64]:
     """Return the ranks in breadth-first order from a root in the middle of each connected part."""
-    from scipy.sparse import coo_array
     from scipy.sparse.csgraph import breadth_first_order
 
-    a, b = mesh.cables.T
-    graph = coo_array((np.ones(len(a), np.int8), (a, b)), shape=(mesh.n_chips, mesh.n_chips)).tocsr()
     parts = []
     for part in range(mesh.n_components):
         ranks = np.flatnonzero(mesh.component_of == part)
         off_centre = np.abs(mesh.coords[ranks] - mesh.coords[ranks].mean(axis=0)).sum(axis=1)
         root = int(ranks[off_centre.argmin()])
-        parts.append(breadth_first_order(graph, root, directed=False, return_predecessors=False))
+        parts.append(breadth_first_order(mesh.graph, root, directed=False, return_predecessors=False))
     return np.concatenate(parts).astype(np.int64)
 
 
