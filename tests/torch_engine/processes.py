@@ -42,6 +42,9 @@ def with_store(
     def body(chip: tuple[int, ...], number: int) -> Any:
         torch.set_num_threads(1)
         store = dist.TCPStore("127.0.0.1", port, is_master=number == 0, wait_for_workers=False)
+        # Nobody begins before everybody has reached the store: what is tested has shorter timeouts than a slow start.
+        store.set(f"here/{number}", "")
+        store.wait([f"here/{other}" for other in range(len(members))], timedelta(seconds=timeout_s))
         result = main(members[number], number, f"127.0.0.1:{port}/test")
         store.set(f"done/{number}", "")
         if number == 0:
