@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,15 +8,11 @@ from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
-from typer.testing import CliRunner
 
 from meshmend import Mesh, plan
-from meshmend.cli import app
 from meshmend.drawing import draw, draw_routes, figure
 from meshmend.drawing.draw import default_what
 from meshmend.errors import DrawingError, MeshError
-
-DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize("ending", [".svg", ".png", ".pdf", ".gif", ".html"])
@@ -104,18 +99,12 @@ except mm.MeshmendError as error:
     assert (tmp_path / "a.html").exists()
 
 
-COMMANDS = re.findall(r"^\$ meshmend (.*)$", (DOCS / "drawing.md").read_text(encoding="utf-8"), re.M)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_commands_of_the_documentation_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, shlex.split(command))
-    assert result.exit_code == 0, result.output
-    assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_the_python_of_the_documentation_runs(tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "drawing.md").read_text(encoding="utf-8"), re.S)
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
-    assert {path.name for path in tmp_path.iterdir()} == {"rings.svg", "load.svg", "steps.html"}
+def test_numbers_are_shortened_but_letters_keep_their_size(tmp_path: Path) -> None:
+    schedule = plan(Mesh("4x4"), "two-color")
+    draw(schedule, tmp_path / "ours.svg", "load")
+    ours = (tmp_path / "ours.svg").read_text(encoding="utf-8")
+    figure(schedule, "load").savefig(tmp_path / "plain.svg")
+    plain = (tmp_path / "plain.svg").read_text(encoding="utf-8")
+    # matplotlib draws a letter at 64 times its size, scales it back, and then to its size in points.
+    assert set(re.findall(r"scale\(.*?\)", ours)) == set(re.findall(r"scale\(.*?\)", plain)) > {"scale(0.015625)"}
+    assert len(ours) < len(plain)

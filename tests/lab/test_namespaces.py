@@ -20,6 +20,7 @@ from meshmend import Mesh
 from meshmend.cli import app
 from meshmend.errors import LabError
 from meshmend.lab import Chips, Lab
+from pages import ROOT, run_in
 
 
 def why_no_lab() -> str | None:
@@ -164,6 +165,13 @@ def test_the_command_line_from_up_to_down(tmp_path: Path) -> None:
     finally:
         assert "down" in run("lab", "down", *name)
     assert "No lab named cli is up" in run("lab", "show", *name, code=1)
+
+
+@needs_lab
+def test_every_block_of_the_page_runs(tmp_path: Path) -> None:
+    before = namespaces()
+    run_in(tmp_path, ROOT / "docs" / "lab.md")
+    assert namespaces() == before
 
 
 @pytest.mark.parametrize(

@@ -315,8 +315,9 @@ def write(figure: Figure, path: Path) -> None:
         if path.suffix == ".svg":
             text = io.StringIO()
             figure.savefig(text, format="svg", metadata={"Date": None})
-            # A hundredth of a point is enough, and a third of the size goes.
-            path.write_text(re.sub(r"(\d+\.\d\d)\d+", r"\1", text.getvalue()), encoding="utf-8")
+            # A hundredth of a point is enough, and a third of the size goes. Scales stay, or letters would shrink.
+            short = re.sub(r"scale\([^)]*\)|(\d+\.\d\d)\d+", lambda found: found[1] or found[0], text.getvalue())
+            path.write_text(short, encoding="utf-8")
         elif path.suffix == ".pdf":
             figure.savefig(path, format="pdf", metadata={"CreationDate": None})
         else:
