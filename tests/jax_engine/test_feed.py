@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+import os
+import socket
 import subprocess
 import sys
 from itertools import islice
@@ -12,6 +15,7 @@ import pytest
 
 import meshmend as mm
 import meshmend.jax as mmj
+from jax_engine import two_hosts
 from meshmend.errors import MissingExtraError, ParameterError
 from meshmend.jax.batching import Deal
 from meshmend.jax.feed import Rows
@@ -191,3 +195,26 @@ def test_reading_ahead_changes_nothing(options: dict[str, int]) -> None:
     got = list(mmj.Feed(Source(), mmj.KeepGlobal(32), **options).batches(fabric_of(), epochs=1))
     for ours, theirs in zip(got, wanted, strict=True):
         np.testing.assert_array_equal(np.asarray(ours.data["x"]), np.asarray(theirs.data["x"]))
+
+
+def test_two_processes_feed_one_job_each_with_its_own_samples() -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    }
+    words = [sys.executable, "-m", "jax_engine.two_hosts", address]
+    running = [
+        subprocess.Popen([*words, str(i)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for i in range(2)
+    ]
+    told = [process.communicate(timeout=120) for process in running]
+    assert [process.returncode for process in running] == [0, 0], told
+    first, second = (json.loads(out.splitlines()[-1]) for out, _ in told)
+    alone = two_hosts.train(fabric_of(*two_hosts.FAILED))
+    assert first["params"] == second["params"] == alone["params"]
+    assert first["used"] == second["used"] == alone["used"]
+    assert sorted(first["read"] + second["read"]) == sorted(sample for step in alone["used"] for sample in step)
+    assert min(len(first["read"]), len(second["read"])) > 0

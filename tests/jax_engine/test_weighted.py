@@ -46,7 +46,8 @@ def run(fabric: mmj.Fabric, program: Any, feed: mmj.Feed, optimizer: Any, n_step
     """Train, and return the parameters after every step."""
     init, step = mmj.train_step(linear, optimizer, fabric, per_example=True)
     params = jax.device_put({"w": jnp.zeros(6), "b": jnp.ones(())}, fabric.sharding())
-    state, jitted = jax.jit(init)(params, program), jax.jit(step)
+    state = jax.jit(init)(params, program)
+    jitted: Any = jax.jit(step)
     trajectory = []
     for batch, _ in zip(feed.batches(fabric), range(n_steps), strict=False):
         params, state, _ = jitted(
@@ -59,7 +60,7 @@ def run(fabric: mmj.Fabric, program: Any, feed: mmj.Feed, optimizer: Any, n_step
 
 def by_hand(feed: mmj.Feed, data: np.ndarray, n_steps: int, batch: int, rate: np.float32) -> list[Any]:
     """The same with SGD in plain NumPy: exact sums of integers, one division, one product, one sum."""
-    params = {"w": np.zeros(6, np.float32), "b": np.float32(1)}
+    params: dict[str, Any] = {"w": np.zeros(6, np.float32), "b": np.float32(1)}
     trajectory: list[Any] = []
     epoch = sample = 0
     for _ in range(n_steps):
@@ -180,7 +181,8 @@ def test_scale_multiplies_the_update_of_any_optimiser_without_compiling_again(sh
         return jnp.mean(curved(params, batch)[0])
 
     init, step = mmj.train_step(mean, optax.adamw(0.1), fabric)
-    state, jitted = jax.jit(init)(params, program), jax.jit(step)
+    state = jax.jit(init)(params, program)
+    jitted: Any = jax.jit(step)
     for factor in (0.75, 0.5):
         got = jitted(params, state, batch, program, scale=factor)
         other = jax.jit(mmj.train_step(mean, optax.adamw(0.1 * factor), fabric).step)
