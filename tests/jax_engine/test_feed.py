@@ -22,7 +22,7 @@ import meshmend.jax as mmj
 from jax_engine import two_hosts
 from meshmend.errors import MissingExtraError, ParameterError
 from meshmend.jax.batching import Deal
-from meshmend.jax.feed import Rows
+from meshmend.jax.feed import Parts
 
 N = 83
 ORDERS = [np.random.default_rng(epoch).permutation(N) for epoch in range(2)]
@@ -163,17 +163,20 @@ def test_processes_together_read_the_whole_batch_and_none_reads_anothers(global_
     assert sorted(rank for host in hosts for rank in host) == list(range(31))
     at = mmj.Position(0, 5)
     steps = deal.steps_until(at, 2)
-    readers = [Rows(range(2 * N), deal, at, steps, host) for host in hosts]
+    readers = [Parts(range(2 * N), deal, at, steps, host) for host in hosts]
+    assert [len(reader) for reader in readers] == [steps * len(host) for host in hosts]
     for step in range(steps):
         start = deal.position(at, step)
-        rows = [[reader[step * reader.n_rows + i] for i in range(reader.n_rows)] for reader in readers]
-        for reader, mine in zip(readers, rows, strict=True):
-            assert any(row is not None for row in mine), "every process has something to compute with"
-            if reader.first >= deal.count(start):
-                mine[0] = None
-        read = sorted(row for mine in rows for row in mine if row is not None)
-        first = start.epoch * N + start.sample
-        assert read == list(range(first, first + deal.count(start)))
+        first, count = start.epoch * N + start.sample, deal.count(start)
+        read = []
+        for reader, host in zip(readers, hosts, strict=True):
+            parts = [reader[step * len(host) + device] for device in range(len(host))]
+            mine = [row for part in parts for row in part if row is not None]
+            assert mine, "every process has something to compute with"
+            # A host of which no chip is among the first has no sample of a short batch: it borrows the first one.
+            read += mine if min(host) < count else []
+            assert min(host) < count or mine == [first]
+        assert sorted(read) == list(range(first, first + count))
 
 
 def test_a_filter_is_refused_where_it_takes_a_sample_out() -> None:
