@@ -10,7 +10,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import grain
 import jax
 import numpy as np
 import pytest
@@ -23,6 +22,8 @@ from jax_engine import two_hosts
 from meshmend.errors import MissingExtraError, ParameterError
 from meshmend.jax.batching import Deal
 from meshmend.jax.feed import Parts
+
+grain: Any = pytest.importorskip("grain", reason="needs grain: pip install 'meshmend[restart]'")
 
 N = 83
 ORDERS = [np.random.default_rng(epoch).permutation(N) for epoch in range(2)]
@@ -183,6 +184,13 @@ def test_a_filter_is_refused_where_it_takes_a_sample_out() -> None:
     feed = mmj.Feed(grain.MapDataset.range(N).filter(lambda sample: sample != 7), mmj.KeepGlobal(16), threads=2)
     with pytest.raises(ParameterError, match=r"no sample \d+ in epoch 0: a filter has taken it out"):
         list(feed.batches(fabric_of(), epochs=1))
+
+
+def test_a_process_without_a_device_in_the_fabric_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    feed = mmj.Feed(Source(), mmj.KeepGlobal(2))
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with pytest.raises(ParameterError, match="Process 1 has no device in Fabric"):
+        feed.batches(fabric_of())
 
 
 def test_sources_and_positions_that_make_no_sense_are_refused() -> None:

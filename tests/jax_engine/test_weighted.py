@@ -33,6 +33,11 @@ def small(sharded: bool) -> tuple[mmj.Fabric, Any]:
     return fabric, (mmj.install_halves if sharded else mmj.install)(schedule, fabric)
 
 
+def feed_of(data: np.ndarray, policy: Any) -> mmj.Feed:
+    pytest.importorskip("grain", reason="needs grain: pip install 'meshmend[restart]'")
+    return mmj.Feed(data, policy, threads=0)
+
+
 def integers(n: int) -> np.ndarray:
     return np.random.default_rng(2).integers(-9, 10, size=(n, 6)).astype(np.float32)
 
@@ -76,7 +81,7 @@ def by_hand(feed: mmj.Feed, data: np.ndarray, n_steps: int, batch: int, rate: np
 @pytest.mark.parametrize("sharded", [False, True], ids=["program", "halves"])
 def test_integer_gradients_give_the_same_bits_on_any_number_of_chips(name: str, sharded: bool) -> None:
     data = integers(300)
-    feed = mmj.Feed(data, mmj.KeepGlobal(64), threads=0)
+    feed = feed_of(data, mmj.KeepGlobal(64))
     optimizer = {"sgd": optax.sgd(0.125), "adam": optax.adam(0.1)}[name]
     by_chips = [run(*machine(n_chips, sharded), feed, optimizer) for n_chips in HOLES]
     assert not np.array_equal(by_chips[0][-1]["w"], by_chips[0][-2]["w"])
@@ -195,7 +200,7 @@ def test_a_shrunk_batch_trains_with_a_smaller_rate() -> None:
     """KeepPerChip on 12 of 16 chips: one step of SGD is ¾ of the rate times the mean over the 24 samples used."""
     fabric, program = small(sharded=True)
     data = integers(100)
-    feed = mmj.Feed(data, mmj.KeepPerChip(2), threads=0)
+    feed = feed_of(data, mmj.KeepPerChip(2))
     (after,) = run(fabric, program, feed, optax.sgd(1.0), n_steps=1)
     np.testing.assert_allclose(after["w"], -0.75 * data[feed.records(0, 0, 24)].mean(axis=0), rtol=1e-6)
 
