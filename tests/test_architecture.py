@@ -82,7 +82,7 @@ def test_drawing_knows_planners_only_for_the_figures_of_the_paper() -> None:
 def test_importing_meshmend_brings_no_extra() -> None:
     code = (
         "import sys, meshmend, meshmend.cli, meshmend.drawing, meshmend.halves, meshmend.numpy; "
-        "extras = 'jax jaxlib optax flax torch matplotlib simgrid simpy'; "
+        "extras = 'jax jaxlib optax flax grain torch matplotlib simgrid simpy'; "
         "print([m for m in extras.split() if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

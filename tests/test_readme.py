@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ MESH = mm.Mesh("16x32", failed=["4x2@6,8"])
 LONG = Hardware("one byte a second", link_bytes_per_s=1.0)
 
 
-def units(planner: str, **parameters: object) -> float:
+def units(planner: str, **parameters: Any) -> float:
     """Time of a long payload in M/b."""
     return mm.predict(mm.plan(MESH, planner, **parameters), 1.0, LONG).seconds
 
@@ -31,6 +32,6 @@ def test_the_bound_is_what_it_says() -> None:
         ("[the paper]", "row-pairs", {"orientation": "rows", "segments": 16}),
     ],
 )
-def test_the_table_of_alternatives_has_our_figures(row: str, planner: str, parameters: dict[str, object]) -> None:
+def test_the_table_of_alternatives_has_our_figures(row: str, planner: str, parameters: dict[str, Any]) -> None:
     (line,) = (line for line in README.splitlines() if line.startswith(f"| {row}"))
     assert f"{units(planner, **parameters):.2f}" in line
