@@ -1,4 +1,4 @@
-"""The command line: `meshmend COMMAND`. One file a command; what they share is in `common`."""
+"""The command line: `meshmend COMMAND`. One file a command; what they share is in `options` and `common`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import typer
 from meshmend import __version__
 from meshmend.cli import bench, compare, draw, lab, plan, predict, prepare, reproduce, route, verify
 from meshmend.cli import compile as compile_command
+from meshmend.cli.options import unbundled
 
 app = typer.Typer(
     name="meshmend",
@@ -15,15 +16,15 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("plan")(plan.command)
-app.command("prepare")(prepare.command)
-app.command("route")(route.command)
-app.command("verify")(verify.command)
-app.command("predict")(predict.command)
-app.command("compare")(compare.command)
-app.command("reproduce")(reproduce.command)
-app.command("draw")(draw.command)
-app.command("compile")(compile_command.command)
+app.command("plan")(unbundled(plan.command))
+app.command("prepare")(unbundled(prepare.command))
+app.command("route")(unbundled(route.command))
+app.command("verify")(unbundled(verify.command))
+app.command("predict")(unbundled(predict.command))
+app.command("compare")(unbundled(compare.command))
+app.command("reproduce")(unbundled(reproduce.command))
+app.command("draw")(unbundled(draw.command))
+app.command("compile")(unbundled(compile_command.command))
 app.add_typer(lab.app, name="lab")
 app.add_typer(bench.app, name="bench")
 

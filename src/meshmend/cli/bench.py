@@ -11,7 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from meshmend.cli.common import FailOption, JsonOption, print_facts, print_json, read_mesh, told_errors
+from meshmend.cli.common import print_facts, print_json, told_errors
+from meshmend.cli.options import FailOption, JsonOption
 from meshmend.cost.units import parse_bytes
 from meshmend.errors import LabError, ParameterError
 from meshmend.lab import Lab
@@ -59,7 +60,7 @@ def allreduce(
             raise ParameterError("Say where: --lab 4x4 for rate-limited links, or --loopback 2x4 for none.")
         sizes = [round(parse_bytes(text)) for text in payload or ["32MB"]]
         _need("torch")
-        whole = read_mesh(shape, None, None, "none")
+        whole = Mesh(shape)
         meshes = [whole] + ([whole.fail(*fail)] if fail else [])
         results = _measure_all(meshes, sizes, rate if lab_shape else None, planner, repeat)
         if plot is not None:

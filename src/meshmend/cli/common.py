@@ -1,46 +1,18 @@
-"""What the commands share: how a mesh is given, how facts are shown, how errors are told."""
+"""What the commands share beside their options: how facts are shown, how errors are told."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from meshmend.errors import MeshError, MeshmendError
+from meshmend.errors import MeshmendError
 from meshmend.topology import Mesh, name_cable, name_shape
-
-ShapeArgument = Annotated[str, typer.Argument(metavar="SHAPE", help="Chips along each axis, as in 16x32.")]
-FailOption = Annotated[
-    list[str] | None,
-    typer.Option("--fail", metavar="HxW@r,c", help="A hole: rows x columns @ row,column; or one chip r,c. Repeatable."),
-]
-FailCableOption = Annotated[
-    list[str] | None,
-    typer.Option("--fail-cable", metavar="r,c-r,c", help="A failed cable between two neighbours. Repeatable."),
-]
-WrapOption = Annotated[
-    str, typer.Option("--wrap", metavar="AXES", help="Axes that close on themselves: none, all, or numbers as in 0,1.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
-
-
-def read_mesh(shape: str, fail: list[str] | None, fail_cable: list[str] | None, wrap: str) -> Mesh:
-    """Make the mesh that the options describe."""
-    plain = Mesh(shape)
-    axes = [False] * plain.n_axes
-    if wrap == "all":
-        axes = [True] * plain.n_axes
-    elif wrap != "none":
-        for word in wrap.split(","):
-            if not (word.isascii() and word.isdigit() and int(word) < plain.n_axes):
-                raise MeshError(f"--wrap {wrap}: expected none, all, or axes from 0 to {plain.n_axes - 1}, as in 0,1.")
-            axes[int(word)] = True
-    return Mesh(shape, wrap=axes, failed=fail or (), failed_cables=fail_cable or ())
 
 
 def mesh_facts(mesh: Mesh) -> dict[str, Any]:

@@ -9,30 +9,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from meshmend.cli.common import (
-    FailCableOption,
-    FailOption,
-    JsonOption,
-    ShapeArgument,
-    WrapOption,
-    mesh_facts,
-    print_json,
-    read_mesh,
-    told_errors,
-)
-from meshmend.cli.pricing import (
-    HardwareOption,
-    HopLatencyOption,
-    LinkRateOption,
-    LinksAtOnceOption,
-    ModeOption,
-    PayloadOption,
-    StepLatencyOption,
-    forecast_facts,
-    hardware_facts,
-    read_hardware,
-    read_mode,
-)
+from meshmend.cli.common import mesh_facts, print_json, told_errors
+from meshmend.cli.options import HoleOptions, JsonOption, PayloadOption, PriceOptions, ShapeArgument
+from meshmend.cli.pricing import forecast_facts, hardware_facts
 from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
 from meshmend.study.compare import Comparison, Entry, compare
 from meshmend.study.plot import PAYLOADS, plot
@@ -42,15 +21,8 @@ from meshmend.topology import Mesh
 def command(
     shape: ShapeArgument,
     payload: PayloadOption,
-    hardware: HardwareOption = "ideal",
-    fail: FailOption = None,
-    fail_cable: FailCableOption = None,
-    wrap: WrapOption = "none",
-    link_rate: LinkRateOption = None,
-    step_latency: StepLatencyOption = None,
-    hop_latency: HopLatencyOption = None,
-    links_at_once: LinksAtOnceOption = None,
-    mode: ModeOption = "lock-step",
+    holes: HoleOptions,
+    price: PriceOptions,
     plot_to: Annotated[
         Path | None, typer.Option("--plot", metavar="F", help="Draw time against payload, 1 KB to 10 GB: .png, .svg.")
     ] = None,
@@ -61,9 +33,9 @@ def command(
     Example: meshmend compare 32x32 --fail 4x2@6,8 --payload 102MB --hardware tpu-v3 --plot times.png
     """
     with told_errors(json):
-        mesh = read_mesh(shape, fail, fail_cable, wrap)
-        chosen = read_hardware(hardware, link_rate, step_latency, hop_latency, links_at_once)
-        payload_bytes, how = parse_bytes(payload), read_mode(mode)
+        mesh = holes.mesh(shape)
+        chosen = price.read_hardware()
+        payload_bytes, how = parse_bytes(payload), price.read_mode()
         payloads = PAYLOADS if plot_to is not None else ()
         found: list[Comparison] = []
         with Console(stderr=True).status("") as status:

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from meshmend.cli.common import FailOption, JsonOption, WrapOption, mesh_facts, print_facts, print_json, told_errors
-from meshmend.cli.plan import ChunksOption, OrientationOption, PlannerOption, SegmentsOption, read_planner
+from meshmend.cli.common import mesh_facts, print_facts, print_json, told_errors
+from meshmend.cli.options import FailOption, JsonOption, PlannerOption, TuningOptions, WrapOption
 from meshmend.cost.units import parse_bytes
 from meshmend.errors import ParameterError
 from meshmend.planning import Auto, plan
@@ -22,6 +22,7 @@ def command(
     topology: Annotated[
         str, typer.Option("--topology", metavar="GEN:SHAPE", help="A TPU slice, as in v3:32x32 or v4:4x4x8.")
     ],
+    tuning: TuningOptions,
     planner: PlannerOption = Auto.name,
     fail: FailOption = None,
     wrap: WrapOption = "none",
@@ -36,9 +37,6 @@ def command(
     cores: Annotated[
         int | None, typer.Option("--cores", min=1, max=2, help="Cores used of each chip; by default all it has.")
     ] = None,
-    orientation: OrientationOption = None,
-    segments: SegmentsOption = None,
-    chunks: ChunksOption = None,
     json: JsonOption = False,
 ) -> None:
     """Compile the all-reduce for a TPU slice with its real compiler, no TPU needed.
@@ -61,7 +59,7 @@ def command(
         payload_bytes = round(parse_bytes(payload))
         fabric = slice_fabric(topology, failed=fail or (), wrap=_read_wrap(wrap), cores=cores)
         told = (payload, fabric.hardware) if planner == Auto.name else (None, None)
-        schedule = plan(fabric.mesh, read_planner(planner, orientation, segments, chunks, *told))
+        schedule = plan(fabric.mesh, tuning.planner(planner, *told))
         if workload is None:
             what = "all-reduce"
             report = compile_for(topology, schedule, fabric, payload_bytes=payload_bytes, dtype=dtype)

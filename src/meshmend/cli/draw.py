@@ -10,19 +10,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from meshmend.cli.common import (
-    FailCableOption,
-    FailOption,
-    JsonOption,
-    WrapOption,
-    mesh_facts,
-    print_facts,
-    print_json,
-    read_mesh,
-    told_errors,
-)
-from meshmend.cli.plan import ChunksOption, OrientationOption, SegmentsOption, read_planner
-from meshmend.cli.pricing import AutoHardwareOption, AutoPayloadOption
+from meshmend.cli.common import mesh_facts, print_facts, print_json, told_errors
+from meshmend.cli.options import AutoOptions, HoleOptions, JsonOption, TuningOptions, are_given
 from meshmend.drawing import WHAT, Drawing, draw, draw_routes
 from meshmend.drawing.paper import FIGURES, draw_paper_figure
 from meshmend.errors import DrawingError
@@ -36,20 +25,15 @@ def command(
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="F", help="Where to: .svg .png .pdf, or .gif .html for steps.")
     ],
+    holes: HoleOptions,
+    tuning: TuningOptions,
+    auto: AutoOptions,
     shape: Annotated[
         str | None, typer.Argument(metavar="[SHAPE]", help="Chips along each axis, as in 16x32.", show_default=False)
     ] = None,
     planner: Annotated[
         str | None, typer.Option("--planner", metavar="NAME", help=f"One of: {', '.join(PLANNERS)} (the default).")
     ] = None,
-    fail: FailOption = None,
-    fail_cable: FailCableOption = None,
-    wrap: WrapOption = "none",
-    orientation: OrientationOption = None,
-    segments: SegmentsOption = None,
-    chunks: ChunksOption = None,
-    payload: AutoPayloadOption = None,
-    hardware: AutoHardwareOption = None,
     what: Annotated[
         str | None, typer.Option("--what", metavar="WHAT", help=f"One of: {', '.join(WHAT)}. Else what fits best.")
     ] = None,
@@ -74,24 +58,23 @@ def command(
     Example: meshmend draw 8x8 --fail 2x2@2,2 --planner row-pairs -o rings.svg
     """
     with told_errors(json):
-        parameters = (orientation, segments, chunks, payload, hardware)
-        mesh_options = (fail, fail_cable, wrap != "none" or None)
+        parameters, mesh_options = are_given(tuning) or are_given(auto) or None, are_given(holes) or None
         if figure is not None:
-            _refuse("--figure", shape, planner, schedule_file, route, what, chunk, steps, *mesh_options)
+            _refuse("--figure", shape, planner, schedule_file, route, what, chunk, steps, mesh_options)
             drawing = draw_paper_figure(figure, output)
             facts: dict[str, Any] = {**mesh_facts(FIGURES[figure].mesh), "planner": FIGURES[figure].planner or None}
         elif route is not None:
             _refuse("--route", planner, schedule_file, what, chunk, steps)
-            mesh = read_mesh(_needed(shape), fail, fail_cable, wrap)
+            mesh = holes.mesh(_needed(shape))
             drawing = draw_routes(mesh, [_read_route(text) for text in route], output)
             facts = {**mesh_facts(mesh), "planner": None}
         else:
             if schedule_file is not None:
-                _refuse("--schedule", shape, planner, *parameters, *mesh_options)
+                _refuse("--schedule", shape, planner, parameters, mesh_options)
                 schedule = load(schedule_file)
             else:
-                mesh = read_mesh(_needed(shape), fail, fail_cable, wrap)
-                schedule = plan(mesh, read_planner(planner or Auto.name, *parameters))
+                mesh = holes.mesh(_needed(shape))
+                schedule = plan(mesh, tuning.planner(planner or Auto.name, auto.payload, auto.hardware))
             drawing = _draw(schedule, output, what, chunk, _read_steps(steps))
             facts = {**mesh_facts(schedule.mesh), "planner": schedule.planner}
         _tell(drawing, facts, json)

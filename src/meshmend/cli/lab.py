@@ -8,18 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from meshmend.cli.common import (
-    FailCableOption,
-    FailOption,
-    JsonOption,
-    ShapeArgument,
-    WrapOption,
-    mesh_facts,
-    print_facts,
-    print_json,
-    read_mesh,
-    told_errors,
-)
+from meshmend.cli.common import mesh_facts, print_facts, print_json, told_errors
+from meshmend.cli.options import HoleOptions, JsonOption, ShapeArgument, unbundled
 from meshmend.errors import LabError
 from meshmend.lab import Lab
 from meshmend.topology import parse_chip
@@ -34,12 +24,11 @@ RateOption = Annotated[str, typer.Option("--rate", metavar="RATE", help="Rate of
 
 
 @app.command("up")
+@unbundled
 def up(
     shape: ShapeArgument,
+    holes: HoleOptions,
     rate: RateOption = "40mbit",
-    fail: FailOption = None,
-    fail_cable: FailCableOption = None,
-    wrap: WrapOption = "none",
     name: NameOption = "lab",
     json: JsonOption = False,
 ) -> None:
@@ -48,7 +37,7 @@ def up(
     Example: meshmend lab up 4x4 --rate 40mbit
     """
     with told_errors(json):
-        _show(Lab.up(read_mesh(shape, fail, fail_cable, wrap), rate=rate, name=name), json)
+        _show(Lab.up(holes.mesh(shape), rate=rate, name=name), json)
 
 
 @app.command("kill")

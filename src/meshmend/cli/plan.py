@@ -11,51 +11,23 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from meshmend.cli.common import (
-    FailCableOption,
-    FailOption,
-    JsonOption,
-    ShapeArgument,
-    WrapOption,
-    mesh_facts,
-    print_facts,
-    print_json,
-    read_mesh,
-    told_errors,
-)
-from meshmend.cli.pricing import AutoHardwareOption, AutoPayloadOption
-from meshmend.cost import Hardware, busiest_link_load
-from meshmend.cost.units import name_seconds, parse_bytes
+from meshmend.cli.common import mesh_facts, print_facts, print_json, told_errors
+from meshmend.cli.options import AutoOptions, HoleOptions, JsonOption, PlannerOption, ShapeArgument, TuningOptions
+from meshmend.cost import busiest_link_load
+from meshmend.cost.units import name_seconds
 from meshmend.files import save
-from meshmend.planning import PLANNERS, Auto, Candidate, Choice, Planner, choose, make_planner, plan
+from meshmend.planning import Auto, Candidate, Choice, choose, plan
 from meshmend.schedule import Schedule
 from meshmend.verify import Proof, verify
-
-PlannerOption = Annotated[
-    str, typer.Option("--planner", metavar="NAME", help=f"One of: {', '.join(PLANNERS)} (the fastest of them).")
-]
-OrientationOption = Annotated[
-    str | None, typer.Option("--orientation", help="row-pairs: pair rows, columns, or auto (fewer yellow chips).")
-]
-SegmentsOption = Annotated[
-    int | None, typer.Option("--segments", min=1, help="row-pairs: parts of the payload that follow each other.")
-]
-ChunksOption = Annotated[
-    int | None, typer.Option("--chunks", min=1, help="weave: parts of the payload; more for longer payloads.")
-]
 
 
 def command(
     shape: ShapeArgument,
+    *,
     planner: PlannerOption = Auto.name,
-    fail: FailOption = None,
-    fail_cable: FailCableOption = None,
-    wrap: WrapOption = "none",
-    orientation: OrientationOption = None,
-    segments: SegmentsOption = None,
-    chunks: ChunksOption = None,
-    payload: AutoPayloadOption = None,
-    hardware: AutoHardwareOption = None,
+    holes: HoleOptions,
+    tuning: TuningOptions,
+    auto: AutoOptions,
     save_to: Annotated[
         Path | None, typer.Option("--save", metavar="F", help="Write the schedule to F: .npz, or .txt to read it.")
     ] = None,
@@ -66,8 +38,8 @@ def command(
     Example: meshmend plan 16x32 --fail 4x2@6,8 --payload 102MB --hardware tpu-v3
     """
     with told_errors(json):
-        mesh = read_mesh(shape, fail, fail_cable, wrap)
-        chosen = read_planner(planner, orientation, segments, chunks, payload, hardware)
+        mesh = holes.mesh(shape)
+        chosen = tuning.planner(planner, auto.payload, auto.hardware)
         started = time.perf_counter()
         choice = choose(mesh, chosen) if isinstance(chosen, Auto) else None
         schedule = choice.schedule if choice is not None else plan(mesh, chosen, verify=False)
@@ -89,25 +61,6 @@ def command(
             show_schedule(schedule, proof, {"planned in": f"{plan_seconds:.2f} s"})
             if choice is not None:
                 _show_considered(choice)
-
-
-def read_planner(
-    name: str,
-    orientation: str | None,
-    segments: int | None,
-    chunks: int | None,
-    payload: str | None,
-    hardware: str | Hardware | None,
-) -> Planner:
-    """Return the planner with the parameters that were given on the command line."""
-    given = {
-        "orientation": orientation,
-        "segments": segments,
-        "chunks": chunks,
-        "payload_bytes": None if payload is None else parse_bytes(payload),
-        "hardware": hardware,
-    }
-    return make_planner(name, **{key: value for key, value in given.items() if value is not None})
 
 
 def _candidate_facts(candidate: Candidate) -> dict[str, Any]:

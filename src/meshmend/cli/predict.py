@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from meshmend.cli.common import (
-    FailCableOption,
-    FailOption,
+from meshmend.cli.common import mesh_facts, print_facts, print_json, told_errors
+from meshmend.cli.options import (
+    HoleOptions,
     JsonOption,
-    ShapeArgument,
-    WrapOption,
-    mesh_facts,
-    print_facts,
-    print_json,
-    read_mesh,
-    told_errors,
-)
-from meshmend.cli.plan import ChunksOption, OrientationOption, PlannerOption, SegmentsOption, read_planner
-from meshmend.cli.pricing import (
-    HardwareOption,
-    HopLatencyOption,
-    LinkRateOption,
-    LinksAtOnceOption,
-    ModeOption,
     PayloadOption,
-    StepLatencyOption,
-    forecast_facts,
-    hardware_facts,
-    read_hardware,
-    read_mode,
+    PlannerOption,
+    PriceOptions,
+    ShapeArgument,
+    TuningOptions,
 )
+from meshmend.cli.pricing import forecast_facts, hardware_facts
 from meshmend.cost import Bound, Forecast, bound, predict
 from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
 from meshmend.planning import Auto, plan
@@ -37,19 +22,11 @@ from meshmend.schedule import Schedule
 def command(
     shape: ShapeArgument,
     payload: PayloadOption,
+    *,
     planner: PlannerOption = Auto.name,
-    hardware: HardwareOption = "ideal",
-    fail: FailOption = None,
-    fail_cable: FailCableOption = None,
-    wrap: WrapOption = "none",
-    orientation: OrientationOption = None,
-    segments: SegmentsOption = None,
-    chunks: ChunksOption = None,
-    link_rate: LinkRateOption = None,
-    step_latency: StepLatencyOption = None,
-    hop_latency: HopLatencyOption = None,
-    links_at_once: LinksAtOnceOption = None,
-    mode: ModeOption = "lock-step",
+    holes: HoleOptions,
+    price: PriceOptions,
+    tuning: TuningOptions,
     json: JsonOption = False,
 ) -> None:
     """Predict how long an all-reduce takes, and how far that is from the least possible.
@@ -57,12 +34,12 @@ def command(
     Example: meshmend predict 16x32 --fail 4x2@6,8 --planner row-pairs --payload 102MB --hardware tpu-v3
     """
     with told_errors(json):
-        mesh = read_mesh(shape, fail, fail_cable, wrap)
-        chosen = read_hardware(hardware, link_rate, step_latency, hop_latency, links_at_once)
+        mesh = holes.mesh(shape)
+        chosen = price.read_hardware()
         payload_bytes = parse_bytes(payload)
         told = (payload, chosen) if planner == Auto.name else (None, None)
-        schedule = plan(mesh, read_planner(planner, orientation, segments, chunks, *told))
-        forecast = predict(schedule, payload_bytes, chosen, mode=read_mode(mode))
+        schedule = plan(mesh, tuning.planner(planner, *told))
+        forecast = predict(schedule, payload_bytes, chosen, mode=price.read_mode())
         if json:
             print_json(
                 {

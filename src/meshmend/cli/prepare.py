@@ -10,20 +10,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from meshmend.cli.common import (
-    FailCableOption,
-    FailOption,
-    JsonOption,
-    ShapeArgument,
-    WrapOption,
-    mesh_facts,
-    print_facts,
-    print_json,
-    read_mesh,
-    told_errors,
-)
-from meshmend.cli.plan import ChunksOption, OrientationOption, PlannerOption, SegmentsOption, read_planner
-from meshmend.cli.pricing import AutoHardwareOption, AutoPayloadOption
+from meshmend.cli.common import mesh_facts, print_facts, print_json, told_errors
+from meshmend.cli.options import AutoOptions, HoleOptions, JsonOption, PlannerOption, ShapeArgument, TuningOptions
 from meshmend.errors import MeshError, PlanError
 from meshmend.planning import Auto, PlanCache, plan
 from meshmend.topology import Mesh, Region, all_placements, name_shape, parse_shape
@@ -34,15 +22,11 @@ def command(
     host: Annotated[
         str, typer.Option("--host", metavar="HxW", help="Chips of a host, as in 4x2; hosts tile the mesh.")
     ],
+    *,
     planner: PlannerOption = Auto.name,
-    fail: FailOption = None,
-    fail_cable: FailCableOption = None,
-    wrap: WrapOption = "none",
-    orientation: OrientationOption = None,
-    segments: SegmentsOption = None,
-    chunks: ChunksOption = None,
-    payload: AutoPayloadOption = None,
-    hardware: AutoHardwareOption = None,
+    holes: HoleOptions,
+    tuning: TuningOptions,
+    auto: AutoOptions,
     cache: Annotated[
         Path | None, typer.Option("--cache", metavar="DIR", help="Where to keep plans; default: ~/.cache/meshmend.")
     ] = None,
@@ -53,10 +37,10 @@ def command(
     A job that loses a host then finds its plan in the cache. Example: meshmend prepare 16x32 --host 4x2
     """
     with told_errors(json):
-        mesh = read_mesh(shape, fail, fail_cable, wrap)
+        mesh = holes.mesh(shape)
         hosts = _hosts(mesh, host)
         store = PlanCache(cache)
-        chosen = read_planner(planner, orientation, segments, chunks, payload, hardware)
+        chosen = tuning.planner(planner, auto.payload, auto.hardware)
         ready, refused = 0, {}
         started = time.perf_counter()
         columns = (TextColumn("planning for the loss of"), TextColumn("{task.description}"), BarColumn())

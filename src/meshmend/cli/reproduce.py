@@ -8,7 +8,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from meshmend.cli.common import JsonOption, print_json, told_errors
+from meshmend.cli.common import print_json, told_errors
+from meshmend.cli.options import JsonOption
 from meshmend.cli.pricing import hardware_facts
 from meshmend.cost.units import name_rate, name_seconds, parse_seconds
 from meshmend.study.reproduce import Outcome, Reproduction, Timed, reproduce

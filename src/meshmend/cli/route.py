@@ -7,18 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from meshmend.cli.common import (
-    FailCableOption,
-    FailOption,
-    JsonOption,
-    ShapeArgument,
-    WrapOption,
-    mesh_facts,
-    print_facts,
-    print_json,
-    read_mesh,
-    told_errors,
-)
+from meshmend.cli.common import mesh_facts, print_facts, print_json, told_errors
+from meshmend.cli.options import HoleOptions, JsonOption, ShapeArgument
 from meshmend.errors import ParameterError, name_chip
 from meshmend.routing import SCHEMES, DeadlockProof, Routes, choose, report, route
 from meshmend.topology import parse_chip
@@ -33,9 +23,7 @@ ChannelsOption = Annotated[
 
 def command(
     shape: ShapeArgument,
-    fail: FailOption = None,
-    fail_cable: FailCableOption = None,
-    wrap: WrapOption = "none",
+    holes: HoleOptions,
     from_: Annotated[str | None, typer.Option("--from", metavar="r,c", help="Show one route, from this chip.")] = None,
     to: Annotated[str | None, typer.Option("--to", metavar="r,c", help="Show one route, to this chip.")] = None,
     scheme: SchemeOption = None,
@@ -49,7 +37,7 @@ def command(
     Example: meshmend route 8x8 --fail 2x2@2,2 --from 2,1 --to 2,4
     """
     with told_errors(json):
-        mesh = read_mesh(shape, fail, fail_cable, wrap)
+        mesh = holes.mesh(shape)
         if (from_ is None) != (to is None):
             raise ParameterError("--from and --to go together: give both for one route, neither for all pairs.")
         if scheme is not None and channels is not None:

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from meshmend.cli.common import JsonOption, print_json, told_errors
+from meshmend.cli.common import print_json, told_errors
+from meshmend.cli.options import JsonOption
 from meshmend.cli.plan import schedule_facts, show_schedule
 from meshmend.files import load
 from meshmend.verify import verify

@@ -1,0 +1,192 @@
+"""The options that commands share, one by one and in bundles of those that belong together.
+
+A bundle is a dataclass whose fields are typer's options. A command takes it as one parameter; typer reads the
+signature of a command, so `unbundled` gives it one in which every bundle is replaced by its fields, and puts the
+bundles together again when the command is called.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, astuple, dataclass, fields, is_dataclass
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from meshmend.cost import PRESETS, Hardware, find_hardware
+from meshmend.cost.hardware import adjusted
+from meshmend.cost.predict import MODES, Mode
+from meshmend.cost.units import parse_bytes, parse_rate, parse_seconds
+from meshmend.errors import MeshError, ParameterError
+from meshmend.planning import PLANNERS, Planner, make_planner
+from meshmend.topology import Mesh
+
+ShapeArgument = Annotated[str, typer.Argument(metavar="SHAPE", help="Chips along each axis, as in 16x32.")]
+FailOption = Annotated[
+    list[str] | None,
+    typer.Option("--fail", metavar="HxW@r,c", help="A hole: rows x columns @ row,column; or one chip r,c. Repeatable."),
+]
+WrapOption = Annotated[
+    str, typer.Option("--wrap", metavar="AXES", help="Axes that close on themselves: none, all, or numbers as in 0,1.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+PlannerOption = Annotated[
+    str, typer.Option("--planner", metavar="NAME", help=f"One of: {', '.join(PLANNERS)} (the fastest of them).")
+]
+PayloadOption = Annotated[
+    str, typer.Option("--payload", metavar="SIZE", help="What each chip brings: 102MB, 1.34GB, 64MiB.")
+]
+HardwareOption = Annotated[str, typer.Option("--hardware", metavar="NAME", help=f"One of: {', '.join(PRESETS)}.")]
+
+
+@dataclass(frozen=True)
+class HoleOptions:
+    """What has failed, and which axes close on themselves."""
+
+    fail: FailOption = None
+    fail_cable: Annotated[
+        list[str] | None,
+        typer.Option("--fail-cable", metavar="r,c-r,c", help="A failed cable between two neighbours. Repeatable."),
+    ] = None
+    wrap: WrapOption = "none"
+
+    def mesh(self, shape: str) -> Mesh:
+        """Make the mesh that the options describe."""
+        n_axes = Mesh(shape).n_axes
+        return Mesh(
+            shape, wrap=read_wrap(self.wrap, n_axes), failed=self.fail or (), failed_cables=self.fail_cable or ()
+        )
+
+
+@dataclass(frozen=True)
+class TuningOptions:
+    """The parameters of planners."""
+
+    orientation: Annotated[
+        str | None, typer.Option("--orientation", help="row-pairs: pair rows, columns, or auto (fewer yellow chips).")
+    ] = None
+    segments: Annotated[
+        int | None, typer.Option("--segments", min=1, help="row-pairs: parts of the payload that follow each other.")
+    ] = None
+    chunks: Annotated[
+        int | None, typer.Option("--chunks", min=1, help="weave: parts of the payload; more for longer payloads.")
+    ] = None
+
+    def planner(self, name: str, payload: str | None = None, hardware: str | Hardware | None = None) -> Planner:
+        """Return the planner with the parameters that were given; the last two are for `auto`."""
+        given = {
+            "orientation": self.orientation,
+            "segments": self.segments,
+            "chunks": self.chunks,
+            "payload_bytes": None if payload is None else parse_bytes(payload),
+            "hardware": hardware,
+        }
+        return make_planner(name, **{key: value for key, value in given.items() if value is not None})
+
+
+@dataclass(frozen=True)
+class AutoOptions:
+    """What `auto` plans for, in commands that have no other use for it."""
+
+    payload: Annotated[
+        str | None, typer.Option("--payload", metavar="SIZE", help="auto: what each chip brings. Default 100MB.")
+    ] = None
+    hardware: Annotated[
+        str | None,
+        typer.Option("--hardware", metavar="NAME", help=f"auto: one of {', '.join(PRESETS)}. Default tpu-v3."),
+    ] = None
+
+
+@dataclass(frozen=True)
+class PriceOptions:
+    """The hardware that time is predicted for, and how the engine waits."""
+
+    hardware: HardwareOption = "ideal"
+    link_rate: Annotated[
+        str | None, typer.Option("--link-rate", metavar="RATE", help="Of one link, one way: 40mbit, 656Gb/s, 82GB/s.")
+    ] = None
+    step_latency: Annotated[
+        str | None, typer.Option("--step-latency", metavar="TIME", help="What every step costs: 5us, 1ms.")
+    ] = None
+    hop_latency: Annotated[
+        str | None, typer.Option("--hop-latency", metavar="TIME", help="What every link of a path adds: 1us.")
+    ] = None
+    links_at_once: Annotated[
+        int | None, typer.Option("--links-at-once", min=1, help="Links that a chip can drive at once, if not all.")
+    ] = None
+    mode: Annotated[
+        str, typer.Option("--mode", help="How the engine waits: lock-step (each step for all), or asynchronous.")
+    ] = "lock-step"
+
+    def read_hardware(self) -> Hardware:
+        """Return the preset, with the numbers that were given in place of its own."""
+        return adjusted(
+            find_hardware(self.hardware),
+            link_bytes_per_s=None if self.link_rate is None else parse_rate(self.link_rate),
+            step_latency_s=None if self.step_latency is None else parse_seconds(self.step_latency),
+            hop_latency_s=None if self.hop_latency is None else parse_seconds(self.hop_latency),
+            links_at_once=self.links_at_once,
+        )
+
+    def read_mode(self) -> Mode:
+        """Return the mode of that name."""
+        for known in MODES:
+            if self.mode == known:
+                return known
+        raise ParameterError(f"--mode {self.mode}: expected one of: {', '.join(MODES)}.")
+
+
+def read_wrap(text: str, n_axes: int) -> list[bool]:
+    """Say of each axis whether it closes on itself."""
+    if text in ("none", "all"):
+        return [text == "all"] * n_axes
+    axes = text.split(",")
+    if not all(axis.isascii() and axis.isdigit() and int(axis) < n_axes for axis in axes):
+        raise MeshError(f"--wrap {text}: expected none, all, or axes from 0 to {n_axes - 1}, as in 0,1.")
+    return [str(axis) in axes for axis in range(n_axes)]
+
+
+def are_given(bundle: HoleOptions | TuningOptions | AutoOptions) -> bool:
+    """Say whether any option of a bundle was given."""
+    return astuple(bundle) != astuple(type(bundle)())
+
+
+def unbundled(command: Callable[..., None]) -> Callable[..., None]:
+    """Return the command with every bundle among its parameters replaced by the bundle's fields.
+
+    >>> def command(shape: ShapeArgument, holes: HoleOptions) -> None:
+    ...     print(holes.mesh(shape))
+    >>> list(inspect.signature(unbundled(command)).parameters)
+    ['shape', 'fail', 'fail_cable', 'wrap']
+    >>> unbundled(command)(shape="8x8", fail=["2x2@2,2"], fail_cable=None, wrap="none")
+    8x8 minus 2x2@2,2
+    """
+    signature = inspect.signature(command, eval_str=True)
+    bundles: dict[str, Any] = {
+        name: p.annotation for name, p in signature.parameters.items() if is_dataclass(p.annotation)
+    }
+    flat: list[inspect.Parameter] = []
+    for name, parameter in signature.parameters.items():
+        if name not in bundles:
+            flat.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        hints = get_type_hints(bundles[name], include_extras=True)
+        for field in fields(bundles[name]):
+            default = inspect.Parameter.empty if field.default is MISSING else field.default
+            flat.append(
+                inspect.Parameter(
+                    field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name]
+                )
+            )
+
+    @functools.wraps(command)
+    def call(**given: Any) -> None:
+        for name, bundle in bundles.items():
+            given[name] = bundle(**{field.name: given.pop(field.name) for field in fields(bundle)})
+        command(**given)
+
+    call.__signature__ = signature.replace(parameters=flat)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}
+    return call
