@@ -26,6 +26,7 @@ ORDER = [
     "files",
     "planning",
     "study",
+    "availability",
     "jax",
     "drawing",
     "",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from meshmend import __version__
-from meshmend.cli import bench, compare, draw, lab, plan, predict, prepare, reproduce, route, verify
+from meshmend.cli import availability, bench, compare, draw, lab, plan, predict, prepare, reproduce, route, verify
 from meshmend.cli import compile as compile_command
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app.command("verify")(verify.command)
 app.command("predict")(predict.command)
 app.command("compare")(compare.command)
 app.command("reproduce")(reproduce.command)
+app.command("availability")(availability.command)
 app.command("draw")(draw.command)
 app.command("compile")(compile_command.command)
 app.add_typer(lab.app, name="lab")
