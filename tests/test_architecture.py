@@ -33,6 +33,7 @@ ORDER = [
     "lab",
     "torch",
     "bench",
+    "doctor",
     "cli",
     "__main__",
 ]

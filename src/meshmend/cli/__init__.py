@@ -5,7 +5,20 @@ from __future__ import annotations
 import typer
 
 from meshmend import __version__
-from meshmend.cli import availability, bench, compare, draw, lab, plan, predict, prepare, reproduce, route, verify
+from meshmend.cli import (
+    availability,
+    bench,
+    compare,
+    doctor,
+    draw,
+    lab,
+    plan,
+    predict,
+    prepare,
+    reproduce,
+    route,
+    verify,
+)
 from meshmend.cli import compile as compile_command
 
 app = typer.Typer(
@@ -25,6 +38,7 @@ app.command("reproduce")(reproduce.command)
 app.command("availability")(availability.command)
 app.command("draw")(draw.command)
 app.command("compile")(compile_command.command)
+app.command("doctor")(doctor.command)
 app.add_typer(lab.app, name="lab")
 app.add_typer(bench.app, name="bench")
 
