@@ -32,14 +32,17 @@ def doctor(*words: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+def put_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *known]))
+
+
 def stub(folder: Path, name: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put a package of that name before any other, here and in the processes that are started."""
     (folder / name).mkdir(exist_ok=True)
     (folder / name / "__init__.py").write_text(code)
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    )
+    put_first(folder, monkeypatch)
 
 
 def stub_jax(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +127,7 @@ def test_a_wrong_sum_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """A NumPy engine that adds wrongly: a site hook replaces it in the probe's process."""
     hook = "import meshmend.numpy as mmn\nright = mmn.run\nmmn.run = lambda *given: right(*given) + 1\n"
     (tmp_path / "sitecustomize.py").write_text(hook)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    put_first(tmp_path, monkeypatch)
     found = examination._try(NUMPY, {}, QUICK_S)
     assert found.status == "broken"
     assert "the result is wrong" in found.detail

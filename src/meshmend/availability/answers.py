@@ -5,6 +5,7 @@ An answer holds what is down and says what the job runs on. It knows nothing of 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
@@ -49,6 +50,16 @@ class Answer(ABC):
     def start_h(self) -> float:
         """From the decision what to run on to the first step."""
         return self.assumptions.restart_s / 3600
+
+    @property
+    def owned_chips(self) -> int:
+        """Chips that are paid for."""
+        return self.assumptions.mesh.size
+
+    @property
+    def price_h(self) -> float:
+        """What an hour costs."""
+        return self.owned_chips * self.assumptions.price
 
     def repair_h(self, level: Level) -> float:
         """Return the mean time to repair a part."""
@@ -101,6 +112,11 @@ class QuickRepair(Answer):
 
     name = "quick repair"
 
+    @property
+    def price_h(self) -> float:
+        """The crew is paid as well."""
+        return super().price_h + self.assumptions.crew_price
+
     def repair_h(self, level: Level) -> float:  # noqa: ARG002  # a crew takes as long for every part
         """Return how long the crew takes."""
         return self.assumptions.quick_repair_h
@@ -136,6 +152,11 @@ class HotSpares(Answer):
         super().__init__(assumptions, throughput, parts)
         self._left = assumptions.spares
         self._empty: deque[int] = deque()
+
+    @property
+    def owned_chips(self) -> int:
+        """Spares are paid for whether they are needed or not."""
+        return super().owned_chips + self.assumptions.spares * math.prod(self.assumptions.host)
 
     @property
     def start_h(self) -> float:

@@ -18,9 +18,9 @@ def largest_box(healthy: NDArray[np.bool_]) -> Region | None:
     axis. A box does not reach round the seam of a torus.
 
     >>> grid = np.ones((4, 6), dtype=bool)
-    >>> grid[1, 2] = False
+    >>> grid[0, 2] = False
     >>> largest_box(grid)
-    Region(at=(2, 0), shape=(2, 6))
+    Region(at=(1, 0), shape=(3, 6))
     """
     if healthy.ndim == 1:
         inner = _largest_rectangle(healthy[np.newaxis, :])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshmend.availability.answers import FaultTolerant, make_answers
+from meshmend.availability.answers import Answer, FaultTolerant, make_answers
 from meshmend.availability.assumptions import Assumptions
 from meshmend.availability.history import draw
 from meshmend.availability.job import Ledger, live_through, require_simpy
@@ -39,10 +39,10 @@ class Estimate:
         mean = math.fsum(values) / len(values)
         if len(values) < 2:
             return cls(mean, math.inf)
-        from scipy.stats import t
+        from scipy.special import stdtrit  # Student's quantile, without the second that scipy.stats takes to import
 
         spread = float(np.std(values, ddof=1)) / math.sqrt(len(values))
-        return cls(mean, float(t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)) * spread)
+        return cls(mean, float(stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2)) * spread)
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,7 @@ def simulate(
         if on_run is not None:
             on_run(run)
     first = [ledger.useful_h / hours for ledger in ledgers[0]]
-    outcomes = tuple(
-        _outcome(answer.name, assumptions, book, hours, first) for answer, book in zip(answers, ledgers, strict=True)
-    )
+    outcomes = tuple(_outcome(answer, book, hours, first) for answer, book in zip(answers, ledgers, strict=True))
     checked = [
         Check(str(mesh), estimated, exact, step_error(assumptions, estimated, exact))
         for answer in answers
@@ -147,10 +145,8 @@ def simulate(
     return Study(assumptions, days, runs, seed, whole, outcomes, tuple(checked), known.n_planned)
 
 
-def _outcome(name: str, assumptions: Assumptions, book: list[Ledger], hours: float, first: list[float]) -> Outcome:
-    size = assumptions.mesh.size
-    owned = size + (assumptions.spares * math.prod(assumptions.host) if name == "hot spares" else 0)
-    money_an_hour = owned * assumptions.price + (assumptions.crew_price if name == "quick repair" else 0.0)
+def _outcome(answer: Answer, book: list[Ledger], hours: float, first: list[float]) -> Outcome:
+    size = answer.assumptions.mesh.size
     goodput = [ledger.useful_h / hours for ledger in book]
     causes = {
         "waiting": [ledger.waiting_h for ledger in book],
@@ -160,10 +156,10 @@ def _outcome(name: str, assumptions: Assumptions, book: list[Ledger], hours: flo
         "fewer chips": [ledger.short_h for ledger in book],
     }
     return Outcome(
-        name,
+        answer.name,
         goodput=Estimate.over(goodput),
-        utilisation=Estimate.over([g * size / owned for g in goodput]),
-        cost=Estimate.over([money_an_hour / (g * size) if g else math.inf for g in goodput]),
+        utilisation=Estimate.over([g * size / answer.owned_chips for g in goodput]),
+        cost=Estimate.over([answer.price_h / (g * size) if g else math.inf for g in goodput]),
         losses={cause: Estimate.over([h / hours for h in causes[cause]]) for cause in LOSSES},
         interruptions_a_year=Estimate.over([ledger.interruptions * 8760 / hours for ledger in book]),
         regrowths_a_year=Estimate.over([ledger.regrowths * 8760 / hours for ledger in book]),

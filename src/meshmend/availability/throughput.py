@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +48,10 @@ class Throughput:
         self._times: dict[Mesh, float] = {}
         self._loads: dict[Region, float] = {}
         self._extras: dict[Region, float] = {}
+        host = Region((0,) * self._machine.n_axes, assumptions.host)
+        self._middle = _moved(host, self._machine, self._machine.shape)
+        self._small = Mesh(tuple(max(1, n // 2) for n in self._machine.shape))
+        self._plain = Mesh(self._machine.shape)
 
     def rate(self, n_chips: int, all_reduce_s: float) -> float:
         """Return the work a second of `n_chips` chips over that of the whole machine."""
@@ -62,9 +67,8 @@ class Throughput:
         """Return the all-reduce time of a full mesh of this shape, cut from the machine."""
         if tuple(shape) == self._machine.shape:
             return self.exact(self._machine)
-        small = tuple(max(1, n // 2) for n in self._machine.shape)
-        low, high = sum(small), sum(self._machine.shape)
-        low_s, high_s = self.exact(Mesh(small)), self.exact(Mesh(self._machine.shape))
+        low, high = sum(self._small.shape), sum(self._plain.shape)
+        low_s, high_s = self.exact(self._small), self.exact(self._plain)
         if high == low:
             return high_s
         return max(0.0, low_s + (high_s - low_s) * (sum(shape) - low) / (high - low))
@@ -91,26 +95,27 @@ class Throughput:
     def _find_extra_s(self, hole: Region) -> float:
         if not self._assumptions.payload_bytes:
             return 0.0
-        middle = _moved(Region(hole.at, self._assumptions.host), self._machine, self._machine.shape)
-        if not self._leaves_a_machine(middle):
-            return 0.0
-        added = self.exact(self._machine.fail(middle)) - self.exact(self._machine)
+        added = self._middle_extra_s
         hardware = self._assumptions.hardware
         if hardware.links_at_once is None:
             place = _moved(hole, self._machine, _gaps(hole, self._machine))
-            more = self._load(place) - self._load(middle)
+            more = self._load(place) - self._load(self._middle)
             added += more * self._assumptions.payload_bytes / hardware.link_bytes_per_s
         return added
 
     def _load(self, hole: Region) -> float:
         if hole not in self._loads:
-            mesh = self._machine.fail(hole)
-            trees = grow(mesh, N_TREES) if mesh.is_connected and mesh.n_chips > 1 else None
+            mesh = self._machine.fail(hole) if hole.n_chips < self._machine.size else None
+            trees = grow(mesh, N_TREES) if mesh is not None and mesh.is_connected and mesh.n_chips > 1 else None
             self._loads[hole] = 0.0 if trees is None else float(np.bincount(trees.cables.ravel()).max()) / N_TREES
         return self._loads[hole]
 
-    def _leaves_a_machine(self, hole: Region) -> bool:
-        return hole.n_chips < self._machine.size and self._machine.fail(hole).is_connected
+    @cached_property
+    def _middle_extra_s(self) -> float:
+        if self._middle.n_chips == self._machine.size:
+            return 0.0
+        holed = self._machine.fail(self._middle)
+        return self.exact(holed) - self.exact(self._machine) if holed.is_connected else 0.0
 
 
 def _gaps(hole: Region, machine: Mesh) -> list[int]:

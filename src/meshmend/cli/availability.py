@@ -158,7 +158,12 @@ def _facts(study: Study) -> dict[str, Any]:
         "assumptions": {
             "host": name_shape(assumptions.host),
             "levels": [
-                {"name": one.name, "shape": name_shape(one.shape), "mtbf_h": one.mtbf_h, "repair_h": one.repair_h}
+                {
+                    "name": one.name,
+                    "shape": name_shape(one.shape),
+                    "mtbf_h": _finite(one.mtbf_h),
+                    "repair_h": one.repair_h,
+                }
                 for one in assumptions.levels
             ],
             "hardware": hardware_facts(assumptions.hardware),
