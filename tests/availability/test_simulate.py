@@ -83,6 +83,12 @@ def test_money() -> None:
     assert tolerant.cost.mean == pytest.approx(3 / tolerant.goodput.mean)
 
 
+def test_a_machine_of_one_host_whose_states_have_nothing_to_check() -> None:
+    study = simulate(Assumptions.of("4x2", mtbf_host_h=300, payload_bytes=1e6), days=100, runs=2)
+    assert all(check.mesh != "4x2" for check in study.checks)
+    assert study.outcomes[3].losses["waiting"].mean > 0
+
+
 def test_three_axes() -> None:
     machine = Assumptions.of("4x4x4", host=(2, 2, 1), board=None, mtbf_host_h=300, payload_bytes=1e6)
     study = simulate(machine, days=60, runs=2, checks=1)

@@ -77,6 +77,7 @@ def test_links_one_at_a_time() -> None:
     known = Throughput(Assumptions.of("8x8", hardware="tpu-v3-xla"))
     corner, middle = Region(at=(0, 2), shape=(2, 2)), Region(at=(0, 2), shape=(4, 2))
     assert known.holed_s([corner]) == known.holed_s([middle]) == known.exact(Mesh("8x8", failed=[middle]))
+    assert known.holed_s([corner, Region(at=(6, 6), shape=(2, 2))]) == known.holed_s([middle])
 
 
 def test_largest_part() -> None:
@@ -86,6 +87,7 @@ def test_largest_part() -> None:
     part[:, 2:] = True
     assert (largest_part(live, Mesh("3x5")) == part).all()
     assert (largest_part(live, Mesh("3x5", wrap=True)) == live).all()
+    assert not largest_part(np.zeros((3, 5), dtype=bool), Mesh("3x5", wrap=True)).any()
 
 
 def test_whole_hosts_and_outermost_holes() -> None:

@@ -224,7 +224,8 @@ class FaultTolerant(Answer):
         Those with most holes come first: they are the hardest to put together from holes on their own.
         """
         found = []
-        for key in sorted(self._known, key=lambda key: (-len(key), sorted(key)))[:n_states]:
+        trained = [key for key, footing in self._known.items() if footing.rate > 0]
+        for key in sorted(trained, key=lambda key: (-len(key), sorted(key)))[:n_states]:
             holes = outermost([self._parts[level][part] for level, part in key])
             mesh = Mesh(self.assumptions.mesh.shape, wrap=self.assumptions.mesh.wrap, failed=holes)
             lost = np.argwhere(~self._known[key].chips)

@@ -10,9 +10,9 @@ for a thousand chips takes seconds, so this is what is planned in full:
 
 What other holes add is told beside that one by the spanning trees of `weave`, the plan for long payloads: growing a few
 is cheap, and the all-reduce lengthens with the load of their busiest cable. It is the place that matters, hardly the
-size: near an edge a hole leaves a strip that few cables join to the rest. (Where a chip does not drive all its links at
-once, cables are not what holds it up, and the host in the middle stands for all holes.) Several holes add up. `exact`
-plans a state in full, to hold all this against.
+size: near an edge a hole leaves a strip that few cables join to the rest. Several holes add up. Where a chip does not
+drive all its links at once, cables are not what holds it up, and the host in the middle stands for any holes, however
+many. `exact` plans a state in full, to hold all this against.
 """
 
 from __future__ import annotations
@@ -61,6 +61,10 @@ class Throughput:
     def holed_s(self, holes: Sequence[Region]) -> float:
         """Return the all-reduce time of the machine with these holes, put together from holes on their own."""
         whole = self.exact(self._machine)
+        if not holes or not self._assumptions.payload_bytes:
+            return whole
+        if self._assumptions.hardware.links_at_once is not None:
+            return whole + self._middle_extra_s
         return whole + sum(self._extra_s(hole) for hole in holes)
 
     def full_s(self, shape: Sequence[int]) -> float:
@@ -89,19 +93,11 @@ class Throughput:
     def _extra_s(self, hole: Region) -> float:
         """Return what one hole adds to the all-reduce of the whole machine."""
         if hole not in self._extras:
-            self._extras[hole] = self._find_extra_s(hole)
-        return self._extras[hole]
-
-    def _find_extra_s(self, hole: Region) -> float:
-        if not self._assumptions.payload_bytes:
-            return 0.0
-        added = self._middle_extra_s
-        hardware = self._assumptions.hardware
-        if hardware.links_at_once is None:
             place = _moved(hole, self._machine, _gaps(hole, self._machine))
             more = self._load(place) - self._load(self._middle)
-            added += more * self._assumptions.payload_bytes / hardware.link_bytes_per_s
-        return added
+            unit_s = self._assumptions.payload_bytes / self._assumptions.hardware.link_bytes_per_s
+            self._extras[hole] = self._middle_extra_s + more * unit_s
+        return self._extras[hole]
 
     def _load(self, hole: Region) -> float:
         if hole not in self._loads:
@@ -156,6 +152,8 @@ def largest_part(live: NDArray[np.bool_], machine: Mesh) -> NDArray[np.bool_]:
     """Return the largest connected part of the live chips, as an array of the machine's shape."""
     from scipy.ndimage import label
 
+    if not live.any():
+        return live
     if any(machine.wrap):
         mesh = Mesh(machine.shape, wrap=machine.wrap, failed=[tuple(chip) for chip in np.argwhere(~live).tolist()])
         parts = np.full(live.shape, -1)

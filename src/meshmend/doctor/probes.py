@@ -150,12 +150,12 @@ def try_lab() -> dict[str, Any]:
 def try_simgrid() -> dict[str, Any]:
     """Simulate a schedule and compare with the prediction."""
     from meshmend.cost import predict
-    from meshmend.cost.simgrid import simulate
+    from meshmend.cost.simgrid import simulate, version
 
     schedule = plan(HOLED, "hamiltonian")
     seconds, foreseen = float(simulate(schedule, 1e6).sum()), predict(schedule, 1e6).seconds
     _expect(abs(seconds - foreseen) < 1e-5 * foreseen)
-    return {"detail": f"simulated an all-reduce on {HOLED}: as predicted"}
+    return {"detail": f"{version()}, simulated an all-reduce on {HOLED}: as predicted"}
 
 
 def try_drawing() -> dict[str, Any]:
