@@ -5,7 +5,20 @@ from __future__ import annotations
 import typer
 
 from meshmend import __version__
-from meshmend.cli import bench, compare, draw, lab, plan, predict, prepare, reproduce, route, verify
+from meshmend.cli import (
+    availability,
+    bench,
+    compare,
+    doctor,
+    draw,
+    lab,
+    plan,
+    predict,
+    prepare,
+    reproduce,
+    route,
+    verify,
+)
 from meshmend.cli import compile as compile_command
 from meshmend.cli.options import unbundled
 
@@ -23,8 +36,10 @@ app.command("verify")(unbundled(verify.command))
 app.command("predict")(unbundled(predict.command))
 app.command("compare")(unbundled(compare.command))
 app.command("reproduce")(unbundled(reproduce.command))
+app.command("availability")(unbundled(availability.command))
 app.command("draw")(unbundled(draw.command))
 app.command("compile")(unbundled(compile_command.command))
+app.command("doctor")(doctor.command)
 app.add_typer(lab.app, name="lab")
 app.add_typer(bench.app, name="bench")
 

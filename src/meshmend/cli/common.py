@@ -9,6 +9,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from meshmend.errors import MeshmendError
@@ -35,7 +36,7 @@ def told_errors(as_json: bool) -> Iterator[None]:
         if as_json:
             print_json({"error": type(error).__name__, "message": str(error)})
         else:
-            Console(stderr=True, soft_wrap=True).print(f"[bold red]Error:[/] {error}", highlight=False)
+            Console(stderr=True, soft_wrap=True).print(f"[bold red]Error:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(1) from None
 
 

@@ -45,6 +45,22 @@ def is_available() -> bool:
     return _interpreter() is not None
 
 
+def version() -> str | None:
+    """Return the version of SimGrid that some Python on this machine can import, or None."""
+    python = _interpreter()
+    if python is None:
+        return None
+    with tempfile.TemporaryDirectory() as elsewhere:
+        told = subprocess.run(  # noqa: S603  # see simulate
+            [python, "-c", "import simgrid; print(simgrid.simgrid_version)"],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=elsewhere,
+        )
+    return told.stdout.strip() or None
+
+
 def simulate(schedule: Schedule, payload_bytes: float, hardware: str | Hardware = "ideal") -> NDArray[np.float64]:
     """Return how long each step of `schedule` takes in SimGrid; their sum is what `predict` foresees in lock-step."""
     if not 0 < payload_bytes < float("inf"):

@@ -1,0 +1,243 @@
+"""The four answers to a failure that the paper's introduction lists, as a job meets them.
+
+An answer holds what is down and says what the job runs on. It knows nothing of time: the job asks it after each change.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshmend.availability.assumptions import Assumptions, Level
+from meshmend.availability.history import Strike, regions
+from meshmend.availability.rectangle import largest_box
+from meshmend.availability.throughput import Throughput, chips_of, largest_part, outermost, whole_hosts
+from meshmend.topology import Mesh, Region
+
+Part = tuple[int, int]
+"""A level's number and the number of a part of it."""
+
+
+@dataclass(frozen=True)
+class Footing:
+    """What a job runs on: its rate relative to the whole machine (0: it waits), and the chips it uses."""
+
+    rate: float
+    chips: NDArray[np.bool_]
+
+
+class Answer(ABC):
+    """Keeps track of what is down, and chooses what the job runs on."""
+
+    name: ClassVar[str]
+
+    def __init__(self, assumptions: Assumptions, throughput: Throughput, parts: list[list[Region]]) -> None:
+        self.assumptions = assumptions
+        self._throughput = throughput
+        self._parts = parts
+        self._down: set[Part] = set()
+        self._known: dict[frozenset[Part], Footing] = {}
+        self._whole = Footing(1.0, np.ones(assumptions.mesh.shape, dtype=np.bool_))
+        self._nothing = Footing(0.0, np.zeros(assumptions.mesh.shape, dtype=np.bool_))
+
+    @property
+    def start_h(self) -> float:
+        """From the decision what to run on to the first step."""
+        return self.assumptions.restart_s / 3600
+
+    @property
+    def owned_chips(self) -> int:
+        """Chips that are paid for."""
+        return self.assumptions.mesh.size
+
+    @property
+    def price_h(self) -> float:
+        """What an hour costs."""
+        return self.owned_chips * self.assumptions.price
+
+    def repair_h(self, level: Level) -> float:
+        """Return the mean time to repair a part."""
+        return level.repair_h
+
+    def strike(self, strike: Strike) -> Region | None:
+        """Take note of a failure; return the chips that are lost, or None if the part was down already."""
+        part = (strike.level, strike.part)
+        if part in self._down:
+            return None
+        self._down.add(part)
+        return self._parts[strike.level][strike.part]
+
+    def mend(self, strike: Strike) -> None:
+        """Take note of a repair."""
+        self._down.discard((strike.level, strike.part))
+
+    def reset(self) -> None:
+        """Begin another run with nothing down, and keep what is known of the states."""
+        self._down.clear()
+
+    def footing(self) -> Footing:
+        """Return what the job runs on as things are."""
+        if not self._down:
+            return self._whole
+        key = frozenset(self._down)
+        if key not in self._known:
+            self._known[key] = self._choose()
+        return self._known[key]
+
+    @abstractmethod
+    def _choose(self) -> Footing:
+        """Choose what to run on, with something down."""
+
+    @property
+    def holes(self) -> list[Region]:
+        """What is down, as regions that do not overlap."""
+        return outermost([self._parts[level][part] for level, part in self._down])
+
+    def _live(self) -> NDArray[np.bool_]:
+        live = np.ones(self.assumptions.mesh.shape, dtype=np.bool_)
+        for hole in self.holes:
+            live[hole.slices] = False
+        return live
+
+
+@final
+class QuickRepair(Answer):
+    """Fire fighters: the job waits until everything is repaired, which is done quickly."""
+
+    name = "quick repair"
+
+    @property
+    def price_h(self) -> float:
+        """The crew is paid as well."""
+        return super().price_h + self.assumptions.crew_price
+
+    def repair_h(self, level: Level) -> float:  # noqa: ARG002  # a crew takes as long for every part
+        """Return how long the crew takes."""
+        return self.assumptions.quick_repair_h
+
+    def _choose(self) -> Footing:
+        return self._nothing
+
+
+@final
+class SubMesh(Answer):
+    """The job goes on with the largest healthy rectangle of whole hosts."""
+
+    name = "sub-mesh"
+
+    def _choose(self) -> Footing:
+        host = self.assumptions.host
+        box = largest_box(whole_hosts(self._live(), host))
+        if box is None:
+            return self._nothing
+        chips = chips_of(box, host)
+        inside = self._nothing.chips.copy()
+        inside[chips.slices] = True
+        return Footing(self._throughput.rate(chips.n_chips, self._throughput.full_s(chips.shape)), inside)
+
+
+@final
+class HotSpares(Answer):
+    """A spare host takes the place of one with a failure; with none left, the job waits for a repair."""
+
+    name = "hot spares"
+
+    def __init__(self, assumptions: Assumptions, throughput: Throughput, parts: list[list[Region]]) -> None:
+        super().__init__(assumptions, throughput, parts)
+        self._left = assumptions.spares
+        self._empty: deque[int] = deque()
+
+    @property
+    def owned_chips(self) -> int:
+        """Spares are paid for whether they are needed or not."""
+        return super().owned_chips + self.assumptions.spares * math.prod(self.assumptions.host)
+
+    @property
+    def start_h(self) -> float:
+        """Swapping comes before the restart."""
+        return (self.assumptions.swap_s + self.assumptions.restart_s) / 3600
+
+    def reset(self) -> None:
+        """Begin another run with all spares in place."""
+        super().reset()
+        self._left = self.assumptions.spares
+        self._empty.clear()
+
+    def strike(self, strike: Strike) -> Region | None:
+        """Send the part's host to repair; return its chips, or None if its place is empty."""
+        place = self._place(self._parts[strike.level][strike.part])
+        if place in self._empty:
+            return None
+        if self._left:
+            self._left -= 1
+        else:
+            self._empty.append(place)
+        return self._parts[strike.level][strike.part]
+
+    def mend(self, strike: Strike) -> None:  # noqa: ARG002  # hosts are alike: whichever comes back
+        """Put the repaired host where one is missing longest, or with the spares."""
+        if self._empty:
+            self._empty.popleft()
+        else:
+            self._left += 1
+
+    def footing(self) -> Footing:
+        """Return the whole machine, or nothing while a host is missing."""
+        return self._nothing if self._empty else self._whole
+
+    def _place(self, chips: Region) -> int:
+        shape, host = self.assumptions.mesh.shape, self.assumptions.host
+        grid = tuple(n // h for n, h in zip(shape, host, strict=True))
+        return int(np.ravel_multi_index([a // h for a, h in zip(chips.at, host, strict=True)], grid))
+
+    def _choose(self) -> Footing:
+        return self._nothing
+
+
+@final
+class FaultTolerant(Answer):
+    """The job goes on with every chip that is left, round the holes; of survivors cut in parts, the largest."""
+
+    name = "fault-tolerant"
+
+    @property
+    def start_h(self) -> float:
+        """Planning comes before the restart."""
+        return (self.assumptions.replan_s + self.assumptions.restart_s) / 3600
+
+    def _choose(self) -> Footing:
+        part = largest_part(self._live(), self.assumptions.mesh)
+        count = int(part.sum())
+        if not count:
+            return self._nothing
+        return Footing(self._throughput.rate(count, self._throughput.holed_s(self.holes)), part)
+
+    def check(self, n_states: int) -> list[tuple[Mesh, float, float]]:
+        """Plan states that were met in full: each with its estimated and its exact all-reduce time.
+
+        Those with most holes come first: they are the hardest to put together from holes on their own.
+        """
+        found = []
+        trained = [key for key, footing in self._known.items() if footing.rate > 0]
+        for key in sorted(trained, key=lambda key: (-len(key), sorted(key)))[:n_states]:
+            holes = outermost([self._parts[level][part] for level, part in key])
+            mesh = Mesh(self.assumptions.mesh.shape, wrap=self.assumptions.mesh.wrap, failed=holes)
+            lost = np.argwhere(~self._known[key].chips)
+            mesh = Mesh(mesh.shape, wrap=mesh.wrap, failed=[tuple(chip) for chip in lost.tolist()])
+            found.append((mesh, self._throughput.holed_s(holes), self._throughput.exact(mesh)))
+        return found
+
+
+ANSWERS: tuple[type[Answer], ...] = (QuickRepair, SubMesh, HotSpares, FaultTolerant)
+
+
+def make_answers(assumptions: Assumptions, throughput: Throughput) -> list[Answer]:
+    """Return the four answers for one machine."""
+    parts = regions(assumptions)
+    return [kind(assumptions, throughput, parts) for kind in ANSWERS]

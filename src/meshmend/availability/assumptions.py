@@ -1,0 +1,162 @@
+"""Assumptions: every number that the study stands on, with where it comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from meshmend.cost.hardware import Hardware, find_hardware
+from meshmend.errors import MeshError, ParameterError
+from meshmend.study.paper import BYTES_A_GRADIENT, CASES, WORKLOADS
+from meshmend.topology import Mesh, name_shape
+
+Grow = Literal["worth", "checkpoint", "at-once", "failure"]
+GROWS: tuple[Grow, ...] = get_args(Grow)
+
+_BERT = WORKLOADS["BERT"]
+_BERT_OVERHEAD = next(case.overhead for case in CASES if case.model == "BERT" and case.chips == 1024)
+
+_LLAMA = (
+    "The Llama 3 Herd of Models (Meta, 2024), table 5: 419 unexpected interruptions in 54 days on 16,384 GPUs, 8 a "
+    "host. GPUs, not TPUs: no failure rate of a 2-D TPU mesh is published that we know of"
+)
+SOURCES: Mapping[str, str] = {
+    "mtbf_chip_h": f"246 of the 419 (58.7 %) were laid to a GPU or its memory: 54 d × 16,384 / 246. {_LLAMA}",
+    "mtbf_board_h": f"35 of the 419 (8.4 %) were network switches and cables, taken here as a board's: 54 d × 4,096 / "
+    f"35. {_LLAMA}",
+    "mtbf_host_h": f"the other 138 of the 419, software included, as a host's: 54 d × 2,048 / 138. {_LLAMA}",
+    "repair_h": "an estimate: found, fetched, changed and tested within a day",
+    "quick_repair_h": "an estimate: four hours is a common promise for replacing hardware on site",
+    "checkpoint_min": "about every hour, cloud.google.com/tpu/docs/maintenance-events",
+    "save_s": "an estimate within the 'seconds to minutes' of cloud.google.com/tpu/docs/maintenance-events",
+    "detect_s": "an estimate: a few missed heartbeats and a decision",
+    "restart_s": "an estimate: start the processes, compile or load the program, restore the checkpoint",
+    "swap_s": "an estimate: wire a spare host into the mesh and test its links",
+    "replan_s": "an estimate: plan and prove for a 32x32 mesh takes a few seconds (`meshmend plan`)",
+    "spares": "a choice: two hosts; that any spare can stand in for any host is generous to this answer",
+    "price": "list price of TPU v3: $8 an hour for a v3-8, which is four chips; give your own",
+    "crew_price": "not counted unless given: what it costs to have people who repair quickly, always there",
+    "compute_s": f"BERT on 1024 chips of TPU v3, as in `meshmend reproduce`: {_BERT.step_source}, less the 6.0 % that "
+    "table 2 gives to the all-reduce",
+    "payload_bytes": f"BERT's gradients at 2 bytes: {_BERT.parameters_source}",
+}
+
+
+@dataclass(frozen=True)
+class Level:
+    """A kind of part that fails as a whole: a chip, a board, a host. `shape` tiles the mesh.
+
+    `mtbf_h` is the mean time between failures of one such part, `repair_h` the mean time to repair it. Both are
+    exponentially distributed; an infinite `mtbf_h` means that it never fails.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    mtbf_h: float
+    repair_h: float
+
+    def __post_init__(self) -> None:
+        if not self.mtbf_h > 0:
+            raise ParameterError(f"The {self.name}'s mean time between failures is {self.mtbf_h} h, expected above 0.")
+        if not 0 <= self.repair_h < math.inf:
+            raise ParameterError(f"The {self.name}'s mean time to repair is {self.repair_h} h, expected 0 or more.")
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """A machine, how its parts fail, how a job on it starts again, and what it trains. `SOURCES` says why.
+
+    `mesh` is the machine with nothing failed. `levels` are the parts that fail. `host` is the unit that is swapped for
+    a spare and that a sub-mesh is made of. `grow` says when a job that runs on fewer chips takes repaired ones in:
+    at the end of the next checkpoint if that is `worth` the restart, at every next `checkpoint`, `at-once` (saving a
+    checkpoint first), or only when the next `failure` interrupts it anyway.
+
+    >>> a = Assumptions.of("32x32")
+    >>> round(a.failures_per_h * 24, 2), "failures a day"
+    (0.49, 'failures a day')
+    """
+
+    mesh: Mesh
+    host: tuple[int, ...]
+    levels: tuple[Level, ...]
+    quick_repair_h: float = 4.0
+    checkpoint_min: float = 60.0
+    save_s: float = 30.0
+    detect_s: float = 60.0
+    restart_s: float = 300.0
+    swap_s: float = 60.0
+    replan_s: float = 10.0
+    spares: int = 2
+    price: float = 2.0
+    crew_price: float = 0.0
+    compute_s: float = _BERT.step_s * (1 - _BERT_OVERHEAD)
+    payload_bytes: float = _BERT.parameters * BYTES_A_GRADIENT
+    hardware: Hardware = dataclasses.field(default_factory=lambda: find_hardware("tpu-v3"))
+    grow: Grow = "worth"
+
+    @classmethod
+    def of(
+        cls,
+        mesh: Mesh | str,
+        *,
+        host: tuple[int, ...] = (4, 2),
+        board: tuple[int, ...] | None = (2, 2),
+        mtbf_chip_h: float = 85_000,
+        mtbf_board_h: float = 150_000,
+        mtbf_host_h: float = 19_000,
+        repair_chip_h: float = 24.0,
+        repair_board_h: float = 24.0,
+        repair_host_h: float = 24.0,
+        hardware: str | Hardware = "tpu-v3",
+        **others: object,
+    ) -> Assumptions:
+        """Return the assumptions for a machine of chips, boards (or None) and hosts; `others` are fields."""
+        machine = Mesh(mesh) if isinstance(mesh, str) else mesh
+        levels = [
+            Level("host", host, mtbf_host_h, repair_host_h),
+            Level("chip", (1,) * machine.n_axes, mtbf_chip_h, repair_chip_h),
+        ]
+        if board is not None:
+            levels.insert(1, Level("board", board, mtbf_board_h, repair_board_h))
+        return cls(machine, host, tuple(levels), hardware=find_hardware(hardware), **others)  # type: ignore[arg-type]
+
+    def __post_init__(self) -> None:
+        if not self.mesh.is_full:
+            raise MeshError(f"A study begins with a whole machine: got {self.mesh}. Leave the failures out.")
+        for name, shape in (("host", self.host), *((level.name, level.shape) for level in self.levels)):
+            if len(shape) != self.mesh.n_axes or any(n % s for n, s in zip(self.mesh.shape, shape, strict=False)):
+                raise MeshError(
+                    f"A {name} of {name_shape(shape)} chips does not tile a {name_shape(self.mesh.shape)} mesh."
+                )
+            if any(h % s for h, s in zip(self.host, shape, strict=True)):
+                raise MeshError(
+                    f"A host of {name_shape(self.host)} chips is not made of {name}s of {name_shape(shape)}."
+                )
+        for field in ("checkpoint_min", "compute_s"):
+            if not 0 < getattr(self, field) < math.inf:
+                raise ParameterError(f"{field} is {getattr(self, field)}, expected a positive number.")
+        for field in (
+            *("quick_repair_h", "save_s", "detect_s", "restart_s", "swap_s", "replan_s", "spares", "price"),
+            *("crew_price", "payload_bytes"),
+        ):
+            if not 0 <= getattr(self, field) < math.inf:
+                raise ParameterError(f"{field} is {getattr(self, field)}, expected 0 or more.")
+        if self.grow not in GROWS:
+            raise ParameterError(f"grow is {self.grow!r}, expected one of: {', '.join(GROWS)}.")
+
+    @property
+    def failures_per_h(self) -> float:
+        """Failures of the whole machine an hour, with nothing down."""
+        return sum(self.parts(level) / level.mtbf_h for level in self.levels)
+
+    def parts(self, level: Level) -> int:
+        """Return how many parts of a level the machine has."""
+        return self.mesh.size // math.prod(level.shape)
+
+    def scaled(self, factor: float) -> Assumptions:
+        """Return the same with every mean time between failures multiplied."""
+        levels = tuple(dataclasses.replace(level, mtbf_h=level.mtbf_h * factor) for level in self.levels)
+        return dataclasses.replace(self, levels=levels)

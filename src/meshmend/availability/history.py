@@ -1,0 +1,42 @@
+"""History: when which part of a machine fails, drawn once and told to every answer alike.
+
+Failures of a level come as a Poisson process over all its parts. One that strikes a part that is down already is no
+failure, so each part alternates between exponential times up and its repairs; and because the draws do not depend on
+how long repairs take, machines that are repaired at different speeds still live through the same strikes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from meshmend.availability.assumptions import Assumptions
+from meshmend.topology import Region, all_placements
+
+
+class Strike(NamedTuple):
+    """A part is struck `at_h` hours into the run; its repair takes `patience` times the mean of its level."""
+
+    at_h: float
+    level: int
+    part: int
+    patience: float
+
+
+def draw(assumptions: Assumptions, hours: float, seed: int, run: int) -> list[Strike]:
+    """Return all strikes of one run in order."""
+    strikes = []
+    for number, level in enumerate(assumptions.levels):
+        random = np.random.default_rng([seed, run, number])
+        parts = assumptions.parts(level)
+        count = int(random.poisson(parts * hours / level.mtbf_h))
+        times, struck = random.uniform(0, hours, count), random.integers(parts, size=count)
+        patience = random.exponential(size=count)
+        strikes += [Strike(float(t), number, int(p), float(r)) for t, p, r in zip(times, struck, patience, strict=True)]
+    return sorted(strikes)
+
+
+def regions(assumptions: Assumptions) -> list[list[Region]]:
+    """Return the chips of every part, for each level in the order of its parts."""
+    return [all_placements(assumptions.mesh.shape, level.shape, align=level.shape) for level in assumptions.levels]

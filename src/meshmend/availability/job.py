@@ -1,0 +1,198 @@
+"""Job: a training job's life on a machine that fails and is repaired, as a simpy process.
+
+Three things happen to a machine: strikes, repairs, and what the job does about them. Checkpoints are not events:
+between two interruptions they come at fixed intervals, so what they keep is a division and not thousands of wake-ups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from meshmend.availability.answers import Answer, Footing
+from meshmend.availability.history import Strike
+from meshmend.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    import simpy
+
+Process = Generator[Any, Any, None]
+
+
+@dataclass
+class Ledger:
+    """Where the hours of a run went, each as hours of the whole machine; they add up to the run.
+
+    `useful_h` was trained and kept, `lost_h` was trained and thrown away, `short_h` is what the missing chips and the
+    slower steps cost while training, `saving_h` was spent on checkpoints, `restarting_h` on noticing a failure and
+    starting again, `waiting_h` with nothing to run on. `interruptions` counts failures that stopped the job,
+    `regrowths` the restarts to take repaired chips in.
+    """
+
+    useful_h: float = 0.0
+    lost_h: float = 0.0
+    short_h: float = 0.0
+    saving_h: float = 0.0
+    restarting_h: float = 0.0
+    waiting_h: float = 0.0
+    interruptions: int = 0
+    regrowths: int = 0
+
+
+def live_through(answer: Answer, strikes: Sequence[Strike], hours: float) -> Ledger:
+    """Play one run: `hours` of a machine that meets these strikes, under one answer."""
+    answer.reset()
+    return _Life(answer, strikes, hours).play()
+
+
+class _Life:
+    def __init__(self, answer: Answer, strikes: Sequence[Strike], hours: float) -> None:
+        library = require_simpy()
+        self._env: simpy.Environment = library.Environment()
+        self._interrupt: type[simpy.Interrupt] = library.Interrupt
+        self._answer = answer
+        self._strikes = strikes
+        self._hours = hours
+        self._ledger = Ledger()
+        self._footing: Footing | None = None
+        """What the job runs on or starts up on: a failure elsewhere does not touch it."""
+        self._doing: Literal["waiting", "restarting", "training"] = "waiting"
+        self._since = 0.0
+        self._changed = self._env.event()
+        assumptions = answer.assumptions
+        self._interval_h = assumptions.checkpoint_min / 60
+        self._save_h = assumptions.save_s / 3600
+        self._detect_h = assumptions.detect_s / 3600
+        self._job = self._env.process(self._train_forever())
+
+    def play(self) -> Ledger:
+        self._env.process(self._fail())
+        self._env.run(until=self._hours)
+        # The run is a window on a longer life: what is under way is booked up to its end, and nothing is lost by it.
+        if self._doing == "training" and self._footing is not None:
+            self._book(self._footing, kept=True)
+        else:
+            self._turn_to("waiting")
+        return self._ledger
+
+    def _fail(self) -> Process:
+        for strike in self._strikes:
+            yield self._env.timeout(strike.at_h - self._env.now)
+            chips = self._answer.strike(strike)
+            if chips is None:
+                continue
+            self._env.process(self._repair(strike))
+            if self._footing is not None and self._footing.chips[chips.slices].any():
+                self._footing = None
+                self._job.interrupt(_FAILURE)
+
+    def _repair(self, strike: Strike) -> Process:
+        level = self._answer.assumptions.levels[strike.level]
+        yield self._env.timeout(strike.patience * self._answer.repair_h(level))
+        self._answer.mend(strike)
+        self._changed.succeed()
+        self._changed = self._env.event()
+        if self._doing == "training" and self._footing is not None:
+            self._job.interrupt(_REPAIR)
+
+    def _train_forever(self) -> Process:
+        start_h = 0.0
+        while True:
+            footing = self._answer.footing()
+            if footing.rate <= 0:
+                self._turn_to("waiting")
+                yield self._changed
+                continue
+            self._turn_to("restarting")
+            self._footing = footing
+            try:
+                yield self._env.timeout(start_h)
+                failed = False
+            except self._interrupt:
+                failed = True
+            if not failed:
+                failed = yield from self._train(footing)
+            start_h = self._answer.start_h
+            if failed:
+                self._ledger.interruptions += 1
+                self._turn_to("restarting")
+                yield self._env.timeout(self._detect_h)
+            else:
+                self._ledger.regrowths += 1
+
+    def _train(self, footing: Footing) -> Generator[Any, Any, bool]:
+        """Train until a failure ends it (True), or a stop that was planned to take repaired chips in (False)."""
+        self._turn_to("training")
+        stop_at: float | None = None
+        while True:
+            if stop_at is None and self._worth_growing(footing):
+                stop_at = self._next_stop()
+            try:
+                yield self._env.event() if stop_at is None else self._env.timeout(stop_at - self._env.now)
+            except self._interrupt as cut:
+                if cut.cause == _FAILURE:
+                    self._book(footing, kept=False)
+                    return True
+            else:
+                at_once = self._answer.assumptions.grow == "at-once"
+                self._book(footing, kept=True, saved_last_h=self._save_h if at_once else 0.0)
+                return False
+
+    def _worth_growing(self, footing: Footing) -> bool:
+        policy, better = self._answer.assumptions.grow, self._answer.footing()
+        gain = better.rate - footing.rate
+        if policy == "failure" or gain <= 1e-12:
+            return False
+        if policy != "worth":
+            return True
+        failures_per_h = self._answer.assumptions.failures_per_h
+        return not failures_per_h or gain / failures_per_h > better.rate * self._answer.start_h
+
+    def _next_stop(self) -> float:
+        """Return when a planned stop has its checkpoint: the next regular one, or one of its own."""
+        now = float(self._env.now)
+        if self._answer.assumptions.grow == "at-once":
+            return now + self._save_h
+        cycle = self._interval_h + self._save_h
+        return self._since + (math.floor((now - self._since) / cycle) + 1) * cycle
+
+    def _turn_to(self, what: Literal["waiting", "restarting", "training"]) -> None:
+        """Book the wait or the restart that ends now, and begin something else."""
+        took = self._env.now - self._since
+        if self._doing == "waiting":
+            self._ledger.waiting_h += took
+        elif self._doing == "restarting":
+            self._ledger.restarting_h += took
+        self._doing, self._since = what, self._env.now
+
+    def _book(self, footing: Footing, *, kept: bool, saved_last_h: float = 0.0) -> None:
+        """Book the training that ends now. If it is not kept, what was done since the last checkpoint is lost.
+
+        `saved_last_h` at the end went into a checkpoint out of turn.
+        """
+        took = self._env.now - self._since
+        cycle = self._interval_h + self._save_h
+        # A planned stop falls on the end of a checkpoint; a rounding error must not cost that checkpoint.
+        regular = took - saved_last_h + 1e-9
+        checkpoints = math.floor(regular / cycle)
+        safe = checkpoints * self._interval_h
+        trained = max(0.0, min(regular - 1e-9 - checkpoints * cycle, self._interval_h))
+        self._ledger.useful_h += (safe + (trained if kept else 0.0)) * footing.rate
+        self._ledger.lost_h += (0.0 if kept else trained) * footing.rate
+        self._ledger.short_h += (safe + trained) * (1 - footing.rate)
+        self._ledger.saving_h += took - safe - trained
+        self._doing, self._since = "restarting", self._env.now
+
+
+_FAILURE, _REPAIR = "failure", "repair"
+
+
+def require_simpy() -> Any:
+    """Return simpy, or say how to get it."""
+    try:
+        import simpy
+    except ImportError:
+        raise MissingExtraError("A study of availability", "simpy", "pip install 'meshmend[availability]'") from None
+    return simpy

@@ -1,0 +1,167 @@
+"""Simulate: the four answers side by side, over independent runs of a machine's life.
+
+Every run draws one history and plays it under each answer, so the differences between answers are paired: what is
+luck is luck for all four. Intervals are Student's, over the runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshmend.availability.answers import Answer, FaultTolerant, make_answers
+from meshmend.availability.assumptions import Assumptions
+from meshmend.availability.history import draw
+from meshmend.availability.job import Ledger, live_through, require_simpy
+from meshmend.availability.throughput import Throughput, step_error
+from meshmend.errors import ParameterError
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over runs, and half the width of its 95 % interval: infinite with one run."""
+
+    mean: float
+    half_width: float
+
+    @classmethod
+    def over(cls, values: Sequence[float]) -> Estimate:
+        """Return the estimate from one value a run.
+
+        >>> Estimate.over([1.0, 2.0, 3.0])
+        Estimate(mean=2.0, half_width=2.484...)
+        """
+        mean = math.fsum(values) / len(values)
+        if len(values) < 2:
+            return cls(mean, math.inf)
+        from scipy.special import stdtrit  # Student's quantile, without the second that scipy.stats takes to import
+
+        spread = float(np.std(values, ddof=1)) / math.sqrt(len(values))
+        return cls(mean, float(stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2)) * spread)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one answer brings. Fractions are of the hours of a machine that never fails and never saves.
+
+    `goodput` is the work that was kept; it and `losses` (by cause) add up to 1. `utilisation` is the same work over all
+    chips that are owned, spares included. `cost` is money a useful chip-hour. `gain` is the goodput above that of the
+    first answer, run by run.
+    """
+
+    name: str
+    goodput: Estimate
+    utilisation: Estimate
+    cost: Estimate
+    losses: dict[str, Estimate]
+    interruptions_a_year: Estimate
+    regrowths_a_year: Estimate
+    gain: Estimate
+
+    @property
+    def downtime(self) -> float:
+        """The part of the time in which nothing was trained."""
+        return self.losses["waiting"].mean + self.losses["restarting"].mean
+
+
+@dataclass(frozen=True)
+class Check:
+    """A state that was planned in full, to see how far its estimate is off. `error` is that of the step's length."""
+
+    mesh: str
+    estimated_s: float
+    exact_s: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Study:
+    """The answers side by side, what they stand on, and how good the estimated states are."""
+
+    assumptions: Assumptions
+    days: float
+    runs: int
+    seed: int
+    all_reduce_s: float
+    outcomes: tuple[Outcome, ...]
+    checks: tuple[Check, ...]
+    planned: int
+
+    @property
+    def ideal_chip_hours(self) -> float:
+        """Useful chip-hours of one run of a machine that never fails."""
+        return self.assumptions.mesh.size * self.days * 24
+
+
+LOSSES = ("waiting", "restarting", "lost work", "checkpoints", "fewer chips")
+"""Where work goes that is not kept, in the order in which it is told."""
+
+
+def simulate(
+    assumptions: Assumptions,
+    *,
+    days: float = 365.0,
+    runs: int = 20,
+    seed: int = 0,
+    checks: int = 2,
+    throughput: Throughput | None = None,
+    on_run: Callable[[int], None] | None = None,
+) -> Study:
+    """Play `runs` lives of `days` days under the four answers. `checks` states are planned in full for comparison.
+
+    `throughput` may be passed to share what is known of a machine's states among several studies.
+
+    >>> study = simulate(Assumptions.of("8x8", payload_bytes=1e6), days=30, runs=2, checks=0)
+    >>> [outcome.name for outcome in study.outcomes]
+    ['quick repair', 'sub-mesh', 'hot spares', 'fault-tolerant']
+    """
+    if not 0 < days < math.inf or runs < 1:
+        raise ParameterError(f"A study needs at least one run of some days: got {runs} runs of {days} days.")
+    require_simpy()
+    hours = days * 24
+    known = throughput or Throughput(assumptions)
+    answers = make_answers(assumptions, known)
+    ledgers: list[list[Ledger]] = [[] for _ in answers]
+    for run in range(runs):
+        strikes = draw(assumptions, hours, seed, run)
+        for answer, book in zip(answers, ledgers, strict=True):
+            book.append(live_through(answer, strikes, hours))
+        if on_run is not None:
+            on_run(run)
+    first = [ledger.useful_h / hours for ledger in ledgers[0]]
+    outcomes = tuple(_outcome(answer, book, hours, first) for answer, book in zip(answers, ledgers, strict=True))
+    checked = [
+        Check(str(mesh), estimated, exact, step_error(assumptions, estimated, exact))
+        for answer in answers
+        if isinstance(answer, FaultTolerant)
+        for mesh, estimated, exact in answer.check(checks)
+    ]
+    whole = known.exact(assumptions.mesh)
+    return Study(assumptions, days, runs, seed, whole, outcomes, tuple(checked), known.n_planned)
+
+
+def _outcome(answer: Answer, book: list[Ledger], hours: float, first: list[float]) -> Outcome:
+    size = answer.assumptions.mesh.size
+    goodput = [ledger.useful_h / hours for ledger in book]
+    causes = {
+        "waiting": [ledger.waiting_h for ledger in book],
+        "restarting": [ledger.restarting_h for ledger in book],
+        "lost work": [ledger.lost_h for ledger in book],
+        "checkpoints": [ledger.saving_h for ledger in book],
+        "fewer chips": [ledger.short_h for ledger in book],
+    }
+    return Outcome(
+        answer.name,
+        goodput=Estimate.over(goodput),
+        utilisation=Estimate.over([g * size / answer.owned_chips for g in goodput]),
+        cost=Estimate.over([answer.price_h / (g * size) if g else math.inf for g in goodput]),
+        losses={cause: Estimate.over([h / hours for h in causes[cause]]) for cause in LOSSES},
+        interruptions_a_year=Estimate.over([ledger.interruptions * 8760 / hours for ledger in book]),
+        regrowths_a_year=Estimate.over([ledger.regrowths * 8760 / hours for ledger in book]),
+        gain=Estimate.over([g - f for g, f in zip(goodput, first, strict=True)]),
+    )

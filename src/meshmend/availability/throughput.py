@@ -1,0 +1,190 @@
+"""Throughput: how fast a job trains on what is left of a machine, next to the whole machine.
+
+The batch of a chip stays as it is, so a step is `compute_s` and the all-reduce, and a machine trains in proportion to
+chips / step. The all-reduce is predicted for the fastest plan (`auto`). A study meets thousands of states and a plan
+for a thousand chips takes seconds, so this is what is planned in full:
+
+- the whole machine, and a full mesh of half its sides; other full meshes lie on the line between these two, by the sum
+  of their sides;
+- the machine with one host lost, in its middle.
+
+What other holes add is told beside that one by the spanning trees of `weave`, the plan for long payloads: growing a few
+is cheap, and the all-reduce lengthens with the load of their busiest cable. It is the place that matters, hardly the
+size: near an edge a hole leaves a strip that few cables join to the rest. Several holes add up. Where a chip does not
+drive all its links at once, cables are not what holds it up, and the host in the middle stands for any holes, however
+many. `exact` plans a state in full, to hold all this against.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshmend.availability.assumptions import Assumptions
+from meshmend.planning.auto import Field
+from meshmend.planning.trees import grow
+from meshmend.topology import Mesh, Region
+
+GAPS = (0, 1, 2, 4)
+"""Distances to the edge that are told apart, each up to the next."""
+
+INSIDE = 6
+"""From this many chips to the edge a hole is as good as in the middle: seen on 32x32, where the rest varies by 1 %."""
+
+N_TREES = 128
+"""Trees that tell what a place adds: the load of a cable comes out to 1/128 of the payload."""
+
+
+class Throughput:
+    """All-reduce times and rates of a machine's states, remembered. Rates are relative to the whole machine."""
+
+    def __init__(self, assumptions: Assumptions) -> None:
+        self._assumptions = assumptions
+        self._machine = assumptions.mesh
+        self._times: dict[Mesh, float] = {}
+        self._loads: dict[Region, float] = {}
+        self._extras: dict[Region, float] = {}
+        host = Region((0,) * self._machine.n_axes, assumptions.host)
+        self._middle = _moved(host, self._machine, self._machine.shape)
+        self._small = Mesh(tuple(max(1, n // 2) for n in self._machine.shape))
+        self._plain = Mesh(self._machine.shape)
+
+    def rate(self, n_chips: int, all_reduce_s: float) -> float:
+        """Return the work a second of `n_chips` chips over that of the whole machine."""
+        compute = self._assumptions.compute_s
+        return n_chips / self._machine.size * (compute + self.exact(self._machine)) / (compute + all_reduce_s)
+
+    def holed_s(self, holes: Sequence[Region]) -> float:
+        """Return the all-reduce time of the machine with these holes, put together from holes on their own."""
+        whole = self.exact(self._machine)
+        if not holes or not self._assumptions.payload_bytes:
+            return whole
+        if self._assumptions.hardware.links_at_once is not None:
+            return whole + self._middle_extra_s
+        return whole + sum(self._extra_s(hole) for hole in holes)
+
+    def full_s(self, shape: Sequence[int]) -> float:
+        """Return the all-reduce time of a full mesh of this shape, cut from the machine."""
+        if tuple(shape) == self._machine.shape:
+            return self.exact(self._machine)
+        low, high = sum(self._small.shape), sum(self._plain.shape)
+        low_s, high_s = self.exact(self._small), self.exact(self._plain)
+        if high == low:
+            return high_s
+        return max(0.0, low_s + (high_s - low_s) * (sum(shape) - low) / (high - low))
+
+    def exact(self, mesh: Mesh) -> float:
+        """Return the all-reduce time of the fastest plan for this very mesh."""
+        if mesh not in self._times:
+            payload = self._assumptions.payload_bytes
+            alone = mesh.n_chips == 1 or not payload
+            self._times[mesh] = 0.0 if alone else Field(mesh).choose(payload, self._assumptions.hardware).seconds
+        return self._times[mesh]
+
+    @property
+    def n_planned(self) -> int:
+        """How many meshes have been planned in full."""
+        return len(self._times)
+
+    def _extra_s(self, hole: Region) -> float:
+        """Return what one hole adds to the all-reduce of the whole machine."""
+        if hole not in self._extras:
+            place = _moved(hole, self._machine, _gaps(hole, self._machine))
+            more = self._load(place) - self._load(self._middle)
+            unit_s = self._assumptions.payload_bytes / self._assumptions.hardware.link_bytes_per_s
+            self._extras[hole] = self._middle_extra_s + more * unit_s
+        return self._extras[hole]
+
+    def _load(self, hole: Region) -> float:
+        if hole not in self._loads:
+            mesh = self._machine.fail(hole) if hole.n_chips < self._machine.size else None
+            trees = grow(mesh, N_TREES) if mesh is not None and mesh.is_connected and mesh.n_chips > 1 else None
+            self._loads[hole] = 0.0 if trees is None else float(np.bincount(trees.cables.ravel()).max()) / N_TREES
+        return self._loads[hole]
+
+    @cached_property
+    def _middle_extra_s(self) -> float:
+        if self._middle.n_chips == self._machine.size:
+            return 0.0
+        holed = self._machine.fail(self._middle)
+        return self.exact(holed) - self.exact(self._machine) if holed.is_connected else 0.0
+
+
+def _gaps(hole: Region, machine: Mesh) -> list[int]:
+    """Return how far the hole is from the nearer edge on each axis, up to where it no longer matters."""
+    gaps = []
+    for at, length, side, wrap in zip(hole.at, hole.shape, machine.shape, machine.wrap, strict=True):
+        gap = min(at, side - at - length)
+        gaps.append(INSIDE if wrap or gap >= INSIDE else max(known for known in GAPS if known <= gap))
+    # Turning a square hole over the diagonal of a square machine changes nothing.
+    return sorted(gaps) if len(set(zip(hole.shape, machine.shape, machine.wrap, strict=True))) == 1 else gaps
+
+
+def _moved(hole: Region, machine: Mesh, gaps: Sequence[int]) -> Region:
+    """Return the hole at these distances from the edge; beyond those that matter, in the middle of its own grid."""
+    at = []
+    for gap, length, side in zip(gaps, hole.shape, machine.shape, strict=True):
+        middle = (side - length) // 2 // length * length
+        at.append(gap if gap < min(INSIDE, middle) else middle)
+    return Region(at=tuple(at), shape=hole.shape)
+
+
+def outermost(holes: Sequence[Region]) -> list[Region]:
+    """Return the holes that lie in no other; the parts of a machine nest, so these do not overlap."""
+    kept: list[Region] = []
+    for hole in sorted(set(holes), key=lambda hole: -hole.n_chips):
+        if not any(_within(hole, other) for other in kept):
+            kept.append(hole)
+    return kept
+
+
+def _within(inner: Region, outer: Region) -> bool:
+    return all(
+        a <= b and b + m <= a + n for a, n, b, m in zip(outer.at, outer.shape, inner.at, inner.shape, strict=True)
+    )
+
+
+def largest_part(live: NDArray[np.bool_], machine: Mesh) -> NDArray[np.bool_]:
+    """Return the largest connected part of the live chips, as an array of the machine's shape."""
+    from scipy.ndimage import label
+
+    if not live.any():
+        return live
+    if any(machine.wrap):
+        mesh = Mesh(machine.shape, wrap=machine.wrap, failed=[tuple(chip) for chip in np.argwhere(~live).tolist()])
+        parts = np.full(live.shape, -1)
+        parts[live] = mesh.component_of
+        count = mesh.n_components
+    else:
+        labelled, count = label(live)
+        parts = labelled - 1
+    if count <= 1:
+        return live
+    sizes = np.bincount(parts[live], minlength=count)
+    return np.asarray(parts == int(sizes.argmax()))
+
+
+def whole_hosts(live: NDArray[np.bool_], host: Sequence[int]) -> NDArray[np.bool_]:
+    """Return a grid of hosts, True where every chip of the host is live."""
+    split = [n for side, length in zip(live.shape, host, strict=True) for n in (side // length, length)]
+    inner = tuple(range(1, 2 * live.ndim, 2))
+    return np.asarray(live.reshape(split).all(axis=inner))
+
+
+def chips_of(box: Region, host: Sequence[int]) -> Region:
+    """Return the chips of a box of hosts."""
+    return Region(
+        at=tuple(a * h for a, h in zip(box.at, host, strict=True)),
+        shape=tuple(n * h for n, h in zip(box.shape, host, strict=True)),
+    )
+
+
+def step_error(assumptions: Assumptions, estimate_s: float, exact_s: float) -> float:
+    """Return how far a step with the estimated all-reduce is from one with the exact, as a fraction."""
+    if math.isclose(estimate_s, exact_s):
+        return 0.0
+    return (estimate_s - exact_s) / (assumptions.compute_s + exact_s)

@@ -1,0 +1,263 @@
+"""`meshmend availability`: what each of the four answers to a failure is worth over months."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from meshmend.availability import Assumptions, Estimate, Outcome, Study, simulate
+from meshmend.availability.assumptions import GROWS, SOURCES
+from meshmend.availability.job import require_simpy
+from meshmend.availability.plot import plot, sweep
+from meshmend.availability.simulate import LOSSES
+from meshmend.availability.throughput import Throughput
+from meshmend.cli.common import print_json, told_errors
+from meshmend.cli.options import HardwareOption, JsonOption, ShapeArgument, WrapOption, read_wrap
+from meshmend.cli.pricing import hardware_facts
+from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
+from meshmend.errors import ParameterError
+from meshmend.topology import Mesh, name_shape, parse_shape
+
+
+def _hours(what: str, name: str) -> Any:
+    return typer.Option(f"--{name}", metavar="HOURS", help=what)
+
+
+def _seconds(what: str, name: str) -> Any:
+    return typer.Option(f"--{name}", metavar="S", min=0.0, help=what)
+
+
+def command(
+    shape: ShapeArgument,
+    host: Annotated[str, typer.Option("--host", metavar="HxW", help="Chips of a host; hosts tile the mesh.")] = "4x2",
+    board: Annotated[
+        str, typer.Option("--board", metavar="HxW", help="Chips of a board; boards tile a host. Or none.")
+    ] = "2x2",
+    wrap: WrapOption = "none",
+    days: Annotated[float, typer.Option("--days", min=0.0, help="Length of a run.")] = 365.0,
+    runs: Annotated[
+        int, typer.Option("--runs", min=1, help="Independent runs; more of them, narrower intervals.")
+    ] = 20,
+    mtbf_chip: Annotated[float, _hours("Mean time between failures of a chip; inf: never.", "mtbf-chip")] = 85_000,
+    mtbf_board: Annotated[float, _hours("The same of a board, beside its chips.", "mtbf-board")] = 150_000,
+    mtbf_host: Annotated[float, _hours("The same of a host, beside its boards.", "mtbf-host")] = 19_000,
+    repair_chip: Annotated[float, _hours("Mean time to repair a chip.", "repair-chip")] = 24.0,
+    repair_board: Annotated[float, _hours("Mean time to repair a board.", "repair-board")] = 24.0,
+    repair_host: Annotated[float, _hours("Mean time to repair a host.", "repair-host")] = 24.0,
+    quick_repair: Annotated[float, _hours("quick repair: mean time to repair anything.", "quick-repair")] = 4.0,
+    checkpoint_minutes: Annotated[
+        float, typer.Option("--checkpoint-minutes", help="Training between two saves.")
+    ] = 60.0,
+    save_seconds: Annotated[float, _seconds("How long training stands still for a save.", "save-seconds")] = 30.0,
+    detect_seconds: Annotated[float, _seconds("From a failure to a decision.", "detect-seconds")] = 60.0,
+    restart_seconds: Annotated[float, _seconds("From a decision to the first step.", "restart-seconds")] = 300.0,
+    swap_seconds: Annotated[float, _seconds("hot spares: to wire a spare in.", "swap-seconds")] = 60.0,
+    replan_seconds: Annotated[float, _seconds("fault-tolerant: to plan round the hole.", "replan-seconds")] = 10.0,
+    grow: Annotated[
+        str, typer.Option("--grow", help=f"When a smaller job takes repaired chips in: {', '.join(GROWS)}.")
+    ] = "worth",
+    spares: Annotated[int, typer.Option("--spares", min=0, help="hot spares: hosts kept ready.")] = 2,
+    price: Annotated[float, typer.Option("--price", min=0.0, metavar="$", help="Of a chip for an hour.")] = 2.0,
+    crew_price: Annotated[
+        float, typer.Option("--crew-price", min=0.0, metavar="$", help="quick repair: of the crew for an hour.")
+    ] = 0.0,
+    payload: Annotated[
+        str | None, typer.Option("--payload", metavar="SIZE", help="Gradients of a step; default: BERT, 668MB.")
+    ] = None,
+    compute_seconds: Annotated[
+        float | None,
+        typer.Option("--compute-seconds", metavar="S", help="A step without its all-reduce; default: BERT, 0.132."),
+    ] = None,
+    hardware: HardwareOption = "tpu-v3",
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the random draws.")] = 0,
+    checks: Annotated[
+        int, typer.Option("--checks", min=0, help="States to plan in full, to see how far estimates are off.")
+    ] = 2,
+    plot_to: Annotated[
+        Path | None, typer.Option("--plot", metavar="F", help="Draw it, with a sweep of failure rates: .png, .svg.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Simulate months of a machine's life under the four answers to a failure, and say what each is worth.
+
+    Quick repair, sub-mesh, hot spares, fault-tolerant. Example: meshmend availability 32x32 --plot worth.svg
+    """
+    with told_errors(json):
+        require_simpy()
+        if not 0 < days < math.inf:
+            raise ParameterError(f"--days {days:g}: expected more than 0.")
+        others: dict[str, Any] = {} if payload is None else {"payload_bytes": parse_bytes(payload)}
+        if compute_seconds is not None:
+            others["compute_s"] = compute_seconds
+        assumptions = Assumptions.of(
+            Mesh(shape, wrap=read_wrap(wrap, Mesh(shape).n_axes)),
+            host=parse_shape(host),
+            board=None if board == "none" else parse_shape(board),
+            mtbf_chip_h=mtbf_chip,
+            mtbf_board_h=mtbf_board,
+            mtbf_host_h=mtbf_host,
+            repair_chip_h=repair_chip,
+            repair_board_h=repair_board,
+            repair_host_h=repair_host,
+            hardware=hardware,
+            quick_repair_h=quick_repair,
+            checkpoint_min=checkpoint_minutes,
+            save_s=save_seconds,
+            detect_s=detect_seconds,
+            restart_s=restart_seconds,
+            swap_s=swap_seconds,
+            replan_s=replan_seconds,
+            spares=spares,
+            price=price,
+            crew_price=crew_price,
+            grow=grow,
+            **others,
+        )
+        throughput = Throughput(assumptions)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), disable=json, transient=True) as bar:
+            task = bar.add_task("planning, then living", total=runs)
+            study = simulate(
+                assumptions,
+                days=days,
+                runs=runs,
+                seed=seed,
+                checks=checks,
+                throughput=throughput,
+                on_run=lambda _: bar.advance(task),
+            )
+            if plot_to is not None:
+                bar.update(task, description="sweeping failure rates")
+                plot(study, sweep(study, throughput), plot_to)
+        if json:
+            print_json(_facts(study))
+        else:
+            _show(study)
+            if plot_to is not None:
+                Console().print(f"Drawn to {plot_to}.", highlight=False)
+
+
+def _facts(study: Study) -> dict[str, Any]:
+    assumptions = study.assumptions
+    told = {
+        name: value for name, value in asdict(assumptions).items() if name not in ("mesh", "host", "levels", "hardware")
+    }
+    return {
+        "mesh": name_shape(assumptions.mesh.shape),
+        "wrap": list(assumptions.mesh.wrap),
+        "chips": assumptions.mesh.size,
+        "days": study.days,
+        "runs": study.runs,
+        "seed": study.seed,
+        "assumptions": {
+            "host": name_shape(assumptions.host),
+            "levels": [
+                {
+                    "name": one.name,
+                    "shape": name_shape(one.shape),
+                    "mtbf_h": _finite(one.mtbf_h),
+                    "repair_h": one.repair_h,
+                }
+                for one in assumptions.levels
+            ],
+            "hardware": hardware_facts(assumptions.hardware),
+            **told,
+        },
+        "sources": dict(SOURCES),
+        "hours_between_failures": _finite(1 / assumptions.failures_per_h) if assumptions.failures_per_h else None,
+        "all_reduce_seconds": study.all_reduce_s,
+        "answers": [_outcome_facts(outcome) for outcome in study.outcomes],
+        "planned_in_full": study.planned,
+        "checks": [
+            {
+                "mesh": check.mesh,
+                "estimated_seconds": check.estimated_s,
+                "exact_seconds": check.exact_s,
+                "step_error": check.error,
+            }
+            for check in study.checks
+        ],
+    }
+
+
+def _outcome_facts(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "answer": outcome.name,
+        "goodput": _estimate_facts(outcome.goodput),
+        "gain_over_quick_repair": _estimate_facts(outcome.gain),
+        "utilisation": _estimate_facts(outcome.utilisation),
+        "cost_per_useful_chip_hour": _estimate_facts(outcome.cost),
+        "losses": {cause: _estimate_facts(outcome.losses[cause]) for cause in LOSSES},
+        "downtime": outcome.downtime,
+        "interruptions_a_year": _estimate_facts(outcome.interruptions_a_year),
+        "regrowths_a_year": _estimate_facts(outcome.regrowths_a_year),
+    }
+
+
+def _estimate_facts(estimate: Estimate) -> dict[str, float | None]:
+    return {"mean": _finite(estimate.mean), "half_width_95": _finite(estimate.half_width)}
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity."""
+    return value if math.isfinite(value) else None
+
+
+def _show(study: Study) -> None:
+    assumptions, console = study.assumptions, Console()
+    mesh: Mesh = assumptions.mesh
+    rate = assumptions.failures_per_h
+    often = f"a failure every {1 / rate:,.1f} h" if rate else "no failures"
+    title = f"{mesh}: {mesh.size:,} chips, {study.days:g} days, {study.runs} runs, {often}"
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("answer", style="cyan", no_wrap=True)
+    for name in ("goodput, %", "gain, %", "$", "down", "lost", "stops"):
+        table.add_column(name, justify="right", no_wrap=True)
+    best = max(outcome.goodput.mean for outcome in study.outcomes)
+    for outcome in study.outcomes:
+        table.add_row(
+            outcome.name,
+            _percent(outcome.goodput),
+            "" if outcome is study.outcomes[0] else _percent(outcome.gain, sign="+"),
+            f"{outcome.cost.mean:.3f}{_half(outcome.cost.half_width, '.3f')}",
+            f"{outcome.downtime:.1%}",
+            f"{outcome.losses['lost work'].mean:.1%}",
+            f"{outcome.interruptions_a_year.mean:.0f}+{outcome.regrowths_a_year.mean:.0f}",
+            style="bold" if outcome.goodput.mean == best else None,
+        )
+    console.print(title, style="bold", highlight=False, soft_wrap=True)
+    console.print(table)
+    step = assumptions.compute_s + study.all_reduce_s
+    notes = [
+        "goodput: work kept, over that of a machine that never fails nor saves. gain: goodput above that of quick "
+        "repair, run by run. $: of a useful chip-hour. down: time without training. lost: work thrown away. stops a "
+        "year: by failures + to take repaired chips in. ±: 95 % interval.",
+        f"A step on the whole machine: {name_seconds(step)}, of which the all-reduce of "
+        f"{name_bytes(assumptions.payload_bytes)} takes {name_seconds(study.all_reduce_s)} on "
+        f"{assumptions.hardware.name}.",
+        f"{assumptions.spares} spare hosts cost {assumptions.price:g} $ a chip-hour like the rest. Every assumption is "
+        "an option (--help), with its source in --json.",
+    ]
+    if study.checks:
+        worst = max(abs(check.error) for check in study.checks)
+        notes.append(
+            f"{study.planned} states were planned in full and the others put together from them; on the "
+            f"{len(study.checks)} with most holes, the estimated step is off by at most {worst:.2%}."
+        )
+    for note in notes:
+        console.print(f"[dim]{note}[/]", highlight=False, soft_wrap=True)
+
+
+def _percent(estimate: Estimate, sign: str = "") -> str:
+    return f"{100 * estimate.mean:{sign}.2f}{_half(100 * estimate.half_width, '.2f')}"
+
+
+def _half(half_width: float, form: str) -> str:
+    return f" ± {half_width:{form}}" if math.isfinite(half_width) else ""

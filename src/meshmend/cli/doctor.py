@@ -1,0 +1,66 @@
+"""`meshmend doctor`: what is installed, which engines work here, what JAX sees, and what to do about the rest."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from meshmend import __version__
+from meshmend.cli.common import print_json, told_errors
+from meshmend.cli.options import JsonOption
+from meshmend.doctor import Finding, Status, examine
+from meshmend.doctor.examine import TIMEOUT_S
+
+_LOOKS: dict[Status, tuple[str, str]] = {"works": ("✓", "green"), "absent": ("–", "yellow"), "broken": ("✗", "red")}
+
+
+def command(
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=1.0, metavar="S", help="Seconds that an engine has to answer.")
+    ] = TIMEOUT_S,
+    json: JsonOption = False,
+) -> None:
+    """Look at what is installed and try every engine for real, each in a process of its own.
+
+    Green works, yellow is not installed (or not possible here), red is installed and broken; each yellow and red line
+    says what to do. The exit code is 1 if a line is red.
+    """
+    with told_errors(json):
+        with Console(stderr=True).status("") as status:
+            findings = examine(timeout_s=timeout, on_trial=lambda name: status.update(f"trying {name} …"))
+        broken = [finding for finding in findings if finding.status == "broken"]
+        if json:
+            print_json(
+                {
+                    "meshmend": __version__,
+                    "healthy": not broken,
+                    "findings": [asdict(finding) for finding in findings],
+                }
+            )
+        else:
+            _show(findings)
+        if broken:
+            raise typer.Exit(1)
+
+
+def _show(findings: list[Finding]) -> None:
+    # Soft-wrapped, not in a table: a command that is cut in two lines cannot be copied.
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"meshmend {__version__}", style="bold")
+    width = max(len(finding.name) for finding in findings)
+    for section in dict.fromkeys(finding.section for finding in findings):
+        console.print(f"\n{section}", style="bold")
+        for finding in (one for one in findings if one.section == section):
+            mark, colour = _LOOKS[finding.status]
+            took = f" [dim]({finding.seconds:.1f} s)[/]" if finding.seconds is not None else ""
+            console.print(f"[{colour}]{mark}[/] [cyan]{finding.name:<{width}}[/]  {escape(finding.detail)}{took}")
+            for line in finding.advice.splitlines() if finding.advice else ():
+                console.print(f"  {'':<{width}}  [{colour}]→ {escape(line)}[/]")
+    counts = {status: sum(finding.status == status for finding in findings) for status in _LOOKS}
+    console.print(
+        f"\n[green]{counts['works']} work[/], [yellow]{counts['absent']} absent[/], [red]{counts['broken']} broken[/]"
+    )

@@ -1,0 +1,176 @@
+"""Examine: look at the packages, then try every engine that is installed.
+
+Each is tried in a process of its own with a time limit, so one that crashes or hangs is a finding like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshmend.cost import simgrid
+from meshmend.doctor.finding import Finding, Section
+from meshmend.doctor.packages import INSTALL, extra, is_installed, look_at_packages
+
+TIMEOUT_S = 180.0
+"""Enough for JAX or torch on a busy machine; one that hangs is found out."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """An engine, the probe that tries it, the modules it cannot do without, and the command that brings them."""
+
+    name: str
+    probe: str
+    needs: tuple[str, ...] = ()
+    install: str = INSTALL
+
+
+TRIALS = (
+    Trial("NumPy", "try_numpy"),
+    Trial("drawing", "try_drawing", ("matplotlib",), extra("draw")),
+    Trial("availability", "try_availability", ("simpy",), extra("availability")),
+    Trial("JAX", "try_jax", ("jax", "jaxlib", "optax"), extra("jax")),
+    Trial("TPU compiler", "try_libtpu", ("jax", "jaxlib", "optax", "libtpu"), extra("tpu")),
+    Trial("PyTorch", "try_torch", ("torch",), extra("torch")),
+    Trial("torchft", "try_torchft", ("torch", "torchft"), extra("torch")),
+)
+
+
+def examine(*, timeout_s: float = TIMEOUT_S, on_trial: Callable[[str], None] | None = None) -> list[Finding]:
+    """Return everything there is to say, in the order in which it is told. Nothing here raises: it is found."""
+    tell = on_trial or (lambda _: None)
+    found = list(look_at_packages())
+    sight: dict[str, Any] = {}
+    if is_installed("jax"):
+        tell("what JAX sees")
+        finding, sight = run_probe("devices", "JAX sees", "see_jax", jax_environment(), timeout_s, extra("jax"))
+        devices = [finding, *_holes(sight)]
+    else:
+        devices = [Finding("devices", "JAX sees", "absent", "JAX is not installed", extra("jax"))]
+    for trial in TRIALS:
+        tell(trial.name)
+        found.append(_try(trial, sight, timeout_s))
+    tell("lab")
+    found.append(_try_lab(timeout_s))
+    tell("SimGrid")
+    found.append(_try_simgrid(timeout_s))
+    return found + devices
+
+
+def _try(trial: Trial, sight: Mapping[str, Any], timeout_s: float) -> Finding:
+    missing = [module for module in trial.needs if not is_installed(module)]
+    if missing:
+        detail = f"not tried, without {', '.join(missing)}"
+        return Finding("engines", trial.name, "absent", detail, trial.install)
+    environment = {}
+    if trial.probe == "try_jax":
+        environment = jax_environment()
+        if sight.get("platform") != "tpu":
+            flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=16"
+            environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
+    elif trial.probe == "try_libtpu":
+        # Compiling needs no device, and looking for a TPU that is not there takes minutes.
+        environment = {"JAX_PLATFORMS": "cpu"}
+    return run_probe("engines", trial.name, trial.probe, environment, timeout_s, trial.install)[0]
+
+
+def _holes(sight: Mapping[str, Any]) -> Iterator[Finding]:
+    if not sight:
+        return
+    if sight["wrong"] is not None:
+        advice = "correct MESHMEND_SHAPE, MESHMEND_FAILED and MESHMEND_WRAP, or unset them"
+        yield Finding("devices", "holes", "broken", sight["wrong"], advice)
+    elif sight["mesh"] is None:
+        detail = "these devices have no coordinates, so no mesh is known"
+        yield Finding(
+            "devices", "holes", "absent", detail, "export MESHMEND_SHAPE=8x8, or whatever mesh they stand for"
+        )
+    else:
+        holes = ", ".join(sight["holes"]) or "none"
+        yield Finding("devices", "holes", "works", f"{holes}; {sight['mesh']}")
+
+
+def _try_lab(timeout_s: float) -> Finding:
+    iproute2 = next(finding for finding in look_at_packages() if finding.name == "iproute2")
+    if iproute2.status != "works":
+        return Finding("engines", "lab", "absent", f"not tried: {iproute2.detail}", iproute2.advice)
+    if os.geteuid() != 0:
+        detail = "not tried: making network namespaces takes root"
+        return Finding("engines", "lab", "absent", detail, "sudo meshmend lab up 4x4")
+    finding, _ = run_probe("engines", "lab", "try_lab", {}, timeout_s, INSTALL)
+    if finding.status == "broken" and "not permitted" in finding.detail:
+        advice = "run the container with --privileged, or with the capabilities SYS_ADMIN and NET_ADMIN"
+        return Finding("engines", "lab", "absent", f"this root may not make namespaces: {finding.detail}", advice)
+    return finding
+
+
+def _try_simgrid(timeout_s: float) -> Finding:
+    if not simgrid.is_available():
+        advice = f"apt-get install python3-simgrid (and name its python3 in {simgrid.INTERPRETER_VARIABLE} if need be)"
+        return Finding("engines", "SimGrid", "absent", "no Python here can import simgrid", advice)
+    return run_probe("engines", "SimGrid", "try_simgrid", {}, timeout_s, "apt-get install python3-simgrid")[0]
+
+
+def jax_environment() -> dict[str, str]:
+    """Return what to set for JAX: nothing, unless libtpu would spend minutes looking for a TPU that is not there."""
+    has_tpu = any(Path("/dev").glob("accel*")) or any(Path("/dev").glob("vfio/[0-9]*"))
+    if "JAX_PLATFORMS" in os.environ or has_tpu or not is_installed("libtpu"):
+        return {}
+    return {"JAX_PLATFORMS": "cpu"}
+
+
+def run_probe(
+    section: Section, name: str, probe: str, environment: Mapping[str, str], timeout_s: float, install: str
+) -> tuple[Finding, dict[str, Any]]:
+    """Run a probe in a process group of its own; return the finding and the probe's facts (none if it is broken).
+
+    `install` is the command that brings what is tried: done again, it may mend what is broken.
+    """
+    words = [sys.executable, "-m", "meshmend.doctor.probes", probe]
+    started = time.perf_counter()
+    again = " ".join([*(f"{key}={shlex.quote(value)}" for key, value in environment.items()), "python", *words[1:]])
+    anew = "--reinstall" if install.startswith("apt-get") else "--force-reinstall"
+    advice = f"{install.replace(' install', f' install {anew}', 1)}\nthe whole error: {again}"
+    with subprocess.Popen(  # noqa: S603  # our own module, in our own interpreter
+        words,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            told, complaints = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return Finding(section, name, "broken", f"no answer within {timeout_s:g} s", advice), {}
+        finally:
+            # What the probe started ends with it, also when the probe itself is done.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+    took = time.perf_counter() - started
+    try:
+        facts: dict[str, Any] = json.loads(told.splitlines()[-1])
+        detail = str(facts["detail"])
+    except (IndexError, KeyError, TypeError, json.JSONDecodeError):
+        facts, detail = {}, _last_line(complaints) or f"ended with exit code {process.returncode} and no word"
+    if process.returncode or not facts:
+        return Finding(section, name, "broken", detail, advice, took), {}
+    return Finding(section, name, "works", detail, seconds=took), facts
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else ""

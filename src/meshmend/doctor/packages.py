@@ -1,0 +1,114 @@
+"""Packages: which are installed, and in which version. Nothing is imported, so nothing that is broken can do harm."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+
+from meshmend.doctor.finding import Finding, Status
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package by the name of its module and of its distribution, what it is for, and how to get it."""
+
+    module: str
+    distribution: str
+    purpose: str
+    install: str
+
+
+INSTALL = "pip install meshmend"
+
+
+def extra(name: str) -> str:
+    """Return the command that installs an extra."""
+    return f"pip install 'meshmend[{name}]'"
+
+
+PACKAGES = (
+    Package("numpy", "numpy", "everything", INSTALL),
+    Package("scipy", "scipy", "everything", INSTALL),
+    Package("matplotlib", "matplotlib", "pictures and plots", extra("draw")),
+    Package("simpy", "simpy", "meshmend availability", extra("availability")),
+    Package("jax", "jax", "the JAX engine", extra("jax")),
+    Package("jaxlib", "jaxlib", "the JAX engine", extra("jax")),
+    Package("optax", "optax", "train_step of the JAX engine", extra("jax")),
+    Package("libtpu", "libtpu", "meshmend compile, and TPUs", extra("tpu")),
+    Package("flax", "flax", "meshmend compile --workload", extra("workloads")),
+    Package("orbax.checkpoint", "orbax-checkpoint", "checkpoints of a JAX job", "pip install orbax-checkpoint"),
+    Package("grain", "grain", "data of a JAX job that restarts", "pip install grain"),
+    Package("torch", "torch", "the PyTorch engine", extra("torch")),
+    Package("torchft", "torchft", "the PyTorch engine's recovery in place", extra("torch")),
+)
+NEEDED = ("numpy", "scipy")
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be found, without importing it."""
+    name, _, rest = module.partition(".")
+    spec = importlib.util.find_spec(name)
+    if spec is None or not rest:
+        return spec is not None
+    # Asking for a submodule would import its parent; a look at the parent's folders does not.
+    folders = spec.submodule_search_locations or []
+    return importlib.machinery.PathFinder.find_spec(module, list(folders)) is not None
+
+
+def look_at_packages() -> Iterator[Finding]:
+    """Yield a finding for Python, for each package and for iproute2."""
+    yield Finding("packages", "Python", "works", platform.python_version())
+    least = _least_versions()
+    for package in PACKAGES:
+        yield _look_at(package, least.get(package.distribution))
+    yield _look_at_iproute2()
+
+
+def _look_at(package: Package, least: str | None) -> Finding:
+    name = package.distribution
+    if not is_installed(package.module):
+        status: Status = "broken" if name in NEEDED else "absent"
+        return Finding("packages", name, status, f"not installed: {package.purpose}", package.install)
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return Finding("packages", name, "works", "installed, of unknown version")
+    if least is not None and _numbers(version) < _numbers(least):
+        advice = f"pip install -U '{name}>={least}'"
+        return Finding("packages", name, "broken", f"{version}, and meshmend needs {least} or later", advice)
+    return Finding("packages", name, "works", version)
+
+
+def _least_versions() -> dict[str, str]:
+    """Return what meshmend asks of each package, from its own metadata."""
+    try:
+        asked = metadata.requires("meshmend") or []
+    except metadata.PackageNotFoundError:
+        return {}
+    found = (re.match(r"([A-Za-z0-9_.-]+)>=([0-9.]+)", line) for line in asked)
+    return {match[1]: match[2] for match in found if match is not None}
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
+def _look_at_iproute2() -> Finding:
+    ip = shutil.which("ip")
+    if ip is None or shutil.which("tc") is None:
+        return Finding(
+            "packages", "iproute2", "absent", "no ip and tc on the PATH: meshmend lab", "apt-get install iproute2"
+        )
+    try:
+        told = subprocess.run([ip, "-V"], capture_output=True, text=True, timeout=10, check=True)  # noqa: S603
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding("packages", "iproute2", "broken", f"ip -V: {error}", "apt-get install --reinstall iproute2")
+    version = re.search(r"iproute2-([\w.]+)", told.stdout)
+    return Finding("packages", "iproute2", "works", version[1] if version else told.stdout.strip())

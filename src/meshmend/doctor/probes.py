@@ -1,0 +1,203 @@
+"""Probes: each tries one engine for real. Run as `python -m meshmend.doctor.probes NAME`, in a process of its own.
+
+A probe prints one JSON object, with a sentence under `detail`, or raises. It imports what it tries inside itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshmend.errors import MeshmendError
+from meshmend.planning import plan
+from meshmend.topology import Mesh
+
+HOLED = Mesh("4x4", failed=["2x2@0,0"])
+
+
+def try_numpy() -> dict[str, Any]:
+    """Plan round a hole, prove it, and run it."""
+    import meshmend.numpy as mmn
+
+    schedule = plan(HOLED, "weave", chunks=24)
+    payload = np.arange(HOLED.n_chips * 100).reshape(HOLED.n_chips, 100)
+    _expect(bool((mmn.run(schedule, payload) == payload.sum(axis=0)).all()))
+    return {"detail": f"all-reduce on {HOLED}: proven, run, right"}
+
+
+def see_jax() -> dict[str, Any]:
+    """Say what JAX sees, and which mesh and holes `discover` makes of it."""
+    import jax
+
+    import meshmend.jax as mmj
+
+    devices = jax.devices()
+    first = devices[0]
+    facts: dict[str, Any] = {
+        "platform": first.platform,
+        "kind": first.device_kind,
+        "devices": len(devices),
+        "coordinates": [list(d.coords) for d in devices] if getattr(first, "coords", None) is not None else None,
+        "mesh": None,
+        "holes": None,
+        "wrong": None,
+    }
+    if facts["coordinates"] is not None or os.environ.get("MESHMEND_SHAPE"):
+        try:
+            mesh = mmj.discover(devices).mesh
+        except MeshmendError as error:
+            facts["wrong"] = str(error)
+        else:
+            facts |= {"mesh": repr(mesh), "holes": [str(hole) for hole in mesh.holes]}
+    many = f"{len(devices)} device{'s' * (len(devices) > 1)}"
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        many += " with JAX_PLATFORMS=cpu"
+    return {"detail": f"{first.platform}, {many} ({first.device_kind})", **facts}
+
+
+def try_jax() -> dict[str, Any]:
+    """Run an all-reduce round a hole on the TPU's chips, or else on virtual CPU devices."""
+    import jax
+    import jax.numpy as jnp
+
+    import meshmend.jax as mmj
+
+    devices = jax.devices()
+    if devices[0].platform == "tpu":
+        fabric, where = mmj.discover(devices), f"{len(devices)} {devices[0].device_kind} devices"
+    else:
+        fabric = mmj.discover(devices[: HOLED.n_chips], shape="4x4", failed=HOLED.holes, wrap=False)
+        where = f"{HOLED.n_chips} virtual CPU devices"
+    program = mmj.install(plan(fabric.mesh, "weave", chunks=24), fabric)
+    by_device = fabric.sharding(program.axes).spec
+    total = jax.jit(
+        jax.shard_map(
+            mmj.all_reduce,
+            mesh=fabric.jax_mesh,
+            in_specs=(by_device, program.spec),
+            out_specs=by_device,
+            check_vma=False,
+        )
+    )
+    n_devices = int(fabric.jax_mesh.devices.size)
+    payload = np.arange(n_devices * 100, dtype=np.int32).reshape(n_devices, 100)
+    got = np.asarray(total(jnp.asarray(payload.ravel()), program)).reshape(n_devices, 100)
+    _expect(bool((got == payload.sum(axis=0)).all()))
+    return {"detail": f"all-reduce on {fabric.mesh}: run on {where}, right"}
+
+
+def try_libtpu() -> dict[str, Any]:
+    """Compile an all-reduce round a hole for a small TPU slice."""
+    from meshmend.jax.ahead_of_time import compile_for, slice_fabric
+
+    topology = "v3:4x4"
+    fabric = slice_fabric(topology, failed=["2x2@0,0"])
+    report = compile_for(topology, plan(fabric.mesh, "row-pairs"), fabric, payload_bytes=4096)
+    return {"detail": f"all-reduce compiled for {topology} minus 2x2@0,0 ({report.chips} chips)"}
+
+
+def try_torch() -> dict[str, Any]:
+    """Run an all-reduce round a hole over Gloo, one process a chip, on the loopback interface."""
+    import torch.multiprocessing as processes
+
+    mesh = Mesh("2x2", failed=["0,0"])
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    with tempfile.TemporaryDirectory() as folder:
+        # Forked: torch takes seconds to import, and has not started a thread yet.
+        processes.start_processes(_be_a_chip, (mesh, folder), nprocs=mesh.n_chips, start_method="fork")
+    return {"detail": f"all-reduce on {mesh}: run by {mesh.n_chips} processes over Gloo, right"}
+
+
+def _be_a_chip(rank: int, mesh: Mesh, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import meshmend.torch as mmt
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=mesh.n_chips)
+    engine = mmt.Engine(plan(mesh, "weave", chunks=6), rank, dist.group.WORLD)
+    payload = torch.arange(60) + rank
+    mmt.all_reduce(payload, engine)
+    _expect(torch.equal(payload, mesh.n_chips * torch.arange(60) + sum(range(mesh.n_chips))))
+    dist.destroy_process_group()
+
+
+def try_torchft() -> dict[str, Any]:
+    """Make the process group that survives failures; its quorum needs a lighthouse and is not tried."""
+    import meshmend.torch as mmt
+
+    mmt.MeshProcessGroup(shape=(2, 2), chip=(0, 0))
+    return {"detail": "MeshProcessGroup made; a quorum of several jobs is not tried"}
+
+
+def try_lab() -> dict[str, Any]:
+    """Make a lab of two chips and take it down again."""
+    from meshmend.lab import Lab
+
+    with Lab.temporary(Mesh("1x2"), rate="40mbit") as lab:
+        return {"detail": f"a lab of {lab.mesh.n_chips} chips was made and taken down"}
+
+
+def try_simgrid() -> dict[str, Any]:
+    """Simulate a schedule and compare with the prediction."""
+    from meshmend.cost import predict
+    from meshmend.cost.simgrid import simulate, version
+
+    schedule = plan(HOLED, "hamiltonian")
+    seconds, foreseen = float(simulate(schedule, 1e6).sum()), predict(schedule, 1e6).seconds
+    _expect(abs(seconds - foreseen) < 1e-5 * foreseen)
+    return {"detail": f"{version()}, simulated an all-reduce on {HOLED}: as predicted"}
+
+
+def try_drawing() -> dict[str, Any]:
+    """Draw a schedule."""
+    from meshmend.drawing import draw
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rings.svg"
+        draw(plan(HOLED, "hamiltonian"), path)
+        _expect(path.stat().st_size > 1000)
+    return {"detail": "drew the rings of a plan"}
+
+
+def try_availability() -> dict[str, Any]:
+    """Live through a month of a small machine."""
+    from meshmend.availability import Assumptions, simulate
+
+    study = simulate(Assumptions.of("4x4", payload_bytes=0.0), days=30, runs=1, checks=0)
+    _expect(all(0 < outcome.goodput.mean <= 1 for outcome in study.outcomes))
+    return {"detail": "lived through a month of 4x4 chips"}
+
+
+PROBES: dict[str, Callable[[], dict[str, Any]]] = {
+    probe.__name__: probe
+    for probe in (
+        *(try_numpy, see_jax, try_jax, try_libtpu, try_torch, try_torchft),
+        *(try_lab, try_simgrid, try_drawing, try_availability),
+    )
+}
+
+
+def _expect(right: bool) -> None:
+    if not right:
+        raise MeshmendError("It ran, and the result is wrong. Do not train with it; please report this.")
+
+
+def main(name: str) -> None:
+    """Run one probe. What libraries print goes to standard error, so that the answer stands alone."""
+    with contextlib.redirect_stdout(sys.stderr):
+        answer = PROBES[name]()
+    sys.stdout.write(json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import pytest
+from scipy import stats
+
+from meshmend import Mesh
+from meshmend.availability import Assumptions, Estimate, simulate
+from meshmend.availability.history import draw
+from meshmend.errors import MeshError, ParameterError
+
+
+def test_a_year_of_the_papers_machine_takes_less_than_half_a_minute() -> None:
+    started = time.process_time()
+    study = simulate(Assumptions.of("32x32"))
+    assert time.process_time() - started < 30
+    assert (study.days, study.runs) == (365, 20)
+    goodput = {outcome.name: outcome.goodput for outcome in study.outcomes}
+    assert max(goodput, key=lambda name: goodput[name].mean) == "fault-tolerant"
+    assert all(abs(check.error) < 0.01 for check in study.checks)
+    assert len(study.checks) == 2
+
+
+def test_the_interval_is_students() -> None:
+    values = [0.91, 0.94, 0.9, 0.97]
+    low, high = stats.t.interval(0.95, 3, loc=sum(values) / 4, scale=stats.sem(values))
+    got = Estimate.over(values)
+    assert (got.mean - got.half_width, got.mean + got.half_width) == pytest.approx((low, high))
+    assert Estimate.over([0.5]) == Estimate(0.5, math.inf)
+
+
+def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
+    machine = Assumptions.of(
+        "4x2", mtbf_chip_h=math.inf, mtbf_board_h=math.inf, mtbf_host_h=50, quick_repair_h=10, payload_bytes=0,
+        checkpoint_min=1e-3, save_s=0, detect_s=0, restart_s=0,
+    )  # fmt: skip
+    held = 0
+    for seed in range(60):
+        got = simulate(machine, days=300, runs=8, seed=seed, checks=0).outcomes[0].goodput
+        held += abs(got.mean - 50 / 60) < got.half_width
+    # 57 of 60 on average; fewer than 51 has a chance of 1 in 500. Runs begin with the machine up: a bias of 1e-4.
+    assert held >= 51
+
+
+def test_answers_live_through_the_same_history_and_seeds_repeat() -> None:
+    machine = Assumptions.of("8x8", payload_bytes=1e6)
+    one, same, other = (simulate(machine, days=50, runs=2, seed=seed, checks=0) for seed in (1, 1, 2))
+    assert one == same
+    assert one.outcomes[0].goodput != other.outcomes[0].goodput
+
+
+def test_strikes_come_as_often_as_asked() -> None:
+    machine = Assumptions.of("32x32")
+    strikes = draw(machine, hours=100_000, seed=3, run=0)
+    for number, (level, parts) in enumerate(zip(machine.levels, (128, 256, 1024), strict=True)):
+        mean = parts * 100_000 / level.mtbf_h
+        found = [strike for strike in strikes if strike.level == number]
+        assert abs(len(found) - mean) < 4 * math.sqrt(mean)
+        assert {strike.part for strike in found} <= set(range(parts))
+    assert strikes == sorted(strikes)
+
+
+def test_defaults_are_what_their_sources_say() -> None:
+    """419 interruptions in 54 days on 16,384 GPUs, 2,048 hosts; 246 laid to GPUs, 35 to switches and cables."""
+    hours = 54 * 24
+    host, board, chip = Assumptions.of("32x32").levels
+    assert chip.mtbf_h == pytest.approx(hours * 16384 / 246, rel=0.02)
+    assert board.mtbf_h == pytest.approx(hours * 4096 / 35, rel=0.02)
+    assert host.mtbf_h == pytest.approx(hours * 2048 / 138, rel=0.02)
+    per_chip_and_hour = Assumptions.of("32x32").failures_per_h / 1024
+    assert per_chip_and_hour == pytest.approx(419 / hours / 16384, rel=0.02)
+
+
+def test_money() -> None:
+    machine = Assumptions.of("8x8", mtbf_host_h=500, payload_bytes=1e6, price=3.0, crew_price=100.0, spares=2)
+    quick, _, spares, tolerant = simulate(machine, days=100, runs=1, checks=0).outcomes
+    assert quick.cost.mean == pytest.approx((3 * 64 + 100) / (64 * quick.goodput.mean))
+    assert spares.cost.mean == pytest.approx(3 * (64 + 16) / (64 * spares.goodput.mean))
+    assert spares.utilisation.mean == pytest.approx(spares.goodput.mean * 64 / 80)
+    assert tolerant.cost.mean == pytest.approx(3 / tolerant.goodput.mean)
+
+
+def test_a_machine_of_one_host_whose_states_have_nothing_to_check() -> None:
+    study = simulate(Assumptions.of("4x2", mtbf_host_h=300, payload_bytes=1e6), days=100, runs=2)
+    assert all(check.mesh != "4x2" for check in study.checks)
+    assert study.outcomes[3].losses["waiting"].mean > 0
+
+
+def test_three_axes() -> None:
+    machine = Assumptions.of("4x4x4", host=(2, 2, 1), board=None, mtbf_host_h=300, payload_bytes=1e6)
+    study = simulate(machine, days=60, runs=2, checks=1)
+    assert [0 < outcome.goodput.mean < 1 for outcome in study.outcomes] == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "given", "message"),
+    [
+        ("32x31", {}, "host of 4x2 chips does not tile"),
+        ("32x32", {"host": (4, 3)}, "host of 4x3 chips does not tile"),
+        ("8x8", {"board": (2, 4)}, "host of 4x2 chips is not made of boards of 2x4"),
+        ("4x4x4", {}, "host of 4x2 chips does not tile a 4x4x4 mesh"),
+    ],
+)
+def test_parts_that_do_not_fit(shape: str, given: dict[str, tuple[int, ...]], message: str) -> None:
+    with pytest.raises(MeshError, match=message):
+        Assumptions.of(shape, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"checkpoint_min": 0.0}, "checkpoint_min is 0.0, expected a positive number"),
+        ({"restart_s": -1.0}, "restart_s is -1.0, expected 0 or more"),
+        ({"mtbf_host_h": 0.0}, "host's mean time between failures is 0.0 h"),
+        ({"repair_chip_h": math.inf}, "chip's mean time to repair is inf h"),
+        ({"grow": "soon"}, "grow is 'soon', expected one of: worth"),
+    ],
+)
+def test_numbers_that_make_no_sense(given: dict[str, float], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        Assumptions.of("8x8", **given)  # type: ignore[arg-type]
+
+
+def test_a_study_begins_with_a_whole_machine() -> None:
+    with pytest.raises(MeshError, match="begins with a whole machine"):
+        Assumptions.of(Mesh("8x8", failed=["0,0"]))
+    with pytest.raises(ParameterError, match="at least one run of some days: got 0 runs"):
+        simulate(Assumptions.of("8x8"), runs=0)
+
+
+def test_the_documented_plot_is_there() -> None:
+    page = Path(__file__).parents[2] / "docs" / "availability.md"
+    assert "figures/availability.svg" in page.read_text(encoding="utf-8")
+    assert (page.parent / "figures" / "availability.svg").exists()

@@ -1,0 +1,110 @@
+"""`meshmend availability`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from meshmend.availability import ANSWERS
+from meshmend.cli import app
+
+SMALL = ("8x8", "--days", "60", "--runs", "3", "--payload", "1MB")
+
+
+def run(*words: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["availability", *words])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def facts_of(*words: str) -> Any:
+    return json.loads(run(*words, "--json"))
+
+
+def test_people_see_the_four_answers() -> None:
+    shown = run(*SMALL)
+    for kind in ANSWERS:
+        assert kind.name in shown
+    assert "±" in shown
+    assert "64 chips, 60 days, 3 runs" in shown
+    assert "planned in full" in shown
+    assert "…" not in shown  # nothing is cut off in 80 columns
+
+
+def test_programs_get_the_same_and_every_assumption() -> None:
+    facts = facts_of(*SMALL)
+    assert [one["answer"] for one in facts["answers"]] == [kind.name for kind in ANSWERS]
+    for one in facts["answers"]:
+        total = one["goodput"]["mean"] + sum(loss["mean"] for loss in one["losses"].values())
+        assert total == pytest.approx(1)
+        assert one["goodput"]["half_width_95"] >= 0
+    assumed = facts["assumptions"]
+    assert assumed["host"] == "4x2"
+    assert [level["name"] for level in assumed["levels"]] == ["host", "board", "chip"]
+    assert assumed["payload_bytes"] == 1e6
+    assert "Llama 3" in facts["sources"]["mtbf_host_h"]
+
+
+def test_every_assumption_is_an_option() -> None:
+    facts = facts_of(
+        *("8x8", "--host", "2x4", "--board", "none", "--days", "30", "--runs", "1", "--seed", "7", "--checks", "0"),
+        *(
+            "--mtbf-chip",
+            "inf",
+            "--mtbf-host",
+            "400",
+            "--repair-host",
+            "9",
+            "--repair-chip",
+            "8",
+            "--quick-repair",
+            "3",
+        ),
+        *("--checkpoint-minutes", "15", "--save-seconds", "5", "--detect-seconds", "6", "--restart-seconds", "7"),
+        *("--swap-seconds", "8", "--replan-seconds", "9", "--grow", "failure", "--spares", "1", "--price", "4"),
+        *("--crew-price", "50", "--payload", "2MB", "--compute-seconds", "0.01", "--hardware", "tpu-v2"),
+    )
+    assumed = facts["assumptions"]
+    assert {name: assumed[name] for name in ("host", "grow", "spares", "price", "crew_price", "compute_s")} == {
+        "host": "2x4", "grow": "failure", "spares": 1, "price": 4, "crew_price": 50, "compute_s": 0.01,
+    }  # fmt: skip
+    seconds = ("save_s", "detect_s", "restart_s", "swap_s", "replan_s")
+    assert [assumed[name] for name in seconds] == [5, 6, 7, 8, 9]
+    assert (assumed["checkpoint_min"], assumed["quick_repair_h"], assumed["payload_bytes"]) == (15, 3, 2e6)
+    assert assumed["hardware"]["name"] == "tpu-v2"
+    assert [(level["name"], level["mtbf_h"], level["repair_h"]) for level in assumed["levels"]] == [
+        ("host", 400, 9),
+        ("chip", None, 8),
+    ]
+    assert facts["hours_between_failures"] == pytest.approx(50)
+
+
+def test_the_plot(tmp_path: Path) -> None:
+    picture = tmp_path / "worth.svg"
+    assert "Drawn to" in run(*SMALL, "--checks", "0", "--plot", str(picture))
+    text = picture.read_text(encoding="utf-8")
+    assert text.startswith("<?xml")
+    assert "cannot draw" in run(*SMALL, "--checks", "0", "--plot", str(tmp_path / "worth.what"), code=1).lower()
+
+
+def test_without_simpy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "simpy", None)
+    assert "pip install 'meshmend[availability]'" in run(*SMALL, code=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("8x8", "--host", "3x2"), "does not tile"),
+        (("8x8", "--days", "0"), "--days 0: expected more than 0"),
+        (("8x8", "--grow", "soon"), "expected one of: worth"),
+        (("8x8", "--mtbf-chip", "-3"), "expected above 0"),
+    ],
+)
+def test_mistakes_are_told(words: tuple[str, ...], message: str) -> None:
+    assert message in run(*words, code=1).replace("\n", " ")
