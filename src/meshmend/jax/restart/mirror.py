@@ -1,0 +1,151 @@
+"""The mirror: after a step, each device's part of the state also lies in another host's memory.
+
+One compiled function cuts every device's part (its shards of the optimiser's state, and its share of what all devices
+have alike), and brings each device the part of a device of another host: one permute of the shards, and nothing at all
+for replicated arrays, which every device has anyway. A thread then copies both to this host's memory, while the next
+step runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from meshmend.errors import RestartError
+from meshmend.jax.fabric import Fabric
+from meshmend.jax.restart.elements import StateLayout
+from meshmend.jax.restart.memory import Copy, HostMemory
+from meshmend.jax.restart.timeline import Timeline
+
+
+def partners(host_of_chip: Sequence[int]) -> list[int]:
+    """Return for each chip the chip of another host that keeps its part; every chip keeps one.
+
+    Chips are taken host by host and moved on by as many as the largest host has, so they always land on another host,
+    and the same chip of the next one where all hosts are alike.
+
+    >>> partners([0, 0, 1, 1, 2, 2])
+    [2, 3, 4, 5, 0, 1]
+    """
+    order = sorted(range(len(host_of_chip)), key=lambda chip: (host_of_chip[chip], chip))
+    shift = max(host_of_chip.count(host) for host in set(host_of_chip))
+    if len(set(host_of_chip)) < 2:
+        return list(range(len(host_of_chip)))
+    if 2 * shift > len(order):
+        raise RestartError(
+            f"One host has {shift} of {len(order)} chips: the others cannot keep a copy of all that it holds."
+        )
+    keeper = [0] * len(order)
+    for at, chip in enumerate(order):
+        keeper[chip] = order[(at + shift) % len(order)]
+    return keeper
+
+
+class Mirror:
+    """Keeps copies of a training state in this host's memory and in another host's. Made by `Keeper`."""
+
+    def __init__(self, layout: StateLayout, memory: HostMemory, attempt: int, timeline: Timeline) -> None:
+        self.layout = layout
+        self.memory = memory
+        self.attempt = attempt
+        self.timeline = timeline
+        self._cut = jax.jit(_cutter(layout))
+        self._writer = ThreadPoolExecutor(1, "meshmend-mirror")
+        self._writing: Future[None] | None = None
+
+    def compile(self, params: Any, state: Any) -> None:
+        """Compile ahead of the first copy."""
+        self._cut = self._cut.lower(params, state).compile()
+
+    def keep(self, step: int, params: Any, state: Any, extra: Any) -> None:
+        """Keep a copy of a step. Returns once the copy of the step before is written; this one is written meanwhile.
+
+        The arrays may be donated to the next step right away.
+        """
+        parts = self._cut(params, state)
+        for array in jax.tree.leaves(parts):
+            array.copy_to_host_async()
+        self.wait()
+        self._writing = self._writer.submit(self._write, step, parts, extra)
+
+    def wait(self) -> None:
+        """Return when everything is written; raise what went wrong."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def _write(self, step: int, parts: dict[str, tuple[jax.Array, jax.Array]], extra: Any) -> None:
+        keeper = partners(hosts_of_chips(self.layout.fabric))
+        n_cores = self.layout.outline.n_cores
+        source = {keeper[chip] * n_cores + core: chip * n_cores + core for chip in range(len(keeper)) for core in range(n_cores)}
+        devices: list[int] = []
+        rows: dict[str, list[Any]] = {}
+        for dtype, (own, other) in parts.items():
+            mine = sorted((shard.index[0].start or 0, shard.data) for shard in own.addressable_shards)
+            theirs = sorted((shard.index[0].start or 0, shard.data) for shard in other.addressable_shards)
+            devices = [at for at, _ in mine] + [source[at] for at, _ in theirs if source[at] != at]
+            rows[dtype] = [np.asarray(data)[0] for _, data in mine]
+            rows[dtype] += [np.asarray(data)[0] for at, data in theirs if source[at] != at]
+        copy = Copy(
+            self.attempt,
+            step,
+            self.layout.outline,
+            tuple(devices),
+            {dtype: np.stack(found) for dtype, found in rows.items()},
+            extra,
+        )
+        n_bytes = self.memory.write(copy)
+        self.timeline.note("kept", step=step, bytes=n_bytes)
+
+
+def hosts_of_chips(fabric: Fabric) -> list[int]:
+    """Return for each chip the process that drives it."""
+    devices = fabric.jax_mesh.devices
+    return [int(device.process_index) for device in devices.reshape(len(devices), -1)[:, 0]]
+
+
+def _cutter(layout: StateLayout) -> Any:
+    """Return the function from (params, state) to parts: for each dtype, every device's own and the one it keeps."""
+    fabric, outline = layout.fabric, layout.outline
+    keeper = partners(hosts_of_chips(fabric))
+    pairs = [(chip, kept_by) for chip, kept_by in enumerate(keeper) if chip != kept_by]
+    kept = np.empty(len(keeper), np.int32)
+    kept[keeper] = np.arange(len(keeper), dtype=np.int32)
+    by_device = PartitionSpec(fabric.axes)
+    specs = tuple(by_device if split else PartitionSpec() for split in layout.is_sharded)
+
+    def local(*leaves: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
+        chip = lax.axis_index(fabric.axis)
+        core = lax.axis_index(fabric.core_axis) if fabric.core_axis else 0
+        device, kept_device = chip * outline.n_cores + core, jnp.asarray(kept)[chip] * outline.n_cores + core
+        parts = {}
+        for dtype in outline.dtypes:
+            mine = [(x, s) for x, s in zip(leaves, layout.is_sharded, strict=True) if np.dtype(x.dtype).name == dtype]
+            share = outline.share(dtype)
+            shards = [jnp.ravel(leaf) for leaf, split in mine if split]
+            own, other = list(shards), []
+            if shards:
+                joined = jnp.concatenate(shards)
+                own, other = [joined], [lax.ppermute(joined, fabric.axis, pairs) if pairs else joined]
+            if share:
+                whole = [jnp.ravel(leaf) for leaf, split in mine if not split]
+                whole.append(jnp.zeros(share * outline.n_devices - outline.replicated[dtype], whole[0].dtype))
+                flat = jnp.concatenate(whole)
+                own.insert(0, lax.dynamic_slice_in_dim(flat, device * share, share))
+                other.insert(0, lax.dynamic_slice_in_dim(flat, kept_device * share, share))
+            parts[dtype] = (jnp.concatenate(own)[None], jnp.concatenate(other)[None])
+        return parts
+
+    mapped = jax.shard_map(local, mesh=fabric.jax_mesh, in_specs=specs, out_specs=by_device, check_vma=False)
+
+    def cut(params: Any, state: Any) -> Any:
+        return mapped(*jax.tree.leaves((params, state)))
+
+    return cut
