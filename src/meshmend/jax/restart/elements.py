@@ -238,13 +238,12 @@ def owned_table(program: Program, fabric: Fabric) -> NDArray[np.int64]:
     return np.asarray(everywhere, dtype=np.int64)
 
 
-def vectors_of(layout: StateLayout, leaves: Sequence[NDArray[Any]]) -> Vectors:
+def vectors_from_leaves(outline: Outline, is_sharded: Sequence[bool], leaves: Sequence[NDArray[Any]]) -> Vectors:
     """Return the vectors of a whole state that is in this host's memory, leaf by leaf as it lay on its devices."""
-    outline = layout.outline
     vectors = outline.empty()
     used = dict.fromkeys(outline.replicated, 0)
     which = 0
-    for split, leaf in zip(layout.is_sharded, leaves, strict=True):
+    for split, leaf in zip(is_sharded, leaves, strict=True):
         if split:
             for device in range(outline.n_devices):
                 rows = leaf[device * outline.n_rows : (device + 1) * outline.n_rows]

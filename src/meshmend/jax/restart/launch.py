@@ -19,7 +19,8 @@ DEFAULT_PORT = 8476
 class Launch:
     """One process among those that the launcher started. Made by `read_launch`, or by hand.
 
-    `coordinator` is "address:port", on the machine of process 0; `attempt` counts the launcher's restarts.
+    `coordinator` is "address:port", on the machine of process 0; `attempt` counts the launcher's restarts; `job` names
+    the job, the same in all of them.
     """
 
     coordinator: str
@@ -27,6 +28,7 @@ class Launch:
     process: int
     attempt: int = 0
     launcher: str = "by hand"
+    job: str = "job"
 
 
 def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
@@ -40,7 +42,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     - Slurm: SLURM_PROCID, SLURM_NTASKS; the first node of SLURM_STEP_NODELIST, and a port from the job's number.
 
     >>> read_launch({"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29555"})
-    Launch(coordinator='10.0.0.7:29555', n_processes=4, process=2, attempt=0, launcher='torchrun')
+    Launch(coordinator='10.0.0.7:29555', n_processes=4, process=2, attempt=0, launcher='torchrun', job='job')
     """
     env = os.environ if environment is None else environment
     if "JAX_COORDINATOR_ADDRESS" in env and "JAX_PROCESS_ID" in env:
@@ -51,6 +53,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
             _number(env, "JAX_PROCESS_ID"),
             int(env.get("JOBSET_RESTART_ATTEMPT", "0")),
             "JAX's environment",
+            env.get("JOBSET_NAME", "job"),
         )
     if "RANK" in env and "MASTER_ADDR" in env:
         if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -64,6 +67,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
             _number(env, "RANK"),
             int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
             "torchrun",
+            env.get("TORCHELASTIC_RUN_ID", "job"),
         )
     if "SLURM_PROCID" in env:
         nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "localhost"))
@@ -73,6 +77,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
             _number(env, "SLURM_PROCID"),
             int(env.get("SLURM_RESTART_COUNT", "0")),
             "Slurm",
+            env.get("SLURM_JOB_ID", "job"),
         )
     raise RestartError(
         "No launcher is recognised: expected torchrun's RANK and MASTER_ADDR, JAX_COORDINATOR_ADDRESS and "

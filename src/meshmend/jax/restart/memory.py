@@ -103,6 +103,13 @@ class HostMemory:
             if its_step > step or (its_attempt, its_step) > (attempt, step):
                 path.unlink(missing_ok=True)
 
+    def clear(self) -> None:
+        """Drop all copies, and the folder."""
+        for path in [*self._files(), self.folder / "unfinished"]:
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
+
     def _files(self) -> list[Path]:
         if not self.folder.is_dir():
             return []
@@ -195,7 +202,8 @@ def state_name(outline: Outline) -> str:
     return json.dumps([sorted(outline.replicated.items()), sharded])
 
 
-def default_folder(host: int) -> Path:
-    """Return where a host keeps its copies: $MESHMEND_MEMORY, or a folder of this user's in /dev/shm."""
+def default_folder(job: str, host: int) -> Path:
+    """Return where a host keeps its copies: $MESHMEND_MEMORY, or a folder of this user's and this job's in /dev/shm."""
     named = os.environ.get("MESHMEND_MEMORY")
-    return Path(named) if named else Path(f"/dev/shm/meshmend-{os.getuid()}/host-{host}")  # noqa: S108  # is memory
+    safe = re.sub(r"[^\w.-]", "_", job)
+    return Path(named) if named else Path(f"/dev/shm/meshmend-{os.getuid()}-{safe}/host-{host}")  # noqa: S108  # memory
