@@ -193,6 +193,21 @@ class LostChipError(MeshmendError, RuntimeError):
         )
 
 
+class LedgerError(MeshmendError):
+    """A job's committed steps have a gap, or have not used each sample exactly once an epoch.
+
+    Fields, each None (or empty) where it does not apply: `step`, `epoch`, `samples` (their record numbers).
+    """
+
+    def __init__(
+        self, message: str, *, step: int | None = None, epoch: int | None = None, samples: Sequence[int] = ()
+    ) -> None:
+        self.step = step
+        self.epoch = epoch
+        self.samples = tuple(samples)
+        super().__init__(message)
+
+
 def name_chip(chip: Sequence[int]) -> str:
     """Write a coordinate the way every message does.
 

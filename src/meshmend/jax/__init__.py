@@ -5,15 +5,24 @@
 >>> program = mmj.install(mm.plan(fabric.mesh, "hamiltonian"), fabric)
 """
 
+from meshmend.jax.batching import KeepGlobal, KeepPerChip, Position
 from meshmend.jax.collectives import Shards, all_gather, all_reduce, reduce_scatter, shard_of
 from meshmend.jax.fabric import Fabric, discover
+from meshmend.jax.feed import Batch, Feed
 from meshmend.jax.layerwise import add_decayed_weights, clip_by_global_norm, lamb, lars, scale_by_trust_ratio
+from meshmend.jax.ledger import Ledger
 from meshmend.jax.program import Halves, Program, abstract_program, install, install_halves
 from meshmend.jax.training import TrainStep, train_step
 
 __all__ = [
+    "Batch",
     "Fabric",
+    "Feed",
     "Halves",
+    "KeepGlobal",
+    "KeepPerChip",
+    "Ledger",
+    "Position",
     "Program",
     "Shards",
     "TrainStep",

@@ -35,9 +35,12 @@ from meshmend.jax.elementwise import check_elementwise
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.layerwise import ShardedLayers
 from meshmend.jax.program import Halves, Program
+from meshmend.jax.weighted import mean_dtype, weighted_sums
 
 LossFunction = Callable[[Any, Any], Any]
-"""From parameters and a batch to a scalar (or, with `has_aux`, to a scalar and a pytree of arrays)."""
+"""From parameters and a batch to a scalar (or, with `has_aux`, to a scalar and a pytree of arrays).
+
+With `per_example`, to one value for each example of the batch (and arrays whose first axis is the examples)."""
 
 
 class TrainStep(NamedTuple):
@@ -45,8 +48,10 @@ class TrainStep(NamedTuple):
 
     init: Callable[[Any, Program | Halves], Any]
     """From parameters and a program to the optimiser's state."""
-    step: Callable[[Any, Any, Any, Program | Halves], tuple[Any, ...]]
-    """From parameters, state, a batch and a program to new parameters, state, loss (and aux)."""
+    step: Callable[..., tuple[Any, ...]]
+    """From parameters, state, a batch and a program to new parameters, state, loss (and aux).
+
+    Keywords: `weights` (with `per_example`) and `scale`, by which the optimiser's updates are multiplied."""
 
 
 def train_step(
@@ -57,6 +62,7 @@ def train_step(
     has_aux: bool = False,
     microbatches: int = 1,
     accumulate: DTypeLike | None = jnp.float32,
+    per_example: bool = False,
 ) -> TrainStep:
     """Return `init(params, program)` and `step(params, state, batch, program)` for data-parallel training.
 
@@ -64,6 +70,14 @@ def train_step(
     devices; `microbatches` cuts each device's part into so many equal pieces, whose gradients are added up before
     anything is sent. Gradients, the loss and (with `has_aux`) `aux` are averaged over devices, summed in
     `accumulate` where that is wider than their own dtype, and all travel together.
+
+    With `per_example`, `loss(params, batch)` has one value an example, and everything is a true mean over examples,
+    however they are spread: `step(…, weights=w)` says how much each counts, such as 0 for padding (by default all
+    count once). Only sums travel, and they are divided once, so that integer-valued gradients give the same bits on
+    any number of chips. The loss of an example must not depend on others in its batch, as batch normalisation does.
+
+    `step(…, scale=factor)` multiplies the optimiser's updates, which is to scale the learning rate; the factor may
+    change from step to step without compiling again.
 
     With `Halves` the optimiser must treat every weight by itself, as SGD, momentum, Adam and AdamW do, or get the
     norms of layers from here: use `mmj.lars`, `mmj.lamb` and `mmj.clip_by_global_norm`. Others are refused.
@@ -84,6 +98,9 @@ def train_step(
         raise ParameterError(f"microbatches is {microbatches}, expected at least 1.")
     optimizer = optax.with_extra_args_support(optimizer)
     replicated, by_device = PartitionSpec(), PartitionSpec(fabric.axes)
+
+    def with_aux(params: Any, batch: Any) -> tuple[Any, Any]:
+        return loss(params, batch) if has_aux else (loss(params, batch), ())
 
     def shard_mapped(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         # With check_vma JAX would add up the gradients of replicated weights by itself, in its own way.
@@ -107,53 +124,91 @@ def train_step(
         specs = state_specs(params, program)
         return shard_mapped(local, (replicated, program.spec), specs)(params, program)
 
-    def step(params: Any, state: Any, batch: Any, program: Program | Halves) -> tuple[Any, ...]:
-        def local(params: Any, state: Any, batch: Any, program: Program | Halves) -> tuple[Any, ...]:
-            extras, gradients = _gradients(loss, params, batch, has_aux, microbatches, accumulate)
-            if isinstance(program, Program):
-                gradients, extras = all_reduce((gradients, extras), program, mean=True, accumulate=accumulate)
-                updates, state = optimizer.update(gradients, state, params)
-                params = optax.apply_updates(params, updates)
-            else:
-                params, state = _sharded_update(optimizer, params, state, gradients, program, accumulate)
-                extras = all_reduce(extras, program.whole, mean=True, accumulate=accumulate)
-            return params, state, *extras
+    def mean_update(params: Any, state: Any, batch: Any, scale: Any, program: Program | Halves) -> tuple[Any, ...]:
+        extras, gradients = _gradients(with_aux, params, batch, microbatches, accumulate)
+        if isinstance(program, Program):
+            gradients, extras = all_reduce((gradients, extras), program, mean=True, accumulate=accumulate)
+            params, state = _update(optimizer, params, state, gradients, scale)
+        else:
+            shards = reduce_scatter(gradients, program.scatter, mean=True, accumulate=accumulate)
+            params, state = _sharded_update(optimizer, params, state, shards, scale, program, accumulate)
+            extras = all_reduce(extras, program.whole, mean=True, accumulate=accumulate)
+        return params, state, *extras
 
+    def true_mean_update(
+        params: Any, state: Any, batch: Any, weights: Any, scale: Any, program: Program | Halves
+    ) -> tuple[Any, ...]:
+        sums = weighted_sums(with_aux, params, batch, weights, microbatches, accumulate)
+        own = jax.eval_shape(with_aux, params, batch)
+        if isinstance(program, Program):
+            gradients, extras, weight = all_reduce(sums, program)
+            gradients = jax.tree.map(lambda x, like: (x / weight).astype(like.dtype), gradients, params)
+            params, state = _update(optimizer, params, state, gradients, scale)
+        else:
+            extras, weight = all_reduce((sums.extras, sums.weight), program.whole)
+            totals = reduce_scatter(sums.gradients, program.scatter, accumulate=accumulate)
+            shards = jax.tree.map(lambda x: x / weight.astype(x.dtype), totals)
+            params, state = _sharded_update(optimizer, params, state, shards, scale, program, accumulate)
+        means = jax.tree.map(lambda x, like: (x / weight).astype(mean_dtype(like.dtype)), extras, own)
+        return params, state, *means
+
+    def step(
+        params: Any, state: Any, batch: Any, program: Program | Halves, *, weights: Any = None, scale: Any = None
+    ) -> tuple[Any, ...]:
         specs = state_specs(params, program)
+        update: Callable[..., tuple[Any, ...]]
+        if per_example:
+            weights = jnp.ones(_n_examples(batch)) if weights is None else weights
+            update, inputs = true_mean_update, [batch, weights]
+        elif weights is None:
+            update, inputs = mean_update, [batch]
+        else:
+            raise ParameterError("This step has no use for weights: make it with train_step(…, per_example=True).")
         mapped = shard_mapped(
-            local, (replicated, specs, by_device, program.spec), (replicated, specs, replicated, replicated)
+            update,
+            (replicated, specs, *[by_device] * len(inputs), replicated, program.spec),
+            (replicated, specs, replicated, replicated),
         )
-        params, state, value, aux = mapped(params, state, batch, program)
+        params, state, value, aux = mapped(params, state, *inputs, scale, program)
         return (params, state, value, aux) if has_aux else (params, state, value)
 
     return TrainStep(init, step)
+
+
+def _update(
+    optimizer: optax.GradientTransformationExtraArgs, params: Any, state: Any, gradients: Any, scale: Any, **more: Any
+) -> tuple[Any, Any]:
+    """Let the optimiser say what to change, and change it, times `scale` if there is one."""
+    updates, state = optimizer.update(gradients, state, params, **more)
+    if scale is not None:
+        updates = jax.tree.map(lambda update: update * jnp.asarray(scale, update.dtype), updates)
+    return optax.apply_updates(params, updates), state
 
 
 def _sharded_update(
     optimizer: optax.GradientTransformationExtraArgs,
     params: Any,
     state: Any,
-    gradients: Any,
+    own_gradients: Any,
+    scale: Any,
     halves: Halves,
     accumulate: DTypeLike | None,
 ) -> tuple[Any, Any]:
     """Update the weights that this chip owns, and gather everybody's."""
-    own_gradients = reduce_scatter(gradients, halves.scatter, mean=True, accumulate=accumulate)
     own_params = shard_of(params, halves.scatter, accumulate=accumulate)
     layers = ShardedLayers(params, halves, accumulate)
-    updates, state = optimizer.update(own_gradients, state, own_params, layers=layers)
-    own_params = optax.apply_updates(own_params, updates)
+    own_params, state = _update(optimizer, own_params, state, own_gradients, scale, layers=layers)
     return all_gather(own_params, halves.gather, like=params, accumulate=accumulate), state
 
 
+def _n_examples(batch: Any) -> int:
+    return int(jax.tree.leaves(batch)[0].shape[0])
+
+
 def _gradients(
-    loss: LossFunction, params: Any, batch: Any, has_aux: bool, microbatches: int, accumulate: DTypeLike | None
+    with_aux: LossFunction, params: Any, batch: Any, microbatches: int, accumulate: DTypeLike | None
 ) -> tuple[Any, Any]:
     """Return the mean loss with its aux, and the mean gradients, over this device's microbatches."""
-
-    def with_aux(params: Any, batch: Any) -> tuple[Any, Any]:
-        return loss(params, batch) if has_aux else (loss(params, batch), ())
-
     differentiate = jax.value_and_grad(with_aux, has_aux=True)
     if microbatches == 1:
         return differentiate(params, batch)

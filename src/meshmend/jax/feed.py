@@ -1,0 +1,211 @@
+"""The input pipeline: batches from a grain dataset for whatever chips survive, every sample exactly once an epoch.
+
+grain (`pip install 'meshmend[restart]'`) shuffles, reads ahead in threads and runs the caller's own transformations.
+`batching` says which samples a step uses. A process reads only what its own devices need, and what it has read ahead
+does not count: the pipeline's state is the `Position` after the last committed step, the same on all processes, and
+any number of them restores from it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from meshmend.errors import MissingExtraError, ParameterError
+from meshmend.jax.batching import Deal, Policy, Position
+from meshmend.jax.fabric import Fabric
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one step uses. Made by `Feed.batches`.
+
+    Give `data`, `weights` and `learning_rate_factor` to the step of `train_step(…, per_example=True)`, and put `after`
+    into the checkpoint that has the step's parameters.
+    """
+
+    data: Any
+    """A pytree of arrays, the first axis split over all devices; padding repeats a sample of the same step."""
+    weights: jax.Array
+    """1.0 for each example that counts and 0.0 for padding, split like the data."""
+    learning_rate_factor: float
+    """What the policy multiplies the learning rate by."""
+    at: Position
+    """The position before this step."""
+    after: Position
+    """The position once this step is committed."""
+    feed: Feed = field(repr=False)
+
+    @cached_property
+    def indices(self) -> NDArray[np.int64]:
+        """Record numbers in the source that this step uses, over all processes, in the order of the epoch."""
+        stop = self.after.sample if self.after.epoch == self.at.epoch else self.feed.epoch_size
+        return self.feed.records(self.at.epoch, self.at.sample, stop)
+
+
+class Feed:
+    """A source of samples, an order of them for each epoch, and a policy for the batch.
+
+    `source` is anything with `len` and `[i]`, or a `grain.MapDataset` with the caller's own transformations, one
+    sample an element (not batched, filtered or repeated). The order of an epoch is a permutation that follows from
+    `seed` and the epoch alone; random transformations (`random_map`) follow from the epoch and the record. `threads`
+    read ahead up to `prefetch` batches; 0 threads reads in the loop itself.
+
+    >>> import jax, numpy as np, meshmend.jax as mmj
+    >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
+    >>> feed = mmj.Feed(np.arange(100, dtype=np.float32), mmj.KeepGlobal(32))
+    >>> [batch.after for batch in feed.batches(fabric, at=mmj.Position(epoch=0, sample=40), epochs=1)]
+    [Position(epoch=0, sample=72), Position(epoch=1, sample=0)]
+    """
+
+    def __init__(self, source: Any, policy: Policy, *, seed: int = 0, threads: int = 16, prefetch: int = 2) -> None:
+        if seed < 0 or threads < 0 or prefetch < 0:
+            raise ParameterError(
+                f"seed is {seed}, threads is {threads} and prefetch is {prefetch}, expected none below 0."
+            )
+        grain = _grain()
+        dataset = source if isinstance(source, grain.MapDataset) else grain.MapDataset.source(source)
+        if not 0 < len(dataset) < sys.maxsize:
+            raise ParameterError(
+                f"The source has {'no' if not len(dataset) else 'endlessly many'} samples, expected an epoch of them: "
+                "the feed repeats it by itself."
+            )
+        # grain adds the epoch to the seed, so neighbouring seeds would give the same epochs, one later.
+        shuffle = int(np.random.SeedSequence(seed).generate_state(1, np.uint32)[0])
+        self.policy = policy
+        self.epoch_size = len(dataset)
+        self.threads = threads
+        self.prefetch = prefetch
+        self._samples = dataset.shuffle(seed=shuffle)
+        self._order = grain.MapDataset.range(self.epoch_size).shuffle(seed=shuffle)
+
+    def records(self, epoch: int, start: int = 0, stop: int | None = None) -> NDArray[np.int64]:
+        """Return the record numbers of an epoch's samples, in its order, without reading a sample."""
+        first = epoch * self.epoch_size
+        places = range(start, self.epoch_size if stop is None else stop)
+        return np.array([self._order[first + place] for place in places], dtype=np.int64)
+
+    def deal(self, fabric: Fabric) -> Deal:
+        """Return how this feed's samples are dealt to a fabric's devices: sizes of batches, steps an epoch."""
+        n_chips = fabric.mesh.n_chips
+        return Deal(self.epoch_size, self.policy.global_batch(n_chips), n_chips, fabric.jax_mesh.size // n_chips)
+
+    def batches(self, fabric: Fabric, at: Position | None = None, *, epochs: int | None = None) -> Iterator[Batch]:
+        """Return the batches from a position on (by default the beginning), for this fabric.
+
+        Without end, or to the end of so many epochs. All have the same shapes. Reading ahead begins at once, so call
+        it before whatever else takes time at a start, such as compiling.
+        """
+        at = Position() if at is None else Position(int(at[0]), int(at[1]))
+        if at.epoch < 0 or not 0 <= at.sample < self.epoch_size:
+            raise ParameterError(
+                f"The position is {at}, but an epoch has the samples 0 to {self.epoch_size - 1}: it was made with "
+                "another source."
+            )
+        deal = self.deal(fabric)
+        mine = [
+            i for i, device in enumerate(fabric.jax_mesh.devices.flat) if device.process_index == jax.process_index()
+        ]
+        if not mine:
+            raise ParameterError(
+                f"Process {jax.process_index()} has no device in {fabric!r}, so it has nothing to feed."
+            )
+        steps = sys.maxsize // (deal.n_devices * deal.rows) if epochs is None else deal.steps_until(at, epochs)
+        reader = self._read(Rows(self._samples, deal, at, steps, mine)) if steps else None
+        factor = self.policy.learning_rate_factor(fabric.mesh.n_chips, fabric.mesh.size)
+        return self._batches(fabric, deal, at, steps, mine, reader, factor)
+
+    def _read(self, rows: Rows) -> Any:
+        grain = _grain()
+        ahead = max(self.prefetch * rows.n_rows, self.threads) if self.prefetch else 0
+        options = grain.ReadOptions(num_threads=self.threads, prefetch_buffer_size=ahead)
+        reader = iter(grain.MapDataset.source(rows).to_iter_dataset(options, allow_nones=True))
+        reader.start_prefetch()
+        return reader
+
+    def _batches(
+        self, fabric: Fabric, deal: Deal, at: Position, steps: int, mine: list[int], reader: Any, factor: float
+    ) -> Iterator[Batch]:
+        place_of = {device: i * deal.rows for i, device in enumerate(mine)}
+        sharding = fabric.sharding(fabric.axes)
+
+        def spread(local: NDArray[Any]) -> jax.Array:
+            """Make one array over all devices of the rows of this process's own."""
+
+            def part(index: Any) -> NDArray[Any]:
+                first = place_of[(index[0].start or 0) // deal.rows]
+                return local[first : first + deal.rows]
+
+            # JAX warns of a dtype that it does not have, and NumPy makes 64-bit integers of Python's.
+            local = local.astype(jax.dtypes.canonicalize_dtype(local.dtype), copy=False)
+            return jax.make_array_from_callback((deal.n_devices * deal.rows, *local.shape[1:]), sharding, part)
+
+        places = deal.places(mine).ravel()
+        try:
+            for _ in range(steps):
+                data = _stack([next(reader) for _ in places])
+                weights = (places < deal.count(at)).astype(np.float32)
+                after = deal.after(at)
+                yield Batch(jax.tree.map(spread, data), spread(weights), factor, at, after, self)
+                at = after
+        finally:
+            if reader is not None:
+                reader.close()
+
+
+class Rows:
+    """The rows that some devices hold, step after step, as a random-access source for grain to read ahead from.
+
+    A row of padding is None and costs no reading; but where all rows of a step are, the first one is a sample, so that
+    the step has something valid to compute with.
+    """
+
+    def __init__(self, samples: Any, deal: Deal, at: Position, steps: int, devices: Sequence[int]) -> None:
+        self.samples = samples
+        self.deal = deal
+        self.at = at
+        self.places = deal.places(devices).ravel()
+        self.first = int(self.places.min())
+        self.n_rows = len(self.places)
+        self.steps = steps
+
+    def __len__(self) -> int:
+        return self.steps * self.n_rows
+
+    def __getitem__(self, number: int) -> Any:
+        step, row = divmod(int(number), self.n_rows)
+        at = self.deal.position(self.at, step)
+        count = self.deal.count(at)
+        place = int(self.places[row])
+        if place >= count:
+            if row or self.first < count:
+                return None
+            place = 0
+        sample = self.samples[at.epoch * self.deal.epoch_size + at.sample + place]
+        if sample is None:
+            raise ParameterError(
+                f"The dataset has no sample {at.sample + place} in epoch {at.epoch}: a filter has taken it out. Each "
+                "sample must count, or no two runs agree on a batch: filter the source before it becomes a feed."
+            )
+        return sample
+
+
+def _stack(rows: list[Any]) -> Any:
+    """Stack samples, and repeat the first one where there is none."""
+    valid = next(row for row in rows if row is not None)
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *(valid if row is None else row for row in rows))
+
+
+def _grain() -> Any:
+    try:
+        import grain
+    except ImportError:
+        raise MissingExtraError("Feeding batches", "grain", "pip install 'meshmend[restart]'") from None
+    return grain

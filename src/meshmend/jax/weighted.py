@@ -1,0 +1,97 @@
+"""A true mean over the examples really used: weighted sums of gradients, loss and aux, to be divided once.
+
+Each device adds up its own examples, the sums travel, and only the total is divided, by the total weight. So it does
+not matter which device had which example, nor how many each had; and integer-valued gradients, whose sums are exact,
+give the same bits on any number of chips.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from meshmend.errors import ParameterError
+from meshmend.jax.collectives import travel_dtype
+
+
+class Sums(NamedTuple):
+    """One device's sums, in the dtypes that travel."""
+
+    gradients: Any
+    extras: Any
+    """Of the loss, and of aux."""
+    weight: jax.Array
+
+
+def weighted_sums(
+    loss: Callable[[Any, Any], tuple[Any, Any]],
+    params: Any,
+    batch: Any,
+    weights: jax.Array,
+    microbatches: int,
+    accumulate: DTypeLike | None,
+) -> Sums:
+    """Add up this device's examples, each times its weight. `loss` returns a value an example, and aux likewise.
+
+    An example of weight 0 has no influence, not even if computing with it gives NaN.
+    """
+
+    def widened(value: Any) -> jax.Array:
+        x: jax.Array = jnp.asarray(value)
+        return x.astype(travel_dtype(mean_dtype(x.dtype), accumulate))
+
+    def piece_sums(batch: Any, weights: jax.Array) -> Sums:
+        # A cotangent of 0 times a derivative of NaN is NaN, so examples that don't count must not be computed with.
+        used = weights > 0
+        rows = jnp.where(used, jnp.arange(len(weights)), jnp.argmax(used))
+        batch = jax.tree.map(lambda x: jnp.take(x, rows, axis=0), batch)
+
+        def total(params: Any) -> tuple[jax.Array, Any]:
+            extras = jax.tree.map(lambda x: _weighted(widened(x), weights), _one_each(loss(params, batch), weights))
+            return extras[0], extras
+
+        gradients, extras = jax.grad(total, has_aux=True)(params)
+        sums = Sums(jax.tree.map(widened, gradients), extras, widened(jnp.sum(weights)))
+        return Sums(*jax.tree.map(lambda x: jnp.where(jnp.any(used), x, jnp.zeros_like(x)), sums))
+
+    if microbatches == 1:
+        return piece_sums(batch, weights)
+    n_rows = -(-len(weights) // microbatches)
+    padding = n_rows * microbatches - len(weights)
+
+    def cut(x: jax.Array) -> jax.Array:
+        padded = jnp.pad(x, [(0, padding), *[(0, 0)] * (x.ndim - 1)])
+        return padded.reshape(microbatches, n_rows, *x.shape[1:])
+
+    pieces = jax.tree.map(cut, batch), cut(weights)
+    shapes = jax.eval_shape(piece_sums, *jax.tree.map(lambda x: x[0], pieces))
+    start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    total, _ = lax.scan(lambda sums, piece: (jax.tree.map(jnp.add, sums, piece_sums(*piece)), None), start, pieces)
+    return Sums(*total)
+
+
+def mean_dtype(own: Any) -> Any:
+    """Return the dtype of a mean: that of the values, or float32 for integers and bools."""
+    return own if jnp.issubdtype(own, jnp.inexact) else jnp.result_type(own, jnp.float32)
+
+
+def _weighted(values: jax.Array, weights: jax.Array) -> jax.Array:
+    return jnp.tensordot(weights.astype(values.dtype), values, axes=1, precision=lax.Precision.HIGHEST)
+
+
+def _one_each(extras: Any, weights: jax.Array) -> Any:
+    """Return the loss and aux if they have one value an example, or say what they have instead."""
+    for name, tree, exactly in (("the loss", extras[0], True), ("a value of aux", extras[1], False)):
+        for leaf in jax.tree.leaves(tree):
+            shape = jnp.shape(leaf)
+            if shape[:1] != weights.shape or (exactly and len(shape) != 1):
+                raise ParameterError(
+                    f"With per_example=True, {name} must have one value for each of the {len(weights)} examples of a "
+                    f"device (and microbatch); it has shape {shape}. Leave out the mean over the batch."
+                )
+    return extras
