@@ -1,0 +1,173 @@
+"""A small training job for the restart campaign: what each host's worker runs, under torchrun.
+
+    torchrun … -m meshmend.bench.trainee job.json
+
+It is the complete script of docs/restart.md with a few switches, so that the campaign can take away one help at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from meshmend.lab.torchrun import die_with_launcher
+
+N_SAMPLES = 640
+WIDTH = 32
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train, and with which helps."""
+
+    folder: str
+    shape: str = "4x4"
+    host: str = "2x2"
+    steps: int = 60
+    planner: str = "hamiltonian"
+    batch: int = 64
+    keep_global: bool = True
+    sharded: bool = True
+    exact: bool = False
+    """Integer-valued gradients: the same bits on any number of chips."""
+    memory: bool = True
+    plans: bool = True
+    compile_cache: bool = True
+    disk_every: int = 20
+    pause_s: float = 0.0
+
+    def write(self) -> Path:
+        """Write the job down where its workers read it."""
+        path = Path(self.folder) / "job.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self)))
+        return path
+
+
+def main(path: str) -> None:
+    """Train, or go on training."""
+    die_with_launcher()
+    job = Job(**json.loads(Path(path).read_text()))
+    n_chips = 1
+    for n in job.host.split("x"):
+        n_chips *= int(n)
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = (
+        f"--xla_force_host_platform_device_count={n_chips} --xla_cpu_multi_thread_eigen=false"
+    )
+    folder = Path(job.folder)
+    host = os.environ["MESHMEND_HOST"]
+
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import meshmend.jax as mmj
+    from meshmend.jax import restart
+
+    with restart.initialize(
+        job.shape,
+        job.host,
+        compile_cache=folder / "compiled" if job.compile_cache else None,
+        timeline=folder / f"timeline-{host}.jsonl",
+    ) as session:
+        fabric, timeline = session.fabric, session.timeline
+        plans = folder / "plans" if job.plans else folder / f"no-plans-{session.launch.coordinator.split(':')[1]}"
+        schedule = session.plan(job.planner, cache=plans)
+        program: Any = (mmj.install_halves if job.sharded else mmj.install)(schedule, fabric)
+        feed = mmj.Feed(_samples(), _policy(job), seed=1, threads=0, prefetch=0)
+        loss = exact_loss if job.exact else regression_loss
+        init, step = mmj.train_step(loss, optax.adam(2.0**-7 if job.exact else 1e-2), fabric, per_example=True)
+        keeper = restart.Keeper(
+            session,
+            program,
+            memory=folder / "memory" / f"host-{host}",
+            memory_every=1 if job.memory else 0,
+            disk=folder / "disk" if job.disk_every else None,
+            disk_every=job.disk_every,
+        )
+        with timeline.timed("compile"):
+            params = jax.device_put(_params(job.exact), fabric.sharding())
+            state = jax.jit(init)(params, program)
+        found = keeper.restore(params, state, extra=mmj.Position())
+        params, state = found.params, found.state
+        batches = feed.batches(fabric, at=mmj.Position(*found.extra))
+        batch = next(batches)
+        with timeline.timed("compile"):
+            scale = jnp.float32(batch.learning_rate_factor)
+            run = jax.jit(step, donate_argnums=(0, 1))
+            keywords = {"weights": batch.weights, "scale": scale}
+            run = run.lower(params, state, batch.data, program, **keywords).compile()
+            keeper.compile(params, state)
+        ledger = mmj.Ledger(folder / "ledger.jsonl") if session.launch.process == 0 else None
+        for number in range(found.step + 1, job.steps + 1):
+            # Before the step: a step that all hosts have kept must be in the ledger, whoever dies when.
+            if ledger is not None:
+                ledger.record(number, epoch=batch.at.epoch, samples=batch.indices)
+            params, state, value = run(params, state, batch.data, program, weights=batch.weights, scale=scale)
+            keeper.keep(number, params, state, extra=batch.after)
+            facts = {"digest": _digest(params)} if job.exact else {}
+            timeline.note("step", step=number, loss=float(value), examples=len(batch.indices), **facts)
+            time.sleep(job.pause_s)
+            batch = next(batches)
+        keeper.close()
+        timeline.note("done", digest=_digest(params))
+
+
+def exact_loss(params: Any, batch: Any) -> Any:
+    """Return a loss an example whose gradients are small whole numbers that depend on the weights."""
+    import jax.numpy as jnp
+    from jax import lax
+
+    level = lax.stop_gradient(jnp.floor(params["w"] * 64) % 8) - 3
+    return (batch["whole"] @ (level * params["w"])).sum(axis=-1) + params["b"].sum()
+
+
+def regression_loss(params: Any, batch: Any) -> Any:
+    """Return the squared error an example of a small network."""
+    import jax.numpy as jnp
+
+    hidden = jnp.tanh(batch["x"] @ params["w"] + params["b"])
+    return (hidden @ params["out"] - batch["y"]) ** 2
+
+
+def _params(exact: bool) -> Any:
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    shapes = {"w": (16, WIDTH), "b": (WIDTH,)} | ({} if exact else {"out": (WIDTH,)})
+    return {name: (rng.standard_normal(shape) / 4).astype(np.float32) for name, shape in shapes.items()}
+
+
+def _samples() -> list[dict[str, Any]]:
+    import numpy as np
+
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((N_SAMPLES, 16)).astype(np.float32)
+    y = np.sin(x.sum(axis=1)).astype(np.float32)
+    whole = rng.integers(-3, 4, (N_SAMPLES, 16)).astype(np.float32)
+    return [{"x": x[i], "y": y[i], "whole": whole[i]} for i in range(N_SAMPLES)]
+
+
+def _policy(job: Job) -> Any:
+    import meshmend.jax as mmj
+
+    return mmj.KeepGlobal(job.batch) if job.keep_global else mmj.KeepPerChip(job.batch // 16)
+
+
+def _digest(params: Any) -> str:
+    import jax
+    import numpy as np
+
+    leaves = [np.asarray(leaf.addressable_shards[0].data) for leaf in jax.tree.leaves(params)]
+    return hashlib.sha256(b"".join(leaf.tobytes() for leaf in leaves)).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
