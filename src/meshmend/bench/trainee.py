@@ -39,6 +39,8 @@ class Job:
     memory: bool = True
     plans: bool = True
     compile_cache: bool = True
+    ahead: bool = True
+    """Compile for the loss of each host while all is well."""
     disk_every: int = 20
     pause_s: float = 0.0
 
@@ -70,6 +72,7 @@ def main(path: str) -> None:
 
     import meshmend.jax as mmj
     from meshmend.jax import restart
+    from meshmend.planning import PlanCache, plan
 
     with restart.initialize(
         job.shape,
@@ -79,44 +82,52 @@ def main(path: str) -> None:
     ) as session:
         fabric, timeline = session.fabric, session.timeline
         plans = folder / "plans" if job.plans else folder / f"no-plans-{session.launch.coordinator.split(':')[1]}"
-        schedule = session.plan(job.planner, cache=plans)
-        program: Any = (mmj.install_halves if job.sharded else mmj.install)(schedule, fabric)
         feed = mmj.Feed(_samples(), _policy(job), seed=1, threads=0, prefetch=0)
         loss = exact_loss if job.exact else regression_loss
-        init, step = mmj.train_step(loss, optax.adam(2.0**-7 if job.exact else 1e-2), fabric, per_example=True)
+        optimizer = optax.adam(2.0**-7 if job.exact else 1e-2)
+
+        def build(fabric: mmj.Fabric, schedule: Any) -> tuple[Any, restart.Steps]:
+            program = (mmj.install_halves if job.sharded else mmj.install)(schedule, fabric)
+            training = mmj.train_step(loss, optimizer, fabric, per_example=True)
+            batch = next(feed.batches(fabric))
+            return program, restart.compile_steps(training, program, schedule, fabric, _params(job.exact), batch)
+
+        def build_ahead(fabric: mmj.Fabric) -> None:
+            build(fabric, plan(fabric.mesh, job.planner, cache=PlanCache(plans)))
+
+        schedule = session.plan(job.planner, cache=plans)
+        with timeline.timed("compile"):
+            program, steps = build(fabric, schedule)
+        params = restart.place(_params(job.exact), fabric)
         keeper = restart.Keeper(
             session,
+            schedule,
             program,
             memory=folder / "memory" / f"host-{host}",
             memory_every=1 if job.memory else 0,
             disk=folder / "disk" if job.disk_every else None,
             disk_every=job.disk_every,
         )
-        with timeline.timed("compile"):
-            params = jax.device_put(_params(job.exact), fabric.sharding())
-            state = jax.jit(init)(params, program)
-        found = keeper.restore(params, state, extra=mmj.Position())
+        found = keeper.restore(params, steps.init(params, program), extra=mmj.Position())
         params, state = found.params, found.state
         batches = feed.batches(fabric, at=mmj.Position(*found.extra))
-        batch = next(batches)
-        with timeline.timed("compile"):
-            scale = jnp.float32(batch.learning_rate_factor)
-            run = jax.jit(step, donate_argnums=(0, 1))
-            keywords = {"weights": batch.weights, "scale": scale}
-            run = run.lower(params, state, batch.data, program, **keywords).compile()
-            keeper.compile(params, state)
+        ahead = restart.CompileAhead(session, build_ahead) if job.ahead else None
         ledger = mmj.Ledger(folder / "ledger.jsonl") if session.launch.process == 0 else None
         for number in range(found.step + 1, job.steps + 1):
+            batch = next(batches)
             # Before the step: a step that all hosts have kept must be in the ledger, whoever dies when.
             if ledger is not None:
                 ledger.record(number, epoch=batch.at.epoch, samples=batch.indices)
-            params, state, value = run(params, state, batch.data, program, weights=batch.weights, scale=scale)
+            params, state, value = steps.step(
+                params, state, batch.data, program, weights=batch.weights, scale=jnp.float32(batch.learning_rate_factor)
+            )
             keeper.keep(number, params, state, extra=batch.after)
             facts = {"digest": _digest(params)} if job.exact else {}
             timeline.note("step", step=number, loss=float(value), examples=len(batch.indices), **facts)
             time.sleep(job.pause_s)
-            batch = next(batches)
         keeper.close()
+        if ahead is not None:
+            ahead.stop()
         timeline.note("done", digest=_digest(params))
 
 

@@ -23,9 +23,12 @@ from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
 from meshmend.errors import RestartError
+from meshmend.halves import reduce_scatter_of
 from meshmend.jax.collectives import groups_of
 from meshmend.jax.fabric import Fabric
+from meshmend.jax.lanes import owned_chunks
 from meshmend.jax.program import Halves, Program
+from meshmend.schedule import Schedule
 
 Vectors = dict[str, NDArray[Any]]
 """The whole state, apart from any mesh: flat vectors by name."""
@@ -153,6 +156,7 @@ class StateLayout:
         params: Any,
         state: Any,
         program: Program | Halves,
+        schedule: Schedule,
         fabric: Fabric,
         *,
         accumulate: DTypeLike | None = np.float32,
@@ -177,7 +181,7 @@ class StateLayout:
         total_chunks = 0
         if halves is not None:
             layout = halves.scatter.layout
-            total_chunks, owned = layout.shape.total_chunks, owned_table(halves.scatter, fabric)
+            total_chunks, owned = layout.shape.total_chunks, owned_chunks(reduce_scatter_of(schedule)).astype(int)
             groups = groups_of(leaves[:n_params], layout, accumulate)
             paths = [path for path, _ in jax.tree_util.tree_flatten_with_path((params, state))[0]]
             for leaf, split, path in zip(leaves, is_sharded, paths, strict=True):
@@ -232,10 +236,17 @@ class StateLayout:
         return jax.make_array_from_single_device_arrays(old.shape, old.sharding, parts)
 
 
-def owned_table(program: Program, fabric: Fabric) -> NDArray[np.int64]:
-    """Return the chunks that each chip owns, (chip, row); all processes must ask together."""
-    everywhere = jax.jit(lambda table: table, out_shardings=fabric.sharding())(program.owned)
-    return np.asarray(everywhere, dtype=np.int64)
+def place(tree: Any, fabric: Fabric) -> Any:
+    """Put arrays that every process has alike on all devices, without communication.
+
+    (`jax.device_put` would first compare what all processes have, by a collective for each array.)
+    """
+
+    def put(leaf: Any) -> jax.Array:
+        values = np.asarray(leaf)
+        return jax.make_array_from_callback(values.shape, fabric.sharding(), lambda index: values[index])
+
+    return jax.tree.map(put, tree)
 
 
 def vectors_from_leaves(outline: Outline, is_sharded: Sequence[bool], leaves: Sequence[NDArray[Any]]) -> Vectors:

@@ -17,6 +17,7 @@ from meshmend.jax.restart.exchange import combine
 from meshmend.jax.restart.memory import Choice, Copy, HostMemory, choose, default_folder, offer
 from meshmend.jax.restart.mirror import Mirror
 from meshmend.jax.restart.session import Session
+from meshmend.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Keeper:
     def __init__(
         self,
         session: Session,
+        schedule: Schedule,
         program: Program | Halves,
         *,
         memory: str | Path | None = None,
@@ -55,6 +57,7 @@ class Keeper:
         accumulate: DTypeLike | None = np.float32,
     ) -> None:
         self.session = session
+        self.schedule = schedule
         self.program = program
         self.memory = HostMemory(default_folder(session.launch.job, session.host) if memory is None else memory)
         self.memory_every = memory_every
@@ -73,7 +76,9 @@ class Keeper:
         """
         fabric = self.session.fabric
         with self.session.timeline.timed("restore") as facts:
-            layout = StateLayout.of(params, state, self.program, fabric, accumulate=self.accumulate)
+            layout = StateLayout.of(
+                params, state, self.program, self.schedule, fabric, accumulate=self.accumulate
+            )
             self._layout = layout
             copies = self.memory.read() if self.memory_every else []
             saved = self.disk.newest() if self.disk is not None else None
@@ -95,13 +100,10 @@ class Keeper:
             self.memory.keep_only(self.attempt, found.step)
             facts |= {"source": found.source, "step": found.step}
         if self.memory_every:
-            self._mirror = Mirror(layout, self.memory, self.attempt, self.session.timeline)
+            with self.session.timeline.timed("compile"):
+                self._mirror = Mirror(layout, self.memory, self.attempt, self.session.timeline)
+                self._mirror.compile(found.params, found.state)
         return found
-
-    def compile(self, params: Any, state: Any) -> None:
-        """Compile what `keep` needs, so that it is part of the time that is noted for compiling."""
-        if self._mirror is not None:
-            self._mirror.compile(params, state)
 
     def keep(self, step: int, params: Any, state: Any, extra: Any = None) -> None:
         """Keep the state after `step` steps. Call it after each; the arrays may be donated to the next step.

@@ -56,7 +56,7 @@ class Mirror:
         self.memory = memory
         self.attempt = attempt
         self.timeline = timeline
-        self._cut = jax.jit(_cutter(layout))
+        self._cut = jax.jit(cutter(layout))
         self._writer = ThreadPoolExecutor(1, "meshmend-mirror")
         self._writing: Future[None] | None = None
 
@@ -111,7 +111,7 @@ def hosts_of_chips(fabric: Fabric) -> list[int]:
     return [int(device.process_index) for device in devices.reshape(len(devices), -1)[:, 0]]
 
 
-def _cutter(layout: StateLayout) -> Any:
+def cutter(layout: StateLayout) -> Any:
     """Return the function from (params, state) to parts: for each dtype, every device's own and the one it keeps."""
     fabric, outline = layout.fabric, layout.outline
     keeper = partners(hosts_of_chips(fabric))

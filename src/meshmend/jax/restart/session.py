@@ -11,18 +11,19 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import jax
 
-from meshmend.errors import RestartError, name_chip
+from meshmend.errors import MeshError, RestartError, name_chip
 from meshmend.jax.fabric import Fabric, discover
 from meshmend.jax.restart.hosts import Hosts
 from meshmend.jax.restart.launch import Launch, read_launch
+from meshmend.jax.restart.meet import free_port, meet
 from meshmend.jax.restart.notices import Notices
 from meshmend.jax.restart.timeline import Timeline, process_started_at
 from meshmend.planning import PlanCache, Planner, plan
@@ -42,6 +43,9 @@ class Session:
 
     fabric: Fabric
     launch: Launch
+    """What the launcher said, with processes numbered in the order of their hosts."""
+    hosts: Hosts | None
+    """The whole machine; None on TPU, where devices know their places."""
     host_of_process: tuple[int, ...]
     """Number of each process's host; on TPU, where hosts have no number, that of the process."""
     notices: Notices
@@ -76,6 +80,22 @@ class Session:
                 self.notices.exchange("planned")
             return plan(self.fabric.mesh, planner, cache=store, **parameters)
 
+    def fabrics_ahead(self) -> Iterator[tuple[int, Fabric]]:
+        """Return what the fabric would be after the loss of each single host: (its number, the fabric).
+
+        Its devices are there only to compile for, and only on process 0: those of the first processes stand in for
+        the survivors, with the numbers that theirs would have. What is compiled for them goes into the compile cache
+        under the key that the restarted job will ask for. Losses that cut the mesh in two are left out.
+        """
+        if self.hosts is None or self.launch.process != 0:
+            return
+        for lost in self.host_of_process:
+            left = [number for number in self.host_of_process if number != lost]
+            if left:
+                fabric = fabric_of_hosts(self.hosts, left, jax.devices())
+                if fabric.mesh.is_connected:
+                    yield lost, fabric
+
     def __enter__(self) -> Self:
         return self
 
@@ -99,7 +119,7 @@ def initialize(
     place: int | str | Sequence[int] | None = None,
     launch: Launch | None = None,
     heartbeat_s: int = 10,
-    timeout_s: int = 60,
+    timeout_s: int = 30,
     compile_cache: str | Path | None = None,
     timeline: str | Path | None = None,
 ) -> Session:
@@ -123,29 +143,33 @@ def initialize(
     """
     started, joining = process_started_at(), time.time()
     launched = read_launch() if launch is None else launch
-    notes = Timeline(timeline or os.environ.get("MESHMEND_TIMELINE"), attempt=launched.attempt, process=launched.process)
+    notes = Timeline(timeline or os.environ.get("MESHMEND_TIMELINE"), attempt=launched.attempt)
     _configure(compile_cache)
-    jax.distributed.initialize(
-        launched.coordinator,
-        launched.n_processes,
-        launched.process,
-        heartbeat_timeout_seconds=heartbeat_s,
-        initialization_timeout=timeout_s,
-        shutdown_timeout_seconds=timeout_s,
-        cluster_detection_method="deactivate",
-    )
-    notices = Notices(launched.process, launched.n_processes, timeout_s=timeout_s)
-    joined = time.time()
+    hosts, numbers = None, tuple(range(launched.n_processes))
     try:
-        fabric, numbers = _find(shape, host, place, launched, notices)
+        if not _knows_coordinates():
+            launched, hosts, numbers = _join(shape, host, place, launched, timeout_s)
+        notes.facts |= {"process": launched.process, "host": numbers[launched.process]}
+        jax.distributed.initialize(
+            launched.coordinator,
+            launched.n_processes,
+            launched.process,
+            heartbeat_timeout_seconds=heartbeat_s,
+            initialization_timeout=timeout_s,
+            shutdown_timeout_seconds=timeout_s,
+            cluster_detection_method="deactivate",
+        )
+        joined = time.time()
+        fabric = _find(shape, hosts, numbers)
+        _check_connected(fabric, numbers)
     except RestartError as error:
         notes.note("gave up", why=str(error))
         raise
-    notes.facts["host"] = numbers[launched.process]
     notes.note("process", at=started, seconds=joining - started)
     notes.note("join", at=joining, seconds=joined - joining)
     notes.note("fabric", at=joined, seconds=time.time() - joined, chips=fabric.mesh.n_chips, hosts=sorted(numbers))
-    return Session(fabric, launched, numbers, notices, notes)
+    notices = Notices(launched.process, launched.n_processes, timeout_s=timeout_s)
+    return Session(fabric, launched, hosts, numbers, notices, notes)
 
 
 def _configure(compile_cache: str | Path | None) -> None:
@@ -160,23 +184,25 @@ def _configure(compile_cache: str | Path | None) -> None:
     jax.config.update("jax_enable_preemption_service", False)
 
 
-def _find(
+def _knows_coordinates() -> bool:
+    """Whether devices know where they are, without touching them: only a TPU's do."""
+    platform = (jax.config.jax_platforms or "").split(",")[0]
+    return platform == "tpu" or (platform == "" and os.environ.get("MESHMEND_HOST") is None)
+
+
+def _join(
     shape: Sequence[int] | str | None,
     host: Sequence[int] | str | None,
     place: int | str | Sequence[int] | None,
     launch: Launch,
-    notices: Notices,
-) -> tuple[Fabric, tuple[int, ...]]:
-    """Return the fabric of all hosts that are there, and the host of each process."""
+    timeout_s: float,
+) -> tuple[Launch, Hosts, tuple[int, ...]]:
+    """Meet the other processes; return the launch in the order of hosts, and the host of each process."""
     shape = shape if shape is not None else os.environ.get("MESHMEND_SHAPE")
-    if hasattr(jax.local_devices()[0], "coords"):
-        fabric, numbers = discover(shape=shape), tuple(range(launch.n_processes))
-        _check_connected(fabric, numbers)
-        return fabric, numbers
     host = host if host is not None else os.environ.get("MESHMEND_HOST_SHAPE")
     place = place if place is not None else os.environ.get("MESHMEND_HOST")
     # What is wrong here is told to all before anyone raises, or the others would wait for this process.
-    mine: dict[str, Any] = {"devices": len(jax.local_devices())}
+    mine: dict[str, Any] = {"port": free_port()}
     if shape is None or host is None or place is None:
         mine["error"] = (
             f"Process {launch.process} does not know its chips. Give initialize() shape, host and place, or set "
@@ -186,23 +212,34 @@ def _find(
         try:
             hosts = Hosts.of(shape, host)
             mine |= {"machine": str(hosts), "host": hosts.number(place)}
-        except ValueError as error:
+        except (MeshError, RestartError) as error:
             mine["error"] = f"Process {launch.process}: {error}"
-        except RestartError as error:
-            mine["error"] = f"Process {launch.process}: {error}"
-    everybody = notices.exchange(mine)
-    numbers = check_hosts(everybody)
-    hosts.check_devices({fact["host"]: fact["devices"] for fact in everybody})
-    coords = {p: hosts.chips(number) for p, number in enumerate(numbers)}
+    everybody = meet(launch, mine, timeout_s=timeout_s)
+    ranked = check_hosts(everybody)
+    order = sorted(range(launch.n_processes), key=lambda process: ranked[process])
+    first = everybody[order[0]]
+    if launch.n_processes > 1:
+        launch = replace(
+            launch, coordinator=f"{first['address']}:{first['port']}", process=order.index(launch.process)
+        )
+    return launch, hosts, tuple(ranked[process] for process in order)
+
+
+def _find(shape: Sequence[int] | str | None, hosts: Hosts | None, numbers: Sequence[int]) -> Fabric:
+    """Return the fabric of all hosts that are there."""
     devices = jax.devices()
-    seen: Counter[int] = Counter()
-    where = []
-    for device in devices:
-        where.append(coords[device.process_index][seen[device.process_index]])
-        seen[device.process_index] += 1
-    fabric = discover(devices, shape=hosts.shape, coords=where)
-    _check_connected(fabric, numbers)
-    return fabric, numbers
+    if hosts is None:
+        return discover(devices, shape=shape)
+    held = Counter(device.process_index for device in devices)
+    hosts.check_devices({number: held[process] for process, number in enumerate(numbers)})
+    return fabric_of_hosts(hosts, numbers, devices)
+
+
+def fabric_of_hosts(hosts: Hosts, numbers: Sequence[int], devices: Sequence[Any]) -> Fabric:
+    """Return the fabric in which process i drives the chips of host `numbers[i]`, in the order of its devices."""
+    chips = {process: iter(hosts.chips(number)) for process, number in enumerate(numbers)}
+    used = [device for device in devices if device.process_index in chips]
+    return discover(used, shape=hosts.shape, coords=[next(chips[device.process_index]) for device in used])
 
 
 def check_hosts(everybody: Sequence[dict[str, Any]]) -> tuple[int, ...]:
