@@ -27,6 +27,8 @@ class Job:
     """What to train, and with which helps."""
 
     folder: str
+    caches: str = ""
+    """Where plans and compiled programs are kept; by default in the job's folder."""
     shape: str = "4x4"
     host: str = "2x2"
     steps: int = 60
@@ -43,6 +45,8 @@ class Job:
     """Compile for the loss of each host while all is well."""
     disk_every: int = 20
     pause_s: float = 0.0
+    pause_on_hole_s: float = 0.0
+    """Time off after each step on a mesh with a hole, so that a lost host can be back before the job is over."""
 
     def write(self) -> Path:
         """Write the job down where its workers read it."""
@@ -60,13 +64,11 @@ def main(path: str) -> None:
     for n in job.host.split("x"):
         n_chips *= int(n)
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = (
-        f"--xla_force_host_platform_device_count={n_chips} --xla_cpu_multi_thread_eigen=false"
-    )
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={n_chips} --xla_cpu_multi_thread_eigen=false"
     folder = Path(job.folder)
+    caches = Path(job.caches or job.folder)
     host = os.environ["MESHMEND_HOST"]
 
-    import jax
     import jax.numpy as jnp
     import optax
 
@@ -77,11 +79,11 @@ def main(path: str) -> None:
     with restart.initialize(
         job.shape,
         job.host,
-        compile_cache=folder / "compiled" if job.compile_cache else None,
+        compile_cache=caches / "compiled" if job.compile_cache else None,
         timeline=folder / f"timeline-{host}.jsonl",
     ) as session:
         fabric, timeline = session.fabric, session.timeline
-        plans = folder / "plans" if job.plans else folder / f"no-plans-{session.launch.coordinator.split(':')[1]}"
+        plans = caches / "plans" if job.plans else folder / f"no-plans-{session.launch.coordinator.split(':')[1]}"
         feed = mmj.Feed(_samples(), _policy(job), seed=1, threads=0, prefetch=0)
         loss = exact_loss if job.exact else regression_loss
         optimizer = optax.adam(2.0**-7 if job.exact else 1e-2)
@@ -111,7 +113,7 @@ def main(path: str) -> None:
         found = keeper.restore(params, steps.init(params, program), extra=mmj.Position())
         params, state = found.params, found.state
         batches = feed.batches(fabric, at=mmj.Position(*found.extra))
-        ahead = restart.CompileAhead(session, build_ahead) if job.ahead else None
+        ahead = None
         ledger = mmj.Ledger(folder / "ledger.jsonl") if session.launch.process == 0 else None
         for number in range(found.step + 1, job.steps + 1):
             batch = next(batches)
@@ -122,9 +124,12 @@ def main(path: str) -> None:
                 params, state, batch.data, program, weights=batch.weights, scale=jnp.float32(batch.learning_rate_factor)
             )
             keeper.keep(number, params, state, extra=batch.after)
-            facts = {"digest": _digest(params)} if job.exact else {}
+            facts: dict[str, Any] = {"digest": _digest(params)} if job.exact else {}
             timeline.note("step", step=number, loss=float(value), examples=len(batch.indices), **facts)
-            time.sleep(job.pause_s)
+            if job.ahead and number == found.step + 3:
+                # Not before: a restart has better things to do.
+                ahead = restart.CompileAhead(session, build_ahead)
+            time.sleep(job.pause_s if fabric.mesh.is_full else job.pause_on_hole_s)
         keeper.close()
         if ahead is not None:
             ahead.stop()

@@ -21,7 +21,7 @@ from typing import Self
 from meshmend.errors import LabError
 from meshmend.lab.chips import PR_SET_PDEATHSIG
 
-RENDEZVOUS = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3, "join_timeout": 300}
+RENDEZVOUS = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 2, "join_timeout": 300}
 """Seconds. An agent that is silent for interval × attempts is dead; a round waits so long for more hosts once it has
 enough of them."""
 

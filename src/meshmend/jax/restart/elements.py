@@ -221,7 +221,7 @@ class StateLayout:
             dtype = np.dtype(leaf.dtype).name
             start, used[dtype] = used[dtype], used[dtype] + math.prod(leaf.shape)
             values = vectors[f"replicated {dtype}"][start : used[dtype]].reshape(leaf.shape)
-            found.append(jax.make_array_from_callback(leaf.shape, self.sharding(i), lambda _, v=values: v))
+            found.append(_put(values, self.sharding(i)))
         params, state = jax.tree.unflatten(self.structure, found)
         return params, state
 
@@ -242,11 +242,11 @@ def place(tree: Any, fabric: Fabric) -> Any:
     (`jax.device_put` would first compare what all processes have, by a collective for each array.)
     """
 
-    def put(leaf: Any) -> jax.Array:
-        values = np.asarray(leaf)
-        return jax.make_array_from_callback(values.shape, fabric.sharding(), lambda index: values[index])
+    return jax.tree.map(lambda leaf: _put(np.asarray(leaf), fabric.sharding()), tree)
 
-    return jax.tree.map(put, tree)
+
+def _put(values: NDArray[Any], sharding: NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 
 def vectors_from_leaves(outline: Outline, is_sharded: Sequence[bool], leaves: Sequence[NDArray[Any]]) -> Vectors:

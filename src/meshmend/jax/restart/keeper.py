@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -76,9 +75,7 @@ class Keeper:
         """
         fabric = self.session.fabric
         with self.session.timeline.timed("restore") as facts:
-            layout = StateLayout.of(
-                params, state, self.program, self.schedule, fabric, accumulate=self.accumulate
-            )
+            layout = StateLayout.of(params, state, self.program, self.schedule, fabric, accumulate=self.accumulate)
             self._layout = layout
             copies = self.memory.read() if self.memory_every else []
             saved = self.disk.newest() if self.disk is not None else None
@@ -87,7 +84,9 @@ class Keeper:
             )
             attempts = [copy["attempt"] for held in everybody for copy in held["copies"]]
             attempts += [held["disk"][0] for held in everybody if held["disk"]]
+            # The launcher's own count starts anew with each of its agents; this one is the same on all hosts.
             self.attempt = 1 + max(attempts, default=0)
+            self.session.timeline.facts["attempt"] = self.attempt
             choice = choose([held["copies"] for held in everybody], layout.outline)
             on_disk = max((tuple(held["disk"]) for held in everybody if held["disk"]), default=None)
             found = None

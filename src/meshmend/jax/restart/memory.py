@@ -60,7 +60,7 @@ class HostMemory:
         arrays = [(dtype, np.ascontiguousarray(rows)) for dtype, rows in copy.parts.items()]
         checksum = 0
         for _, rows in arrays:
-            checksum = zlib.crc32(rows.view(np.uint8).reshape(-1), checksum)
+            checksum = zlib.crc32(rows.view(np.uint8).data, checksum)
         header = json.dumps(
             {
                 "attempt": copy.attempt,
@@ -81,7 +81,7 @@ class HostMemory:
         with unfinished.open("r+b" if unfinished.exists() else "wb") as file:
             file.write(MAGIC + f"{len(header)} {zlib.crc32(header)}\n".encode() + header)
             for _, rows in arrays:
-                file.write(memoryview(rows.view(np.uint8).reshape(-1)))
+                file.write(rows.view(np.uint8).data)
             file.truncate()
         unfinished.replace(self.folder / copy.name)
         for old in self._files()[:-KEPT]:
@@ -132,7 +132,11 @@ def read_copy(path: Path) -> Copy:
     facts = json.loads(header)
     parts, at = {}, start
     for dtype, shape in facts["arrays"]:
-        rows = np.frombuffer(data, np.dtype(dtype), int(np.prod(shape)), at).reshape(shape) if _fits(data, at, dtype, shape) else None
+        rows = (
+            np.frombuffer(data, np.dtype(dtype), int(np.prod(shape)), at).reshape(shape)
+            if _fits(data, at, dtype, shape)
+            else None
+        )
         if rows is None:
             raise RestartError(f"{path} is damaged: it ends early.", step=facts["step"])
         parts[dtype] = rows

@@ -17,12 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
+from numpy.typing import NDArray
 
 from meshmend.errors import RestartError
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.restart.elements import StateLayout
 from meshmend.jax.restart.memory import Copy, HostMemory
 from meshmend.jax.restart.timeline import Timeline
+
+Parts = dict[str, tuple[jax.Array, jax.Array]]
+"""For each dtype every device's own part, and the one of another host that it keeps; one row a device."""
 
 
 def partners(host_of_chip: Sequence[int]) -> list[int]:
@@ -56,7 +60,8 @@ class Mirror:
         self.memory = memory
         self.attempt = attempt
         self.timeline = timeline
-        self._cut = jax.jit(cutter(layout))
+        self.host_of_chip = hosts_of_chips(layout.fabric)
+        self._cut: Any = jax.jit(cutter(layout, self.host_of_chip))
         self._writer = ThreadPoolExecutor(1, "meshmend-mirror")
         self._writing: Future[None] | None = None
 
@@ -81,28 +86,41 @@ class Mirror:
             writing, self._writing = self._writing, None
             writing.result()
 
-    def _write(self, step: int, parts: dict[str, tuple[jax.Array, jax.Array]], extra: Any) -> None:
-        keeper = partners(hosts_of_chips(self.layout.fabric))
-        n_cores = self.layout.outline.n_cores
-        source = {keeper[chip] * n_cores + core: chip * n_cores + core for chip in range(len(keeper)) for core in range(n_cores)}
-        devices: list[int] = []
-        rows: dict[str, list[Any]] = {}
-        for dtype, (own, other) in parts.items():
-            mine = sorted((shard.index[0].start or 0, shard.data) for shard in own.addressable_shards)
-            theirs = sorted((shard.index[0].start or 0, shard.data) for shard in other.addressable_shards)
-            devices = [at for at, _ in mine] + [source[at] for at, _ in theirs if source[at] != at]
-            rows[dtype] = [np.asarray(data)[0] for _, data in mine]
-            rows[dtype] += [np.asarray(data)[0] for at, data in theirs if source[at] != at]
-        copy = Copy(
-            self.attempt,
-            step,
-            self.layout.outline,
-            tuple(devices),
-            {dtype: np.stack(found) for dtype, found in rows.items()},
-            extra,
-        )
+    def _write(self, step: int, parts: Parts, extra: Any) -> None:
+        copy = copy_of(parts, self.layout, self.host_of_chip, jax.process_index(), self.attempt, step, extra)
         n_bytes = self.memory.write(copy)
         self.timeline.note("kept", step=step, bytes=n_bytes)
+
+
+def copy_of(
+    parts: Parts,
+    layout: StateLayout,
+    host_of_chip: Sequence[int],
+    host: int,
+    attempt: int,
+    step: int,
+    extra: Any,
+) -> Copy:
+    """Return what a host keeps of the parts: those of its own devices, and those that its devices have received."""
+    n_cores = layout.outline.n_cores
+    kept = _kept_by(host_of_chip)
+    mine = [c * n_cores + core for c, owner in enumerate(host_of_chip) if owner == host for core in range(n_cores)]
+    theirs = {d: int(kept[d // n_cores]) * n_cores + d % n_cores for d in mine if kept[d // n_cores] != d // n_cores}
+    rows = {}
+    for dtype, (own, other) in parts.items():
+        held = {shard.index[0].start or 0: shard.data for shard in own.addressable_shards}
+        received = {shard.index[0].start or 0: shard.data for shard in other.addressable_shards}
+        found = [held[device] for device in mine] + [received[device] for device in theirs]
+        rows[dtype] = np.concatenate([np.asarray(row) for row in found])
+    return Copy(attempt, step, layout.outline, (*mine, *theirs.values()), rows, extra)
+
+
+def _kept_by(host_of_chip: Sequence[int]) -> NDArray[np.int32]:
+    """Return for each chip the chip whose part it keeps beside its own; itself where there is no other host."""
+    keeper = partners(list(host_of_chip))
+    kept = np.empty(len(keeper), np.int32)
+    kept[keeper] = np.arange(len(keeper), dtype=np.int32)
+    return kept
 
 
 def hosts_of_chips(fabric: Fabric) -> list[int]:
@@ -111,17 +129,15 @@ def hosts_of_chips(fabric: Fabric) -> list[int]:
     return [int(device.process_index) for device in devices.reshape(len(devices), -1)[:, 0]]
 
 
-def cutter(layout: StateLayout) -> Any:
+def cutter(layout: StateLayout, host_of_chip: Sequence[int] | None = None) -> Any:
     """Return the function from (params, state) to parts: for each dtype, every device's own and the one it keeps."""
     fabric, outline = layout.fabric, layout.outline
-    keeper = partners(hosts_of_chips(fabric))
-    pairs = [(chip, kept_by) for chip, kept_by in enumerate(keeper) if chip != kept_by]
-    kept = np.empty(len(keeper), np.int32)
-    kept[keeper] = np.arange(len(keeper), dtype=np.int32)
+    kept = _kept_by(hosts_of_chips(fabric) if host_of_chip is None else host_of_chip)
+    pairs = [(int(chip), keeper) for keeper, chip in enumerate(kept) if chip != keeper]
     by_device = PartitionSpec(fabric.axes)
     specs = tuple(by_device if split else PartitionSpec() for split in layout.is_sharded)
 
-    def local(*leaves: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
+    def local(*leaves: jax.Array) -> Parts:
         chip = lax.axis_index(fabric.axis)
         core = lax.axis_index(fabric.core_axis) if fabric.core_axis else 0
         device, kept_device = chip * outline.n_cores + core, jnp.asarray(kept)[chip] * outline.n_cores + core

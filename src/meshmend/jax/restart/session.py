@@ -21,6 +21,7 @@ import jax
 
 from meshmend.errors import MeshError, RestartError, name_chip
 from meshmend.jax.fabric import Fabric, discover
+from meshmend.jax.restart.compile_cache import use_compile_cache
 from meshmend.jax.restart.hosts import Hosts
 from meshmend.jax.restart.launch import Launch, read_launch
 from meshmend.jax.restart.meet import free_port, meet
@@ -35,7 +36,7 @@ GAVE_UP = 13
 
 @dataclass(frozen=True)
 class Session:
-    """This process's part in one attempt of the job. Made by `initialize`; use it in a `with` block.
+    """One process's part in one attempt of the job. Made by `initialize`; use it in a `with` block.
 
     Leaving the block by an exception ends the process at once: with a peer gone, an orderly shutdown would wait for it
     until some timeout, and the launcher can only restart what has ended.
@@ -53,7 +54,7 @@ class Session:
 
     @property
     def host(self) -> int:
-        """This host's number."""
+        """Number of this process's host."""
         return self.host_of_process[self.launch.process]
 
     def plan(
@@ -143,7 +144,7 @@ def initialize(
     """
     started, joining = process_started_at(), time.time()
     launched = read_launch() if launch is None else launch
-    notes = Timeline(timeline or os.environ.get("MESHMEND_TIMELINE"), attempt=launched.attempt)
+    notes = Timeline(timeline or os.environ.get("MESHMEND_TIMELINE"), launch=launched.attempt)
     _configure(compile_cache)
     hosts, numbers = None, tuple(range(launched.n_processes))
     try:
@@ -173,20 +174,21 @@ def initialize(
 
 
 def _configure(compile_cache: str | Path | None) -> None:
-    folder = compile_cache or os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    if folder:
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        # After a restart every compile counts, however short.
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    if (jax.config.jax_platforms or "").split(",")[0] == "cpu":
+    use_compile_cache(compile_cache)
+    if _platform() == "cpu":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)
 
 
+def _platform() -> str:
+    """Return the platform that JAX was told to use, "" if none was."""
+    platforms: str | None = jax.config.read("jax_platforms")
+    return (platforms or "").split(",")[0]
+
+
 def _knows_coordinates() -> bool:
     """Whether devices know where they are, without touching them: only a TPU's do."""
-    platform = (jax.config.jax_platforms or "").split(",")[0]
+    platform = _platform()
     return platform == "tpu" or (platform == "" and os.environ.get("MESHMEND_HOST") is None)
 
 
@@ -219,9 +221,7 @@ def _join(
     order = sorted(range(launch.n_processes), key=lambda process: ranked[process])
     first = everybody[order[0]]
     if launch.n_processes > 1:
-        launch = replace(
-            launch, coordinator=f"{first['address']}:{first['port']}", process=order.index(launch.process)
-        )
+        launch = replace(launch, coordinator=f"{first['address']}:{first['port']}", process=order.index(launch.process))
     return launch, hosts, tuple(ranked[process] for process in order)
 
 
