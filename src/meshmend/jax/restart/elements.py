@@ -241,7 +241,6 @@ def place(tree: Any, fabric: Fabric) -> Any:
 
     (`jax.device_put` would first compare what all processes have, by a collective for each array.)
     """
-
     return jax.tree.map(lambda leaf: _put(np.asarray(leaf), fabric.sharding()), tree)
 
 

@@ -182,7 +182,7 @@ def _configure(compile_cache: str | Path | None) -> None:
 
 def _platform() -> str:
     """Return the platform that JAX was told to use, "" if none was."""
-    platforms: str | None = jax.config.read("jax_platforms")
+    platforms: str | None = jax.config.jax_platforms  # type: ignore[attr-defined]
     return (platforms or "").split(",")[0]
 
 
