@@ -1,22 +1,31 @@
 from __future__ import annotations
 
+import json
+import os
+import socket
 import subprocess
 import sys
+import tempfile
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import grain
 import jax
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import meshmend as mm
 import meshmend.jax as mmj
+from jax_engine import two_hosts
 from meshmend.errors import MissingExtraError, ParameterError
 from meshmend.jax.batching import Deal
-from meshmend.jax.feed import Rows
+from meshmend.jax.feed import Parts
 
 N = 83
+ORDERS = [np.random.default_rng(epoch).permutation(N) for epoch in range(2)]
 
 
 class Source:
@@ -154,17 +163,20 @@ def test_processes_together_read_the_whole_batch_and_none_reads_anothers(global_
     assert sorted(rank for host in hosts for rank in host) == list(range(31))
     at = mmj.Position(0, 5)
     steps = deal.steps_until(at, 2)
-    readers = [Rows(range(2 * N), deal, at, steps, host) for host in hosts]
+    readers = [Parts(range(2 * N), deal, at, steps, host) for host in hosts]
+    assert [len(reader) for reader in readers] == [steps * len(host) for host in hosts]
     for step in range(steps):
         start = deal.position(at, step)
-        rows = [[reader[step * reader.n_rows + i] for i in range(reader.n_rows)] for reader in readers]
-        for reader, mine in zip(readers, rows, strict=True):
-            assert any(row is not None for row in mine), "every process has something to compute with"
-            if reader.first >= deal.count(start):
-                mine[0] = None
-        read = sorted(row for mine in rows for row in mine if row is not None)
-        first = start.epoch * N + start.sample
-        assert read == list(range(first, first + deal.count(start)))
+        first, count = start.epoch * N + start.sample, deal.count(start)
+        read = []
+        for reader, host in zip(readers, hosts, strict=True):
+            parts = [reader[step * len(host) + device] for device in range(len(host))]
+            mine = [row for part in parts for row in part if row is not None]
+            assert mine, "every process has something to compute with"
+            # A host of which no chip is among the first has no sample of a short batch: it borrows the first one.
+            read += mine if min(host) < count else []
+            assert min(host) < count or mine == [first]
+        assert sorted(read) == list(range(first, first + count))
 
 
 def test_a_filter_is_refused_where_it_takes_a_sample_out() -> None:
@@ -191,3 +203,53 @@ def test_reading_ahead_changes_nothing(options: dict[str, int]) -> None:
     got = list(mmj.Feed(Source(), mmj.KeepGlobal(32), **options).batches(fabric_of(), epochs=1))
     for ours, theirs in zip(got, wanted, strict=True):
         np.testing.assert_array_equal(np.asarray(ours.data["x"]), np.asarray(theirs.data["x"]))
+
+
+@given(
+    st.one_of(st.builds(mmj.KeepGlobal, st.integers(1, 90)), st.builds(mmj.KeepPerChip, st.integers(1, 3))),
+    st.lists(st.tuples(st.integers(1, 64), st.integers(0, 7), st.integers(0, 3)), max_size=6),
+    st.integers(1, 64),
+)
+def test_a_job_that_fails_again_and_again_passes_the_check(
+    policy: Any, failures: list[tuple[int, int, int]], survivors: int
+) -> None:
+    """Steps on some chips, of which the last few are lost, time after time; then to the end of two epochs."""
+    committed = [(0, mmj.Position())]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "ledger.jsonl"
+        for n_chips, n_steps, n_lost in [*failures, (survivors, 1000, 0)]:
+            ledger, deal = mmj.Ledger(path), Deal(N, policy.global_batch(n_chips), n_chips)
+            for _ in range(n_steps):
+                number, at = committed[-1]
+                if at.epoch == 2:
+                    break
+                places = deal.places()
+                used = at.sample + places[places < deal.count(at)]
+                ledger.record(number, epoch=at.epoch, samples=ORDERS[at.epoch][used])
+                committed.append((number + 1, deal.after(at)))
+            del committed[max(1, len(committed) - n_lost) :]
+        account = mmj.Ledger(path).check(N, epochs=2)
+    assert account.steps == committed[-1][0]
+
+
+def test_two_processes_feed_one_job_each_with_its_own_samples() -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    }
+    words = [sys.executable, "-m", "jax_engine.two_hosts", address]
+    running = [
+        subprocess.Popen([*words, str(i)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for i in range(2)
+    ]
+    told = [process.communicate(timeout=120) for process in running]
+    assert [process.returncode for process in running] == [0, 0], told
+    first, second = (json.loads(out.splitlines()[-1]) for out, _ in told)
+    alone = two_hosts.train(fabric_of(*two_hosts.FAILED))
+    assert first["params"] == second["params"] == alone["params"]
+    assert first["used"] == second["used"] == alone["used"]
+    assert sorted(first["read"] + second["read"]) == sorted(sample for step in alone["used"] for sample in step)
+    assert min(len(first["read"]), len(second["read"])) > 0

@@ -118,15 +118,15 @@ class Feed:
                 f"Process {jax.process_index()} has no device in {fabric!r}, so it has nothing to feed."
             )
         steps = sys.maxsize // (deal.n_devices * deal.rows) if epochs is None else deal.steps_until(at, epochs)
-        reader = self._read(Rows(self._samples, deal, at, steps, mine)) if steps else None
+        reader = self._read(Parts(self._samples, deal, at, steps, mine)) if steps else None
         factor = self.policy.learning_rate_factor(fabric.mesh.n_chips, fabric.mesh.size)
         return self._batches(fabric, deal, at, steps, mine, reader, factor)
 
-    def _read(self, rows: Rows) -> Any:
+    def _read(self, parts: Parts) -> Any:
         grain = _grain()
-        ahead = max(self.prefetch * rows.n_rows, self.threads) if self.prefetch else 0
+        ahead = max(self.prefetch * len(parts.places), self.threads) if self.prefetch else 0
         options = grain.ReadOptions(num_threads=self.threads, prefetch_buffer_size=ahead)
-        reader = iter(grain.MapDataset.source(rows).to_iter_dataset(options, allow_nones=True))
+        reader = iter(grain.MapDataset.source(parts).to_iter_dataset(options))
         reader.start_prefetch()
         return reader
 
@@ -150,7 +150,7 @@ class Feed:
         places = deal.places(mine).ravel()
         try:
             for _ in range(steps):
-                data = _stack([next(reader) for _ in places])
+                data = _stack([row for _ in mine for row in next(reader)])
                 weights = (places < deal.count(at)).astype(np.float32)
                 after = deal.after(at)
                 yield Batch(jax.tree.map(spread, data), spread(weights), factor, at, after, self)
@@ -160,34 +160,34 @@ class Feed:
                 reader.close()
 
 
-class Rows:
-    """The rows that some devices hold, step after step, as a random-access source for grain to read ahead from.
+class Parts:
+    """What some devices hold, device after device and step after step: a source for grain to read ahead from.
 
-    A row of padding is None and costs no reading; but where all rows of a step are, the first one is a sample, so that
-    the step has something valid to compute with.
+    A part is a device's rows. A row of padding is None and costs no reading; but where no device has a sample, the
+    first row is one, so that the step has something valid to compute with.
     """
 
     def __init__(self, samples: Any, deal: Deal, at: Position, steps: int, devices: Sequence[int]) -> None:
         self.samples = samples
         self.deal = deal
         self.at = at
-        self.places = deal.places(devices).ravel()
-        self.first = int(self.places.min())
-        self.n_rows = len(self.places)
         self.steps = steps
+        self.places = deal.places(devices)
+        self.lowest = int(self.places.min())
 
     def __len__(self) -> int:
-        return self.steps * self.n_rows
+        return self.steps * len(self.places)
 
-    def __getitem__(self, number: int) -> Any:
-        step, row = divmod(int(number), self.n_rows)
+    def __getitem__(self, number: int) -> list[Any]:
+        step, device = divmod(int(number), len(self.places))
         at = self.deal.position(self.at, step)
         count = self.deal.count(at)
-        place = int(self.places[row])
-        if place >= count:
-            if row or self.first < count:
-                return None
-            place = 0
+        places = self.places[device].tolist()
+        if device == 0 and self.lowest >= count:
+            places[0] = 0
+        return [self._sample(at, place) if place < count else None for place in places]
+
+    def _sample(self, at: Position, place: int) -> Any:
         sample = self.samples[at.epoch * self.deal.epoch_size + at.sample + place]
         if sample is None:
             raise ParameterError(

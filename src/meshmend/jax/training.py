@@ -147,7 +147,7 @@ def train_step(
         else:
             extras, weight = all_reduce((sums.extras, sums.weight), program.whole)
             totals = reduce_scatter(sums.gradients, program.scatter, accumulate=accumulate)
-            shards = jax.tree.map(lambda x: x / weight.astype(x.dtype), totals)
+            shards = jax.tree.map(lambda x: (x / weight).astype(x.dtype), totals)
             params, state = _sharded_update(optimizer, params, state, shards, scale, program, accumulate)
         means = jax.tree.map(lambda x, like: (x / weight).astype(mean_dtype(like.dtype)), extras, own)
         return params, state, *means
