@@ -44,7 +44,9 @@ class Trained:
         self.program = install(self.schedule, self.fabric)
 
         def loss(params: Any, batch: Any) -> Any:
-            return batch[:, 0] * sum(jnp.sum(x.astype(jnp.float32) * (i + 1)) for i, x in enumerate(jax.tree.leaves(params)))
+            return batch[:, 0] * sum(
+                jnp.sum(x.astype(jnp.float32) * (i + 1)) for i, x in enumerate(jax.tree.leaves(params))
+            )
 
         init, step = mmj.train_step(loss, optax.adam(0.25), self.fabric, per_example=True, accumulate=accumulate)
         params = jax.device_put(params_tree(), self.fabric.sharding())
@@ -90,7 +92,7 @@ def test_vectors_hold_the_elements_in_the_order_of_the_parameters(whole: Trained
     for i in range(2):
         mean = np.mean(np.arange(128, dtype=np.float32).reshape(64, 2)[:, 0] % 5 - 1 + i)
         gradients = {name: jnp.full_like(wide[name], mean * (k + 1)) for k, name in enumerate(sorted(wide))}
-        updates, state = optimizer.update(gradients, state, wide)
+        _, state = optimizer.update(gradients, state, wide)
     vectors = whole.vectors()
     if not any(whole.layout.is_sharded):
         assert list(vectors) == ["replicated float32", "replicated bfloat16", "replicated int32"]
@@ -250,7 +252,7 @@ def test_disk_gives_back_the_same_bits_on_another_mesh(whole: Trained, holed: Tr
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(smaller)]
     back = vectors_from_leaves(holed.layout.outline, holed.layout.is_sharded, leaves)
     assert {name: v.tobytes() for name, v in back.items()} == {name: v.tobytes() for name, v in expected.items()}
-    with pytest.raises(RestartError, match="step 41 in .* cannot be read"):
+    with pytest.raises(RestartError, match=r"step 41 in .* cannot be read"):
         again.load(41)
     again.close()
 

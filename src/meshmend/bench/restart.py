@@ -13,8 +13,9 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,14 @@ LOSS_TOLERANCE = 1e-3
 """Sums in another order round differently, and training carries that on; measured, it stays far below this."""
 
 Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Hosts to kill, one after the other."""
+
+    hosts: tuple[int, ...]
+    apart_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -107,16 +116,16 @@ def campaign(
         job = Job(str(folder / f"run-{number}"), steps=steps, caches=str(folder), pause_on_hole_s=0.7)
         if not helped:
             job = replace(job, memory=False, plans=False, compile_cache=False, ahead=False, disk_every=5)
-        run = _Run(job, patience_s)
-        undisturbed = _Run(replace(job, folder=str(folder / f"undisturbed-{steps}")), patience_s)
+        run = Run(job, patience_s)
+        undisturbed = Run(replace(job, folder=str(folder / f"undisturbed-{steps}")), patience_s)
         if not Path(undisturbed.job.folder).exists():
-            undisturbed.go([], rng, told)
+            undisturbed.go([], rng)
         # Failures are numbered through the campaign: host 0 dies in the first, a second host in every fourth.
-        kinds = []
+        kills = []
         for i in range(failures - left, failures - left + count):
             both = rng.choice(PAIRS) if second and i % 4 == 3 else (0 if i == 0 else rng.randrange(N_HOSTS),)
-            kinds.append(tuple(rng.sample(both, len(both))))
-        report.failures += run.go(kinds, rng, told)
+            kills.append(Kill(tuple(rng.sample(both, len(both))), rng.uniform(0.5, 8.0)))
+        report.failures += run.go(kills, rng, told)
         difference = abs(run.final_loss() / undisturbed.final_loss() - 1)
         if difference > LOSS_TOLERANCE:
             raise LabError(f"Run {number} ends with another loss than undisturbed: {difference:.1e} apart.")
@@ -129,39 +138,41 @@ def campaign(
     return report
 
 
-class _Run:
+class Run:
     """One job from start to end, and what was seen of it."""
 
-    def __init__(self, job: Job, patience_s: float) -> None:
+    def __init__(self, job: Job, patience_s: float = 120.0) -> None:
         self.job = job
         self.folder = Path(job.folder)
         self.patience_s = patience_s
 
-    def go(self, failures: list[tuple[int, ...]], rng: random.Random, told: Callable[[Failure], None]) -> list[Failure]:
-        """Run the job through failures, each in its own stretch of steps, and check what it promised."""
+    def go(
+        self, kills: Sequence[Kill], rng: random.Random, told: Callable[[Failure], None] = lambda _: None
+    ) -> list[Failure]:
+        """Run the job through kills, each in its own stretch of steps, and check what it promised."""
         found = []
         command = ["-m", "meshmend.bench.trainee", str(self.job.write())]
-        with Torchrun(command, N_HOSTS, self.folder, min_hosts=1, max_restarts=50) as hosts:
+        with Torchrun(command, N_HOSTS, self.folder, max_restarts=50) as hosts:
             hosts.start()
-            stretch = self.job.steps // (len(failures) + 1)
-            for i, victims in enumerate(failures):
+            stretch = self.job.steps // (len(kills) + 1)
+            for i, kill in enumerate(kills):
                 at_step = i * stretch + rng.randrange(stretch // 4, stretch)
-                self._until(lambda s=at_step: self._whole_since(s), f"step {at_step} on all hosts", hosts)  # type: ignore[misc]
+                self._until(partial(self._whole_since, at_step), f"step {at_step} on all hosts", hosts)
                 time.sleep(rng.random() * 0.3)
-                found.append(self._fail(hosts, victims, rng))
+                found.append(self._fail(hosts, kill))
                 told(found[-1])
-                hosts.start(*victims)
-            statuses = hosts.wait(self.patience_s * (1 + len(failures)))
+                hosts.start(*kill.hosts)
+            statuses = hosts.wait(self.patience_s * (1 + len(kills)))
             if any(statuses.values()):
                 raise LabError(f"Hosts ended with {statuses}; see {self.folder}/host-*.log.")
         self._check()
         return found
 
-    def _fail(self, hosts: Torchrun, victims: tuple[int, ...], rng: random.Random) -> Failure:
-        before = self._attempt()
+    def _fail(self, hosts: Torchrun, kill: Kill) -> Failure:
+        before, victims = self._attempt(), kill.hosts
         for i, victim in enumerate(victims):
             if i:
-                time.sleep(rng.uniform(0.5, 8.0))
+                time.sleep(kill.apart_s)
             killed_at = hosts.kill(victim)
             shutil.rmtree(self.folder / "memory" / f"host-{victim}", ignore_errors=True)
         survivors = set(range(N_HOSTS)) - set(victims)
@@ -206,6 +217,16 @@ class _Run:
         from meshmend.jax.restart.timeline import read_timeline
 
         return read_timeline(self.folder / f"timeline-{host}.jsonl")
+
+    def digests(self) -> dict[int, str]:
+        """Return a digest of the parameters after each step (of an exact job), that of the attempt that counts."""
+        found: dict[int, tuple[int, str]] = {}
+        for host in range(N_HOSTS):
+            for event in self.events(host):
+                if event["event"] == "step":
+                    mine = (event["attempt"], event["digest"])
+                    found[event["step"]] = max(found.get(event["step"], mine), mine)
+        return {step: digest for step, (_, digest) in sorted(found.items())}
 
     def final_loss(self) -> float:
         """Return the loss of the last step, the mean over its last few, which differ by batch."""
