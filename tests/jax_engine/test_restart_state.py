@@ -257,6 +257,19 @@ def test_disk_gives_back_the_same_bits_on_another_mesh(whole: Trained, holed: Tr
     again.close()
 
 
+def test_only_one_part_of_a_job_goes_on(tmp_path: Path) -> None:
+    disk = Disk(tmp_path / "disk")
+    assert disk.claimed() == 0
+    disk.claim(1)
+    disk.check_claim(1)
+    with pytest.raises(RestartError, match="Another part of this job has gone on as attempt 1"):
+        disk.claim(1)
+    disk.claim(2)
+    assert disk.claimed() == 2
+    with pytest.raises(RestartError, match="has gone on as attempt 2, while this one was attempt 1"):
+        disk.check_claim(1)
+
+
 def test_state_of_another_program_is_refused(whole: Trained, holed: Trained) -> None:
     if not any(whole.layout.is_sharded):
         pytest.skip("a replicated state fits any mesh")

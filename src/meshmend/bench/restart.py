@@ -21,10 +21,10 @@ from typing import Any
 
 from meshmend.bench.trainee import N_SAMPLES, Job
 from meshmend.errors import LabError
+from meshmend.jax.restart.timeline import STAGES, read_timeline, split_recovery
 from meshmend.lab.torchrun import Torchrun
 
 N_HOSTS = 4
-STAGES = ("detect", "rendezvous", "start", "plan", "compile", "restore", "first step")
 PAIRS = ((0, 2), (1, 3))
 """Hosts that may die together: the other two are connected, and neither keeps the other's parts."""
 LOSS_TOLERANCE = 1e-3
@@ -152,7 +152,7 @@ class Run:
         """Run the job through kills, each in its own stretch of steps, and check what it promised."""
         found = []
         command = ["-m", "meshmend.bench.trainee", str(self.job.write())]
-        with Torchrun(command, N_HOSTS, self.folder, max_restarts=50) as hosts:
+        with Torchrun(command, N_HOSTS, self.folder, min_hosts=2, max_restarts=50) as hosts:
             hosts.start()
             stretch = self.job.steps // (len(kills) + 1)
             for i, kill in enumerate(kills):
@@ -190,32 +190,16 @@ class Run:
             source=resumed["source"],
             lost_steps=max(0, committed - resumed["step"]),
             total_s=at - killed_at,
-            stages_s=self._stages(survivors, last, attempt, killed_at, at),
+            stages_s=self._stages(survivors, last, killed_at, at),
         )
 
-    def _stages(self, survivors: set[int], last: int, attempt: int, killed_at: float, at: float) -> dict[str, float]:
+    def _stages(self, survivors: set[int], last: int, killed_at: float, at: float) -> dict[str, float]:
         """Take the time apart, at the host that committed last."""
-        noticed = [
-            e["at"] for host in survivors for e in self.events(host) if e["event"] == "gave up" and e["at"] > killed_at
-        ]
-        mine = self.events(last)
-        end = next(i for i, e in enumerate(mine) if e["event"] == "kept" and e["attempt"] == attempt)
-        start = max(i for i, e in enumerate(mine[:end]) if e["event"] == "process")
-        began = mine[start]["at"]
-        spent = dict.fromkeys(STAGES, 0.0)
-        spent["detect"] = max(0.0, min(min(noticed, default=killed_at), began) - killed_at)
-        spent["rendezvous"] = max(0.0, began - killed_at - spent["detect"])
-        for event in mine[start:end]:
-            stage = {"process": "start", "join": "start", "fabric": "start"}.get(event["event"], event["event"])
-            if stage in spent:
-                spent[stage] += event["seconds"]
-        spent["first step"] = at - killed_at - sum(spent.values())
-        return spent
+        gave_up = [e["at"] for host in survivors for e in self.events(host) if e["event"] == "gave up"]
+        return split_recovery(self.events(last), gave_up, killed_at, at)
 
     def events(self, host: int) -> list[Event]:
         """Return what a host has noted."""
-        from meshmend.jax.restart.timeline import read_timeline
-
         return read_timeline(self.folder / f"timeline-{host}.jsonl")
 
     def digests(self) -> dict[int, str]:

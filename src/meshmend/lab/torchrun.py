@@ -21,7 +21,7 @@ from typing import Self
 from meshmend.errors import LabError
 from meshmend.lab.chips import PR_SET_PDEATHSIG
 
-RENDEZVOUS = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 2, "join_timeout": 300}
+RENDEZVOUS = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3, "join_timeout": 300}
 """Seconds. An agent that is silent for interval × attempts is dead; a round waits so long for more hosts once it has
 enough of them."""
 
@@ -37,6 +37,9 @@ sys.stdin.read()
 class Torchrun:
     """Hosts 0 to `n_hosts` − 1, each a torchrun agent that runs `command` (a script and its arguments) as its worker.
 
+    `min_hosts` is by default more than half: with fewer, hosts that come back while the others are slow to answer may go
+    on as a job of their own.
+
     Each has MESHMEND_HOST in its environment, and what `environment` returns for its number. What a host prints goes to
     `folder/host-N.log`. Leaving the `with` block kills everything; all of it also dies with this process.
     """
@@ -47,14 +50,14 @@ class Torchrun:
         n_hosts: int,
         folder: Path,
         *,
-        min_hosts: int = 1,
+        min_hosts: int | None = None,
         environment: Callable[[int], Mapping[str, str]] = lambda _: {},
         max_restarts: int = 20,
         rendezvous: Mapping[str, int] | None = None,
     ) -> None:
         self.command = list(command)
         self.n_hosts = n_hosts
-        self.min_hosts = min_hosts
+        self.min_hosts = n_hosts // 2 + 1 if min_hosts is None else min_hosts
         self.folder = folder
         self.max_restarts = max_restarts
         self._environment = environment

@@ -50,6 +50,34 @@ class Disk:
                 continue
         return None
 
+    def claim(self, attempt: int) -> None:
+        """Take an attempt's number for this part of the job; raise `RestartError` if another part has it.
+
+        The launcher should see to it that there is only one part (by asking for more than half of the hosts); this is
+        for when it does not.
+        """
+        folder = self.folder / "attempts"
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            (folder / str(attempt)).touch(exist_ok=False)
+        except FileExistsError:
+            raise RestartError(
+                f"Another part of this job has gone on as attempt {attempt}: this one must not."
+            ) from None
+
+    def claimed(self) -> int:
+        """Return the newest attempt that any part of the job has begun, 0 if none has."""
+        return max((int(path.name) for path in self.folder.glob("attempts/*") if path.name.isdecimal()), default=0)
+
+    def check_claim(self, attempt: int) -> None:
+        """Raise `RestartError` if another part of the job has gone on in the meantime."""
+        newest = self.claimed()
+        if newest > attempt:
+            raise RestartError(
+                f"Another part of this job has gone on as attempt {newest}, while this one was attempt {attempt}: the "
+                "launcher took its hosts for dead. Nothing more of this attempt is kept; it restarts and joins them."
+            )
+
     def save(self, layout: StateLayout, attempt: int, step: int, params: Any, state: Any, extra: Any) -> None:
         """Begin to write a checkpoint; arrays may be donated as soon as this returns."""
         ocp, manager = self._opened()

@@ -80,13 +80,20 @@ class Keeper:
             copies = self.memory.read() if self.memory_every else []
             saved = self.disk.newest() if self.disk is not None else None
             everybody = self.session.notices.exchange(
-                {"copies": [offer(copy) for copy in copies], "disk": saved and (saved.attempt, saved.step)}
+                {
+                    "copies": [offer(copy) for copy in copies],
+                    "disk": saved and (saved.attempt, saved.step),
+                    "claimed": self.disk.claimed() if self.disk is not None else 0,
+                }
             )
             attempts = [copy["attempt"] for held in everybody for copy in held["copies"]]
             attempts += [held["disk"][0] for held in everybody if held["disk"]]
+            attempts += [held["claimed"] for held in everybody]
             # The launcher's own count starts anew with each of its agents; this one is the same on all hosts.
             self.attempt = 1 + max(attempts, default=0)
             self.session.timeline.facts["attempt"] = self.attempt
+            if self.disk is not None and self.session.launch.process == 0:
+                self.disk.claim(self.attempt)
             choice = choose([held["copies"] for held in everybody], layout.outline)
             on_disk = max((tuple(held["disk"]) for held in everybody if held["disk"]), default=None)
             found = None
@@ -112,6 +119,8 @@ class Keeper:
         """
         if self._layout is None:
             raise RuntimeError("Call restore() before keep(): it finds out what there is already.")
+        if self.disk is not None and self.session.launch.process == 0:
+            self.disk.check_claim(self.attempt)
         if self._mirror is not None and step % self.memory_every == 0:
             self._mirror.keep(step, params, state, extra)
         if self.disk is not None and step % self.disk_every == 0:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
+
+STAGES = ("detect", "rendezvous", "start", "plan", "compile", "restore", "first step")
+"""What a recovery is made of, in order."""
 
 
 class Timeline:
@@ -61,6 +64,30 @@ def read_timeline(path: str | Path) -> list[Event]:
     path = Path(path)
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def split_recovery(
+    events: Sequence[Event], gave_up_at: Iterable[float], killed_at: float, committed_at: float
+) -> dict[str, float]:
+    """Take the time from a failure to the next committed step apart, in seconds by stage. They add up to all of it.
+
+    `events` is the timeline of one survivor, `gave_up_at` when any of them gave up: until then is "detect", and until
+    the new process starts "rendezvous". "start" is the interpreter, its imports, joining and the fabric; "first step"
+    is what remains: reading data, connecting, and the step itself.
+    """
+    before = [event for event in events if event["at"] <= committed_at]
+    start = max(i for i, event in enumerate(before) if event["event"] == "process")
+    began = before[start]["at"]
+    noticed = [at for at in gave_up_at if killed_at < at < began]
+    spent = dict.fromkeys(STAGES, 0.0)
+    spent["detect"] = min(noticed, default=killed_at) - killed_at
+    spent["rendezvous"] = max(0.0, began - killed_at - spent["detect"])
+    for event in before[start:]:
+        stage = "start" if event["event"] in ("process", "join", "fabric") else event["event"]
+        if stage in spent and "seconds" in event:
+            spent[stage] += event["seconds"]
+    spent["first step"] = committed_at - killed_at - sum(spent.values())
+    return spent
 
 
 def process_started_at() -> float:
