@@ -86,7 +86,11 @@ def train(folder: Path, steps: int) -> None:
             params, state, value = compiled.step(params, state, batch.data, program, weights=batch.weights, scale=scale)
             keeper.keep(number, params, state, extra=batch.after)
             session.timeline.note(
-                "step", step=number, loss=float(value), chips=fabric.mesh.n_chips, examples=len(batch.indices)
+                "step",
+                step=number,
+                loss=float(restart.fetch(value)),
+                chips=fabric.mesh.n_chips,
+                examples=len(batch.indices),
             )
             if number == found.step + 2 and fabric.mesh.is_full:
                 ahead = restart.CompileAhead(session, build)

@@ -66,6 +66,8 @@ def test_slurm_and_jobset_are_read() -> None:
     slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "8123", "SLURM_RESTART_COUNT": "2"}
     launch = read_launch(slurm | {"SLURM_STEP_NODELIST": "tpu-[003-005,9],login"})
     assert launch == Launch("tpu-003:61123", 4, 1, 2, "Slurm", "8123")
+    later = slurm | {"SLURM_STEP_NODELIST": "solo", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "3"}
+    assert read_launch(later) == Launch("solo:61317", 3, 1, 2, "Slurm", "8123")
     assert read_launch(slurm | {"SLURM_STEP_NODELIST": "solo"}).coordinator == "solo:61123"
     jobset = {
         "JAX_COORDINATOR_ADDRESS": "train-workers-0-0.train",
@@ -116,6 +118,14 @@ def test_a_meeting_that_someone_misses_ends_with_an_error() -> None:
         meet(Launch(launch.coordinator, 2, 1), {}, timeout_s=0.2)
 
 
+def arrive(port: int) -> socket.socket:
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port))
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+
+
 def test_a_visitor_that_goes_away_ends_the_meeting_at_once() -> None:
     port = free_port()
     failed: list[RestartError] = []
@@ -130,21 +140,11 @@ def test_a_visitor_that_goes_away_ends_the_meeting_at_once() -> None:
     started = time.monotonic()
     waiting.start()
     for process in (1, 2):
-        while True:
-            try:
-                visitor = socket.create_connection(("127.0.0.1", port))
-                break
-            except ConnectionRefusedError:
-                time.sleep(0.01)
         line = {"job": "job", "n_processes": 3, "process": process, "fact": {}}
-        if process == 1:
+        with arrive(port) as visitor:
             visitor.sendall(json.dumps(line).encode() + b"\n")
-            visitor.close()
-        else:
-            time.sleep(0.1)
-            visitor.sendall(json.dumps(line).encode() + b"\n")
-            waiting.join()
-            visitor.close()
+            time.sleep(0.2)
+    waiting.join()
     assert time.monotonic() - started < 10
     assert "process 1 went away" in str(failed[0])
 

@@ -125,7 +125,7 @@ def main(path: str) -> None:
             )
             keeper.keep(number, params, state, extra=batch.after)
             facts: dict[str, Any] = {"digest": _digest(params)} if job.exact else {}
-            timeline.note("step", step=number, loss=float(value), examples=len(batch.indices), **facts)
+            timeline.note("step", step=number, loss=float(restart.fetch(value)), examples=len(batch.indices), **facts)
             if job.ahead and number == found.step + 3:
                 # Not before: a restart has better things to do.
                 ahead = restart.CompileAhead(session, build_ahead)

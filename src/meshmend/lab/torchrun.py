@@ -37,8 +37,8 @@ sys.stdin.read()
 class Torchrun:
     """Hosts 0 to `n_hosts` − 1, each a torchrun agent that runs `command` (a script and its arguments) as its worker.
 
-    `min_hosts` is by default more than half: with fewer, hosts that come back while the others are slow to answer may go
-    on as a job of their own.
+    `min_hosts` is by default more than half: with fewer, hosts that come back while the others are slow to answer may
+    go on as a job of their own.
 
     Each has MESHMEND_HOST in its environment, and what `environment` returns for its number. What a host prints goes to
     `folder/host-N.log`. Leaving the `with` block kills everything; all of it also dies with this process.

@@ -6,6 +6,7 @@ A launcher (torchrun, Slurm, Kubernetes) restarts the survivors; what a job need
 
 from meshmend.jax.restart.ahead import CompileAhead, Steps, compile_steps
 from meshmend.jax.restart.elements import place
+from meshmend.jax.restart.fetch import fetch
 from meshmend.jax.restart.hosts import Hosts
 from meshmend.jax.restart.keeper import Keeper, Resumed
 from meshmend.jax.restart.launch import Launch, read_launch
@@ -22,6 +23,7 @@ __all__ = [
     "Steps",
     "Timeline",
     "compile_steps",
+    "fetch",
     "initialize",
     "place",
     "read_launch",

@@ -39,7 +39,8 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
       the loss of rank 0 still names the lost machine (torch 2.13), which is refused here.
     - anything that sets JAX's own names (JobSet manifests do it by hand): JAX_COORDINATOR_ADDRESS,
       JAX_NUM_PROCESSES, JAX_PROCESS_ID; JOBSET_RESTART_ATTEMPT is the attempt.
-    - Slurm: SLURM_PROCID, SLURM_NTASKS; the first node of SLURM_STEP_NODELIST, and a port from the job's number.
+    - Slurm: SLURM_PROCID, SLURM_NTASKS; the first node of SLURM_STEP_NODELIST, and a port from the numbers of
+      the job and its step.
 
     >>> read_launch({"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29555"})
     Launch(coordinator='10.0.0.7:29555', n_processes=4, process=2, attempt=0, launcher='torchrun', job='job')
@@ -72,8 +73,8 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     if "SLURM_PROCID" in env:
         nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "localhost"))
         return Launch(
-            f"{_first_node(nodes)}:{61000 + int(env.get('SLURM_JOB_ID', '0')) % 4000}",
-            _number(env, "SLURM_NTASKS"),
+            f"{_first_node(nodes)}:{_slurm_port(env)}",
+            _number(env, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"),
             _number(env, "SLURM_PROCID"),
             int(env.get("SLURM_RESTART_COUNT", "0")),
             "Slurm",
@@ -91,6 +92,11 @@ def _number(env: Mapping[str, str], name: str) -> int:
     if not text.isdecimal():
         raise RestartError(f"{name} is {text!r} in the environment, expected a whole number from the launcher.")
     return int(text)
+
+
+def _slurm_port(env: Mapping[str, str]) -> int:
+    """Return a port that all tasks of a step know, another one for each job and step."""
+    return 61000 + (int(env.get("SLURM_JOB_ID", "0")) + 97 * int(env.get("SLURM_STEP_ID", "0"))) % 4000
 
 
 def _first_node(nodes: str) -> str:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from meshmend.errors import RestartError
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.restart.elements import StateLayout
+from meshmend.jax.restart.fetch import wait_for
 from meshmend.jax.restart.memory import Copy, HostMemory
 from meshmend.jax.restart.timeline import Timeline
 
@@ -87,6 +88,7 @@ class Mirror:
             writing.result()
 
     def _write(self, step: int, parts: Parts, extra: Any) -> None:
+        wait_for(parts)
         copy = copy_of(parts, self.layout, self.host_of_chip, jax.process_index(), self.attempt, step, extra)
         n_bytes = self.memory.write(copy)
         self.timeline.note("kept", step=step, bytes=n_bytes)
