@@ -96,7 +96,7 @@ def campaign(
     per_run: int = 4,
     helped: bool = True,
     second: bool = True,
-    steps_per_failure: int = 40,
+    steps_per_failure: int = 30,
     patience_s: float = 120.0,
     told: Callable[[Failure], None] = lambda _: None,
 ) -> Report:
@@ -113,7 +113,7 @@ def campaign(
     while left > 0:
         count = min(per_run, left)
         steps = (count + 1) * steps_per_failure
-        job = Job(str(folder / f"run-{number}"), steps=steps, caches=str(folder), pause_on_hole_s=0.7)
+        job = Job(str(folder / f"run-{number}"), steps=steps, caches=str(folder), pause_on_hole_s=1.0)
         if not helped:
             job = replace(job, memory=False, plans=False, compile_cache=False, ahead=False, disk_every=5)
         run = Run(job, patience_s)
