@@ -202,7 +202,7 @@ def draw(story: Story, victim: int, killed_at: float, committed_at: float, path:
     chips = {step["chips"] for step in steps}
     label = f"host {victim} killed\n{committed_at - killed_at:.0f} s to the next step"
     top.annotate(label, (killed_at - begun, 0.98), (4, 0), ("data", "axes fraction"), "offset points", va="top")
-    top.set_title(f"{max(chips)} chips, then {min(chips)}: no step lost, none done twice")
+    top.set_title(f"{max(chips)} chips, then {min(chips)}; every step once")
     figure.savefig(path, dpi=120)
 
 
@@ -244,7 +244,7 @@ def main() -> None:
             folder,
             max_restarts=5,
             # Eight agents on two cores are easily late: then they are not dead yet.
-            rendezvous={"last_call_timeout": 3, "keep_alive_max_attempt": 5},
+            rendezvous={"last_call_timeout": 2, "keep_alive_max_attempt": 4},
             environment=lambda host: {"MESHMEND_MEMORY": f"{memory}/host-{host}"},
         ) as hosts:
             hosts.start()

@@ -107,7 +107,7 @@ class Keeper:
             facts |= {"source": found.source, "step": found.step}
         if self.memory_every:
             with self.session.timeline.timed("compile"):
-                self._mirror = Mirror(layout, self.memory, self.attempt, self.session.timeline)
+                self._mirror = Mirror(layout, self.memory, self.attempt, self.session.timeline, self.session.give_up)
                 self._mirror.compile(found.params, found.state)
         return found
 

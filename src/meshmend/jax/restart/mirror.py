@@ -8,7 +8,7 @@ step runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -56,11 +56,20 @@ def partners(host_of_chip: Sequence[int]) -> list[int]:
 class Mirror:
     """Keeps copies of a training state in this host's memory and in another host's. Made by `Keeper`."""
 
-    def __init__(self, layout: StateLayout, memory: HostMemory, attempt: int, timeline: Timeline) -> None:
+    def __init__(
+        self,
+        layout: StateLayout,
+        memory: HostMemory,
+        attempt: int,
+        timeline: Timeline,
+        on_failure: Callable[[BaseException], Any] = lambda _: None,
+    ) -> None:
         self.layout = layout
         self.memory = memory
         self.attempt = attempt
         self.timeline = timeline
+        self.on_failure = on_failure
+        """Told of an error by the thread that writes: the one that trains may be stuck in the next step by then."""
         self.host_of_chip = hosts_of_chips(layout.fabric)
         self._cut: Any = jax.jit(cutter(layout, self.host_of_chip))
         self._writer = ThreadPoolExecutor(1, "meshmend-mirror")
@@ -88,9 +97,13 @@ class Mirror:
             writing.result()
 
     def _write(self, step: int, parts: Parts, extra: Any) -> None:
-        wait_for(parts)
-        copy = copy_of(parts, self.layout, self.host_of_chip, jax.process_index(), self.attempt, step, extra)
-        n_bytes = self.memory.write(copy)
+        try:
+            wait_for(parts)
+            copy = copy_of(parts, self.layout, self.host_of_chip, jax.process_index(), self.attempt, step, extra)
+            n_bytes = self.memory.write(copy)
+        except BaseException as error:
+            self.on_failure(error)
+            raise
         self.timeline.note("kept", step=step, bytes=n_bytes)
 
 

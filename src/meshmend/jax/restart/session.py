@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import jax
 
@@ -105,9 +105,13 @@ class Session:
     ) -> None:
         if error is None:
             jax.distributed.shutdown()
-            return
+        else:
+            self.give_up(error)
+
+    def give_up(self, error: BaseException) -> NoReturn:
+        """Note and print an error, and end the process at once, from whatever thread."""
         self.timeline.note("gave up", why=f"{type(error).__name__}: {error}"[:300])
-        traceback.print_exception(kind, error, trace)
+        traceback.print_exception(error)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(GAVE_UP)
