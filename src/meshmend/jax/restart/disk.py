@@ -7,6 +7,7 @@ wait for that.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,12 +44,18 @@ class Disk:
         """Return the newest checkpoint's facts, without importing Orbax; the caller must not trust it to be whole."""
         steps = [int(path.parts[-3]) for path in self.folder.glob("*/facts/metadata") if path.parts[-3].isdecimal()]
         for step in sorted(steps, reverse=True):
-            try:
-                facts = json.loads((self.folder / str(step) / "facts" / "metadata").read_text())
-                return Saved(int(facts["attempt"]), step, facts)
-            except (OSError, ValueError, KeyError):
-                continue
+            with contextlib.suppress(RestartError):
+                return self.facts(step)
         return None
+
+    def facts(self, step: int) -> Saved:
+        """Return a checkpoint's facts, without importing Orbax."""
+        path = self.folder / str(step) / "facts" / "metadata"
+        try:
+            facts = json.loads(path.read_text())
+            return Saved(int(facts["attempt"]), step, facts)
+        except (OSError, ValueError, KeyError) as error:
+            raise RestartError(f"{path} says nothing of a checkpoint: {error}", step=step) from error
 
     def claim(self, attempt: int) -> None:
         """Take an attempt's number for this part of the job; raise `RestartError` if another part has it.

@@ -160,7 +160,7 @@ class Keeper:
         if self.disk is None:
             return None
         for step in reversed(self.disk.steps()):
-            if choice is not None and step <= choice.step:
+            if choice is not None and (self.disk.facts(step).attempt, step) <= (choice.attempt, choice.step):
                 return None
             saved, vectors = self.disk.load(step)
             params, state = layout.lay_out(vectors, like)
