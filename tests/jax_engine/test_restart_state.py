@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.errors import RestartError
 from meshmend.jax.restart.disk import Disk
-from meshmend.jax.restart.elements import Outline, StateLayout, Vectors, vectors_from_leaves
+from meshmend.jax.restart.elements import Outline, Sharded, StateLayout, Vectors, vectors_from_leaves
 from meshmend.jax.restart.hosts import Hosts
 from meshmend.jax.restart.memory import Choice, Copy, HostMemory, choose, offer, read_copy
 from meshmend.jax.restart.mirror import copy_of, cutter, partners
@@ -213,6 +214,12 @@ def test_a_killed_writer_leaves_the_older_copies(whole: Trained, tmp_path: Path)
     assert [found.step for found in memory.read()] == [7, 8]
 
 
+def test_a_folder_that_cannot_be_written_is_told(whole: Trained, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(RestartError, match=r"cannot keep a copy of step 7: File exists.* MESHMEND_MEMORY"):
+        HostMemory(tmp_path / "file").write(copies_of(whole)[0])
+
+
 def test_going_back_drops_what_was_written_beyond(whole: Trained, tmp_path: Path) -> None:
     memory = HostMemory(tmp_path)
     copy = copies_of(whole)[0]
@@ -275,6 +282,22 @@ def test_state_of_another_program_is_refused(whole: Trained, holed: Trained) -> 
         pytest.skip("a replicated state fits any mesh")
     with pytest.raises(RestartError, match="no shard of these parameters"):
         StateLayout.of(*whole.state, holed.program, holed.schedule, holed.fabric)
+
+
+@pytest.mark.parametrize("n_cores", [1, 2])
+@pytest.mark.parametrize("size", [1, 7, 95, 96, 97, 191, 192])
+def test_the_parts_of_all_devices_are_every_element_once(n_cores: int, size: int) -> None:
+    # Three chips own 5, 4 and 3 of 12 chunks, and have room for 5.
+    owned = ((0, 3, 6, 9, 11), (1, 4, 7, 10, 12), (2, 5, 8, 12, 12))
+    chunk = -(-size // (12 * n_cores))
+    outline = Outline(3 * n_cores, n_cores, 12, owned, {"float32": size}, (Sharded("float32", size, chunk),))
+    counts = {name: np.zeros(size, int) for name in outline.empty()}
+    for device in range(outline.n_devices):
+        for name, start, at, length in outline.runs(device, "float32"):
+            counts[name][start : start + length] += 1
+            assert at + length <= outline.part_size("float32")
+    assert all((count == 1).all() for count in counts.values())
+    assert Outline.from_json(json.loads(json.dumps(outline.as_json()))) == outline
 
 
 @pytest.mark.parametrize("sizes", [[4, 4], [4, 4, 4], [4, 2, 3], [1, 1, 1, 1], [4, 4, 3, 1]], ids=str)

@@ -93,7 +93,7 @@ def campaign(
     failures: int = 20,
     *,
     seed: int = 0,
-    per_run: int = 4,
+    per_run: int = 5,
     helped: bool = True,
     second: bool = True,
     steps_per_failure: int = 30,
@@ -152,7 +152,7 @@ class Run:
         """Run the job through kills, each in its own stretch of steps, and check what it promised."""
         found = []
         command = ["-m", "meshmend.bench.trainee", str(self.job.write())]
-        with Torchrun(command, N_HOSTS, self.folder, min_hosts=2, max_restarts=50) as hosts:
+        with Torchrun(command, N_HOSTS, self.folder, min_hosts=2, max_restarts=50, revivals=5) as hosts:
             hosts.start()
             stretch = self.job.steps // (len(kills) + 1)
             for i, kill in enumerate(kills):
@@ -253,6 +253,7 @@ class Run:
     def _until(self, condition: Callable[[], Any], what: str, hosts: Torchrun) -> None:
         until = time.monotonic() + self.patience_s
         while not condition():
+            hosts.revive()
             if time.monotonic() > until or not hosts.running:
                 raise LabError(f"The job never reached {what}; see {self.folder}/host-*.log.")
             time.sleep(0.1)

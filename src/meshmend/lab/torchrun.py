@@ -21,9 +21,15 @@ from typing import Self
 from meshmend.errors import LabError
 from meshmend.lab.chips import PR_SET_PDEATHSIG
 
-RENDEZVOUS = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3, "join_timeout": 300}
+RENDEZVOUS = {
+    "last_call_timeout": 1,
+    "keep_alive_interval": 1,
+    "keep_alive_max_attempt": 3,
+    "join_timeout": 300,
+    "read_timeout": 15,
+}
 """Seconds. An agent that is silent for interval × attempts is dead; a round waits so long for more hosts once it has
-enough of them."""
+enough of them. An agent that waits for another one in the store for `read_timeout` ends."""
 
 STORE = """
 import sys, time
@@ -38,7 +44,8 @@ class Torchrun:
     """Hosts 0 to `n_hosts` − 1, each a torchrun agent that runs `command` (a script and its arguments) as its worker.
 
     `min_hosts` is by default more than half: with fewer, hosts that come back while the others are slow to answer may
-    go on as a job of their own.
+    go on as a job of their own. An agent that ends with an error is started again up to `revivals` times, as a host's
+    init system would do: torchrun's agents end if the one that deals out ranks dies while it does so.
 
     Each has MESHMEND_HOST in its environment, and what `environment` returns for its number. What a host prints goes to
     `folder/host-N.log`. Leaving the `with` block kills everything; all of it also dies with this process.
@@ -53,6 +60,7 @@ class Torchrun:
         min_hosts: int | None = None,
         environment: Callable[[int], Mapping[str, str]] = lambda _: {},
         max_restarts: int = 20,
+        revivals: int = 0,
         rendezvous: Mapping[str, int] | None = None,
     ) -> None:
         self.command = list(command)
@@ -60,11 +68,13 @@ class Torchrun:
         self.min_hosts = n_hosts // 2 + 1 if min_hosts is None else min_hosts
         self.folder = folder
         self.max_restarts = max_restarts
+        self.revivals = revivals
         self._environment = environment
         self._rendezvous = {**RENDEZVOUS, **(rendezvous or {})}
         self._agents: dict[int, subprocess.Popen[bytes]] = {}
         self._store: subprocess.Popen[str] | None = None
         self._port = 0
+        self._revived: dict[int, int] = {}
 
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -144,6 +154,14 @@ class Torchrun:
         agent.wait()
         return at
 
+    def revive(self) -> None:
+        """Start agents again that have ended with an error. `wait` does this, too."""
+        for host, agent in list(self._agents.items()):
+            if agent.poll() and self._revived.get(host, 0) < self.revivals:
+                self._revived[host] = self._revived.get(host, 0) + 1
+                del self._agents[host]
+                self.start(host)
+
     @property
     def running(self) -> list[int]:
         """Hosts whose agent runs."""
@@ -154,6 +172,7 @@ class Torchrun:
         until = time.monotonic() + timeout_s
         while self.running:
             meanwhile()
+            self.revive()
             if time.monotonic() > until:
                 raise LabError(f"Hosts {self.running} still run after {timeout_s:g} s; see {self.folder}/host-*.log.")
             time.sleep(0.05)

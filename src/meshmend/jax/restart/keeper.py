@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
+from meshmend.errors import RestartError
 from meshmend.jax.program import Halves, Program
 from meshmend.jax.restart.disk import Disk
-from meshmend.jax.restart.elements import StateLayout, Vectors
+from meshmend.jax.restart.elements import Outline, StateLayout, Vectors
 from meshmend.jax.restart.exchange import combine
 from meshmend.jax.restart.memory import Choice, Copy, HostMemory, choose, default_folder, offer
 from meshmend.jax.restart.mirror import Mirror
@@ -118,7 +119,7 @@ class Keeper:
         Nobody waits to hear that: a host that has computed step n knows that all have written step n − 2.
         """
         if self._layout is None:
-            raise RuntimeError("Call restore() before keep(): it finds out what there is already.")
+            raise RestartError("Call restore() before keep(): it finds out what there is already.", step=step)
         if self.disk is not None and self.session.launch.process == 0:
             self.disk.check_claim(self.attempt)
         if self._mirror is not None and step % self.memory_every == 0:
@@ -163,6 +164,12 @@ class Keeper:
             if choice is not None and (self.disk.facts(step).attempt, step) <= (choice.attempt, choice.step):
                 return None
             saved, vectors = self.disk.load(step)
+            if not layout.outline.same_state(Outline.from_json(saved.facts["outline"])):
+                raise RestartError(
+                    f"The checkpoint of step {step} in {self.disk.folder} is of another model or optimiser, or of one "
+                    "whose state was sharded otherwise. Give this job a folder of its own.",
+                    step=step,
+                )
             params, state = layout.lay_out(vectors, like)
             return Resumed(saved.step, params, state, saved.facts["extra"], "disk")
         return None

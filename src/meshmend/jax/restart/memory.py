@@ -56,6 +56,17 @@ class HostMemory:
 
     def write(self, copy: Copy) -> int:
         """Keep a copy, drop those that it makes needless, and return its bytes."""
+        try:
+            return self._write(copy)
+        except OSError as error:
+            raise RestartError(
+                f"{self.folder} cannot keep a copy of step {copy.step}: {error.strerror}. It holds {KEPT + 1} copies "
+                f"of {sum(rows.nbytes for rows in copy.parts.values())} bytes: make room, name another folder by "
+                "MESHMEND_MEMORY, or keep no copies by memory_every=0.",
+                step=copy.step,
+            ) from error
+
+    def _write(self, copy: Copy) -> int:
         self.folder.mkdir(parents=True, exist_ok=True)
         arrays = [(dtype, np.ascontiguousarray(rows)) for dtype, rows in copy.parts.items()]
         checksum = 0
