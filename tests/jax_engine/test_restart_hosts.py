@@ -56,6 +56,7 @@ def test_a_host_with_too_few_devices_is_named() -> None:
 def test_torchrun_is_read() -> None:
     env = {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "h0", "MASTER_PORT": "7", "TORCHELASTIC_RESTART_COUNT": "4"}
     assert read_launch(env | {"TORCHELASTIC_RUN_ID": "x"}) == Launch("h0:7", 3, 2, 4, "torchrun", "x")
+    assert read_launch(env | {"TORCHELASTIC_RUN_ID": "x-3", "MESHMEND_JOB": "x"}).job == "x"
     with pytest.raises(RestartError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         read_launch(env | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
     with pytest.raises(RestartError, match="WORLD_SIZE is 'many'"):

@@ -26,7 +26,7 @@ RENDEZVOUS = {
     "keep_alive_interval": 1,
     "keep_alive_max_attempt": 3,
     "join_timeout": 300,
-    "read_timeout": 15,
+    "read_timeout": 10,
 }
 """Seconds. An agent that is silent for interval × attempts is dead; a round waits so long for more hosts once it has
 enough of them. An agent that waits for another one in the store for `read_timeout` ends."""
@@ -45,7 +45,8 @@ class Torchrun:
 
     `min_hosts` is by default more than half: with fewer, hosts that come back while the others are slow to answer may
     go on as a job of their own. An agent that ends with an error is started again up to `revivals` times, as a host's
-    init system would do: torchrun's agents end if the one that deals out ranks dies while it does so.
+    init system would do: all agents end if one of them dies while ranks are dealt out. That closes their rendezvous for
+    good, so that they meet again under a new name.
 
     Each has MESHMEND_HOST in its environment, and what `environment` returns for its number. What a host prints goes to
     `folder/host-N.log`. Leaving the `with` block kills everything; all of it also dies with this process.
@@ -75,6 +76,8 @@ class Torchrun:
         self._store: subprocess.Popen[str] | None = None
         self._port = 0
         self._revived: dict[int, int] = {}
+        self._round: dict[int, int] = {}
+        self._newest_round = 0
 
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -113,6 +116,7 @@ class Torchrun:
         for host in hosts or range(self.n_hosts):
             if host in self._agents:
                 raise LabError(f"Host {host} runs already.")
+            self._round[host] = self._newest_round
             log = (self.folder / f"host-{host}.log").open("ab")
             with log:
                 self._agents[host] = subprocess.Popen(  # noqa: S603  # our own interpreter and the caller's script
@@ -120,7 +124,11 @@ class Torchrun:
                         *(sys.executable, "-m", "torch.distributed.run"),
                         f"--nnodes={self.min_hosts}:{self.n_hosts}",
                         *("--nproc-per-node=1", f"--max-restarts={self.max_restarts}", "--monitor-interval=0.1"),
-                        *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}", "--rdzv-id=meshmend"),
+                        *(
+                            "--rdzv-backend=c10d",
+                            f"--rdzv-endpoint=127.0.0.1:{self._port}",
+                            f"--rdzv-id=meshmend-{self._newest_round}",
+                        ),
                         *(f"--rdzv-conf={conf}", "--local-addr=127.0.0.1"),
                         *self.command,
                     ],
@@ -159,6 +167,7 @@ class Torchrun:
         for host, agent in list(self._agents.items()):
             if agent.poll() and self._revived.get(host, 0) < self.revivals:
                 self._revived[host] = self._revived.get(host, 0) + 1
+                self._newest_round = max(self._newest_round, self._round[host] + 1)
                 del self._agents[host]
                 self.start(host)
 

@@ -34,6 +34,8 @@ class Launch:
 def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     """Read the launcher's environment variables; raise `RestartError` if no launcher is recognised.
 
+    MESHMEND_JOB names the job, by default the launcher does.
+
     - torchrun: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. The port is a fresh one in every round, found free on the
       machine of rank 0, if TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; otherwise torchrun listens there itself, and after
       the loss of rank 0 still names the lost machine (torch 2.13), which is refused here.
@@ -54,7 +56,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
             _number(env, "JAX_PROCESS_ID"),
             int(env.get("JOBSET_RESTART_ATTEMPT", "0")),
             "JAX's environment",
-            env.get("JOBSET_NAME", "job"),
+            _job(env, "JOBSET_NAME"),
         )
     if "RANK" in env and "MASTER_ADDR" in env:
         if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -68,7 +70,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
             _number(env, "RANK"),
             int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
             "torchrun",
-            env.get("TORCHELASTIC_RUN_ID", "job"),
+            _job(env, "TORCHELASTIC_RUN_ID"),
         )
     if "SLURM_PROCID" in env:
         nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "localhost"))
@@ -78,7 +80,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
             _number(env, "SLURM_PROCID"),
             int(env.get("SLURM_RESTART_COUNT", "0")),
             "Slurm",
-            env.get("SLURM_JOB_ID", "job"),
+            _job(env, "SLURM_JOB_ID"),
         )
     raise RestartError(
         "No launcher is recognised: expected torchrun's RANK and MASTER_ADDR, JAX_COORDINATOR_ADDRESS and "
@@ -92,6 +94,10 @@ def _number(env: Mapping[str, str], name: str) -> int:
     if not text.isdecimal():
         raise RestartError(f"{name} is {text!r} in the environment, expected a whole number from the launcher.")
     return int(text)
+
+
+def _job(env: Mapping[str, str], launchers_name: str) -> str:
+    return env.get("MESHMEND_JOB", env.get(launchers_name, "job"))
 
 
 def _slurm_port(env: Mapping[str, str]) -> int:
