@@ -152,7 +152,7 @@ def initialize(
     _configure(compile_cache)
     hosts, numbers = None, tuple(range(launched.n_processes))
     try:
-        if not _knows_coordinates():
+        if not _knows_coordinates(place):
             launched, hosts, numbers = _join(shape, host, place, launched, timeout_s)
         notes.facts |= {"process": launched.process, "host": numbers[launched.process]}
         jax.distributed.initialize(
@@ -179,7 +179,7 @@ def initialize(
 
 def _configure(compile_cache: str | Path | None) -> None:
     use_compile_cache(compile_cache)
-    if _platform() == "cpu":
+    if _platform() in ("", "cpu"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)
 
@@ -190,10 +190,10 @@ def _platform() -> str:
     return (platforms or "").split(",")[0]
 
 
-def _knows_coordinates() -> bool:
-    """Whether devices know where they are, without touching them: only a TPU's do."""
-    platform = _platform()
-    return platform == "tpu" or (platform == "" and os.environ.get("MESHMEND_HOST") is None)
+def _knows_coordinates(place: Any) -> bool:
+    """Whether devices know where they are, asked without touching them: only a TPU's do, and nobody then tells them."""
+    told = place is not None or "MESHMEND_HOST" in os.environ
+    return _platform() == "tpu" or (_platform() == "" and not told)
 
 
 def _join(
