@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -125,6 +126,21 @@ def test_a_store_that_does_not_start_is_told(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(LabError, match="The rendezvous store does not start"), Torchrun(["x.py"], 1, tmp_path):
         pass
     assert not children(os.getpid())
+
+
+@pytest.mark.slow
+def test_the_example_trains_through_the_loss_of_a_host(tmp_path: Path) -> None:
+    figure = tmp_path / "figure.png"
+    command = [sys.executable, "examples/jax/train_through_failure.py", "--no-view", "--figure", str(figure)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["steps"] == list(range(1, 46))
+    assert sorted(set(result["chips"])) == [56, 64]
+    assert result["resumed_from"] == "memory"
+    assert result["resumed_step"] >= result["killed_after_step"] - 1
+    assert result["last_loss"] < 0.6 * result["first_loss"]
+    assert figure.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
