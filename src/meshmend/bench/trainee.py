@@ -81,6 +81,7 @@ def main(path: str) -> None:
         job.host,
         compile_cache=caches / "compiled" if job.compile_cache else None,
         timeline=folder / f"timeline-{host}.jsonl",
+        timeout_s=15,
     ) as session:
         fabric, timeline = session.fabric, session.timeline
         plans = caches / "plans" if job.plans else folder / f"no-plans-{session.launch.coordinator.split(':')[1]}"

@@ -138,7 +138,8 @@ def initialize(
     `heartbeat_s`: a process that is silent for so long counts as dead, and then all processes end. It is for hosts
     that freeze or lose their network; a process that dies breaks its connections, which the next collective notices
     at once. Shorter finds a frozen host sooner, but takes a busy one (a long garbage collection, an overloaded CPU)
-    for dead. `timeout_s` is how long processes wait for each other at the start.
+    for dead. `timeout_s` is how long processes wait for each other at the start, and so
+    what it costs if one dies before it has met the others.
 
     `compile_cache` is a folder that all hosts share (JAX lets only process 0 write), where every compiled program is
     kept; by default JAX_COMPILATION_CACHE_DIR. `timeline` is a file for this host's events, by default
