@@ -4,8 +4,9 @@
 session: a Python block knows the names of those above it, a command finds the files that they wrote.
 
 A block is `python` (run), `console` (its lines after `$ ` are run), `bash` (checked for syntax), `yaml` (parsed), or
-`text` (shown, not run). A comment above it can say more: `<!-- run: slow -->` leaves it to the slow tests, and
-`<!-- run first: … -->` holds lines of Python that the page need not show.
+`text` (shown, not run). A comment above it can say more: `<!-- run: slow -->` leaves it to the slow tests,
+`<!-- run: elsewhere -->` to a test of its own, and `<!-- run first: … -->` holds lines of Python that the page need not
+show.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("python", "console", "bash", "yaml", "text")
+WHEN = ("always", "slow", "elsewhere")
 BLOCK = re.compile(
     r"(?:^<!-- run: (?P<when>\w+) -->\n)?(?:^<!-- run first:\n(?P<first>.*?)-->\n)?"
     r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```$",
@@ -34,7 +36,7 @@ class Block:
     kind: str
     body: str
     first: str
-    slow: bool
+    when: str
     line: int
 
     def commands(self) -> Iterator[str]:
@@ -52,9 +54,10 @@ def read(page: Path) -> list[Block]:
         kind = found["kind"].strip()
         if kind not in KINDS:
             raise ValueError(f"{page.name}:{line}: a block is marked {kind!r}, expected one of {', '.join(KINDS)}.")
-        if found["when"] not in (None, "slow"):
-            raise ValueError(f"{page.name}:{line}: a block is to be run {found['when']!r}, expected 'slow'.")
-        blocks.append(Block(kind, found["body"], found["first"] or "", found["when"] == "slow", line))
+        when = found["when"] or "always"
+        if when not in WHEN:
+            raise ValueError(f"{page.name}:{line}: a block is to be run {when!r}, expected one of {', '.join(WHEN)}.")
+        blocks.append(Block(kind, found["body"], found["first"] or "", when, line))
     if 2 * len(blocks) != len(re.findall(r"^```", text, re.M)):
         raise ValueError(f"{page.name}: {len(blocks)} blocks were read, but its fences do not come in as many pairs.")
     return blocks
@@ -82,7 +85,7 @@ def run_in(folder: Path, page: Path, *options: str, **environment: str) -> None:
 def run(page: Path, slow: bool) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in read(page):
-        if block.slow and not slow:
+        if block.when == "elsewhere" or (block.when == "slow" and not slow):
             continue
         print(f"{page.name}:{block.line}: {block.kind}", flush=True)  # noqa: T201
         if block.kind == "python":

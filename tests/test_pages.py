@@ -11,7 +11,7 @@ from pages import ROOT, read, run_in
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # These need torch or a lab, and are run by the tests of those.
-WITH_TORCH = {"lab.md", "torch.md", "restart.md"}
+WITH_TORCH = {"lab.md", "torch.md"}
 HERE = [page for page in PAGES if page.name not in WITH_TORCH]
 
 
@@ -25,7 +25,9 @@ def test_every_block_runs(page: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [p for p in HERE if any(b.slow for b in read(p))], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [p for p in HERE if any(block.when == "slow" for block in read(p))], ids=lambda page: page.name
+)
 def test_every_slow_block_runs(page: Path, tmp_path: Path) -> None:
     run_in(tmp_path, page, "--slow", **CHIPS)
 
@@ -41,6 +43,12 @@ def test_every_page_is_on_the_site() -> None:
     for page in (ROOT / "docs").iterdir():
         if page.suffix in (".md", ".ipynb"):
             assert f" {page.name}\n" in site, f"{page.name} is not in the site's navigation"
+
+
+def test_what_is_run_elsewhere_is() -> None:
+    elsewhere = {page.name: [block.kind for block in read(page) if block.when == "elsewhere"] for page in PAGES}
+    # test_restart_docs.py runs the script twice, test_restart.py the example.
+    assert {name: kinds for name, kinds in elsewhere.items() if kinds} == {"restart.md": ["python", "console"]}
 
 
 def test_a_broken_page_is_noticed(tmp_path: Path) -> None:

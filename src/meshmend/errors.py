@@ -163,6 +163,18 @@ class LabError(MeshmendError):
     """A mesh of processes or of network namespaces on this machine cannot be made, or a chip of it failed."""
 
 
+class RestartError(MeshmendError, RuntimeError):
+    """A job cannot go on: its hosts do not fit together, or what it kept of its state is of no use.
+
+    Fields, each None where it does not apply: `host` (its number), `step`.
+    """
+
+    def __init__(self, message: str, *, host: int | None = None, step: int | None = None) -> None:
+        self.host = host
+        self.step = step
+        super().__init__(message)
+
+
 class LostChipError(MeshmendError, RuntimeError):
     """A chip stopped answering during an all-reduce, so this chip's payload is of no use.
 

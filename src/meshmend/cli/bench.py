@@ -105,9 +105,45 @@ def failures(
             _show_report(report)
 
 
-def _need(package: str) -> None:
+@app.command("restart")
+def restart(
+    failures: Annotated[int, typer.Option("--failures", min=1, help="How many times hosts are killed.")] = 20,
+    unaided: Annotated[
+        int, typer.Option("--unaided", min=0, help="As many more, from disk alone, with no cache: to compare.")
+    ] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Which hosts, and when.")] = 0,
+    json: JsonOption = False,
+) -> None:
+    """Kill hosts of a JAX job at random moments; say how fast it is back, where the time goes, and that it is right.
+
+    Four hosts of 2x2 chips under torchrun; some die while the others recover. No step may be missing, each sample must
+    be used once an epoch, no committed step may be lost, and the loss must be that of an undisturbed run. Needs torch,
+    and the extra named restart.
+
+    Example: meshmend bench restart --failures 20 --unaided 4
+    """
+    with told_errors(json):
+        for package, extra in (("torch", "torch"), ("jax", "restart"), ("orbax", "restart"), ("grain", "restart")):
+            _need(package, extra)
+        from meshmend.bench.restart import Failure, campaign
+
+        def tell(failure: Failure) -> None:
+            if not json:
+                stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in failure.stages_s.items())
+                who = " then ".join(map(str, failure.hosts))
+                typer.echo(f"killed host {who}: back from {failure.source} after {failure.total_s:.1f} s ({stages})")
+
+        aided = campaign(failures, seed=seed, told=tell).facts()
+        plain = campaign(unaided, seed=seed, helped=False, second=False, told=tell).facts() if unaided else None
+        if json:
+            print_json({"restart": aided, "unaided": plain})
+        else:
+            _show_restarts(aided, plain)
+
+
+def _need(package: str, extra: str = "torch") -> None:
     if importlib.util.find_spec(package) is None:
-        raise LabError(f"This measurement needs {package}: pip install 'meshmend[torch]'")
+        raise LabError(f"This measurement needs {package}: pip install 'meshmend[{extra}]'")
     # Read when torch is imported: without it, every namespace without a name server is warned of.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -151,6 +187,31 @@ def _show_times(results: list[Result]) -> None:
             f"{result.to_gloo:.2f}",
         )
     Console().print(table)
+
+
+def _show_restarts(aided: dict[str, Any], plain: dict[str, Any] | None) -> None:
+    table = Table(title="from SIGKILL to the next committed step, seconds", title_justify="left", title_style="bold")
+    table.box, table.pad_edge = None, False
+    table.add_column("stage", style="cyan", no_wrap=True)
+    columns = [("memory and caches", aided)] + ([("disk alone, no cache", plain)] if plain else [])
+    for name, _ in columns:
+        table.add_column(f"{name}: median", justify="right")
+        table.add_column("worst", justify="right")
+    for stage in (*aided["stages_s"], "total"):
+        figures = [facts["recovery_s"] if stage == "total" else facts["stages_s"][stage] for _, facts in columns]
+        table.add_row(stage, *(f"{figure[which]:.1f}" for figure in figures for which in ("median", "worst")))
+    Console().print(table)
+    print_facts(
+        "promises",
+        {
+            "failures": f"{aided['failures']} in {aided['runs']} runs: {aided['of_host_0']} of host 0, "
+            f"{aided['during_recovery']} with a second host during recovery",
+            "came back from": ", ".join(f"{source} {count}" for source, count in aided["sources"].items()),
+            "steps": f"[green]✓[/] {aided['steps']}, none missing, {aided['lost_steps']} committed ones done again",
+            "samples": "[green]✓[/] each exactly once an epoch",
+            "loss": f"[green]✓[/] within {aided['loss_difference']:.1e} of undisturbed runs",
+        },
+    )
 
 
 def _show_report(report: Report) -> None:

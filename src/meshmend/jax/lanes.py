@@ -110,7 +110,7 @@ def lower(schedule: Schedule) -> Lowered:
         collective=schedule.collective,
         lanes=tuple(loop.lanes for loop in loops),
     )
-    return Lowered(shape, loops, _owned(schedule))
+    return Lowered(shape, loops, owned_chunks(schedule))
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ def _colour(edges: NDArray[np.int64], n: int) -> tuple[NDArray[np.int64], int]:
     return np.array(colour, dtype=np.int64), degree
 
 
-def _owned(schedule: Schedule) -> IntTable:
+def owned_chunks(schedule: Schedule) -> IntTable:
     """List every rank's chunks in ascending order; all lists are as long as the longest."""
     counts = np.bincount(schedule.owners, minlength=schedule.mesh.n_chips)
     owned = np.full((schedule.mesh.n_chips, counts.max()), schedule.total_chunks, dtype=np.int32)

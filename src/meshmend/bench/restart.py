@@ -1,0 +1,266 @@
+"""The restart campaign: kill hosts of a JAX job at random moments, and hold it to its promises.
+
+Each run trains on 4 hosts of 2×2 chips under torchrun. A host gets SIGKILL, agent and worker, and loses its memory; the
+survivors must commit a step on the hole; then the host comes back empty, and the mesh must grow whole again. In some
+failures a second host dies while the survivors recover. In the end no step may be missing, every sample must be used
+once an epoch, no committed step may be lost to one host's death, and the loss must be that of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from meshmend.bench.trainee import N_SAMPLES, Job
+from meshmend.errors import LabError
+from meshmend.jax.restart.timeline import STAGES, read_timeline, split_recovery
+from meshmend.lab.torchrun import Torchrun
+
+N_HOSTS = 4
+PAIRS = ((0, 2), (1, 3))
+"""Hosts that may die together: the other two are connected, and neither keeps the other's parts."""
+LOSS_TOLERANCE = 1e-3
+"""Sums in another order round differently, and training carries that on; measured, it stays far below this."""
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Hosts to kill, one after the other."""
+
+    hosts: tuple[int, ...]
+    apart_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One failure: the hosts that died, and how long the survivors took to commit a step without them."""
+
+    hosts: tuple[int, ...]
+    step: int
+    source: str
+    """Where the state came back from: "memory" or "disk"."""
+    lost_steps: int
+    """Committed steps that had to be done again: none, unless the state came from disk."""
+    total_s: float
+    """From the last SIGKILL to the first step that all survivors have committed."""
+    stages_s: dict[str, float]
+
+
+@dataclass
+class Report:
+    """What a campaign found. It raises where a promise is broken, so a report is good news."""
+
+    failures: list[Failure] = field(default_factory=list)
+    runs: int = 0
+    steps: int = 0
+    loss_difference: float = 0.0
+    """Largest relative difference of a final loss from the undisturbed run's."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return the figures."""
+        totals = [failure.total_s for failure in self.failures]
+        return {
+            "runs": self.runs,
+            "steps": self.steps,
+            "failures": len(self.failures),
+            "of_host_0": sum(0 in failure.hosts for failure in self.failures),
+            "during_recovery": sum(len(failure.hosts) > 1 for failure in self.failures),
+            "sources": {s: sum(f.source == s for f in self.failures) for s in ("memory", "disk")},
+            "lost_steps": sum(failure.lost_steps for failure in self.failures),
+            "loss_difference": self.loss_difference,
+            "recovery_s": {"median": statistics.median(totals), "worst": max(totals)},
+            "stages_s": {
+                stage: {
+                    "median": statistics.median(f.stages_s[stage] for f in self.failures),
+                    "worst": max(f.stages_s[stage] for f in self.failures),
+                }
+                for stage in STAGES
+            },
+        }
+
+
+def campaign(
+    failures: int = 20,
+    *,
+    seed: int = 0,
+    per_run: int = 5,
+    helped: bool = True,
+    second: bool = True,
+    steps_per_failure: int = 30,
+    patience_s: float = 120.0,
+    told: Callable[[Failure], None] = lambda _: None,
+) -> Report:
+    """Run the campaign and return its report; raise `LabError` where a promise is broken.
+
+    Without `helped`, jobs restart from disk alone, and plan and compile anew: what the helps are worth. `second` lets
+    every fourth failure be two: another host dies while the survivors recover.
+    """
+    rng = random.Random(seed)  # noqa: S311  # moments and places, not secrets
+    report = Report()
+    # Left behind where a promise is broken, for the logs in it.
+    folder = Path(tempfile.mkdtemp(prefix="meshmend-restart-"))
+    left, number = failures, 0
+    while left > 0:
+        count = min(per_run, left)
+        steps = (count + 1) * steps_per_failure
+        job = Job(str(folder / f"run-{number}"), steps=steps, caches=str(folder), pause_on_hole_s=1.0)
+        if not helped:
+            job = replace(job, memory=False, plans=False, compile_cache=False, ahead=False, disk_every=5)
+        run = Run(job, patience_s)
+        undisturbed = Run(replace(job, folder=str(folder / f"undisturbed-{steps}")), patience_s)
+        if not Path(undisturbed.job.folder).exists():
+            undisturbed.go([], rng)
+        # Failures are numbered through the campaign: host 0 dies in the first, a second host in every fourth.
+        kills = []
+        for i in range(failures - left, failures - left + count):
+            both = rng.choice(PAIRS) if second and i % 4 == 3 else (0 if i == 0 else rng.randrange(N_HOSTS),)
+            kills.append(Kill(tuple(rng.sample(both, len(both))), rng.uniform(0.5, 8.0)))
+        report.failures += run.go(kills, rng, told)
+        difference = abs(run.final_loss() / undisturbed.final_loss() - 1)
+        if difference > LOSS_TOLERANCE:
+            raise LabError(f"Run {number} ends with another loss than undisturbed: {difference:.1e} apart.")
+        report.loss_difference = max(report.loss_difference, difference)
+        report.runs += 1
+        report.steps += steps
+        left -= count
+        number += 1
+    shutil.rmtree(folder)
+    return report
+
+
+class Run:
+    """One job from start to end, and what was seen of it."""
+
+    def __init__(self, job: Job, patience_s: float = 120.0) -> None:
+        self.job = job
+        self.folder = Path(job.folder)
+        self.patience_s = patience_s
+
+    def go(
+        self, kills: Sequence[Kill], rng: random.Random, told: Callable[[Failure], None] = lambda _: None
+    ) -> list[Failure]:
+        """Run the job through kills, each in its own stretch of steps, and check what it promised."""
+        found = []
+        command = ["-m", "meshmend.bench.trainee", str(self.job.write())]
+        with Torchrun(command, N_HOSTS, self.folder, min_hosts=2, max_restarts=50, revivals=5) as hosts:
+            hosts.start()
+            stretch = self.job.steps // (len(kills) + 1)
+            for i, kill in enumerate(kills):
+                at_step = i * stretch + rng.randrange(stretch // 4, stretch)
+                self._until(partial(self._whole_since, at_step), f"step {at_step} on all hosts", hosts)
+                time.sleep(rng.random() * 0.3)
+                found.append(self._fail(hosts, kill))
+                told(found[-1])
+                hosts.start(*kill.hosts)
+            statuses = hosts.wait(self.patience_s * (1 + len(kills)))
+            if any(statuses.values()):
+                raise LabError(f"Hosts ended with {statuses}; see {self.folder}/host-*.log.")
+        self._check()
+        return found
+
+    def _fail(self, hosts: Torchrun, kill: Kill) -> Failure:
+        before, victims = self._attempt(), kill.hosts
+        for i, victim in enumerate(victims):
+            if i:
+                time.sleep(kill.apart_s)
+            killed_at = hosts.kill(victim)
+            shutil.rmtree(self.folder / "memory" / f"host-{victim}", ignore_errors=True)
+        survivors = set(range(N_HOSTS)) - set(victims)
+        self._until(lambda: self._first_commit(survivors, before), f"a step without hosts {victims}", hosts)
+        commit = self._first_commit(survivors, before)
+        assert commit is not None  # noqa: S101  # it was waited for
+        attempt, step, at, last = commit
+        resumed = next(e for e in self.events(last) if e["event"] == "restore" and e.get("attempt") == attempt)
+        committed = max(self._committed(a) for a in range(1, attempt)) if attempt > 1 else 0
+        if resumed["source"] == "memory" and resumed["step"] < committed:
+            raise LabError(f"Step {committed} was committed, but the job went back to {resumed['step']}.")
+        return Failure(
+            hosts=victims,
+            step=step,
+            source=resumed["source"],
+            lost_steps=max(0, committed - resumed["step"]),
+            total_s=at - killed_at,
+            stages_s=self._stages(survivors, last, killed_at, at),
+        )
+
+    def _stages(self, survivors: set[int], last: int, killed_at: float, at: float) -> dict[str, float]:
+        """Take the time apart, at the host that committed last."""
+        gave_up = [e["at"] for host in survivors for e in self.events(host) if e["event"] == "gave up"]
+        return split_recovery(self.events(last), gave_up, killed_at, at)
+
+    def events(self, host: int) -> list[Event]:
+        """Return what a host has noted."""
+        return read_timeline(self.folder / f"timeline-{host}.jsonl")
+
+    def digests(self) -> dict[int, str]:
+        """Return a digest of the parameters after each step (of an exact job), that of the attempt that counts."""
+        found: dict[int, tuple[int, str]] = {}
+        for host in range(N_HOSTS):
+            for event in self.events(host):
+                if event["event"] == "step":
+                    mine = (event["attempt"], event["digest"])
+                    found[event["step"]] = max(found.get(event["step"], mine), mine)
+        return {step: digest for step, (_, digest) in sorted(found.items())}
+
+    def final_loss(self) -> float:
+        """Return the loss of the last step, the mean over its last few, which differ by batch."""
+        losses = {e["step"]: e["loss"] for h in range(N_HOSTS) for e in self.events(h) if e["event"] == "step"}
+        return float(statistics.mean(losses[step] for step in sorted(losses)[-5:]))
+
+    def _kept(self, attempt: int) -> dict[int, dict[int, float]]:
+        """Return when each host of an attempt had each step: kept in memory, or just done where nothing is."""
+        sign = "kept" if self.job.memory else "step"
+        found: dict[int, dict[int, float]] = {}
+        for host in range(N_HOSTS):
+            mine = [e for e in self.events(host) if e.get("attempt") == attempt]
+            if mine:
+                found[host] = {e["step"]: e["at"] for e in mine if e["event"] == sign}
+        return found
+
+    def _committed(self, attempt: int) -> int:
+        kept = self._kept(attempt)
+        common = set.intersection(*(set(steps) for steps in kept.values())) if kept else set()
+        return max(common, default=0)
+
+    def _attempt(self) -> int:
+        return max((e.get("attempt", 0) for host in range(N_HOSTS) for e in self.events(host)), default=0)
+
+    def _whole_since(self, step: int) -> bool:
+        kept = self._kept(self._attempt())
+        return len(kept) == N_HOSTS and all(max(steps, default=0) >= step for steps in kept.values())
+
+    def _first_commit(self, survivors: set[int], after: int) -> tuple[int, int, float, int] | None:
+        """Return the first step committed by just the survivors: (attempt, step, when, by which host last)."""
+        for attempt in range(after + 1, self._attempt() + 1):
+            kept = self._kept(attempt)
+            if set(kept) == survivors and all(kept.values()):
+                step = max(min(steps) for steps in kept.values())
+                if all(step in steps for steps in kept.values()):
+                    last = max(kept, key=lambda host: kept[host][step])
+                    return attempt, step, kept[last][step], last
+        return None
+
+    def _until(self, condition: Callable[[], Any], what: str, hosts: Torchrun) -> None:
+        until = time.monotonic() + self.patience_s
+        while not condition():
+            hosts.revive()
+            if time.monotonic() > until or not hosts.running:
+                raise LabError(f"The job never reached {what}; see {self.folder}/host-*.log.")
+            time.sleep(0.1)
+
+    def _check(self) -> None:
+        from meshmend.jax.ledger import Ledger
+
+        account = Ledger(self.folder / "ledger.jsonl").check(N_SAMPLES)
+        if account.steps != self.job.steps:
+            raise LabError(f"The ledger has {account.steps} steps, expected {self.job.steps}.")

@@ -1,0 +1,190 @@
+"""A small training job for the restart campaign: what each host's worker runs, under torchrun.
+
+    torchrun … -m meshmend.bench.trainee job.json
+
+It is the complete script of docs/restart.md with a few switches, so that the campaign can take away one help at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from meshmend.lab.torchrun import die_with_launcher
+
+N_SAMPLES = 640
+WIDTH = 32
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train, and with which helps."""
+
+    folder: str
+    caches: str = ""
+    """Where plans and compiled programs are kept; by default in the job's folder."""
+    shape: str = "4x4"
+    host: str = "2x2"
+    steps: int = 60
+    planner: str = "hamiltonian"
+    batch: int = 64
+    keep_global: bool = True
+    sharded: bool = True
+    exact: bool = False
+    """Integer-valued gradients: the same bits on any number of chips."""
+    memory: bool = True
+    plans: bool = True
+    compile_cache: bool = True
+    ahead: bool = True
+    """Compile for the loss of each host while all is well."""
+    disk_every: int = 20
+    pause_s: float = 0.0
+    pause_on_hole_s: float = 0.0
+    """Time off after each step on a mesh with a hole, so that a lost host can be back before the job is over."""
+
+    def write(self) -> Path:
+        """Write the job down where its workers read it."""
+        path = Path(self.folder) / "job.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self)))
+        return path
+
+
+def main(path: str) -> None:
+    """Train, or go on training."""
+    die_with_launcher()
+    job = Job(**json.loads(Path(path).read_text()))
+    n_chips = 1
+    for n in job.host.split("x"):
+        n_chips *= int(n)
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={n_chips} --xla_cpu_multi_thread_eigen=false"
+    folder = Path(job.folder)
+    caches = Path(job.caches or job.folder)
+    host = os.environ["MESHMEND_HOST"]
+
+    import jax.numpy as jnp
+    import optax
+
+    import meshmend.jax as mmj
+    from meshmend.jax import restart
+    from meshmend.planning import PlanCache, plan
+
+    with restart.initialize(
+        job.shape,
+        job.host,
+        compile_cache=caches / "compiled" if job.compile_cache else None,
+        timeline=folder / f"timeline-{host}.jsonl",
+        timeout_s=15,
+    ) as session:
+        fabric, timeline = session.fabric, session.timeline
+        plans = caches / "plans" if job.plans else folder / f"no-plans-{session.launch.coordinator.split(':')[1]}"
+        feed = mmj.Feed(_samples(), _policy(job), seed=1, threads=0, prefetch=0)
+        loss = exact_loss if job.exact else regression_loss
+        optimizer = optax.adam(2.0**-7 if job.exact else 1e-2)
+
+        def build(fabric: mmj.Fabric, schedule: Any) -> tuple[Any, restart.Steps]:
+            program = (mmj.install_halves if job.sharded else mmj.install)(schedule, fabric)
+            training = mmj.train_step(loss, optimizer, fabric, per_example=True)
+            batch = next(feed.batches(fabric))
+            return program, restart.compile_steps(training, program, schedule, fabric, _params(job.exact), batch)
+
+        def build_ahead(fabric: mmj.Fabric) -> None:
+            build(fabric, plan(fabric.mesh, job.planner, cache=PlanCache(plans)))
+
+        schedule = session.plan(job.planner, cache=plans)
+        with timeline.timed("compile"):
+            program, steps = build(fabric, schedule)
+        params = restart.place(_params(job.exact), fabric)
+        keeper = restart.Keeper(
+            session,
+            schedule,
+            program,
+            memory=folder / "memory" / f"host-{host}",
+            memory_every=1 if job.memory else 0,
+            disk=folder / "disk" if job.disk_every else None,
+            disk_every=job.disk_every,
+        )
+        found = keeper.restore(params, steps.init(params, program), extra=mmj.Position())
+        params, state = found.params, found.state
+        batches = feed.batches(fabric, at=mmj.Position(*found.extra))
+        ahead = None
+        ledger = mmj.Ledger(folder / "ledger.jsonl") if session.launch.process == 0 else None
+        for number in range(found.step + 1, job.steps + 1):
+            batch = next(batches)
+            # Before the step: a step that all hosts have kept must be in the ledger, whoever dies when.
+            if ledger is not None:
+                ledger.record(number, epoch=batch.at.epoch, samples=batch.indices)
+            params, state, value = steps.step(
+                params, state, batch.data, program, weights=batch.weights, scale=jnp.float32(batch.learning_rate_factor)
+            )
+            keeper.keep(number, params, state, extra=batch.after)
+            facts: dict[str, Any] = {"digest": _digest(params)} if job.exact else {}
+            timeline.note("step", step=number, loss=float(restart.fetch(value)), examples=len(batch.indices), **facts)
+            if job.ahead and number == found.step + 3:
+                # Not before: a restart has better things to do.
+                ahead = restart.CompileAhead(session, build_ahead)
+            time.sleep(job.pause_s if fabric.mesh.is_full else job.pause_on_hole_s)
+        keeper.close()
+        if ahead is not None:
+            ahead.stop()
+        timeline.note("done", digest=_digest(params))
+
+
+def exact_loss(params: Any, batch: Any) -> Any:
+    """Return a loss an example whose gradients are small whole numbers that depend on the weights."""
+    import jax.numpy as jnp
+    from jax import lax
+
+    level = lax.stop_gradient(jnp.floor(params["w"] * 64) % 8) - 3
+    return (batch["whole"] @ (level * params["w"])).sum(axis=-1) + params["b"].sum()
+
+
+def regression_loss(params: Any, batch: Any) -> Any:
+    """Return the squared error an example of a small network."""
+    import jax.numpy as jnp
+
+    hidden = jnp.tanh(batch["x"] @ params["w"] + params["b"])
+    return (hidden @ params["out"] - batch["y"]) ** 2
+
+
+def _params(exact: bool) -> Any:
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    shapes = {"w": (16, WIDTH), "b": (WIDTH,)} | ({} if exact else {"out": (WIDTH,)})
+    return {name: (rng.standard_normal(shape) / 4).astype(np.float32) for name, shape in shapes.items()}
+
+
+def _samples() -> list[dict[str, Any]]:
+    import numpy as np
+
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((N_SAMPLES, 16)).astype(np.float32)
+    y = np.sin(x.sum(axis=1)).astype(np.float32)
+    whole = rng.integers(-3, 4, (N_SAMPLES, 16)).astype(np.float32)
+    return [{"x": x[i], "y": y[i], "whole": whole[i]} for i in range(N_SAMPLES)]
+
+
+def _policy(job: Job) -> Any:
+    import meshmend.jax as mmj
+
+    return mmj.KeepGlobal(job.batch) if job.keep_global else mmj.KeepPerChip(job.batch // 16)
+
+
+def _digest(params: Any) -> str:
+    import jax
+    import numpy as np
+
+    leaves = [np.asarray(leaf.addressable_shards[0].data) for leaf in jax.tree.leaves(params)]
+    return hashlib.sha256(b"".join(leaf.tobytes() for leaf in leaves)).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,43 @@
+"""Wait for results without waiting for the dead.
+
+When a peer dies, a collective fails at once on the devices that talk to it, and on no others: those wait for devices
+that will never answer. Whoever waits for one device after the other may sit at one that is still waiting. So look at
+all of this process's devices in turn, and take the first error that any of them has.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+LOOK_S = 0.001
+"""Seconds between looks."""
+
+
+def fetch(tree: Any) -> Any:
+    """Return replicated arrays as NumPy arrays, once all of this process's devices have them.
+
+    Raises as soon as any device has failed, which `float(loss)` and `jax.block_until_ready` may not: they can sit there
+    until heartbeats end the process.
+    """
+    wait_for(tree)
+    return jax.tree.map(lambda leaf: np.asarray(leaf.addressable_shards[0].data), tree)
+
+
+def wait_for(tree: Any) -> None:
+    """Return when this process's parts of all arrays are ready; raise as soon as any of them has failed."""
+    waiting = [shard.data for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
+    while True:
+        still = []
+        for part in waiting:
+            if part.is_ready():
+                part.block_until_ready()
+            else:
+                still.append(part)
+        if not still:
+            return
+        waiting = still
+        time.sleep(LOOK_S)

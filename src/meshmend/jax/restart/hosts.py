@@ -1,0 +1,84 @@
+"""Which host holds which chips: a mesh cut into equal tiles, one a host, numbered in row-major order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from meshmend.errors import Coordinate, RestartError, name_chip
+from meshmend.topology import Mesh, Region, all_placements, name_shape, parse_chip, parse_shape
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The machine as its hosts see it: a mesh of `shape`, and the `tile` of chips that one host drives.
+
+    >>> hosts = Hosts.of("8x8", "4x2")
+    >>> len(hosts), str(hosts.tiles[5]), hosts.number("4,2")
+    (8, '4x2@4,2', 5)
+    """
+
+    shape: Coordinate
+    tile: Coordinate
+    tiles: tuple[Region, ...] = field(repr=False)
+
+    @classmethod
+    def of(cls, shape: Sequence[int] | str, tile: Sequence[int] | str) -> Hosts:
+        """Cut a mesh into hosts; both are given as in "8x8" and "4x2"."""
+        whole = Mesh(shape).shape
+        chips = parse_shape(tile) if isinstance(tile, str) else tuple(int(n) for n in tile)
+        if len(chips) != len(whole) or any(n % h for n, h in zip(whole, chips, strict=True)):
+            raise RestartError(f"Hosts of {name_shape(chips)} chips do not tile a {name_shape(whole)} mesh.")
+        return cls(whole, chips, tuple(all_placements(whole, chips, align=chips)))
+
+    def __len__(self) -> int:
+        return len(self.tiles)
+
+    @cached_property
+    def chips_per_host(self) -> int:
+        """Chips that one host drives."""
+        return self.tiles[0].n_chips
+
+    def number(self, place: int | str | Sequence[int]) -> int:
+        """Return a host's number from its number or from the coordinate of its first chip, as in 5, "5" or "4,2"."""
+        if isinstance(place, str):
+            place = int(place) if place.isdecimal() else parse_chip(place)
+        if isinstance(place, int):
+            if 0 <= place < len(self):
+                return place
+            raise RestartError(f"There is no host {place}: {self} has hosts 0 to {len(self) - 1}.", host=place)
+        at = tuple(int(x) for x in place)
+        for number, tile in enumerate(self.tiles):
+            if tile.at == at:
+                return number
+        raise RestartError(
+            f"No host of {self} begins at {name_chip(at)}: the first chips of hosts are multiples of "
+            f"{name_shape(self.tile)}, as in {name_chip(self.tiles[-1].at)}."
+        )
+
+    def chips(self, number: int) -> list[Coordinate]:
+        """Return the coordinates of a host's chips, in row-major order: the order of its devices."""
+        tile = self.tiles[number]
+        return [tuple(a + x for a, x in zip(tile.at, chip, strict=True)) for chip in _row_major(tile.shape)]
+
+    def check_devices(self, held: Mapping[int, int]) -> None:
+        """Raise a `RestartError` if a host (its number) has another number of devices than a tile has chips."""
+        for number, n_devices in sorted(held.items()):
+            if n_devices != self.chips_per_host:
+                raise RestartError(
+                    f"Host {number} has {n_devices} devices, expected {self.chips_per_host}, one for each chip of its "
+                    f"{name_shape(self.tile)} tile. On CPU, set "
+                    f"XLA_FLAGS=--xla_force_host_platform_device_count={self.chips_per_host} on every host.",
+                    host=number,
+                )
+
+    def __str__(self) -> str:
+        return f"{name_shape(self.shape)} in hosts of {name_shape(self.tile)}"
+
+
+def _row_major(shape: Coordinate) -> list[Coordinate]:
+    chips: list[Coordinate] = [()]
+    for n in shape:
+        chips = [(*chip, x) for chip in chips for x in range(n)]
+    return chips

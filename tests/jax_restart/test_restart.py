@@ -1,0 +1,153 @@
+"""Jobs under torchrun whose hosts are killed: they come back by themselves, and nothing of what they did is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshmend.bench.restart import Failure, Kill, Run, campaign
+from meshmend.bench.trainee import Job
+from meshmend.errors import LabError
+from meshmend.lab.torchrun import Torchrun, children
+
+STEPS = 30
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("caches")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(caches: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run = Run(Job(str(folder), caches=str(caches), steps=STEPS, exact=True, disk_every=5, pause_on_hole_s=1.0))
+    run.go([], random.Random(0))
+    assert sorted(run.digests()) == list(range(1, STEPS + 1))
+    return run
+
+
+def failed(undisturbed: Run, folder: Path, kill: Kill) -> tuple[Run, Failure]:
+    run = Run(replace(undisturbed.job, folder=str(folder)))
+    return run, run.go([kill], random.Random(1))[0]
+
+
+def test_the_trajectory_is_bit_identical_though_the_coordinators_host_dies(undisturbed: Run, tmp_path: Path) -> None:
+    run, failure = failed(undisturbed, tmp_path, Kill((0,)))
+    assert failure.source == "memory"
+    assert failure.lost_steps == 0
+    assert run.digests() == undisturbed.digests()
+
+
+def test_losing_the_keeper_of_the_lost_parts_during_recovery_brings_the_job_back_to_disk(
+    undisturbed: Run, tmp_path: Path
+) -> None:
+    run, failure = failed(undisturbed, tmp_path, Kill((0, 1), apart_s=1.0))
+    assert failure.source == "disk"
+    assert run.digests() == undisturbed.digests()
+
+
+@pytest.mark.slow
+def test_a_second_host_may_die_during_recovery(undisturbed: Run, tmp_path: Path) -> None:
+    run, failure = failed(undisturbed, tmp_path, Kill((3, 1), apart_s=4.0))
+    assert failure.source == "memory"
+    assert failure.lost_steps == 0
+    assert run.digests() == undisturbed.digests()
+
+
+def test_survivors_that_are_cut_apart_say_so_everywhere(undisturbed: Run, tmp_path: Path) -> None:
+    job = replace(undisturbed.job, folder=str(tmp_path), ahead=False)
+    command = ["-m", "meshmend.bench.trainee", str(job.write())]
+    with Torchrun(command, 4, tmp_path, min_hosts=2, max_restarts=0) as hosts:
+        hosts.start(0, 3)
+        assert set(hosts.wait(90).values()) == {1}
+    for host in (0, 3):
+        log = (tmp_path / f"host-{host}.log").read_text()
+        assert "The survivors (hosts 0, 3 of 4x4 minus 2x2@0,2, 2x2@2,0) are cut into 2 parts" in log
+        assert "no cable leads from (0,0) to (2,2)" in log
+
+
+def test_two_hosts_of_the_same_place_are_refused_everywhere(undisturbed: Run, tmp_path: Path) -> None:
+    job = replace(undisturbed.job, folder=str(tmp_path), ahead=False)
+    command = ["-m", "meshmend.bench.trainee", str(job.write())]
+    with Torchrun(
+        command, 4, tmp_path, min_hosts=2, max_restarts=0, environment=lambda _: {"MESHMEND_HOST": "2"}
+    ) as hosts:
+        hosts.start(0, 1)
+        assert set(hosts.wait(90).values()) == {1}
+    for host in (0, 1):
+        assert "Processes 0 and 1 both say that they are host 2" in (tmp_path / f"host-{host}.log").read_text()
+
+
+def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path) -> None:
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import time; from meshmend.lab.torchrun import die_with_launcher; die_with_launcher(); time.sleep(600)"
+    )
+    code = (
+        "import sys, time; from pathlib import Path; from meshmend.lab.torchrun import Torchrun\n"
+        f"with Torchrun([{str(worker)!r}], 1, Path({str(tmp_path)!r})) as hosts:\n"
+        "    hosts.start(); time.sleep(600)"
+    )
+    driver = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        until = time.monotonic() + 60
+        while len(alive := children(driver.pid)) < 3 and time.monotonic() < until:
+            time.sleep(0.2)
+        assert len(alive) == 3  # store, agent, worker
+        time.sleep(2)
+    finally:
+        driver.send_signal(signal.SIGKILL)
+        driver.wait()
+    until = time.monotonic() + 10
+    while any(runs(pid) for pid in alive) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not [pid for pid in alive if runs(pid)]
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_store_that_does_not_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshmend.lab.torchrun.STORE", "raise SystemExit(3)")
+    with pytest.raises(LabError, match="The rendezvous store does not start"), Torchrun(["x.py"], 1, tmp_path):
+        pass
+    assert not children(os.getpid())
+
+
+@pytest.mark.slow
+def test_the_example_trains_through_the_loss_of_a_host(tmp_path: Path) -> None:
+    figure = tmp_path / "figure.png"
+    command = [sys.executable, "examples/jax/train_through_failure.py", "--no-view", "--figure", str(figure)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["steps"] == list(range(1, 46))
+    assert sorted(set(result["chips"])) == [56, 64]
+    assert result["resumed_from"] == "memory"
+    assert result["resumed_step"] >= result["killed_after_step"] - 1
+    assert result["last_loss"] < 0.6 * result["first_loss"]
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_twenty_failures() -> None:
+    report = campaign(20, seed=0)
+    facts = report.facts()
+    assert facts["failures"] == 20
+    assert facts["of_host_0"] >= 1
+    assert facts["during_recovery"] == 5
+    assert facts["lost_steps"] == 0
