@@ -1,6 +1,6 @@
 """The restart campaign: kill hosts of a JAX job at random moments, and hold it to its promises.
 
-Each run trains on 4 hosts of 2×2 chips under torchrun. A host gets SIGKILL, agent and worker, and loses its memory; the
+Each run trains on 4 hosts, two by two, under torchrun. A host gets SIGKILL, agent and worker, and loses its memory; the
 survivors must commit a step on the hole; then the host comes back empty, and the mesh must grow whole again. In some
 failures a second host dies while the survivors recover. In the end no step may be missing, every sample must be used
 once an epoch, no committed step may be lost to one host's death, and the loss must be that of an undisturbed run.
@@ -23,6 +23,7 @@ from meshmend.bench.trainee import N_SAMPLES, Job
 from meshmend.errors import LabError
 from meshmend.jax.restart.timeline import STAGES, read_timeline, split_recovery
 from meshmend.lab.torchrun import Torchrun
+from meshmend.topology import name_shape, parse_shape
 
 N_HOSTS = 4
 PAIRS = ((0, 2), (1, 3))
@@ -92,6 +93,7 @@ class Report:
 def campaign(
     failures: int = 20,
     *,
+    host: str = "4x2",
     seed: int = 0,
     per_run: int = 5,
     helped: bool = True,
@@ -102,18 +104,27 @@ def campaign(
 ) -> Report:
     """Run the campaign and return its report; raise `LabError` where a promise is broken.
 
-    Without `helped`, jobs restart from disk alone, and plan and compile anew: what the helps are worth. `second` lets
-    every fourth failure be two: another host dies while the survivors recover.
+    `host` is the tile of chips that a host drives. Without `helped`, jobs restart from disk alone, and plan and compile
+    anew: what the helps are worth. `second` lets every fourth failure be two: another host dies while the survivors
+    recover.
     """
     rng = random.Random(seed)  # noqa: S311  # moments and places, not secrets
     report = Report()
+    shape = name_shape([2 * n for n in parse_shape(host)])
     # Left behind where a promise is broken, for the logs in it.
     folder = Path(tempfile.mkdtemp(prefix="meshmend-restart-"))
     left, number = failures, 0
     while left > 0:
         count = min(per_run, left)
         steps = (count + 1) * steps_per_failure
-        job = Job(str(folder / f"run-{number}"), steps=steps, caches=str(folder), pause_on_hole_s=1.0)
+        job = Job(
+            str(folder / f"run-{number}"),
+            shape=shape,
+            host=host,
+            steps=steps,
+            caches=str(folder),
+            pause_on_hole_s=1.0,
+        )
         if not helped:
             job = replace(job, memory=False, plans=False, compile_cache=False, ahead=False, disk_every=5)
         run = Run(job, patience_s)

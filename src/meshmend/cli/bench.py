@@ -111,12 +111,13 @@ def restart(
     unaided: Annotated[
         int, typer.Option("--unaided", min=0, help="As many more, from disk alone, with no cache: to compare.")
     ] = 0,
+    host: Annotated[str, typer.Option("--host", metavar="HxW", help="Chips that a host drives.")] = "4x2",
     seed: Annotated[int, typer.Option("--seed", help="Which hosts, and when.")] = 0,
     json: JsonOption = False,
 ) -> None:
     """Kill hosts of a JAX job at random moments; say how fast it is back, where the time goes, and that it is right.
 
-    Four hosts of 2x2 chips under torchrun; some die while the others recover. No step may be missing, each sample must
+    Four hosts, two by two, under torchrun; some die while the others recover. No step may be missing, each sample must
     be used once an epoch, no committed step may be lost, and the loss must be that of an undisturbed run. Needs torch,
     and the extra named restart.
 
@@ -133,8 +134,10 @@ def restart(
                 who = " then ".join(map(str, failure.hosts))
                 typer.echo(f"killed host {who}: back from {failure.source} after {failure.total_s:.1f} s ({stages})")
 
-        aided = campaign(failures, seed=seed, told=tell).facts()
-        plain = campaign(unaided, seed=seed, helped=False, second=False, told=tell).facts() if unaided else None
+        aided = campaign(failures, host=host, seed=seed, told=tell).facts()
+        plain = (
+            campaign(unaided, host=host, seed=seed, helped=False, second=False, told=tell).facts() if unaided else None
+        )
         if json:
             print_json({"restart": aided, "unaided": plain})
         else:
