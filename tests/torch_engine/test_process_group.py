@@ -22,6 +22,12 @@ from torch_engine.processes import with_store  # noqa: E402
 Members = list[tuple[int, ...]]
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    # How soon members give each other up is for the tests of failures: here nobody dies, and a machine may be slow.
+    monkeypatch.setattr("meshmend.torch.process_group.MEETING_TIMEOUT", timedelta(seconds=30))
+
+
 def make(chip: tuple[int, ...], **options: Any) -> Any:
     torch.set_num_threads(1)
     return mmt.MeshProcessGroup((2, 4), chip, interface="lo", timeout=timedelta(seconds=20), **options)

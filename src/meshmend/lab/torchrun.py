@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Self
 
 from meshmend.errors import LabError
-from meshmend.lab.chips import PR_SET_PDEATHSIG
+from meshmend.lab.chips import PR_SET_PDEATHSIG, QUICK_NAMES
 
 RENDEZVOUS = {
     "last_call_timeout": 1,
@@ -88,6 +88,7 @@ class Torchrun:
             text=True,
             start_new_session=True,
             preexec_fn=_die_with_parent,
+            env={**QUICK_NAMES, **os.environ},
         )
         line = self._store.stdout.readline() if self._store.stdout else ""
         if not line.strip():
@@ -138,6 +139,7 @@ class Torchrun:
                     start_new_session=True,
                     preexec_fn=_die_with_parent,
                     env={
+                        **QUICK_NAMES,
                         **os.environ,
                         "OMP_NUM_THREADS": "1",
                         "TORCH_CPP_LOG_LEVEL": "ERROR",
