@@ -121,6 +121,7 @@ def campaign(
             str(folder / f"run-{number}"),
             shape=shape,
             host=host,
+            planner="row-pairs",
             steps=steps,
             caches=str(folder),
             pause_on_hole_s=1.0,
@@ -173,7 +174,8 @@ class Run:
                 found.append(self._fail(hosts, kill))
                 told(found[-1])
                 hosts.start(*kill.hosts)
-            statuses = hosts.wait(self.patience_s * (1 + len(kills)))
+            # A step of many virtual chips on few cores takes a second.
+            statuses = hosts.wait(self.patience_s * (1 + len(kills)) + self.job.steps)
             if any(statuses.values()):
                 raise LabError(f"Hosts ended with {statuses}; see {self.folder}/host-*.log.")
         self._check()
