@@ -380,6 +380,20 @@ def parse_chip(text: str) -> Coordinate:
     return tuple(int(x) for x in text.strip().split(","))
 
 
+def parse_wrap(text: str, n_axes: int, given: str) -> list[bool]:
+    """Say of each axis whether it closes on itself; `given` is how an error begins, naming where the text is from.
+
+    >>> parse_wrap("0,2", 3, given="--wrap 0,2:")
+    [True, False, True]
+    """
+    if text in ("none", "all"):
+        return [text == "all"] * n_axes
+    axes = text.split(",")
+    if not all(axis.isascii() and axis.isdigit() and int(axis) < n_axes for axis in axes):
+        raise MeshError(f"{given} expected none, all, or axes from 0 to {n_axes - 1}, as in 0,1.")
+    return [str(axis) in axes for axis in range(n_axes)]
+
+
 def name_shape(shape: Sequence[int]) -> str:
     """Write a shape the way the command line reads it."""
     return "x".join(str(n) for n in shape)

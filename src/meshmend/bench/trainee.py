@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from meshmend.lab.torchrun import die_with_launcher
+from meshmend.topology import parse_shape
 
 N_SAMPLES = 640
 WIDTH = 32
@@ -60,9 +62,7 @@ def main(path: str) -> None:
     """Train, or go on training."""
     die_with_launcher()
     job = Job(**json.loads(Path(path).read_text()))
-    n_chips = 1
-    for n in job.host.split("x"):
-        n_chips *= int(n)
+    n_chips = math.prod(parse_shape(job.host))
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={n_chips} --xla_cpu_multi_thread_eigen=false"
     folder = Path(job.folder)

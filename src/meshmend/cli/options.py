@@ -19,9 +19,9 @@ from meshmend.cost import PRESETS, Hardware, find_hardware
 from meshmend.cost.hardware import adjusted
 from meshmend.cost.predict import MODES, Mode
 from meshmend.cost.units import parse_bytes, parse_rate, parse_seconds
-from meshmend.errors import MeshError, ParameterError
+from meshmend.errors import ParameterError
 from meshmend.planning import PLANNERS, Planner, make_planner
-from meshmend.topology import Mesh
+from meshmend.topology import Mesh, parse_wrap
 
 ShapeArgument = Annotated[str, typer.Argument(metavar="SHAPE", help="Chips along each axis, as in 16x32.")]
 FailOption = Annotated[
@@ -140,12 +140,7 @@ class PriceOptions:
 
 def read_wrap(text: str, n_axes: int) -> list[bool]:
     """Say of each axis whether it closes on itself."""
-    if text in ("none", "all"):
-        return [text == "all"] * n_axes
-    axes = text.split(",")
-    if not all(axis.isascii() and axis.isdigit() and int(axis) < n_axes for axis in axes):
-        raise MeshError(f"--wrap {text}: expected none, all, or axes from 0 to {n_axes - 1}, as in 0,1.")
-    return [str(axis) in axes for axis in range(n_axes)]
+    return parse_wrap(text, n_axes, given=f"--wrap {text}:")
 
 
 def are_given(bundle: HoleOptions | TuningOptions | AutoOptions) -> bool:

@@ -50,14 +50,7 @@ def version() -> str | None:
     python = _interpreter()
     if python is None:
         return None
-    with tempfile.TemporaryDirectory() as elsewhere:
-        told = subprocess.run(  # noqa: S603  # see simulate
-            [python, "-c", "import simgrid; print(simgrid.simgrid_version)"],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=elsewhere,
-        )
+    told = _ask(python, "import simgrid; print(simgrid.simgrid_version)")
     return told.stdout.strip() or None
 
 
@@ -76,11 +69,7 @@ def simulate(schedule: Schedule, payload_bytes: float, hardware: str | Hardware 
     chunk_s = payload_bytes / schedule.total_chunks / chosen.link_bytes_per_s
     job = _job(schedule, chosen, chunk_s)
     source = resources.files("meshmend.cost").joinpath("simgrid_worker.py").read_text(encoding="utf-8")
-    with tempfile.TemporaryDirectory() as elsewhere:
-        # Not run as a script: Python would search the script's own folder first, and find this module for simgrid.
-        done = subprocess.run(  # noqa: S603  # the interpreter is found, not given by input
-            [python, "-c", source], input=json.dumps(job), capture_output=True, text=True, check=False, cwd=elsewhere
-        )
+    done = _ask(python, source, told=json.dumps(job))
     if done.returncode:
         raise SimgridError(f"SimGrid failed (exit code {done.returncode}): {done.stderr.strip()[-2000:]}")
     clocks = np.array(json.loads(done.stdout), dtype=np.float64)
@@ -128,16 +117,26 @@ def _interpreter() -> str | None:
     candidates = [os.environ.get(INTERPRETER_VARIABLE), sys.executable, "/usr/bin/python3", shutil.which("python3")]
     for python in dict.fromkeys(c for c in candidates if c and os.access(c, os.X_OK)):
         try:
-            with tempfile.TemporaryDirectory() as elsewhere:
-                tried = subprocess.run(  # noqa: S603  # see simulate
-                    [python, "-c", "import simgrid; simgrid.Engine"],
-                    capture_output=True,
-                    check=False,
-                    cwd=elsewhere,
-                    timeout=60,
-                )
+            tried = _ask(python, "import simgrid; simgrid.Engine", timeout_s=60)
         except (OSError, subprocess.TimeoutExpired):
             continue
         if tried.returncode == 0:
             return python
     return None
+
+
+def _ask(
+    python: str, code: str, *, told: str | None = None, timeout_s: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run code by another Python, away from this folder, with `told` on its standard input."""
+    with tempfile.TemporaryDirectory() as elsewhere:
+        # Not run as a script: Python would search the script's own folder first, and find this module for simgrid.
+        return subprocess.run(  # noqa: S603  # the interpreter is found, not given by input
+            [python, "-c", code],
+            input=told,
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=elsewhere,
+            timeout=timeout_s,
+        )

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.errors import MeshError, name_chip
-from meshmend.topology import Mesh, Region, name_shape
+from meshmend.topology import Mesh, Region, name_shape, parse_wrap
 
 CHIP_AXIS = "chip"
 CORE_AXIS = "core"
@@ -130,14 +130,7 @@ def _read_wrap(wrap: bool | Sequence[bool] | None, mesh: Mesh) -> bool | Sequenc
     if wrap is not None:
         return wrap
     text = os.environ.get("MESHMEND_WRAP", "none")
-    if text in ("none", "all"):
-        return text == "all"
-    words = text.split(",")
-    if not all(word.isascii() and word.isdigit() and int(word) < mesh.n_axes for word in words):
-        raise MeshError(
-            f"MESHMEND_WRAP is {text!r}, expected none, all, or axes from 0 to {mesh.n_axes - 1}, as in 0,1."
-        )
-    return [str(axis) in words for axis in range(mesh.n_axes)]
+    return parse_wrap(text, mesh.n_axes, given=f"MESHMEND_WRAP is {text!r},")
 
 
 def _coordinates(devices: list[Any], coords: Sequence[Sequence[int]] | None) -> NDArray[np.int64] | None:

@@ -116,10 +116,7 @@ class Chips:
 
 
 def _run(pipe: Connection, parent: int, namespace: str | None, main: Main, chip: Coordinate, args: Any) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name, value in QUICK_NAMES.items():
         os.environ.setdefault(name, value)
@@ -133,6 +130,13 @@ def _run(pipe: Connection, parent: int, namespace: str | None, main: Main, chip:
         pipe.send(result)
     # Threads of libraries may still run; nothing of theirs is worth waiting for.
     os._exit(0)
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """End this process when the one that started it dies; at once if that is not `parent` any more."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
 
 
 def enter_namespace(name: str) -> None:

@@ -7,7 +7,6 @@ store that agents meet in is a process of its own, because nothing survives the 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -19,7 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from meshmend.errors import LabError
-from meshmend.lab.chips import PR_SET_PDEATHSIG, QUICK_NAMES
+from meshmend.lab.chips import QUICK_NAMES, die_with_parent
 
 RENDEZVOUS = {
     "last_call_timeout": 1,
@@ -87,7 +86,7 @@ class Torchrun:
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
             env={**QUICK_NAMES, **os.environ},
         )
         line = self._store.stdout.readline() if self._store.stdout else ""
@@ -137,7 +136,7 @@ class Torchrun:
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
-                    preexec_fn=_die_with_parent,
+                    preexec_fn=die_with_parent,
                     env={
                         **QUICK_NAMES,
                         **os.environ,
@@ -202,11 +201,4 @@ def children(pid: int) -> list[int]:
 
 def die_with_launcher() -> None:
     """End this worker when its agent dies. torchrun gives workers a session of their own, so nothing else does."""
-    parent = os.getppid()
-    _die_with_parent()
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(os.getppid())

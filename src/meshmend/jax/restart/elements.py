@@ -112,10 +112,11 @@ class Outline:
         for name, start, at, length in self.runs(device, dtype):
             into[name][start : start + length] = part[at : at + length]
 
-    def same_state(self, other: Outline) -> bool:
-        """Whether the other outline is one of the same state, on whatever mesh."""
-        mine = [(array.dtype, array.size) for array in self.sharded]
-        return self.replicated == other.replicated and mine == [(a.dtype, a.size) for a in other.sharded]
+    @cached_property
+    def state(self) -> str:
+        """A name for the state that this is an outline of, apart from any mesh: equal for the same arrays."""
+        sharded = [(array.dtype, array.size) for array in self.sharded]
+        return json.dumps([sorted(self.replicated.items()), sharded])
 
     def as_json(self) -> dict[str, Any]:
         """Return the outline as plain values."""

@@ -164,7 +164,7 @@ class Keeper:
             if choice is not None and (self.disk.facts(step).attempt, step) <= (choice.attempt, choice.step):
                 return None
             saved, vectors = self.disk.load(step)
-            if not layout.outline.same_state(Outline.from_json(saved.facts["outline"])):
+            if layout.outline.state != Outline.from_json(saved.facts["outline"]).state:
                 raise RestartError(
                     f"The checkpoint of step {step} in {self.disk.folder} is of another model or optimiser, or of one "
                     "whose state was sharded otherwise. Give this job a folder of its own.",

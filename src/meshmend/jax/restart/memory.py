@@ -189,7 +189,7 @@ def choose(held: Sequence[Sequence[Mapping[str, Any]]], outline: Outline) -> Cho
     for process, copies in enumerate(held):
         for copy in copies:
             key = (int(copy["attempt"]), int(copy["step"]), str(copy["digest"]))
-            if copy["state"] == state_name(outline):
+            if copy["state"] == outline.state:
                 sizes[key] = int(copy["n_devices"])
                 for device in copy["devices"]:
                     offers.setdefault(key, {}).setdefault(int(device), process)
@@ -205,16 +205,10 @@ def offer(copy: Copy) -> dict[str, Any]:
         "attempt": copy.attempt,
         "step": copy.step,
         "digest": copy.outline.digest,
-        "state": state_name(copy.outline),
+        "state": copy.outline.state,
         "n_devices": copy.outline.n_devices,
         "devices": list(copy.devices),
     }
-
-
-def state_name(outline: Outline) -> str:
-    """Name the state that an outline is of, apart from any mesh: equal for the same arrays."""
-    sharded = [(array.dtype, array.size) for array in outline.sharded]
-    return json.dumps([sorted(outline.replicated.items()), sharded])
 
 
 def default_folder(job: str, host: int) -> Path:
