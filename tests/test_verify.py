@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 from collections import Counter
 from typing import Any, Literal
@@ -11,6 +13,7 @@ from numpy.typing import NDArray
 import meshmend.numpy as mmn
 from meshmend import Collective, Mesh, Op, Schedule, plan, verify
 from meshmend.errors import CollisionError, DeadPathError, VerificationError, WrongSumError
+from meshmend.verify import ensure_proven
 
 LINE = Mesh("1x3")
 METHODS: tuple[Literal["exact", "fingerprint"], ...] = ("exact", "fingerprint")
@@ -228,3 +231,36 @@ def test_the_verifier_and_numpy_agree_on_every_corruption(method: Any) -> None:
         assert outcomes[kind, "wrong sum"] >= 20, (kind, outcomes)
     # Some damage is harmless, and the verifier must say so too.
     assert sum(count for (_, verdict), count in outcomes.items() if verdict == "proven") >= 20
+
+
+def test_a_schedule_carries_whether_it_is_proven() -> None:
+    schedule = line()
+    assert not schedule.is_proven
+    verify(schedule, mesh=Mesh("1x3"), method="fingerprint", seed=1)
+    assert not schedule.is_proven  # whoever knows the seed can make a schedule that passes
+    ensure_proven(schedule)
+    assert schedule.is_proven
+    assert plan(Mesh("2x2")).is_proven
+    assert not plan(Mesh("2x2"), verify=False).is_proven
+
+
+def test_a_proof_on_another_mesh_is_not_this_schedules_proof() -> None:
+    schedule = Schedule(
+        Mesh("2x2"), total_chunks=1, step=[0, 1, 2], src=[1, 2, 3], dst=[0, 0, 2], op=[0, 0, 0], owners=[0]
+    )
+    with pytest.raises(WrongSumError):
+        ensure_proven(schedule)
+    assert not schedule.is_proven
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])  # noqa: S301  # our own
+def test_a_copy_is_not_proven_and_cannot_be_changed(copied: Any) -> None:
+    schedule = line()
+    verify(schedule)
+    other = copied(schedule)
+    assert other == schedule
+    assert not other.is_proven
+    for array in (other.src, other.owners):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+    verify(other)

@@ -115,6 +115,7 @@ class Schedule:
         self._owners = _narrow(_whole(owners, "owners", self._total_chunks), np.int32)
         if np.any((self._owners < 0) | (self._owners >= mesh.n_chips)):
             raise ScheduleError(f"Owners are ranks from 0 to {mesh.n_chips - 1}.")
+        self._is_proven = False
 
     def _check_ranges(self, columns: dict[str, NDArray[Any]]) -> None:
         if not 1 <= len(self._phase_names) <= MAX_PHASES:
@@ -176,6 +177,11 @@ class Schedule:
     def planner(self) -> str:
         """Name of the planner that made it."""
         return self._planner
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether `meshmend.verify` has proven this very value. It is not saved, pickled or copied."""
+        return self._is_proven
 
     @property
     def owners(self) -> IntArray:
@@ -259,6 +265,15 @@ class Schedule:
             and np.array_equal(self._owners, other._owners)
             and all(np.array_equal(column, other._columns[name]) for name, column in self._columns.items())
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_is_proven": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Neither pickle nor deepcopy keeps arrays read-only.
+        self.__dict__.update(state)
+        for column in (*self._columns.values(), self._owners):
+            column.flags.writeable = False
 
     __hash__ = None  # type: ignore[assignment]  # equal values can be large: compare, do not hash
 
