@@ -2,13 +2,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import networkx as nx
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from route_checks import check_proof
 
 from meshmend import Mesh
 from meshmend.errors import DeadlockError
-from meshmend.routing import Routes, Trace, detour, dimension_order, prove, require_deadlock_free
+from meshmend.routing import Routes, Trace, deadlock, detour, dimension_order, prove, require_deadlock_free
+from meshmend.routing.deadlock import Dependencies, find_levels
 
 
 def clockwise_square() -> Routes:
@@ -90,3 +93,100 @@ def test_flows_are_proven_together() -> None:
 
 def test_no_flow_at_all_is_fine() -> None:
     assert prove(dimension_order(Mesh("1x1"))).deadlock_free
+
+
+def test_a_proof_says_what_it_covers() -> None:
+    one = prove(dimension_order(Mesh("4x4")))
+    assert str(one) == (
+        "free of deadlock: 68 dependencies between the channels of dimension-order form no circle (1 virtual channel)"
+    )
+    assert (one.n_channels, one.n_dependencies) == (1, 68)
+    two = prove(dimension_order(Mesh("1x5", wrap=True)))
+    assert two.n_channels == 2
+    assert str(two).endswith(
+        f"{two.n_dependencies} dependencies between the channels of dimension-order form no circle (2 virtual channels)"
+    )
+    circle = prove(clockwise_square())
+    first, *others = (f"({a},{b})→({c},{d}) on channel 0" for (a, b), (c, d), _ in circle.cycle)
+    assert str(circle) == "can deadlock: clockwise lets 4 channels wait in a circle: " + ", ".join([first, *others])
+
+
+def test_flows_are_judged_channel_by_channel() -> None:
+    """Round a square on one channel the flows close a circle; the last one on a second channel opens it."""
+    mesh = Mesh("2x2")
+    corners = clockwise_square().follow([0, 1, 3, 2], [3, 2, 0, 1])
+    proof = prove(corners, mesh)
+    assert (proof.scheme, proof.n_channels, proof.n_dependencies, len(proof.cycle)) == ("these flows", 1, 4, 4)
+    for number in (1, 2):
+        dateline = Trace(corners.flow, corners.hop, corners.link, np.where(corners.flow == 3, number, 0))
+        proof = require_deadlock_free(dateline, mesh)
+        assert (proof.n_channels, proof.n_dependencies) == (number + 1, 4)
+        check_levels(deadlock.trace_dependencies(mesh, dateline), proof.level)
+    with pytest.raises(DeadlockError, match="these flows can deadlock"):
+        require_deadlock_free(corners, mesh)
+    nothing = Trace(*(array[:0] for array in (corners.flow, corners.hop, corners.link, corners.channel)))
+    assert prove(nothing, mesh).n_channels == 1
+    with pytest.raises(TypeError, match=r"^prove\(trace\) needs the mesh that the trace runs on$"):
+        require_deadlock_free(corners)
+
+
+@pytest.mark.parametrize("cells", [1, 64, 100, 2**20])
+def test_a_table_may_be_followed_in_blocks(cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    routes = detour(Mesh("5x4", failed=["1,1"]))
+    whole = deadlock.dependencies(routes)
+    monkeypatch.setattr(deadlock, "BLOCK_CELLS", cells)
+    parts = deadlock.dependencies(routes)
+    assert np.array_equal(whole.held, parts.held)
+    assert np.array_equal(whole.wanted, parts.wanted)
+
+
+def check_levels(graph: Dependencies, level: NDArray[np.int32]) -> None:
+    """The certificate, one arrow at a time; and it is as low as it can be."""
+    assert level.dtype == np.int32
+    arrows = nx.DiGraph(list(zip(graph.held.tolist(), graph.wanted.tolist(), strict=True)))
+    arrows.add_nodes_from(range(graph.n_nodes))
+    on_or_after = {n for part in nx.strongly_connected_components(arrows) if len(part) > 1 for n in part}
+    on_or_after |= {a for a, b in arrows.edges if a == b}
+    on_or_after |= {after for node in list(on_or_after) for after in nx.descendants(arrows, node)}
+    lowest: dict[int, int] = {}
+    for node in nx.topological_sort(arrows.subgraph(set(arrows) - on_or_after)):
+        lowest[node] = max((lowest[before] + 1 for before in arrows.predecessors(node)), default=0)
+    assert [lowest.get(node, -1) for node in range(graph.n_nodes)] == level.tolist()
+
+
+def random_graph(rng: np.random.Generator) -> Dependencies:
+    mesh = Mesh((int(rng.integers(1, 4)), int(rng.integers(2, 4))))
+    n_channels = int(rng.integers(1, 3))
+    n = mesh.n_link_slots * n_channels
+    live = np.flatnonzero(mesh.neighbours.reshape(-1) >= 0)
+    nodes = (live[:, None] * n_channels + np.arange(n_channels)).reshape(-1)
+    arrows = np.unique(rng.choice(nodes, (int(rng.integers(0, 2 * len(nodes))), 2)), axis=0).astype(np.int64)
+    assert n > nodes.max()
+    return Dependencies(mesh, n_channels, arrows[:, 0], arrows[:, 1])
+
+
+def test_levels_and_cycles_of_random_graphs_are_those_of_networkx() -> None:
+    rng = np.random.default_rng(7)
+    cyclic = 0
+    for _ in range(400):
+        graph = random_graph(rng)
+        level = find_levels(graph)
+        check_levels(graph, level)
+        arrows = nx.DiGraph(list(zip(graph.held.tolist(), graph.wanted.tolist(), strict=True)))
+        cycle = deadlock._short_cycle(graph, level)
+        assert bool(cycle) == (not nx.is_directed_acyclic_graph(arrows))
+        if cycle:
+            cyclic += 1
+            assert len(set(cycle)) == len(cycle) == min(map(len, nx.simple_cycles(arrows, length_bound=len(cycle))))
+            assert all(arrows.has_edge(a, b) for a, b in zip(cycle, [*cycle[1:], cycle[0]], strict=True))
+    assert 100 < cyclic < 390
+
+
+def test_a_shortest_circle_is_looked_for_from_a_limited_number_of_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Circles of 3 and then of 2 channels: with one start the first is found, with four the shorter one."""
+    graph = Dependencies(Mesh("2x2"), 1, held=np.array([0, 2, 5, 8, 14]), wanted=np.array([2, 5, 0, 14, 8]))
+    level = find_levels(graph)
+    assert deadlock._short_cycle(graph, level) == [8, 14]
+    for starts, length in ((1, 3), (3, 3), (4, 2)):
+        monkeypatch.setattr(deadlock, "MAX_CYCLE_STARTS", starts)
+        assert len(deadlock._short_cycle(graph, level)) == length

@@ -27,6 +27,9 @@ Channel = tuple[Coordinate, Coordinate, int]
 MAX_CYCLE_STARTS = 256
 """Channels on circles from which a shortest circle is looked for."""
 
+BLOCK_CELLS = 2**20
+"""Cells of a route table that are followed at a time: what a proof needs of memory."""
+
 
 @dataclass(frozen=True)
 class Dependencies:
@@ -130,7 +133,7 @@ def dependencies(routes: Routes) -> Dependencies:
     # One flag for each (chip, port it sends on, port that the next chip sends on): all that can ever be asked for.
     seen = np.zeros(mesh.n_chips * n_ports * n_ports, dtype=np.bool_)
     beyond = np.tile(mesh.neighbours, routes.n_channels)
-    rows = max(1, 2**20 // max(1, len(routes.destinations)))
+    rows = max(1, BLOCK_CELLS // max(1, len(routes.destinations)))
     for table in routes.port:
         for first in range(0, mesh.n_chips, rows):
             held = table[first : first + rows]
