@@ -121,7 +121,15 @@ def test_flows_are_judged_channel_by_channel() -> None:
         dateline = Trace(corners.flow, corners.hop, corners.link, np.where(corners.flow == 3, number, 0))
         proof = require_deadlock_free(dateline, mesh)
         assert (proof.n_channels, proof.n_dependencies) == (number + 1, 4)
-        check_levels(deadlock.trace_dependencies(mesh, dateline), proof.level)
+        graph = deadlock.trace_dependencies(mesh, dateline)
+        check_levels(graph, proof.level)
+        arrows = zip(map(graph.name, graph.held), map(graph.name, graph.wanted), strict=True)
+        by_hand = set()
+        for flow in range(4):
+            (link, beyond) = corners.link[corners.flow == flow]  # two hops each, in order
+            channel = number if flow == 3 else 0
+            by_hand.add(((*mesh.link_ends(int(link)), channel), (*mesh.link_ends(int(beyond)), channel)))
+        assert set(arrows) == by_hand
     with pytest.raises(DeadlockError, match="these flows can deadlock"):
         require_deadlock_free(corners, mesh)
     nothing = Trace(*(array[:0] for array in (corners.flow, corners.hop, corners.link, corners.channel)))
