@@ -4,9 +4,9 @@
     python tests/mutation.py verify lanes     some of them
     python tests/mutation.py --show verify    the changes that no test noticed
 
-Runs mutmut (`pip install mutmut`) in a copy of the repository: minutes per file, so it is a command of its own and no part
-of CI. docs/mutation.md lists the survivors of the last run and why they are harmless. Exits with 1 where fewer than 90 % of
-a file's mutants are caught.
+Runs mutmut (`pip install mutmut`) in a copy of the repository. It takes minutes per file, so it is a command of its own
+and no part of CI. tests/mutation.md lists the survivors of the last run and why they are harmless. Exits with 1 where
+fewer than 90 % of a file's mutants are caught.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def main() -> int:
             verdicts = run(TARGETS[name], Path(folder), arguments.processes)
             counts = Counter(verdicts.values())
             caught = sum(n for verdict, n in counts.items() if verdict in ("killed", "timeout", "suspicious"))
-            print(f"{name:10} {caught:5,} of {len(verdicts):5,} mutants caught: {caught / len(verdicts):.1%}", flush=True)
+            print(
+                f"{name:10} {caught:5,} of {len(verdicts):5,} mutants caught: {caught / len(verdicts):.1%}", flush=True
+            )
             weak += caught / len(verdicts) < LEAST_CAUGHT
             if arguments.show:
                 for mutant in (mutant for mutant, verdict in verdicts.items() if verdict not in ("killed", "timeout")):
@@ -105,9 +107,7 @@ def run(target: Target, folder: Path, processes: int) -> dict[str, str]:
     return verdicts
 
 
-def mutmut(
-    folder: Path, *words: str, environment: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
+def mutmut(folder: Path, *words: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run mutmut with the interpreter that runs this."""
     command = [sys.executable, "-m", "mutmut", *words]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slots_reference import Reference, Transfer
 
 from meshmend import Mesh
-from meshmend.planning.slots import Slots, assign_steps
+from meshmend.planning.slots import Slots, _Network, assign_steps
 from meshmend.planning.trees import Rooted, grow, measure, reroot
 from strategies import torn_meshes
 
@@ -76,3 +77,54 @@ def test_one_chunk_takes_the_way_to_the_root_and_back() -> None:
     )
     # Both arms are four long, and the root takes one of them a step later than the other.
     assert assign_steps(mesh, rooted, pace=1.0).n_steps == 4 + 1 + 4
+
+
+def transfers(slots: Slots, n_chips: int) -> list[set[Transfer]]:
+    steps: list[set[Transfer]] = [set() for _ in range(slots.n_steps)]
+    for step, cell, down in zip(slots.step.tolist(), slots.cell.tolist(), slots.down.tolist(), strict=True):
+        steps[step].add(("down" if down else "up", *divmod(cell, n_chips)))
+    return steps
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    mesh=torn_meshes().filter(lambda mesh: 1 < mesh.n_chips < 30),
+    n_chunks=st.integers(1, 40),
+    seed=st.integers(0, 1000),
+    pace=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+)
+def test_every_step_is_that_of_the_plain_rule(mesh: Mesh, n_chunks: int, seed: int, pace: float) -> None:
+    """Forth, back and forth again, from queues that are made here by plain sorting."""
+    rooted = rooted_trees(mesh, n_chunks, seed)
+    n = mesh.n_chips
+    links = {
+        (rank, int(beyond)): int(mesh.link(np.array([rank]), np.array([beyond]))[0])
+        for rank in range(n)
+        for beyond in mesh.neighbours[rank]
+        if beyond >= 0
+    }
+    plain = Reference(rooted.parent, links)
+    network = _Network(mesh, rooted)
+    due: dict[Transfer, tuple[int, int, int]] = {}
+    for number, (chunk, rank) in enumerate(divmod(int(cell), n) for cell in network.cells):
+        depth, root = int(rooted.depth[chunk, rank]), int(chunk * pace)
+        due["up", chunk, rank] = (root - depth, 0, number)
+        due["down", chunk, rank] = (root + depth - 1, 1, number)
+    queues: dict[int, list[Transfer]] = {}
+    for transfer in sorted(due, key=due.__getitem__):
+        queues.setdefault(plain.link(transfer), []).append(transfer)
+    place = {transfer: i for queue in queues.values() for i, transfer in enumerate(queue)}
+    at_root = (np.arange(n_chunks) * pace).astype(np.int32)[:, None]
+    run = network.run(*network.queue_by_due(at_root - rooted.depth, at_root + rooted.depth - 1))
+    steps = plain.run(place, backwards=False)
+    assert transfers(run, n) == steps
+    for backwards in (True, False):
+        flip = {"up": "down", "down": "up"}
+        place = {
+            (flip[way], chunk, rank): len(steps) - 1 - step
+            for step, now in enumerate(steps)
+            for way, chunk, rank in now
+        }
+        run = network.run(*network.queue_reversed(run), backwards=backwards)
+        steps = plain.run(place, backwards=backwards)
+        assert transfers(run, n) == steps
