@@ -88,9 +88,9 @@ class RoutingError(MeshmendError):
 
 
 class DeadlockError(RoutingError):
-    """Packets can wait for each other in a circle.
+    """Packets can deadlock: they can wait for each other in a cycle.
 
-    Field `cycle`: the channels of the circle in order, each as (from chip, to chip, virtual channel); each waits
+    Field `cycle`: the channels of the cycle in order, each as (from chip, to chip, virtual channel); each waits
     for the next, and the last for the first.
     """
 

@@ -95,7 +95,7 @@ def _bars(axes: Axes, study: Study) -> None:
     axes.errorbar(goodputs, places, xerr=spans, fmt="none", ecolor="black", capsize=4, lw=1.4)
     low = max(0.0, 5 * math.floor(min(goodputs) / 5 - 1))
     for place, outcome in zip(places, outcomes, strict=True):
-        text = f"{100 * outcome.goodput.mean:.1f} %, \\${outcome.cost.mean:.2f} a useful chip-hour"
+        text = f"{100 * outcome.goodput.mean:.1f} %, \\${outcome.cost.mean:.2f} per useful chip-hour"
         axes.text(low + (100 - low) * 0.01, place + 0.33, text, va="bottom", ha="left", fontsize=10)
     axes.set_yticks(places, [outcome.name for outcome in outcomes])
     axes.set_xlim(low, 100)

@@ -2,7 +2,7 @@
 
 A packet belongs to a *class*, chosen at its source and kept. A router looks up (class, destination) and finds a
 *port*: `channel * n_directions + direction`. That is all a router knows, so a table is one byte for each
-(class, chip, destination), never a list of paths: 64×64 chips take 17 MB a class.
+(class, chip, destination), never a list of paths: 64×64 chips take 17 MB per class.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BLOCK_CELLS = 2**19
 
 @dataclass(frozen=True)
 class Trace:
-    """One row a hop: flow number, how many hops came before, the link crossed and its virtual channel."""
+    """One row per hop: flow number, how many hops came before, the link crossed and its virtual channel."""
 
     flow: NDArray[np.int64]
     hop: NDArray[np.int64]
@@ -77,7 +77,7 @@ class Routes:
     def follow(self, src: ArrayLike, dst: ArrayLike) -> Trace:
         """Follow each flow src[i] → dst[i] (ranks). A flow without a route has no hops.
 
-        A table that sends packets in a circle is given up on once a packet has visited more chips than there are.
+        A table that sends packets in a cycle is given up on once a packet has visited more chips than there are.
         """
         src, dst = (np.atleast_1d(np.asarray(ranks, dtype=np.int64)) for ranks in (src, dst))
         column = self.column_of[dst].astype(np.int64)
@@ -123,7 +123,7 @@ class Routes:
                 length = hopping.copy()
                 while hopping[following].any():
                     if length.max() > self.mesh.n_chips:
-                        raise RoutingError(f"{self.scheme} sends packets in circles.", scheme=self.scheme)
+                        raise RoutingError(f"{self.scheme} sends packets round and round.", scheme=self.scheme)
                     length += length[following]
                     following = following[following]
                 shape = (self.mesh.n_chips, columns.stop - columns.start)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PAYLOADS = tuple(float(payload) for payload in np.geomspace(1e3, 1e10, 43))
-"""1 KB to 10 GB, six payloads a decade."""
+"""1 KB to 10 GB, six payloads per decade."""
 
 _COLOURS = ("#1f5fa8", "#d9822b", "#3a8f5c", "#8c4fa3", "#b8443c", "#4aa3b8", "#7a7a2e", "#d1679b")
 
@@ -72,7 +72,7 @@ def _dress(axes: Axes, comparison: Comparison, full: Comparison | None, least: l
     )
     axes.xaxis.set_major_formatter(lambda value, _: name_bytes(value))
     axes.yaxis.set_major_formatter(lambda value, _: name_seconds(value))
-    axes.set_xlabel("payload a chip")
+    axes.set_xlabel("payload per chip")
     axes.set_ylabel(f"time of an all-reduce, {comparison.mode}")
     axes.set_title(f"{comparison.mesh}: {comparison.mesh.n_chips:,} chips\n{hardware}", loc="left", fontsize=11)
     axes.grid(visible=True, which="major", color="#dddddd", lw=0.8)
