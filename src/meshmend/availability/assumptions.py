@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from meshmend.cost.hardware import Hardware, find_hardware
 from meshmend.errors import MeshError, ParameterError
-from meshmend.study.paper import BYTES_A_GRADIENT, CASES, WORKLOADS
+from meshmend.study.paper import BYTES_PER_GRADIENT, CASES, WORKLOADS
 from meshmend.topology import Mesh, name_shape
 
 Grow = Literal["worth", "checkpoint", "at-once", "failure"]
@@ -93,7 +93,7 @@ class Assumptions:
     price: float = 2.0
     crew_price: float = 0.0
     compute_s: float = _BERT.step_s * (1 - _BERT_OVERHEAD)
-    payload_bytes: float = _BERT.parameters * BYTES_A_GRADIENT
+    payload_bytes: float = _BERT.parameters * BYTES_PER_GRADIENT
     hardware: Hardware = dataclasses.field(default_factory=lambda: find_hardware("tpu-v3"))
     grow: Grow = "worth"
 

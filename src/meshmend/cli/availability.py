@@ -196,8 +196,8 @@ def _outcome_facts(outcome: Outcome) -> dict[str, Any]:
         "cost_per_useful_chip_hour": _estimate_facts(outcome.cost),
         "losses": {cause: _estimate_facts(outcome.losses[cause]) for cause in LOSSES},
         "downtime": outcome.downtime,
-        "interruptions_a_year": _estimate_facts(outcome.interruptions_a_year),
-        "regrowths_a_year": _estimate_facts(outcome.regrowths_a_year),
+        "interruptions_per_year": _estimate_facts(outcome.interruptions_per_year),
+        "regrowths_per_year": _estimate_facts(outcome.regrowths_per_year),
     }
 
 
@@ -229,7 +229,7 @@ def _show(study: Study) -> None:
             f"{outcome.cost.mean:.3f}{_half(outcome.cost.half_width, '.3f')}",
             f"{outcome.downtime:.1%}",
             f"{outcome.losses['lost work'].mean:.1%}",
-            f"{outcome.interruptions_a_year.mean:.0f}+{outcome.regrowths_a_year.mean:.0f}",
+            f"{outcome.interruptions_per_year.mean:.0f}+{outcome.regrowths_per_year.mean:.0f}",
             style="bold" if outcome.goodput.mean == best else None,
         )
     console.print(title, style="bold", highlight=False, soft_wrap=True)

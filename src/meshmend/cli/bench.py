@@ -20,7 +20,7 @@ from meshmend.topology import Mesh
 
 if TYPE_CHECKING:
     from meshmend.bench.allreduce import Result
-    from meshmend.bench.failures import Report
+    from meshmend.bench.failures import FailuresReport
 
 app = typer.Typer(help="Measure on real processes and real links. Needs torch.", no_args_is_help=True)
 
@@ -90,9 +90,9 @@ def failures(
     with told_errors(json):
         _need("torch")
         _need("torchft")
-        from meshmend.bench.failures import Kill, campaign
+        from meshmend.bench.failures import ReplicaKill, campaign
 
-        def tell(kill: Kill) -> None:
+        def tell(kill: ReplicaKill) -> None:
             if not json:
                 stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in kill.stages_s.items())
                 where = {"before": "before", "inside": "inside", "after": "after"}[kill.moment]
@@ -217,7 +217,7 @@ def _show_restarts(aided: dict[str, Any], plain: dict[str, Any] | None) -> None:
     )
 
 
-def _show_report(report: Report) -> None:
+def _show_report(report: FailuresReport) -> None:
     facts: dict[str, Any] = report.facts()
 
     def both(figures: dict[str, float]) -> str:

@@ -23,7 +23,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.transforms import AffineDeltaTransform
 
-from meshmend.drawing.geometry import Layout, Points, Stroke, cables, head, shorten
+from meshmend.drawing.geometry import FigureLayout, Points, Stroke, cables, head, shorten
 from meshmend.drawing.style import BLUE_CHIP, CABLE, CHIP, CHIP_EDGE, GREY, INK, RED, YELLOW, Look
 
 TITLE_PT, TEXT_PT, SMALL_PT = 12.0, 9.0, 7.0
@@ -75,7 +75,7 @@ class Sheet:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: FigureLayout,
         *,
         title: str,
         subtitle: str = "",
@@ -299,7 +299,7 @@ def chip_keys() -> list[Artist]:
     ]
 
 
-def failed_key(layout: Layout) -> list[Artist]:
+def failed_key(layout: FigureLayout) -> list[Artist]:
     """Return the legend entries for what has failed, as far as anything has."""
     keys: list[Artist] = []
     if len(layout.failed):

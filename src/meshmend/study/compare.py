@@ -17,7 +17,7 @@ from meshmend.topology import Mesh
 
 
 @dataclass(frozen=True)
-class Entry:
+class PlannerResult:
     """A planner on a mesh: its forecast, or a sentence that says why it cannot serve the mesh.
 
     `sweep` holds its seconds for each payload that was asked for besides.
@@ -43,7 +43,7 @@ class Comparison:
     payload_bytes: float
     mode: Mode
     payloads: tuple[float, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[PlannerResult, ...]
 
     @property
     def bound_seconds(self) -> float:
@@ -87,10 +87,10 @@ def _make(kind: type[Planner], payload_bytes: float, hardware: Hardware) -> Plan
 
 def _entry(
     planner: Planner, mesh: Mesh, payload_bytes: float, hardware: Hardware, mode: Mode, payloads: Sequence[float]
-) -> Entry:
+) -> PlannerResult:
     why_not = planner.why_not(mesh)
     if why_not is not None:
-        return Entry(planner.name, why_not=why_not)
+        return PlannerResult(planner.name, why_not=why_not)
     started = time.perf_counter()
     schedule = planner.plan(mesh)
     plan_seconds = time.perf_counter() - started
@@ -102,7 +102,7 @@ def _entry(
         sweep = [profile.seconds(payload, hardware) for payload in payloads]
     else:
         sweep = [predict(schedule, payload, hardware, mode=mode, profile=profile).seconds for payload in payloads]
-    return Entry(
+    return PlannerResult(
         planner.name,
         forecast=predict(schedule, payload_bytes, hardware, mode=mode, profile=profile),
         steps=schedule.n_steps,
