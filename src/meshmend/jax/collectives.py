@@ -71,6 +71,7 @@ def reduce_scatter(tree: Any, program: Program, *, mean: bool = False, accumulat
 
 def shard_of(tree: Any, program: Program, *, accumulate: DTypeLike | None = None) -> Shards:
     """Cut a pytree that is the same on all chips into shards, as `reduce_scatter` does, without communication."""
+    _expect(program, Collective.REDUCE_SCATTER, "install_halves(schedule, fabric).scatter")
     leaves = jax.tree.leaves(jax.tree.map(jnp.asarray, tree))
     layout = program.layout
     shards = []
@@ -268,24 +269,44 @@ def _divide(values: jax.Array, divisor: int | None) -> jax.Array:
     return values if divisor is None else values / divisor
 
 
-def _expect(program: Program, collective: Collective, how: str) -> None:
+def _expect(program: Any, collective: Collective, how: str) -> None:
+    """Refuse what is no program, a program for something else, and one whose tables are not this chip's own."""
+    if not isinstance(program, Program):
+        raise ParameterError(
+            f"Expected a Program for {collective}, got a {type(program).__name__}: make one with mmj.{how}."
+        )
     if program.collective is not collective:
         raise ParameterError(
             f"This program is for {program.collective}, expected one for {collective}: make it with mmj.{how}."
         )
+    _check_split(program)
+
+
+def _check_split(program: Program) -> None:
+    """Refuse tables that are not split by chip: every chip would run the first chip's."""
+    rows, axes = program.owned.shape[0], _varying(program.owned)
+    if rows != 1 or (axes and axes != {program.layout.axis}):
+        raise ParameterError(
+            f"A chip was given {rows} rows of the program's tables{f', split over {sorted(axes)}' if axes else ''}; "
+            f"expected its own row only, split over {program.layout.axis!r}. Call this inside jax.shard_map with the "
+            "program as an argument (not closed over) and program.spec as its in_specs."
+        )
 
 
 def _check_varying(leaves: Sequence[Any], program: Program) -> None:
-    """Refuse values that JAX knows to be equal on all chips: under check_vma=True it has summed gradients itself."""
-    known = _varying(program.owned)
-    if not known:
+    """Refuse values that JAX knows to be equal on some devices: under check_vma=True it has summed gradients itself."""
+    if not _varying(program.owned):
         return
+    sizes = {program.layout.axis: program.n_chips, program.layout.core_axis: program.layout.n_cores}
     for leaf in leaves:
-        if not known <= _varying(leaf):
+        missing = set(program.axes) - _varying(leaf)
+        if missing:
+            times = math.prod(sizes[axis] for axis in missing)
             raise ParameterError(
-                f"A value of shape {leaf.shape} is the same on all chips, so summing it over chips would count it "
-                f"{program.n_chips} times. With check_vma=True, jax.grad sums the gradients of replicated parameters "
-                "by itself: give shard_map check_vma=False, or apply jax.lax.pcast(…, to='varying') before jax.grad."
+                f"A value of shape {leaf.shape} is the same along {' and '.join(sorted(missing))}, so summing it over "
+                f"all devices would count it {times} times. With check_vma=True, jax.grad sums the gradients of "
+                "replicated parameters by itself: give shard_map check_vma=False, or apply jax.lax.pcast(…, "
+                f"{program.axes}, to='varying') before jax.grad."
             )
 
 

@@ -108,6 +108,7 @@ def train_step(
 
     def state_specs(params: Any, program: Program | Halves) -> Any:
         """Say how the optimiser's state is split: arrays by owner if the update is sharded, numbers not at all."""
+        _check_program(program)
         if isinstance(program, Program):
             return replicated
         shards = _abstract_shards(params, program, accumulate)
@@ -199,6 +200,14 @@ def _sharded_update(
     layers = ShardedLayers(params, halves, accumulate)
     own_params, state = _update(optimizer, own_params, state, own_gradients, scale, layers=layers)
     return all_gather(own_params, halves.gather, like=params, accumulate=accumulate), state
+
+
+def _check_program(program: Any) -> None:
+    if not isinstance(program, Program | Halves):
+        raise ParameterError(
+            f"Expected a Program or Halves, got a {type(program).__name__}: make one of a schedule with "
+            "mmj.install(schedule, fabric) or mmj.install_halves(schedule, fabric), and pass it as an argument."
+        )
 
 
 def _n_examples(batch: Any) -> int:
