@@ -24,10 +24,23 @@ WEIGHTS = {"in": np.arange(12, dtype=np.float32).reshape(3, 4), "out": 100 + np.
 
 
 @cache
-def machine(shape: str = "2x2", failed: tuple[str, ...] = ()) -> tuple[mmj.Fabric, mm.Schedule]:
+def machine(shape: str, sharded: bool) -> tuple[mmj.Fabric, mm.Schedule, Any]:
     n_devices = int(np.prod([int(n) for n in shape.split("x")]))
-    fabric = mmj.discover(jax.devices()[:n_devices], shape=shape, failed=list(failed))
-    return fabric, mm.plan(fabric.mesh, "hamiltonian")
+    fabric = mmj.discover(jax.devices()[:n_devices], shape=shape)
+    schedule = mm.plan(fabric.mesh, "hamiltonian")
+    return fabric, schedule, (mmj.install_halves if sharded else mmj.install)(schedule, fabric)
+
+
+def begin(weights: Any, optimizer: Any, shape: str, sharded: bool) -> tuple[Any, Any]:
+    """What a new job starts with: (params, state)."""
+    fabric, _, program = machine(shape, sharded)
+    params = restart.place(weights, fabric)
+    return params, jax.jit(mmj.train_step(_loss, optimizer, fabric).init)(params, program)
+
+
+@cache
+def fresh(shape: str, sharded: bool) -> tuple[Any, Any]:
+    return begin(WEIGHTS, optax.adam(0.1), shape, sharded)
 
 
 class Started:
@@ -43,12 +56,11 @@ class Started:
         shape: str = "2x2",
         **options: Any,
     ) -> None:
-        self.fabric, self.schedule = machine(shape)
-        install: Any = mmj.install_halves if sharded else mmj.install
-        self.program = install(self.schedule, self.fabric)
-        training = mmj.train_step(_loss, optimizer or optax.adam(0.1), self.fabric)
-        self.params = restart.place(WEIGHTS if weights is None else weights, self.fabric)
-        self.state = jax.jit(training.init)(self.params, self.program)
+        self.fabric, self.schedule, self.program = machine(shape, sharded)
+        if weights is None and optimizer is None:
+            self.params, self.state = fresh(shape, sharded)
+        else:
+            self.params, self.state = begin(weights or WEIGHTS, optimizer or optax.adam(0.1), shape, sharded)
         launch = Launch("127.0.0.1:1", 1, 0, job=job)
         self.session = Session(self.fabric, launch, None, (0,), Notices(0, 1), Timeline(None))
         self.keeper = restart.Keeper(self.session, self.schedule, self.program, **options)
