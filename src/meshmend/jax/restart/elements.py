@@ -142,7 +142,7 @@ class Outline:
         if len({len(row) for row in self.owned}) != 1:
             raise RestartError("expected chips with room for equally many chunks")
         chunks = sorted(chunk for row in self.owned for chunk in row if chunk != self.total_chunks)
-        if chunks != list(range(self.total_chunks)):
+        if len(chunks) != self.total_chunks or chunks != list(range(len(chunks))):
             raise RestartError(f"expected each of {self.total_chunks} chunks with one chip, got {chunks[:20]} …")
         room = self.n_cores * self.total_chunks
         for array in self.sharded:
