@@ -64,7 +64,7 @@ def main() -> None:
             parts = jax.block_until_ready(cut(params, state))
             sent = time.perf_counter()
             n_bytes = sum(
-                memory.write(copy_of(parts, layout, host_of_chip, host, 1, number, None))
+                memory.write(copy_of(parts, layout, host_of_chip, host, 1, number, None, "run"))
                 for host, memory in enumerate(memories)
             )
             if number >= 4:
