@@ -194,6 +194,43 @@ def test_a_timeline_survives_its_writer_and_a_torn_line(tmp_path: Path) -> None:
     assert events[1]["from_cache"] is True
     assert events[1]["seconds"] >= 0
     assert read_timeline(tmp_path / "none") == []
+    # The next attempt goes on in the same file, and the torn line spoils only itself.
+    Timeline(path, host=3).note("step", number=2)
+    assert [event["event"] for event in read_timeline(path)] == ["step", "plan", "step"]
+
+
+def test_a_timeline_is_bounded_in_memory_and_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshmend.jax.restart.timeline.MAX_EVENTS", 100)
+    path = tmp_path / "timeline.jsonl"
+    timeline = Timeline(path, max_bytes=20_000, host=3)
+    for number in range(2000):
+        timeline.note("step", number=number)
+        assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 20_000
+    assert [event["number"] for event in timeline.events] == list(range(1900, 2000))
+    read = [event["number"] for event in read_timeline(path)]
+    # What is there is the newest part without a gap, and more than a third of the room is used.
+    assert read == list(range(read[0], 2000))
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) > 20_000 / 3
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["timeline.jsonl", "timeline.jsonl.1"]
+    timeline.note("huge", what="x" * 1_000_000)
+    huge = read_timeline(path)[-1]
+    assert (huge["event"], huge["left_out_bytes"] > 1_000_000) == ("huge", True)
+
+
+def test_a_timeline_that_cannot_be_written_does_not_stop_the_job(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    timeline = Timeline(tmp_path / "file" / "timeline.jsonl")
+    with pytest.warns(UserWarning, match=r"cannot be written: .*File exists.* The job goes on without it"):
+        timeline.note("step", number=1)
+    timeline.note("step", number=2)  # said once
+    assert [event["number"] for event in timeline.events] == [1, 2]
+
+
+def test_many_threads_write_one_timeline(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "timeline.jsonl", max_bytes=100_000)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: timeline.note("step", number=number), range(400)))
+    assert sorted(event["number"] for event in read_timeline(tmp_path / "timeline.jsonl")) == list(range(400))
 
 
 def test_a_process_knows_when_it_was_started() -> None:
