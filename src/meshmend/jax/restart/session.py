@@ -103,7 +103,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or (isinstance(error, SystemExit) and not error.code):
+        if error is None or is_orderly(error):
             jax.distributed.shutdown()
         else:
             self.give_up(error)
@@ -115,6 +115,11 @@ class Session:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(GAVE_UP)
+
+
+def is_orderly(error: BaseException | None) -> bool:
+    """Whether a `with` block that was left by an error, or by none, ends a job that is done."""
+    return error is None or (isinstance(error, SystemExit) and not error.code)
 
 
 def initialize(
