@@ -1,12 +1,9 @@
-"""Hosts, launchers, meetings and timelines: what a restart stands on, before JAX is up."""
+"""Hosts, launchers and timelines: what a restart stands on, before JAX is up."""
 
 from __future__ import annotations
 
-import json
-import socket
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +16,6 @@ import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.errors import RestartError
 from meshmend.jax.restart import Hosts, Launch, Timeline, read_launch, read_timeline
-from meshmend.jax.restart.meet import free_port, meet
 from meshmend.jax.restart.session import check_hosts, fabric_of_hosts
 from meshmend.jax.restart.timeline import process_started_at
 
@@ -57,6 +53,9 @@ def test_torchrun_is_read() -> None:
     env = {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "h0", "MASTER_PORT": "7", "TORCHELASTIC_RESTART_COUNT": "4"}
     assert read_launch(env | {"TORCHELASTIC_RUN_ID": "x"}) == Launch("h0:7", 3, 2, 4, "torchrun", "x")
     assert read_launch(env | {"TORCHELASTIC_RUN_ID": "x-3", "MESHMEND_JOB": "x"}).job == "x"
+    secret = read_launch(env | {"MESHMEND_SECRET": "swordfish"})
+    assert secret.secret == "swordfish"  # noqa: S105
+    assert "swordfish" not in repr(secret)
     with pytest.raises(RestartError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         read_launch(env | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
     with pytest.raises(RestartError, match="WORLD_SIZE is 'many'"):
@@ -91,75 +90,6 @@ def test_everyone_must_describe_one_machine_and_another_host() -> None:
         check_hosts([*good, {"machine": "n", "host": 1}])
     with pytest.raises(RestartError, match="does not know"):
         check_hosts([*good, {"error": "Process 2 does not know its chips."}])
-
-
-def meeting(n: int, facts: list[dict[str, Any]], timeout_s: float = 10.0) -> list[list[dict[str, Any]]]:
-    port = free_port()
-    launches = [Launch(f"127.0.0.1:{port}", n, process) for process in range(n)]
-    with ThreadPoolExecutor(n) as pool:
-        calls = [
-            pool.submit(meet, launch, fact, timeout_s=timeout_s) for launch, fact in zip(launches, facts, strict=True)
-        ]
-        return [call.result() for call in calls]
-
-
-def test_all_processes_learn_everybodys_facts_in_the_same_order() -> None:
-    seen = meeting(4, [{"host": host} for host in (3, 1, 0, 2)])
-    assert all(one == seen[0] for one in seen)
-    assert [fact["host"] for fact in seen[0]] == [3, 1, 0, 2]
-    assert {fact["address"] for fact in seen[0]} == {"127.0.0.1"}
-    assert meeting(1, [{"host": 5}]) == [[{"host": 5, "address": "127.0.0.1"}]]
-
-
-def test_a_meeting_that_someone_misses_ends_with_an_error() -> None:
-    launch = Launch(f"127.0.0.1:{free_port()}", 2, 0)
-    with pytest.raises(RestartError, match=r"Process 0 of 2 did not meet the others .* within 0.2 s"):
-        meet(launch, {}, timeout_s=0.2)
-    with pytest.raises(RestartError, match="Process 1 of 2 did not meet"):
-        meet(Launch(launch.coordinator, 2, 1), {}, timeout_s=0.2)
-
-
-def arrive(port: int) -> socket.socket:
-    while True:
-        try:
-            return socket.create_connection(("127.0.0.1", port))
-        except ConnectionRefusedError:
-            time.sleep(0.01)
-
-
-def test_a_visitor_that_goes_away_ends_the_meeting_at_once() -> None:
-    port = free_port()
-    failed: list[RestartError] = []
-
-    def host() -> None:
-        try:
-            meet(Launch(f"127.0.0.1:{port}", 3, 0), {}, timeout_s=20.0)
-        except RestartError as error:
-            failed.append(error)
-
-    waiting = threading.Thread(target=host)
-    started = time.monotonic()
-    waiting.start()
-    for process in (1, 2):
-        line = {"job": "job", "n_processes": 3, "process": process, "fact": {}}
-        with arrive(port) as visitor:
-            visitor.sendall(json.dumps(line).encode() + b"\n")
-            time.sleep(0.2)
-    waiting.join()
-    assert time.monotonic() - started < 10
-    assert "process 1 went away" in str(failed[0])
-
-
-def test_a_process_of_another_job_is_not_counted() -> None:
-    port = free_port()
-    with ThreadPoolExecutor(3) as pool:
-        host = pool.submit(meet, Launch(f"127.0.0.1:{port}", 2, 0), {"host": 0}, timeout_s=10.0)
-        stranger = Launch(f"127.0.0.1:{port}", 2, 1, job="another")
-        with pytest.raises(RestartError, match="went away"):
-            meet(stranger, {"host": 9}, timeout_s=5.0)
-        guest = pool.submit(meet, Launch(f"127.0.0.1:{port}", 2, 1), {"host": 1}, timeout_s=10.0)
-        assert [fact["host"] for fact in host.result()] == [0, 1]
-        assert guest.result() == host.result()
 
 
 class Of:

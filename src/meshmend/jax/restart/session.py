@@ -225,7 +225,7 @@ def _join(
             hosts = Hosts.of(shape, host)
             mine |= {"machine": str(hosts), "host": hosts.number(place)}
         except (MeshError, RestartError) as error:
-            mine["error"] = f"Process {launch.process}: {error}"
+            mine["error"] = f"Process {launch.process}: {error}"[:2000]
     everybody = meet(launch, mine, timeout_s=timeout_s)
     ranked = check_hosts(everybody)
     order = sorted(range(launch.n_processes), key=lambda process: ranked[process])
