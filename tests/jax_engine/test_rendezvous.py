@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,11 +192,8 @@ def answer(connection: socket.socket) -> str:
         (lambda nonce: hello(1, nonce, key=messages.make_key(SECRET, "other")), "key"),
         (lambda nonce: messages.pack("welcome", {}, KEY, nonce), "key"),
         (lambda nonce: hello(1, nonce, n=5), "size"),
-        *(
-            (lambda nonce, wrong=wrong: hello(wrong, nonce), "process")
-            for wrong in (0, 4, -1, True, 1.0, "1", None, [])
-        ),
-        *((lambda nonce, wrong=wrong: hello(1, nonce, nonce=wrong), "malformed") for wrong in ("", "zz", "00" * 31, 7)),
+        *((partial(hello, wrong), "process") for wrong in (0, 4, -1, True, 1.0, "1", None, [])),
+        *((partial(hello, 1, nonce=wrong), "malformed") for wrong in ("", "zz", "00" * 31, 7)),
         (lambda nonce: hello(1, nonce, fact=[]), "malformed"),
         (lambda nonce: hello(1, nonce, fact={"x": float("nan")}), "malformed"),
         (lambda nonce: messages.pack("hello", [], KEY, nonce), "malformed"),
