@@ -194,17 +194,25 @@ class LostChipError(MeshmendError, RuntimeError):
 
 
 class LedgerError(MeshmendError):
-    """A job's committed steps have a gap, or have not used each sample exactly once an epoch.
+    """A job's ledger is damaged, has a gap, or does not use each sample exactly once per epoch.
 
-    Fields, each None (or empty) where it does not apply: `step`, `epoch`, `samples` (their record numbers).
+    Fields, each None (or empty) where it does not apply: `step`, `epoch`, `samples` (their record numbers), `offset`
+    (the byte of the file where damage begins).
     """
 
     def __init__(
-        self, message: str, *, step: int | None = None, epoch: int | None = None, samples: Sequence[int] = ()
+        self,
+        message: str,
+        *,
+        step: int | None = None,
+        epoch: int | None = None,
+        samples: Sequence[int] = (),
+        offset: int | None = None,
     ) -> None:
         self.step = step
         self.epoch = epoch
         self.samples = tuple(samples)
+        self.offset = offset
         super().__init__(message)
 
 
