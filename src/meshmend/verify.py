@@ -51,8 +51,8 @@ MANY = np.uint64(2**32)
 """Where the count of contributions stops: far above any number of chips, far below what 64 bits hold twice."""
 EXACT_CELLS = 2**24
 """Largest (chips × chunks × chips) that is counted exactly by default: 16 MB of counters."""
-MAX_WORK = 2**36
-"""Numbers that are moved at most. Beyond this a proof would take hours: such a schedule is refused, not followed."""
+MAX_WORK = 2**33
+"""Numbers that are moved at most, in some ten minutes. A schedule that takes more is refused, not followed."""
 STEP_WORK = 2**10
 """What it costs to turn to the next step, in numbers moved."""
 MAX_STATE_BYTES = 2**26

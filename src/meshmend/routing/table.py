@@ -231,7 +231,7 @@ def walk(
             break
         n_hops += len(moving)
         if max_hops is not None and n_hops > max_hops:
-            raise RoutingError(f"The flows take {n_hops:,} hops or more; at most {max_hops:,} are followed at a time.")
+            raise RoutingError(f"Routing these flows takes {n_hops:,} hops or more; the limit is {max_hops:,}.")
         channel, direction = np.divmod(port, mesh.n_directions)
         columns.append((moving, np.full(len(moving), hop), at[moving] * mesh.n_directions + direction, channel))
         at[moving] = mesh.neighbours[at[moving], direction]

@@ -15,7 +15,7 @@ from meshmend.topology import Mesh
 MAX_TABLE_CELLS = 2**22
 """Cells of the tables that are made at a time for flows that meet a failure."""
 MAX_HOPS = 2**22
-"""Hops of all flows together: with the proof that they cannot deadlock they take about 1 GB."""
+"""Hops of all flows together: with the proof that they cannot deadlock they take half a gigabyte."""
 MAX_DETOUR_WORK = 2**30
 """Cells of all such tables together, and 64 for each chip of each table: some ten minutes."""
 
@@ -67,7 +67,7 @@ def _n_direct_hops(mesh: Mesh, src: NDArray[np.int64], dst: NDArray[np.int64]) -
 
 def _check(what: str, needed: int, limit: int) -> None:
     if needed > limit:
-        raise RoutingError(f"The flows take {needed:,} {what}; at most {limit:,} are followed at a time.")
+        raise RoutingError(f"Routing these flows takes {needed:,} {what}; the limit is {limit:,}.")
 
 
 def _direct(mesh: Mesh, src: NDArray[np.int64], dst: NDArray[np.int64], flows: NDArray[np.int64]) -> Trace:
