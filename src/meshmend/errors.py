@@ -28,6 +28,10 @@ class ScheduleFileError(MeshmendError, ValueError):
     """A file is not a schedule that can be trusted; nothing in it was executed."""
 
 
+class CacheWarning(UserWarning):
+    """A plan cache could not be used as asked: its entry is damaged, or a plan cannot be kept. Plans are made anew."""
+
+
 class ParameterError(MeshmendError, ValueError):
     """A parameter has a value, or a name, that makes no sense."""
 

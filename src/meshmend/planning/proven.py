@@ -30,7 +30,7 @@ def plan(
     `planner` is a name from `PLANNERS`, with its parameters as keywords, or a planner that is made already. By default
     it is the fastest of all for `payload_bytes` on `hardware`.
     `verify=False` leaves the proof to the caller. With a `cache`, a schedule that is in it is proven and returned, and
-    one that is not is planned, proven and kept.
+    one that is not is planned, proven and kept. A cache that cannot be used costs a `CacheWarning`, not the plan.
 
     >>> plan(Mesh("8x8", failed=["2x2@2,2"]), "row-pairs", segments=2)
     Schedule(row-pairs all-reduce on 8x8 minus 2x2@2,2: 60 chips, ...)
@@ -46,7 +46,7 @@ def plan(
     if verify or cache is not None:
         prove(schedule)
     if cache is not None:
-        cache.put(mesh, chosen, schedule)
+        cache.offer(mesh, chosen, schedule)
     return schedule
 
 

@@ -76,9 +76,8 @@ def surviving_ports(mesh: Mesh, destinations: NDArray[np.integer]) -> Ports:
     """Return the port table of dimension order, without the routes that a failure blocks."""
     ports = np.full((mesh.n_chips, len(destinations)), NO_PORT, dtype=np.int8)
     for axis, length in enumerate(mesh.shape):
-        places = np.arange(length)
-        code = _axis_port(mesh, axis, places[:, None], places).astype(np.int8)
-        on_axis = code[mesh.coords[:, axis]][:, mesh.coords[destinations, axis]]
+        code = _axis_port(mesh, axis, np.arange(length)[:, None], mesh.coords[destinations, axis]).astype(np.int8)
+        on_axis = code[mesh.coords[:, axis]]
         np.copyto(ports, on_axis, where=on_axis >= 0)
     if not mesh.is_full:
         rows = max(1, 2**20 // max(1, len(destinations)))
