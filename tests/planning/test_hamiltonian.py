@@ -27,7 +27,7 @@ def test_any_connected_blocks_have_a_ring_and_only_those(mesh: Mesh) -> None:
         assert_is_ring(mesh)
         assert_all_reduces(plan(mesh, "hamiltonian"))
     else:
-        with pytest.raises(PlanError, match="its survivors are cut into"):
+        with pytest.raises(PlanError, match=r"the survivors form [0-9]+ disconnected groups"):
             plan(mesh, "hamiltonian")
 
 

@@ -42,17 +42,21 @@ class Hamiltonian(Planner):
 
     name: ClassVar[str] = "hamiltonian"
 
-    def why_not(self, mesh: Mesh) -> str | None:
-        """Say why no such ring is found, or None."""
-        found = _find_ring(mesh)
-        return found if isinstance(found, str) else None
-
     def floor(self, mesh: Mesh) -> Floor:
         """Return what a ring costs: 2(P−1) steps, in each of which a link carries one of 2P chunks."""
         n = mesh.n_chips
         return Floor(steps=2 * (n - 1), link_load=(n - 1) / n, chip_load=2 * (n - 1) / n)
 
-    def plan(self, mesh: Mesh) -> Schedule:
+    def n_transfers(self, mesh: Mesh) -> int:
+        """Return what a ring has: in each of 2(P−1) steps every chip sends both ways."""
+        return 4 * mesh.n_chips * (mesh.n_chips - 1)
+
+    def _why_not(self, mesh: Mesh) -> str | None:
+        """Say why no such ring is found, or None."""
+        found = _find_ring(mesh)
+        return found if isinstance(found, str) else None
+
+    def _plan(self, mesh: Mesh) -> Schedule:
         """Return a reduce-scatter round the ring followed by an all-gather, in both directions at once."""
         ring = _find_ring(mesh)
         if isinstance(ring, str):

@@ -69,6 +69,8 @@ def compare(
     [('hamiltonian', 1.5), ...]
     """
     chosen = find_hardware(hardware)
+    if not mesh.is_connected:
+        Auto().plan(mesh)  # raises what planning does: there is nothing to compare
     entries = []
     for name, kind in PLANNERS.items():
         if on_planner is not None:
