@@ -21,6 +21,7 @@ from meshmend.availability.throughput import Throughput
 from meshmend.cli.common import print_json, told_errors
 from meshmend.cli.options import HardwareOption, JsonOption, ShapeArgument, WrapOption, read_wrap
 from meshmend.cli.pricing import hardware_facts
+from meshmend.cost import DEFAULT_HARDWARE
 from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
 from meshmend.errors import ParameterError
 from meshmend.topology import Mesh, name_shape, parse_shape
@@ -75,7 +76,7 @@ def command(
         float | None,
         typer.Option("--compute-seconds", metavar="S", help="A step without its all-reduce; default: BERT, 0.132."),
     ] = None,
-    hardware: HardwareOption = "tpu-v3",
+    hardware: HardwareOption = DEFAULT_HARDWARE,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the random draws.")] = 0,
     checks: Annotated[
         int, typer.Option("--checks", min=0, help="States to plan in full, to see how far estimates are off.")

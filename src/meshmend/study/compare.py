@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from meshmend.cost.bound import Bound, bound
-from meshmend.cost.hardware import Hardware, find_hardware
+from meshmend.cost.hardware import DEFAULT_HARDWARE, Hardware, find_hardware
 from meshmend.cost.predict import Forecast, Mode, predict
 from meshmend.cost.profile import StepProfile
 from meshmend.planning import PLANNERS, Auto, Planner
@@ -54,7 +54,7 @@ class Comparison:
 def compare(
     mesh: Mesh,
     payload_bytes: float,
-    hardware: str | Hardware = "ideal",
+    hardware: str | Hardware = DEFAULT_HARDWARE,
     *,
     mode: Mode = "lock-step",
     payloads: Sequence[float] = (),
@@ -65,10 +65,13 @@ def compare(
     A planner that chooses by payload and hardware is told them. The schedules are not proven here: nothing runs
     them. `payloads` asks for more payloads (an "empty" sweep by default); `on_planner` is called before each.
 
-    >>> [(e.planner, round(e.forecast.ratio_to_bound, 2)) for e in compare(Mesh("4x4"), 1e6).entries if e.forecast]
+    >>> found = compare(Mesh("4x4"), 1e6, "ideal")
+    >>> [(e.planner, round(e.forecast.ratio_to_bound, 2)) for e in found.entries if e.forecast]
     [('hamiltonian', 1.5), ...]
     """
     chosen = find_hardware(hardware)
+    if not mesh.is_connected:
+        Auto().plan(mesh)  # raises what planning does: there is nothing to compare
     entries = []
     for name, kind in PLANNERS.items():
         if on_planner is not None:
