@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import subprocess
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
@@ -75,3 +78,19 @@ def test_an_error_raised_in_another_process_arrives() -> None:
         with pytest.raises(PlanError, match="weave cannot plan for 4x4: it is cut apart") as caught:
             pool.submit(refuse, "4x4").result()
         assert caught.value.planner == "weave"
+
+
+@pytest.mark.parametrize(("engine", "module"), [("jax", "jax"), ("jax", "optax"), ("torch", "torch")])
+def test_an_engine_without_its_packages_names_the_extra(engine: str, module: str) -> None:
+    code = f"import sys; sys.modules[{module!r}] = None; import meshmend.{engine}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1] == (
+        f"meshmend.errors.MissingExtraError: meshmend.{engine} needs {module}, which is not installed here. Install it "
+        f"with: pip install 'meshmend[{engine}]' (in a checkout: pip install '.[{engine}]')"
+    )
+
+
+def test_the_way_to_install_an_extra_is_said_in_one_place() -> None:
+    source = Path(errors.__file__).parent
+    said = {path.name for path in source.rglob("*.py") if "pip install 'meshmend[" in path.read_text(encoding="utf-8")}
+    assert said == {"errors.py"}

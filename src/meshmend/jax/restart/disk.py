@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from meshmend.errors import MissingExtraError, RestartError
+from meshmend.errors import MissingExtraError, RestartError, install_hint
 from meshmend.jax.restart.elements import Outline, StateLayout, Vectors, vectors_from_leaves
 
 if TYPE_CHECKING:
@@ -137,9 +137,7 @@ class Disk:
         try:
             import orbax.checkpoint as ocp
         except ImportError as error:
-            raise MissingExtraError(
-                "Checkpoints on disk", "orbax-checkpoint", "pip install 'meshmend[restart]'"
-            ) from error
+            raise MissingExtraError("Checkpoints on disk", "orbax-checkpoint", install_hint("restart")) from error
         if self._manager is None:
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=self.keep, enable_async_checkpointing=True, cleanup_tmp_directories=True
