@@ -7,13 +7,30 @@ so that a program can act on them without reading prose.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
 
 Coordinate = tuple[int, ...]
 """A chip's place in the mesh; `(row, column)` in 2-D."""
 
 
 class MeshmendError(Exception):
-    """The root of the tree: catch this to catch everything meshmend raises on purpose."""
+    """The root of the tree: catch this to catch everything meshmend raises on purpose.
+
+    An error can cross to another process: pickled and copied, it keeps its type, its message and its fields, whatever
+    the arguments of its constructor are.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Python's own way calls the constructor with the message alone, which most of these do not take.
+        return _made_again, (type(self), self.args, dict(self.__dict__))
+
+
+def _made_again(kind: type[MeshmendError], args: tuple[Any, ...], fields: dict[str, Any]) -> MeshmendError:
+    error = kind.__new__(kind, *args)
+    super(MeshmendError, error).__init__(*args)  # that of ValueError, ImportError, …
+    error.__dict__.update(fields)
+    return error
 
 
 class MeshError(MeshmendError, ValueError):
@@ -39,7 +56,7 @@ class ParameterError(MeshmendError, ValueError):
 class MissingExtraError(MeshmendError, ImportError):
     """Something that only some parts need is not installed.
 
-    Fields: `needed_for`, `missing` (what is not there), `install` (a command that brings it).
+    Fields: `needed_for`, `missing` (what is not there), `install` (a command that brings it; see `install_hint`).
     """
 
     def __init__(self, needed_for: str, missing: str, install: str) -> None:
@@ -230,3 +247,30 @@ def name_chip(chip: Sequence[int]) -> str:
     '(6,8)'
     """
     return "(" + ",".join(str(int(x)) for x in chip) + ")"
+
+
+def install_hint(extra: str | None = None) -> str:
+    """Say how meshmend, or one of its extras, is installed: from a package index, and in a checkout.
+
+    >>> install_hint("jax")
+    "pip install 'meshmend[jax]' (in a checkout: pip install '.[jax]')"
+    >>> install_hint()
+    'pip install meshmend (in a checkout: pip install .)'
+    """
+    if extra is None:
+        return "pip install meshmend (in a checkout: pip install .)"
+    return f"pip install 'meshmend[{extra}]' (in a checkout: pip install '.[{extra}]')"
+
+
+def require(*modules: str, needed_for: str, extra: str) -> None:
+    """Raise `MissingExtraError` if one of these modules is not installed; none of them is imported.
+
+    >>> require("json", needed_for="Reading", extra="draw")
+    >>> require("json", "no_such_module", needed_for="Reading", extra="draw")
+    Traceback (most recent call last):
+    ...
+    meshmend.errors.MissingExtraError: Reading needs no_such_module, which is not installed here. Install it with: ...
+    """
+    for module in modules:
+        if find_spec(module) is None:
+            raise MissingExtraError(needed_for, module, install_hint(extra))

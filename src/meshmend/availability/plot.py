@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from meshmend.availability.simulate import LOSSES, Study, simulate
 from meshmend.availability.throughput import Throughput
-from meshmend.errors import MissingExtraError, ParameterError
+from meshmend.errors import MissingExtraError, ParameterError, install_hint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,7 +59,7 @@ def plot(study: Study, swept: Sequence[tuple[float, Study]], path: Path) -> None
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise MissingExtraError("Plotting", "matplotlib", "pip install 'meshmend[draw]'") from None
+        raise MissingExtraError("Plotting", "matplotlib", install_hint("draw")) from None
 
     figure = Figure(figsize=(12, 5.2), layout="constrained")
     suffix = path.suffix.removeprefix(".").lower()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshmend.cost.units import name_bytes, name_seconds
-from meshmend.errors import MissingExtraError, ParameterError
+from meshmend.errors import MissingExtraError, ParameterError, install_hint
 from meshmend.study.compare import Comparison
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def plot(comparison: Comparison, full: Comparison | None, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise MissingExtraError("Plotting", "matplotlib", "pip install 'meshmend[draw]'") from None
+        raise MissingExtraError("Plotting", "matplotlib", install_hint("draw")) from None
 
     suffix = path.suffix.removeprefix(".").lower()
     figure = Figure(figsize=(9, 6), layout="constrained")

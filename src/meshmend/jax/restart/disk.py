@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.errors import MissingExtraError, RestartError
+from meshmend.errors import MissingExtraError, RestartError, install_hint
 from meshmend.jax.restart.elements import Outline, StateLayout, Vectors, vectors_from_leaves
 from meshmend.jax.restart.fetch import wait_for, within
 from meshmend.jax.restart.identity import Identity
@@ -329,5 +329,5 @@ def _orbax() -> Any:
     try:
         import orbax.checkpoint as ocp
     except ImportError as error:
-        raise MissingExtraError("Checkpoints on disk", "orbax-checkpoint", "pip install 'meshmend[restart]'") from error
+        raise MissingExtraError("Checkpoints on disk", "orbax-checkpoint", install_hint("restart")) from error
     return ocp
