@@ -293,6 +293,18 @@ def test_silent_visitors_are_dropped_one_by_one_and_hold_nobody_up() -> None:
         assert [fact["host"] for fact in hosting.join(1).result()] == [0, 1]
 
 
+def test_a_visitor_that_trickles_is_dropped_when_its_time_is_up() -> None:
+    """Each byte is in time, the whole message is not."""
+    with Hosting(2, visitor_s=0.5) as hosting, visitor(hosting.port) as (connection, nonce):
+        with contextlib.suppress(ConnectionError):
+            for byte in hello(1, nonce, n=2):
+                connection.sendall(bytes([byte]))
+                time.sleep(0.02)  # 200 bytes and more
+        hosting.until_true(lambda: hosting.host.turned_away["slow"] == 1)
+        hosting.host.visitor_s = PATIENCE_S
+        assert [fact["host"] for fact in hosting.join(1).result()] == [0, 1]
+
+
 def test_a_flood_of_silent_visitors_makes_room_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous_host, "MAX_UNDECIDED", 16)
     with Hosting(2) as hosting, contextlib.ExitStack() as silent:
