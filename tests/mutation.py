@@ -39,13 +39,14 @@ class Target:
 
 
 TARGETS = {
-    "verify": Target("src/meshmend/verify.py", ("tests/test_verify.py",)),
+    "verify": Target("src/meshmend/verify.py", ("tests/test_verify.py", "tests/test_faults.py")),
+    "faults": Target("src/meshmend/faults.py", ("tests/test_faults.py",)),
     "schedule": Target("src/meshmend/schedule.py", ("tests/test_schedule.py",)),
     "deadlock": Target("src/meshmend/routing/deadlock.py", ("tests/routing/test_deadlock.py",)),
     "files": Target("src/meshmend/files.py", ("tests/test_files.py",)),
     "program": Target("src/meshmend/torch/program.py", ("tests/torch_engine/test_program.py",)),
     "lanes": Target("src/meshmend/jax/lanes.py", ("tests/jax_engine/test_lanes.py",)),
-    "layout": Target("src/meshmend/jax/restart/elements.py", ("tests/jax_engine/test_restart_state.py",)),
+    "layout": Target("src/meshmend/jax/restart/elements.py", ("tests/jax_engine/test_elements.py",)),
 }
 
 

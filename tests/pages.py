@@ -1,64 +1,92 @@
-"""Runs the pages of the documentation as a reader would: every block of code and every command, in order.
+"""Runs the blocks of the documentation as a reader would: each one alone, as copied.
 
-`python tests/pages.py docs/jax.md` runs one page in the folder where it is called. The blocks of a page are one
-session: a Python block knows the names of those above it, a command finds the files that they wrote.
+`python tests/pages.py docs/jax.md` runs one page. Every block gets a fresh process and a fresh folder that looks like a
+checkout, so a block that needs a name, an import or a file of another one fails here as it would fail for its reader.
 
-A block is `python` (run), `console` (its lines after `$ ` are run), `bash` (checked for syntax), `yaml` (parsed), or
-`text` (shown, not run). A comment above it can say more: `<!-- run: slow -->` leaves it to the slow tests,
-`<!-- run: elsewhere -->` to a test of its own, and `<!-- run first: … -->` holds lines of Python that the page need not
-show.
+A block is `python` or `bash` (run), `yaml` (parsed) or `text` (shown). A comment above it can say more:
+
+- `<!-- output -->` above a text block: the block above it prints these lines, in this order; … stands for anything.
+- `<!-- run: slow -->` leaves it to the slow tests.
+- `<!-- run: by tests/some/test_file.py -->` leaves it to a test of its own.
+- `<!-- not run: the reason -->` checks its syntax only.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import re
-import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parent.parent
-KINDS = ("python", "console", "bash", "yaml", "text")
-WHEN = ("always", "slow", "elsewhere")
+KINDS = ("python", "bash", "yaml", "text")
+MARK = re.compile(r"(?P<output>output)|run: (?:(?P<slow>slow)|by (?P<by>\S+))|not run: (?P<reason>\S.*)")
 BLOCK = re.compile(
-    r"(?:^<!-- run: (?P<when>\w+) -->\n)?(?:^<!-- run first:\n(?P<first>.*?)-->\n)?"
-    r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```$",
+    r"(?:^(?P<indent> *)<!-- (?P<mark>(?:output|run|not run)\b[^\n]*?) -->\n)?"
+    r"^(?P<fence_indent> *)```(?P<kind>[^\n]*)\n(?P<body>.*?)^(?P=fence_indent)```$",
     re.M | re.S,
 )
+# What the machine is told about itself would hide what a block forgets to say.
+HIDDEN = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "MESHMEND_SHAPE", "MESHMEND_FAILED", "MESHMEND_WRAP")
 
 
 @dataclass(frozen=True)
 class Block:
+    page: Path
+    line: int
     kind: str
     body: str
-    first: str
-    when: str
-    line: int
+    slow: bool = False
+    by: str = ""
+    """The test that runs it."""
+    reason: str = ""
+    """Why it is not run."""
+    output: bool = False
+    """Whether it is what the block above it prints."""
+    prints: str = ""
+    """What it prints, where the page shows that."""
 
-    def commands(self) -> Iterator[str]:
-        """Commands of a console block, without what they print; a line that ends in a backslash goes on."""
-        for line in self.body.replace("\\\n", " ").splitlines():
-            if line.startswith("$ "):
-                yield line[2:]
+    @property
+    def name(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+    @property
+    def runs(self) -> bool:
+        return self.kind in ("python", "bash") and not self.by and not self.reason
 
 
 def read(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
-    blocks = []
+    blocks: list[Block] = []
     for found in BLOCK.finditer(text):
         line = text.count("\n", 0, found.start("body"))
-        kind = found["kind"].strip()
+        name, kind = f"{page.name}:{line}", found["kind"].strip()
         if kind not in KINDS:
-            raise ValueError(f"{page.name}:{line}: a block is marked {kind!r}, expected one of {', '.join(KINDS)}.")
-        when = found["when"] or "always"
-        if when not in WHEN:
-            raise ValueError(f"{page.name}:{line}: a block is to be run {when!r}, expected one of {', '.join(WHEN)}.")
-        blocks.append(Block(kind, found["body"], found["first"] or "", when, line))
-    if 2 * len(blocks) != len(re.findall(r"^```", text, re.M)):
+            raise ValueError(f"{name}: a block is marked {kind!r}, expected one of {', '.join(KINDS)}.")
+        mark = MARK.fullmatch(found["mark"] or "output")
+        if mark is None:
+            raise ValueError(f"{name}: the mark {found['mark']!r} is none of those that tests/pages.py lists.")
+        block = Block(
+            page=page,
+            line=line,
+            kind=kind,
+            body=found["body"],
+            slow=bool(mark["slow"]),
+            by=mark["by"] or "",
+            reason=mark["reason"] or "",
+            output=bool(found["mark"] and mark["output"]),
+        )
+        if block.output:
+            if kind != "text" or not blocks or not blocks[-1].runs:
+                raise ValueError(f"{name}: output is a text block that follows a block that is run.")
+            above = blocks.pop()
+            blocks.append(Block(**{**vars(above), "prints": block.body}))
+        blocks.append(block)
+    if 2 * len(blocks) != len(re.findall(r"^ *```", text, re.M)):
         raise ValueError(f"{page.name}: {len(blocks)} blocks were read, but its fences do not come in as many pairs.")
     return blocks
 
@@ -70,50 +98,67 @@ def furnish(folder: Path) -> Path:
     return folder
 
 
-def run_in(folder: Path, page: Path, *options: str, **environment: str) -> None:
-    """Run a page in a process of its own, in a folder that looks like a checkout."""
-    done = subprocess.run(
-        [sys.executable, __file__, str(page), *options],
-        cwd=furnish(folder),
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def commands(folder: Path) -> Path:
+    """The commands that pages use, in a folder of their own: this meshmend, no sudo for root, a pip that only looks."""
+    scripts = {
+        "meshmend": f'exec "{sys.executable}" -m meshmend "$@"',
+        "pip": f'exec "{sys.executable}" "{__file__}" --requirements "$@"',
+        "python": f'exec "{sys.executable}" "$@"',
+    }
+    if os.geteuid() == 0:
+        scripts["sudo"] = 'exec "$@"'
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+        (folder / name).chmod(0o755)
+    return folder
 
 
-def run(page: Path, slow: bool) -> None:
-    names: dict[str, Any] = {"__name__": "__main__"}
-    for block in read(page):
-        if block.when == "elsewhere" or (block.when == "slow" and not slow):
-            continue
-        print(f"{page.name}:{block.line}: {block.kind}", flush=True)  # noqa: T201
-        if block.kind == "python":
-            exec(compile(block.first, f"{page.name}:{block.line} (first)", "exec"), names)  # noqa: S102
-            # So that an error names the line of the page.
-            exec(compile("\n" * block.line + block.body, page.name, "exec"), names)  # noqa: S102
-        elif block.kind == "console":
-            for command in block.commands():
-                run_command(command)
-        elif block.kind == "bash":
-            subprocess.run(["bash", "-n"], input=block.body, text=True, check=True)
-        elif block.kind == "yaml":
-            import yaml
+def run(block: Block, environment: dict[str, str] | None = None) -> None:
+    """Run a block in a process and a folder of its own, or check what is not run; raise AssertionError if it fails."""
+    if block.kind == "yaml":
+        import yaml
 
-            list(yaml.safe_load_all(block.body))
-
-
-def run_command(command: str) -> None:
-    words = shlex.split(command, comments=True)
-    if words[:2] == ["pip", "install"]:
-        check_requirements(words[2:])
+        list(yaml.safe_load_all(block.body))
+    elif block.kind == "python" and not block.runs:
+        ast.parse(block.body)
+    elif block.kind == "bash":
+        syntax = subprocess.run(["bash", "-n"], input=block.body, text=True, capture_output=True)
+        assert syntax.returncode == 0, f"{block.name}\n{syntax.stderr}"
+    if not block.runs:
         return
-    if words[0] == "sudo" and os.geteuid() == 0:
-        command = command.split(None, 1)[1]
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(["bash", "-c", command], env=os.environ | {"PATH": path}, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"$ {command}\n{done.stdout}{done.stderr}\nended with exit code {done.returncode}.")
+    with tempfile.TemporaryDirectory(prefix="meshmend-page-") as folder, tempfile.TemporaryDirectory() as tools:
+        furnish(Path(folder))
+        env = {name: value for name, value in os.environ.items() if name not in HIDDEN} | (environment or {})
+        env |= {"PATH": f"{commands(Path(tools))}{os.pathsep}{env['PATH']}", "COLUMNS": "100"}
+        env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), *filter(None, [env.get("PYTHONPATH")])])
+        if block.kind == "python":
+            script = Path(tools) / f"{block.page.name}"
+            # So that an error names the line of the page.
+            script.write_text("\n" * block.line + block.body, encoding="utf-8")
+            command = [sys.executable, str(script)]
+        else:
+            command = ["bash", "-euo", "pipefail", "-c", block.body]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, f"{block.name} ended with exit code {done.returncode}\n{done.stdout}{done.stderr}"
+    check_output(block, done.stdout)
+
+
+def check_output(block: Block, stdout: str) -> None:
+    """Hold what was printed to what the page shows: these lines, in this order, … for anything."""
+    printed = iter(" ".join(line.split()) for line in stdout.splitlines())
+    for line in block.prints.splitlines():
+        shown = " ".join(line.split())
+        pattern = re.compile(re.escape(shown).replace("…", ".*"))
+        assert any(pattern.fullmatch(other) for other in printed), (
+            f"{block.name}: the page shows {shown!r}, but this was printed:\n{stdout}"
+        )
+
+
+def run_in(folder: Path, page: Path, *options: str, **environment: str) -> None:
+    """Run every block of a page, each in a folder of its own inside `folder`."""
+    for block in read(page):
+        if not block.slow or "--slow" in options:
+            run(block, environment | {"TMPDIR": str(folder)})
 
 
 def check_requirements(words: list[str]) -> None:
@@ -123,7 +168,7 @@ def check_requirements(words: list[str]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     known = (ROOT / "constraints.txt").read_text(encoding="utf-8").lower()
     for word in words:
-        if word.startswith("-") or word == "constraints.txt":
+        if word.startswith("-") or word in ("install", "constraints.txt"):
             continue
         name, _, extras = word.removesuffix("]").partition("[")
         if name == ".":
@@ -135,4 +180,7 @@ def check_requirements(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), slow="--slow" in sys.argv)
+    if sys.argv[1] == "--requirements":
+        check_requirements(sys.argv[2:])
+    else:
+        run_in(Path(tempfile.gettempdir()), Path(sys.argv[1]), *sys.argv[2:])

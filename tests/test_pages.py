@@ -1,4 +1,4 @@
-"""Readers run what they read: so do these tests, page by page."""
+"""Readers copy a block and run it: so do these tests, each block alone in a fresh process and a fresh folder."""
 
 from __future__ import annotations
 
@@ -7,29 +7,30 @@ from pathlib import Path
 
 import pytest
 
-from pages import ROOT, read, run_in
+from pages import ROOT, Block, read, run
+
+
+def run_all(page: Path) -> None:
+    for block in read(page):
+        run(block)
+
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # These need torch or a lab, and are run by the tests of those.
 WITH_TORCH = {"lab.md", "torch.md"}
-HERE = [page for page in PAGES if page.name not in WITH_TORCH]
+BLOCKS = [block for page in PAGES for block in read(page)]
+HERE = [block for block in BLOCKS if block.page.name not in WITH_TORCH and block.kind != "text"]
 
 
-# As many virtual chips as the pages speak of.
-CHIPS = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=64"}
-
-
-@pytest.mark.parametrize("page", HERE, ids=lambda page: page.name)
-def test_every_block_runs(page: Path, tmp_path: Path) -> None:
-    run_in(tmp_path, page, **CHIPS)
+@pytest.mark.parametrize("block", [block for block in HERE if not block.slow], ids=lambda block: block.name)
+def test_every_block_runs_alone(block: Block) -> None:
+    run(block, {"JAX_PLATFORMS": "cpu"})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "page", [p for p in HERE if any(block.when == "slow" for block in read(p))], ids=lambda page: page.name
-)
-def test_every_slow_block_runs(page: Path, tmp_path: Path) -> None:
-    run_in(tmp_path, page, "--slow", **CHIPS)
+@pytest.mark.parametrize("block", [block for block in HERE if block.slow], ids=lambda block: block.name)
+def test_every_slow_block_runs_alone(block: Block) -> None:
+    run(block, {"JAX_PLATFORMS": "cpu"})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -45,24 +46,63 @@ def test_every_page_is_on_the_site() -> None:
             assert f" {page.name}\n" in site, f"{page.name} is not in the site's navigation"
 
 
-def test_what_is_run_elsewhere_is() -> None:
-    elsewhere = {page.name: [block.kind for block in read(page) if block.when == "elsewhere"] for page in PAGES}
-    # test_restart_docs.py runs the script twice, test_restart.py the example.
-    assert {name: kinds for name, kinds in elsewhere.items() if kinds} == {"restart.md": ["python", "console"]}
+def test_pages_spell_all_reduce_in_one_way() -> None:
+    for page in PAGES:
+        code = r"^ *```.*?^ *```$|`[^`]*`|^:::[^\n]*|\]\([^)]*\)"
+        prose = re.sub(code, "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        assert not re.findall(r"(?i)\ball[ _]?(?:reduce|gather)\b|\breduce[ _]?scatter\b", prose), page.name
 
 
-def test_a_broken_page_is_noticed(tmp_path: Path) -> None:
-    broken = {
-        "python": "```python\n1 / 0\n```\n",
-        "console": "```console\n$ meshmend plan 4x4 --planner nonsense\n```\n",
-        "pip": "```console\n$ pip install '.[nonsense]'\n```\n",
-        "bash": "```bash\nif true; then\n```\n",
-        "unmarked": "```\n$ meshmend plan 4x4\n```\n",
-        "unclosed": "```python\n1\n",
+def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
+    by = {(block.page.name, block.kind, block.by) for block in BLOCKS if block.by}
+    assert by == {
+        ("restart.md", "python", "tests/jax_engine/test_restart_docs.py"),
+        ("restart.md", "bash", "tests/jax_restart/test_restart.py"),
     }
-    for name, text in broken.items():
-        (tmp_path / name).mkdir()
-        page = tmp_path / f"{name}.md"
-        page.write_text(text, encoding="utf-8")
-        with pytest.raises(AssertionError, match=name):
-            run_in(tmp_path / name, page)
+    for _, _, test in by:
+        assert (ROOT / test).is_file(), test
+    reasons = [(block.page.name, block.reason) for block in BLOCKS if block.reason]
+    assert reasons == [
+        ("CONTRIBUTING.md", "it makes an environment and installs into it"),
+        ("restart.md", "it needs eight hosts and a store"),
+        ("restart.md", "it is a server that never ends"),
+        ("restart.md", "it needs Slurm and eight nodes"),
+    ]
+
+
+def test_a_command_can_be_copied() -> None:
+    for block in BLOCKS:
+        if block.kind == "bash":
+            assert not re.search(r"^\$ ", block.body, re.M), f"{block.name} has a prompt, which would be copied with it"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("```python\n1 / 0\n```\n", "ZeroDivisionError"),
+        ("```python\nx = 1\n```\n\n```python\nprint(x)\n```\n", "NameError"),
+        ("```bash\ntouch here\n```\n\n```bash\ncat here\n```\n", "No such file"),
+        ("```bash\nmeshmend plan 4x4 --planner nonsense\n```\n", "nonsense"),
+        ("```bash\nfalse\ntrue\n```\n", "exit code 1"),
+        ("```bash\npip install '.[nonsense]'\n```\n", "there is no nonsense"),
+        ("```bash\nif true; then\n```\n", "syntax error"),
+        ("<!-- not run: a reason -->\n```bash\nif true; then\n```\n", "syntax error"),
+        ("```python\nprint(1)\n```\n\n<!-- output -->\n```text\n2\n```\n", "the page shows '2'"),
+        ("```\nmeshmend plan 4x4\n```\n", "is marked ''"),
+        ("```console\n$ meshmend plan 4x4\n```\n", "is marked 'console'"),
+        ("<!-- run: never -->\n```bash\nfalse\n```\n", "is none of those"),
+        ("<!-- output -->\n```text\n2\n```\n", "follows a block that is run"),
+        ("```python\n1\n", "do not come in as many pairs"),
+    ],
+)
+def test_a_broken_page_is_noticed(text: str, message: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(text, encoding="utf-8")
+    with pytest.raises((AssertionError, ValueError), match=message):
+        run_all(page)
+
+
+def test_output_may_leave_something_out(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```bash\nseq 5\n```\n\n<!-- output -->\n```text\n1\n…\n  5\n```\n", encoding="utf-8")
+    run_all(page)

@@ -1,14 +1,14 @@
-"""The pages that need torch, run as a reader would run them."""
+"""The page that needs torch, each block alone, as its reader would run it."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from pages import ROOT, run_in
+from pages import ROOT, Block, read, run
+
+BLOCKS = [block for block in read(ROOT / "docs" / "torch.md") if block.kind != "text"]
 
 
-@pytest.mark.parametrize("name", ["torch.md"])
-def test_every_block_runs(name: str, tmp_path: Path) -> None:
-    run_in(tmp_path, ROOT / "docs" / name)
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
+def test_every_block_runs_alone(block: Block) -> None:
+    run(block, {"JAX_PLATFORMS": "cpu"})

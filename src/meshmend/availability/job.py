@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from meshmend.availability.answers import Answer, Footing
 from meshmend.availability.history import Strike
-from meshmend.errors import MissingExtraError
+from meshmend.errors import MissingExtraError, install_hint
 
 if TYPE_CHECKING:
     import simpy
@@ -194,5 +194,5 @@ def require_simpy() -> Any:
     try:
         import simpy
     except ImportError:
-        raise MissingExtraError("A study of availability", "simpy", "pip install 'meshmend[availability]'") from None
+        raise MissingExtraError("A study of availability", "simpy", install_hint("availability")) from None
     return simpy

@@ -31,7 +31,7 @@ class Estimate:
 
     @classmethod
     def over(cls, values: Sequence[float]) -> Estimate:
-        """Return the estimate from one value a run.
+        """Return the estimate from one value per run.
 
         >>> Estimate.over([1.0, 2.0, 3.0])
         Estimate(mean=2.0, half_width=2.484...)
@@ -50,7 +50,7 @@ class Outcome:
     """What one answer brings. Fractions are of the hours of a machine that never fails and never saves.
 
     `goodput` is the work that was kept; it and `losses` (by cause) add up to 1. `utilisation` is the same work over all
-    chips that are owned, spares included. `cost` is money a useful chip-hour. `gain` is the goodput above that of the
+    chips that are owned, spares included. `cost` is money per useful chip-hour. `gain` is the goodput above that of the
     first answer, run by run.
     """
 

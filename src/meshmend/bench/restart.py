@@ -3,7 +3,7 @@
 Each run trains on 4 hosts, two by two, under torchrun. A host gets SIGKILL, agent and worker, and loses its memory; the
 survivors must commit a step on the hole; then the host comes back empty, and the mesh must grow whole again. In some
 failures a second host dies while the survivors recover. In the end no step may be missing, every sample must be used
-once an epoch, no committed step may be lost to one host's death, and the loss must be that of an undisturbed run.
+once per epoch, no committed step may be lost to one host's death, and the loss must be that of an undisturbed run.
 """
 
 from __future__ import annotations

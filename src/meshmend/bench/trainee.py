@@ -138,7 +138,7 @@ def main(path: str) -> None:
 
 
 def exact_loss(params: Any, batch: Any) -> Any:
-    """Return a loss an example whose gradients are small whole numbers that depend on the weights."""
+    """Return a loss per example whose gradients are small whole numbers that depend on the weights."""
     import jax.numpy as jnp
     from jax import lax
 
@@ -147,7 +147,7 @@ def exact_loss(params: Any, batch: Any) -> Any:
 
 
 def regression_loss(params: Any, batch: Any) -> Any:
-    """Return the squared error an example of a small network."""
+    """Return the squared error per example of a small network."""
     import jax.numpy as jnp
 
     hidden = jnp.tanh(batch["x"] @ params["w"] + params["b"])

@@ -9,21 +9,32 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
-from dataclasses import MISSING, astuple, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from meshmend.cost import PRESETS, Hardware, find_hardware
+from meshmend.cost import DEFAULT_HARDWARE, PRESETS, Hardware, find_hardware
 from meshmend.cost.hardware import adjusted
 from meshmend.cost.predict import MODES, Mode
 from meshmend.cost.units import parse_bytes, parse_rate, parse_seconds
 from meshmend.errors import ParameterError
+from meshmend.files import load
 from meshmend.planning import PLANNERS, Planner, make_planner
+from meshmend.schedule import Schedule
 from meshmend.topology import Mesh, parse_wrap
+from meshmend.verify import ensure_proven
 
 ShapeArgument = Annotated[str, typer.Argument(metavar="SHAPE", help="Chips along each axis, as in 16x32.")]
+PlanArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="SHAPE|FILE", help="Chips along each axis, as in 16x32; or a plan that `plan --save` wrote."
+    ),
+]
 FailOption = Annotated[
     list[str] | None,
     typer.Option("--fail", metavar="HxW@r,c", help="A hole: rows x columns @ row,column; or one chip r,c. Repeatable."),
@@ -75,7 +86,7 @@ class TuningOptions:
     ] = None
 
     def planner(self, name: str, payload: str | None = None, hardware: str | Hardware | None = None) -> Planner:
-        """Return the planner with the parameters that were given; the last two are for `auto`."""
+        """Return the planner with the parameters that were given; it chooses the others for the payload, if told it."""
         given = {
             "orientation": self.orientation,
             "segments": self.segments,
@@ -88,14 +99,19 @@ class TuningOptions:
 
 @dataclass(frozen=True)
 class AutoOptions:
-    """What `auto` plans for, in commands that have no other use for it."""
+    """What is planned for, in commands that have no other use for it."""
 
     payload: Annotated[
-        str | None, typer.Option("--payload", metavar="SIZE", help="auto: what each chip brings. Default 100MB.")
+        str | None,
+        typer.Option(
+            "--payload", metavar="SIZE", help="What each chip brings, to plan for: 102MB, 64MiB. Default: auto 100MB."
+        ),
     ] = None
     hardware: Annotated[
         str | None,
-        typer.Option("--hardware", metavar="NAME", help=f"auto: one of {', '.join(PRESETS)}. Default tpu-v3."),
+        typer.Option(
+            "--hardware", metavar="NAME", help=f"To plan for: one of {', '.join(PRESETS)}. Default {DEFAULT_HARDWARE}."
+        ),
     ] = None
 
 
@@ -103,7 +119,7 @@ class AutoOptions:
 class PriceOptions:
     """The hardware that time is predicted for, and how the engine waits."""
 
-    hardware: HardwareOption = "ideal"
+    hardware: HardwareOption = DEFAULT_HARDWARE
     link_rate: Annotated[
         str | None, typer.Option("--link-rate", metavar="RATE", help="Of one link, one way: 40mbit, 656Gb/s, 82GB/s.")
     ] = None
@@ -143,9 +159,41 @@ def read_wrap(text: str, n_axes: int) -> list[bool]:
     return parse_wrap(text, n_axes, given=f"--wrap {text}:")
 
 
-def are_given(bundle: HoleOptions | TuningOptions | AutoOptions) -> bool:
-    """Say whether any option of a bundle was given."""
-    return astuple(bundle) != astuple(type(bundle)())
+def given_options(*bundles: HoleOptions | TuningOptions | AutoOptions) -> list[str]:
+    """Return the options of these bundles that were given.
+
+    >>> given_options(HoleOptions(fail_cable=["0,0-0,1"]), TuningOptions())
+    ['--fail-cable']
+    """
+    return [
+        f"--{field.name.replace('_', '-')}"
+        for bundle in bundles
+        for field in fields(bundle)
+        if getattr(bundle, field.name) != field.default
+    ]
+
+
+def is_file(argument: str) -> bool:
+    """Say whether an argument names a saved plan; otherwise it is a shape, or meant to be one.
+
+    >>> is_file("16x32"), is_file("plan.npz"), is_file("plans/today"), is_file("8y8")
+    (False, True, True, False)
+    """
+    if re.fullmatch(r"[0-9x]+", argument):
+        return False
+    return Path(argument).suffix in (".npz", ".txt") or "/" in argument or Path(argument).exists()
+
+
+def load_plan(file: str, *given: str, proven: bool = True) -> Schedule:
+    """Read a saved plan, and prove it. It says what its mesh is and how it was planned: `given` options say so too."""
+    if given:
+        raise ParameterError(
+            f"{file} is a saved plan, and says what its mesh and its holes are: leave out {', '.join(given)}."
+        )
+    schedule = load(file)
+    if proven:
+        ensure_proven(schedule)
+    return schedule
 
 
 def unbundled(command: Callable[..., None]) -> Callable[..., None]:

@@ -71,7 +71,7 @@ class Scale:
 
 
 class Sheet:
-    """A figure with one panel a title, all of the same mesh."""
+    """A figure with one panel per title, all of the same mesh."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class Sheet:
         return legend, box.height / self.figure.dpi + 0.06
 
     def draw_mesh(self, axes: Axes, fills: Sequence[str] = (CHIP,), *, unnamed: int | None = None) -> None:
-        """Draw cables, chips and the hole; `fills` is one colour for all live chips, or one a chip.
+        """Draw cables, chips and the hole; `fills` is one colour for all live chips, or one per chip.
 
         The rank `unnamed` gets no coordinate written into it, because something else will be drawn there.
         """

@@ -1,4 +1,4 @@
-"""Film: a schedule as frames of arrows, one frame a step. The GIF and the page both show it."""
+"""Film: a schedule as frames of arrows, one frame per step. The GIF and the page both show it."""
 
 from __future__ import annotations
 

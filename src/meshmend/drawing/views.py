@@ -285,7 +285,7 @@ def _phase_panels(
     note: str,
     keys: list[Artist] | None = None,
 ) -> Figure:
-    """Draw groups of phases, a panel each; unless `keys` are given, the legend names every phase."""
+    """Draw groups of phases, one panel each; unless `keys` are given, the legend names every phase."""
     layout = FigureLayout(schedule.mesh)
     looks = phase_looks(schedule)
     lines = {phase: pair_lines(schedule, phase) for group in groups for phase in group}
@@ -310,7 +310,7 @@ def _phase_panels(
 
 
 def _phase_keys(schedule: Schedule, lines: dict[int, Lines], looks: tuple[Look, ...]) -> list[Artist]:
-    """Return a legend entry a phase; phases that look alike share one, under the name of their family."""
+    """Return a legend entry per phase; phases that look alike share one, under the name of their family."""
     alike: dict[tuple[Look, bool], list[str]] = {}
     mixed = any(pairs.both.any() and not pairs.both.all() for pairs in lines.values())
     for phase, pairs in lines.items():

@@ -23,19 +23,21 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
+from meshmend.jax.arguments import check_batch, check_microbatches, check_program, check_weights
 from meshmend.jax.collectives import (
     all_gather,
     all_reduce,
     groups_of,
+    mean_dtype,
     reduce_scatter,
     shard_of,
     travel_dtype,
 )
-from meshmend.jax.elementwise import check_elementwise
+from meshmend.jax.elementwise import check_elementwise, updates_of
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.layerwise import ShardedLayers
 from meshmend.jax.program import Halves, Program
-from meshmend.jax.weighted import mean_dtype, weighted_sums
+from meshmend.jax.weighted import over, weighted_sums
 
 LossFunction = Callable[[Any, Any], Any]
 """From parameters and a batch to a scalar (or, with `has_aux`, to a scalar and a pytree of arrays).
@@ -69,15 +71,18 @@ def train_step(
     `loss(params, batch)` is the mean over its batch. A batch is a pytree of arrays whose first axis is split over all
     devices; `microbatches` cuts each device's part into so many equal pieces, whose gradients are added up before
     anything is sent. Gradients, the loss and (with `has_aux`) `aux` are averaged over devices, summed in
-    `accumulate` where that is wider than their own dtype, and all travel together.
+    `accumulate` where that is wider than their own dtype, and all travel together. Integers and bools in `aux` come
+    back as their means in float32.
 
     With `per_example`, `loss(params, batch)` has one value an example, and everything is a true mean over examples,
     however they are spread: `step(…, weights=w)` says how much each counts, such as 0 for padding (by default all
-    count once). Only sums travel, and they are divided once, so that integer-valued gradients give the same bits on
-    any number of chips. The loss of an example must not depend on others in its batch, as batch normalisation does.
+    count once): one real number per example, added up in float32. The mean of values v is Σ w·v / Σ w, for negative
+    weights too; where Σ w is 0 there is no mean, so that the loss and aux are NaN and the gradients are 0. Only sums
+    travel, and they are divided once, so that integer-valued gradients give the same bits on any number of chips. The
+    loss of an example must not depend on others in its batch, as batch normalisation does.
 
     `step(…, scale=factor)` multiplies the optimiser's updates, which is to scale the learning rate; the factor may
-    change from step to step without compiling again.
+    change from step to step without compiling again. Optimisers that ask for the loss (`value`) get its mean.
 
     With `Halves` the optimiser must treat every weight by itself, as SGD, momentum, Adam and AdamW do, or get the
     norms of layers from here: use `mmj.lars`, `mmj.lamb` and `mmj.clip_by_global_norm`. Others are refused.
@@ -94,9 +99,7 @@ def train_step(
     >>> float(value)
     1.0
     """
-    if microbatches < 1:
-        raise ParameterError(f"microbatches is {microbatches}, expected at least 1.")
-    optimizer = optax.with_extra_args_support(optimizer)
+    check_microbatches(microbatches)
     replicated, by_device = PartitionSpec(), PartitionSpec(fabric.axes)
 
     def with_aux(params: Any, batch: Any) -> tuple[Any, Any]:
@@ -108,10 +111,12 @@ def train_step(
 
     def state_specs(params: Any, program: Program | Halves) -> Any:
         """Say how the optimiser's state is split: arrays by owner if the update is sharded, numbers not at all."""
+        check_program(program)
         if isinstance(program, Program):
             return replicated
         shards = _abstract_shards(params, program, accumulate)
-        check_elementwise(optimizer, shards)
+        whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, accumulate)), params)
+        check_elementwise(optimizer, shards, whole)
         state = jax.eval_shape(optimizer.init, shards)
         return jax.tree.map(lambda leaf: by_device if leaf.ndim else replicated, state)
 
@@ -121,6 +126,7 @@ def train_step(
                 return optimizer.init(params)
             return optimizer.init(shard_of(params, program.scatter, accumulate=accumulate))
 
+        params = jax.tree.map(jnp.asarray, params)
         specs = state_specs(params, program)
         return shard_mapped(local, (replicated, program.spec), specs)(params, program)
 
@@ -128,11 +134,11 @@ def train_step(
         extras, gradients = _gradients(with_aux, params, batch, microbatches, accumulate)
         if isinstance(program, Program):
             gradients, extras = all_reduce((gradients, extras), program, mean=True, accumulate=accumulate)
-            params, state = _update(optimizer, params, state, gradients, scale)
+            params, state = _update(optimizer, params, state, gradients, scale, value=extras[0])
         else:
-            shards = reduce_scatter(gradients, program.scatter, mean=True, accumulate=accumulate)
-            params, state = _sharded_update(optimizer, params, state, shards, scale, program, accumulate)
             extras = all_reduce(extras, program.whole, mean=True, accumulate=accumulate)
+            shards = reduce_scatter(gradients, program.scatter, mean=True, accumulate=accumulate)
+            params, state = _sharded_update(optimizer, params, state, shards, scale, extras[0], program, accumulate)
         return params, state, *extras
 
     def true_mean_update(
@@ -140,25 +146,36 @@ def train_step(
     ) -> tuple[Any, ...]:
         sums = weighted_sums(with_aux, params, batch, weights, microbatches, accumulate)
         own = jax.eval_shape(with_aux, params, batch)
+
+        def means(extras: Any, weight: Any) -> Any:
+            return jax.tree.map(
+                lambda x, like: over(x, weight, nothing=jnp.nan).astype(mean_dtype(like.dtype)), extras, own
+            )
+
         if isinstance(program, Program):
             gradients, extras, weight = all_reduce(sums, program)
-            gradients = jax.tree.map(lambda x, like: (x / weight).astype(like.dtype), gradients, params)
-            params, state = _update(optimizer, params, state, gradients, scale)
+            extras = means(extras, weight)
+            gradients = jax.tree.map(lambda x, like: over(x, weight, nothing=0.0).astype(like.dtype), gradients, params)
+            params, state = _update(optimizer, params, state, gradients, scale, value=extras[0])
         else:
             extras, weight = all_reduce((sums.extras, sums.weight), program.whole)
+            extras = means(extras, weight)
             totals = reduce_scatter(sums.gradients, program.scatter, accumulate=accumulate)
-            shards = jax.tree.map(lambda x: (x / weight).astype(x.dtype), totals)
-            params, state = _sharded_update(optimizer, params, state, shards, scale, program, accumulate)
-        means = jax.tree.map(lambda x, like: (x / weight).astype(mean_dtype(like.dtype)), extras, own)
-        return params, state, *means
+            shards = jax.tree.map(lambda x: over(x, weight, nothing=0.0).astype(x.dtype), totals)
+            params, state = _sharded_update(optimizer, params, state, shards, scale, extras[0], program, accumulate)
+        return params, state, *extras
 
     def step(
         params: Any, state: Any, batch: Any, program: Program | Halves, *, weights: Any = None, scale: Any = None
     ) -> tuple[Any, ...]:
+        params = jax.tree.map(jnp.asarray, params)
         specs = state_specs(params, program)
+        check_batch(batch, fabric)
         update: Callable[..., tuple[Any, ...]]
         if per_example:
-            weights = jnp.ones(_n_examples(batch)) if weights is None else weights
+            n_examples = jnp.shape(jax.tree.leaves(batch)[0])[0]
+            weights = jnp.ones(n_examples) if weights is None else jnp.asarray(weights)
+            check_weights(weights, batch)
             update, inputs = true_mean_update, [batch, weights]
         elif weights is None:
             update, inputs = mean_update, [batch]
@@ -176,33 +193,30 @@ def train_step(
 
 
 def _update(
-    optimizer: optax.GradientTransformationExtraArgs, params: Any, state: Any, gradients: Any, scale: Any, **more: Any
+    optimizer: optax.GradientTransformation, params: Any, state: Any, gradients: Any, scale: Any, **more: Any
 ) -> tuple[Any, Any]:
     """Let the optimiser say what to change, and change it, times `scale` if there is one."""
-    updates, state = optimizer.update(gradients, state, params, **more)
+    updates, state = updates_of(optimizer, gradients, state, params, **more)
     if scale is not None:
         updates = jax.tree.map(lambda update: update * jnp.asarray(scale, update.dtype), updates)
     return optax.apply_updates(params, updates), state
 
 
 def _sharded_update(
-    optimizer: optax.GradientTransformationExtraArgs,
+    optimizer: optax.GradientTransformation,
     params: Any,
     state: Any,
     own_gradients: Any,
     scale: Any,
+    value: Any,
     halves: Halves,
     accumulate: DTypeLike | None,
 ) -> tuple[Any, Any]:
     """Update the weights that this chip owns, and gather everybody's."""
     own_params = shard_of(params, halves.scatter, accumulate=accumulate)
     layers = ShardedLayers(params, halves, accumulate)
-    own_params, state = _update(optimizer, own_params, state, own_gradients, scale, layers=layers)
+    own_params, state = _update(optimizer, own_params, state, own_gradients, scale, value=value, layers=layers)
     return all_gather(own_params, halves.gather, like=params, accumulate=accumulate), state
-
-
-def _n_examples(batch: Any) -> int:
-    return int(jax.tree.leaves(batch)[0].shape[0])
 
 
 def _gradients(
@@ -220,16 +234,19 @@ def _gradients(
             )
     pieces = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
 
+    def sum_dtype(own: Any) -> Any:
+        return travel_dtype(mean_dtype(own), accumulate)
+
     def widened(tree: Any) -> Any:
-        return jax.tree.map(lambda x: x.astype(travel_dtype(x.dtype, accumulate)), tree)
+        return jax.tree.map(lambda x: jnp.asarray(x).astype(sum_dtype(jnp.asarray(x).dtype)), tree)
 
     def add(total: Any, piece: Any) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, widened(differentiate(params, piece))), None
 
     shapes = jax.eval_shape(differentiate, params, jax.tree.map(lambda x: x[0], pieces))
-    start = jax.tree.map(lambda x: jnp.zeros(x.shape, travel_dtype(x.dtype, accumulate)), shapes)
+    start = jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x.dtype)), shapes)
     total, _ = lax.scan(add, start, pieces)
-    value, gradients = jax.tree.map(lambda x, like: (x / microbatches).astype(like.dtype), total, shapes)
+    value, gradients = jax.tree.map(lambda x, like: (x / microbatches).astype(mean_dtype(like.dtype)), total, shapes)
     return value, gradients
 
 

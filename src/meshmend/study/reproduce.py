@@ -84,7 +84,7 @@ class CaseResult:
 
     @property
     def efficiency(self) -> float:
-        """Work a chip and second with the hole over that without; the batch of a chip is the same."""
+        """Work per chip and second with the hole over that without; the batch of a chip is the same."""
         return (self.compute_s + self.full.seconds) / (self.compute_s + self.holed.seconds)
 
     @property
@@ -112,7 +112,7 @@ def reproduce(
     """Fit on the paper's full-mesh columns, predict its holed ones.
 
     `resnet_compute_s` and `bert_compute_s` replace the published step times where a better figure for the compute
-    part of a step on 1024 chips (32 images, 8 sequences a chip) is known: from the TPU compiler, say.
+    part of a step on 1024 chips (32 images, 8 sequences per chip) is known: from the TPU compiler, say.
     """
     given = {"ResNet-50": resnet_compute_s, "BERT": bert_compute_s}
     plans: dict[tuple[str, tuple[str, ...]], list[tuple[RowPairs, StepProfile]]] = {}
