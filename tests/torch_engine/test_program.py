@@ -38,7 +38,7 @@ def hand_made(shape: tuple[int, ...], total_chunks: int, *rows: tuple[int, int, 
 
 
 def test_a_program_by_hand() -> None:
-    # Chips 0, 1, 2 in a line, four chunks. Chunks 0 and 1 are summed at chip 2, chunks 2 and 3 at chip 0, and come back;
+    # Chips 0, 1, 2 in a line, four chunks. Chunks 0 and 1 are summed at chip 2, chunks 2 and 3 at chip 0, and return;
     # step 1 also takes chunk 3 alone, out of order with chunk 2.
     schedule = hand_made(
         (1, 3), 4,
