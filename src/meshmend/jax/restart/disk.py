@@ -242,7 +242,8 @@ class Disk:
             raise
         except Exception as error:  # a damaged file makes Orbax raise whatever it met
             raise RestartError(
-                f"The checkpoint of step {step} in {self.folder} is damaged or cannot be read: {error}", step=step
+                f"The checkpoint of step {step} in {self.folder} is damaged or cannot be read: {str(error)[:300]}",
+                step=step,
             ) from error
 
     def out_of_reach(self) -> str:

@@ -242,7 +242,8 @@ class Keeper:
             told = self._exchange({"extra": extra, "why": why}, patience_s)
             failures = [f"host {host}: {word['why']}" for host, word in self._by_host(told) if word["why"]]
             if failures:
-                problems += failures
+                more = f" (and on {len(failures) - 1} more hosts)" if len(failures) > 1 else ""
+                problems.append(failures[0] + more)
                 if source.kind == "disk":
                     self._damaged.add(source.step)
                 continue
