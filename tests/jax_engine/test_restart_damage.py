@@ -101,11 +101,11 @@ def make_pipe(path: Path, _: list[Path], __: random.Random) -> None:
 
 
 def forge(facts: Any, rng: random.Random) -> Any:
-    """Replace or drop one value anywhere in facts."""
+    """Replace or drop one value anywhere in facts, but not what the user kept with them: that may be anything."""
     path: list[Any] = []
     at = facts
     while isinstance(at, dict | list) and at and (not path or rng.random() < 0.6):
-        path.append(rng.choice(list(at) if isinstance(at, dict) else range(len(at))))
+        path.append(rng.choice([key for key in at if key != "extra"] if isinstance(at, dict) else range(len(at))))
         at = at[path[-1]]
     parent = facts
     for key in path[:-1]:
@@ -149,8 +149,22 @@ def forge_facts(path: Path, _: list[Path], rng: random.Random) -> None:
         path.write_text(json.dumps({"facts": text, "checksum": hashlib.sha256(text.encode()).hexdigest()}))
 
 
-ANYWHERE: list[Damage] = [flip_bit, scribble, truncate, lengthen, empty, delete, swap, replace, link, make_folder]
-IN_MEMORY: list[Damage] = [*ANYWHERE, flip_bit, make_huge, make_pipe, forge_header, mix_header]
+ANYWHERE: list[Damage] = [
+    flip_bit,
+    flip_bit,
+    scribble,
+    truncate,
+    lengthen,
+    empty,
+    delete,
+    swap,
+    replace,
+    link,
+    make_folder,
+    make_huge,
+    make_pipe,
+]
+IN_MEMORY: list[Damage] = [*ANYWHERE, forge_header, mix_header]
 
 
 def plain_files(folder: Path) -> list[Path]:
@@ -299,7 +313,7 @@ def damage_disk(folder: Path, seeds: range, monkeypatch: pytest.MonkeyPatch) -> 
             (on_disk.folder / "disk" / "x").rename(on_disk.folder / "disk" / "4")
             chosen, seen["swapped steps"] = [], seen["swapped steps"] + 1
         if memory:
-            chosen += copies
+            chosen += rng.sample(copies, rng.choice([0, 1, 2, 3]))
         for path in chosen:
             kinds = IN_MEMORY if path in copies else ANYWHERE
             damage = forge_facts if path.parent.name == "facts" and rng.random() < 0.5 else rng.choice(kinds)
