@@ -23,6 +23,8 @@ from meshmend.jax.restart.meet import free_port, meet
 from meshmend.jax.restart.messages import MAGIC, MAX_HELLO_BYTES, MessageError
 from meshmend.jax.restart.rendezvous_host import Fact
 
+WRONG_NUMBERS: tuple[Any, ...] = (0, 4, -1, True, 1.0, "1", None, [])
+WRONG_NONCES: tuple[Any, ...] = ("", "zz", "00" * 31, 7)
 TEXT = st.text('a\0\n"é→', max_size=5)
 
 
@@ -114,8 +116,8 @@ def test_a_rendezvous_without_a_secret_on_a_network_is_warned_of(monkeypatch: py
         (lambda nonce: hello(1, nonce, key=messages.make_key(SECRET, "other")), "key"),
         (lambda nonce: messages.pack("welcome", {}, KEY, nonce), "key"),
         (lambda nonce: hello(1, nonce, n=5), "size"),
-        *((partial(hello, wrong), "process") for wrong in (0, 4, -1, True, 1.0, "1", None, [])),
-        *((partial(hello, 1, nonce=wrong), "malformed") for wrong in ("", "zz", "00" * 31, 7)),
+        *((partial(hello, wrong), "process") for wrong in WRONG_NUMBERS),
+        *((partial(hello, 1, nonce=wrong), "malformed") for wrong in WRONG_NONCES),
         (lambda nonce: hello(1, nonce, fact=[]), "malformed"),
         (lambda nonce: hello(1, nonce, fact={"x": float("nan")}), "malformed"),
         (lambda nonce: messages.pack("hello", [], KEY, nonce), "malformed"),
