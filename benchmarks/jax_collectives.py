@@ -133,7 +133,7 @@ def main() -> None:
         return
     found = []
     for shape in options.shape or SHAPES:
-        # JAX takes its device count from the environment, once a process.
+        # JAX takes its device count from the environment, once per process.
         rows, columns = map(int, shape.split("x"))
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",

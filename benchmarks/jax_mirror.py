@@ -64,7 +64,7 @@ def main() -> None:
             parts = jax.block_until_ready(cut(params, state))
             sent = time.perf_counter()
             n_bytes = sum(
-                memory.write(copy_of(parts, layout, host_of_chip, host, 1, number, None))
+                memory.write(copy_of(parts, layout, host_of_chip, host, 1, number, None, "run"))
                 for host, memory in enumerate(memories)
             )
             if number >= 4:
@@ -75,7 +75,9 @@ def main() -> None:
         shutil.rmtree(folder)
     best = {name: min(values) for name, values in times.items()}
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, state)))
-    print(f"state {held / 1e6:.1f} MB (parameters and Adam), kept by all hosts together {n_bytes / 1e6:.1f} MB a step")
+    print(
+        f"state {held / 1e6:.1f} MB (parameters and Adam), kept by all hosts together {n_bytes / 1e6:.1f} MB per step"
+    )
     for name, seconds in best.items():
         print(f"{name:16} {seconds * 1e3:8.1f} ms  {seconds / best['step']:6.3f} of a step")
 

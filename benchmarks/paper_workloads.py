@@ -44,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(GLOBAL_BATCH), action="append")
     parser.add_argument("--shape", choices=SHAPES, action="append")
-    parser.add_argument("--json", action="store_true", help="one object a line")
+    parser.add_argument("--json", action="store_true", help="one object per line")
     options = parser.parse_args()
     if not options.json:
         print(f"{'model':11}{'chips':>11}{'batch':>6}{'GFLOP':>9}{'GB moved':>9}{'est. ms':>8}", end="")

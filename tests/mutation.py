@@ -45,7 +45,7 @@ TARGETS = {
     "files": Target("src/meshmend/files.py", ("tests/test_files.py",)),
     "program": Target("src/meshmend/torch/program.py", ("tests/torch_engine/test_program.py",)),
     "lanes": Target("src/meshmend/jax/lanes.py", ("tests/jax_engine/test_lanes.py",)),
-    "layout": Target("src/meshmend/jax/restart/elements.py", ("tests/jax_engine/test_restart_state.py",)),
+    "layout": Target("src/meshmend/jax/restart/elements.py", ("tests/jax_engine/test_elements.py",)),
 }
 
 

@@ -18,6 +18,7 @@ ORDER = [
     "topology",
     "routing",
     "schedule",
+    "faults",
     "verify",
     "halves",
     "lowering",
@@ -73,7 +74,8 @@ def test_imports_run_one_way(path: Path) -> None:
 
 
 def test_the_verifier_knows_no_planner() -> None:
-    assert "planning" not in imports_of(SOURCE / "verify.py")
+    for name in ("verify.py", "faults.py"):
+        assert "planning" not in imports_of(SOURCE / name)
 
 
 def test_drawing_knows_planners_only_for_the_figures_of_the_paper() -> None:

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from meshmend import Collective, Mesh, MeshmendError, Schedule, load, plan, save, verify
+from meshmend import Collective, Mesh, MeshmendError, Schedule, files, load, plan, save, verify
 from meshmend.errors import ScheduleFileError
 from meshmend.files import COLUMNS, from_text, to_text
 
@@ -120,8 +120,8 @@ class Bomb:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"drop": "step"}, "exactly the arrays of a schedule; look at step.npy"),
-        ({"extra": np.arange(3)}, "look at extra.npy"),
+        ({"drop": "step"}, "exactly the arrays of a schedule; look at 'step.npy'"),
+        ({"extra": np.arange(3)}, "look at 'extra.npy'"),
         ({"step": np.array([1.5])}, "step holds <f8, expected <i4"),
         ({"step": column("step").astype("<i8")}, "step holds <i8, expected <i4"),
         ({"step": column("step").astype(">i4")}, "step holds >i4, expected <i4"),
@@ -182,8 +182,9 @@ def test_pickles_are_never_opened(tmp_path: Path) -> None:
 def test_an_archive_that_unpacks_to_too_much_is_refused_unread(tmp_path: Path) -> None:
     path = tmp_path / "plan.npz"
     save(SCHEDULES["holed"], path)
-    with pytest.raises(ScheduleFileError, match=r"claims .* bytes unpacked; at most 1,000 are read"):
-        load(path, max_bytes=1000)
+    size = path.stat().st_size
+    with pytest.raises(ScheduleFileError, match=rf"claims .* bytes unpacked; at most {size:,} are read"):
+        load(path, max_bytes=size)
     save(SCHEDULES["holed"], tmp_path / "plan.txt")
     with pytest.raises(ScheduleFileError, match=r"bytes; at most 1,000 are read"):
         load(tmp_path / "plan.txt", max_bytes=1000)
@@ -262,3 +263,115 @@ def test_other_endings_and_missing_files(tmp_path: Path) -> None:
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(ScheduleFileError, match="not UTF-8"):
         load(tmp_path / "bad.txt")
+
+
+def test_an_array_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    path = archive(tmp_path)
+    with zipfile.ZipFile(path, "a") as target, pytest.warns(UserWarning, match="Duplicate name"):
+        target.writestr("step.npy", b"")
+    with pytest.raises(ScheduleFileError, match=r"look at 'step\.npy'"):
+        load(path)
+
+
+@pytest.mark.parametrize("packing", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_only_the_packing_of_save_is_unpacked(tmp_path: Path, packing: int) -> None:
+    path = archive(tmp_path)
+    with zipfile.ZipFile(path) as source:
+        members = {name: source.read(name) for name in source.namelist()}
+    with zipfile.ZipFile(path, "w", packing) as target:
+        for name, data in members.items():
+            target.writestr(name, data)
+    with pytest.raises(ScheduleFileError, match="packed in a way that no schedule is"):
+        load(path)
+
+
+NAMES = {
+    "escape sequence": "x\x1b]0;owned\x07\x1b[2J",
+    "new line": "two\nlines",
+    "markup": "[bold red]all is well[/]",
+    "closing markup": "all is well]",
+    "right to left": "\u202eelif",
+    "empty": "",
+    "long": "x" * 201,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("where", ["planner", "phases"])
+@pytest.mark.parametrize("ending", [".npz", ".txt"])
+def test_names_that_a_terminal_would_act_on_are_refused(tmp_path: Path, name: str, where: str, ending: str) -> None:
+    bad = NAMES[name] if where == "planner" else [NAMES[name], *["x"] * 7]
+    if ending == ".npz":
+        path = archive(tmp_path, header=header(**{where: bad}))
+    else:
+        path = tmp_path / "plan.txt"
+        lines = to_text(SCHEDULES["holed"]).split("\n")
+        lines[1] = json.dumps(json.loads(lines[1]) | {where: bad})
+        path.write_text("\n".join(lines))
+    with pytest.raises(
+        ScheduleFileError, match=r"the name .* cannot be in a file: expected 1 to 200 printable"
+    ) as error:
+        load(path)
+    assert str(error.value).isprintable()
+
+
+def test_what_cannot_be_loaded_is_not_saved(tmp_path: Path) -> None:
+    for names in ({"planner": "\x1b"}, {"phase_names": ("[b]",)}):
+        schedule = Schedule(
+            Mesh("1x1"), total_chunks=1, step=[], src=[], dst=[], op=[], owners=[0],
+            **names,  # type: ignore[arg-type]
+        )  # fmt: skip
+        with pytest.raises(ScheduleFileError, match="cannot be in a file"):
+            save(schedule, tmp_path / "plan.npz")
+    good = Schedule(
+        Mesh("1x1"), total_chunks=1, step=[], src=[], dst=[], op=[], owners=[0], planner="é" * 200,
+        phase_names=("größer (1/2): x",),
+    )  # fmt: skip
+    for ending in (".npz", ".txt"):
+        save(good, tmp_path / f"plan{ending}")
+        assert load(tmp_path / f"plan{ending}") == good
+    with pytest.raises(ScheduleFileError, match="cannot be written: Not a directory"):
+        save(good, tmp_path / "plan.npz" / "plan.npz")
+
+
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    for ending in (".npz", ".txt"):
+        device, pipe, folder, link = (tmp_path / f"{kind}{ending}" for kind in ("device", "pipe", "folder", "link"))
+        device.symlink_to("/dev/zero")
+        os.mkfifo(pipe)
+        folder.mkdir()
+        for path in (device, pipe, folder):
+            with pytest.raises(ScheduleFileError, match="not a regular file"):
+                load(path)
+        save(SCHEDULES["alone"], tmp_path / f"plan{ending}")
+        link.symlink_to(tmp_path / f"plan{ending}")
+        assert load(link) == SCHEDULES["alone"]
+    opened = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(ScheduleFileError, match="not a regular file"):
+        load(tmp_path / "device.npz")
+    with pytest.raises(ScheduleFileError, match="bytes; at most 10 are read"):
+        load(tmp_path / "plan.npz", max_bytes=10)
+    assert len(list(Path("/proc/self/fd").iterdir())) == opened
+
+
+def test_texts_have_a_limit_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.txt"
+    text = to_text(SCHEDULES["torus"])
+    save(SCHEDULES["torus"], path)
+    monkeypatch.setattr(files, "MAX_TEXT_BYTES", len(text))
+    assert load(path) == SCHEDULES["torus"]
+    save(SCHEDULES["torus"], path)
+    monkeypatch.setattr(files, "MAX_TEXT_BYTES", len(text) - 1)
+    with pytest.raises(ScheduleFileError, match=f"it has {len(text):,} bytes; at most {len(text) - 1:,} are read"):
+        load(path)
+    with pytest.raises(ScheduleFileError, match=r"too large for the text form\. Save it as \.npz"):
+        save(SCHEDULES["torus"], path)
+
+
+def test_messages_stay_short_whatever_is_in_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleFileError, match=r"is none of|…") as error:
+        load(archive(tmp_path, header=header(collective="x" * 10_000)))
+    assert len(str(error.value)) < 600 + len(str(tmp_path))
+    with pytest.raises(ScheduleFileError, match="larger than its mesh"):
+        # A number of chips that 64 bits do not hold.
+        load(archive(tmp_path, header=header(failed=["999999999x999999999x999999999@0,0,0"])))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
 import sys
 from collections import Counter
 from typing import Any, Literal
@@ -37,8 +38,10 @@ def test_a_correct_schedule_is_proven_by_both_methods(method: Any) -> None:
     proof = verify(line(), method=method)
     assert proof.method == method
     assert (proof.chips, proof.chunks, proof.steps, proof.transfers) == (3, 1, 4, 4)
-    assert (proof.false_pass_probability == 0) == (method == "exact")
-    assert "every contribution of 3 chips exactly once in 1 chunk" in str(proof)
+    assert proof.false_pass_probability == (0 if method == "exact" else 1 / (2**61 - 1))
+    # 1 / (2⁶¹ − 1) is 4.3 · 10⁻¹⁹: a bound is rounded up.
+    how = "counted exactly" if method == "exact" else "error below 5e-19"
+    assert f"proven all-reduce: every contribution of 3 chips exactly once in 1 chunk ({how}; " in str(proof)
 
 
 @pytest.mark.parametrize("method", ["exact", "fingerprint"])
@@ -132,7 +135,7 @@ def test_counting_cannot_wrap_round_to_a_right_looking_number() -> None:
     src, dst = steps % 2, 1 - steps % 2
     schedule = Schedule(Mesh("1x2"), total_chunks=1, step=steps, src=src, dst=dst, op=Op.REDUCE, owners=[0])
     for method in METHODS:
-        with pytest.raises(WrongSumError, match="got it 999 times"):
+        with pytest.raises(WrongSumError, match="got it 999 times or more"):
             verify(schedule, method=method)
 
 
@@ -142,7 +145,7 @@ def test_chunks_that_travel_together_are_followed_as_one() -> None:
 
 
 def test_blocks_of_chunks_are_all_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["meshmend.verify"], "MAX_STATE_BYTES", 64)
+    monkeypatch.setattr(sys.modules["meshmend.verify"], "MAX_STATE_BYTES", 256)
     schedule = plan(Mesh("4x4"), "two-color", verify=False)
     assert verify(schedule, method="exact").chunks == 4 * 16
     broken = corrupt(schedule, "drop", np.random.default_rng(0))
@@ -264,3 +267,111 @@ def test_a_copy_is_not_proven_and_cannot_be_changed(copied: Any) -> None:
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 1
     verify(other)
+
+
+def test_a_proof_has_one_error_bound_whatever_the_size() -> None:
+    # The wrong chunk is settled before the numbers are drawn, so more chips and chunks give no more chances to pass.
+    small, large = (verify(plan(Mesh(shape), "two-color"), method="fingerprint") for shape in ("2x2", "6x6"))
+    assert small.false_pass_probability == large.false_pass_probability
+    assert "in 144 chunks (" in str(large)
+
+
+def test_too_few_transfers_are_refused_before_the_mesh_is_looked_at() -> None:
+    lone = Schedule(Mesh("4x4"), total_chunks=1, step=[0], src=[0], dst=[1], op=[0], owners=[0])
+    with pytest.raises(
+        WrongSumError, match="all-reduce of 16 chips takes 15 transfers or more: the schedule has 1"
+    ) as e:
+        verify(lone)
+    assert (e.value.expected, e.value.got) == ("15 transfers or more", "1")
+    assert "neighbours" not in vars(lone.mesh)
+
+
+def test_other_survivors_of_the_same_number_are_noticed() -> None:
+    alone = Schedule(Mesh("1x2", failed=["0,0"]), total_chunks=1, step=[], src=[], dst=[], op=[], owners=[0])
+    with pytest.raises(VerificationError, match="has other survivors"):
+        verify(alone, mesh=Mesh("1x2", failed=["0,1"]))
+
+
+BOMBS = """
+import resource, sys
+import numpy as np
+from meshmend import Mesh, MeshmendError, Schedule, verify
+
+resource.setrlimit(resource.RLIMIT_AS, (3 * 2**30, 3 * 2**30))  # NumPy's threads reserve a good part of this
+
+def attempt(mesh, **columns):
+    try:
+        print(verify(Schedule(mesh, op=1, **columns)))
+    except MeshmendError as error:
+        print(type(error).__name__, error)
+
+# 50,000 runs of one chunk, then 50,000 transfers of them all, in one step: 2,500,000,000 writes of two chips.
+K = 50_000
+runs = np.concatenate([np.arange(K), np.zeros(K, int)])
+attempt(Mesh((1, 2)), total_chunks=K, step=np.repeat([0, 1], K), src=0, dst=1, first_chunk=runs,
+        n_chunks=np.repeat([1, K], K), owners=np.zeros(K, int))
+# 200,000 runs that one transfer per step moves all together, in 200,000 steps.
+K = 200_000
+runs = np.concatenate([np.arange(K), np.zeros(K, int)])
+attempt(Mesh((1, 2)), total_chunks=K, step=np.maximum(np.arange(2 * K) - K + 1, 0), src=0, dst=1, first_chunk=runs,
+        n_chunks=np.repeat([1, K], K), owners=np.zeros(K, int))
+# Sixteen million chips and one transfer.
+attempt(Mesh((8,) * 8), total_chunks=1, step=[0], src=[0], dst=[1], owners=[0])
+# A line of chips, every one of which sends to the far end.
+n = 20_000
+attempt(Mesh((1, n)), total_chunks=1, step=np.arange(n - 1), src=np.arange(1, n), dst=0, owners=[0])
+# A ring with a failed cable, and flows that would cross it: their routes need tables.
+n = 60_000
+attempt(Mesh((1, n), wrap=True, failed_cables=[((0, 0), (0, n - 1))]), total_chunks=1, step=np.zeros(n - 1, int),
+        src=np.arange(n - 1), dst=[n - 1 - i if i < n // 4 else i + 1 for i in range(n - 1)], owners=[0])
+print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, "MB")
+"""
+
+
+def test_hostile_schedules_are_refused_before_they_take_memory() -> None:
+    """In a process of its own, which may not have much more memory than it needs."""
+    done = subprocess.run([sys.executable, "-c", BOMBS], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    n_far = sum(range(2, 20_000))
+    collision, work, few, hops, tables, peak = done.stdout.splitlines()
+    assert collision.startswith("CollisionError Step 1 writes chunk 0 of chip (0,1) twice")
+    # 200,000 single moves, 200,000 of 200,000; the cells of two chips; the transfers, and 1,024 for each step.
+    n = 200_000
+    moves = n + n**2 + 2 * n + 2 * n + (n + 1) * 1024
+    assert work.startswith("VerificationError To prove 400,000 transfers of 200,000 different runs of chunks between 2")
+    assert f"takes {moves:,} moves; at most 8,589,934,592 are made" in work
+    assert few.startswith("WrongSumError The all-reduce of 16,777,216 chips takes 16,777,215 transfers or more")
+    assert f"takes {n_far:,} hops; the limit is 4,194,304" in hops
+    assert "cells of route tables; the limit is 1,073,741,824" in tables
+    assert int(peak.split()[1]) < 1000
+
+
+def test_a_proof_that_would_take_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["meshmend.verify"]
+    # Three chips, one class, moved four times: by fingerprints 4 + 3 moves, 4 transfers, and 4 steps.
+    work = 4 + 3 + 4 + 4 * 1024
+    monkeypatch.setattr(module, "MAX_WORK", work)
+    assert verify(line(), method="fingerprint").steps == 4
+    monkeypatch.setattr(module, "MAX_WORK", work - 1)
+    with pytest.raises(VerificationError, match=f"3 chips takes {work:,} moves; at most {work - 1:,} are made"):
+        verify(line(), method="fingerprint")
+    # Two blocks of chunks follow every step twice.
+    two = line(total_chunks=2, n_chunks=1, owners=[2, 1])
+    monkeypatch.setattr(module, "MAX_STATE_BYTES", 3 * 16)
+    monkeypatch.setattr(module, "MAX_WORK", 4 + 6 + 2 * (4 + 4 * 1024) - 1)
+    with pytest.raises(VerificationError, match="4 transfers of 2 different runs of chunks between 3 chips"):
+        verify(two, method="fingerprint")
+
+
+def test_chips_too_many_to_count_exactly_are_counted_by_fingerprints(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["meshmend.verify"]
+    monkeypatch.setattr(module, "MAX_STATE_BYTES", 9)
+    assert verify(line(), method="exact").chips == 3
+    monkeypatch.setattr(module, "MAX_STATE_BYTES", 8)
+    with pytest.raises(VerificationError, match="3 chips exactly takes 9 bytes for a chunk; at most 8 are used"):
+        verify(line(), method="exact")
+    monkeypatch.setattr(module, "EXACT_CELLS", 9)
+    monkeypatch.setattr(module, "MAX_STATE_BYTES", 9)
+    assert verify(line()).method == "exact"
+    monkeypatch.setattr(module, "EXACT_CELLS", 8)
+    assert verify(line()).method == "fingerprint"

@@ -191,9 +191,9 @@ def draw(story: Story, victim: int, killed_at: float, committed_at: float, path:
     figure = Figure(figsize=(8, 5), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
     top.plot(seconds, [step["loss"] for step in steps], ".-", markersize=4)
-    top.set_ylabel("loss (nats a letter)")
+    top.set_ylabel("loss (nats per letter)")
     bottom.step(seconds[1:], rate, where="pre")
-    bottom.set_ylabel("examples a second")
+    bottom.set_ylabel("examples per second")
     bottom.set_ylim(0)
     bottom.set_xlabel("seconds since the first step")
     for axes in (top, bottom):

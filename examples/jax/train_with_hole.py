@@ -119,7 +119,7 @@ def plot(losses: dict[str, list[float]], title: str, path: Path) -> None:
         upper.plot(values, ("-", "--", ":")[number], color=f"C{number}", label=name, linewidth=2)
         if name != "lax.psum":
             lower.plot((np.array(values) / reference - 1) * 1e7, "ox"[number - 1], color=f"C{number}", markersize=4)
-    upper.set(title=title, ylabel="loss (nats a letter)")
+    upper.set(title=title, ylabel="loss (nats per letter)")
     lower.set(xlabel="step", ylabel="relative difference\nfrom psum, 1e-7")
     lower.axhline(0, color="C0", linewidth=1)
     upper.legend()

@@ -7,6 +7,8 @@
 60
 """
 
+from importlib import metadata
+
 from meshmend.cost import Forecast, Hardware, bound, predict
 from meshmend.drawing import draw
 from meshmend.errors import MeshmendError, PlanError, VerificationError
@@ -16,7 +18,10 @@ from meshmend.schedule import Collective, Op, Schedule
 from meshmend.topology import Mesh, Region
 from meshmend.verify import Proof, verify
 
-__version__ = "0.1.0"
+try:
+    __version__ = metadata.version("meshmend")
+except metadata.PackageNotFoundError:  # run from a source tree that was never installed
+    __version__ = "0+unknown"
 
 __all__ = [
     "Collective",

@@ -7,13 +7,30 @@ so that a program can act on them without reading prose.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
 
 Coordinate = tuple[int, ...]
 """A chip's place in the mesh; `(row, column)` in 2-D."""
 
 
 class MeshmendError(Exception):
-    """The root of the tree: catch this to catch everything meshmend raises on purpose."""
+    """The root of the tree: catch this to catch everything meshmend raises on purpose.
+
+    An error can cross to another process: pickled and copied, it keeps its type, its message and its fields, whatever
+    the arguments of its constructor are.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Python's own way calls the constructor with the message alone, which most of these do not take.
+        return _made_again, (type(self), self.args, dict(self.__dict__))
+
+
+def _made_again(kind: type[MeshmendError], args: tuple[Any, ...], fields: dict[str, Any]) -> MeshmendError:
+    error = kind.__new__(kind, *args)
+    super(MeshmendError, error).__init__(*args)  # that of ValueError, ImportError, …
+    error.__dict__.update(fields)
+    return error
 
 
 class MeshError(MeshmendError, ValueError):
@@ -28,6 +45,10 @@ class ScheduleFileError(MeshmendError, ValueError):
     """A file is not a schedule that can be trusted; nothing in it was executed."""
 
 
+class CacheWarning(UserWarning):
+    """A plan cache could not be used as asked: its entry is damaged, or a plan cannot be kept. Plans are made anew."""
+
+
 class ParameterError(MeshmendError, ValueError):
     """A parameter has a value, or a name, that makes no sense."""
 
@@ -35,7 +56,7 @@ class ParameterError(MeshmendError, ValueError):
 class MissingExtraError(MeshmendError, ImportError):
     """Something that only some parts need is not installed.
 
-    Fields: `needed_for`, `missing` (what is not there), `install` (a command that brings it).
+    Fields: `needed_for`, `missing` (what is not there), `install` (a command that brings it; see `install_hint`).
     """
 
     def __init__(self, needed_for: str, missing: str, install: str) -> None:
@@ -52,19 +73,22 @@ class DrawingError(MeshmendError, ValueError):
 class PlanError(MeshmendError):
     """A planner cannot serve a mesh.
 
-    Fields: `planner` (its name), `mesh_name`, `why`, `alternatives` (planners that can serve this mesh).
+    Fields: `planner` (its name), `mesh_name`, `why`, `alternatives` (planners that can serve this mesh; empty too
+    where None was passed because nobody has asked the others).
     """
 
-    def __init__(self, planner: str, mesh_name: str, why: str, alternatives: Sequence[str] = ()) -> None:
+    def __init__(self, planner: str, mesh_name: str, why: str, alternatives: Sequence[str] | None = ()) -> None:
         self.planner = planner
         self.mesh_name = mesh_name
         self.why = why
-        self.alternatives = tuple(alternatives)
+        self.alternatives = tuple(alternatives or ())
         if self.alternatives:
-            advice = f"Planners that can serve this mesh: {', '.join(self.alternatives)}."
+            advice = f" Planners that can serve this mesh: {', '.join(self.alternatives)}."
+        elif alternatives is None:
+            advice = ""
         else:
-            advice = "No other planner here can serve this mesh either."
-        super().__init__(f"{planner} cannot plan for {mesh_name}: {why} {advice}")
+            advice = " No other planner here can serve this mesh either."
+        super().__init__(f"{planner} cannot plan for {mesh_name}: {why}{advice}")
 
 
 class RoutingError(MeshmendError):
@@ -88,9 +112,9 @@ class RoutingError(MeshmendError):
 
 
 class DeadlockError(RoutingError):
-    """Packets can wait for each other in a circle.
+    """Packets can deadlock: they can wait for each other in a cycle.
 
-    Field `cycle`: the channels of the circle in order, each as (from chip, to chip, virtual channel); each waits
+    Field `cycle`: the channels of the cycle in order, each as (from chip, to chip, virtual channel); each waits
     for the next, and the last for the first.
     """
 
@@ -194,17 +218,25 @@ class LostChipError(MeshmendError, RuntimeError):
 
 
 class LedgerError(MeshmendError):
-    """A job's committed steps have a gap, or have not used each sample exactly once an epoch.
+    """A job's ledger is damaged, has a gap, or does not use each sample exactly once per epoch.
 
-    Fields, each None (or empty) where it does not apply: `step`, `epoch`, `samples` (their record numbers).
+    Fields, each None (or empty) where it does not apply: `step`, `epoch`, `samples` (their record numbers), `offset`
+    (the byte of the file where damage begins).
     """
 
     def __init__(
-        self, message: str, *, step: int | None = None, epoch: int | None = None, samples: Sequence[int] = ()
+        self,
+        message: str,
+        *,
+        step: int | None = None,
+        epoch: int | None = None,
+        samples: Sequence[int] = (),
+        offset: int | None = None,
     ) -> None:
         self.step = step
         self.epoch = epoch
         self.samples = tuple(samples)
+        self.offset = offset
         super().__init__(message)
 
 
@@ -215,3 +247,30 @@ def name_chip(chip: Sequence[int]) -> str:
     '(6,8)'
     """
     return "(" + ",".join(str(int(x)) for x in chip) + ")"
+
+
+def install_hint(extra: str | None = None) -> str:
+    """Say how meshmend, or one of its extras, is installed: from a package index, and in a checkout.
+
+    >>> install_hint("jax")
+    "pip install 'meshmend[jax]' (in a checkout: pip install '.[jax]')"
+    >>> install_hint()
+    'pip install meshmend (in a checkout: pip install .)'
+    """
+    if extra is None:
+        return "pip install meshmend (in a checkout: pip install .)"
+    return f"pip install 'meshmend[{extra}]' (in a checkout: pip install '.[{extra}]')"
+
+
+def require(*modules: str, needed_for: str, extra: str) -> None:
+    """Raise `MissingExtraError` if one of these modules is not installed; none of them is imported.
+
+    >>> require("json", needed_for="Reading", extra="draw")
+    >>> require("json", "no_such_module", needed_for="Reading", extra="draw")
+    Traceback (most recent call last):
+    ...
+    meshmend.errors.MissingExtraError: Reading needs no_such_module, which is not installed here. Install it with: ...
+    """
+    for module in modules:
+        if find_spec(module) is None:
+            raise MissingExtraError(needed_for, module, install_hint(extra))

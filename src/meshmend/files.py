@@ -1,17 +1,22 @@
 """Files: a schedule on disk, as `.npz` (compact) or `.txt` (for reading, diffing and writing by hand).
 
-A file is untrusted input. Nothing in it is executed (no pickle), sizes are checked before anything is read,
-and every number is checked before it is used: what cannot be trusted raises `ScheduleFileError`.
-Loading says that a file is well formed; that it is a correct all-reduce is for `verify` to say.
+A file is untrusted input. Nothing in it is executed (no pickle), only regular files are opened, sizes are checked
+before anything is read, every number is checked before it is used, and names may hold nothing that a terminal would
+act on: what cannot be trusted raises `ScheduleFileError`. Loading says that a file is well formed; that it is a
+correct all-reduce is for `verify` to say.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import stat
+import struct
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
@@ -27,8 +32,12 @@ from meshmend.topology import Mesh, Region, name_cable, name_shape, parse_chip
 FORMAT = 1
 """Version of both forms; a reader refuses the versions that it does not know."""
 
-MAX_BYTES = 2**32
-"""Largest schedule, unpacked, that is read unless the caller allows more."""
+MAX_BYTES = 2**31
+"""Largest schedule, unpacked, that is read unless the caller allows more: 80 million transfers."""
+MAX_TEXT_BYTES = 2**26
+"""Largest text form, which takes ten times its size to read: more than a million transfers."""
+MAX_NAME = 200
+"""Characters of the name of a planner or of a phase."""
 
 COLUMNS = {
     "step": "<i4",
@@ -41,7 +50,10 @@ COLUMNS = {
     "owners": "<i4",
 }
 _MAX_HEADER_BYTES = 2**20
-_MAX_TEXT_CHUNKS = 2**26
+_MAX_TEXT_CHUNKS = 2**24
+_MAX_MESSAGE = 500
+_PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+"""Ways of packing that `save` uses, and that fail in few ways."""
 
 
 def save(schedule: Schedule, path: str | Path) -> None:
@@ -55,28 +67,40 @@ def save(schedule: Schedule, path: str | Path) -> None:
     True
     """
     path = Path(path)
-    match path.suffix:
-        case ".npz":
-            header = np.frombuffer(json.dumps(_describe(schedule)).encode(), dtype=np.uint8)
-            columns = {name: getattr(schedule, name).astype(dtype) for name, dtype in COLUMNS.items()}
-            np.savez_compressed(path, header=header, **columns)
-        case ".txt":
-            path.write_text(to_text(schedule), encoding="utf-8")
-        case other:
-            raise ScheduleFileError(f"{path.name} ends in {other!r}; a schedule is saved as .npz or .txt.")
+    for name in (schedule.planner, *schedule.phase_names):
+        _check_name(name)
+    try:
+        match path.suffix:
+            case ".npz":
+                header = np.frombuffer(json.dumps(_describe(schedule)).encode(), dtype=np.uint8)
+                columns = {name: getattr(schedule, name).astype(dtype) for name, dtype in COLUMNS.items()}
+                np.savez_compressed(path, header=header, **columns)
+            case ".txt":
+                text = to_text(schedule)
+                if len(text) > MAX_TEXT_BYTES or schedule.total_chunks > _MAX_TEXT_CHUNKS:
+                    raise ScheduleFileError(f"{schedule!r} is too large for the text form. Save it as .npz.")
+                path.write_text(text, encoding="utf-8")
+            case other:
+                raise ScheduleFileError(f"{path.name} ends in {other!r}; a schedule is saved as .npz or .txt.")
+    except OSError as error:
+        raise ScheduleFileError(f"{path} cannot be written: {error.strerror or error}.") from error
 
 
 def load(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Schedule:
-    """Read a schedule that `save` wrote, or that anybody else wrote and that may be damaged or hostile."""
+    """Read a schedule that `save` wrote, or that anybody else wrote and that may be damaged or hostile.
+
+    At most `max_bytes` are unpacked; of the text form no more than `MAX_TEXT_BYTES` are read.
+    """
     path = Path(path)
     try:
         match path.suffix:
             case ".npz":
-                return _read_npz(path, max_bytes)
+                with _open_regular(path, max_bytes) as file:
+                    return _read_npz(file, max_bytes)
             case ".txt":
-                if path.stat().st_size > max_bytes:
-                    raise ScheduleFileError(f"it has {path.stat().st_size:,} bytes; at most {max_bytes:,} are read.")
-                return from_text(path.read_text(encoding="utf-8"))
+                limit = min(max_bytes, MAX_TEXT_BYTES)
+                with _open_regular(path, limit) as file:
+                    return from_text(file.read(limit).decode())
             case other:
                 raise ScheduleFileError(f"its name ends in {other!r}; a schedule is .npz or .txt.")
     except OSError as error:
@@ -84,7 +108,34 @@ def load(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Schedule:
     except UnicodeDecodeError as error:
         raise ScheduleFileError(f"{path} is not a schedule: its text is not UTF-8.") from error
     except (ScheduleFileError, ScheduleError, MeshError) as error:
-        raise ScheduleFileError(f"{path} is not a schedule to be trusted: {error}") from error
+        why = str(error)
+        if len(why) > _MAX_MESSAGE:
+            why = why[:_MAX_MESSAGE] + " …"
+        raise ScheduleFileError(f"{path} is damaged or is not a schedule: {why}") from error
+
+
+def _open_regular(path: Path, max_bytes: int) -> IO[bytes]:
+    """Open a file of a known size: no pipe that never ends, no device, whatever the links that lead there."""
+    # Without O_NONBLOCK, opening a pipe that nobody writes to would wait for ever.
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    file = os.fdopen(handle, "rb") if stat.S_ISREG(os.fstat(handle).st_mode) else None
+    if file is None:
+        os.close(handle)
+        raise ScheduleFileError("it is not a regular file.")
+    size = os.fstat(handle).st_size
+    if size > max_bytes:
+        file.close()
+        raise ScheduleFileError(f"it has {size:,} bytes; at most {max_bytes:,} are read.")
+    return file
+
+
+def _check_name(name: str) -> None:
+    """Refuse names with control characters or markup: they are printed, and terminals and Rich act on those."""
+    if not (1 <= len(name) <= MAX_NAME and name.isprintable()) or "[" in name or "]" in name:
+        raise ScheduleFileError(
+            f"the name {name[:MAX_NAME]!r} cannot be in a file: expected 1 to {MAX_NAME} printable characters "
+            "without square brackets."
+        )
 
 
 def _describe(schedule: Schedule) -> dict[str, Any]:
@@ -102,14 +153,17 @@ def _describe(schedule: Schedule) -> dict[str, Any]:
     }
 
 
-def _read_npz(path: Path, max_bytes: int) -> Schedule:
+def _read_npz(file: IO[bytes], max_bytes: int) -> Schedule:
     try:
-        with zipfile.ZipFile(path) as archive:
-            members = {info.filename: info for info in archive.infolist()}
-            wanted = {f"{name}.npy" for name in ("header", *COLUMNS)}
-            if set(members) != wanted:
-                odd = sorted(set(members) ^ wanted)
-                raise ScheduleFileError(f"it should hold exactly the arrays of a schedule; look at {odd[0]}.")
+        with zipfile.ZipFile(file) as archive:
+            names = [info.filename for info in archive.infolist()]
+            wanted = [f"{name}.npy" for name in ("header", *COLUMNS)]
+            if sorted(names) != sorted(wanted):
+                odd = min(Counter(names) - Counter(wanted) or Counter(wanted) - Counter(names))
+                raise ScheduleFileError(f"it should hold exactly the arrays of a schedule; look at {odd[:40]!r}.")
+            members = dict(zip(names, archive.infolist(), strict=True))
+            if any(info.compress_type not in _PACKED for info in members.values()):
+                raise ScheduleFileError("its arrays are packed in a way that no schedule is.")
             claimed = sum(info.file_size for info in members.values())
             if claimed > max_bytes:
                 raise ScheduleFileError(f"it claims {claimed:,} bytes unpacked; at most {max_bytes:,} are read.")
@@ -118,11 +172,26 @@ def _read_npz(path: Path, max_bytes: int) -> Schedule:
                 info = members[f"{name}.npy"]
                 with archive.open(info) as stream:
                     arrays[name] = _read_array(stream, name, dtype, info.file_size)
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+    except ScheduleFileError:
+        raise
+    except _ZIP_ERRORS as error:
         raise ScheduleFileError(f"the archive is damaged ({error}).") from error
     header = _read_header(arrays.pop("header").tobytes())
     return Schedule(header.pop("mesh"), **header, **arrays)
 
+
+_ZIP_ERRORS = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    EOFError,
+    NotImplementedError,
+    RuntimeError,
+    ValueError,
+    OverflowError,
+    IndexError,
+)
+"""What `zipfile` raises for archives that are damaged in one way or another."""
 
 _ARRAY_HEADER = re.compile(
     rb"\{'descr': '([<>|=]?\w+)', 'fortran_order': (?:True|False), 'shape': \(([\d, ]*)\), \} *\n", re.ASCII
@@ -176,8 +245,10 @@ def _read_header(data: bytes) -> dict[str, Any]:
             raise ScheduleFileError(f"{key} in its header should be {kind.__name__}, got {header.get(key)!r}.")
     if header["collective"] not in tuple(Collective):
         raise ScheduleFileError(f"its collective {header['collective']!r} is none of {', '.join(Collective)}.")
-    shape, failed = listed("shape", int), listed("failed", str)
-    if sum(Region.parse(hole).n_chips for hole in failed) > math.prod(shape):
+    shape, failed, phases = listed("shape", int), listed("failed", str), listed("phases", str)
+    for name in (header["planner"], *phases):
+        _check_name(name)
+    if sum(math.prod(Region.parse(hole).shape) for hole in failed) > math.prod(shape):
         raise ScheduleFileError("the holes in its header are larger than its mesh.")
     return {
         "mesh": Mesh(
@@ -189,7 +260,7 @@ def _read_header(data: bytes) -> dict[str, Any]:
         "total_chunks": header["chunks"],
         "collective": Collective(header["collective"]),
         "planner": header["planner"],
-        "phase_names": tuple(listed("phases", str)),
+        "phase_names": tuple(phases),
     }
 
 
@@ -278,9 +349,9 @@ def _header_of_text(line: str) -> bytes:
         header = json.loads(line)
         header["format"] = FORMAT
         header["shape"] = [int(n) for n in str(header["shape"]).split("x")]
+        return json.dumps(header).encode()
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ScheduleFileError(f"line 2 is not a header ({error}).") from error
-    return json.dumps(header).encode()
 
 
 def _read_owners(line: str, total_chunks: int, rank: Callable[[str], int]) -> NDArray[np.int32]:

@@ -7,38 +7,56 @@ exactly once, everywhere.
 Two ways of counting, and the result says which was used:
 
 - *exact*: a count for every (chip, chunk, contributor). For small problems.
-- *fingerprint*: each contributor gets a random number below the prime 2⁶¹ − 1, and a chip holds the sum of what it
-  received, modulo that prime. Two different multisets of contributions have the same sum with probability below
-  2⁻⁶⁰, whatever the schedule, because the numbers are drawn after the schedule is fixed.
+- *fingerprint*: contributor i gets a random number rᵢ below the prime p = 2⁶¹ − 1, and a chip holds the sum of what it
+  received, modulo p. Beside it travels the number of contributions in that sum. A wrong schedule passes with
+  probability at most 1/p, whatever it does:
 
-Chunks that always travel together are followed as one, so the work depends on the schedule, not on K.
+  1. Let mᵢ be how often contribution i is in what one chip holds of one chunk, and T = Σ mᵢ. The number that travels
+     is min(T, L) for L = 2³²: it starts at 1, a COPY brings its own along, and a REDUCE keeps it so because
+     min(min(a, L) + min(b, L), L) = min(a + b, L). It never wraps, and where it says P < L, T is P.
+  2. A wrong schedule leaves some chip with a wrong chunk. Which one is settled before the numbers are drawn. If T ≠ P
+     there, it is caught. If T = P, then 0 ≤ mᵢ ≤ P < p, and some mᵢ − 1 is not 0, hence not 0 modulo p. So
+     Σ (mᵢ − 1) rᵢ is a linear form over the field of p elements that is not 0, and independent, uniform rᵢ make it
+     vanish with probability 1/p exactly.
+  3. The schedule passes only if this chunk does. Other chips, chunks and blocks of chunks can only catch more.
+
+  In an all-gather T must be 1. Then one contribution is there, and another chip's has the owner's number with
+  probability 1/p.
+
+Chunks that always travel together are followed as one, so the work depends on the schedule, not on K. How much work it
+will be is found out from the schedule's numbers first: a schedule that would take too long, or too much memory, is
+refused before anything is expanded.
 """
 
 from __future__ import annotations
 
+import decimal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from itertools import pairwise
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshmend import routing
-from meshmend.errors import CollisionError, DeadPathError, VerificationError, WrongSumError, name_chip
+from meshmend.errors import RoutingError, VerificationError, WrongSumError, name_chip
+from meshmend.faults import raise_collision, raise_dead_path, raise_wrong_sum
 from meshmend.schedule import Collective, Op, Schedule
 from meshmend.topology import Mesh
 
 PRIME = np.uint64(2**61 - 1)
+MANY = np.uint64(2**32)
+"""Where the count of contributions stops: far above any number of chips, far below what 64 bits hold twice."""
 EXACT_CELLS = 2**24
 """Largest (chips × chunks × chips) that is counted exactly by default: 16 MB of counters."""
-MAX_MOVES = 2**36
-"""Chunk moves beyond this would take hours: such a schedule is refused rather than followed."""
-
-MAX_STATE_BYTES = 2**29
-"""Contributions are followed for as many chunks at a time as fit in this."""
-EXPLAIN_WIDTH = 1024
-"""Contributors followed at a time when a fault is explained."""
+MAX_WORK = 2**33
+"""Numbers that are moved at most, in some ten minutes. A schedule that takes more is refused, not followed."""
+STEP_WORK = 2**10
+"""What it costs to turn to the next step, in numbers moved."""
+MAX_STATE_BYTES = 2**26
+"""Contributions are followed for as many chunks at a time as fit in this; a step in the works takes five times more."""
 
 Method = Literal["exact", "fingerprint"]
 Words = NDArray[np.unsignedinteger[Any]]
@@ -59,7 +77,9 @@ class Proof:
     seconds: float
 
     def __str__(self) -> str:
-        how = "counted exactly" if self.method == "exact" else f"error below {self.false_pass_probability:.0e}"
+        up = decimal.Context(prec=1, rounding=decimal.ROUND_CEILING)
+        bound = up.create_decimal_from_float(self.false_pass_probability)
+        how = "counted exactly" if self.method == "exact" else f"error below {bound:.0e}"
         return (
             f"proven {self.collective}: every contribution of {self.chips:,} chips exactly once in "
             f"{self.chunks:,} chunk{'s' * (self.chunks != 1)} ({how}; {self.seconds:.2f} s)"
@@ -84,19 +104,21 @@ def verify(
     'exact'
     """
     started = time.perf_counter()
+    _check_transfers(schedule)
     _check_paths(schedule, mesh or schedule.mesh)
     classes = _Classes(schedule)
     if method is None:
         cells = schedule.mesh.n_chips**2 * classes.n
         method = "exact" if cells <= EXACT_CELLS else "fingerprint"
     ledger = _Ledger(schedule, method, seed)
+    _check_work(schedule, classes, ledger)
     for block in ledger.blocks(classes.n):
         held = ledger.start(block.stop - block.start)
-        _replay(schedule, classes, block.start, block.stop, held)
+        _replay(schedule, classes, block.start, block.stop, ledger, held)
         fault = ledger.fault(held, classes.owners[block])
         if fault is not None:
             chip, chunk_class = fault
-            _explain(schedule, chip, int(classes.starts[block.start + chunk_class]))
+            raise_wrong_sum(schedule, chip, int(classes.starts[block.start + chunk_class]))
     # A proof for another mesh, or by fingerprints that a file's author could know, is no proof for an engine.
     if (mesh is None or mesh == schedule.mesh) and (method == "exact" or seed is None):
         schedule._is_proven = True
@@ -107,7 +129,7 @@ def verify(
         chunks=schedule.total_chunks,
         steps=schedule.n_steps,
         transfers=schedule.n_transfers,
-        false_pass_probability=0.0 if method == "exact" else schedule.mesh.n_chips * classes.n / float(PRIME),
+        false_pass_probability=0.0 if method == "exact" else 1 / float(PRIME),
         seconds=time.perf_counter() - started,
     )
 
@@ -120,6 +142,21 @@ def ensure_proven(schedule: Schedule) -> None:
     """
     if not schedule.is_proven:
         verify(schedule)
+
+
+def _check_transfers(schedule: Schedule) -> None:
+    """Refuse what cannot be right by its number of transfers, before any table of the mesh's size is made.
+
+    Whatever the collective: all chips but one must send something, or all chips but one must be sent something.
+    """
+    least = schedule.mesh.n_chips - 1
+    if schedule.n_transfers < least:
+        raise WrongSumError(
+            f"The {schedule.collective} of {least + 1:,} chips takes {least:,} transfers or more: "
+            f"the schedule has {schedule.n_transfers:,}.",
+            expected=f"{least:,} transfers or more",
+            got=f"{schedule.n_transfers:,}",
+        )
 
 
 class _Classes:
@@ -135,50 +172,74 @@ class _Classes:
         self.owners = schedule.owners[self.starts].astype(np.int64)
         self.first = np.searchsorted(bounds, first)
         self.last = np.searchsorted(bounds, first + schedule.n_chunks)
-        moves = int((self.last - self.first).sum())
-        if moves > MAX_MOVES:
-            raise VerificationError(
-                f"The schedule moves {moves:,} chunks in all; following more than {MAX_MOVES:,} would take hours."
-            )
+        self.n_moves = int((self.last - self.first).sum())
+        """How many classes all transfers move together."""
 
-    def moves(self, rows: slice, first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return (row, class) of everything that `rows` move within classes first … last−1, counted from `first`."""
+    def moves(self, rows: slice, first: int, last: int, cells: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return (row, class) of everything that `rows` move within classes first … last−1, counted from `first`.
+
+        Rows of one step that write more often than there are cells to write to collide. Then only as many of them are
+        returned as it takes to collide for certain.
+        """
         low = np.maximum(self.first[rows], first)
         length = np.maximum(np.minimum(self.last[rows], last) - low, 0)
-        row = np.repeat(np.arange(rows.start, rows.stop), length)
-        within = np.arange(len(row)) - np.repeat(np.cumsum(length) - length, length)
+        ends = np.cumsum(length)
+        if ends[-1] > cells:
+            enough = int(np.searchsorted(ends, cells, side="right")) + 1
+            low, length, ends = low[:enough], length[:enough], ends[:enough]
+        row = np.repeat(np.arange(rows.start, rows.start + len(length)), length)
+        within = np.arange(len(row)) - np.repeat(ends - length, length)
         return row, np.repeat(low, length) + within - first
 
 
 class _Ledger:
     """The specification: what a chip holds to begin with, and what the collective wants it to hold in the end.
 
-    Contributions are rows of `marks`: unit vectors for the exact method, where a 2 stands for two or more, or one
-    random number each for fingerprints. In an all-gather only the owner's counts; the others hold junk.
+    Contributions are rows of `marks`: unit vectors for the exact method, where a 2 stands for two or more, or a random
+    number and a 1, the count, for fingerprints. In an all-gather only the owner's counts; the others hold junk.
     """
 
     def __init__(self, schedule: Schedule, method: Method, seed: int | None) -> None:
         self.collective = schedule.collective
         self.n_chips = schedule.mesh.n_chips
+        self.is_exact = method == "exact"
         self.marks: Words
         self.total: Words
-        if method == "exact":
+        if self.is_exact:
+            if self.n_chips**2 > MAX_STATE_BYTES:
+                raise VerificationError(
+                    f"To count {self.n_chips:,} chips exactly takes {self.n_chips**2:,} bytes for a chunk; at most "
+                    f"{MAX_STATE_BYTES:,} are used. Use method='fingerprint'."
+                )
             self.marks = np.eye(self.n_chips, dtype=np.uint8)
             self.total = np.ones(self.n_chips, dtype=np.uint8)
         else:
             draws = np.random.default_rng(seed).integers(0, PRIME, self.n_chips, dtype=np.uint64)
-            self.marks = draws[:, None]
-            self.total = np.array([sum(map(int, draws)) % int(PRIME)], dtype=np.uint64)
+            self.marks = np.stack([draws, np.ones_like(draws)], axis=1)
+            self.total = np.array([sum(map(int, draws)) % int(PRIME), self.n_chips], dtype=np.uint64)
+
+    @property
+    def width(self) -> int:
+        """Classes of chunks that are followed at a time."""
+        return max(1, MAX_STATE_BYTES // self.marks.nbytes)
 
     def blocks(self, n_classes: int) -> Iterator[slice]:
         """Cut the classes into blocks that fit in memory."""
-        width = max(1, MAX_STATE_BYTES // (self.n_chips * self.marks.shape[1] * self.marks.itemsize))
-        for first in range(0, n_classes, width):
-            yield slice(first, min(first + width, n_classes))
+        for first in range(0, n_classes, self.width):
+            yield slice(first, min(first + self.width, n_classes))
 
     def start(self, n_classes: int) -> Words:
         """Return what each chip holds of each class before the first step: its own contribution."""
         return np.repeat(self.marks[:, None], n_classes, axis=1)
+
+    def add(self, one: Words, other: Words) -> Words:
+        """Return the contributions of both. No count comes round to a smaller one."""
+        both = one + other
+        if self.is_exact:
+            return np.minimum(both, np.uint8(2))
+        both[:, 0] %= PRIME
+        both[:, 1] = np.minimum(both[:, 1], MANY)
+        return both
 
     def fault(self, held: Words, owners: NDArray[np.int64]) -> tuple[int, int] | None:
         """Return (chip, class) of the first place that breaks the promise, lowest class first."""
@@ -193,119 +254,41 @@ class _Ledger:
         return chip, chunk_class
 
 
-def _replay(schedule: Schedule, classes: _Classes, first: int, last: int, held: Words) -> None:
+def _check_work(schedule: Schedule, classes: _Classes, ledger: _Ledger) -> None:
+    """Refuse a schedule that would take too long to follow."""
+    n_blocks = -(-classes.n // ledger.width)
+    a_mark = -(-ledger.marks.nbytes // (16 * ledger.n_chips))
+    work = (classes.n_moves + ledger.n_chips * classes.n) * a_mark
+    work += n_blocks * (schedule.n_transfers + schedule.n_steps * STEP_WORK)
+    if work > MAX_WORK:
+        raise VerificationError(
+            f"To prove {schedule.n_transfers:,} transfers of {classes.n:,} different runs of chunks between "
+            f"{ledger.n_chips:,} chips takes {work:,} moves; at most {MAX_WORK:,} are made. Cut the payload into fewer "
+            "chunks."
+        )
+
+
+def _replay(schedule: Schedule, classes: _Classes, first: int, last: int, ledger: _Ledger, held: Words) -> None:
     """Run the steps over `held` in place: contributions instead of numbers."""
     width = held.shape[1]
     cells = held.reshape(held.shape[0] * width, -1)
     seen = np.zeros(len(cells), dtype=np.int64)
     starts = schedule.step_starts
     for step in range(schedule.n_steps):
-        row, column = classes.moves(slice(int(starts[step]), int(starts[step + 1])), first, last)
+        rows = slice(int(starts[step]), int(starts[step + 1]))
+        row, column = classes.moves(rows, first, last, len(cells))
         target = schedule.dst[row].astype(np.int64) * width + column
         number = np.arange(len(row))
         seen[target] = number
         if not np.array_equal(seen[target], number):
             clash = int(np.flatnonzero(seen[target] != number)[0])
             other = int(seen[target[clash]])
-            _raise_collision(
-                schedule, step, int(row[clash]), int(row[other]), int(classes.starts[first + column[clash]])
-            )
+            raise_collision(schedule, int(row[clash]), int(row[other]), int(classes.starts[first + column[clash]]))
         arriving = cells[schedule.src[row].astype(np.int64) * width + column]
         adds = schedule.op[row] == Op.REDUCE
         if adds.any():
-            arriving[adds] += cells[target[adds]]
-            if cells.dtype == np.uint64:
-                arriving %= PRIME
-            else:
-                np.minimum(arriving, 2, out=arriving)
+            arriving[adds] = ledger.add(arriving[adds], cells[target[adds]])
         cells[target] = arriving
-
-
-def _raise_collision(schedule: Schedule, step: int, row: int, other: int, chunk: int) -> NoReturn:
-    mesh = schedule.mesh
-    dst = mesh.chip(int(schedule.dst[row]))
-    one, two = (mesh.chip(int(schedule.src[r])) for r in (row, other))
-    raise CollisionError(
-        f"Step {step} writes chunk {chunk} of chip {name_chip(dst)} twice, from {name_chip(one)} and from "
-        f"{name_chip(two)}. A step may write a chunk of a chip once: move one of the transfers to another step.",
-        step=step,
-        src=one,
-        dst=dst,
-        chunk=chunk,
-        expected="one write",
-        got="two writes",
-    )
-
-
-def _explain(schedule: Schedule, chip: int, chunk: int) -> NoReturn:
-    """Follow one wrong chunk exactly and raise the error that says what happened to it."""
-    mesh = schedule.mesh
-    rows = np.flatnonzero((schedule.first_chunk <= chunk) & (chunk < schedule.first_chunk + schedule.n_chunks))
-    into = rows[schedule.dst[rows] == chip]
-    n_wrong, source, count, wanted, culprit, message = 0, -1, 0, 1, -1, ""
-    for first in range(0, mesh.n_chips, EXPLAIN_WIDTH):
-        sources = np.arange(first, min(first + EXPLAIN_WIDTH, mesh.n_chips))
-        counts, doubled = _follow(schedule, rows, sources)
-        expected = np.ones(len(sources), dtype=np.int64)
-        if schedule.collective is Collective.ALL_GATHER:
-            expected = (sources == schedule.owners[chunk]).astype(np.int64)
-        off = np.flatnonzero(counts[chip] != expected)
-        if len(off) and source < 0:
-            source, count, wanted = int(sources[off[0]]), int(counts[chip, off[0]]), int(expected[off[0]])
-            if count > wanted and int(off[0]) in doubled:
-                culprit = doubled[int(off[0])]
-        n_wrong += len(off)
-    if source < 0:
-        raise AssertionError("the fingerprints and the exact count disagree: this is a bug in meshmend")
-    name = name_chip(mesh.chip(source))
-    got = _times(count)
-    message = f"expected the contribution of {name} {_times(wanted)}, got it {got}"
-    if n_wrong > 1:
-        message += f" ({n_wrong - 1} other contributions are wrong too)"
-    if culprit >= 0:
-        ends = (name_chip(mesh.chip(int(rank[culprit]))) for rank in (schedule.src, schedule.dst))
-        message += f". Step {schedule.step[culprit]} counts it twice: it adds {' to '.join(ends)}, and both hold it."
-    elif len(into):
-        culprit = int(into[-1])
-        how = Op(schedule.op[culprit]).name
-        sender = name_chip(mesh.chip(int(schedule.src[culprit])))
-        message += f". The last write there is step {schedule.step[culprit]}, a {how} from {sender}."
-    else:
-        message += ". No step ever writes this chunk there."
-    raise WrongSumError(
-        f"Chip {name_chip(mesh.chip(chip))} ends with a wrong chunk {chunk}: {message}",
-        step=int(schedule.step[culprit]) if culprit >= 0 else None,
-        src=mesh.chip(int(schedule.src[culprit])) if culprit >= 0 else None,
-        dst=mesh.chip(chip),
-        chunk=chunk,
-        expected=f"the contribution of {name} {_times(wanted)}",
-        got=got,
-    )
-
-
-def _follow(
-    schedule: Schedule, rows: NDArray[np.int64], sources: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], dict[int, int]]:
-    """Count some chips' contributions to one chunk, moved by `rows`, at every chip.
-
-    Also returns, for each of `sources` that is ever counted twice, the first row that does so.
-    """
-    held = np.zeros((schedule.mesh.n_chips, len(sources)), dtype=np.int64)
-    held[sources, np.arange(len(sources))] = 1
-    doubled: dict[int, int] = {}
-    for now in np.split(rows, np.flatnonzero(np.diff(schedule.step[rows])) + 1):
-        dst, adds = schedule.dst[now], schedule.op[now] == Op.REDUCE
-        arriving = held[schedule.src[now]]
-        arriving[adds] += held[dst[adds]]
-        np.minimum(arriving, 999, out=arriving)
-        held[dst] = arriving
-        for row, source in np.argwhere(arriving > 1):
-            doubled.setdefault(int(source), int(now[row]))
-    return held, doubled
-
-
-def _times(n: int) -> str:
-    return {0: "not at all", 1: "once", 2: "twice"}.get(n, f"{n} times")
 
 
 def _check_paths(schedule: Schedule, mesh: Mesh) -> None:
@@ -319,45 +302,34 @@ def _check_paths(schedule: Schedule, mesh: Mesh) -> None:
         row = int(dead[0])
         ends = (int(schedule.src[row]), int(schedule.dst[row]))
         lost = next(planned.chip(rank) for rank in ends if ranks[rank] < 0)
-        _raise_dead(schedule, row, f"chip {name_chip(lost)} has failed", f"Plan again with failed=[{lost}].")
-    if mesh.n_chips != planned.n_chips:
+        raise_dead_path(schedule, row, f"chip {name_chip(lost)} has failed", f"Plan again with failed=[{lost}].")
+    if mesh.n_chips != planned.n_chips or (ranks < 0).any():
         raise VerificationError(
             f"The schedule serves {planned.n_chips} chips, but {mesh!r} has other survivors. Plan again."
         )
     rows = np.flatnonzero(mesh.link(ranks[schedule.src], ranks[schedule.dst]) < 0)
     if not len(rows):
         return
-    ends = ranks[schedule.src[rows]].astype(np.int64) * mesh.n_chips + ranks[schedule.dst[rows]]
-    pairs, where = np.unique(ends, return_index=True)
+    pair = ranks[schedule.src[rows]].astype(np.int64) * mesh.n_chips + ranks[schedule.dst[rows]]
+    pairs, where = np.unique(pair, return_index=True)
     src, dst = np.divmod(pairs, mesh.n_chips)
     row_of = rows[where]
-    walk = routing.trace(mesh, src, dst)
+    try:
+        walk = routing.trace(mesh, src, dst)
+    except RoutingError as error:
+        raise VerificationError(f"Transfers between chips that are not neighbours have no routes. {error}") from error
     # Do not take the router's word for it: follow the links and see where they lead.
     at = src.copy()
-    for hop in range(int(walk.hop.max(initial=-1)) + 1):
-        now = walk.hop == hop
-        flow, link = walk.flow[now], walk.link[now]
+    order = np.argsort(walk.hop, kind="stable")
+    edges = np.searchsorted(walk.hop[order], np.arange(walk.hop.max(initial=-1) + 2))
+    for start, stop in pairwise(edges.tolist()):
+        flow, link = walk.flow[order[start:stop]], walk.link[order[start:stop]]
         rank, direction = np.divmod(link, mesh.n_directions)
         beyond = mesh.neighbours[rank, direction]
         astray = np.flatnonzero((rank != at[flow]) | (beyond < 0))
         if len(astray):
-            _raise_dead(schedule, int(row_of[flow[astray[0]]]), "its route uses a failed chip or cable", "")
+            raise_dead_path(schedule, int(row_of[flow[astray[0]]]), "its route uses a failed chip or cable", "")
         at[flow] = beyond
     lost_flows = np.flatnonzero(at != dst)
     if len(lost_flows):
-        _raise_dead(schedule, int(row_of[lost_flows[0]]), "no live path joins them", "The survivors are cut apart.")
-
-
-def _raise_dead(schedule: Schedule, row: int, why: str, advice: str) -> NoReturn:
-    mesh = schedule.mesh
-    src, dst = mesh.chip(int(schedule.src[row])), mesh.chip(int(schedule.dst[row]))
-    step, chunk = int(schedule.step[row]), int(schedule.first_chunk[row])
-    raise DeadPathError(
-        f"Step {step} sends chunk {chunk} over {name_chip(src)}→{name_chip(dst)}, but {why}. {advice}".rstrip(),
-        step=step,
-        src=src,
-        dst=dst,
-        chunk=chunk,
-        expected="a live path",
-        got=why,
-    )
+        raise_dead_path(schedule, int(row_of[lost_flows[0]]), "no live path joins them", "The survivors are cut apart.")

@@ -15,7 +15,7 @@ from meshmend.availability import Assumptions, Outcome, Study, simulate
 from meshmend.availability.answers import Answer, make_answers
 from meshmend.availability.assumptions import GROWS
 from meshmend.availability.history import Strike
-from meshmend.availability.job import Ledger, live_through
+from meshmend.availability.job import TimeSpent, live_through
 from meshmend.availability.throughput import Throughput
 
 NEVER = math.inf
@@ -69,7 +69,7 @@ def test_one_host_that_waits_for_its_repair() -> None:
     kept = math.exp(-restart / mtbf) * kept_per_failure(1 / mtbf, interval, save)
     assert outcome.goodput.mean == pytest.approx(kept / (up + down), rel=0.01)
     assert abs(outcome.goodput.mean - kept / (up + down)) < 2 * outcome.goodput.half_width
-    assert outcome.interruptions_a_year.mean == pytest.approx(8760 / (up + down), rel=0.03)
+    assert outcome.interruptions_per_year.mean == pytest.approx(8760 / (up + down), rel=0.03)
 
 
 def test_availability_is_mtbf_over_mtbf_and_mttr_where_nothing_else_costs() -> None:
@@ -151,7 +151,7 @@ def test_nothing_fails() -> None:
     study = simulate(machine, days=200, runs=2, checks=0)
     for outcome in study.outcomes:
         assert outcome.goodput.mean == pytest.approx(1800 / 1890, rel=1e-4)
-        assert outcome.interruptions_a_year.mean == 0
+        assert outcome.interruptions_per_year.mean == 0
         assert outcome.downtime == 0
 
 
@@ -181,7 +181,7 @@ BY_HAND: dict[str, Any] = {
 }
 
 
-def play(answer: str, strikes: list[Strike], **others: Any) -> Ledger:
+def play(answer: str, strikes: list[Strike], **others: Any) -> TimeSpent:
     machine = Assumptions.of("4x4", **(BY_HAND | others))
     chosen = next(a for a in make_answers(machine, Throughput(machine)) if a.name == answer)
     return live_through(chosen, strikes, hours=100.0)

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from meshmend.cli import app
 from meshmend.doctor import Finding, packages, probes
+from meshmend.errors import install_hint
 
 # The package's function of the same name stands before the module.
 examination = importlib.import_module("meshmend.doctor.examine")
@@ -146,11 +147,11 @@ def test_what_is_missing_is_yellow_and_says_how_to_get_it(monkeypatch: pytest.Mo
     code, output = doctor("--json")
     found = {(f["section"], f["name"]): f for f in json.loads(output)["findings"]}
     assert code == 0
-    assert found["engines", "PyTorch"]["advice"] == "pip install 'meshmend[torch]'"
-    assert found["engines", "drawing"]["advice"] == "pip install 'meshmend[draw]'"
-    assert found["engines", "availability"]["advice"] == "pip install 'meshmend[availability]'"
+    assert found["engines", "PyTorch"]["advice"] == install_hint("torch")
+    assert found["engines", "drawing"]["advice"] == install_hint("draw")
+    assert found["engines", "availability"]["advice"] == install_hint("availability")
     assert found["engines", "TPU compiler"]["detail"] == "not tried, without jax, jaxlib, optax, libtpu"
-    assert found["engines", "TPU compiler"]["advice"] == "pip install 'meshmend[tpu]'"
+    assert found["engines", "TPU compiler"]["advice"] == install_hint("tpu")
     assert found["devices", "JAX sees"]["status"] == "absent"
     assert {f["status"] for f in found.values()} == {"works", "absent"}
 
@@ -158,7 +159,7 @@ def test_what_is_missing_is_yellow_and_says_how_to_get_it(monkeypatch: pytest.Mo
 def test_numpy_is_not_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "is_installed", lambda module: module != "numpy")
     numpy = next(f for f in packages.look_at_packages() if f.name == "numpy")
-    assert (numpy.status, numpy.advice) == ("broken", "pip install meshmend")
+    assert (numpy.status, numpy.advice) == ("broken", install_hint())
 
 
 def test_a_version_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from meshmend import Mesh, Op, Schedule, routing
 from meshmend.drawing.geometry import (
     MAX_LANE,
     STUB,
-    Layout,
+    FigureLayout,
     Points,
     Stroke,
     cables,
@@ -38,20 +38,20 @@ def sampled(stroke: Stroke) -> Points:
 
 
 def test_rows_go_down_and_columns_go_right() -> None:
-    layout = Layout(Mesh("3x4", failed=[(1, 2)]))
+    layout = FigureLayout(Mesh("3x4", failed=[(1, 2)]))
     assert layout.live[layout.mesh.rank((2, 3))].tolist() == [3, 2]
     assert layout.failed.tolist() == [[2, 1]]
 
 
 def test_planes_of_a_3d_mesh_do_not_overlap() -> None:
-    layout = Layout(Mesh("5x3x2"))
+    layout = FigureLayout(Mesh("5x3x2"))
     assert len({tuple(place) for place in layout.places.tolist()}) == 30
 
 
 def test_there_is_one_line_for_every_cable_and_two_stubs_for_a_wrapped_one() -> None:
-    assert len(cables(Layout(Mesh("4x5")))) == 4 * 4 + 3 * 5
-    assert len(cables(Layout(Mesh("4x5", wrap=True)))) == 4 * 4 + 3 * 5 + 2 * (4 + 5)
-    assert len(cables(Layout(Mesh("4x5", failed_cables=["0,0-0,1"])))) == 4 * 4 + 3 * 5 - 1
+    assert len(cables(FigureLayout(Mesh("4x5")))) == 4 * 4 + 3 * 5
+    assert len(cables(FigureLayout(Mesh("4x5", wrap=True)))) == 4 * 4 + 3 * 5 + 2 * (4 + 5)
+    assert len(cables(FigureLayout(Mesh("4x5", failed_cables=["0,0-0,1"])))) == 4 * 4 + 3 * 5 - 1
 
 
 @given(meshes(max_axes=3, max_side=5, connected=True), st.data())
@@ -60,7 +60,7 @@ def test_every_line_leaves_its_source_and_ends_at_its_destination(mesh: Mesh, da
         return
     rank = st.integers(0, mesh.n_chips - 1)
     pairs = data.draw(st.lists(st.tuples(rank, rank).filter(lambda p: p[0] != p[1]), min_size=1, max_size=8))
-    layout = Layout(mesh)
+    layout = FigureLayout(mesh)
     for lanes in ("beside", "behind"):
         found = strokes(layout, [a for a, _ in pairs], [b for _, b in pairs], chip=CHIP, lanes=lanes)
         assert len(found) == len(pairs)
@@ -74,7 +74,7 @@ def test_every_line_leaves_its_source_and_ends_at_its_destination(mesh: Mesh, da
 @pytest.mark.parametrize("hole", ["2x2@2,2", "4x2@2,4", "2x4@4,2", "2x2@0,0"])
 def test_no_line_crosses_a_hole(hole: str) -> None:
     mesh = Mesh("8x8", failed=[hole])
-    layout = Layout(mesh)
+    layout = FigureLayout(mesh)
     rng = np.random.default_rng(0)
     src, dst = rng.integers(0, mesh.n_chips, (2, 60))
     src, dst = src[src != dst], dst[src != dst]
@@ -87,7 +87,7 @@ def test_no_line_crosses_a_hole(hole: str) -> None:
 
 def test_lines_keep_to_the_links_of_their_route() -> None:
     mesh = Mesh("6x6", failed=["2x2@2,2"])
-    layout = Layout(mesh)
+    layout = FigureLayout(mesh)
     src, dst = mesh.rank((2, 0)), mesh.rank((3, 5))
     (stroke,) = strokes(layout, [src], [dst], chip=CHIP, lanes="behind")
     walk = routing.trace(mesh, [src], [dst])
@@ -101,28 +101,28 @@ def test_lines_keep_to_the_links_of_their_route() -> None:
 def test_routes_that_share_a_cable_lie_beside_each_other() -> None:
     mesh = Mesh("1x8")
     for lanes in ("beside", "behind"):
-        found = strokes(Layout(mesh), [0, 1, 2, 0], [5, 6, 7, 7], chip=CHIP, lanes=lanes)
+        found = strokes(FigureLayout(mesh), [0, 1, 2, 0], [5, 6, 7, 7], chip=CHIP, lanes=lanes)
         heights = [float(sampled(stroke)[np.abs(sampled(stroke)[:, 0] - 4).argmin(), 1]) for stroke in found]
         assert np.diff(np.sort(heights)).min() > 0.02
         assert np.abs(heights).max() <= MAX_LANE
 
 
 def test_the_two_directions_of_a_cable_drive_on_the_right() -> None:
-    layout = Layout(Mesh("1x2"))
+    layout = FigureLayout(Mesh("1x2"))
     east, west = strokes(layout, [0, 1], [1, 0], chip=CHIP, aside=0.1)
     assert np.allclose(east.pieces[0], [[0.2, 0.1], [0.8, 0.1]])
     assert np.allclose(west.pieces[0], [[0.8, -0.1], [0.2, -0.1]])
 
 
 def test_a_wrapped_hop_leaves_at_one_edge_and_comes_in_at_the_other() -> None:
-    (stroke,) = strokes(Layout(Mesh("1x4", wrap=True)), [3], [0], chip=CHIP)
+    (stroke,) = strokes(FigureLayout(Mesh("1x4", wrap=True)), [3], [0], chip=CHIP)
     out, back = stroke.pieces
     assert np.allclose(out, [[3 + CHIP, 0], [3 + STUB, 0]])
     assert np.allclose(back, [[-STUB, 0], [-CHIP, 0]])
 
 
 def test_heads_point_along_the_line_and_cover_its_end() -> None:
-    (stroke,) = strokes(Layout(Mesh("2x1")), [0], [1], chip=CHIP)
+    (stroke,) = strokes(FigureLayout(Mesh("2x1")), [0], [1], chip=CHIP)
     assert np.allclose(head(stroke, 0.2, 0.1), [[0, 0.8], [-0.05, 0.6], [0.05, 0.6]])
     assert np.allclose(shorten(stroke, 0.1)[-1][-1], [0, 0.7])
 
@@ -130,7 +130,7 @@ def test_heads_point_along_the_line_and_cover_its_end() -> None:
 def test_chips_that_are_cut_apart_cannot_be_joined() -> None:
     mesh = Mesh("1x5", failed=[(0, 2)])
     with pytest.raises(DrawingError, match=r"No route leads from \(0,0\) to \(0,4\)"):
-        strokes(Layout(mesh), [0], [3], chip=CHIP)
+        strokes(FigureLayout(mesh), [0], [3], chip=CHIP)
 
 
 def test_dimension_order_comes_back_another_way_round_a_corner() -> None:

@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import random
+import resource
+import signal
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -74,22 +79,131 @@ def test_what_is_wrong_is_named(
     assert (error.value.step, error.value.samples) == (step, samples)
 
 
-def test_a_torn_last_line_counts_as_not_written_and_does_not_spoil_the_next(ledger: Ledger) -> None:
-    write(ledger, (0, 0, [0, 1]), (1, 0, [2, 3]))
+def test_a_ledger_cut_at_any_byte_has_the_whole_records_and_goes_on(ledger: Ledger) -> None:
+    write(ledger, (0, 0, [0, 1]), (1, 0, [2, 3]), (2, 1, [1, 0]))
+    whole = ledger.path.read_bytes()
+    for size in range(len(whole) + 1):
+        ledger.path.write_bytes(whole[:size])
+        n_whole = whole[:size].count(b"\n")
+        again = Ledger(ledger.path)
+        assert [entry.step for entry in again.entries()] == list(range(n_whole))
+        torn = size - (whole[:size].rfind(b"\n") + 1)
+        with (
+            pytest.warns(UserWarning, match=f"ended with {torn} bytes of a record that was never finished")
+            if torn
+            else contextlib.nullcontext()
+        ):
+            again.record(n_whole, epoch=n_whole // 2, samples=[3, 2] if n_whole % 2 else [0, 1])
+        assert again.check(4).steps == n_whole + 1
+
+
+def test_a_short_write_is_an_error_and_leaves_the_ledger_as_it_was(ledger: Ledger) -> None:
+    write(ledger, (0, 0, [0, 1]))
+    before = ledger.path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, hard))
+        with pytest.raises(
+            LedgerError, match=r"Step 1 is not in ledger\.jsonl: .*File too large.* record the step again"
+        ):
+            write(ledger, (1, 0, [2, 3]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert ledger.path.read_bytes() == before
+    assert write(ledger, (1, 0, [2, 3])).check(4, epochs=1).steps == 2
+
+
+def test_fsync_reaches_the_file_and_its_folder(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr("os.fsync", lambda handle: synced.append(str(Path(f"/proc/self/fd/{handle}").readlink())))
+    write(ledger, (0, 0, [0]))
+    assert synced == []
+    ledger.path.unlink()
+    write(Ledger(ledger.path, fsync=True), (0, 0, [0]), (1, 0, [1]))
+    assert synced == [str(ledger.path), str(ledger.path.parent), str(ledger.path)]
+
+
+def test_two_ledgers_of_one_file_see_each_others_records(ledger: Ledger) -> None:
+    other = Ledger(ledger.path)
+    write(ledger, (0, 0, [0]))
+    write(other, (1, 0, [1]))
+    write(ledger, (2, 0, [2]))
+    assert other.check(4).steps == 3
+
+
+def test_damage_in_the_middle_is_refused_by_its_offset_by_readers_and_writers(ledger: Ledger) -> None:
+    write(ledger, (0, 0, [0, 1]), (1, 0, [2, 3]), (2, 1, [0]))
     whole = ledger.path.read_bytes()
     second = whole.index(b"\n") + 1
-    for size in range(second, len(whole)):
-        ledger.path.write_bytes(whole[:size])
-        again = Ledger(ledger.path)
-        assert [entry.step for entry in again.entries()] == [0]
-        assert write(again, (1, 0, [3, 2])).check(4, epochs=1).steps == 2
-
-
-def test_a_spoilt_line_in_the_middle_is_an_error(ledger: Ledger) -> None:
-    write(ledger, (0, 0, [0, 1]), (1, 0, [2, 3]))
-    ledger.path.write_bytes(ledger.path.read_bytes().replace(b'"epoch":0', b'"epoch":', 1))
-    with pytest.raises(LedgerError, match=r"Line 1 of ledger\.jsonl is not a step"):
+    ledger.path.write_bytes(whole[:second] + whole[second:].replace(b"[2,3]", b"[3,2]"))
+    message = rf"ledger\.jsonl is damaged at byte {second} \(line 2\): expected a record whose checksum is right"
+    with pytest.raises(LedgerError, match=message) as caught:
         ledger.check(4)
+    assert caught.value.offset == second
+    with pytest.raises(LedgerError, match=message):
+        Ledger(ledger.path).record(3, epoch=1, samples=[1])
+    ledger.path.write_bytes(b'{"step":0,"epoch":0,"samples":[0]}\n')
+    with pytest.raises(LedgerError, match=r"at byte 0 .*Ledgers of meshmend 0\.1 have no checksums"):
+        ledger.entries()
+
+
+@pytest.mark.parametrize(
+    "fields", [b'{"step":true,"epoch":0,"samples":[]', b'{"step":0', b'{"step":0,"epoch":0,"samples":"1"']
+)
+def test_a_record_of_something_else_is_refused_though_its_checksum_is_right(ledger: Ledger, fields: bytes) -> None:
+    checksum = hashlib.blake2b(fields, digest_size=8).hexdigest().encode()
+    ledger.path.write_bytes(fields + b',"checksum":"' + checksum + b'"}\n')
+    with pytest.raises(LedgerError, match=r"at byte 0 .* expected an object with step, epoch and samples"):
+        ledger.entries()
+
+
+def damage(content: bytes, rng: random.Random) -> bytes:
+    """Flip, lose, zero, insert, repeat or exchange bytes or whole lines: only a chain of checksums sees all of it."""
+    spots = [0, len(content), *(i + 1 for i, byte in enumerate(content) if byte == ord("\n"))]
+    a, b, c = sorted(rng.choice(spots) if rng.random() < 0.4 else rng.randrange(len(content) + 1) for _ in range(3))
+    kind = rng.randrange(7)
+    if kind == 0:
+        at = rng.randrange(len(content))
+        return content[:at] + bytes([content[at] ^ (1 << rng.randrange(8))]) + content[at + 1 :]
+    if kind == 1:
+        return content[:a] + content[b:]
+    if kind == 2:
+        return content[:a] + bytes(b - a) + content[b:]
+    if kind == 3:
+        return content[:a] + rng.choice([b"\n", b"0", b"{}\n", rng.randbytes(9)]) + content[a:]
+    if kind == 4:
+        return content[:b] + content[a:b] + content[b:]
+    if kind == 5:
+        return content[:a] + content[b:c] + content[a:b] + content[c:]
+    return content[:a]
+
+
+@pytest.mark.parametrize("n", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_no_damage_is_read_as_a_record(ledger: Ledger, n: int) -> None:
+    """Oracle: the whole lines that the damaged file still begins with; anything whole after them must be refused."""
+    rng = random.Random(n)
+    write(ledger, (0, 0, [0, 1]), (1, 0, [2, 3]), (2, 1, [1, 0]), (2, 1, [0, 1]), (3, 1, [2, 3]))
+    whole = ledger.path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    steps = [0, 1, 2, 2, 3]
+    outcomes = Counter[str]()
+    for _ in range(n):
+        damaged = damage(whole, rng)
+        ledger.path.write_bytes(damaged)
+        kept = max(k for k in range(len(lines) + 1) if damaged.startswith(b"".join(lines[:k])))
+        offset = len(b"".join(lines[:kept]))
+        if b"\n" in damaged[offset:]:
+            with pytest.raises(LedgerError, match="damaged at byte") as caught:
+                ledger.entries()
+            assert caught.value.offset == offset
+            outcomes["refused"] += 1
+        else:
+            assert [entry.step for entry in ledger.entries()] == sorted(set(steps[:kept]))
+            outcomes["whole" if damaged == whole else "shorter"] += 1
+    assert outcomes["refused"] > n / 2
+    assert outcomes["shorter"] > n / 20
 
 
 @given(st.integers(1, 6), st.integers(0, 40), st.integers(0, 2**32 - 1))

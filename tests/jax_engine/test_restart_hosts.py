@@ -1,12 +1,9 @@
-"""Hosts, launchers, meetings and timelines: what a restart stands on, before JAX is up."""
+"""Hosts, launchers and timelines: what a restart stands on, before JAX is up."""
 
 from __future__ import annotations
 
-import json
-import socket
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +16,6 @@ import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.errors import RestartError
 from meshmend.jax.restart import Hosts, Launch, Timeline, read_launch, read_timeline
-from meshmend.jax.restart.meet import free_port, meet
 from meshmend.jax.restart.session import check_hosts, fabric_of_hosts
 from meshmend.jax.restart.timeline import process_started_at
 
@@ -57,6 +53,9 @@ def test_torchrun_is_read() -> None:
     env = {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "h0", "MASTER_PORT": "7", "TORCHELASTIC_RESTART_COUNT": "4"}
     assert read_launch(env | {"TORCHELASTIC_RUN_ID": "x"}) == Launch("h0:7", 3, 2, 4, "torchrun", "x")
     assert read_launch(env | {"TORCHELASTIC_RUN_ID": "x-3", "MESHMEND_JOB": "x"}).job == "x"
+    secret = read_launch(env | {"MESHMEND_SECRET": "swordfish"})
+    assert secret.secret == "swordfish"  # noqa: S105
+    assert "swordfish" not in repr(secret)
     with pytest.raises(RestartError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         read_launch(env | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
     with pytest.raises(RestartError, match="WORLD_SIZE is 'many'"):
@@ -93,75 +92,6 @@ def test_everyone_must_describe_one_machine_and_another_host() -> None:
         check_hosts([*good, {"error": "Process 2 does not know its chips."}])
 
 
-def meeting(n: int, facts: list[dict[str, Any]], timeout_s: float = 10.0) -> list[list[dict[str, Any]]]:
-    port = free_port()
-    launches = [Launch(f"127.0.0.1:{port}", n, process) for process in range(n)]
-    with ThreadPoolExecutor(n) as pool:
-        calls = [
-            pool.submit(meet, launch, fact, timeout_s=timeout_s) for launch, fact in zip(launches, facts, strict=True)
-        ]
-        return [call.result() for call in calls]
-
-
-def test_all_processes_learn_everybodys_facts_in_the_same_order() -> None:
-    seen = meeting(4, [{"host": host} for host in (3, 1, 0, 2)])
-    assert all(one == seen[0] for one in seen)
-    assert [fact["host"] for fact in seen[0]] == [3, 1, 0, 2]
-    assert {fact["address"] for fact in seen[0]} == {"127.0.0.1"}
-    assert meeting(1, [{"host": 5}]) == [[{"host": 5, "address": "127.0.0.1"}]]
-
-
-def test_a_meeting_that_someone_misses_ends_with_an_error() -> None:
-    launch = Launch(f"127.0.0.1:{free_port()}", 2, 0)
-    with pytest.raises(RestartError, match=r"Process 0 of 2 did not meet the others .* within 0.2 s"):
-        meet(launch, {}, timeout_s=0.2)
-    with pytest.raises(RestartError, match="Process 1 of 2 did not meet"):
-        meet(Launch(launch.coordinator, 2, 1), {}, timeout_s=0.2)
-
-
-def arrive(port: int) -> socket.socket:
-    while True:
-        try:
-            return socket.create_connection(("127.0.0.1", port))
-        except ConnectionRefusedError:
-            time.sleep(0.01)
-
-
-def test_a_visitor_that_goes_away_ends_the_meeting_at_once() -> None:
-    port = free_port()
-    failed: list[RestartError] = []
-
-    def host() -> None:
-        try:
-            meet(Launch(f"127.0.0.1:{port}", 3, 0), {}, timeout_s=20.0)
-        except RestartError as error:
-            failed.append(error)
-
-    waiting = threading.Thread(target=host)
-    started = time.monotonic()
-    waiting.start()
-    for process in (1, 2):
-        line = {"job": "job", "n_processes": 3, "process": process, "fact": {}}
-        with arrive(port) as visitor:
-            visitor.sendall(json.dumps(line).encode() + b"\n")
-            time.sleep(0.2)
-    waiting.join()
-    assert time.monotonic() - started < 10
-    assert "process 1 went away" in str(failed[0])
-
-
-def test_a_process_of_another_job_is_not_counted() -> None:
-    port = free_port()
-    with ThreadPoolExecutor(3) as pool:
-        host = pool.submit(meet, Launch(f"127.0.0.1:{port}", 2, 0), {"host": 0}, timeout_s=10.0)
-        stranger = Launch(f"127.0.0.1:{port}", 2, 1, job="another")
-        with pytest.raises(RestartError, match="went away"):
-            meet(stranger, {"host": 9}, timeout_s=5.0)
-        guest = pool.submit(meet, Launch(f"127.0.0.1:{port}", 2, 1), {"host": 1}, timeout_s=10.0)
-        assert [fact["host"] for fact in host.result()] == [0, 1]
-        assert guest.result() == host.result()
-
-
 class Of:
     """A device of this process, as if it were another one's."""
 
@@ -194,6 +124,43 @@ def test_a_timeline_survives_its_writer_and_a_torn_line(tmp_path: Path) -> None:
     assert events[1]["from_cache"] is True
     assert events[1]["seconds"] >= 0
     assert read_timeline(tmp_path / "none") == []
+    # The next attempt goes on in the same file, and the torn line spoils only itself.
+    Timeline(path, host=3).note("step", number=2)
+    assert [event["event"] for event in read_timeline(path)] == ["step", "plan", "step"]
+
+
+def test_a_timeline_is_bounded_in_memory_and_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshmend.jax.restart.timeline.MAX_EVENTS", 100)
+    path = tmp_path / "timeline.jsonl"
+    timeline = Timeline(path, max_bytes=20_000, host=3)
+    for number in range(2000):
+        timeline.note("step", number=number)
+        assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 20_000
+    assert [event["number"] for event in timeline.events] == list(range(1900, 2000))
+    read = [event["number"] for event in read_timeline(path)]
+    # What is there is the newest part without a gap, and more than a third of the room is used.
+    assert read == list(range(read[0], 2000))
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) > 20_000 / 3
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["timeline.jsonl", "timeline.jsonl.1"]
+    timeline.note("huge", what="x" * 1_000_000)
+    huge = read_timeline(path)[-1]
+    assert (huge["event"], huge["left_out_bytes"] > 1_000_000) == ("huge", True)
+
+
+def test_a_timeline_that_cannot_be_written_does_not_stop_the_job(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    timeline = Timeline(tmp_path / "file" / "timeline.jsonl")
+    with pytest.warns(UserWarning, match=r"cannot be written: .*File exists.* The job goes on without it"):
+        timeline.note("step", number=1)
+    timeline.note("step", number=2)  # said once
+    assert [event["number"] for event in timeline.events] == [1, 2]
+
+
+def test_many_threads_write_one_timeline(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "timeline.jsonl", max_bytes=100_000)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: timeline.note("step", number=number), range(400)))
+    assert sorted(event["number"] for event in read_timeline(tmp_path / "timeline.jsonl")) == list(range(400))
 
 
 def test_a_process_knows_when_it_was_started() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from meshmend.errors import RestartError
 from meshmend.jax.restart.disk import Disk
 from meshmend.jax.restart.elements import Outline, Sharded, StateLayout, Vectors, vectors_from_leaves
 from meshmend.jax.restart.hosts import Hosts
-from meshmend.jax.restart.memory import Choice, Copy, HostMemory, choose, offer, read_copy
+from meshmend.jax.restart.identity import Identity
+from meshmend.jax.restart.memory import Copy, HostMemory, read_copy
 from meshmend.jax.restart.mirror import copy_of, cutter, partners
+from meshmend.jax.restart.sources import Source, offer_copy, rank_sources
 
 HOSTS = Hosts.of("8x8", "4x2")
 
@@ -121,10 +124,10 @@ def test_a_step_on_the_smaller_mesh_takes_the_state_up(whole: Trained, holed: Tr
 def copies_of(trained: Trained, step: int = 7) -> dict[int, Copy]:
     hosts = trained.host_of_chip()
     parts = jax.jit(cutter(trained.layout, hosts))(*trained.state)
-    return {host: copy_of(parts, trained.layout, hosts, host, 1, step, {"at": 3}) for host in sorted(set(hosts))}
+    return {host: copy_of(parts, trained.layout, hosts, host, 1, step, {"at": 3}, "run") for host in sorted(set(hosts))}
 
 
-def rebuilt(copies: dict[int, Copy], choice: Choice, outline: Outline) -> Vectors:
+def rebuilt(copies: dict[int, Copy], choice: Source, outline: Outline) -> Vectors:
     """What `combine` does over processes: each brings what it was chosen for."""
     vectors = outline.empty()
     for process, copy in enumerate(copies.values()):
@@ -135,55 +138,71 @@ def rebuilt(copies: dict[int, Copy], choice: Choice, outline: Outline) -> Vector
     return vectors
 
 
+def ranked(whole: Trained, held: list[list[Copy]]) -> list[Source]:
+    return rank_sources([[offer_copy(copy, whole.layout.identity) for copy in copies] for copies in held])
+
+
 @pytest.mark.parametrize("lost", [(0,), (5,), (7,), (1, 4), (0, 2, 5)], ids=str)
 def test_what_one_host_takes_with_it_another_has(whole: Trained, lost: tuple[int, ...]) -> None:
     copies = {host: copy for host, copy in copies_of(whole).items() if host not in lost}
-    choice = choose([[offer(copy)] for copy in copies.values()], whole.layout.outline)
-    assert choice is not None
-    assert (choice.attempt, choice.step) == (1, 7)
-    again = rebuilt(copies, choice, whole.layout.outline)
+    (source,) = ranked(whole, [[copy] for copy in copies.values()])
+    assert (source.attempt, source.step) == (1, 7)
+    assert source.is_whole
+    assert not source.differs
+    again = rebuilt(copies, source, whole.layout.outline)
     assert bits(whole.layout.lay_out(again, whole.fresh)) == bits(whole.state)
 
 
 def test_neighbours_in_the_ring_of_hosts_are_too_much_to_lose(whole: Trained) -> None:
     copies = copies_of(whole)
     for first in range(8):
-        left = [[offer(copy)] for host, copy in copies.items() if host not in (first, (first + 1) % 8)]
-        assert choose(left, whole.layout.outline) is None
+        left = [[copy] for host, copy in copies.items() if host not in (first, (first + 1) % 8)]
+        assert [source.is_whole for source in ranked(whole, left)] == [False]
 
 
-def test_the_newest_whole_step_of_the_latest_attempt_is_chosen(whole: Trained) -> None:
-    outline = whole.layout.outline
-    all_devices = list(range(64))
+def made_up(whole: Trained, attempt: int, step: int, devices: Any, run: str = "run") -> Copy:
+    return Copy(attempt, step, whole.layout.outline, tuple(devices), {}, None, whole.layout.identity, run)
 
-    def held(attempt: int, step: int, devices: list[int]) -> dict[str, Any]:
-        copy = Copy(attempt, step, outline, tuple(devices), {}, None)
-        return offer(copy)
 
-    halves = [all_devices[:32], all_devices[32:]]
+def test_sources_come_newest_first_and_later_attempts_before(whole: Trained) -> None:
+    halves = [range(32), range(32, 64)]
     # Step 9 is only half there; of the whole ones, the later attempt counts, although its step is the earlier.
-    hosts = [[held(1, 8, halves[i]), held(2, 6, halves[i])] for i in range(2)]
-    hosts[0].append(held(2, 9, halves[0]))
-    choice = choose(hosts, outline)
-    assert choice is not None
-    assert (choice.attempt, choice.step) == (2, 6)
-    assert choose([[], []], outline) is None
+    hosts = [[made_up(whole, 1, 8, halves[i]), made_up(whole, 2, 6, halves[i])] for i in range(2)]
+    hosts[0].append(made_up(whole, 2, 9, halves[0]))
+    found = ranked(whole, hosts)
+    assert [(source.attempt, source.step, source.is_whole) for source in found] == [
+        (2, 9, False),
+        (2, 6, True),
+        (1, 8, True),
+    ]
+    assert found[1].providers == {device: device // 32 for device in range(64)}
+    assert ranked(whole, [[], []]) == []
 
 
-def test_copies_of_another_state_do_not_count(whole: Trained) -> None:
-    other = Outline(64, 1, 0, ((),) * 64, {"float32": 3}, ())
-    copy = Copy(1, 5, other, tuple(range(64)), {}, None)
-    assert choose([[offer(copy)]], whole.layout.outline) is None
+def test_copies_of_one_step_but_of_two_runs_are_never_put_together(whole: Trained) -> None:
+    # Two parts of a job that both took the other for dead have counted the same attempt and the same steps.
+    hosts = [[made_up(whole, 2, 6, range(32), "one")], [made_up(whole, 2, 6, range(32, 64), "other")]]
+    found = ranked(whole, hosts)
+    assert [source.is_whole for source in found] == [False, False]
+    assert found[0].generation != found[1].generation
+
+
+def test_copies_of_another_state_say_how_they_differ(whole: Trained) -> None:
+    other = replace(made_up(whole, 1, 5, range(64)), identity=Identity((("params", "list"),)))
+    (source,) = ranked(whole, [[other]])
+    assert source.differs == "params: expected dict, got list"
 
 
 def test_memory_keeps_three_whole_copies_and_trusts_no_damaged_one(whole: Trained, tmp_path: Path) -> None:
     memory = HostMemory(tmp_path)
     copy = copies_of(whole)[3]
     for step in range(5):
-        memory.write(Copy(1, step, copy.outline, copy.devices, copy.parts, copy.extra))
-    assert [found.step for found in memory.read()] == [2, 3, 4]
-    newest = memory.read()[-1]
+        memory.write(replace(copy, step=step))
+    assert [found.step for found in memory.read()[0]] == [2, 3, 4]
+    newest = memory.read()[0][-1]
     assert newest.outline == copy.outline
+    assert newest.identity == copy.identity
+    assert newest.run == "run"
     assert newest.devices == copy.devices
     assert newest.extra == {"at": 3}
     assert {name: rows.tobytes() for name, rows in newest.parts.items()} == {
@@ -192,16 +211,16 @@ def test_memory_keeps_three_whole_copies_and_trusts_no_damaged_one(whole: Traine
     path = tmp_path / newest.name
     good = path.read_bytes()
     for damaged, what in (
-        (good[:-1], "ends early"),
-        (good + b"x", "checksum"),
-        (good[:-9] + bytes([good[-9] ^ 1]) + good[-8:], "checksum"),
-        (good[:40] + bytes([good[40] ^ 1]) + good[41:], "header"),
-        (b"else" + good, "no copy"),
+        (good[:-1], "expected .* bytes of state"),
+        (good + b"x", "expected .* bytes of state"),
+        (good[:-9] + bytes([good[-9] ^ 1]) + good[-8:], "state checksum mismatch"),
+        (good[:200] + bytes([good[200] ^ 1]) + good[201:], "header checksum mismatch"),
+        (b"else" + good, "first lines"),
     ):
         path.write_bytes(damaged)
         with pytest.raises(RestartError, match=what):
             read_copy(path)
-        assert [found.step for found in memory.read()] == [2, 3]
+        assert [found.step for found in memory.read()[0]] == [2, 3]
 
 
 def test_a_killed_writer_leaves_the_older_copies(whole: Trained, tmp_path: Path) -> None:
@@ -209,9 +228,9 @@ def test_a_killed_writer_leaves_the_older_copies(whole: Trained, tmp_path: Path)
     copy = copies_of(whole)[0]
     memory.write(copy)
     (tmp_path / "unfinished").write_bytes(b"half a copy")
-    assert [found.step for found in memory.read()] == [7]
-    memory.write(Copy(1, 8, copy.outline, copy.devices, copy.parts, None))
-    assert [found.step for found in memory.read()] == [7, 8]
+    assert [found.step for found in memory.read()[0]] == [7]
+    memory.write(replace(copy, step=8))
+    assert [found.step for found in memory.read()[0]] == [7, 8]
 
 
 def test_a_folder_that_cannot_be_written_is_told(whole: Trained, tmp_path: Path) -> None:
@@ -224,9 +243,9 @@ def test_going_back_drops_what_was_written_beyond(whole: Trained, tmp_path: Path
     memory = HostMemory(tmp_path)
     copy = copies_of(whole)[0]
     for step in (5, 6, 7):
-        memory.write(Copy(1, step, copy.outline, copy.devices, copy.parts, None))
+        memory.write(replace(copy, step=step))
     memory.keep_only(2, 6)
-    assert [found.step for found in memory.read()] == [5, 6]
+    assert [found.step for found in memory.read()[0]] == [5, 6]
     memory.clear()
     assert not tmp_path.exists()
 
@@ -241,13 +260,13 @@ def test_the_mirror_costs_twice_the_state_over_the_hosts(whole: Trained) -> None
 
 def test_disk_gives_back_the_same_bits_on_another_mesh(whole: Trained, holed: Trained, tmp_path: Path) -> None:
     disk = Disk(tmp_path / "disk")
-    assert disk.newest() is None
     assert disk.steps() == []
-    disk.save(whole.layout, 3, 40, *whole.state, extra=[1, 64])
-    disk.wait()
-    newest = disk.newest()
-    assert newest is not None
-    assert (newest.attempt, newest.step) == (3, 40)
+    assert disk.save(whole.layout, 3, 40, *whole.state, extra=[1, 64]) == ""
+    assert disk.finished(wait=True) == 40
+    assert disk.finished(wait=True) is None
+    facts = disk.facts(40)
+    assert (facts.attempt, facts.step) == (3, 40)
+    assert facts.identity == whole.layout.identity
     disk.close()
     again = Disk(tmp_path / "disk")
     assert again.steps() == [40]
@@ -259,7 +278,7 @@ def test_disk_gives_back_the_same_bits_on_another_mesh(whole: Trained, holed: Tr
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(smaller)]
     back = vectors_from_leaves(holed.layout.outline, holed.layout.is_sharded, leaves)
     assert {name: v.tobytes() for name, v in back.items()} == {name: v.tobytes() for name, v in expected.items()}
-    with pytest.raises(RestartError, match=r"step 41 in .* cannot be read"):
+    with pytest.raises(RestartError, match=r"41/facts/metadata is damaged: .*No such file"):
         again.load(41)
     again.close()
 

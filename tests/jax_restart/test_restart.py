@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from meshmend.bench.restart import Failure, Kill, Run, campaign
-from meshmend.bench.trainee import Job
+from meshmend.bench.restart import Failure, HostKill, Run, campaign
+from meshmend.bench.trainee import TrainingJob
 from meshmend.errors import LabError
 from meshmend.lab.torchrun import Torchrun, children
 
@@ -30,13 +30,13 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(caches: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("undisturbed")
-    run = Run(Job(str(folder), caches=str(caches), steps=STEPS, exact=True, disk_every=5, pause_on_hole_s=1.0))
+    run = Run(TrainingJob(str(folder), caches=str(caches), steps=STEPS, exact=True, disk_every=5, pause_on_hole_s=1.0))
     run.go([], random.Random(0))
     assert sorted(run.digests()) == list(range(1, STEPS + 1))
     return run
 
 
-def failed(undisturbed: Run, folder: Path, kill: Kill) -> tuple[Run, Failure]:
+def failed(undisturbed: Run, folder: Path, kill: HostKill) -> tuple[Run, Failure]:
     run = Run(replace(undisturbed.job, folder=str(folder)))
     # At step 12: the save of step 10 has waited for that of step 5, which is therefore whole.
     return run, run.go([kill], random.Random(5))[0]
@@ -51,7 +51,7 @@ def assert_same_trajectory(run: Run, undisturbed: Run) -> None:
 
 
 def test_the_trajectory_is_bit_identical_though_the_coordinators_host_dies(undisturbed: Run, tmp_path: Path) -> None:
-    run, failure = failed(undisturbed, tmp_path, Kill((0,)))
+    run, failure = failed(undisturbed, tmp_path, HostKill((0,)))
     assert failure.source == "memory"
     assert failure.lost_steps == 0
     assert_same_trajectory(run, undisturbed)
@@ -60,14 +60,14 @@ def test_the_trajectory_is_bit_identical_though_the_coordinators_host_dies(undis
 def test_losing_the_keeper_of_the_lost_parts_during_recovery_brings_the_job_back_to_disk(
     undisturbed: Run, tmp_path: Path
 ) -> None:
-    run, failure = failed(undisturbed, tmp_path, Kill((0, 1), apart_s=1.0))
+    run, failure = failed(undisturbed, tmp_path, HostKill((0, 1), apart_s=1.0))
     assert failure.source == "disk"
     assert_same_trajectory(run, undisturbed)
 
 
 @pytest.mark.slow
 def test_a_second_host_may_die_during_recovery(undisturbed: Run, tmp_path: Path) -> None:
-    run, failure = failed(undisturbed, tmp_path, Kill((3, 1), apart_s=4.0))
+    run, failure = failed(undisturbed, tmp_path, HostKill((3, 1), apart_s=4.0))
     assert failure.source == "memory"
     assert failure.lost_steps == 0
     assert_same_trajectory(run, undisturbed)

@@ -1,7 +1,14 @@
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import pytest
@@ -9,7 +16,9 @@ from typer.testing import CliRunner
 
 from meshmend import Mesh, Schedule, plan, save
 from meshmend.cli import app
-from meshmend.planning import Hamiltonian, PlanCache, RowPairs
+from meshmend.errors import CacheWarning, ScheduleFileError
+from meshmend.halves import reduce_scatter_of
+from meshmend.planning import Auto, Hamiltonian, PlanCache, Planner, RowPairs
 from meshmend.planning.cache import default_folder
 
 MESH = Mesh("8x8", failed=["2x2@2,2"])
@@ -31,8 +40,30 @@ def test_mesh_planner_and_parameters_are_told_apart(tmp_path: Path) -> None:
     assert cache.path(Mesh((8, 8), failed=[(2, 2), (2, 3), (3, 2), (3, 3)]), RowPairs()) == cache.path(MESH, RowPairs())
 
 
-@pytest.mark.parametrize("damage", ["garbage", "cut", "another mesh", "wrong sums"])
-def test_a_bad_entry_is_planned_anew_and_replaced(tmp_path: Path, damage: str) -> None:
+def repacked(path: Path, packing: int) -> bytes:
+    """The same arrays, packed in another way."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(stream, "w", packing) as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        ("garbage", "archive is damaged"),
+        ("cut", "archive is damaged"),
+        ("LZMA", "packed in a way that no schedule is"),
+        ("folder", "not a regular file"),
+        ("dead link", "No such file"),
+        ("another mesh", "it is for 4x4, expected 8x8 minus 2x2@2,2"),
+        ("another planner", "row-pairs made it, expected hamiltonian"),
+        ("half", "its collective is reduce-scatter, expected all-reduce"),
+        ("wrong sums", "ends with a wrong chunk"),
+    ],
+)
+def test_a_bad_entry_is_planned_anew_and_replaced(tmp_path: Path, damage: str, why: str) -> None:
     cache = PlanCache(tmp_path)
     good = plan(MESH, "hamiltonian", cache=cache)
     path = cache.path(MESH, Hamiltonian())
@@ -41,8 +72,20 @@ def test_a_bad_entry_is_planned_anew_and_replaced(tmp_path: Path, damage: str) -
             path.write_bytes(b"not an archive")
         case "cut":
             path.write_bytes(path.read_bytes()[:-100])
+        case "LZMA":
+            path.write_bytes(repacked(path, zipfile.ZIP_LZMA))
+        case "folder":
+            path.unlink()
+            path.mkdir()
+        case "dead link":
+            path.unlink()
+            path.symlink_to(tmp_path / "nowhere.npz")
         case "another mesh":
             save(plan(Mesh("4x4"), "hamiltonian"), path)
+        case "another planner":
+            save(plan(MESH, "row-pairs"), path)
+        case "half":
+            save(reduce_scatter_of(good), path)
         case "wrong sums":
             columns = ("step", "src", "dst", "first_chunk", "n_chunks", "phase", "owners")
             wrong = Schedule(
@@ -50,13 +93,82 @@ def test_a_bad_entry_is_planned_anew_and_replaced(tmp_path: Path, damage: str) -
                 total_chunks=good.total_chunks,
                 op=np.zeros(good.n_transfers, dtype=int),
                 phase_names=good.phase_names,
+                planner=good.planner,
                 **{name: getattr(good, name) for name in columns},
             )
             save(wrong, path)
-    assert cache.get(MESH, Hamiltonian()) is None
-    assert plan(MESH, "hamiltonian", cache=cache) == good
-    assert cache.get(MESH, Hamiltonian()) == good
+    with pytest.warns(CacheWarning, match=why):
+        assert cache.get(MESH, Hamiltonian()) is None
+    if damage == "folder":
+        # What is in the way cannot be replaced, and the plan is there all the same.
+        with pytest.warns(CacheWarning, match=why), pytest.warns(CacheWarning, match="not kept in the cache"):
+            assert plan(MESH, "hamiltonian", cache=cache) == good
+        return
+    with pytest.warns(CacheWarning, match=why):
+        assert plan(MESH, "hamiltonian", cache=cache) == good
+    kept = cache.get(MESH, Hamiltonian())
+    assert kept == good
+    assert kept.is_proven
     assert len(cache) == 1
+
+
+def test_auto_takes_a_plan_of_any_planner_that_it_chooses_from(tmp_path: Path) -> None:
+    cache = PlanCache(tmp_path)
+    first = plan(MESH, cache=cache)
+    assert first.planner != "auto"
+    assert cache.get(MESH, Auto()) == first
+
+
+@dataclass(frozen=True)
+class Signless(Planner):
+    """A planner of somebody else's, which does not sign its plans."""
+
+    name: ClassVar[str] = "signless"
+
+    def n_transfers(self, mesh: Mesh) -> int:
+        return Hamiltonian().n_transfers(mesh)
+
+    def _why_not(self, mesh: Mesh) -> str | None:
+        return Hamiltonian().why_not(mesh)
+
+    def _plan(self, mesh: Mesh) -> Schedule:
+        return Hamiltonian().plan(mesh)
+
+
+def test_other_peoples_planners_need_not_sign(tmp_path: Path) -> None:
+    cache = PlanCache(tmp_path)
+    first = plan(MESH, Signless(), cache=cache)
+    assert cache.get(MESH, Signless()) == first
+
+
+@pytest.mark.parametrize("obstacle", ["a file", "under a file", "full disk", "read-only"])
+def test_a_folder_of_no_use_does_not_cost_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str
+) -> None:
+    folder = tmp_path / "cache"
+    if "file" in obstacle:
+        folder.write_text("")
+    cache = PlanCache(folder / "under" if obstacle == "under a file" else folder)
+    # The tests may run as root, whom no permission stops, so these two are played.
+    if obstacle == "full disk":
+        monkeypatch.setattr(np, "savez_compressed", failing(errno.ENOSPC))
+    elif obstacle == "read-only":
+        monkeypatch.setattr("meshmend.planning.cache.tempfile.mkstemp", failing(errno.EROFS))
+    with pytest.warns(CacheWarning, match=r"not kept in the cache\. .* cannot be written: "):
+        schedule = plan(MESH, "hamiltonian", cache=cache)
+    assert schedule.is_proven
+    assert schedule == plan(MESH, "hamiltonian")
+    if folder.is_dir():
+        assert list(folder.iterdir()) == []
+    with pytest.raises(ScheduleFileError, match="cannot be written"):
+        cache.put(MESH, Hamiltonian(), schedule)
+
+
+def failing(number: int) -> Callable[..., NoReturn]:
+    def fail(*_: Any, **__: Any) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    return fail
 
 
 def test_the_default_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -84,8 +196,16 @@ def test_prepare_plans_for_the_loss_of_every_host(tmp_path: Path) -> None:
 def test_prepare_says_which_losses_have_no_plan(tmp_path: Path) -> None:
     shown = prepare(tmp_path, "4x4", "--fail", "2x2@0,0", "--host", "2x2", "--planner", "row-pairs")
     assert "ready    3 of 4" in shown
-    assert "2x2@2,2: its survivors are cut into 2 parts" in shown
+    assert "2x2@2,2: the survivors form 2 disconnected groups" in shown
 
 
 def test_prepare_wants_hosts_that_tile_the_mesh(tmp_path: Path) -> None:
     prepare(tmp_path, "8x8", "--host", "3x2", "--planner", "row-pairs", code=1)
+
+
+@pytest.mark.filterwarnings("ignore::meshmend.errors.CacheWarning")
+def test_prepare_does_not_count_plans_that_it_cannot_keep(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    shown = json.loads(prepare(tmp_path / "file", "4x4", "--host", "4x2", "--planner", "hamiltonian", "--json"))
+    assert shown["plans"] == 0
+    assert "cannot be kept in" in shown["refused"]["4x2@0,0"]

@@ -56,7 +56,7 @@ def walk_all_pairs(routes: Routes) -> NDArray[np.int64]:
                     beyond[axis] %= mesh.shape[axis]
                 assert graph.has_edge(chips[at], tuple(beyond)), f"dead link {chips[at]}→{tuple(beyond)}"
                 at, hops = rank_of[tuple(beyond)], hops + 1
-                assert hops <= mesh.n_chips, f"{chips[src]}→{chips[dst]} goes in circles"
+                assert hops <= mesh.n_chips, f"{chips[src]}→{chips[dst]} goes round and round"
             lengths[src, column] = hops
     return lengths
 

@@ -46,9 +46,7 @@ def test_a_cyclic_table_is_caught_and_its_cycle_named() -> None:
         ((1, 1), (1, 0), 0),
         ((1, 0), (0, 0), 0),
     }
-    with pytest.raises(
-        DeadlockError, match=r"4 channels wait .* in a circle, .*\(0,0\)→\(0,1\) on channel 0"
-    ) as caught:
+    with pytest.raises(DeadlockError, match=r"4 channels wait .* in a cycle, .*\(0,0\)→\(0,1\) on channel 0") as caught:
         require_deadlock_free(routes)
     assert caught.value.cycle == proof.cycle
     assert caught.value.scheme == "clockwise"
@@ -72,10 +70,10 @@ def test_both_turn_classes_on_one_channel_deadlock() -> None:
 
 
 def test_the_shortest_cycle_is_named() -> None:
-    """A small circle and a large one, side by side."""
+    """A small cycle and a large one, side by side."""
     routes = dimension_order(Mesh("5x3", wrap=(True, True)))
     port = np.where(routes.port >= 0, routes.port % 4, routes.port)
-    # On an axis of three chips every way is one hop, so only the axis of five closes a circle.
+    # On an axis of three chips every way is one hop, so only the axis of five closes a cycle.
     assert len(check_proof(replace(routes, n_channels=1, port=port)).cycle) == 5
 
 
@@ -98,21 +96,21 @@ def test_no_flow_at_all_is_fine() -> None:
 def test_a_proof_says_what_it_covers() -> None:
     one = prove(dimension_order(Mesh("4x4")))
     assert str(one) == (
-        "free of deadlock: 68 dependencies between the channels of dimension-order form no circle (1 virtual channel)"
+        "free of deadlock: 68 dependencies between the channels of dimension-order form no cycle (1 virtual channel)"
     )
     assert (one.n_channels, one.n_dependencies) == (1, 68)
     two = prove(dimension_order(Mesh("1x5", wrap=True)))
     assert two.n_channels == 2
     assert str(two).endswith(
-        f"{two.n_dependencies} dependencies between the channels of dimension-order form no circle (2 virtual channels)"
+        f"{two.n_dependencies} dependencies between the channels of dimension-order form no cycle (2 virtual channels)"
     )
-    circle = prove(clockwise_square())
-    first, *others = (f"({a},{b})→({c},{d}) on channel 0" for (a, b), (c, d), _ in circle.cycle)
-    assert str(circle) == "can deadlock: clockwise lets 4 channels wait in a circle: " + ", ".join([first, *others])
+    cycle = prove(clockwise_square())
+    first, *others = (f"({a},{b})→({c},{d}) on channel 0" for (a, b), (c, d), _ in cycle.cycle)
+    assert str(cycle) == "can deadlock: clockwise lets 4 channels wait in a cycle: " + ", ".join([first, *others])
 
 
 def test_flows_are_judged_channel_by_channel() -> None:
-    """Round a square on one channel the flows close a circle; the last one on a second channel opens it."""
+    """Round a square on one channel the flows close a cycle; the last one on a second channel opens it."""
     mesh = Mesh("2x2")
     corners = clockwise_square().follow([0, 1, 3, 2], [3, 2, 0, 1])
     proof = prove(corners, mesh)
@@ -191,7 +189,7 @@ def test_levels_and_cycles_of_random_graphs_are_those_of_networkx() -> None:
 
 
 def test_a_shortest_circle_is_looked_for_from_a_limited_number_of_channels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Circles of 3 and then of 2 channels: with one start the first is found, with four the shorter one."""
+    """Cycles of 3 and then of 2 channels: with one start the first is found, with four the shorter one."""
     graph = Dependencies(Mesh("2x2"), 1, held=np.array([0, 2, 5, 8, 14]), wanted=np.array([2, 5, 0, 14, 8]))
     level = find_levels(graph)
     assert deadlock._short_cycle(graph, level) == [8, 14]

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import sys
 import time
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 
 from meshmend import Mesh, plan
+from meshmend.errors import RoutingError
 from meshmend.routing import Trace, detour, prove, trace
 from strategies import battered_meshes, meshes
 
@@ -59,3 +62,28 @@ def test_256x256_needs_no_table_of_all_pairs() -> None:
 def test_a_flow_that_is_cut_apart_has_no_hops() -> None:
     found = trace(Mesh("1x3", failed=["0,1"]), [0, 0], [1, 0])
     assert len(found.link) == 0
+
+
+def test_more_hops_than_can_be_followed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["meshmend.routing.trace"]
+    line, ring, cut = Mesh("1x9"), Mesh("1x9", wrap=True), Mesh("1x9", wrap=True, failed_cables=["0,0-0,8"])
+    # From 0 to 8: along the line, over the wrap cable, and the long way round where that has failed.
+    for mesh, hops, message in ((line, 8, "takes 8 hops"), (ring, 1, "takes 1 hops"), (cut, 8, "takes 8 hops or more")):
+        monkeypatch.setattr(module, "MAX_HOPS", hops)
+        assert len(trace(mesh, 0, 8).hop) == hops
+        monkeypatch.setattr(module, "MAX_HOPS", hops - 1)
+        with pytest.raises(RoutingError, match=f"{message}; the limit is {hops - 1}"):
+            trace(mesh, 0, 8)
+
+
+def test_larger_tables_than_can_be_made_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["meshmend.routing.trace"]
+    cut = Mesh("1x9", wrap=True, failed_cables=["0,0-0,8"])
+    # Two destinations of nine chips in one table, or in a table each.
+    for cells, work in ((18, (2 + 64) * 9), (9, (2 + 128) * 9)):
+        monkeypatch.setattr(module, "MAX_TABLE_CELLS", cells)
+        monkeypatch.setattr(module, "MAX_DETOUR_WORK", work)
+        assert len(trace(cut, [0, 1], [8, 7]).hop) == 8 + 6
+        monkeypatch.setattr(module, "MAX_DETOUR_WORK", work - 1)
+        with pytest.raises(RoutingError, match=f"takes {work:,} cells of route tables; the limit is {work - 1:,}"):
+            trace(cut, [0, 1], [8, 7])

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 from meshmend.cli import app
 from meshmend.cost import predict
 from meshmend.planning import plan
-from meshmend.study.paper import BYTES_A_GRADIENT, CASES, HOLE, WORKLOADS
+from meshmend.study.paper import BYTES_PER_GRADIENT, CASES, HOLE, WORKLOADS
 from meshmend.study.reproduce import FABRIC, Reproduction, reproduce
 from meshmend.topology import Mesh
 
@@ -50,7 +50,7 @@ def test_only_full_meshes_are_fitted(found: Reproduction) -> None:
 
 def test_times_are_predictions_of_proven_schedules(found: Reproduction) -> None:
     outcome = found.outcomes[0]
-    payload = WORKLOADS[outcome.case.model].parameters * BYTES_A_GRADIENT
+    payload = WORKLOADS[outcome.case.model].parameters * BYTES_PER_GRADIENT
     assert payload == 51.2e6
     for fail, timed in (((), outcome.full), ((HOLE,), outcome.holed)):
         mesh = Mesh(outcome.case.shape, failed=fail)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import defaultdict
 from typing import Any
 
@@ -11,51 +10,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import meshmend.numpy as mmn
-from meshmend import Mesh, Op, PlanError, Schedule, plan
+from meshmend import Collective, Mesh, Op, PlanError, Schedule, plan, verify
 from meshmend.planning import PLANNERS
+from random_schedules import random_schedule
 from strategies import block_meshes
 
 program = pytest.importorskip("meshmend.torch.program", reason="torch is not installed")
+from torch_engine.adversary import play  # noqa: E402
 
 
-def play(schedule: Schedule, seed: int) -> bool:
-    """Run every chip's program with messages that leave and arrive in random order; compare with NumPy."""
-    rng = random.Random(seed)
-    n = schedule.mesh.n_chips
-    programs = [program.compile_program(schedule, rank) for rank in range(n)]
-    payload = np.random.default_rng(seed).integers(0, 1000, (n, schedule.total_chunks))
-    held = payload.copy()
-    sent: list[set[int]] = [set() for _ in range(n)]
-    written: list[set[int]] = [set() for _ in range(n)]
-    wire: dict[tuple[int, int, int], np.ndarray] = {}
-    while True:
-        moves = []
-        for rank, own in enumerate(programs):
-            for number, send in enumerate(own.sends):
-                if number not in sent[rank] and written[rank].issuperset(send.after_receives):
-                    moves.append((rank, number, True))
-            for number, receive in enumerate(own.receives):
-                ready = written[rank].issuperset(receive.after_receives) and sent[rank].issuperset(receive.after_sends)
-                if number not in written[rank] and ready and (receive.peer, rank, receive.tag) in wire:
-                    moves.append((rank, number, False))
-        if not moves:
-            break
-        rank, number, is_send = rng.choice(moves)
-        if is_send:
-            send = programs[rank].sends[number]
-            key = (rank, send.peer, send.tag)
-            assert key not in wire
-            wire[key] = held[rank, send.first : send.last].copy()
-            sent[rank].add(number)
-        else:
-            receive = programs[rank].receives[number]
-            arrived = wire[receive.peer, rank, receive.tag]
-            place = held[rank, receive.first : receive.last]
-            place[:] = place + arrived if receive.adds else arrived
-            written[rank].add(number)
-    assert all(len(sent[r]) == len(p.sends) and len(written[r]) == len(p.receives) for r, p in enumerate(programs))
-    return bool(np.array_equal(held, mmn.run(schedule, payload)))
+def hand_made(shape: tuple[int, ...], total_chunks: int, *rows: tuple[int, int, int, int, int, Op]) -> Schedule:
+    """Return a proven schedule of (step, src, dst, first chunk, number of chunks, op)."""
+    step, src, dst, first, n_chunks, op = zip(*rows, strict=True)
+    schedule = Schedule(
+        Mesh(shape),
+        total_chunks=total_chunks,
+        step=step,
+        src=src,
+        dst=dst,
+        first_chunk=first,
+        n_chunks=n_chunks,
+        op=op,
+        owners=np.zeros(total_chunks, dtype=int),
+    )
+    verify(schedule)
+    return schedule
 
 
 @pytest.mark.parametrize("name", sorted(PLANNERS.keys() - {"auto"}))
@@ -67,14 +46,122 @@ def test_any_order_gives_numpys_sums(name: str, failed: list[str]) -> None:
         schedule = plan(mesh, name, **few)
     except PlanError as error:
         pytest.skip(error.why)
-    assert all(play(schedule, seed) for seed in range(2))
+    for seed in range(2):
+        play(schedule, seed)
 
 
 @settings(max_examples=25)
 @given(block_meshes(max_blocks=2), st.integers(0, 2**32 - 1))
 def test_any_mesh(mesh: Mesh, seed: int) -> None:
     if mesh.is_connected:
-        assert play(plan(mesh, "hamiltonian"), seed)
+        play(plan(mesh, "hamiltonian"), seed)
+
+
+def random_all_reduce(seed: int) -> Schedule:
+    schedule = random_schedule(seed, collective=Collective.ALL_REDUCE)
+    verify(schedule)
+    return schedule
+
+
+def test_schedules_that_no_planner_made() -> None:
+    for seed in range(100):
+        play(random_all_reduce(seed), seed)
+
+
+@pytest.mark.slow
+def test_thousands_of_schedules_that_no_planner_made() -> None:
+    for seed in range(1000, 6000):
+        schedule = random_all_reduce(seed)
+        for again in range(3):
+            play(schedule, 10 * seed + again)
+
+
+def test_what_is_exchanged_within_a_step_leaves_from_a_copy() -> None:
+    # Chip 0 adds to chip 1 while chip 1 overwrites it: both read what the other writes, so neither may write in place.
+    reduce_and_copy = hand_made(
+        (1, 2), 1, (0, 0, 1, 0, 1, Op.REDUCE), (0, 1, 0, 0, 1, Op.COPY), (1, 1, 0, 0, 1, Op.COPY)
+    )
+    own = program.compile_program(reduce_and_copy, 0)
+    assert [send.staged for send in own.sends] == [True]
+    # The second copy is no more direct than the first: nothing was sent since the first arrived.
+    assert [(receive.direct, receive.after_sends) for receive in own.receives] == [(False, (0,)), (False, ())]
+    # Chip 1 sends in step 0 what step 0 writes, and in step 1 what no step writes any more.
+    assert [send.staged for send in program.compile_program(reduce_and_copy, 1).sends] == [True, False]
+    for seed in range(20):
+        play(reduce_and_copy, seed)
+
+
+def test_a_copy_of_a_later_step_goes_straight_to_its_place() -> None:
+    there_and_back = hand_made((1, 2), 1, (0, 0, 1, 0, 1, Op.REDUCE), (1, 1, 0, 0, 1, Op.COPY))
+    own = program.compile_program(there_and_back, 0)
+    assert [send.staged for send in own.sends] == [False]
+    assert [receive.direct for receive in own.receives] == [True]
+    # Not if a third chip was sent the old value too: nobody knows whether it has it yet.
+    line = hand_made(
+        (1, 3), 1,
+        (0, 2, 1, 0, 1, Op.REDUCE), (1, 1, 0, 0, 1, Op.REDUCE), (2, 1, 2, 0, 1, Op.COPY), (3, 0, 1, 0, 1, Op.COPY),
+        (4, 1, 2, 0, 1, Op.COPY),
+    )  # fmt: skip
+    middle = program.compile_program(line, 1)
+    (copied,) = (receive for receive in middle.receives if not receive.adds)
+    assert not copied.direct
+    assert copied.after_sends == (0, 1)
+    for seed in range(20):
+        play(line, seed)
+
+
+def test_a_crossed_exchange_within_a_step_cannot_deadlock() -> None:
+    # Chips 0 and 1 exchange chunks 0, 2, 4 and 6, 8, 10 in one step, reduced one way and copied the other. On each link
+    # reductions come before copies, so each chip's first write wants its own last message to have left: with few
+    # receives posted ahead, waiting for its arrival would never end.
+    halves = ((0, 2, 4), (6, 8, 10))
+    rows = [
+        (0, src, dst, chunk, 1, op)
+        for chunks, ends in zip(halves, ((0, 1), (1, 0)), strict=True)
+        for chunk in chunks
+        for src, dst, op in ((*ends, Op.REDUCE), (*ends[::-1], Op.COPY))
+    ]
+    rows += [
+        (1, *ends, chunk, 1, Op.COPY) for chunks, ends in zip(halves, ((1, 0), (0, 1)), strict=True) for chunk in chunks
+    ]
+    rows += [(2, 0, 1, chunk, 1, Op.REDUCE) for chunk in range(1, 11, 2)]
+    rows += [(3, 1, 0, chunk, 1, Op.COPY) for chunk in range(1, 11, 2)]
+    crossed = hand_made((1, 2), 11, *rows)
+    for seed in range(20):
+        play(crossed, seed, depth=1)
+
+
+def test_two_receives_may_wait_for_one_send() -> None:
+    # The middle of a line sends both chunks to the left; then one comes back from there and one from the right.
+    shared = hand_made(
+        (1, 3), 2,
+        (0, 0, 1, 0, 2, Op.REDUCE), (1, 2, 1, 0, 2, Op.REDUCE), (2, 1, 2, 0, 2, Op.COPY), (3, 1, 0, 0, 2, Op.COPY),
+        (4, 0, 1, 0, 1, Op.COPY), (4, 2, 1, 1, 1, Op.COPY),
+    )  # fmt: skip
+    own = program.compile_program(shared, 1)
+    assert own.waiting_for_send[1] == (2, 3)
+    for seed in range(20):
+        play(shared, seed)
+
+
+def test_a_run_of_billions_of_chunks_is_followed_as_one() -> None:
+    rows = ((0, 0, 1, 0, 2**30, Op.REDUCE), (1, 1, 0, 5, 2**30 - 5, Op.COPY), (1, 1, 0, 0, 5, Op.COPY))
+    step, src, dst, first, n_chunks, op = zip(*rows, strict=True)
+
+    class Long:
+        """A schedule with one owner for all chunks, without the array of owners."""
+
+        total_chunks = 2**30
+
+    long: Any = Long()
+    for name, column in zip(
+        ("step", "src", "dst", "first_chunk", "n_chunks", "op"), (step, src, dst, first, n_chunks, op), strict=True
+    ):
+        setattr(long, name, np.array(column))
+    own = program.compile_program(long, 0)
+    # The two copies lie side by side, so they travel as one.
+    assert [(send.first, send.last) for send in own.sends] == [(0, 2**30)]
+    assert [(receive.first, receive.last, receive.after_sends) for receive in own.receives] == [(0, 2**30, (0,))]
 
 
 def test_a_value_leaves_before_it_is_overwritten() -> None:
@@ -84,7 +171,7 @@ def test_a_value_leaves_before_it_is_overwritten() -> None:
     own = program.compile_program(swap, 0)
     assert own.receives[0].after_sends == (0,)
     assert own.sends[0].after_receives == ()
-    assert play(swap, seed=0)
+    play(swap, seed=0, collective=False)
 
 
 def test_runs_side_by_side_travel_as_one_message() -> None:

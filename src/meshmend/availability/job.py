@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from meshmend.availability.answers import Answer, Footing
 from meshmend.availability.history import Strike
-from meshmend.errors import MissingExtraError
+from meshmend.errors import MissingExtraError, install_hint
 
 if TYPE_CHECKING:
     import simpy
@@ -22,7 +22,7 @@ Process = Generator[Any, Any, None]
 
 
 @dataclass
-class Ledger:
+class TimeSpent:
     """Where the hours of a run went, each as hours of the whole machine; they add up to the run.
 
     `useful_h` was trained and kept, `lost_h` was trained and thrown away, `short_h` is what the missing chips and the
@@ -41,7 +41,7 @@ class Ledger:
     regrowths: int = 0
 
 
-def live_through(answer: Answer, strikes: Sequence[Strike], hours: float) -> Ledger:
+def live_through(answer: Answer, strikes: Sequence[Strike], hours: float) -> TimeSpent:
     """Play one run: `hours` of a machine that meets these strikes, under one answer."""
     answer.reset()
     return _Life(answer, strikes, hours).play()
@@ -55,7 +55,7 @@ class _Life:
         self._answer = answer
         self._strikes = strikes
         self._hours = hours
-        self._ledger = Ledger()
+        self._spent = TimeSpent()
         self._footing: Footing | None = None
         """What the job runs on or starts up on: a failure elsewhere does not touch it."""
         self._doing: Literal["waiting", "restarting", "training"] = "waiting"
@@ -67,7 +67,7 @@ class _Life:
         self._detect_h = assumptions.detect_s / 3600
         self._job = self._env.process(self._train_forever())
 
-    def play(self) -> Ledger:
+    def play(self) -> TimeSpent:
         self._env.process(self._fail())
         self._env.run(until=self._hours)
         # The run is a window on a longer life: what is under way is booked up to its end, and nothing is lost by it.
@@ -75,7 +75,7 @@ class _Life:
             self._book(self._footing, kept=True)
         else:
             self._turn_to("waiting")
-        return self._ledger
+        return self._spent
 
     def _fail(self) -> Process:
         for strike in self._strikes:
@@ -116,11 +116,11 @@ class _Life:
                 failed = yield from self._train(footing)
             start_h = self._answer.start_h
             if failed:
-                self._ledger.interruptions += 1
+                self._spent.interruptions += 1
                 self._turn_to("restarting")
                 yield self._env.timeout(self._detect_h)
             else:
-                self._ledger.regrowths += 1
+                self._spent.regrowths += 1
 
     def _train(self, footing: Footing) -> Generator[Any, Any, bool]:
         """Train until a failure ends it (True), or a stop that was planned to take repaired chips in (False)."""
@@ -162,9 +162,9 @@ class _Life:
         """Book the wait or the restart that ends now, and begin something else."""
         took = self._env.now - self._since
         if self._doing == "waiting":
-            self._ledger.waiting_h += took
+            self._spent.waiting_h += took
         elif self._doing == "restarting":
-            self._ledger.restarting_h += took
+            self._spent.restarting_h += took
         self._doing, self._since = what, self._env.now
 
     def _book(self, footing: Footing, *, kept: bool, saved_last_h: float = 0.0) -> None:
@@ -179,10 +179,10 @@ class _Life:
         checkpoints = math.floor(regular / cycle)
         safe = checkpoints * self._interval_h
         trained = max(0.0, min(regular - 1e-9 - checkpoints * cycle, self._interval_h))
-        self._ledger.useful_h += (safe + (trained if kept else 0.0)) * footing.rate
-        self._ledger.lost_h += (0.0 if kept else trained) * footing.rate
-        self._ledger.short_h += (safe + trained) * (1 - footing.rate)
-        self._ledger.saving_h += took - safe - trained
+        self._spent.useful_h += (safe + (trained if kept else 0.0)) * footing.rate
+        self._spent.lost_h += (0.0 if kept else trained) * footing.rate
+        self._spent.short_h += (safe + trained) * (1 - footing.rate)
+        self._spent.saving_h += took - safe - trained
         self._doing, self._since = "restarting", self._env.now
 
 
@@ -194,5 +194,5 @@ def require_simpy() -> Any:
     try:
         import simpy
     except ImportError:
-        raise MissingExtraError("A study of availability", "simpy", "pip install 'meshmend[availability]'") from None
+        raise MissingExtraError("A study of availability", "simpy", install_hint("availability")) from None
     return simpy

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from meshmend.availability.simulate import LOSSES, Study, simulate
 from meshmend.availability.throughput import Throughput
-from meshmend.errors import MissingExtraError, ParameterError
+from meshmend.errors import MissingExtraError, ParameterError, install_hint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,7 +59,7 @@ def plot(study: Study, swept: Sequence[tuple[float, Study]], path: Path) -> None
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise MissingExtraError("Plotting", "matplotlib", "pip install 'meshmend[draw]'") from None
+        raise MissingExtraError("Plotting", "matplotlib", install_hint("draw")) from None
 
     figure = Figure(figsize=(12, 5.2), layout="constrained")
     suffix = path.suffix.removeprefix(".").lower()
@@ -95,7 +95,7 @@ def _bars(axes: Axes, study: Study) -> None:
     axes.errorbar(goodputs, places, xerr=spans, fmt="none", ecolor="black", capsize=4, lw=1.4)
     low = max(0.0, 5 * math.floor(min(goodputs) / 5 - 1))
     for place, outcome in zip(places, outcomes, strict=True):
-        text = f"{100 * outcome.goodput.mean:.1f} %, \\${outcome.cost.mean:.2f} a useful chip-hour"
+        text = f"{100 * outcome.goodput.mean:.1f} %, \\${outcome.cost.mean:.2f} per useful chip-hour"
         axes.text(low + (100 - low) * 0.01, place + 0.33, text, va="bottom", ha="left", fontsize=10)
     axes.set_yticks(places, [outcome.name for outcome in outcomes])
     axes.set_xlim(low, 100)

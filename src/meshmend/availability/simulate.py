@@ -15,7 +15,7 @@ import numpy as np
 from meshmend.availability.answers import Answer, FaultTolerant, make_answers
 from meshmend.availability.assumptions import Assumptions
 from meshmend.availability.history import draw
-from meshmend.availability.job import Ledger, live_through, require_simpy
+from meshmend.availability.job import TimeSpent, live_through, require_simpy
 from meshmend.availability.throughput import Throughput, step_error
 from meshmend.errors import ParameterError
 
@@ -31,7 +31,7 @@ class Estimate:
 
     @classmethod
     def over(cls, values: Sequence[float]) -> Estimate:
-        """Return the estimate from one value a run.
+        """Return the estimate from one value per run.
 
         >>> Estimate.over([1.0, 2.0, 3.0])
         Estimate(mean=2.0, half_width=2.484...)
@@ -50,7 +50,7 @@ class Outcome:
     """What one answer brings. Fractions are of the hours of a machine that never fails and never saves.
 
     `goodput` is the work that was kept; it and `losses` (by cause) add up to 1. `utilisation` is the same work over all
-    chips that are owned, spares included. `cost` is money a useful chip-hour. `gain` is the goodput above that of the
+    chips that are owned, spares included. `cost` is money per useful chip-hour. `gain` is the goodput above that of the
     first answer, run by run.
     """
 
@@ -59,8 +59,8 @@ class Outcome:
     utilisation: Estimate
     cost: Estimate
     losses: dict[str, Estimate]
-    interruptions_a_year: Estimate
-    regrowths_a_year: Estimate
+    interruptions_per_year: Estimate
+    regrowths_per_year: Estimate
     gain: Estimate
 
     @property
@@ -126,15 +126,15 @@ def simulate(
     hours = days * 24
     known = throughput or Throughput(assumptions)
     answers = make_answers(assumptions, known)
-    ledgers: list[list[Ledger]] = [[] for _ in answers]
+    spent: list[list[TimeSpent]] = [[] for _ in answers]
     for run in range(runs):
         strikes = draw(assumptions, hours, seed, run)
-        for answer, book in zip(answers, ledgers, strict=True):
-            book.append(live_through(answer, strikes, hours))
+        for answer, played in zip(answers, spent, strict=True):
+            played.append(live_through(answer, strikes, hours))
         if on_run is not None:
             on_run(run)
-    first = [ledger.useful_h / hours for ledger in ledgers[0]]
-    outcomes = tuple(_outcome(answer, book, hours, first) for answer, book in zip(answers, ledgers, strict=True))
+    first = [run.useful_h / hours for run in spent[0]]
+    outcomes = tuple(_outcome(answer, played, hours, first) for answer, played in zip(answers, spent, strict=True))
     checked = [
         Check(str(mesh), estimated, exact, step_error(assumptions, estimated, exact))
         for answer in answers
@@ -145,15 +145,15 @@ def simulate(
     return Study(assumptions, days, runs, seed, whole, outcomes, tuple(checked), known.n_planned)
 
 
-def _outcome(answer: Answer, book: list[Ledger], hours: float, first: list[float]) -> Outcome:
+def _outcome(answer: Answer, played: list[TimeSpent], hours: float, first: list[float]) -> Outcome:
     size = answer.assumptions.mesh.size
-    goodput = [ledger.useful_h / hours for ledger in book]
+    goodput = [run.useful_h / hours for run in played]
     causes = {
-        "waiting": [ledger.waiting_h for ledger in book],
-        "restarting": [ledger.restarting_h for ledger in book],
-        "lost work": [ledger.lost_h for ledger in book],
-        "checkpoints": [ledger.saving_h for ledger in book],
-        "fewer chips": [ledger.short_h for ledger in book],
+        "waiting": [run.waiting_h for run in played],
+        "restarting": [run.restarting_h for run in played],
+        "lost work": [run.lost_h for run in played],
+        "checkpoints": [run.saving_h for run in played],
+        "fewer chips": [run.short_h for run in played],
     }
     return Outcome(
         answer.name,
@@ -161,7 +161,7 @@ def _outcome(answer: Answer, book: list[Ledger], hours: float, first: list[float
         utilisation=Estimate.over([g * size / answer.owned_chips for g in goodput]),
         cost=Estimate.over([answer.price_h / (g * size) if g else math.inf for g in goodput]),
         losses={cause: Estimate.over([h / hours for h in causes[cause]]) for cause in LOSSES},
-        interruptions_a_year=Estimate.over([ledger.interruptions * 8760 / hours for ledger in book]),
-        regrowths_a_year=Estimate.over([ledger.regrowths * 8760 / hours for ledger in book]),
+        interruptions_per_year=Estimate.over([run.interruptions * 8760 / hours for run in played]),
+        regrowths_per_year=Estimate.over([run.regrowths * 8760 / hours for run in played]),
         gain=Estimate.over([g - f for g, f in zip(goodput, first, strict=True)]),
     )

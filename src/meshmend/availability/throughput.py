@@ -54,7 +54,7 @@ class Throughput:
         self._plain = Mesh(self._machine.shape)
 
     def rate(self, n_chips: int, all_reduce_s: float) -> float:
-        """Return the work a second of `n_chips` chips over that of the whole machine."""
+        """Return the work per second of `n_chips` chips over that of the whole machine."""
         compute = self._assumptions.compute_s
         return n_chips / self._machine.size * (compute + self.exact(self._machine)) / (compute + all_reduce_s)
 

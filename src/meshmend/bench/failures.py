@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from meshmend.bench.replica import Job, lighthouse, train
+from meshmend.bench.replica import ReplicaJob, lighthouse, train
 from meshmend.errors import Coordinate, LabError, name_chip
 from meshmend.lab.chips import Chips
 from meshmend.planning import PLANNERS
@@ -32,7 +32,7 @@ STAGES = ("detect", "quorum", "replan", "redo")
 
 
 @dataclass(frozen=True)
-class Kill:
+class ReplicaKill:
     """One SIGKILL: what it hit, when, and how long the survivors took to commit a step without it.
 
     The total is split at the survivor that committed first: until it gave up its all-reduce (zero where the loss was
@@ -46,11 +46,11 @@ class Kill:
 
 
 @dataclass
-class Report:
+class FailuresReport:
     """What a campaign found. It raises where a promise is broken, so a report is good news."""
 
     mesh: str
-    kills: list[Kill] = field(default_factory=list)
+    kills: list[ReplicaKill] = field(default_factory=list)
     committed_steps: int = 0
     commits: int = 0
     refused: int = 0
@@ -84,22 +84,22 @@ def campaign(
     seed: int = 0,
     heartbeat_timeout_ms: int = 1000,
     patience_s: float = 60.0,
-    told: Callable[[Kill], None] = lambda _: None,
-) -> Report:
+    told: Callable[[ReplicaKill], None] = lambda _: None,
+) -> FailuresReport:
     """Run the campaign and return its report; raise `LabError` where a promise is broken."""
     rng = random.Random(seed)  # noqa: S311  # moments and places, not secrets
     mesh = Mesh(shape)
     boards = all_placements(mesh.shape, (2, 2))
     # Without a planner for any hole, only whole boards can be lost.
     chips = all_placements(mesh.shape, (1, 1), align=1) if "weave" in PLANNERS else []
-    report = Report(str(mesh))
+    report = FailuresReport(str(mesh))
     with tempfile.TemporaryDirectory(prefix="meshmend-") as name, Chips() as running:
         folder = Path(name)
         watch = _Watch(folder, patience_s)
         address = folder / "lighthouse"
         running.start(LIGHTHOUSE, lighthouse, address, heartbeat_timeout_ms)
         watch.until(address.exists, "the lighthouse does not start")
-        job = Job(mesh.shape, address.read_text(), folder)
+        job = ReplicaJob(mesh.shape, address.read_text(), folder)
         lives = dict.fromkeys((mesh.chip(rank) for rank in range(mesh.n_chips)), 0)
         for chip in lives:
             running.start(chip, train, job, 0)
@@ -178,7 +178,7 @@ def _account(
     lives: dict[Coordinate, int],
     survivors: dict[Coordinate, int],
     killed_at: float,
-) -> Kill:
+) -> ReplicaKill:
     """Split the time from the kill to the first commit on the hole."""
     n = len(survivors)
     commits = [
@@ -204,10 +204,10 @@ def _account(
         moment = "after"
     else:
         moment = "before"
-    return Kill(hole, moment, first["t"] - killed_at, stages)
+    return ReplicaKill(hole, moment, first["t"] - killed_at, stages)
 
 
-def _judge(watch: _Watch, mesh: Mesh, report: Report) -> None:
+def _judge(watch: _Watch, mesh: Mesh, report: FailuresReport) -> None:
     """Hold every commit of every chip to the promises."""
     by_step: dict[int, list[tuple[Coordinate, dict[str, Any]]]] = defaultdict(list)
     for (chip, _), events in watch.events.items():

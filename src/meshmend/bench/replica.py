@@ -32,7 +32,7 @@ INTERFACE = "lo"
 
 
 @dataclass(frozen=True)
-class Job:
+class ReplicaJob:
     """What every chip of a job is told."""
 
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ def divert(path: Path) -> None:
     faulthandler.register(signal.SIGUSR1)
 
 
-def train(chip: Coordinate, job: Job, life: int) -> None:
+def train(chip: Coordinate, job: ReplicaJob, life: int) -> None:
     """Train until killed, or until the file `stop` appears in the job's folder.
 
     Bucket b of chip i holds, at every element e with e ≡ i (mod number of chips), the value 1 and elsewhere 0: the sum

@@ -3,7 +3,7 @@
 Each run trains on 4 hosts, two by two, under torchrun. A host gets SIGKILL, agent and worker, and loses its memory; the
 survivors must commit a step on the hole; then the host comes back empty, and the mesh must grow whole again. In some
 failures a second host dies while the survivors recover. In the end no step may be missing, every sample must be used
-once an epoch, no committed step may be lost to one host's death, and the loss must be that of an undisturbed run.
+once per epoch, no committed step may be lost to one host's death, and the loss must be that of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from meshmend.bench.trainee import N_SAMPLES, Job
+from meshmend.bench.trainee import N_SAMPLES, TrainingJob
 from meshmend.errors import LabError
 from meshmend.jax.restart.timeline import STAGES, read_timeline, split_recovery
 from meshmend.lab.torchrun import Torchrun
@@ -35,7 +35,7 @@ Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Kill:
+class HostKill:
     """Hosts to kill, one after the other."""
 
     hosts: tuple[int, ...]
@@ -58,7 +58,7 @@ class Failure:
 
 
 @dataclass
-class Report:
+class RestartReport:
     """What a campaign found. It raises where a promise is broken, so a report is good news."""
 
     failures: list[Failure] = field(default_factory=list)
@@ -101,7 +101,7 @@ def campaign(
     steps_per_failure: int = 30,
     patience_s: float = 120.0,
     told: Callable[[Failure], None] = lambda _: None,
-) -> Report:
+) -> RestartReport:
     """Run the campaign and return its report; raise `LabError` where a promise is broken.
 
     `host` is the tile of chips that a host drives. Without `helped`, jobs restart from disk alone, and plan and compile
@@ -109,7 +109,7 @@ def campaign(
     recover.
     """
     rng = random.Random(seed)  # noqa: S311  # moments and places, not secrets
-    report = Report()
+    report = RestartReport()
     shape = name_shape([2 * n for n in parse_shape(host)])
     # Left behind where a promise is broken, for the logs in it.
     folder = Path(tempfile.mkdtemp(prefix="meshmend-restart-"))
@@ -117,7 +117,7 @@ def campaign(
     while left > 0:
         count = min(per_run, left)
         steps = (count + 1) * steps_per_failure
-        job = Job(
+        job = TrainingJob(
             str(folder / f"run-{number}"),
             shape=shape,
             host=host,
@@ -136,7 +136,7 @@ def campaign(
         kills = []
         for i in range(failures - left, failures - left + count):
             both = rng.choice(PAIRS) if second and i % 4 == 3 else (0 if i == 0 else rng.randrange(N_HOSTS),)
-            kills.append(Kill(tuple(rng.sample(both, len(both))), rng.uniform(0.5, 8.0)))
+            kills.append(HostKill(tuple(rng.sample(both, len(both))), rng.uniform(0.5, 8.0)))
         report.failures += run.go(kills, rng, told)
         difference = abs(run.final_loss() / undisturbed.final_loss() - 1)
         if difference > LOSS_TOLERANCE:
@@ -153,13 +153,13 @@ def campaign(
 class Run:
     """One job from start to end, and what was seen of it."""
 
-    def __init__(self, job: Job, patience_s: float = 120.0) -> None:
+    def __init__(self, job: TrainingJob, patience_s: float = 120.0) -> None:
         self.job = job
         self.folder = Path(job.folder)
         self.patience_s = patience_s
 
     def go(
-        self, kills: Sequence[Kill], rng: random.Random, told: Callable[[Failure], None] = lambda _: None
+        self, kills: Sequence[HostKill], rng: random.Random, told: Callable[[Failure], None] = lambda _: None
     ) -> list[Failure]:
         """Run the job through kills, each in its own stretch of steps, and check what it promised."""
         found = []
@@ -181,7 +181,7 @@ class Run:
         self._check()
         return found
 
-    def _fail(self, hosts: Torchrun, kill: Kill) -> Failure:
+    def _fail(self, hosts: Torchrun, kill: HostKill) -> Failure:
         before, victims = self._attempt(), kill.hosts
         for i, victim in enumerate(victims):
             if i:

@@ -25,7 +25,7 @@ WIDTH = 32
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """What to train, and with which helps."""
 
     folder: str
@@ -61,7 +61,7 @@ class Job:
 def main(path: str) -> None:
     """Train, or go on training."""
     die_with_launcher()
-    job = Job(**json.loads(Path(path).read_text()))
+    job = TrainingJob(**json.loads(Path(path).read_text()))
     n_chips = math.prod(parse_shape(job.host))
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={n_chips} --xla_cpu_multi_thread_eigen=false"
@@ -138,7 +138,7 @@ def main(path: str) -> None:
 
 
 def exact_loss(params: Any, batch: Any) -> Any:
-    """Return a loss an example whose gradients are small whole numbers that depend on the weights."""
+    """Return a loss per example whose gradients are small whole numbers that depend on the weights."""
     import jax.numpy as jnp
     from jax import lax
 
@@ -147,7 +147,7 @@ def exact_loss(params: Any, batch: Any) -> Any:
 
 
 def regression_loss(params: Any, batch: Any) -> Any:
-    """Return the squared error an example of a small network."""
+    """Return the squared error per example of a small network."""
     import jax.numpy as jnp
 
     hidden = jnp.tanh(batch["x"] @ params["w"] + params["b"])
@@ -172,7 +172,7 @@ def _samples() -> list[dict[str, Any]]:
     return [{"x": x[i], "y": y[i], "whole": whole[i]} for i in range(N_SAMPLES)]
 
 
-def _policy(job: Job) -> Any:
+def _policy(job: TrainingJob) -> Any:
     import meshmend.jax as mmj
 
     return mmj.KeepGlobal(job.batch) if job.keep_global else mmj.KeepPerChip(job.batch // 16)

@@ -21,6 +21,7 @@ from meshmend.availability.throughput import Throughput
 from meshmend.cli.common import print_json, told_errors
 from meshmend.cli.options import HardwareOption, JsonOption, ShapeArgument, WrapOption, read_wrap
 from meshmend.cli.pricing import hardware_facts
+from meshmend.cost import DEFAULT_HARDWARE
 from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
 from meshmend.errors import ParameterError
 from meshmend.topology import Mesh, name_shape, parse_shape
@@ -75,7 +76,7 @@ def command(
         float | None,
         typer.Option("--compute-seconds", metavar="S", help="A step without its all-reduce; default: BERT, 0.132."),
     ] = None,
-    hardware: HardwareOption = "tpu-v3",
+    hardware: HardwareOption = DEFAULT_HARDWARE,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the random draws.")] = 0,
     checks: Annotated[
         int, typer.Option("--checks", min=0, help="States to plan in full, to see how far estimates are off.")
@@ -196,8 +197,8 @@ def _outcome_facts(outcome: Outcome) -> dict[str, Any]:
         "cost_per_useful_chip_hour": _estimate_facts(outcome.cost),
         "losses": {cause: _estimate_facts(outcome.losses[cause]) for cause in LOSSES},
         "downtime": outcome.downtime,
-        "interruptions_a_year": _estimate_facts(outcome.interruptions_a_year),
-        "regrowths_a_year": _estimate_facts(outcome.regrowths_a_year),
+        "interruptions_per_year": _estimate_facts(outcome.interruptions_per_year),
+        "regrowths_per_year": _estimate_facts(outcome.regrowths_per_year),
     }
 
 
@@ -229,7 +230,7 @@ def _show(study: Study) -> None:
             f"{outcome.cost.mean:.3f}{_half(outcome.cost.half_width, '.3f')}",
             f"{outcome.downtime:.1%}",
             f"{outcome.losses['lost work'].mean:.1%}",
-            f"{outcome.interruptions_a_year.mean:.0f}+{outcome.regrowths_a_year.mean:.0f}",
+            f"{outcome.interruptions_per_year.mean:.0f}+{outcome.regrowths_per_year.mean:.0f}",
             style="bold" if outcome.goodput.mean == best else None,
         )
     console.print(title, style="bold", highlight=False, soft_wrap=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,13 +13,13 @@ from rich.table import Table
 from meshmend.cli.common import print_facts, print_json, told_errors
 from meshmend.cli.options import FailOption, JsonOption
 from meshmend.cost.units import parse_bytes
-from meshmend.errors import LabError, ParameterError
+from meshmend.errors import ParameterError, require
 from meshmend.lab import Lab
 from meshmend.topology import Mesh
 
 if TYPE_CHECKING:
     from meshmend.bench.allreduce import Result
-    from meshmend.bench.failures import Report
+    from meshmend.bench.failures import FailuresReport
 
 app = typer.Typer(help="Measure on real processes and real links. Needs torch.", no_args_is_help=True)
 
@@ -59,7 +58,7 @@ def allreduce(
         if shape is None or (lab_shape and loopback):
             raise ParameterError("Say where: --lab 4x4 for rate-limited links, or --loopback 2x4 for none.")
         sizes = [round(parse_bytes(text)) for text in payload or ["32MB"]]
-        _need("torch")
+        _require("torch")
         whole = Mesh(shape)
         meshes = [whole] + ([whole.fail(*fail)] if fail else [])
         results = _measure_all(meshes, sizes, rate if lab_shape else None, planner, repeat)
@@ -88,11 +87,10 @@ def failures(
     Example: meshmend bench failures 4x4 --kills 50
     """
     with told_errors(json):
-        _need("torch")
-        _need("torchft")
-        from meshmend.bench.failures import Kill, campaign
+        _require("torch", "torchft")
+        from meshmend.bench.failures import ReplicaKill, campaign
 
-        def tell(kill: Kill) -> None:
+        def tell(kill: ReplicaKill) -> None:
             if not json:
                 stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in kill.stages_s.items())
                 where = {"before": "before", "inside": "inside", "after": "after"}[kill.moment]
@@ -124,8 +122,8 @@ def restart(
     Example: meshmend bench restart --failures 20 --unaided 4
     """
     with told_errors(json):
-        for package, extra in (("torch", "torch"), ("jax", "restart"), ("orbax", "restart"), ("grain", "restart")):
-            _need(package, extra)
+        _require("torch")
+        _require("jax", "orbax", "grain", extra="restart")
         from meshmend.bench.restart import Failure, campaign
 
         def tell(failure: Failure) -> None:
@@ -144,9 +142,8 @@ def restart(
             _show_restarts(aided, plain)
 
 
-def _need(package: str, extra: str = "torch") -> None:
-    if importlib.util.find_spec(package) is None:
-        raise LabError(f"This measurement needs {package}: pip install 'meshmend[{extra}]'")
+def _require(*modules: str, extra: str = "torch") -> None:
+    require(*modules, needed_for="This measurement", extra=extra)
     # Read when torch is imported: without it, every namespace without a name server is warned of.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -217,7 +214,7 @@ def _show_restarts(aided: dict[str, Any], plain: dict[str, Any] | None) -> None:
     )
 
 
-def _show_report(report: Report) -> None:
+def _show_report(report: FailuresReport) -> None:
     facts: dict[str, Any] = report.facts()
 
     def both(figures: dict[str, float]) -> str:

@@ -13,7 +13,7 @@ from meshmend.cli.common import mesh_facts, print_json, told_errors
 from meshmend.cli.options import HoleOptions, JsonOption, PayloadOption, PriceOptions, ShapeArgument
 from meshmend.cli.pricing import forecast_facts, hardware_facts
 from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
-from meshmend.study.compare import Comparison, Entry, compare
+from meshmend.study.compare import Comparison, PlannerResult, compare
 from meshmend.study.plot import PAYLOADS, plot
 from meshmend.topology import Mesh
 
@@ -74,7 +74,7 @@ def _facts(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _entry_facts(entry: Entry) -> dict[str, Any]:
+def _entry_facts(entry: PlannerResult) -> dict[str, Any]:
     if entry.forecast is None:
         return {"planner": entry.planner, "why_not": entry.why_not}
     return {
@@ -115,7 +115,7 @@ def _show(this: Comparison, full: Comparison | None) -> None:
             console.print(f"[dim]{entry.planner}[/]  {entry.why_not}", highlight=False, soft_wrap=True)
 
 
-def _cells(entry: Entry, beside: Entry | None) -> list[str]:
+def _cells(entry: PlannerResult, beside: PlannerResult | None) -> list[str]:
     here = entry.forecast
     cells = ["–", "–", "–"]
     if here is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 import re
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ from rich.console import Console
 from meshmend.cli.common import mesh_facts, print_facts, print_json, told_errors
 from meshmend.cli.options import FailOption, JsonOption, PlannerOption, TuningOptions, WrapOption
 from meshmend.cost.units import parse_bytes
-from meshmend.errors import ParameterError
+from meshmend.errors import ParameterError, require
 from meshmend.planning import Auto, plan
 
 
@@ -46,10 +45,9 @@ def command(
     Example: meshmend compile --topology v3:32x32 --fail 4x2@6,8 --planner row-pairs
     """
     with told_errors(json):
-        for package in ("jax", "optax", "libtpu", *(["flax"] if workload else [])):
-            if importlib.util.find_spec(package) is None:
-                extra = "workloads" if workload else "tpu"
-                raise ParameterError(f"meshmend compile needs {package}: pip install 'meshmend[{extra}]'.")
+        require("jax", "optax", "libtpu", needed_for="meshmend compile", extra="tpu")
+        if workload is not None:
+            require("flax", needed_for="A workload", extra="workloads")
         # Compiling needs no device, and looking for a TPU that is not there takes minutes.
         os.environ["JAX_PLATFORMS"] = "cpu"
         from meshmend.jax.ahead_of_time import compile_for, slice_fabric

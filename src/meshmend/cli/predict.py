@@ -37,8 +37,7 @@ def command(
         mesh = holes.mesh(shape)
         chosen = price.read_hardware()
         payload_bytes = parse_bytes(payload)
-        told = (payload, chosen) if planner == Auto.name else (None, None)
-        schedule = plan(mesh, tuning.planner(planner, *told))
+        schedule = plan(mesh, tuning.planner(planner, payload, chosen))
         forecast = predict(schedule, payload_bytes, chosen, mode=price.read_mode())
         if json:
             print_json(

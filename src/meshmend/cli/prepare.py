@@ -51,8 +51,12 @@ def command(
             for lost in (None, *hosts):
                 bar.update(task, description=str(lost or "nothing"))
                 try:
-                    plan(mesh.fail(lost) if lost else mesh, chosen, cache=store)
-                    ready += 1
+                    survivors = mesh.fail(lost) if lost else mesh
+                    plan(survivors, chosen, cache=store)
+                    if store.path(survivors, chosen).is_file():
+                        ready += 1
+                    else:
+                        refused[str(lost or "nothing")] = f"its plan cannot be kept in {store.folder}."
                 except (MeshError, PlanError) as error:
                     refused[str(lost or "nothing")] = error.why if isinstance(error, PlanError) else str(error)
                 bar.advance(task)

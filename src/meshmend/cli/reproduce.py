@@ -12,7 +12,7 @@ from meshmend.cli.common import print_json, told_errors
 from meshmend.cli.options import JsonOption
 from meshmend.cli.pricing import hardware_facts
 from meshmend.cost.units import name_rate, name_seconds, parse_seconds
-from meshmend.study.reproduce import Outcome, Reproduction, Timed, reproduce
+from meshmend.study.reproduce import CaseResult, Reproduction, Timed, reproduce
 
 
 def command(
@@ -49,7 +49,7 @@ def command(
             _show(found)
 
 
-def _facts(outcome: Outcome) -> dict[str, Any]:
+def _facts(outcome: CaseResult) -> dict[str, Any]:
     case = outcome.case
     return {
         "model": case.model,

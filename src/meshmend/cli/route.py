@@ -30,7 +30,7 @@ def command(
     channels: ChannelsOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Route packets round the holes, with the proof that they never wait for each other in a circle.
+    """Route packets round the holes, with the proof that they cannot deadlock.
 
     With --from and --to it shows one route; without, it reports over all pairs.
 

@@ -20,7 +20,8 @@ from typing import Any
 
 from meshmend.cost import simgrid
 from meshmend.doctor.finding import Finding, Section
-from meshmend.doctor.packages import INSTALL, extra, is_installed, look_at_packages
+from meshmend.doctor.packages import is_installed, look_at_packages
+from meshmend.errors import install_hint
 
 TIMEOUT_S = 180.0
 """Enough for JAX or torch on a busy machine; one that hangs is found out."""
@@ -33,17 +34,17 @@ class Trial:
     name: str
     probe: str
     needs: tuple[str, ...] = ()
-    install: str = INSTALL
+    install: str = install_hint()
 
 
 TRIALS = (
     Trial("NumPy", "try_numpy"),
-    Trial("drawing", "try_drawing", ("matplotlib",), extra("draw")),
-    Trial("availability", "try_availability", ("simpy",), extra("availability")),
-    Trial("JAX", "try_jax", ("jax", "jaxlib", "optax"), extra("jax")),
-    Trial("TPU compiler", "try_libtpu", ("jax", "jaxlib", "optax", "libtpu"), extra("tpu")),
-    Trial("PyTorch", "try_torch", ("torch",), extra("torch")),
-    Trial("torchft", "try_torchft", ("torch", "torchft"), extra("torch")),
+    Trial("drawing", "try_drawing", ("matplotlib",), install_hint("draw")),
+    Trial("availability", "try_availability", ("simpy",), install_hint("availability")),
+    Trial("JAX", "try_jax", ("jax", "jaxlib", "optax"), install_hint("jax")),
+    Trial("TPU compiler", "try_libtpu", ("jax", "jaxlib", "optax", "libtpu"), install_hint("tpu")),
+    Trial("PyTorch", "try_torch", ("torch",), install_hint("torch")),
+    Trial("torchft", "try_torchft", ("torch", "torchft"), install_hint("torch")),
 )
 
 
@@ -54,10 +55,10 @@ def examine(*, timeout_s: float = TIMEOUT_S, on_trial: Callable[[str], None] | N
     sight: dict[str, Any] = {}
     if is_installed("jax"):
         tell("what JAX sees")
-        finding, sight = run_probe("devices", "JAX sees", "see_jax", jax_environment(), timeout_s, extra("jax"))
+        finding, sight = run_probe("devices", "JAX sees", "see_jax", jax_environment(), timeout_s, install_hint("jax"))
         devices = [finding, *_holes(sight)]
     else:
-        devices = [Finding("devices", "JAX sees", "absent", "JAX is not installed", extra("jax"))]
+        devices = [Finding("devices", "JAX sees", "absent", "JAX is not installed", install_hint("jax"))]
     for trial in TRIALS:
         tell(trial.name)
         found.append(_try(trial, sight, timeout_s))
@@ -108,7 +109,7 @@ def _try_lab(timeout_s: float) -> Finding:
     if os.geteuid() != 0:
         detail = "not tried: making network namespaces takes root"
         return Finding("engines", "lab", "absent", detail, "sudo meshmend lab up 4x4")
-    finding, _ = run_probe("engines", "lab", "try_lab", {}, timeout_s, INSTALL)
+    finding, _ = run_probe("engines", "lab", "try_lab", {}, timeout_s, install_hint())
     if finding.status == "broken" and "not permitted" in finding.detail:
         advice = "run the container with --privileged, or with the capabilities SYS_ADMIN and NET_ADMIN"
         return Finding("engines", "lab", "absent", f"this root may not make namespaces: {finding.detail}", advice)
@@ -141,7 +142,7 @@ def run_probe(
     started = time.perf_counter()
     again = " ".join([*(f"{key}={shlex.quote(value)}" for key, value in environment.items()), "python", *words[1:]])
     anew = "--reinstall" if install.startswith("apt-get") else "--force-reinstall"
-    advice = f"{install.replace(' install', f' install {anew}', 1)}\nthe whole error: {again}"
+    advice = f"{install.replace(' install', f' install {anew}')}\nthe whole error: {again}"
     with subprocess.Popen(  # noqa: S603  # our own module, in our own interpreter
         words,
         env={**os.environ, **environment},

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from meshmend.doctor.finding import Finding, Status
+from meshmend.errors import install_hint
 
 
 @dataclass(frozen=True)
@@ -25,28 +26,20 @@ class Package:
     install: str
 
 
-INSTALL = "pip install meshmend"
-
-
-def extra(name: str) -> str:
-    """Return the command that installs an extra."""
-    return f"pip install 'meshmend[{name}]'"
-
-
 PACKAGES = (
-    Package("numpy", "numpy", "everything", INSTALL),
-    Package("scipy", "scipy", "everything", INSTALL),
-    Package("matplotlib", "matplotlib", "pictures and plots", extra("draw")),
-    Package("simpy", "simpy", "meshmend availability", extra("availability")),
-    Package("jax", "jax", "the JAX engine", extra("jax")),
-    Package("jaxlib", "jaxlib", "the JAX engine", extra("jax")),
-    Package("optax", "optax", "train_step of the JAX engine", extra("jax")),
-    Package("libtpu", "libtpu", "meshmend compile, and TPUs", extra("tpu")),
-    Package("flax", "flax", "meshmend compile --workload", extra("workloads")),
+    Package("numpy", "numpy", "everything", install_hint()),
+    Package("scipy", "scipy", "everything", install_hint()),
+    Package("matplotlib", "matplotlib", "pictures and plots", install_hint("draw")),
+    Package("simpy", "simpy", "meshmend availability", install_hint("availability")),
+    Package("jax", "jax", "the JAX engine", install_hint("jax")),
+    Package("jaxlib", "jaxlib", "the JAX engine", install_hint("jax")),
+    Package("optax", "optax", "train_step of the JAX engine", install_hint("jax")),
+    Package("libtpu", "libtpu", "meshmend compile, and TPUs", install_hint("tpu")),
+    Package("flax", "flax", "meshmend compile --workload", install_hint("workloads")),
     Package("orbax.checkpoint", "orbax-checkpoint", "checkpoints of a JAX job", "pip install orbax-checkpoint"),
     Package("grain", "grain", "data of a JAX job that restarts", "pip install grain"),
-    Package("torch", "torch", "the PyTorch engine", extra("torch")),
-    Package("torchft", "torchft", "the PyTorch engine's recovery in place", extra("torch")),
+    Package("torch", "torch", "the PyTorch engine", install_hint("torch")),
+    Package("torchft", "torchft", "the PyTorch engine's recovery in place", install_hint("torch")),
 )
 NEEDED = ("numpy", "scipy")
 

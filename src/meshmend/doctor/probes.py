@@ -105,7 +105,7 @@ def try_libtpu() -> dict[str, Any]:
 
 
 def try_torch() -> dict[str, Any]:
-    """Run an all-reduce round a hole over Gloo, one process a chip, on the loopback interface."""
+    """Run an all-reduce round a hole over Gloo, one process per chip, on the loopback interface."""
     import torch.multiprocessing as processes
 
     mesh = Mesh("2x2", failed=["0,0"])

@@ -23,7 +23,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.transforms import AffineDeltaTransform
 
-from meshmend.drawing.geometry import Layout, Points, Stroke, cables, head, shorten
+from meshmend.drawing.geometry import FigureLayout, Points, Stroke, cables, head, shorten
 from meshmend.drawing.style import BLUE_CHIP, CABLE, CHIP, CHIP_EDGE, GREY, INK, RED, YELLOW, Look
 
 TITLE_PT, TEXT_PT, SMALL_PT = 12.0, 9.0, 7.0
@@ -71,11 +71,11 @@ class Scale:
 
 
 class Sheet:
-    """A figure with one panel a title, all of the same mesh."""
+    """A figure with one panel per title, all of the same mesh."""
 
     def __init__(
         self,
-        layout: Layout,
+        layout: FigureLayout,
         *,
         title: str,
         subtitle: str = "",
@@ -179,7 +179,7 @@ class Sheet:
         return legend, box.height / self.figure.dpi + 0.06
 
     def draw_mesh(self, axes: Axes, fills: Sequence[str] = (CHIP,), *, unnamed: int | None = None) -> None:
-        """Draw cables, chips and the hole; `fills` is one colour for all live chips, or one a chip.
+        """Draw cables, chips and the hole; `fills` is one colour for all live chips, or one per chip.
 
         The rank `unnamed` gets no coordinate written into it, because something else will be drawn there.
         """
@@ -299,7 +299,7 @@ def chip_keys() -> list[Artist]:
     ]
 
 
-def failed_key(layout: Layout) -> list[Artist]:
+def failed_key(layout: FigureLayout) -> list[Artist]:
     """Return the legend entries for what has failed, as far as anything has."""
     keys: list[Artist] = []
     if len(layout.failed):

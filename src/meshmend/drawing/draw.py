@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, get_args
 
-from meshmend.errors import DrawingError, MissingExtraError
+from meshmend.errors import DrawingError, MissingExtraError, install_hint
 from meshmend.schedule import Schedule
 from meshmend.topology import Mesh, name_shape
 
@@ -170,5 +170,5 @@ def _canvas() -> ModuleType:
     try:
         from meshmend.drawing import canvas
     except ImportError:
-        raise MissingExtraError("Drawing pictures", "matplotlib", "pip install 'meshmend[draw]'") from None
+        raise MissingExtraError("Drawing pictures", "matplotlib", install_hint("draw")) from None
     return canvas

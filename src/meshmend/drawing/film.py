@@ -1,4 +1,4 @@
-"""Film: a schedule as frames of arrows, one frame a step. The GIF and the page both show it."""
+"""Film: a schedule as frames of arrows, one frame per step. The GIF and the page both show it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.drawing.geometry import ASIDE, Layout, Stroke, strokes
+from meshmend.drawing.geometry import ASIDE, FigureLayout, Stroke, strokes
 from meshmend.errors import DrawingError
 from meshmend.schedule import Schedule
 
@@ -22,9 +22,9 @@ class Film:
     last: int
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> FigureLayout:
         """Where the chips lie."""
-        return Layout(self.schedule.mesh)
+        return FigureLayout(self.schedule.mesh)
 
     @property
     def n_frames(self) -> int:

@@ -31,7 +31,7 @@ MAX_LANE = 0.45
 
 
 @dataclass(frozen=True)
-class Layout:
+class FigureLayout:
     """The places of all chips of a mesh. A mesh of more than two axes is cut into planes, laid side by side."""
 
     mesh: Mesh
@@ -99,7 +99,7 @@ class Stroke:
     n_hops: int
 
 
-def cables(layout: Layout) -> list[Points]:
+def cables(layout: FigureLayout) -> list[Points]:
     """Return the lines of all live cables, from centre to centre."""
     found: list[Points] = []
     for src, dst in layout.mesh.cables.tolist():
@@ -108,7 +108,7 @@ def cables(layout: Layout) -> list[Points]:
 
 
 def strokes(
-    layout: Layout,
+    layout: FigureLayout,
     src: ArrayLike,
     dst: ArrayLike,
     *,
@@ -163,7 +163,7 @@ def shorten(stroke: Stroke, by: float) -> tuple[Points, ...]:
     return *stroke.pieces[:-1], _cut_end(stroke.pieces[-1], by)
 
 
-def _one_hop(layout: Layout, src: int, dst: int) -> list[Points]:
+def _one_hop(layout: FigureLayout, src: int, dst: int) -> list[Points]:
     stubs = layout.hop(src, dst)
     if stubs is not None:
         return list(stubs)
@@ -249,7 +249,7 @@ def _components(pairs: Sequence[tuple[int, int]]) -> list[int]:
     return [int(label) for label in labels[a]]
 
 
-def _along(layout: Layout, way: list[int], lane: float, chip: float, *, beside: bool) -> list[Points]:
+def _along(layout: FigureLayout, way: list[int], lane: float, chip: float, *, beside: bool) -> list[Points]:
     """Return the line of a route, moved off the cables by `lane` both in x and in y, its corners cut."""
     runs: list[list[Points]] = [[layout.live[way[0]]]]
     for a, b in pairwise(way):

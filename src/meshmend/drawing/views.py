@@ -25,7 +25,7 @@ from meshmend.drawing.canvas import (
     failed_key,
     line_key,
 )
-from meshmend.drawing.geometry import ASIDE, Layout, Points, same_way_back, strokes
+from meshmend.drawing.geometry import ASIDE, FigureLayout, Points, same_way_back, strokes
 from meshmend.drawing.style import (
     COPY_DASH,
     DASHES,
@@ -118,7 +118,7 @@ def draw_phases(schedule: Schedule, *, title: str | None = None) -> Figure:
 
 def draw_load(schedule: Schedule, *, title: str | None = None) -> Figure:
     """Draw what each link carries over the whole schedule: its colour and its width say how much."""
-    layout = Layout(schedule.mesh)
+    layout = FigureLayout(schedule.mesh)
     load = link_load(schedule)
     exists = np.flatnonzero(schedule.mesh.neighbours.ravel() >= 0)
     peak = float(load.max(initial=0.0))
@@ -167,7 +167,7 @@ def draw_trees(schedule: Schedule, chunks: Iterable[int] | None = None, *, title
             raise DrawingError(f"There is no chunk {chunk}: the schedule has chunks 0 to {total - 1}.")
     if not 1 <= len(asked) <= MAX_TREES:
         raise DrawingError(f"A sheet holds 1 to {MAX_TREES} trees: got {len(asked)} chunks.")
-    layout = Layout(schedule.mesh)
+    layout = FigureLayout(schedule.mesh)
     looks = phase_looks(schedule)
     found = [chunk_tree(schedule, chunk) for chunk in asked]
     used = [phase for phase in phases_in_order(schedule) if any((tree.phase == phase).any() for tree in found)]
@@ -226,7 +226,7 @@ def chunk_tree(schedule: Schedule, chunk: int) -> Tree:
 
 def draw_routes(mesh: Mesh, src: Sequence[int], dst: Sequence[int], *, title: str | None = None) -> Figure:
     """Draw the routes between pairs of ranks, each in a look of its own."""
-    layout = Layout(mesh)
+    layout = FigureLayout(mesh)
     with mpl.rc_context(SETTINGS):
         looks = [Look(SEQUENCE[i % len(SEQUENCE)], DASHES[i // 2 % len(DASHES)]) for i in range(len(src))]
         hops = [line.n_hops for line in strokes(layout, src, dst, chip=0.2, lanes="behind")]
@@ -253,7 +253,7 @@ def draw_routes(mesh: Mesh, src: Sequence[int], dst: Sequence[int], *, title: st
 
 def draw_schedule_routes(schedule: Schedule, *, title: str | None = None) -> Figure:
     """Draw the routes of all transfers between chips that are not neighbours, by phase."""
-    layout = Layout(schedule.mesh)
+    layout = FigureLayout(schedule.mesh)
     looks = phase_looks(schedule)
     far = schedule.mesh.link(schedule.src, schedule.dst) < 0
     if not far.any():
@@ -285,8 +285,8 @@ def _phase_panels(
     note: str,
     keys: list[Artist] | None = None,
 ) -> Figure:
-    """Draw groups of phases, a panel each; unless `keys` are given, the legend names every phase."""
-    layout = Layout(schedule.mesh)
+    """Draw groups of phases, one panel each; unless `keys` are given, the legend names every phase."""
+    layout = FigureLayout(schedule.mesh)
     looks = phase_looks(schedule)
     lines = {phase: pair_lines(schedule, phase) for group in groups for phase in group}
     fills = chip_fills(schedule)
@@ -310,7 +310,7 @@ def _phase_panels(
 
 
 def _phase_keys(schedule: Schedule, lines: dict[int, Lines], looks: tuple[Look, ...]) -> list[Artist]:
-    """Return a legend entry a phase; phases that look alike share one, under the name of their family."""
+    """Return a legend entry per phase; phases that look alike share one, under the name of their family."""
     alike: dict[tuple[Look, bool], list[str]] = {}
     mixed = any(pairs.both.any() and not pairs.both.all() for pairs in lines.values())
     for phase, pairs in lines.items():

@@ -5,6 +5,10 @@
 >>> program = mmj.install(mm.plan(fabric.mesh, "hamiltonian"), fabric)
 """
 
+from meshmend.errors import require
+
+require("jax", "optax", needed_for="meshmend.jax", extra="jax")
+
 from meshmend.jax.batching import KeepGlobal, KeepPerChip, Position
 from meshmend.jax.collectives import Shards, all_gather, all_reduce, reduce_scatter, shard_of
 from meshmend.jax.fabric import Fabric, discover

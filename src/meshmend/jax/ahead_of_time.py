@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from meshmend.errors import MeshmendError, ParameterError
+from meshmend.errors import MeshmendError, ParameterError, install_hint
 from meshmend.jax.collectives import all_reduce
 from meshmend.jax.fabric import Fabric, discover
 from meshmend.jax.program import abstract_program
@@ -103,7 +103,7 @@ def slice_fabric(
         devices = topologies.get_topology_desc(topology, platform="tpu").devices
     except (RuntimeError, ValueError) as error:
         if not has_libtpu():
-            raise CompilerError(topology, "libtpu is not installed.", "pip install 'meshmend[tpu]'.") from error
+            raise CompilerError(topology, "libtpu is not installed.", f"{install_hint('tpu')}.") from error
         raise CompilerError(topology, f"libtpu does not know it ({_first_line(error)}).") from error
     if cores is not None:
         devices = [device for device in devices if getattr(device, "core_on_chip", 0) < cores]

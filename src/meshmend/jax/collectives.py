@@ -32,6 +32,7 @@ def all_reduce(tree: Any, program: Program, *, mean: bool = False, accumulate: D
     Call it inside `jax.shard_map` over `fabric.jax_mesh`, with the program as an argument split by `program.spec`
     and `check_vma=False`. `mean` divides by the number of devices. `accumulate` is the dtype in which sums travel
     and are made, as in `accumulate=jnp.float32` for bfloat16 gradients; results come back in their own dtypes.
+    Sums of integers wrap as `lax.psum`'s do; means of integers are made in float32 and cannot wrap.
     Leaves are packed together by the dtype that travels, so one loop serves all leaves of a dtype.
 
     >>> import jax, jax.numpy as jnp, meshmend as mm, meshmend.jax as mmj
@@ -45,11 +46,13 @@ def all_reduce(tree: Any, program: Program, *, mean: bool = False, accumulate: D
     _expect(program, Collective.ALL_REDUCE, "install(schedule, fabric)")
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
     _check_varying(leaves, program)
-    results: list[Any] = list(leaves)
+    if mean:
+        leaves = [leaf.astype(mean_dtype(leaf.dtype)) for leaf in leaves]
+    results: list[Any] = [leaf.astype(_sum_dtype(leaf.dtype)) for leaf in leaves]
     for group in groups_of(leaves, program.layout, accumulate):
         chunks = _run(_sum_in_chip(group.pack(leaves), program.layout), program)
         for i, total in group.unpack(_join_in_chip(chunks, program.layout), leaves):
-            results[i] = _divide(total, _divisor(program, mean)).astype(_sum_dtype(leaves[i].dtype, mean))
+            results[i] = _divide(total, _divisor(program, mean)).astype(results[i].dtype)
     return jax.tree.unflatten(structure, results)
 
 
@@ -62,6 +65,12 @@ def reduce_scatter(tree: Any, program: Program, *, mean: bool = False, accumulat
     _expect(program, Collective.REDUCE_SCATTER, "install_halves(schedule, fabric).scatter")
     leaves = jax.tree.leaves(jax.tree.map(jnp.asarray, tree))
     _check_varying(leaves, program)
+    whole = [str(leaf.dtype) for leaf in leaves if mean and not jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    if whole:
+        raise ParameterError(
+            f"Shards of a mean of {whole[0]} would not be cut as shards of {whole[0]} are. Convert the values first, "
+            "as in x.astype(jnp.float32), or leave out mean=True and divide the sums."
+        )
     shards = []
     for group in groups_of(leaves, program.layout, accumulate):
         chunks = _run(_sum_in_chip(group.pack(leaves), program.layout), program)
@@ -71,6 +80,7 @@ def reduce_scatter(tree: Any, program: Program, *, mean: bool = False, accumulat
 
 def shard_of(tree: Any, program: Program, *, accumulate: DTypeLike | None = None) -> Shards:
     """Cut a pytree that is the same on all chips into shards, as `reduce_scatter` does, without communication."""
+    _expect(program, Collective.REDUCE_SCATTER, "install_halves(schedule, fabric).scatter")
     leaves = jax.tree.leaves(jax.tree.map(jnp.asarray, tree))
     layout = program.layout
     shards = []
@@ -106,7 +116,7 @@ def all_gather(shards: Shards, program: Program, *, like: Any, accumulate: DType
                 f"A shard has shape {shard.shape}, expected ({program.owned.shape[-1]}, {group.chunk}): "
                 "it was cut from another tree or by another program."
             )
-        own = shard.astype(jnp.result_type(*(leaves[i].dtype for i in group.members)))
+        own = shard.astype(_gather_dtype(group, leaves))
         rows = own.reshape(-1, *group.chunk_shape)
         empty = jnp.zeros((layout.shape.total_chunks, *group.chunk_shape), own.dtype)
         chunks = empty.at[program.owned[0]].set(rows, mode="drop")
@@ -171,17 +181,42 @@ def travel_dtype(own: Any, accumulate: DTypeLike | None) -> np.dtype[Any]:
     """Return the dtype that a leaf's sums are made in: its own, or the wider of it and `accumulate`."""
     if jnp.issubdtype(own, jnp.bool_):
         return np.dtype(np.int32)
+    narrow = _is_narrow(own)
     for kind in (jnp.inexact, jnp.integer):
         if accumulate is not None and jnp.issubdtype(own, kind) and jnp.issubdtype(accumulate, kind):
-            own = jnp.promote_types(own, accumulate)
+            # JAX does not say what is the wider of float8 and anything else.
+            own = accumulate if narrow else jnp.promote_types(own, accumulate)
+    if _is_narrow(own):
+        wider = "float32" if jnp.issubdtype(own, jnp.inexact) else "int32"
+        raise ParameterError(
+            f"{np.dtype(own)} is too narrow to add up in: give accumulate=jnp.{wider}, which widens the values while "
+            "they travel, or convert them first."
+        )
     dtype: np.dtype[Any] = np.dtype(own)
     return dtype
 
 
-def _sum_dtype(own: Any, mean: bool) -> np.dtype[Any]:
-    """Return the dtype of a leaf's sum, as `lax.psum` and `lax.pmean` have it: bools are counted, means are floats."""
-    own = np.int32 if jnp.issubdtype(own, jnp.bool_) else own
-    return np.dtype(jnp.result_type(own, jnp.float32) if mean and not jnp.issubdtype(own, jnp.inexact) else own)
+def mean_dtype(own: Any) -> np.dtype[Any]:
+    """Return the dtype of a mean: that of the values, or float32 for integers and bools."""
+    return np.dtype(own if jnp.issubdtype(own, jnp.inexact) else jnp.float32)
+
+
+def _sum_dtype(own: Any) -> np.dtype[Any]:
+    """Return the dtype of a leaf's sum, as `lax.psum` has it: bools are counted."""
+    return np.dtype(np.int32 if jnp.issubdtype(own, jnp.bool_) else own)
+
+
+def _gather_dtype(group: Group, leaves: Sequence[Any]) -> Any:
+    """Return the widest dtype of a group's leaves; that of the group where they are too narrow to compare."""
+    dtypes = [leaves[i].dtype for i in group.members]
+    return group.dtype if any(map(_is_narrow, dtypes)) else jnp.result_type(*dtypes)
+
+
+def _is_narrow(dtype: Any) -> bool:
+    """Whether this is one of the types of 8 and fewer bits (float8, int4, …) that JAX does no arithmetic between."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.finfo(dtype).bits < 16
+    return jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8
 
 
 def _sum_in_chip(packed: jax.Array, layout: Layout) -> Any:
@@ -268,24 +303,44 @@ def _divide(values: jax.Array, divisor: int | None) -> jax.Array:
     return values if divisor is None else values / divisor
 
 
-def _expect(program: Program, collective: Collective, how: str) -> None:
+def _expect(program: Any, collective: Collective, how: str) -> None:
+    """Refuse what is no program, a program for something else, and one whose tables are not this chip's own."""
+    if not isinstance(program, Program):
+        raise ParameterError(
+            f"Expected a Program for {collective}, got a {type(program).__name__}: make one with mmj.{how}."
+        )
     if program.collective is not collective:
         raise ParameterError(
             f"This program is for {program.collective}, expected one for {collective}: make it with mmj.{how}."
         )
+    _check_split(program)
+
+
+def _check_split(program: Program) -> None:
+    """Refuse tables that are not split by chip: every chip would run the first chip's."""
+    rows, axes = program.owned.shape[0], _varying(program.owned)
+    if rows != 1 or (axes and axes != {program.layout.axis}):
+        raise ParameterError(
+            f"A chip was given {rows} rows of the program's tables{f', split over {sorted(axes)}' if axes else ''}; "
+            f"expected its own row only, split over {program.layout.axis!r}. Call this inside jax.shard_map with the "
+            "program as an argument (not closed over) and program.spec as its in_specs."
+        )
 
 
 def _check_varying(leaves: Sequence[Any], program: Program) -> None:
-    """Refuse values that JAX knows to be equal on all chips: under check_vma=True it has summed gradients itself."""
-    known = _varying(program.owned)
-    if not known:
+    """Refuse values that JAX knows to be equal on some devices: under check_vma=True it has summed gradients itself."""
+    if not _varying(program.owned):
         return
+    sizes = {program.layout.axis: program.n_chips, program.layout.core_axis: program.layout.n_cores}
     for leaf in leaves:
-        if not known <= _varying(leaf):
+        missing = set(program.axes) - _varying(leaf)
+        if missing:
+            times = math.prod(sizes[axis] for axis in missing)
             raise ParameterError(
-                f"A value of shape {leaf.shape} is the same on all chips, so summing it over chips would count it "
-                f"{program.n_chips} times. With check_vma=True, jax.grad sums the gradients of replicated parameters "
-                "by itself: give shard_map check_vma=False, or apply jax.lax.pcast(…, to='varying') before jax.grad."
+                f"A value of shape {leaf.shape} is the same along {' and '.join(sorted(missing))}, so summing it over "
+                f"all devices would count it {times} times. With check_vma=True, jax.grad sums the gradients of "
+                "replicated parameters by itself: give shard_map check_vma=False, or apply jax.lax.pcast(…, "
+                f"{program.axes}, to='varying') before jax.grad."
             )
 
 

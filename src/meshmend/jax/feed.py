@@ -1,6 +1,6 @@
 """The input pipeline: batches from a grain dataset for whatever chips survive, every sample exactly once an epoch.
 
-grain (`pip install 'meshmend[restart]'`) shuffles, reads ahead in threads and runs the caller's own transformations.
+grain (the extra `restart`) shuffles, reads ahead in threads and runs the caller's own transformations.
 `batching` says which samples a step uses. A process reads only what its own devices need, and what it has read ahead
 does not count: the pipeline's state is the `Position` after the last committed step, the same on all processes, and
 any number of them restores from it.
@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.errors import MissingExtraError, ParameterError
+from meshmend.errors import MissingExtraError, ParameterError, install_hint
 from meshmend.jax.batching import Deal, Policy, Position
 from meshmend.jax.fabric import Fabric
 
@@ -207,5 +207,5 @@ def _grain() -> Any:
     try:
         import grain
     except ImportError:
-        raise MissingExtraError("Feeding batches", "grain", "pip install 'meshmend[restart]'") from None
+        raise MissingExtraError("Feeding batches", "grain", install_hint("restart")) from None
     return grain

@@ -1,10 +1,18 @@
-"""A ledger: which samples each committed step has used, so that anybody can check that none was lost or used twice."""
+"""A ledger: which samples each committed step has used, so that anybody can check that none was lost or used twice.
+
+A record is one line of JSON whose last field is a checksum of the line and of the checksum before it. So a record that
+was changed, left out, moved or repeated is found wherever it stands; only a file that ends too early looks like a
+younger ledger, and the next step then leaves a gap.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Iterable
+import re
+import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,11 +42,21 @@ class Account:
     """Samples of the epoch that is not complete."""
 
 
+CHECKSUM_BYTES = 8
+"""Of BLAKE2b: a damaged record passes with probability 2^-64."""
+RECORD = re.compile(rb'(\{.*),"checksum":"([0-9a-f]{%d})"\}\n' % (2 * CHECKSUM_BYTES), re.DOTALL)
+
+
 class Ledger:
     """A file with one JSON object a line, appended to step by step by one process.
 
     Committing step k again (after a restart) undoes what stood there of step k and of all later ones: the job has
     gone back, and goes on from there. Nothing is overwritten in the file; `entries` says what counts.
+
+    A writer that dies in the middle of a record leaves a torn one at the end, which counts as not written; the next
+    writer cuts it off, with a warning. Any other damage is refused with the offset where it begins. A record survives
+    the death of the process as soon as `record` returns; only with `fsync=True` it also survives a power cut, at the
+    price of waiting for the disk at every step.
 
     >>> import tempfile, pathlib
     >>> ledger = Ledger(pathlib.Path(tempfile.mkdtemp()) / "ledger.jsonl")
@@ -49,25 +67,42 @@ class Ledger:
     Account(steps=2, epochs=1, left_over=0)
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, fsync: bool = False) -> None:
         self.path = Path(path)
-        self._mended = False
+        self.fsync = fsync
+        self._end: _End | None = None
 
     def record(self, step: int, *, epoch: int, samples: Iterable[int]) -> None:
-        """Append a committed step; it is in the hands of the system when this returns."""
-        if not self._mended:
-            self._mend()
-        entry = {"step": int(step), "epoch": int(epoch), "samples": [int(sample) for sample in samples]}
-        # One write of a whole line: a writer that is killed leaves all of it, or a torn last line.
-        with self.path.open("ab", buffering=0) as file:
-            file.write(json.dumps(entry, separators=(",", ":")).encode() + b"\n")
+        """Append a committed step. If it cannot be written, the file is left as it was and a `LedgerError` says why."""
+        fields = {"step": int(step), "epoch": int(epoch), "samples": [int(sample) for sample in samples]}
+        body = json.dumps(fields, separators=(",", ":")).encode()[:-1]
+        try:
+            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise self._unwritten(step, error) from error
+        try:
+            if self._end is None or self._end.offset != os.fstat(handle).st_size:
+                self._end = self._find_end(handle)
+            before, self._end = self._end, None
+            checksum = _checksum(before.checksum, body)
+            line = b'%s,"checksum":"%s"}\n' % (body, checksum)
+            try:
+                _write_all(handle, line)
+                if self.fsync:
+                    os.fsync(handle)
+                    if before.offset == 0:
+                        _sync_folder(self.path.parent)
+            except OSError as error:
+                os.ftruncate(handle, before.offset)
+                raise self._unwritten(step, error) from error
+            self._end = _End(before.offset + len(line), checksum)
+        finally:
+            os.close(handle)
 
     def entries(self) -> list[Entry]:
-        """Return the steps that count, in order. A torn last line counts as not written."""
-        lines = self.path.read_bytes().split(b"\n") if self.path.exists() else [b""]
+        """Return the steps that count, in order. A torn last record counts as not written."""
         found: list[Entry] = []
-        for number, line in enumerate(lines[:-1], start=1):
-            entry = self._parse(line, number)
+        for entry, _ in self._records():
             while found and found[-1].step >= entry.step:
                 found.pop()
             found.append(entry)
@@ -135,24 +170,94 @@ class Ledger:
             )
         seen.update(entry.samples)
 
-    def _parse(self, line: bytes, number: int) -> Entry:
+    def _records(self) -> Iterator[tuple[Entry, _End]]:
+        """Read the file's whole records, each with where it ends; raise a `LedgerError` at the first damaged one."""
+        end = _End(0, b"")
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    return
+                match = RECORD.fullmatch(line)
+                if match is None or match[2] != _checksum(end.checksum, match[1]):
+                    raise self._damaged(number, end.offset, "a record whose checksum is right", line)
+                end = _End(end.offset + len(line), match[2])
+                yield self._parse(line, number, end.offset - len(line)), end
+
+    def _parse(self, line: bytes, number: int, offset: int) -> Entry:
+        expected = "an object with step, epoch and samples, all whole numbers"
         try:
             fields: Any = json.loads(line)
-            return Entry(int(fields["step"]), int(fields["epoch"]), tuple(map(int, fields["samples"])))
-        except (ValueError, TypeError, KeyError):
-            raise LedgerError(
-                f"Line {number} of {self.path.name} is not a step of a ledger: expected an object with step, epoch "
-                f"and samples, got {line[:60]!r}."
-            ) from None
+            numbers = [fields["step"], fields["epoch"], *fields["samples"]]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise self._damaged(number, offset, expected, line) from None
+        if any(type(n) is not int for n in numbers):
+            raise self._damaged(number, offset, expected, line)
+        return Entry(numbers[0], numbers[1], tuple(numbers[2:]))
 
-    def _mend(self) -> None:
-        """Cut off a torn last line, so that the next one begins where a line begins."""
-        self._mended = True
-        if self.path.exists():
-            content = self.path.read_bytes()
-            whole = content.rfind(b"\n") + 1
-            if whole < len(content):
-                os.truncate(self.path, whole)
+    def _damaged(self, number: int, offset: int, expected: str, line: bytes) -> LedgerError:
+        old = (
+            ""
+            if b"checksum" in line
+            else " (Ledgers of meshmend 0.1 have no checksums: give them a name of their own.)"
+        )
+        return LedgerError(
+            f"{self.path.name} is damaged at byte {offset} (line {number}): expected {expected}, got {line[:60]!r}. "
+            "What stands before that byte is whole. Bring back a copy of the file, or keep it for inspection and start "
+            f"a new ledger.{old}",
+            offset=offset,
+        )
+
+    def _unwritten(self, step: int, error: OSError) -> LedgerError:
+        return LedgerError(
+            f"Step {step} is not in {self.path.name}: {error}. The ledger is as it was before; make room for it and "
+            "record the step again.",
+            step=step,
+        )
+
+    def _find_end(self, handle: int) -> _End:
+        """Check what there is, and cut off a torn last record, so that the next one begins where a line begins."""
+        end = _End(0, b"")
+        for _, end in self._records():  # noqa: B007  # only the last one counts
+            pass
+        torn = os.fstat(handle).st_size - end.offset
+        if torn:
+            os.ftruncate(handle, end.offset)
+            warnings.warn(
+                f"{self.path.name} ended with {torn} bytes of a record that was never finished, from byte "
+                f"{end.offset} on: they are cut off. A writer that was killed leaves that.",
+                stacklevel=3,
+            )
+        return end
+
+
+@dataclass(frozen=True)
+class _End:
+    """Where a ledger's whole records end, and the checksum of the last one."""
+
+    offset: int
+    checksum: bytes
+
+
+def _checksum(before: bytes, body: bytes) -> bytes:
+    return hashlib.blake2b(before + body, digest_size=CHECKSUM_BYTES).hexdigest().encode()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the name of a new file survive a power cut, too."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _write_all(handle: int, line: bytes) -> None:
+    """Write all of a line: where a disk is nearly full the first write may be short, and the next one says why."""
+    left = memoryview(line)
+    while left:
+        left = left[os.write(handle, left) :]
 
 
 def _missing(seen: set[int], epoch_size: int) -> tuple[int, ...]:

@@ -16,12 +16,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from meshmend.errors import ScheduleError
+from meshmend.errors import ParameterError, ScheduleError, name_chip
 from meshmend.halves import all_gather_of, reduce_scatter_of
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.lanes import Shape, lower
 from meshmend.schedule import Collective, Schedule
-from meshmend.verify import verify as prove
+from meshmend.topology import Mesh
+from meshmend.verify import ensure_proven
 
 TPU_TILE = 1024
 """Elements of a TPU's tile of a 32-bit array, 8 × 128: chunks of whole tiles move without shifting."""
@@ -112,7 +113,8 @@ class Halves(NamedTuple):
 def install(schedule: Schedule, fabric: Fabric) -> Program:
     """Lower a schedule and put its tables on the fabric's devices.
 
-    The schedule must be proven (`plan` does that), and made for the chips that the fabric has.
+    A schedule that is not proven yet (from a file, or made by hand) is proven here, or refused. It must be made for the
+    chips that the fabric has, and for no cable that the fabric has not: a plan for a torus does not fit a mesh.
 
     >>> import jax, meshmend as mm, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
@@ -122,13 +124,10 @@ def install(schedule: Schedule, fabric: Fabric) -> Program:
     return _program(schedule, fabric, _put)
 
 
-def install_halves(schedule: Schedule, fabric: Fabric, *, verify: bool = True) -> Halves:
+def install_halves(schedule: Schedule, fabric: Fabric) -> Halves:
     """Prepare an all-reduce's reduce-scatter and all-gather, each proven first, for a sharded weight update."""
-    halves = reduce_scatter_of(schedule), all_gather_of(schedule)
-    if verify:
-        for half in halves:
-            prove(half)
-    return Halves(*(install(part, fabric) for part in (*halves, schedule)))
+    _check_fit(schedule, fabric.mesh)
+    return Halves(*(install(part, fabric) for part in (reduce_scatter_of(schedule), all_gather_of(schedule), schedule)))
 
 
 def abstract_program(schedule: Schedule, fabric: Fabric) -> Program:
@@ -146,10 +145,8 @@ def _put(table: NDArray[Any], sharding: NamedSharding) -> jax.Array:
 
 
 def _program(schedule: Schedule, fabric: Fabric, place: Place) -> Program:
-    if not np.array_equal(schedule.mesh.live, fabric.mesh.live):
-        raise ScheduleError(
-            f"The schedule is for {schedule.mesh!r}, but the fabric is {fabric.mesh!r}. Plan for fabric.mesh."
-        )
+    _check_fit(schedule, fabric.mesh)
+    ensure_proven(schedule)
     lowered = lower(schedule)
     by_chip = fabric.sharding(fabric.axis)
     tables = tuple(
@@ -168,3 +165,26 @@ def _program(schedule: Schedule, fabric: Fabric, place: Place) -> Program:
         platform=fabric.platform,
     )
     return Program(tables, place(lowered.owned, by_chip), layout)
+
+
+def _check_fit(schedule: Any, mesh: Mesh) -> None:
+    """Refuse a schedule for other chips than the mesh has, or for a cable that is not there."""
+    if not isinstance(schedule, Schedule):
+        raise ParameterError(
+            f"Expected a Schedule, as meshmend.plan(fabric.mesh) makes, got a {type(schedule).__name__}."
+        )
+    planned = schedule.mesh
+    if not np.array_equal(planned.live, mesh.live):
+        raise ScheduleError(f"The schedule is for {planned!r}, but the fabric is {mesh!r}. Plan for fabric.mesh.")
+    # Fewer cables are no fault: a plan for a mesh runs on a torus too.
+    absent = {_ends(cable) for cable in planned.cables} - {_ends(cable) for cable in mesh.cables}
+    if absent:
+        a, b = (name_chip(mesh.coords[rank]) for rank in min(absent))
+        raise ScheduleError(
+            f"The schedule is for {planned!r}, which has {len(absent)} cables that the fabric, {mesh!r}, has not: one "
+            f"joins {a} and {b}. Plan for fabric.mesh; or, if the machine has them, give discover() its wrap."
+        )
+
+
+def _ends(cable: NDArray[np.int32]) -> tuple[int, int]:
+    return int(cable.min()), int(cable.max())

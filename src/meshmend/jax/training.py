@@ -23,10 +23,12 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
+from meshmend.jax.arguments import check_batch, check_microbatches, check_program, check_weights
 from meshmend.jax.collectives import (
     all_gather,
     all_reduce,
     groups_of,
+    mean_dtype,
     reduce_scatter,
     shard_of,
     travel_dtype,
@@ -35,7 +37,7 @@ from meshmend.jax.elementwise import check_elementwise
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.layerwise import ShardedLayers
 from meshmend.jax.program import Halves, Program
-from meshmend.jax.weighted import mean_dtype, weighted_sums
+from meshmend.jax.weighted import over, weighted_sums
 
 LossFunction = Callable[[Any, Any], Any]
 """From parameters and a batch to a scalar (or, with `has_aux`, to a scalar and a pytree of arrays).
@@ -69,12 +71,15 @@ def train_step(
     `loss(params, batch)` is the mean over its batch. A batch is a pytree of arrays whose first axis is split over all
     devices; `microbatches` cuts each device's part into so many equal pieces, whose gradients are added up before
     anything is sent. Gradients, the loss and (with `has_aux`) `aux` are averaged over devices, summed in
-    `accumulate` where that is wider than their own dtype, and all travel together.
+    `accumulate` where that is wider than their own dtype, and all travel together. Integers and bools in `aux` come
+    back as their means in float32.
 
     With `per_example`, `loss(params, batch)` has one value an example, and everything is a true mean over examples,
     however they are spread: `step(…, weights=w)` says how much each counts, such as 0 for padding (by default all
-    count once). Only sums travel, and they are divided once, so that integer-valued gradients give the same bits on
-    any number of chips. The loss of an example must not depend on others in its batch, as batch normalisation does.
+    count once): one real number per example, added up in float32. The mean of values v is Σ w·v / Σ w, for negative
+    weights too; where Σ w is 0 there is no mean, so that the loss and aux are NaN and the gradients are 0. Only sums
+    travel, and they are divided once, so that integer-valued gradients give the same bits on any number of chips. The
+    loss of an example must not depend on others in its batch, as batch normalisation does.
 
     `step(…, scale=factor)` multiplies the optimiser's updates, which is to scale the learning rate; the factor may
     change from step to step without compiling again.
@@ -94,8 +99,7 @@ def train_step(
     >>> float(value)
     1.0
     """
-    if microbatches < 1:
-        raise ParameterError(f"microbatches is {microbatches}, expected at least 1.")
+    check_microbatches(microbatches)
     optimizer = optax.with_extra_args_support(optimizer)
     replicated, by_device = PartitionSpec(), PartitionSpec(fabric.axes)
 
@@ -108,6 +112,7 @@ def train_step(
 
     def state_specs(params: Any, program: Program | Halves) -> Any:
         """Say how the optimiser's state is split: arrays by owner if the update is sharded, numbers not at all."""
+        check_program(program)
         if isinstance(program, Program):
             return replicated
         shards = _abstract_shards(params, program, accumulate)
@@ -142,23 +147,28 @@ def train_step(
         own = jax.eval_shape(with_aux, params, batch)
         if isinstance(program, Program):
             gradients, extras, weight = all_reduce(sums, program)
-            gradients = jax.tree.map(lambda x, like: (x / weight).astype(like.dtype), gradients, params)
+            gradients = jax.tree.map(lambda x, like: over(x, weight, nothing=0.0).astype(like.dtype), gradients, params)
             params, state = _update(optimizer, params, state, gradients, scale)
         else:
             extras, weight = all_reduce((sums.extras, sums.weight), program.whole)
             totals = reduce_scatter(sums.gradients, program.scatter, accumulate=accumulate)
-            shards = jax.tree.map(lambda x: (x / weight).astype(x.dtype), totals)
+            shards = jax.tree.map(lambda x: over(x, weight, nothing=0.0).astype(x.dtype), totals)
             params, state = _sharded_update(optimizer, params, state, shards, scale, program, accumulate)
-        means = jax.tree.map(lambda x, like: (x / weight).astype(mean_dtype(like.dtype)), extras, own)
+        means = jax.tree.map(
+            lambda x, like: over(x, weight, nothing=jnp.nan).astype(mean_dtype(like.dtype)), extras, own
+        )
         return params, state, *means
 
     def step(
         params: Any, state: Any, batch: Any, program: Program | Halves, *, weights: Any = None, scale: Any = None
     ) -> tuple[Any, ...]:
         specs = state_specs(params, program)
+        check_batch(batch, fabric)
         update: Callable[..., tuple[Any, ...]]
         if per_example:
-            weights = jnp.ones(_n_examples(batch)) if weights is None else weights
+            n_examples = jnp.shape(jax.tree.leaves(batch)[0])[0]
+            weights = jnp.ones(n_examples) if weights is None else jnp.asarray(weights)
+            check_weights(weights, batch)
             update, inputs = true_mean_update, [batch, weights]
         elif weights is None:
             update, inputs = mean_update, [batch]
@@ -201,10 +211,6 @@ def _sharded_update(
     return all_gather(own_params, halves.gather, like=params, accumulate=accumulate), state
 
 
-def _n_examples(batch: Any) -> int:
-    return int(jax.tree.leaves(batch)[0].shape[0])
-
-
 def _gradients(
     with_aux: LossFunction, params: Any, batch: Any, microbatches: int, accumulate: DTypeLike | None
 ) -> tuple[Any, Any]:
@@ -220,16 +226,19 @@ def _gradients(
             )
     pieces = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
 
+    def sum_dtype(own: Any) -> Any:
+        return travel_dtype(mean_dtype(own), accumulate)
+
     def widened(tree: Any) -> Any:
-        return jax.tree.map(lambda x: x.astype(travel_dtype(x.dtype, accumulate)), tree)
+        return jax.tree.map(lambda x: jnp.asarray(x).astype(sum_dtype(jnp.asarray(x).dtype)), tree)
 
     def add(total: Any, piece: Any) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, widened(differentiate(params, piece))), None
 
     shapes = jax.eval_shape(differentiate, params, jax.tree.map(lambda x: x[0], pieces))
-    start = jax.tree.map(lambda x: jnp.zeros(x.shape, travel_dtype(x.dtype, accumulate)), shapes)
+    start = jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x.dtype)), shapes)
     total, _ = lax.scan(add, start, pieces)
-    value, gradients = jax.tree.map(lambda x, like: (x / microbatches).astype(like.dtype), total, shapes)
+    value, gradients = jax.tree.map(lambda x, like: (x / microbatches).astype(mean_dtype(like.dtype)), total, shapes)
     return value, gradients
 
 

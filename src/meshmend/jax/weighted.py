@@ -16,7 +16,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
-from meshmend.jax.collectives import travel_dtype
+from meshmend.jax.collectives import mean_dtype, travel_dtype
 
 
 class Sums(NamedTuple):
@@ -36,10 +36,12 @@ def weighted_sums(
     microbatches: int,
     accumulate: DTypeLike | None,
 ) -> Sums:
-    """Add up this device's examples, each times its weight. `loss` returns a value an example, and aux likewise.
+    """Add up this device's examples, each times its weight. `loss` returns a value per example, and aux likewise.
 
-    An example of weight 0 has no influence, not even if computing with it gives NaN.
+    An example of weight 0 has no influence, not even if computing with it gives NaN. Weights are added up in float32
+    (or wider) whatever their dtype: 257 ones are 256 in bfloat16.
     """
+    weights = weights.astype(jnp.promote_types(weights.dtype, jnp.float32))
 
     def widened(value: Any) -> jax.Array:
         x: jax.Array = jnp.asarray(value)
@@ -47,7 +49,7 @@ def weighted_sums(
 
     def piece_sums(batch: Any, weights: jax.Array) -> Sums:
         # A cotangent of 0 times a derivative of NaN is NaN, so examples that don't count must not be computed with.
-        used = weights > 0
+        used = weights != 0
         rows = jnp.where(used, jnp.arange(len(weights)), jnp.argmax(used))
         batch = jax.tree.map(lambda x: jnp.take(x, rows, axis=0), batch)
 
@@ -75,9 +77,9 @@ def weighted_sums(
     return Sums(*total)
 
 
-def mean_dtype(own: Any) -> Any:
-    """Return the dtype of a mean: that of the values, or float32 for integers and bools."""
-    return own if jnp.issubdtype(own, jnp.inexact) else jnp.result_type(own, jnp.float32)
+def over(total: jax.Array, weight: jax.Array, *, nothing: float) -> jax.Array:
+    """Divide by the total weight; where that is 0 there is no mean, and `nothing` stands for it."""
+    return jnp.where(weight == 0, jnp.asarray(nothing, total.dtype), total / weight)
 
 
 def _weighted(values: jax.Array, weights: jax.Array) -> jax.Array:

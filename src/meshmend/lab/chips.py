@@ -1,4 +1,4 @@
-"""One process a chip, on one machine: started, killed, started again, and never left behind.
+"""One process per chip, on one machine: started, killed, started again, and never left behind.
 
 Chips are forked from the process that starts them, so that what it has imported (torch takes seconds) is paid once.
 It must not have started threads of its own, nor used torch for more than importing it, before the last fork.

@@ -2,7 +2,8 @@
 
 An entry is a schedule's `.npz` file, named by a digest of the mesh, the planner and its parameters. What comes out
 of the cache is trusted no more than any other file: it is read as untrusted input, must be for the mesh that was asked
-for, and is proven again. An entry that fails any of that is planned anew and replaced.
+for, by the planner that was asked for, and is proven again. An entry that fails any of that is planned anew and
+replaced, with a `CacheWarning`. So is a plan that cannot be kept: a folder that is of no use costs time, not the plan.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import hashlib
 import json
 import os
 import tempfile
+import warnings
 from pathlib import Path
 
-from meshmend.errors import ScheduleFileError, VerificationError
+from meshmend.errors import CacheWarning, ScheduleFileError, VerificationError
 from meshmend.files import FORMAT, load, save
+from meshmend.planning.auto import CHOICES, Auto
 from meshmend.planning.base import Planner
-from meshmend.schedule import Schedule
+from meshmend.schedule import Collective, Schedule
 from meshmend.topology import Mesh, name_cable
 from meshmend.verify import verify
 
@@ -63,31 +66,57 @@ class PlanCache:
         return self.folder / f"{digest[:32]}.npz"
 
     def get(self, mesh: Mesh, planner: Planner) -> Schedule | None:
-        """Return the schedule if it is there and holds, proven; None otherwise."""
+        """Return the schedule if it is there and holds, proven; None otherwise, with a warning if there is another."""
         path = self.path(mesh, planner)
-        if not path.exists():
+        if not os.path.lexists(path):
             return None
         try:
             schedule = load(path)
-            if schedule.mesh != mesh:
-                return None
-            verify(schedule)
-        except (ScheduleFileError, VerificationError):
-            return None
-        return schedule
+            why_not = _why_not(schedule, mesh, planner)
+            if why_not is None:
+                verify(schedule)
+                return schedule
+        except (ScheduleFileError, VerificationError) as error:
+            why_not = str(error)
+        warnings.warn(f"The cached plan {path} is not used, and planned again: {why_not}", CacheWarning, stacklevel=3)
+        return None
 
     def put(self, mesh: Mesh, planner: Planner, schedule: Schedule) -> Path:
-        """Keep a schedule; readers see the whole file or none."""
+        """Keep a schedule; readers see the whole file or none. Raises `ScheduleFileError` if it cannot be written."""
         path = self.path(mesh, planner)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=self.folder, suffix=".npz")
-        os.close(handle)
         try:
-            save(schedule, name)
-            Path(name).replace(path)
-        finally:
-            Path(name).unlink(missing_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.folder, suffix=".npz")
+            os.close(handle)
+            try:
+                save(schedule, name)
+                Path(name).replace(path)
+            finally:
+                Path(name).unlink(missing_ok=True)
+        except OSError as error:
+            raise ScheduleFileError(f"{path} cannot be written: {error.strerror or error}.") from error
         return path
+
+    def offer(self, mesh: Mesh, planner: Planner, schedule: Schedule) -> None:
+        """Keep a schedule if that can be done; warn otherwise."""
+        try:
+            self.put(mesh, planner, schedule)
+        except ScheduleFileError as error:
+            warnings.warn(f"The plan is not kept in the cache. {error}", CacheWarning, stacklevel=3)
 
     def __len__(self) -> int:
         return sum(1 for _ in self.folder.glob("*.npz")) if self.folder.is_dir() else 0
+
+
+def _why_not(schedule: Schedule, mesh: Mesh, planner: Planner) -> str | None:
+    """Return why a schedule, however right it may be, is not the one that was asked for."""
+    if schedule.mesh != mesh:
+        return f"it is for {schedule.mesh}, expected {mesh}."
+    if schedule.collective is not Collective.ALL_REDUCE:
+        return f"its collective is {schedule.collective}, expected {Collective.ALL_REDUCE}."
+    ours = [kind.name for kind in CHOICES]
+    makers = ours if isinstance(planner, Auto) else [planner.name]
+    # Only our own planners are known to sign what they make.
+    if set(makers) <= set(ours) and schedule.planner not in makers:
+        return f"{schedule.planner} made it, expected {' or '.join(makers)}."
+    return None

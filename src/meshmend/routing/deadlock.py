@@ -1,12 +1,12 @@
-"""Deadlock: the proof that packets under a route table can never wait for each other in a circle.
+"""Deadlock: the proof that packets under a route table cannot deadlock.
 
 A *channel* is a virtual channel of a link. A packet that holds channel a and asks for channel b next makes a wait
-for b. Draw an arrow from a to b for every such pair that any packet can cause: if the arrows form no circle, there
+for b. Draw an arrow from a to b for every such pair that any packet can cause: if the arrows form no cycle, there
 is always a packet that can move, so a network with these routes cannot deadlock (Dally and Seitz, 1987).
 
 The proof found here is a certificate: a level for every channel, such that packets only ever ask for a channel of
 a higher level than the one they hold. Anybody can check it, one arrow at a time. If there is no such numbering
-there is a circle, and the shortest one found is named link by link.
+there is a cycle, and the shortest one found is named link by link.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Channel = tuple[Coordinate, Coordinate, int]
 """A virtual channel of a link: the chip it leaves, the chip it reaches, the number of the channel."""
 
 MAX_CYCLE_STARTS = 256
-"""Channels on circles from which a shortest circle is looked for."""
+"""Channels on cycles from which a shortest cycle is looked for."""
 
 BLOCK_CELLS = 2**20
 """Cells of a route table that are followed at a time: what a proof needs of memory."""
@@ -57,36 +57,36 @@ class Dependencies:
 
 @dataclass(frozen=True)
 class DeadlockProof:
-    """Whether routes are free of deadlock, with the certificate or the circle."""
+    """Whether routes are free of deadlock, with the certificate or the cycle."""
 
     scheme: str
     deadlock_free: bool
     n_channels: int
-    """Virtual channels a link."""
+    """Virtual channels per link."""
     n_dependencies: int
     level: NDArray[np.int32] = field(repr=False)
-    """For each channel (`link * n_channels + virtual channel`) its level; −1 where it lies on or after a circle."""
+    """For each channel (`link * n_channels + virtual channel`) its level; −1 where it lies on or after a cycle."""
     cycle: tuple[Channel, ...] = ()
-    """A circle of channels, each waiting for the next and the last for the first; empty if there is none."""
+    """A cycle of channels, each waiting for the next and the last for the first; empty if there is none."""
 
     def __str__(self) -> str:
         channels = f"{self.n_channels} virtual channel{'s' * (self.n_channels != 1)}"
         if self.deadlock_free:
             return (
                 f"free of deadlock: {self.n_dependencies:,} dependencies between the channels of {self.scheme} "
-                f"form no circle ({channels})"
+                f"form no cycle ({channels})"
             )
-        return f"can deadlock: {self.scheme} lets {len(self.cycle)} channels wait in a circle: {name_cycle(self.cycle)}"
+        return f"can deadlock: {self.scheme} lets {len(self.cycle)} channels wait in a cycle: {name_cycle(self.cycle)}"
 
 
 def prove(routes: Routes | Trace, mesh: Mesh | None = None) -> DeadlockProof:
-    """Look for a circle among the channels of a route table, or of the flows of a trace (which needs its `mesh`).
+    """Look for a cycle among the channels of a route table, or of the flows of a trace (which needs its `mesh`).
 
     For a table this covers every packet of every class that can be anywhere, so also the routes in use.
 
     >>> from meshmend.routing import dimension_order
     >>> print(prove(dimension_order(Mesh("4x4"))))
-    free of deadlock: 68 dependencies between the channels of dimension-order form no circle (1 virtual channel)
+    free of deadlock: 68 dependencies between the channels of dimension-order form no cycle (1 virtual channel)
     """
     if isinstance(routes, Routes):
         scheme, graph = routes.scheme, dependencies(routes)
@@ -95,9 +95,9 @@ def prove(routes: Routes | Trace, mesh: Mesh | None = None) -> DeadlockProof:
     else:
         scheme, graph = "these flows", trace_dependencies(mesh, routes)
     level = find_levels(graph)
-    circles = np.flatnonzero(level[graph.held] < 0)
+    cycles = np.flatnonzero(level[graph.held] < 0)
     cycle: tuple[Channel, ...] = ()
-    if len(circles):
+    if len(cycles):
         cycle = tuple(graph.name(channel) for channel in _short_cycle(graph, level))
     return DeadlockProof(
         scheme=scheme,
@@ -110,11 +110,11 @@ def prove(routes: Routes | Trace, mesh: Mesh | None = None) -> DeadlockProof:
 
 
 def require_deadlock_free(routes: Routes | Trace, mesh: Mesh | None = None) -> DeadlockProof:
-    """Return the proof, or raise a `DeadlockError` that names the circle."""
+    """Return the proof, or raise a `DeadlockError` that names the cycle."""
     proof = prove(routes, mesh)
     if not proof.deadlock_free:
         raise DeadlockError(
-            f"{proof.scheme} can deadlock: {len(proof.cycle)} channels wait for each other in a circle, "
+            f"{proof.scheme} can deadlock: {len(proof.cycle)} channels wait for each other in a cycle, "
             f"{name_cycle(proof.cycle)}. Use a scheme whose proof holds, or more virtual channels.",
             scheme=proof.scheme,
             cycle=proof.cycle,
@@ -123,7 +123,7 @@ def require_deadlock_free(routes: Routes | Trace, mesh: Mesh | None = None) -> D
 
 
 def name_cycle(cycle: tuple[Channel, ...]) -> str:
-    """Write a circle link by link, with its virtual channels."""
+    """Write a cycle link by link, with its virtual channels."""
     return ", ".join(f"{name_chip(src)}→{name_chip(dst)} on channel {number}" for src, dst, number in cycle)
 
 
@@ -166,9 +166,9 @@ def trace_dependencies(mesh: Mesh, trace: Trace) -> Dependencies:
 
 
 def find_levels(graph: Dependencies) -> NDArray[np.int32]:
-    """Give the channels numbers such that every arrow leads to a higher level; −1 for those on or after a circle.
+    """Give the channels numbers such that every arrow leads to a higher level; −1 for those on or after a cycle.
 
-    Channels that nobody waits to leave are taken away, level by level, until none is left, or only circles
+    Channels that nobody waits to leave are taken away, level by level, until none is left, or only cycles
     and what hangs on them.
     """
     n = graph.n_nodes
@@ -191,7 +191,7 @@ def find_levels(graph: Dependencies) -> NDArray[np.int32]:
 
 
 def _short_cycle(graph: Dependencies, level: NDArray[np.int32]) -> list[int]:
-    """Return a shortest circle through one of the first channels that lie on circles."""
+    """Return a shortest cycle through one of the first channels that lie on cycles."""
     inside = (level[graph.held] < 0) & (level[graph.wanted] < 0)
     after: dict[int, list[int]] = {}
     for a, b in zip(graph.held[inside].tolist(), graph.wanted[inside].tolist(), strict=True):

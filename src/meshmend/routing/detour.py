@@ -6,7 +6,7 @@ On a plain 2-D mesh there are three classes of packets on two virtual channels:
 - class 1, on channel 0: *west-first* turns, all moves west before the first turn, then any of east, north, south;
 - class 2, on channel 1: *east-first* turns, the mirror image.
 
-A circle of waiting packets that turn west-first would need a move west after a move north or south, which the rule
+A cycle of waiting packets that turn west-first would need a move west after a move north or south, which the rule
 forbids; dimension order makes west-first turns only, so classes 0 and 1 share a channel. East-first packets have
 theirs to themselves. A pair that lost its dimension-order path takes the shorter of classes 1 and 2.
 

@@ -1,11 +1,11 @@
 """Dimension order: correct one axis after the other, the last one first (figure 1 of the paper).
 
 In 2-D a packet goes along its row, then along its column. Turns only ever lead from a later axis to an earlier
-one, so no circle of waiting packets can turn its corners: one virtual channel is enough on a plain mesh.
+one, so no cycle of waiting packets can turn its corners: one virtual channel is enough on a plain mesh.
 
-A wrapped axis is a circle by itself, and packets go the shorter way round it. There the wrap link is a *dateline*:
+A wrapped axis is a cycle by itself, and packets go the shorter way round it. There the wrap link is a *dateline*:
 a packet that has yet to cross it on this axis travels on channel 0, and on channel 1 once it has (or if it never
-will). Channel 1 is never used on a wrap link and channel 0 never after one, so neither closes the circle.
+will). Channel 1 is never used on a wrap link and channel 0 never after one, so neither closes the cycle.
 
 A pair whose path meets a failed chip or cable has no route here; `detour` leads those round the hole.
 """
@@ -50,7 +50,7 @@ def dimension_order_port(mesh: Mesh, at: NDArray[np.integer], dst: NDArray[np.in
 def survives(mesh: Mesh, src: NDArray[np.integer], dst: NDArray[np.integer]) -> NDArray[np.bool_]:
     """Return whether the dimension-order path from each of `src` to each of `dst` (ranks) is live.
 
-    No path is followed: a path is one straight stretch an axis, and the failed cables of a stretch are counted by
+    No path is followed: a path is one straight stretch per axis, and the failed cables of a stretch are counted by
     the difference of two running totals along its line.
     """
     here, there = mesh.coords[src].astype(np.int64), mesh.coords[dst].astype(np.int64)
@@ -76,9 +76,8 @@ def surviving_ports(mesh: Mesh, destinations: NDArray[np.integer]) -> Ports:
     """Return the port table of dimension order, without the routes that a failure blocks."""
     ports = np.full((mesh.n_chips, len(destinations)), NO_PORT, dtype=np.int8)
     for axis, length in enumerate(mesh.shape):
-        places = np.arange(length)
-        code = _axis_port(mesh, axis, places[:, None], places).astype(np.int8)
-        on_axis = code[mesh.coords[:, axis]][:, mesh.coords[destinations, axis]]
+        code = _axis_port(mesh, axis, np.arange(length)[:, None], mesh.coords[destinations, axis]).astype(np.int8)
+        on_axis = code[mesh.coords[:, axis]]
         np.copyto(ports, on_axis, where=on_axis >= 0)
     if not mesh.is_full:
         rows = max(1, 2**20 // max(1, len(destinations)))

@@ -2,7 +2,7 @@
 
 A packet belongs to a *class*, chosen at its source and kept. A router looks up (class, destination) and finds a
 *port*: `channel * n_directions + direction`. That is all a router knows, so a table is one byte for each
-(class, chip, destination), never a list of paths: 64×64 chips take 17 MB a class.
+(class, chip, destination), never a list of paths: 64×64 chips take 17 MB per class.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BLOCK_CELLS = 2**19
 
 @dataclass(frozen=True)
 class Trace:
-    """One row a hop: flow number, how many hops came before, the link crossed and its virtual channel."""
+    """One row per hop: flow number, how many hops came before, the link crossed and its virtual channel."""
 
     flow: NDArray[np.int64]
     hop: NDArray[np.int64]
@@ -74,10 +74,12 @@ class Routes:
         columns[self.destinations] = np.arange(len(self.destinations), dtype=np.int32)
         return columns
 
-    def follow(self, src: ArrayLike, dst: ArrayLike) -> Trace:
+    def follow(self, src: ArrayLike, dst: ArrayLike, *, max_hops: int | None = None) -> Trace:
         """Follow each flow src[i] → dst[i] (ranks). A flow without a route has no hops.
 
-        A table that sends packets in a circle is given up on once a packet has visited more chips than there are.
+        Flows with more than `max_hops` hops together are refused with a `RoutingError`.
+
+        A table that sends packets in a cycle is given up on once a packet has visited more chips than there are.
         """
         src, dst = (np.atleast_1d(np.asarray(ranks, dtype=np.int64)) for ranks in (src, dst))
         column = self.column_of[dst].astype(np.int64)
@@ -87,7 +89,7 @@ class Routes:
                 f"Chip {name_chip(lost)} is not among the destinations of this table.", scheme=self.scheme, dst=lost
             )
         kind = self.class_of[src, column].astype(np.int64)
-        return walk(self.mesh, src, dst, lambda moving, at: self.port[kind[moving], at, column[moving]])
+        return walk(self.mesh, src, dst, lambda moving, at: self.port[kind[moving], at, column[moving]], max_hops)
 
     def path(self, src: Sequence[int], dst: Sequence[int]) -> list[Coordinate]:
         """Return the chips that a packet visits from chip `src` to chip `dst`, both included."""
@@ -123,7 +125,7 @@ class Routes:
                 length = hopping.copy()
                 while hopping[following].any():
                     if length.max() > self.mesh.n_chips:
-                        raise RoutingError(f"{self.scheme} sends packets in circles.", scheme=self.scheme)
+                        raise RoutingError(f"{self.scheme} sends packets round and round.", scheme=self.scheme)
                     length += length[following]
                     following = following[following]
                 shape = (self.mesh.n_chips, columns.stop - columns.start)
@@ -214,10 +216,12 @@ def walk(
     src: NDArray[np.int64],
     dst: NDArray[np.int64],
     port_of: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.integer[Any]]],
+    max_hops: int | None = None,
 ) -> Trace:
     """Follow flows hop by hop, all at once; `port_of(flows, at)` is the way on of those flows from where they are."""
     at = src.copy()
     columns: list[tuple[NDArray[np.int64], ...]] = []
+    n_hops = 0
     moving = np.flatnonzero(at != dst)
     for hop in range(mesh.n_chips):
         port = port_of(moving, at[moving]).astype(np.int64)
@@ -225,6 +229,9 @@ def walk(
         moving, port = moving[going], port[going]
         if not len(moving):
             break
+        n_hops += len(moving)
+        if max_hops is not None and n_hops > max_hops:
+            raise RoutingError(f"Routing these flows takes {n_hops:,} hops or more; the limit is {max_hops:,}.")
         channel, direction = np.divmod(port, mesh.n_directions)
         columns.append((moving, np.full(len(moving), hop), at[moving] * mesh.n_directions + direction, channel))
         at[moving] = mesh.neighbours[at[moving], direction]

@@ -1,8 +1,8 @@
 """Up*/down*: routes for any connected survivors, on one virtual channel.
 
 The chips are numbered outwards from a root, breadth first. A link towards a smaller number goes *up*, and every
-route goes up first and then only down. No circle of links can do without a turn from down to up, so packets never
-wait in a circle, whatever the shape of the hole. (Schroeder et al., Autonet, 1991.)
+route goes up first and then only down. No cycle of links can do without a turn from down to up, so packets never
+wait in a cycle, whatever the shape of the hole. (Schroeder et al., Autonet, 1991.)
 
 A router knows only the destination, not where the packet came from, so the rule must be the same for all that pass:
 where the destination can be reached by going down alone, go down by a shortest such way; elsewhere go up, to the

@@ -1,6 +1,6 @@
 """Study: planners against each other, and against the paper. Stands on planning and on cost; neither knows of it."""
 
-from meshmend.study.compare import Comparison, Entry, compare
+from meshmend.study.compare import Comparison, PlannerResult, compare
 from meshmend.study.reproduce import Reproduction, reproduce
 
-__all__ = ["Comparison", "Entry", "Reproduction", "compare", "reproduce"]
+__all__ = ["Comparison", "PlannerResult", "Reproduction", "compare", "reproduce"]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from meshmend.cost.bound import Bound, bound
-from meshmend.cost.hardware import Hardware, find_hardware
+from meshmend.cost.hardware import DEFAULT_HARDWARE, Hardware, find_hardware
 from meshmend.cost.predict import Forecast, Mode, predict
 from meshmend.cost.profile import StepProfile
 from meshmend.planning import PLANNERS, Auto, Planner
@@ -17,7 +17,7 @@ from meshmend.topology import Mesh
 
 
 @dataclass(frozen=True)
-class Entry:
+class PlannerResult:
     """A planner on a mesh: its forecast, or a sentence that says why it cannot serve the mesh.
 
     `sweep` holds its seconds for each payload that was asked for besides.
@@ -43,7 +43,7 @@ class Comparison:
     payload_bytes: float
     mode: Mode
     payloads: tuple[float, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[PlannerResult, ...]
 
     @property
     def bound_seconds(self) -> float:
@@ -54,7 +54,7 @@ class Comparison:
 def compare(
     mesh: Mesh,
     payload_bytes: float,
-    hardware: str | Hardware = "ideal",
+    hardware: str | Hardware = DEFAULT_HARDWARE,
     *,
     mode: Mode = "lock-step",
     payloads: Sequence[float] = (),
@@ -65,10 +65,13 @@ def compare(
     A planner that chooses by payload and hardware is told them. The schedules are not proven here: nothing runs
     them. `payloads` asks for more payloads (an "empty" sweep by default); `on_planner` is called before each.
 
-    >>> [(e.planner, round(e.forecast.ratio_to_bound, 2)) for e in compare(Mesh("4x4"), 1e6).entries if e.forecast]
+    >>> found = compare(Mesh("4x4"), 1e6, "ideal")
+    >>> [(e.planner, round(e.forecast.ratio_to_bound, 2)) for e in found.entries if e.forecast]
     [('hamiltonian', 1.5), ...]
     """
     chosen = find_hardware(hardware)
+    if not mesh.is_connected:
+        Auto().plan(mesh)  # raises what planning does: there is nothing to compare
     entries = []
     for name, kind in PLANNERS.items():
         if on_planner is not None:
@@ -87,10 +90,10 @@ def _make(kind: type[Planner], payload_bytes: float, hardware: Hardware) -> Plan
 
 def _entry(
     planner: Planner, mesh: Mesh, payload_bytes: float, hardware: Hardware, mode: Mode, payloads: Sequence[float]
-) -> Entry:
+) -> PlannerResult:
     why_not = planner.why_not(mesh)
     if why_not is not None:
-        return Entry(planner.name, why_not=why_not)
+        return PlannerResult(planner.name, why_not=why_not)
     started = time.perf_counter()
     schedule = planner.plan(mesh)
     plan_seconds = time.perf_counter() - started
@@ -102,7 +105,7 @@ def _entry(
         sweep = [profile.seconds(payload, hardware) for payload in payloads]
     else:
         sweep = [predict(schedule, payload, hardware, mode=mode, profile=profile).seconds for payload in payloads]
-    return Entry(
+    return PlannerResult(
         planner.name,
         forecast=predict(schedule, payload_bytes, hardware, mode=mode, profile=profile),
         steps=schedule.n_steps,

@@ -46,7 +46,7 @@ CASES = (
 
 
 @dataclass(frozen=True)
-class Workload:
+class PaperWorkload:
     """What a model brings: its gradients, and how long a step took on a full mesh of 1024 chips."""
 
     model: str
@@ -57,7 +57,7 @@ class Workload:
 
 
 WORKLOADS = {
-    "ResNet-50": Workload(
+    "ResNet-50": PaperWorkload(
         "ResNet-50",
         25.6e6,
         "He et al., 2016 (the paper's [12]), with the classifier of 1,000 classes",
@@ -65,7 +65,7 @@ WORKLOADS = {
         "MLPerf v0.6, Google, tpu-v3-2048 (1024 chips), batch 32,768: 4 epochs, 157 steps, in 3.95 s, with one "
         "evaluation (mlcommons/training_results_v0.6, Google/results/tpu-v3-2048/resnet/result_0.txt)",
     ),
-    "BERT": Workload(
+    "BERT": PaperWorkload(
         "BERT",
         334e6,
         "BERT-large, Devlin et al., 2018 (the paper's [10]), quoted there as 340 M; 334 M with tied embeddings",
@@ -76,7 +76,7 @@ WORKLOADS = {
     ),
 }
 
-BYTES_A_GRADIENT = 2
+BYTES_PER_GRADIENT = 2
 BYTES_SOURCE = (
     "bfloat16, inferred: at 4 bytes BERT's 1.34 GB in the 8.4 ms that table 2 implies would need links of 160 GB/s "
     "under any ring scheme, twice what they have"

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshmend.cost.units import name_bytes, name_seconds
-from meshmend.errors import MissingExtraError, ParameterError
+from meshmend.errors import MissingExtraError, ParameterError, install_hint
 from meshmend.study.compare import Comparison
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PAYLOADS = tuple(float(payload) for payload in np.geomspace(1e3, 1e10, 43))
-"""1 KB to 10 GB, six payloads a decade."""
+"""1 KB to 10 GB, six payloads per decade."""
 
 _COLOURS = ("#1f5fa8", "#d9822b", "#3a8f5c", "#8c4fa3", "#b8443c", "#4aa3b8", "#7a7a2e", "#d1679b")
 
@@ -25,7 +25,7 @@ def plot(comparison: Comparison, full: Comparison | None, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise MissingExtraError("Plotting", "matplotlib", "pip install 'meshmend[draw]'") from None
+        raise MissingExtraError("Plotting", "matplotlib", install_hint("draw")) from None
 
     suffix = path.suffix.removeprefix(".").lower()
     figure = Figure(figsize=(9, 6), layout="constrained")
@@ -72,7 +72,7 @@ def _dress(axes: Axes, comparison: Comparison, full: Comparison | None, least: l
     )
     axes.xaxis.set_major_formatter(lambda value, _: name_bytes(value))
     axes.yaxis.set_major_formatter(lambda value, _: name_seconds(value))
-    axes.set_xlabel("payload a chip")
+    axes.set_xlabel("payload per chip")
     axes.set_ylabel(f"time of an all-reduce, {comparison.mode}")
     axes.set_title(f"{comparison.mesh}: {comparison.mesh.n_chips:,} chips\n{hardware}", loc="left", fontsize=11)
     axes.grid(visible=True, which="major", color="#dddddd", lw=0.8)

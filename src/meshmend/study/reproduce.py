@@ -19,7 +19,7 @@ from meshmend.cost.hardware import PRESETS, Hardware
 from meshmend.cost.profile import StepProfile
 from meshmend.planning import RowPairs
 from meshmend.study.paper import (
-    BYTES_A_GRADIENT,
+    BYTES_PER_GRADIENT,
     BYTES_SOURCE,
     CASES,
     HOLE,
@@ -47,7 +47,7 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CaseResult:
     """A case of the paper, and what we make of it.
 
     `implied_s` is the full-mesh all-reduce that the paper's figures imply; `residual` how far our fitted one is
@@ -84,7 +84,7 @@ class Outcome:
 
     @property
     def efficiency(self) -> float:
-        """Work a chip and second with the hole over that without; the batch of a chip is the same."""
+        """Work per chip and second with the hole over that without; the batch of a chip is the same."""
         return (self.compute_s + self.full.seconds) / (self.compute_s + self.holed.seconds)
 
     @property
@@ -98,7 +98,7 @@ class Reproduction:
     """All four cases, the hardware that was fitted, and every input with its source."""
 
     hardware: Hardware
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[CaseResult, ...]
     inputs: tuple[tuple[str, str, str], ...]
 
 
@@ -112,7 +112,7 @@ def reproduce(
     """Fit on the paper's full-mesh columns, predict its holed ones.
 
     `resnet_compute_s` and `bert_compute_s` replace the published step times where a better figure for the compute
-    part of a step on 1024 chips (32 images, 8 sequences a chip) is known: from the TPU compiler, say.
+    part of a step on 1024 chips (32 images, 8 sequences per chip) is known: from the TPU compiler, say.
     """
     given = {"ResNet-50": resnet_compute_s, "BERT": bert_compute_s}
     plans: dict[tuple[str, tuple[str, ...]], list[tuple[RowPairs, StepProfile]]] = {}
@@ -122,7 +122,7 @@ def reproduce(
     steps = {case.name: _step_seconds(case, given[case.model]) for case in CASES}
 
     def best(case: Case, fail: tuple[str, ...], hardware: Hardware) -> Timed:
-        payload = WORKLOADS[case.model].parameters * BYTES_A_GRADIENT
+        payload = WORKLOADS[case.model].parameters * BYTES_PER_GRADIENT
         timed = [
             Timed(profile.seconds(payload, hardware), planner.orientation, planner.segments, profile.schedule.n_steps)
             for planner, profile in plans[case.shape, fail]
@@ -134,9 +134,9 @@ def reproduce(
         [case.overhead * steps[case.name] for case in CASES],
     )
     outcomes = tuple(
-        Outcome(
+        CaseResult(
             case=case,
-            payload_bytes=WORKLOADS[case.model].parameters * BYTES_A_GRADIENT,
+            payload_bytes=WORKLOADS[case.model].parameters * BYTES_PER_GRADIENT,
             step_s=steps[case.name],
             implied_s=case.overhead * steps[case.name],
             compute_s=(1 - case.overhead) * steps[case.name],
@@ -189,7 +189,7 @@ def _inputs(given: dict[str, float | None]) -> tuple[tuple[str, str, str], ...]:
     rows = [
         ("overheads, times", "tables 1 and 2", "Kumar and Jouppi, 2020"),
         ("hole", HOLE, HOLE_SOURCE),
-        ("bytes a gradient", str(BYTES_A_GRADIENT), BYTES_SOURCE),
+        ("bytes per gradient", str(BYTES_PER_GRADIENT), BYTES_SOURCE),
     ]
     for name, workload in WORKLOADS.items():
         rows.append((f"{name}: parameters", f"{workload.parameters / 1e6:g} M", workload.parameters_source))

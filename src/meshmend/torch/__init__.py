@@ -1,11 +1,15 @@
 """The PyTorch engine: run a schedule over point-to-point sends, and survive a dead board in place with torchft.
 
-`Engine`, `all_reduce` and `comm_hook` need torch; the rest needs torchft as well: `pip install 'meshmend[torch]'`.
+`Engine`, `all_reduce` and `comm_hook` need torch; the rest needs torchft as well. The extra `torch` brings both.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+from meshmend.errors import require
+
+require("torch", needed_for="meshmend.torch", extra="torch")
 
 from meshmend.torch.collective import all_reduce, comm_hook
 from meshmend.torch.engine import Engine
@@ -19,6 +23,8 @@ __all__ = ["DistributedDataParallel", "Engine", "MeshProcessGroup", "all_reduce"
 
 def __getattr__(name: str) -> Any:
     """Import torchft only for those who use it."""
+    if name in ("DistributedDataParallel", "MeshProcessGroup"):
+        require("torchft", needed_for=f"meshmend.torch.{name}", extra="torch")
     if name == "DistributedDataParallel":
         from meshmend.torch.ddp import DistributedDataParallel
 

@@ -2,7 +2,8 @@
 
 A chip waits only for the data that it needs: one thread for each neighbour takes what arrives from there, adds or
 copies it into place and sends on whatever that made ready. Receives are posted ahead into buffers that are kept from
-one run to the next; sends read the payload itself, which is reduced in place.
+one run to the next; sends read the payload itself, which is reduced in place, or a copy where the schedule writes in
+the same step what it sends.
 
 Made for Gloo. Any group will do whose `send` and `recv` match messages by tag and whose `wait` blocks the caller.
 """
@@ -218,6 +219,7 @@ class _Run:
         self._send_waits = [len(send.after_receives) for send in sends]
         self._receive_waits = [len(receive.after_receives) + len(receive.after_sends) for receive in receives]
         self._works: list[Any] = [None] * len(sends)
+        self._work_locks = [threading.Lock() for _ in sends]
         numbers: dict[int, list[int]] = {}
         for number, send in enumerate(sends):
             numbers.setdefault(send.peer, []).append(number)
@@ -244,13 +246,11 @@ class _Run:
         for thread in threads:
             thread.join()
         if self._error is None:
-            for number, work in enumerate(self._works):
-                if work is None:
-                    continue
+            for number, send in enumerate(self.program.sends):
                 try:
-                    work.wait(self.time_left())
+                    self._finish(number)
                 except Exception as error:
-                    self.fail(error, self.program.sends[number].peer)
+                    self.fail(error, send.peer)
                     break
         if self._error is not None:
             cause, peer = self._error
@@ -307,16 +307,25 @@ class _Run:
             if not clear or self._error is not None:
                 raise TimeoutError(f"no answer within {self.engine.timeout.total_seconds():g} s")
         for send in message.after_sends:
-            work = self._works[send]
-            if work is not None:
-                work.wait(self.time_left())
-                self._works[send] = None
+            if not self.program.sends[send].staged:
+                self._finish(send)
         if arrived.numel():
             held = self.part(message.first, message.last)
             if message.adds:
                 self._combine(held, arrived)
             else:
                 held.copy_(arrived)
+
+    def _finish(self, send: int) -> None:
+        """Wait until a send has arrived.
+
+        Several writes may wait for one send, each in its own thread, but of two threads that wait for one of Gloo's
+        works only one is woken: the first waits for the work, the others for the first.
+        """
+        with self._work_locks[send]:
+            work, self._works[send] = self._works[send], None
+            if work is not None:
+                work.wait(self.time_left())
 
     def _send(self, numbers: list[int]) -> None:
         """Send what is ready now, and what was ready but had to wait for its turn on the link."""
@@ -336,6 +345,8 @@ class _Run:
         message = self.program.sends[number]
         part = self.part(message.first, message.last)
         if part.numel():
+            if message.staged:
+                part = part.clone()
             self._works[number] = self._group.send([part], self._ranks[message.peer], message.tag)
 
     def fail(self, error: Exception, peer: int) -> None:

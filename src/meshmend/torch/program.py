@@ -7,6 +7,10 @@ carries, so a `Program` keeps, for each message of one rank, the messages of tha
 - a write waits for the write before it, so that sums are made in the same order in every run, and for every send
   that still has to read the old value.
 
+A send whose chunks are written in its own step is *staged*: it leaves from a copy, and writes wait only until the copy
+is made. Were they to wait until it has arrived, two chips that exchange chunks within a step could each hold back the
+write that the other's message needs to arrive.
+
 Everything else overlaps. Nothing here imports torch: this is the part that can be tested without processes.
 """
 
@@ -23,12 +27,16 @@ from meshmend.schedule import Op, Schedule
 
 @dataclass(frozen=True)
 class Send:
-    """Chunks `first` … `last − 1` to rank `peer`, once the writes in `after_receives` are made."""
+    """Chunks `first` … `last − 1` to rank `peer`, once the writes in `after_receives` are made.
+
+    `staged` says that the same step writes some of them: the message leaves from a copy of them.
+    """
 
     peer: int
     tag: int
     first: int
     last: int
+    staged: bool
     after_receives: tuple[int, ...]
 
 
@@ -36,7 +44,8 @@ class Send:
 class Receive:
     """Chunks from rank `peer`, added or copied once earlier writes are made and earlier sends have left.
 
-    `direct` says that the message cannot arrive before all that: it may go straight to its place.
+    A send has left when it has arrived, a staged one when it is copied. `direct` says that the message cannot arrive
+    before all that: it may go straight to its place.
     """
 
     peer: int
@@ -100,28 +109,41 @@ def compile_program(schedule: Schedule, rank: int) -> Program:
     sends: list[Send] = []
     receives: list[Receive] = []
     last_write: dict[int, int] = {}
-    reads: dict[int, list[int]] = defaultdict(list)
+    reads: dict[int, list[tuple[int, int]]] = defaultdict(list)
     n_sent: dict[int, int] = defaultdict(int)
     n_received: dict[int, int] = defaultdict(int)
     # Within a step every read comes before every write: sends (src == rank) first.
-    for _, src, dst, first, last, op in _messages(schedule, rank):
-        chunks = range(first, last)
+    messages = _messages(schedule, rank)
+    # Chunks that always travel together here are followed as one: a run may be billions of chunks long.
+    edges = sorted({edge for _, _, _, first, last, _ in messages for edge in (first, last)})
+    number_of = {edge: number for number, edge in enumerate(edges)}
+    written = {
+        (step, chunk)
+        for step, _, dst, first, last, _ in messages
+        if dst == rank
+        for chunk in range(number_of[first], number_of[last])
+    }
+    for step, src, dst, first, last, op in messages:
+        chunks = range(number_of[first], number_of[last])
         earlier = tuple(sorted({last_write[c] for c in chunks if c in last_write}))
         if src == rank:
             for chunk in chunks:
-                reads[chunk].append(len(sends))
-            sends.append(Send(dst, n_sent[dst], first, last, earlier))
+                reads[chunk].append((step, len(sends)))
+            staged = any((step, chunk) in written for chunk in chunks)
+            sends.append(Send(dst, n_sent[dst], first, last, staged, earlier))
             n_sent[dst] += 1
         else:
             old_reads = [reads.pop(chunk, []) for chunk in chunks]
-            readers = {send for reads_of in old_reads for send in reads_of}
+            readers = {send for reads_of in old_reads for _, send in reads_of}
             for chunk in chunks:
                 last_write[chunk] = len(receives)
             adds = op == Op.REDUCE
-            # A copy that comes from the very chip that all old values were sent to, and only to: that chip had them
-            # before it sent the copy, and they in turn left after everything that was written here earlier.
+            # A copy that comes, in a later step, from the very chip that all old values were sent to, and only to: that
+            # chip had them before it sent the copy, and they in turn left after everything that was written here
+            # earlier. In the same step it may send the copy first.
             direct = not adds and all(
-                reads_of and all(sends[send].peer == src for send in reads_of) for reads_of in old_reads
+                reads_of and all(sends[send].peer == src and read < step for read, send in reads_of)
+                for reads_of in old_reads
             )
             receives.append(Receive(src, n_received[src], first, last, adds, direct, earlier, tuple(sorted(readers))))
             n_received[src] += 1

@@ -7,9 +7,12 @@ the survivors'. A restart on a hole that has never happened then finds its progr
 
 from __future__ import annotations
 
+import atexit
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -22,7 +25,7 @@ from meshmend.jax.feed import Batch
 from meshmend.jax.program import Halves, Program
 from meshmend.jax.restart.elements import StateLayout
 from meshmend.jax.restart.mirror import cutter
-from meshmend.jax.restart.session import Session
+from meshmend.jax.restart.session import Session, is_orderly
 from meshmend.jax.training import TrainStep
 from meshmend.schedule import Schedule
 
@@ -74,8 +77,12 @@ def compile_steps(
 class CompileAhead:
     """Compiles for the loss of each single host, one after the other, in a thread of process 0.
 
-    `build(fabric)` must plan, install and compile for any fabric, as the job itself does for its own. Leave the `with`
-    block, or call `stop`, before the session ends.
+    `build(fabric)` must plan, install and compile for any fabric, as the job itself does for its own. Where it raises,
+    that loss is left out: `failures` and the timeline say why, a warning says it once, and the next one is built.
+
+    Leave the `with` block, or call `stop`, before the session ends. Leaving it by an exception does not wait for the
+    build under way; no further one is started. The session then ends the process, and the build with it; where there is
+    none, the end of the interpreter waits for the build.
     """
 
     def __init__(self, session: Session, build: Callable[[Fabric], Any]) -> None:
@@ -83,32 +90,70 @@ class CompileAhead:
         self.build = build
         self.ready: list[int] = []
         """Hosts whose loss has been compiled for."""
+        self.failures: dict[int | None, str] = {}
+        """Why a host's loss (its number) has not been compiled for; under None, why the losses could not be listed."""
+        self._warned = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshmend-compile-ahead", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        for lost, fabric in self.session.fabrics_ahead():
-            if self._stop.is_set():
-                return
-            with self.session.timeline.timed("compile ahead", lost=lost) as facts:
-                try:
-                    self.build(fabric)
-                    self.ready.append(lost)
-                except PlanError as error:
-                    facts["why_not"] = error.why
+        try:
+            for lost, fabric in self.session.fabrics_ahead():
+                if self._stop.is_set():
+                    return
+                with self.session.timeline.timed("compile ahead", lost=lost) as facts:
+                    why_not = self._build(lost, fabric)
+                    if why_not is not None:
+                        facts["why_not"] = why_not
+        except Exception as error:
+            # Whatever it is, nobody would hear of it from a thread.
+            self.session.timeline.note("compile ahead", why_not=self._failed(None, error))
+
+    def _build(self, lost: int, fabric: Fabric) -> str | None:
+        try:
+            self.build(fabric)
+        except PlanError as error:
+            # Some losses have no plan: worth knowing, but nothing is broken.
+            self.failures[lost] = error.why
+            return error.why
+        except Exception as error:
+            return self._failed(lost, error)
+        self.ready.append(lost)
+        return None
+
+    def _failed(self, lost: int | None, error: Exception) -> str:
+        why = f"{type(error).__name__}: {error}"[:300]
+        self.failures[lost] = why
+        if not self._warned:
+            self._warned = True
+            what = "the losses that there might be" if lost is None else f"the loss of host {lost}"
+            warnings.warn(
+                f"Compiling ahead for {what} failed: {why}. The job is not affected, but a restart there would compile "
+                "anew. Other losses go on being compiled for; all that failed are in CompileAhead.failures and in the "
+                "timeline.",
+                stacklevel=2,
+            )
+        return why
 
     def wait(self) -> None:
         """Return when everything is compiled."""
         self._thread.join()
 
-    def stop(self) -> None:
-        """Leave the rest; return when what is being compiled is done."""
+    def stop(self, *, wait: bool = True) -> None:
+        """Leave the rest; return when what is being compiled is done, or at once if not `wait`."""
         self._stop.set()
-        self._thread.join()
+        if wait:
+            self._thread.join()
+        else:
+            # An interpreter that ends under a compiler aborts. `Session` ends the process without its interpreter.
+            atexit.register(self._thread.join)
 
     def __enter__(self) -> CompileAhead:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # With a peer gone the process must end at once, as `Session` does: the launcher waits for it.
+        self.stop(wait=is_orderly(error))

@@ -28,6 +28,7 @@ from meshmend.jax.collectives import groups_of
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.lanes import owned_chunks
 from meshmend.jax.program import Halves, Program
+from meshmend.jax.restart.identity import Identity
 from meshmend.schedule import Schedule
 
 Vectors = dict[str, NDArray[Any]]
@@ -76,12 +77,15 @@ class Outline:
         rows = sum(self.n_rows * array.chunk for array in self.sharded if array.dtype == dtype)
         return self.share(dtype) + rows
 
+    @property
+    def vectors(self) -> dict[str, tuple[str, int]]:
+        """Dtype and elements of the vectors, by name: the same for one state on every mesh."""
+        whole = {f"replicated {dtype}": (dtype, size) for dtype, size in self.replicated.items()}
+        return whole | {f"sharded {i}": (array.dtype, array.size) for i, array in enumerate(self.sharded)}
+
     def empty(self) -> Vectors:
         """Return vectors of zeros."""
-        vectors = {f"replicated {dtype}": np.zeros(size, np.dtype(dtype)) for dtype, size in self.replicated.items()}
-        return vectors | {
-            f"sharded {i}": np.zeros(array.size, np.dtype(array.dtype)) for i, array in enumerate(self.sharded)
-        }
+        return {name: np.zeros(size, np.dtype(dtype)) for name, (dtype, size) in self.vectors.items()}
 
     def runs(self, device: int, dtype: str) -> Iterator[tuple[str, int, int, int]]:
         """Say where a device's part belongs: (vector, first element of it, first element of the part, length)."""
@@ -112,12 +116,6 @@ class Outline:
         for name, start, at, length in self.runs(device, dtype):
             into[name][start : start + length] = part[at : at + length]
 
-    @cached_property
-    def state(self) -> str:
-        """A name for the state that this is an outline of, apart from any mesh: equal for the same arrays."""
-        sharded = [(array.dtype, array.size) for array in self.sharded]
-        return json.dumps([sorted(self.replicated.items()), sharded])
-
     def as_json(self) -> dict[str, Any]:
         """Return the outline as plain values."""
         facts = {name: getattr(self, name) for name in ("n_devices", "n_cores", "total_chunks", "owned", "replicated")}
@@ -135,6 +133,24 @@ class Outline:
             sharded=tuple(Sharded(str(dtype), int(size), int(chunk)) for dtype, size, chunk in facts["sharded"]),
         )
 
+    def check(self) -> None:
+        """Raise `RestartError` unless the parts of all devices together are every element, once."""
+        if self.n_cores < 1 or self.n_devices != self.n_cores * len(self.owned):
+            raise RestartError(
+                f"expected {self.n_cores} × {len(self.owned)} devices (cores × chips), got {self.n_devices}"
+            )
+        if len({len(row) for row in self.owned}) != 1:
+            raise RestartError("expected chips with room for equally many chunks")
+        chunks = sorted(chunk for row in self.owned for chunk in row if chunk != self.total_chunks)
+        if len(chunks) != self.total_chunks or chunks != list(range(len(chunks))):
+            raise RestartError(f"expected each of {self.total_chunks} chunks with one chip, got {chunks[:20]} …")
+        room = self.n_cores * self.total_chunks
+        for array in self.sharded:
+            if not 0 <= array.size <= room * array.chunk:
+                raise RestartError(f"expected at most {room} × {array.chunk} elements, got {array.size}")
+        if any(size < 0 for size in self.replicated.values()):
+            raise RestartError(f"expected no negative sizes, got {self.replicated}")
+
     @cached_property
     def digest(self) -> str:
         """A name for the content."""
@@ -150,6 +166,7 @@ class StateLayout:
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     is_sharded: tuple[bool, ...]
     outline: Outline = field(repr=False)
+    identity: Identity = field(repr=False)
 
     @classmethod
     def of(
@@ -200,7 +217,9 @@ class StateLayout:
             n_devices, n_cores, total_chunks, tuple(map(tuple, owned.tolist())), replicated, tuple(sharded)
         )
         shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-        return cls(fabric, structure, shapes, is_sharded, outline)
+        sizes = iter(sharded)
+        identity = Identity.of(params, state, [next(sizes).size if split else None for split in is_sharded])
+        return cls(fabric, structure, shapes, is_sharded, outline, identity)
 
     def sharding(self, number: int) -> NamedSharding:
         """How leaf `number` lies on the devices."""

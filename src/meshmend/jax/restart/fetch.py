@@ -2,12 +2,15 @@
 
 When a peer dies, a collective fails at once on the devices that talk to it, and on no others: those wait for devices
 that will never answer. Whoever waits for one device after the other may sit at one that is still waiting. So look at
-all of this process's devices in turn, and take the first error that any of them has.
+all of this process's devices in turn, and take the first error that any of them has. A disk that is shared may be as
+dead, without an error: what is asked of it has a time limit.
 """
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,3 +44,27 @@ def wait_for(tree: Any) -> None:
             return
         waiting = still
         time.sleep(LOOK_S)
+
+
+def within(seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what `call` returns or raise what it raises; raise `TimeoutError` if that takes longer than `seconds`.
+
+    A call into a dead network disk cannot be ended from outside: it stays behind in a thread that nobody waits for.
+    """
+    results: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call(*arguments))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="meshmend-within", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return results[0]

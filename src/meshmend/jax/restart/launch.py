@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshmend.errors import RestartError
 
@@ -20,7 +20,8 @@ class Launch:
     """One process among those that the launcher started. Made by `read_launch`, or by hand.
 
     `coordinator` is "address:port", on the machine of process 0; `attempt` counts the launcher's restarts; `job` names
-    the job, the same in all of them.
+    the job, the same in all of them. `secret` is a text that only the job's processes know: at the rendezvous they
+    prove it to each other without sending it.
     """
 
     coordinator: str
@@ -29,12 +30,13 @@ class Launch:
     attempt: int = 0
     launcher: str = "by hand"
     job: str = "job"
+    secret: str = field(default="", repr=False)
 
 
 def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     """Read the launcher's environment variables; raise `RestartError` if no launcher is recognised.
 
-    MESHMEND_JOB names the job, by default the launcher does.
+    MESHMEND_JOB names the job, by default the launcher does. MESHMEND_SECRET is the job's secret, by default none.
 
     - torchrun: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. The port is a fresh one in every round, found free on the
       machine of rank 0, if TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; otherwise torchrun listens there itself, and after
@@ -57,6 +59,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
             int(env.get("JOBSET_RESTART_ATTEMPT", "0")),
             "JAX's environment",
             _job(env, "JOBSET_NAME"),
+            env.get("MESHMEND_SECRET", ""),
         )
     if "RANK" in env and "MASTER_ADDR" in env:
         if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -71,6 +74,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
             int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
             "torchrun",
             _job(env, "TORCHELASTIC_RUN_ID"),
+            env.get("MESHMEND_SECRET", ""),
         )
     if "SLURM_PROCID" in env:
         nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "localhost"))
@@ -81,6 +85,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
             int(env.get("SLURM_RESTART_COUNT", "0")),
             "Slurm",
             _job(env, "SLURM_JOB_ID"),
+            env.get("MESHMEND_SECRET", ""),
         )
     raise RestartError(
         "No launcher is recognised: expected torchrun's RANK and MASTER_ADDR, JAX_COORDINATOR_ADDRESS and "

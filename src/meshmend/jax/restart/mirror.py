@@ -63,10 +63,13 @@ class Mirror:
         attempt: int,
         timeline: Timeline,
         on_failure: Callable[[BaseException], Any] = lambda _: None,
+        *,
+        run: str,
     ) -> None:
         self.layout = layout
         self.memory = memory
         self.attempt = attempt
+        self.run = run
         self.timeline = timeline
         self.on_failure = on_failure
         """Told of an error by the thread that writes: the one that trains may be stuck in the next step by then."""
@@ -99,7 +102,9 @@ class Mirror:
     def _write(self, step: int, parts: Parts, extra: Any) -> None:
         try:
             wait_for(parts)
-            copy = copy_of(parts, self.layout, self.host_of_chip, jax.process_index(), self.attempt, step, extra)
+            copy = copy_of(
+                parts, self.layout, self.host_of_chip, jax.process_index(), self.attempt, step, extra, self.run
+            )
             n_bytes = self.memory.write(copy)
         except BaseException as error:
             self.on_failure(error)
@@ -115,6 +120,7 @@ def copy_of(
     attempt: int,
     step: int,
     extra: Any,
+    run: str,
 ) -> Copy:
     """Return what a host keeps of the parts: those of its own devices, and those that its devices have received."""
     n_cores = layout.outline.n_cores
@@ -127,7 +133,7 @@ def copy_of(
         received = {shard.index[0].start or 0: shard.data for shard in other.addressable_shards}
         found = [held[device] for device in mine] + [received[device] for device in theirs]
         rows[dtype] = np.concatenate([np.asarray(row) for row in found])
-    return Copy(attempt, step, layout.outline, (*mine, *theirs.values()), rows, extra)
+    return Copy(attempt, step, layout.outline, (*mine, *theirs.values()), rows, extra, layout.identity, run)
 
 
 def _kept_by(host_of_chip: Sequence[int]) -> NDArray[np.int32]:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Self
 
 import jax
 
-from meshmend.errors import MeshError, RestartError, name_chip
+from meshmend.errors import MeshError, PlanError, RestartError, name_chip
 from meshmend.jax.fabric import Fabric, discover
 from meshmend.jax.restart.compile_cache import use_compile_cache
 from meshmend.jax.restart.hosts import Hosts
@@ -66,20 +66,24 @@ class Session:
     ) -> Schedule:
         """Return the proven plan for the survivors: from the cache that `meshmend prepare` filled, or made now.
 
-        Give the planner and the parameters that `prepare` was given; one process plans what is not in the cache yet
-        and all others find it there.
+        Give the planner and the parameters that `prepare` was given; process 0 plans what is not in the cache yet, and
+        all others find it there. They wait for it as long as it is alive, and raise its error if it has none.
         """
         store = cache if isinstance(cache, PlanCache) else PlanCache(cache)
-        with self.timeline.timed("plan") as facts:
+        with self.timeline.timed("plan") as facts, self.notices.doing("planning"):
             before = len(store)
+            if self.launch.process != 0:
+                _check_planned(self.notices.exchange(None)[0])
+                facts["from_cache"] = True
+                return plan(self.fabric.mesh, planner, cache=store, **parameters)
             try:
-                if self.launch.process == 0:
-                    return plan(self.fabric.mesh, planner, cache=store, **parameters)
-            finally:
-                facts["from_cache"] = len(store) == before
-                # Also if there is no plan: then the others raise the same error, and do not wait for this process.
-                self.notices.exchange("planned")
-            return plan(self.fabric.mesh, planner, cache=store, **parameters)
+                schedule = plan(self.fabric.mesh, planner, cache=store, **parameters)
+            except BaseException as error:
+                self.notices.tell(_describe_failure(error))
+                raise
+            facts["from_cache"] = len(store) == before
+            self.notices.exchange(None)
+            return schedule
 
     def fabrics_ahead(self) -> Iterator[tuple[int, Fabric]]:
         """Return what the fabric would be after the loss of each single host: (its number, the fabric).
@@ -103,7 +107,8 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or (isinstance(error, SystemExit) and not error.code):
+        if error is None or is_orderly(error):
+            self.notices.close()
             jax.distributed.shutdown()
         else:
             self.give_up(error)
@@ -115,6 +120,26 @@ class Session:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(GAVE_UP)
+
+
+def _describe_failure(error: BaseException) -> dict[str, Any]:
+    """Write down why process 0 has no plan, so that the others can raise the same error."""
+    if isinstance(error, PlanError):
+        return {"plan": [error.planner, error.mesh_name, error.why, error.alternatives]}
+    return {"why": f"{type(error).__name__}: {error}"[:2000]}
+
+
+def _check_planned(failure: Any) -> None:
+    """Raise what process 0 could not plan for, if it could not."""
+    if failure is not None:
+        if "plan" in failure:
+            raise PlanError(*failure["plan"])
+        raise RestartError(f"Process 0 could not plan: {failure['why']}. See its log.")
+
+
+def is_orderly(error: BaseException | None) -> bool:
+    """Whether a `with` block that was left by an error, or by none, ends a job that is done."""
+    return error is None or (isinstance(error, SystemExit) and not error.code)
 
 
 def initialize(
@@ -138,8 +163,9 @@ def initialize(
     `heartbeat_s`: a process that is silent for so long counts as dead, and then all processes end. It is for hosts
     that freeze or lose their network; a process that dies breaks its connections, which the next collective notices
     at once. Shorter finds a frozen host sooner, but takes a busy one (a long garbage collection, an overloaded CPU)
-    for dead. `timeout_s` is how long processes wait for each other at the start, and so
-    what it costs if one dies before it has met the others.
+    for dead. `timeout_s` is how long processes wait for each other at the rendezvous, and so what it costs if one dies
+    before it has come there; later a process that plans or compiles is waited for as long as it gives signs of life,
+    and counts as dead when it has given none for so long.
 
     `compile_cache` is a folder that all hosts share (JAX lets only process 0 write), where every compiled program is
     kept; by default JAX_COMPILATION_CACHE_DIR. `timeline` is a file for this host's events, by default
@@ -220,7 +246,7 @@ def _join(
             hosts = Hosts.of(shape, host)
             mine |= {"machine": str(hosts), "host": hosts.number(place)}
         except (MeshError, RestartError) as error:
-            mine["error"] = f"Process {launch.process}: {error}"
+            mine["error"] = f"Process {launch.process}: {error}"[:2000]
     everybody = meet(launch, mine, timeout_s=timeout_s)
     ranked = check_hosts(everybody)
     order = sorted(range(launch.n_processes), key=lambda process: ranked[process])

@@ -1,14 +1,18 @@
 """When everything happened: a small log that a restart can be taken apart with.
 
-One line of JSON an event, in one file a host that later attempts go on with. A line is written whole, and survives the
-process that wrote it.
+One line of JSON per event, in one file per host that later attempts go on with. A line is written whole, and survives
+the process that wrote it. The file is bounded: when it is full it becomes the older half of the log, and the half
+before that is dropped. A log that cannot be written never stops the job.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import threading
 import time
+import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +22,13 @@ Event = dict[str, Any]
 
 STAGES = ("detect", "rendezvous", "start", "plan", "compile", "restore", "first step")
 """What a recovery is made of, in order."""
+
+MAX_EVENTS = 10_000
+"""Events that are remembered in memory."""
+MAX_FILE_BYTES = 64 << 20
+"""Both halves of the file together: about 200,000 steps with their copies."""
+MAX_LINE_BYTES = 64 << 10
+"""Of one event; what is longer keeps its time and name only."""
 
 
 class Timeline:
@@ -32,24 +43,53 @@ class Timeline:
     ['plan', 'step']
     """
 
-    def __init__(self, path: str | Path | None, **facts: Any) -> None:
+    def __init__(self, path: str | Path | None, *, max_bytes: int = MAX_FILE_BYTES, **facts: Any) -> None:
         self.path = Path(path) if path is not None else None
+        self.max_bytes = max_bytes
         self.facts = facts
-        self.events: list[Event] = []
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._lock = threading.Lock()
+        self._warned = False
 
     def note(self, event: str, *, at: float | None = None, **facts: Any) -> Event:
         """Write an event down; `at` is its time, by default now."""
         line: Event = {"at": time.time() if at is None else at, "event": event, **self.facts, **facts}
-        self.events.append(line)
-        if self.path is not None:
-            handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            try:
-                os.write(handle, (json.dumps(line) + "\n").encode())
-            finally:
-                os.close(handle)
+        text = json.dumps(line).encode() + b"\n"
+        if len(text) > min(MAX_LINE_BYTES, self.max_bytes // 2):
+            line = {"at": line["at"], "event": event[:100], "left_out_bytes": len(text)}
+            text = json.dumps(line).encode() + b"\n"
+        with self._lock:
+            self.events.append(line)
+            if self.path is not None:
+                try:
+                    self._append(self.path, text)
+                except OSError as error:
+                    self._warn(error)
         return line
+
+    def _append(self, path: Path, text: bytes) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and path.stat().st_size + len(text) >= self.max_bytes // 2:
+            path.replace(_older(path))
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            size = os.fstat(handle).st_size
+            if size and os.pread(handle, 1, size - 1) != b"\n":
+                # A writer that was killed, or a full disk, has left a torn line: it must not spoil this one.
+                text = b"\n" + text
+            if os.write(handle, text) < len(text):
+                raise OSError("the disk took only a part of a line")
+        finally:
+            os.close(handle)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"The timeline {self.path} cannot be written: {error}. The job goes on without it; its last "
+                f"{MAX_EVENTS:,} events are still in memory.",
+                stacklevel=3,
+            )
 
     @contextmanager
     def timed(self, event: str, **facts: Any) -> Iterator[Event]:
@@ -60,10 +100,27 @@ class Timeline:
 
 
 def read_timeline(path: str | Path) -> list[Event]:
-    """Return the events of a file; a last line that is not whole (its writer was killed) is left out."""
-    path = Path(path)
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """Return the events of a file and of its older half; a line that is not whole (a writer was killed) is left out."""
+    events: list[Event] = []
+    for part in (_older(Path(path)), Path(path)):
+        lines = part.read_bytes().splitlines(keepends=True) if part.exists() else []
+        events += [event for line in lines if (event := _parse(line)) is not None]
+    return events
+
+
+def _parse(line: bytes) -> Event | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return event if isinstance(event, dict) and {"at", "event"} <= event.keys() else None
+
+
+def _older(path: Path) -> Path:
+    """Return where the older half of a log is."""
+    return path.with_name(path.name + ".1")
 
 
 def split_recovery(

@@ -1,0 +1,129 @@
+"""Where a host keeps its copies: a folder per job and host, one writer at a time, and nothing for ever.
+
+A folder is forgotten
+
+- by `Keeper.forget`, and by `Keeper.close` once the last step that was kept is on disk as well;
+- when any later job of this user starts on this host, and nothing was written to it for `FORGOTTEN_AFTER_DAYS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import time
+import weakref
+from pathlib import Path
+from typing import ClassVar
+
+from meshmend.errors import RestartError
+
+FORGOTTEN_AFTER_DAYS = 7.0
+"""Days without a write after which copies are those of a job that will not come back."""
+PATIENCE_S = 10.0
+"""How long the next process waits for the one before it to end."""
+
+
+def default_folder(job: str, host: int) -> Path:
+    """Return where a host keeps its copies: a folder per job and host in $MESHMEND_MEMORY, or in /dev/shm.
+
+    >>> os.environ.pop("MESHMEND_MEMORY", None) and None
+    >>> default_folder("train", 3).parts[-2:]
+    ('train', 'host-3')
+    """
+    named = os.environ.get("MESHMEND_MEMORY")
+    base = Path(named) if named else Path(f"/dev/shm/meshmend-{os.getuid()}")  # noqa: S108  # it is memory
+    safe = re.sub(r"[^\w.-]", "_", job, flags=re.ASCII)[:100]
+    if safe != job or not safe.strip("."):
+        # Two names that look alike without what a file name cannot have are still two jobs.
+        safe = f"{safe.strip('.')}-{hashlib.sha256(job.encode()).hexdigest()[:8]}"
+    return base / safe / f"host-{host}"
+
+
+def forget_old(folder: Path, *, days: float = FORGOTTEN_AFTER_DAYS) -> list[Path]:
+    """Remove other jobs' and hosts' folders beside this one that nobody has written to for so long; return them.
+
+    `folder` is one that `default_folder` returned. A folder that a running process has locked stays, however old.
+    """
+    forgotten = []
+    for other in sorted(folder.parent.parent.glob("*/host-*")):
+        with contextlib.suppress(OSError, RestartError):
+            if other == folder or other.is_symlink() or other.stat().st_uid != os.getuid():
+                continue
+            newest = max([other.stat().st_mtime, *(path.lstat().st_mtime for path in other.iterdir())])
+            if time.time() - newest < days * 86400:
+                continue
+            lock = FolderLock(other)
+            lock.take(patience_s=0.0)
+            shutil.rmtree(other)
+            lock.release()
+            forgotten.append(other)
+            other.parent.rmdir()
+    return forgotten
+
+
+class FolderLock:
+    """A lock that one process holds on a folder, until it lets go or ends, however it ends."""
+
+    NAME = "lock"
+    _held: ClassVar[set[Path]] = set()
+    """The system's lock is one per process: this tells two keepers of one process apart."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._let_go: weakref.finalize[..., FolderLock] | None = None
+
+    def take(self, *, patience_s: float = PATIENCE_S) -> None:
+        """Make the folder and take its lock; raise `RestartError` that names the process that has it."""
+        if self._let_go is not None:
+            return
+        until = time.monotonic() + patience_s
+        while True:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path = self.folder.resolve() / self.NAME
+            if path in self._held:
+                raise self._in_use(os.getpid())
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                # Not `flock`: a data loader's children would inherit that, and hold it when this process is gone.
+                fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Whoever held it may have removed the file: then this is the lock of nothing.
+                if path.exists() and os.path.samestat(path.stat(), os.fstat(handle)):
+                    break
+            except (BlockingIOError, PermissionError) as error:
+                if time.monotonic() >= until:
+                    holder = os.read(handle, 20).decode(errors="replace").strip()
+                    os.close(handle)
+                    raise self._in_use(holder) from error
+                time.sleep(0.05)
+            os.close(handle)
+        os.ftruncate(handle, 0)
+        os.write(handle, f"{os.getpid()}\n".encode())
+        self._held.add(path)
+        # Also when nobody has this object any more: a keeper that failed to start must not be in its successor's way.
+        self._let_go = weakref.finalize(self, _let_go, handle, path, self._held)
+
+    def release(self) -> None:
+        """Let go."""
+        if self._let_go is not None:
+            self._let_go()
+            self._let_go = None
+
+    def remove(self) -> None:
+        """Let go, and leave no file."""
+        (self.folder / self.NAME).unlink(missing_ok=True)
+        self.release()
+
+    def _in_use(self, holder: int | str) -> RestartError:
+        return RestartError(
+            f"{self.folder} is in use by process {holder}, which keeps its copies there. Two processes must not write "
+            "to one folder: end that one, give this host its own MESHMEND_HOST, or this job its own MESHMEND_JOB."
+        )
+
+
+def _let_go(handle: int, path: Path, held: set[Path]) -> None:
+    os.close(handle)
+    held.discard(path)

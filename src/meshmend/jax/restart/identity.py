@@ -1,0 +1,91 @@
+"""What names a training state: the path, shape and dtype of every array of it, and the types that hold them.
+
+Two models may have as many elements as each other, and two optimisers arrays of the same shapes. Whoever restores the
+one as the other trains on with numbers that mean something else. So the identity of the state is kept with every copy
+and checkpoint, and compared in full before any element is used. It does not depend on the mesh: an array that is split
+over the devices counts by its elements.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshmend.errors import RestartError
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The nodes and leaves of (params, state), outermost first: (path, what is there)."""
+
+    entries: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, params: Any, state: Any, split_sizes: Sequence[int | None]) -> Identity:
+        """Describe a state; `split_sizes` has for each leaf its elements if it is split over the devices, else None.
+
+        >>> Identity.of({"w": np.zeros((2, 3), np.float32)}, (), [None]).entries
+        (('params', 'dict'), ("params['w']", 'float32[2,3]'), ('state', 'tuple'))
+        """
+        sizes = iter(split_sizes)
+        return cls((*_walk("params", params, sizes), *_walk("state", state, sizes)))
+
+    @cached_property
+    def digest(self) -> str:
+        """A name for the whole, equal only for equal states."""
+        return hashlib.sha256(json.dumps(self.entries).encode()).hexdigest()[:32]
+
+    def difference(self, kept: Identity) -> str:
+        """Say where a kept state first differs from this one, what was expected and what it has; "" if nowhere.
+
+        >>> Identity((("params['w']", "float32[4]"),)).difference(Identity((("params['w']", "float32[5]"),)))
+        "params['w']: expected float32[4], got float32[5]"
+        """
+        mine, theirs = dict(self.entries), dict(kept.entries)
+        for path, what in self.entries:
+            if path not in theirs:
+                return f"{path}: expected {what}, got nothing of that path"
+            if theirs[path] != what:
+                return f"{path}: expected {what}, got {theirs[path]}"
+        for path, what in kept.entries:
+            if path not in mine:
+                return f"{path}: expected nothing of that path, got {what}"
+        return "" if self.entries == kept.entries else "the same paths in another order"
+
+    def as_json(self) -> list[list[str]]:
+        """Return the identity as plain values."""
+        return [list(entry) for entry in self.entries]
+
+    @classmethod
+    def from_json(cls, facts: Any) -> Identity:
+        """Return the identity that `as_json` wrote; raise `RestartError` if this is not one."""
+        if not isinstance(facts, list) or not all(
+            isinstance(entry, list) and len(entry) == 2 and all(isinstance(word, str) for word in entry)
+            for entry in facts
+        ):
+            raise RestartError("expected the state's identity as pairs of path and type, got something else")
+        return cls(tuple((path, what) for path, what in facts))
+
+
+def _walk(path: str, tree: Any, split_sizes: Iterator[int | None]) -> Iterator[tuple[str, str]]:
+    """Yield a node and all that is below it; nodes without leaves count too: an optimiser's stateless parts."""
+    if jax.tree_util.all_leaves([tree]):
+        yield path, _describe(tree, next(split_sizes))
+        return
+    yield path, type(tree).__qualname__
+    for key, child in jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]:
+        yield from _walk(path + jax.tree_util.keystr(key), child, split_sizes)
+
+
+def _describe(leaf: Any, split_size: int | None) -> str:
+    dtype = np.dtype(leaf.dtype).name
+    if split_size is not None:
+        return f"{dtype}, {split_size} elements split over the devices"
+    return f"{dtype}[{','.join(map(str, leaf.shape))}]"

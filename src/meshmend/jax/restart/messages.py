@@ -1,0 +1,162 @@
+"""What processes say to each other at a rendezvous, byte by byte. Everything that arrives is hostile until proven.
+
+The host of the rendezvous (process 0) speaks first:
+
+    challenge   host → visitor     MAGIC, 32 random bytes
+    hello       visitor → host     frame: who it is, its fact, 32 random bytes of its own
+    welcome     host → visitor     frame: it is counted
+    everybody   host → visitor     frame: everybody's facts
+    refused     host → visitor     frame without a tag, instead of a welcome: one of `REFUSALS`
+
+A frame is MAGIC, the length of its body (4 bytes, big-endian), a tag of 32 bytes, and the body, which is JSON. The tag
+is an HMAC-SHA256 of the body, of what kind of message it is, and of the other side's random bytes, by a key made of the
+job's secret and its name. So a frame from another job, from another kind of message or from an earlier rendezvous does
+not count; and a body is not even parsed before its tag is right. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from meshmend.errors import RestartError
+
+MAGIC = b"mm-rdv\x00\x01"
+NONCE_BYTES = 32
+TAG_BYTES = 32
+CHALLENGE_BYTES = len(MAGIC) + NONCE_BYTES
+HEADER_BYTES = len(MAGIC) + 4 + TAG_BYTES
+MAX_HELLO_BYTES = 16 << 10
+"""Of a visitor's body: facts are a few hundred bytes."""
+
+REFUSALS = {
+    "malformed": "its message was malformed",
+    "key": "its secret or its job is another one; MESHMEND_SECRET and MESHMEND_JOB must be the same on all hosts",
+    "size": "it expects another number of processes",
+    "process": "there is no visitor of its number",
+    "taken": "another process of the same number is here already",
+    "slow": "it took too long",
+    "full": "too many visitors came at once",
+    "gone": "it went away in the middle of its message",
+}
+"""Why a visitor is turned away. Only the word travels, so that nobody's terminal shows what a stranger has written."""
+
+
+class MessageError(ValueError):
+    """Bytes that are not the expected message. Field `code`: a word of `REFUSALS`."""
+
+    def __init__(self, code: str) -> None:
+        self.code = code
+        super().__init__(REFUSALS[code])
+
+
+def make_key(secret: str, job: str) -> bytes:
+    """Return the key of a job's messages. Without a secret it only tells jobs apart."""
+    return hmac.digest(os.fsencode(secret), b"meshmend rendezvous " + os.fsencode(job), "sha256")
+
+
+def make_nonce() -> bytes:
+    """Return random bytes that no message has ever been tagged with."""
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+def make_challenge(nonce: bytes) -> bytes:
+    """Return the first words of the host."""
+    return MAGIC + nonce
+
+
+def read_challenge(data: bytes) -> bytes:
+    """Return the host's random bytes."""
+    if not data.startswith(MAGIC) or len(data) != CHALLENGE_BYTES:
+        raise MessageError("malformed")
+    return data[len(MAGIC) :]
+
+
+def pack(kind: str, message: Any, key: bytes, nonce: bytes, *, limit: int | None = None) -> bytes:
+    """Return a frame: a message (anything that JSON can write) of some kind, for the one who sent a nonce."""
+    body = json.dumps(message, separators=(",", ":")).encode()
+    if limit is not None and len(body) > limit:
+        raise RestartError(
+            f"What this process says at the rendezvous has {len(body)} bytes, expected at most {limit}. Shorten it."
+        )
+    return MAGIC + struct.pack(">I", len(body)) + _tag(kind, body, key, nonce) + body
+
+
+def pack_refusal(code: str) -> bytes:
+    """Return the frame that turns a visitor away."""
+    body = json.dumps({"refused": code}).encode()
+    return MAGIC + struct.pack(">I", len(body)) + bytes(TAG_BYTES) + body
+
+
+def frame_bytes(data: bytes | bytearray, limit: int) -> int | None:
+    """Return how long the frame is that begins here, None if that cannot be told yet.
+
+    Raises a `MessageError` as soon as it cannot become a frame of at most `limit` bytes of body.
+    """
+    if not MAGIC.startswith(bytes(data[: len(MAGIC)])):
+        raise MessageError("malformed")
+    if len(data) < len(MAGIC) + 4:
+        return None
+    (size,) = struct.unpack_from(">I", data, len(MAGIC))
+    if size > limit:
+        raise MessageError("malformed")
+    return HEADER_BYTES + int(size)
+
+
+def unpack(kind: str, frame: bytes | bytearray, key: bytes, nonce: bytes) -> dict[str, Any]:
+    """Return the message in a whole frame; raise a `MessageError` unless its tag is right and it is a JSON object."""
+    body = bytes(frame[HEADER_BYTES:])
+    given = bytes(frame[len(MAGIC) + 4 : HEADER_BYTES])
+    if not hmac.compare_digest(given, _tag(kind, body, key, nonce)):
+        if kind != "hello" and (code := _refusal(body)) is not None:
+            raise MessageError(code)
+        raise MessageError("key")
+    return _parse(body)
+
+
+def read_frame(receive: Callable[[int], bytes], limit: int) -> bytes:
+    """Read one frame, and not a byte more, from a function that returns at most so many bytes, and b"" at the end."""
+    data = bytearray()
+    while True:
+        size = frame_bytes(data, limit)
+        missing = (HEADER_BYTES if size is None else size) - len(data)
+        if missing == 0:
+            return bytes(data)
+        more = receive(min(missing, 1 << 16))
+        if not more:
+            raise ConnectionError("the connection was closed")
+        data += more
+
+
+def _tag(kind: str, body: bytes, key: bytes, nonce: bytes) -> bytes:
+    # Kinds have no NUL in them and nonces one length, so no two messages give the same bytes.
+    return hmac.new(key, kind.encode() + b"\0" + nonce + body, hashlib.sha256).digest()
+
+
+def _parse(body: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(body, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        raise MessageError("malformed") from None
+    if not isinstance(message, dict):
+        raise MessageError("malformed")
+    return message
+
+
+def _refusal(body: bytes) -> str | None:
+    """Return why a host turns this visitor away, if that is what its message says."""
+    try:
+        code = _parse(body).get("refused")
+    except MessageError:
+        return None
+    return code if isinstance(code, str) and code in REFUSALS else None
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
