@@ -97,7 +97,7 @@ def test_every_two_failed_cables_of_a_small_mesh() -> None:
     whole = Mesh("4x4")
     cables = [(whole.chip(int(a)), whole.chip(int(b))) for a, b in whole.cables]
     served = sum(judge(Mesh("4x4", failed_cables=pair), Hamiltonian()) for pair in itertools.combinations(cables, 2))
-    # A corner that loses a cable has no ring, so the two cables are among the 16 that touch no corner … at most.
+    # A corner that loses a cable has no ring, and 8 of the 24 cables touch a corner.
     assert 0 < served <= 16 * 15 // 2
 
 

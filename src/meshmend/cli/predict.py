@@ -19,7 +19,7 @@ from meshmend.cli.options import (
 )
 from meshmend.cli.pricing import forecast_facts, hardware_facts
 from meshmend.cli.terminal import plain
-from meshmend.cost import Bound, Forecast, bound, predict
+from meshmend.cost import Forecast, predict
 from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
 from meshmend.planning import Auto, plan
 from meshmend.schedule import Schedule
@@ -62,20 +62,15 @@ def command(
                     "hardware": hardware_facts(chosen),
                     "mode": forecast.mode,
                     **forecast_facts(forecast),
-                    "bound": _bound_of(schedule, forecast).units,
-                    "bound_why": _bound_of(schedule, forecast).why,
+                    "bound": forecast.bound.units,
+                    "bound_why": forecast.bound.why,
                 }
             )
         else:
             _show(schedule, forecast)
 
 
-def _bound_of(schedule: Schedule, forecast: Forecast) -> Bound:
-    return bound(schedule.mesh, links_at_once=forecast.hardware.links_at_once, collective=schedule.collective)
-
-
 def _show(schedule: Schedule, forecast: Forecast) -> None:
-    least = _bound_of(schedule, forecast)
     phases = [
         f"{name_seconds(seconds):>9}  {seconds / forecast.seconds:>4.0%}  {plain(name)}"
         if forecast.seconds
@@ -90,7 +85,7 @@ def _show(schedule: Schedule, forecast: Forecast) -> None:
             "time": Text.assemble(
                 (name_seconds(forecast.seconds), "bold"), f" ({forecast.mode}, {schedule.n_steps:,} steps)"
             ),
-            "bound": f"{name_seconds(forecast.bound_seconds)} = {least}",
+            "bound": f"{name_seconds(forecast.bound_seconds)} = {forecast.bound}",
             "ratio": f"{forecast.ratio_to_bound:.3f}× the bound",
             "busiest links": f"{forecast.busiest_link_load:.4f} of the payload: {busiest}",
             "by phase": "\n".join(phases),

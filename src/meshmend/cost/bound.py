@@ -1,89 +1,137 @@
-"""Bound: the least time of any all-reduce on a mesh, in units of M/b, and what it is that limits it.
+"""Bound: the least time of any collective on a mesh, in units of M/b, and what it is that limits it.
 
-Why a partition bounds the time. Put the live chips into k parts. For every element some part is the first to hold
-the whole sum, and k − 1 messages between parts were needed to bring the contributions there; each of the other
-k − 1 parts lacks something at that moment and must still receive a message. So 2(k − 1)·M bytes cross between
-parts, and c cables between parts carry 2c·b bytes a second: the time is at least (k − 1)/c · M/b.
+**All-reduce.** Put the live chips into k parts. For every element some part is the first to hold the whole sum, and
+k − 1 messages between parts were needed to bring the contributions there; each of the other k − 1 parts lacks something
+at that moment and must still receive a message. So 2(k − 1)·M bytes cross between parts, and c cables between parts
+carry 2c·b bytes a second: the time is at least (k − 1)/c · M/b. Two parts joined by c cables give 1/c, every chip its
+own part gives (P − 1)/E. The best of all partitions is what spanning trees can reach (Tutte and Nash-Williams): its
+inverse is the strength of the graph, and `cuts` finds it exactly.
 
-Two parts joined by c cables give 1/c, every chip its own part gives (P − 1)/E, and any partition in between is
-as good a bound. The best of all partitions is also what spanning trees can reach (Tutte and Nash-Williams), so it
-is worth looking for: trees are packed greedily, each where the cables are least loaded, and the cables that stay
-least loaded are those inside the parts. Whatever partition this finds, the bound that it gives holds.
+**All-gather.** A set T of chips that owns the share s(T) of the payload must receive the rest, (1 − s(T))·M bytes, and
+its c(T) cables bring it c(T)·b bytes a second: the time is at least (1 − s(T))/c(T) · M/b. The best of all T is what
+branchings reach that spread each share from its owner (Edmonds), so this bound is exact too. A **reduce-scatter** is
+an all-gather backwards in time: what T does not own it must send. A corner alone, with an equal share and two cables,
+gives (P − 1)/2P.
 
 Where a chip drives only some of its links at once, a part sends no more than its chips can drive, and that takes
-the place of the cables it has. Per part there is a second, simpler bound: everything must leave it once.
+the place of the cables it has. Per part there is a second, simpler bound: everything must leave it once. The partitions
+judged so are those that bind without that limit: the bound holds, but a better one may exist.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.errors import MeshError, name_chip
+from meshmend.cost.cuts import narrowest_cut, narrowest_partition
+from meshmend.errors import MeshError, ParameterError, name_chip
 from meshmend.schedule import Collective
 from meshmend.topology import Mesh
 
-N_TREES = 96
-"""Spanning trees packed to find a partition. More trees find a better one; the bound holds with any number."""
-MAX_PACKED_CABLES = 2**15
-"""Beyond this the packing takes more than a second or two, and only the plain bounds are computed."""
+MAX_EXACT_CHIPS = 2**12
+"""Exact partitions take a third of a second for 1,000 chips and some five for this many."""
+MAX_TREES = 96
+TREE_CABLES = 2**21
+"""Beyond that trees are packed to find a partition: so many, or as many as use this number of cables in all, which
+takes a second or two. More trees find a better partition; the bound holds with any number."""
 
 
 @dataclass(frozen=True)
 class Bound:
     """The least time of a collective, in units of M/b. Returned by `bound`.
 
-    `parts` and `cables` describe the partition that binds; `why` says it in words.
+    `parts` and `cables` describe the partition that binds; `why` says it in words. Where `is_exact` is False, some
+    better bound may exist: the mesh has more than `MAX_EXACT_CHIPS` chips, or chips drive only some of their links.
     """
 
     units: float
     parts: int
     cables: int
     why: str
+    is_exact: bool = True
 
     def seconds(self, payload_bytes: float, link_bytes_per_s: float) -> float:
         """Return the least time for a payload over links of that rate. Latency comes on top."""
         return self.units * payload_bytes / link_bytes_per_s
 
     def __str__(self) -> str:
-        return f"{self.units:.4f} M/b: {self.why}"
+        return f"{'' if self.is_exact else 'at least '}{self.units:.4f} M/b: {self.why}"
 
 
 @lru_cache(maxsize=64)
-def bound(mesh: Mesh, *, links_at_once: int | None = None, collective: Collective = Collective.ALL_REDUCE) -> Bound:
+def bound(
+    mesh: Mesh,
+    *,
+    links_at_once: int | None = None,
+    collective: Collective = Collective.ALL_REDUCE,
+    shares: tuple[int, ...] | None = None,
+) -> Bound:
     """Return the least time of any all-reduce over the live chips of `mesh`, in units of M/b.
 
-    `links_at_once` is how many of its links a chip can drive at once, None for all. A reduce-scatter or an
-    all-gather moves half as much: every element crosses between parts k − 1 times instead of 2(k − 1).
+    `links_at_once` is how many of its links a chip can drive at once, None for all. What a reduce-scatter or an
+    all-gather takes depends on who owns how much: `shares` has a number for each rank, None is the same for all.
 
     >>> print(bound(Mesh("16x32", failed=["4x2@6,8"])))
-    0.5273 M/b: every element needs 503 of the 954 cables on its way up, and as many down
+    0.5278 M/b: the narrow places of the mesh: 153 parts are joined by only 288 cables
     >>> bound(Mesh("1x4")).why
     'a cable is the only way between two parts of the mesh, of 1 and 3 chips'
+    >>> print(bound(Mesh("8x8"), collective=Collective.ALL_GATHER))
+    0.4922 M/b: chip (0,0) must receive what it does not own over its 2 cables
     """
     if mesh.n_chips == 1:
         return Bound(0.0, 1, 0, "a single chip has nothing to exchange")
     if not mesh.is_connected:
         raise MeshError(
             f"The survivors of {mesh} are in {mesh.n_components} parts with no live cable between them, so no "
-            f"all-reduce joins them all. Plan for one part, or repair a cable."
+            f"{collective} joins them all. Plan for one part, or repair a cable."
         )
     degree = (mesh.neighbours >= 0).sum(axis=1)
     drives = degree if links_at_once is None else np.minimum(degree, links_at_once)
-    partitions = [np.arange(mesh.n_chips)]
-    if mesh.n_cables <= MAX_PACKED_CABLES:
-        partitions += _loosest_partitions(mesh)
-    found = [_judge(mesh, labels, drives) for labels in partitions]
-    best = max((b for pair in found for b in pair), key=lambda b: (round(b.units, 12), -b.parts))
-    if collective is not Collective.ALL_REDUCE:
-        return Bound(best.units / 2, best.parts, best.cables, f"half of an all-reduce's: {best.why}")
-    return best
+    if collective is Collective.ALL_REDUCE:
+        return _bound_all_reduce(mesh, drives)
+    owned = (1,) * mesh.n_chips if shares is None else shares
+    if len(owned) != mesh.n_chips or min(owned) < 0 or not any(owned):
+        raise ParameterError(
+            f"shares has {len(owned)} numbers, expected one for each of {mesh.n_chips} chips, 0 or more."
+        )
+    return _bound_half(mesh, drives, owned, "send" if collective is Collective.REDUCE_SCATTER else "receive")
 
 
-def _judge(mesh: Mesh, labels: NDArray[np.int64], drives: NDArray[np.int64]) -> tuple[Bound, Bound]:
+def _bound_all_reduce(mesh: Mesh, drives: NDArray[np.int64]) -> Bound:
+    degree = (mesh.neighbours >= 0).sum(axis=1)
+    is_small = mesh.n_chips <= MAX_EXACT_CHIPS
+    partitions = [np.arange(mesh.n_chips), *([narrowest_partition(mesh)] if is_small else _loosest_partitions(mesh))]
+    is_exact = is_small and bool((drives == degree).all())
+    found = [bound for labels in partitions for bound in _judge(mesh, labels, drives, is_exact=is_exact)]
+    return max(found, key=lambda b: (round(b.units, 12), -b.parts))
+
+
+def _bound_half(mesh: Mesh, drives: NDArray[np.int64], shares: Sequence[int], verb: str) -> Bound:
+    """Return the bound of a reduce-scatter or an all-gather: every chip alone, and the set of chips that binds."""
+    total = sum(shares)
+    degree = (mesh.neighbours >= 0).sum(axis=1)
+    lacks = (total - np.asarray(shares)) / drives
+    chip = int(np.argmax(lacks))
+    cut = narrowest_cut(mesh, shares) if mesh.n_chips <= MAX_EXACT_CHIPS else None
+    is_exact = cut is not None and bool((drives == degree).all())
+    single = Bound(
+        float(lacks[chip]) / total, 2, int(degree[chip]), _why_chip(mesh, chip, drives, degree, verb), is_exact
+    )
+    if cut is None or cut.sum() == 1:
+        return single
+    a, b = cut[mesh.cables.T]
+    cables, inside = int((a != b).sum()), int(cut.sum())
+    ways = min(cables, int(drives[cut].sum()), int(drives[~cut].sum()))
+    lacking = total - int(np.asarray(shares)[cut].sum())
+    whole = Bound(lacking / total / ways, 2, cables, _why_cut(mesh, inside, cables), is_exact)
+    return max(single, whole, key=lambda b: b.units)
+
+
+def _judge(mesh: Mesh, labels: NDArray[np.int64], drives: NDArray[np.int64], *, is_exact: bool) -> tuple[Bound, Bound]:
     """Return the bounds that a partition gives: by all its parts together, and by its narrowest part."""
     a, b = labels[mesh.cables.T]
     between = a != b
@@ -91,19 +139,14 @@ def _judge(mesh: Mesh, labels: NDArray[np.int64], drives: NDArray[np.int64]) -> 
     leaving = np.bincount(a[between], minlength=parts) + np.bincount(b[between], minlength=parts)
     driven = np.bincount(labels, weights=drives, minlength=parts)
     ways = np.minimum(leaving, driven)
-    whole = Bound(2 * (parts - 1) / float(ways.sum()), parts, cables, "")
     narrow = int(np.argmin(ways))
-    single = Bound(1 / float(ways[narrow]), 2, int(leaving[narrow]), "")
     sizes = np.bincount(labels)
-    limited = bool((driven < leaving).any())
+    why_whole = _why_whole(mesh, parts, cables, limited=bool((driven < leaving).any()))
+    limited = bool(driven[narrow] < leaving[narrow])
+    why_single = _why_single(mesh, labels, narrow, sizes, int(leaving[narrow]), limited=limited)
     return (
-        Bound(whole.units, parts, cables, _why_whole(mesh, parts, cables, limited=limited)),
-        Bound(
-            single.units,
-            2,
-            single.cables,
-            _why_single(mesh, labels, narrow, sizes, single.cables, limited=bool(driven[narrow] < leaving[narrow])),
-        ),
+        Bound(2 * (parts - 1) / float(ways.sum()), parts, cables, why_whole, is_exact),
+        Bound(1 / float(ways[narrow]), 2, int(leaving[narrow]), why_single, is_exact),
     )
 
 
@@ -124,12 +167,22 @@ def _why_single(
     chip = name_chip(mesh.chip(int(np.flatnonzero(labels == part)[0])))
     if limited:
         return f"chip {chip} must send the whole payload and drives only some of its links at once"
-    inside, outside = sorted((int(sizes[part]), mesh.n_chips - int(sizes[part])))
-    if cables == 1:
-        return f"a cable is the only way between two parts of the mesh, of {inside:,} and {outside:,} chips"
-    if sizes[part] == 1:
+    if cables > 1 and sizes[part] == 1:
         return f"chip {chip} must send the whole payload over its {cables} cables"
-    return f"{cables} cables are all that joins two parts of the mesh, of {inside:,} and {outside:,} chips"
+    return _why_cut(mesh, int(sizes[part]), cables)
+
+
+def _why_cut(mesh: Mesh, n_chips: int, cables: int) -> str:
+    inside, outside = sorted((n_chips, mesh.n_chips - n_chips))
+    joins = "a cable is the only way between" if cables == 1 else f"{cables} cables are all that joins"
+    return f"{joins} two parts of the mesh, of {inside:,} and {outside:,} chips"
+
+
+def _why_chip(mesh: Mesh, rank: int, drives: NDArray[np.int64], degree: NDArray[np.int64], verb: str) -> str:
+    does = f"chip {name_chip(mesh.chip(rank))} must {verb} what it does not own"
+    if drives[rank] < degree[rank]:
+        return f"{does} and drives only some of its links at once"
+    return f"{does} over its {degree[rank]} cables" if degree[rank] > 1 else f"{does} over its only cable"
 
 
 def _loosest_partitions(mesh: Mesh) -> list[NDArray[np.int64]]:
@@ -146,7 +199,7 @@ def _loosest_partitions(mesh: Mesh) -> list[NDArray[np.int64]]:
     noise = np.random.default_rng(0).random(len(a))
     number = coo_array((np.arange(1, len(a) + 1), (a, b)), shape=(n, n)).tocsr()
     rows = number.data - 1
-    for _ in range(N_TREES):
+    for _ in range(min(MAX_TREES, TREE_CABLES // len(a))):
         # Weights differ slightly, so that ties fall in no particular pattern, and are never 0, which means no edge.
         graph = number.astype(np.float64)
         graph.data = (1 + load + 0.5 * noise)[rows]

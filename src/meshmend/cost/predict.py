@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.cost.asynchronous import arrivals
-from meshmend.cost.bound import bound
+from meshmend.cost.bound import Bound, bound
 from meshmend.cost.hardware import DEFAULT_HARDWARE, Hardware, find_hardware
 from meshmend.cost.profile import StepProfile
 from meshmend.cost.units import name_bytes, name_seconds
 from meshmend.errors import Coordinate, ParameterError, name_chip
-from meshmend.schedule import Schedule
+from meshmend.schedule import Collective, Schedule
 
 Mode = Literal["lock-step", "asynchronous"]
 MODES: tuple[Mode, ...] = ("lock-step", "asynchronous")
@@ -39,20 +39,26 @@ class BusyLink:
 class Forecast:
     """What `predict` foresees.
 
-    `bound_seconds` is the least time that any schedule could take by bandwidth alone, `ratio_to_bound` how far
-    this one is from it. `by_phase` sums to `seconds`. In lock-step, the time of a step is shared among the phases
-    in it by the chunks that they move. Asynchronously phases overlap freely, so each is given the time from the
-    end of the phase that ended before it to its own end.
+    `bound_seconds` is the least time that any schedule could take by bandwidth alone (of those with the same owners,
+    for a reduce-scatter or an all-gather), `bound` says what binds, and `ratio_to_bound` how far this one is from it.
+    `by_phase` sums to `seconds`. In lock-step, the time of a step is shared among the phases in it by the chunks that
+    they move. Asynchronously phases overlap freely, so each is given the time from the end of the phase that ended
+    before it to its own end.
     """
 
     seconds: float
-    bound_seconds: float
+    bound: Bound
     payload_bytes: float
     hardware: Hardware
     mode: Mode
     busiest_link_load: float
     busiest_links: tuple[BusyLink, ...]
     by_phase: dict[str, float]
+
+    @property
+    def bound_seconds(self) -> float:
+        """The bound for this payload over these links."""
+        return self.bound.seconds(self.payload_bytes, self.hardware.link_bytes_per_s)
 
     @property
     def ratio_to_bound(self) -> float:
@@ -100,11 +106,11 @@ def predict(
         by_phase = _lock_step_phases(known, payload_bytes, chosen)
     else:
         by_phase = _asynchronous_phases(known, payload_bytes, chosen)
-    least = bound(schedule.mesh, links_at_once=chosen.links_at_once, collective=schedule.collective)
+    least = _bound_of(schedule, chosen)
     busiest = _busiest(known)
     return Forecast(
         seconds=sum(by_phase.values()),
-        bound_seconds=least.seconds(payload_bytes, chosen.link_bytes_per_s),
+        bound=least,
         payload_bytes=payload_bytes,
         hardware=chosen,
         mode=mode,
@@ -112,6 +118,15 @@ def predict(
         busiest_links=busiest,
         by_phase=by_phase,
     )
+
+
+def _bound_of(schedule: Schedule, hardware: Hardware) -> Bound:
+    """Return the bound of a schedule's collective. Half of an all-reduce is bound by who owns how much."""
+    shares: tuple[int, ...] | None = None
+    if schedule.collective is not Collective.ALL_REDUCE:
+        owned = np.bincount(schedule.owners, minlength=schedule.mesh.n_chips)
+        shares = None if (owned == owned[0]).all() else tuple((owned // np.gcd.reduce(owned)).tolist())
+    return bound(schedule.mesh, links_at_once=hardware.links_at_once, collective=schedule.collective, shares=shares)
 
 
 def _lock_step_phases(profile: StepProfile, payload_bytes: float, hardware: Hardware) -> dict[str, float]:

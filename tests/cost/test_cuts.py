@@ -1,0 +1,205 @@
+"""The exact bounds, held to brute force over partitions and sets of chips, to a linear programme and to networkx."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from functools import lru_cache
+from itertools import product
+
+import networkx as nx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+from scipy.sparse import coo_array
+
+from meshmend.cost.cuts import narrowest_cut, narrowest_partition
+from meshmend.topology import Mesh
+from strategies import survivors, tear
+
+
+@lru_cache(maxsize=2)
+def partitions(n: int) -> NDArray[np.int8]:
+    """Every partition of n things, one row each, as labels: each thing joins a part or opens the next."""
+    rows = np.zeros((1, 1), dtype=np.int8)
+    for _ in range(n - 1):
+        choices = rows.max(axis=1).astype(np.int64) + 2
+        grown = np.repeat(rows, choices, axis=0)
+        last = np.arange(len(grown)) - np.repeat(np.cumsum(choices) - choices, choices)
+        rows = np.column_stack([grown, last.astype(np.int8)])
+    return rows
+
+
+def best_of_all_partitions(mesh: Mesh) -> Fraction:
+    """The most of (parts − 1) / cables between parts, by trying all."""
+    labels = partitions(mesh.n_chips)[1:]
+    between = sum((labels[:, a] != labels[:, b]).astype(np.int64) for a, b in mesh.cables.tolist())
+    extra = labels.max(axis=1).astype(np.int64)
+    best = int(np.argmax(extra / between))
+    return Fraction(int(extra[best]), int(np.asarray(between)[best]))
+
+
+def quotient(mesh: Mesh, labels: NDArray[np.int64]) -> Fraction:
+    a, b = labels[mesh.cables.T]
+    return Fraction(int(labels.max()), int((a != b).sum()))
+
+
+def connected_survivors(shape: tuple[int, ...]) -> list[Mesh]:
+    """Every connected set of two chips or more, by the chips alone."""
+    found = []
+    for live in product([False, True], repeat=int(np.prod(shape))):
+        if sum(live) > 1:
+            dead = np.argwhere(~np.reshape(live, shape))
+            mesh = Mesh(shape, failed=[tuple(map(int, chip)) for chip in dead])
+            if mesh.is_connected:
+                found.append(mesh)
+    return found
+
+
+def test_partitions_are_all_there() -> None:
+    assert [len(partitions(n)) for n in range(1, 9)] == [1, 2, 5, 15, 52, 203, 877, 4140]
+    assert len(np.unique(partitions(7), axis=0)) == 877
+
+
+def test_every_survivor_set_of_a_small_mesh() -> None:
+    meshes = connected_survivors((3, 3))
+    assert len(meshes) == 218 - 9  # connected induced subgraphs of the 3×3 grid, without the single chips
+    for mesh in meshes:
+        assert quotient(mesh, narrowest_partition(mesh)) == best_of_all_partitions(mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(3, 4), (2, 6)])
+def test_every_survivor_set_of_larger_meshes(shape: tuple[int, ...]) -> None:
+    for mesh in sorted(connected_survivors(shape), key=lambda mesh: mesh.n_chips):
+        assert quotient(mesh, narrowest_partition(mesh)) == best_of_all_partitions(mesh)
+
+
+def torn(rng: np.random.Generator, max_chips: int) -> Mesh:
+    """A random mesh or torus of one to three axes that has lost chips and cables, of at least two chips."""
+    while True:
+        shape = tuple(int(n) for n in rng.integers(1, 9, rng.integers(1, 4)))
+        if 2 <= np.prod(shape) <= max_chips:
+            wrap = tuple(bool(w) for w in rng.random(len(shape)) < 0.4)
+            mesh = tear(
+                shape,
+                wrap,
+                float(rng.choice([0, 0.1, 0.3])),
+                float(rng.choice([0, 0.1, 0.3])),
+                int(rng.integers(2**31)),
+            )
+            if mesh.n_chips > 1:
+                return mesh
+
+
+def check_small(mesh: Mesh, rng: np.random.Generator) -> None:
+    assert quotient(mesh, narrowest_partition(mesh)) == best_of_all_partitions(mesh)
+    for shares in ([1] * mesh.n_chips, rng.integers(0, 4, mesh.n_chips).tolist()):
+        if any(shares):
+            cut = narrowest_cut(mesh, shares)
+            assert cut is not None
+            assert lack_per_cable(mesh, shares, cut) == best_of_all_cuts(mesh, shares)
+
+
+def lack_per_cable(mesh: Mesh, shares: list[int], inside: NDArray[np.bool_]) -> Fraction:
+    a, b = inside[mesh.cables.T]
+    return Fraction(int(np.array(shares)[~inside].sum()), int((a != b).sum()))
+
+
+def best_of_all_cuts(mesh: Mesh, shares: list[int]) -> Fraction:
+    n = mesh.n_chips
+    inside = (np.arange(1, 2**n - 1)[:, None] >> np.arange(n)) & 1
+    cables = sum(inside[:, a] ^ inside[:, b] for a, b in mesh.cables.tolist())
+    lacking = sum(shares) - inside @ np.array(shares)
+    best = int(np.argmax(lacking / cables))
+    return Fraction(int(lacking[best]), int(np.asarray(cables)[best]))
+
+
+def test_random_graphs_against_brute_force() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(150):
+        check_small(torn(rng, max_chips=9), rng)
+
+
+@pytest.mark.slow
+def test_random_graphs_against_brute_force_hundreds() -> None:
+    rng = np.random.default_rng(2)
+    for _ in range(1500):
+        check_small(torn(rng, max_chips=10), rng)
+
+
+def least_largest_load(mesh: Mesh) -> float:
+    """The least, over all mixtures of spanning trees, of what the busiest cable carries: a linear programme.
+
+    A mixture of trees, directed away from chip 0, is a weight on every arc such that one unit can flow from chip 0
+    to any other chip on its own (Edmonds; Fulkerson): arcs · 1, flows · (chips − 1), and the largest load.
+    """
+    n, cables = mesh.n_chips, mesh.cables.astype(np.int64)
+    tail, head = np.concatenate([cables, cables[:, ::-1]]).T
+    n_arcs, largest = len(tail), len(tail) * n
+    arcs = np.arange(n_arcs)
+    rows, columns, values, limits = [], [], [], 0
+    # A cable's two arcs together carry no more than the largest load; no flow is more than its arc.
+    half = n_arcs // 2
+    for column, value in ((arcs[:half], 1), (arcs[half:], 1), (np.full(half, largest), -1)):
+        rows.append(np.arange(half)), columns.append(column), values.append(np.full(half, value))
+    limits = half
+    for chip in range(1, n):
+        for column, value in ((n_arcs * chip + arcs, 1), (arcs, -1)):
+            rows.append(limits + arcs), columns.append(column), values.append(np.full(n_arcs, value))
+        limits += n_arcs
+    upper = coo_array((np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))), (limits, largest + 1))
+    rows, columns, values, wanted = [], [], [], np.zeros((n - 1, n))
+    for chip in range(1, n):
+        for end, value in ((tail, 1), (head, -1)):
+            (
+                rows.append((chip - 1) * n + end),
+                columns.append(n_arcs * chip + arcs),
+                values.append(np.full(n_arcs, value)),
+            )
+        wanted[chip - 1, 0], wanted[chip - 1, chip] = 1, -1
+    equal = coo_array(
+        (np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))), (n * (n - 1), largest + 1)
+    )
+    cost = np.zeros(largest + 1)
+    cost[largest] = 1
+    solved = linprog(cost, A_ub=upper, b_ub=np.zeros(limits), A_eq=equal, b_eq=wanted.ravel(), method="highs")
+    assert solved.status == 0
+    return float(solved.fun)
+
+
+def test_partitions_meet_spanning_trees() -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(12):
+        mesh = torn(rng, max_chips=16)
+        assert float(quotient(mesh, narrowest_partition(mesh))) == pytest.approx(least_largest_load(mesh), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_partitions_meet_spanning_trees_on_hundreds() -> None:
+    rng = np.random.default_rng(4)
+    for _ in range(200):
+        mesh = torn(rng, max_chips=64)
+        assert float(quotient(mesh, narrowest_partition(mesh))) == pytest.approx(least_largest_load(mesh), rel=1e-6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(survivors(max_chips=24), st.integers(0, 2**32 - 1))
+def test_all_that_a_chip_lacks_can_flow_to_it_in_time(mesh: Mesh, seed: int) -> None:
+    if mesh.n_chips == 1:
+        return
+    shares = np.random.default_rng(seed).integers(0, 3, mesh.n_chips).tolist()
+    shares[0] += 1
+    cut = narrowest_cut(mesh, shares)
+    assert cut is not None
+    time = lack_per_cable(mesh, shares, cut)
+    graph = nx.DiGraph()
+    for a, b in mesh.cables.tolist():
+        graph.add_edge(a, b, capacity=time.numerator)
+        graph.add_edge(b, a, capacity=time.numerator)
+    for rank, share in enumerate(shares):
+        graph.add_edge("source", rank, capacity=share * time.denominator)
+    for rank in range(mesh.n_chips):
+        assert nx.maximum_flow_value(graph, "source", rank) == sum(shares) * time.denominator
