@@ -31,7 +31,7 @@ def measure(model: str, shape: str, hole: str | None, *, alone: bool) -> dict[st
     full = mm.Mesh(shape)
     # What a device computes by itself does not depend on how many there are.
     topology = "v3:4x4" if alone else f"v3:{shape}"
-    fabric = slice_fabric(topology, failed=[hole] if hole else [])
+    fabric = slice_fabric(topology, failed=[hole] if hole else [], wrap=False)
     batch = GLOBAL_BATCH[model] // (2 * full.n_chips)
     schedule = None if alone else mm.plan(fabric.mesh, "row-pairs")
     workload = find_workload(model)

@@ -40,7 +40,7 @@ SCALE: list[Case] = [
 def measure(shape: str, holes: str, chunks: int | None) -> dict[str, Any]:
     """Plan once in this process and return the figures."""
     from meshmend import Mesh
-    from meshmend.cost import busiest_link_load
+    from meshmend.cost import bound, busiest_link_load
     from meshmend.planning import Weave
 
     mesh = Mesh(shape, failed=holes.split())
@@ -48,9 +48,7 @@ def measure(shape: str, holes: str, chunks: int | None) -> dict[str, Any]:
     schedule = Weave(chunks).plan(mesh)
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    degrees = (mesh.neighbours >= 0).sum(axis=1)
-    # λ is at most the fewest links of a chip, and rectangular holes well inside or at the rim leave it at that.
-    least = max(1 / int(degrees.min()), (mesh.n_chips - 1) / mesh.n_cables)
+    least = bound(mesh).units
     return {
         "mesh": str(mesh),
         "chunks": schedule.total_chunks,

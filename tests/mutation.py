@@ -39,7 +39,8 @@ class Target:
 
 
 TARGETS = {
-    "verify": Target("src/meshmend/verify.py", ("tests/test_verify.py",)),
+    "verify": Target("src/meshmend/verify.py", ("tests/test_verify.py", "tests/test_faults.py")),
+    "faults": Target("src/meshmend/faults.py", ("tests/test_faults.py",)),
     "schedule": Target("src/meshmend/schedule.py", ("tests/test_schedule.py",)),
     "deadlock": Target("src/meshmend/routing/deadlock.py", ("tests/routing/test_deadlock.py",)),
     "files": Target("src/meshmend/files.py", ("tests/test_files.py",)),

@@ -26,6 +26,7 @@ VALUES: dict[Any, Any] = {
     str | None: "other words",
     int: 3,
     int | None: 7,
+    float: 0.5,
     errors.Coordinate: (6, 8),
     errors.Coordinate | None: (1, 2),
 }

@@ -375,3 +375,199 @@ def test_messages_stay_short_whatever_is_in_the_file(tmp_path: Path) -> None:
     with pytest.raises(ScheduleFileError, match="larger than its mesh"):
         # A number of chips that 64 bits do not hold.
         load(archive(tmp_path, header=header(failed=["999999999x999999999x999999999@0,0,0"])))
+
+
+def told(path: Path, **arguments: Any) -> str:
+    """The whole of what is said of a file that is refused, without its path."""
+    with pytest.raises(ScheduleFileError) as caught:
+        load(path, **arguments)
+    return str(caught.value).removeprefix(str(path))
+
+
+DAMAGED = " is damaged or is not a schedule: "
+N = SCHEDULES["holed"].n_transfers
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"drop": "step"}, "it should hold exactly the arrays of a schedule; look at 'step.npy'."),
+        ({"extra": np.arange(3)}, "it should hold exactly the arrays of a schedule; look at 'extra.npy'."),
+        ({"y" * 99: np.arange(3)}, f"it should hold exactly the arrays of a schedule; look at {'y' * 40!r}."),
+        ({"src": column("src")[:-1]}, f"src has shape ({N - 1},), expected {N} numbers."),
+        ({"step": np.array([1.5])}, "step holds <f8, expected <i4."),
+        ({"op": column("op").astype("|i1")}, "op holds |i1, expected |u1."),
+        ({"step": column("step").reshape(2, -1)}, f"step has shape (2, {N // 2}), expected one number a transfer."),
+        ({"step": b"not an array"}, "step has no readable array header."),
+        ({"step": b""}, "step has no readable array header."),
+        (
+            {"dst": raw("{'descr': '<i4', 'fortran_order': False, 'shape': (5,), }")},
+            "dst claims 20 bytes, but 16 are there.",
+        ),
+        (
+            {"dst": raw("{'descr': '<i4', 'fortran_order': False, 'shape': (3,), }")},
+            "dst claims 12 bytes, but 16 are there.",
+        ),
+        ({"header": header(format=99)}, "its format is 99; this version of meshmend reads 1."),
+        ({"header": header(format="1")}, "its format is '1'; this version of meshmend reads 1."),
+        ({"header": np.frombuffer(b"[1]", np.uint8)}, "its format is 'list'; this version of meshmend reads 1."),
+        ({"header": np.zeros(2**20 + 1, np.uint8)}, "its header has 1,048,577 bytes; at most 1,048,576 are read."),
+        ({"header": header(shape="6x6")}, "shape in its header should be a list of int."),
+        ({"header": header(shape=[6, True])}, "shape in its header should be a list of int."),
+        ({"header": header(wrap=[0, 1])}, "wrap in its header should be a list of bool."),
+        ({"header": header(failed=[6])}, "failed in its header should be a list of str."),
+        ({"header": header(failed_cables=[6])}, "failed_cables in its header should be a list of str."),
+        ({"header": header(failed_cables=None)}, "failed_cables in its header should be a list of str."),
+        ({"header": header(phases=["x", 1])}, "phases in its header should be a list of str."),
+        ({"header": header(phases=None)}, "phases in its header should be a list of str."),
+        ({"header": header(chunks=True)}, "chunks in its header should be int, got True."),
+        ({"header": header(chunks=2.0)}, "chunks in its header should be int, got 2.0."),
+        ({"header": header(collective=1)}, "collective in its header should be str, got 1."),
+        ({"header": header(planner=None)}, "planner in its header should be str, got None."),
+        (
+            {"header": header(collective="broadcast")},
+            "its collective 'broadcast' is none of all-reduce, reduce-scatter, all-gather.",
+        ),
+        ({"header": header(failed=["2x2@2,2"] * 10)}, "the holes in its header are larger than its mesh."),
+        (
+            {"header": header(planner="a\nb")},
+            "the name 'a\\nb' cannot be in a file: expected 1 to 200 printable characters without square brackets.",
+        ),
+        (
+            {"header": header(planner="x" * 300)},
+            f"the name {'x' * 200!r} cannot be in a file: expected 1 to 200 printable characters without square "
+            "brackets.",
+        ),
+    ],
+)
+def test_what_is_said_of_an_archive(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    assert told(archive(tmp_path, **changes)) == DAMAGED + message
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("schedule 1", "schedule 2", "line 1 should be 'meshmend schedule 1', got 'meshmend schedule 2'."),
+        ("meshmend", "x" * 50, f"line 1 should be 'meshmend schedule 1', got {'x' * 40!r}."),
+        (
+            "(0,0) -> (0,1)",
+            "(0,0) -> (0,9)",
+            "line 5: Chip (0,9) lies outside the 2x2 mesh; coordinates count from 0.",
+        ),
+        (
+            "  (0,0) -> (0,1)  chunk 0  reduce",
+            "  (0,0) -> (0,1)  chunk 0  multiply and more",
+            "line 5 is neither a step nor a transfer: '  (0,0) -> (0,1)  chunk 0  multiply and more  phase 0'.",
+        ),
+        ("step 0", "step 0" + "!" * 70, f"line 4 is neither a step nor a transfer: {('step 0' + '!' * 70)[:60]!r}."),
+        ("step 0", "", "line 4 is neither a step nor a transfer: ''."),
+        (
+            "owners (1,0)",
+            "holders (1,0)",
+            "line 3 should list the owners, got 'holders (1,0) (0,0) (0,1) (1,1) (0,1) (1'.",
+        ),
+        (
+            "owners (1,0)",
+            f"owners {'z' * 50}",
+            f"line 3: {'z' * 40!r} is not an owner; write (row,column) or (row,column)*count.",
+        ),
+        ("owners (1,0)", "owners (1,0)*3", "line 3 gives owners to 10 chunks, expected 8."),
+        ("owners (1,0)", "owners (7,0)", "line 3: Chip (7,0) lies outside the 2x2 mesh; coordinates count from 0."),
+        (
+            '"chunks": 8',
+            '"chunks": 16777217',
+            "it claims 16,777,217 chunks; the text form carries up to 16,777,216.",
+        ),
+    ],
+)
+def test_what_is_said_of_a_text(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in TEXT
+    (tmp_path / "plan.txt").write_text(TEXT.replace(old, new, 1))
+    assert told(tmp_path / "plan.txt") == DAMAGED + message
+
+
+def test_what_is_said_of_files_that_are_none(tmp_path: Path) -> None:
+    assert told(tmp_path / "plan.pkl") == f"{DAMAGED}its name ends in '.pkl'; a schedule is .npz or .txt."
+    assert told(tmp_path / "none.npz") == " cannot be read: No such file or directory."
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe")
+    assert told(tmp_path / "bad.txt") == " is not a schedule: its text is not UTF-8."
+    (tmp_path / "short.txt").write_text("meshmend schedule 1\n{}")
+    assert told(tmp_path / "short.txt") == f"{DAMAGED}it ends before the owners."
+    (tmp_path / "bad.npz").write_bytes(b"PK")
+    assert told(tmp_path / "bad.npz") == f"{DAMAGED}the archive is damaged (File is not a zip file)."
+    (tmp_path / "folder.npz").mkdir()
+    assert told(tmp_path / "folder.npz") == f"{DAMAGED}it is not a regular file."
+    with pytest.raises(ScheduleFileError) as caught:
+        save(SCHEDULES["alone"], tmp_path / "plan.pkl")
+    assert str(caught.value) == "plan.pkl ends in '.pkl'; a schedule is saved as .npz or .txt."
+    with pytest.raises(ScheduleFileError) as caught:
+        save(SCHEDULES["alone"], tmp_path / "none" / "plan.npz")
+    assert str(caught.value) == f"{tmp_path}/none/plan.npz cannot be written: No such file or directory."
+
+
+def test_sizes_up_to_the_limits_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "plan.npz"
+    save(SCHEDULES["holed"], path)
+    with zipfile.ZipFile(path) as source:
+        unpacked = sum(info.file_size for info in source.infolist())
+    assert load(path, max_bytes=unpacked) == SCHEDULES["holed"]
+    assert told(path, max_bytes=unpacked - 1) == (
+        f"{DAMAGED}it claims {unpacked:,} bytes unpacked; at most {unpacked - 1:,} are read."
+    )
+    size = path.stat().st_size
+    assert told(path, max_bytes=size - 1) == f"{DAMAGED}it has {size:,} bytes; at most {size - 1:,} are read."
+
+
+def test_an_array_that_is_cut_short_is_refused() -> None:
+    whole = raw("{'descr': '<i4', 'fortran_order': True, 'shape': (4,), }")
+    assert files._read_array(io.BytesIO(whole), "step", "<i4", len(whole)).tolist() == [0] * 4
+    with pytest.raises(ScheduleFileError) as caught:
+        files._read_array(io.BytesIO(whole[:-4]), "step", "<i4", len(whole))
+    assert str(caught.value) == "step is cut short: 12 of 16 bytes."
+
+
+def test_text_is_written_and_read_to_the_letter() -> None:
+    torus = to_text(SCHEDULES["torus"]).split("\n")
+    assert torus[1] == (
+        '{"shape": "3x4", "wrap": [true, true], "failed": [], "failed_cables": [], "chunks": '
+        f'{SCHEDULES["torus"].total_chunks}, "collective": "all-reduce", "planner": "two-color", "phases": '
+        f"{json.dumps(list(SCHEDULES['torus'].phase_names))}}}"
+    )
+    cable = json.loads(to_text(SCHEDULES["cable"]).split("\n")[1])
+    assert (cable["failed"], cable["failed_cables"]) == ([], ["1,0-2,0"])
+    assert json.loads(to_text(SCHEDULES["holed"]).split("\n")[1])["failed"] == ["2x2@2,2"]
+    runs = Schedule(
+        Mesh("1x2"), total_chunks=5, step=[0, 1], src=[1, 0], dst=[0, 1], first_chunk=[0, 2], n_chunks=[5, 1],
+        op=[0, 1], owners=[0, 0, 0, 1, 0], phase=[1, 0], phase_names=("a", "b"),
+    )  # fmt: skip
+    assert to_text(runs).split("\n")[2:] == [
+        "owners (0,0)*3 (0,1) (0,0)",
+        "step 0",
+        "  (0,1) -> (0,0)  chunks 0..4  reduce  phase 1",
+        "step 1",
+        "  (0,0) -> (0,1)  chunk 2  copy  phase 0",
+        "",
+    ]
+    assert from_text(to_text(runs)) == runs
+    assert from_text(to_text(runs).rstrip("\n")) == runs
+    # A blank line is allowed at the end only.
+    with pytest.raises(ScheduleFileError, match="line 8 is neither a step nor a transfer: ''"):
+        from_text(to_text(runs) + "\nstep 2\n")
+
+
+def test_the_header_of_an_archive_has_all_facts(tmp_path: Path) -> None:
+    save(SCHEDULES["cable"], tmp_path / "plan.npz")
+    with np.load(tmp_path / "plan.npz") as arrays:
+        facts = json.loads(arrays["header"].tobytes())
+        assert {name: arrays[name].dtype.str for name in COLUMNS} == COLUMNS
+    assert facts == {
+        "format": 1,
+        "shape": [4, 4],
+        "wrap": [False, False],
+        "failed": [],
+        "failed_cables": ["1,0-2,0"],
+        "chunks": SCHEDULES["cable"].total_chunks,
+        "collective": "all-reduce",
+        "planner": "hamiltonian",
+        "phases": list(SCHEDULES["cable"].phase_names),
+    }

@@ -200,8 +200,9 @@ def corrupt(schedule: Schedule, kind: str, rng: np.random.Generator) -> Schedule
     )
 
 
+@pytest.mark.parametrize("rounds", [6, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", ["exact", "fingerprint"])
-def test_the_verifier_and_numpy_agree_on_every_corruption(method: Any) -> None:
+def test_the_verifier_and_numpy_agree_on_every_corruption(method: Any, rounds: int) -> None:
     rng = np.random.default_rng(20201107)
     outcomes: Counter[tuple[str, str]] = Counter()
     tried = 0
@@ -209,7 +210,7 @@ def test_the_verifier_and_numpy_agree_on_every_corruption(method: Any) -> None:
         schedule = plan(Mesh(shape, failed=failed), planner, **parameters)  # type: ignore[arg-type]
         chips, chunks = schedule.mesh.n_chips, schedule.total_chunks
         for kind in KINDS:
-            for _ in range(40):
+            for _ in range(rounds):
                 broken = corrupt(schedule, kind, rng)
                 if broken is None:
                     continue
@@ -229,11 +230,11 @@ def test_the_verifier_and_numpy_agree_on_every_corruption(method: Any) -> None:
                 if verdict == "wrong sum":
                     assert not right, (shape, planner, kind)
                 outcomes[kind, verdict] += 1
-    assert tried >= 1000
+    assert tried >= 25 * rounds
     for kind in KINDS:
-        assert outcomes[kind, "wrong sum"] >= 20, (kind, outcomes)
+        assert outcomes[kind, "wrong sum"] >= rounds // 2, (kind, outcomes)
     # Some damage is harmless, and the verifier must say so too.
-    assert sum(count for (_, verdict), count in outcomes.items() if verdict == "proven") >= 20
+    assert sum(count for (_, verdict), count in outcomes.items() if verdict == "proven") >= rounds // 2
 
 
 def test_a_schedule_carries_whether_it_is_proven() -> None:

@@ -3,8 +3,9 @@
     python examples/jax/train_with_hole.py                   # about a minute on two cores
     python examples/jax/train_with_hole.py --plot loss.png
 
-The chips are virtual CPU devices. On a TPU leave out the environment and `shape`: `discover()` finds the hole by
-itself. The model is a one-layer transformer that learns to write the licence of this project, letter by letter.
+The chips are virtual CPU devices. On a TPU leave out the environment and `shape`: `discover()` reads the devices'
+coordinates, and what is missing among them is the hole (shown on no TPU so far). The model is a one-layer
+transformer that learns to write the licence of this project, letter by letter.
 """
 
 from __future__ import annotations

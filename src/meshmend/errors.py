@@ -217,6 +217,51 @@ class LostChipError(MeshmendError, RuntimeError):
         )
 
 
+class DisagreementError(MeshmendError, RuntimeError):
+    """Members of a process group brought different plans or payloads to one call. No data was sent.
+
+    Field `told`: what each member was about to do, by its rank in the group. It is the same on every member.
+    """
+
+    def __init__(self, told: Sequence[str]) -> None:
+        self.told = tuple(told)
+        # The members that are like the most others first; among as many, those with the lowest rank.
+        words = sorted(set(self.told), key=lambda word: (-self.told.count(word), self.told.index(word)))
+        groups = []
+        for word in words:
+            ranks = [str(rank) for rank, other in enumerate(self.told) if other == word]
+            some = ", ".join(ranks[:8]) + f" and {len(ranks) - 8} others" * (len(ranks) > 8)
+            groups.append(f"rank{'s' * (len(ranks) > 1)} {some}: {word}")
+        super().__init__(
+            f"The members of the process group do not call the same thing. {'; '.join(groups)}. Every member needs the "
+            f"same plan and version, and the same calls in the same order with equal shapes, dtypes and operations. "
+            f"No data was sent, and the group is intact."
+        )
+
+
+class PayloadError(MeshmendError, TypeError):
+    """A tensor that an engine cannot reduce. Nothing was sent.
+
+    Fields: `expected`, `got`.
+    """
+
+    def __init__(self, expected: str, got: str, advice: str) -> None:
+        self.expected = expected
+        self.got = got
+        super().__init__(f"The engine needs {expected}, got {got}. {advice}")
+
+
+class WaitTimeoutError(MeshmendError, TimeoutError):
+    """A wait ended before the collective that it waited for, which goes on.
+
+    Field `waited_s`.
+    """
+
+    def __init__(self, message: str, *, waited_s: float) -> None:
+        self.waited_s = waited_s
+        super().__init__(message)
+
+
 class LedgerError(MeshmendError):
     """A job's ledger is damaged, has a gap, or does not use each sample exactly once per epoch.
 

@@ -118,4 +118,4 @@ def test_plot_is_drawn(tmp_path: Path, suffix: str) -> None:
 def test_plot_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["compare", *HOLED, "--plot", str(tmp_path / "times.doc")])
     assert result.exit_code == 1
-    assert "ends in .png, .svg or .pdf" in " ".join(result.output.split())
+    assert "the name ends in '.doc', expected .png, .svg or .pdf" in " ".join(result.output.split())

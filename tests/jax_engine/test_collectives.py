@@ -104,6 +104,61 @@ def test_sums_in_own_dtype_and_means() -> None:
     np.testing.assert_allclose(means["int32"], pmean["int32"], rtol=1e-6)
 
 
+def test_means_of_integers_are_made_in_float32_and_do_not_wrap() -> None:
+    name = "row-pairs 4x4 - 2x2"
+    fabric, program = cases.fabric_of(name), mmj.install(cases.schedule_of(name), cases.fabric_of(name))
+    largest = {"int8": 127, "uint8": 255, "int16": -(2**15), "int32": 2**30, "bool": True}
+    tree = {dtype: np.full((12, 3), value, dtype) for dtype, value in largest.items()}
+    tree["none"] = np.zeros((12, 0), np.int8)
+    means = cases.on_chips(fabric, lambda tree, program: mmj.all_reduce(tree, program, mean=True), tree, program)
+    assert {leaf.dtype for leaf in means.values()} == {jnp.dtype(jnp.float32)}
+    for dtype, value in largest.items():
+        assert (np.asarray(means[dtype]) == float(value)).all(), dtype
+    halves = mmj.install_halves(cases.schedule_of(name), fabric)
+    with pytest.raises(ParameterError, match=r"a mean of int8 would not be cut .*x\.astype\(jnp\.float32\)"):
+        cases.on_chips(fabric, lambda x, h: mmj.reduce_scatter(x, h.scatter, mean=True), tree["int8"], halves)
+
+
+def test_types_too_narrow_to_add_up_in_are_refused_or_widened() -> None:
+    name = "row-pairs 4x4 - 2x2"
+    fabric, schedule = cases.fabric_of(name), cases.schedule_of(name)
+    program, halves = mmj.install(schedule, fabric), mmj.install_halves(schedule, fabric)
+    rows = np.random.default_rng(0).integers(0, 2, (12, 5))
+    for dtype, wider in (("float8_e4m3fn", jnp.float32), ("float8_e5m2", jnp.float32), ("int4", jnp.int32)):
+        values = jnp.asarray(rows, dtype)
+        with pytest.raises(
+            ParameterError, match=rf"{dtype} is too narrow to add up in.*accumulate=jnp\.{wider.__name__}"
+        ):
+            cases.on_chips(fabric, mmj.all_reduce, values, program)
+
+    def summed(tree: Tree, program: mmj.Program, halves: mmj.Halves) -> Any:
+        shards = mmj.reduce_scatter(tree, halves.scatter, accumulate=jnp.float32)
+        back = mmj.all_gather(shards, halves.gather, like=tree, accumulate=jnp.float32)
+        return mmj.all_reduce(tree, program, accumulate=jnp.float32), back
+
+    tree = {"narrow": jnp.asarray(rows, jnp.float8_e4m3fn), "float32": jnp.asarray(rows, jnp.float32)}
+    for got in cases.on_chips(fabric, summed, tree, program, halves):
+        assert got["narrow"].dtype == jnp.float8_e4m3fn
+        for leaf in got.values():
+            assert (np.asarray(leaf, np.float32) == rows.sum(axis=0)).all()
+
+
+def test_payloads_of_more_than_two_billion_elements() -> None:
+    """By shapes alone: elements are never counted in 32 bits, and a chunk that has too many of them is refused."""
+    name = "row-pairs 4x4 - 2x2"
+    fabric, schedule = cases.fabric_of(name), cases.schedule_of(name)
+    program = mmj.install(schedule, fabric)
+    mapped = jax.shard_map(
+        mmj.all_reduce, mesh=fabric.jax_mesh, in_specs=(cases.BY_CHIP, program.spec), out_specs=cases.BY_CHIP,
+        check_vma=False,
+    )  # fmt: skip
+    large = jax.ShapeDtypeStruct((12, 2**33 + 1), jnp.bfloat16)
+    assert jax.eval_shape(mapped, large, program).shape == large.shape
+    too_large = jax.ShapeDtypeStruct((12, schedule.total_chunks * (2**31 - 1) + 1), jnp.bfloat16)
+    with pytest.raises(ParameterError, match=r"are 2,147,483,648 elements per chunk, but JAX counts to 2,147,483,647"):
+        jax.eval_shape(mapped, too_large, program)
+
+
 def test_negative_zeros_and_nans_reach_every_chip_with_the_same_bits() -> None:
     """Idle lanes and copies must not touch values: −0 + 0 would be +0 on some chips only."""
     name = "trees 8x8 - odd holes"

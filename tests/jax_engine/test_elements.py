@@ -394,6 +394,14 @@ def test_what_is_no_shard_of_these_parameters_is_refused() -> None:
             job.layout()
 
 
+def test_typed_keys_are_refused_by_name() -> None:
+    job = Job(sharded=False)
+    job.state = (job.state[0], {"rng": jax.random.key(0)})
+    message = "[1][1]['rng'] has dtype key<fry>, which cannot be kept. Use a raw key (jax.random.PRNGKey) in its place."
+    with pytest.raises(RestartError, match=f"^{re.escape(message)}$"):
+        job.layout()
+
+
 def test_arrays_are_placed_on_every_device() -> None:
     fabric = machine(1)[0]
     tree = {"x": np.arange(6, dtype=np.int16).reshape(2, 3), "y": np.float32(2.5), "z": [1, 2]}

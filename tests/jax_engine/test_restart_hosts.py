@@ -60,6 +60,24 @@ def test_torchrun_is_read() -> None:
         read_launch(env | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
     with pytest.raises(RestartError, match="WORLD_SIZE is 'many'"):
         read_launch(env | {"WORLD_SIZE": "many"})
+    with pytest.raises(RestartError, match="TORCHELASTIC_RESTART_COUNT is 'once'"):
+        read_launch(env | {"TORCHELASTIC_RESTART_COUNT": "once"})
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "n", "process", "message"),
+    [
+        ("h0:7", 3, 3, "This is process 3 of 3, expected a number from 0 to 2"),
+        ("h0:7", 3, -1, "This is process -1 of 3"),
+        ("h0", 2, 0, "The coordinator is 'h0', expected an address and a port"),
+        (":7", 2, 0, "The coordinator is ':7'"),
+        ("h0:70000", 2, 0, "expected an address and a port from 1 to 65535"),
+        ("h0:seven", 2, 0, "The coordinator is 'h0:seven'"),
+    ],
+)
+def test_launches_that_make_no_sense_are_refused(coordinator: str, n: int, process: int, message: str) -> None:
+    with pytest.raises(RestartError, match=message):
+        Launch(coordinator, n, process)
 
 
 def test_slurm_and_jobset_are_read() -> None:

@@ -155,7 +155,7 @@ def test_the_command_line_from_up_to_down(tmp_path: Path) -> None:
     try:
         assert shown["chips"] == 6
         assert shown["namespaces"][5] == {"chip": [1, 2], "namespace": "meshmend-cli-1-2", "address": "10.77.0.6"}
-        assert "A lab named cli is up already" in run("lab", "up", "2x3", *name, code=1)
+        assert "Lab 'cli' is up (made by process" in run("lab", "up", "2x3", *name, code=1)
         command = ["sh", "-c", f"echo $MESHMEND_CHIP $RANK $WORLD_SIZE $MASTER_ADDR > {tmp_path}/$RANK"]
         run("lab", "run", *name, "--", *command)
         assert (tmp_path / "5").read_text() == "1,2 5 6 10.77.0.1\n"
@@ -180,6 +180,8 @@ def test_every_block_of_the_page_runs(tmp_path: Path) -> None:
         ("Lab/..", "1mbit", "is not a name for a lab"),
         ("lab", "fast", "'fast' is not a rate"),
         ("l;x", "1mbit", "is not"),
+        ("lab\n", "1mbit", "is not a name for a lab"),
+        ("lab", "1\u0660mbit", "is not a rate"),
     ],
 )
 def test_names_and_rates_are_checked_before_anything_runs(name: str, rate: str, message: str) -> None:

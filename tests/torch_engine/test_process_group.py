@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from meshmend import Mesh, PlanError
-from meshmend.errors import MeshError
+from meshmend.errors import DisagreementError, MeshError, MeshmendError, PayloadError, WaitTimeoutError
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
 pytest.importorskip("torchft", reason="torchft is not installed: pip install 'meshmend[torch]'")
@@ -146,3 +149,129 @@ def test_payloads_share_few_plans_and_prepared_ones_are_found() -> None:
     assert plans.get(mesh.fail("2x2@2,2"), 1000) is plans.get(mesh.fail("2x2@2,2"), 1001)
     with pytest.raises(PlanError, match="hamiltonian cannot plan for 4x4 minus 1x1@1,1"):
         plans.get(mesh.fail((1, 1)), 1000)
+
+
+def test_a_wait_ends_after_its_timeout_and_the_all_reduce_goes_on() -> None:
+    def main(chip: tuple[int, ...], number: int, address: str) -> Any:
+        group = mmt.MeshProcessGroup((1, 2), chip, interface="lo", timeout=timedelta(seconds=40))
+        group.configure(f"{address}/1", "x", number, 2)
+        host, _, port = address.split("/")[0].partition(":")
+        store = dist.TCPStore(host, int(port), is_master=False)
+        tensor = torch.full((9,), number + 1.0)
+        if number == 1:
+            # Comes only after the other has given up its first wait.
+            store.wait(["gave up"], timedelta(seconds=40))
+        work = group.allreduce([tensor], AllreduceOptions())
+        if number == 0:
+            with pytest.raises(
+                WaitTimeoutError, match=r"waited 0.2 s for its all-reduce in vain. It goes on"
+            ) as caught:
+                work.wait(timedelta(seconds=0.2))
+            assert isinstance(caught.value, TimeoutError)
+            assert not work.is_completed()
+            store.set("gave up", "")
+        work.wait(timedelta(seconds=40))
+        work.wait(timedelta(0))
+        group.shutdown()
+        return tensor.tolist(), work.is_completed(), str(group.errored())
+
+    for summed, completed, error in with_store([(0, 0), (0, 1)], main).values():
+        assert summed == [3.0] * 9
+        assert completed
+        assert "left the group" in error
+
+
+def test_members_that_bring_different_payloads_are_told() -> None:
+    def main(chip: tuple[int, ...], number: int, address: str) -> Any:
+        group = mmt.MeshProcessGroup((1, 2), chip, interface="lo", timeout=timedelta(seconds=20))
+        group.configure(f"{address}/1", "x", number, 2)
+        with pytest.raises(PayloadError, match="A mean of whole numbers is not whole"):
+            group.allreduce([torch.ones(3, dtype=torch.int64)], dist.ReduceOp.AVG)
+        # A refused payload leaves the group as it was; and large integers do not pass through a real type.
+        mixed = [torch.full((3,), 2**60 + 1), torch.ones(3)]
+        group.allreduce(mixed, dist.ReduceOp.SUM).wait()
+        # So different that they run different plans.
+        with pytest.raises(DisagreementError) as caught:
+            group.allreduce([torch.ones(300_000 if number else 3)], AllreduceOptions()).wait()
+        return mixed[0].tolist(), mixed[1].tolist(), caught.value.told
+
+    for whole, real, told in with_store([(0, 0), (0, 1)], main).values():
+        assert whole == [2**61 + 2] * 3
+        assert real == [2.0] * 3
+        assert [word.split(", plan")[0] for word in told] == [
+            "call 2, SUM of float32 [3]",
+            "call 2, SUM of float32 [300000]",
+        ]
+
+
+def test_abort_does_not_wait_for_a_plan_and_ends_the_thread() -> None:
+    def main(chip: tuple[int, ...], _: int, address: str) -> Any:
+        group = mmt.MeshProcessGroup((1, 1), chip, interface="lo", timeout=timedelta(seconds=20))
+        group.configure(f"{address}/1", "x", 0, 1)
+        planning, go_on = threading.Event(), threading.Event()
+        get = group._plans.get
+
+        def slow(*args: Any) -> Any:
+            planning.set()
+            assert go_on.wait(30)
+            return get(*args)
+
+        group._plans.get = slow
+        caller = ThreadPoolExecutor(1)
+        call = caller.submit(summed, group, 1.0, size=10**6)
+        assert planning.wait(30)
+        aborted = caller_of(group.abort)
+        assert aborted.wait(20), "abort waits for the plan"
+        go_on.set()
+        with pytest.raises(MeshmendError, match="left"):
+            call.result(20)
+        caller.shutdown()
+        # Formed anew many times: never more than one thread of ours.
+        group._plans.get = get
+        counts = []
+        for turn in range(2, 12):
+            group.configure(f"{address}/{turn}", "x", 0, 1)
+            assert summed(group, 1.0) == [1.0]
+            counts.append(sum(thread.name.startswith("meshmend") for thread in threading.enumerate()))
+        group.shutdown()
+        deadline = time.monotonic() + 20
+        while any(thread.name.startswith("meshmend") for thread in threading.enumerate()):
+            assert time.monotonic() < deadline, "a thread is left"
+            time.sleep(0.01)
+        return max(counts)
+
+    # While a group is formed the thread of the one before may be on its way out.
+    assert with_store([(0, 0)], main)[0, 0] <= 2
+
+
+def caller_of(call: Any) -> threading.Event:
+    """Call something in a thread of its own; return what says that it has returned."""
+    done = threading.Event()
+
+    def body() -> None:
+        call()
+        done.set()
+
+    threading.Thread(target=body, daemon=True).start()
+    return done
+
+
+def test_plans_are_kept_up_to_a_bound_and_the_least_used_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans, mesh = Plans("hamiltonian"), Mesh("4x4")
+    boards = [mesh.fail(board) for board in ("2x2@0,0", "2x2@0,2", "2x2@2,0", "2x2@2,2")]
+    made = [plans.get(board, 1000) for board in boards[:3]]
+    one = made[0]
+    columns = (one.step, one.src, one.dst, one.first_chunk, one.n_chunks, one.op, one.phase, one.owners)
+    monkeypatch.setattr("meshmend.torch.plans.MAX_KEPT_BYTES", 3 * sum(column.nbytes for column in columns))
+    assert plans.get(boards[0], 1000) is made[0]
+    fourth = plans.get(boards[3], 1000)
+    # Board 1 is the one whose last use is longest ago.
+    assert [plans.get(boards[i], 1000) is made[i] for i in (0, 2)] == [True, True]
+    assert plans.get(boards[3], 1000) is fourth
+    assert plans.get(boards[1], 1000) is not made[1]
+    assert len(plans._made) == 3
+    # One plan is always kept, however large.
+    monkeypatch.setattr("meshmend.torch.plans.MAX_KEPT_BYTES", 1)
+    last = plans.get(boards[0], 10**6)
+    assert len(plans._made) == 1
+    assert plans.get(boards[0], 10**6) is last

@@ -70,6 +70,8 @@ class Group:
 
     def __init__(self, network: Network, rank: int) -> None:
         self.network, self._rank = network, rank
+        self.posted: list[int] = []
+        """The tags of all that this member has sent or received."""
 
     def rank(self) -> int:
         return self._rank
@@ -78,10 +80,12 @@ class Group:
         return self.network.size
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
+        self.posted.append(tag)
         work = Work(self.network, self._rank, peer, tensors[0])
         return self.network.post(work, (self._rank, peer, tag), is_send=True)
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
+        self.posted.append(tag)
         work = Work(self.network, self._rank, peer, tensors[0])
         return self.network.post(work, (peer, self._rank, tag), is_send=False)
 

@@ -20,14 +20,18 @@ from meshmend.cli import (
     verify,
 )
 from meshmend.cli import compile as compile_command
+from meshmend.cli.common import EXIT_CODES
 from meshmend.cli.options import unbundled
+from meshmend.cli.root import OneLine
 
 app = typer.Typer(
     name="meshmend",
+    cls=OneLine,
     help="Plan, prove and run an allreduce over whatever chips of a mesh survive.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    epilog="Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items()) + ".",
 )
 app.command("plan")(unbundled(plan.command))
 app.command("prepare")(unbundled(prepare.command))

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -20,7 +19,9 @@ from meshmend.availability.simulate import LOSSES
 from meshmend.availability.throughput import Throughput
 from meshmend.cli.common import print_json, told_errors
 from meshmend.cli.options import HardwareOption, JsonOption, ShapeArgument, WrapOption, read_wrap
+from meshmend.cli.outputs import check_plot
 from meshmend.cli.pricing import hardware_facts
+from meshmend.cli.terminal import plain, print_line, shows_progress, terminal
 from meshmend.cost import DEFAULT_HARDWARE
 from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
 from meshmend.errors import ParameterError
@@ -92,6 +93,7 @@ def command(
     """
     with told_errors(json):
         require_simpy()
+        check_plot("--plot", plot_to)
         if not 0 < days < math.inf:
             raise ParameterError(f"--days {days:g}: expected more than 0.")
         others: dict[str, Any] = {} if payload is None else {"payload_bytes": parse_bytes(payload)}
@@ -123,7 +125,7 @@ def command(
         )
         throughput = Throughput(assumptions)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), disable=json, transient=True) as bar:
+        with Progress(*columns, console=terminal(stderr=True), disable=not shows_progress(json), transient=True) as bar:
             task = bar.add_task("planning, then living", total=runs)
             study = simulate(
                 assumptions,
@@ -142,7 +144,7 @@ def command(
         else:
             _show(study)
             if plot_to is not None:
-                Console().print(f"Drawn to {plot_to}.", highlight=False)
+                print_line(f"Drawn to {plain(plot_to)}.")
 
 
 def _facts(study: Study) -> dict[str, Any]:
@@ -212,7 +214,7 @@ def _finite(value: float) -> float | None:
 
 
 def _show(study: Study) -> None:
-    assumptions, console = study.assumptions, Console()
+    assumptions, console = study.assumptions, terminal()
     mesh: Mesh = assumptions.mesh
     rate = assumptions.failures_per_h
     often = f"a failure every {1 / rate:,.1f} h" if rate else "no failures"
@@ -233,7 +235,7 @@ def _show(study: Study) -> None:
             f"{outcome.interruptions_per_year.mean:.0f}+{outcome.regrowths_per_year.mean:.0f}",
             style="bold" if outcome.goodput.mean == best else None,
         )
-    console.print(title, style="bold", highlight=False, soft_wrap=True)
+    console.print(title, style="bold", soft_wrap=True)
     console.print(table)
     step = assumptions.compute_s + study.all_reduce_s
     notes = [
@@ -253,7 +255,7 @@ def _show(study: Study) -> None:
             f"{len(study.checks)} with most holes, the estimated step is off by at most {worst:.2%}."
         )
     for note in notes:
-        console.print(f"[dim]{note}[/]", highlight=False, soft_wrap=True)
+        print_line((note, "dim"))
 
 
 def _percent(estimate: Estimate, sign: str = "") -> str:

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from meshmend.cli.common import print_facts, print_json, told_errors
 from meshmend.cli.options import FailOption, JsonOption
+from meshmend.cli.outputs import check_plot
+from meshmend.cli.terminal import approved, terminal
 from meshmend.cost.units import parse_bytes
 from meshmend.errors import ParameterError, require
 from meshmend.lab import Lab
@@ -57,6 +58,7 @@ def allreduce(
         shape = lab_shape or loopback
         if shape is None or (lab_shape and loopback):
             raise ParameterError("Say where: --lab 4x4 for rate-limited links, or --loopback 2x4 for none.")
+        check_plot("--plot", plot)
         sizes = [round(parse_bytes(text)) for text in payload or ["32MB"]]
         _require("torch")
         whole = Mesh(shape)
@@ -154,7 +156,7 @@ def _measure_all(
     from meshmend.bench.allreduce import measure
 
     results = []
-    status = Console(stderr=True).status
+    status = terminal(stderr=True).status
     if rate is None:
         for mesh in meshes:
             for size in sizes:
@@ -186,7 +188,7 @@ def _show_times(results: list[Result]) -> None:
             "–" if result.to_bound is None else f"{result.to_bound:.2f}",
             f"{result.to_gloo:.2f}",
         )
-    Console().print(table)
+    terminal().print(table)
 
 
 def _show_restarts(aided: dict[str, Any], plain: dict[str, Any] | None) -> None:
@@ -200,16 +202,16 @@ def _show_restarts(aided: dict[str, Any], plain: dict[str, Any] | None) -> None:
     for stage in (*aided["stages_s"], "total"):
         figures = [facts["recovery_s"] if stage == "total" else facts["stages_s"][stage] for _, facts in columns]
         table.add_row(stage, *(f"{figure[which]:.1f}" for figure in figures for which in ("median", "worst")))
-    Console().print(table)
+    terminal().print(table)
     print_facts(
         "promises",
         {
             "failures": f"{aided['failures']} in {aided['runs']} runs: {aided['of_host_0']} of host 0, "
             f"{aided['during_recovery']} with a second host during recovery",
             "came back from": ", ".join(f"{source} {count}" for source, count in aided["sources"].items()),
-            "steps": f"[green]✓[/] {aided['steps']}, none missing, {aided['lost_steps']} committed ones done again",
-            "samples": "[green]✓[/] each exactly once an epoch",
-            "loss": f"[green]✓[/] within {aided['loss_difference']:.1e} of undisturbed runs",
+            "steps": approved(f"{aided['steps']}, none missing, {aided['lost_steps']} committed ones done again"),
+            "samples": approved("each exactly once an epoch"),
+            "loss": approved(f"within {aided['loss_difference']:.1e} of undisturbed runs"),
         },
     )
 
@@ -229,6 +231,6 @@ def _show_report(report: FailuresReport) -> None:
             "refused": f"{facts['refused']} by chips",
             "first step on the hole": both(facts["recovery_s"]),
             **{f"  {stage}": both(figures) for stage, figures in facts["stages_s"].items()},
-            "promises": "[green]✓[/] every contribution exactly once, the same weights everywhere",
+            "promises": approved("every contribution exactly once, the same weights everywhere"),
         },
     )

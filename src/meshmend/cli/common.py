@@ -1,19 +1,32 @@
-"""What the commands share beside their options: how facts are shown, how errors are told."""
+"""What the commands share beside their options: how facts are shown, how errors are told, and the exit codes."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
+from meshmend.cli.terminal import plain, print_line, terminal
 from meshmend.errors import MeshmendError
 from meshmend.topology import Mesh, name_cable, name_shape
+
+REFUSED, USAGE, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
+EXIT_CODES = {
+    0: "done",
+    REFUSED: "refused, with one line that says why: no plan, no proof, a file that cannot be read or written",
+    USAGE: "the command line itself is wrong: an unknown option, a missing argument",
+    INTERRUPTED: "interrupted (Ctrl-C)",
+    PIPE_CLOSED: "whoever read the output has gone",
+}
+"""What each exit code means; `meshmend --help` and the documentation say the same."""
 
 
 def mesh_facts(mesh: Mesh) -> dict[str, Any]:
@@ -29,15 +42,39 @@ def mesh_facts(mesh: Mesh) -> dict[str, Any]:
 
 @contextmanager
 def told_errors(as_json: bool) -> Iterator[None]:
-    """Turn meshmend's errors into one line for people, or one object for programs, and exit code 1."""
+    """Turn what can go wrong into one line on standard error, and into one object for programs, with exit code 1."""
     try:
         yield
+    except BrokenPipeError:
+        _leave_the_pipe()
+        raise typer.Exit(PIPE_CLOSED) from None
     except MeshmendError as error:
-        if as_json:
-            print_json({"error": type(error).__name__, "message": str(error)})
-        else:
-            Console(stderr=True, soft_wrap=True).print(f"[bold red]Error:[/] {escape(str(error))}", highlight=False)
-        raise typer.Exit(1) from None
+        tell_error(type(error).__name__, str(error), as_json)
+        raise typer.Exit(REFUSED) from None
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        tell_error(type(error).__name__, f"{where}{error.strerror or error}.", as_json)
+        raise typer.Exit(REFUSED) from None
+    except MemoryError:
+        tell_error("MemoryError", "This takes more memory than there is here.", as_json)
+        raise typer.Exit(REFUSED) from None
+
+
+def tell_error(kind: str, message: str, as_json: bool) -> None:
+    """Print one line on standard error, and with `--json` one object on standard output."""
+    if as_json:
+        try:
+            print_json({"error": kind, "message": message})
+        except OSError:
+            _leave_the_pipe()
+    with contextlib.suppress(OSError):  # there may be nobody left to tell
+        print_line(("Error:", "bold red"), " ", plain(message), stderr=True)
+
+
+def _leave_the_pipe() -> None:
+    """Have nothing more written to standard output, not even by Python itself as it ends."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_json(facts: Mapping[str, Any]) -> None:
@@ -45,10 +82,10 @@ def print_json(facts: Mapping[str, Any]) -> None:
     typer.echo(json.dumps(facts, indent=2))
 
 
-def print_facts(title: str, facts: Mapping[str, str]) -> None:
+def print_facts(title: str, facts: Mapping[str, str | Text]) -> None:
     """Print a two-column table for people."""
-    console = Console()
-    console.print(title, style="bold", highlight=False)
+    console = terminal()
+    console.print(plain(title), style="bold")
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="cyan", no_wrap=True)
     table.add_column()

@@ -6,20 +6,32 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from meshmend.cli.common import mesh_facts, print_json, told_errors
-from meshmend.cli.options import HoleOptions, JsonOption, PayloadOption, PriceOptions, ShapeArgument
+from meshmend.cli.options import (
+    HoleOptions,
+    JsonOption,
+    PayloadOption,
+    PlanArgument,
+    PriceOptions,
+    given_options,
+    is_file,
+    load_plan,
+)
+from meshmend.cli.outputs import check_plot
 from meshmend.cli.pricing import forecast_facts, hardware_facts
+from meshmend.cli.terminal import plain, print_line, terminal
 from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
+from meshmend.errors import ParameterError
+from meshmend.schedule import Collective
 from meshmend.study.compare import Comparison, PlannerResult, compare
 from meshmend.study.plot import PAYLOADS, plot
 from meshmend.topology import Mesh
 
 
 def command(
-    shape: ShapeArgument,
+    plan_of: PlanArgument,
     payload: PayloadOption,
     holes: HoleOptions,
     price: PriceOptions,
@@ -30,21 +42,37 @@ def command(
 ) -> None:
     """Compare every planner that can serve a mesh, with the full mesh beside it.
 
+    A saved plan is proven, and compared with the planners on its mesh.
+
     Example: meshmend compare 32x32 --fail 4x2@6,8 --payload 102MB --hardware tpu-v3 --plot times.png
     """
     with told_errors(json):
-        mesh = holes.mesh(shape)
+        check_plot("--plot", plot_to)
+        saved = load_plan(plan_of, *given_options(holes)) if is_file(plan_of) else None
+        if saved is not None and saved.collective != Collective.ALL_REDUCE:
+            raise ParameterError(f"{plan_of} holds a {saved.collective}; planners make all-reduces to compare it with.")
+        mesh = holes.mesh(plan_of) if saved is None else saved.mesh
         chosen = price.read_hardware()
         payload_bytes, how = parse_bytes(payload), price.read_mode()
         payloads = PAYLOADS if plot_to is not None else ()
         found: list[Comparison] = []
-        with Console(stderr=True).status("") as status:
+        with terminal(stderr=True).status("") as status:
             for one in (mesh,) if mesh.is_full else (mesh, Mesh(mesh.shape, wrap=mesh.wrap)):
 
                 def tell(name: str, one: Mesh = one) -> None:
                     status.update(f"{name} on {one} …")
 
-                found.append(compare(one, payload_bytes, chosen, mode=how, payloads=payloads, on_planner=tell))
+                found.append(
+                    compare(
+                        one,
+                        payload_bytes,
+                        chosen,
+                        mode=how,
+                        payloads=payloads,
+                        on_planner=tell,
+                        saved=saved if one is mesh else None,
+                    )
+                )
         this, full = found[0], found[1] if len(found) > 1 else None
         if plot_to is not None:
             plot(this, full, plot_to)
@@ -61,7 +89,7 @@ def command(
         else:
             _show(this, full)
             if plot_to is not None:
-                Console().print(f"Drawn to {plot_to}.", highlight=False)
+                print_line(f"Drawn to {plain(plot_to)}.")
 
 
 def _facts(comparison: Comparison) -> dict[str, Any]:
@@ -101,18 +129,18 @@ def _show(this: Comparison, full: Comparison | None) -> None:
     for entry in this.entries:
         if entry.forecast is None and (entry.planner not in beside or beside[entry.planner].forecast is None):
             continue
-        table.add_row(entry.planner, *_cells(entry, beside.get(entry.planner)))
+        table.add_row(plain(entry.planner), *_cells(entry, beside.get(entry.planner)))
     least = ["", name_seconds(this.bound_seconds), "1.000"]
     if full is not None:
         least += [name_seconds(full.bound_seconds), "1.000", f"{this.bound_seconds / full.bound_seconds:.3f}"]
     table.add_row("bound", *least, style="dim")
-    console = Console()
-    console.print(title, style="bold", highlight=False, soft_wrap=True)
+    console = terminal()
+    console.print(title, style="bold", soft_wrap=True)
     console.print(table)
-    console.print(f"[dim]bound[/]  {this.bound}", highlight=False, soft_wrap=True)
+    print_line(("bound", "dim"), f"  {this.bound}")
     for entry in this.entries:
         if entry.why_not is not None:
-            console.print(f"[dim]{entry.planner}[/]  {entry.why_not}", highlight=False, soft_wrap=True)
+            print_line((plain(entry.planner), "dim"), f"  {plain(entry.why_not)}")
 
 
 def _cells(entry: PlannerResult, beside: PlannerResult | None) -> list[str]:

@@ -8,10 +8,10 @@ import re
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from meshmend.cli.common import mesh_facts, print_facts, print_json, told_errors
 from meshmend.cli.options import FailOption, JsonOption, PlannerOption, TuningOptions, WrapOption
+from meshmend.cli.terminal import terminal
 from meshmend.cost.units import parse_bytes
 from meshmend.errors import ParameterError, require
 from meshmend.planning import Auto, plan
@@ -66,7 +66,7 @@ def command(
             from meshmend.jax.workloads import compile_workload, find_workload
 
             what = f"{workload} step"
-            with Console(stderr=True).status(f"Compiling {workload}: this takes minutes"):
+            with terminal(stderr=True).status(f"Compiling {workload}: this takes minutes"):
                 report = compile_workload(topology, find_workload(workload), schedule, fabric, batch=batch)
             facts = {"workload": workload, "batch_per_device": batch}
         facts = {

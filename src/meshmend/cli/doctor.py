@@ -6,12 +6,11 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from meshmend import __version__
 from meshmend.cli.common import print_json, told_errors
 from meshmend.cli.options import JsonOption
+from meshmend.cli.terminal import plain, print_line, terminal
 from meshmend.doctor import Finding, Status, examine
 from meshmend.doctor.examine import TIMEOUT_S
 
@@ -30,7 +29,7 @@ def command(
     says what to do. The exit code is 1 if a line is red.
     """
     with told_errors(json):
-        with Console(stderr=True).status("") as status:
+        with terminal(stderr=True).status("") as status:
             findings = examine(timeout_s=timeout, on_trial=lambda name: status.update(f"trying {name} …"))
         broken = [finding for finding in findings if finding.status == "broken"]
         if json:
@@ -49,18 +48,17 @@ def command(
 
 def _show(findings: list[Finding]) -> None:
     # Soft-wrapped, not in a table: a command that is cut in two lines cannot be copied.
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(f"meshmend {__version__}", style="bold")
+    print_line((f"meshmend {__version__}", "bold"))
     width = max(len(finding.name) for finding in findings)
     for section in dict.fromkeys(finding.section for finding in findings):
-        console.print(f"\n{section}", style="bold")
+        print_line("\n", (section, "bold"))
         for finding in (one for one in findings if one.section == section):
             mark, colour = _LOOKS[finding.status]
-            took = f" [dim]({finding.seconds:.1f} s)[/]" if finding.seconds is not None else ""
-            console.print(f"[{colour}]{mark}[/] [cyan]{finding.name:<{width}}[/]  {escape(finding.detail)}{took}")
+            took = f" ({finding.seconds:.1f} s)" if finding.seconds is not None else ""
+            name = (f" {finding.name:<{width}}  ", "cyan")
+            print_line((mark, colour), name, plain(finding.detail), (took, "dim"))
             for line in finding.advice.splitlines() if finding.advice else ():
-                console.print(f"  {'':<{width}}  [{colour}]→ {escape(line)}[/]")
+                print_line(f"  {'':<{width}}  ", (f"→ {plain(line)}", colour))
     counts = {status: sum(finding.status == status for finding in findings) for status in _LOOKS}
-    console.print(
-        f"\n[green]{counts['works']} work[/], [yellow]{counts['absent']} absent[/], [red]{counts['broken']} broken[/]"
-    )
+    work, absent, broken = (counts[status] for status in ("works", "absent", "broken"))
+    print_line("\n", (f"{work} work", "green"), ", ", (f"{absent} absent", "yellow"), ", ", (f"{broken} broken", "red"))

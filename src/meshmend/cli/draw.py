@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import Progress
 
 from meshmend.cli.common import mesh_facts, print_facts, print_json, told_errors
-from meshmend.cli.options import AutoOptions, HoleOptions, JsonOption, TuningOptions, are_given
+from meshmend.cli.options import AutoOptions, HoleOptions, JsonOption, TuningOptions, given_options, is_file, load_plan
+from meshmend.cli.outputs import check_output
+from meshmend.cli.terminal import plain, shows_progress, terminal
 from meshmend.drawing import WHAT, Drawing, draw, draw_routes
+from meshmend.drawing.draw import MOVING, STILL, check_ending
 from meshmend.drawing.paper import FIGURES, draw_paper_figure
-from meshmend.errors import DrawingError
-from meshmend.files import load
+from meshmend.errors import DrawingError, require
 from meshmend.planning import PLANNERS, Auto, plan
 from meshmend.schedule import Schedule
 from meshmend.topology import parse_chip
@@ -28,8 +29,13 @@ def command(
     holes: HoleOptions,
     tuning: TuningOptions,
     auto: AutoOptions,
-    shape: Annotated[
-        str | None, typer.Argument(metavar="[SHAPE]", help="Chips along each axis, as in 16x32.", show_default=False)
+    plan_of: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[SHAPE|FILE]",
+            help="Chips along each axis, as in 16x32; or a plan that `plan --save` wrote.",
+            show_default=False,
+        ),
     ] = None,
     planner: Annotated[
         str | None, typer.Option("--planner", metavar="NAME", help=f"One of: {', '.join(PLANNERS)} (the default).")
@@ -58,35 +64,42 @@ def command(
     Example: meshmend draw 8x8 --fail 2x2@2,2 --planner row-pairs -o rings.svg
     """
     with told_errors(json):
-        parameters, mesh_options = are_given(tuning) or are_given(auto) or None, are_given(holes) or None
+        check_output("--output", output)
+        if check_ending(output, STILL + MOVING) != ".html":
+            require("matplotlib", needed_for="Drawing pictures", extra="draw")
+        file = None if schedule_file is None else str(schedule_file)
+        if plan_of is not None and is_file(plan_of):
+            _refuse("FILE", file)
+            plan_of, file = None, plan_of
+        given = given_options(holes, tuning, auto) + ([] if planner is None else ["--planner"])
         if figure is not None:
-            _refuse("--figure", shape, planner, schedule_file, route, what, chunk, steps, mesh_options)
+            _refuse("--figure", plan_of, file, route, what, chunk, steps, *given)
             drawing = draw_paper_figure(figure, output)
             facts: dict[str, Any] = {**mesh_facts(FIGURES[figure].mesh), "planner": FIGURES[figure].planner or None}
         elif route is not None:
-            _refuse("--route", planner, schedule_file, what, chunk, steps)
-            mesh = holes.mesh(_needed(shape))
+            _refuse("--route", planner, what, chunk, steps)
+            mesh = holes.mesh(_needed(plan_of)) if file is None else load_plan(file, *given, proven=False).mesh
             drawing = draw_routes(mesh, [_read_route(text) for text in route], output)
             facts = {**mesh_facts(mesh), "planner": None}
         else:
-            if schedule_file is not None:
-                _refuse("--schedule", shape, planner, parameters, mesh_options)
-                schedule = load(schedule_file)
+            if file is not None:
+                _refuse("--schedule", plan_of)
+                schedule = load_plan(file, *given, proven=False)
             else:
-                mesh = holes.mesh(_needed(shape))
+                mesh = holes.mesh(_needed(plan_of))
                 schedule = plan(mesh, tuning.planner(planner or Auto.name, auto.payload, auto.hardware))
-            drawing = _draw(schedule, output, what, chunk, _read_steps(steps))
+            drawing = _draw(schedule, output, what, chunk, _read_steps(steps), shows_progress(json))
             facts = {**mesh_facts(schedule.mesh), "planner": schedule.planner}
         _tell(drawing, facts, json)
 
 
 def _draw(
-    schedule: Schedule, output: Path, what: Any, chunks: list[int] | None, steps: tuple[int, int] | None
+    schedule: Schedule, output: Path, what: Any, chunks: list[int] | None, steps: tuple[int, int] | None, shown: bool
 ) -> Drawing:
     """Draw; moving pictures take seconds, so they get a progress bar on standard error."""
     if output.suffix != ".gif":
         return draw(schedule, output, what, chunks=chunks, steps=steps)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with Progress(console=terminal(stderr=True), disable=not shown, transient=True) as progress:
         bar = progress.add_task("frames", total=None)
         return draw(schedule, output, what, chunks=chunks, steps=steps, on_frame=lambda: progress.advance(bar))
 
@@ -96,7 +109,7 @@ def _tell(drawing: Drawing, facts: dict[str, Any], json: bool) -> None:
         written = {"what": drawing.what, "file": str(drawing.path), "bytes": drawing.n_bytes, "note": drawing.note}
         print_json({**facts, **written})
         return
-    told = {"shows": drawing.what, "file": str(drawing.path), "size": f"{drawing.n_bytes / 1000:,.0f} kB"}
+    told = {"shows": drawing.what, "file": plain(drawing.path), "size": f"{drawing.n_bytes / 1000:,.0f} kB"}
     if drawing.note:
         told["note"] = drawing.note
     print_facts("Drawing", told)

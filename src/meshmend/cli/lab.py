@@ -7,11 +7,14 @@ import subprocess
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from meshmend.cli.common import mesh_facts, print_facts, print_json, told_errors
 from meshmend.cli.options import HoleOptions, JsonOption, ShapeArgument, unbundled
-from meshmend.errors import LabError
-from meshmend.lab import Lab
+from meshmend.cli.terminal import plain, print_line, terminal
+from meshmend.errors import LabError, ParameterError
+from meshmend.lab import FoundLab, Lab, find_labs, take_down, take_down_all
 from meshmend.topology import parse_chip
 
 app = typer.Typer(
@@ -20,6 +23,7 @@ app = typer.Typer(
 )
 
 NameOption = Annotated[str, typer.Option("--name", metavar="NAME", help="Which lab, where there are several.")]
+NameArgument = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Which lab.", show_default="lab")]
 RateOption = Annotated[str, typer.Option("--rate", metavar="RATE", help="Rate of a link, as tc writes it.")]
 
 
@@ -55,22 +59,48 @@ def kill(
 
 
 @app.command("show")
-def show(name: NameOption = "lab", json: JsonOption = False) -> None:
+def show(name: NameArgument = None, named: NameOption = "lab", json: JsonOption = False) -> None:
     """Say what a lab is made of."""
     with told_errors(json):
-        _show(Lab.find(name), json)
+        _show(Lab.find(name or named), json)
+
+
+@app.command("list")
+def list_labs(json: JsonOption = False) -> None:
+    """List the labs on this machine: whole ones, and what is left of half-built and orphaned ones."""
+    with told_errors(json):
+        labs = find_labs()
+        if json:
+            print_json({"labs": [_found_facts(lab) for lab in labs]})
+        elif labs:
+            _show_found(labs)
+        else:
+            print_line("No lab is up. Make one: meshmend lab up 4x4")
 
 
 @app.command("down")
-def down(name: NameOption = "lab", json: JsonOption = False) -> None:
-    """Take a lab down: its namespaces, cables, addresses and routes. Nothing else is touched."""
+def down(
+    name: NameArgument = None,
+    named: NameOption = "lab",
+    every: Annotated[bool, typer.Option("--all", help="Every lab, and whatever has a lab's prefix.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Take a lab down, in whatever condition it is: its namespaces, cables, addresses and routes, and its journal.
+
+    Example: meshmend lab down
+    """
     with told_errors(json):
-        lab = Lab.find(name)
-        lab.down()
+        if every and (name is not None or named != "lab"):
+            raise ParameterError("--all takes every lab down: leave out the name.")
+        labs = take_down_all() if every else [take_down(name or named)]
         if json:
-            print_json({"name": name, "up": False})
-        else:
-            typer.echo(f"The lab {name} is down.")
+            removed = [{"name": lab.name, "up": False, "was": lab.condition} for lab in labs]
+            print_json({"labs": removed} if every else removed[0])
+            return
+        for lab in labs:
+            print_line(f"The lab {lab.name} is down.")
+        if not labs:
+            print_line("No lab was up.")
 
 
 @app.command(
@@ -129,3 +159,35 @@ def _show(lab: Lab, as_json: bool) -> None:
             "next": "meshmend lab run -- COMMAND, meshmend lab down",
         },
     )
+
+
+def _found_facts(lab: FoundLab) -> dict[str, Any]:
+    mesh = {} if lab.mesh is None else mesh_facts(lab.mesh)
+    return {
+        "name": lab.name,
+        "condition": lab.condition,
+        "pid": lab.pid,
+        "rate": lab.rate,
+        "namespaces": list(lab.namespaces),
+        **mesh,
+    }
+
+
+def _show_found(labs: list[FoundLab]) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("lab", style="cyan", no_wrap=True)
+    for name in ("condition", "mesh", "rate", "namespaces", "made by"):
+        table.add_column(name)
+    for lab in labs:
+        expected = "" if lab.mesh is None else f" of {lab.mesh.n_chips}"
+        table.add_row(
+            plain(lab.name),
+            Text(lab.condition, style="green" if lab.condition == "up" else "yellow"),
+            "–" if lab.mesh is None else str(lab.mesh),
+            lab.rate or "–",
+            f"{len(lab.namespaces)}{expected}",
+            "–" if lab.pid is None else f"process {lab.pid}",
+        )
+    terminal().print(table)
+    if any(lab.condition in ("half-built", "orphaned", "damaged") for lab in labs):
+        print_line("What is not whole can be removed: meshmend lab down NAME, or meshmend lab down --all")

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
-from dataclasses import MISSING, astuple, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -20,10 +22,19 @@ from meshmend.cost.hardware import adjusted
 from meshmend.cost.predict import MODES, Mode
 from meshmend.cost.units import parse_bytes, parse_rate, parse_seconds
 from meshmend.errors import ParameterError
+from meshmend.files import load
 from meshmend.planning import PLANNERS, Planner, make_planner
+from meshmend.schedule import Schedule
 from meshmend.topology import Mesh, parse_wrap
+from meshmend.verify import ensure_proven
 
 ShapeArgument = Annotated[str, typer.Argument(metavar="SHAPE", help="Chips along each axis, as in 16x32.")]
+PlanArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="SHAPE|FILE", help="Chips along each axis, as in 16x32; or a plan that `plan --save` wrote."
+    ),
+]
 FailOption = Annotated[
     list[str] | None,
     typer.Option("--fail", metavar="HxW@r,c", help="A hole: rows x columns @ row,column; or one chip r,c. Repeatable."),
@@ -148,9 +159,41 @@ def read_wrap(text: str, n_axes: int) -> list[bool]:
     return parse_wrap(text, n_axes, given=f"--wrap {text}:")
 
 
-def are_given(bundle: HoleOptions | TuningOptions | AutoOptions) -> bool:
-    """Say whether any option of a bundle was given."""
-    return astuple(bundle) != astuple(type(bundle)())
+def given_options(*bundles: HoleOptions | TuningOptions | AutoOptions) -> list[str]:
+    """Return the options of these bundles that were given.
+
+    >>> given_options(HoleOptions(fail_cable=["0,0-0,1"]), TuningOptions())
+    ['--fail-cable']
+    """
+    return [
+        f"--{field.name.replace('_', '-')}"
+        for bundle in bundles
+        for field in fields(bundle)
+        if getattr(bundle, field.name) != field.default
+    ]
+
+
+def is_file(argument: str) -> bool:
+    """Say whether an argument names a saved plan; otherwise it is a shape, or meant to be one.
+
+    >>> is_file("16x32"), is_file("plan.npz"), is_file("plans/today"), is_file("8y8")
+    (False, True, True, False)
+    """
+    if re.fullmatch(r"[0-9x]+", argument):
+        return False
+    return Path(argument).suffix in (".npz", ".txt") or "/" in argument or Path(argument).exists()
+
+
+def load_plan(file: str, *given: str, proven: bool = True) -> Schedule:
+    """Read a saved plan, and prove it. It says what its mesh is and how it was planned: `given` options say so too."""
+    if given:
+        raise ParameterError(
+            f"{file} is a saved plan, and says what its mesh and its holes are: leave out {', '.join(given)}."
+        )
+    schedule = load(file)
+    if proven:
+        ensure_proven(schedule)
+    return schedule
 
 
 def unbundled(command: Callable[..., None]) -> Callable[..., None]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from meshmend.cli.common import mesh_facts, print_facts, print_json, told_errors
 from meshmend.cli.options import AutoOptions, HoleOptions, JsonOption, PlannerOption, ShapeArgument, TuningOptions
+from meshmend.cli.outputs import SCHEDULES, check_output
+from meshmend.cli.terminal import approved, plain, terminal
 from meshmend.cost import busiest_link_load
 from meshmend.cost.units import name_seconds
 from meshmend.files import save
@@ -38,6 +40,7 @@ def command(
     Example: meshmend plan 16x32 --fail 4x2@6,8 --payload 102MB --hardware tpu-v3
     """
     with told_errors(json):
+        check_output("--save", save_to, SCHEDULES)
         mesh = holes.mesh(shape)
         chosen = tuning.planner(planner, auto.payload, auto.hardware)
         started = time.perf_counter()
@@ -88,7 +91,7 @@ def _show_considered(choice: Choice) -> None:
             table.add_row(name, name_seconds(candidate.seconds), "taken" if candidate is choice.considered[0] else "")
         elif candidate.floor_seconds is not None:
             table.add_row(name, f"≥ {name_seconds(candidate.floor_seconds)}", "ruled out")
-    Console().print(table)
+    terminal().print(table)
 
 
 def schedule_facts(schedule: Schedule, proof: Proof) -> dict[str, Any]:
@@ -112,9 +115,9 @@ def schedule_facts(schedule: Schedule, proof: Proof) -> dict[str, Any]:
     }
 
 
-def show_schedule(schedule: Schedule, proof: Proof, more: dict[str, str]) -> None:
+def show_schedule(schedule: Schedule, proof: Proof, more: Mapping[str, str]) -> None:
     """Print the same facts for people."""
-    phases = [f"steps {p.first_step:>4} – {p.last_step:<4}  {p.name}" for p in schedule.phases]
+    phases = [f"steps {p.first_step:>4} – {p.last_step:<4}  {plain(p.name)}" for p in schedule.phases]
     print_facts(
         f"{schedule.planner} {schedule.collective} on {schedule.mesh}",
         {
@@ -125,6 +128,6 @@ def show_schedule(schedule: Schedule, proof: Proof, more: dict[str, str]) -> Non
             "busiest link": f"{busiest_link_load(schedule):.4f} of the payload",
             "phases": "\n".join(phases),
             **more,
-            "proof": f"[green]✓[/] {proof}",
+            "proof": approved(proof),
         },
     )

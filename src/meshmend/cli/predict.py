@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from rich.text import Text
+
 from meshmend.cli.common import mesh_facts, print_facts, print_json, told_errors
 from meshmend.cli.options import (
     HoleOptions,
     JsonOption,
     PayloadOption,
+    PlanArgument,
     PlannerOption,
     PriceOptions,
-    ShapeArgument,
     TuningOptions,
+    given_options,
+    is_file,
+    load_plan,
 )
 from meshmend.cli.pricing import forecast_facts, hardware_facts
+from meshmend.cli.terminal import plain
 from meshmend.cost import Forecast, predict
 from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
 from meshmend.planning import Auto, plan
@@ -20,7 +26,7 @@ from meshmend.schedule import Schedule
 
 
 def command(
-    shape: ShapeArgument,
+    plan_of: PlanArgument,
     payload: PayloadOption,
     *,
     planner: PlannerOption = Auto.name,
@@ -31,18 +37,23 @@ def command(
 ) -> None:
     """Predict how long an all-reduce takes, and how far that is from the least possible.
 
+    Of a saved plan, that plan is proven and predicted; otherwise one is made.
+
     Example: meshmend predict 16x32 --fail 4x2@6,8 --planner row-pairs --payload 102MB --hardware tpu-v3
     """
     with told_errors(json):
-        mesh = holes.mesh(shape)
-        chosen = price.read_hardware()
+        chosen, mode = price.read_hardware(), price.read_mode()
         payload_bytes = parse_bytes(payload)
-        schedule = plan(mesh, tuning.planner(planner, payload, chosen))
-        forecast = predict(schedule, payload_bytes, chosen, mode=price.read_mode())
+        if is_file(plan_of):
+            named = [] if planner == Auto.name else ["--planner"]
+            schedule = load_plan(plan_of, *given_options(holes, tuning), *named)
+        else:
+            schedule = plan(holes.mesh(plan_of), tuning.planner(planner, payload, chosen))
+        forecast = predict(schedule, payload_bytes, chosen, mode=mode)
         if json:
             print_json(
                 {
-                    **mesh_facts(mesh),
+                    **mesh_facts(schedule.mesh),
                     "planner": schedule.planner,
                     "chunks": schedule.total_chunks,
                     "steps": schedule.n_steps,
@@ -61,7 +72,9 @@ def command(
 
 def _show(schedule: Schedule, forecast: Forecast) -> None:
     phases = [
-        f"{name_seconds(seconds):>9}  {seconds / forecast.seconds:>4.0%}  {name}" if forecast.seconds else name
+        f"{name_seconds(seconds):>9}  {seconds / forecast.seconds:>4.0%}  {plain(name)}"
+        if forecast.seconds
+        else plain(name)
         for name, seconds in forecast.by_phase.items()
     ]
     busiest = ", ".join(str(link) for link in forecast.busiest_links)
@@ -69,7 +82,9 @@ def _show(schedule: Schedule, forecast: Forecast) -> None:
         f"{schedule.planner} on {schedule.mesh}, {name_bytes(forecast.payload_bytes)} a chip",
         {
             "hardware": str(forecast.hardware),
-            "time": f"[bold]{name_seconds(forecast.seconds)}[/] ({forecast.mode}, {schedule.n_steps:,} steps)",
+            "time": Text.assemble(
+                (name_seconds(forecast.seconds), "bold"), f" ({forecast.mode}, {schedule.n_steps:,} steps)"
+            ),
             "bound": f"{name_seconds(forecast.bound_seconds)} = {forecast.bound}",
             "ratio": f"{forecast.ratio_to_bound:.3f}× the bound",
             "busiest links": f"{forecast.busiest_link_load:.4f} of the payload: {busiest}",

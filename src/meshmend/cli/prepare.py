@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from meshmend.cli.common import mesh_facts, print_facts, print_json, told_errors
 from meshmend.cli.options import AutoOptions, HoleOptions, JsonOption, PlannerOption, ShapeArgument, TuningOptions
+from meshmend.cli.outputs import check_folder
+from meshmend.cli.terminal import plain, shows_progress, terminal
 from meshmend.errors import MeshError, PlanError
 from meshmend.planning import Auto, PlanCache, plan
 from meshmend.topology import Mesh, Region, all_placements, name_shape, parse_shape
@@ -40,12 +42,18 @@ def command(
         mesh = holes.mesh(shape)
         hosts = _hosts(mesh, host)
         store = PlanCache(cache)
+        check_folder("--cache", store.folder, make=True)
         chosen = tuning.planner(planner, auto.payload, auto.hardware)
         ready, refused = 0, {}
         started = time.perf_counter()
         columns = (TextColumn("planning for the loss of"), TextColumn("{task.description}"), BarColumn())
         with Progress(
-            *columns, MofNCompleteColumn(), TimeRemainingColumn(), console=Console(stderr=True), disable=json
+            *columns,
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=terminal(stderr=True),
+            disable=not shows_progress(json),
+            transient=True,
         ) as bar:
             task = bar.add_task("", total=len(hosts) + 1)
             for lost in (None, *hosts):
@@ -76,9 +84,9 @@ def command(
             print_facts(
                 f"plans for {mesh} and for the loss of each of its {len(hosts)} hosts",
                 {
-                    "ready": f"[green]{ready}[/] of {len(hosts) + 1}",
+                    "ready": Text.assemble((f"{ready}", "green"), f" of {len(hosts) + 1}"),
                     "no plan": "\n".join(shown) or "none",
-                    "kept in": str(store.folder),
+                    "kept in": plain(store.folder),
                     "took": f"{facts['seconds']:.1f} s",
                 },
             )

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from meshmend.cli.common import print_json, told_errors
 from meshmend.cli.options import JsonOption
 from meshmend.cli.pricing import hardware_facts
+from meshmend.cli.terminal import terminal
 from meshmend.cost.units import name_rate, name_seconds, parse_seconds
 from meshmend.study.reproduce import CaseResult, Reproduction, Timed, reproduce
 
@@ -31,7 +32,7 @@ def command(
     Example: meshmend reproduce --resnet-compute 29.5ms
     """
     with told_errors(json):
-        with Console(stderr=True).status("") as status:
+        with terminal(stderr=True).status("") as status:
             found = reproduce(
                 resnet_compute_s=None if resnet_compute is None else parse_seconds(resnet_compute),
                 bert_compute_s=None if bert_compute is None else parse_seconds(bert_compute),
@@ -88,7 +89,7 @@ def _timed_facts(timed: Timed) -> dict[str, Any]:
 
 
 def _show(found: Reproduction) -> None:
-    console = Console()
+    console = terminal()
     console.print(_table_2(found))
     console.print(_table_1(found))
     console.print(_table_fit(found))
@@ -96,7 +97,6 @@ def _show(found: Reproduction) -> None:
     console.print(
         f"Fitted on the full-mesh columns only: {name_rate(hardware.link_bytes_per_s)} a link, "
         f"{name_seconds(hardware.step_latency_s)} a step (and {name_seconds(hardware.hop_latency_s)} a hop, given).\n",
-        highlight=False,
         soft_wrap=True,
     )
     inputs = _table("Inputs", "input", "value", "source")
@@ -132,7 +132,7 @@ def _table_2(found: Reproduction) -> Table:
             f"{case.overhead_holed:.1%}",
             f"{outcome.overhead_holed:.1%}",
             f"{case.ratio:.2f}",
-            f"[{'green' if better else 'red'}]{outcome.ratio:.2f}[/]",
+            Text(f"{outcome.ratio:.2f}", style="green" if better else "red"),
         )
     return table
 

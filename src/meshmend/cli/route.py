@@ -6,9 +6,11 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from meshmend.cli.common import mesh_facts, print_facts, print_json, told_errors
 from meshmend.cli.options import HoleOptions, JsonOption, ShapeArgument
+from meshmend.cli.terminal import approved
 from meshmend.errors import ParameterError, name_chip
 from meshmend.routing import SCHEMES, DeadlockProof, Routes, choose, report, route
 from meshmend.topology import parse_chip
@@ -82,7 +84,7 @@ def _tell_one(
             "path": " → ".join(name_chip(chip) for chip in path),
             "hops": str(len(used)),
             "channels": ", ".join(map(str, used)) or "none",
-            "proof": f"[green]✓[/] {proof}",
+            "proof": approved(proof),
         },
     )
 
@@ -92,9 +94,9 @@ def _tell_all(routes: Routes, proof: DeadlockProof, facts: dict[str, Any], as_js
     if as_json:
         print_json({**facts, **asdict(found)})
         return
-    pairs = f"{found.pairs:,}"
+    pairs = Text(f"{found.pairs:,}")
     if found.pairs_without_route:
-        pairs += f", [red]{found.pairs_without_route:,} without a route[/]"
+        pairs = pairs.append(", ").append(f"{found.pairs_without_route:,} without a route", style="red")
     busiest = "none"
     if found.busiest_link is not None:
         link = "→".join(name_chip(end) for end in found.busiest_link)
@@ -108,6 +110,6 @@ def _tell_all(routes: Routes, proof: DeadlockProof, facts: dict[str, Any], as_js
             "longest detour": f"{found.longest_detour_hops} hops over the shortest live path",
             "busiest link": busiest,
             "virtual channels": str(routes.n_channels),
-            "proof": f"[green]✓[/] {proof}",
+            "proof": approved(proof),
         },
     )

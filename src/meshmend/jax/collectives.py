@@ -22,6 +22,8 @@ from meshmend.jax.lanes import KEEP, Lane
 from meshmend.jax.program import Layout, Program
 from meshmend.schedule import Collective, Op
 
+MAX_CHUNK = 2**31 - 1
+"""Elements of a chunk, at most. Chunks, and the elements of a chunk, are counted in 32 bits; elements never are."""
 Shards = tuple[jax.Array, ...]
 """What a chip holds between the halves: for each dtype that travels, its own chunks, one a row."""
 
@@ -171,10 +173,17 @@ def groups_of(leaves: Sequence[Any], layout: Layout, accumulate: DTypeLike | Non
     for i, leaf in enumerate(leaves):
         if math.prod(leaf.shape):
             members.setdefault(travel_dtype(leaf.dtype, accumulate), []).append(i)
-    return [
+    groups = [
         Group(tuple(which), dtype, layout, sum(math.prod(leaves[i].shape) for i in which))
         for dtype, which in members.items()
     ]
+    for group in groups:
+        if group.chunk > MAX_CHUNK:
+            raise ParameterError(
+                f"{group.size:,} elements of {group.dtype} in {layout.shape.total_chunks} chunks are {group.chunk:,} "
+                f"elements per chunk, but JAX counts to {MAX_CHUNK:,}. Plan with more chunks."
+            )
+    return groups
 
 
 def travel_dtype(own: Any, accumulate: DTypeLike | None) -> np.dtype[Any]:

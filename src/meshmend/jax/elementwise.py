@@ -2,13 +2,12 @@
 
 The optimiser's update is traced, and every operation in it must keep the elements apart. optax's LARS and LAMB, which
 need the norm of a whole layer, do not; nor does its clipping by the global norm. Those of `layerwise` do, because they
-get their norms from outside.
+get their norms from outside. And it must do the same to all layers: see `alike`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,37 +15,96 @@ import jax.numpy as jnp
 import optax
 
 from meshmend.errors import ParameterError
+from meshmend.jax.alike import Formulas, inner_jaxprs
 
 MIXING = frozenset(
     {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev", "transpose", "fft", "gather"}
 )
-"""Operations that let elements meet although they may keep the shape; most others that do so change it."""
+"""Operations that combine elements although they may keep the shape; most others that do so change it."""
+PLACES = frozenset({"iota", "random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"})
+"""Operations whose results depend on an element's place in the array, which is another one in a shard."""
+INSTEAD = "or pass a Program from install() instead of Halves to update all weights on every chip."
 
 
-def check_elementwise(optimizer: optax.GradientTransformation, shards: Any) -> None:
-    """Raise a `ParameterError` that names the operation if the optimiser's update lets elements meet."""
-    state = jax.eval_shape(optimizer.init, shards)
+def check_elementwise(optimizer: optax.GradientTransformation, shards: Any, whole: Any = None) -> None:
+    """Raise a `ParameterError` that says why, if the optimiser's update of shards is not that of whole layers.
+
+    `shards` and `whole` (the layers as they are, in the dtypes of the shards) are trees of shapes and dtypes.
+    """
     by_layer = (optax.MaskedState, optax.transforms.PartitionState)
+    state, update = _traceable(optimizer, shards, whole)
     if any(isinstance(leaf, by_layer) for leaf in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, by_layer))):
-        raise ParameterError(
-            "This optimiser treats some layers differently (optax.masked, partition, or a mask of weight_decay), but a "
-            "shard is a flat piece of all layers. Use the masks of mmj.add_decayed_weights, mmj.lars and mmj.lamb, or "
-            "pass a Program from install() instead of Halves."
-        )
-    update = optax.with_extra_args_support(optimizer).update
-    traced = jax.make_jaxpr(partial(update, layers=_NoLayers(shards)))(shards, state, shards)
+        raise _by_layer()
+    traced = jax.make_jaxpr(update)(shards, state, shards)
+    own_shapes = {shard.shape for shard in jax.tree.leaves(shards)}
     for equation in _equations(traced.jaxpr):
+        name = equation.primitive.name
+        if name in PLACES and any(v.aval.shape in own_shapes for v in equation.outvars):
+            raise ParameterError(
+                f"This optimiser cannot update shards of the weights: its {name} depends on a weight's place in its "
+                f"layer, or draws random numbers, which would be the same on every chip. Use one without; {INSTEAD}"
+            )
         shapes = {v.aval.shape for v in equation.invars if getattr(v.aval, "shape", ())}
-        if not shapes or _inner(equation):
+        if not shapes or inner_jaxprs(equation):
             continue
         kept = all(v.aval.shape in shapes for v in equation.outvars)
-        if len(shapes) > 1 or not kept or equation.primitive.name in MIXING:
+        if len(shapes) > 1 or not kept or name in MIXING:
             raise ParameterError(
-                f"This optimiser cannot update shards of the weights: its {equation.primitive.name} lets weights meet, "
+                f"This optimiser cannot update shards of the weights: its {name} combines values of several weights, "
                 "and a chip has only some of them. Use one that treats each weight by itself, as optax.sgd, adam and "
-                "adamw do; or mmj.lars, mmj.lamb and mmj.clip_by_global_norm, which sum norms over chips; or pass a "
-                "Program from install() instead of Halves to update all weights on every chip."
+                f"adamw do; or mmj.lars, mmj.lamb and mmj.clip_by_global_norm, which sum norms over chips; {INSTEAD}"
             )
+    if whole is not None:
+        formulas = Formulas()
+        of_shards = formulas.outcome(update, state, shards)
+        if of_shards != formulas.outcome(update, jax.eval_shape(optimizer.init, whole), whole):
+            raise _by_layer()
+
+
+def updates_of(
+    optimizer: optax.GradientTransformation, gradients: Any, state: Any, params: Any, *, value: Any, **more: Any
+) -> tuple[Any, Any]:
+    """Call an optimiser's update with all that a train step knows; refuse by name what it asks for beyond that."""
+    update = optax.with_extra_args_support(optimizer).update
+    try:
+        updates, state = update(gradients, state, params, value=value, grad=gradients, **more)
+    except TypeError as error:
+        if "required keyword-only argument" not in str(error):
+            raise
+        raise ParameterError(
+            f"This optimiser asks for something that a train step does not have: {error}. It gets the gradients (grad) "
+            "and the mean loss (value), but cannot evaluate the loss again, as a line search does."
+        ) from error
+    return updates, state
+
+
+def _traceable(optimizer: optax.GradientTransformation, shards: Any, whole: Any) -> tuple[Any, Callable[..., Any]]:
+    """Return the state for shards, and an update that can be traced; say so if the optimiser wants layers instead."""
+
+    def traced(gradients: Any, state: Any, weights: Any) -> Any:
+        return updates_of(optimizer, gradients, state, weights, value=jnp.ones(()), layers=_NoLayers(weights))
+
+    def works(tree: Any) -> Any:
+        state = jax.eval_shape(optimizer.init, tree)
+        jax.eval_shape(traced, tree, state, tree)
+        return state
+
+    try:
+        return works(shards), traced
+    except ParameterError:
+        raise
+    except Exception as error:
+        if whole is not None:
+            works(whole)  # an optimiser that is wrong for whole layers too fails with its own error
+        raise _by_layer() from error
+
+
+def _by_layer() -> ParameterError:
+    return ParameterError(
+        "This optimiser treats some layers differently (by a mask, by labels as in optax.partition, by name, ndim or "
+        "shape), but a shard is a flat piece of all layers. Use the masks of mmj.add_decayed_weights, mmj.lars and "
+        f"mmj.lamb; {INSTEAD}"
+    )
 
 
 class _NoLayers:
@@ -67,19 +125,8 @@ class _NoLayers:
         return jax.tree.map(lambda shard: jnp.ones(shard.shape, jnp.bool_), self.shards)
 
 
-def _inner(equation: Any) -> list[Any]:
-    """Return the jaxprs that an equation calls."""
-    found = []
-    for value in equation.params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            jaxpr = getattr(item, "jaxpr", item)
-            if hasattr(jaxpr, "eqns"):
-                found.append(jaxpr)
-    return found
-
-
 def _equations(jaxpr: Any) -> Iterator[Any]:
     for equation in jaxpr.eqns:
         yield equation
-        for inner in _inner(equation):
+        for inner, _ in inner_jaxprs(equation):
             yield from _equations(inner)

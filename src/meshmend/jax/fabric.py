@@ -2,8 +2,10 @@
 
 On a TPU a device knows its coordinates (x, y, z). They are the mesh's axes in that order: axis 0 is x, axis 1 is y,
 axis 2 is z, so that the slice `v3:16x32` is `Mesh("16x32")` and the hole `4x2@6,8` is x from 6 to 9, y from 8 to 9.
-A last axis of one chip is left out. Elsewhere (virtual CPU devices) the mesh is described by arguments or by the
-environment: `MESHMEND_SHAPE=8x8`, `MESHMEND_FAILED="2x2@2,2 5,7"` and `MESHMEND_WRAP=0,1`.
+A last axis of one chip is left out, and axes wrap as is documented for the kind of TPU. This has been shown on no TPU.
+On Cloud TPU a slice comes up whole or not at all, so the holes to be met there today are chips that are alive and left
+out of `devices`. Elsewhere (virtual CPU devices) the mesh is described by arguments or by the environment:
+`MESHMEND_SHAPE=8x8`, `MESHMEND_FAILED="2x2@2,2 5,7"` and `MESHMEND_WRAP=0,1`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.errors import MeshError, name_chip
+from meshmend.jax.wraps import documented_wrap
 from meshmend.topology import Mesh, Region, name_shape, parse_wrap
 
 CHIP_AXIS = "chip"
@@ -99,8 +102,9 @@ def discover(
     failed ones are not used; or over the live chips, if there is one for each of those. Arguments that are not
     given come from the environment: MESHMEND_SHAPE, MESHMEND_FAILED, MESHMEND_WRAP.
 
-    `wrap` says which axes close on themselves; a plan that does not know of a wrap-around cable just leaves it
-    unused, so the default is none.
+    `wrap` says which axes wrap. By default that is what is documented for the kind of TPU and the shape of the slice
+    (see `meshmend.jax.wraps`; a kind that is not known warns and does not wrap), and none where the mesh is described
+    by `coords` or `shape` alone. The devices must span the slice: for a part of one give `wrap`.
 
     >>> import jax
     >>> discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"]).mesh
@@ -113,10 +117,11 @@ def discover(
         shape = os.environ.get("MESHMEND_SHAPE")
     holes = list(os.environ.get("MESHMEND_FAILED", "").split() if failed is None else failed)
     where = _coordinates(found, coords)
+    kind = None if where is None or coords is not None else str(found[0].device_kind)
     if where is not None:
-        mesh = _bounding_mesh(where, shape, holes, wrap)
+        mesh = _bounding_mesh(where, shape, holes, wrap, kind)
     elif shape is not None:
-        mesh = Mesh(shape, wrap=_read_wrap(wrap, Mesh(shape)), failed=holes)
+        mesh = Mesh(shape, wrap=_read_wrap(wrap, Mesh(shape), None), failed=holes)
         where = _lay_out(len(found), mesh)
     else:
         raise MeshError(
@@ -126,10 +131,13 @@ def discover(
     return _fabric(found, where, mesh)
 
 
-def _read_wrap(wrap: bool | Sequence[bool] | None, mesh: Mesh) -> bool | Sequence[bool]:
+def _read_wrap(wrap: bool | Sequence[bool] | None, mesh: Mesh, kind: str | None) -> bool | Sequence[bool]:
+    """Return what was given, what the environment says, or what is documented for the kind of device."""
     if wrap is not None:
         return wrap
-    text = os.environ.get("MESHMEND_WRAP", "none")
+    text = os.environ.get("MESHMEND_WRAP")
+    if text is None:
+        return False if kind is None else documented_wrap(kind, mesh.shape)
     return parse_wrap(text, mesh.n_axes, given=f"MESHMEND_WRAP is {text!r},")
 
 
@@ -153,6 +161,7 @@ def _bounding_mesh(
     shape: Sequence[int] | str | None,
     holes: list[Region | Sequence[int] | str],
     wrap: bool | Sequence[bool] | None,
+    kind: str | None,
 ) -> Mesh:
     """Return the mesh that the coordinates span; what is missing in it has failed."""
     if shape is None:
@@ -165,7 +174,7 @@ def _bounding_mesh(
         raise MeshError(f"A device sits at {name_chip(worst)}, outside the {name_shape(full.shape)} mesh.")
     missing = np.ones(full.shape, dtype=np.bool_)
     missing[tuple(where.T)] = False
-    return Mesh(full.shape, wrap=_read_wrap(wrap, full), failed=[*holes, *np.argwhere(missing).tolist()])
+    return Mesh(full.shape, wrap=_read_wrap(wrap, full, kind), failed=[*holes, *np.argwhere(missing).tolist()])
 
 
 def _lay_out(n_devices: int, mesh: Mesh) -> NDArray[np.int64]:

@@ -8,14 +8,17 @@ work on whole layers, as optax's own do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.typing import DTypeLike
+from numpy.typing import NDArray
 
 from meshmend.jax.collectives import Group, all_reduce, groups_of
 from meshmend.jax.program import Halves
@@ -100,14 +103,26 @@ class ShardedLayers:
         """Return the number within the group of each element's layer; padding has the number after the last."""
         program = self.halves.scatter
         layout, owned = program.layout, program.owned[0]
-        first = owned * group.chunk
+        chunks = owned
         if layout.core_axis is not None:
-            first += lax.axis_index(layout.core_axis) * layout.shape.total_chunks * group.chunk
-        place = first[:, None] + jnp.arange(group.chunk)
-        ends = jnp.cumsum(jnp.array([self.leaves[i].size for i in group.members]))
+            chunks = chunks + lax.axis_index(layout.core_axis) * layout.shape.total_chunks
+        ends = np.cumsum([math.prod(self.leaves[i].shape) for i in group.members], dtype=np.int64)
+        layer = layer_numbers(chunks, jnp.arange(group.chunk), ends, group.chunk)
         # A chip that owns less than others has rows past the last chunk: they must not count as anybody's.
         mine = (owned < layout.shape.total_chunks)[:, None]
-        return jnp.where(mine, jnp.searchsorted(ends, place, side="right"), len(group.members))
+        return jnp.where(mine, layer, len(group.members))
+
+
+def layer_numbers(chunks: jax.Array, offsets: jax.Array, ends: NDArray[np.int64], chunk: int) -> jax.Array:
+    """Return, for each of the chunks and each offset in it, how many layers end at or before that element.
+
+    Elements are not counted from the first one: of more than 2³¹ the numbers would not fit JAX's integers. Each end
+    is a chunk and an offset in it, and is compared as such.
+    """
+    end_chunk, end_offset = (jnp.asarray(part, jnp.int32) for part in np.divmod(ends, chunk))
+    here, before = end_chunk == chunks[:, None], end_chunk < chunks[:, None]
+    within = jnp.where(here, end_offset, jnp.where(before, 0, chunk))
+    return jax.vmap(lambda row: jnp.searchsorted(row, offsets, side="right"))(within)
 
 
 def _mask_of(mask: Mask, params: Any) -> Any:

@@ -102,7 +102,8 @@ class Ledger:
     def entries(self) -> list[Entry]:
         """Return the steps that count, in order. A torn last record counts as not written."""
         found: list[Entry] = []
-        for entry, _ in self._records():
+        for number, (line, end) in enumerate(self._lines(), start=1):
+            entry = self._parse(line, number, end.offset - len(line))
             while found and found[-1].step >= entry.step:
                 found.pop()
             found.append(entry)
@@ -170,8 +171,8 @@ class Ledger:
             )
         seen.update(entry.samples)
 
-    def _records(self) -> Iterator[tuple[Entry, _End]]:
-        """Read the file's whole records, each with where it ends; raise a `LedgerError` at the first damaged one."""
+    def _lines(self) -> Iterator[tuple[bytes, _End]]:
+        """Read the file's whole lines, each with where it ends; raise a `LedgerError` at the first damaged one."""
         end = _End(0, b"")
         if not self.path.exists():
             return
@@ -183,7 +184,7 @@ class Ledger:
                 if match is None or match[2] != _checksum(end.checksum, match[1]):
                     raise self._damaged(number, end.offset, "a record whose checksum is right", line)
                 end = _End(end.offset + len(line), match[2])
-                yield self._parse(line, number, end.offset - len(line)), end
+                yield line, end
 
     def _parse(self, line: bytes, number: int, offset: int) -> Entry:
         expected = "an object with step, epoch and samples, all whole numbers"
@@ -219,7 +220,7 @@ class Ledger:
     def _find_end(self, handle: int) -> _End:
         """Check what there is, and cut off a torn last record, so that the next one begins where a line begins."""
         end = _End(0, b"")
-        for _, end in self._records():  # noqa: B007  # only the last one counts
+        for _, end in self._lines():  # noqa: B007  # only the last one counts
             pass
         torn = os.fstat(handle).st_size - end.offset
         if torn:

@@ -33,7 +33,7 @@ from meshmend.jax.collectives import (
     shard_of,
     travel_dtype,
 )
-from meshmend.jax.elementwise import check_elementwise
+from meshmend.jax.elementwise import check_elementwise, updates_of
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.layerwise import ShardedLayers
 from meshmend.jax.program import Halves, Program
@@ -82,7 +82,7 @@ def train_step(
     loss of an example must not depend on others in its batch, as batch normalisation does.
 
     `step(…, scale=factor)` multiplies the optimiser's updates, which is to scale the learning rate; the factor may
-    change from step to step without compiling again.
+    change from step to step without compiling again. Optimisers that ask for the loss (`value`) get its mean.
 
     With `Halves` the optimiser must treat every weight by itself, as SGD, momentum, Adam and AdamW do, or get the
     norms of layers from here: use `mmj.lars`, `mmj.lamb` and `mmj.clip_by_global_norm`. Others are refused.
@@ -100,7 +100,6 @@ def train_step(
     1.0
     """
     check_microbatches(microbatches)
-    optimizer = optax.with_extra_args_support(optimizer)
     replicated, by_device = PartitionSpec(), PartitionSpec(fabric.axes)
 
     def with_aux(params: Any, batch: Any) -> tuple[Any, Any]:
@@ -116,7 +115,8 @@ def train_step(
         if isinstance(program, Program):
             return replicated
         shards = _abstract_shards(params, program, accumulate)
-        check_elementwise(optimizer, shards)
+        whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, accumulate)), params)
+        check_elementwise(optimizer, shards, whole)
         state = jax.eval_shape(optimizer.init, shards)
         return jax.tree.map(lambda leaf: by_device if leaf.ndim else replicated, state)
 
@@ -126,6 +126,7 @@ def train_step(
                 return optimizer.init(params)
             return optimizer.init(shard_of(params, program.scatter, accumulate=accumulate))
 
+        params = jax.tree.map(jnp.asarray, params)
         specs = state_specs(params, program)
         return shard_mapped(local, (replicated, program.spec), specs)(params, program)
 
@@ -133,11 +134,11 @@ def train_step(
         extras, gradients = _gradients(with_aux, params, batch, microbatches, accumulate)
         if isinstance(program, Program):
             gradients, extras = all_reduce((gradients, extras), program, mean=True, accumulate=accumulate)
-            params, state = _update(optimizer, params, state, gradients, scale)
+            params, state = _update(optimizer, params, state, gradients, scale, value=extras[0])
         else:
-            shards = reduce_scatter(gradients, program.scatter, mean=True, accumulate=accumulate)
-            params, state = _sharded_update(optimizer, params, state, shards, scale, program, accumulate)
             extras = all_reduce(extras, program.whole, mean=True, accumulate=accumulate)
+            shards = reduce_scatter(gradients, program.scatter, mean=True, accumulate=accumulate)
+            params, state = _sharded_update(optimizer, params, state, shards, scale, extras[0], program, accumulate)
         return params, state, *extras
 
     def true_mean_update(
@@ -145,23 +146,29 @@ def train_step(
     ) -> tuple[Any, ...]:
         sums = weighted_sums(with_aux, params, batch, weights, microbatches, accumulate)
         own = jax.eval_shape(with_aux, params, batch)
+
+        def means(extras: Any, weight: Any) -> Any:
+            return jax.tree.map(
+                lambda x, like: over(x, weight, nothing=jnp.nan).astype(mean_dtype(like.dtype)), extras, own
+            )
+
         if isinstance(program, Program):
             gradients, extras, weight = all_reduce(sums, program)
+            extras = means(extras, weight)
             gradients = jax.tree.map(lambda x, like: over(x, weight, nothing=0.0).astype(like.dtype), gradients, params)
-            params, state = _update(optimizer, params, state, gradients, scale)
+            params, state = _update(optimizer, params, state, gradients, scale, value=extras[0])
         else:
             extras, weight = all_reduce((sums.extras, sums.weight), program.whole)
+            extras = means(extras, weight)
             totals = reduce_scatter(sums.gradients, program.scatter, accumulate=accumulate)
             shards = jax.tree.map(lambda x: over(x, weight, nothing=0.0).astype(x.dtype), totals)
-            params, state = _sharded_update(optimizer, params, state, shards, scale, program, accumulate)
-        means = jax.tree.map(
-            lambda x, like: over(x, weight, nothing=jnp.nan).astype(mean_dtype(like.dtype)), extras, own
-        )
-        return params, state, *means
+            params, state = _sharded_update(optimizer, params, state, shards, scale, extras[0], program, accumulate)
+        return params, state, *extras
 
     def step(
         params: Any, state: Any, batch: Any, program: Program | Halves, *, weights: Any = None, scale: Any = None
     ) -> tuple[Any, ...]:
+        params = jax.tree.map(jnp.asarray, params)
         specs = state_specs(params, program)
         check_batch(batch, fabric)
         update: Callable[..., tuple[Any, ...]]
@@ -186,28 +193,29 @@ def train_step(
 
 
 def _update(
-    optimizer: optax.GradientTransformationExtraArgs, params: Any, state: Any, gradients: Any, scale: Any, **more: Any
+    optimizer: optax.GradientTransformation, params: Any, state: Any, gradients: Any, scale: Any, **more: Any
 ) -> tuple[Any, Any]:
     """Let the optimiser say what to change, and change it, times `scale` if there is one."""
-    updates, state = optimizer.update(gradients, state, params, **more)
+    updates, state = updates_of(optimizer, gradients, state, params, **more)
     if scale is not None:
         updates = jax.tree.map(lambda update: update * jnp.asarray(scale, update.dtype), updates)
     return optax.apply_updates(params, updates), state
 
 
 def _sharded_update(
-    optimizer: optax.GradientTransformationExtraArgs,
+    optimizer: optax.GradientTransformation,
     params: Any,
     state: Any,
     own_gradients: Any,
     scale: Any,
+    value: Any,
     halves: Halves,
     accumulate: DTypeLike | None,
 ) -> tuple[Any, Any]:
     """Update the weights that this chip owns, and gather everybody's."""
     own_params = shard_of(params, halves.scatter, accumulate=accumulate)
     layers = ShardedLayers(params, halves, accumulate)
-    own_params, state = _update(optimizer, own_params, state, own_gradients, scale, layers=layers)
+    own_params, state = _update(optimizer, own_params, state, own_gradients, scale, value=value, layers=layers)
     return all_gather(own_params, halves.gather, like=params, accumulate=accumulate), state
 
 

@@ -1,31 +1,32 @@
 """The lab: a network namespace for each chip, a veth pair for each cable, held to a rate; real packets, real queues.
 
 Everything is made inside namespaces whose names start with `meshmend-`, addresses included; nothing else on the
-machine is touched. A lab of a `with` block is taken down when the block ends, and by a watcher process when the
-block's own process is killed.
+machine is touched. What is made is written to a journal first. A lab of a `with` block is taken down when the block
+ends, and by a watcher process when the block's own process is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
 import signal
-import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field, replace
 
-from meshmend.errors import Coordinate, LabError, name_chip
+from meshmend.errors import Coordinate, LabError
+from meshmend.lab import journal
+from meshmend.lab.commands import Commands, listed_namespaces
+from meshmend.lab.journal import Journal
 from meshmend.lab.routes import route_commands
 from meshmend.topology import Mesh, Region, name_shape
 
 PREFIX = "meshmend-"
-STATE = Path("/run/meshmend")
-"""One file for each lab that is up: what was made, and so what may be taken down."""
+
+MAX_CHIPS = 400
+"""Each chip is a network stack of its own in the kernel, with a route to every other chip. A lab of this size has
+160,000 routes and takes minutes to make; the addresses of 10.77.0.0/16 would end at 64,000."""
 
 INTERFACE = "chip0"
 """Holds a chip's address; give it to Gloo as GLOO_SOCKET_IFNAME."""
@@ -37,6 +38,8 @@ BURST = "32kb"
 QUEUE = "400ms"
 """How long a packet may wait for its link before it is dropped."""
 
+_BUSY = "Lab '{}' is being changed by another process: wait until that is done."
+
 
 @dataclass(frozen=True)
 class Lab:
@@ -45,70 +48,97 @@ class Lab:
     name: str
     mesh: Mesh
     rate: str
+    token: str = field(default="", compare=False, repr=False)
 
     @classmethod
     def up(cls, mesh: Mesh, *, rate: str = "40mbit", name: str = "lab") -> Lab:
         """Make the namespaces of the live chips, their cables and their routes. Needs root."""
-        lab = cls(name, mesh, rate)
-        _check(name, rate)
-        if not mesh.is_connected:
-            raise LabError(f"The chips of {mesh} are cut apart, so there is no way between some of them.")
-        if lab._state.exists() or lab._existing():
-            raise LabError(f"A lab named {name} is up already. Take it down first: meshmend lab down --name {name}")
-        STATE.mkdir(mode=0o755, exist_ok=True)
-        lab._save()
-        try:
-            lab._build()
-        except BaseException:
-            lab.down()
-            raise
+        lab, record = cls._claimed(mesh, rate, name)
+        lab._make(record)
         return lab
 
     @classmethod
     def find(cls, name: str = "lab") -> Lab:
         """Return a lab that is up."""
-        _check(name, "1mbit")
-        try:
-            facts = json.loads((STATE / f"{name}.json").read_text(encoding="utf-8"))
-            mesh = Mesh(
-                facts["shape"], wrap=facts["wrap"], failed=facts["failed"], failed_cables=facts["failed_cables"]
-            )
-            return cls(name, mesh, str(facts["rate"]))
-        except FileNotFoundError:
-            raise LabError(f"No lab named {name} is up. Make one: meshmend lab up 4x4 --name {name}") from None
+        check_name(name)
+        record = Journal.read(name)
+        if record is None and not namespaces_of(name):
+            raise LabError(f"No lab named {name} is up. Make one: meshmend lab up 4x4 --name {name}")
+        if record is None or record.stage != "up":
+            raise LabError(why_taken(name))
+        return cls(name, record.mesh, record.rate, record.token)
 
     @classmethod
     @contextlib.contextmanager
     def temporary(cls, mesh: Mesh, *, rate: str = "40mbit", name: str | None = None) -> Iterator[Lab]:
         """Make a lab for the length of a `with` block. It goes even if this process is killed."""
-        lab_name = name or f"tmp{os.getpid()}"
-        _check(lab_name, rate)
-        with _watched(cls(lab_name, mesh, rate)):
-            lab = cls.up(mesh, rate=rate, name=lab_name)
+        # Claimed before anybody watches: a watcher may only take down what this process has made.
+        lab, record = cls._claimed(mesh, rate, name or f"tmp{os.getpid()}", temporary=True)
+        with _watched(lab):
             try:
+                lab._make(record)
                 yield lab
             finally:
                 lab.down()
 
+    @classmethod
+    def _claimed(cls, mesh: Mesh, rate: str, name: str, *, temporary: bool = False) -> tuple[Lab, Journal]:
+        """Check everything that can be checked, and claim the name. Nothing has been made yet."""
+        check_name(name)
+        if not journal.RATE.fullmatch(rate):
+            raise LabError(f"{rate!r} is not a rate. Write it as tc does: 40mbit, 500kbit, 1gbit.")
+        if mesh.size > MAX_CHIPS:
+            raise LabError(f"A lab of {name_shape(mesh.shape)} has {mesh.size:,} chips; at most {MAX_CHIPS} are made.")
+        if not mesh.is_connected:
+            raise LabError(f"The chips of {mesh} are cut apart, so there is no way between some of them.")
+        check_root()
+        record = Journal(name, mesh, rate, temporary=temporary)
+        try:
+            record.claim()
+        except FileExistsError:
+            raise LabError(why_taken(name)) from None
+        if namespaces_of(name):
+            journal.forget(name)
+            raise LabError(why_taken(name))
+        return cls(name, mesh, rate, record.token), record
+
+    def _make(self, record: Journal) -> None:
+        try:
+            with self._locked() as commands:
+                self._build(commands)
+                replace(record, stage="up").write()
+        except BaseException:
+            self.down()
+            raise
+
     def down(self) -> None:
-        """Take down what this lab made: its namespaces, and with them cables, addresses and routes."""
-        for namespace in self._existing():
-            _ip(f"netns del {namespace}")
-        self._state.unlink(missing_ok=True)
+        """Take down what this lab made: its namespaces, and with them cables, addresses and routes.
+
+        If it is down already, and another lab has its name by now, that one stays.
+        """
+        remove(self.name, self.token)
 
     def kill(self, *holes: Region | Coordinate | str) -> Lab:
         """Cut chips off: their cables go, and the others' routes lead round the hole. Return the lab that is left."""
-        left = Lab(self.name, self.mesh.fail(*holes), self.rate)
+        left = replace(self, mesh=self.mesh.fail(*holes))
         if not left.mesh.is_connected:
             raise LabError(f"Without {', '.join(map(str, holes))} the chips of {self.mesh} are cut apart.")
         lost = [rank for rank in range(self.mesh.n_chips) if not left.mesh.live[self.mesh.chip(rank)]]
-        for rank in lost:
-            ends = [self._interfaces[d] for d in range(self.mesh.n_directions) if self.mesh.neighbours[rank, d] >= 0]
-            # Processes may still live in the namespace: without its cables they hear nothing more.
-            _ip(*(f"link del {end}" for end in ends), namespace=self.namespace(self.mesh.chip(rank)), force=True)
-            _ip(f"netns del {self.namespace(self.mesh.chip(rank))}")
-        left._route()
-        left._save()
+        with self._locked() as commands:
+            record = Journal.read(self.name)
+            if record is None:
+                raise LabError(f"Lab {self.name!r} is down.")
+            replace(record, mesh=left.mesh, stage="changing").write()
+            for rank in lost:
+                namespace = self.namespace(self.mesh.chip(rank))
+                ends = [
+                    self._interfaces[d] for d in range(self.mesh.n_directions) if self.mesh.neighbours[rank, d] >= 0
+                ]
+                # Processes may still live in the namespace: without its cables they hear nothing more.
+                commands.ip(*(f"link del {end}" for end in ends), namespace=namespace, force=True)
+                commands.ip(f"netns del {namespace}")
+            left._route(commands)
+            replace(record, mesh=left.mesh, stage="up").write()
         return left
 
     def namespace(self, chip: Coordinate) -> str:
@@ -147,37 +177,28 @@ class Lab:
         return int(number) * {"k": 1e3, "m": 1e6, "g": 1e9}[unit] / 8
 
     @property
-    def _state(self) -> Path:
-        return STATE / f"{self.name}.json"
-
-    @property
     def _interfaces(self) -> list[str]:
         if self.mesh.n_axes == 2:
             return ["south", "north", "east", "west"]
         return [f"axis{axis}{way}" for axis in range(self.mesh.n_axes) for way in ("up", "down")]
 
-    def _existing(self) -> list[str]:
-        """Namespaces of this lab that are there, whatever the state file says."""
-        listed = subprocess.run(["ip", "-json", "netns", "list"], capture_output=True, text=True, check=True)  # noqa: S607
-        names = [str(entry["name"]) for entry in json.loads(listed.stdout or "[]")]
-        return [name for name in names if re.fullmatch(rf"{PREFIX}{re.escape(self.name)}(-\d+)+", name)]
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[Commands]:
+        """Hold this lab's lock while it is changed, if it is still this lab."""
+        try:
+            with journal.locked(self.name) as lock:
+                found = Journal.read(self.name)
+                if found is None or found.token != self.token:
+                    raise LabError(f"Lab {self.name!r} has been taken down meanwhile.")
+                yield Commands(lock)
+        except TimeoutError:
+            raise LabError(_BUSY.format(self.name)) from None
 
-    def _save(self) -> None:
-        facts: dict[str, Any] = {
-            "shape": self.mesh.shape,
-            "wrap": self.mesh.wrap,
-            "failed": [str(hole) for hole in self.mesh.holes],
-            "failed_cables": self.mesh.failed_cables,
-            "rate": self.rate,
-        }
-        partial = self._state.with_suffix(".part")
-        partial.write_text(json.dumps(facts), encoding="utf-8")
-        partial.replace(self._state)
-
-    def _build(self) -> None:
-        mesh, names, kind = self.mesh, self._interfaces, _address_kind()
+    def _build(self, commands: Commands) -> None:
+        mesh, names = self.mesh, self._interfaces
         chips = [mesh.chip(rank) for rank in range(mesh.n_chips)]
-        _ip(*(f"netns add {self.namespace(chip)}" for chip in chips))
+        commands.ip(*(f"netns add {self.namespace(chip)}" for chip in chips))
+        kind = _address_kind(commands, self.namespace(chips[0]))
         cables = []
         for rank, chip in enumerate(chips):
             for direction in range(0, mesh.n_directions, 2):
@@ -187,10 +208,10 @@ class Lab:
                         f"link add {names[direction]} mtu {MTU} netns {self.namespace(chip)} type veth "
                         f"peer name {names[direction + 1]} mtu {MTU} netns {self.namespace(chips[other])}"
                     )
-        _ip(*cables)
+        commands.ip(*cables)
         for rank, chip in enumerate(chips):
             ends = [names[d] for d in range(mesh.n_directions) if mesh.neighbours[rank, d] >= 0]
-            _ip(
+            commands.ip(
                 "link set lo up",
                 f"link add {INTERFACE} type {kind}",
                 f"addr add {self.address(chip)}/32 dev {INTERFACE}",
@@ -200,59 +221,94 @@ class Lab:
             )
             settings = ["net.ipv4.ip_forward=1"]
             settings += [f"net.ipv4.conf.{name}.rp_filter=0" for name in ("all", "default", *ends)]
-            _run("ip", "netns", "exec", self.namespace(chip), "sysctl", "-qw", *settings)
+            commands.run("ip", "netns", "exec", self.namespace(chip), "sysctl", "-qw", *settings)
             limits = [f"qdisc add dev {end} root tbf rate {self.rate} burst {BURST} latency {QUEUE}" for end in ends]
-            _run("tc", "-n", self.namespace(chip), "-batch", "-", lines=limits)
-        self._route()
+            commands.run("tc", "-n", self.namespace(chip), "-batch", "-", lines=limits)
+        self._route(commands)
 
-    def _route(self) -> None:
+    def _route(self, commands: Commands) -> None:
         mesh = self.mesh
         addresses = [self.address(mesh.chip(rank)) for rank in range(mesh.n_chips)]
-        commands = route_commands(mesh, addresses, self._interfaces)
+        routes = route_commands(mesh, addresses, self._interfaces)
         for rank in range(mesh.n_chips):
             namespace = self.namespace(mesh.chip(rank))
             # Rules for sources from before a kill; the lookups of the kernel itself have other priorities.
-            _ip("rule flush", "rule add from all lookup main priority 32766", namespace=namespace)
-            if commands[rank]:
-                _ip(*commands[rank], namespace=namespace)
+            commands.ip("rule flush", "rule add from all lookup main priority 32766", namespace=namespace)
+            if routes[rank]:
+                commands.ip(*routes[rank], namespace=namespace)
 
 
-def _check(name: str, rate: str) -> None:
+def namespaces_of(name: str) -> list[str]:
+    """Return the namespaces of a lab that are there, whatever its journal says."""
+    return [found for found in listed_namespaces(PREFIX) if re.fullmatch(rf"{PREFIX}{re.escape(name)}(-\d+)*", found)]
+
+
+def remove(name: str, token: str | None = None) -> None:
+    """Remove the namespaces of a lab, then its journal; with a token, only if the journal has it."""
+    if token is None:
+        _leave_to_its_builder(name)
+    try:
+        with journal.locked(name) as lock:
+            with contextlib.suppress(LabError):  # a damaged journal is no reason to leave namespaces behind
+                record = Journal.read(name)
+                if token is not None and (record is None or record.token != token):
+                    return
+            if token is None:
+                _leave_to_its_builder(name)
+            there = namespaces_of(name)
+            if there:
+                Commands(lock).ip(*(f"netns del {namespace}" for namespace in there), force=True)
+            if left := namespaces_of(name):
+                raise LabError(f"{len(left)} of {len(there)} namespaces of lab {name!r} cannot be removed: {left[0]} …")
+            journal.forget(name)
+    except TimeoutError:
+        raise LabError(_BUSY.format(name)) from None
+
+
+def _leave_to_its_builder(name: str) -> None:
+    try:
+        record = Journal.read(name)
+    except LabError:
+        return
+    if record is not None and record.stage != "up" and record.process_lives:
+        raise LabError(f"Lab {name!r} is being built by process {record.pid}: wait for it, or end that process first.")
+
+
+def why_taken(name: str) -> str:
+    """Say why there can be no new lab of a name, and what to do about it."""
+    record = Journal.read(name)
+    way_out = f"`meshmend lab down {name}` takes it down"
+    if record is None:
+        return f"Namespaces of a lab {name!r} are there, but no journal of it: {way_out}."
+    if record.stage == "up":
+        return f"Lab {name!r} is up (made by process {record.pid}): {way_out}."
+    if record.process_lives:
+        return f"Lab {name!r} is being built by process {record.pid}: wait for it, or choose another name."
+    return f"Lab {name!r} is half-built (process {record.pid} ended before it was done): {way_out}."
+
+
+def check_name(name: str) -> None:
+    """Raise `LabError` unless this is a name for a lab: it becomes part of files and namespaces."""
     if not re.fullmatch(r"[a-z][a-z0-9]{0,15}", name):
         raise LabError(f"{name!r} is not a name for a lab: up to 16 small letters and digits, a letter first.")
-    if not re.fullmatch(r"[1-9]\d{0,5}[kmg]bit", rate):
-        raise LabError(f"{rate!r} is not a rate. Write it as tc does: 40mbit, 500kbit, 1gbit.")
-    for tool in ("ip", "tc"):
+
+
+def check_root() -> None:
+    """Raise `LabError` unless this process may make and remove namespaces."""
+    for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("sysctl", "procps")):
         if shutil.which(tool) is None:
-            raise LabError(f"The lab needs the command {tool}: install iproute2.")
+            raise LabError(f"The lab needs the command {tool}: install {package}.")
     if os.geteuid() != 0:
         raise LabError("The lab makes network namespaces, which takes root: run this command with sudo.")
 
 
-def _address_kind() -> str:
+def _address_kind(commands: Commands, namespace: str) -> str:
     """Return a kind of interface that holds an address and nothing else; some kernels have no dummy."""
-    probe = f"{PREFIX}probe{os.getpid()}"
-    _ip(f"netns add {probe}")
     try:
-        _ip(f"link add {INTERFACE} type dummy", namespace=probe)
+        commands.ip(f"link add {INTERFACE} type dummy", f"link del {INTERFACE}", namespace=namespace)
     except LabError:
         return "bridge"
-    finally:
-        _ip(f"netns del {probe}")
     return "dummy"
-
-
-def _ip(*lines: str, namespace: str | None = None, force: bool = False) -> None:
-    """Run `ip` commands as one batch."""
-    words = ["ip"] + (["-n", namespace] if namespace else []) + (["-force"] if force else [])
-    _run(*words, "-batch", "-", lines=list(lines), check=not force)
-
-
-def _run(*words: str, lines: list[str] | None = None, check: bool = True) -> None:
-    text = None if lines is None else "\n".join(lines) + "\n"
-    done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)  # noqa: S603
-    if check and done.returncode != 0:
-        raise LabError(f"{' '.join(words[:6])} failed: {done.stderr.strip()[:500]}")
 
 
 @contextlib.contextmanager
@@ -279,9 +335,3 @@ def _watched(lab: Lab) -> Iterator[None]:
     finally:
         os.close(writing)
         os.waitpid(watcher, 0)
-
-
-def name_lab(lab: Lab) -> str:
-    """Say what a lab is, in a few words."""
-    first = lab.mesh.chip(0)
-    return f"{lab.mesh}, {lab.mesh.n_chips} chips, {lab.rate} a link, {name_chip(first)} at {lab.address(first)}"

@@ -13,6 +13,7 @@ from meshmend.cost.predict import Forecast, Mode, predict
 from meshmend.cost.profile import StepProfile
 from meshmend.planning import PLANNERS, Auto, Planner
 from meshmend.planning.auto import Field
+from meshmend.schedule import Schedule
 from meshmend.topology import Mesh
 
 
@@ -59,11 +60,13 @@ def compare(
     mode: Mode = "lock-step",
     payloads: Sequence[float] = (),
     on_planner: Callable[[str], None] | None = None,
+    saved: Schedule | None = None,
 ) -> Comparison:
     """Predict every planner of `meshmend.planning.PLANNERS` on `mesh`, with its default parameters.
 
     A planner that chooses by payload and hardware is told them. The schedules are not proven here: nothing runs
     them. `payloads` asks for more payloads (an "empty" sweep by default); `on_planner` is called before each.
+    `saved` is a schedule of `mesh` that comes last, as "saved plan".
 
     >>> found = compare(Mesh("4x4"), 1e6, "ideal")
     >>> [(e.planner, round(e.forecast.ratio_to_bound, 2)) for e in found.entries if e.forecast]
@@ -77,6 +80,8 @@ def compare(
         if on_planner is not None:
             on_planner(name)
         entries.append(_entry(_make(kind, payload_bytes, chosen), mesh, payload_bytes, chosen, mode, payloads))
+    if saved is not None:
+        entries.append(_priced("saved plan", saved, 0.0, payload_bytes, chosen, mode, payloads))
     least = bound(mesh, links_at_once=chosen.links_at_once)
     return Comparison(mesh, least, chosen, payload_bytes, mode, tuple(payloads), tuple(entries))
 
@@ -96,17 +101,29 @@ def _entry(
         return PlannerResult(planner.name, why_not=why_not)
     started = time.perf_counter()
     schedule = planner.plan(mesh)
-    plan_seconds = time.perf_counter() - started
+    entry = _priced(planner.name, schedule, time.perf_counter() - started, payload_bytes, hardware, mode, payloads)
+    if not isinstance(planner, Auto):
+        return entry
+    field = Field(mesh)
+    return dataclasses.replace(entry, sweep=tuple(field.choose(payload, hardware).seconds for payload in payloads))
+
+
+def _priced(
+    name: str,
+    schedule: Schedule,
+    plan_seconds: float,
+    payload_bytes: float,
+    hardware: Hardware,
+    mode: Mode,
+    payloads: Sequence[float],
+) -> PlannerResult:
     profile = StepProfile(schedule)
-    if isinstance(planner, Auto):
-        field = Field(mesh)
-        sweep = [field.choose(payload, hardware).seconds for payload in payloads]
-    elif mode == "lock-step":
+    if mode == "lock-step":
         sweep = [profile.seconds(payload, hardware) for payload in payloads]
     else:
         sweep = [predict(schedule, payload, hardware, mode=mode, profile=profile).seconds for payload in payloads]
     return PlannerResult(
-        planner.name,
+        name,
         forecast=predict(schedule, payload_bytes, hardware, mode=mode, profile=profile),
         steps=schedule.n_steps,
         chunks=schedule.total_chunks,

@@ -3,6 +3,7 @@
 # No `from __future__ import annotations` here: DDP looks at the hook's annotations and wants classes, not strings.
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,32 +11,53 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from meshmend.torch.engine import Engine
+from meshmend.torch.payload import check_tensor, describe, kind_of, overwrite
 
 
 def all_reduce(tree: Any, engine: Engine, *, mean: bool = False) -> None:
     """Sum (or average) the tensors of a tree over all chips, in place.
 
     A single contiguous tensor is reduced where it is. Other tensors are packed, by dtype, into one payload each:
-    one long message is faster than many short ones.
+    one long message is faster than many short ones. All tensors are checked before the first is sent.
     """
-    op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+    kind = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+    leaves = [(path, leaf) for path, leaf in pytree.tree_flatten_with_path(tree)[0] if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for _, leaf in leaves]
+    check_tensors(tensors, kind)
+    # A dictionary's leaves come in the order in which it was filled: chips that filled theirs in another order would
+    # add up tensors of equal shapes and different names.
+    reduce_tensors(tensors, engine, kind, names=[[_name(key) for key in path] for path, _ in leaves])
+
+
+def _name(key: Any) -> Any:
+    """Return a key of a tree, where it is the same in every process."""
+    name = next((getattr(key, field) for field in ("key", "idx", "name") if hasattr(key, field)), None)
+    return name if isinstance(name, str | int) else type(name).__name__
+
+
+def check_tensors(tensors: Sequence[torch.Tensor], op: Any) -> None:
+    """Raise `PayloadError` if one of them cannot be reduced."""
+    for tensor in tensors:
+        check_tensor(tensor, kind_of(op))
+
+
+def reduce_tensors(tensors: Sequence[torch.Tensor], engine: Engine, op: Any, names: Any = None) -> None:
+    """Reduce tensors in place, those of each dtype as one payload. Members agree on `names` too, if they are given."""
+    kind = kind_of(op)
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
-    for tensor in pytree.tree_leaves(tree):
-        if isinstance(tensor, torch.Tensor):
-            by_dtype[tensor.dtype].append(tensor.detach())
-    for tensors in by_dtype.values():
-        reduce_tensors(tensors, engine, op)
-
-
-def reduce_tensors(tensors: list[torch.Tensor], engine: Engine, op: Any) -> None:
-    """Reduce tensors of one dtype in place, as one payload."""
-    if len(tensors) == 1 and tensors[0].is_contiguous():
-        engine.all_reduce(tensors[0], op)
-        return
-    packed = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    engine.all_reduce(packed, op)
-    for tensor, part in zip(tensors, packed.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(part.view(tensor.shape))
+    for tensor in tensors:
+        by_dtype[tensor.dtype].append(tensor.detach())
+    for alike in by_dtype.values():
+        words = describe(alike, kind, names)
+        if len(alike) == 1 and alike[0].is_contiguous():
+            engine.reduce(alike[0], kind, words)
+            continue
+        # In inference mode the engine's threads could not write to what is made here.
+        with torch.inference_mode(False):
+            packed = torch.cat([tensor.reshape(-1) for tensor in alike])
+        engine.reduce(packed, kind, words)
+        for tensor, part in zip(alike, packed.split([tensor.numel() for tensor in alike]), strict=True):
+            overwrite(tensor, part)
 
 
 def comm_hook(engine: Engine, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -1,55 +1,48 @@
 """The PyTorch engine: one process a chip runs its part of a schedule over point-to-point sends and receives.
 
-A chip waits only for the data that it needs: one thread for each neighbour takes what arrives from there, adds or
-copies it into place and sends on whatever that made ready. Receives are posted ahead into buffers that are kept from
-one run to the next; sends read the payload itself, which is reduced in place, or a copy where the schedule writes in
-the same step what it sends.
+Before anything moves, all members of the group agree on what they are about to do: the plan when an engine is made,
+and each call's plan, operation, dtype and shapes. What cannot be right is refused; only what the network fails to do is
+a lost chip.
 
 Made for Gloo. Any group will do whose `send` and `recv` match messages by tag and whose `wait` blocks the caller.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from meshmend.errors import LostChipError, ScheduleError
+from meshmend import __version__
+from meshmend.errors import Coordinate, DisagreementError, LostChipError, MeshmendError, ParameterError, ScheduleError
 from meshmend.schedule import Collective, Schedule
-from meshmend.torch.program import Program, Receive, compile_program
+from meshmend.torch.channel import MAX_MESSAGES, Channel, Deadline, TransportError
+from meshmend.torch.payload import check_payload, combine_of, describe, kind_of, memory_of, overwrite
+from meshmend.torch.program import Program, compile_program
+from meshmend.torch.run import Run
+from meshmend.verify import ensure_proven
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
-
-AHEAD_BYTES = 32 * 2**20
-"""Receives posted ahead from one neighbour. Gloo sends nothing before its receiver is ready, and says that it is
-ready behind whatever else is queued on the way back: too few, and links idle."""
-
-CLOSE_TAG = 2**31 - 1
-"""A tag that no message has."""
-
-_COMBINE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    dist.ReduceOp.SUM: torch.Tensor.add_,
-    dist.ReduceOp.AVG: torch.Tensor.add_,
-    dist.ReduceOp.PRODUCT: torch.Tensor.mul_,
-    dist.ReduceOp.MIN: lambda held, arriving: torch.minimum(held, arriving, out=held),
-    dist.ReduceOp.MAX: lambda held, arriving: torch.maximum(held, arriving, out=held),
-}
 
 
 class Engine:
     """Runs one schedule on one rank, any number of times.
 
-    `group` is a process group; `group_ranks[r]` is the group's number for the schedule's rank r (the same number
-    where it is left out). After an error the group's connections are closed, so that every other chip learns of it
-    within milliseconds: the engine is then of no more use, and says so.
+    `group` is a process group with one member for each chip; `group_ranks[r]` is the group's number for the schedule's
+    rank r (the same number where it is left out). Making an engine is a collective call, as making a group is: all
+    members make theirs, in the same order, and each raises if they do not fit together. Engines may share a group with
+    each other and with other messages, as long as those have tags below 2³⁰.
+
+    After a `LostChipError` the group's connections are closed, so that every other chip learns of it within
+    milliseconds: the engine is then of no more use, and says so. All other errors leave it as it was.
+
+    `channel` is for engines that take turns: they share one, and making them is not a collective call.
     """
 
     def __init__(
@@ -60,301 +53,179 @@ class Engine:
         *,
         group_ranks: Sequence[int] | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        channel: Channel | None = None,
     ) -> None:
-        if schedule.collective is not Collective.ALL_REDUCE:
-            raise ScheduleError(f"The engine runs all-reduce schedules: got {schedule.collective}.")
+        if timeout <= timedelta(0):
+            raise ParameterError(f"The engine's timeout is {timeout}: expected more than nothing.")
         self.schedule = schedule
         self.rank = rank
         self.timeout = timeout
-        self.error: LostChipError | None = None
-        self._group = group
-        self._group_ranks = list(range(schedule.mesh.n_chips)) if group_ranks is None else list(group_ranks)
-        if len(self._group_ranks) != schedule.mesh.n_chips:
-            raise ScheduleError(
-                f"{schedule!r} needs a group rank for each of {schedule.mesh.n_chips} chips: "
-                f"got {len(self._group_ranks)}."
-            )
-        self._program = compile_program(schedule, rank)
-        self._buffers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        self._lock = threading.Lock()
+        self._channel = Channel(group) if channel is None else channel
+        self._members = list(range(schedule.mesh.n_chips)) if group_ranks is None else list(group_ranks)
+        self._plan = ""
         self._worker: ThreadPoolExecutor | None = None
+        self._guard = threading.Lock()
+        refusal: MeshmendError | None = None
+        try:
+            self._program: Program = self._compile()
+        except MeshmendError as error:
+            refusal = error
+        if channel is None:
+            # Also with a plan that is refused here: the others have to learn of it.
+            words = f"{schedule!r}, {self._plan}" if refusal is None else f"refused, {refusal}"
+            try:
+                with self._channel.turn(self._channel.ticket()):
+                    self._agree(words, Deadline(timeout))
+            except DisagreementError as error:
+                raise refusal or error from None
+        if refusal is not None:
+            raise refusal
+
+    def _compile(self) -> Program:
+        """Check the schedule against the group, prove it, and return this rank's program."""
+        schedule, channel = self.schedule, self._channel
+        n_chips = schedule.mesh.n_chips
+        if schedule.collective is not Collective.ALL_REDUCE:
+            raise ScheduleError(f"The engine runs all-reduce schedules: got {schedule.collective}.")
+        if len(self._members) != n_chips:
+            raise ScheduleError(
+                f"{schedule!r} needs a group rank for each of {n_chips} chips: got {len(self._members)}."
+            )
+        if channel.size != n_chips:
+            raise ScheduleError(
+                f"{schedule!r} is for {n_chips} chips, but the process group has {channel.size} members. "
+                f"Plan for the mesh that this group serves, or make a group of the chips that the plan serves."
+            )
+        if sorted(self._members) != list(range(n_chips)):
+            raise ScheduleError(f"Expected each group rank from 0 to {n_chips - 1} once, got {self._members}.")
+        if not 0 <= self.rank < n_chips or self._members[self.rank] != channel.rank:
+            raise ScheduleError(
+                f"Rank {self.rank} of the schedule is not rank {channel.rank} of the group, which this process is. "
+                f"Expected rank {self._members.index(channel.rank)}; group_ranks says which is which."
+            )
+        ensure_proven(schedule)
+        program = compile_program(schedule, self.rank)
+        if len(program.sends) > MAX_MESSAGES or len(program.receives) > MAX_MESSAGES:
+            raise ScheduleError(f"{schedule!r} has more than {MAX_MESSAGES:,} messages for one chip.")
+        self._plan = f"plan {digest_of(schedule, self._members)} (meshmend {__version__})"
+        return program
+
+    @property
+    def error(self) -> Exception | None:
+        """What has made this engine useless, if something has."""
+        return self._channel.error
 
     def all_reduce(self, payload: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """Reduce a contiguous tensor in place over all chips; every chip ends with the same bits.
 
-        Raises `LostChipError` within the engine's timeout if a chip does not answer; the payload is then of no use.
+        Raises `PayloadError` for a tensor that cannot be reduced, and `DisagreementError` on every chip if they do not
+        bring equal ones: nothing has been sent then. Raises `LostChipError` within the engine's timeout if a chip does
+        not answer; the payload is then of no use. Calls run in the order in which they and `start` were called.
         """
-        combine = _COMBINE.get(op)
-        if combine is None:
-            raise ScheduleError(f"The engine reduces by SUM, AVG, PRODUCT, MIN or MAX: got {op}.")
-        if not payload.is_contiguous():
-            raise ScheduleError(f"The payload must be contiguous: got strides {payload.stride()}.")
-        with self._lock:
-            if self.error is not None:
-                raise self.error
-            run = _Run(self, payload.view(-1), combine)
+        kind = kind_of(op)
+        check_payload(payload, kind)
+        self.reduce(payload, kind, describe([payload], kind))
+
+    def reduce(self, payload: torch.Tensor, kind: Any, words: str) -> None:
+        """Reduce a payload that has been checked; `words` say what it is, and members agree on them."""
+        self._reduce(payload, kind, words, self._channel.ticket())
+
+    def _reduce(self, payload: torch.Tensor, kind: Any, words: str, ticket: int) -> None:
+        # In inference mode other threads could not write to what is made here.
+        with self._channel.turn(ticket), torch.inference_mode(False), torch.no_grad():
+            deadline = Deadline(self.timeout)
+            self._agree(f"call {ticket}, {words}, {self._plan}", deadline)
+            flat = memory_of(payload)
+            run = Run(self._program, self._channel, self._members, flat, combine_of(kind), deadline)
             try:
                 run.go()
-            except LostChipError as error:
-                self.error = error
+            except TransportError as error:
+                raise self._lost(error) from error
+            except BaseException as error:
+                self._break(error)
                 raise
-        if op == dist.ReduceOp.AVG:
-            payload /= self.schedule.mesh.n_chips
+            if kind == dist.ReduceOp.AVG:
+                flat /= self.schedule.mesh.n_chips
+            overwrite(payload, flat)
+
+    def _agree(self, words: str, deadline: Deadline) -> None:
+        try:
+            self._channel.agree(words, deadline)
+        except DisagreementError:
+            raise
+        except TransportError as error:
+            self._channel.close()
+            raise self._lost(error) from error
+        except BaseException as error:
+            self._channel.close()
+            self._break(error)
+            raise
+
+    def _break(self, error: BaseException) -> None:
+        """Note what ended a call half-way: not a lost chip, but the connections are closed as after one."""
+        self._channel.fail(MeshmendError(f"An earlier call of this engine ended half-way: {error!r}."))
+
+    def _lost(self, error: TransportError) -> LostChipError:
+        """Return the error of a call that the network failed, and keep it for later calls."""
+        lost = LostChipError(
+            self._name(self._channel.rank), self._name(error.member), str(self.schedule.mesh), str(error)
+        )
+        self._channel.fail(lost)
+        return lost
+
+    def _name(self, member: int) -> Coordinate:
+        """Return the chip of a member; of one that the schedule does not know, its number."""
+        rank = self._members.index(member) if member in self._members else member
+        mesh = self.schedule.mesh
+        return mesh.chip(rank) if rank < mesh.n_chips else (member,)
 
     def start(self, payload: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.futures.Future[torch.Tensor]:
-        """Start `all_reduce` and return a future of the payload. Starts are served in order, on every chip alike."""
+        """Start `all_reduce` and return a future of the payload. A payload that is refused is refused at once."""
+        kind = kind_of(op)
+        check_payload(payload, kind)
+        words = describe([payload], kind)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
 
-        def work() -> None:
+        def work(ticket: int) -> None:
             try:
-                self.all_reduce(payload, op)
+                self._reduce(payload, kind, words, ticket)
             except Exception as error:
                 future.set_exception(error)
             else:
                 future.set_result(payload)
 
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="meshmend")
-        self._worker.submit(work)
+        with self._guard:
+            if self.error is not None:
+                future.set_exception(self.error)
+                return future
+            if self._worker is None:
+                self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="meshmend")
+            try:
+                self._worker.submit(work, self._channel.ticket())
+            except RuntimeError as error:  # the interpreter is shutting down
+                self._break(error)
+                raise
         return future
 
     def close(self) -> None:
-        """Close the group's connections: every pending wait ends at once, here and at the neighbours."""
-        # Gloo has no call for this, but a wait that times out closes every connection of its group. On a connection
-        # that is closed already the receive itself fails, and another has to do.
-        nothing = torch.empty(1, dtype=torch.uint8)
-        for peer in self._program.peers:
-            with suppress(RuntimeError):
-                work = self._group.recv([nothing], self._group_ranks[peer], CLOSE_TAG)
-                work.wait(timedelta(milliseconds=1))
+        """Close the group's connections and end the background thread.
 
-    def _buffer(self, peer: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-        held = self._buffers.get((peer, dtype))
-        if held is None or held.numel() < size:
-            held = self._buffers[peer, dtype] = torch.empty(size, dtype=dtype)
-        return held
-
-
-class _Inbox:
-    """Receives from one neighbour: posted ahead, in order, each in its own slot of a ring of buffers."""
-
-    def __init__(self, run: _Run, peer: int, numbers: list[int]) -> None:
-        self._run = run
-        self._peer = peer
-        self._numbers = numbers
-        self._slot_size = max(run.size(run.program.receives[number]) for number in numbers)
-        slot_bytes = self._slot_size * run.flat.element_size()
-        self._depth = min(len(numbers), max(2, AHEAD_BYTES // max(slot_bytes, 1)))
-        self._buffer = run.engine._buffer(peer, self._depth * self._slot_size, run.flat.dtype)
-        self._posted: deque[tuple[Any, torch.Tensor]] = deque()
-        self._next = 0
-        for _ in range(self._depth):
-            self._post()
-
-    def _post(self) -> None:
-        if self._next == len(self._numbers):
-            return
-        message = self._run.program.receives[self._numbers[self._next]]
-        if message.direct:
-            slot = self._run.part(message.first, message.last)
-        else:
-            start = (self._next % self._depth) * self._slot_size
-            slot = self._buffer[start : start + self._run.size(message)]
-        self._posted.append((self._run.receive(slot, message), slot))
-        self._next += 1
-
-    def take(self) -> None:
-        """Take every message in turn and put it where it belongs. Runs in a thread of its own."""
-        try:
-            for number in self._numbers:
-                work, slot = self._posted.popleft()
-                if work is not None:
-                    work.wait(self._run.time_left())
-                self._run.write(number, slot)
-                self._post()
-        except Exception as error:
-            self._run.fail(error, self._peer)
-
-
-class _Outbox:
-    """Sends to one neighbour, in order of step.
-
-    A link is a queue. Whatever is sent on it early, because it happens to be ready, holds up what the schedule wants
-    there first: sums of late chunks would keep back the results of early ones.
-    """
-
-    def __init__(self, run: _Run, numbers: list[int]) -> None:
-        self._run = run
-        self._numbers = numbers
-        self._ready: set[int] = set()
-        self._next = 0
-        self._turn = threading.Lock()
-
-    def add(self, number: int) -> list[int]:
-        """Note that a message is ready, and send those whose turn it is; return which."""
-        with self._turn:
-            self._ready.add(number)
-            first = self._next
-            while self._next < len(self._numbers) and self._numbers[self._next] in self._ready:
-                self._run.send(self._numbers[self._next])
-                self._next += 1
-            return self._numbers[first : self._next]
-
-
-class _Run:
-    """One all-reduce of one payload: which messages are still to come, and who waits for them."""
-
-    def __init__(
-        self, engine: Engine, flat: torch.Tensor, combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    ) -> None:
-        self.engine = engine
-        self.program: Program = engine._program
-        self.flat = flat
-        self._n_elements = int(flat.numel())
-        self._combine = combine
-        self._group = engine._group
-        self._ranks = engine._group_ranks
-        self._deadline = time.monotonic() + engine.timeout.total_seconds()
-        sends, receives = self.program.sends, self.program.receives
-        self._send_waits = [len(send.after_receives) for send in sends]
-        self._receive_waits = [len(receive.after_receives) + len(receive.after_sends) for receive in receives]
-        self._works: list[Any] = [None] * len(sends)
-        self._work_locks = [threading.Lock() for _ in sends]
-        numbers: dict[int, list[int]] = {}
-        for number, send in enumerate(sends):
-            numbers.setdefault(send.peer, []).append(number)
-        self._outboxes = {peer: _Outbox(self, own) for peer, own in numbers.items()}
-        self._state = threading.Condition()
-        self._error: tuple[Exception, int] | None = None
-
-    def go(self) -> None:
-        """Run to the end, or raise."""
-        inboxes = []
-        try:
-            numbers: dict[int, list[int]] = {}
-            for number, receive in enumerate(self.program.receives):
-                numbers.setdefault(receive.peer, []).append(number)
-            inboxes = [_Inbox(self, peer, own) for peer, own in numbers.items()]
-            self._send([number for number, waits in enumerate(self._send_waits) if waits == 0])
-        except Exception as error:
-            self.fail(error, self.program.peers[0])
-        threads = [threading.Thread(target=inbox.take, daemon=True) for inbox in inboxes[1:]]
-        for thread in threads:
-            thread.start()
-        if inboxes:
-            inboxes[0].take()
-        for thread in threads:
-            thread.join()
-        if self._error is None:
-            for number, send in enumerate(self.program.sends):
-                try:
-                    self._finish(number)
-                except Exception as error:
-                    self.fail(error, send.peer)
-                    break
-        if self._error is not None:
-            cause, peer = self._error
-            mesh = self.engine.schedule.mesh
-            raise LostChipError(mesh.chip(self.program.rank), mesh.chip(peer), str(mesh), str(cause)) from cause
-
-    def size(self, message: Receive) -> int:
-        """Return the number of elements in a message."""
-        return self._bound(message.last) - self._bound(message.first)
-
-    def _bound(self, chunk: int) -> int:
-        """Where a chunk starts: chunks of one payload differ by at most one element, and nothing is padded."""
-        return self._n_elements * chunk // self.program.total_chunks
-
-    def part(self, first: int, last: int) -> torch.Tensor:
-        """Return chunks of the payload."""
-        return self.flat[self._bound(first) : self._bound(last)]
-
-    def time_left(self) -> timedelta:
-        """Return the time to the deadline."""
-        # Gloo takes a zero for "no limit".
-        return timedelta(seconds=max(self._deadline - time.monotonic(), 0.001))
-
-    def receive(self, slot: torch.Tensor, message: Receive) -> Any:
-        """Post a receive; None where the message is empty, which no one sends."""
-        return self._group.recv([slot], self._ranks[message.peer], message.tag) if slot.numel() else None
-
-    def write(self, number: int, arrived: torch.Tensor) -> None:
-        """Put what arrived into its place, and send what that made ready."""
-        message = self.program.receives[number]
-        if not message.direct:
-            self._place(number, message, arrived)
-        ready, freed = [], False
-        sends, receives = self.program.waiting_for_receive[number]
-        with self._state:
-            for send in sends:
-                self._send_waits[send] -= 1
-                if self._send_waits[send] == 0:
-                    ready.append(send)
-            for receive in receives:
-                self._receive_waits[receive] -= 1
-                freed |= self._receive_waits[receive] == 0
-            if freed:
-                self._state.notify_all()
-        if ready:
-            self._send(ready)
-
-    def _place(self, number: int, message: Receive, arrived: torch.Tensor) -> None:
-        """Add or copy what arrived, once nothing needs the old value any more."""
-        with self._state:
-            clear = self._state.wait_for(
-                lambda: self._error is not None or self._receive_waits[number] == 0, self.time_left().total_seconds()
-            )
-            if not clear or self._error is not None:
-                raise TimeoutError(f"no answer within {self.engine.timeout.total_seconds():g} s")
-        for send in message.after_sends:
-            if not self.program.sends[send].staged:
-                self._finish(send)
-        if arrived.numel():
-            held = self.part(message.first, message.last)
-            if message.adds:
-                self._combine(held, arrived)
-            else:
-                held.copy_(arrived)
-
-    def _finish(self, send: int) -> None:
-        """Wait until a send has arrived.
-
-        Several writes may wait for one send, each in its own thread, but of two threads that wait for one of Gloo's
-        works only one is woken: the first waits for the work, the others for the first.
+        Every pending wait ends at once, here and at the neighbours. The engine is of no more use afterwards.
         """
-        with self._work_locks[send]:
-            work, self._works[send] = self._works[send], None
-            if work is not None:
-                work.wait(self.time_left())
+        with self._guard:
+            self._channel.fail(MeshmendError("This engine was closed: make another on a new group."))
+            worker, self._worker = self._worker, None
+        self._channel.close(self._members[peer] for peer in self._program.peers)
+        if worker is not None:
+            # What is queued is not dropped: it ends with the error, and so do those who wait for it.
+            worker.shutdown(wait=False)
 
-    def _send(self, numbers: list[int]) -> None:
-        """Send what is ready now, and what was ready but had to wait for its turn on the link."""
-        freed, sent = False, []
-        for number in numbers:
-            sent += self._outboxes[self.program.sends[number].peer].add(number)
-        with self._state:
-            for number in sent:
-                for receive in self.program.waiting_for_send[number]:
-                    self._receive_waits[receive] -= 1
-                    freed |= self._receive_waits[receive] == 0
-            if freed:
-                self._state.notify_all()
 
-    def send(self, number: int) -> None:
-        """Hand a message to the group."""
-        message = self.program.sends[number]
-        part = self.part(message.first, message.last)
-        if part.numel():
-            if message.staged:
-                part = part.clone()
-            self._works[number] = self._group.send([part], self._ranks[message.peer], message.tag)
-
-    def fail(self, error: Exception, peer: int) -> None:
-        """Note the first error and wake everyone who waits."""
-        with self._state:
-            first = self._error is None
-            if first:
-                self._error = (error, peer)
-            self._state.notify_all()
-        if first:
-            self.engine.close()
+def digest_of(schedule: Schedule, members: Sequence[int]) -> str:
+    """Return a digest of all that decides which messages an engine sends, and what they mean."""
+    mesh = schedule.mesh
+    facts = (mesh.shape, mesh.wrap, mesh.coords.tolist(), schedule.total_chunks, list(members))
+    found = hashlib.blake2b(repr(facts).encode(), digest_size=16)
+    for column in (schedule.step, schedule.src, schedule.dst, schedule.first_chunk, schedule.n_chunks, schedule.op):
+        found.update(column.tobytes())
+    return found.hexdigest()

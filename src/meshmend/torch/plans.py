@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,9 +24,12 @@ grows with the square root of the payload: 32 MB are cut into 256, of 125 kB eac
 
 MAX_CHUNKS = 1024
 
+MAX_KEPT_BYTES = 2**29
+"""Plans are kept up to this, the least recently used go first. A plan for 256 chips and 32 MB takes about 10 MB."""
+
 
 class Plans:
-    """Schedules for the survivors of one machine, each made once and proven.
+    """Schedules for the survivors of one machine, each made once and proven, and kept while there is room.
 
     `cache` is a plan cache on disk, in which plans made ahead of time are found.
 
@@ -39,7 +44,10 @@ class Plans:
         self._names = PREFERENCE if planner is None else (planner,)
         self._parameters = dict(parameters or {})
         self._kept = {} if cache is None else {"cache": cache}
-        self._made: dict[tuple[Mesh, int], Schedule] = {}
+        self._made: OrderedDict[tuple[Mesh, int], Schedule] = OrderedDict()
+        self._kept_bytes = 0
+        # Held for moments, never while a plan is made: planning ahead holds nobody up.
+        self._guard = threading.Lock()
 
     def __str__(self) -> str:
         given = "".join(f" {name}={value}" for name, value in sorted(self._parameters.items()))
@@ -48,9 +56,18 @@ class Plans:
     def get(self, mesh: Mesh, payload_bytes: int) -> Schedule:
         """Return the plan for a payload; raise `PlanError` where no planner serves the mesh."""
         key = (mesh, self.chunks(payload_bytes))
-        if key not in self._made:
-            self._made[key] = self._plan(mesh, key[1])
-        return self._made[key]
+        with self._guard:
+            if key in self._made:
+                self._made.move_to_end(key)
+                return self._made[key]
+        schedule = self._plan(*key)
+        with self._guard:
+            if key not in self._made:
+                self._made[key] = schedule
+                self._kept_bytes += _bytes_of(schedule)
+            while self._kept_bytes > MAX_KEPT_BYTES and len(self._made) > 1:
+                self._kept_bytes -= _bytes_of(self._made.popitem(last=False)[1])
+        return schedule
 
     def prepare(self, mesh: Mesh, holes: Iterable[Region | str], payload_bytes: int) -> None:
         """Plan ahead for the loss of each of `holes`, one at a time; holes that cut the survivors apart are left."""
@@ -81,3 +98,9 @@ class Plans:
         if refused is None:
             raise PlanError(">".join(self._names), str(mesh), "none of these planners is known here.")
         raise refused
+
+
+def _bytes_of(schedule: Schedule) -> int:
+    """Return how much memory a plan takes."""
+    columns = (schedule.step, schedule.src, schedule.dst, schedule.first_chunk, schedule.n_chunks, schedule.op)
+    return sum(column.nbytes for column in (*columns, schedule.phase, schedule.owners))

@@ -6,7 +6,8 @@ each makes the same plan.
 
 What must hold, or the promise stops: every member gives the same shape, planner and meshmend version (checked); no
 two live members give the same coordinate (checked); the survivors are connected (else `PlanError`, and no step
-commits until the mesh is whole enough); members call the same all-reduces in the same order with equal sizes.
+commits until the mesh is whole enough); members call the same all-reduces in the same order with equal shapes, dtypes
+and operations (checked at each call, before data moves).
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ import torch.distributed as dist
 from torchft.process_group import ProcessGroupWrapper
 
 from meshmend import __version__
-from meshmend.errors import Coordinate, MeshError, MeshmendError, name_chip
+from meshmend.errors import Coordinate, MeshError, MeshmendError, WaitTimeoutError, name_chip
 from meshmend.schedule import Schedule
 from meshmend.topology import Mesh, Region, name_shape, parse_chip
-from meshmend.torch.collective import reduce_tensors
+from meshmend.torch.channel import Channel
+from meshmend.torch.collective import check_tensors, reduce_tensors
 from meshmend.torch.engine import Engine
 from meshmend.torch.plans import Plans
 
@@ -60,7 +62,8 @@ class MeshProcessGroup(ProcessGroupWrapper):
     A chip that dies during an all-reduce gives an error on every survivor: within a fraction of a second if its process
     ended, within `timeout` if its cables were cut.
 
-    All-reduces run the plan, one after the other, in the background. Other collectives go through Gloo itself.
+    All-reduces run the plan, one after the other, in the background. Other collectives go through Gloo itself. `abort`
+    and `shutdown` end the background thread; `abort` never waits for a plan that is being made.
     """
 
     def __init__(
@@ -83,12 +86,14 @@ class MeshProcessGroup(ProcessGroupWrapper):
         self._interface = interface or os.environ.get(INTERFACE_ENV)
         self._mesh: Mesh | None = None
         self._group_ranks: list[int] = []
+        self._channel: Channel | None = None
         self._engines: dict[int, Engine] = {}
         self._sizes: dict[int, int] = {}
         self._generation = 0
         self._error: Exception | None = None
+        # Held for moments, never while a plan is made: `abort` needs it.
         self._guard = threading.Lock()
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="meshmend")
+        self._worker: ThreadPoolExecutor | None = None
         self.timings = Timings()
 
     @property
@@ -144,7 +149,8 @@ class MeshProcessGroup(ProcessGroupWrapper):
             self._generation += 1
             self._error = None
             self._engines = {}
-            self._gloo = group._get_backend(torch.device("cpu"))
+            # Engines share a channel: whichever plan a payload runs, all members count its calls alike.
+            self._channel = Channel(group)
         started = time.time()
         # A member that has reduced nothing yet plans too: a mesh without a plan must fail here for all members alike,
         # or those who went on would wait for the others.
@@ -204,28 +210,38 @@ class MeshProcessGroup(ProcessGroupWrapper):
     def _engine(self, payload_bytes: int) -> Engine:
         """Return the engine for payloads of this size; made at most once for each plan."""
         chunks = Plans.chunks(payload_bytes)
-        if chunks not in self._engines:
+        with self._guard:
+            if chunks in self._engines:
+                return self._engines[chunks]
             self._sizes[chunks] = payload_bytes
-            self._engines[chunks] = Engine(
-                self._plans.get(self.mesh, payload_bytes),
-                self.mesh.rank(self._chip),
-                self._gloo,
-                group_ranks=self._group_ranks,
-                timeout=self._timeout,
-            )
-        return self._engines[chunks]
+            mesh, members, channel, generation = self.mesh, self._group_ranks, self._channel, self._generation
+        if channel is None:
+            raise MeshmendError(f"Chip {name_chip(self._chip)} has left its group: torchft forms the next one.")
+        engine = Engine(
+            self._plans.get(mesh, payload_bytes),
+            mesh.rank(self._chip),
+            None,
+            group_ranks=members,
+            timeout=self._timeout,
+            channel=channel,
+        )
+        with self._guard:
+            if self._generation != generation:
+                raise MeshmendError("The group was formed anew while this all-reduce was planned.")
+            return self._engines.setdefault(chunks, engine)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         """Reduce tensors in place, in the background; the work's future gives the tensors or the error."""
         op = getattr(opts, "reduceOp", opts)
         op = getattr(op, "op", op)
+        check_tensors(tensors, op)
         payload_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         with self._guard:
             if self._error is not None:
                 raise self._error
-            engine = self._engine(payload_bytes)
             generation = self._generation
+        engine = self._engine(payload_bytes)
 
         def work() -> None:
             try:
@@ -239,8 +255,11 @@ class MeshProcessGroup(ProcessGroupWrapper):
             else:
                 future.set_result(tensors)
 
-        self._worker.submit(work)
-        return _MeshWork(future)
+        with self._guard:
+            if self._worker is None:
+                self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="meshmend")
+            self._worker.submit(work)
+        return _MeshWork(future, self._chip)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         """Reduce tensors in place as one payload."""
@@ -259,28 +278,46 @@ class MeshProcessGroup(ProcessGroupWrapper):
     def abort(self, errored: bool = True) -> None:
         """Close all connections: whatever waits, here and on other chips, ends with an error."""
         with self._guard:
-            engines = list(self._engines.values())
+            channel, self._channel = self._channel, None
+            worker, self._worker = self._worker, None
+            left = MeshmendError(f"Chip {name_chip(self._chip)} left the group.")
             if errored and self._error is None:
-                self._error = MeshmendError(f"Chip {name_chip(self._chip)} left the group.")
-        for engine in engines:
-            engine.close()
+                self._error = left
+        if channel is not None:
+            channel.fail(left)
+            channel.close()
+        if worker is not None:
+            # What is queued is not dropped: it ends with the error, and so do those who wait for it.
+            worker.shutdown(wait=False)
         super().abort(errored=errored)
 
     def shutdown(self) -> None:
         """Close all connections and end the background thread."""
         self.abort()
-        self._worker.shutdown(wait=False)
 
 
 class _MeshWork(dist._Work):
     """What torch expects of a started collective."""
 
-    def __init__(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
+    def __init__(self, future: torch.futures.Future[list[torch.Tensor]], chip: Coordinate) -> None:
         super().__init__()
         self._future = future
+        self._chip = chip
+        self._ended = threading.Event()
+        future.add_done_callback(lambda _: self._ended.set())
 
-    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002  # torch's signature
-        """Wait for the end; the engine keeps its own deadline, so there is always one."""
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the end, or for `timeout`; the group keeps its own deadline, so there is always one.
+
+        After a `WaitTimeoutError` the all-reduce goes on: leave its tensors alone until another wait or the future has
+        ended, or `abort` the group. As elsewhere in torch, a timeout of zero is none.
+        """
+        if timeout and not self._ended.wait(timeout.total_seconds()):
+            raise WaitTimeoutError(
+                f"Chip {name_chip(self._chip)} waited {timeout.total_seconds():g} s for its all-reduce in vain. "
+                f"It goes on: leave its tensors alone until another wait has ended, or abort the group.",
+                waited_s=timeout.total_seconds(),
+            )
         self._future.wait()
         return True
 

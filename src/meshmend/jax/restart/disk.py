@@ -36,6 +36,8 @@ SLOWEST_BYTES_PER_S = 10e6
 """A disk that reads a checkpoint more slowly than this counts as dead."""
 LONGEST_FACTS = 256 << 20
 """Bytes; longer facts are damage, and not worth reading."""
+SPARE_BYTES = 64 << 20
+"""Bytes that a checkpoint may have beyond its arrays: metadata, and the shards of many small ones."""
 ABANDONED = "abandoned"
 """Folder of the checkpoints that the job has gone back behind."""
 
@@ -229,7 +231,7 @@ class Disk:
         saved = self.facts(step)
         try:
             seconds = self.timeout_s + saved.n_bytes / SLOWEST_BYTES_PER_S
-            leaves = within(seconds, self._read, step, saved.facts["leaves"])
+            leaves = within(seconds, self._read, saved)
             compare(leaves, saved.facts["leaves"], saved.facts["checksums"])
             its_outline = Outline.from_json(saved.facts["outline"])
             its_outline.check()
@@ -240,7 +242,8 @@ class Disk:
             raise
         except Exception as error:  # a damaged file makes Orbax raise whatever it met
             raise RestartError(
-                f"The checkpoint of step {step} in {self.folder} is damaged or cannot be read: {error}", step=step
+                f"The checkpoint of step {step} in {self.folder} is damaged or cannot be read: {str(error)[:300]}",
+                step=step,
             ) from error
 
     def out_of_reach(self) -> str:
@@ -261,17 +264,20 @@ class Disk:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.steps()
 
-    def _read(self, step: int, leaves: Sequence[tuple[Sequence[int], str]]) -> list[NDArray[Any]]:
+    def _read(self, saved: Saved) -> list[NDArray[Any]]:
         """Read the arrays, by this process alone: a barrier would wait for one whose disk is dead."""
         ocp = _orbax()
+        folder = self.folder / str(saved.step) / "arrays"
+        check_files(folder, saved.n_bytes)
         me = jax.process_index()
         alone = ocp.options.MultiprocessingOptions(
             primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"meshmend-read-{me}"
         )
+        leaves = saved.facts["leaves"]
         like = {f"{i:05d}": np.empty(shape, np.dtype(dtype)) for i, (shape, dtype) in enumerate(leaves)}
         handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
         with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
-            arrays = reader.restore(self.folder / str(step) / "arrays", args=ocp.args.StandardRestore(like))
+            arrays = reader.restore(folder, args=ocp.args.StandardRestore(like))
         return [np.asarray(arrays[name]) for name in sorted(like)]
 
     def _opened(self) -> tuple[Any, Any]:
@@ -282,6 +288,18 @@ class Disk:
             )
             self._manager = ocp.CheckpointManager(self.folder, options=options)
         return ocp, self._manager
+
+
+def check_files(folder: Path, n_bytes: int) -> None:
+    """Raise `RestartError` if a checkpoint has what Orbax would read without end: links, devices, files out of size."""
+    total = 0
+    for path in folder.rglob("*"):
+        about = path.lstat()
+        if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(about.st_mode):
+            raise RestartError(f"{path}: expected a plain file")
+        total += about.st_size if stat.S_ISREG(about.st_mode) else 0
+    if total > 4 * n_bytes + SPARE_BYTES:
+        raise RestartError(f"{folder}: expected about {n_bytes} bytes of arrays, got {total}")
 
 
 def checksums_of(leaves: Sequence[jax.Array], is_sharded: Sequence[bool], process: int, n_processes: int) -> Checksums:

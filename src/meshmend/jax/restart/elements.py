@@ -184,6 +184,13 @@ class StateLayout:
         `accumulate` must be what `train_step` was given.
         """
         leaves, structure = jax.tree.flatten((params, state))
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path((params, state))[0]]
+        for leaf, path in zip(leaves, paths, strict=True):
+            if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+                raise RestartError(
+                    f"{jax.tree_util.keystr(path)} has dtype {leaf.dtype}, which cannot be kept. Use a raw key "
+                    "(jax.random.PRNGKey) in its place."
+                )
         n_params = len(jax.tree.leaves(params))
         halves = program if isinstance(program, Halves) else None
         is_sharded = tuple(halves is not None and i >= n_params and leaf.ndim > 0 for i, leaf in enumerate(leaves))
@@ -201,7 +208,6 @@ class StateLayout:
             layout = halves.scatter.layout
             total_chunks, owned = layout.shape.total_chunks, owned_chunks(reduce_scatter_of(schedule)).astype(int)
             groups = groups_of(leaves[:n_params], layout, accumulate)
-            paths = [path for path, _ in jax.tree_util.tree_flatten_with_path((params, state))[0]]
             for leaf, split, path in zip(leaves, is_sharded, paths, strict=True):
                 if split:
                     group = getattr(path[-1], "idx", None)

@@ -30,7 +30,6 @@ PATIENCE_S = 10.0
 def default_folder(job: str, host: int) -> Path:
     """Return where a host keeps its copies: a folder per job and host in $MESHMEND_MEMORY, or in /dev/shm.
 
-    >>> os.environ.pop("MESHMEND_MEMORY", None) and None
     >>> default_folder("train", 3).parts[-2:]
     ('train', 'host-3')
     """

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from meshmend.errors import RestartError
 from meshmend.jax.program import Halves, Program
-from meshmend.jax.restart.disk import SLOWEST_BYTES_PER_S, Disk
+from meshmend.jax.restart.disk import Disk
 from meshmend.jax.restart.elements import StateLayout, Vectors
 from meshmend.jax.restart.exchange import combine
 from meshmend.jax.restart.fetch import within
@@ -72,9 +72,7 @@ class Keeper:
         self.memory = HostMemory(default_folder(session.launch.job, session.host) if memory is None else memory)
         self.memory_every = memory_every
         self.disk = (
-            Disk(disk, timeout_s=disk_timeout_s, exchange=lambda fact: self._exchange(fact, 2 * disk_timeout_s))
-            if disk is not None
-            else None
+            Disk(disk, timeout_s=disk_timeout_s, exchange=session.notices.exchange) if disk is not None else None
         )
         self.disk_every = disk_every
         self.accumulate = accumulate
@@ -110,7 +108,7 @@ class Keeper:
             )
             self._layout = layout
             copies, mine = self._inventory(layout)
-            everybody = self._exchange(mine, self.disk.timeout_s if self.disk is not None else 0.0)
+            everybody = self.session.notices.exchange(mine)
             check_alike(everybody)
             sources = rank_sources([held["offers"] for held in everybody])
             # The launcher's own count starts anew with each of its agents; this one is the same on all hosts.
@@ -224,7 +222,6 @@ class Keeper:
         self, sources: Sequence[Source], problems: list[str], copies: Sequence[Copy], layout: StateLayout, like: Any
     ) -> Resumed | None:
         """Return the first source, newest first, that all processes can bring; add what is skipped to `problems`."""
-        n_bytes = sum(size * np.dtype(dtype).itemsize for dtype, size in layout.outline.vectors.values())
         incomplete = []
         for source in sources:
             if source.differs:
@@ -238,11 +235,11 @@ class Keeper:
                 incomplete.append(str(source))
                 continue
             vectors, extra, why = self._bring(source, copies, layout)
-            patience_s = n_bytes / SLOWEST_BYTES_PER_S + (self.disk.timeout_s if self.disk is not None else 0.0)
-            told = self._exchange({"extra": extra, "why": why}, patience_s)
+            told = self.session.notices.exchange({"extra": extra, "why": why})
             failures = [f"host {host}: {word['why']}" for host, word in self._by_host(told) if word["why"]]
             if failures:
-                problems += failures
+                more = f" (and on {len(failures) - 1} more hosts)" if len(failures) > 1 else ""
+                problems.append(failures[0] + more)
                 if source.kind == "disk":
                     self._damaged.add(source.step)
                 continue
@@ -320,16 +317,6 @@ class Keeper:
         if step is not None:
             self._saved_step = step
             self.session.timeline.note("saved", step=step)
-
-    def _exchange(self, fact: Any, more_s: float) -> list[Any]:
-        """Tell all processes a fact, and wait for theirs for some seconds longer than usual."""
-        notices = self.session.notices
-        usual = notices.timeout_s
-        notices.timeout_s = usual + more_s
-        try:
-            return notices.exchange(fact)
-        finally:
-            notices.timeout_s = usual
 
     def _by_host(self, told: Sequence[Any]) -> list[tuple[int, Any]]:
         return list(zip(self.session.host_of_process, told, strict=True))

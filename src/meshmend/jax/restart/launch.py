@@ -32,6 +32,19 @@ class Launch:
     job: str = "job"
     secret: str = field(default="", repr=False)
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.process < self.n_processes:
+            raise RestartError(
+                f"This is process {self.process} of {self.n_processes}, expected a number from 0 to "
+                f"{self.n_processes - 1}. Look at what {self.launcher} has set."
+            )
+        name, _, port = self.coordinator.rpartition(":")
+        if not name or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise RestartError(
+                f"The coordinator is {self.coordinator!r}, expected an address and a port from 1 to 65535, as in "
+                f"10.0.0.7:{DEFAULT_PORT}. Look at what {self.launcher} has set."
+            )
+
 
 def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     """Read the launcher's environment variables; raise `RestartError` if no launcher is recognised.
@@ -56,7 +69,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
             address if ":" in address else f"{address}:{DEFAULT_PORT}",
             _number(env, "JAX_NUM_PROCESSES"),
             _number(env, "JAX_PROCESS_ID"),
-            int(env.get("JOBSET_RESTART_ATTEMPT", "0")),
+            _number(env, "JOBSET_RESTART_ATTEMPT", "0"),
             "JAX's environment",
             _job(env, "JOBSET_NAME"),
             env.get("MESHMEND_SECRET", ""),
@@ -71,7 +84,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
             f"{env['MASTER_ADDR']}:{_number(env, 'MASTER_PORT')}",
             _number(env, "WORLD_SIZE"),
             _number(env, "RANK"),
-            int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            _number(env, "TORCHELASTIC_RESTART_COUNT", "0"),
             "torchrun",
             _job(env, "TORCHELASTIC_RUN_ID"),
             env.get("MESHMEND_SECRET", ""),
@@ -82,7 +95,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
             f"{_first_node(nodes)}:{_slurm_port(env)}",
             _number(env, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"),
             _number(env, "SLURM_PROCID"),
-            int(env.get("SLURM_RESTART_COUNT", "0")),
+            _number(env, "SLURM_RESTART_COUNT", "0"),
             "Slurm",
             _job(env, "SLURM_JOB_ID"),
             env.get("MESHMEND_SECRET", ""),
@@ -94,8 +107,8 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     )
 
 
-def _number(env: Mapping[str, str], name: str) -> int:
-    text = env.get(name, "")
+def _number(env: Mapping[str, str], name: str, default: str = "") -> int:
+    text = env.get(name, default)
     if not text.isdecimal():
         raise RestartError(f"{name} is {text!r} in the environment, expected a whole number from the launcher.")
     return int(text)
@@ -107,7 +120,7 @@ def _job(env: Mapping[str, str], launchers_name: str) -> str:
 
 def _slurm_port(env: Mapping[str, str]) -> int:
     """Return a port that all tasks of a step know, another one for each job and step."""
-    return 61000 + (int(env.get("SLURM_JOB_ID", "0")) + 97 * int(env.get("SLURM_STEP_ID", "0"))) % 4000
+    return 61000 + (_number(env, "SLURM_JOB_ID", "0") + 97 * _number(env, "SLURM_STEP_ID", "0")) % 4000
 
 
 def _first_node(nodes: str) -> str:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import stat
 import zlib
 from dataclasses import dataclass
@@ -110,7 +111,7 @@ class HostMemory:
             if len(known) >= KEPT and stat.S_ISREG(known[0].lstat().st_mode):
                 known[0].replace(unfinished)
         if not _is_regular(unfinished):
-            unfinished.unlink(missing_ok=True)
+            _remove(unfinished)
         with unfinished.open("r+b" if unfinished.exists() else "wb") as file:
             file.write(MAGIC + f"{len(header)} {hashlib.sha256(header).hexdigest()}\n".encode() + header)
             for _, rows in arrays:
@@ -118,7 +119,7 @@ class HostMemory:
             file.truncate()
         unfinished.replace(self.folder / copy.name)
         for old in self._files()[:-KEPT]:
-            old.unlink(missing_ok=True)
+            _remove(old)
         return (self.folder / copy.name).stat().st_size
 
     def read(self) -> tuple[list[Copy], list[RestartError]]:
@@ -140,12 +141,12 @@ class HostMemory:
         for path in self._files():
             its_attempt, its_step = map(int, path.name.split("-"))
             if its_step > step or (its_attempt, its_step) > (attempt, step):
-                path.unlink(missing_ok=True)
+                _remove(path)
 
     def clear(self) -> None:
         """Drop all copies, and the folder."""
         for path in [*self._files(), self.folder / "unfinished"]:
-            path.unlink(missing_ok=True)
+            _remove(path)
         self.lock.remove()
         with contextlib.suppress(OSError):
             self.folder.rmdir()
@@ -224,3 +225,11 @@ def _read(path: Path, file: BinaryIO, size: int) -> Copy:
 
 def _is_regular(path: Path) -> bool:
     return not path.is_symlink() and path.is_file()
+
+
+def _remove(path: Path) -> None:
+    """Remove whatever is in a copy's place."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

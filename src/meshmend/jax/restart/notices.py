@@ -81,7 +81,7 @@ class Notices:
         """Stop beating; before JAX's coordination service ends."""
         self._closed.set()
         if self._heart is not None:
-            self._heart.join()
+            self._heart.join(self.timeout_s)
 
     def _tell(self, fact: Any) -> str:
         folder = f"meshmend/{next(self._round)}"

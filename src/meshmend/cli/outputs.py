@@ -1,0 +1,50 @@
+"""Where results go: whether they can be written there is asked before the work, not after it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshmend.errors import ParameterError, require
+
+SCHEDULES = (".npz", ".txt")
+PLOTS = (".png", ".svg", ".pdf")
+
+
+def check_output(option: str, path: Path | None, endings: Sequence[str] = ()) -> None:
+    """Raise `ParameterError` if a result cannot be written to `path`; called before the work that makes it."""
+    if path is None:
+        return
+    if endings and path.suffix.lower() not in endings:
+        raise ParameterError(
+            f"{option} {path}: the name ends in {path.suffix!r}, expected {', '.join(endings[:-1])} or {endings[-1]}."
+        )
+    if path.is_dir():
+        raise ParameterError(f"{option} {path}: this is a folder; give the name of a file in it.")
+    if path.exists():
+        if not os.access(path, os.W_OK):
+            raise ParameterError(f"{option} {path}: this file may not be written.")
+        return
+    check_folder(option, path.parent, make=False)
+
+
+def check_plot(option: str, path: Path | None) -> None:
+    """Raise an error if a plot cannot be drawn, or not to `path`."""
+    if path is not None:
+        check_output(option, path, PLOTS)
+        require("matplotlib", needed_for="Plotting", extra="draw")
+
+
+def check_folder(option: str, folder: Path, *, make: bool) -> None:
+    """Raise `ParameterError` if no file can be made in a folder; with `make`, the folder is made if it is not there."""
+    try:
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
+        # Permissions say less than an attempt: the disk may be read-only or full.
+        with tempfile.TemporaryFile(dir=folder, prefix=".meshmend-"):
+            pass
+    except OSError as error:
+        why = "there is no such folder" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
+        raise ParameterError(f"{option}: nothing can be written in {folder}: {why}.") from error

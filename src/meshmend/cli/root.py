@@ -1,0 +1,60 @@
+"""The root of the commands: where whatever ends a command becomes one line and an exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from meshmend.cli.common import INTERRUPTED, USAGE, tell_error, told_errors
+from meshmend.cli.terminal import write_what_the_encoding_lacks
+
+_ClickException = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+"""The class that typer raises for a wrong command line: click's, or that of a copy of click of its own."""
+
+
+class OneLine(TyperGroup):
+    """The root of the commands: whatever ends them is told in one line, with an exit code of `EXIT_CODES`."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run a command, and exit."""
+        if not standalone_mode:
+            return super().main(args, prog_name, complete_var, standalone_mode, windows_expand_args, **extra)
+        words = sys.argv[1:] if args is None else list(args)
+        as_json = "--json" in words[: words.index("--") if "--" in words else None]
+        write_what_the_encoding_lacks()
+        try:
+            with told_errors(as_json):
+                code = super().main(words, prog_name, complete_var, False, windows_expand_args, **extra)
+                if sys.stdout is not None:
+                    sys.stdout.flush()
+        except typer.Exit as exited:
+            code = exited.exit_code
+        except (KeyboardInterrupt, typer.Abort):
+            code = INTERRUPTED
+        except _ClickException as error:
+            code = _tell_usage(error, as_json)
+        if code == INTERRUPTED:
+            tell_error("Interrupted", "Interrupted.", as_json)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _tell_usage(error: Any, as_json: bool) -> int:
+    context = getattr(error, "ctx", None)
+    if type(error).__name__ == "NoArgsIsHelpError":
+        context.get_help()
+        return USAGE
+    way = f" See: {context.command_path} --help" if context is not None else ""
+    tell_error(type(error).__name__, f"{error.format_message().rstrip('.')}.{way}", as_json)
+    return int(error.exit_code)

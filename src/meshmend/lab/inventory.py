@@ -1,0 +1,85 @@
+"""The labs on this machine, whole or not: found by their journals and by their namespaces, and taken down."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from meshmend.errors import LabError
+from meshmend.lab import namespaces
+from meshmend.lab.commands import listed_namespaces
+from meshmend.lab.journal import Journal, journal_names
+from meshmend.topology import Mesh
+
+Condition = Literal["up", "being built", "half-built", "orphaned", "damaged"]
+
+
+@dataclass(frozen=True)
+class FoundLab:
+    """A lab, or what is left of one.
+
+    `condition` is `up` if it is whole; `being built` (or changed) by a process that lives; `half-built` if that process
+    ended, or if some namespaces are gone; `orphaned` if no journal or no process answers for it; `damaged` if its
+    journal cannot be read. `mesh`, `rate` and `pid` are what the journal says, None where it says nothing.
+    """
+
+    name: str
+    condition: Condition
+    namespaces: tuple[str, ...]
+    mesh: Mesh | None = None
+    rate: str | None = None
+    pid: int | None = None
+
+
+def find_labs() -> list[FoundLab]:
+    """Return every lab on this machine, and everything that has a lab's name, in the order of names."""
+    there: dict[str, list[str]] = {name: [] for name in journal_names()}
+    for namespace in listed_namespaces(namespaces.PREFIX):
+        rest = namespace.removeprefix(namespaces.PREFIX)
+        match = re.fullmatch(r"([a-z][a-z0-9]{0,15})(-\d+)*", rest, re.ASCII)
+        there.setdefault(match[1] if match else rest, []).append(namespace)
+    return [_look_at(name, tuple(found)) for name, found in sorted(there.items())]
+
+
+def _look_at(name: str, there: tuple[str, ...]) -> FoundLab:
+    try:
+        record = Journal.read(name)
+    except LabError:
+        return FoundLab(name, "damaged", there)
+    if record is None:
+        return FoundLab(name, "orphaned", there)
+    condition: Condition
+    if record.stage != "up":
+        condition = "being built" if record.process_lives else "half-built"
+    elif record.temporary and not record.process_lives:
+        condition = "orphaned"
+    else:
+        condition = "up" if len(there) == record.mesh.n_chips else "half-built"
+    return FoundLab(name, condition, there, record.mesh, record.rate, record.pid)
+
+
+def take_down(name: str) -> FoundLab:
+    """Take a lab down, in whatever condition it is, and return what it was. Nothing else is touched."""
+    namespaces.check_name(name)
+    namespaces.check_root()
+    found = next((lab for lab in find_labs() if lab.name == name), None)
+    if found is None:
+        raise LabError(f"No lab named {name} is up; `meshmend lab list` shows those that are.")
+    namespaces.remove(name)
+    return found
+
+
+def take_down_all() -> list[FoundLab]:
+    """Take down every lab and remove every namespace that has a lab's prefix; return what was there."""
+    namespaces.check_root()
+    found = find_labs()
+    errors = []
+    for lab in found:
+        try:
+            namespaces.remove(lab.name)
+        except LabError as error:
+            errors.append(str(error))
+    if errors:
+        raise LabError(f"{len(found) - len(errors)} of {len(found)} labs are down. {' '.join(errors)}")
+    return found

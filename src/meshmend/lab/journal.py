@@ -1,0 +1,207 @@
+"""The journal of a lab: what it is made of, written before it is made, so that it can be taken down whatever happens.
+
+One file for each lab. It is claimed by whoever makes the lab, which nobody else can do at the same time, and says how
+far that has come. A lock beside it is held while namespaces are made or removed; it outlives the holder as long as a
+command of the holder's still runs. Files are whole or not there, and on disk before the next thing is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from meshmend.errors import LabError, MeshmendError
+from meshmend.topology import Mesh
+
+FOLDER = Path("/run/meshmend")
+MAX_BYTES = 2**20
+PATIENCE_S = 60.0
+"""How long the last command of a killed process may take to end."""
+
+Stage = Literal["building", "changing", "up"]
+RATE = re.compile(r"[1-9]\d{0,5}[kmg]bit", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Journal:
+    """What is written of a lab. `token` tells labs of one name apart; `temporary` ones end with their process."""
+
+    name: str
+    mesh: Mesh
+    rate: str
+    stage: Stage = "building"
+    temporary: bool = False
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+    pid: int = field(default_factory=os.getpid)
+    started: int = field(default_factory=lambda: _start_of(os.getpid()))
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return journal_path(self.name)
+
+    @property
+    def process_lives(self) -> bool:
+        """Whether the process that wrote this still runs; another one of the same number is not it."""
+        return self.started == _start_of(self.pid)
+
+    def claim(self) -> None:
+        """Write the file, unless there is one: then raise FileExistsError."""
+        self._write(claim=True)
+
+    def write(self) -> None:
+        """Replace the file."""
+        self._write(claim=False)
+
+    def _write(self, claim: bool) -> None:
+        facts: dict[str, Any] = {
+            "shape": self.mesh.shape,
+            "wrap": self.mesh.wrap,
+            "failed": [str(hole) for hole in self.mesh.holes],
+            "failed_cables": self.mesh.failed_cables,
+            **{name: getattr(self, name) for name in ("rate", "stage", "temporary", "token", "pid", "started")},
+        }
+        _make_folder()
+        partial = FOLDER / f".{self.name}.{secrets.token_hex(4)}.part"
+        try:
+            with partial.open("x", encoding="utf-8") as file:
+                json.dump(facts, file)
+                file.flush()
+                os.fsync(file.fileno())
+            if claim:
+                self.path.hardlink_to(partial)
+            else:
+                partial.replace(self.path)
+            folder = os.open(FOLDER, os.O_RDONLY)
+            os.fsync(folder)
+            os.close(folder)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            raise LabError(f"The journal {self.path} cannot be written: {error.strerror or error}.") from error
+        finally:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+
+    @classmethod
+    def read(cls, name: str) -> Self | None:
+        """Return the journal of a lab, None if there is none. Raise `LabError` if it makes no sense."""
+        path = journal_path(name)
+        try:
+            with path.open("rb") as file:
+                data = file.read(MAX_BYTES + 1)
+            facts = json.loads(data)
+            mesh = Mesh(
+                facts["shape"], wrap=facts["wrap"], failed=facts["failed"], failed_cables=facts["failed_cables"]
+            )
+            found = cls(
+                name,
+                mesh,
+                facts["rate"],
+                facts["stage"],
+                facts["temporary"],
+                *(facts[key] for key in ("token", "pid", "started")),
+            )
+            found._check()
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, MeshmendError) as error:
+            why = f"there is no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())[:200]
+            raise LabError(
+                f"The journal of lab {name!r}, {path}, is damaged ({why}). Remove what is left of the lab: "
+                f"meshmend lab down {name}"
+            ) from error
+        return found
+
+    def _check(self) -> None:
+        right = (
+            isinstance(self.rate, str)
+            and RATE.fullmatch(self.rate)
+            and self.stage in ("building", "changing", "up")
+            and isinstance(self.temporary, bool)
+            and isinstance(self.token, str)
+            and all(type(number) is int and number > 0 for number in (self.pid, self.started))
+        )
+        if not right:
+            raise ValueError("a value makes no sense")
+
+
+def journal_path(name: str) -> Path:
+    """Return where the journal of a lab is."""
+    return FOLDER / f"{name}.json"
+
+
+def journal_names() -> list[str]:
+    """Return the names that have a journal, readable or not."""
+    try:
+        return sorted(path.stem for path in FOLDER.iterdir() if path.suffix == ".json")
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def forget(name: str) -> None:
+    """Remove a lab's journal, and what was being written of it."""
+    try:
+        journal_path(name).unlink(missing_ok=True)
+        for partial in FOLDER.iterdir():
+            if partial.name.startswith(f".{name}.") and partial.suffix == ".part":
+                partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise LabError(f"{journal_path(name)} cannot be removed: {error.strerror or error}.") from error
+
+
+@contextlib.contextmanager
+def locked(name: str, *, patience_s: float = PATIENCE_S) -> Iterator[int]:
+    """Hold the lock of a lab; the value is its descriptor. Raise `TimeoutError` if others hold on to it."""
+    _make_folder()
+    path, until = FOLDER / f"{name}.lock", time.monotonic() + patience_s
+    try:
+        while True:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Whoever held it may have removed the file meanwhile; then this is no lock any more.
+                with contextlib.suppress(FileNotFoundError):
+                    if os.fstat(lock).st_ino == path.stat().st_ino:
+                        break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    os.close(lock)
+                    raise TimeoutError(name) from None
+                time.sleep(0.02)
+            os.close(lock)
+    except TimeoutError:
+        raise
+    except OSError as error:
+        raise LabError(f"The lock {path} cannot be taken: {error.strerror or error}.") from error
+    try:
+        yield lock
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _make_folder() -> None:
+    try:
+        FOLDER.mkdir(mode=0o755, exist_ok=True)
+    except OSError as error:
+        raise LabError(f"The folder {FOLDER} for journals cannot be made: {error.strerror or error}.") from error
+
+
+def _start_of(pid: int) -> int:
+    """Return when a process started, in ticks since boot; 0 if there is no such process, or it has ended."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return 0 if words[0] in "ZX" else int(words[19])
+    except (OSError, IndexError, ValueError):
+        return 0

@@ -1,0 +1,226 @@
+"""A channel: a range of tags on a process group, calls in one order, and agreement before any data moves.
+
+Messages of a group are told apart by their tags alone. Tags from 2³⁰ on are meshmend's; each channel has a range of its
+own there, so that engines that share a group, and whatever else is sent on it, cannot take each other's messages.
+Channels are numbered in the order in which a process makes them, which must be the same for all members.
+
+A tag says nothing of what a message holds. So every call begins with `agree`: each member sends a digest of what it is
+about to do, ⌈log₂ n⌉ small messages in all, and learns those of all others. If they differ, every member raises the
+same `DisagreementError`, and nothing else has been sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+
+from meshmend.errors import DisagreementError, ParameterError
+
+FIRST_TAG = 2**30
+TAGS_PER_CHANNEL = 2**20
+N_CHANNELS = FIRST_TAG // TAGS_PER_CHANNEL
+"""Torch's tags end at 2³¹ − 1."""
+
+MAX_ROUNDS = 32
+FIRST_MESSAGE = 2 * MAX_ROUNDS
+"""Within a range: the tags of digests, one a round, those of descriptions, and then those of data."""
+MAX_MESSAGES = TAGS_PER_CHANNEL - FIRST_MESSAGE - 1
+CLOSE_TAG = 2**31 - 1
+"""The last tag of the last range: no message has it."""
+
+DIGEST_BYTES = 32
+DESCRIPTION_BYTES = 512
+CLOSE_TIMEOUT = timedelta(milliseconds=1)
+
+
+class TransportError(Exception):
+    """The group could not move a message to or from `member`: what the engine takes for a lost chip."""
+
+    def __init__(self, member: int, why: object) -> None:
+        self.member = member
+        super().__init__(str(why))
+
+
+class Deadline:
+    """A moment by which a call must have ended."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+        self._at = time.monotonic() + timeout.total_seconds()
+
+    def left(self) -> timedelta:
+        """Return the time that is left, which is never zero: Gloo takes that for "no limit"."""
+        return timedelta(seconds=max(self._at - time.monotonic(), 0.001))
+
+
+class Channel:
+    """Messages between the members of a process group that nothing else on that group can mix with.
+
+    After `close` the group's connections are gone and `error` says why; every later call raises it.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = _transport_of(group)
+        self.rank = int(self._group.rank())
+        self.size = int(self._group.size())
+        self.error: Exception | None = None
+        self._first_tag = _numbers.claim(self) * TAGS_PER_CHANNEL + FIRST_TAG
+        self._turns = threading.Condition()
+        self._n_tickets = 0
+        self._n_served = 0
+        self._buffers: dict[int, torch.Tensor] = {}
+
+    def ticket(self) -> int:
+        """Return a call's place in the queue: calls run in the order in which they were made, on every member alike."""
+        with self._turns:
+            self._n_tickets += 1
+            return self._n_tickets - 1
+
+    @contextmanager
+    def turn(self, ticket: int) -> Iterator[None]:
+        """Wait for the calls with earlier tickets; raise the channel's error if one of them has broken it."""
+        with self._turns:
+            self._turns.wait_for(lambda: self._n_served == ticket or self.error is not None)
+        if self.error is not None:
+            raise self.error
+        try:
+            yield
+        finally:
+            with self._turns:
+                self._n_served = ticket + 1
+                self._turns.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """Note what broke the channel; the first error stays."""
+        with self._turns:
+            self.error = self.error or error
+            self._turns.notify_all()
+
+    def send(self, tensor: torch.Tensor, member: int, message: int) -> Any:
+        """Start to send, as the message of that number among those of this call to this member."""
+        return self._post(self._group.send, tensor, member, FIRST_MESSAGE + message)
+
+    def recv(self, tensor: torch.Tensor, member: int, message: int) -> Any:
+        """Start to receive."""
+        return self._post(self._group.recv, tensor, member, FIRST_MESSAGE + message)
+
+    def _post(self, what: Any, tensor: torch.Tensor, member: int, tag: int) -> Any:
+        try:
+            return what([tensor], member, self._first_tag + tag)
+        except RuntimeError as error:
+            raise TransportError(member, error) from error
+
+    def wait(self, work: Any, member: int, deadline: Deadline) -> None:
+        """Wait for a send or a receive, once: of two threads that wait for one of Gloo's works one never wakes."""
+        try:
+            work.wait(deadline.left())
+        except RuntimeError as error:
+            raise TransportError(member, error) from error
+
+    def buffer(self, member: int, n_bytes: int) -> torch.Tensor:
+        """Return memory for what arrives from a member. It is kept: calls take turns, so one is enough."""
+        held = self._buffers.get(member)
+        if held is None or held.numel() < n_bytes:
+            held = self._buffers[member] = torch.empty(n_bytes, dtype=torch.uint8)
+        return held[:n_bytes]
+
+    def agree(self, description: str, deadline: Deadline) -> None:
+        """Return once every member has called this with the same words; raise `DisagreementError` if they differ."""
+        words = description.encode()
+        own = hashlib.blake2b(words, digest_size=DIGEST_BYTES).digest()
+        if self._gather(own, 0, deadline) == [own] * self.size:
+            return
+        # Every member has seen that they differ: now they tell each other how.
+        padded = words[:DESCRIPTION_BYTES].ljust(DESCRIPTION_BYTES, b"\0")
+        told = self._gather(padded, MAX_ROUNDS, deadline)
+        raise DisagreementError([word.rstrip(b"\0").decode(errors="ignore") for word in told])
+
+    def _gather(self, own: bytes, first_tag: int, deadline: Deadline) -> list[bytes]:
+        """Return what each member brought, by rank.
+
+        Bruck's all-gather: in round k a member passes on the 2ᵏ words that it knows to the member 2ᵏ places before.
+        """
+        held = torch.empty((self.size, len(own)), dtype=torch.uint8)
+        held[0] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        distances = [2**k for k in range(MAX_ROUNDS) if 2**k < self.size]
+        arriving = []
+        for tag, distance in enumerate(distances, first_tag):
+            some = held[distance : 2 * distance]
+            member = (self.rank + distance) % self.size
+            arriving.append((self._post(self._group.recv, some, member, tag), member, len(some)))
+        leaving = []
+        for tag, distance in enumerate(distances, first_tag):
+            work, member, n_words = arriving[tag - first_tag]
+            target = (self.rank - distance) % self.size
+            leaving.append((self._post(self._group.send, held[:n_words], target, tag), target))
+            self.wait(work, member, deadline)
+        for work, member in leaving:
+            self.wait(work, member, deadline)
+        words = held.numpy()
+        return [words[(rank - self.rank) % self.size].tobytes() for rank in range(self.size)]
+
+    def close(self, members: Iterable[int] = ()) -> None:
+        """Close the group's connections: every pending wait ends at once, here and at the other end."""
+        # Gloo has no call for this, but a wait that times out closes every connection of its group. On a connection
+        # that is closed already the receive itself fails, and another has to do.
+        nothing = torch.empty(1, dtype=torch.uint8)
+        partners = {(self.rank + 2**k) % self.size for k in range(MAX_ROUNDS) if 2**k < self.size}
+        for member in sorted(partners | set(members)):
+            with suppress(RuntimeError):
+                self._group.recv([nothing], member, CLOSE_TAG).wait(CLOSE_TIMEOUT)
+
+
+class _Numbers:
+    """Counts the channels of each process group."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._next: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
+        self._live: WeakKeyDictionary[Any, WeakValueDictionary[int, Channel]] = WeakKeyDictionary()
+
+    def claim(self, channel: Channel) -> int:
+        """Return the number of a new channel. Numbers come round again when all have been used."""
+        group = channel._group
+        with self._guard:
+            number = next(self._next.setdefault(group, count())) % N_CHANNELS
+            live = self._live.setdefault(group, WeakValueDictionary())
+            if number in live:
+                raise ParameterError(
+                    f"A process group has room for {N_CHANNELS:,} engines, and the one made {N_CHANNELS:,} engines ago "
+                    f"is still in use. Keep one engine for each plan, or make another group."
+                )
+            live[number] = channel
+        return number
+
+
+_numbers = _Numbers()
+_transports: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""Kept for as long as the group is: channels are counted by transport, whichever of the two an engine was given."""
+
+
+def _transport_of(group: Any) -> Any:
+    """Return what moves messages between CPUs for a group."""
+    if type(group) is dist.ProcessGroup:
+        try:
+            return _transports.setdefault(group, group._get_backend(torch.device("cpu")))
+        except RuntimeError as error:
+            raise ParameterError(
+                f"The engine moves messages between CPUs, and this process group cannot: {error}. "
+                f'Make one that can: torch.distributed.new_group(backend="gloo").'
+            ) from error
+    if not all(hasattr(group, name) for name in ("rank", "size", "send", "recv")):
+        raise ParameterError(
+            f"Expected a process group that this process is a member of, got {group!r}. Call "
+            f"torch.distributed.init_process_group first, and pass torch.distributed.group.WORLD or a new_group."
+        )
+    return group

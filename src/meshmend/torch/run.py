@@ -1,0 +1,249 @@
+"""One all-reduce of one payload, on one chip: which messages are still to come, and who waits for them.
+
+A chip waits only for the data that it needs: one thread for each neighbour takes what arrives from there, adds or
+copies it into place and sends on whatever that made ready. Receives are posted ahead into buffers that are kept from
+one run to the next; sends read the payload itself, which is reduced in place, or a copy where the schedule writes in
+the same step what it sends.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from meshmend.torch.channel import Channel, Deadline, TransportError
+from meshmend.torch.payload import Combine
+from meshmend.torch.program import Program, Receive
+
+AHEAD_BYTES = 32 * 2**20
+"""Receives posted ahead from one neighbour. Gloo sends nothing before its receiver is ready, and says that it is
+ready behind whatever else is queued on the way back: too few, and links idle."""
+
+
+class Run:
+    """Runs a program on `flat`, the payload's elements in a row. `members[r]` is the group's number for rank r."""
+
+    def __init__(
+        self,
+        program: Program,
+        channel: Channel,
+        members: Sequence[int],
+        flat: torch.Tensor,
+        combine: Combine,
+        deadline: Deadline,
+    ) -> None:
+        self.program = program
+        self.channel = channel
+        self.members = members
+        self.flat = flat
+        self.deadline = deadline
+        self._n_elements = int(flat.numel())
+        self._combine = combine
+        sends, receives = program.sends, program.receives
+        self._send_waits = [len(send.after_receives) for send in sends]
+        self._receive_waits = [len(receive.after_receives) + len(receive.after_sends) for receive in receives]
+        self._works: list[Any] = [None] * len(sends)
+        self._work_locks = [threading.Lock() for _ in sends]
+        numbers: dict[int, list[int]] = {}
+        for number, send in enumerate(sends):
+            numbers.setdefault(send.peer, []).append(number)
+        self._outboxes = {peer: _Outbox(self, own) for peer, own in numbers.items()}
+        self._state = threading.Condition()
+        self._error: BaseException | None = None
+
+    def go(self) -> None:
+        """Run to the end, or raise. After an error the group's connections are closed."""
+        inboxes = []
+        try:
+            numbers: dict[int, list[int]] = {}
+            for number, receive in enumerate(self.program.receives):
+                numbers.setdefault(receive.peer, []).append(number)
+            inboxes = [_Inbox(self, peer, own) for peer, own in numbers.items()]
+            self._send([number for number, waits in enumerate(self._send_waits) if waits == 0])
+        except BaseException as error:
+            self.fail(error)
+        threads = [threading.Thread(target=inbox.take, daemon=True) for inbox in inboxes[1:]]
+        for thread in threads:
+            thread.start()
+        if inboxes:
+            inboxes[0].take()
+        for thread in threads:
+            thread.join()
+        if self._error is None:
+            try:
+                for number in range(len(self.program.sends)):
+                    self._finish(number)
+            except BaseException as error:
+                self.fail(error)
+        if self._error is not None:
+            raise self._error
+
+    def size(self, message: Receive) -> int:
+        """Return the number of elements in a message."""
+        return self._bound(message.last) - self._bound(message.first)
+
+    def _bound(self, chunk: int) -> int:
+        """Where a chunk starts: chunks of one payload differ by at most one element, and nothing is padded."""
+        return self._n_elements * chunk // self.program.total_chunks
+
+    def part(self, first: int, last: int) -> torch.Tensor:
+        """Return chunks of the payload."""
+        return self.flat[self._bound(first) : self._bound(last)]
+
+    def receive(self, slot: torch.Tensor, message: Receive) -> Any:
+        """Post a receive; None where the message is empty, which no one sends."""
+        return self.channel.recv(slot, self.members[message.peer], message.tag) if slot.numel() else None
+
+    def write(self, number: int, arrived: torch.Tensor) -> None:
+        """Put what arrived into its place, and send what that made ready."""
+        message = self.program.receives[number]
+        if not message.direct:
+            self._place(number, message, arrived)
+        ready, freed = [], False
+        sends, receives = self.program.waiting_for_receive[number]
+        with self._state:
+            for send in sends:
+                self._send_waits[send] -= 1
+                if self._send_waits[send] == 0:
+                    ready.append(send)
+            for receive in receives:
+                self._receive_waits[receive] -= 1
+                freed |= self._receive_waits[receive] == 0
+            if freed:
+                self._state.notify_all()
+        if ready:
+            self._send(ready)
+
+    def _place(self, number: int, message: Receive, arrived: torch.Tensor) -> None:
+        """Add or copy what arrived, once nothing needs the old value any more."""
+        with self._state:
+            clear = self._state.wait_for(
+                lambda: self._error is not None or self._receive_waits[number] == 0,
+                self.deadline.left().total_seconds(),
+            )
+        if not clear or self._error is not None:
+            within = f"no answer within {self.deadline.timeout.total_seconds():g} s"
+            raise TransportError(self.members[message.peer], within)
+        for send in message.after_sends:
+            if not self.program.sends[send].staged:
+                self._finish(send)
+        if arrived.numel():
+            held = self.part(message.first, message.last)
+            if message.adds:
+                self._combine(held, arrived)
+            else:
+                held.copy_(arrived)
+
+    def _finish(self, send: int) -> None:
+        """Wait until a send has arrived.
+
+        Several writes may wait for one send, each in its own thread, but a work may be waited for only once: the
+        first waits for the work, the others for the first.
+        """
+        with self._work_locks[send]:
+            work, self._works[send] = self._works[send], None
+            if work is not None:
+                self.channel.wait(work, self.members[self.program.sends[send].peer], self.deadline)
+
+    def _send(self, numbers: list[int]) -> None:
+        """Send what is ready now, and what was ready but had to wait for its turn on the link."""
+        freed, sent = False, []
+        for number in numbers:
+            sent += self._outboxes[self.program.sends[number].peer].add(number)
+        with self._state:
+            for number in sent:
+                for receive in self.program.waiting_for_send[number]:
+                    self._receive_waits[receive] -= 1
+                    freed |= self._receive_waits[receive] == 0
+            if freed:
+                self._state.notify_all()
+
+    def send(self, number: int) -> None:
+        """Hand a message to the group."""
+        message = self.program.sends[number]
+        part = self.part(message.first, message.last)
+        if part.numel():
+            if message.staged:
+                part = part.clone()
+            self._works[number] = self.channel.send(part, self.members[message.peer], message.tag)
+
+    def fail(self, error: BaseException) -> None:
+        """Note the first error, wake everyone who waits here and close the connections, so that others learn of it."""
+        with self._state:
+            first = self._error is None
+            if first:
+                self._error = error
+            self._state.notify_all()
+        if first:
+            self.channel.close(self.members[peer] for peer in self.program.peers)
+
+
+class _Inbox:
+    """Receives from one neighbour: posted ahead, in order, each in its own slot of a ring of buffers."""
+
+    def __init__(self, run: Run, peer: int, numbers: list[int]) -> None:
+        self._run = run
+        self._member = run.members[peer]
+        self._numbers = numbers
+        self._slot_size = max(run.size(run.program.receives[number]) for number in numbers)
+        element_bytes = run.flat.element_size()
+        self._depth = min(len(numbers), max(2, AHEAD_BYTES // max(self._slot_size * element_bytes, 1)))
+        n_bytes = self._depth * self._slot_size * element_bytes
+        self._buffer = run.channel.buffer(self._member, n_bytes).view(run.flat.dtype)
+        self._posted: deque[tuple[Any, torch.Tensor]] = deque()
+        self._next = 0
+        for _ in range(self._depth):
+            self._post()
+
+    def _post(self) -> None:
+        if self._next == len(self._numbers):
+            return
+        message = self._run.program.receives[self._numbers[self._next]]
+        if message.direct:
+            slot = self._run.part(message.first, message.last)
+        else:
+            start = (self._next % self._depth) * self._slot_size
+            slot = self._buffer[start : start + self._run.size(message)]
+        self._posted.append((self._run.receive(slot, message), slot))
+        self._next += 1
+
+    def take(self) -> None:
+        """Take every message in turn and put it where it belongs. Runs in a thread of its own."""
+        try:
+            for number in self._numbers:
+                work, slot = self._posted.popleft()
+                if work is not None:
+                    self._run.channel.wait(work, self._member, self._run.deadline)
+                self._run.write(number, slot)
+                self._post()
+        except BaseException as error:
+            self._run.fail(error)
+
+
+class _Outbox:
+    """Sends to one neighbour, in order of step.
+
+    A link is a queue. Whatever is sent on it early, because it happens to be ready, holds up what the schedule wants
+    there first: sums of late chunks would keep back the results of early ones.
+    """
+
+    def __init__(self, run: Run, numbers: list[int]) -> None:
+        self._run = run
+        self._numbers = numbers
+        self._ready: set[int] = set()
+        self._next = 0
+        self._turn = threading.Lock()
+
+    def add(self, number: int) -> list[int]:
+        """Note that a message is ready, and send those whose turn it is; return which."""
+        with self._turn:
+            self._ready.add(number)
+            first = self._next
+            while self._next < len(self._numbers) and self._numbers[self._next] in self._ready:
+                self._run.send(self._numbers[self._next])
+                self._next += 1
+            return self._numbers[first : self._next]

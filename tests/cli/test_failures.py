@@ -1,0 +1,389 @@
+"""Every command, every way to fail: one line on standard error, an exit code that is documented, nothing else.
+
+With `--json`, standard output is one JSON object or nothing.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from rich.text import Text
+from typer.testing import CliRunner
+
+from meshmend import Mesh, lab, load, plan, save
+from meshmend.cli import app, common, terminal
+from meshmend.cli.common import EXIT_CODES
+from meshmend.cli.terminal import plain
+from meshmend.errors import MeshmendError
+from meshmend.files import to_text
+from meshmend.halves import reduce_scatter_of
+from pages import ROOT
+
+CUT = ("--fail", "1x4@1,0")
+"""Cuts 4x4 in two."""
+
+HOSTILE = "x\x1b]0;owned\x07\x1b[2J[/bold][red]\nproof  ✓ proven\u202e$\\frac$"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Run each case in a folder with a good plan, damaged ones, a wrong one, a folder and a file."""
+    monkeypatch.chdir(tmp_path)
+    save(PLAN, "plan.npz")
+    Path("damaged.npz").write_bytes(Path("plan.npz").read_bytes()[:-100])
+    Path("damaged.txt").write_text("meshmend schedule 1\n{}\n")
+    Path("wrong.txt").write_text(WRONG)
+    Path("folder.npz").mkdir()
+    Path("file").touch()
+    monkeypatch.setattr(lab.journal, "FOLDER", tmp_path / "journals")
+    return tmp_path
+
+
+PLAN = plan(Mesh("2x2"), "hamiltonian")
+WRONG = to_text(PLAN).replace("reduce  phase", "copy  phase", 1)
+
+PLANNED = ("--planner", "hamiltonian")
+PAID = ("--payload", "1MB")
+# command, what is wrong, the words, a part of the message
+CASES: list[tuple[str, str, list[str], str]] = [
+    ("plan", "cut mesh", ["4x4", *CUT], "cannot plan"),
+    ("plan", "cut mesh for one planner", ["4x4", *CUT, *PLANNED], "cannot plan"),
+    ("plan", "bad shape", ["4y4"], "'4y4' is not a shape"),
+    ("plan", "bad name", ["4x4", "--planner", "[/bold]"], "There is no planner '[/bold]'"),
+    ("plan", "bad unit", ["4x4", "--payload", "3 parsecs"], "is not a payload"),
+    ("plan", "bad hardware", ["4x4", "--hardware", "abacus"], "There is no hardware 'abacus'"),
+    ("plan", "unwritable", ["4x4", "--save", "nowhere/plan.npz"], "--save: nothing can be written in nowhere"),
+    ("plan", "file in place of folder", ["4x4", "--save", "file/plan.npz"], "--save: nothing can be written in file"),
+    ("plan", "folder in place of file", ["4x4", "--save", "folder.npz"], "this is a folder"),
+    ("plan", "bad ending", ["4x4", "--save", "plan.pkl"], "expected .npz or .txt"),
+    ("prepare", "cut mesh", ["4x4", "--host", "2x2", *CUT, "--cache", "file"], "--cache: nothing can be written"),
+    ("prepare", "bad host", ["4x4", "--host", "3x3"], "do not tile"),
+    ("prepare", "bad unit", ["4x4", "--host", "2x2", "--payload", "much", "--cache", "c"], "is not a payload"),
+    ("prepare", "unwritable", ["4x4", "--host", "2x2", "--cache", "file/c"], "nothing can be written in file/c"),
+    ("prepare", "file in place of folder", ["4x4", "--host", "2x2", "--cache", "file"], "nothing can be written"),
+    ("route", "cut mesh", ["4x4", *CUT], ""),
+    ("route", "failed chip", ["4x4", "--fail", "1,1", "--from", "1,1", "--to", "0,0"], "(1,1)"),
+    ("route", "bad name", ["4x4", "--scheme", "[bold]"], "[bold]"),
+    ("route", "half a question", ["4x4", "--from", "0,0"], "--from and --to go together"),
+    ("verify", "missing", ["nowhere.npz"], "nowhere.npz"),
+    ("verify", "damaged", ["damaged.npz"], "damaged.npz"),
+    ("verify", "damaged text", ["damaged.txt"], "damaged.txt"),
+    ("verify", "no all-reduce", ["wrong.txt"], "ends with a wrong chunk"),
+    ("verify", "folder in place of file", ["folder.npz"], "folder.npz"),
+    ("verify", "bad ending", ["file"], "file"),
+    ("predict", "cut mesh", ["4x4", *CUT, *PAID], "cannot plan"),
+    ("predict", "bad unit", ["4x4", "--payload", "100 furlongs"], "is not a payload"),
+    ("predict", "bad rate", ["4x4", *PAID, "--link-rate", "fast"], "is not a link rate"),
+    ("predict", "bad time", ["4x4", *PAID, "--step-latency", "1 fortnight"], "is not a time"),
+    ("predict", "bad mode", ["4x4", *PAID, "--mode", "wild"], "expected one of"),
+    ("predict", "missing", ["nowhere.npz", *PAID], "nowhere.npz"),
+    ("predict", "damaged", ["damaged.npz", *PAID], "damaged.npz"),
+    ("predict", "no all-reduce", ["wrong.txt", *PAID], "ends with a wrong chunk"),
+    ("predict", "folder in place of file", ["folder.npz", *PAID], "folder.npz"),
+    ("predict", "plan and holes", ["plan.npz", *PAID, "--fail", "0,0"], "leave out --fail"),
+    ("predict", "plan and planner", ["plan.npz", *PAID, *PLANNED], "leave out --planner"),
+    ("compare", "cut mesh", ["4x4", *CUT, *PAID], "disconnected groups"),
+    ("compare", "bad unit", ["4x4", "--payload", "100 furlongs"], "is not a payload"),
+    ("compare", "damaged", ["damaged.npz", *PAID], "damaged.npz"),
+    ("compare", "plan and holes", ["plan.npz", *PAID, "--fail-cable", "0,0-0,1"], "leave out --fail-cable"),
+    ("compare", "unwritable", ["4x4", *PAID, "--plot", "nowhere/a.svg"], "--plot: nothing can be written in nowhere"),
+    ("compare", "bad ending", ["4x4", *PAID, "--plot", "a.doc"], "expected .png, .svg or .pdf"),
+    ("reproduce", "bad unit", ["--resnet-compute", "long"], "is not a time"),
+    ("availability", "bad unit", ["4x4", "--payload", "much"], "is not a payload"),
+    ("availability", "bad host", ["4x4", "--host", "3x3"], ""),
+    ("availability", "unwritable", ["4x4", "--plot", "nowhere/a.svg"], "--plot: nothing can be written in nowhere"),
+    ("draw", "nothing to draw", ["-o", "a.svg"], "Say which mesh to draw"),
+    ("draw", "cut mesh", ["4x4", *CUT, "-o", "a.svg"], "cannot plan"),
+    ("draw", "missing", ["nowhere.npz", "-o", "a.svg"], "nowhere.npz"),
+    ("draw", "damaged", ["damaged.npz", "-o", "a.svg"], "damaged.npz"),
+    ("draw", "plan and holes", ["plan.npz", "--wrap", "all", "-o", "a.svg"], "leave out --wrap"),
+    ("draw", "two plans", ["plan.npz", "--schedule", "plan.npz", "-o", "a.svg"], "says all there is to say"),
+    ("draw", "unwritable", ["4x4", "-o", "nowhere/a.svg"], "--output: nothing can be written in nowhere"),
+    ("draw", "folder in place of file", ["4x4", "-o", "folder.npz"], "this is a folder"),
+    ("draw", "bad ending", ["4x4", "-o", "a.jpg"], "a.jpg ends in '.jpg'"),
+    ("draw", "bad name", ["4x4", "--what", "[/]", "-o", "a.svg"], "There is no picture '[/]'"),
+    ("lab up", "bad name", ["2x2", "--name", "[bold]"], "'[bold]' is not a name for a lab"),
+    ("lab up", "bad rate", ["2x2", "--rate", "1\u0660mbit"], "is not a rate"),
+    ("lab up", "cut mesh", ["4x4", *CUT], "are cut apart"),
+    ("lab up", "too large", ["99x99"], "has 9,801 chips; at most 400"),
+    ("lab show", "missing", ["nobody"], "No lab named nobody is up"),
+    ("lab kill", "missing", ["0,0", "--name", "nobody"], "No lab named nobody is up"),
+    ("lab down", "name and all", ["nobody", "--all"], "leave out the name"),
+    ("bench allreduce", "nowhere", [], "Say where"),
+    ("bench allreduce", "bad unit", ["--loopback", "1x2", "--payload", "much"], "is not a payload"),
+    ("bench allreduce", "unwritable", ["--loopback", "1x2", "--plot", "nowhere/a.svg"], "nothing can be written"),
+]
+
+
+def run(words: list[str]) -> tuple[int, str, str]:
+    """Run a command in this process; an exception that nobody expected is a failure of the test, with its traceback."""
+    result = CliRunner().invoke(app, words)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def check(words: list[str], message: str, code: int = 1) -> None:
+    """The contract, for people and for programs."""
+    got, out, err = run(words)
+    assert (got, out) == (code, ""), err
+    assert re.fullmatch(r"Error: [^\n]+\n", err), err
+    assert message in err
+    got, out, told = run([*words, "--json"])
+    assert got == code
+    assert told == err
+    facts = json.loads(out)
+    assert facts.keys() == {"error", "message"}
+    assert plain(facts["message"]) == err.removeprefix("Error: ").rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "message"),
+    [pytest.param(command, words, message, id=f"{command}: {what}") for command, what, words, message in CASES],
+)
+def test_a_failure_is_one_line(command: str, words: list[str], message: str) -> None:
+    check([*command.split(), *words], message)
+    assert not Path("a.svg").exists()
+
+
+def commands(group: Any, name: str = "") -> Iterator[str]:
+    for word, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, f"{word} ")
+        else:
+            yield name + word
+
+
+COMMANDS = list(commands(typer.main.get_command(app)))
+WITHOUT_FAILURES = {"doctor", "lab list"}
+"""They find what is wrong with a machine and say so; that is no failure of theirs."""
+
+ELSEWHERE = {"lab run", "compile", "bench failures", "bench restart"}
+"""What they refuse takes root or an extra: below."""
+
+
+def test_every_command_has_its_failures_here() -> None:
+    assert {command for command, *_ in CASES} == set(COMMANDS) - WITHOUT_FAILURES - ELSEWHERE
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_wrong_command_line_is_one_line(command: str) -> None:
+    if command == "lab run":  # whatever follows is the command to run
+        code, out, err = run(["lab", "run"])
+        assert (code, out) == (2, "")
+        assert re.fullmatch(r"Error: [^\n]+\n", err)
+    else:
+        check([*command.split(), "--no-such-option"], "No such option: --no-such-option. See: ", code=2)
+
+
+@pytest.mark.parametrize("words", [["nonsense"], ["plan"], ["lab", "nonsense"], ["plan", "4x4", "--chunks", "many"]])
+def test_usage_is_one_line(words: list[str]) -> None:
+    check(words, "--help", code=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "module", "extra"),
+    [
+        (["draw", "4x4", "-o", "a.svg"], "matplotlib", "draw"),
+        (["compare", "4x4", *PAID, "--plot", "a.svg"], "matplotlib", "draw"),
+        (["availability", "4x4"], "simpy", "availability"),
+        (["availability", "4x4", "--plot", "a.svg"], "matplotlib", "draw"),
+        (["compile", "--topology", "v3:4x4"], "jax", "tpu"),
+        (["compile", "--topology", "v3:4x4"], "libtpu", "tpu"),
+        (["compile", "--topology", "v3:4x4", "--workload", "bert-large"], "flax", "workloads"),
+        (["bench", "allreduce", "--loopback", "1x2"], "torch", "torch"),
+        (["bench", "failures"], "torchft", "torch"),
+        (["bench", "restart"], "orbax", "restart"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value[:2]),
+)
+def test_a_missing_extra_is_one_line(
+    words: list[str], module: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = {"jax", "optax", "libtpu", "flax", "torch", "torchft", "orbax", "grain", "matplotlib", "simpy"} - {module}
+    monkeypatch.setattr(
+        "meshmend.errors.find_spec", lambda name: None if name == module else object() if name in others else None
+    )
+    monkeypatch.setitem(sys.modules, module, None)
+    check(words, f"needs {module}, which is not installed here")
+    assert f"pip install 'meshmend[{extra}]' (in a checkout: pip install '.[{extra}]')" in run(words)[2]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "4x4", "--save", "nowhere/plan.npz"],
+        ["draw", "4x4", "-o", "nowhere/a.svg"],
+        ["prepare", "4x4", "--host", "2x2", "--cache", "file"],
+        ["compare", "4x4", *PAID, "--plot", "nowhere/a.svg"],
+        ["availability", "4x4", "--plot", "nowhere/a.svg"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_where_results_go_is_checked_before_the_work(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(*_: object, **__: object) -> None:
+        raise AssertionError("the work has begun")
+
+    for place in ("plan.plan", "plan.choose", "draw.plan", "prepare.plan", "compare.compare", "availability.simulate"):
+        module, _, name = place.partition(".")
+        monkeypatch.setattr(f"meshmend.cli.{module}.{name}", work)
+    check(words, "nothing can be written")
+
+
+def test_a_disk_that_fills_up_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(*_: object) -> None:
+        raise OSError(28, "No space left on device", "plan.npz")
+
+    monkeypatch.setattr("meshmend.cli.plan.save", fill)
+    check(["plan", "2x2", *PLANNED, "--save", "plan.npz"], "plan.npz: No space left on device.")
+
+
+def hostile_plan() -> str:
+    """Write a plan that is right and whose names are not; return its file."""
+    text = to_text(PLAN).split("\n")
+    header = json.loads(text[1])
+    header |= {"planner": HOSTILE, "phases": [HOSTILE for _ in header["phases"]]}
+    Path("hostile.txt").write_text("\n".join([text[0], json.dumps(header), *text[2:]]))
+    return "hostile.txt"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["verify", "FILE"],
+        ["predict", "FILE", *PAID],
+        ["compare", "FILE", *PAID],
+        ["draw", "FILE", "-o", "a.html"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_names_from_files_reach_the_terminal_as_text(words: list[str]) -> None:
+    file = hostile_plan()
+    code, out, err = run([file if word == "FILE" else word for word in words])
+    if code:  # the reader may refuse such names; then it does so like everything else
+        assert re.fullmatch(r"Error: [^\n]+\n", err)
+    shown = out + err
+    assert all(c.isprintable() or c == "\n" for c in shown)
+    assert not re.search(r"^proof +✓ proven\S", shown, re.M)
+
+
+@pytest.mark.parametrize("text", [HOSTILE, "[/bold]", "[red]", "\\", "[\\/]", ":smile:", "\udc80", "a\tb", "√ × ✓"])
+def test_the_terminal_shows_what_is_there(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", shown)
+    for value in (text, Text(text), Text(text, style="bold red")):
+        terminal.terminal().print(value, soft_wrap=True)
+    printed = shown.getvalue()
+    assert all(c.isprintable() or c == "\n" for c in printed)
+    common.print_facts(text, {"name": plain(text)})
+    assert plain(text) in shown.getvalue().replace("\n", "")
+    assert plain(plain(text)) == plain(text)
+
+
+def test_predict_compare_and_draw_take_a_saved_plan() -> None:
+    shape = ["2x2", *PLANNED]
+    by_file = json.loads(run(["predict", "plan.npz", *PAID, "--json"])[1])
+    assert by_file == json.loads(run(["predict", *shape, *PAID, "--json"])[1])
+    entries = json.loads(run(["compare", "plan.npz", *PAID, "--json"])[1])["mesh"]["planners"]
+    saved = {entry["planner"]: entry for entry in entries}["saved plan"]
+    assert saved["seconds"] == by_file["seconds"]
+    for words in (["plan.npz"], ["--schedule", "plan.npz"], shape):
+        assert run(["draw", *words, "-o", "a.html", "--json"])[0] == 0
+        assert json.loads(run(["draw", *words, "-o", f"{len(words)}.html", "--json"])[1])["planner"] == "hamiltonian"
+    assert run(["draw", "plan.npz", "--route", "0,0-1,1", "-o", "b.svg"])[0] == 0
+
+
+def test_other_collectives_are_not_compared_with_all_reduces() -> None:
+    save(reduce_scatter_of(PLAN), "half.npz")
+    check(["compare", "half.npz", *PAID], "holds a reduce-scatter")
+    assert run(["predict", "half.npz", *PAID])[0] == 0
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_an_interrupt_is_one_line(as_json: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("meshmend.cli.plan.plan", interrupt)
+    code, out, err = run(["plan", "4x4", *PLANNED, *(["--json"] if as_json else [])])
+    assert (code, err) == (130, "Error: Interrupted.\n")
+    assert out == "" if not as_json else json.loads(out)["error"] == "Interrupted"
+
+
+def test_the_documentation_and_the_help_have_the_same_exit_codes() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    told = dict(re.findall(r"^\| (\d+) \| (.+) \|$", page, re.M))
+    assert told == {str(code): meaning for code, meaning in EXIT_CODES.items()}
+    shown = " ".join(run(["--help"])[1].split())
+    assert all(f"{code} {meaning}" in shown for code, meaning in EXIT_CODES.items())
+
+
+def process(*words: str, **options: Any) -> subprocess.Popen[bytes]:
+    """Start the command line as a shell does."""
+    environment = os.environ | options.pop("environment", {})
+    return subprocess.Popen(
+        [sys.executable, "-m", "meshmend", *words], stderr=subprocess.PIPE, env=environment, **options
+    )
+
+
+ASCII = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0"}
+
+
+def test_a_terminal_that_knows_ascii_alone_gets_the_nearest_letters() -> None:
+    for words in (["plan", "2x2"], ["plan", "--help"]):
+        with process(*words, stdout=subprocess.PIPE, environment=ASCII) as done:
+            out, err = done.communicate(timeout=120)
+        assert (done.returncode, err) == (0, b"")
+        out.decode("ascii")
+    assert b"ok proven" in out or b"Usage" in out
+
+
+@pytest.mark.parametrize("words", [["plan", "2x2"], ["plan", "2x2", "--json"]], ids=["table", "json"])
+def test_a_closed_pipe_is_quiet(words: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with process(*words, stdout=writing) as done:
+        os.close(writing)
+        _, err = done.communicate(timeout=120)
+    assert (done.returncode, err) == (141, b"")
+
+
+def test_output_that_cannot_be_written_is_one_line() -> None:
+    with open("/dev/full", "wb") as full, process("plan", "2x2", "--json", stdout=full) as done:  # noqa: PTH123
+        _, err = done.communicate(timeout=120)
+    assert done.returncode == 1
+    assert re.fullmatch(rb"Error: [^\n]*No space left on device\.\n", err)
+
+
+def test_control_c_in_a_real_process(here: Path) -> None:
+    Path("wait.py").write_text(
+        "import sys, time\nimport meshmend.cli.plan as command\nfrom meshmend.cli import main\n"
+        "def wait(*_, **__):\n    print('working', flush=True)\n    time.sleep(600)\n"
+        "command.plan = wait\nsys.argv = ['meshmend', 'plan', '4x4', '--planner', 'weave']\nmain()\n"
+    )
+    with subprocess.Popen([sys.executable, "wait.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as done:
+        assert done.stdout is not None
+        assert done.stdout.readline() == b"working\n"
+        done.send_signal(signal.SIGINT)
+        _, err = done.communicate(timeout=60)
+    assert (done.returncode, err) == (130, b"Error: Interrupted.\n")
+
+
+def test_every_error_of_meshmends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise MeshmendError("first line\nsecond line\x1b[2J [/bold]")
+
+    monkeypatch.setattr("meshmend.cli.plan.plan", fail)
+    check(["plan", "4x4", *PLANNED], r"first line\nsecond line\x1b[2J [/bold]")
+    assert load("plan.npz") == PLAN
