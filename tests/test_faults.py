@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import Any, NoReturn
 
+import numpy as np
 import pytest
 
-from meshmend import Collective, Mesh, Op, Schedule, verify
-from meshmend.errors import CollisionError, DeadPathError, VerificationError, WrongSumError
+from meshmend import Collective, Mesh, Op, Schedule, routing, verify
+from meshmend.errors import CollisionError, DeadPathError, RoutingError, VerificationError, WrongSumError
 from meshmend.faults import raise_wrong_sum
 
 LINE = Mesh("1x4")
@@ -165,3 +167,104 @@ def test_a_right_chunk_has_no_fault() -> None:
         AssertionError, match=r"^two ways of counting the same chunk disagree: this is a bug in meshmend$"
     ):
         raise_wrong_sum(rows(*SUM, *BACK), 0, 0)
+
+
+# Over a line of four, chip 0 sends to chip 3 in step 2: east is direction 2, so its links are 2, 4 + 2 and 8 + 2.
+FAR = rows((0, 1, 0, R), (1, 2, 0, R), (2, 0, 3, R), (3, 3, 0, C), (4, 3, 1, C), (5, 3, 2, C), owners=[3])
+
+
+def routed(links: list[int], flow: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the router answer with these links for one flow, and truly for all others."""
+    true = routing.trace
+
+    def trace(mesh: Mesh, src: Any, dst: Any) -> routing.Trace:
+        found = true(mesh, src, dst)
+        others = found.flow != flow
+        columns = ([flow] * len(links), range(len(links)), links, [0] * len(links))
+        kept = (found.flow, found.hop, found.link, found.channel)
+        return routing.Trace(
+            *(np.append(old[others], new).astype(np.int64) for old, new in zip(kept, columns, strict=True))
+        )
+
+    monkeypatch.setattr(routing, "trace", trace)
+
+
+@pytest.mark.parametrize(
+    "links",
+    [
+        pytest.param([2, 10], id="jumps"),
+        pytest.param([2, 6, 11], id="ends elsewhere"),
+        pytest.param([2, 6, 10, 14], id="leaves the mesh"),
+        pytest.param([0], id="takes a cable that is not there"),
+    ],
+)
+def test_a_router_is_not_believed(links: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    verify(FAR)
+    # Flows are the pairs of ranks in order: (0, 3), (2, 0), (3, 0), (3, 1).
+    routed(links, 0, monkeypatch)
+    why = "no live path joins them" if links == [2, 6, 11] else "its route uses a failed chip or cable"
+    more = " The survivors are cut apart." if links == [2, 6, 11] else ""
+    assert told(FAR, DeadPathError) == (
+        f"Step 2 sends chunk 0 over (0,0)→(0,3), but {why}.{more}",
+        (2, (0, 0), (0, 3), 0, "a live path", why),
+    )
+
+
+def test_a_flow_without_a_route_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    routed([], 3, monkeypatch)
+    message, facts = told(FAR, DeadPathError)
+    assert message.startswith("Step 4 sends chunk 0 over (0,3)→(0,1), but no live path joins them.")
+    assert facts[:4] == (4, (0, 3), (0, 1), 0)
+
+
+def test_what_cannot_be_routed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trace(*_: Any) -> NoReturn:
+        raise RoutingError("Too far.")
+
+    monkeypatch.setattr(routing, "trace", trace)
+    message, facts = told(FAR, VerificationError)
+    assert message == "Transfers between chips that are not neighbours have no routes. Too far."
+    assert facts == (None,) * 6
+
+
+def test_what_is_said_of_another_machine() -> None:
+    whole = rows(*SUM, *BACK, owners=[3])
+    assert told(whole, VerificationError, mesh=Mesh("4x1"))[0] == (
+        "The schedule is for 1x4, which is not the same machine as 4x1."
+    )
+    assert told(whole, VerificationError, mesh=Mesh("1x4", wrap=True))[0] == (
+        "The schedule is for 1x4, which is not the same machine as 1x4 wrapped on axis 1."
+    )
+    fewer = Schedule(
+        LINE.fail("0,0"),
+        total_chunks=1,
+        step=[0, 1, 2, 3],
+        src=[0, 1, 2, 1],
+        dst=[1, 2, 1, 0],
+        op=[0, 0, 1, 1],
+        owners=[2],
+    )
+    assert told(fewer, VerificationError, mesh=LINE)[0] == (
+        "The schedule serves 3 chips, but Mesh(1x4: 4 chips) has other survivors. Plan again."
+    )
+
+
+def test_what_is_said_of_too_much_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["meshmend.verify"], "MAX_WORK", 10)
+    # Six moves and four cells; six transfers in six steps of 1,024.
+    assert told(rows(*SUM, *BACK), VerificationError)[0] == (
+        "To prove 6 transfers of 1 different runs of chunks between 4 chips takes 6,160 moves; at most 10 are made. "
+        "Cut the payload into fewer chunks."
+    )
+    monkeypatch.setattr(sys.modules["meshmend.verify"], "MAX_STATE_BYTES", 15)
+    assert told(rows(*SUM, *BACK), VerificationError, method="exact")[0] == (
+        "To count 4 chips exactly takes 16 bytes for a chunk; at most 15 are used. Use method='fingerprint'."
+    )
+
+
+def test_what_is_said_of_too_few_transfers() -> None:
+    gather = rows((0, 0, 1, C), (1, 1, 2, C), collective=Collective.ALL_GATHER)
+    assert told(gather, WrongSumError) == (
+        "The all-gather of 4 chips takes 3 transfers or more: the schedule has 2.",
+        (None, None, None, None, "3 transfers or more", "2"),
+    )

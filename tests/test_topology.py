@@ -160,7 +160,7 @@ def test_all_placements_counts() -> None:
         (lambda: Mesh("999999999x999999999x999999999"), "meshmend carries up to"),
         (lambda: Mesh("4x4", wrap=(True,)), "one value for each of 2 axes: got 1"),
         (lambda: Mesh("4x4", wrap="00"), "wrap is True, False, or one of them per axis, .* got '00'"),  # type: ignore[arg-type]
-        (lambda: Mesh("4x4", wrap=(0, 1)), r"one of them per axis, .* got \(0, 1\)"),
+        (lambda: Mesh("4x4", wrap=(0, 1)), r"one of them per axis, .* got \(0, 1\)"),  # type: ignore[arg-type]
         (lambda: Mesh("4x4", failed=["2x2@3,0"]), r"2x2@3,0 reaches chip \(4,1\), outside the 4x4"),
         (lambda: Mesh("4x4", failed=["4,0"]), r"\(4,0\) lies outside the 4x4 mesh; coordinates count from 0"),
         (lambda: Mesh("4x4", failed=[(-1, 0)]), r"\(-1,0\) lies outside"),

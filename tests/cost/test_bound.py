@@ -14,8 +14,10 @@ from strategies import plans, survivors
 
 def test_paper_meshes() -> None:
     smaller, larger = (bound(Mesh(shape, failed=["4x2@6,8"])) for shape in ("16x32", "32x32"))
-    assert (smaller.units, smaller.parts, smaller.cables) == (pytest.approx(152 / 288), 153, 288)
-    assert (larger.units, larger.parts, larger.cables) == (pytest.approx(1015 / 1962), 1016, 1962)
+    assert smaller.units == pytest.approx(152 / 288)
+    assert (smaller.parts, smaller.cables) == (153, 288)
+    assert larger.units == pytest.approx(1015 / 1962)
+    assert (larger.parts, larger.cables) == (1016, 1962)
     assert larger.why == "every element needs 1,015 of the 1,962 cables on its way up, and as many down"
     assert smaller.is_exact
     assert larger.is_exact

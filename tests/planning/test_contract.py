@@ -151,7 +151,7 @@ def test_choosing_and_comparing_on_survivors_cut_apart() -> None:
     ],
 )
 def test_schedules_beyond_any_memory_are_refused_at_once(
-    mesh: str, name: str, parameters: dict[str, int], message: str
+    mesh: str, name: str, parameters: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(PlanError, match=message):
         plan(Mesh(mesh), name, **parameters)

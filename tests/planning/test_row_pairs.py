@@ -179,7 +179,7 @@ def test_other_meshes_are_refused_with_a_reason(mesh: Mesh, message: str) -> Non
 def test_parameters_that_make_no_sense() -> None:
     with pytest.raises(ParameterError, match="orientation is 'diagonal', expected 'auto', 'rows' or 'columns'"):
         plan(Mesh("4x4"), "row-pairs", orientation="diagonal")
-    with pytest.raises(ParameterError, match="segments is 0, expected at least 1"):
+    with pytest.raises(ParameterError, match="segments is 0, expected a whole number, 1 or more"):
         plan(Mesh("4x4"), "row-pairs", segments=0)
     with pytest.raises(ParameterError, match="row-pairs has no parameter 'colour': it takes orientation, segments"):
         plan(Mesh("4x4"), "row-pairs", colour="red")

@@ -151,7 +151,7 @@ def narrowest_cut(mesh: Mesh, shares: Sequence[int]) -> NDArray[np.bool_] | None
     a, b = part_of[a], part_of[b]
     apart = a != b
     a, b = a[apart], b[apart]
-    waiting = deque(range(n)) if n > 1 else deque()
+    waiting = deque(range(n) if n > 1 else ())
     while waiting:
         if max(total * most.denominator, most.numerator * len(a)) > MAX_FLOW:
             return None
@@ -159,9 +159,9 @@ def narrowest_cut(mesh: Mesh, shares: Sequence[int]) -> NDArray[np.bool_] | None
         if side is None:
             waiting.popleft()
             continue
-        # The same chip is tried again, and those before it with it: what they can get within a longer time is more.
+        # The same chip is tried again. Those before it need not be: within a longer time they get no less.
         most = Fraction(total - int(own[side].sum()), int((side[a] != side[b]).sum()))
-        best = side[part_of]
+        best = np.asarray(side[part_of])
     return best
 
 
@@ -177,12 +177,14 @@ def _joined(mesh: Mesh, paths: int) -> Labels:
         return chip
 
     for x, y in mesh.cables.tolist():
-        if part(x) != part(y) and _count_paths(near, *sorted((x, y), key=lambda chip: len(near[chip])), paths):
+        # From the chip with fewer cables: where paths run out, the search has seen its side alone.
+        start, end = (x, y) if len(near[x]) <= len(near[y]) else (y, x)
+        if part(x) != part(y) and _are_joined(near, start, end, paths):
             part_of[part(x)] = part(y)
     return np.unique([part(chip) for chip in range(mesh.n_chips)], return_inverse=True)[1]
 
 
-def _count_paths(near: list[list[int]], start: int, end: int, paths: int) -> bool:
+def _are_joined(near: list[list[int]], start: int, end: int, paths: int) -> bool:
     """Say whether so many paths lead from start to end, no two over one cable."""
     if len(near[start]) < paths:
         return False

@@ -17,7 +17,7 @@ from typing import ClassVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.errors import Coordinate, name_chip
+from meshmend.errors import Coordinate, PlanError, name_chip
 from meshmend.planning.base import Floor, Planner
 from meshmend.planning.blocks import live_blocks, why_no_blocks
 from meshmend.planning.build import (
@@ -60,7 +60,7 @@ class Hamiltonian(Planner):
         """Return a reduce-scatter round the ring followed by an all-gather, in both directions at once."""
         ring = _find_ring(mesh)
         if isinstance(ring, str):
-            raise ValueError(ring)
+            raise PlanError(self.name, str(mesh), ring, alternatives=None)
         n = len(ring)
         transfers = Transfers()
         owners = np.empty(2 * n, dtype=np.int64)

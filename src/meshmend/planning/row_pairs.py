@@ -31,24 +31,14 @@ from typing import ClassVar, Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.errors import ParameterError, name_chip
+from meshmend.errors import ParameterError, PlanError
 from meshmend.planning.base import MAX_TRANSFERS, Floor, Planner, check_count
 from meshmend.planning.build import DIRECTIONS, Transfers, line_ring, ring_all_gather, ring_owners, ring_reduce_scatter
+from meshmend.planning.pair_layout import EXITS, SIDES, Block, Layout, Yellow, lay_out, opposite
 from meshmend.schedule import Op, Schedule
 from meshmend.topology import Mesh, name_shape
 
 Orientation = Literal["auto", "rows", "columns"]
-Block = tuple[int, int]
-Cell = tuple[int, int]
-
-_SIDES: dict[str, Block] = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
-_EXITS: dict[str, tuple[Cell, Cell]] = {
-    "up": ((0, 0), (0, 1)),
-    "down": ((1, 0), (1, 1)),
-    "left": ((0, 0), (1, 0)),
-    "right": ((0, 1), (1, 1)),
-}
-"""Chips of a block, as (row, column) within it, at each side: one for each way round the rings."""
 
 
 @final
@@ -79,9 +69,7 @@ class RowPairs(Planner):
 
     def n_transfers(self, mesh: Mesh) -> int:
         """Return what the row rings, the shard rings and the yellow blocks have, in every segment."""
-        layout = self._layout(mesh)
-        if isinstance(layout, str):
-            raise ValueError(layout)
+        layout = self._laid_out(mesh)
         n, n_rings = layout.ring_length, len(layout.blue)
         # Each way round: rings reduce and gather; a yellow block sends every slice over four hops, there and back.
         one_way = 2 * n_rings * n * (n - 1) + 2 * n * n_rings * (n_rings - 1) + 8 * n * len(layout.yellow)
@@ -97,9 +85,7 @@ class RowPairs(Planner):
         A ring chip sends two slices of 2n a step. Beside a yellow block it takes in a third while the rings reduce,
         and sends a third while they gather, for all but two steps of each.
         """
-        layout = self._layout(mesh)
-        if isinstance(layout, str):
-            raise ValueError(layout)
+        layout = self._laid_out(mesh)
         n = layout.ring_length
         slices = 2 * (n - 1) + (max(0, n - 3) if layout.yellow else 0)
         return Floor(steps=2 * (n - 1) * self.segments, link_load=(n - 1) / n, chip_load=slices / n)
@@ -115,9 +101,7 @@ class RowPairs(Planner):
 
     def _plan(self, mesh: Mesh) -> Schedule:
         """Return the phases of every segment, pipelined."""
-        layout = self._layout(mesh)
-        if isinstance(layout, str):
-            raise ValueError(layout)
+        layout = self._laid_out(mesh)
         transfers = Transfers()
         starts = _timeline(layout, self.segments)
         for segment, start in enumerate(starts):
@@ -128,152 +112,22 @@ class RowPairs(Planner):
         owners = np.tile(_owners(layout), self.segments)
         return transfers.schedule(mesh, planner=self.name, total_chunks=self.segments * layout.chunks, owners=owners)
 
-    def _layout(self, mesh: Mesh) -> _Layout | str:
+    def _laid_out(self, mesh: Mesh) -> Layout:
+        layout = self._layout(mesh)
+        if isinstance(layout, str):
+            raise PlanError(self.name, str(mesh), layout, alternatives=None)
+        return layout
+
+    def _layout(self, mesh: Mesh) -> Layout | str:
         if mesh.n_axes != 2:
             return f"it needs a mesh of two axes, and {name_shape(mesh.shape)} has {mesh.n_axes}."
         if self.orientation != "auto":
-            return _lay_out(mesh, self.orientation)
-        found = [_lay_out(mesh, orientation) for orientation in ("rows", "columns")]
+            return lay_out(mesh, self.orientation)
+        found = [lay_out(mesh, orientation) for orientation in ("rows", "columns")]
         layouts = [layout for layout in found if not isinstance(layout, str)]
         if not layouts:
             return f"by rows, {found[0]} By columns, {found[1]}"
         return min(layouts, key=lambda layout: len(layout.yellow))
-
-
-@dataclass(frozen=True)
-class _Yellow:
-    """A yellow block: where it hands its sums to, and how long before the blue ring needs them it must start.
-
-    `lead` counts steps from the start of a slice inside this block to the moment when a blue ring needs it.
-    """
-
-    block: Block
-    exits: tuple[str, ...]
-    parent: Block | None
-    lead: int
-    depth: int
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """The mesh as row pairs. Where columns are paired, `ranks` is the transposed mesh and nothing else differs."""
-
-    mesh: Mesh
-    orientation: Literal["rows", "columns"]
-    ranks: NDArray[np.int64]
-    blue: NDArray[np.int64]
-    yellow: tuple[_Yellow, ...]
-    wrap_pairs: bool
-
-    @property
-    def ring_length(self) -> int:
-        return 2 * int(self.ranks.shape[1])
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of a segment: for each way round, one slice a ring position, one chunk a blue ring."""
-        return 2 * self.ring_length * len(self.blue)
-
-    @property
-    def rings(self) -> NDArray[np.int64]:
-        """Ranks of the blue rings in ring order, one row a ring: out along the upper row, back along the lower."""
-        upper, lower = self.ranks[2 * self.blue], self.ranks[2 * self.blue + 1]
-        return np.concatenate([upper, lower[:, ::-1]], axis=1)
-
-    def ring_position(self, row: int, column: int) -> int:
-        return column if row % 2 == 0 else self.ring_length - 1 - column
-
-    def slice_start(self, way: int, shard: NDArray[np.int64]) -> NDArray[np.int64]:
-        """First chunk (within the segment) of a shard of the half that goes DIRECTIONS[way]."""
-        return np.asarray((way * self.ring_length + shard) * len(self.blue))
-
-    def chip(self, block: Block, cell: Cell) -> int:
-        return int(self.ranks[2 * block[0] + cell[0], 2 * block[1] + cell[1]])
-
-
-def _lay_out(mesh: Mesh, orientation: Literal["rows", "columns"]) -> _Layout | str:
-    """Find blue rings and yellow blocks, or say what is missing."""
-    ranks = (mesh.rank_of if orientation == "rows" else mesh.rank_of.T).astype(np.int64)
-    word = orientation[:-1]
-    rows, columns = ranks.shape
-    if rows % 2 or columns < 2:
-        return f"{rows} {orientation} of {columns} chips do not form pairs that close into rings."
-    upper, lower = ranks[::2], ranks[1::2]
-    rings = np.concatenate([upper, lower[:, ::-1]], axis=1)
-    closed = mesh.link(np.maximum(rings, 0), np.maximum(np.roll(rings, -1, axis=1), 0)) >= 0
-    is_blue = np.asarray((rings >= 0).all(axis=1) & closed.all(axis=1))
-    if not is_blue.any():
-        return f"every {word} pair has a failure, so no ring is left for the others to forward to."
-    yellow = _find_yellow(mesh, ranks, is_blue, word)
-    if isinstance(yellow, str):
-        return yellow
-    wrap = mesh.wrap[0 if orientation == "rows" else 1]
-    return _Layout(mesh, orientation, ranks, np.flatnonzero(is_blue), yellow, wrap)
-
-
-def _find_yellow(
-    mesh: Mesh, ranks: NDArray[np.int64], is_blue: NDArray[np.bool_], word: str
-) -> tuple[_Yellow, ...] | str:
-    """Cut the pairs that are not blue into blocks and find each a way to a blue ring, shortest first."""
-    pairs = np.flatnonzero(~is_blue)
-    if not len(pairs):
-        return ()
-    if ranks.shape[1] % 2:
-        return f"a {word} pair with a failure must fall into 2×2 blocks, and it is {ranks.shape[1]} chips long."
-    blocks: set[Block] = set()
-    for pair in pairs:
-        for column in range(ranks.shape[1] // 2):
-            cells = ranks[2 * pair : 2 * pair + 2, 2 * column : 2 * column + 2]
-            if (cells < 0).all():
-                continue
-            square = cells.ravel()[[0, 1, 3, 2]]
-            whole = (cells >= 0).all()
-            if not whole or (mesh.link(square, np.roll(square, -1)) < 0).any():
-                lost = "a chip" if not whole else "a cable"
-                live = name_chip(mesh.chip(int(cells[cells >= 0][0])))
-                return f"{lost} of the 2×2 block of chip {live} has failed, but not the whole block."
-            blocks.add((int(pair), column))
-
-    def joined(block: Block, side: str, other: Block) -> bool:
-        """Whether both cables from `block` across `side` into `other` are live."""
-        here = [ranks[2 * block[0] + r, 2 * block[1] + c] for r, c in _EXITS[side]]
-        there = [ranks[2 * other[0] + r, 2 * other[1] + c] for r, c in _EXITS[_opposite(side)]]
-        return bool((mesh.link(here, there) >= 0).all())
-
-    found: dict[Block, _Yellow] = {}
-    queue: deque[Block] = deque()
-    for block in sorted(blocks):
-        exits = tuple(
-            side
-            for side in ("up", "down")
-            if 0 <= block[0] + _SIDES[side][0] < len(is_blue)
-            and is_blue[block[0] + _SIDES[side][0]]
-            and joined(block, side, (block[0] + _SIDES[side][0], block[1]))
-        )
-        if exits:
-            # A slice spends two steps inside the block and one on its way to the blue chip, which must have it
-            # a step before its ring adds to the same shard.
-            found[block] = _Yellow(block, exits, parent=None, lead=4, depth=0)
-            queue.append(block)
-    while queue:
-        parent = queue.popleft()
-        for number, (side, (down, right)) in enumerate(_SIDES.items()):
-            block = (parent[0] + down, parent[1] + right)
-            if block in blocks and block not in found and joined(parent, side, block):
-                # Into its parent before the parent starts on the slice; children of one parent each at their
-                # own step, because two of them may meet in one chip.
-                lead = found[parent].lead + 3 + number
-                found[block] = _Yellow(block, (_opposite(side),), parent, lead, found[parent].depth + 1)
-                queue.append(block)
-    stranded = sorted(blocks - found.keys())
-    if stranded:
-        chip = name_chip(mesh.chip(int(ranks[2 * stranded[0][0], 2 * stranded[0][1]])))
-        return f"the block of chip {chip} has no way through whole blocks to a whole {word} pair."
-    return tuple(found.values())
-
-
-def _opposite(side: str) -> str:
-    return {"up": "down", "down": "up", "left": "right", "right": "left"}[side]
 
 
 @dataclass(frozen=True)
@@ -285,7 +139,7 @@ class _Start:
     gather: int
 
 
-def _timeline(layout: _Layout, segments: int) -> list[_Start]:
+def _timeline(layout: Layout, segments: int) -> list[_Start]:
     """Give every segment its turns on the row rings and on the shard rings.
 
     A row ring gathers an earlier segment as soon as its shards are summed, and takes in a new segment while it
@@ -312,7 +166,7 @@ def _timeline(layout: _Layout, segments: int) -> list[_Start]:
     return [starts[segment] for segment in range(segments)]
 
 
-def _add_rings(transfers: Transfers, layout: _Layout, first_chunk: int, *, reduce_from: int, gather_from: int) -> None:
+def _add_rings(transfers: Transfers, layout: Layout, first_chunk: int, *, reduce_from: int, gather_from: int) -> None:
     """Phase one (figure 6) and its reverse: every blue ring, both ways round."""
     n, rings = layout.ring_length, layout.rings
     for way, direction in enumerate(DIRECTIONS):
@@ -332,7 +186,7 @@ def _add_rings(transfers: Transfers, layout: _Layout, first_chunk: int, *, reduc
             )
 
 
-def _add_shard_rings(transfers: Transfers, layout: _Layout, first_chunk: int, start: int) -> None:
+def _add_shard_rings(transfers: Transfers, layout: Layout, first_chunk: int, start: int) -> None:
     """Phase two (figure 7): the chips that own the same shard, one in each blue ring, all-reduce it in a ring."""
     n_rings, across = len(layout.blue), "column" if layout.orientation == "rows" else "row"
     order = line_ring(n_rings, wrap=layout.wrap_pairs)
@@ -370,7 +224,7 @@ class _Stream:
     stagger: int = 0
 
 
-def _streams(layout: _Layout, yellow: _Yellow, above: list[_Stream]) -> list[_Stream]:
+def _streams(layout: Layout, yellow: Yellow, above: list[_Stream]) -> list[_Stream]:
     """Say which slices leave through which chip: those of the parent's streams, or in the order of the blue rings."""
     if yellow.parent is not None:
         return [replace(stream, side=yellow.exits[0]) for stream in above]
@@ -380,7 +234,7 @@ def _streams(layout: _Layout, yellow: _Yellow, above: list[_Stream]) -> list[_St
     for way, direction in enumerate(DIRECTIONS):
         for stagger, side in enumerate(yellow.exits):
             row = 2 * yellow.block[0] + (-1 if side == "up" else 2)
-            column = 2 * yellow.block[1] + _EXITS[side][way][1]
+            column = 2 * yellow.block[1] + EXITS[side][way][1]
             time = (direction * (layout.ring_position(row, column) - shard)) % n
             # With two exits each takes every other slice. The rings above and below reach a slice at times of
             # opposite parity, so "even times" picks each slice for exactly one of them.
@@ -389,20 +243,20 @@ def _streams(layout: _Layout, yellow: _Yellow, above: list[_Stream]) -> list[_St
     return streams
 
 
-def _add_yellow(transfers: Transfers, layout: _Layout, first_chunk: int, *, reduce_from: int, gather_from: int) -> None:
+def _add_yellow(transfers: Transfers, layout: Layout, first_chunk: int, *, reduce_from: int, gather_from: int) -> None:
     """Figure 10: sums inside the blocks, forwarded to the blue rings in the order they need; results back."""
     streams: dict[Block, list[_Stream]] = {}
     for yellow in layout.yellow:
         streams[yellow.block] = _streams(layout, yellow, streams[yellow.parent] if yellow.parent else [])
         for stream in streams[yellow.block]:
-            row, column = _EXITS[stream.side][stream.way]
+            row, column = EXITS[stream.side][stream.way]
             leaving = layout.chip(yellow.block, (row, column))
             across = layout.chip(yellow.block, (row, 1 - column))
             along = layout.chip(yellow.block, (1 - row, column))
             corner = layout.chip(yellow.block, (1 - row, 1 - column))
-            down, right = _SIDES[stream.side]
+            down, right = SIDES[stream.side]
             beyond = layout.chip(
-                (yellow.block[0] + down, yellow.block[1] + right), _EXITS[_opposite(stream.side)][stream.way]
+                (yellow.block[0] + down, yellow.block[1] + right), EXITS[opposite(stream.side)][stream.way]
             )
             begin = reduce_from + stream.time - yellow.lead - stream.stagger
             # A ring position has one shard when the gather starts and gets the rest in the order it sent them.
@@ -428,7 +282,7 @@ def _add_yellow(transfers: Transfers, layout: _Layout, first_chunk: int, *, redu
                 )
 
 
-def _owners(layout: _Layout) -> NDArray[np.int64]:
+def _owners(layout: Layout) -> NDArray[np.int64]:
     """Return who owns each chunk of a segment once its reductions are done."""
     n_rings = len(layout.blue)
     rings = layout.rings[line_ring(n_rings, wrap=layout.wrap_pairs)]

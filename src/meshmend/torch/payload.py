@@ -89,7 +89,7 @@ def _overlaps(tensor: torch.Tensor) -> bool:
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
             if stride <= reach:
-                return tensor.numel() > 0
+                return bool(tensor.numel() > 0)
             reach += stride * (size - 1)
     return False
 

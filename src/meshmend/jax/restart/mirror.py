@@ -127,7 +127,7 @@ def copy_of(
     kept = _kept_by(host_of_chip)
     mine = [c * n_cores + core for c, owner in enumerate(host_of_chip) if owner == host for core in range(n_cores)]
     theirs = {d: int(kept[d // n_cores]) * n_cores + d % n_cores for d in mine if kept[d // n_cores] != d // n_cores}
-    rows = {}
+    rows = {dtype: np.zeros((len(mine) + len(theirs), 0), jnp.dtype(dtype)) for dtype in layout.outline.dtypes}
     for dtype, (own, other) in parts.items():
         held = {shard.index[0].start or 0: shard.data for shard in own.addressable_shards}
         received = {shard.index[0].start or 0: shard.data for shard in other.addressable_shards}
@@ -168,6 +168,8 @@ def cutter(layout: StateLayout, host_of_chip: Sequence[int] | None = None) -> An
             share = outline.share(dtype)
             shards = [jnp.ravel(leaf) for leaf, split in mine if split]
             own, other = list(shards), []
+            if not shards and not share:
+                continue  # only layers without elements have this dtype
             if shards:
                 joined = jnp.concatenate(shards)
                 own, other = [joined], [lax.ppermute(joined, fabric.axis, pairs) if pairs else joined]

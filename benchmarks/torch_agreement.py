@@ -1,0 +1,83 @@
+"""What it costs that members agree on every call before data moves: an all-reduce with it and without.
+
+    python benchmarks/torch_agreement.py
+
+One process a chip, over loopback. Both are timed in turn, so that a busy machine slows them alike; medians.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+from datetime import timedelta
+from typing import Any
+
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import torch
+import torch.distributed as dist
+
+import meshmend.torch as mmt
+from meshmend import Mesh, Schedule
+from meshmend.lab.chips import Chips
+from meshmend.torch.channel import Channel
+from meshmend.torch.plans import Plans
+
+SHAPES = ("2x2", "4x4")
+PAYLOADS = ((4_000, 100), (32_000_000, 8))
+"""Bytes, and how often each is timed."""
+
+
+def main() -> None:
+    """Time every mesh with every payload, and print a line for each."""
+    for shape in SHAPES:
+        for payload_bytes, times in PAYLOADS:
+            mesh = Mesh(shape)
+            schedule = Plans().get(mesh, payload_bytes)
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            with Chips() as chips:
+                for rank in range(mesh.n_chips):
+                    chips.start(mesh.chip(rank), measure, schedule, rank, port, payload_bytes, times)
+                found = chips.results(timeout_s=600)
+            agreed, bare = (
+                statistics.median(max(seconds[which][turn] for seconds in found.values()) for turn in range(times))
+                for which in (True, False)
+            )
+            print(f"{shape} {payload_bytes:>11,} bytes: {agreed * 1e3:.1f} ms, {bare * 1e3:.1f} ms without agreement")
+
+
+def measure(
+    _: Any, schedule: Schedule, rank: int, port: int, payload_bytes: int, times: int
+) -> dict[bool, list[float]]:
+    """Return one chip's seconds, with agreement and without."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    group = dist.ProcessGroupGloo(store, rank, schedule.mesh.n_chips, timedelta(seconds=60))
+    engine = mmt.Engine(schedule, rank, group)
+    payload = torch.empty(payload_bytes // 4)
+    agree = Channel.agree
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for _turn in range(times):
+        for which, runs in seconds.items():
+            Channel.agree = agree if which else _nothing  # type: ignore[method-assign]
+            payload.fill_(1.0)
+            group.barrier().wait()
+            started = time.perf_counter()
+            engine.all_reduce(payload)
+            runs.append(time.perf_counter() - started)
+    group.barrier().wait()
+    # The store lives in rank 0: the others leave first.
+    time.sleep(0.2 if rank == 0 else 0)
+    return seconds
+
+
+def _nothing(*_: Any) -> None:
+    """Agree without asking."""
+
+
+if __name__ == "__main__":
+    main()
