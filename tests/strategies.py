@@ -42,6 +42,16 @@ def block_meshes(draw: st.DrawFn, max_blocks: int = 5) -> Mesh:
 
 
 @st.composite
+def cut_block_meshes(draw: st.DrawFn, max_blocks: int = 4) -> Mesh:
+    """A mesh or torus of 2×2 blocks, some of which have failed, and some cables: what ring planners may get wrong."""
+    whole = draw(block_meshes(max_blocks))
+    cables = [(whole.chip(int(a)), whole.chip(int(b))) for a, b in whole.cables]
+    lost = draw(st.lists(st.sampled_from(cables), max_size=4))
+    wrap = draw(st.sampled_from([(False, False), (True, False), (True, True)]))
+    return Mesh(whole.shape, wrap=wrap, failed=whole.holes, failed_cables=lost)
+
+
+@st.composite
 def battered_meshes(draw: st.DrawFn, max_side: int = 12) -> Mesh:
     """The largest connected part of a 2-D mesh with up to a third of its chips and cables failed, at random."""
     shape = (draw(st.integers(1, max_side)), draw(st.integers(1, max_side)))

@@ -10,7 +10,7 @@ from hypothesis import given
 
 from meshmend import Mesh, Region
 from meshmend.errors import MeshError
-from meshmend.topology import all_placements, parse_chip, parse_shape
+from meshmend.topology import all_placements, parse_chip, parse_shape, parse_wrap
 from strategies import meshes
 
 
@@ -159,6 +159,8 @@ def test_all_placements_counts() -> None:
         (lambda: Mesh("9999x9999"), "99,980,001 chips; meshmend carries up to 16,777,216"),
         (lambda: Mesh("999999999x999999999x999999999"), "meshmend carries up to"),
         (lambda: Mesh("4x4", wrap=(True,)), "one value for each of 2 axes: got 1"),
+        (lambda: Mesh("4x4", wrap="00"), "wrap is True, False, or one of them per axis, .* got '00'"),  # type: ignore[arg-type]
+        (lambda: Mesh("4x4", wrap=(0, 1)), r"one of them per axis, .* got \(0, 1\)"),
         (lambda: Mesh("4x4", failed=["2x2@3,0"]), r"2x2@3,0 reaches chip \(4,1\), outside the 4x4"),
         (lambda: Mesh("4x4", failed=["4,0"]), r"\(4,0\) lies outside the 4x4 mesh; coordinates count from 0"),
         (lambda: Mesh("4x4", failed=[(-1, 0)]), r"\(-1,0\) lies outside"),
@@ -183,3 +185,15 @@ def test_nonsense_is_refused_with_a_reason(build: object, message: str) -> None:
     assert callable(build)
     with pytest.raises(MeshError, match=message):
         build()
+
+
+@pytest.mark.parametrize("text", ["00", "01", "2", "0,0", "0,", ",1", "", "-1", "+1", "٠", "0, 1", "All", "true"])
+def test_what_says_no_axes_that_wrap(text: str) -> None:
+    with pytest.raises(MeshError, match="--wrap: expected none, all, or axes from 0 to 1, each once, as in 0,1"):
+        parse_wrap(text, 2, given="--wrap:")
+
+
+def test_axes_that_wrap() -> None:
+    read = {text: parse_wrap(text, 2, given="") for text in ("none", "all", "0", "1", "0,1", "1,0")}
+    assert [axes for axes, wraps in read.items() if wraps[0]] == ["all", "0", "0,1", "1,0"]
+    assert [axes for axes, wraps in read.items() if wraps[1]] == ["all", "1", "0,1", "1,0"]

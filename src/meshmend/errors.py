@@ -69,19 +69,22 @@ class DrawingError(MeshmendError, ValueError):
 class PlanError(MeshmendError):
     """A planner cannot serve a mesh.
 
-    Fields: `planner` (its name), `mesh_name`, `why`, `alternatives` (planners that can serve this mesh).
+    Fields: `planner` (its name), `mesh_name`, `why`, `alternatives` (planners that can serve this mesh; empty too
+    where None was passed because nobody has asked the others).
     """
 
-    def __init__(self, planner: str, mesh_name: str, why: str, alternatives: Sequence[str] = ()) -> None:
+    def __init__(self, planner: str, mesh_name: str, why: str, alternatives: Sequence[str] | None = ()) -> None:
         self.planner = planner
         self.mesh_name = mesh_name
         self.why = why
-        self.alternatives = tuple(alternatives)
+        self.alternatives = tuple(alternatives or ())
         if self.alternatives:
-            advice = f"Planners that can serve this mesh: {', '.join(self.alternatives)}."
+            advice = f" Planners that can serve this mesh: {', '.join(self.alternatives)}."
+        elif alternatives is None:
+            advice = ""
         else:
-            advice = "No other planner here can serve this mesh either."
-        super().__init__(f"{planner} cannot plan for {mesh_name}: {why} {advice}")
+            advice = " No other planner here can serve this mesh either."
+        super().__init__(f"{planner} cannot plan for {mesh_name}: {why}{advice}")
 
 
 class RoutingError(MeshmendError):

@@ -388,10 +388,10 @@ def parse_wrap(text: str, n_axes: int, given: str) -> list[bool]:
     """
     if text in ("none", "all"):
         return [text == "all"] * n_axes
-    axes = text.split(",")
-    if not all(axis.isascii() and axis.isdigit() and int(axis) < n_axes for axis in axes):
-        raise MeshError(f"{given} expected none, all, or axes from 0 to {n_axes - 1}, as in 0,1.")
-    return [str(axis) in axes for axis in range(n_axes)]
+    axes, known = text.split(","), [str(axis) for axis in range(n_axes)]
+    if not set(axes) <= set(known) or len(set(axes)) < len(axes):
+        raise MeshError(f"{given} expected none, all, or axes from 0 to {n_axes - 1}, each once, as in 0,1.")
+    return [axis in axes for axis in known]
 
 
 def name_shape(shape: Sequence[int]) -> str:
@@ -429,13 +429,13 @@ def _check_shape(shape: Sequence[int] | str) -> tuple[int, ...]:
 
 
 def _check_wrap(wrap: bool | Sequence[bool], shape: tuple[int, ...]) -> tuple[bool, ...]:
-    if isinstance(wrap, bool):
-        asked = (wrap,) * len(shape)
-    else:
-        asked = tuple(bool(w) for w in wrap)
-        if len(asked) != len(shape):
-            raise MeshError(f"wrap needs one value for each of {len(shape)} axes: got {len(asked)}.")
-    return tuple(w and n > 2 for w, n in zip(asked, shape, strict=True))
+    asked = (wrap,) * len(shape) if isinstance(wrap, bool) else tuple(wrap)
+    if not all(isinstance(w, bool | np.bool_) for w in asked):
+        # A text or a list of axis numbers is a sequence too, and would be read as one truth per axis.
+        raise MeshError(f"wrap is True, False, or one of them per axis, as in (False, True): got {wrap!r}.")
+    if len(asked) != len(shape):
+        raise MeshError(f"wrap needs one value for each of {len(shape)} axes: got {len(asked)}.")
+    return tuple(bool(w) and n > 2 for w, n in zip(asked, shape, strict=True))
 
 
 def _boxes(mask: NDArray[np.bool_]) -> list[Region]:

@@ -62,6 +62,9 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("plan", "bad shape", ["4y4"], "'4y4' is not a shape"),
     ("plan", "bad name", ["4x4", "--planner", "[/bold]"], "There is no planner '[/bold]'"),
     ("plan", "bad unit", ["4x4", "--payload", "3 parsecs"], "is not a payload"),
+    ("plan", "no unit", ["4x4", "--payload", "100"], "its unit is missing. Write bytes as 100B"),
+    ("plan", "too many segments", ["4x4", "--planner", "row-pairs", "--segments", "999999999"], "65,536 segments"),
+    ("plan", "too many chunks", ["4x4", "--planner", "weave", "--chunks", "99999999999"], "it takes at most"),
     ("plan", "bad hardware", ["4x4", "--hardware", "abacus"], "There is no hardware 'abacus'"),
     ("plan", "unwritable", ["4x4", "--save", "nowhere/plan.npz"], "--save: nothing can be written in nowhere"),
     ("plan", "file in place of folder", ["4x4", "--save", "file/plan.npz"], "--save: nothing can be written in file"),
@@ -70,6 +73,7 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("prepare", "cut mesh", ["4x4", "--host", "2x2", *CUT, "--cache", "file"], "--cache: nothing can be written"),
     ("prepare", "bad host", ["4x4", "--host", "3x3"], "do not tile"),
     ("prepare", "bad unit", ["4x4", "--host", "2x2", "--payload", "much", "--cache", "c"], "is not a payload"),
+    ("prepare", "no unit", ["4x4", "--host", "2x2", "--payload", "100", "--cache", "c"], "its unit is missing"),
     ("prepare", "unwritable", ["4x4", "--host", "2x2", "--cache", "file/c"], "nothing can be written in file/c"),
     ("prepare", "file in place of folder", ["4x4", "--host", "2x2", "--cache", "file"], "nothing can be written"),
     ("route", "cut mesh", ["4x4", *CUT], ""),
@@ -84,8 +88,10 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("verify", "bad ending", ["file"], "file"),
     ("predict", "cut mesh", ["4x4", *CUT, *PAID], "cannot plan"),
     ("predict", "bad unit", ["4x4", "--payload", "100 furlongs"], "is not a payload"),
+    ("predict", "no unit", ["4x4", "--payload", "100"], "its unit is missing. Write bytes as 100B"),
     ("predict", "bad rate", ["4x4", *PAID, "--link-rate", "fast"], "is not a link rate"),
     ("predict", "bad time", ["4x4", *PAID, "--step-latency", "1 fortnight"], "is not a time"),
+    ("predict", "bad number", ["4x4", *PAID, "--step-latency", "1.2.3µs"], "is not a time"),
     ("predict", "bad mode", ["4x4", *PAID, "--mode", "wild"], "expected one of"),
     ("predict", "missing", ["nowhere.npz", *PAID], "nowhere.npz"),
     ("predict", "damaged", ["damaged.npz", *PAID], "damaged.npz"),
@@ -95,6 +101,7 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("predict", "plan and planner", ["plan.npz", *PAID, *PLANNED], "leave out --planner"),
     ("compare", "cut mesh", ["4x4", *CUT, *PAID], "disconnected groups"),
     ("compare", "bad unit", ["4x4", "--payload", "100 furlongs"], "is not a payload"),
+    ("compare", "no unit", ["4x4", "--payload", "100"], "its unit is missing. Write bytes as 100B"),
     ("compare", "damaged", ["damaged.npz", *PAID], "damaged.npz"),
     ("compare", "plan and holes", ["plan.npz", *PAID, "--fail-cable", "0,0-0,1"], "leave out --fail-cable"),
     ("compare", "unwritable", ["4x4", *PAID, "--plot", "nowhere/a.svg"], "--plot: nothing can be written in nowhere"),
@@ -122,6 +129,7 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("lab down", "name and all", ["nobody", "--all"], "leave out the name"),
     ("bench allreduce", "nowhere", [], "Say where"),
     ("bench allreduce", "bad unit", ["--loopback", "1x2", "--payload", "much"], "is not a payload"),
+    ("bench allreduce", "no unit", ["--loopback", "1x2", "--payload", "100"], "its unit is missing"),
     ("bench allreduce", "unwritable", ["--loopback", "1x2", "--plot", "nowhere/a.svg"], "nothing can be written"),
 ]
 
@@ -302,6 +310,13 @@ def test_predict_compare_and_draw_take_a_saved_plan() -> None:
         assert run(["draw", *words, "-o", "a.html", "--json"])[0] == 0
         assert json.loads(run(["draw", *words, "-o", f"{len(words)}.html", "--json"])[1])["planner"] == "hamiltonian"
     assert run(["draw", "plan.npz", "--route", "0,0-1,1", "-o", "b.svg"])[0] == 0
+
+
+def test_plan_and_predict_mean_the_same_hardware_unless_told() -> None:
+    considered = json.loads(run(["plan", "2x2", *PAID, "--json"])[1])["considered"]
+    predicted = json.loads(run(["predict", "2x2", *PAID, "--json"])[1])
+    assert considered[0]["planner"] == predicted["planner"]
+    assert considered[0]["seconds"] == pytest.approx(predicted["seconds"])
 
 
 def test_other_collectives_are_not_compared_with_all_reduces() -> None:

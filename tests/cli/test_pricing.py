@@ -43,6 +43,14 @@ def test_own_hardware_on_the_command_line() -> None:
     assert facts["seconds"] >= 1 + facts["steps"] * 6e-6 - 1e-12
 
 
+@pytest.mark.parametrize("planner", ["auto", "weave", "row-pairs"])
+def test_plan_and_predict_agree_on_the_same_words(planner: str) -> None:
+    words = ("8x8", "--fail", "2x2@2,2", "--planner", planner, "--payload", "100MB")
+    planned, predicted = run("plan", *words), run("predict", *words)
+    assert planned["considered"][0]["seconds"] == pytest.approx(predicted["seconds"], rel=1e-12)
+    assert planned["steps"] == predicted["steps"]
+
+
 def test_asynchronous_mode() -> None:
     arguments = ("predict", *HOLED, "--planner", "row-pairs")
     lock_step, free = run(*arguments), run(*arguments, "--mode", "asynchronous")

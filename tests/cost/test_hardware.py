@@ -55,13 +55,15 @@ def test_adjusting_keeps_the_other_sources() -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("102MB", 102e6), ("1.34GB", 1.34e9), ("1KB", 1e3), ("1kb", 1e3), ("64MiB", 2**26), ("17", 17), ("1e9", 1e9)],
+    [("102MB", 102e6), ("1.34GB", 1.34e9), ("1KB", 1e3), ("1kb", 1e3), ("64MiB", 2**26), ("17B", 17), ("1e9 B", 1e9)],
 )
 def test_payloads(text: str, value: float) -> None:
     assert parse_bytes(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "MB", "-1MB", "1XB", "nan", "1 MB MB", "1e999"])
+@pytest.mark.parametrize(
+    "text", ["", "MB", "-1MB", "1XB", "nan", "1 MB MB", "1e999B", "1e308GB", "1.2.3MB", "1,5MB", "١MB"]
+)
 def test_what_is_no_payload(text: str) -> None:
     with pytest.raises(ParameterError, match="is not a payload"):
         parse_bytes(text)
@@ -69,13 +71,27 @@ def test_what_is_no_payload(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("40mbit", 5e6), ("10Gbit/s", 1.25e9), ("10Gbps", 1.25e9), ("1GB/s", 1e9), ("1GB", 1e9), ("1GiB/s", 2**30)],
+    [
+        ("40mbit", 5e6),
+        ("40Mbit", 5e6),
+        ("10Gbit/s", 1.25e9),
+        ("10Gbps", 1.25e9),
+        ("8b/s", 1),
+        ("1GB/s", 1e9),
+        ("1GBps", 1e9),
+        ("1KBps", 1e3),
+        ("1kB/s", 1e3),
+        ("1GB", 1e9),
+        ("1GiB/s", 2**30),
+    ],
 )
 def test_rates(text: str, value: float) -> None:
     assert parse_rate(text) == value
 
 
-@pytest.mark.parametrize("text", ["40", "40m", "1gb", "fast"])
+@pytest.mark.parametrize(
+    "text", ["40", "40m", "1gb", "1b", "fast", "1GBPS", "1Gib/s", "82GB/s/s", "1iB/s", "1e308GB/s", "1.2.3Gb/s"]
+)
 def test_what_is_no_rate(text: str) -> None:
     with pytest.raises(ParameterError, match="is not a link rate"):
         parse_rate(text)
@@ -84,8 +100,21 @@ def test_what_is_no_rate(text: str) -> None:
 def test_times() -> None:
     assert parse_seconds("5us") == parse_seconds("5µs") == 5e-6
     assert parse_seconds("1.5ms") == 1.5e-3
+    assert parse_seconds("1e3μs") == parse_seconds("1.µs") * 1e3 == 1e-3
     with pytest.raises(ParameterError, match="Write it with its unit"):
         parse_seconds("5")
+
+
+@pytest.mark.parametrize("text", ["1.2.3µs", "...µs", "-5us", "1e400s", "", "us", "5ks"])
+def test_what_is_no_time(text: str) -> None:
+    with pytest.raises(ParameterError, match="is not a time"):
+        parse_seconds(text)
+
+
+@pytest.mark.parametrize("text", ["100", " 1e9 ", "0"])
+def test_a_payload_without_a_unit_is_asked_for_one(text: str) -> None:
+    with pytest.raises(ParameterError, match=f"its unit is missing. Write bytes as {text.strip()}B, or 102MB"):
+        parse_bytes(text)
 
 
 def test_names() -> None:

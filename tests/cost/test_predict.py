@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from meshmend import routing
 from meshmend.cost import Hardware, StepProfile, find_hardware, predict
 from meshmend.errors import ParameterError
-from meshmend.planning import RowPairs, plan
+from meshmend.planning import Auto, RowPairs, plan
 from meshmend.schedule import Op, Schedule
 from meshmend.topology import Mesh
 from strategies import plans, tree_plans
@@ -253,3 +253,28 @@ def test_runs_of_chunks_that_overlap_are_followed() -> None:
         owners=[0] * 4,
     )
     assert predict(schedule, 4.0, Hardware("own", 1.0), mode="asynchronous").seconds == 3 + 4
+
+
+@pytest.mark.parametrize("mode", ["lock-step", "asynchronous"])
+def test_phases_of_one_name_are_summed(mode: str) -> None:
+    ring = plan(Mesh("4x4"), "hamiltonian")
+    columns = {name: getattr(ring, name) for name in ("step", "src", "dst", "first_chunk", "n_chunks", "op", "phase")}
+    twins = Schedule(ring.mesh, total_chunks=32, owners=ring.owners, phase_names=("ring", "ring"), **columns)
+    whole, named = (predict(schedule, 1e6, SLOW, mode=mode) for schedule in (twins, ring))  # type: ignore[arg-type]
+    assert whole.seconds == pytest.approx(named.seconds, rel=1e-12)
+    assert whole.by_phase == {"ring": pytest.approx(named.seconds, rel=1e-12)}
+
+
+def test_the_profile_of_another_schedule_is_refused() -> None:
+    ring, pairs = (plan(Mesh("4x4"), name) for name in ("hamiltonian", "row-pairs"))
+    with pytest.raises(ParameterError, match=r"profile is of another schedule, Schedule\(row-pairs .* expected one of"):
+        predict(ring, 1e6, profile=StepProfile(pairs))
+    again = plan(Mesh("4x4"), "hamiltonian")
+    assert predict(ring, 1e6, profile=StepProfile(again)) == predict(ring, 1e6)
+
+
+def test_planning_and_predicting_assume_the_same_machine() -> None:
+    mesh = Mesh("8x8", failed=["2x2@2,2"])
+    choice = Auto().choose(mesh)
+    assert predict(choice.schedule, Auto().payload_bytes).seconds == pytest.approx(choice.seconds, rel=1e-12)
+    assert predict(choice.schedule, 1e8).hardware.name == "tpu-v3"

@@ -14,7 +14,7 @@ from meshmend import Mesh, PlanError, plan
 from meshmend.cli import app
 from meshmend.cost import PRESETS, Hardware, StepProfile, find_hardware
 from meshmend.errors import ParameterError
-from meshmend.planning import Auto, PlanCache, Planner
+from meshmend.planning import PLANNERS, Auto, PlanCache, Planner, RowPairs, Weave, make_planner
 from meshmend.planning.auto import CHOICES, Field
 from strategies import block_meshes, torn_meshes
 
@@ -107,12 +107,62 @@ def test_berts_gradients_go_faster_round_the_hole_than_any_ring_goes_on_the_full
 
 
 def test_survivors_cut_apart_and_payloads_that_make_no_sense() -> None:
-    with pytest.raises(PlanError, match="auto cannot plan for 3x3 minus 1x3@1,0: its survivors are cut into 2 parts"):
+    with pytest.raises(
+        PlanError, match="auto cannot plan for 3x3 minus 1x3@1,0: the survivors form 2 disconnected groups"
+    ):
         plan(Mesh("3x3", failed=["1x3@1,0"]))
     with pytest.raises(ParameterError, match="payload_bytes is 0, expected a positive number"):
         plan(Mesh("3x3"), payload_bytes=0)
     with pytest.raises(ParameterError, match=r"There is no hardware 'tpu-v9'. Presets: ideal"):
         plan(Mesh("3x3"), hardware="tpu-v9")
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_every_planner_takes_a_payload_and_hardware_by_name(name: str) -> None:
+    mesh = Mesh("8x8")
+    schedule = plan(mesh, name, payload_bytes=1e9, hardware="tpu-v4")
+    tried = variants(mesh, 1e-6 * 50e9 / 1e9)
+    rivals = [variant for variant in tried if name in ("auto", variant.name)]
+    seconds = [StepProfile(rival.plan(mesh)).seconds(1e9, find_hardware("tpu-v4")) for rival in rivals]
+    assert StepProfile(schedule).seconds(1e9, find_hardware("tpu-v4")) == min(seconds)
+
+
+def test_parameters_follow_the_payload_unless_they_are_given() -> None:
+    mesh = Mesh("8x8", failed=["2x2@2,2"])
+    short, long = (plan(mesh, "weave", payload_bytes=size).total_chunks for size in (1e3, 1e9))
+    assert short < Weave().plan(mesh).total_chunks < long
+    assert plan(mesh, "weave", payload_bytes=1e9, chunks=60).total_chunks == 60
+    assert plan(mesh, "row-pairs", payload_bytes=1e9) != plan(mesh, "row-pairs", payload_bytes=1e9, segments=1)
+    assert plan(mesh, "row-pairs", payload_bytes=1e9, segments=3) == RowPairs("rows", segments=3).plan(mesh)
+    assert plan(mesh, "row-pairs", payload_bytes=1e9, orientation="columns").phases[0].name.startswith("yellow")
+
+
+def test_keywords_are_never_ignored() -> None:
+    with pytest.raises(
+        ParameterError,
+        match=r"Weave\(chunks=None\) is made already, so plan cannot set payload_bytes, bogus. Set its parameters "
+        r"where it is made, or pass its name: plan\(mesh, 'weave', payload_bytes=…\)",
+    ):
+        plan(Mesh("4x4"), Weave(), payload_bytes=3, bogus=1)
+    with pytest.raises(
+        ParameterError, match="weave has no parameter 'bogus': it takes chunks, payload_bytes, hardware"
+    ):
+        plan(Mesh("4x4"), "weave", bogus=1)
+    with pytest.raises(ParameterError, match="payload_bytes is -3, expected a positive number of bytes"):
+        plan(Mesh("4x4"), "weave", payload_bytes=-3)
+
+
+def test_the_cache_tells_tuned_plans_apart(tmp_path: str) -> None:
+    cache, mesh = PlanCache(tmp_path), Mesh("4x4")
+    asked = [
+        make_planner(name, **parameters)
+        for name in PLANNERS
+        for parameters in ({}, {"payload_bytes": 1e3}, {"payload_bytes": 1e6}, {"hardware": "tpu-v4"})
+    ]
+    # Left out, auto's payload is 100 MB and its hardware tpu-v3, so that none of these are the same either.
+    assert len({cache.path(mesh, planner) for planner in asked}) == len(asked)
+    assert plan(mesh, "weave", payload_bytes=1e3, cache=cache) == plan(mesh, "weave", payload_bytes=1e3, cache=cache)
+    assert len(cache) == 1
 
 
 def test_the_cache_tells_payloads_and_hardware_apart(tmp_path: str) -> None:

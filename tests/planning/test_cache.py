@@ -84,7 +84,7 @@ def test_prepare_plans_for_the_loss_of_every_host(tmp_path: Path) -> None:
 def test_prepare_says_which_losses_have_no_plan(tmp_path: Path) -> None:
     shown = prepare(tmp_path, "4x4", "--fail", "2x2@0,0", "--host", "2x2", "--planner", "row-pairs")
     assert "ready    3 of 4" in shown
-    assert "2x2@2,2: its survivors are cut into 2 parts" in shown
+    assert "2x2@2,2: the survivors form 2 disconnected groups" in shown
 
 
 def test_prepare_wants_hosts_that_tile_the_mesh(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_any_connected_blocks_have_a_ring_and_only_those(mesh: Mesh) -> None:
         assert_is_ring(mesh)
         assert_all_reduces(plan(mesh, "hamiltonian"))
     else:
-        with pytest.raises(PlanError, match="its survivors are cut into"):
+        with pytest.raises(PlanError, match=r"the survivors form [0-9]+ disconnected groups"):
             plan(mesh, "hamiltonian")
 
 
@@ -45,8 +45,12 @@ def test_one_failed_cable_in_the_middle_is_left_out(cable: str) -> None:
 
 
 def test_failed_cables_that_leave_no_ring_are_named() -> None:
-    with pytest.raises(PlanError, match=r"failed cable \(0,0\)-\(0,1\) is a side of a 2×2 block with no live block"):
+    no_way_out = r"the failed cable \(0,{}\)-{} is a side of a 2×2 block, and the ring leaves a side out only where"
+    with pytest.raises(PlanError, match=no_way_out.format(0, r"\(0,1\)")):
         plan(Mesh("4x4", failed_cables=["0,0-0,1"]), "hamiltonian")
+    # The first cable forces the join that the second one forbids, in whichever order they are looked at.
+    with pytest.raises(PlanError, match=no_way_out.format(1, r"\(1,1\)")):
+        plan(Mesh("4x4", failed_cables=["0,1-1,1", "1,1-1,2"]), "hamiltonian")
     with pytest.raises(PlanError, match="failed cables leave 2×2 blocks that cannot be joined"):
         plan(Mesh("2x4", failed_cables=["0,1-0,2"]), "hamiltonian")
     # The four inner sides round the middle of a 4×4 mesh force all four joins: a closed loop.

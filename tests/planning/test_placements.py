@@ -12,7 +12,7 @@ from meshmend import Mesh, PlanError, Region, plan
 from meshmend.topology import all_placements, parse_shape
 
 RING_PLANNERS = ("hamiltonian", "row-pairs")
-STATED = r"survivors are cut into 2 parts|every row pair has a failure"
+STATED = r"survivors form 2 disconnected groups|every row pair has a failure"
 
 
 def judge(shape: str, holes: list[Region], planner: str) -> str:

@@ -28,7 +28,7 @@ def test_any_blocks_that_can_be_served_are(mesh: Mesh, segments: int) -> None:
     if can_be_served(mesh):
         assert_all_reduces(plan(mesh, "row-pairs", segments=segments))
     else:
-        with pytest.raises(PlanError, match=r"every row pair has a failure|survivors are cut into"):
+        with pytest.raises(PlanError, match=r"every row pair has a failure|survivors form [0-9]+ disconnected groups"):
             plan(mesh, "row-pairs", segments=segments)
 
 
@@ -164,7 +164,7 @@ def test_segments_hide_the_second_phase() -> None:
         (Mesh("4x5", failed=["2x2@0,0"]), "must fall into 2×2 blocks, and it is 5 chips long"),
         (Mesh("4x4x4"), "two axes, and 4x4x4 has 3"),
         (Mesh("4x4", failed_cables=["0,0-0,1", "2,2-2,3"]), "a cable of the 2×2 block of chip"),
-        (Mesh("6x6", failed=["2x2@0,2", "2x2@2,0"]), "survivors are cut into 2 parts"),
+        (Mesh("6x6", failed=["2x2@0,2", "2x2@2,0"]), "survivors form 2 disconnected groups"),
         (
             Mesh("4x4", failed=["2x2@0,2"], failed_cables=["1,0-2,0"]),
             r"block of chip \(0,0\) has no way through whole blocks to a whole row pair",

@@ -162,7 +162,7 @@ def test_reduce_and_broadcast_overlap() -> None:
 
 
 def test_survivors_cut_apart() -> None:
-    with pytest.raises(mm.PlanError, match="survivors are cut into 2 parts"):
+    with pytest.raises(mm.PlanError, match="survivors form 2 disconnected groups"):
         mm.plan(mm.Mesh("3x3", failed=["1x3@1,0"]), "weave")
 
 

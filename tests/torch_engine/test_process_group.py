@@ -111,7 +111,7 @@ def test_a_member_that_leaves_gives_the_others_an_error_until_they_configure_aga
         ({"chip": (0, 0)}, {"chip": (0, 0)}, "2 members say that they are chip (0,0)"),
         ({"chip": (0, 0)}, {"chip": (0, 1), "shape": (4, 4)}, "Every member needs the same shape"),
         ({"chip": (0, 0)}, {"chip": (0, 1), "planner": "hamiltonian"}, "Every member needs the same shape"),
-        ({"chip": (0, 0)}, {"chip": (1, 3)}, "its survivors are cut into 2 parts"),
+        ({"chip": (0, 0)}, {"chip": (1, 3)}, "the survivors form 2 disconnected groups"),
     ],
 )
 def test_members_that_do_not_fit_together_are_refused(mine: Any, theirs: Any, message: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from meshmend.cost.hardware import Hardware, find_hardware
+from meshmend.cost.hardware import DEFAULT_HARDWARE, Hardware, find_hardware
 from meshmend.errors import MeshError, ParameterError
 from meshmend.study.paper import BYTES_A_GRADIENT, CASES, WORKLOADS
 from meshmend.topology import Mesh, name_shape
@@ -94,7 +94,7 @@ class Assumptions:
     crew_price: float = 0.0
     compute_s: float = _BERT.step_s * (1 - _BERT_OVERHEAD)
     payload_bytes: float = _BERT.parameters * BYTES_A_GRADIENT
-    hardware: Hardware = dataclasses.field(default_factory=lambda: find_hardware("tpu-v3"))
+    hardware: Hardware = dataclasses.field(default_factory=lambda: find_hardware(DEFAULT_HARDWARE))
     grow: Grow = "worth"
 
     @classmethod
@@ -110,7 +110,7 @@ class Assumptions:
         repair_chip_h: float = 24.0,
         repair_board_h: float = 24.0,
         repair_host_h: float = 24.0,
-        hardware: str | Hardware = "tpu-v3",
+        hardware: str | Hardware = DEFAULT_HARDWARE,
         **others: object,
     ) -> Assumptions:
         """Return the assumptions for a machine of chips, boards (or None) and hosts; `others` are fields."""

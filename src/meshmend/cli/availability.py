@@ -22,6 +22,7 @@ from meshmend.cli.options import HardwareOption, JsonOption, ShapeArgument, Wrap
 from meshmend.cli.outputs import check_plot
 from meshmend.cli.pricing import hardware_facts
 from meshmend.cli.terminal import plain, print_line, shows_progress, terminal
+from meshmend.cost import DEFAULT_HARDWARE
 from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
 from meshmend.errors import ParameterError
 from meshmend.topology import Mesh, name_shape, parse_shape
@@ -76,7 +77,7 @@ def command(
         float | None,
         typer.Option("--compute-seconds", metavar="S", help="A step without its all-reduce; default: BERT, 0.132."),
     ] = None,
-    hardware: HardwareOption = "tpu-v3",
+    hardware: HardwareOption = DEFAULT_HARDWARE,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the random draws.")] = 0,
     checks: Annotated[
         int, typer.Option("--checks", min=0, help="States to plan in full, to see how far estimates are off.")

@@ -17,7 +17,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from meshmend.cost import PRESETS, Hardware, find_hardware
+from meshmend.cost import DEFAULT_HARDWARE, PRESETS, Hardware, find_hardware
 from meshmend.cost.hardware import adjusted
 from meshmend.cost.predict import MODES, Mode
 from meshmend.cost.units import parse_bytes, parse_rate, parse_seconds
@@ -86,7 +86,7 @@ class TuningOptions:
     ] = None
 
     def planner(self, name: str, payload: str | None = None, hardware: str | Hardware | None = None) -> Planner:
-        """Return the planner with the parameters that were given; the last two are for `auto`."""
+        """Return the planner with the parameters that were given; it chooses the others for the payload, if told it."""
         given = {
             "orientation": self.orientation,
             "segments": self.segments,
@@ -99,14 +99,19 @@ class TuningOptions:
 
 @dataclass(frozen=True)
 class AutoOptions:
-    """What `auto` plans for, in commands that have no other use for it."""
+    """What is planned for, in commands that have no other use for it."""
 
     payload: Annotated[
-        str | None, typer.Option("--payload", metavar="SIZE", help="auto: what each chip brings. Default 100MB.")
+        str | None,
+        typer.Option(
+            "--payload", metavar="SIZE", help="What each chip brings, to plan for: 102MB, 64MiB. Default: auto 100MB."
+        ),
     ] = None
     hardware: Annotated[
         str | None,
-        typer.Option("--hardware", metavar="NAME", help=f"auto: one of {', '.join(PRESETS)}. Default tpu-v3."),
+        typer.Option(
+            "--hardware", metavar="NAME", help=f"To plan for: one of {', '.join(PRESETS)}. Default {DEFAULT_HARDWARE}."
+        ),
     ] = None
 
 
@@ -114,7 +119,7 @@ class AutoOptions:
 class PriceOptions:
     """The hardware that time is predicted for, and how the engine waits."""
 
-    hardware: HardwareOption = "ideal"
+    hardware: HardwareOption = DEFAULT_HARDWARE
     link_rate: Annotated[
         str | None, typer.Option("--link-rate", metavar="RATE", help="Of one link, one way: 40mbit, 656Gb/s, 82GB/s.")
     ] = None

@@ -18,7 +18,7 @@ from meshmend.cli.terminal import approved, plain, terminal
 from meshmend.cost import busiest_link_load
 from meshmend.cost.units import name_seconds
 from meshmend.files import save
-from meshmend.planning import Auto, Candidate, Choice, choose, plan
+from meshmend.planning import Auto, Candidate, Choice, Tuned, choose, plan
 from meshmend.schedule import Schedule
 from meshmend.verify import Proof, verify
 
@@ -44,7 +44,7 @@ def command(
         mesh = holes.mesh(shape)
         chosen = tuning.planner(planner, auto.payload, auto.hardware)
         started = time.perf_counter()
-        choice = choose(mesh, chosen) if isinstance(chosen, Auto) else None
+        choice = choose(mesh, chosen) if isinstance(chosen, Auto | Tuned) else None
         schedule = choice.schedule if choice is not None else plan(mesh, chosen, verify=False)
         plan_seconds = time.perf_counter() - started
         proof = verify(schedule)

@@ -48,8 +48,7 @@ def command(
             named = [] if planner == Auto.name else ["--planner"]
             schedule = load_plan(plan_of, *given_options(holes, tuning), *named)
         else:
-            told = (payload, chosen) if planner == Auto.name else (None, None)
-            schedule = plan(holes.mesh(plan_of), tuning.planner(planner, *told))
+            schedule = plan(holes.mesh(plan_of), tuning.planner(planner, payload, chosen))
         forecast = predict(schedule, payload_bytes, chosen, mode=mode)
         if json:
             print_json(

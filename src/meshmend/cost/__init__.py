@@ -1,12 +1,13 @@
 """Cost: how long a schedule takes on given hardware, and how far that is from the least possible."""
 
 from meshmend.cost.bound import Bound, bound
-from meshmend.cost.hardware import PRESETS, Hardware, find_hardware
+from meshmend.cost.hardware import DEFAULT_HARDWARE, PRESETS, Hardware, find_hardware
 from meshmend.cost.load import busiest_link_load, link_load
 from meshmend.cost.predict import Forecast, predict
 from meshmend.cost.profile import StepProfile
 
 __all__ = [
+    "DEFAULT_HARDWARE",
     "PRESETS",
     "Bound",
     "Forecast",

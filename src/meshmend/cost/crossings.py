@@ -14,6 +14,9 @@ from meshmend.topology import Mesh
 MAX_TABLE_CHIPS = 4096
 """Up to here a table of all pairs of ranks fits in 64 MB, and looking a link up is one read."""
 
+AT_ONCE = 2**20
+"""Transfers looked up at a time on larger meshes: `Mesh.link` works in 64 bits."""
+
 
 @dataclass(frozen=True)
 class Crossings:
@@ -56,9 +59,12 @@ def _links(mesh: Mesh, src: NDArray[np.int32], dst: NDArray[np.int32]) -> NDArra
     """Return what `mesh.link` does, fast enough for tens of millions of transfers."""
     n = mesh.n_chips
     if n > MAX_TABLE_CHIPS:
-        return mesh.link(src, dst).astype(np.int32)
+        links = np.empty(len(src), dtype=np.int32)
+        for first in range(0, len(src), AT_ONCE):
+            rows = slice(first, first + AT_ONCE)
+            links[rows] = mesh.link(src[rows], dst[rows])
+        return links
     table = np.full(n * n, -1, dtype=np.int32)
     rank, direction = np.nonzero(mesh.neighbours >= 0)
     table[rank * n + mesh.neighbours[rank, direction]] = rank * mesh.n_directions + direction
-    links: NDArray[np.int32] = table[src * np.int32(n) + dst]
-    return links
+    return np.asarray(table[src * np.int32(n) + dst])

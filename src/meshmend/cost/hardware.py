@@ -158,6 +158,10 @@ PRESETS: dict[str, Hardware] = {
 """Every preset by the name that the command line knows it by."""
 
 
+DEFAULT_HARDWARE = "tpu-v3"
+"""What planning and prediction assume unless told."""
+
+
 def find_hardware(hardware: str | Hardware) -> Hardware:
     """Return the preset of that name, or the hardware itself.
 

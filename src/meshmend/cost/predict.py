@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshmend.cost.asynchronous import arrivals
 from meshmend.cost.bound import bound
-from meshmend.cost.hardware import Hardware, find_hardware
+from meshmend.cost.hardware import DEFAULT_HARDWARE, Hardware, find_hardware
 from meshmend.cost.profile import StepProfile
 from meshmend.cost.units import name_bytes, name_seconds
 from meshmend.errors import Coordinate, ParameterError, name_chip
@@ -69,7 +70,7 @@ class Forecast:
 def predict(
     schedule: Schedule,
     payload_bytes: float,
-    hardware: str | Hardware = "ideal",
+    hardware: str | Hardware = DEFAULT_HARDWARE,
     *,
     mode: Mode = "lock-step",
     profile: StepProfile | None = None,
@@ -81,7 +82,7 @@ def predict(
     schedule's profile once and pass it, or ask it for `profile.seconds(payload_bytes, hardware)` alone.
 
     >>> from meshmend import Mesh, plan
-    >>> print(predict(plan(Mesh("4x4"), "hamiltonian"), 1e9))
+    >>> print(predict(plan(Mesh("4x4"), "hamiltonian"), 1e9, "ideal"))
     937.5 ms for 1 GB on ideal (lock-step), 1.500× the bound of 625 ms; ring: reduce-scatter 468.8 ms, ...
     """
     if not 0 <= payload_bytes < float("inf"):
@@ -89,6 +90,11 @@ def predict(
     if mode not in MODES:
         raise ParameterError(f"mode is {mode!r}, expected one of: {', '.join(MODES)}.")
     chosen = find_hardware(hardware)
+    if profile is not None and profile.schedule is not schedule and profile.schedule != schedule:
+        raise ParameterError(
+            f"The profile is of another schedule, {profile.schedule!r}, expected one of {schedule!r}. "
+            f"Make it with StepProfile(schedule), or leave it out."
+        )
     known = profile or StepProfile(schedule)
     if mode == "lock-step":
         by_phase = _lock_step_phases(known, payload_bytes, chosen)
@@ -110,8 +116,7 @@ def predict(
 
 def _lock_step_phases(profile: StepProfile, payload_bytes: float, hardware: Hardware) -> dict[str, float]:
     shares = profile.step_seconds(payload_bytes, hardware) @ profile.phase_shares
-    names = profile.schedule.phase_names
-    return {phase.name: float(shares[names.index(phase.name)]) for phase in profile.schedule.phases}
+    return _by_name(profile.schedule, shares)
 
 
 def _asynchronous_phases(profile: StepProfile, payload_bytes: float, hardware: Hardware) -> dict[str, float]:
@@ -119,11 +124,19 @@ def _asynchronous_phases(profile: StepProfile, payload_bytes: float, hardware: H
     arrived = arrivals(schedule, profile.crossings, payload_bytes, hardware)
     ends = np.zeros(len(schedule.phase_names))
     np.maximum.at(ends, schedule.phase, arrived)
-    order = sorted((float(ends[schedule.phase_names.index(p.name)]), p.name) for p in schedule.phases)
-    took, before = {}, 0.0
-    for end, name in order:
-        took[name], before = end - before, end
-    return {phase.name: took[phase.name] for phase in schedule.phases}
+    order = np.argsort(ends, kind="stable")
+    took = np.empty(len(ends))
+    took[order] = np.diff(ends[order], prepend=0.0)
+    return _by_name(schedule, took)
+
+
+def _by_name(schedule: Schedule, seconds: NDArray[np.float64]) -> dict[str, float]:
+    """Sum the seconds of each phase by its name, in order of first step: nothing says that names differ."""
+    total = dict.fromkeys((phase.name for phase in schedule.phases), 0.0)
+    for name, own in zip(schedule.phase_names, seconds.tolist(), strict=True):
+        if name in total:
+            total[name] += own
+    return total
 
 
 def _busiest(profile: StepProfile) -> tuple[BusyLink, ...]:

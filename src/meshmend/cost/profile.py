@@ -23,7 +23,7 @@ from meshmend.cost.hardware import Hardware
 from meshmend.cost.load import link_load
 from meshmend.schedule import Schedule
 
-BINS = 2**24
+BINS = 2**22
 """Counters held at a time when the transfers of many steps are summed by link."""
 
 Floats = NDArray[np.float64]

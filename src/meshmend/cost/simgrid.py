@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.cost.crossings import Crossings
-from meshmend.cost.hardware import Hardware, find_hardware
+from meshmend.cost.hardware import DEFAULT_HARDWARE, Hardware, find_hardware
 from meshmend.errors import MeshmendError, MissingExtraError, ParameterError
 from meshmend.schedule import Schedule
 
@@ -54,7 +54,9 @@ def version() -> str | None:
     return told.stdout.strip() or None
 
 
-def simulate(schedule: Schedule, payload_bytes: float, hardware: str | Hardware = "ideal") -> NDArray[np.float64]:
+def simulate(
+    schedule: Schedule, payload_bytes: float, hardware: str | Hardware = DEFAULT_HARDWARE
+) -> NDArray[np.float64]:
     """Return how long each step of `schedule` takes in SimGrid; their sum is what `predict` foresees in lock-step."""
     if not 0 < payload_bytes < float("inf"):
         raise ParameterError(f"payload_bytes is {payload_bytes}, expected a positive number of bytes to simulate.")

@@ -7,49 +7,47 @@ import re
 
 from meshmend.errors import ParameterError
 
-_NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*([A-Za-zµμ/]*)\s*", re.ASCII | re.IGNORECASE)
+_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµμ/]*)\s*")
 _DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _BYTES = {prefix + "b": factor for prefix, factor in _DECIMAL.items()} | {
     f"{prefix}ib": 1024.0**power for power, prefix in enumerate("kmgt", start=1)
 }
-_BITS = {
-    f"{prefix}{word}": factor / 8 for prefix, factor in _DECIMAL.items() for word in ("bit", "bit/s", "bps", "b/s")
-}
+_BYTE_RATE = re.compile(r"([KkMGT]?i?B)(?:/s|ps)?")
+_BIT_RATE = re.compile(r"([KkMmGgTt]?)(?:b/s|bps|[Bb]it(?:/s|ps)?)")
 _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "µs": 10**6, "μs": 10**6, "ns": 10**9}
 
 
 def parse_bytes(text: str) -> float:
-    """Read a payload: `102MB`, `1.34GB`, `1KB` (decimal), `64MiB` (binary), or plain bytes.
+    """Read a payload: `102MB`, `1.34GB`, `1KB` (decimal), `64MiB` (binary), `512B`. The unit must be there.
 
     >>> parse_bytes("102.4MB"), parse_bytes("64MiB")
     (102400000.0, 67108864.0)
     """
-    number, unit = _split(text, "a payload", "102MB, 1.34GB, 64MiB")
-    scale = _BYTES | {"": 1.0}
-    if unit.lower() not in scale:
+    what, examples = "a payload", "102MB, 1.34GB, 64MiB"
+    number, unit = _split(text, what, examples)
+    if not unit:
+        raise ParameterError(
+            f"{text!r} is not a payload: its unit is missing. Write bytes as {text.strip()}B, or {examples}."
+        )
+    if unit.lower() not in _BYTES:
         raise ParameterError(f"{text!r} is not a payload: {unit!r} is no unit of bytes. Write it as in 102MB or 64MiB.")
-    return number * scale[unit.lower()]
+    return _finite(number * _BYTES[unit.lower()], text, what)
 
 
 def parse_rate(text: str) -> float:
-    """Read a link's rate in one direction, in bytes a second: `40mbit`, `656Gb/s` (bits), `82GB/s` (bytes).
+    """Read a link's rate in one direction, in bytes per second: `40mbit`, `656Gb/s` (bits), `82GB/s` (bytes).
 
-    A capital B is bytes and a small b is bits, as usual.
+    A capital B is bytes and a small b is bits, as usual, in `GBps` and `Gbps` too.
 
     >>> parse_rate("40mbit"), parse_rate("656Gb/s"), parse_rate("82GB/s")
     (5000000.0, 82000000000.0, 82000000000.0)
     """
     number, unit = _split(text, "a link rate", "40mbit, 656Gb/s, 82GB/s")
-    bytes_unit = unit.removesuffix("/s")
-    if bytes_unit.endswith("B") and bytes_unit.lower() in _BYTES:
-        rate = number * _BYTES[bytes_unit.lower()]
-    elif unit.lower() in _BITS and not unit.endswith(("B", "B/s")):
-        rate = number * _BITS[unit.lower()]
-    else:
-        raise ParameterError(
-            f"{text!r} is not a link rate. Write bits, as in 40mbit or 656Gb/s, or bytes, as in 82GB/s."
-        )
-    return rate
+    if bits := _BIT_RATE.fullmatch(unit):
+        return _finite(number * _DECIMAL[bits[1].lower()] / 8, text, "a link rate")
+    if (in_bytes := _BYTE_RATE.fullmatch(unit)) and in_bytes[1].lower() in _BYTES:
+        return _finite(number * _BYTES[in_bytes[1].lower()], text, "a link rate")
+    raise ParameterError(f"{text!r} is not a link rate. Write bits, as in 40mbit or 656Gb/s, or bytes, as in 82GB/s.")
 
 
 def parse_seconds(text: str) -> float:
@@ -92,13 +90,16 @@ def name_rate(bytes_per_s: float) -> str:
 
 
 def _split(text: str, what: str, examples: str) -> tuple[float, str]:
-    match = _NUMBER.fullmatch(text) or re.fullmatch(r"\s*([0-9.]+)\s*([µμ]s)\s*", text)
+    match = _QUANTITY.fullmatch(text)
     if match is None:
         raise ParameterError(f"{text!r} is not {what}. Write a number and its unit, as in {examples}.")
-    number = float(match[1])
-    if not math.isfinite(number):
+    return _finite(float(match[1]), text, what), match[2]
+
+
+def _finite(value: float, text: str, what: str) -> float:
+    if not math.isfinite(value):
         raise ParameterError(f"{text!r} is not {what}: it is not a finite number.")
-    return number, match[2]
+    return value
 
 
 def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:

@@ -1,6 +1,6 @@
 """Planning: from a mesh to a schedule. One planner a file; `plan` runs one and proves what it made."""
 
-from meshmend.planning.auto import Auto, Candidate, Choice
+from meshmend.planning.auto import Auto, Candidate, Choice, Tuned
 from meshmend.planning.base import Planner
 from meshmend.planning.cache import PlanCache
 from meshmend.planning.hamiltonian import Hamiltonian
@@ -18,6 +18,7 @@ __all__ = [
     "PlanCache",
     "Planner",
     "RowPairs",
+    "Tuned",
     "TwoColor",
     "Weave",
     "choose",

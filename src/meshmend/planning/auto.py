@@ -1,5 +1,7 @@
 """Auto: predicts every planner that applies, over its own parameters, and takes the fastest.
 
+`Tuned` does the same for one planner: it takes the fastest of its parameters.
+
 Making a schedule takes longer than pricing it, so a planner says beforehand what its schedule costs at least
 (`Planner.floor`). Candidates are made in order of that floor, and as soon as one is as fast as the floor of the next,
 the rest need not be made: none of them can be faster.
@@ -7,11 +9,14 @@ the rest need not be made: none of them can be faster.
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import ClassVar, final
 
-from meshmend.cost import Hardware, StepProfile, find_hardware
-from meshmend.errors import ParameterError
+from meshmend.cost import DEFAULT_HARDWARE, Hardware, StepProfile, find_hardware
+from meshmend.errors import ParameterError, PlanError
 from meshmend.planning.base import Floor, Planner
 from meshmend.planning.hamiltonian import Hamiltonian
 from meshmend.planning.row_pairs import RowPairs
@@ -22,6 +27,7 @@ from meshmend.topology import Mesh
 
 CHOICES: tuple[type[Planner], ...] = (Hamiltonian, TwoColor, RowPairs, Weave)
 """The planners to choose from."""
+DEFAULT_PAYLOAD_BYTES = 1e8
 
 
 @dataclass(frozen=True)
@@ -48,59 +54,136 @@ class Choice:
     considered: tuple[Candidate, ...]
 
 
-@final
-@dataclass(frozen=True)
-class Auto(Planner):
-    """The fastest of all planners for a payload on a piece of hardware, by the lock-step prediction."""
+class Chooser(Planner):
+    """A planner that takes the fastest of several for a payload on a piece of hardware, by the lock-step prediction."""
 
-    name: ClassVar[str] = "auto"
-
-    payload_bytes: float = 1e8
-    hardware: str | Hardware = "tpu-v3"
+    payload_bytes: float
+    hardware: str | Hardware
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hardware", find_hardware(self.hardware))
-        if not 0 < self.payload_bytes < float("inf"):
-            raise ParameterError(f"payload_bytes is {self.payload_bytes}, expected a positive number of bytes.")
+        is_number = isinstance(self.payload_bytes, Real) and not isinstance(self.payload_bytes, bool)
+        if not is_number or not 0 < self.payload_bytes < float("inf"):
+            raise ParameterError(f"payload_bytes is {self.payload_bytes!r}, expected a positive number of bytes.")
+        object.__setattr__(self, "payload_bytes", float(self.payload_bytes))
 
-    def why_not(self, mesh: Mesh) -> str | None:
-        """Say why no planner serves the mesh, or None."""
-        reasons = {kind.name: kind().why_not(mesh) for kind in CHOICES}
-        if None in reasons.values():
-            return None
-        return " ".join(f"{name}: {why}" for name, why in reasons.items())
+    @abstractmethod
+    def field(self, mesh: Mesh) -> Field:
+        """Return the candidates for a mesh."""
 
-    def plan(self, mesh: Mesh) -> Schedule:
-        """Return the fastest schedule."""
+    @final
+    def choose(self, mesh: Mesh) -> Choice:
+        """Return the fastest schedule together with what was considered."""
+        return self.field(mesh).choose(self.payload_bytes, find_hardware(self.hardware))
+
+    @final
+    def n_transfers(self, mesh: Mesh) -> int:
+        """Return the size of the largest schedule that may be taken."""
+        variants = self.field(mesh).variants(self.payload_bytes, find_hardware(self.hardware))
+        return max(variant.n_transfers(mesh) for variant in variants)
+
+    @final
+    def is_routed(self, mesh: Mesh, phase: str) -> bool:  # noqa: ARG002
+        """Say so of every phase: the planner that is taken has held its schedule to what it claims already."""
+        return True
+
+    @final
+    def _why_not(self, mesh: Mesh) -> str | None:
+        return self.field(mesh).why_not
+
+    @final
+    def _plan(self, mesh: Mesh) -> Schedule:
         return self.choose(mesh).schedule
 
-    def choose(self, mesh: Mesh) -> Choice:
-        """Return the fastest schedule together with what was considered.
 
-        >>> choice = Auto(payload_bytes=1e9).choose(Mesh("8x8", failed=["2x2@2,2"]))
-        >>> choice.planner.name, [c.planner.name for c in choice.considered if c.why_not]
-        ('weave', ['two-color'])
-        """
-        return Field(mesh).choose(self.payload_bytes, find_hardware(self.hardware))
+@final
+@dataclass(frozen=True)
+class Auto(Chooser):
+    """The fastest of all planners for a payload on a piece of hardware.
+
+    >>> choice = Auto(payload_bytes=1e9).choose(Mesh("8x8", failed=["2x2@2,2"]))
+    >>> choice.planner.name, [c.planner.name for c in choice.considered if c.why_not]
+    ('weave', ['two-color'])
+    """
+
+    name: ClassVar[str] = "auto"
+
+    payload_bytes: float = DEFAULT_PAYLOAD_BYTES
+    hardware: str | Hardware = DEFAULT_HARDWARE
+
+    def field(self, mesh: Mesh) -> Field:
+        """Return every planner."""
+        return Field(mesh)
+
+
+@final
+@dataclass(frozen=True)
+class Tuned(Chooser):
+    """One planner with its fastest parameters for a payload on a piece of hardware; those named in `fixed` stay.
+
+    >>> Tuned(Weave(), payload_bytes=1e4).plan(Mesh("8x8")).total_chunks
+    8
+    >>> Tuned(Weave(), payload_bytes=1e9).plan(Mesh("8x8")).total_chunks
+    1024
+    """
+
+    planner: Planner
+    fixed: tuple[str, ...] = ()
+    payload_bytes: float = DEFAULT_PAYLOAD_BYTES
+    hardware: str | Hardware = DEFAULT_HARDWARE
+
+    @property
+    def name(self) -> str:  # type: ignore[override]  # other planners' names belong to the class
+        """The name of its planner: what is tuned is no other planner."""
+        return self.planner.name
+
+    def field(self, mesh: Mesh) -> Field:
+        """Return the planner alone."""
+        return Field(mesh, [self.planner], fixed=self.fixed)
 
 
 class Field:
-    """All candidates for one mesh. Schedules are made when first needed and kept: many payloads cost little more."""
+    """All candidates for one mesh. Schedules are made when first needed and kept: many payloads cost little more.
 
-    def __init__(self, mesh: Mesh) -> None:
-        reasons = {kind(): kind().why_not(mesh) for kind in CHOICES}
+    By default the candidates are all planners; of those that are given, the parameters named in `fixed` stay.
+    """
+
+    def __init__(self, mesh: Mesh, planners: Sequence[Planner] | None = None, *, fixed: Sequence[str] = ()) -> None:
+        entered = [kind() for kind in CHOICES] if planners is None else planners
+        reasons = {planner: planner.why_not(mesh) for planner in entered}
         self._mesh = mesh
+        self._fixed = fixed
         self._refused = [Candidate(planner, None, None, why) for planner, why in reasons.items() if why is not None]
         self._able = [planner for planner, why in reasons.items() if why is None]
         self._made: dict[Planner, StepProfile] = {}
 
-    def choose(self, payload_bytes: float, hardware: Hardware) -> Choice:
-        """Return the fastest of the candidates, by the lock-step prediction."""
-        if not self._able:
-            raise ValueError(f"No planner serves {self._mesh}.")
+    @property
+    def why_not(self) -> str | None:
+        """Why no candidate serves the mesh, or None if one does."""
+        if self._able:
+            return None
+        if len({candidate.why_not for candidate in self._refused}) == 1:
+            return self._refused[0].why_not
+        return " ".join(f"{candidate.planner.name}: {candidate.why_not}" for candidate in self._refused)
+
+    def variants(self, payload_bytes: float, hardware: Hardware) -> list[Planner]:
+        """Return the planners that can serve the mesh, each with every set of parameters that is worth trying."""
         step_s = hardware.step_latency_s + hardware.hop_latency_s
         step_cost = step_s * hardware.link_bytes_per_s / payload_bytes
-        variants = [variant for planner in self._able for variant in planner.variants(self._mesh, step_cost)]
+        found: list[Planner] = []
+        for planner in self._able:
+            kept = [v for v in planner.variants(self._mesh, step_cost) if self._keeps(v, planner)]
+            found += kept or [planner]
+        return found
+
+    def _keeps(self, variant: Planner, planner: Planner) -> bool:
+        return all(getattr(variant, name) == getattr(planner, name) for name in self._fixed)
+
+    def choose(self, payload_bytes: float, hardware: Hardware) -> Choice:
+        """Return the fastest of the candidates, by the lock-step prediction."""
+        if self.why_not is not None:
+            raise PlanError(Auto.name, str(self._mesh), self.why_not)
+        variants = self.variants(payload_bytes, hardware)
         floors = {variant: _seconds(variant.floor(self._mesh), payload_bytes, hardware) for variant in variants}
         times: dict[Planner, float] = {}
         fastest = float("inf")

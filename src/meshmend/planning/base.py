@@ -1,14 +1,27 @@
-"""What every planner is: a frozen value with its parameters, that turns a mesh into a schedule."""
+"""What every planner is: a frozen value with its parameters, that turns a mesh into a schedule.
+
+The contract is kept here, once. `why_not` and `plan` belong to this class and are final: they refuse survivors that are
+not connected and schedules beyond any memory, and hold what was made to what it claims. A planner adds what is its own:
+`_why_not`, `n_transfers` and `_plan`.
+"""
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, SupportsIndex, final
 
+import numpy as np
+
+from meshmend.errors import ParameterError, PlanError, name_chip
 from meshmend.schedule import Schedule
 from meshmend.topology import Mesh
+
+MAX_TRANSFERS = 2**25
+"""Transfers of the largest schedule that is made: planning takes about 100 bytes for each, 3 to 4 GB in all."""
+CHECKED_AT_ONCE = 2**20
 
 
 @dataclass(frozen=True)
@@ -30,14 +43,38 @@ class Planner(ABC):
     name: ClassVar[str]
     """What the command line and `plan(planner=…)` call it."""
 
-    @abstractmethod
+    @final
     def why_not(self, mesh: Mesh) -> str | None:
-        """Say in a sentence why this planner cannot serve `mesh`, whose survivors are connected, or None if it can."""
+        """Say in a sentence why this planner cannot serve `mesh`, or None if it can."""
+        if not mesh.is_connected:
+            return (
+                f"the survivors form {mesh.n_components} disconnected groups. Plan for one of them, or repair a cable."
+            )
+        reason = self._why_not(mesh)
+        if reason is not None:
+            return reason
+        size = self.n_transfers(mesh)
+        if size > MAX_TRANSFERS:
+            return (
+                f"its schedule would have {size:,} transfers, and the limit is {MAX_TRANSFERS:,}. {self._shrink(mesh)}"
+            )
+        return None
+
+    @final
+    def plan(self, mesh: Mesh) -> Schedule:
+        """Return the schedule, or raise `PlanError` with the reason that `why_not` gives."""
+        reason = self.why_not(mesh)
+        if reason is not None:
+            raise PlanError(self.name, str(mesh), reason, alternatives=None)
+        schedule = self._plan(mesh)
+        self._check_hops(schedule)
+        return schedule
 
     def variants(self, mesh: Mesh, step_cost: float) -> Sequence[Planner]:  # noqa: ARG002  # most have nothing to vary
         """Return this planner with every set of parameters that is worth trying on `mesh`, this one included.
 
-        `step_cost` is what a step costs besides moving data, in units of M/b: large for short payloads.
+        `step_cost` is what a step costs besides moving data, in units of M/b: large for short payloads. One whose
+        schedule is larger than it is worth to a caller who only tries it is left out.
         """
         return (self,)
 
@@ -46,5 +83,45 @@ class Planner(ABC):
         return Floor()
 
     @abstractmethod
-    def plan(self, mesh: Mesh) -> Schedule:
+    def n_transfers(self, mesh: Mesh) -> int:
+        """Return how many transfers the schedule has, without making it. Only called where `_why_not` is None."""
+
+    def is_routed(self, mesh: Mesh, phase: str) -> bool:  # noqa: ARG002
+        """Say whether transfers of that phase may go over several cables; all others cross one live cable each."""
+        return False
+
+    @abstractmethod
+    def _why_not(self, mesh: Mesh) -> str | None:
+        """Say in a sentence why this planner cannot serve `mesh`, whose survivors are connected, or None."""
+
+    @abstractmethod
+    def _plan(self, mesh: Mesh) -> Schedule:
         """Return the schedule. Only called where `why_not` is None."""
+
+    def _shrink(self, mesh: Mesh) -> str:  # noqa: ARG002
+        """Say what to change where the schedule would be too large."""
+        return "Plan with weave, whose number of chunks can be set."
+
+    def _check_hops(self, schedule: Schedule) -> None:
+        """Hold every transfer that claims to be one between neighbours to it: the routes would hide a dead cable."""
+        mesh = schedule.mesh
+        routed = np.array([self.is_routed(mesh, phase) for phase in schedule.phase_names])
+        for first in range(0, schedule.n_transfers, CHECKED_AT_ONCE):
+            rows = slice(first, first + CHECKED_AT_ONCE)
+            src, dst = schedule.src[rows], schedule.dst[rows]
+            near = (mesh.neighbours[src] == dst[:, None]).any(axis=1) | routed[schedule.phase[rows]]
+            if not near.all():
+                row = int(np.argmin(near))
+                ends = " to ".join(name_chip(mesh.chip(int(end[row]))) for end in (src, dst))
+                raise AssertionError(
+                    f"{self.name} claims a neighbour hop from {ends} on {mesh}, where no live cable joins them: "
+                    f"this is a bug in meshmend"
+                )
+
+
+def check_count(name: str, value: SupportsIndex) -> int:
+    """Return a parameter that counts something; refuse all but whole numbers from 1 up."""
+    count = operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else 0
+    if count < 1:
+        raise ParameterError(f"{name} is {value!r}, expected a whole number, 1 or more.")
+    return count

@@ -29,7 +29,10 @@ from meshmend.planning.build import (
     ring_reduce_scatter,
 )
 from meshmend.schedule import Op, Schedule
-from meshmend.topology import Mesh
+from meshmend.topology import Cable, Mesh
+
+Join = tuple[tuple[int, int], bool]
+"""The upper or left one of two blocks, and whether the other lies below it."""
 
 
 @final
@@ -39,17 +42,21 @@ class Hamiltonian(Planner):
 
     name: ClassVar[str] = "hamiltonian"
 
-    def why_not(self, mesh: Mesh) -> str | None:
-        """Say why no such ring is found, or None."""
-        found = _find_ring(mesh)
-        return found if isinstance(found, str) else None
-
     def floor(self, mesh: Mesh) -> Floor:
         """Return what a ring costs: 2(P−1) steps, in each of which a link carries one of 2P chunks."""
         n = mesh.n_chips
         return Floor(steps=2 * (n - 1), link_load=(n - 1) / n, chip_load=2 * (n - 1) / n)
 
-    def plan(self, mesh: Mesh) -> Schedule:
+    def n_transfers(self, mesh: Mesh) -> int:
+        """Return what a ring has: in each of 2(P−1) steps every chip sends both ways."""
+        return 4 * mesh.n_chips * (mesh.n_chips - 1)
+
+    def _why_not(self, mesh: Mesh) -> str | None:
+        """Say why no such ring is found, or None."""
+        found = _find_ring(mesh)
+        return found if isinstance(found, str) else None
+
+    def _plan(self, mesh: Mesh) -> Schedule:
         """Return a reduce-scatter round the ring followed by an all-gather, in both directions at once."""
         ring = _find_ring(mesh)
         if isinstance(ring, str):
@@ -141,8 +148,8 @@ def _ring_round_tree(mesh: Mesh) -> NDArray[np.int64] | str:
     return mesh.rank_of.ravel()[ring].astype(np.int64)
 
 
-def _spanning_tree(mesh: Mesh, blocks: NDArray[np.bool_]) -> list[tuple[tuple[int, int], bool]] | str:
-    """Return joins (upper or left block, whether the join is vertical) that connect all live blocks, or why not.
+def _spanning_tree(mesh: Mesh, blocks: NDArray[np.bool_]) -> list[Join] | str:
+    """Return joins that connect all live blocks, or why not.
 
     A failed cable between two blocks forbids their join. A failed cable inside a block forces the join across
     that side of the square, because only a join takes the cable out of the ring.
@@ -153,11 +160,12 @@ def _spanning_tree(mesh: Mesh, blocks: NDArray[np.bool_]) -> list[tuple[tuple[in
     number = np.full(blocks.shape, -1)
     number[blocks] = np.arange(int(blocks.sum()))
     # Rows are joined before columns are: long horizontal runs, as figure 3 draws them.
-    weight: dict[tuple[tuple[int, int], bool], int] = {}
+    weight: dict[Join, int] = {}
     for vertical, there in ((False, np.s_[:, 1:]), (True, np.s_[1:, :])):
         here = np.s_[:-1, :] if vertical else np.s_[:, :-1]
         for row, column in np.argwhere(blocks[here] & blocks[there]):
             weight[(int(row), int(column)), vertical] = 3 if vertical else 2
+    sides: list[tuple[Cable, Join]] = []
     for cable in mesh.failed_cables:
         (row, column), (row_b, column_b) = cable
         lies_vertical = row != row_b
@@ -166,15 +174,16 @@ def _spanning_tree(mesh: Mesh, blocks: NDArray[np.bool_]) -> list[tuple[tuple[in
             continue  # a wrap cable, which the ring never uses
         if block != (row_b // 2, column_b // 2):
             weight.pop((block, lies_vertical), None)
-            continue
-        if lies_vertical:
-            join = ((block[0], block[1] - (column % 2 == 0)), False)
+        elif lies_vertical:
+            sides.append((cable, ((block[0], block[1] - (column % 2 == 0)), False)))
         else:
-            join = ((block[0] - (row % 2 == 0), block[1]), True)
+            sides.append((cable, ((block[0] - (row % 2 == 0), block[1]), True)))
+    # Only now is it known which joins are left, and a side may need one that another failed cable forbids.
+    for cable, join in sides:
         if join not in weight:
             return (
-                f"the failed cable {name_chip(cable[0])}-{name_chip(cable[1])} is a side of a 2×2 block with no "
-                f"live block beyond it, so the ring cannot leave it out."
+                f"the failed cable {name_chip(cable[0])}-{name_chip(cable[1])} is a side of a 2×2 block, and the ring "
+                f"leaves a side out only where two live cables join the block to a live one beyond it."
             )
         weight[join] = 1
     keys = list(weight)

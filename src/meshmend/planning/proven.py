@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from meshmend.errors import ParameterError, PlanError
-from meshmend.planning.auto import CHOICES, Auto, Choice
+from meshmend.planning.auto import CHOICES, Auto, Choice, Chooser, Tuned
 from meshmend.planning.base import Planner
 from meshmend.planning.cache import PlanCache
 from meshmend.schedule import Schedule
@@ -15,6 +15,8 @@ from meshmend.verify import verify as prove
 
 PLANNERS: dict[str, type[Planner]] = {kind.name: kind for kind in CHOICES} | {Auto.name: Auto}
 """Every planner by the name that the command line knows it by."""
+TARGET = ("payload_bytes", "hardware")
+"""What a planner's parameters are chosen for."""
 
 
 def plan(
@@ -28,15 +30,16 @@ def plan(
     """Plan an all-reduce over the live chips of `mesh`, proven before it is returned.
 
     `planner` is a name from `PLANNERS`, with its parameters as keywords, or a planner that is made already. By default
-    it is the fastest of all for `payload_bytes` on `hardware`.
+    it is the fastest of all for `payload_bytes` on `hardware`. Any other planner that is named takes these two as well,
+    and then chooses those of its parameters that are not given.
     `verify=False` leaves the proof to the caller. With a `cache`, a schedule that is in it is proven and returned, and
     one that is not is planned, proven and kept.
 
     >>> plan(Mesh("8x8", failed=["2x2@2,2"]), "row-pairs", segments=2)
     Schedule(row-pairs all-reduce on 8x8 minus 2x2@2,2: 60 chips, ...)
     """
-    chosen = planner if isinstance(planner, Planner) else make_planner(planner, **parameters)
-    why_not = _why_not(chosen, mesh)
+    chosen = _made(planner, parameters) if isinstance(planner, Planner) else make_planner(planner, **parameters)
+    why_not = chosen.why_not(mesh)
     if why_not is not None:
         raise PlanError(chosen.name, str(mesh), why_not, _able(mesh, apart_from=chosen.name))
     kept = cache.get(mesh, chosen) if cache is not None else None
@@ -50,32 +53,45 @@ def plan(
     return schedule
 
 
-def choose(mesh: Mesh, auto: Auto) -> Choice:
+def choose(mesh: Mesh, chooser: Chooser) -> Choice:
     """Return the fastest schedule, not yet proven, together with all that was considered."""
-    why_not = _why_not(auto, mesh)
+    why_not = chooser.why_not(mesh)
     if why_not is not None:
-        raise PlanError(auto.name, str(mesh), why_not)
-    return auto.choose(mesh)
+        raise PlanError(chooser.name, str(mesh), why_not, _able(mesh, apart_from=chooser.name))
+    return chooser.choose(mesh)
 
 
 def make_planner(name: str, **parameters: Any) -> Planner:
-    """Return the planner of that name with those parameters."""
+    """Return the planner of that name with those parameters.
+
+    Told a payload or hardware, it tunes the parameters that are not given.
+
+    >>> make_planner("weave", chunks=60)
+    Weave(chunks=60)
+    """
     if name not in PLANNERS:
         raise ParameterError(f"There is no planner {name!r}. Planners: {', '.join(PLANNERS)}.")
     kind = PLANNERS[name]
-    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    own = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    known = list(dict.fromkeys([*own, *TARGET]))
     for parameter in parameters:
         if parameter not in known:
-            takes = f"takes {', '.join(known)}" if known else "takes none"
-            raise ParameterError(f"{name} has no parameter {parameter!r}: it {takes}.")
-    return kind(**parameters)
+            raise ParameterError(f"{name} has no parameter {parameter!r}: it takes {', '.join(known)}.")
+    target = {key: value for key, value in parameters.items() if key in TARGET and key not in own}
+    given = {key: value for key, value in parameters.items() if key not in target}
+    planner = kind(**given)
+    return Tuned(planner, fixed=tuple(given), **target) if target else planner
+
+
+def _made(planner: Planner, parameters: dict[str, Any]) -> Planner:
+    """Return the planner, which has its parameters already."""
+    if parameters:
+        raise ParameterError(
+            f"The planner {planner!r} is made already, so plan cannot set {', '.join(parameters)}. Set its parameters "
+            f"where it is made, or pass its name: plan(mesh, {planner.name!r}, {next(iter(parameters))}=…)."
+        )
+    return planner
 
 
 def _able(mesh: Mesh, *, apart_from: str) -> list[str]:
-    return [kind.name for kind in CHOICES if kind.name != apart_from and _why_not(kind(), mesh) is None]
-
-
-def _why_not(planner: Planner, mesh: Mesh) -> str | None:
-    if not mesh.is_connected:
-        return f"its survivors are cut into {mesh.n_components} parts, and no cable is left to sum over."
-    return planner.why_not(mesh)
+    return [kind.name for kind in CHOICES if kind.name != apart_from and kind().why_not(mesh) is None]

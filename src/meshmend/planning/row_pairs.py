@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.errors import ParameterError, name_chip
-from meshmend.planning.base import Floor, Planner
+from meshmend.planning.base import MAX_TRANSFERS, Floor, Planner, check_count
 from meshmend.planning.build import DIRECTIONS, Transfers, line_ring, ring_all_gather, ring_owners, ring_reduce_scatter
 from meshmend.schedule import Op, Schedule
 from meshmend.topology import Mesh, name_shape
@@ -69,19 +69,27 @@ class RowPairs(Planner):
     def __post_init__(self) -> None:
         if self.orientation not in ("auto", "rows", "columns"):
             raise ParameterError(f"orientation is {self.orientation!r}, expected 'auto', 'rows' or 'columns'.")
-        if self.segments < 1:
-            raise ParameterError(f"segments is {self.segments}, expected at least 1.")
-
-    def why_not(self, mesh: Mesh) -> str | None:
-        """Say why the pairs do not work out, or None."""
-        layout = self._layout(mesh)
-        return layout if isinstance(layout, str) else None
+        object.__setattr__(self, "segments", check_count("segments", self.segments))
 
     def variants(self, mesh: Mesh, step_cost: float) -> Sequence[RowPairs]:  # noqa: ARG002  # few enough to try all
         """Return both orientations, each with one segment and with a few. One of them is what "auto" would take."""
         orientations: tuple[Orientation, ...] = ("rows", "columns")
         tries = (RowPairs(orientation, n) for orientation in orientations for n in sorted({self.segments, 1, 2, 4}))
         return [planner for planner in tries if planner.why_not(mesh) is None]
+
+    def n_transfers(self, mesh: Mesh) -> int:
+        """Return what the row rings, the shard rings and the yellow blocks have, in every segment."""
+        layout = self._layout(mesh)
+        if isinstance(layout, str):
+            raise ValueError(layout)
+        n, n_rings = layout.ring_length, len(layout.blue)
+        # Each way round: rings reduce and gather; a yellow block sends every slice over four hops, there and back.
+        one_way = 2 * n_rings * n * (n - 1) + 2 * n * n_rings * (n_rings - 1) + 8 * n * len(layout.yellow)
+        return self.segments * len(DIRECTIONS) * one_way
+
+    def is_routed(self, mesh: Mesh, phase: str) -> bool:  # noqa: ARG002
+        """Say that shards travel from one blue ring to the next, past the rows and holes between them."""
+        return "rings of shards" in phase
 
     def floor(self, mesh: Mesh) -> Floor:
         """Return what the row rings alone cost, both ways through them, for every segment.
@@ -96,7 +104,16 @@ class RowPairs(Planner):
         slices = 2 * (n - 1) + (max(0, n - 3) if layout.yellow else 0)
         return Floor(steps=2 * (n - 1) * self.segments, link_load=(n - 1) / n, chip_load=slices / n)
 
-    def plan(self, mesh: Mesh) -> Schedule:
+    def _why_not(self, mesh: Mesh) -> str | None:
+        """Say why the pairs do not work out, or None."""
+        layout = self._layout(mesh)
+        return layout if isinstance(layout, str) else None
+
+    def _shrink(self, mesh: Mesh) -> str:
+        most = MAX_TRANSFERS // replace(self, segments=1).n_transfers(mesh)
+        return f"Ask for at most {most:,} segments." if most else super()._shrink(mesh)
+
+    def _plan(self, mesh: Mesh) -> Schedule:
         """Return the phases of every segment, pipelined."""
         layout = self._layout(mesh)
         if isinstance(layout, str):

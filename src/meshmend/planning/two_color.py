@@ -34,7 +34,20 @@ class TwoColor(Planner):
 
     name: ClassVar[str] = "two-color"
 
-    def why_not(self, mesh: Mesh) -> str | None:
+    def n_transfers(self, mesh: Mesh) -> int:
+        """Return what rings along rows and columns have, both ways round, to reduce and to gather."""
+        total = 0
+        for axis in (1, 0):
+            n, n_lines = mesh.shape[axis], mesh.shape[1 - axis]
+            cuts = _pieces(mesh) if n == min(mesh.shape) else 1
+            total += n * n_lines * ((n - 1) * cuts + n_lines - 1)
+        return 2 * len(DIRECTIONS) * total
+
+    def is_routed(self, mesh: Mesh, phase: str) -> bool:
+        """Say that hops are of two chips on an axis that does not wrap."""
+        return not mesh.wrap[1 if phase.startswith("along X") else 0]
+
+    def _why_not(self, mesh: Mesh) -> str | None:
         """Say why rows and columns do not all form rings, or None."""
         if mesh.n_axes != 2:
             return f"it needs a mesh of two axes, and {name_shape(mesh.shape)} has {mesh.n_axes}."
@@ -42,11 +55,9 @@ class TwoColor(Planner):
             return "it needs every row and every column whole, and chips or cables have failed."
         return None
 
-    def plan(self, mesh: Mesh) -> Schedule:
+    def _plan(self, mesh: Mesh) -> Schedule:
         """Return both reductions, each phase of one beside the same phase of the other."""
-        # A step lasts as long as its largest transfer. The shorter rings have the larger shards, so they send
-        # each shard in pieces, and the steps of the two colors come out about equally long.
-        pieces = max(1, round(max(mesh.shape) / min(mesh.shape)))
+        pieces = _pieces(mesh)
         transfers = Transfers()
         owners: list[NDArray[np.int64]] = []
         for axis in (1, 0):
@@ -55,6 +66,15 @@ class TwoColor(Planner):
                 owners.append(_add_color(transfers, mesh, axis, direction, pieces, first_chunk))
         total = len(owners) * mesh.size * pieces
         return transfers.schedule(mesh, planner=self.name, total_chunks=total, owners=np.concatenate(owners))
+
+
+def _pieces(mesh: Mesh) -> int:
+    """Return how many pieces the shards of the shorter rings are sent in.
+
+    A step lasts as long as its largest transfer. The shorter rings have the larger shards; cut into pieces, they make
+    the steps of the two colors about equally long.
+    """
+    return max(1, round(max(mesh.shape) / min(mesh.shape)))
 
 
 def _add_color(

@@ -16,8 +16,7 @@ from typing import ClassVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.errors import ParameterError
-from meshmend.planning.base import Floor, Planner
+from meshmend.planning.base import MAX_TRANSFERS, Floor, Planner, check_count
 from meshmend.planning.roots import choose_roots, order_trees
 from meshmend.planning.slots import MAX_PLACES, Slots, assign_steps
 from meshmend.planning.trees import Rooted, grow, measure, reroot
@@ -28,10 +27,11 @@ PHASES = ("reduce to the roots", "broadcast from the roots")
 CHUNKS_PER_SIDE = 16
 """Chunks for each chip along each side, unless told: filling and draining then adds about a fifth."""
 MOST_CHUNKS = 4096
-MAX_TRANSFERS = 2**25
-"""Unless told, no more chunks than this, and fewer where the schedule would have more transfers than this."""
-MAX_TRIED_TRANSFERS = 2**21
-"""Transfers of a schedule beyond which no number of chunks is tried: planning it would take more than seconds."""
+"""Unless told, no more chunks than this, and fewer where the schedule would have more than `MAX_TRANSFERS`."""
+MAX_TRIED_TRANSFERS = 2**22
+TRIED_TRANSFERS_PER_CHIP = 2**9
+"""Where planners are compared, no schedule is tried that has more transfers than the larger of the two: half a gigabyte
+and some five seconds, or 256 chunks on meshes so large that fewer would be all filling."""
 FILLING_PER_SIDE = 1.5
 """Steps of filling and draining for each chip along each side of a plain mesh, as measured (docs/weave.md)."""
 FEW_TREES = 256
@@ -55,15 +55,8 @@ class Weave(Planner):
     chunks: int | None = None
 
     def __post_init__(self) -> None:
-        if self.chunks is not None and self.chunks < 1:
-            raise ParameterError(f"chunks is {self.chunks}, expected at least 1.")
-
-    def why_not(self, mesh: Mesh) -> str | None:
-        """Say that there are too many chunks for so many chips, or None."""
-        most = MAX_PLACES // mesh.n_link_slots
-        if self.chunks is not None and self.chunks > most:
-            return f"it takes at most {most:,} chunks on {mesh.n_chips:,} chips, and {self.chunks:,} were asked for."
-        return None
+        if self.chunks is not None:
+            object.__setattr__(self, "chunks", check_count("chunks", self.chunks))
 
     def variants(self, mesh: Mesh, step_cost: float) -> Sequence[Weave]:
         """Return this planner and one with about the best number of chunks.
@@ -71,12 +64,17 @@ class Weave(Planner):
         The time is steps · (step_cost + 1/K) with steps = load · K + filling: least where K² is
         filling / (load · step_cost). It is flat there, so that a power of two close by will do.
         """
+        if self.chunks is not None:
+            return [self]
         load = _least_load(mesh)
-        most = min(MOST_CHUNKS, MAX_TRIED_TRANSFERS // max(1, 2 * (mesh.n_chips - 1)))
+        most = min(MOST_CHUNKS, _most_chunks(mesh, max(MAX_TRIED_TRANSFERS, TRIED_TRANSFERS_PER_CHIP * mesh.n_chips)))
         best = math.sqrt(FILLING_PER_SIDE * sum(mesh.shape) / (load * step_cost)) if load * step_cost > 0 else most
         power = round(math.log2(max(1.0, min(best, most))))
-        tuned = min(2**power, max(1, most))
-        return [self] if tuned == (self.chunks or default_chunks(mesh)) else [self, Weave(chunks=tuned)]
+        tuned = min(2**power, most)
+        default = default_chunks(mesh)
+        if default > most:
+            return [Weave(chunks=chunks) for chunks in sorted({most, tuned})]
+        return [self] if tuned == default else [self, Weave(chunks=tuned)]
 
     def floor(self, mesh: Mesh) -> Floor:
         """Return what trees cost at least: each uses P−1 of the cables, and a link carries one chunk a step."""
@@ -84,7 +82,18 @@ class Weave(Planner):
         steps = math.ceil((self.chunks or default_chunks(mesh)) * load)
         return Floor(steps=steps, link_load=load, chip_load=2 * (n - 1) / n)
 
-    def plan(self, mesh: Mesh) -> Schedule:
+    def n_transfers(self, mesh: Mesh) -> int:
+        """Return what trees have: each chunk crosses P−1 cables on its way up, and as many down."""
+        return 2 * (mesh.n_chips - 1) * (self.chunks or default_chunks(mesh))
+
+    def _why_not(self, mesh: Mesh) -> str | None:
+        """Say that there are too many chunks for so many chips, or None."""
+        most = min(MAX_PLACES // mesh.n_link_slots, _most_chunks(mesh, MAX_TRANSFERS))
+        if self.chunks is not None and self.chunks > most:
+            return f"it takes at most {most:,} chunks on {mesh.n_chips:,} chips, and {self.chunks:,} were asked for."
+        return None
+
+    def _plan(self, mesh: Mesh) -> Schedule:
         """Return the woven schedule."""
         chunks = self.chunks or default_chunks(mesh)
         if mesh.n_chips == 1:
@@ -121,8 +130,12 @@ def default_chunks(mesh: Mesh) -> int:
     >>> default_chunks(Mesh("32x32"))
     1024
     """
-    most = MAX_TRANSFERS // max(1, 2 * (mesh.n_chips - 1))
-    return max(1, min(CHUNKS_PER_SIDE * sum(mesh.shape), MOST_CHUNKS, most))
+    return min(CHUNKS_PER_SIDE * sum(mesh.shape), MOST_CHUNKS, _most_chunks(mesh, MAX_TRANSFERS))
+
+
+def _most_chunks(mesh: Mesh, transfers: int) -> int:
+    """Return how many chunks fit into so many transfers; at least one."""
+    return max(1, transfers // max(1, 2 * (mesh.n_chips - 1)))
 
 
 def _n_trees(mesh: Mesh, chunks: int) -> int:

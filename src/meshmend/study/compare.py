@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from meshmend.cost.bound import Bound, bound
-from meshmend.cost.hardware import Hardware, find_hardware
+from meshmend.cost.hardware import DEFAULT_HARDWARE, Hardware, find_hardware
 from meshmend.cost.predict import Forecast, Mode, predict
 from meshmend.cost.profile import StepProfile
-from meshmend.errors import PlanError
 from meshmend.planning import PLANNERS, Auto, Planner
 from meshmend.planning.auto import Field
 from meshmend.schedule import Schedule
@@ -56,7 +55,7 @@ class Comparison:
 def compare(
     mesh: Mesh,
     payload_bytes: float,
-    hardware: str | Hardware = "ideal",
+    hardware: str | Hardware = DEFAULT_HARDWARE,
     *,
     mode: Mode = "lock-step",
     payloads: Sequence[float] = (),
@@ -69,12 +68,13 @@ def compare(
     them. `payloads` asks for more payloads (an "empty" sweep by default); `on_planner` is called before each.
     `saved` is a schedule of `mesh` that comes last, as "saved plan".
 
-    >>> [(e.planner, round(e.forecast.ratio_to_bound, 2)) for e in compare(Mesh("4x4"), 1e6).entries if e.forecast]
+    >>> found = compare(Mesh("4x4"), 1e6, "ideal")
+    >>> [(e.planner, round(e.forecast.ratio_to_bound, 2)) for e in found.entries if e.forecast]
     [('hamiltonian', 1.5), ...]
     """
     chosen = find_hardware(hardware)
     if not mesh.is_connected:
-        raise PlanError(Auto.name, str(mesh), f"the survivors form {mesh.n_components} disconnected groups.")
+        Auto().plan(mesh)  # raises what planning does: there is nothing to compare
     entries = []
     for name, kind in PLANNERS.items():
         if on_planner is not None:

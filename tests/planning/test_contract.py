@@ -1,0 +1,208 @@
+"""What every planner keeps, whatever the mesh: it serves it over live cables, or says in a sentence why not."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import resource
+import subprocess
+import sys
+from typing import Any, ClassVar
+
+import networkx as nx
+import numpy as np
+import pytest
+from checks import assert_all_reduces
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshmend import Mesh, PlanError, plan
+from meshmend.errors import ParameterError
+from meshmend.planning import PLANNERS, Auto, Hamiltonian, Planner, RowPairs, Tuned, TwoColor, Weave
+from meshmend.planning.auto import CHOICES, Field
+from meshmend.planning.base import MAX_TRANSFERS
+from meshmend.schedule import Op, Schedule
+from meshmend.study.compare import compare
+from strategies import cut_block_meshes, meshes
+
+CUT = Mesh("3x3", failed=["1x3@1,0"])
+
+
+def live_cables(mesh: Mesh) -> nx.Graph[tuple[int, ...]]:
+    """The survivors and their cables, by the description of the mesh alone."""
+    graph: nx.Graph[tuple[int, ...]] = nx.Graph()
+    graph.add_nodes_from(tuple(map(int, chip)) for chip in np.argwhere(mesh.live))
+    for chip in list(graph):
+        for axis, length in enumerate(mesh.shape):
+            if chip[axis] + 1 < length or mesh.wrap[axis]:
+                beyond = (*chip[:axis], (chip[axis] + 1) % length, *chip[axis + 1 :])
+                if beyond in graph:
+                    graph.add_edge(chip, beyond)
+    graph.remove_edges_from(mesh.failed_cables)
+    return graph
+
+
+def claims_neighbours(schedule: Schedule, phase: str) -> bool:
+    """What docs/rings.md says of the phases: shards skip rows, and rings fold on an axis that does not wrap."""
+    if schedule.planner == "row-pairs":
+        return "of shards" not in phase
+    if schedule.planner == "two-color":
+        return schedule.mesh.wrap[0 if "along Y" in phase else 1]
+    return True
+
+
+def judge(mesh: Mesh, planner: Planner) -> bool:
+    """Say whether the planner serves the mesh; if so, by what it promises."""
+    why_not = planner.why_not(mesh)
+    if why_not is not None:
+        with pytest.raises(PlanError) as refused:
+            planner.plan(mesh)
+        assert refused.value.why == why_not
+        return False
+    schedule = planner.plan(mesh)
+    assert schedule.n_transfers == planner.n_transfers(mesh)
+    cables = live_cables(mesh)
+    assert nx.is_connected(cables)
+    hops = np.unique(np.stack([schedule.src, schedule.dst, schedule.phase.astype(np.int32)]), axis=1)
+    for src, dst, phase in hops.T.tolist():
+        if claims_neighbours(schedule, schedule.phase_names[phase]):
+            assert cables.has_edge(mesh.chip(src), mesh.chip(dst)), (mesh.chip(src), mesh.chip(dst))
+    assert_all_reduces(schedule)
+    return True
+
+
+ANY_PLANNER = st.one_of(
+    st.sampled_from([Hamiltonian(), TwoColor()]),
+    st.builds(RowPairs, st.sampled_from(["auto", "rows", "columns"]), st.integers(1, 3)),
+    st.builds(Weave, st.one_of(st.none(), st.integers(1, 40))),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.one_of(cut_block_meshes(), meshes(max_side=5)), ANY_PLANNER)
+def test_every_planner_keeps_its_claims(mesh: Mesh, planner: Planner) -> None:
+    judge(mesh, planner)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CHOICES)
+@settings(max_examples=1500, deadline=None)
+@given(data=st.data())
+def test_every_planner_keeps_its_claims_on_thousands(kind: type[Planner], data: st.DataObject) -> None:
+    mesh = data.draw(st.one_of(cut_block_meshes(), meshes(max_side=6)))
+    judge(mesh, data.draw(ANY_PLANNER.filter(lambda planner: isinstance(planner, kind))))
+
+
+def test_every_two_failed_cables_of_a_small_mesh() -> None:
+    whole = Mesh("4x4")
+    cables = [(whole.chip(int(a)), whole.chip(int(b))) for a, b in whole.cables]
+    served = sum(judge(Mesh("4x4", failed_cables=pair), Hamiltonian()) for pair in itertools.combinations(cables, 2))
+    # A corner that loses a cable has no ring, so the two cables are among the 16 that touch no corner … at most.
+    assert 0 < served <= 16 * 15 // 2
+
+
+def test_a_hop_that_is_none_is_caught_where_it_is_made() -> None:
+    class Leaper(Planner):
+        name: ClassVar[str] = "leaper"
+
+        def n_transfers(self, mesh: Mesh) -> int:
+            return 1
+
+        def _why_not(self, mesh: Mesh) -> str | None:
+            return None
+
+        def _plan(self, mesh: Mesh) -> Schedule:
+            return Schedule(mesh, total_chunks=1, step=[0], src=[0], dst=[2], op=[Op.COPY], owners=[0])
+
+    with pytest.raises(AssertionError, match=r"leaper claims a neighbour hop from \(0,0\) to \(0,2\) on 1x3, where no"):
+        Leaper().plan(Mesh("1x3"))
+
+
+@pytest.mark.parametrize("planner", [*(kind() for kind in PLANNERS.values()), Tuned(Weave(), payload_bytes=1e6)])
+def test_survivors_cut_apart_are_refused_by_everything_in_the_same_words(planner: Planner) -> None:
+    words = "the survivors form 2 disconnected groups. Plan for one of them, or repair a cable."
+    assert planner.why_not(CUT) == words
+    for ask in (planner.plan, lambda mesh: plan(mesh, planner)):
+        with pytest.raises(PlanError, match=f"{planner.name} cannot plan for 3x3 minus 1x3@1,0: {words}"):
+            ask(CUT)
+
+
+def test_choosing_and_comparing_on_survivors_cut_apart() -> None:
+    for ask in (Auto().choose, lambda mesh: Field(mesh).choose(1e6, Auto().hardware), lambda mesh: compare(mesh, 1e6)):
+        with pytest.raises(PlanError, match="the survivors form 2 disconnected groups"):
+            ask(CUT)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "name", "parameters", "message"),
+    [
+        (
+            "4x4",
+            "row-pairs",
+            {"segments": 999_999_999},
+            r"511,999,999,488 transfers, and the limit is 33,554,432. Ask ",
+        ),
+        ("4x4", "row-pairs", {"segments": 65_537}, "Ask for at most 65,536 segments"),
+        ("4x4", "weave", {"chunks": 999_999_999}, "at most 1,118,481 chunks on 16 chips, and 999,999,999 were asked"),
+        ("1x1", "weave", {"chunks": 2**31}, "at most 33,554,432 chunks on 1 chips"),
+        ("1x5000", "two-color", {}, "199,960,000 transfers, and the limit is 33,554,432. Plan with weave"),
+        ("64x64", "hamiltonian", {}, "67,092,480 transfers, and the limit is 33,554,432. Plan with weave"),
+        ("256x256", "row-pairs", {}, "and the limit is 33,554,432. Plan with weave"),
+    ],
+)
+def test_schedules_beyond_any_memory_are_refused_at_once(
+    mesh: str, name: str, parameters: dict[str, int], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan(Mesh(mesh), name, **parameters)
+
+
+def test_the_largest_that_is_made_is_the_largest_that_is_not_refused() -> None:
+    assert RowPairs(segments=65_536).why_not(Mesh("4x4")) is None
+    assert Weave(chunks=1_118_481).why_not(Mesh("4x4")) is None
+    assert Weave().n_transfers(Mesh("256x256")) <= MAX_TRANSFERS
+
+
+@pytest.mark.parametrize("absurd", [0, -1, True, 2.0, "3", None])
+def test_numbers_that_count_nothing_are_refused_by_name(absurd: Any) -> None:
+    with pytest.raises(ParameterError, match=f"segments is {absurd!r}, expected a whole number, 1 or more"):
+        plan(Mesh("4x4"), "row-pairs", segments=absurd)
+    if absurd is not None:
+        with pytest.raises(ParameterError, match=f"chunks is {absurd!r}, expected a whole number, 1 or more"):
+            Weave(chunks=absurd)
+
+
+def test_numbers_from_numpy_count_as_any_other() -> None:
+    assert Weave(chunks=np.int64(4)) == Weave(chunks=4)  # type: ignore[arg-type]
+    assert type(Weave(chunks=np.int64(4)).chunks) is int  # type: ignore[arg-type]
+
+
+def test_auto_leaves_out_what_is_too_large_and_serves_the_rest() -> None:
+    choice = Field(Mesh("1x5000"))
+    variants = choice.variants(1e8, Auto().hardware)  # type: ignore[arg-type]  # found already
+    assert [type(variant) for variant in variants] == [Weave]
+    assert Auto().n_transfers(Mesh("1x5000")) <= 2**22
+
+
+UNDER_A_LIMIT = """
+import resource, sys, meshmend as mm
+schedule = mm.plan(mm.Mesh(sys.argv[1]), verify=False)
+print(schedule.planner, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
+
+
+@pytest.mark.slow
+def test_auto_on_a_long_line_stays_well_below_a_gigabyte() -> None:
+    limit = 3 * 2**29  # of addresses, of which libraries take a few hundred megabytes that they never touch
+    done = subprocess.run(
+        [sys.executable, "-c", UNDER_A_LIMIT, "1x5000"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )
+    assert done.returncode == 0, done.stderr
+    planner, megabytes = done.stdout.split()
+    assert planner == "weave"
+    assert int(megabytes) < 700
