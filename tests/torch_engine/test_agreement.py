@@ -109,7 +109,7 @@ def test_one_member_whose_plan_is_refused() -> None:
     assert isinstance(found[1], WrongSumError)
     for error in (found[0], found[2]):
         assert isinstance(error, DisagreementError)
-        assert "rank 1: refused, Chip (0,0) ends with a wrong chunk 0" in str(error)
+        assert error.told[1].startswith(f"refused, {found[1]}"[:200])
 
 
 def test_ranks_that_do_not_fit() -> None:
@@ -192,7 +192,8 @@ def test_trees_that_were_filled_in_another_order() -> None:
 
 def test_a_member_that_never_comes_is_a_lost_chip() -> None:
     def main(rank: int, group: Group) -> Any:
-        engine = mmt.Engine(line(3), rank, group, timeout=timedelta(seconds=0.5))
+        engine = mmt.Engine(line(3), rank, group, timeout=PATIENCE)
+        engine.timeout = timedelta(seconds=0.5)
         if rank == 2:
             return None
         errors = [outcome(lambda: engine.all_reduce(torch.ones(3))) for _ in range(2)]
