@@ -192,13 +192,20 @@ def test_stretches_are_joined_if_that_moves_at_most_a_hundredth_more(n_steps: in
 
 
 def test_more_steps_than_pairs_of_chips() -> None:
-    step = np.repeat(np.arange(9), 2)
+    """Three chips in a row, twenty steps, in each of which all four neighbour pairs add: two lanes throughout."""
+    src, dst, chunk = [0, 1, 1, 2], [1, 0, 2, 1], [0, 1, 0, 1]
     schedule = mm.Schedule(
-        mm.Mesh((1, 2)), total_chunks=1, step=step, src=[0, 1] * 9, dst=[1, 0] * 9, op=1, owners=[0],
-        collective=Collective.ALL_GATHER,
+        mm.Mesh((1, 3)), total_chunks=2, step=np.repeat(np.arange(20), 4), src=src * 20, dst=dst * 20,
+        first_chunk=chunk * 20, op=Op.REDUCE, owners=[2, 0], collective=Collective.REDUCE_SCATTER,
     )  # fmt: skip
-    payload = np.array([[5], [7]])
-    assert replay(lower(schedule), payload).tolist() == [[7], [5]], "swapped an odd number of times"
+    held = payload = np.array([[5, 1], [7, 2], [11, 3]])
+    for _ in range(20):
+        before, held = held, held.copy()
+        for a, b, c in zip(src, dst, chunk, strict=True):
+            held[b, c] = before[b, c] + before[a, c]
+    lowered = lower(schedule)
+    assert [len(loop.lanes) for loop in lowered.loops] == [2]
+    assert (replay(lowered, payload) == held).all()
 
 
 @pytest.mark.parametrize("name", PLANS)
