@@ -11,6 +11,7 @@ import json
 import re
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.errors import RestartError
 from meshmend.halves import reduce_scatter_of
-from meshmend.jax.restart.elements import Outline, Sharded, StateLayout, place, vectors_from_leaves
+from meshmend.jax.restart.elements import Outline, Sharded, StateLayout, _device_number, place, vectors_from_leaves
 
 Place = tuple[int, int]
 """(device, position in that device's part)"""
@@ -392,6 +393,24 @@ def test_what_is_no_shard_of_these_parameters_is_refused() -> None:
         )
         with pytest.raises(RestartError, match=f"^{re.escape(message)}$"):
             job.layout()
+
+
+def test_the_first_array_of_a_state_is_sharded_too_and_a_flat_one_is_refused() -> None:
+    job = Job()
+    moments = job.state[1]["mu"]
+    job.state = {"mu": moments}
+    assert job.layout().is_sharded == (False,) * 3 + (True,) * 2
+    job.state = {"mu": [place(np.zeros(4, np.float32), job.fabric)]}
+    with pytest.raises(RestartError, match=r"\['mu'\]\[0\] has shape \(4,\), which is no shard"):
+        job.layout()
+
+
+def test_the_number_of_a_shards_device() -> None:
+    for n_rows in (1, 2, 3):
+        for device in range(3):
+            shard = SimpleNamespace(index=(slice(device * n_rows or None, None), slice(None)))
+            assert _device_number(shard, n_rows) == device
+    assert _device_number(SimpleNamespace(index=(slice(None),)), 0) == 0
 
 
 def test_typed_keys_are_refused_by_name() -> None:

@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
@@ -186,7 +187,7 @@ class StateLayout:
         leaves, structure = jax.tree.flatten((params, state))
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path((params, state))[0]]
         for leaf, path in zip(leaves, paths, strict=True):
-            if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
                 raise RestartError(
                     f"{jax.tree_util.keystr(path)} has dtype {leaf.dtype}, which cannot be kept. Use a raw key "
                     "(jax.random.PRNGKey) in its place."
