@@ -429,6 +429,7 @@ N = SCHEDULES["holed"].n_transfers
             "its collective 'broadcast' is none of all-reduce, reduce-scatter, all-gather.",
         ),
         ({"header": header(failed=["2x2@2,2"] * 10)}, "the holes in its header are larger than its mesh."),
+        ({"header": header(failed=["6x6@0,0"])}, "All 36 chips of the 6x6 mesh have failed."),
         (
             {"header": header(planner="a\nb")},
             "the name 'a\\nb' cannot be in a file: expected 1 to 200 printable characters without square brackets.",
@@ -461,6 +462,7 @@ def test_what_is_said_of_an_archive(tmp_path: Path, changes: dict[str, Any], mes
         ),
         ("step 0", "step 0" + "!" * 70, f"line 4 is neither a step nor a transfer: {('step 0' + '!' * 70)[:60]!r}."),
         ("step 0", "", "line 4 is neither a step nor a transfer: ''."),
+        ("step 0\n", "", "Transfer 0: step is -1, expected 0 to 47 on Mesh(2x2: 4 chips) with 8 chunks."),
         (
             "owners (1,0)",
             "holders (1,0)",
@@ -538,10 +540,10 @@ def test_text_is_written_and_read_to_the_letter() -> None:
     assert json.loads(to_text(SCHEDULES["holed"]).split("\n")[1])["failed"] == ["2x2@2,2"]
     runs = Schedule(
         Mesh("1x2"), total_chunks=5, step=[0, 1], src=[1, 0], dst=[0, 1], first_chunk=[0, 2], n_chunks=[5, 1],
-        op=[0, 1], owners=[0, 0, 0, 1, 0], phase=[1, 0], phase_names=("a", "b"),
+        op=[0, 1], owners=[0, 0, 1, 1, 0], phase=[1, 0], phase_names=("a", "b"),
     )  # fmt: skip
     assert to_text(runs).split("\n")[2:] == [
-        "owners (0,0)*3 (0,1) (0,0)",
+        "owners (0,0)*2 (0,1)*2 (0,0)",
         "step 0",
         "  (0,1) -> (0,0)  chunks 0..4  reduce  phase 1",
         "step 1",

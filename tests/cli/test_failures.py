@@ -62,6 +62,9 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("plan", "bad shape", ["4y4"], "'4y4' is not a shape"),
     ("plan", "bad name", ["4x4", "--planner", "[/bold]"], "There is no planner '[/bold]'"),
     ("plan", "bad unit", ["4x4", "--payload", "3 parsecs"], "is not a payload"),
+    ("plan", "no unit", ["4x4", "--payload", "100"], "its unit is missing. Write bytes as 100B"),
+    ("plan", "too many segments", ["4x4", "--planner", "row-pairs", "--segments", "999999999"], "65,536 segments"),
+    ("plan", "too many chunks", ["4x4", "--planner", "weave", "--chunks", "99999999999"], "it takes at most"),
     ("plan", "bad hardware", ["4x4", "--hardware", "abacus"], "There is no hardware 'abacus'"),
     ("plan", "unwritable", ["4x4", "--save", "nowhere/plan.npz"], "--save: nothing can be written in nowhere"),
     ("plan", "file in place of folder", ["4x4", "--save", "file/plan.npz"], "--save: nothing can be written in file"),
@@ -69,7 +72,9 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("plan", "bad ending", ["4x4", "--save", "plan.pkl"], "expected .npz or .txt"),
     ("prepare", "cut mesh", ["4x4", "--host", "2x2", *CUT, "--cache", "file"], "--cache: nothing can be written"),
     ("prepare", "bad host", ["4x4", "--host", "3x3"], "do not tile"),
+    ("prepare", "empty host", ["4x4", "--host", "0x0"], "do not tile"),
     ("prepare", "bad unit", ["4x4", "--host", "2x2", "--payload", "much", "--cache", "c"], "is not a payload"),
+    ("prepare", "no unit", ["4x4", "--host", "2x2", "--payload", "100", "--cache", "c"], "its unit is missing"),
     ("prepare", "unwritable", ["4x4", "--host", "2x2", "--cache", "file/c"], "nothing can be written in file/c"),
     ("prepare", "file in place of folder", ["4x4", "--host", "2x2", "--cache", "file"], "nothing can be written"),
     ("route", "cut mesh", ["4x4", *CUT], ""),
@@ -84,8 +89,10 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("verify", "bad ending", ["file"], "file"),
     ("predict", "cut mesh", ["4x4", *CUT, *PAID], "cannot plan"),
     ("predict", "bad unit", ["4x4", "--payload", "100 furlongs"], "is not a payload"),
+    ("predict", "no unit", ["4x4", "--payload", "100"], "its unit is missing. Write bytes as 100B"),
     ("predict", "bad rate", ["4x4", *PAID, "--link-rate", "fast"], "is not a link rate"),
     ("predict", "bad time", ["4x4", *PAID, "--step-latency", "1 fortnight"], "is not a time"),
+    ("predict", "bad number", ["4x4", *PAID, "--step-latency", "1.2.3µs"], "is not a time"),
     ("predict", "bad mode", ["4x4", *PAID, "--mode", "wild"], "expected one of"),
     ("predict", "missing", ["nowhere.npz", *PAID], "nowhere.npz"),
     ("predict", "damaged", ["damaged.npz", *PAID], "damaged.npz"),
@@ -95,6 +102,7 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("predict", "plan and planner", ["plan.npz", *PAID, *PLANNED], "leave out --planner"),
     ("compare", "cut mesh", ["4x4", *CUT, *PAID], "disconnected groups"),
     ("compare", "bad unit", ["4x4", "--payload", "100 furlongs"], "is not a payload"),
+    ("compare", "no unit", ["4x4", "--payload", "100"], "its unit is missing. Write bytes as 100B"),
     ("compare", "damaged", ["damaged.npz", *PAID], "damaged.npz"),
     ("compare", "plan and holes", ["plan.npz", *PAID, "--fail-cable", "0,0-0,1"], "leave out --fail-cable"),
     ("compare", "unwritable", ["4x4", *PAID, "--plot", "nowhere/a.svg"], "--plot: nothing can be written in nowhere"),
@@ -102,6 +110,7 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("reproduce", "bad unit", ["--resnet-compute", "long"], "is not a time"),
     ("availability", "bad unit", ["4x4", "--payload", "much"], "is not a payload"),
     ("availability", "bad host", ["4x4", "--host", "3x3"], ""),
+    ("availability", "too long", ["4x4", "--days", "1e308"], "at most 36,500"),
     ("availability", "unwritable", ["4x4", "--plot", "nowhere/a.svg"], "--plot: nothing can be written in nowhere"),
     ("draw", "nothing to draw", ["-o", "a.svg"], "Say which mesh to draw"),
     ("draw", "cut mesh", ["4x4", *CUT, "-o", "a.svg"], "cannot plan"),
@@ -112,6 +121,7 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("draw", "unwritable", ["4x4", "-o", "nowhere/a.svg"], "--output: nothing can be written in nowhere"),
     ("draw", "folder in place of file", ["4x4", "-o", "folder.npz"], "this is a folder"),
     ("draw", "bad ending", ["4x4", "-o", "a.jpg"], "a.jpg ends in '.jpg'"),
+    ("draw", "too large", ["200x200", "-o", "a.svg"], "has 40,000 chips; up to 16,384 fit on a picture"),
     ("draw", "bad name", ["4x4", "--what", "[/]", "-o", "a.svg"], "There is no picture '[/]'"),
     ("lab up", "bad name", ["2x2", "--name", "[bold]"], "'[bold]' is not a name for a lab"),
     ("lab up", "bad rate", ["2x2", "--rate", "1\u0660mbit"], "is not a rate"),
@@ -122,6 +132,7 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("lab down", "name and all", ["nobody", "--all"], "leave out the name"),
     ("bench allreduce", "nowhere", [], "Say where"),
     ("bench allreduce", "bad unit", ["--loopback", "1x2", "--payload", "much"], "is not a payload"),
+    ("bench allreduce", "no unit", ["--loopback", "1x2", "--payload", "100"], "its unit is missing"),
     ("bench allreduce", "unwritable", ["--loopback", "1x2", "--plot", "nowhere/a.svg"], "nothing can be written"),
 ]
 
@@ -302,6 +313,13 @@ def test_predict_compare_and_draw_take_a_saved_plan() -> None:
         assert run(["draw", *words, "-o", "a.html", "--json"])[0] == 0
         assert json.loads(run(["draw", *words, "-o", f"{len(words)}.html", "--json"])[1])["planner"] == "hamiltonian"
     assert run(["draw", "plan.npz", "--route", "0,0-1,1", "-o", "b.svg"])[0] == 0
+
+
+def test_plan_and_predict_mean_the_same_hardware_unless_told() -> None:
+    considered = json.loads(run(["plan", "2x2", *PAID, "--json"])[1])["considered"]
+    predicted = json.loads(run(["predict", "2x2", *PAID, "--json"])[1])
+    assert considered[0]["planner"] == predicted["planner"]
+    assert considered[0]["seconds"] == pytest.approx(predicted["seconds"])
 
 
 def test_other_collectives_are_not_compared_with_all_reduces() -> None:

@@ -52,9 +52,9 @@ def run(schedule: Schedule, payload: NDArray[np.int32]) -> NDArray[np.int32]:
 def own_chunks(schedule: Schedule, rows: NDArray[np.int32]) -> NDArray[np.int32]:
     """Return each chip's own chunks of its row, in ascending order, then zeros: what a shard is."""
     n_chips, most = schedule.mesh.n_chips, np.bincount(schedule.owners).max()
-    chunks = np.zeros((n_chips, schedule.total_chunks * PER_CHUNK), np.int32)
-    chunks[:, : rows.shape[1]] = rows
-    chunks = chunks.reshape(n_chips, schedule.total_chunks, PER_CHUNK)
+    flat = np.zeros((n_chips, schedule.total_chunks * PER_CHUNK), np.int32)
+    flat[:, : rows.shape[1]] = rows
+    chunks = flat.reshape(n_chips, schedule.total_chunks, PER_CHUNK)
     shards = np.zeros((n_chips, most, PER_CHUNK), np.int32)
     for chip in range(n_chips):
         mine = np.flatnonzero(schedule.owners == chip)

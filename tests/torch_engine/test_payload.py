@@ -135,7 +135,7 @@ def test_autograd_learns_that_a_tensor_has_changed() -> None:
     assert on_engines(call) == ["told"] * N_CHIPS
 
 
-class Wrapped(torch.Tensor):
+class Wrapped(torch.Tensor):  # type: ignore[misc,name-defined]
     """A tensor whose memory is somewhere else."""
 
     @classmethod

@@ -216,7 +216,7 @@ def test_abort_does_not_wait_for_a_plan_and_ends_the_thread() -> None:
             assert go_on.wait(30)
             return get(*args)
 
-        group._plans.get = slow
+        group._plans.get = slow  # type: ignore[assignment,method-assign]
         caller = ThreadPoolExecutor(1)
         call = caller.submit(summed, group, 1.0, size=10**6)
         assert planning.wait(30)
@@ -227,7 +227,7 @@ def test_abort_does_not_wait_for_a_plan_and_ends_the_thread() -> None:
             call.result(20)
         caller.shutdown()
         # Formed anew many times: never more than one thread of ours.
-        group._plans.get = get
+        group._plans.get = get  # type: ignore[method-assign]
         counts = []
         for turn in range(2, 12):
             group.configure(f"{address}/{turn}", "x", 0, 1)

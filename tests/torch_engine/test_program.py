@@ -134,6 +134,16 @@ def test_what_is_exchanged_within_a_step_leaves_from_a_copy() -> None:
         play(reduce_and_copy, seed)
 
 
+def test_only_what_its_own_step_writes_is_copied_before_it_is_sent() -> None:
+    # Each chip sends one chunk while the other arrives, as in a ring.
+    ring = hand_made(
+        (1, 2), 2,
+        (0, 0, 1, 0, 1, Op.REDUCE), (0, 1, 0, 1, 1, Op.REDUCE), (1, 1, 0, 0, 1, Op.COPY), (1, 0, 1, 1, 1, Op.COPY),
+    )  # fmt: skip
+    for rank in range(2):
+        assert [send.staged for send in program.compile_program(ring, rank).sends] == [False, False]
+
+
 def test_a_copy_of_a_later_step_goes_straight_to_its_place() -> None:
     there_and_back = hand_made((1, 2), 1, (0, 0, 1, 0, 1, Op.REDUCE), (1, 1, 0, 0, 1, Op.COPY))
     own = program.compile_program(there_and_back, 0)

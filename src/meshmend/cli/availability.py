@@ -27,6 +27,9 @@ from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
 from meshmend.errors import ParameterError
 from meshmend.topology import Mesh, name_shape, parse_shape
 
+MAX_DAYS = 36_500
+"""A century: longer than any machine runs, and short enough to live through."""
+
 
 def _hours(what: str, name: str) -> Any:
     return typer.Option(f"--{name}", metavar="HOURS", help=what)
@@ -94,8 +97,8 @@ def command(
     with told_errors(json):
         require_simpy()
         check_plot("--plot", plot_to)
-        if not 0 < days < math.inf:
-            raise ParameterError(f"--days {days:g}: expected more than 0.")
+        if not 0 < days <= MAX_DAYS:
+            raise ParameterError(f"--days {days:g}: expected more than 0, and at most {MAX_DAYS:,}.")
         others: dict[str, Any] = {} if payload is None else {"payload_bytes": parse_bytes(payload)}
         if compute_seconds is not None:
             others["compute_s"] = compute_seconds

@@ -14,7 +14,7 @@ from meshmend.cli.options import AutoOptions, HoleOptions, JsonOption, TuningOpt
 from meshmend.cli.outputs import check_output
 from meshmend.cli.terminal import plain, shows_progress, terminal
 from meshmend.drawing import WHAT, Drawing, draw, draw_routes
-from meshmend.drawing.draw import MOVING, STILL, check_ending
+from meshmend.drawing.draw import MOVING, STILL, check_ending, check_size
 from meshmend.drawing.paper import FIGURES, draw_paper_figure
 from meshmend.errors import DrawingError, require
 from meshmend.planning import PLANNERS, Auto, plan
@@ -87,6 +87,7 @@ def command(
                 schedule = load_plan(file, *given, proven=False)
             else:
                 mesh = holes.mesh(_needed(plan_of))
+                check_size(mesh)
                 schedule = plan(mesh, tuning.planner(planner or Auto.name, auto.payload, auto.hardware))
             drawing = _draw(schedule, output, what, chunk, _read_steps(steps), shows_progress(json))
             facts = {**mesh_facts(schedule.mesh), "planner": schedule.planner}

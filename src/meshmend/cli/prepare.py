@@ -95,7 +95,7 @@ def command(
 def _hosts(mesh: Mesh, host: str) -> list[Region]:
     """Return the hosts that still have a live chip."""
     host_shape = parse_shape(host)
-    if len(host_shape) != mesh.n_axes or any(n % h for n, h in zip(mesh.shape, host_shape, strict=False)):
+    if len(host_shape) != mesh.n_axes or any(h < 1 or n % h for n, h in zip(mesh.shape, host_shape, strict=False)):
         raise MeshError(f"Hosts of {host} chips do not tile a {name_shape(mesh.shape)} mesh.")
     places = all_placements(mesh.shape, host_shape, align=host_shape)
     return [place for place in places if mesh.live[place.slices].any()]

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 from meshmend.cli.common import INTERRUPTED, USAGE, tell_error, told_errors
 from meshmend.cli.terminal import write_what_the_encoding_lacks
 
-_ClickException = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+_ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 """The class that typer raises for a wrong command line: click's, or that of a copy of click of its own."""
 
 
@@ -52,7 +52,7 @@ class OneLine(TyperGroup):
 
 def _tell_usage(error: Any, as_json: bool) -> int:
     context = getattr(error, "ctx", None)
-    if type(error).__name__ == "NoArgsIsHelpError":
+    if context is not None and type(error).__name__ == "NoArgsIsHelpError":
         context.get_help()
         return USAGE
     way = f" See: {context.command_path} --help" if context is not None else ""

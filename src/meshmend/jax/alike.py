@@ -86,10 +86,10 @@ class Formulas:
             return [self._number(name, index, *ways) for ways in zip(*branches, strict=True)]
         if len(inner) == 1 and len(inner[0][0].invars) == len(inputs) and name not in ("while", "scan"):
             return self._read(*inner[0], inputs)
-        before, after = (getattr(v, "aval", None) for v in (equation.invars or [None])[:1] + equation.outvars[:1])
+        # A number is the same number for each element; and what has its dtype already is not changed.
         if name == "broadcast_in_dim" and not equation.invars[0].aval.shape:
-            return inputs  # a number is the same number for each element
-        if name == "convert_element_type" and before.dtype == after.dtype:
+            return inputs
+        if name == "convert_element_type" and equation.invars[0].aval.dtype == equation.outvars[0].aval.dtype:
             return inputs
         facts = tuple(sorted((key, str(value)) for key, value in equation.params.items() if key not in SHAPES))
         return [self._number(name, facts, *inputs, i) for i in range(len(equation.outvars))]

@@ -207,12 +207,14 @@ def travel_dtype(own: Any, accumulate: DTypeLike | None) -> np.dtype[Any]:
 
 def mean_dtype(own: Any) -> np.dtype[Any]:
     """Return the dtype of a mean: that of the values, or float32 for integers and bools."""
-    return np.dtype(own if jnp.issubdtype(own, jnp.inexact) else jnp.float32)
+    dtype: np.dtype[Any] = np.dtype(own if jnp.issubdtype(own, jnp.inexact) else np.float32)
+    return dtype
 
 
 def _sum_dtype(own: Any) -> np.dtype[Any]:
     """Return the dtype of a leaf's sum, as `lax.psum` has it: bools are counted."""
-    return np.dtype(np.int32 if jnp.issubdtype(own, jnp.bool_) else own)
+    dtype: np.dtype[Any] = np.dtype(np.int32 if jnp.issubdtype(own, jnp.bool_) else own)
+    return dtype
 
 
 def _gather_dtype(group: Group, leaves: Sequence[Any]) -> Any:

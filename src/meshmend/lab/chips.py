@@ -106,12 +106,16 @@ class Chips:
         try:
             failed, value = pipe.recv()
         except EOFError:
-            failed, value = True, "its process ended without a result"
+            failed, value = True, ("its process ended without a result", "")
         process.join()
         pipe.close()
         del self._running[chip]
         if failed:
-            raise LabError(f"Chip {name_chip(chip)} failed: {value}")
+            why, trace = value
+            error = LabError(f"Chip {name_chip(chip)} failed: {why}")
+            if trace:
+                error.add_note(trace)
+            raise error
         return value
 
 
@@ -124,8 +128,9 @@ def _run(pipe: Connection, parent: int, namespace: str | None, main: Main, chip:
         if namespace is not None:
             enter_namespace(namespace)
         result = (False, main(chip, *args))
-    except BaseException:
-        result = (True, traceback.format_exc())
+    except BaseException as error:
+        why = "".join(traceback.format_exception_only(error)).strip()
+        result = (True, (" ".join(why.split()), traceback.format_exc()))
     with contextlib.suppress(BrokenPipeError):
         pipe.send(result)
     # Threads of libraries may still run; nothing of theirs is worth waiting for.

@@ -123,12 +123,13 @@ class Journal:
         return found
 
     def _check(self) -> None:
+        rate, temporary, token = (vars(self)[name] for name in ("rate", "temporary", "token"))  # of any type yet
         right = (
-            isinstance(self.rate, str)
-            and RATE.fullmatch(self.rate)
+            isinstance(rate, str)
+            and RATE.fullmatch(rate)
             and self.stage in ("building", "changing", "up")
-            and isinstance(self.temporary, bool)
-            and isinstance(self.token, str)
+            and isinstance(temporary, bool)
+            and isinstance(token, str)
             and all(type(number) is int and number > 0 for number in (self.pid, self.started))
         )
         if not right:
