@@ -6,8 +6,9 @@ import json
 import os
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from meshmend import Mesh, Schedule, plan, save
 from meshmend.cli import app
 from meshmend.errors import CacheWarning, ScheduleFileError
 from meshmend.halves import reduce_scatter_of
-from meshmend.planning import Auto, Hamiltonian, PlanCache, RowPairs
+from meshmend.planning import Auto, Hamiltonian, PlanCache, Planner, RowPairs
 from meshmend.planning.cache import default_folder
 
 MESH = Mesh("8x8", failed=["2x2@2,2"])
@@ -118,10 +119,14 @@ def test_auto_takes_a_plan_of_any_planner_that_it_chooses_from(tmp_path: Path) -
     assert cache.get(MESH, Auto()) == first
 
 
-class Signless(Hamiltonian):
+@dataclass(frozen=True)
+class Signless(Planner):
     """A planner of somebody else's, which does not sign its plans."""
 
-    name = "signless"
+    name: ClassVar[str] = "signless"
+
+    def why_not(self, mesh: Mesh) -> str | None:
+        return Hamiltonian().why_not(mesh)
 
     def plan(self, mesh: Mesh) -> Schedule:
         return Hamiltonian().plan(mesh)
