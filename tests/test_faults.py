@@ -20,8 +20,8 @@ Facts = tuple[Any, ...]
 def rows(*moves: tuple[int, int, int, Op], mesh: Mesh = LINE, **more: Any) -> Schedule:
     """A schedule of (step, source, destination, op), over one chunk unless more is said."""
     step, src, dst, op = zip(*moves, strict=True)
-    more = {"total_chunks": 1, "owners": [0]} | more
-    return Schedule(mesh, step=step, src=src, dst=dst, op=op, **more)
+    columns: dict[str, Any] = {"total_chunks": 1, "owners": [0]} | more
+    return Schedule(mesh, step=step, src=src, dst=dst, op=op, **columns)
 
 
 def told(schedule: Schedule, error: type[VerificationError], **arguments: Any) -> tuple[str, Facts]:
@@ -78,7 +78,7 @@ def test_contributions_that_are_missing(method: Any) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_chip_that_is_never_told(method: Any) -> None:
     # Chunks 0 and 1 are right everywhere, chunk 2 is not brought back to chip 0.
-    columns = {"total_chunks": 3, "owners": [3, 3, 3], "n_chunks": [3, 3, 3, 3, 3, 2]}
+    columns: dict[str, Any] = {"total_chunks": 3, "owners": [3, 3, 3], "n_chunks": [3, 3, 3, 3, 3, 2]}
     assert told(rows(*SUM, *BACK, **columns), WrongSumError, method=method) == (
         "Chip (0,0) ends with a wrong chunk 2: expected the contribution of (0,1) once, got it not at all (2 other "
         "contributions are wrong too). No step ever writes this chunk there.",
@@ -108,7 +108,7 @@ def test_another_chips_value_in_an_all_gather(method: Any) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_reduce_scatter_is_wrong_only_at_owners(method: Any) -> None:
-    scatter = {"total_chunks": 2, "n_chunks": 2, "collective": Collective.REDUCE_SCATTER}
+    scatter: dict[str, Any] = {"total_chunks": 2, "n_chunks": 2, "collective": Collective.REDUCE_SCATTER}
     verify(rows(*SUM, owners=[3, 3], **scatter), method=method)
     message, facts = told(rows(*SUM, owners=[3, 2], **scatter), WrongSumError, method=method)
     assert message == (

@@ -319,7 +319,7 @@ def test_what_cannot_be_loaded_is_not_saved(tmp_path: Path) -> None:
     for names in ({"planner": "\x1b"}, {"phase_names": ("[b]",)}):
         schedule = Schedule(
             Mesh("1x1"), total_chunks=1, step=[], src=[], dst=[], op=[], owners=[0],
-            **names,  # type: ignore[arg-type]
+            **names,
         )  # fmt: skip
         with pytest.raises(ScheduleFileError, match="cannot be in a file"):
             save(schedule, tmp_path / "plan.npz")

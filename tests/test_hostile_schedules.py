@@ -26,7 +26,7 @@ def test_a_schedule_is_proven_if_and_only_if_it_is_right(seeds: range) -> None:
         right = is_right(schedule)
         for method in ("exact", "fingerprint"):
             try:
-                verify(schedule, method=method)  # type: ignore[arg-type]
+                verify(schedule, method=method)
                 proven = True
             except (WrongSumError, CollisionError):
                 proven = False

@@ -220,8 +220,8 @@ def mutate(rng: random.Random, archive: bytes, written: bytes) -> tuple[str, str
         return "text", ".txt", text(rng, written)
     if kind in ON_BYTES:
         if rng.random() < 0.2 and kind is not sizes:
-            return kind.__name__, ".txt", kind(rng, written)  # type: ignore[operator]
-        return kind.__name__, ".npz", kind(rng, archive)  # type: ignore[operator]
+            return kind.__name__, ".txt", kind(rng, written)
+        return kind.__name__, ".npz", kind(rng, archive)
     with zipfile.ZipFile(io.BytesIO(archive)) as source:
         members = {name: source.read(name) for name in source.namelist()}
     if kind is tricks:

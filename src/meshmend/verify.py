@@ -234,9 +234,9 @@ class _Ledger:
 
     def add(self, one: Words, other: Words) -> Words:
         """Return the contributions of both. No count comes round to a smaller one."""
-        both = one + other
+        both: Words = one + other
         if self.is_exact:
-            return np.minimum(both, np.uint8(2))
+            return np.minimum(both, np.uint8(2), out=both)
         both[:, 0] %= PRIME
         both[:, 1] = np.minimum(both[:, 1], MANY)
         return both
