@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.optimize import linprog
-from scipy.sparse import coo_array, eye_array, hstack, kron, vstack
+from scipy.sparse import coo_array, csr_array, eye_array, hstack, kron, vstack
 
 from meshmend.cost.cuts import narrowest_cut, narrowest_partition
 from meshmend.topology import Mesh
@@ -148,9 +148,9 @@ def least_largest_load(mesh: Mesh) -> float:
     wanted = np.hstack([np.ones((n - 1, 1)), -np.eye(n - 1)])
     solved = linprog(  # type: ignore[call-overload]  # the stubs know no sparse matrices
         np.append(np.zeros(2 * n_cables + flows), 1.0),
-        A_ub=vstack([loads, within]).tocsr(),
+        A_ub=csr_array(vstack([loads, within])),
         b_ub=np.zeros(n_cables + flows),
-        A_eq=kept.tocsr(),
+        A_eq=csr_array(kept),
         b_eq=wanted.ravel(),
     )
     assert solved.status == 0

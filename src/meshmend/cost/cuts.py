@@ -142,7 +142,8 @@ def narrowest_cut(mesh: Mesh, shares: Sequence[int]) -> NDArray[np.bool_] | None
     degree = np.bincount(np.concatenate([a, b]), minlength=mesh.n_chips)
     singles = [Fraction(total - own, cables) for own, cables in zip(owned.tolist(), degree.tolist(), strict=True)]
     first = max(range(mesh.n_chips), key=singles.__getitem__)
-    most, best = singles[first], np.arange(mesh.n_chips) == first
+    most = singles[first]
+    best: NDArray[np.bool_] = np.arange(mesh.n_chips) == first
     # A better T has fewer cables than this, so that so many disjoint paths join no two chips that it parts.
     paths = math.ceil(Fraction(total - int(owned.min())) / most)
     part_of = _joined(mesh, paths)
@@ -161,7 +162,7 @@ def narrowest_cut(mesh: Mesh, shares: Sequence[int]) -> NDArray[np.bool_] | None
             continue
         # The same chip is tried again. Those before it need not be: within a longer time they get no less.
         most = Fraction(total - int(own[side].sum()), int((side[a] != side[b]).sum()))
-        best = np.asarray(side[part_of])
+        best = side[part_of]
     return best
 
 
