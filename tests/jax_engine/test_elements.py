@@ -281,7 +281,7 @@ class Job:
         moments = [
             jax.device_put(np.full(shape, -1, dtype), split) for shape, dtype in zip(shapes, travels, strict=True)
         ]
-        self.state = (place(np.int32(3), self.fabric), {"mu": moments, "nu": [m * 1 for m in moments]})
+        self.state: Any = (place(np.int32(3), self.fabric), {"mu": moments, "nu": [m * 1 for m in moments]})
         if not sharded:
             self.state = (self.state[0], {"mu": [self.params["a"]], "nu": [self.params["b"]]})
         self.travels = travels
@@ -425,7 +425,8 @@ def test_arrays_are_placed_on_every_device() -> None:
     fabric = machine(1)[0]
     tree = {"x": np.arange(6, dtype=np.int16).reshape(2, 3), "y": np.float32(2.5), "z": [1, 2]}
     placed = place(tree, fabric)
-    assert jax.tree.structure(placed) == jax.tree.structure(tree)
+    assert list(placed) == ["x", "y", "z"]
+    assert isinstance(placed["z"], list)
     for leaf, expected in zip(jax.tree.leaves(placed), jax.tree.leaves(tree), strict=True):
         assert leaf.sharding == fabric.sharding()
         assert len(leaf.addressable_shards) == 6

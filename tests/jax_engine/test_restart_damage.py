@@ -221,8 +221,8 @@ class Hosts:
                         session=SimpleNamespace(launch=SimpleNamespace(process=process)), disk=None
                     )
                     brought.append(Keeper._bring(keeper, source, held[process], self.layout))
-                total = {
-                    name: np.sum([mine[0][name].view(np.uint8) for mine in brought], axis=0, dtype=np.uint8)
+                total: Vectors = {
+                    name: np.array([mine[0][name].view(np.uint8) for mine in brought]).sum(axis=0, dtype=np.uint8)
                     for name in vectors
                 }
                 return source.step, brought[min(source.providers.values())][1], total
