@@ -12,7 +12,7 @@ from meshmend.cli import app
 def run(*words: str, code: int = 0) -> str:
     result = CliRunner().invoke(app, ["route", *words])
     assert result.exit_code == code, result.output
-    return result.output
+    return result.stdout if "--json" in words else result.output
 
 
 def run_json(*words: str, code: int = 0) -> Any:

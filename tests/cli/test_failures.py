@@ -260,11 +260,11 @@ def test_a_disk_that_fills_up_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     check(["plan", "2x2", *PLANNED, "--save", "plan.npz"], "plan.npz: No space left on device.")
 
 
-def hostile_plan() -> str:
+def hostile_plan(name: str = HOSTILE) -> str:
     """Write a plan that is right and whose names are not; return its file."""
     text = to_text(PLAN).split("\n")
     header = json.loads(text[1])
-    header |= {"planner": HOSTILE, "phases": [HOSTILE for _ in header["phases"]]}
+    header |= {"planner": name, "phases": [name for _ in header["phases"]]}
     Path("hostile.txt").write_text("\n".join([text[0], json.dumps(header), *text[2:]]))
     return "hostile.txt"
 
@@ -287,6 +287,12 @@ def test_names_from_files_reach_the_terminal_as_text(words: list[str]) -> None:
     shown = out + err
     assert all(c.isprintable() or c == "\n" for c in shown)
     assert not re.search(r"^proof +✓ proven\S", shown, re.M)
+
+
+def test_names_from_files_are_no_formulas_in_a_drawing() -> None:
+    code, _, err = run(["draw", hostile_plan(r"costs $\frac$ 5"), "-o", "a.svg"])
+    assert (code, err) == (0, "")
+    assert r"costs $\frac$ 5" in Path("a.svg").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("text", [HOSTILE, "[/bold]", "[red]", "\\", "[\\/]", ":smile:", "\udc80", "a\tb", "√ × ✓"])

@@ -34,6 +34,7 @@ SETTINGS: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "hatch.linewidth": 0.6,
     "path.simplify": False,
+    "text.parse_math": False,  # names are text: a $ in one starts no formula
 }
 
 
