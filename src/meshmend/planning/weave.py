@@ -30,8 +30,8 @@ MOST_CHUNKS = 4096
 """Unless told, no more chunks than this, and fewer where the schedule would have more than `MAX_TRANSFERS`."""
 MAX_TRIED_TRANSFERS = 2**22
 TRIED_TRANSFERS_PER_CHIP = 2**9
-"""Where planners are compared, no schedule is tried that has more transfers than the larger of the two: half a gigabyte
-and some five seconds, or 256 chunks on meshes so large that fewer would be all filling."""
+"""Where planners are compared, no number of chunks but the default is tried that gives more transfers than the larger of
+the two: half a gigabyte and some five seconds, or 256 chunks on meshes so large that fewer would be all filling."""
 FILLING_PER_SIDE = 1.5
 """Steps of filling and draining for each chip along each side of a plain mesh, as measured (docs/weave.md)."""
 FEW_TREES = 256
@@ -72,7 +72,8 @@ class Weave(Planner):
         power = round(math.log2(max(1.0, min(best, most))))
         tuned = min(2**power, most)
         default = default_chunks(mesh)
-        if default > most:
+        # Where filling takes longer than the chunks themselves, the default costs gigabytes and gains little.
+        if default > most and default < FILLING_PER_SIDE * sum(mesh.shape):
             return [Weave(chunks=chunks) for chunks in sorted({most, tuned})]
         return [self] if tuned == default else [self, Weave(chunks=tuned)]
 
