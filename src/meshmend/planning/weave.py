@@ -30,8 +30,8 @@ MOST_CHUNKS = 4096
 """Unless told, no more chunks than this, and fewer where the schedule would have more than `MAX_TRANSFERS`."""
 MAX_TRIED_TRANSFERS = 2**22
 TRIED_TRANSFERS_PER_CHIP = 2**9
-"""Where planners are compared, no number of chunks but the default is tried that gives more transfers than the larger of
-the two: half a gigabyte and some five seconds, or 256 chunks on meshes so large that fewer would be all filling."""
+"""Where planners are compared, no number of chunks but the default is tried that gives more transfers than the larger
+of the two: half a gigabyte and some five seconds, or 256 chunks on meshes so large that fewer would be all filling."""
 FILLING_PER_SIDE = 1.5
 """Steps of filling and draining for each chip along each side of a plain mesh, as measured (docs/weave.md)."""
 FEW_TREES = 256
