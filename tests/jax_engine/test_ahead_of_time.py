@@ -25,7 +25,7 @@ MEGABYTES = 102_400_000
 
 
 def compiled(topology: str, hole: str, planner: str, **more: Any) -> tuple[Compiled, mm.Schedule]:
-    fabric = slice_fabric(topology, failed=[hole], cores=more.pop("cores", None))
+    fabric = slice_fabric(topology, failed=[hole], cores=more.pop("cores", None), wrap=more.pop("wrap", None))
     schedule = (
         tree_schedule(fabric.mesh, chunks=64)
         if planner == "trees"
@@ -58,7 +58,9 @@ def test_the_papers_machines(topology: str, n_chips: int, cores: int) -> None:
 )
 def test_all_lanes_are_in_flight_together(topology: str, hole: str, planner: str) -> None:
     """Every permute of a step has started before the first is waited for: on v4, v5p and v6e."""
-    report, schedule = compiled(topology, hole, planner, cores=1)
+    # Slices of this shape can be twisted, which the devices do not say: then only the long axis is sure to wrap.
+    wrap = [False, False, True] if topology.endswith("4x4x8") else None
+    report, schedule = compiled(topology, hole, planner, cores=1, wrap=wrap)
     assert report.in_flight == report.lanes
     if planner == "trees":
         assert report.lanes == (schedule.mesh.neighbours >= 0).sum(axis=1).max(), "a lane for each link of a chip"
