@@ -23,7 +23,15 @@ import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.errors import RestartError
 from meshmend.halves import reduce_scatter_of
-from meshmend.jax.restart.elements import Outline, Sharded, StateLayout, _device_number, place, vectors_from_leaves
+from meshmend.jax.restart.elements import (
+    Outline,
+    Sharded,
+    StateLayout,
+    _device_number,
+    dtype_named,
+    place,
+    vectors_from_leaves,
+)
 
 Place = tuple[int, int]
 """(device, position in that device's part)"""
@@ -419,6 +427,21 @@ def test_typed_keys_are_refused_by_name() -> None:
     message = "[1][1]['rng'] has dtype key<fry>, which cannot be kept. Use a raw key (jax.random.PRNGKey) in its place."
     with pytest.raises(RestartError, match=f"^{re.escape(message)}$"):
         job.layout()
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8", "bool", "complex64", "float8_e4m3fn", "uint64"])
+def test_a_dtype_by_its_name(name: str) -> None:
+    assert dtype_named(name) == jax.numpy.dtype(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["(2,3", "2float32", "f4,f4", "(1<<99)f4", "float", "<f4", "f4", "object", "V8", "", "float33", "\x00", 3, None],
+)
+def test_text_that_is_no_dtype_is_refused(name: Any) -> None:
+    """NumPy reads some of these as formulas, and raises SyntaxError, ValueError or nothing at all."""
+    with pytest.raises(RestartError, match="is not the name of a dtype"):
+        dtype_named(name)
 
 
 def test_arrays_are_placed_on_every_device() -> None:

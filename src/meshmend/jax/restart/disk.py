@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.errors import MissingExtraError, RestartError, install_hint
-from meshmend.jax.restart.elements import Outline, StateLayout, Vectors, vectors_from_leaves
+from meshmend.jax.restart.elements import Outline, StateLayout, Vectors, dtype_named, vectors_from_leaves
 from meshmend.jax.restart.fetch import wait_for, within
 from meshmend.jax.restart.identity import Identity
 
@@ -59,7 +59,7 @@ class Saved:
     @property
     def n_bytes(self) -> int:
         """Bytes of the arrays."""
-        return sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in self.facts["leaves"])
+        return sum(math.prod(shape) * dtype_named(dtype).itemsize for shape, dtype in self.facts["leaves"])
 
 
 class Disk:
@@ -114,6 +114,8 @@ class Disk:
             facts = json.loads(text)
             if facts["step"] != step:
                 raise RestartError(f"{path} is damaged: expected the facts of step {step}, got {facts['step']}'s.")
+            for _, dtype in facts["leaves"]:
+                dtype_named(dtype)
             return Saved(int(facts["attempt"]), step, facts, Identity.from_json(facts["identity"]), got)
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise RestartError(f"{path} is damaged: {error}", step=step) from error
@@ -274,7 +276,7 @@ class Disk:
             primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"meshmend-read-{me}"
         )
         leaves = saved.facts["leaves"]
-        like = {f"{i:05d}": np.empty(shape, np.dtype(dtype)) for i, (shape, dtype) in enumerate(leaves)}
+        like = {f"{i:05d}": np.empty(shape, dtype_named(dtype)) for i, (shape, dtype) in enumerate(leaves)}
         handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
         with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
             arrays = reader.restore(folder, args=ocp.args.StandardRestore(like))

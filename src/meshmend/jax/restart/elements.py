@@ -46,6 +46,20 @@ class Sharded:
     chunk: int
 
 
+def dtype_named(name: Any) -> np.dtype[Any]:
+    """Return the dtype of that name; raise `RestartError` for any other text.
+
+    `np.dtype` reads little formulas, too, and fails in many ways on text from a damaged file.
+    """
+    try:
+        found = np.dtype(name) if isinstance(name, str) and name.isidentifier() else None
+    except TypeError:
+        found = None
+    if found is None or found.name != name or found.hasobject:
+        raise RestartError(f"{name!r} is not the name of a dtype.")
+    return found
+
+
 @dataclass(frozen=True)
 class Outline:
     """How a job's state is split over the devices of one mesh. Small, and kept with every copy of the state."""
@@ -86,7 +100,7 @@ class Outline:
 
     def empty(self) -> Vectors:
         """Return vectors of zeros."""
-        return {name: np.zeros(size, np.dtype(dtype)) for name, (dtype, size) in self.vectors.items()}
+        return {name: np.zeros(size, dtype_named(dtype)) for name, (dtype, size) in self.vectors.items()}
 
     def runs(self, device: int, dtype: str) -> Iterator[tuple[str, int, int, int]]:
         """Say where a device's part belongs: (vector, first element of it, first element of the part, length)."""

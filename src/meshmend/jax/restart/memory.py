@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.errors import RestartError
-from meshmend.jax.restart.elements import Outline
+from meshmend.jax.restart.elements import Outline, dtype_named
 from meshmend.jax.restart.folders import FolderLock
 from meshmend.jax.restart.identity import Identity
 
@@ -196,7 +196,7 @@ def _read(path: Path, file: BinaryIO, size: int) -> Copy:
         arrays = {str(dtype): tuple(int(n) for n in shape) for dtype, shape in facts["arrays"]}
         outline.check()
         expected = {dtype: (len(devices), outline.part_size(dtype)) for dtype in outline.dtypes}
-        n_bytes = sum(np.dtype(dtype).itemsize * rows * columns for dtype, (rows, columns) in expected.items())
+        n_bytes = sum(dtype_named(dtype).itemsize * rows * columns for dtype, (rows, columns) in expected.items())
         checksum = int(facts["checksum"])
         extra = facts["extra"]
     except (ArithmeticError, AttributeError, LookupError, RecursionError, RestartError, TypeError, ValueError) as error:
@@ -217,7 +217,7 @@ def _read(path: Path, file: BinaryIO, size: int) -> Copy:
         )
     at = 0
     for dtype, shape in arrays.items():
-        rows = np.frombuffer(data, np.dtype(dtype), shape[0] * shape[1], at).reshape(shape)
+        rows = np.frombuffer(data, dtype_named(dtype), shape[0] * shape[1], at).reshape(shape)
         copy.parts[dtype] = rows
         at += rows.nbytes
     return copy
