@@ -391,9 +391,11 @@ def test_output_that_cannot_be_written_is_one_line() -> None:
 
 
 def test_control_c_in_a_real_process(here: Path) -> None:
+    # A shell that runs the tests in the background lets all that they start ignore the signal.
     Path("wait.py").write_text(
-        "import sys, time\nimport meshmend.cli.plan as command\nfrom meshmend.cli import main\n"
-        "def wait(*_, **__):\n    print('working', flush=True)\n    time.sleep(600)\n"
+        "import signal, sys, time\nimport meshmend.cli.plan as command\nfrom meshmend.cli import main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "def wait(*_, **__):\n    print('working', flush=True)\n    time.sleep(90)\n"
         "command.plan = wait\nsys.argv = ['meshmend', 'plan', '4x4', '--planner', 'weave']\nmain()\n"
     )
     with subprocess.Popen([sys.executable, "wait.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as done:
