@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -204,8 +205,16 @@ def test_prepare_wants_hosts_that_tile_the_mesh(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::meshmend.errors.CacheWarning")
-def test_prepare_does_not_count_plans_that_it_cannot_keep(tmp_path: Path) -> None:
+def test_prepare_refuses_a_folder_of_no_use_before_it_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    shown = json.loads(prepare(tmp_path / "file", "4x4", "--host", "4x2", "--planner", "hamiltonian", "--json"))
+    monkeypatch.setattr(Hamiltonian, "_plan", lambda *_: pytest.fail("planned"))
+    words = ("4x4", "--host", "4x2", "--planner", "hamiltonian", "--json")
+    shown = json.loads(prepare(tmp_path / "file", *words, code=1))
+    assert "nothing can be written in" in shown["message"]
+
+
+def test_prepare_does_not_count_plans_that_it_cannot_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(np, "savez_compressed", failing(errno.ENOSPC))
+    shown = json.loads(prepare(tmp_path, "4x4", "--host", "4x2", "--planner", "hamiltonian", "--json"))
     assert shown["plans"] == 0
-    assert "cannot be kept in" in shown["refused"]["4x2@0,0"]
+    assert re.search(r"not kept in the cache\. .* No space left on device", shown["refused"]["4x2@0,0"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ from meshmend.cli.common import mesh_facts, print_facts, print_json, told_errors
 from meshmend.cli.options import AutoOptions, HoleOptions, JsonOption, PlannerOption, ShapeArgument, TuningOptions
 from meshmend.cli.outputs import check_folder
 from meshmend.cli.terminal import plain, shows_progress, terminal
-from meshmend.errors import MeshError, PlanError
+from meshmend.errors import CacheWarning, MeshError, PlanError
 from meshmend.planning import Auto, PlanCache, plan
 from meshmend.topology import Mesh, Region, all_placements, name_shape, parse_shape
 
@@ -60,11 +61,14 @@ def command(
                 bar.update(task, description=str(lost or "nothing"))
                 try:
                     survivors = mesh.fail(lost) if lost else mesh
-                    plan(survivors, chosen, cache=store)
+                    # What the cache warns of is a fact of the table here: a plan that it has is ready, whatever happened.
+                    with warnings.catch_warnings(record=True) as warned:
+                        warnings.simplefilter("always", CacheWarning)
+                        plan(survivors, chosen, cache=store)
                     if store.path(survivors, chosen).is_file():
                         ready += 1
                     else:
-                        refused[str(lost or "nothing")] = f"its plan cannot be kept in {store.folder}."
+                        refused[str(lost or "nothing")] = " ".join(str(word.message) for word in warned)
                 except (MeshError, PlanError) as error:
                     refused[str(lost or "nothing")] = error.why if isinstance(error, PlanError) else str(error)
                 bar.advance(task)
