@@ -61,7 +61,7 @@ def command(
                 bar.update(task, description=str(lost or "nothing"))
                 try:
                     survivors = mesh.fail(lost) if lost else mesh
-                    # What the cache warns of is a fact of the table here: a plan that it has is ready, whatever happened.
+                    # The cache's warnings are facts of the table here: a plan that it has is ready, whatever happened.
                     with warnings.catch_warnings(record=True) as warned:
                         warnings.simplefilter("always", CacheWarning)
                         plan(survivors, chosen, cache=store)
