@@ -15,6 +15,7 @@ import numpy as np
 from meshmend import Collective, Mesh, Op, Schedule
 from random_schedules import random_schedule
 
+Row = tuple[int, int, int, int, int, int]
 Step = list[tuple[int, int, Op]]
 """Transfers (source, destination, op) of one step."""
 
@@ -159,20 +160,7 @@ def of_steps(rng: random.Random, mesh: Mesh, steps: list[Step]) -> Schedule:
         for first, length in zip(firsts, lengths, strict=True)
     ]
     collective = rng.choice([Collective.ALL_REDUCE, Collective.ALL_REDUCE, *Collective])
-    columns = np.array(rows, dtype=np.int64).reshape(-1, 6).T
-    step, src, dst, first_chunk, n_chunks, op = columns
-    return Schedule(
-        mesh,
-        total_chunks=chunks,
-        step=np.unique(step, return_inverse=True)[1],
-        src=src,
-        dst=dst,
-        first_chunk=first_chunk,
-        n_chunks=n_chunks,
-        op=op,
-        owners=[rng.randrange(mesh.n_chips)] * chunks,
-        collective=collective,
-    )
+    return _from_rows(mesh, chunks, rows, [rng.randrange(mesh.n_chips)] * chunks, collective)
 
 
 def _line(n: int) -> Mesh:
@@ -206,27 +194,29 @@ def _random_step(rng: random.Random, n: int) -> Step:
     return [(rng.choice([chip for chip in range(n) if chip != dst]), dst, rng.choice(list(Op))) for dst in writes]
 
 
-def _rows(schedule: Schedule) -> list[tuple[int, int, int, int, int, int]]:
+def _rows(schedule: Schedule) -> list[Row]:
     columns = (schedule.step, schedule.src, schedule.dst, schedule.first_chunk, schedule.n_chunks, schedule.op)
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def _with_rows(
-    schedule: Schedule,
-    rows: list[tuple[int, int, int, int, int, int]],
-    owners: list[int] | None = None,
-    collective: Collective | None = None,
+    schedule: Schedule, rows: list[Row], owners: list[int] | None = None, collective: Collective | None = None
 ) -> Schedule:
+    owned = schedule.owners.tolist() if owners is None else owners
+    return _from_rows(schedule.mesh, schedule.total_chunks, rows, owned, collective or schedule.collective)
+
+
+def _from_rows(mesh: Mesh, chunks: int, rows: list[Row], owners: list[int], collective: Collective) -> Schedule:
     step, src, dst, first_chunk, n_chunks, op = np.array(rows, dtype=np.int64).reshape(-1, 6).T
     return Schedule(
-        schedule.mesh,
-        total_chunks=schedule.total_chunks,
+        mesh,
+        total_chunks=chunks,
         step=np.unique(step, return_inverse=True)[1],
         src=src,
         dst=dst,
         first_chunk=first_chunk,
         n_chunks=n_chunks,
         op=op,
-        owners=schedule.owners if owners is None else owners,
-        collective=collective or schedule.collective,
+        owners=owners,
+        collective=collective,
     )
