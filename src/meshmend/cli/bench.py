@@ -118,7 +118,7 @@ def restart(
     """Kill hosts of a JAX job at random moments; say how fast it is back, where the time goes, and that it is right.
 
     Four hosts, two by two, under torchrun; some die while the others recover. No step may be missing, each sample must
-    be used once an epoch, no committed step may be lost, and the loss must be that of an undisturbed run. Needs torch,
+    be used once per epoch, no committed step may be lost, and the loss must be that of an undisturbed run. Needs torch,
     and the extra named restart.
 
     Example: meshmend bench restart --failures 20 --unaided 4
@@ -210,7 +210,7 @@ def _show_restarts(aided: dict[str, Any], plain: dict[str, Any] | None) -> None:
             f"{aided['during_recovery']} with a second host during recovery",
             "came back from": ", ".join(f"{source} {count}" for source, count in aided["sources"].items()),
             "steps": approved(f"{aided['steps']}, none missing, {aided['lost_steps']} committed ones done again"),
-            "samples": approved("each exactly once an epoch"),
+            "samples": approved("each exactly once per epoch"),
             "loss": approved(f"within {aided['loss_difference']:.1e} of undisturbed runs"),
         },
     )

@@ -3,12 +3,12 @@
 **All-reduce.** Put the live chips into k parts. For every element some part is the first to hold the whole sum, and
 k − 1 messages between parts were needed to bring the contributions there; each of the other k − 1 parts lacks something
 at that moment and must still receive a message. So 2(k − 1)·M bytes cross between parts, and c cables between parts
-carry 2c·b bytes a second: the time is at least (k − 1)/c · M/b. Two parts joined by c cables give 1/c, every chip its
+carry 2c·b bytes per second: the time is at least (k − 1)/c · M/b. Two parts joined by c cables give 1/c, every chip its
 own part gives (P − 1)/E. The best of all partitions is what spanning trees can reach (Tutte and Nash-Williams): its
 inverse is the strength of the graph, and `cuts` finds it exactly.
 
 **All-gather.** A set T of chips that owns the share s(T) of the payload must receive the rest, (1 − s(T))·M bytes, and
-its c(T) cables bring it c(T)·b bytes a second: the time is at least (1 − s(T))/c(T) · M/b. The best of all T is what
+its c(T) cables bring it c(T)·b bytes per second: the time is at least (1 − s(T))/c(T) · M/b. The best of all T is what
 branchings reach that spread each share from its owner (Edmonds), so this bound is exact too. A **reduce-scatter** is
 an all-gather backwards in time: what T does not own it must send. A corner alone, with an equal share and two cables,
 gives (P − 1)/2P.

@@ -1,4 +1,4 @@
-"""The input pipeline: batches from a grain dataset for whatever chips survive, every sample exactly once an epoch.
+"""The input pipeline: batches from a grain dataset for whatever chips survive, every sample exactly once per epoch.
 
 grain (the extra `restart`) shuffles, reads ahead in threads and runs the caller's own transformations.
 `batching` says which samples a step uses. A process reads only what its own devices need, and what it has read ahead

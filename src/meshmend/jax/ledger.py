@@ -110,7 +110,7 @@ class Ledger:
         return found
 
     def check(self, epoch_size: int, *, epochs: int | None = None) -> Account:
-        """Raise a `LedgerError` unless the steps have no gap and use each sample exactly once an epoch.
+        """Raise a `LedgerError` unless the steps have no gap and use each sample exactly once per epoch.
 
         The last epoch may be under way; with `epochs` there must be exactly so many, all complete.
         """
