@@ -317,9 +317,9 @@ def damage_disk(folder: Path, seeds: range, monkeypatch: pytest.MonkeyPatch) -> 
         for path in chosen:
             kinds = IN_MEMORY if path in copies else ANYWHERE
             damage = forge_facts if path.parent.name == "facts" and rng.random() < 0.5 else rng.choice(kinds)
-            same = [p for p in plain_files(on_disk.folder) if p.name == path.name and p != path]
-            others = same if same and rng.random() < 0.7 else plain_files(on_disk.folder)
-            others = [other for other in others if other != path and other.stat().st_size < 1 << 20]
+            others = [p for p in plain_files(on_disk.folder) if p != path and p.stat().st_size < 1 << 20]
+            same = [other for other in others if other.name == path.name]
+            others = same if same and rng.random() < 0.7 else others
             if path.is_file() and not path.is_symlink() and path.stat().st_size < 1 << 20:
                 try:
                     damage(path, others, rng)
