@@ -23,10 +23,10 @@ import optax
 
 import meshmend as mm
 import meshmend.jax as mmj
-from meshmend.jax.restart.elements import StateLayout
-from meshmend.jax.restart.hosts import Hosts
-from meshmend.jax.restart.memory import HostMemory
-from meshmend.jax.restart.mirror import copy_of, cutter
+from meshmend.jax.job.hosts import Hosts
+from meshmend.jax.state.layout import StateLayout
+from meshmend.jax.state.memory import HostMemory
+from meshmend.jax.state.mirror import copy_of, cutter
 
 WIDTH, STEPS = 512, 8
 
@@ -35,7 +35,7 @@ def main() -> None:
     hosts = Hosts.of("8x8", "4x2")
     fabric = mmj.discover(shape="8x8")
     schedule = mm.plan(fabric.mesh, "row-pairs")
-    halves = mmj.install_halves(schedule, fabric)
+    pair = mmj.install_pair(schedule, fabric)
 
     def loss(params: Any, batch: Any) -> Any:
         for layer in params:
@@ -45,8 +45,8 @@ def main() -> None:
     init, step = mmj.train_step(loss, optax.adam(1e-3), fabric, per_example=True)
     keys = jax.random.split(jax.random.key(0), 4)
     params = jax.device_put([jax.random.normal(key, (WIDTH, WIDTH)) / 20 for key in keys], fabric.sharding())
-    state = jax.jit(init)(params, halves)
-    layout = StateLayout.of(params, state, halves, schedule, fabric)
+    state = jax.jit(init)(params, pair)
+    layout = StateLayout.of(params, state, pair, schedule, fabric)
     host_of = {chip: host for host in range(len(hosts)) for chip in hosts.chips(host)}
     host_of_chip = [host_of[fabric.mesh.chip(rank)] for rank in range(fabric.mesh.n_chips)]
     batch = jax.device_put(jnp.ones((64 * 4, WIDTH)), fabric.sharding("chip"))
@@ -59,7 +59,7 @@ def main() -> None:
     try:
         for number in range(STEPS + 4):
             begun = time.perf_counter()
-            jax.block_until_ready(step(params, state, batch, halves))
+            jax.block_until_ready(step(params, state, batch, pair))
             stepped = time.perf_counter()
             parts = jax.block_until_ready(cut(params, state))
             sent = time.perf_counter()

@@ -25,7 +25,7 @@ SHAPES = ("16x32", "32x32")
 def measure(model: str, shape: str, hole: str | None, *, alone: bool) -> dict[str, Any]:
     """Compile one train step; `alone` leaves out everything that is sent."""
     import meshmend as mm
-    from meshmend.jax.ahead_of_time import slice_fabric
+    from meshmend.jax.compiling.ahead_of_time import slice_fabric
     from meshmend.jax.workloads import compile_workload, find_workload
 
     full = mm.Mesh(shape)

@@ -12,8 +12,8 @@ import time
 import numpy as np
 
 from meshmend import Mesh, plan
-from meshmend.lowering import neighbour_hops
 from meshmend.routing import SCHEMES, choose, prove, report, trace
+from meshmend.schedule.neighbour_hops import neighbour_hops
 
 HOLE = "4x2@6,8"
 

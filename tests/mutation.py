@@ -39,14 +39,16 @@ class Target:
 
 
 TARGETS = {
-    "verify": Target("src/meshmend/verify.py", ("tests/test_verify.py", "tests/test_faults.py")),
-    "faults": Target("src/meshmend/faults.py", ("tests/test_faults.py",)),
-    "schedule": Target("src/meshmend/schedule.py", ("tests/test_schedule.py",)),
+    "verify": Target(
+        "src/meshmend/schedule/verify.py", ("tests/schedule/test_verify.py", "tests/schedule/test_faults.py")
+    ),
+    "faults": Target("src/meshmend/schedule/faults.py", ("tests/schedule/test_faults.py",)),
+    "schedule": Target("src/meshmend/schedule/schedule.py", ("tests/schedule/test_schedule.py",)),
     "deadlock": Target("src/meshmend/routing/deadlock.py", ("tests/routing/test_deadlock.py",)),
-    "files": Target("src/meshmend/files.py", ("tests/test_files.py",)),
+    "files": Target("src/meshmend/schedule/serialize.py", ("tests/schedule/test_serialize.py",)),
     "program": Target("src/meshmend/torch/program.py", ("tests/torch_engine/test_program.py",)),
     "lanes": Target("src/meshmend/jax/lanes.py", ("tests/jax_engine/test_lanes.py",)),
-    "layout": Target("src/meshmend/jax/restart/elements.py", ("tests/jax_engine/test_elements.py",)),
+    "layout": Target("src/meshmend/jax/state/layout.py", ("tests/jax_engine/state/test_layout.py",)),
 }
 
 

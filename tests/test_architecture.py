@@ -19,12 +19,8 @@ ORDER = [
     "routing",
     "schedule",
     "faults",
-    "verify",
-    "halves",
-    "lowering",
     "cost",
     "numpy",
-    "files",
     "planning",
     "study",
     "availability",
@@ -85,7 +81,7 @@ def test_drawing_knows_planners_only_for_the_figures_of_the_paper() -> None:
 
 def test_importing_meshmend_brings_no_extra() -> None:
     code = (
-        "import sys, meshmend, meshmend.cli, meshmend.drawing, meshmend.halves, meshmend.numpy; "
+        "import sys, meshmend, meshmend.cli, meshmend.drawing, meshmend.schedule.split, meshmend.numpy; "
         "extras = 'jax jaxlib optax flax grain torch matplotlib simgrid simpy'; "
         "print([m for m in extras.split() if m in sys.modules])"
     )

@@ -56,7 +56,7 @@ def test_pages_spell_all_reduce_in_one_way() -> None:
 def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
     by = {(block.page.name, block.kind, block.by) for block in BLOCKS if block.by}
     assert by == {
-        ("restart.md", "python", "tests/jax_engine/test_restart_docs.py"),
+        ("restart.md", "python", "tests/jax_engine/job/test_docs.py"),
         ("restart.md", "bash", "tests/jax_restart/test_restart.py"),
     }
     for _, _, test in by:

@@ -16,7 +16,7 @@ from matplotlib.collections import LineCollection
 
 import meshmend as mm
 from meshmend.cost import PRESETS
-from meshmend.planning.trees import grow
+from meshmend.planning.weave.trees import grow
 
 LINES, BROKEN, OTHER, CHIP = "#2a6f97", "#d1495b", "#d9d9d9", "#333333"
 SEGMENTS = (1, 2, 4, 8, 16)

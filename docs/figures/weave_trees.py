@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 
 from meshmend import Mesh
-from meshmend.planning.trees import Trees, grow
+from meshmend.planning.weave.trees import Trees, grow
 
 LINES, SPINE, OTHER, CHIP = "#2a6f97", "#d1495b", "#d9d9d9", "#333333"
 N_TREES = 256

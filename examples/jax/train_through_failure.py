@@ -39,11 +39,13 @@ def train(folder: Path, steps: int) -> None:
 
     import meshmend as mm
     import meshmend.jax as mmj
-    from meshmend.jax import restart
+    from meshmend.jax.compiling import CompileAhead, compile_steps
+    from meshmend.jax.job import initialize
+    from meshmend.jax.state import Keeper, fetch, place
     from meshmend.planning import PlanCache
 
     host = os.environ["MESHMEND_HOST"]
-    with restart.initialize(
+    with initialize(
         SHAPE, HOST, compile_cache=folder / "compiled", timeline=folder / f"timeline-{host}.jsonl", timeout_s=90
     ) as session:
         samples, n_letters = read_samples()
@@ -59,17 +61,17 @@ def train(folder: Path, steps: int) -> None:
         def build(fabric: mmj.Fabric) -> Any:
             """Plan and compile for a fabric: that of the survivors, or one that might come."""
             schedule = mm.plan(fabric.mesh, PLANNER, cache=PlanCache(folder / "plans"))
-            program = mmj.install_halves(schedule, fabric)
+            program = mmj.install_pair(schedule, fabric)
             training = mmj.train_step(loss, optimizer, fabric, per_example=True)
             batch = next(feed.batches(fabric))
-            return schedule, program, restart.compile_steps(training, program, schedule, fabric, weights, batch)
+            return schedule, program, compile_steps(training, program, schedule, fabric, weights, batch)
 
         fabric = session.fabric
         session.plan(PLANNER, cache=folder / "plans")
         with session.timeline.timed("compile"):
             schedule, program, compiled = build(fabric)
-        params = restart.place(weights, fabric)
-        keeper = restart.Keeper(
+        params = place(weights, fabric)
+        keeper = Keeper(
             session,
             schedule,
             program,
@@ -88,12 +90,12 @@ def train(folder: Path, steps: int) -> None:
             session.timeline.note(
                 "step",
                 step=number,
-                loss=float(restart.fetch(value)),
+                loss=float(fetch(value)),
                 chips=fabric.mesh.n_chips,
                 examples=len(batch.indices),
             )
             if number == found.step + 2 and fabric.mesh.is_full:
-                ahead = restart.CompileAhead(session, build)
+                ahead = CompileAhead(session, build)
         keeper.close()
         if ahead is not None:
             ahead.stop()
@@ -132,7 +134,7 @@ class Story:
 
     def update(self) -> None:
         """Read the timelines."""
-        from meshmend.jax.restart.timeline import read_timeline
+        from meshmend.jax.job.timeline import read_timeline
 
         self.events = {host: read_timeline(self.folder / f"timeline-{host}.jsonl") for host in range(N_HOSTS)}
 
@@ -166,7 +168,7 @@ def view(story: Story, dead: list[int], what: str, steps: int) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    from meshmend.jax.restart import Hosts
+    from meshmend.jax.job import Hosts
 
     host_of = {chip: host for host in range(N_HOSTS) for chip in Hosts.of(SHAPE, HOST).chips(host)}
     grid = Table.grid(padding=(0, 1))
@@ -225,7 +227,7 @@ def main() -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from meshmend.jax.restart.timeline import split_recovery
+    from meshmend.jax.job.timeline import split_recovery
     from meshmend.lab.torchrun import Torchrun
 
     # Host memory: files that outlive a worker, but not its machine. Each host has its own.

@@ -95,9 +95,9 @@ def train_with_psum(fabric: mmj.Fabric, optimizer: Any, params: Any, batches: li
 
 
 def train_with_meshmend(
-    fabric: mmj.Fabric, optimizer: Any, params: Any, batches: list[np.ndarray], program: mmj.Program | mmj.Halves
+    fabric: mmj.Fabric, optimizer: Any, params: Any, batches: list[np.ndarray], program: mmj.Program | mmj.ProgramPair
 ) -> list[float]:
-    """Train over the plan's all-reduce, or over its halves with the update in between."""
+    """Train over the plan's all-reduce, or over its pair with the update in between."""
     init, step = mmj.train_step(loss, optimizer, fabric)
     state = jax.jit(init)(params, program)
     # A copy, because the step takes over the memory of the weights that it is given.
@@ -146,7 +146,7 @@ def main() -> None:
             fabric, optimizer, params, batches, mmj.install(schedule, fabric)
         ),
         "meshmend, sharded update": lambda: train_with_meshmend(
-            fabric, optimizer, params, batches, mmj.install_halves(schedule, fabric)
+            fabric, optimizer, params, batches, mmj.install_pair(schedule, fabric)
         ),
     }  # fmt: skip
     losses: dict[str, list[float]] = {}

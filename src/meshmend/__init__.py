@@ -12,11 +12,11 @@ from importlib import metadata
 from meshmend.cost import Forecast, Hardware, bound, predict
 from meshmend.drawing import draw
 from meshmend.errors import MeshmendError, PlanError, VerificationError
-from meshmend.files import load, save
 from meshmend.planning import plan
 from meshmend.schedule import Collective, Op, Schedule
+from meshmend.schedule.serialize import load, save
+from meshmend.schedule.verify import Proof, verify
 from meshmend.topology import Mesh, Region
-from meshmend.verify import Proof, verify
 
 try:
     __version__ = metadata.version("meshmend")

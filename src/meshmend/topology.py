@@ -88,7 +88,7 @@ class Region:
 class Mesh:
     """A mesh or torus of chips in any number of dimensions, some of which may have failed. Immutable.
 
-    `wrap` says which axes close on themselves (one bool for all, or one an axis); an axis of one or two chips
+    `wrap` says which axes wrap, as in a torus (one bool for all, or one per axis); an axis of one or two chips
     has nothing to close and counts as plain. `failed` lists regions, coordinates or their short forms;
     `failed_cables` lists pairs of neighbouring coordinates. Shapes may be given as `"16x32"`.
 

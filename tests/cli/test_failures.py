@@ -26,8 +26,8 @@ from meshmend.cli import app, common, terminal
 from meshmend.cli.common import EXIT_CODES
 from meshmend.cli.terminal import plain
 from meshmend.errors import MeshmendError
-from meshmend.files import to_text
-from meshmend.halves import reduce_scatter_of
+from meshmend.schedule.serialize import to_text
+from meshmend.schedule.split import reduce_scatter_of
 from pages import ROOT
 
 CUT = ("--fail", "1x4@1,0")

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from meshmend.cost import Hardware, bound, predict
 from meshmend.errors import MeshError, ParameterError
-from meshmend.halves import all_gather_of, reduce_scatter_of
 from meshmend.schedule import Collective, Schedule
+from meshmend.schedule.split import all_gather_of, reduce_scatter_of
 from meshmend.topology import Mesh
 from strategies import plans, survivors
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshmend import routing
-from meshmend.cost import Hardware, StepProfile, find_hardware, predict
+from meshmend.cost import Hardware, StepDemand, find_hardware, predict
 from meshmend.errors import ParameterError
 from meshmend.planning import Auto, RowPairs, plan
 from meshmend.schedule import Op, Schedule
@@ -187,20 +187,20 @@ def test_phases_sum_to_the_whole(mode: str) -> None:
 
 def test_one_profile_serves_many_payloads() -> None:
     schedule = plan(Mesh("8x8"), "row-pairs")
-    profile = StepProfile(schedule)
+    demand = StepDemand(schedule)
     for payload in (1e3, 1e6, 1e9):
         for name in ("ideal", "tpu-v3", "tpu-v3-xla"):
-            assert profile.seconds(payload, find_hardware(name)) == pytest.approx(
+            assert demand.seconds(payload, find_hardware(name)) == pytest.approx(
                 predict(schedule, payload, name).seconds
             )
 
 
 def test_payload_sweep_costs_milliseconds() -> None:
-    profile = StepProfile(plan(Mesh("16x32", failed=["4x2@6,8"]), "row-pairs"))
+    demand = StepDemand(plan(Mesh("16x32", failed=["4x2@6,8"]), "row-pairs"))
     hardware = find_hardware("tpu-v3")
-    profile.seconds(1.0, hardware)
+    demand.seconds(1.0, hardware)
     started = time.perf_counter()
-    times = [profile.seconds(payload, hardware) for payload in np.geomspace(1e3, 1e10, 30)]
+    times = [demand.seconds(payload, hardware) for payload in np.geomspace(1e3, 1e10, 30)]
     assert time.perf_counter() - started < 0.5
     assert times == sorted(times)
 
@@ -267,10 +267,10 @@ def test_phases_of_one_name_are_summed(mode: str) -> None:
 
 def test_the_profile_of_another_schedule_is_refused() -> None:
     ring, pairs = (plan(Mesh("4x4"), name) for name in ("hamiltonian", "row-pairs"))
-    with pytest.raises(ParameterError, match=r"profile is of another schedule, Schedule\(row-pairs .* expected one of"):
-        predict(ring, 1e6, profile=StepProfile(pairs))
+    with pytest.raises(ParameterError, match=r"demand is of another schedule, Schedule\(row-pairs .* expected one of"):
+        predict(ring, 1e6, demand=StepDemand(pairs))
     again = plan(Mesh("4x4"), "hamiltonian")
-    assert predict(ring, 1e6, profile=StepProfile(again)) == predict(ring, 1e6)
+    assert predict(ring, 1e6, demand=StepDemand(again)) == predict(ring, 1e6)
 
 
 def test_planning_and_predicting_assume_the_same_machine() -> None:

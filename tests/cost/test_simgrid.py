@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from meshmend.cost import Hardware, StepProfile, find_hardware, predict
+from meshmend.cost import Hardware, StepDemand, find_hardware, predict
 from meshmend.cost import simgrid as judge
 from meshmend.errors import MissingExtraError, ParameterError
 from meshmend.planning import PLANNERS, RowPairs, plan
@@ -45,7 +45,7 @@ CASES = [
 
 def check_agreement(schedule: Schedule, payload: float, hardware: str | Hardware) -> None:
     simulated = judge.simulate(schedule, payload, hardware)
-    foreseen = StepProfile(schedule).step_seconds(payload, find_hardware(hardware))
+    foreseen = StepDemand(schedule).step_seconds(payload, find_hardware(hardware))
     assert predict(schedule, payload, hardware).seconds == pytest.approx(simulated.sum(), rel=0.01)
     if (schedule.mesh.link(schedule.src, schedule.dst) >= 0).all():
         np.testing.assert_allclose(foreseen, simulated, rtol=1e-9)

@@ -13,12 +13,12 @@ import optax
 
 import meshmend as mm
 import meshmend.jax as mmj
-from meshmend.jax import restart
-from meshmend.jax.restart.elements import StateLayout, vectors_from_leaves
-from meshmend.jax.restart.launch import Launch
-from meshmend.jax.restart.notices import Notices
-from meshmend.jax.restart.session import Session
-from meshmend.jax.restart.timeline import Timeline
+from meshmend.jax.job.coordination import Coordination
+from meshmend.jax.job.launch import Launch
+from meshmend.jax.job.session import Session
+from meshmend.jax.job.timeline import Timeline
+from meshmend.jax.state import Keeper, Resumed, place
+from meshmend.jax.state.layout import StateLayout, vectors_from_leaves
 
 WEIGHTS = {"in": np.arange(12, dtype=np.float32).reshape(3, 4), "out": 100 + np.arange(8, dtype=np.float32)}
 
@@ -28,13 +28,13 @@ def machine(shape: str, sharded: bool) -> tuple[mmj.Fabric, mm.Schedule, Any]:
     n_devices = int(np.prod([int(n) for n in shape.split("x")]))
     fabric = mmj.discover(jax.devices()[:n_devices], shape=shape)
     schedule = mm.plan(fabric.mesh, "hamiltonian")
-    return fabric, schedule, (mmj.install_halves if sharded else mmj.install)(schedule, fabric)
+    return fabric, schedule, (mmj.install_pair if sharded else mmj.install)(schedule, fabric)
 
 
 def begin(weights: Any, optimizer: Any, shape: str, sharded: bool) -> tuple[Any, Any]:
     """What a new job starts with: (params, state)."""
     fabric, _, program = machine(shape, sharded)
-    params = restart.place(weights, fabric)
+    params = place(weights, fabric)
     return params, jax.jit(mmj.train_step(_loss, optimizer, fabric).init)(params, program)
 
 
@@ -62,10 +62,10 @@ class Started:
         else:
             self.params, self.state = begin(weights or WEIGHTS, optimizer or optax.adam(0.1), shape, sharded)
         launch = Launch("127.0.0.1:1", 1, 0, job=job)
-        self.session = Session(self.fabric, launch, None, (0,), Notices(0, 1), Timeline(None))
-        self.keeper = restart.Keeper(self.session, self.schedule, self.program, **options)
+        self.session = Session(self.fabric, launch, None, (0,), Coordination(0, 1), Timeline(None))
+        self.keeper = Keeper(self.session, self.schedule, self.program, **options)
 
-    def restore(self) -> restart.Resumed:
+    def restore(self) -> Resumed:
         return self.keeper.restore(self.params, self.state, extra=["start"])
 
     def values(self, step: int) -> tuple[Any, Any]:
@@ -92,7 +92,7 @@ def _loss(params: Any, batch: Any) -> Any:
     return sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(params)) * jnp.mean(batch)
 
 
-def assert_is_step(job: Started, found: restart.Resumed, step: int) -> None:
+def assert_is_step(job: Started, found: Resumed, step: int) -> None:
     """What was found is what `keep` was given at that step, bit by bit."""
     assert found.step == step
     assert found.extra == ["after", step]

@@ -20,7 +20,7 @@ from meshmend.errors import ParameterError
 def small(sharded: bool = False) -> tuple[mmj.Fabric, Any]:
     """Four chips."""
     fabric = mmj.discover(jax.devices()[:4], shape="2x2")
-    return fabric, (mmj.install_halves if sharded else mmj.install)(mm.plan(fabric.mesh, "hamiltonian"), fabric)
+    return fabric, (mmj.install_pair if sharded else mmj.install)(mm.plan(fabric.mesh, "hamiltonian"), fabric)
 
 
 def linear(w: Any, batch: Any) -> Any:
@@ -44,14 +44,14 @@ def test_weights_of_any_real_dtype_are_added_up_in_float32(dtype: str) -> None:
     assert (float(new), float(value)) == (-1.0, 0.0)
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["program", "halves"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["program", "pair"])
 def test_negative_weights_count_as_the_formula_says(sharded: bool) -> None:
     batch, weights = np.arange(8.0, dtype=np.float32), np.array([1, -1, 1, 1, -2, 1, 1, 3], np.float32)
     new, _ = one_step(batch, weights, sharded=sharded)
     assert float(new) == -float((batch * weights).sum() / weights.sum())
 
 
-@pytest.mark.parametrize(("sharded", "microbatches"), [(False, 2), (True, 1)], ids=["program", "halves"])
+@pytest.mark.parametrize(("sharded", "microbatches"), [(False, 2), (True, 1)], ids=["program", "pair"])
 @pytest.mark.parametrize("weights", [np.zeros(8, np.float32), np.array([1, -1] * 4, np.float32)], ids=["all 0", "±1"])
 def test_weights_that_add_up_to_nothing_have_no_mean_and_change_nothing(
     weights: np.ndarray, sharded: bool, microbatches: int

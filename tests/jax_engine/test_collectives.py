@@ -71,17 +71,17 @@ def test_all_reduce_and_its_halves_equal_psum(name: str) -> None:
     tree = payload(n, schedule.total_chunks)
     if name not in ("trees 4x4", "row-pairs 4x8 - 2x2"):
         tree = {key: tree[key] for key in THREE}
-    program, halves = mmj.install(schedule, fabric), mmj.install_halves(schedule, fabric)
+    program, pair = mmj.install(schedule, fabric), mmj.install_pair(schedule, fabric)
 
-    def everything(tree: Tree, program: mmj.Program, halves: mmj.Halves) -> Any:
-        shards = mmj.reduce_scatter(tree, halves.scatter, accumulate=jnp.float32)
+    def everything(tree: Tree, program: mmj.Program, pair: mmj.ProgramPair) -> Any:
+        shards = mmj.reduce_scatter(tree, pair.scatter, accumulate_dtype=jnp.float32)
         return (
-            mmj.all_reduce(tree, program, accumulate=jnp.float32),
-            mmj.all_gather(shards, halves.gather, like=plain_psum(tree), accumulate=jnp.float32),
+            mmj.all_reduce(tree, program, accumulate_dtype=jnp.float32),
+            mmj.all_gather(shards, pair.gather, like=plain_psum(tree), accumulate_dtype=jnp.float32),
             plain_psum(tree),
         )
 
-    whole, by_halves, psum = cases.on_chips(fabric, everything, tree, program, halves)
+    whole, by_halves, psum = cases.on_chips(fabric, everything, tree, program, pair)
     check_sums(whole, tree, psum, n=n, accumulated_in=jnp.float32)
     check_sums(by_halves, tree, psum, n=n, accumulated_in=jnp.float32)
 
@@ -114,30 +114,30 @@ def test_means_of_integers_are_made_in_float32_and_do_not_wrap() -> None:
     assert {leaf.dtype for leaf in means.values()} == {jnp.dtype(jnp.float32)}
     for dtype, value in largest.items():
         assert (np.asarray(means[dtype]) == float(value)).all(), dtype
-    halves = mmj.install_halves(cases.schedule_of(name), fabric)
+    pair = mmj.install_pair(cases.schedule_of(name), fabric)
     with pytest.raises(ParameterError, match=r"a mean of int8 would not be cut .*x\.astype\(jnp\.float32\)"):
-        cases.on_chips(fabric, lambda x, h: mmj.reduce_scatter(x, h.scatter, mean=True), tree["int8"], halves)
+        cases.on_chips(fabric, lambda x, h: mmj.reduce_scatter(x, h.scatter, mean=True), tree["int8"], pair)
 
 
 def test_types_too_narrow_to_add_up_in_are_refused_or_widened() -> None:
     name = "row-pairs 4x4 - 2x2"
     fabric, schedule = cases.fabric_of(name), cases.schedule_of(name)
-    program, halves = mmj.install(schedule, fabric), mmj.install_halves(schedule, fabric)
+    program, pair = mmj.install(schedule, fabric), mmj.install_pair(schedule, fabric)
     rows = np.random.default_rng(0).integers(0, 2, (12, 5))
     for dtype, wider in (("float8_e4m3fn", jnp.float32), ("float8_e5m2", jnp.float32), ("int4", jnp.int32)):
         values = jnp.asarray(rows, dtype)
         with pytest.raises(
-            ParameterError, match=rf"{dtype} is too narrow to add up in.*accumulate=jnp\.{wider.__name__}"
+            ParameterError, match=rf"{dtype} is too narrow to add up in.*accumulate_dtype=jnp\.{wider.__name__}"
         ):
             cases.on_chips(fabric, mmj.all_reduce, values, program)
 
-    def summed(tree: Tree, program: mmj.Program, halves: mmj.Halves) -> Any:
-        shards = mmj.reduce_scatter(tree, halves.scatter, accumulate=jnp.float32)
-        back = mmj.all_gather(shards, halves.gather, like=tree, accumulate=jnp.float32)
-        return mmj.all_reduce(tree, program, accumulate=jnp.float32), back
+    def summed(tree: Tree, program: mmj.Program, pair: mmj.ProgramPair) -> Any:
+        shards = mmj.reduce_scatter(tree, pair.scatter, accumulate_dtype=jnp.float32)
+        back = mmj.all_gather(shards, pair.gather, like=tree, accumulate_dtype=jnp.float32)
+        return mmj.all_reduce(tree, program, accumulate_dtype=jnp.float32), back
 
     tree = {"narrow": jnp.asarray(rows, jnp.float8_e4m3fn), "float32": jnp.asarray(rows, jnp.float32)}
-    for got in cases.on_chips(fabric, summed, tree, program, halves):
+    for got in cases.on_chips(fabric, summed, tree, program, pair):
         assert got["narrow"].dtype == jnp.float8_e4m3fn
         for leaf in got.values():
             assert (np.asarray(leaf, np.float32) == rows.sum(axis=0)).all()
@@ -178,13 +178,13 @@ def test_negative_zeros_and_nans_reach_every_chip_with_the_same_bits() -> None:
 def test_shards_are_the_owners_chunks() -> None:
     name = "row-pairs 8x8 - 2x2"
     schedule, fabric = cases.schedule_of(name), cases.fabric_of(name)
-    halves = mmj.install_halves(schedule, fabric)
+    pair = mmj.install_pair(schedule, fabric)
     values = np.tile(np.arange(96 * 2, dtype=np.int32), (60, 1))
 
-    def cut(values: jax.Array, halves: mmj.Halves) -> Any:
-        return mmj.shard_of(values, halves.scatter), mmj.reduce_scatter(values, halves.scatter)
+    def cut(values: jax.Array, pair: mmj.ProgramPair) -> Any:
+        return mmj.shard_of(values, pair.scatter), mmj.reduce_scatter(values, pair.scatter)
 
-    (cut_rows,), (summed,) = cases.on_chips(fabric, cut, values, halves)
+    (cut_rows,), (summed,) = cases.on_chips(fabric, cut, values, pair)
     assert (np.asarray(summed) == 60 * np.asarray(cut_rows)).all()
     for rank in range(60):
         mine = np.flatnonzero(schedule.owners == rank)
@@ -199,24 +199,24 @@ def test_two_cores_a_chip_add_up_inside_the_chip_first() -> None:
     chips = cases.fabric_of("hamiltonian 4x4").mesh.fail("2x2@0,0")
     fabric = mmj.Fabric(chips, jax.sharding.Mesh(devices.reshape(12, 2), ("chip", "core")), None)
     schedule = mm.plan(chips, "row-pairs")
-    program, halves = mmj.install(schedule, fabric), mmj.install_halves(schedule, fabric)
+    program, pair = mmj.install(schedule, fabric), mmj.install_pair(schedule, fabric)
     values = np.random.default_rng(0).integers(-99, 99, (24, 1001), dtype=np.int32)
 
-    def both(values: jax.Array, program: mmj.Program, halves: mmj.Halves) -> Any:
-        shards = mmj.reduce_scatter(values[0], halves.scatter)
-        back = mmj.all_gather(shards, halves.gather, like=values[0])
-        again = mmj.all_gather(mmj.shard_of(back, halves.scatter), halves.gather, like=back)
+    def both(values: jax.Array, program: mmj.Program, pair: mmj.ProgramPair) -> Any:
+        shards = mmj.reduce_scatter(values[0], pair.scatter)
+        back = mmj.all_gather(shards, pair.gather, like=values[0])
+        again = mmj.all_gather(mmj.shard_of(back, pair.scatter), pair.gather, like=back)
         return mmj.all_reduce(values[0], program)[None], back[None], again[None], mmj.all_reduce(1, program, mean=True)
 
     every = PartitionSpec(("chip", "core"))
     mapped = jax.shard_map(
         both,
         mesh=fabric.jax_mesh,
-        in_specs=(every, program.spec, halves.spec),
+        in_specs=(every, program.spec, pair.spec),
         out_specs=(every, every, every, PartitionSpec()),
         check_vma=False,
     )
-    *sums, one = jax.jit(mapped)(values, program, halves)
+    *sums, one = jax.jit(mapped)(values, program, pair)
     assert one == 1.0
     for got in sums:
         assert (np.asarray(got) == values.sum(axis=0)).all()
@@ -280,29 +280,29 @@ def test_runs_in_place() -> None:
 
 def test_wrong_programs_are_refused() -> None:
     fabric = cases.fabric_of("hamiltonian 4x4")
-    halves = mmj.install_halves(cases.schedule_of("hamiltonian 4x4"), fabric)
+    pair = mmj.install_pair(cases.schedule_of("hamiltonian 4x4"), fabric)
     x = np.zeros((16, 4), np.float32)
     with pytest.raises(ParameterError, match=r"for reduce-scatter, expected one for all-reduce.*install"):
-        cases.on_chips(fabric, mmj.all_reduce, x, halves.scatter)
-    with pytest.raises(ParameterError, match=r"for all-gather, expected one for reduce-scatter.*install_halves"):
-        cases.on_chips(fabric, mmj.reduce_scatter, x, halves.gather)
+        cases.on_chips(fabric, mmj.all_reduce, x, pair.scatter)
+    with pytest.raises(ParameterError, match=r"for all-gather, expected one for reduce-scatter.*install_pair"):
+        cases.on_chips(fabric, mmj.reduce_scatter, x, pair.gather)
     with pytest.raises(
         ScheduleError, match=r"The schedule is for .*4x8 minus.* but the fabric is .*Plan for fabric.mesh"
     ):
         mmj.install(cases.schedule_of("hamiltonian 4x8 - 2x2"), fabric)
 
-    def mismatched(x: jax.Array, halves: mmj.Halves) -> Any:
-        shards = mmj.reduce_scatter(x, halves.scatter)
-        return mmj.all_gather(shards, halves.gather, like=jnp.zeros(100))
+    def mismatched(x: jax.Array, pair: mmj.ProgramPair) -> Any:
+        shards = mmj.reduce_scatter(x, pair.scatter)
+        return mmj.all_gather(shards, pair.gather, like=jnp.zeros(100))
 
     with pytest.raises(ParameterError, match=r"A shard has shape .* expected .* cut from another tree"):
-        cases.on_chips(fabric, mismatched, x, halves)
+        cases.on_chips(fabric, mismatched, x, pair)
     with pytest.raises(ParameterError, match="There are 1 shards, but a tree like this has 2"):
         cases.on_chips(
             fabric,
             lambda x, h: mmj.all_gather(mmj.reduce_scatter(x, h.scatter), h.gather, like=(x, x.astype(jnp.int32))),
             x,
-            halves,
+            pair,
         )
 
 

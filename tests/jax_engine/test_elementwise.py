@@ -149,7 +149,7 @@ def test_an_optimiser_that_fails_on_whole_layers_too_fails_with_its_own_error() 
 @cache
 def small(sharded: bool) -> tuple[mmj.Fabric, Any]:
     fabric = mmj.discover(jax.devices()[:4], shape="2x2")
-    return fabric, (mmj.install_halves if sharded else mmj.install)(mm.plan(fabric.mesh, "hamiltonian"), fabric)
+    return fabric, (mmj.install_pair if sharded else mmj.install)(mm.plan(fabric.mesh, "hamiltonian"), fabric)
 
 
 def train(optimizer: Any, sharded: bool, params: Any, n_steps: int = 1) -> Any:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from meshmend.errors import LedgerError
 from meshmend.jax import Ledger
-from meshmend.jax.ledger import Entry
+from meshmend.jax.ledger import LedgerEntry
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_an_empty_ledger_is_in_order(ledger: Ledger) -> None:
 def test_going_back_undoes_the_later_steps_too(ledger: Ledger) -> None:
     """With more chips after a repair the epoch may end in fewer steps: then the last of the old ones must not count."""
     write(ledger, (0, 0, [0]), (1, 0, [1]), (2, 0, [2]), (3, 0, [3]), (1, 0, [1, 2, 3]))
-    assert ledger.entries() == [Entry(0, 0, (0,)), Entry(1, 0, (1, 2, 3))]
+    assert ledger.entries() == [LedgerEntry(0, 0, (0,)), LedgerEntry(1, 0, (1, 2, 3))]
     assert ledger.check(4, epochs=1).steps == 2
 
 

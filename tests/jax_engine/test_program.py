@@ -38,7 +38,7 @@ def fabric_without_proofs(**facts: Any) -> mmj.Fabric:
 def test_a_schedule_that_is_not_an_all_reduce_is_refused_by_everything_that_installs() -> None:
     fabric = fabric_without_proofs()
     bad = corrupted(mm.plan(fabric.mesh, "hamiltonian", verify=False))
-    for install in (mmj.install, mmj.install_halves, mmj.abstract_program):
+    for install in (mmj.install, mmj.install_pair, mmj.abstract_program):
         with pytest.raises(VerificationError):
             install(bad, fabric)
 
@@ -54,7 +54,7 @@ def test_a_schedule_that_was_not_proven_is_proven_on_the_way() -> None:
 @pytest.mark.parametrize("planner", ["row-pairs", "hamiltonian", "two-color", "weave"])
 def test_a_plan_for_a_torus_does_not_fit_a_mesh_but_the_other_way_round_it_does(planner: str) -> None:
     plain, torus = (mm.plan(mm.Mesh("4x4", wrap=wrap), planner) for wrap in (False, True))
-    for install in (mmj.install, mmj.install_halves):
+    for install in (mmj.install, mmj.install_pair):
         with pytest.raises(
             ScheduleError, match=r"8 cables that the fabric.* has not: one joins \(0,0\) and \(0,3\).*wrap"
         ):
@@ -76,7 +76,7 @@ def test_a_plan_may_leave_cables_out_but_not_use_a_failed_one() -> None:
 def test_a_program_that_is_not_split_by_chip_is_refused(check_vma: bool) -> None:
     """With `PartitionSpec()` every chip would read the first chip's table, and every sum would be wrong."""
     fabric, schedule = cases.fabric_of(HOLED), cases.schedule_of(HOLED)
-    program, halves = mmj.install(schedule, fabric), mmj.install_halves(schedule, fabric)
+    program, pair = mmj.install(schedule, fabric), mmj.install_pair(schedule, fabric)
     x = jnp.ones((12, 4))
 
     def mapped(function: Any, spec: PartitionSpec) -> Any:
@@ -90,9 +90,9 @@ def test_a_program_that_is_not_split_by_chip_is_refused(check_vma: bool) -> None
 
     uses = {
         "all_reduce": (mmj.all_reduce, program),
-        "reduce_scatter": (lambda a, h: mmj.reduce_scatter(a, h.scatter)[0], halves),
-        "shard_of": (lambda a, h: mmj.shard_of(a, h.scatter)[0], halves),
-        "all_gather": (lambda a, h: mmj.all_gather((a.reshape(-1, 1),), h.gather, like=a), halves),
+        "reduce_scatter": (lambda a, h: mmj.reduce_scatter(a, h.scatter)[0], pair),
+        "shard_of": (lambda a, h: mmj.shard_of(a, h.scatter)[0], pair),
+        "all_gather": (lambda a, h: mmj.all_gather((a.reshape(-1, 1),), h.gather, like=a), pair),
     }
     for function, tables in uses.values():
         with pytest.raises(ParameterError, match=r"given 12 rows .* expected its own row only.*program\.spec"):
@@ -131,15 +131,15 @@ def test_gradients_that_jax_has_summed_over_the_cores_are_refused() -> None:
 
 def test_a_schedule_or_the_other_kind_of_program_is_no_program() -> None:
     fabric, schedule = cases.fabric_of(HOLED), cases.schedule_of(HOLED)
-    halves = mmj.install_halves(schedule, fabric)
+    pair = mmj.install_pair(schedule, fabric)
     with pytest.raises(
         ParameterError, match=r"Expected a Program for all-reduce, got a Schedule.*mmj\.install\(schedule"
     ):
         mmj.all_reduce(jnp.ones(3), schedule)  # type: ignore[arg-type]
     with pytest.raises(
-        ParameterError, match=r"for reduce-scatter, got a Halves.*install_halves\(schedule, fabric\)\.scatter"
+        ParameterError, match=r"for reduce-scatter, got a ProgramPair.*install_pair\(schedule, fabric\)\.scatter"
     ):
-        mmj.reduce_scatter(jnp.ones(3), halves)  # type: ignore[arg-type]
+        mmj.reduce_scatter(jnp.ones(3), pair)  # type: ignore[arg-type]
     with pytest.raises(
         ParameterError, match=r"Expected a Schedule, as meshmend\.plan\(fabric\.mesh\) makes, got a Mesh"
     ):
@@ -147,5 +147,5 @@ def test_a_schedule_or_the_other_kind_of_program_is_no_program() -> None:
     init, step = mmj.train_step(lambda w, b: jnp.mean(b * w), optax.sgd(0.1), fabric)
     w = jnp.ones(())
     for call in (lambda: init(w, schedule), lambda: step(w, (), jnp.ones(12), schedule)):  # type: ignore[arg-type]
-        with pytest.raises(ParameterError, match=r"Expected a Program or Halves, got a Schedule.*mmj\.install"):
+        with pytest.raises(ParameterError, match=r"Expected a Program or a ProgramPair, got a Schedule.*mmj\.install"):
             call()

@@ -105,7 +105,7 @@ def test_training_on_a_hole_gives_the_losses_of_psum(name: str, optimizer: optax
     wanted = train_with_psum(fabric, optimizer)
     assert wanted[0][-1] < 0.9 * wanted[0][0], "a run that learns nothing shows nothing"
     check_same(train(fabric, optimizer, mmj.install(schedule, fabric)), wanted)
-    check_same(train(fabric, optimizer, mmj.install_halves(schedule, fabric)), wanted)
+    check_same(train(fabric, optimizer, mmj.install_pair(schedule, fabric)), wanted)
 
 
 def matrices_only(params: Any) -> Any:
@@ -138,7 +138,7 @@ def test_layerwise_optimisers_agree_with_optax_whole_and_sharded(
     wanted = train_with_psum(fabric, theirs)
     assert wanted[0][-1] < 0.95 * wanted[0][0]
     check_same(train(fabric, ours, mmj.install(schedule, fabric)), wanted)
-    check_same(train(fabric, ours, mmj.install_halves(schedule, fabric)), wanted)
+    check_same(train(fabric, ours, mmj.install_pair(schedule, fabric)), wanted)
 
 
 def test_microbatches_give_the_same_gradients() -> None:
@@ -154,7 +154,7 @@ def test_microbatches_give_the_same_gradients() -> None:
 
 def test_the_state_is_split_over_the_owners() -> None:
     schedule, fabric = cases.schedule_of(HOLED), cases.fabric_of(HOLED)
-    _, params, state = train(fabric, optax.adam(1e-2), mmj.install_halves(schedule, fabric))
+    _, params, state = train(fabric, optax.adam(1e-2), mmj.install_pair(schedule, fabric))
     n_params = sum(leaf.size for leaf in params.values())
     (mu,) = state[0].mu
     on_a_chip = mu.addressable_shards[0].data
@@ -180,7 +180,7 @@ def test_bfloat16_weights_with_float32_sums_and_aux() -> None:
     init, step = mmj.train_step(with_aux, optax.adam(1e-2), fabric, has_aux=True)
     batch = batches(16)[0]
     by_program = []
-    for program in (mmj.install(schedule, fabric), mmj.install_halves(schedule, fabric)):
+    for program in (mmj.install(schedule, fabric), mmj.install_pair(schedule, fabric)):
         state = jax.jit(init)(params, program)
         new, _, value, aux = jax.jit(step)(params, state, batch, program)
         assert {leaf.dtype for leaf in new.values()} == {jnp.dtype(jnp.bfloat16)}
@@ -197,9 +197,9 @@ def test_two_cores_a_chip_train_too() -> None:
     schedule = mm.plan(mesh, "hamiltonian")
     wanted = train_with_psum(fabric, optax.adam(1e-2))
     check_same(train(fabric, optax.adam(1e-2), mmj.install(schedule, fabric)), wanted)
-    check_same(train(fabric, optax.adam(1e-2), mmj.install_halves(schedule, fabric)), wanted)
+    check_same(train(fabric, optax.adam(1e-2), mmj.install_pair(schedule, fabric)), wanted)
     wanted = train_with_psum(fabric, optax.lamb(1e-2))
-    check_same(train(fabric, mmj.lamb(1e-2), mmj.install_halves(schedule, fabric)), wanted)
+    check_same(train(fabric, mmj.lamb(1e-2), mmj.install_pair(schedule, fabric)), wanted)
 
 
 def test_masks_by_layer_are_refused() -> None:
@@ -207,5 +207,5 @@ def test_masks_by_layer_are_refused() -> None:
     schedule, fabric = cases.schedule_of("hamiltonian 4x4"), cases.fabric_of("hamiltonian 4x4")
     init, _ = mmj.train_step(loss, masked, fabric)
     with pytest.raises(ParameterError, match="treats some layers differently"):
-        jax.jit(init)(make_params(), mmj.install_halves(schedule, fabric))
+        jax.jit(init)(make_params(), mmj.install_pair(schedule, fabric))
     jax.jit(init)(make_params(), mmj.install(schedule, fabric))

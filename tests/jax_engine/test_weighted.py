@@ -25,12 +25,12 @@ HOLES = {64: [], 60: ["2x2@2,2"], 56: ["4x2@2,2"], 48: ["2x8@0,0"]}
 def machine(n_chips: int, sharded: bool) -> tuple[mmj.Fabric, Any]:
     fabric = mmj.discover(shape="8x8", failed=HOLES[n_chips])
     schedule = mm.plan(fabric.mesh, "row-pairs")
-    return fabric, (mmj.install_halves if sharded else mmj.install)(schedule, fabric)
+    return fabric, (mmj.install_pair if sharded else mmj.install)(schedule, fabric)
 
 
 def small(sharded: bool) -> tuple[mmj.Fabric, Any]:
     fabric, schedule = cases.fabric_of(SMALL), cases.schedule_of(SMALL)
-    return fabric, (mmj.install_halves if sharded else mmj.install)(schedule, fabric)
+    return fabric, (mmj.install_pair if sharded else mmj.install)(schedule, fabric)
 
 
 def feed_of(data: np.ndarray, policy: Any) -> mmj.Feed:
@@ -78,7 +78,7 @@ def by_hand(feed: mmj.Feed, data: np.ndarray, n_steps: int, batch: int, rate: np
 
 
 @pytest.mark.parametrize("name", ["sgd", pytest.param("adam", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("sharded", [False, True], ids=["program", "halves"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["program", "pair"])
 def test_integer_gradients_give_the_same_bits_on_any_number_of_chips(name: str, sharded: bool) -> None:
     data = integers(300)
     feed = feed_of(data, mmj.KeepGlobal(64))
@@ -122,7 +122,7 @@ def curved_gradients(params: Any, batch: Any, weights: np.ndarray) -> Any:
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3])
-@pytest.mark.parametrize("sharded", [False, True], ids=["program", "halves"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["program", "pair"])
 def test_the_mean_is_that_of_plain_numpy(microbatches: int, sharded: bool) -> None:
     """Five rows a chip, which neither 2 nor 3 divide, with weights 0, ½ and 1: one step of SGD at rate 1."""
     fabric, program = small(sharded)
@@ -157,7 +157,7 @@ def test_without_weights_every_example_counts_once_as_in_the_mean_path() -> None
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("sharded", [False, True], ids=["program", "halves"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["program", "pair"])
 def test_nan_in_padding_reaches_nothing(microbatches: int, sharded: bool) -> None:
     """Whole chips of padding, and padding among real examples: filled with NaN, it changes no bit."""
     fabric, program = small(sharded)
@@ -175,7 +175,7 @@ def test_nan_in_padding_reaches_nothing(microbatches: int, sharded: bool) -> Non
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["program", "halves"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["program", "pair"])
 def test_scale_multiplies_the_update_of_any_optimiser_without_compiling_again(sharded: bool) -> None:
     """A factor at run time is the learning rate times that factor, in Adam too."""
     fabric, program = small(sharded)
@@ -205,7 +205,7 @@ def test_a_shrunk_batch_trains_with_a_smaller_rate() -> None:
     np.testing.assert_allclose(after["w"], -0.75 * data[feed.records(0, 0, 24)].mean(axis=0), rtol=1e-6)
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["program", "halves"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["program", "pair"])
 def test_bfloat16_weights_get_the_mean_of_float32_sums(sharded: bool) -> None:
     """257 ones and 3 twos over 12 chips: in bfloat16 257 is 256, so a sum that was rounded would show."""
     fabric, program = small(sharded)

@@ -8,7 +8,7 @@ import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine import cases
 from meshmend.errors import ParameterError
-from meshmend.jax.ahead_of_time import has_libtpu, slice_fabric
+from meshmend.jax.compiling.ahead_of_time import has_libtpu, slice_fabric
 
 pytest.importorskip("flax", reason="needs flax: pip install 'meshmend[workloads]'")
 from meshmend.jax.workloads import (

@@ -43,12 +43,12 @@ def train(fabric: mmj.Fabric) -> dict[str, Any]:
     feed = mmj.Feed(source, mmj.KeepGlobal(20), threads=2, prefetch=0)
     schedule = mm.plan(fabric.mesh, "row-pairs")
     init, step = mmj.train_step(lambda w, x: x @ w, optax.sgd(0.125), fabric, per_example=True)
-    halves = mmj.install_halves(schedule, fabric)
+    pair = mmj.install_pair(schedule, fabric)
     params = jax.device_put(jnp.zeros(4), fabric.sharding())
-    state, step = jax.jit(init)(params, halves), jax.jit(step)
+    state, step = jax.jit(init)(params, pair), jax.jit(step)
     used = []
     for batch in islice(feed.batches(fabric), STEPS):
-        params, state, _ = step(params, state, batch.data, halves, weights=batch.weights)
+        params, state, _ = step(params, state, batch.data, pair, weights=batch.weights)
         used.append(batch.indices.tolist())
     return {"read": source.read, "used": used, "params": np.asarray(params).tobytes().hex()}
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from meshmend import Mesh, PlanError, plan
 from meshmend.cli import app
-from meshmend.cost import PRESETS, Hardware, StepProfile, find_hardware
+from meshmend.cost import PRESETS, Hardware, StepDemand, find_hardware
 from meshmend.errors import ParameterError
 from meshmend.planning import PLANNERS, Auto, PlanCache, Planner, RowPairs, Weave, make_planner
 from meshmend.planning.auto import CHOICES, Field
@@ -39,10 +39,10 @@ def test_no_schedule_costs_less_than_its_floor(mesh: Mesh, step_cost: float, lin
     hardware = Hardware("any", 1e9, step_latency_s=step_cost, links_at_once=links_at_once)
     for variant in variants(mesh, step_cost):
         floor = variant.floor(mesh)
-        profile = StepProfile(variant.plan(mesh))
-        assert profile.schedule.n_steps >= floor.steps
+        demand = StepDemand(variant.plan(mesh))
+        assert demand.schedule.n_steps >= floor.steps
         least = floor.link_load if links_at_once is None else max(floor.link_load, floor.chip_load / links_at_once)
-        moving = profile.seconds(1e9, replace(hardware, step_latency_s=0.0))
+        moving = demand.seconds(1e9, replace(hardware, step_latency_s=0.0))
         assert moving >= least * (1 - 1e-9), (variant, floor)
 
 
@@ -61,15 +61,15 @@ def test_no_schedule_costs_less_than_its_floor(mesh: Mesh, step_cost: float, lin
 def test_auto_is_never_slower_than_any_planner_it_could_have_chosen(mesh: Mesh, machine: str) -> None:
     hardware = find_hardware(machine)
     field = Field(mesh)
-    profiles: dict[Planner, StepProfile] = {}
+    demands: dict[Planner, StepDemand] = {}
     for payload in PAYLOADS:
         choice = field.choose(payload, hardware)
         step_cost = (hardware.step_latency_s + hardware.hop_latency_s) * hardware.link_bytes_per_s / payload
         for variant in variants(mesh, step_cost):
-            if variant not in profiles:
-                profiles[variant] = StepProfile(variant.plan(mesh))
-            assert choice.seconds <= profiles[variant].seconds(payload, hardware) * (1 + 1e-9), (payload, variant)
-        assert StepProfile(choice.schedule).seconds(payload, hardware) == choice.seconds
+            if variant not in demands:
+                demands[variant] = StepDemand(variant.plan(mesh))
+            assert choice.seconds <= demands[variant].seconds(payload, hardware) * (1 + 1e-9), (payload, variant)
+        assert StepDemand(choice.schedule).seconds(payload, hardware) == choice.seconds
         assert choice.seconds == min(c.seconds for c in choice.considered if c.seconds is not None)
 
 
@@ -102,7 +102,7 @@ def test_berts_gradients_go_faster_round_the_hole_than_any_ring_goes_on_the_full
     # A ring's steps all carry the same, so the 2(P−1) steps of the Hamiltonian ring need no schedule to be priced.
     rings = [2 * 1023 * (hardware.hop_latency_s + payload / 2048 / hardware.link_bytes_per_s)]
     made = (plan(full, name, verify=False) for name in ("two-color", "row-pairs"))
-    rings += [StepProfile(schedule).seconds(payload, hardware) for schedule in made]
+    rings += [StepDemand(schedule).seconds(payload, hardware) for schedule in made]
     assert holed.seconds < 0.7 * min(rings)
 
 
@@ -123,8 +123,8 @@ def test_every_planner_takes_a_payload_and_hardware_by_name(name: str) -> None:
     schedule = plan(mesh, name, payload_bytes=1e9, hardware="tpu-v4")
     tried = variants(mesh, 1e-6 * 50e9 / 1e9)
     rivals = [variant for variant in tried if name in ("auto", variant.name)]
-    seconds = [StepProfile(rival.plan(mesh)).seconds(1e9, find_hardware("tpu-v4")) for rival in rivals]
-    assert StepProfile(schedule).seconds(1e9, find_hardware("tpu-v4")) == min(seconds)
+    seconds = [StepDemand(rival.plan(mesh)).seconds(1e9, find_hardware("tpu-v4")) for rival in rivals]
+    assert StepDemand(schedule).seconds(1e9, find_hardware("tpu-v4")) == min(seconds)
 
 
 def test_parameters_follow_the_payload_unless_they_are_given() -> None:

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from meshmend import Mesh, Schedule, plan, save
 from meshmend.cli import app
 from meshmend.errors import CacheWarning, ScheduleFileError
-from meshmend.halves import reduce_scatter_of
 from meshmend.planning import Auto, Hamiltonian, PlanCache, Planner, RowPairs
 from meshmend.planning.cache import default_folder
+from meshmend.schedule.split import reduce_scatter_of
 
 MESH = Mesh("8x8", failed=["2x2@2,2"])
 

@@ -16,7 +16,7 @@ import numpy as np
 
 import meshmend.numpy as mmn
 from meshmend import Schedule
-from meshmend.torch.program import Program, compile_program
+from meshmend.torch.program import ChipProgram, compile_program
 
 
 def play(schedule: Schedule, seed: int, *, depth: int | None = None, collective: bool = True) -> None:
@@ -36,7 +36,7 @@ class _Network:
 
     def __init__(self, schedule: Schedule, held: Any, rng: random.Random, depth: int) -> None:
         self.held, self.rng, self.depth = held, rng, depth
-        self.programs: list[Program] = [compile_program(schedule, rank) for rank in range(len(held))]
+        self.programs: list[ChipProgram] = [compile_program(schedule, rank) for rank in range(len(held))]
         # Each chip's sends and receives on each link, in order; both ends count them alike.
         self.out: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.into: dict[tuple[int, int], list[int]] = defaultdict(list)

@@ -49,7 +49,7 @@ def test_a_program_by_hand() -> None:
     )  # fmt: skip
     Send, Receive = program.Send, program.Receive  # noqa: N806
     own = program.compile_program(schedule, 1)
-    assert own == program.Program(
+    assert own == program.ChipProgram(
         rank=1,
         total_chunks=4,
         sends=(

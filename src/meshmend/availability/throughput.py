@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from meshmend.availability.assumptions import Assumptions
 from meshmend.planning.auto import Field
-from meshmend.planning.trees import grow
+from meshmend.planning.weave.trees import grow
 from meshmend.topology import Mesh, Region
 
 GAPS = (0, 1, 2, 4)

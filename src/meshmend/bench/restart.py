@@ -21,7 +21,7 @@ from typing import Any
 
 from meshmend.bench.trainee import N_SAMPLES, TrainingJob
 from meshmend.errors import LabError
-from meshmend.jax.restart.timeline import STAGES, read_timeline, split_recovery
+from meshmend.jax.job.timeline import STAGES, read_timeline, split_recovery
 from meshmend.lab.torchrun import Torchrun
 from meshmend.topology import name_shape, parse_shape
 

@@ -73,10 +73,12 @@ def main(path: str) -> None:
     import optax
 
     import meshmend.jax as mmj
-    from meshmend.jax import restart
+    from meshmend.jax.compiling import CompileAhead, Steps, compile_steps
+    from meshmend.jax.job import initialize
+    from meshmend.jax.state import Keeper, fetch, place
     from meshmend.planning import PlanCache, plan
 
-    with restart.initialize(
+    with initialize(
         job.shape,
         job.host,
         compile_cache=caches / "compiled" if job.compile_cache else None,
@@ -89,11 +91,11 @@ def main(path: str) -> None:
         loss = exact_loss if job.exact else regression_loss
         optimizer = optax.adam(2.0**-7 if job.exact else 1e-2)
 
-        def build(fabric: mmj.Fabric, schedule: Any) -> tuple[Any, restart.Steps]:
-            program = (mmj.install_halves if job.sharded else mmj.install)(schedule, fabric)
+        def build(fabric: mmj.Fabric, schedule: Any) -> tuple[Any, Steps]:
+            program = (mmj.install_pair if job.sharded else mmj.install)(schedule, fabric)
             training = mmj.train_step(loss, optimizer, fabric, per_example=True)
             batch = next(feed.batches(fabric))
-            return program, restart.compile_steps(training, program, schedule, fabric, _params(job.exact), batch)
+            return program, compile_steps(training, program, schedule, fabric, _params(job.exact), batch)
 
         def build_ahead(fabric: mmj.Fabric) -> None:
             build(fabric, plan(fabric.mesh, job.planner, cache=PlanCache(plans)))
@@ -101,8 +103,8 @@ def main(path: str) -> None:
         schedule = session.plan(job.planner, cache=plans)
         with timeline.timed("compile"):
             program, steps = build(fabric, schedule)
-        params = restart.place(_params(job.exact), fabric)
-        keeper = restart.Keeper(
+        params = place(_params(job.exact), fabric)
+        keeper = Keeper(
             session,
             schedule,
             program,
@@ -126,10 +128,10 @@ def main(path: str) -> None:
             )
             keeper.keep(number, params, state, extra=batch.after)
             facts: dict[str, Any] = {"digest": _digest(params)} if job.exact else {}
-            timeline.note("step", step=number, loss=float(restart.fetch(value)), examples=len(batch.indices), **facts)
+            timeline.note("step", step=number, loss=float(fetch(value)), examples=len(batch.indices), **facts)
             if job.ahead and number == found.step + 3:
                 # Not before: a restart has better things to do.
-                ahead = restart.CompileAhead(session, build_ahead)
+                ahead = CompileAhead(session, build_ahead)
             time.sleep(job.pause_s if fabric.mesh.is_full else job.pause_on_hole_s)
         keeper.close()
         if ahead is not None:

@@ -17,7 +17,7 @@ from meshmend.availability.job import require_simpy
 from meshmend.availability.plot import plot, sweep
 from meshmend.availability.simulate import LOSSES
 from meshmend.availability.throughput import Throughput
-from meshmend.cli.common import print_json, told_errors
+from meshmend.cli.common import exit_on_error, print_json
 from meshmend.cli.options import HardwareOption, JsonOption, ShapeArgument, WrapOption, read_wrap
 from meshmend.cli.outputs import check_plot
 from meshmend.cli.pricing import hardware_facts
@@ -94,7 +94,7 @@ def command(
 
     Quick repair, sub-mesh, hot spares, fault-tolerant. Example: meshmend availability 32x32 --plot worth.svg
     """
-    with told_errors(json):
+    with exit_on_error(json):
         require_simpy()
         check_plot("--plot", plot_to)
         if not 0 < days <= MAX_DAYS:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from meshmend.cli.common import print_facts, print_json, told_errors
+from meshmend.cli.common import exit_on_error, print_facts, print_json
 from meshmend.cli.options import FailOption, JsonOption
 from meshmend.cli.outputs import check_plot
 from meshmend.cli.terminal import approved, terminal
@@ -54,7 +54,7 @@ def allreduce(
 
     Example: meshmend bench allreduce --lab 4x4 --fail 2x2@0,0 --payload 32MB
     """
-    with told_errors(json):
+    with exit_on_error(json):
         shape = lab_shape or loopback
         if shape is None or (lab_shape and loopback):
             raise ParameterError("Say where: --lab 4x4 for rate-limited links, or --loopback 2x4 for none.")
@@ -88,7 +88,7 @@ def failures(
 
     Example: meshmend bench failures 4x4 --kills 50
     """
-    with told_errors(json):
+    with exit_on_error(json):
         _require("torch", "torchft")
         from meshmend.bench.failures import ReplicaKill, campaign
 
@@ -123,7 +123,7 @@ def restart(
 
     Example: meshmend bench restart --failures 20 --unaided 4
     """
-    with told_errors(json):
+    with exit_on_error(json):
         _require("torch")
         _require("jax", "orbax", "grain", extra="restart")
         from meshmend.bench.restart import Failure, campaign

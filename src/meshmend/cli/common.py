@@ -41,7 +41,7 @@ def mesh_facts(mesh: Mesh) -> dict[str, Any]:
 
 
 @contextmanager
-def told_errors(as_json: bool) -> Iterator[None]:
+def exit_on_error(as_json: bool) -> Iterator[None]:
     """Turn what can go wrong into one line on standard error, and into one object for programs, with exit code 1."""
     try:
         yield

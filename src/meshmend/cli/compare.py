@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from meshmend.cli.common import mesh_facts, print_json, told_errors
+from meshmend.cli.common import exit_on_error, mesh_facts, print_json
 from meshmend.cli.options import (
     HoleOptions,
     JsonOption,
@@ -46,7 +46,7 @@ def command(
 
     Example: meshmend compare 32x32 --fail 4x2@6,8 --payload 102MB --hardware tpu-v3 --plot times.png
     """
-    with told_errors(json):
+    with exit_on_error(json):
         check_plot("--plot", plot_to)
         saved = load_plan(plan_of, *given_options(holes)) if is_file(plan_of) else None
         if saved is not None and saved.collective != Collective.ALL_REDUCE:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshmend.cli.common import mesh_facts, print_facts, print_json, told_errors
+from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
 from meshmend.cli.options import FailOption, JsonOption, PlannerOption, TuningOptions, WrapOption
 from meshmend.cli.terminal import terminal
 from meshmend.cost.units import parse_bytes
@@ -44,13 +44,13 @@ def command(
 
     Example: meshmend compile --topology v3:32x32 --fail 4x2@6,8 --planner row-pairs
     """
-    with told_errors(json):
+    with exit_on_error(json):
         require("jax", "optax", "libtpu", needed_for="meshmend compile", extra="tpu")
         if workload is not None:
             require("flax", needed_for="A workload", extra="workloads")
         # Compiling needs no device, and looking for a TPU that is not there takes minutes.
         os.environ["JAX_PLATFORMS"] = "cpu"
-        from meshmend.jax.ahead_of_time import compile_for, slice_fabric
+        from meshmend.jax.compiling.ahead_of_time import compile_for, slice_fabric
 
         if dtype not in ("float32", "bfloat16"):
             raise ParameterError(f"--dtype is {dtype!r}, expected float32 or bfloat16.")

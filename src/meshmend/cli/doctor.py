@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from meshmend import __version__
-from meshmend.cli.common import print_json, told_errors
+from meshmend.cli.common import exit_on_error, print_json
 from meshmend.cli.options import JsonOption
 from meshmend.cli.terminal import plain, print_line, terminal
 from meshmend.doctor import Finding, Status, examine
@@ -28,7 +28,7 @@ def command(
     Green works, yellow is not installed (or not possible here), red is installed and broken; each yellow and red line
     says what to do. The exit code is 1 if a line is red.
     """
-    with told_errors(json):
+    with exit_on_error(json):
         with terminal(stderr=True).status("") as status:
             findings = examine(timeout_s=timeout, on_trial=lambda name: status.update(f"trying {name} …"))
         broken = [finding for finding in findings if finding.status == "broken"]

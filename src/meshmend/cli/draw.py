@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
-from meshmend.cli.common import mesh_facts, print_facts, print_json, told_errors
+from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
 from meshmend.cli.options import AutoOptions, HoleOptions, JsonOption, TuningOptions, given_options, is_file, load_plan
 from meshmend.cli.outputs import check_output
 from meshmend.cli.terminal import plain, shows_progress, terminal
@@ -63,7 +63,7 @@ def command(
 
     Example: meshmend draw 8x8 --fail 2x2@2,2 --planner row-pairs -o rings.svg
     """
-    with told_errors(json):
+    with exit_on_error(json):
         check_output("--output", output)
         if check_ending(output, STILL + MOVING) != ".html":
             require("matplotlib", needed_for="Drawing pictures", extra="draw")

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from meshmend.cli.common import mesh_facts, print_facts, print_json, told_errors
+from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
 from meshmend.cli.options import HoleOptions, JsonOption, ShapeArgument, unbundled
 from meshmend.cli.terminal import plain, print_line, terminal
 from meshmend.errors import LabError, ParameterError
@@ -40,7 +40,7 @@ def up(
 
     Example: meshmend lab up 4x4 --rate 40mbit
     """
-    with told_errors(json):
+    with exit_on_error(json):
         _show(Lab.up(holes.mesh(shape), rate=rate, name=name), json)
 
 
@@ -54,21 +54,21 @@ def kill(
 
     Example: meshmend lab kill 2x2@0,0
     """
-    with told_errors(json):
+    with exit_on_error(json):
         _show(Lab.find(name).kill(*holes), json)
 
 
 @app.command("show")
 def show(name: NameArgument = None, named: NameOption = "lab", json: JsonOption = False) -> None:
     """Say what a lab is made of."""
-    with told_errors(json):
+    with exit_on_error(json):
         _show(Lab.find(name or named), json)
 
 
 @app.command("list")
 def list_labs(json: JsonOption = False) -> None:
     """List the labs on this machine: whole ones, and what is left of half-built and orphaned ones."""
-    with told_errors(json):
+    with exit_on_error(json):
         labs = find_labs()
         if json:
             print_json({"labs": [_found_facts(lab) for lab in labs]})
@@ -89,7 +89,7 @@ def down(
 
     Example: meshmend lab down
     """
-    with told_errors(json):
+    with exit_on_error(json):
         if every and (name is not None or named != "lab"):
             raise ParameterError("--all takes every lab down: leave out the name.")
         labs = take_down_all() if every else [take_down(name or named)]
@@ -120,7 +120,7 @@ def run(
 
     Example: meshmend lab run -- sh -c 'echo $MESHMEND_CHIP'
     """
-    with told_errors(as_json=False):
+    with exit_on_error(as_json=False):
         lab = Lab.find(name)
         if os.geteuid() != 0:
             raise LabError("Entering a network namespace takes root: run this command with sudo.")

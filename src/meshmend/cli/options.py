@@ -22,11 +22,11 @@ from meshmend.cost.hardware import adjusted
 from meshmend.cost.predict import MODES, Mode
 from meshmend.cost.units import parse_bytes, parse_rate, parse_seconds
 from meshmend.errors import ParameterError
-from meshmend.files import load
 from meshmend.planning import PLANNERS, Planner, make_planner
 from meshmend.schedule import Schedule
+from meshmend.schedule.serialize import load
+from meshmend.schedule.verify import ensure_proven
 from meshmend.topology import Mesh, parse_wrap
-from meshmend.verify import ensure_proven
 
 ShapeArgument = Annotated[str, typer.Argument(metavar="SHAPE", help="Chips along each axis, as in 16x32.")]
 PlanArgument = Annotated[
@@ -40,7 +40,7 @@ FailOption = Annotated[
     typer.Option("--fail", metavar="HxW@r,c", help="A hole: rows x columns @ row,column; or one chip r,c. Repeatable."),
 ]
 WrapOption = Annotated[
-    str, typer.Option("--wrap", metavar="AXES", help="Axes that close on themselves: none, all, or numbers as in 0,1.")
+    str, typer.Option("--wrap", metavar="AXES", help="Axes that wrap (torus): none, all, or numbers as in 0,1.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 PlannerOption = Annotated[
@@ -54,7 +54,7 @@ HardwareOption = Annotated[str, typer.Option("--hardware", metavar="NAME", help=
 
 @dataclass(frozen=True)
 class HoleOptions:
-    """What has failed, and which axes close on themselves."""
+    """What has failed, and which axes wrap."""
 
     fail: FailOption = None
     fail_cable: Annotated[

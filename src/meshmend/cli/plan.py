@@ -11,16 +11,16 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from meshmend.cli.common import mesh_facts, print_facts, print_json, told_errors
+from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
 from meshmend.cli.options import AutoOptions, HoleOptions, JsonOption, PlannerOption, ShapeArgument, TuningOptions
 from meshmend.cli.outputs import SCHEDULES, check_output
 from meshmend.cli.terminal import approved, plain, terminal
 from meshmend.cost import busiest_link_load
 from meshmend.cost.units import name_seconds
-from meshmend.files import save
 from meshmend.planning import Auto, Candidate, Choice, Tuned, choose, plan
 from meshmend.schedule import Schedule
-from meshmend.verify import Proof, verify
+from meshmend.schedule.serialize import save
+from meshmend.schedule.verify import Proof, verify
 
 
 def command(
@@ -39,7 +39,7 @@ def command(
 
     Example: meshmend plan 16x32 --fail 4x2@6,8 --payload 102MB --hardware tpu-v3
     """
-    with told_errors(json):
+    with exit_on_error(json):
         check_output("--save", save_to, SCHEDULES)
         mesh = holes.mesh(shape)
         chosen = tuning.planner(planner, auto.payload, auto.hardware)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from meshmend.cli.common import mesh_facts, print_facts, print_json, told_errors
+from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
 from meshmend.cli.options import (
     HoleOptions,
     JsonOption,
@@ -41,7 +41,7 @@ def command(
 
     Example: meshmend predict 16x32 --fail 4x2@6,8 --planner row-pairs --payload 102MB --hardware tpu-v3
     """
-    with told_errors(json):
+    with exit_on_error(json):
         chosen, mode = price.read_hardware(), price.read_mode()
         payload_bytes = parse_bytes(payload)
         if is_file(plan_of):

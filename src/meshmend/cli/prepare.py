@@ -11,7 +11,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from meshmend.cli.common import mesh_facts, print_facts, print_json, told_errors
+from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
 from meshmend.cli.options import AutoOptions, HoleOptions, JsonOption, PlannerOption, ShapeArgument, TuningOptions
 from meshmend.cli.outputs import check_folder
 from meshmend.cli.terminal import plain, shows_progress, terminal
@@ -39,7 +39,7 @@ def command(
 
     A job that loses a host then finds its plan in the cache. Example: meshmend prepare 16x32 --host 4x2
     """
-    with told_errors(json):
+    with exit_on_error(json):
         mesh = holes.mesh(shape)
         hosts = _hosts(mesh, host)
         store = PlanCache(cache)

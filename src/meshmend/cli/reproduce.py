@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from meshmend.cli.common import print_json, told_errors
+from meshmend.cli.common import exit_on_error, print_json
 from meshmend.cli.options import JsonOption
 from meshmend.cli.pricing import hardware_facts
 from meshmend.cli.terminal import terminal
@@ -31,7 +31,7 @@ def command(
 
     Example: meshmend reproduce --resnet-compute 29.5ms
     """
-    with told_errors(json):
+    with exit_on_error(json):
         with terminal(stderr=True).status("") as status:
             found = reproduce(
                 resnet_compute_s=None if resnet_compute is None else parse_seconds(resnet_compute),

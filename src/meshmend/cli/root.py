@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from meshmend.cli.common import INTERRUPTED, USAGE, tell_error, told_errors
+from meshmend.cli.common import INTERRUPTED, USAGE, exit_on_error, tell_error
 from meshmend.cli.terminal import write_what_the_encoding_lacks
 
 _ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
@@ -35,7 +35,7 @@ class OneLine(TyperGroup):
         as_json = "--json" in words[: words.index("--") if "--" in words else None]
         write_what_the_encoding_lacks()
         try:
-            with told_errors(as_json):
+            with exit_on_error(as_json):
                 code = super().main(words, prog_name, complete_var, False, windows_expand_args, **extra)
                 if sys.stdout is not None:
                     sys.stdout.flush()

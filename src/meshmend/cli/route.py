@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from meshmend.cli.common import mesh_facts, print_facts, print_json, told_errors
+from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
 from meshmend.cli.options import HoleOptions, JsonOption, ShapeArgument
 from meshmend.cli.terminal import approved
 from meshmend.errors import ParameterError, name_chip
@@ -38,7 +38,7 @@ def command(
 
     Example: meshmend route 8x8 --fail 2x2@2,2 --from 2,1 --to 2,4
     """
-    with told_errors(json):
+    with exit_on_error(json):
         mesh = holes.mesh(shape)
         if (from_ is None) != (to is None):
             raise ParameterError("--from and --to go together: give both for one route, neither for all pairs.")

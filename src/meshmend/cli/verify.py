@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from meshmend.cli.common import print_json, told_errors
+from meshmend.cli.common import exit_on_error, print_json
 from meshmend.cli.options import JsonOption
 from meshmend.cli.plan import schedule_facts, show_schedule
-from meshmend.files import load
-from meshmend.verify import verify
+from meshmend.schedule.serialize import load
+from meshmend.schedule.verify import verify
 
 
 def command(
@@ -22,7 +22,7 @@ def command(
 
     Example: meshmend verify plan.npz
     """
-    with told_errors(json):
+    with exit_on_error(json):
         schedule = load(file)
         proof = verify(schedule)
         if json:

@@ -4,7 +4,7 @@ from meshmend.cost.bound import Bound, bound
 from meshmend.cost.hardware import DEFAULT_HARDWARE, PRESETS, Hardware, find_hardware
 from meshmend.cost.load import busiest_link_load, link_load
 from meshmend.cost.predict import Forecast, predict
-from meshmend.cost.profile import StepProfile
+from meshmend.cost.step_demand import StepDemand
 
 __all__ = [
     "DEFAULT_HARDWARE",
@@ -12,7 +12,7 @@ __all__ = [
     "Bound",
     "Forecast",
     "Hardware",
-    "StepProfile",
+    "StepDemand",
     "bound",
     "busiest_link_load",
     "find_hardware",

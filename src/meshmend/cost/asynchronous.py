@@ -15,8 +15,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.cost.crossings import Crossings
 from meshmend.cost.hardware import Hardware
+from meshmend.cost.paths import TransferPaths
 from meshmend.errors import ParameterError
 from meshmend.schedule import Schedule
 
@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-def arrivals(schedule: Schedule, crossings: Crossings, payload_bytes: float, hardware: Hardware) -> Floats:
+def arrivals(schedule: Schedule, paths: TransferPaths, payload_bytes: float, hardware: Hardware) -> Floats:
     """Return when each transfer has arrived, in seconds from the start."""
     chunks = _Chunks(schedule)
     mesh = schedule.mesh
@@ -42,7 +42,7 @@ def arrivals(schedule: Schedule, crossings: Crossings, payload_bytes: float, har
     ready = np.zeros(mesh.n_chips * chunks.n)
     link_free, last_of = np.zeros(mesh.n_link_slots), np.zeros(mesh.n_link_slots, dtype=np.int64)
     sender_free, receiver_free = np.zeros(mesh.n_chips), np.zeros(mesh.n_chips)
-    paths = _Paths(crossings)
+    hops = _HopTable(paths)
     arrived = np.empty(schedule.n_transfers)
     starts = schedule.step_starts
     for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
@@ -52,8 +52,8 @@ def arrivals(schedule: Schedule, crossings: Crossings, payload_bytes: float, har
         begin = chunks.latest(ready, rows, src) + hardware.step_latency_s
         if limited and width is not None:
             begin = _serve(sender_free, src, begin, lasts / width)
-        begin = _serve_links(link_free, last_of, paths.link[rows], begin, lasts)
-        for flows, link in paths.later_hops(first, last):
+        begin = _serve_links(link_free, last_of, hops.link[rows], begin, lasts)
+        for flows, link in hops.later_hops(first, last):
             begin[flows] = _serve(link_free, link, begin[flows] + hardware.hop_latency_s, lasts[flows])
         if limited and width is not None:
             begin = _serve(receiver_free, dst, begin, lasts / width)
@@ -91,18 +91,16 @@ def _serve(free: Floats, server: NDArray[np.integer], release: Floats, work: Flo
     return begin
 
 
-class _Paths:
+class _HopTable:
     """The first link of every transfer, and the later hops of those whose ends are not neighbours."""
 
-    def __init__(self, crossings: Crossings) -> None:
-        self.link = crossings.link
-        if len(crossings.far):
-            self.link = crossings.link.copy()
-            self.link[crossings.far] = crossings.far_link[crossings.far_hop == 0]
-        later = crossings.far_hop > 0
-        self._row, self._hop, self._link = (
-            column[later] for column in (crossings.far_row, crossings.far_hop, crossings.far_link)
-        )
+    def __init__(self, paths: TransferPaths) -> None:
+        self.link = paths.link
+        if len(paths.far):
+            self.link = paths.link.copy()
+            self.link[paths.far] = paths.far_link[paths.far_hop == 0]
+        later = paths.far_hop > 0
+        self._row, self._hop, self._link = (column[later] for column in (paths.far_row, paths.far_hop, paths.far_link))
 
     def later_hops(self, first: int, last: int) -> list[tuple[Ints, Ints]]:
         """For transfers first … last−1, the second hops, then the third, …: (transfers from `first`, their links)."""

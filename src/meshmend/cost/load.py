@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.cost.crossings import Crossings
+from meshmend.cost.paths import TransferPaths
 from meshmend.schedule import Schedule
 
 
-def link_load(schedule: Schedule, crossings: Crossings | None = None) -> NDArray[np.float64]:
+def link_load(schedule: Schedule, paths: TransferPaths | None = None) -> NDArray[np.float64]:
     """Return the payload fraction that each link carries, indexed by link number.
 
-    A transfer between neighbours loads one link; any other loads every link of its route. Pass `crossings` where
+    A transfer between neighbours loads one link; any other loads every link of its route. Pass `paths` where
     they are known already.
     """
-    found = crossings or Crossings.of(schedule)
+    found = paths or TransferPaths.of(schedule)
     slots = schedule.mesh.n_link_slots
     near, chunks = found.link, schedule.n_chunks
     if len(found.far):

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from meshmend.cost.asynchronous import arrivals
 from meshmend.cost.bound import Bound, bound
 from meshmend.cost.hardware import DEFAULT_HARDWARE, Hardware, find_hardware
-from meshmend.cost.profile import StepProfile
+from meshmend.cost.step_demand import StepDemand
 from meshmend.cost.units import name_bytes, name_seconds
 from meshmend.errors import Coordinate, ParameterError, name_chip
 from meshmend.schedule import Collective, Schedule
@@ -79,13 +79,13 @@ def predict(
     hardware: str | Hardware = DEFAULT_HARDWARE,
     *,
     mode: Mode = "lock-step",
-    profile: StepProfile | None = None,
+    demand: StepDemand | None = None,
 ) -> Forecast:
     """Say how long `schedule` takes for `payload_bytes` a chip on `hardware` (a preset's name, or your own).
 
     Lock-step engines wait for each other after every step, so a step lasts as long as its busiest link.
     Asynchronous ones wait for nothing but their data and their links. To predict many payloads, make the
-    schedule's profile once and pass it, or ask it for `profile.seconds(payload_bytes, hardware)` alone.
+    schedule's demand once and pass it, or ask it for `demand.seconds(payload_bytes, hardware)` alone.
 
     >>> from meshmend import Mesh, plan
     >>> print(predict(plan(Mesh("4x4"), "hamiltonian"), 1e9, "ideal"))
@@ -96,12 +96,12 @@ def predict(
     if mode not in MODES:
         raise ParameterError(f"mode is {mode!r}, expected one of: {', '.join(MODES)}.")
     chosen = find_hardware(hardware)
-    if profile is not None and profile.schedule is not schedule and profile.schedule != schedule:
+    if demand is not None and demand.schedule is not schedule and demand.schedule != schedule:
         raise ParameterError(
-            f"The profile is of another schedule, {profile.schedule!r}, expected one of {schedule!r}. "
-            f"Make it with StepProfile(schedule), or leave it out."
+            f"The demand is of another schedule, {demand.schedule!r}, expected one of {schedule!r}. "
+            f"Make it with StepDemand(schedule), or leave it out."
         )
-    known = profile or StepProfile(schedule)
+    known = demand or StepDemand(schedule)
     if mode == "lock-step":
         by_phase = _lock_step_phases(known, payload_bytes, chosen)
     else:
@@ -129,14 +129,14 @@ def _bound_of(schedule: Schedule, hardware: Hardware) -> Bound:
     return bound(schedule.mesh, links_at_once=hardware.links_at_once, collective=schedule.collective, shares=shares)
 
 
-def _lock_step_phases(profile: StepProfile, payload_bytes: float, hardware: Hardware) -> dict[str, float]:
-    shares = profile.step_seconds(payload_bytes, hardware) @ profile.phase_shares
-    return _by_name(profile.schedule, shares)
+def _lock_step_phases(demand: StepDemand, payload_bytes: float, hardware: Hardware) -> dict[str, float]:
+    shares = demand.step_seconds(payload_bytes, hardware) @ demand.phase_shares
+    return _by_name(demand.schedule, shares)
 
 
-def _asynchronous_phases(profile: StepProfile, payload_bytes: float, hardware: Hardware) -> dict[str, float]:
-    schedule = profile.schedule
-    arrived = arrivals(schedule, profile.crossings, payload_bytes, hardware)
+def _asynchronous_phases(demand: StepDemand, payload_bytes: float, hardware: Hardware) -> dict[str, float]:
+    schedule = demand.schedule
+    arrived = arrivals(schedule, demand.paths, payload_bytes, hardware)
     ends = np.zeros(len(schedule.phase_names))
     np.maximum.at(ends, schedule.phase, arrived)
     order = np.argsort(ends, kind="stable")
@@ -154,8 +154,8 @@ def _by_name(schedule: Schedule, seconds: NDArray[np.float64]) -> dict[str, floa
     return total
 
 
-def _busiest(profile: StepProfile) -> tuple[BusyLink, ...]:
-    load = profile.link_load
+def _busiest(demand: StepDemand) -> tuple[BusyLink, ...]:
+    load = demand.link_load
     top = np.argsort(-load, kind="stable")[:N_BUSIEST]
-    mesh = profile.schedule.mesh
+    mesh = demand.schedule.mesh
     return tuple(BusyLink(*mesh.link_ends(int(link)), float(load[link])) for link in top if load[link] > 0)

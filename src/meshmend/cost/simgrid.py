@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.cost.crossings import Crossings
 from meshmend.cost.hardware import DEFAULT_HARDWARE, Hardware, find_hardware
+from meshmend.cost.paths import TransferPaths
 from meshmend.errors import MeshmendError, MissingExtraError, ParameterError
 from meshmend.schedule import Schedule
 
@@ -80,18 +80,18 @@ def simulate(
 
 def _job(schedule: Schedule, hardware: Hardware, chunk_s: float) -> dict[str, Any]:
     """Describe links, paths and steps; a unit of time is `chunk_s` seconds."""
-    mesh, crossings = schedule.mesh, Crossings.of(schedule)
+    mesh, crossed = schedule.mesh, TransferPaths.of(schedule)
     pairs, path = np.unique(schedule.src.astype(np.int64) * mesh.n_chips + schedule.dst, return_inverse=True)
     paths: list[list[int]] = [[] for _ in pairs]
     first_row = np.full(len(pairs), -1, dtype=np.int64)
     first_row[path[::-1]] = np.arange(schedule.n_transfers)[::-1]
-    far = set(crossings.far.tolist())
+    far = set(crossed.far.tolist())
     for number, row in enumerate(first_row.tolist()):
         if row in far:
-            low, high = np.searchsorted(crossings.far_row, (row, row + 1))
-            paths[number] = crossings.far_link[low:high].tolist()
+            low, high = np.searchsorted(crossed.far_row, (row, row + 1))
+            paths[number] = crossed.far_link[low:high].tolist()
         else:
-            paths[number] = [int(crossings.link[row])]
+            paths[number] = [int(crossed.link[row])]
     links: list[tuple[float, float]] = [(CHUNK_UNITS, hardware.hop_latency_s / chunk_s)] * mesh.n_link_slots
     width = hardware.links_at_once
     if width is not None and width < mesh.n_directions:
@@ -108,7 +108,7 @@ def _job(schedule: Schedule, hardware: Hardware, chunk_s: float) -> dict[str, An
     starts = schedule.step_starts.tolist()
     return {
         "links": links,
-        "paths": [[*crossed, delay] for crossed in paths],
+        "paths": [[*links_of, delay] for links_of in paths],
         "steps": [flows[a:b] for a, b in itertools.pairwise(starts)],
     }
 

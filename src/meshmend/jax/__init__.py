@@ -15,19 +15,19 @@ from meshmend.jax.fabric import Fabric, discover
 from meshmend.jax.feed import Batch, Feed
 from meshmend.jax.layerwise import add_decayed_weights, clip_by_global_norm, lamb, lars, scale_by_trust_ratio
 from meshmend.jax.ledger import Ledger
-from meshmend.jax.program import Halves, Program, abstract_program, install, install_halves
+from meshmend.jax.program import Program, ProgramPair, abstract_program, install, install_pair
 from meshmend.jax.training import TrainStep, train_step
 
 __all__ = [
     "Batch",
     "Fabric",
     "Feed",
-    "Halves",
     "KeepGlobal",
     "KeepPerChip",
     "Ledger",
     "Position",
     "Program",
+    "ProgramPair",
     "Shards",
     "TrainStep",
     "abstract_program",
@@ -37,7 +37,7 @@ __all__ = [
     "clip_by_global_norm",
     "discover",
     "install",
-    "install_halves",
+    "install_pair",
     "lamb",
     "lars",
     "reduce_scatter",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from meshmend.errors import ParameterError
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.program import Halves, Program
+from meshmend.jax.program import Program, ProgramPair
 
 
 def check_microbatches(microbatches: Any) -> None:
@@ -19,11 +19,11 @@ def check_microbatches(microbatches: Any) -> None:
 
 
 def check_program(program: Any) -> None:
-    """Refuse what is neither a program nor halves, such as the schedule that they are made of."""
-    if not isinstance(program, Program | Halves):
+    """Refuse what is neither a program nor a pair of programs, such as the schedule that they are made of."""
+    if not isinstance(program, Program | ProgramPair):
         raise ParameterError(
-            f"Expected a Program or Halves, got a {type(program).__name__}: make one of a schedule with "
-            "mmj.install(schedule, fabric) or mmj.install_halves(schedule, fabric), and pass it as an argument."
+            f"Expected a Program or a ProgramPair, got a {type(program).__name__}: make one of a schedule with "
+            "mmj.install(schedule, fabric) or mmj.install_pair(schedule, fabric), and pass it as an argument."
         )
 
 

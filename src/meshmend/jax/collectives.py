@@ -19,21 +19,21 @@ from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
 from meshmend.jax.lanes import KEEP, Lane
-from meshmend.jax.program import Layout, Program
+from meshmend.jax.program import ChunkLayout, Program
 from meshmend.schedule import Collective, Op
 
 MAX_CHUNK = 2**31 - 1
 """Elements of a chunk, at most. Chunks, and the elements of a chunk, are counted in 32 bits; elements never are."""
 Shards = tuple[jax.Array, ...]
-"""What a chip holds between the halves: for each dtype that travels, its own chunks, one a row."""
+"""What a chip holds between reduce-scatter and all-gather: per dtype that travels, its own chunks, one per row."""
 
 
-def all_reduce(tree: Any, program: Program, *, mean: bool = False, accumulate: DTypeLike | None = None) -> Any:
+def all_reduce(tree: Any, program: Program, *, mean: bool = False, accumulate_dtype: DTypeLike | None = None) -> Any:
     """Sum a pytree of arrays over all live chips; every chip ends with the same bits.
 
     Call it inside `jax.shard_map` over `fabric.jax_mesh`, with the program as an argument split by `program.spec`
-    and `check_vma=False`. `mean` divides by the number of devices. `accumulate` is the dtype in which sums travel
-    and are made, as in `accumulate=jnp.float32` for bfloat16 gradients; results come back in their own dtypes.
+    and `check_vma=False`. `mean` divides by the number of devices. `accumulate_dtype` is the dtype in which sums travel
+    and are made, as in `accumulate_dtype=jnp.float32` for bfloat16 gradients; results come back in their own dtypes.
     Sums of integers wrap as `lax.psum`'s do; means of integers are made in float32 and cannot wrap.
     Leaves are packed together by the dtype that travels, so one loop serves all leaves of a dtype.
 
@@ -51,20 +51,22 @@ def all_reduce(tree: Any, program: Program, *, mean: bool = False, accumulate: D
     if mean:
         leaves = [leaf.astype(mean_dtype(leaf.dtype)) for leaf in leaves]
     results: list[Any] = [leaf.astype(_sum_dtype(leaf.dtype)) for leaf in leaves]
-    for group in groups_of(leaves, program.layout, accumulate):
+    for group in groups_of(leaves, program.layout, accumulate_dtype):
         chunks = _run(_sum_in_chip(group.pack(leaves), program.layout), program)
         for i, total in group.unpack(_join_in_chip(chunks, program.layout), leaves):
             results[i] = _divide(total, _divisor(program, mean)).astype(results[i].dtype)
     return jax.tree.unflatten(structure, results)
 
 
-def reduce_scatter(tree: Any, program: Program, *, mean: bool = False, accumulate: DTypeLike | None = None) -> Shards:
+def reduce_scatter(
+    tree: Any, program: Program, *, mean: bool = False, accumulate_dtype: DTypeLike | None = None
+) -> Shards:
     """Sum a pytree over all chips and leave each chip with its own chunks of the sum.
 
     Returns one array a dtype that travels, of shape (chunks, elements of a chunk). Every chip has as many rows as
     the chip that owns most; the rows that it does not need are zero. `shard_of` cuts any pytree the same way.
     """
-    _expect(program, Collective.REDUCE_SCATTER, "install_halves(schedule, fabric).scatter")
+    _expect(program, Collective.REDUCE_SCATTER, "install_pair(schedule, fabric).scatter")
     leaves = jax.tree.leaves(jax.tree.map(jnp.asarray, tree))
     _check_varying(leaves, program)
     whole = [str(leaf.dtype) for leaf in leaves if mean and not jnp.issubdtype(leaf.dtype, jnp.inexact)]
@@ -74,19 +76,19 @@ def reduce_scatter(tree: Any, program: Program, *, mean: bool = False, accumulat
             "as in x.astype(jnp.float32), or leave out mean=True and divide the sums."
         )
     shards = []
-    for group in groups_of(leaves, program.layout, accumulate):
+    for group in groups_of(leaves, program.layout, accumulate_dtype):
         chunks = _run(_sum_in_chip(group.pack(leaves), program.layout), program)
         shards.append(_divide(_take_owned(chunks, program), _divisor(program, mean)))
     return tuple(shards)
 
 
-def shard_of(tree: Any, program: Program, *, accumulate: DTypeLike | None = None) -> Shards:
+def shard_of(tree: Any, program: Program, *, accumulate_dtype: DTypeLike | None = None) -> Shards:
     """Cut a pytree that is the same on all chips into shards, as `reduce_scatter` does, without communication."""
-    _expect(program, Collective.REDUCE_SCATTER, "install_halves(schedule, fabric).scatter")
+    _expect(program, Collective.REDUCE_SCATTER, "install_pair(schedule, fabric).scatter")
     leaves = jax.tree.leaves(jax.tree.map(jnp.asarray, tree))
     layout = program.layout
     shards = []
-    for group in groups_of(leaves, layout, accumulate):
+    for group in groups_of(leaves, layout, accumulate_dtype):
         packed = group.pack(leaves)
         if layout.core_axis is not None:
             packed = lax.dynamic_index_in_dim(packed, lax.axis_index(layout.core_axis), 0, keepdims=False)
@@ -96,19 +98,19 @@ def shard_of(tree: Any, program: Program, *, accumulate: DTypeLike | None = None
     return tuple(shards)
 
 
-def all_gather(shards: Shards, program: Program, *, like: Any, accumulate: DTypeLike | None = None) -> Any:
+def all_gather(shards: Shards, program: Program, *, like: Any, accumulate_dtype: DTypeLike | None = None) -> Any:
     """Bring every chip's shards to all chips and return them as a pytree with the shapes and dtypes of `like`.
 
-    `accumulate` must be what the shards were cut with. They travel in the widest dtype of the leaves of `like`, not
-    in `accumulate`: float32 master weights of a bfloat16 model are gathered as bfloat16.
+    `accumulate_dtype` must be what the shards were cut with. They travel in the widest dtype of the leaves of `like`,
+    not in `accumulate_dtype`: float32 master weights of a bfloat16 model are gathered as bfloat16.
     """
-    _expect(program, Collective.ALL_GATHER, "install_halves(schedule, fabric).gather")
+    _expect(program, Collective.ALL_GATHER, "install_pair(schedule, fabric).gather")
     leaves, structure = jax.tree.flatten(like)
-    groups = groups_of(leaves, program.layout, accumulate)
+    groups = groups_of(leaves, program.layout, accumulate_dtype)
     if len(shards) != len(groups):
         raise ParameterError(
             f"There are {len(shards)} shards, but a tree like this has {len(groups)}. "
-            "Use the same tree and the same `accumulate` for all_gather as for reduce_scatter."
+            "Use the same tree and the same `accumulate_dtype` for all_gather as for reduce_scatter."
         )
     layout = program.layout
     results: list[Any] = list(leaves)
@@ -133,7 +135,7 @@ class Group:
 
     members: tuple[int, ...]
     dtype: np.dtype[Any]
-    layout: Layout
+    layout: ChunkLayout
     size: int
 
     @property
@@ -167,12 +169,12 @@ class Group:
         return found
 
 
-def groups_of(leaves: Sequence[Any], layout: Layout, accumulate: DTypeLike | None) -> list[Group]:
+def groups_of(leaves: Sequence[Any], layout: ChunkLayout, accumulate_dtype: DTypeLike | None) -> list[Group]:
     """Sort leaves (or their shapes) by the dtype that travels; empty ones have nothing to send."""
     members: dict[np.dtype[Any], list[int]] = {}
     for i, leaf in enumerate(leaves):
         if math.prod(leaf.shape):
-            members.setdefault(travel_dtype(leaf.dtype, accumulate), []).append(i)
+            members.setdefault(travel_dtype(leaf.dtype, accumulate_dtype), []).append(i)
     groups = [
         Group(tuple(which), dtype, layout, sum(math.prod(leaves[i].shape) for i in which))
         for dtype, which in members.items()
@@ -186,20 +188,20 @@ def groups_of(leaves: Sequence[Any], layout: Layout, accumulate: DTypeLike | Non
     return groups
 
 
-def travel_dtype(own: Any, accumulate: DTypeLike | None) -> np.dtype[Any]:
-    """Return the dtype that a leaf's sums are made in: its own, or the wider of it and `accumulate`."""
+def travel_dtype(own: Any, accumulate_dtype: DTypeLike | None) -> np.dtype[Any]:
+    """Return the dtype that a leaf's sums are made in: its own, or the wider of it and `accumulate_dtype`."""
     if jnp.issubdtype(own, jnp.bool_):
         return np.dtype(np.int32)
     narrow = _is_narrow(own)
     for kind in (jnp.inexact, jnp.integer):
-        if accumulate is not None and jnp.issubdtype(own, kind) and jnp.issubdtype(accumulate, kind):
+        if accumulate_dtype is not None and jnp.issubdtype(own, kind) and jnp.issubdtype(accumulate_dtype, kind):
             # JAX does not say what is the wider of float8 and anything else.
-            own = accumulate if narrow else jnp.promote_types(own, accumulate)
+            own = accumulate_dtype if narrow else jnp.promote_types(own, accumulate_dtype)
     if _is_narrow(own):
         wider = "float32" if jnp.issubdtype(own, jnp.inexact) else "int32"
         raise ParameterError(
-            f"{np.dtype(own)} is too narrow to add up in: give accumulate=jnp.{wider}, which widens the values while "
-            "they travel, or convert them first."
+            f"{np.dtype(own)} is too narrow to add up in: give accumulate_dtype=jnp.{wider}, which widens the values "
+            "while they travel, or convert them first."
         )
     dtype: np.dtype[Any] = np.dtype(own)
     return dtype
@@ -230,14 +232,14 @@ def _is_narrow(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8
 
 
-def _sum_in_chip(packed: jax.Array, layout: Layout) -> Any:
+def _sum_in_chip(packed: jax.Array, layout: ChunkLayout) -> Any:
     """Add up a chip's cores and give each core its part of the chunks; with one core, just that core's chunks."""
     if layout.core_axis is None:
         return packed[0]
     return lax.psum_scatter(packed, layout.core_axis, scatter_dimension=0, tiled=False)
 
 
-def _join_in_chip(chunks: jax.Array, layout: Layout) -> jax.Array:
+def _join_in_chip(chunks: jax.Array, layout: ChunkLayout) -> jax.Array:
     """Return the whole payload, flat, from the chunks that this core has."""
     flat = chunks.reshape(-1)
     return flat if layout.core_axis is None else lax.all_gather(flat, layout.core_axis, tiled=True)
@@ -256,7 +258,7 @@ def _run(chunks: jax.Array, program: Program) -> jax.Array:
     return chunks
 
 
-def _step(held: jax.Array, row: Any, lanes: tuple[Lane, ...], layout: Layout) -> jax.Array:
+def _step(held: jax.Array, row: Any, lanes: tuple[Lane, ...], layout: ChunkLayout) -> jax.Array:
     send, receive, ops = row
     # The barriers say that all lanes leave together and arrive together, or a TPU's scheduler may take them in turn.
     leaving = lax.optimization_barrier(

@@ -23,7 +23,7 @@ MIXING = frozenset(
 """Operations that combine elements although they may keep the shape; most others that do so change it."""
 PLACES = frozenset({"iota", "random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"})
 """Operations whose results depend on an element's place in the array, which is another one in a shard."""
-INSTEAD = "or pass a Program from install() instead of Halves to update all weights on every chip."
+INSTEAD = "or pass a Program from install() instead of a ProgramPair to update all weights on every chip."
 
 
 def check_elementwise(optimizer: optax.GradientTransformation, shards: Any, whole: Any = None) -> None:

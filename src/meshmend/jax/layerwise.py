@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
 from meshmend.jax.collectives import Group, all_reduce, groups_of
-from meshmend.jax.program import Halves
+from meshmend.jax.program import ProgramPair
 
 Mask = Any
 """A pytree of bools like the parameters, or a function from the parameters to one; None is all True."""
@@ -62,11 +62,11 @@ class WholeLayers:
 class ShardedLayers:
     """The layers of a tree of parameters that is cut into shards; for use inside `jax.shard_map`."""
 
-    def __init__(self, params: Any, halves: Halves, accumulate: DTypeLike | None) -> None:
+    def __init__(self, params: Any, pair: ProgramPair, accumulate_dtype: DTypeLike | None) -> None:
         self.params = params
-        self.halves = halves
+        self.pair = pair
         self.leaves = jax.tree.leaves(params)
-        self.groups = groups_of(self.leaves, halves.scatter.layout, accumulate)
+        self.groups = groups_of(self.leaves, pair.scatter.layout, accumulate_dtype)
         self.layer_of = [self._layer_of(group) for group in self.groups]
 
     def norms(self, *trees: Any) -> list[Any]:
@@ -97,11 +97,11 @@ class ShardedLayers:
             ]
             for tree in trees
         ]
-        return all_reduce(local, self.halves.whole)
+        return all_reduce(local, self.pair.whole)
 
     def _layer_of(self, group: Group) -> jax.Array:
         """Return the number within the group of each element's layer; padding has the number after the last."""
-        program = self.halves.scatter
+        program = self.pair.scatter
         layout, owned = program.layout, program.owned[0]
         chunks = owned
         if layout.core_axis is not None:

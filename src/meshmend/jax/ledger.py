@@ -23,7 +23,7 @@ from meshmend.errors import LedgerError
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """One committed step: its number, its epoch and the record numbers of its samples."""
 
     step: int
@@ -99,9 +99,9 @@ class Ledger:
         finally:
             os.close(handle)
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[LedgerEntry]:
         """Return the steps that count, in order. A torn last record counts as not written."""
-        found: list[Entry] = []
+        found: list[LedgerEntry] = []
         for number, (line, end) in enumerate(self._lines(), start=1):
             entry = self._parse(line, number, end.offset - len(line))
             while found and found[-1].step >= entry.step:
@@ -138,7 +138,9 @@ class Ledger:
             )
         return Account(len(entries), complete, left_over)
 
-    def _check_begin(self, before: Entry | None, entry: Entry, seen: dict[int, set[int]], epoch_size: int) -> None:
+    def _check_begin(
+        self, before: LedgerEntry | None, entry: LedgerEntry, seen: dict[int, set[int]], epoch_size: int
+    ) -> None:
         """See that the epoch that begins is the next one, and that the one before is complete."""
         expected = 0 if before is None else before.epoch + 1
         missing = () if before is None else _missing(seen[before.epoch], epoch_size)
@@ -151,7 +153,7 @@ class Ledger:
                 samples=missing,
             )
 
-    def _check_samples(self, entry: Entry, seen: set[int], epoch_size: int) -> None:
+    def _check_samples(self, entry: LedgerEntry, seen: set[int], epoch_size: int) -> None:
         numbers, counts = np.unique(np.array(entry.samples, dtype=np.int64), return_counts=True)
         wrong = [int(n) for n in numbers[(numbers < 0) | (numbers >= epoch_size)]]
         if wrong:
@@ -186,7 +188,7 @@ class Ledger:
                 end = _End(end.offset + len(line), match[2])
                 yield line, end
 
-    def _parse(self, line: bytes, number: int, offset: int) -> Entry:
+    def _parse(self, line: bytes, number: int, offset: int) -> LedgerEntry:
         expected = "an object with step, epoch and samples, all whole numbers"
         try:
             fields: Any = json.loads(line)
@@ -195,7 +197,7 @@ class Ledger:
             raise self._damaged(number, offset, expected, line) from None
         if any(type(n) is not int for n in numbers):
             raise self._damaged(number, offset, expected, line)
-        return Entry(numbers[0], numbers[1], tuple(numbers[2:]))
+        return LedgerEntry(numbers[0], numbers[1], tuple(numbers[2:]))
 
     def _damaged(self, number: int, offset: int, expected: str, line: bytes) -> LedgerError:
         old = (

@@ -17,12 +17,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from meshmend.errors import ParameterError, ScheduleError, name_chip
-from meshmend.halves import all_gather_of, reduce_scatter_of
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.lanes import Shape, lower
 from meshmend.schedule import Collective, Schedule
+from meshmend.schedule.split import all_gather_of, reduce_scatter_of
+from meshmend.schedule.verify import ensure_proven
 from meshmend.topology import Mesh
-from meshmend.verify import ensure_proven
 
 TPU_TILE = 1024
 """Elements of a TPU's tile of a 32-bit array, 8 × 128: chunks of whole tiles move without shifting."""
@@ -39,7 +39,7 @@ class Tables(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class ChunkLayout:
     """What all chips share: the lowered schedule's shape, and the axes and the platform that it runs on."""
 
     shape: Shape
@@ -61,7 +61,7 @@ class Program:
 
     tables: tuple[Tables, ...]
     owned: jax.Array
-    layout: Layout = field(metadata={"static": True})
+    layout: ChunkLayout = field(metadata={"static": True})
 
     @property
     def spec(self) -> PartitionSpec:
@@ -94,8 +94,8 @@ class Program:
         return f"Program({self.collective} over {self.n_chips} chips: {loops or 'nothing to do'})"
 
 
-class Halves(NamedTuple):
-    """An all-reduce as two programs, with room between them for a sharded update. Made by `install_halves`.
+class ProgramPair(NamedTuple):
+    """An all-reduce as two programs, with room between them for a sharded update. Made by `install_pair`.
 
     `whole` is the all-reduce itself, for the few numbers that every chip needs: losses, metrics, norms.
     """
@@ -124,10 +124,12 @@ def install(schedule: Schedule, fabric: Fabric) -> Program:
     return _program(schedule, fabric, _put)
 
 
-def install_halves(schedule: Schedule, fabric: Fabric) -> Halves:
+def install_pair(schedule: Schedule, fabric: Fabric) -> ProgramPair:
     """Prepare an all-reduce's reduce-scatter and all-gather, each proven first, for a sharded weight update."""
     _check_fit(schedule, fabric.mesh)
-    return Halves(*(install(part, fabric) for part in (reduce_scatter_of(schedule), all_gather_of(schedule), schedule)))
+    return ProgramPair(
+        *(install(part, fabric) for part in (reduce_scatter_of(schedule), all_gather_of(schedule), schedule))
+    )
 
 
 def abstract_program(schedule: Schedule, fabric: Fabric) -> Program:
@@ -157,7 +159,7 @@ def _program(schedule: Schedule, fabric: Fabric, place: Place) -> Program:
         )
         for loop in lowered.loops
     )
-    layout = Layout(
+    layout = ChunkLayout(
         shape=lowered.shape,
         axis=fabric.axis,
         core_axis=fabric.core_axis,

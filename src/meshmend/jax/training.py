@@ -3,7 +3,7 @@
 Two ways to update the weights, chosen by what is passed as the program:
 
 - `Program` (`install`): gradients are all-reduced, and every chip updates all weights.
-- `Halves` (`install_halves`): gradients are reduce-scattered, each chip updates the weights that it owns, with its
+- `ProgramPair` (`install_pair`): gradients are reduce-scattered, each chip updates the weights that it owns, with its
   share of the optimiser's state, and the new weights are all-gathered. The same bytes travel, and the optimiser's
   memory and work are divided by the number of chips. Chips that own nothing (beside a hole, say) are served.
 
@@ -36,7 +36,7 @@ from meshmend.jax.collectives import (
 from meshmend.jax.elementwise import check_elementwise, updates_of
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.layerwise import ShardedLayers
-from meshmend.jax.program import Halves, Program
+from meshmend.jax.program import Program, ProgramPair
 from meshmend.jax.weighted import over, weighted_sums
 
 LossFunction = Callable[[Any, Any], Any]
@@ -48,7 +48,7 @@ With `per_example`, to one value for each example of the batch (and arrays whose
 class TrainStep(NamedTuple):
     """The two functions of a training loop, both to be jitted. Made by `train_step`."""
 
-    init: Callable[[Any, Program | Halves], Any]
+    init: Callable[[Any, Program | ProgramPair], Any]
     """From parameters and a program to the optimiser's state."""
     step: Callable[..., tuple[Any, ...]]
     """From parameters, state, a batch and a program to new parameters, state, loss (and aux).
@@ -63,7 +63,7 @@ def train_step(
     *,
     has_aux: bool = False,
     microbatches: int = 1,
-    accumulate: DTypeLike | None = jnp.float32,
+    accumulate_dtype: DTypeLike | None = jnp.float32,
     per_example: bool = False,
 ) -> TrainStep:
     """Return `init(params, program)` and `step(params, state, batch, program)` for data-parallel training.
@@ -71,8 +71,8 @@ def train_step(
     `loss(params, batch)` is the mean over its batch. A batch is a pytree of arrays whose first axis is split over all
     devices; `microbatches` cuts each device's part into so many equal pieces, whose gradients are added up before
     anything is sent. Gradients, the loss and (with `has_aux`) `aux` are averaged over devices, summed in
-    `accumulate` where that is wider than their own dtype, and all travel together. Integers and bools in `aux` come
-    back as their means in float32.
+    `accumulate_dtype` where that is wider than their own dtype, and all travel together. Integers and bools in `aux`
+    come back as their means in float32.
 
     With `per_example`, `loss(params, batch)` has one value an example, and everything is a true mean over examples,
     however they are spread: `step(…, weights=w)` says how much each counts, such as 0 for padding (by default all
@@ -84,18 +84,18 @@ def train_step(
     `step(…, scale=factor)` multiplies the optimiser's updates, which is to scale the learning rate; the factor may
     change from step to step without compiling again. Optimisers that ask for the loss (`value`) get its mean.
 
-    With `Halves` the optimiser must treat every weight by itself, as SGD, momentum, Adam and AdamW do, or get the
-    norms of layers from here: use `mmj.lars`, `mmj.lamb` and `mmj.clip_by_global_norm`. Others are refused.
+    With a `ProgramPair` the optimizer must treat every weight by itself, as SGD, momentum, Adam and AdamW do, or get
+    the norms of layers from here: use `mmj.lars`, `mmj.lamb` and `mmj.clip_by_global_norm`. Others are refused.
 
     >>> import jax, jax.numpy as jnp, optax, meshmend as mm, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
-    >>> halves = mmj.install_halves(mm.plan(fabric.mesh, "hamiltonian"), fabric)
+    >>> pair = mmj.install_pair(mm.plan(fabric.mesh, "hamiltonian"), fabric)
     >>> loss = lambda w, batch: jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
     >>> init, step = mmj.train_step(loss, optax.adam(0.1), fabric)
     >>> w = jnp.zeros((3, 1))
-    >>> state = jax.jit(init)(w, halves)
+    >>> state = jax.jit(init)(w, pair)
     >>> batch = {"x": jnp.ones((24, 3)), "y": jnp.ones((24, 1))}
-    >>> w, state, value = jax.jit(step, donate_argnums=(0, 1))(w, state, batch, halves)
+    >>> w, state, value = jax.jit(step, donate_argnums=(0, 1))(w, state, batch, pair)
     >>> float(value)
     1.0
     """
@@ -109,42 +109,44 @@ def train_step(
         # With check_vma JAX would add up the gradients of replicated weights by itself, in its own way.
         return jax.shard_map(function, mesh=fabric.jax_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
-    def state_specs(params: Any, program: Program | Halves) -> Any:
+    def state_specs(params: Any, program: Program | ProgramPair) -> Any:
         """Say how the optimiser's state is split: arrays by owner if the update is sharded, numbers not at all."""
         check_program(program)
         if isinstance(program, Program):
             return replicated
-        shards = _abstract_shards(params, program, accumulate)
-        whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, accumulate)), params)
+        shards = _abstract_shards(params, program, accumulate_dtype)
+        whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, accumulate_dtype)), params)
         check_elementwise(optimizer, shards, whole)
         state = jax.eval_shape(optimizer.init, shards)
         return jax.tree.map(lambda leaf: by_device if leaf.ndim else replicated, state)
 
-    def init(params: Any, program: Program | Halves) -> Any:
-        def local(params: Any, program: Program | Halves) -> Any:
+    def init(params: Any, program: Program | ProgramPair) -> Any:
+        def local(params: Any, program: Program | ProgramPair) -> Any:
             if isinstance(program, Program):
                 return optimizer.init(params)
-            return optimizer.init(shard_of(params, program.scatter, accumulate=accumulate))
+            return optimizer.init(shard_of(params, program.scatter, accumulate_dtype=accumulate_dtype))
 
         params = jax.tree.map(jnp.asarray, params)
         specs = state_specs(params, program)
         return shard_mapped(local, (replicated, program.spec), specs)(params, program)
 
-    def mean_update(params: Any, state: Any, batch: Any, scale: Any, program: Program | Halves) -> tuple[Any, ...]:
-        extras, gradients = _gradients(with_aux, params, batch, microbatches, accumulate)
+    def mean_update(params: Any, state: Any, batch: Any, scale: Any, program: Program | ProgramPair) -> tuple[Any, ...]:
+        extras, gradients = _gradients(with_aux, params, batch, microbatches, accumulate_dtype)
         if isinstance(program, Program):
-            gradients, extras = all_reduce((gradients, extras), program, mean=True, accumulate=accumulate)
+            gradients, extras = all_reduce((gradients, extras), program, mean=True, accumulate_dtype=accumulate_dtype)
             params, state = _update(optimizer, params, state, gradients, scale, value=extras[0])
         else:
-            extras = all_reduce(extras, program.whole, mean=True, accumulate=accumulate)
-            shards = reduce_scatter(gradients, program.scatter, mean=True, accumulate=accumulate)
-            params, state = _sharded_update(optimizer, params, state, shards, scale, extras[0], program, accumulate)
+            extras = all_reduce(extras, program.whole, mean=True, accumulate_dtype=accumulate_dtype)
+            shards = reduce_scatter(gradients, program.scatter, mean=True, accumulate_dtype=accumulate_dtype)
+            params, state = _sharded_update(
+                optimizer, params, state, shards, scale, extras[0], program, accumulate_dtype
+            )
         return params, state, *extras
 
     def true_mean_update(
-        params: Any, state: Any, batch: Any, weights: Any, scale: Any, program: Program | Halves
+        params: Any, state: Any, batch: Any, weights: Any, scale: Any, program: Program | ProgramPair
     ) -> tuple[Any, ...]:
-        sums = weighted_sums(with_aux, params, batch, weights, microbatches, accumulate)
+        sums = weighted_sums(with_aux, params, batch, weights, microbatches, accumulate_dtype)
         own = jax.eval_shape(with_aux, params, batch)
 
         def means(extras: Any, weight: Any) -> Any:
@@ -160,13 +162,15 @@ def train_step(
         else:
             extras, weight = all_reduce((sums.extras, sums.weight), program.whole)
             extras = means(extras, weight)
-            totals = reduce_scatter(sums.gradients, program.scatter, accumulate=accumulate)
+            totals = reduce_scatter(sums.gradients, program.scatter, accumulate_dtype=accumulate_dtype)
             shards = jax.tree.map(lambda x: over(x, weight, nothing=0.0).astype(x.dtype), totals)
-            params, state = _sharded_update(optimizer, params, state, shards, scale, extras[0], program, accumulate)
+            params, state = _sharded_update(
+                optimizer, params, state, shards, scale, extras[0], program, accumulate_dtype
+            )
         return params, state, *extras
 
     def step(
-        params: Any, state: Any, batch: Any, program: Program | Halves, *, weights: Any = None, scale: Any = None
+        params: Any, state: Any, batch: Any, program: Program | ProgramPair, *, weights: Any = None, scale: Any = None
     ) -> tuple[Any, ...]:
         params = jax.tree.map(jnp.asarray, params)
         specs = state_specs(params, program)
@@ -209,18 +213,18 @@ def _sharded_update(
     own_gradients: Any,
     scale: Any,
     value: Any,
-    halves: Halves,
-    accumulate: DTypeLike | None,
+    pair: ProgramPair,
+    accumulate_dtype: DTypeLike | None,
 ) -> tuple[Any, Any]:
     """Update the weights that this chip owns, and gather everybody's."""
-    own_params = shard_of(params, halves.scatter, accumulate=accumulate)
-    layers = ShardedLayers(params, halves, accumulate)
+    own_params = shard_of(params, pair.scatter, accumulate_dtype=accumulate_dtype)
+    layers = ShardedLayers(params, pair, accumulate_dtype)
     own_params, state = _update(optimizer, own_params, state, own_gradients, scale, value=value, layers=layers)
-    return all_gather(own_params, halves.gather, like=params, accumulate=accumulate), state
+    return all_gather(own_params, pair.gather, like=params, accumulate_dtype=accumulate_dtype), state
 
 
 def _gradients(
-    with_aux: LossFunction, params: Any, batch: Any, microbatches: int, accumulate: DTypeLike | None
+    with_aux: LossFunction, params: Any, batch: Any, microbatches: int, accumulate_dtype: DTypeLike | None
 ) -> tuple[Any, Any]:
     """Return the mean loss with its aux, and the mean gradients, over this device's microbatches."""
     differentiate = jax.value_and_grad(with_aux, has_aux=True)
@@ -235,7 +239,7 @@ def _gradients(
     pieces = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
 
     def sum_dtype(own: Any) -> Any:
-        return travel_dtype(mean_dtype(own), accumulate)
+        return travel_dtype(mean_dtype(own), accumulate_dtype)
 
     def widened(tree: Any) -> Any:
         return jax.tree.map(lambda x: jnp.asarray(x).astype(sum_dtype(jnp.asarray(x).dtype)), tree)
@@ -250,8 +254,10 @@ def _gradients(
     return value, gradients
 
 
-def _abstract_shards(params: Any, halves: Halves, accumulate: DTypeLike | None) -> tuple[jax.ShapeDtypeStruct, ...]:
+def _abstract_shards(
+    params: Any, pair: ProgramPair, accumulate_dtype: DTypeLike | None
+) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Return the shapes of one device's shards of the parameters."""
-    n_rows = halves.scatter.owned.shape[-1]
-    groups = groups_of(jax.tree.leaves(params), halves.scatter.layout, accumulate)
+    n_rows = pair.scatter.owned.shape[-1]
+    groups = groups_of(jax.tree.leaves(params), pair.scatter.layout, accumulate_dtype)
     return tuple(jax.ShapeDtypeStruct((n_rows, group.chunk), group.dtype) for group in groups)

@@ -34,7 +34,7 @@ def weighted_sums(
     batch: Any,
     weights: jax.Array,
     microbatches: int,
-    accumulate: DTypeLike | None,
+    accumulate_dtype: DTypeLike | None,
 ) -> Sums:
     """Add up this device's examples, each times its weight. `loss` returns a value per example, and aux likewise.
 
@@ -45,7 +45,7 @@ def weighted_sums(
 
     def widened(value: Any) -> jax.Array:
         x: jax.Array = jnp.asarray(value)
-        return x.astype(travel_dtype(mean_dtype(x.dtype), accumulate))
+        return x.astype(travel_dtype(mean_dtype(x.dtype), accumulate_dtype))
 
     def piece_sums(batch: Any, weights: jax.Array) -> Sums:
         # A cotangent of 0 times a derivative of NaN is NaN, so examples that don't count must not be computed with.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import ClassVar, final
 
-from meshmend.cost import DEFAULT_HARDWARE, Hardware, StepProfile, find_hardware
+from meshmend.cost import DEFAULT_HARDWARE, Hardware, StepDemand, find_hardware
 from meshmend.errors import ParameterError, PlanError
 from meshmend.planning.base import Floor, Planner
 from meshmend.planning.hamiltonian import Hamiltonian
@@ -153,7 +153,7 @@ class Field:
         self._fixed = fixed
         self._refused = [Candidate(planner, None, None, why) for planner, why in reasons.items() if why is not None]
         self._able = [planner for planner, why in reasons.items() if why is None]
-        self._made: dict[Planner, StepProfile] = {}
+        self._made: dict[Planner, StepDemand] = {}
 
     @property
     def why_not(self) -> str | None:
@@ -189,7 +189,7 @@ class Field:
             if floors[variant] >= fastest:
                 break
             if variant not in self._made:
-                self._made[variant] = StepProfile(variant.plan(self._mesh))
+                self._made[variant] = StepDemand(variant.plan(self._mesh))
             times[variant] = self._made[variant].seconds(payload_bytes, hardware)
             fastest = min(fastest, times[variant])
         made = sorted(times, key=lambda variant: times[variant])

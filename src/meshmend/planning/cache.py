@@ -17,12 +17,12 @@ import warnings
 from pathlib import Path
 
 from meshmend.errors import CacheWarning, ScheduleFileError, VerificationError
-from meshmend.files import FORMAT, load, save
 from meshmend.planning.auto import CHOICES, Auto
 from meshmend.planning.base import Planner
 from meshmend.schedule import Collective, Schedule
+from meshmend.schedule.serialize import FORMAT, load, save
+from meshmend.schedule.verify import verify
 from meshmend.topology import Mesh, name_cable
-from meshmend.verify import verify
 
 RECIPE = 2
 """Raised whenever a planner's output changes, so that schedules of an older version are not taken for new ones."""

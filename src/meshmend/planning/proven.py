@@ -10,8 +10,8 @@ from meshmend.planning.auto import CHOICES, Auto, Choice, Chooser, Tuned
 from meshmend.planning.base import Planner
 from meshmend.planning.cache import PlanCache
 from meshmend.schedule import Schedule
+from meshmend.schedule.verify import verify as prove
 from meshmend.topology import Mesh
-from meshmend.verify import verify as prove
 
 PLANNERS: dict[str, type[Planner]] = {kind.name: kind for kind in CHOICES} | {Auto.name: Auto}
 """Every planner by the name that the command line knows it by."""

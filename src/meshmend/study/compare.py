@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from meshmend.cost.bound import Bound, bound
 from meshmend.cost.hardware import DEFAULT_HARDWARE, Hardware, find_hardware
 from meshmend.cost.predict import Forecast, Mode, predict
-from meshmend.cost.profile import StepProfile
+from meshmend.cost.step_demand import StepDemand
 from meshmend.planning import PLANNERS, Auto, Planner
 from meshmend.planning.auto import Field
 from meshmend.schedule import Schedule
@@ -117,14 +117,14 @@ def _priced(
     mode: Mode,
     payloads: Sequence[float],
 ) -> PlannerResult:
-    profile = StepProfile(schedule)
+    demand = StepDemand(schedule)
     if mode == "lock-step":
-        sweep = [profile.seconds(payload, hardware) for payload in payloads]
+        sweep = [demand.seconds(payload, hardware) for payload in payloads]
     else:
-        sweep = [predict(schedule, payload, hardware, mode=mode, profile=profile).seconds for payload in payloads]
+        sweep = [predict(schedule, payload, hardware, mode=mode, demand=demand).seconds for payload in payloads]
     return PlannerResult(
         name,
-        forecast=predict(schedule, payload_bytes, hardware, mode=mode, profile=profile),
+        forecast=predict(schedule, payload_bytes, hardware, mode=mode, demand=demand),
         steps=schedule.n_steps,
         chunks=schedule.total_chunks,
         transfers=schedule.n_transfers,

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.cost.hardware import PRESETS, Hardware
-from meshmend.cost.profile import StepProfile
+from meshmend.cost.step_demand import StepDemand
 from meshmend.planning import RowPairs
 from meshmend.study.paper import (
     BYTES_PER_GRADIENT,
@@ -115,7 +115,7 @@ def reproduce(
     part of a step on 1024 chips (32 images, 8 sequences per chip) is known: from the TPU compiler, say.
     """
     given = {"ResNet-50": resnet_compute_s, "BERT": bert_compute_s}
-    plans: dict[tuple[str, tuple[str, ...]], list[tuple[RowPairs, StepProfile]]] = {}
+    plans: dict[tuple[str, tuple[str, ...]], list[tuple[RowPairs, StepDemand]]] = {}
     for shape in dict.fromkeys(case.shape for case in CASES):
         for fail in ((), (HOLE,)):
             plans[shape, fail] = _profiles(Mesh(shape, failed=fail), segments, on_plan)
@@ -124,8 +124,8 @@ def reproduce(
     def best(case: Case, fail: tuple[str, ...], hardware: Hardware) -> Timed:
         payload = WORKLOADS[case.model].parameters * BYTES_PER_GRADIENT
         timed = [
-            Timed(profile.seconds(payload, hardware), planner.orientation, planner.segments, profile.schedule.n_steps)
-            for planner, profile in plans[case.shape, fail]
+            Timed(demand.seconds(payload, hardware), planner.orientation, planner.segments, demand.schedule.n_steps)
+            for planner, demand in plans[case.shape, fail]
         ]
         return min(timed, key=lambda t: t.seconds)
 
@@ -150,14 +150,14 @@ def reproduce(
 
 def _profiles(
     mesh: Mesh, segments: Sequence[int], on_plan: Callable[[str], None] | None
-) -> list[tuple[RowPairs, StepProfile]]:
+) -> list[tuple[RowPairs, StepDemand]]:
     found = []
     for orientation in ("rows", "columns"):
         for count in segments:
             planner = RowPairs(orientation=orientation, segments=count)
             if on_plan is not None:
                 on_plan(f"row-pairs by {orientation}, {count} segment{'s' * (count > 1)}, on {mesh}")
-            found.append((planner, StepProfile(planner.plan(mesh))))
+            found.append((planner, StepDemand(planner.plan(mesh))))
     return found
 
 

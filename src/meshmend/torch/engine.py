@@ -22,11 +22,11 @@ import torch.distributed as dist
 from meshmend import __version__
 from meshmend.errors import Coordinate, DisagreementError, LostChipError, MeshmendError, ParameterError, ScheduleError
 from meshmend.schedule import Collective, Schedule
+from meshmend.schedule.verify import ensure_proven
 from meshmend.torch.channel import MAX_MESSAGES, Channel, Deadline, TransportError
 from meshmend.torch.payload import check_payload, combine_of, describe, kind_of, memory_of, overwrite
-from meshmend.torch.program import Program, compile_program
+from meshmend.torch.program import ChipProgram, compile_program
 from meshmend.torch.run import Run
-from meshmend.verify import ensure_proven
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
 
@@ -67,7 +67,7 @@ class Engine:
         self._guard = threading.Lock()
         refusal: MeshmendError | None = None
         try:
-            self._program: Program = self._compile()
+            self._program: ChipProgram = self._compile()
         except MeshmendError as error:
             refusal = error
         if channel is None:
@@ -81,7 +81,7 @@ class Engine:
         if refusal is not None:
             raise refusal
 
-    def _compile(self) -> Program:
+    def _compile(self) -> ChipProgram:
         """Check the schedule against the group, prove it, and return this rank's program."""
         schedule, channel = self.schedule, self._channel
         n_chips = schedule.mesh.n_chips

@@ -1,7 +1,7 @@
 """A schedule as one chip sees it: its own messages, and what each of them has to wait for.
 
 A schedule counts steps; a chip does not have to. It needs only that a message carries what the schedule says it
-carries, so a `Program` keeps, for each message of one rank, the messages of that same rank that must come first:
+carries, so a `ChipProgram` keeps, for each message of one rank, the messages of that same rank that must come first:
 
 - a send waits for the last write of every chunk that it carries;
 - a write waits for the write before it, so that sums are made in the same order in every run, and for every send
@@ -59,7 +59,7 @@ class Receive:
 
 
 @dataclass(frozen=True)
-class Program:
+class ChipProgram:
     """What one rank does: sends and receives in order of step, with numbers that they refer to each other by.
 
     A tag is a message's number among those of its pair of ranks and its direction; both ends count alike.
@@ -98,7 +98,7 @@ class Program:
         return tuple(sorted({send.peer for send in self.sends} | {receive.peer for receive in self.receives}))
 
 
-def compile_program(schedule: Schedule, rank: int) -> Program:
+def compile_program(schedule: Schedule, rank: int) -> ChipProgram:
     """Return the program of one rank of a schedule that `verify` accepts.
 
     >>> from meshmend import Mesh, plan
@@ -147,7 +147,7 @@ def compile_program(schedule: Schedule, rank: int) -> Program:
             )
             receives.append(Receive(src, n_received[src], first, last, adds, direct, earlier, tuple(sorted(readers))))
             n_received[src] += 1
-    return Program(rank, schedule.total_chunks, tuple(sends), tuple(receives))
+    return ChipProgram(rank, schedule.total_chunks, tuple(sends), tuple(receives))
 
 
 def _messages(schedule: Schedule, rank: int) -> list[tuple[int, int, int, int, int, int]]:

@@ -17,7 +17,7 @@ import torch
 
 from meshmend.torch.channel import Channel, Deadline, TransportError
 from meshmend.torch.payload import Combine
-from meshmend.torch.program import Program, Receive
+from meshmend.torch.program import ChipProgram, Receive
 
 AHEAD_BYTES = 32 * 2**20
 """Receives posted ahead from one neighbour. Gloo sends nothing before its receiver is ready, and says that it is
@@ -29,7 +29,7 @@ class Run:
 
     def __init__(
         self,
-        program: Program,
+        program: ChipProgram,
         channel: Channel,
         members: Sequence[int],
         flat: torch.Tensor,

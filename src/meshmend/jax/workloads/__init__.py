@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
-from meshmend.jax.ahead_of_time import Compiled, compile_step
 from meshmend.jax.collectives import all_reduce
+from meshmend.jax.compiling.ahead_of_time import Compiled, compile_step
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.program import Program, abstract_program
 from meshmend.jax.workloads import bert, resnet
@@ -75,7 +75,7 @@ def find_workload(name: str) -> Workload:
     return WORKLOADS[name]
 
 
-def train_step(workload: Workload, fabric: Fabric, *, accumulate: DTypeLike | None = None) -> Callable[..., Any]:
+def train_step(workload: Workload, fabric: Fabric, *, accumulate_dtype: DTypeLike | None = None) -> Callable[..., Any]:
     """Return `step(params, statistics, state, batch, program)`; without a program nothing is sent.
 
     The latter is what a chip computes, to be counted apart from what it communicates.
@@ -87,7 +87,7 @@ def train_step(workload: Workload, fabric: Fabric, *, accumulate: DTypeLike | No
         (value, statistics), gradients = differentiate(params, statistics, batch)
         if program is not None:
             gradients, statistics, value = all_reduce(
-                (gradients, statistics, value), program, mean=True, accumulate=accumulate
+                (gradients, statistics, value), program, mean=True, accumulate_dtype=accumulate_dtype
             )
         updates, state = workload.optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), statistics, state, value

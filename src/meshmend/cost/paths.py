@@ -1,0 +1,70 @@
+"""Paths: which links each transfer of a schedule uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshmend import routing
+from meshmend.schedule import Schedule
+from meshmend.topology import Mesh
+
+MAX_TABLE_CHIPS = 4096
+"""Up to here a table of all pairs of ranks fits in 64 MB, and looking a link up is one read."""
+
+AT_ONCE = 2**20
+"""Transfers looked up at a time on larger meshes: `Mesh.link` works in 64 bits."""
+
+
+@dataclass(frozen=True)
+class TransferPaths:
+    """The links of a schedule's transfers.
+
+    `link[i]` is the link of transfer i between neighbours, −1 where its ends are further apart. For those, one row
+    a hop in order of step: `far_row` (the transfer), `far_hop` (hops before this one), `far_link`. `far_hops[i]`
+    counts the hops of transfer `far[i]`.
+    """
+
+    link: NDArray[np.int32]
+    far: NDArray[np.int64]
+    far_hops: NDArray[np.int64]
+    far_row: NDArray[np.int64]
+    far_hop: NDArray[np.int64]
+    far_link: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> TransferPaths:
+        """Look up the links between neighbours; ask the routing for the others' paths, once a pair of chips."""
+        link = _links(schedule.mesh, schedule.src, schedule.dst)
+        far = np.flatnonzero(link < 0)
+        if not len(far):
+            empty = np.empty(0, dtype=np.int64)
+            return cls(link, far, empty, empty, empty, empty)
+        n = schedule.mesh.n_chips
+        pairs, which = np.unique(schedule.src[far].astype(np.int64) * n + schedule.dst[far], return_inverse=True)
+        walk = routing.trace(schedule.mesh, *np.divmod(pairs, n))
+        order = np.lexsort((walk.hop, walk.flow))
+        hops = np.bincount(walk.flow, minlength=len(pairs))
+        starts = np.cumsum(hops) - hops
+        # Every transfer takes a copy of its pair's path.
+        far_hops = hops[which]
+        far_hop = np.arange(far_hops.sum()) - np.repeat(np.cumsum(far_hops) - far_hops, far_hops)
+        path = order[np.repeat(starts[which], far_hops) + far_hop]
+        return cls(link, far, far_hops, np.repeat(far, far_hops), far_hop, walk.link[path].astype(np.int64))
+
+
+def _links(mesh: Mesh, src: NDArray[np.int32], dst: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return what `mesh.link` does, fast enough for tens of millions of transfers."""
+    n = mesh.n_chips
+    if n > MAX_TABLE_CHIPS:
+        links = np.empty(len(src), dtype=np.int32)
+        for first in range(0, len(src), AT_ONCE):
+            rows = slice(first, first + AT_ONCE)
+            links[rows] = mesh.link(src[rows], dst[rows])
+        return links
+    table = np.full(n * n, -1, dtype=np.int32)
+    rank, direction = np.nonzero(mesh.neighbours >= 0)
+    table[rank * n + mesh.neighbours[rank, direction]] = rank * mesh.n_directions + direction
+    return np.asarray(table[src * np.int32(n) + dst])

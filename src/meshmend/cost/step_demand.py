@@ -1,0 +1,159 @@
+"""The demand of a schedule: what each step asks of the busiest link and of the busiest chip.
+
+It depends on the schedule only, so it is made once; evaluating it for a payload and hardware then costs
+microseconds, however many transfers the schedule has.
+
+A step's transfers start together. The data of a transfer over h links begins to flow after h hop latencies, and
+the transfers on a link share it. So a link that is kept busy by the transfers of h or more hops is done no earlier
+than h latencies and their bytes after the step began, and the latest such moment, over all links and all h, ends
+the step. The demand keeps, for each step and each h that occurs, the most that any link carries for transfers of
+h hops or more; and the same for what any chip sends and receives, for engines that drive only some of their links.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshmend.cost.hardware import Hardware
+from meshmend.cost.load import link_load
+from meshmend.cost.paths import TransferPaths
+from meshmend.schedule import Schedule
+
+BINS = 2**22
+"""Counters held at a time when the transfers of many steps are summed by link."""
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Demand:
+    """Rows in order of step: transfers of `hops` or more ask for up to `chunks` chunks from one link (or chip)."""
+
+    step: Ints
+    hops: Ints
+    chunks: Floats
+
+
+class StepDemand:
+    """What each step of a schedule asks for, ready to be priced for any payload and hardware.
+
+    >>> from meshmend import Mesh, plan
+    >>> from meshmend.cost import find_hardware
+    >>> demand = StepDemand(plan(Mesh("4x4"), "hamiltonian"))
+    >>> demand.seconds(1e9, find_hardware("ideal"))     # 2·15 steps of 1/32 of the payload at 1 GB/s
+    0.9375
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.paths = TransferPaths.of(schedule)
+
+    def seconds(self, payload_bytes: float, hardware: Hardware) -> float:
+        """Return the lock-step time of the whole schedule."""
+        return float(self.step_seconds(payload_bytes, hardware).sum())
+
+    def step_seconds(self, payload_bytes: float, hardware: Hardware) -> Floats:
+        """Return how long each step lasts."""
+        chunk_s = payload_bytes / self.schedule.total_chunks / hardware.link_bytes_per_s
+        lasts = np.full(self.schedule.n_steps, hardware.step_latency_s)
+        lasts += self._price(self._links, chunk_s, hardware.hop_latency_s, at_least=None)
+        width = hardware.links_at_once
+        if width is not None and width < self.schedule.mesh.n_directions:
+            busy = lasts - hardware.step_latency_s
+            for demand in (self._senders, self._receivers):
+                busy = self._price(demand, chunk_s / width, hardware.hop_latency_s, at_least=busy)
+            lasts = busy + hardware.step_latency_s
+        return lasts
+
+    def _price(self, demand: _Demand, chunk_s: float, hop_s: float, at_least: Floats | None) -> Floats:
+        times = np.zeros(self.schedule.n_steps) if at_least is None else at_least.copy()
+        np.maximum.at(times, demand.step, demand.hops * hop_s + demand.chunks * chunk_s)
+        return times
+
+    @cached_property
+    def link_load(self) -> Floats:
+        """The payload fraction that each link carries over the whole schedule."""
+        return link_load(self.schedule, self.paths)
+
+    @cached_property
+    def phase_shares(self) -> Floats:
+        """For each step (row) the share of each phase (column) in the chunks that it moves; rows sum to 1."""
+        s, n_phases = self.schedule, len(self.schedule.phase_names)
+        key = s.step.astype(np.int64) * n_phases + s.phase
+        moved = np.bincount(key, weights=s.n_chunks, minlength=s.n_steps * n_phases).reshape(s.n_steps, n_phases)
+        return np.asarray(moved / moved.sum(axis=1, keepdims=True))
+
+    @cached_property
+    def _links(self) -> _Demand:
+        found, s = self.paths, self.schedule
+        if not len(found.far):
+            return _join([self._busiest(s.step, found.link, s.n_chunks, s.mesh.n_link_slots, hops=1)])
+        near = found.link >= 0
+        step = np.concatenate([s.step[near], s.step[found.far_row]])
+        link = np.concatenate([found.link[near], found.far_link])
+        chunks = np.concatenate([s.n_chunks[near], s.n_chunks[found.far_row]])
+        hops = np.concatenate([np.ones(int(near.sum()), np.int64), np.repeat(found.far_hops, found.far_hops)])
+        return self._by_hops(step, link, chunks, hops, s.mesh.n_link_slots)
+
+    @cached_property
+    def _senders(self) -> _Demand:
+        return self._by_chip(self.schedule.src)
+
+    @cached_property
+    def _receivers(self) -> _Demand:
+        return self._by_chip(self.schedule.dst)
+
+    def _by_chip(self, rank: NDArray[np.int32]) -> _Demand:
+        s = self.schedule
+        if not len(self.paths.far):
+            return _join([self._busiest(s.step, rank, s.n_chunks, s.mesh.n_chips, hops=1)])
+        hops = np.ones(s.n_transfers, dtype=np.int64)
+        hops[self.paths.far] = self.paths.far_hops
+        return self._by_hops(s.step, rank, s.n_chunks, hops, s.mesh.n_chips)
+
+    def _by_hops(
+        self, step: NDArray[np.int32], key: NDArray[np.integer], chunks: NDArray[np.int32], hops: Ints, n_keys: int
+    ) -> _Demand:
+        """Return the demand for every number of hops that occurs, each counting the transfers of more hops too."""
+        order = np.argsort(step, kind="stable")
+        step, key, chunks, hops = step[order], key[order], chunks[order], hops[order]
+        parts = []
+        for least in np.unique(hops):
+            keep = hops >= least
+            parts.append(self._busiest(step[keep], key[keep], chunks[keep], n_keys, hops=int(least)))
+        return _join(parts)
+
+    def _busiest(
+        self,
+        step: NDArray[np.int32],
+        key: NDArray[np.integer],
+        chunks: NDArray[np.int32],
+        n_keys: int,
+        *,
+        hops: int,
+    ) -> _Demand:
+        """Return the largest sum of `chunks` over any key, for each step; `step` ascends."""
+        n_steps = self.schedule.n_steps
+        most = np.zeros(n_steps)
+        block = max(1, BINS // n_keys)
+        for first in range(0, n_steps, block):
+            last = min(first + block, n_steps)
+            rows = slice(*np.searchsorted(step, (first, last)))
+            where = (step[rows].astype(np.int64) - first) * n_keys + key[rows]
+            sums = np.bincount(where, weights=chunks[rows], minlength=(last - first) * n_keys)
+            most[first:last] = sums.reshape(last - first, n_keys).max(axis=1)
+        busy = np.flatnonzero(most)
+        return _Demand(busy, np.full(len(busy), hops), most[busy])
+
+
+def _join(parts: list[_Demand]) -> _Demand:
+    return _Demand(
+        np.concatenate([part.step for part in parts]),
+        np.concatenate([part.hops for part in parts]),
+        np.concatenate([part.chunks for part in parts]),
+    )

@@ -1,0 +1,12 @@
+"""Joining a job: who is there, where they stand, which plan they run, and what happened when.
+
+A launcher (torchrun, Slurm, Kubernetes) restarts the survivors. `initialize` reads what the launcher says, holds the
+rendezvous and returns the `Session`: the fabric of the hosts that came, and the plan that all of them run.
+"""
+
+from meshmend.jax.job.hosts import Hosts
+from meshmend.jax.job.launch import Launch, read_launch
+from meshmend.jax.job.session import Session, initialize
+from meshmend.jax.job.timeline import Timeline, read_timeline
+
+__all__ = ["Hosts", "Launch", "Session", "Timeline", "initialize", "read_launch", "read_timeline"]

@@ -1,0 +1,150 @@
+"""Small facts that every process tells every other one, before and without any collective.
+
+They go through JAX's coordination service, so that processes can compare what they are, and all raise the same error,
+when a collective would hang.
+
+How long a process takes until it has something to tell depends on what it does: planning a large mesh, or compiling
+without a cache, takes minutes. So nobody waits by the clock alone: each process beats while the session lasts, and is
+waited for as long as its heart beats.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+from jax._src import distributed  # there is no public way to the coordination service's key-value store
+
+from meshmend.errors import RestartError
+
+BEAT_S = 1.0
+"""Between two heartbeats of a process."""
+LONGEST_WAIT_S = 3600.0
+"""For a process that is alive but never tells anything."""
+
+
+class Coordination:
+    """What the processes of a job tell each other, through JAX's key-value store. Every process makes the same calls.
+
+    A process that has not given its fact is waited for as long as its heartbeat comes: it counts as dead when it has
+    been silent for `timeout_s`, and as stuck after `limit_s`. `close` ends the heartbeat.
+    """
+
+    def __init__(
+        self,
+        process: int,
+        n_processes: int,
+        *,
+        timeout_s: float = 60.0,
+        limit_s: float = LONGEST_WAIT_S,
+        beat_s: float = BEAT_S,
+    ) -> None:
+        self.process = process
+        self.n_processes = n_processes
+        self.timeout_s = timeout_s
+        self.limit_s = limit_s
+        self.beat_s = beat_s
+        self._round = count()
+        self._doing = "starting"
+        self._closed = threading.Event()
+        self._heart: threading.Thread | None = None
+        if n_processes > 1 and distributed.global_state.client is not None:
+            self._heart = threading.Thread(target=self._beat, name="meshmend-heartbeat", daemon=True)
+            self._heart.start()
+
+    def exchange(self, fact: Any) -> list[Any]:
+        """Tell all processes a fact (anything that JSON can write); return everybody's, by process."""
+        folder = self._tell(fact)
+        if self.n_processes == 1:
+            return [json.loads(json.dumps(fact))]
+        return [json.loads(self._hear(f"{folder}/{process}", process)) for process in range(self.n_processes)]
+
+    def tell(self, fact: Any) -> None:
+        """Take part in an exchange without waiting for the others: for a process that is about to give up."""
+        self._tell(fact)
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Let the others know, if they have to wait, what this process does: "planning"."""
+        before, self._doing = self._doing, what
+        try:
+            yield
+        finally:
+            self._doing = before
+
+    def close(self) -> None:
+        """Stop beating; before JAX's coordination service ends."""
+        self._closed.set()
+        if self._heart is not None:
+            self._heart.join(self.timeout_s)
+
+    def _tell(self, fact: Any) -> str:
+        folder = f"meshmend/{next(self._round)}"
+        if self.n_processes > 1:
+            _client().key_value_set(f"{folder}/{self.process}", json.dumps(fact))
+        return folder
+
+    def _hear(self, key: str, process: int) -> str:
+        """Wait for a key of a process's while it is alive."""
+        started = heard = time.monotonic()
+        beat = ""
+        while True:
+            try:
+                return str(_client().blocking_key_value_get(key, max(1, int(1000 * min(self.beat_s, self.timeout_s)))))
+            except RuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise self._unreachable(error) from error
+            latest, now = self._beat_of(process), time.monotonic()
+            if latest != beat:
+                beat, heard = latest, now
+            doing = json.loads(beat)[1] if beat else "starting"
+            if now - heard > self.timeout_s:
+                raise RestartError(
+                    f"Process {process} has been silent for {now - heard:.0f} s (it was {doing}), expected a sign of "
+                    f"life every {self.beat_s:g} s: it is dead, frozen or cut off. The launcher will start the "
+                    "survivors again."
+                )
+            if now - started > self.limit_s:
+                raise RestartError(
+                    f"Process {process} is alive (it is {doing}), but has kept the others waiting for "
+                    f"{now - started:.0f} s, expected at most {self.limit_s:g} s. Look at what it does there: a "
+                    "plan or a compiled program that takes so long belongs in the cache before the job starts."
+                )
+
+    def _beat_of(self, process: int) -> str:
+        try:
+            return str(_client().key_value_try_get(f"meshmend/beat/{process}"))
+        except RuntimeError as error:
+            if "NOT_FOUND" in str(error):
+                return ""
+            raise self._unreachable(error) from error
+
+    def _unreachable(self, error: RuntimeError) -> RestartError:
+        return RestartError(
+            f"Process {self.process} cannot reach the coordination service on process 0's host any more: "
+            f"{str(error).splitlines()[0]}. Process 0 is probably dead. The launcher will start the survivors again."
+        )
+
+    def _beat(self) -> None:
+        for number in count():
+            try:
+                beat = json.dumps([number, self._doing])
+                _client().key_value_set(f"meshmend/beat/{self.process}", beat, allow_overwrite=True)
+            except RuntimeError:
+                # The service is gone, which the next exchange reports, or only this beat is lost.
+                if distributed.global_state.client is None:
+                    return
+            if self._closed.wait(self.beat_s):
+                return
+
+
+def _client() -> Any:
+    client = distributed.global_state.client
+    if client is None:
+        raise RestartError("Processes cannot talk yet: call job.initialize() first.")
+    return client

@@ -1,0 +1,306 @@
+"""One attempt of a job: from what the launcher says to the fabric with the hole.
+
+`initialize` joins this process to the others, finds out which hosts are there, and builds the fabric of their chips.
+What is missing is the hole. Every process sees the same hosts, and raises the same error where they do not fit.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import jax
+
+from meshmend.errors import MeshError, PlanError, RestartError, name_chip
+from meshmend.jax.fabric import Fabric, discover
+from meshmend.jax.job.compile_cache import use_compile_cache
+from meshmend.jax.job.coordination import Coordination
+from meshmend.jax.job.hosts import Hosts
+from meshmend.jax.job.launch import Launch, read_launch
+from meshmend.jax.job.rendezvous import free_port, rendezvous
+from meshmend.jax.job.timeline import Timeline, process_started_at
+from meshmend.planning import PlanCache, Planner, plan
+from meshmend.schedule import Schedule
+
+GAVE_UP = 13
+"""Exit status of a process that lost its peers or met an error: anything but 0 makes a launcher restart it."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """One process's part in one attempt of the job. Made by `initialize`; use it in a `with` block.
+
+    Leaving the block by an exception ends the process at once: with a peer gone, an orderly shutdown would wait for it
+    until some timeout, and the launcher can only restart what has ended.
+    """
+
+    fabric: Fabric
+    launch: Launch
+    """What the launcher said, with processes numbered in the order of their hosts."""
+    hosts: Hosts | None
+    """The whole machine; None on TPU, where devices know their places."""
+    host_of_process: tuple[int, ...]
+    """Number of each process's host; on TPU, where hosts have no number, that of the process."""
+    coordination: Coordination
+    timeline: Timeline
+
+    @property
+    def host(self) -> int:
+        """Number of this process's host."""
+        return self.host_of_process[self.launch.process]
+
+    def plan(
+        self,
+        planner: str | Planner = "auto",
+        *,
+        cache: PlanCache | str | Path | None = None,
+        **parameters: Any,
+    ) -> Schedule:
+        """Return the proven plan for the survivors: from the cache that `meshmend prepare` filled, or made now.
+
+        Give the planner and the parameters that `prepare` was given; process 0 plans what is not in the cache yet, and
+        all others find it there. They wait for it as long as it is alive, and raise its error if it has none.
+        """
+        store = cache if isinstance(cache, PlanCache) else PlanCache(cache)
+        with self.timeline.timed("plan") as facts, self.coordination.doing("planning"):
+            before = len(store)
+            if self.launch.process != 0:
+                _check_planned(self.coordination.exchange(None)[0])
+                facts["from_cache"] = True
+                return plan(self.fabric.mesh, planner, cache=store, **parameters)
+            try:
+                schedule = plan(self.fabric.mesh, planner, cache=store, **parameters)
+            except BaseException as error:
+                self.coordination.tell(_describe_failure(error))
+                raise
+            facts["from_cache"] = len(store) == before
+            self.coordination.exchange(None)
+            return schedule
+
+    def fabrics_ahead(self) -> Iterator[tuple[int, Fabric]]:
+        """Return what the fabric would be after the loss of each single host: (its number, the fabric).
+
+        Its devices are there only to compile for, and only on process 0: those of the first processes stand in for
+        the survivors, with the numbers that theirs would have. What is compiled for them goes into the compile cache
+        under the key that the restarted job will ask for. Losses that cut the mesh in two are left out.
+        """
+        if self.hosts is None or self.launch.process != 0:
+            return
+        for lost in self.host_of_process:
+            left = [number for number in self.host_of_process if number != lost]
+            if left:
+                fabric = fabric_of_hosts(self.hosts, left, jax.devices())
+                if fabric.mesh.is_connected:
+                    yield lost, fabric
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or is_orderly(error):
+            self.coordination.close()
+            jax.distributed.shutdown()
+        else:
+            self.give_up(error)
+
+    def give_up(self, error: BaseException) -> NoReturn:
+        """Note and print an error, and end the process at once, from whatever thread."""
+        self.timeline.note("gave up", why=f"{type(error).__name__}: {error}"[:300])
+        traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(GAVE_UP)
+
+
+def _describe_failure(error: BaseException) -> dict[str, Any]:
+    """Write down why process 0 has no plan, so that the others can raise the same error."""
+    if isinstance(error, PlanError):
+        return {"plan": [error.planner, error.mesh_name, error.why, error.alternatives]}
+    return {"why": f"{type(error).__name__}: {error}"[:2000]}
+
+
+def _check_planned(failure: Any) -> None:
+    """Raise what process 0 could not plan for, if it could not."""
+    if failure is not None:
+        if "plan" in failure:
+            raise PlanError(*failure["plan"])
+        raise RestartError(f"Process 0 could not plan: {failure['why']}. See its log.")
+
+
+def is_orderly(error: BaseException | None) -> bool:
+    """Whether a `with` block that was left by an error, or by none, ends a job that is done."""
+    return error is None or (isinstance(error, SystemExit) and not error.code)
+
+
+def initialize(
+    shape: Sequence[int] | str | None = None,
+    host: Sequence[int] | str | None = None,
+    *,
+    place: int | str | Sequence[int] | None = None,
+    launch: Launch | None = None,
+    heartbeat_s: int = 10,
+    timeout_s: int = 30,
+    compile_cache: str | Path | None = None,
+    timeline: str | Path | None = None,
+) -> Session:
+    """Join the job, find the survivors, and return the session. Call it first, before anything touches a device.
+
+    `shape` is the whole machine and `host` the tile of chips that a host drives, as in "8x8" and "4x2"; `place` is
+    this host's number in row-major order, or the coordinate of its first chip. By default they come from the
+    environment: MESHMEND_SHAPE, MESHMEND_HOST_SHAPE and MESHMEND_HOST. On TPU devices know their coordinates, and
+    none of the three is needed. `launch` is what the launcher says, by default its environment variables.
+
+    `heartbeat_s`: a process that is silent for so long counts as dead, and then all processes end. It is for hosts
+    that freeze or lose their network; a process that dies breaks its connections, which the next collective notices
+    at once. Shorter finds a frozen host sooner, but takes a busy one (a long garbage collection, an overloaded CPU)
+    for dead. `timeout_s` is how long processes wait for each other at the rendezvous, and so what it costs if one dies
+    before it has come there; later a process that plans or compiles is waited for as long as it gives signs of life,
+    and counts as dead when it has given none for so long.
+
+    `compile_cache` is a folder that all hosts share (JAX lets only process 0 write), where every compiled program is
+    kept; by default JAX_COMPILATION_CACHE_DIR. `timeline` is a file for this host's events, by default
+    MESHMEND_TIMELINE.
+
+    JAX's own handler of SIGTERM is switched off: it would keep the process alive while the launcher wants it gone.
+    """
+    started, joining = process_started_at(), time.time()
+    launched = read_launch() if launch is None else launch
+    notes = Timeline(timeline or os.environ.get("MESHMEND_TIMELINE"), launch=launched.attempt)
+    _configure(compile_cache)
+    hosts, numbers = None, tuple(range(launched.n_processes))
+    try:
+        if not _knows_coordinates(place):
+            launched, hosts, numbers = _join(shape, host, place, launched, timeout_s)
+        notes.facts |= {"process": launched.process, "host": numbers[launched.process]}
+        jax.distributed.initialize(
+            launched.coordinator,
+            launched.n_processes,
+            launched.process,
+            heartbeat_timeout_seconds=heartbeat_s,
+            initialization_timeout=timeout_s,
+            shutdown_timeout_seconds=timeout_s,
+            cluster_detection_method="deactivate",
+        )
+        joined = time.time()
+        fabric = _find(shape, hosts, numbers)
+        _check_connected(fabric, numbers)
+    except RestartError as error:
+        notes.note("gave up", why=str(error))
+        raise
+    notes.note("process", at=started, seconds=joining - started)
+    notes.note("join", at=joining, seconds=joined - joining)
+    notes.note("fabric", at=joined, seconds=time.time() - joined, chips=fabric.mesh.n_chips, hosts=sorted(numbers))
+    coordination = Coordination(launched.process, launched.n_processes, timeout_s=timeout_s)
+    return Session(fabric, launched, hosts, numbers, coordination, notes)
+
+
+def _configure(compile_cache: str | Path | None) -> None:
+    use_compile_cache(compile_cache)
+    if _platform() in ("", "cpu"):
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)
+
+
+def _platform() -> str:
+    """Return the platform that JAX was told to use, "" if none was."""
+    platforms: str | None = jax.config.jax_platforms  # type: ignore[attr-defined]
+    return (platforms or "").split(",")[0]
+
+
+def _knows_coordinates(place: Any) -> bool:
+    """Whether devices know where they are, asked without touching them: only a TPU's do, and nobody then tells them."""
+    told = place is not None or "MESHMEND_HOST" in os.environ
+    return _platform() == "tpu" or (_platform() == "" and not told)
+
+
+def _join(
+    shape: Sequence[int] | str | None,
+    host: Sequence[int] | str | None,
+    place: int | str | Sequence[int] | None,
+    launch: Launch,
+    timeout_s: float,
+) -> tuple[Launch, Hosts, tuple[int, ...]]:
+    """Meet the other processes; return the launch in the order of hosts, and the host of each process."""
+    shape = shape if shape is not None else os.environ.get("MESHMEND_SHAPE")
+    host = host if host is not None else os.environ.get("MESHMEND_HOST_SHAPE")
+    place = place if place is not None else os.environ.get("MESHMEND_HOST")
+    # What is wrong here is told to all before anyone raises, or the others would wait for this process.
+    mine: dict[str, Any] = {"port": free_port()}
+    if shape is None or host is None or place is None:
+        mine["error"] = (
+            f"Process {launch.process} does not know its chips. Give initialize() shape, host and place, or set "
+            "MESHMEND_SHAPE=8x8, MESHMEND_HOST_SHAPE=4x2 and MESHMEND_HOST=3 (this host's number)."
+        )
+    else:
+        try:
+            hosts = Hosts.of(shape, host)
+            mine |= {"machine": str(hosts), "host": hosts.number(place)}
+        except (MeshError, RestartError) as error:
+            mine["error"] = f"Process {launch.process}: {error}"[:2000]
+    everybody = rendezvous(launch, mine, timeout_s=timeout_s)
+    ranked = check_hosts(everybody)
+    order = sorted(range(launch.n_processes), key=lambda process: ranked[process])
+    first = everybody[order[0]]
+    if launch.n_processes > 1:
+        launch = replace(launch, coordinator=f"{first['address']}:{first['port']}", process=order.index(launch.process))
+    return launch, hosts, tuple(ranked[process] for process in order)
+
+
+def _find(shape: Sequence[int] | str | None, hosts: Hosts | None, numbers: Sequence[int]) -> Fabric:
+    """Return the fabric of all hosts that are there."""
+    devices = jax.devices()
+    if hosts is None:
+        return discover(devices, shape=shape)
+    held = Counter(device.process_index for device in devices)
+    hosts.check_devices({number: held[process] for process, number in enumerate(numbers)})
+    return fabric_of_hosts(hosts, numbers, devices)
+
+
+def fabric_of_hosts(hosts: Hosts, numbers: Sequence[int], devices: Sequence[Any]) -> Fabric:
+    """Return the fabric in which process i drives the chips of host `numbers[i]`, in the order of its devices."""
+    chips = {process: iter(hosts.chips(number)) for process, number in enumerate(numbers)}
+    used = [device for device in devices if device.process_index in chips]
+    return discover(used, shape=hosts.shape, coords=[next(chips[device.process_index]) for device in used])
+
+
+def check_hosts(everybody: Sequence[dict[str, Any]]) -> tuple[int, ...]:
+    """Return each process's host, or raise what is wrong with them: the same on every process."""
+    errors = [fact["error"] for fact in everybody if "error" in fact]
+    if errors:
+        raise RestartError(errors[0])
+    machines = sorted({fact["machine"] for fact in everybody})
+    if len(machines) > 1:
+        raise RestartError(
+            f"Processes describe different machines: {'; '.join(machines)}. Give all of them the same shapes."
+        )
+    numbers = [int(fact["host"]) for fact in everybody]
+    for number, times in Counter(numbers).items():
+        if times > 1:
+            twice = [str(process) for process, other in enumerate(numbers) if other == number]
+            raise RestartError(
+                f"Processes {' and '.join(twice)} both say that they are host {number}. Give each host its own "
+                "MESHMEND_HOST.",
+                host=number,
+            )
+    return tuple(numbers)
+
+
+def _check_connected(fabric: Fabric, numbers: Sequence[int]) -> None:
+    mesh = fabric.mesh
+    if not mesh.is_connected:
+        apart = name_chip(mesh.chip(int((mesh.component_of != mesh.component_of[0]).argmax())))
+        raise RestartError(
+            f"The survivors (hosts {', '.join(map(str, sorted(numbers)))} of {mesh}) are cut into {mesh.n_components} "
+            f"parts: no cable leads from {name_chip(mesh.chip(0))} to {apart}, so their gradients cannot be summed. "
+            "Bring back a host between them, or start the job on one part."
+        )

@@ -1,0 +1,10 @@
+"""Keeping a job's state: in another host's memory after every step, on disk now and then, and getting it back.
+
+`Keeper` is what a job uses. Needs the `restart` extra for checkpoints on disk.
+"""
+
+from meshmend.jax.state.fetch import fetch
+from meshmend.jax.state.keeper import Keeper, Resumed
+from meshmend.jax.state.layout import place
+
+__all__ = ["Keeper", "Resumed", "fetch", "place"]

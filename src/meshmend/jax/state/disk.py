@@ -1,0 +1,353 @@
+"""The state on disk: Orbax checkpoints, written while training goes on, that any mesh can go on from.
+
+Arrays are saved as they lie on the devices, each process its own shards, with the outline that says which elements they
+are; nothing is gathered to save. Each process takes checksums of its shards before it hands them to Orbax; they are
+kept in the checkpoint's facts, which have a checksum of their own, and are compared with what is read. Orbax is
+imported when it is first needed: a job that restarts from memory doesn't wait for that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import stat
+import zlib
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from meshmend.errors import MissingExtraError, RestartError, install_hint
+from meshmend.jax.state.fetch import wait_for, within
+from meshmend.jax.state.identity import Identity
+from meshmend.jax.state.layout import Outline, StateLayout, Vectors, dtype_named, vectors_from_leaves
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+
+SLOWEST_BYTES_PER_S = 10e6
+"""A disk that reads a checkpoint more slowly than this counts as dead."""
+LONGEST_FACTS = 256 << 20
+"""Bytes; longer facts are damage, and not worth reading."""
+SPARE_BYTES = 64 << 20
+"""Bytes that a checkpoint may have beyond its arrays: metadata, and the shards of many small ones."""
+ABANDONED = "abandoned"
+"""Folder of the checkpoints that the job has gone back behind."""
+
+Checksums = dict[str, list[list[int]]]
+"""For each leaf's number, runs of its elements in memory order: first, end, CRC-32 of their bytes."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint's facts, without its arrays."""
+
+    attempt: int
+    step: int
+    facts: dict[str, Any]
+    identity: Identity
+    checksum: str
+    """Of the facts, which have the checksums of all arrays: it names this checkpoint's content and no other."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(math.prod(shape) * dtype_named(dtype).itemsize for shape, dtype in self.facts["leaves"])
+
+
+class Disk:
+    """The checkpoints in a folder that all hosts share. The newest `keep` are kept.
+
+    `exchange` tells all processes a fact and returns everybody's; every process must make the same saves.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        keep: int = 2,
+        timeout_s: float = 30.0,
+        exchange: Callable[[Any], list[Any]] = lambda fact: [fact],
+    ) -> None:
+        self.folder = Path(folder).absolute()
+        self.keep = keep
+        self.timeout_s = timeout_s
+        self.exchange = exchange
+        self._manager: ocp.CheckpointManager | None = None
+        self._saving: Saved | None = None
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a checkpoint, oldest first, without importing Orbax; none is trusted yet."""
+        try:
+            names = [path.name for path in self.folder.iterdir()]
+        except FileNotFoundError:
+            return []
+        return sorted(int(name) for name in names if name.isdecimal() and len(name) < 19 and str(int(name)) == name)
+
+    def facts(self, step: int) -> Saved:
+        """Return a checkpoint's facts, without importing Orbax; raise `RestartError` if they are not as written."""
+        path = self.folder / str(step) / "facts" / "metadata"
+        try:
+            with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+                about = os.fstat(file.fileno())
+                if not stat.S_ISREG(about.st_mode) or about.st_size > LONGEST_FACTS:
+                    raise RestartError(f"{path} is damaged: expected a plain file of facts.", step=step)
+                written = json.loads(file.read())
+            if isinstance(written, dict) and "attempt" in written and "checksum" not in written:
+                raise RestartError(
+                    f"The checkpoint of step {step} in {self.folder} was saved by an older meshmend and does not say "
+                    "which model's state it is, so it cannot be trusted to be this one's. Give this job a folder of "
+                    "its own, or finish it with the version that began it.",
+                    step=step,
+                )
+            text, expected = str(written["facts"]), str(written["checksum"])
+            got = hashlib.sha256(text.encode()).hexdigest()
+            if got != expected:
+                raise RestartError(f"{path} is damaged: checksum mismatch: expected {expected}, got {got}.", step=step)
+            facts = json.loads(text)
+            if facts["step"] != step:
+                raise RestartError(f"{path} is damaged: expected the facts of step {step}, got {facts['step']}'s.")
+            for _, dtype in facts["leaves"]:
+                dtype_named(dtype)
+            return Saved(int(facts["attempt"]), step, facts, Identity.from_json(facts["identity"]), got)
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            raise RestartError(f"{path} is damaged: {error}", step=step) from error
+
+    def claim(self, attempt: int) -> None:
+        """Take an attempt's number for this part of the job; raise `RestartError` if another part has it.
+
+        The launcher should see to it that there is only one part (by asking for more than half of the hosts); this is
+        for when it does not.
+        """
+        folder = self.folder / "attempts"
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            (folder / str(attempt)).touch(exist_ok=False)
+        except FileExistsError:
+            raise RestartError(
+                f"Another part of this job has gone on as attempt {attempt}: this one must not."
+            ) from None
+
+    def claimed(self) -> int:
+        """Return the newest attempt that any part of the job has begun, 0 if none has."""
+        return max((int(path.name) for path in self.folder.glob("attempts/*") if path.name.isdecimal()), default=0)
+
+    def check_claim(self, attempt: int) -> None:
+        """Raise `RestartError` if another part of the job has gone on in the meantime."""
+        newest = self.claimed()
+        if newest > attempt:
+            raise RestartError(
+                f"Another part of this job has gone on as attempt {newest}, while this one was attempt {attempt}: the "
+                "launcher took its hosts for dead. Nothing more of this attempt is kept; it restarts and joins them."
+            )
+
+    def set_aside_all_but(self, good: Container[int]) -> list[int]:
+        """Move checkpoints that are damaged or that the job has gone back behind to `ABANDONED`; return their steps.
+
+        Orbax saves nothing older than what is there, and would count them among the newest. Those of this restart are
+        kept in case somebody wants to look at them; those of an earlier one are deleted.
+        """
+        moved = [step for step in self.steps() if step not in good]
+        aside = self.folder / ABANDONED
+        if moved and aside.exists():
+            shutil.rmtree(aside)
+        for step in moved:
+            aside.mkdir(exist_ok=True)
+            (self.folder / str(step)).replace(aside / str(step))
+        if self._manager is not None:
+            self._manager.reload()
+        return moved
+
+    def save(self, layout: StateLayout, attempt: int, step: int, params: Any, state: Any, extra: Any) -> str:
+        """Begin to write a checkpoint; arrays may be donated as soon as this returns. `finished` says when it is there.
+
+        Returns why nothing is written if the disk is out of reach of any process, and "" otherwise.
+        """
+        leaves = jax.tree.leaves((params, state))
+        wait_for(leaves)
+        checksums = checksums_of(leaves, layout.is_sharded, jax.process_index(), jax.process_count())
+        told = self.exchange({"out_of_reach": self.out_of_reach(), "checksums": checksums})
+        reasons = [mine["out_of_reach"] for mine in told if mine["out_of_reach"]]
+        if reasons:
+            return str(reasons[0])
+        merged: Checksums = {str(i): [] for i in range(len(leaves))}
+        for mine in told:
+            for number, runs in mine["checksums"].items():
+                merged[number] += runs
+        facts = {
+            "step": step,
+            "attempt": attempt,
+            "identity": layout.identity.as_json(),
+            "outline": layout.outline.as_json(),
+            "is_sharded": layout.is_sharded,
+            "leaves": [(leaf.shape, np.dtype(leaf.dtype).name) for leaf in leaves],
+            "checksums": {number: sorted(runs) for number, runs in merged.items()},
+            "extra": extra,
+        }
+        text = json.dumps(facts)
+        checksum = hashlib.sha256(text.encode()).hexdigest()
+        ocp, manager = self._opened()
+        arrays = {f"{i:05d}": leaf for i, leaf in enumerate(leaves)}
+        items = ocp.args.Composite(
+            arrays=ocp.args.StandardSave(arrays), facts=ocp.args.JsonSave({"facts": text, "checksum": checksum})
+        )
+        if not manager.save(step, args=items, force=True):
+            raise RestartError(f"Orbax did not save step {step} in {self.folder}.", step=step)
+        self._saving = Saved(attempt, step, facts, layout.identity, checksum)
+        return ""
+
+    def finished(self, *, wait: bool = False) -> int | None:
+        """Return the step whose checkpoint has come to be on disk since the last call, None if none has.
+
+        Raises `RestartError` if it has come to its end and is not there.
+        """
+        if self._manager is None or self._saving is None or (not wait and self._manager.is_saving_in_progress()):
+            return None
+        saving, self._saving = self._saving, None
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:  # whatever Orbax's threads met
+            raise RestartError(
+                f"Step {saving.step} was not saved in {self.folder}: {error}", step=saving.step
+            ) from error
+        # Process 0 writes the facts; only there are they certain to be seen at once.
+        if jax.process_index() == 0 and self.facts(saving.step).checksum != saving.checksum:
+            raise RestartError(
+                f"Step {saving.step} was not saved in {self.folder}: another checkpoint is in its place.",
+                step=saving.step,
+            )
+        return saving.step
+
+    def load(self, step: int, outline: Outline | None = None) -> tuple[Saved, Vectors]:
+        """Read a checkpoint whole; raise `RestartError` if anything about it is not as it was saved.
+
+        `outline` is that of the state that it should be, on any mesh.
+        """
+        saved = self.facts(step)
+        try:
+            seconds = self.timeout_s + saved.n_bytes / SLOWEST_BYTES_PER_S
+            leaves = within(seconds, self._read, saved)
+            compare(leaves, saved.facts["leaves"], saved.facts["checksums"])
+            its_outline = Outline.from_json(saved.facts["outline"])
+            its_outline.check()
+            if outline is not None and its_outline.vectors != outline.vectors:
+                raise RestartError(f"expected vectors {outline.vectors}, got {its_outline.vectors}")
+            return saved, vectors_from_leaves(its_outline, saved.facts["is_sharded"], leaves)
+        except MissingExtraError:
+            raise
+        except Exception as error:  # a damaged file makes Orbax raise whatever it met
+            raise RestartError(
+                f"The checkpoint of step {step} in {self.folder} is damaged or cannot be read: {str(error)[:300]}",
+                step=step,
+            ) from error
+
+    def out_of_reach(self) -> str:
+        """Return why this process cannot use the folder, "" if it can."""
+        try:
+            within(self.timeout_s, self._make_folder)
+        except (OSError, RestartError) as error:
+            return f"{self.folder}: {error}"
+        return ""
+
+    def close(self) -> None:
+        """Wait for what is being written, and end Orbax's threads."""
+        if self._manager is not None:
+            self._manager.close()
+            self._manager = None
+
+    def _make_folder(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.steps()
+
+    def _read(self, saved: Saved) -> list[NDArray[Any]]:
+        """Read the arrays, by this process alone: a barrier would wait for one whose disk is dead."""
+        ocp = _orbax()
+        folder = self.folder / str(saved.step) / "arrays"
+        check_files(folder, saved.n_bytes)
+        me = jax.process_index()
+        alone = ocp.options.MultiprocessingOptions(
+            primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"meshmend-read-{me}"
+        )
+        leaves = saved.facts["leaves"]
+        like = {f"{i:05d}": np.empty(shape, dtype_named(dtype)) for i, (shape, dtype) in enumerate(leaves)}
+        handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
+        with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
+            arrays = reader.restore(folder, args=ocp.args.StandardRestore(like))
+        return [np.asarray(arrays[name]) for name in sorted(like)]
+
+    def _opened(self) -> tuple[Any, Any]:
+        ocp = _orbax()
+        if self._manager is None:
+            options = ocp.CheckpointManagerOptions(
+                max_to_keep=self.keep, enable_async_checkpointing=True, cleanup_tmp_directories=True
+            )
+            self._manager = ocp.CheckpointManager(self.folder, options=options)
+        return ocp, self._manager
+
+
+def check_files(folder: Path, n_bytes: int) -> None:
+    """Raise `RestartError` if a checkpoint has what Orbax would read without end: links, devices, files out of size."""
+    total = 0
+    for path in folder.rglob("*"):
+        about = path.lstat()
+        if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(about.st_mode):
+            raise RestartError(f"{path}: expected a plain file")
+        total += about.st_size if stat.S_ISREG(about.st_mode) else 0
+    if total > 4 * n_bytes + SPARE_BYTES:
+        raise RestartError(f"{folder}: expected about {n_bytes} bytes of arrays, got {total}")
+
+
+def checksums_of(leaves: Sequence[jax.Array], is_sharded: Sequence[bool], process: int, n_processes: int) -> Checksums:
+    """Return the checksums that this process answers for: of its own shards, and of its share of replicated leaves."""
+    found: Checksums = {}
+    for number, (leaf, split) in enumerate(zip(leaves, is_sharded, strict=True)):
+        if split:
+            width = math.prod(leaf.shape[1:])
+            found[str(number)] = [
+                [start := (shard.index[0].start or 0) * width, start + values.size, _crc(values)]
+                for shard in leaf.addressable_shards
+                for values in [np.asarray(shard.data)]
+            ]
+        elif number % n_processes == process:
+            values = np.asarray(leaf.addressable_shards[0].data)
+            found[str(number)] = [[0, values.size, _crc(values)]]
+    return found
+
+
+def compare(leaves: Sequence[NDArray[Any]], expected: Sequence[tuple[Sequence[int], str]], sums: Checksums) -> None:
+    """Raise `RestartError` unless all elements of all leaves have the checksums that were taken before the save."""
+    for number, (leaf, (shape, dtype)) in enumerate(zip(leaves, expected, strict=True)):
+        if leaf.shape != tuple(shape) or leaf.dtype.name != dtype:
+            raise RestartError(f"array {number}: expected {dtype}{shape}, got {leaf.dtype.name}{list(leaf.shape)}")
+        flat, at = np.ascontiguousarray(leaf).reshape(-1), 0
+        for start, end, checksum in sums[str(number)]:
+            if start != at or end < start:
+                raise RestartError(f"array {number}: expected the checksum of elements from {at} on, got {start}")
+            got = _crc(flat[start:end])
+            if got != checksum:
+                raise RestartError(
+                    f"array {number}, elements {start} to {end}: checksum mismatch: expected {checksum:08x}, "
+                    f"got {got:08x}"
+                )
+            at = end
+        if at != flat.size:
+            raise RestartError(f"array {number}: expected checksums of {flat.size} elements, got {at}")
+
+
+def _crc(values: NDArray[Any]) -> int:
+    return zlib.crc32(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+
+
+def _orbax() -> Any:
+    try:
+        import orbax.checkpoint as ocp
+    except ImportError as error:
+        raise MissingExtraError("Checkpoints on disk", "orbax-checkpoint", install_hint("restart")) from error
+    return ocp

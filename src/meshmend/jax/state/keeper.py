@@ -1,0 +1,367 @@
+"""The keeper of a job's state: in memory after every step, on disk now and then, and back after a restart."""
+
+from __future__ import annotations
+
+import secrets
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.typing import DTypeLike
+
+from meshmend.errors import RestartError
+from meshmend.jax.job.session import Session
+from meshmend.jax.program import Program, ProgramPair
+from meshmend.jax.state.combine import combine
+from meshmend.jax.state.disk import Disk
+from meshmend.jax.state.fetch import within
+from meshmend.jax.state.folders import default_folder, forget_old
+from meshmend.jax.state.identity import Identity
+from meshmend.jax.state.layout import StateLayout, Vectors
+from meshmend.jax.state.memory import Copy, HostMemory
+from meshmend.jax.state.mirror import Mirror
+from meshmend.jax.state.sources import Source, offer_copy, rank_sources
+from meshmend.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a job goes on from: the state after `step` steps, and what was kept with it."""
+
+    step: int
+    params: Any
+    state: Any
+    extra: Any
+    source: str
+    """ "memory", "disk", or "start"."""
+
+
+class Keeper:
+    """Keeps a training state where the loss of a host does not reach it, and finds it again.
+
+    - **In memory**, after each step (or every `memory_every`): each host keeps the parts of its own devices and those
+      of another host's in files of `memory`, which outlive the process. By default that is a folder per job and host
+      in MESHMEND_MEMORY, or in /dev/shm. Whatever one host takes with it, another one has.
+    - **On disk**, every `disk_every` steps if `disk` names a folder: Orbax checkpoints, asynchronous. For when more
+      is lost than memory can make good: two hosts of which one kept the other's parts, or all of them. A disk that
+      does not answer within `disk_timeout_s` counts as dead: the job goes on without it, and says so.
+
+    Every process makes the same calls. `accumulate_dtype` must be what `train_step` was given.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        schedule: Schedule,
+        program: Program | ProgramPair,
+        *,
+        memory: str | Path | None = None,
+        memory_every: int = 1,
+        disk: str | Path | None = None,
+        disk_every: int = 100,
+        disk_timeout_s: float = 30.0,
+        accumulate_dtype: DTypeLike | None = np.float32,
+    ) -> None:
+        self.session = session
+        self.schedule = schedule
+        self.program = program
+        self._has_default_folder = memory is None
+        self.memory = HostMemory(default_folder(session.launch.job, session.host) if memory is None else memory)
+        self.memory_every = memory_every
+        self.disk = (
+            Disk(disk, timeout_s=disk_timeout_s, exchange=session.coordination.exchange) if disk is not None else None
+        )
+        self.disk_every = disk_every
+        self.accumulate_dtype = accumulate_dtype
+        self.attempt = 0
+        self._layout: StateLayout | None = None
+        self._mirror: Mirror | None = None
+        self._is_claimed = False
+        self._disk_answers = True
+        self._damaged: set[int] = set()
+        self._kept_step = 0
+        self._saved_step = 0
+
+    def restore(self, params: Any, state: Any, extra: Any = None) -> Resumed:
+        """Return the newest state that the survivors have between them, on this fabric, or the given one.
+
+        `params` and `state` are what a new job starts with, on the devices, and `extra` anything that JSON can write
+        and that belongs to the state, such as a position in the data. All of them come back as they were kept.
+
+        Copies and checkpoints are tried newest first. What is damaged or out of reach is skipped, with a warning that
+        says what and why; a state of another model or optimiser is refused. If nothing is whole but something is there,
+        that is an error, too: starting anew is for the user to decide.
+        """
+        try:
+            return self._restore(params, state, extra)
+        except BaseException:
+            self.memory.lock.release()
+            raise
+
+    def _restore(self, params: Any, state: Any, extra: Any) -> Resumed:
+        with self.session.timeline.timed("restore") as facts:
+            layout = StateLayout.of(
+                params, state, self.program, self.schedule, self.session.fabric, accumulate_dtype=self.accumulate_dtype
+            )
+            self._layout = layout
+            copies, mine = self._inventory(layout)
+            everybody = self.session.coordination.exchange(mine)
+            check_alike(everybody)
+            sources = rank_sources([held["offers"] for held in everybody])
+            # The launcher's own count starts anew with each of its agents; this one is the same on all hosts.
+            attempts = [source.attempt for source in sources] + [held["claimed"] for held in everybody]
+            self.attempt = 1 + max(attempts, default=0)
+            self.session.timeline.facts["attempt"] = self.attempt
+            self._guard()
+            problems = [problem for held in everybody for problem in held["problems"]]
+            found = self._search(sources, problems, copies, layout, (params, state))
+            if found is None:
+                found = Resumed(0, params, state, extra, "start")
+            self._go_back_to(found, sources, problems)
+            facts |= {"source": found.source, "step": found.step}
+        if self.memory_every:
+            with self.session.timeline.timed("compile"):
+                self._mirror = Mirror(
+                    layout,
+                    self.memory,
+                    self.attempt,
+                    self.session.timeline,
+                    self.session.give_up,
+                    run=str(everybody[0]["run"]),
+                )
+                self._mirror.compile(found.params, found.state)
+        return found
+
+    def keep(self, step: int, params: Any, state: Any, extra: Any = None) -> None:
+        """Keep the state after `step` steps. Call it after each; the arrays may be donated to the next step.
+
+        A step is committed, safe from the loss of any one host, as soon as all hosts have written their copies of it.
+        Nobody waits to hear that: a host that has computed step n knows that all have written step n − 2.
+        """
+        if self._layout is None:
+            raise RestartError("Call restore() before keep(): it finds out what there is already.", step=step)
+        is_save = self.disk is not None and step % self.disk_every == 0
+        if self._disk_answers or is_save:
+            self._guard()
+        if self._mirror is not None and step % self.memory_every == 0:
+            self._mirror.keep(step, params, state, extra)
+            self._kept_step = step
+        if self.disk is None:
+            return
+        if is_save:
+            self._note_saved(wait=True)
+            why_not = self.disk.save(self._layout, self.attempt, step, params, state, extra)
+            if why_not:
+                self.session.timeline.note("not saved", step=step, why=why_not)
+                self._warn(f"Step {step} is not saved on disk: {why_not}. The job goes on without it.")
+        else:
+            self._note_saved()
+
+    def close(self) -> None:
+        """Wait until everything is written. Copies in memory go if the last step is on disk as well.
+
+        Otherwise they stay for the next job of this name, until `forget`, or until nobody has written to their folder
+        for `folders.FORGOTTEN_AFTER_DAYS`.
+        """
+        if self._mirror is not None:
+            self._mirror.wait()
+        if self.disk is not None:
+            self._note_saved(wait=True)
+            self.disk.close()
+        if 0 < self._kept_step <= self._saved_step:
+            self.forget()
+        self.memory.lock.release()
+
+    def forget(self) -> None:
+        """Delete this host's copies in memory."""
+        self.memory.clear()
+
+    def _inventory(self, layout: StateLayout) -> tuple[list[Copy], dict[str, Any]]:
+        """Return the copies of this host, and what other processes must know of them and of the disk."""
+        me = f"host {self.session.host}"
+        mine: dict[str, Any] = {
+            "identity": layout.identity.digest,
+            "run": secrets.token_hex(8),
+            "offers": [],
+            "problems": [],
+            "claimed": 0,
+        }
+        copies: list[Copy] = []
+        if self.memory_every:
+            try:
+                self.memory.lock.take()
+                if self._has_default_folder:
+                    for folder in forget_old(self.memory.folder):
+                        self.session.timeline.note("forgot", folder=str(folder))
+            except (OSError, RestartError) as error:
+                # All processes raise this after the exchange: the others would wait for this one.
+                mine["error"] = f"{me}: {error}"
+            copies, damaged = self.memory.read()
+            mine["problems"] += [f"{me}: {error}" for error in damaged]
+            for copy in list(copies):
+                if copy.identity == layout.identity and copy.outline.vectors != layout.outline.vectors:
+                    copies.remove(copy)
+                    mine["problems"].append(f"{me}: the copy {copy.name} is damaged: its outline is of another state.")
+            mine["offers"] += [offer_copy(copy, layout.identity) for copy in copies]
+        if self.disk is not None:
+            try:
+                offers, problems, mine["claimed"] = within(
+                    self.disk.timeout_s, look_at_disk, self.disk, layout.identity
+                )
+                mine["offers"] += offers
+                mine["problems"] += problems
+            except OSError as error:
+                self._disk_answers = False
+                mine["problems"].append(f"{me}: {self.disk.folder} is out of reach: {error}")
+        return copies, mine
+
+    def _search(
+        self, sources: Sequence[Source], problems: list[str], copies: Sequence[Copy], layout: StateLayout, like: Any
+    ) -> Resumed | None:
+        """Return the first source, newest first, that all processes can bring; add what is skipped to `problems`."""
+        incomplete = []
+        for source in sources:
+            if source.differs:
+                raise RestartError(
+                    f"A state of another model or optimiser is in this job's place: of {source}, {source.differs}. "
+                    f"Give this job its own name (MESHMEND_JOB) and its own folders (here: {self._folders()}), or "
+                    "remove what is in them.",
+                    step=source.step,
+                )
+            if not source.is_whole:
+                incomplete.append(str(source))
+                continue
+            vectors, extra, why = self._bring(source, copies, layout)
+            told = self.session.coordination.exchange({"extra": extra, "why": why})
+            failures = [f"host {host}: {word['why']}" for host, word in self._by_host(told) if word["why"]]
+            if failures:
+                more = f" (and on {len(failures) - 1} more hosts)" if len(failures) > 1 else ""
+                problems.append(failures[0] + more)
+                if source.kind == "disk":
+                    self._damaged.add(source.step)
+                continue
+            if source.kind == "memory":
+                vectors = combine(vectors, self.session.fabric)
+                extra = told[min(source.providers.values())]["extra"]
+            params, state = layout.lay_out(vectors, like)
+            return Resumed(source.step, params, state, extra, source.kind)
+        if problems:
+            listed = "".join(f"\n- {problem}" for problem in dict.fromkeys(problems))
+            raise RestartError(
+                f"Nothing of what this job has kept can be restored:{listed}\nBring back what is missing, or remove "
+                f"what is damaged ({self._folders()}) to start anew."
+            )
+        if incomplete:
+            self._warn(f"The job starts anew: parts of {', '.join(incomplete)} were lost with their hosts.")
+        return None
+
+    def _bring(self, source: Source, copies: Sequence[Copy], layout: StateLayout) -> tuple[Vectors, Any, str]:
+        """Return what this process has of a source, what was kept with it, and why it cannot bring it, or ""."""
+        if source.kind == "disk" and self.disk is not None:
+            try:
+                saved, vectors = self.disk.load(source.step, layout.outline)
+            except RestartError as error:
+                return {}, None, str(error)
+            if saved.checksum != source.generation:
+                return {}, None, f"{source} was replaced while it was read"
+            return vectors, saved.facts["extra"], ""
+        me, extra = self.session.launch.process, None
+        vectors = layout.outline.empty()
+        for copy in copies:
+            if copy.generation == source.generation:
+                extra = copy.extra
+                for i, device in enumerate(copy.devices):
+                    if source.providers[device] == me:
+                        for dtype, rows in copy.parts.items():
+                            copy.outline.collect(device, dtype, rows[i], vectors)
+        return vectors, extra, ""
+
+    def _go_back_to(self, found: Resumed, sources: Sequence[Source], problems: Sequence[str]) -> None:
+        """Drop or set aside what was written after the step that the job goes on from, and say what was skipped."""
+        for problem in dict.fromkeys(problems):
+            self.session.timeline.note("skipped", why=problem)
+            self._warn(f"Going on from {found.source} at step {found.step}; skipped: {problem}")
+        if self.memory_every:
+            self.memory.keep_only(self.attempt, found.step)
+        if self.disk is None or not self._disk_answers or found.source == "start" or self.session.launch.process != 0:
+            return
+        older = {source.step for source in sources if source.kind == "disk" and source.step <= found.step}
+        try:
+            moved = within(self.disk.timeout_s, self.disk.set_aside_all_but, older - self._damaged)
+        except OSError as error:
+            self._warn(f"{self.disk.folder} is out of reach: {error}. The job goes on without it.")
+            return
+        if moved:
+            self.session.timeline.note("set aside", steps=moved)
+
+    def _guard(self) -> None:
+        """Claim this attempt on disk, or see that no other part of the job has claimed a later one."""
+        if self.disk is None or self.session.launch.process != 0:
+            return
+        try:
+            if self._is_claimed:
+                within(self.disk.timeout_s, self.disk.check_claim, self.attempt)
+            else:
+                within(self.disk.timeout_s, self.disk.claim, self.attempt)
+            self._is_claimed = self._disk_answers = True
+        except OSError as error:
+            if self._disk_answers:
+                self._warn(f"{self.disk.folder} is out of reach: {error}. The job goes on without it.")
+            self._disk_answers = False
+
+    def _note_saved(self, *, wait: bool = False) -> None:
+        step = self.disk.finished(wait=wait) if self.disk is not None else None
+        if step is not None:
+            self._saved_step = step
+            self.session.timeline.note("saved", step=step)
+
+    def _by_host(self, told: Sequence[Any]) -> list[tuple[int, Any]]:
+        return list(zip(self.session.host_of_process, told, strict=True))
+
+    def _folders(self) -> str:
+        return " and ".join(
+            str(folder)
+            for folder in (self.memory.folder if self.memory_every else None, self.disk and self.disk.folder)
+            if folder
+        )
+
+    def _warn(self, what: str) -> None:
+        """Warn once for the whole job, not on every host."""
+        if self.session.launch.process == 0:
+            warnings.warn(what, RuntimeWarning, stacklevel=3)
+
+
+def check_alike(everybody: Sequence[dict[str, Any]]) -> None:
+    """Raise what is wrong with any process, the same error on all of them."""
+    errors = [held["error"] for held in everybody if "error" in held]
+    if errors:
+        raise RestartError(errors[0])
+    if len({held["identity"] for held in everybody}) > 1:
+        raise RestartError("Processes train different models or optimisers. Give all of them the same script.")
+
+
+def look_at_disk(disk: Disk, identity: Identity) -> tuple[list[dict[str, Any]], list[str], int]:
+    """Return what the disk offers, what is wrong with the rest of it, and the newest attempt that was claimed."""
+    offers: list[dict[str, Any]] = []
+    problems = []
+    for step in disk.steps():
+        try:
+            saved = disk.facts(step)
+        except RestartError as error:
+            problems.append(str(error))
+            continue
+        offers.append(
+            {
+                "attempt": saved.attempt,
+                "step": step,
+                "kind": "disk",
+                "generation": saved.checksum,
+                "differs": identity.difference(saved.identity),
+                "n_devices": 0,
+                "devices": [],
+            }
+        )
+    return offers, problems, disk.claimed()

@@ -1,0 +1,190 @@
+"""The mirror: after a step, each device's part of the state also lies in another host's memory.
+
+One compiled function cuts every device's part (its shards of the optimiser's state, and its share of what all devices
+have alike), and brings each device the part of a device of another host: one permute of the shards, and nothing at all
+for replicated arrays, which every device has anyway. A thread then copies both to this host's memory, while the next
+step runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+from numpy.typing import NDArray
+
+from meshmend.errors import RestartError
+from meshmend.jax.fabric import Fabric
+from meshmend.jax.job.timeline import Timeline
+from meshmend.jax.state.fetch import wait_for
+from meshmend.jax.state.layout import StateLayout
+from meshmend.jax.state.memory import Copy, HostMemory
+
+Parts = dict[str, tuple[jax.Array, jax.Array]]
+"""For each dtype every device's own part, and the one of another host that it keeps; one row a device."""
+
+
+def partners(host_of_chip: Sequence[int]) -> list[int]:
+    """Return for each chip the chip of another host that keeps its part; every chip keeps one.
+
+    Chips are taken host by host and moved on by as many as the largest host has, so they always land on another host,
+    and the same chip of the next one where all hosts are alike.
+
+    >>> partners([0, 0, 1, 1, 2, 2])
+    [2, 3, 4, 5, 0, 1]
+    """
+    order = sorted(range(len(host_of_chip)), key=lambda chip: (host_of_chip[chip], chip))
+    shift = max(host_of_chip.count(host) for host in set(host_of_chip))
+    if len(set(host_of_chip)) < 2:
+        return list(range(len(host_of_chip)))
+    if 2 * shift > len(order):
+        raise RestartError(
+            f"One host has {shift} of {len(order)} chips: the others cannot keep a copy of all that it holds."
+        )
+    keeper = [0] * len(order)
+    for at, chip in enumerate(order):
+        keeper[chip] = order[(at + shift) % len(order)]
+    return keeper
+
+
+class Mirror:
+    """Keeps copies of a training state in this host's memory and in another host's. Made by `Keeper`."""
+
+    def __init__(
+        self,
+        layout: StateLayout,
+        memory: HostMemory,
+        attempt: int,
+        timeline: Timeline,
+        on_failure: Callable[[BaseException], Any] = lambda _: None,
+        *,
+        run: str,
+    ) -> None:
+        self.layout = layout
+        self.memory = memory
+        self.attempt = attempt
+        self.run = run
+        self.timeline = timeline
+        self.on_failure = on_failure
+        """Told of an error by the thread that writes: the one that trains may be stuck in the next step by then."""
+        self.host_of_chip = hosts_of_chips(layout.fabric)
+        self._cut: Any = jax.jit(cutter(layout, self.host_of_chip))
+        self._writer = ThreadPoolExecutor(1, "meshmend-mirror")
+        self._writing: Future[None] | None = None
+
+    def compile(self, params: Any, state: Any) -> None:
+        """Compile ahead of the first copy."""
+        self._cut = self._cut.lower(params, state).compile()
+
+    def keep(self, step: int, params: Any, state: Any, extra: Any) -> None:
+        """Keep a copy of a step. Returns once the copy of the step before is written; this one is written meanwhile.
+
+        The arrays may be donated to the next step right away.
+        """
+        parts = self._cut(params, state)
+        for array in jax.tree.leaves(parts):
+            array.copy_to_host_async()
+        self.wait()
+        self._writing = self._writer.submit(self._write, step, parts, extra)
+
+    def wait(self) -> None:
+        """Return when everything is written; raise what went wrong."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def _write(self, step: int, parts: Parts, extra: Any) -> None:
+        try:
+            wait_for(parts)
+            copy = copy_of(
+                parts, self.layout, self.host_of_chip, jax.process_index(), self.attempt, step, extra, self.run
+            )
+            n_bytes = self.memory.write(copy)
+        except BaseException as error:
+            self.on_failure(error)
+            raise
+        self.timeline.note("kept", step=step, bytes=n_bytes)
+
+
+def copy_of(
+    parts: Parts,
+    layout: StateLayout,
+    host_of_chip: Sequence[int],
+    host: int,
+    attempt: int,
+    step: int,
+    extra: Any,
+    run: str,
+) -> Copy:
+    """Return what a host keeps of the parts: those of its own devices, and those that its devices have received."""
+    n_cores = layout.outline.n_cores
+    kept = _kept_by(host_of_chip)
+    mine = [c * n_cores + core for c, owner in enumerate(host_of_chip) if owner == host for core in range(n_cores)]
+    theirs = {d: int(kept[d // n_cores]) * n_cores + d % n_cores for d in mine if kept[d // n_cores] != d // n_cores}
+    rows = {dtype: np.zeros((len(mine) + len(theirs), 0), jnp.dtype(dtype)) for dtype in layout.outline.dtypes}
+    for dtype, (own, other) in parts.items():
+        held = {shard.index[0].start or 0: shard.data for shard in own.addressable_shards}
+        received = {shard.index[0].start or 0: shard.data for shard in other.addressable_shards}
+        found = [held[device] for device in mine] + [received[device] for device in theirs]
+        rows[dtype] = np.concatenate([np.asarray(row) for row in found])
+    return Copy(attempt, step, layout.outline, (*mine, *theirs.values()), rows, extra, layout.identity, run)
+
+
+def _kept_by(host_of_chip: Sequence[int]) -> NDArray[np.int32]:
+    """Return for each chip the chip whose part it keeps beside its own; itself where there is no other host."""
+    keeper = partners(list(host_of_chip))
+    kept = np.empty(len(keeper), np.int32)
+    kept[keeper] = np.arange(len(keeper), dtype=np.int32)
+    return kept
+
+
+def hosts_of_chips(fabric: Fabric) -> list[int]:
+    """Return for each chip the process that drives it."""
+    devices = fabric.jax_mesh.devices
+    return [int(device.process_index) for device in devices.reshape(len(devices), -1)[:, 0]]
+
+
+def cutter(layout: StateLayout, host_of_chip: Sequence[int] | None = None) -> Any:
+    """Return the function from (params, state) to parts: for each dtype, every device's own and the one it keeps."""
+    fabric, outline = layout.fabric, layout.outline
+    kept = _kept_by(hosts_of_chips(fabric) if host_of_chip is None else host_of_chip)
+    pairs = [(int(chip), keeper) for keeper, chip in enumerate(kept) if chip != keeper]
+    by_device = PartitionSpec(fabric.axes)
+    specs = tuple(by_device if split else PartitionSpec() for split in layout.is_sharded)
+
+    def local(*leaves: jax.Array) -> Parts:
+        chip = lax.axis_index(fabric.axis)
+        core = lax.axis_index(fabric.core_axis) if fabric.core_axis else 0
+        device, kept_device = chip * outline.n_cores + core, jnp.asarray(kept)[chip] * outline.n_cores + core
+        parts = {}
+        for dtype in outline.dtypes:
+            mine = [(x, s) for x, s in zip(leaves, layout.is_sharded, strict=True) if np.dtype(x.dtype).name == dtype]
+            share = outline.share(dtype)
+            shards = [jnp.ravel(leaf) for leaf, split in mine if split]
+            own, other = list(shards), []
+            if not shards and not share:
+                continue  # only layers without elements have this dtype
+            if shards:
+                joined = jnp.concatenate(shards)
+                own, other = [joined], [lax.ppermute(joined, fabric.axis, pairs) if pairs else joined]
+            if share:
+                whole = [jnp.ravel(leaf) for leaf, split in mine if not split]
+                whole.append(jnp.zeros(share * outline.n_devices - outline.replicated[dtype], whole[0].dtype))
+                flat = jnp.concatenate(whole)
+                own.insert(0, lax.dynamic_slice_in_dim(flat, device * share, share))
+                other.insert(0, lax.dynamic_slice_in_dim(flat, kept_device * share, share))
+            parts[dtype] = (jnp.concatenate(own)[None], jnp.concatenate(other)[None])
+        return parts
+
+    mapped = jax.shard_map(local, mesh=fabric.jax_mesh, in_specs=specs, out_specs=by_device, check_vma=False)
+
+    def cut(params: Any, state: Any) -> Any:
+        return mapped(*jax.tree.leaves((params, state)))
+
+    return cut

@@ -1,0 +1,78 @@
+"""Where a state may come from: all hosts' copies and all checkpoints, newest first.
+
+Every process tells what it holds; from that, all make the same list, so that they try the same source at the same time
+and all leave it together if it fails on any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from meshmend.jax.state.identity import Identity
+from meshmend.jax.state.memory import Copy
+
+
+@dataclass(frozen=True)
+class Source:
+    """One state that the job may go on from, as far as what the processes tell goes."""
+
+    attempt: int
+    step: int
+    kind: Literal["disk", "memory"]
+    generation: str
+    """Names this state and no other: that of the copies, or the checksum of a checkpoint's facts."""
+    differs: str = ""
+    """Where its identity first differs from that of this job's state; "" if it is the same."""
+    n_devices: int = 0
+    providers: dict[int, int] = field(default_factory=dict)
+    """In memory: for each device of the mesh that wrote the copies, the process that has its part."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the processes have all parts between them."""
+        return len(self.providers) == self.n_devices
+
+    def __str__(self) -> str:
+        where = "the copies in memory" if self.kind == "memory" else "the checkpoint on disk"
+        return f"{where} of step {self.step} (attempt {self.attempt})"
+
+
+def offer_copy(copy: Copy, identity: Identity) -> dict[str, Any]:
+    """Return what other processes need to know of a copy, and how it differs from this job's state."""
+    return {
+        "attempt": copy.attempt,
+        "step": copy.step,
+        "kind": "memory",
+        "generation": copy.generation,
+        "differs": identity.difference(copy.identity),
+        "n_devices": copy.outline.n_devices,
+        "devices": list(copy.devices),
+    }
+
+
+def rank_sources(offers: Sequence[Sequence[Mapping[str, Any]]]) -> list[Source]:
+    """Return all sources, newest first, from what every process offers.
+
+    A later attempt is always newer: it went on from what was whole before it. At the same step memory comes first: it
+    is faster. Copies count as one source only if they are of one generation.
+    """
+    found: dict[tuple[int, int, str, str], Source] = {}
+    for process, offered in enumerate(offers):
+        for offer in offered:
+            key = (int(offer["attempt"]), int(offer["step"]), str(offer["kind"]), str(offer["generation"]))
+            source = found.setdefault(
+                key,
+                Source(
+                    attempt=key[0],
+                    step=key[1],
+                    kind="memory" if key[2] == "memory" else "disk",
+                    generation=key[3],
+                    differs=str(offer["differs"]),
+                    n_devices=int(offer["n_devices"]),
+                ),
+            )
+            for device in offer["devices"]:
+                source.providers.setdefault(int(device), process)
+    return [found[key] for key in sorted(found, reverse=True)]

@@ -1,0 +1,280 @@
+"""Slots: which chunk crosses which link in which step.
+
+Every chunk has a tree. Its transfers go up from the leaves to the root (adding) and down again (copying); one may
+go once those before it in its tree have gone. A link takes one chunk a step, and a chip does not take the same
+chunk from two sides in one step. Steps are found by following the network step by step: each link takes, of the
+transfers that may go, the one that is due first.
+
+What is due when decides how well links stay busy. A chunk is due at its root when all chunks before it have had
+their share of the busiest link, and each transfer as many steps before or after that as it is hops from the root.
+("The earliest chunk first" starves links: it finishes old chunks before it feeds new ones.) That leaves a ragged
+end. So the same is done once more backwards in time, where up and down change places, with what went last being
+due first: the ragged end is packed, and the start was packed already. Where that is quick it is done a third time.
+
+A *cell* is a chunk at a chip, `chunk * n_chips + rank`, and stands for the cable to the chip's parent in the tree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshmend.planning.weave.trees import Rooted
+from meshmend.topology import Mesh
+
+Ints = NDArray[np.int32]
+
+MAX_PLACES = 2**29
+"""Links × chunks that queues are made for: 2 GB."""
+CELL_BITS = 28
+"""Cells are numbered in 28 bits, ample for so many places; the bits above say what a transfer is."""
+DOWN, SHARED, MANY = (np.int32(1 << bit) for bit in (CELL_BITS + 2, CELL_BITS + 1, CELL_BITS))
+"""It comes down; its cell has siblings; its cell has more than one child."""
+CELL = np.int32((1 << CELL_BITS) - 1)
+WORD = 64
+QUICK_CELLS = 2**19
+"""A third pass over more cells than this takes longer than it is worth."""
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Transfers in order of step: each crosses the cable of `cell`, down from the parent or up to it."""
+
+    step: Ints
+    cell: Ints
+    down: NDArray[np.bool_]
+
+    @property
+    def n_steps(self) -> int:
+        """Number of steps."""
+        return int(self.step[-1]) + 1 if len(self.step) else 0
+
+    def reversed(self) -> Slots:
+        """Return the same backwards in time, where what came down goes up."""
+        return Slots((self.n_steps - 1) - self.step[::-1], self.cell[::-1], ~self.down[::-1])
+
+
+def assign_steps(mesh: Mesh, rooted: Rooted, pace: float) -> Slots:
+    """Return a step for every transfer of every chunk; `pace` is the number of steps from one chunk to the next."""
+    network = _Network(mesh, rooted)
+    at_root = (np.arange(len(rooted.depth)) * pace).astype(np.int32)[:, None]
+    run = best = network.run(*network.queue_by_due(at_root - rooted.depth, at_root + rooted.depth - 1))
+    # Short trains of chunks through deep trees are all start and end: packing one unpacks the other.
+    passes = 2 if at_root.max(initial=0) > 2 * rooted.depth.max(initial=0) else 1
+    if network.n_cells <= QUICK_CELLS:
+        passes = 3
+    if network.n_links * run.n_steps > MAX_PLACES:
+        passes = 1
+    for backwards in (True, False)[: passes - 1]:
+        run = network.run(*network.queue_reversed(run), backwards=backwards)
+        forth = run.reversed() if backwards else run
+        if forth.n_steps < best.n_steps:
+            best = forth
+    return best
+
+
+class _Network:
+    """The links and, for every chunk, its tree."""
+
+    def __init__(self, mesh: Mesh, rooted: Rooted) -> None:
+        n_chunks, n_chips = rooted.parent.shape
+        self.n_cells = n_chunks * n_chips
+        self.n_links = mesh.n_link_slots
+        parent = rooted.parent.ravel()
+        self.cells = np.flatnonzero(parent >= 0).astype(np.int32)
+        self.up_link, self.down_link = _links(mesh, rooted.parent, self.cells)
+        first_cell = np.repeat(np.arange(n_chunks, dtype=np.int32) * np.int32(n_chips), n_chips)
+        self.parent_cell = np.where(parent < 0, np.int32(-1), parent + first_cell)
+        self._find_children()
+        siblings = self.n_children[self.parent_cell[self.cells]] > 1
+        many = self.n_children[self.cells] > 1
+        self.up_code = self.cells | SHARED * siblings
+        self.down_code = self.up_code | DOWN | MANY * many
+
+    def _find_children(self) -> None:
+        """Make the lists of children: the first of each cell, and the next after each child."""
+        self.first_child = np.full(self.n_cells, -1, dtype=np.int32)
+        self.next_child = np.full(self.n_cells, -1, dtype=np.int32)
+        self.n_children = np.zeros(self.n_cells, dtype=np.uint8)
+        chosen = np.empty(self.n_cells, dtype=np.int32)
+        rest = self.cells
+        while len(rest):
+            parent = self.parent_cell[rest]
+            chosen[parent] = rest
+            now = chosen[parent] == rest
+            child, parent = rest[now], parent[now]
+            self.next_child[child] = self.first_child[parent]
+            self.first_child[parent] = child
+            self.n_children[parent] += 1
+            rest = rest[~now]
+
+    def queue_by_due(self, due_up: Ints, due_down: Ints) -> tuple[Ints, Ints, int]:
+        """Return the place of each cell's way up and way down in its link's queue, and how long queues are."""
+        link = np.concatenate([self.up_link, self.down_link])
+        due = np.concatenate([due_up.ravel()[self.cells], due_down.ravel()[self.cells]])
+        order = _sort_stably(due - due.min(initial=0))
+        order = order[_sort_stably(link[order])]
+        in_order = link[order]
+        begin = np.searchsorted(in_order, np.arange(self.n_links + 1))
+        rank = np.empty(len(link), dtype=np.int32)
+        rank[order] = np.arange(len(link)) - begin[in_order]
+        up, down = np.split(rank, 2)
+        return up, down, int(np.diff(begin).max(initial=0))
+
+    def queue_reversed(self, forth: Slots) -> tuple[Ints, Ints, int]:
+        """Return the same for the way back in time: a link's steps, counted from the last, are places already."""
+        back = forth.reversed()
+        rank = np.empty((2, self.n_cells), dtype=np.int32)
+        rank[back.down.astype(np.int8), back.cell] = back.step
+        return rank[0, self.cells], rank[1, self.cells], back.n_steps
+
+    def run(self, rank_up: Ints, rank_down: Ints, length: int, backwards: bool = False) -> Slots:
+        """Follow the network step by step, each link taking what is first in its queue of all that may go.
+
+        Backwards in time, what goes up here comes down in truth: it is the sums coming down that must not meet.
+        """
+        queues = _Queues(self, rank_up, rank_down, length)
+        up_place = np.full(self.n_cells, -1, dtype=np.int32)
+        up_place[self.cells] = queues.up_place
+        down_place = np.full(self.n_cells, -1, dtype=np.int32)
+        down_place[self.cells] = queues.down_place
+        # Where the parent's way up waits, −1 at a root; where the first child's way down waits, −1 at a leaf.
+        parent_place = np.where(self.parent_cell < 0, np.int32(-1), up_place[self.parent_cell])
+        child_place = np.where(self.first_child < 0, np.int32(-1), down_place[self.first_child])
+        waiting = self.n_children.copy()
+        mark = np.full(self.n_cells, -1, dtype=np.int32)
+        queues.admit(up_place[self.cells[waiting[self.cells] == 0]])
+        gone: list[Ints] = []
+        left = 2 * len(self.cells)
+        while left:
+            going = queues.take(self.parent_cell, mark, DOWN if backwards else np.int32(0))
+            if not len(going):
+                raise AssertionError("no transfer can go although some are left: this is a bug in meshmend")
+            gone.append(going)
+            left -= len(going)
+            up, down = _split(going, going < DOWN)
+            # Up: an only child completes its parent; others complete it with the last of them.
+            alone, others = _split(up, up < SHARED)
+            others = others & CELL
+            parent = self.parent_cell[others]
+            np.subtract.at(waiting, parent, np.uint8(1))
+            complete = np.flatnonzero(waiting[parent] == 0)
+            others, parent = others[complete], parent[complete]
+            if backwards:
+                others = others[_first_of_each(parent, mark)]
+            up = np.concatenate([alone, others])
+            place = parent_place[up]
+            on_the_way, at_root = _split(np.arange(len(up)), place >= 0)
+            freed = [place[on_the_way]]
+            # Down: nearly always to one child or none.
+            cell = down & CELL
+            place = child_place[cell]
+            freed.append(place[np.flatnonzero(place >= 0)])
+            child = self.next_child[self.first_child[cell[np.flatnonzero(down & MANY)]]]
+            child = np.concatenate([child, self.first_child[self.parent_cell[up[at_root]]]])
+            while len(child := child[child >= 0]):
+                freed.append(down_place[child])
+                child = self.next_child[child]
+            queues.admit(np.concatenate(freed))
+        none = np.empty(0, dtype=np.int32)
+        transfers = np.concatenate([none, *gone])
+        step = np.repeat(np.arange(len(gone), dtype=np.int32), [len(going) for going in gone])
+        return Slots(step, transfers & CELL, transfers >= DOWN)
+
+
+class _Queues:
+    """For every link the transfers that may go, as bits in the order of its queue. A *place* is a bit's number."""
+
+    def __init__(self, network: _Network, rank_up: Ints, rank_down: Ints, length: int) -> None:
+        n_words = max(1, -(-length // WORD))
+        self.up_place = network.up_link * np.int32(n_words * WORD) + rank_up
+        self.down_place = network.down_link * np.int32(n_words * WORD) + rank_down
+        self._transfer_at = np.zeros(network.n_links * n_words * WORD, dtype=np.int32)
+        self._transfer_at[self.up_place] = network.up_code
+        self._transfer_at[self.down_place] = network.down_code
+        self._words = np.zeros((network.n_links, n_words), dtype=np.uint64)
+        self._flat = self._words.reshape(-1)
+        self._rows = np.arange(network.n_links) * n_words
+        self._width = n_words * WORD
+
+    def admit(self, place: Ints) -> None:
+        """Let more transfers go, each for the first time."""
+        # Every bit is set once only, so adding sets it, and `add.at` has the faster loop.
+        np.add.at(self._flat, (place >> 6).astype(np.int64), np.uint64(1) << (place & 63).astype(np.uint64))
+
+    def take(self, parent_cell: Ints, mark: Ints, way: np.int32) -> Ints:
+        """Take the first transfer of every link, but one only of the siblings that go this `way` (0 is up).
+
+        Of siblings the one nearest the front of its queue goes; the others' links take their next transfer
+        instead, if there is one at hand. `mark` is −1 for every cell, before and after.
+        """
+        where = self._rows + (self._words != 0).argmax(axis=1)
+        word = self._flat[where]
+        busy = np.flatnonzero(word)
+        where, word = where[busy], word[busy]
+        bit = word & -word
+        place = (where << 6) + _position(bit)
+        going: Ints = self._transfer_at[place]
+        rivals = np.flatnonzero((going & (DOWN | SHARED)) == (way | SHARED)).astype(np.int32)
+        parent = parent_cell[going[rivals] & CELL]
+        mark[parent] = rivals
+        lost = mark[parent] != rivals
+        if lost.any():
+            rank = place % self._width
+            sooner = np.flatnonzero(lost)
+            sooner = sooner[rank[rivals[sooner]] < rank[mark[parent[sooner]]]]
+            mark[parent[sooner]] = rivals[sooner]
+            late = rivals[mark[parent] != rivals]
+            keep = np.ones(len(going), dtype=np.bool_)
+            rest = word[late] ^ bit[late]
+            keep[late[rest == 0]] = False
+            late, rest = late[rest > 0], rest[rest > 0]
+            bit[late] = rest & -rest
+            going[late] = self._transfer_at[(where[late] << 6) + _position(bit[late])]
+            # A second choice that has siblings of its own might meet them: that link stays idle.
+            keep[late[(going[late] & (DOWN | SHARED)) == (way | SHARED)]] = False
+            where, word, bit, going = where[keep], word[keep], bit[keep], going[keep]
+        mark[parent] = -1
+        self._flat[where] = word ^ bit
+        return going
+
+
+def _sort_stably(key: Ints) -> NDArray[np.int64]:
+    """Return the stable order of whole numbers from 0 up, sixteen bits at a time: NumPy sorts those in linear time."""
+    order = np.argsort(key.astype(np.uint16), kind="stable")
+    if int(key.max(initial=0)) >> 16:
+        order = order[np.argsort((key >> 16).astype(np.uint16)[order], kind="stable")]
+    return order
+
+
+def _links(mesh: Mesh, parent: Ints, cells: Ints) -> tuple[Ints, Ints]:
+    """Return the links from each of `cells` to its parent and back."""
+    direction = np.zeros(parent.shape, dtype=np.int32)
+    for d in range(1, mesh.n_directions):
+        direction += np.int32(d) * (parent == np.where(mesh.neighbours[:, d] < 0, -2, mesh.neighbours[:, d]))
+    n_directions = np.int32(mesh.n_directions)
+    up = np.arange(mesh.n_chips, dtype=np.int32) * n_directions + direction
+    down = parent * n_directions + (direction ^ 1)
+    return up.ravel()[cells], down.ravel()[cells]
+
+
+def _split(values: NDArray[Any], where: NDArray[np.bool_]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the values where it is so, and where it is not: numbers index several times faster than a mask."""
+    return values[np.flatnonzero(where)], values[np.flatnonzero(~where)]
+
+
+def _first_of_each(values: Ints, mark: Ints) -> NDArray[np.bool_]:
+    """Say of each of `values` whether it stands for its equals; `mark` is −1 for every value, before and after."""
+    number = np.arange(len(values), dtype=np.int32)
+    mark[values] = number
+    stands = mark[values] == number
+    mark[values] = -1
+    return np.asarray(stands)
+
+
+def _position(bit: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Return the position of the one bit that is set: the exponent of the number."""
+    return (bit.astype(np.float64).view(np.int64) >> 52) - 1023

@@ -1,0 +1,314 @@
+"""The schedule: steps of transfers. The one value that every planner makes and every other part reads.
+
+A schedule is a struct of arrays, one row a transfer. Within a step all reads see the state before the step,
+and no two transfers of a step may write the same chunk of the same chip: so the order of rows inside a step
+has no meaning, and an engine may run them all at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from meshmend.errors import ScheduleError
+from meshmend.topology import IntArray, Mesh
+
+MAX_CHUNKS = 2**31 - 1
+MAX_PHASES = 256
+
+
+class Op(IntEnum):
+    """What a transfer does at its destination."""
+
+    REDUCE = 0
+    """Add what arrives to the chunk that is there."""
+    COPY = 1
+    """Replace the chunk that is there."""
+
+
+class Collective(StrEnum):
+    """What a schedule promises. The promise itself is spelled out, and held to, in `meshmend.schedule.verify`."""
+
+    ALL_REDUCE = "all-reduce"
+    """Every chip ends with the sum of every chunk over all chips."""
+    REDUCE_SCATTER = "reduce-scatter"
+    """The owner of a chunk ends with its sum; what other chips hold is scratch."""
+    ALL_GATHER = "all-gather"
+    """Every chip ends with the owner's value of every chunk."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What a set of transfers is for, and the steps that it spans. Phases may overlap in time."""
+
+    name: str
+    first_step: int
+    last_step: int
+    n_transfers: int
+
+
+class Schedule:
+    """Steps of transfers over the live chips of a mesh. Immutable.
+
+    The payload is cut into `total_chunks` equal chunks. Row i of the arrays says: in step `step[i]`, rank `src[i]`
+    sends chunks `first_chunk[i]`, …, `first_chunk[i] + n_chunks[i] - 1` to rank `dst[i]`, which applies `op[i]`;
+    it belongs to phase `phase_names[phase[i]]`. `owners[k]` is the rank where chunk k is first complete:
+    the chip that updates its weights when the update is sharded.
+
+    Rows are kept in order of step. Every step has at least one transfer.
+
+    >>> mesh = Mesh((1, 2))
+    >>> s = Schedule(mesh, total_chunks=1, step=[0, 1], src=[1, 0], dst=[0, 1], op=[Op.REDUCE, Op.COPY], owners=[0])
+    >>> s
+    Schedule(hand-made all-reduce on 1x2: 2 chips, 2 steps, 1 chunk, 2 transfers)
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        *,
+        total_chunks: int,
+        step: ArrayLike,
+        src: ArrayLike,
+        dst: ArrayLike,
+        op: ArrayLike,
+        owners: ArrayLike,
+        first_chunk: ArrayLike = 0,
+        n_chunks: ArrayLike = 1,
+        phase: ArrayLike = 0,
+        phase_names: tuple[str, ...] = ("all",),
+        collective: Collective = Collective.ALL_REDUCE,
+        planner: str = "hand-made",
+    ) -> None:
+        if not 1 <= total_chunks <= MAX_CHUNKS:
+            raise ScheduleError(f"A payload is cut into 1 to {MAX_CHUNKS:,} chunks: got {total_chunks:,}.")
+        self._mesh = mesh
+        self._total_chunks = int(total_chunks)
+        self._phase_names = tuple(phase_names)
+        self._collective = Collective(collective)
+        self._planner = planner
+        steps = _whole(step, "step")
+        length = len(steps)
+        columns: dict[str, NDArray[Any]] = {"step": steps}
+        for name, column in (
+            ("src", src),
+            ("dst", dst),
+            ("first_chunk", first_chunk),
+            ("n_chunks", n_chunks),
+            ("op", op),
+            ("phase", phase),
+        ):
+            columns[name] = _whole(column, name, length)
+        self._check_ranges(columns)
+        if np.any(steps[1:] < steps[:-1]):
+            order = np.argsort(steps, kind="stable")
+            columns = {name: column[order] for name, column in columns.items()}
+        self._columns = {
+            name: _narrow(column, np.uint8 if name in ("op", "phase") else np.int32) for name, column in columns.items()
+        }
+        self._check_steps()
+        self._owners = _narrow(_whole(owners, "owners", self._total_chunks), np.int32)
+        if np.any((self._owners < 0) | (self._owners >= mesh.n_chips)):
+            raise ScheduleError(f"Owners are ranks from 0 to {mesh.n_chips - 1}.")
+        self._is_proven = False
+
+    def _check_ranges(self, columns: dict[str, NDArray[Any]]) -> None:
+        if not 1 <= len(self._phase_names) <= MAX_PHASES:
+            raise ScheduleError(f"A schedule has 1 to {MAX_PHASES} phases: got {len(self._phase_names)}.")
+        limits = {
+            "step": (0, max(len(columns["step"]) - 1, 0)),
+            "src": (0, self._mesh.n_chips - 1),
+            "dst": (0, self._mesh.n_chips - 1),
+            "first_chunk": (0, self._total_chunks - 1),
+            "n_chunks": (1, self._total_chunks),
+            "op": (min(Op), max(Op)),
+            "phase": (0, len(self._phase_names) - 1),
+        }
+        for name, (low, high) in limits.items():
+            column = columns[name]
+            bad = np.flatnonzero((column < low) | (column > high))
+            if len(bad):
+                raise ScheduleError(
+                    f"Transfer {bad[0]}: {name} is {column[bad[0]]}, expected {low} to {high} on {self._mesh!r} "
+                    f"with {self._total_chunks} chunks."
+                )
+        # Both lie within range now, so the subtraction cannot overflow where the sum could.
+        beyond = np.flatnonzero(columns["first_chunk"] > self._total_chunks - columns["n_chunks"])
+        if len(beyond):
+            i = beyond[0]
+            raise ScheduleError(
+                f"Transfer {i}: chunks {columns['first_chunk'][i]} to "
+                f"{int(columns['first_chunk'][i]) + int(columns['n_chunks'][i]) - 1} reach past the last chunk, "
+                f"{self._total_chunks - 1}."
+            )
+        same = np.flatnonzero(columns["src"] == columns["dst"])
+        if len(same):
+            raise ScheduleError(f"Transfer {same[0]}: rank {columns['src'][same[0]]} sends to itself.")
+
+    def _check_steps(self) -> None:
+        step = self._columns["step"]
+        if not len(step):
+            return
+        jumps = np.flatnonzero(np.diff(step, prepend=np.int32(-1)) > 1)
+        if len(jumps):
+            raise ScheduleError(f"Step {step[jumps[0]] - 1} has no transfer; number the steps without gaps from 0.")
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh whose live chips take part."""
+        return self._mesh
+
+    @property
+    def total_chunks(self) -> int:
+        """Number of equal chunks that the payload is cut into, K."""
+        return self._total_chunks
+
+    @property
+    def collective(self) -> Collective:
+        """What the schedule promises."""
+        return self._collective
+
+    @property
+    def planner(self) -> str:
+        """Name of the planner that made it."""
+        return self._planner
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether `meshmend.schedule.verify` has proven this very value. It is not saved, pickled or copied."""
+        return self._is_proven
+
+    @property
+    def owners(self) -> IntArray:
+        """For each chunk the rank that owns it."""
+        return self._owners
+
+    @property
+    def step(self) -> IntArray:
+        """Step of each transfer, in ascending order."""
+        return self._columns["step"]
+
+    @property
+    def src(self) -> IntArray:
+        """Sending rank of each transfer."""
+        return self._columns["src"]
+
+    @property
+    def dst(self) -> IntArray:
+        """Receiving rank of each transfer."""
+        return self._columns["dst"]
+
+    @property
+    def first_chunk(self) -> IntArray:
+        """First chunk of each transfer's run."""
+        return self._columns["first_chunk"]
+
+    @property
+    def n_chunks(self) -> IntArray:
+        """Length of each transfer's run of chunks."""
+        return self._columns["n_chunks"]
+
+    @property
+    def op(self) -> NDArray[np.uint8]:
+        """`Op` of each transfer."""
+        return self._columns["op"]
+
+    @property
+    def phase(self) -> NDArray[np.uint8]:
+        """Phase of each transfer, an index into `phase_names`."""
+        return self._columns["phase"]
+
+    @property
+    def phase_names(self) -> tuple[str, ...]:
+        """Names of the phases."""
+        return self._phase_names
+
+    @property
+    def n_transfers(self) -> int:
+        """Number of transfers."""
+        return len(self.step)
+
+    @property
+    def n_steps(self) -> int:
+        """Number of steps."""
+        return int(self.step[-1]) + 1 if len(self.step) else 0
+
+    @cached_property
+    def step_starts(self) -> NDArray[np.int64]:
+        """Row of the first transfer of each step, and one past the last row: `step_starts[t]:step_starts[t+1]`."""
+        return np.searchsorted(self.step, np.arange(self.n_steps + 1)).astype(np.int64)
+
+    @cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases that have transfers, in order of their first step."""
+        found = []
+        for index, name in enumerate(self._phase_names):
+            rows = np.flatnonzero(self.phase == index)
+            if len(rows):
+                found.append(Phase(name, int(self.step[rows[0]]), int(self.step[rows[-1]]), len(rows)))
+        return tuple(sorted(found, key=lambda phase: (phase.first_step, phase.last_step)))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Schedule):
+            return NotImplemented
+        return (
+            self._mesh == other._mesh
+            and self._total_chunks == other._total_chunks
+            and self._collective == other._collective
+            and self._planner == other._planner
+            and self._phase_names == other._phase_names
+            and np.array_equal(self._owners, other._owners)
+            and all(np.array_equal(column, other._columns[name]) for name, column in self._columns.items())
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_is_proven": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Neither pickle nor deepcopy keeps arrays read-only.
+        self.__dict__.update(state)
+        for column in (*self._columns.values(), self._owners):
+            column.flags.writeable = False
+
+    __hash__ = None  # type: ignore[assignment]  # equal values can be large: compare, do not hash
+
+    def __repr__(self) -> str:
+        def count(n: int, noun: str) -> str:
+            return f"{n:,} {noun}{'s' * (n != 1)}"
+
+        return (
+            f"Schedule({self._planner} {self._collective} on {self._mesh}: {count(self._mesh.n_chips, 'chip')}, "
+            f"{count(self.n_steps, 'step')}, {count(self._total_chunks, 'chunk')}, "
+            f"{count(self.n_transfers, 'transfer')})"
+        )
+
+
+def _whole(values: ArrayLike, name: str, length: int | None = None) -> NDArray[Any]:
+    """Return a 1-D integer array, stretched to `length` if it is a single number."""
+    array = np.asarray(values)
+    if array.size == 0:
+        array = array.astype(np.int64)
+    if array.dtype.kind not in "iu":
+        raise ScheduleError(f"{name} holds {array.dtype}, expected whole numbers.")
+    if array.ndim == 0 and length is not None:
+        array = np.broadcast_to(array, (length,))
+    if array.ndim != 1 or (length is not None and len(array) != length):
+        wanted = "one number a transfer" if length is None else f"{length} numbers"
+        raise ScheduleError(f"{name} has shape {array.shape}, expected {wanted}.")
+    if array.dtype.kind == "u":
+        if array.size and array.max() > MAX_CHUNKS:
+            raise ScheduleError(f"{name} holds {array.max()}, beyond any rank, step or chunk.")
+        return array.astype(np.int64)
+    return array.astype(np.promote_types(array.dtype, np.int32), copy=False)
+
+
+def _narrow(array: NDArray[Any], dtype: type[Any]) -> NDArray[Any]:
+    """Return a read-only copy that nobody else holds, so that the schedule cannot change under its readers."""
+    narrow = np.array(array, dtype=dtype)
+    narrow.flags.writeable = False
+    return narrow

@@ -1,0 +1,59 @@
+"""Split: the reduce-scatter and the all-gather that an all-reduce is made of.
+
+Between the two every chunk lies, summed, with its owner alone: that is where a sharded weight update happens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshmend.errors import ScheduleError
+from meshmend.schedule import Collective, Op, Schedule
+
+
+def reduce_scatter_of(schedule: Schedule) -> Schedule:
+    """Return the first half of an all-reduce: its reductions, after which every chunk is complete at its owner.
+
+    >>> import meshmend as mm
+    >>> reduce_scatter_of(mm.plan(mm.Mesh("4x4"), "hamiltonian"))
+    Schedule(hamiltonian reduce-scatter on 4x4: 16 chips, 15 steps, 32 chunks, 480 transfers)
+    """
+    return _half(schedule, Op.REDUCE, Collective.REDUCE_SCATTER)
+
+
+def all_gather_of(schedule: Schedule) -> Schedule:
+    """Return the second half of an all-reduce: its copies, which bring every owner's chunks to all chips.
+
+    >>> import meshmend as mm
+    >>> all_gather_of(mm.plan(mm.Mesh("4x4"), "hamiltonian"))
+    Schedule(hamiltonian all-gather on 4x4: 16 chips, 15 steps, 32 chunks, 480 transfers)
+    """
+    return _half(schedule, Op.COPY, Collective.ALL_GATHER)
+
+
+def _half(schedule: Schedule, op: Op, collective: Collective) -> Schedule:
+    """Keep the transfers of one kind, in the same order; steps that lose all of theirs are closed up.
+
+    No planner copies a chunk before its sum is complete, so neither half misses what the other did. `verify` proves
+    that of each half; it is not taken for granted here.
+    """
+    if schedule.collective is not Collective.ALL_REDUCE:
+        raise ScheduleError(f"Only an all-reduce can be split: got a schedule of a {schedule.collective}.")
+    keep = schedule.op == op
+    _, step = np.unique(schedule.step[keep], return_inverse=True)
+    used, phase = np.unique(schedule.phase[keep], return_inverse=True)
+    return Schedule(
+        schedule.mesh,
+        total_chunks=schedule.total_chunks,
+        step=step,
+        src=schedule.src[keep],
+        dst=schedule.dst[keep],
+        first_chunk=schedule.first_chunk[keep],
+        n_chunks=schedule.n_chunks[keep],
+        op=schedule.op[keep],
+        phase=phase,
+        phase_names=tuple(schedule.phase_names[i] for i in used) or ("nothing to do",),
+        owners=schedule.owners,
+        collective=collective,
+        planner=schedule.planner,
+    )

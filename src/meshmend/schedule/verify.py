@@ -1,0 +1,335 @@
+"""Verify: proves that a schedule is what it says it is, over live chips and cables only.
+
+This file holds the specification of the collectives and shares no code with any planner. It follows, for every
+chunk, how often each chip's contribution is in what each chip holds. A correct all-reduce has every contribution
+exactly once, everywhere.
+
+Two ways of counting, and the result says which was used:
+
+- *exact*: a count for every (chip, chunk, contributor). For small problems.
+- *fingerprint*: contributor i gets a random number rᵢ below the prime p = 2⁶¹ − 1, and a chip holds the sum of what it
+  received, modulo p. Beside it travels the number of contributions in that sum. A wrong schedule passes with
+  probability at most 1/p, whatever it does:
+
+  1. Let mᵢ be how often contribution i is in what one chip holds of one chunk, and T = Σ mᵢ. The number that travels
+     is min(T, L) for L = 2³²: it starts at 1, a COPY brings its own along, and a REDUCE keeps it so because
+     min(min(a, L) + min(b, L), L) = min(a + b, L). It never wraps, and where it says P < L, T is P.
+  2. A wrong schedule leaves some chip with a wrong chunk. Which one is settled before the numbers are drawn. If T ≠ P
+     there, it is caught. If T = P, then 0 ≤ mᵢ ≤ P < p, and some mᵢ − 1 is not 0, hence not 0 modulo p. So
+     Σ (mᵢ − 1) rᵢ is a linear form over the field of p elements that is not 0, and independent, uniform rᵢ make it
+     vanish with probability 1/p exactly.
+  3. The schedule passes only if this chunk does. Other chips, chunks and blocks of chunks can only catch more.
+
+  In an all-gather T must be 1. Then one contribution is there, and another chip's has the owner's number with
+  probability 1/p.
+
+Chunks that always travel together are followed as one, so the work depends on the schedule, not on K. How much work it
+will be is found out from the schedule's numbers first: a schedule that would take too long, or too much memory, is
+refused before anything is expanded.
+"""
+
+from __future__ import annotations
+
+import decimal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshmend import routing
+from meshmend.errors import RoutingError, VerificationError, WrongSumError, name_chip
+from meshmend.schedule import Collective, Op, Schedule
+from meshmend.schedule.faults import raise_collision, raise_dead_path, raise_wrong_sum
+from meshmend.topology import Mesh
+
+PRIME = np.uint64(2**61 - 1)
+MANY = np.uint64(2**32)
+"""Where the count of contributions stops: far above any number of chips, far below what 64 bits hold twice."""
+EXACT_CELLS = 2**24
+"""Largest (chips × chunks × chips) that is counted exactly by default: 16 MB of counters."""
+MAX_WORK = 2**33
+"""Numbers that are moved at most, in some ten minutes. A schedule that takes more is refused, not followed."""
+STEP_WORK = 2**10
+"""What it costs to turn to the next step, in numbers moved."""
+MAX_STATE_BYTES = 2**26
+"""Contributions are followed for as many chunks at a time as fit in this; a step in the works takes five times more."""
+
+Method = Literal["exact", "fingerprint"]
+Words = NDArray[np.unsignedinteger[Any]]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was checked, and how. Returned by `verify`; a schedule that fails raises instead."""
+
+    collective: Collective
+    method: Method
+    chips: int
+    chunks: int
+    steps: int
+    transfers: int
+    false_pass_probability: float
+    """Upper bound on the probability that a wrong schedule would have passed: 0 for the exact method."""
+    seconds: float
+
+    def __str__(self) -> str:
+        up = decimal.Context(prec=1, rounding=decimal.ROUND_CEILING)
+        bound = up.create_decimal_from_float(self.false_pass_probability)
+        how = "counted exactly" if self.method == "exact" else f"error below {bound:.0e}"
+        return (
+            f"proven {self.collective}: every contribution of {self.chips:,} chips exactly once in "
+            f"{self.chunks:,} chunk{'s' * (self.chunks != 1)} ({how}; {self.seconds:.2f} s)"
+        )
+
+
+def verify(
+    schedule: Schedule,
+    *,
+    mesh: Mesh | None = None,
+    method: Method | None = None,
+    seed: int | None = None,
+) -> Proof:
+    """Prove a schedule, or raise a `VerificationError` that names step, chips, chunk, expected and got.
+
+    `mesh` asks whether the schedule still holds on another state of the same machine: after a new failure,
+    say. `method` forces a way of counting; `seed` makes fingerprints repeatable (otherwise they come from the
+    operating system, so that no file can be made to fool them).
+
+    >>> from meshmend import Mesh, plan, verify
+    >>> verify(plan(Mesh("4x4"), planner="hamiltonian", verify=False)).method
+    'exact'
+    """
+    started = time.perf_counter()
+    _check_transfers(schedule)
+    _check_paths(schedule, mesh or schedule.mesh)
+    classes = _Classes(schedule)
+    if method is None:
+        cells = schedule.mesh.n_chips**2 * classes.n
+        method = "exact" if cells <= EXACT_CELLS else "fingerprint"
+    tally = _Tally(schedule, method, seed)
+    _check_work(schedule, classes, tally)
+    for block in tally.blocks(classes.n):
+        held = tally.start(block.stop - block.start)
+        _replay(schedule, classes, block.start, block.stop, tally, held)
+        fault = tally.fault(held, classes.owners[block])
+        if fault is not None:
+            chip, chunk_class = fault
+            raise_wrong_sum(schedule, chip, int(classes.starts[block.start + chunk_class]))
+    # A proof for another mesh, or by fingerprints that a file's author could know, is no proof for an engine.
+    if (mesh is None or mesh == schedule.mesh) and (method == "exact" or seed is None):
+        schedule._is_proven = True
+    return Proof(
+        collective=schedule.collective,
+        method=method,
+        chips=schedule.mesh.n_chips,
+        chunks=schedule.total_chunks,
+        steps=schedule.n_steps,
+        transfers=schedule.n_transfers,
+        false_pass_probability=0.0 if method == "exact" else 1 / float(PRIME),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def ensure_proven(schedule: Schedule) -> None:
+    """Prove a schedule unless that was done already; engines call this before they run anything.
+
+    `plan` and the plan cache return proven schedules, so this is free for them. A schedule that comes from a file, a
+    pickle or a user's hands is proven here, or refused with a `VerificationError`.
+    """
+    if not schedule.is_proven:
+        verify(schedule)
+
+
+def _check_transfers(schedule: Schedule) -> None:
+    """Refuse what cannot be right by its number of transfers, before any table of the mesh's size is made.
+
+    Whatever the collective: all chips but one must send something, or all chips but one must be sent something.
+    """
+    least = schedule.mesh.n_chips - 1
+    if schedule.n_transfers < least:
+        raise WrongSumError(
+            f"The {schedule.collective} of {least + 1:,} chips takes {least:,} transfers or more: "
+            f"the schedule has {schedule.n_transfers:,}.",
+            expected=f"{least:,} transfers or more",
+            got=f"{schedule.n_transfers:,}",
+        )
+
+
+class _Classes:
+    """The schedule's runs, in terms of classes of chunks that always travel together and have one owner."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        first = schedule.first_chunk.astype(np.int64)
+        changes = np.flatnonzero(np.diff(schedule.owners)) + 1
+        edges = [np.array([0, schedule.total_chunks]), first, first + schedule.n_chunks, changes]
+        bounds = np.unique(np.concatenate(edges))
+        self.starts = bounds[:-1]
+        self.n = len(self.starts)
+        self.owners = schedule.owners[self.starts].astype(np.int64)
+        self.first = np.searchsorted(bounds, first)
+        self.last = np.searchsorted(bounds, first + schedule.n_chunks)
+        self.n_moves = int((self.last - self.first).sum())
+        """How many classes all transfers move together."""
+
+    def moves(self, rows: slice, first: int, last: int, cells: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return (row, class) of everything that `rows` move within classes first … last−1, counted from `first`.
+
+        Rows of one step that write more often than there are cells to write to collide. Then only as many of them are
+        returned as it takes to collide for certain.
+        """
+        low = np.maximum(self.first[rows], first)
+        length = np.maximum(np.minimum(self.last[rows], last) - low, 0)
+        ends = np.cumsum(length)
+        if ends[-1] > cells:
+            enough = int(np.searchsorted(ends, cells, side="right")) + 1
+            low, length, ends = low[:enough], length[:enough], ends[:enough]
+        row = np.repeat(np.arange(rows.start, rows.start + len(length)), length)
+        within = np.arange(len(row)) - np.repeat(ends - length, length)
+        return row, np.repeat(low, length) + within - first
+
+
+class _Tally:
+    """The specification: what a chip holds to begin with, and what the collective wants it to hold in the end.
+
+    Contributions are rows of `marks`: unit vectors for the exact method, where a 2 stands for two or more, or a random
+    number and a 1, the count, for fingerprints. In an all-gather only the owner's counts; the others hold junk.
+    """
+
+    def __init__(self, schedule: Schedule, method: Method, seed: int | None) -> None:
+        self.collective = schedule.collective
+        self.n_chips = schedule.mesh.n_chips
+        self.is_exact = method == "exact"
+        self.marks: Words
+        self.total: Words
+        if self.is_exact:
+            if self.n_chips**2 > MAX_STATE_BYTES:
+                raise VerificationError(
+                    f"To count {self.n_chips:,} chips exactly takes {self.n_chips**2:,} bytes for a chunk; at most "
+                    f"{MAX_STATE_BYTES:,} are used. Use method='fingerprint'."
+                )
+            self.marks = np.eye(self.n_chips, dtype=np.uint8)
+            self.total = np.ones(self.n_chips, dtype=np.uint8)
+        else:
+            draws = np.random.default_rng(seed).integers(0, PRIME, self.n_chips, dtype=np.uint64)
+            self.marks = np.stack([draws, np.ones_like(draws)], axis=1)
+            self.total = np.array([sum(map(int, draws)) % int(PRIME), self.n_chips], dtype=np.uint64)
+
+    @property
+    def width(self) -> int:
+        """Classes of chunks that are followed at a time."""
+        return max(1, MAX_STATE_BYTES // self.marks.nbytes)
+
+    def blocks(self, n_classes: int) -> Iterator[slice]:
+        """Cut the classes into blocks that fit in memory."""
+        for first in range(0, n_classes, self.width):
+            yield slice(first, min(first + self.width, n_classes))
+
+    def start(self, n_classes: int) -> Words:
+        """Return what each chip holds of each class before the first step: its own contribution."""
+        return np.repeat(self.marks[:, None], n_classes, axis=1)
+
+    def add(self, one: Words, other: Words) -> Words:
+        """Return the contributions of both. No count comes round to a smaller one."""
+        both: Words = one + other
+        if self.is_exact:
+            return np.minimum(both, np.uint8(2), out=both)
+        both[:, 0] %= PRIME
+        both[:, 1] = np.minimum(both[:, 1], MANY)
+        return both
+
+    def fault(self, held: Words, owners: NDArray[np.int64]) -> tuple[int, int] | None:
+        """Return (chip, class) of the first place that breaks the promise, lowest class first."""
+        wanted = self.marks[owners] if self.collective is Collective.ALL_GATHER else self.total
+        wrong = (held != wanted).any(axis=2)
+        if self.collective is Collective.REDUCE_SCATTER:
+            wrong &= np.arange(self.n_chips)[:, None] == owners
+        where = np.flatnonzero(wrong.T)
+        if not len(where):
+            return None
+        chunk_class, chip = divmod(int(where[0]), self.n_chips)
+        return chip, chunk_class
+
+
+def _check_work(schedule: Schedule, classes: _Classes, tally: _Tally) -> None:
+    """Refuse a schedule that would take too long to follow."""
+    n_blocks = -(-classes.n // tally.width)
+    a_mark = -(-tally.marks.nbytes // (16 * tally.n_chips))
+    work = (classes.n_moves + tally.n_chips * classes.n) * a_mark
+    work += n_blocks * (schedule.n_transfers + schedule.n_steps * STEP_WORK)
+    if work > MAX_WORK:
+        raise VerificationError(
+            f"To prove {schedule.n_transfers:,} transfers of {classes.n:,} different runs of chunks between "
+            f"{tally.n_chips:,} chips takes {work:,} moves; at most {MAX_WORK:,} are made. Cut the payload into fewer "
+            "chunks."
+        )
+
+
+def _replay(schedule: Schedule, classes: _Classes, first: int, last: int, tally: _Tally, held: Words) -> None:
+    """Run the steps over `held` in place: contributions instead of numbers."""
+    width = held.shape[1]
+    cells = held.reshape(held.shape[0] * width, -1)
+    seen = np.zeros(len(cells), dtype=np.int64)
+    starts = schedule.step_starts
+    for step in range(schedule.n_steps):
+        rows = slice(int(starts[step]), int(starts[step + 1]))
+        row, column = classes.moves(rows, first, last, len(cells))
+        target = schedule.dst[row].astype(np.int64) * width + column
+        number = np.arange(len(row))
+        seen[target] = number
+        if not np.array_equal(seen[target], number):
+            clash = int(np.flatnonzero(seen[target] != number)[0])
+            other = int(seen[target[clash]])
+            raise_collision(schedule, int(row[clash]), int(row[other]), int(classes.starts[first + column[clash]]))
+        arriving = cells[schedule.src[row].astype(np.int64) * width + column]
+        adds = schedule.op[row] == Op.REDUCE
+        if adds.any():
+            arriving[adds] = tally.add(arriving[adds], cells[target[adds]])
+        cells[target] = arriving
+
+
+def _check_paths(schedule: Schedule, mesh: Mesh) -> None:
+    """Every transfer must have a live path on `mesh`: one link between neighbours, a route between others."""
+    planned = schedule.mesh
+    if (mesh.shape, mesh.wrap) != (planned.shape, planned.wrap):
+        raise VerificationError(f"The schedule is for {planned}, which is not the same machine as {mesh}.")
+    ranks = mesh.rank_of[tuple(planned.coords.T)]
+    dead = np.flatnonzero((ranks[schedule.src] < 0) | (ranks[schedule.dst] < 0))
+    if len(dead):
+        row = int(dead[0])
+        ends = (int(schedule.src[row]), int(schedule.dst[row]))
+        lost = next(planned.chip(rank) for rank in ends if ranks[rank] < 0)
+        raise_dead_path(schedule, row, f"chip {name_chip(lost)} has failed", f"Plan again with failed=[{lost}].")
+    if mesh.n_chips != planned.n_chips or (ranks < 0).any():
+        raise VerificationError(
+            f"The schedule serves {planned.n_chips} chips, but {mesh!r} has other survivors. Plan again."
+        )
+    rows = np.flatnonzero(mesh.link(ranks[schedule.src], ranks[schedule.dst]) < 0)
+    if not len(rows):
+        return
+    pair = ranks[schedule.src[rows]].astype(np.int64) * mesh.n_chips + ranks[schedule.dst[rows]]
+    pairs, where = np.unique(pair, return_index=True)
+    src, dst = np.divmod(pairs, mesh.n_chips)
+    row_of = rows[where]
+    try:
+        walk = routing.trace(mesh, src, dst)
+    except RoutingError as error:
+        raise VerificationError(f"Transfers between chips that are not neighbours have no routes. {error}") from error
+    # Do not take the router's word for it: follow the links and see where they lead.
+    at = src.copy()
+    order = np.argsort(walk.hop, kind="stable")
+    edges = np.searchsorted(walk.hop[order], np.arange(walk.hop.max(initial=-1) + 2))
+    for start, stop in pairwise(edges.tolist()):
+        flow, link = walk.flow[order[start:stop]], walk.link[order[start:stop]]
+        rank, direction = np.divmod(link, mesh.n_directions)
+        beyond = mesh.neighbours[rank, direction]
+        astray = np.flatnonzero((rank != at[flow]) | (beyond < 0))
+        if len(astray):
+            raise_dead_path(schedule, int(row_of[flow[astray[0]]]), "its route uses a failed chip or cable", "")
+        at[flow] = beyond
+    lost_flows = np.flatnonzero(at != dst)
+    if len(lost_flows):
+        raise_dead_path(schedule, int(row_of[lost_flows[0]]), "no live path joins them", "The survivors are cut apart.")

@@ -1,0 +1,138 @@
+"""What the real TPU compiler makes of our programs. Needs libtpu, but no TPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import meshmend as mm
+from meshmend.errors import ParameterError
+from meshmend.jax.compiling import ahead_of_time
+from meshmend.jax.compiling.ahead_of_time import Compiled, CompilerError, compile_for, slice_fabric
+from standins import tree_schedule
+
+needs_libtpu = pytest.mark.skipif(
+    not ahead_of_time.has_libtpu(),
+    reason="needs the TPU compiler: pip install 'meshmend[tpu]'",
+)
+MEGABYTES = 102_400_000
+"""ResNet-50's gradients in float32."""
+
+
+def compiled(topology: str, hole: str, planner: str, **more: Any) -> tuple[Compiled, mm.Schedule]:
+    fabric = slice_fabric(topology, failed=[hole], cores=more.pop("cores", None), wrap=more.pop("wrap", None))
+    schedule = (
+        tree_schedule(fabric.mesh, chunks=64)
+        if planner == "trees"
+        else mm.plan(fabric.mesh, planner, verify=False, **more)
+    )
+    return compile_for(topology, schedule, fabric, payload_bytes=MEGABYTES), schedule
+
+
+@needs_libtpu
+@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize(("topology", "n_chips"), [("v3:16x32", 504), ("v3:32x32", 1016)])
+def test_the_papers_machines(topology: str, n_chips: int, cores: int) -> None:
+    report, _ = compiled(topology, "4x2@6,8", "row-pairs", cores=cores)
+    assert (report.chips, report.cores_per_chip) == (n_chips, cores)
+    assert report.permutes == 8
+    assert report.other_collectives == (2 if cores == 2 else 0), "summing inside the chip, and joining its pair"
+    assert report.compile_seconds < 30
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("topology", "hole", "planner"),
+    [
+        ("v6e:16x16", "4x2@6,8", "row-pairs"),
+        ("v6e:16x16", "4x2@6,8", "hamiltonian"),
+        ("v6e:16x16", "4x2@6,8", "trees"),
+        ("v4:4x4x8", "2x2x1@1,1,1", "trees"),
+        ("v5p:4x4x8", "2x2x1@1,1,1", "trees"),
+    ],
+)
+def test_all_lanes_are_in_flight_together(topology: str, hole: str, planner: str) -> None:
+    """Every permute of a step has started before the first is waited for: on v4, v5p and v6e."""
+    # Slices of this shape can be twisted, which the devices do not say: then only the long axis is sure to wrap.
+    wrap = [False, False, True] if topology.endswith("4x4x8") else None
+    report, schedule = compiled(topology, hole, planner, cores=1, wrap=wrap)
+    assert report.in_flight == report.lanes
+    if planner == "trees":
+        assert report.lanes == (schedule.mesh.neighbours >= 0).sum(axis=1).max(), "a lane for each link of a chip"
+
+
+@needs_libtpu
+def test_code_does_not_grow_with_the_mesh() -> None:
+    small, large = (compiled(f"v3:{shape}", "2x2@6,8", "row-pairs", cores=1)[0] for shape in ("16x16", "32x32"))
+    assert (small.chips, large.chips) == (252, 1020)
+    assert large.hlo_chars_without_pairs <= 1.1 * small.hlo_chars_without_pairs
+    assert large.hlo_chars <= 2 * small.hlo_chars
+
+
+@needs_libtpu
+def test_runs_in_place() -> None:
+    """A payload that divides into whole tiles is summed where it lies: two runs a lane beside it, at most."""
+    fabric = slice_fabric("v6e:8x8", failed=["2x2@2,2"])
+    schedule = mm.plan(fabric.mesh, "hamiltonian")
+    chunk = 256 * 1024 * 4
+    report = compile_for("v6e:8x8", schedule, fabric, payload_bytes=schedule.total_chunks * chunk)
+    assert report.aliased_bytes == schedule.total_chunks * chunk
+    assert report.temporary_bytes <= 2 * report.lanes * chunk
+
+
+@needs_libtpu
+def test_a_refusal_says_why_and_what_to_do() -> None:
+    with pytest.raises(CompilerError, match=r"v5e:4x8.*limited ICI routing.*v6e work") as caught:
+        compiled("v5e:4x8", "2x2@0,0", "row-pairs")
+    assert caught.value.topology == "v5e:4x8"
+    with pytest.raises(CompilerError, match=r"libtpu does not know it.*v9"):
+        slice_fabric("v9:4x4")
+    with pytest.raises(ParameterError, match="'v3' is not a TPU slice"):
+        slice_fabric("v3")
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from meshmend.cli import main; main()", "compile", *words],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "120"},
+    )
+
+
+@needs_libtpu
+def test_command_line() -> None:
+    words = ["--topology", "v3:8x8", "--fail", "2x2@2,2", "--planner", "hamiltonian", "--payload", "1MB"]
+    facts = json.loads(command(*words, "--json").stdout)
+    assert (facts["mesh"], facts["chips"], facts["failed"]) == ("8x8", 60, ["2x2@2,2"])
+    assert facts["payload_bytes"] == 1_000_000
+    assert facts["compile_seconds"] < 30
+    assert "60 × 2 cores (TPU v3)" in command(*words).stdout
+    refused = command("--topology", "v5e:4x8", "--fail", "0,0", "--planner", "row-pairs")
+    assert refused.returncode == 1
+    assert "row-pairs cannot plan" in refused.stderr
+
+
+def test_reading_compiled_code() -> None:
+    hlo = """
+%body (p: f32[]) -> f32[] {
+  %a = f32[8] collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}, metadata={op_name="x"}
+  %b = f32[8] collective-permute-start(%y), source_target_pairs={{0,1}}
+  %c = f32[8] collective-permute-done(%a)
+  %d = f32[8] collective-permute-done(%b)
+  %e = f32[8] collective-permute(%d), source_target_pairs={{0,1}}
+}
+ENTRY %main (p: f32[]) -> f32[] {
+  %f = f32[8] all-reduce(%x), replica_groups={{0,1}}
+}
+"""
+    assert ahead_of_time.count_collectives(hlo) == (3, 1)
+    assert ahead_of_time.most_in_flight(hlo) == 2
+    assert "{0,1}" not in ahead_of_time.without_pairs(hlo)
+    assert "op_name" not in ahead_of_time.without_pairs(hlo)

@@ -1,0 +1,257 @@
+"""Exchanges wait for processes that are at work as long as those are alive, and no longer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import jax
+import pytest
+
+import meshmend as mm
+from meshmend.errors import PlanError, RestartError
+from meshmend.jax.job import Launch, Session, Timeline
+from meshmend.jax.job.coordination import Coordination
+from meshmend.jax.job.rendezvous import free_port
+from meshmend.planning import PlanCache
+
+PATIENCE_S = 60.0
+
+
+class Service:
+    """JAX's key-value store in memory, with the same errors."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.changed = threading.Condition()
+        self.down = False
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        self._check()
+        with self.changed:
+            if key in self.values and not allow_overwrite:
+                raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: key {key} already exists.")
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def key_value_try_get(self, key: str) -> str:
+        self._check()
+        if key not in self.values:
+            raise jax.errors.JaxRuntimeError(f"NOT_FOUND: Config key {key} not found.")
+        return self.values[key]
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        with self.changed:
+            self.changed.wait_for(lambda: self.down or key in self.values, timeout_in_ms / 1000)
+        self._check()
+        if key not in self.values:
+            raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: GetKeyValue() timed out with key: {key}")
+        return self.values[key]
+
+    def stop(self) -> None:
+        with self.changed:
+            self.down = True
+            self.changed.notify_all()
+
+    def _check(self) -> None:
+        if self.down:
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect to all addresses\nmore")
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Service:
+    one = Service()
+    monkeypatch.setattr("jax._src.distributed.global_state.client", one)
+    return one
+
+
+@pytest.fixture
+def board(service: Service) -> Iterator[Callable[..., Coordination]]:
+    made = []
+
+    def make(process: int, n: int = 2, *, beat_s: float = 0.02, **others: Any) -> Coordination:
+        made.append(Coordination(process, n, beat_s=beat_s, **others))
+        return made[-1]
+
+    before = threading.active_count()
+    yield make
+    for one in made:
+        one.close()
+    assert threading.active_count() == before
+
+
+Board = Callable[..., Coordination]
+
+
+def test_all_processes_hear_everybody(board: Board) -> None:
+    boards = [board(process, 3) for process in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        for fact in ("a", "b"):
+            told = list(pool.map(lambda one, fact=fact: one.exchange([fact, one.process]), boards))
+            assert told == 3 * [[[fact, 0], [fact, 1], [fact, 2]]]
+    assert Coordination(0, 1).exchange((1, None)) == [[1, None]]
+
+
+def test_a_process_that_beats_is_waited_for_longer_than_the_timeout(board: Board) -> None:
+    busy, waiting = board(0), board(1, timeout_s=2.0)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(waiting.exchange, "x")
+        time.sleep(3.0)
+        assert not call.done()
+        busy.tell("planned")
+        assert call.result() == ["planned", "x"]
+
+
+def test_a_process_that_falls_silent_is_named_with_what_it_did(board: Board) -> None:
+    busy, waiting = board(0), board(1, timeout_s=0.3)
+    with busy.doing("planning"):
+        time.sleep(0.2)
+        busy.close()
+    with pytest.raises(RestartError, match=r"Process 0 has been silent for \d s \(it was planning\)"):
+        waiting.exchange("x")
+
+
+def test_a_process_that_never_beat_is_silent_too(board: Board) -> None:
+    with pytest.raises(RestartError, match=r"Process 0 has been silent .* \(it was starting\)"):
+        board(1, timeout_s=0.2).exchange("x")
+
+
+def test_a_process_that_is_alive_but_stuck_is_not_waited_for_for_ever(board: Board) -> None:
+    busy, waiting = board(0), board(1, timeout_s=PATIENCE_S, limit_s=0.3)
+    with busy.doing("planning"), pytest.raises(RestartError, match=r"Process 0 is alive .* expected at most 0.3 s"):
+        waiting.exchange("x")
+
+
+def test_a_dead_coordinator_is_reported_at_once(board: Board, service: Service) -> None:
+    waiting = board(1, timeout_s=1e6)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(waiting.exchange, "x")
+        time.sleep(0.1)
+        service.stop()
+        with pytest.raises(RestartError, match=r"cannot reach .*: UNAVAILABLE: .* Process 0 is probably dead"):
+            call.result()
+
+
+def sessions(board: Board) -> list[Session]:
+    fabric = SimpleNamespace(mesh=mm.Mesh("4x4", failed=["2x2@0,0"]))
+    return [
+        Session(cast(Any, fabric), Launch("x:1", 2, i), None, (0, 1), board(i, timeout_s=2.0), Timeline(None))
+        for i in range(2)
+    ]
+
+
+def plan_together(both: list[Session], *args: Any, **parameters: Any) -> list[Any]:
+    def one(session: Session) -> Any:
+        try:
+            return session.plan(*args, **parameters)
+        except (PlanError, RestartError, OSError) as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(one, both))
+
+
+def test_survivors_wait_for_a_plan_that_takes_longer_than_the_timeout(
+    board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def slow(*args: Any, **parameters: Any) -> Any:
+        if not made:
+            made.append("slowly")
+            time.sleep(3.0)
+        return mm.plan(*args, **parameters)
+
+    monkeypatch.setattr("meshmend.jax.job.session.plan", slow)
+    both = sessions(board)
+    first, second = plan_together(both, "hamiltonian", cache=PlanCache(tmp_path))
+    assert first == second
+    assert [session.timeline.events[-1]["from_cache"] for session in both] == [False, True]
+    assert both[1].timeline.events[-1]["seconds"] >= 2.5
+
+
+def test_a_plan_that_cannot_be_made_is_the_same_error_everywhere(board: Board, tmp_path: Path) -> None:
+    first, second = plan_together(sessions(board), "two-color", cache=PlanCache(tmp_path))
+    assert isinstance(first, PlanError)
+    assert isinstance(second, PlanError)
+    assert (str(first), first.alternatives) == (str(second), second.alternatives)
+
+
+def test_a_planner_that_dies_of_something_else_is_reported(
+    board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any, **parameters: Any) -> Any:
+        raise OSError("stale file handle")
+
+    monkeypatch.setattr("meshmend.jax.job.session.plan", broken)
+    first, second = plan_together(sessions(board), "hamiltonian", cache=PlanCache(tmp_path))
+    assert str(first) == "stale file handle"
+    assert str(second) == "Process 0 could not plan: OSError: stale file handle. See its log."
+
+
+TWO = """
+import os, sys, time
+from meshmend.jax.job import Launch, initialize
+from meshmend.jax.job import session, as, module
+
+def slow(*args, plan=module.plan, **parameters):
+    if sys.argv[2] == "0":
+        print("planning", flush=True)
+        time.sleep(float(sys.argv[3]))
+    return plan(*args, **parameters)
+
+module.plan = slow
+launch = Launch(sys.argv[1], 2, int(sys.argv[2]))
+with initialize("2x4", "2x2", place=int(sys.argv[2]), launch=launch, timeout_s=60) as session:
+    session.coordination.timeout_s = 5.0
+    print(session.plan("hamiltonian", cache=sys.argv[4]).mesh.n_chips, flush=True)
+"""
+
+
+def two_processes(seconds: float, cache: Path) -> list[subprocess.Popen[str]]:
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+    }
+    coordinator = f"127.0.0.1:{free_port()}"
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO, coordinator, str(process), str(seconds), str(cache)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+
+
+@pytest.mark.slow
+def test_two_processes_of_which_one_plans_for_long(tmp_path: Path) -> None:
+    both = two_processes(12.0, tmp_path)
+    outputs = [one.communicate(timeout=300) for one in both]
+    assert [one.returncode for one in both] == [0, 0], outputs
+    assert [stdout.splitlines()[-1] for stdout, _ in outputs] == ["8", "8"]
+
+
+@pytest.mark.slow
+def test_two_processes_of_which_the_planner_is_killed(tmp_path: Path) -> None:
+    planner, survivor = two_processes(1000.0, tmp_path)
+    assert planner.stdout is not None
+    while "planning" not in planner.stdout.readline():
+        assert planner.poll() is None
+    time.sleep(1.0)
+    planner.kill()
+    killed_at = time.monotonic()
+    stdout, stderr = survivor.communicate(timeout=300)
+    planner.communicate()
+    assert survivor.returncode != 0, (stdout, stderr)
+    assert time.monotonic() - killed_at < 30

@@ -1,0 +1,198 @@
+"""Hosts, launchers and timelines: what a restart stands on, before JAX is up."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import meshmend as mm
+import meshmend.jax as mmj
+from meshmend.errors import RestartError
+from meshmend.jax.job import Hosts, Launch, Timeline, read_launch, read_timeline
+from meshmend.jax.job.session import check_hosts, fabric_of_hosts
+from meshmend.jax.job.timeline import process_started_at
+
+
+def test_hosts_tile_the_mesh_and_their_chips_are_all_of_it() -> None:
+    hosts = Hosts.of("8x8", "4x2")
+    chips = [chip for number in range(len(hosts)) for chip in hosts.chips(number)]
+    assert len(hosts) == 8
+    assert sorted(chips) == [(row, column) for row in range(8) for column in range(8)]
+    assert hosts.chips(5) == [(4, 2), (4, 3), (5, 2), (5, 3), (6, 2), (6, 3), (7, 2), (7, 3)]
+    assert [hosts.number(place) for place in (5, "5", "4,2", (4, 2))] == [5, 5, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("shape", "tile", "place", "message"),
+    [
+        ("8x8", "3x2", 0, "Hosts of 3x2 chips do not tile a 8x8 mesh"),
+        ("8x8", "4x2x1", 0, "Hosts of 4x2x1 chips do not tile"),
+        ("8x8", "4x2", 8, "There is no host 8: 8x8 in hosts of 4x2 has hosts 0 to 7"),
+        ("8x8", "4x2", "4,1", r"No host of 8x8 in hosts of 4x2 begins at \(4,1\)"),
+    ],
+)
+def test_hosts_that_make_no_sense_are_refused(shape: str, tile: str, place: Any, message: str) -> None:
+    with pytest.raises(RestartError, match=message):
+        Hosts.of(shape, tile).number(place)
+
+
+def test_a_host_with_too_few_devices_is_named() -> None:
+    with pytest.raises(RestartError, match="Host 3 has 4 devices, expected 8") as caught:
+        Hosts.of("8x8", "4x2").check_devices({1: 8, 3: 4})
+    assert caught.value.host == 3
+
+
+def test_torchrun_is_read() -> None:
+    env = {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "h0", "MASTER_PORT": "7", "TORCHELASTIC_RESTART_COUNT": "4"}
+    assert read_launch(env | {"TORCHELASTIC_RUN_ID": "x"}) == Launch("h0:7", 3, 2, 4, "torchrun", "x")
+    assert read_launch(env | {"TORCHELASTIC_RUN_ID": "x-3", "MESHMEND_JOB": "x"}).job == "x"
+    secret = read_launch(env | {"MESHMEND_SECRET": "swordfish"})
+    assert secret.secret == "swordfish"  # noqa: S105
+    assert "swordfish" not in repr(secret)
+    with pytest.raises(RestartError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        read_launch(env | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    with pytest.raises(RestartError, match="WORLD_SIZE is 'many'"):
+        read_launch(env | {"WORLD_SIZE": "many"})
+    with pytest.raises(RestartError, match="TORCHELASTIC_RESTART_COUNT is 'once'"):
+        read_launch(env | {"TORCHELASTIC_RESTART_COUNT": "once"})
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "n", "process", "message"),
+    [
+        ("h0:7", 3, 3, "This is process 3 of 3, expected a number from 0 to 2"),
+        ("h0:7", 3, -1, "This is process -1 of 3"),
+        ("h0", 2, 0, "The coordinator is 'h0', expected an address and a port"),
+        (":7", 2, 0, "The coordinator is ':7'"),
+        ("h0:70000", 2, 0, "expected an address and a port from 1 to 65535"),
+        ("h0:seven", 2, 0, "The coordinator is 'h0:seven'"),
+    ],
+)
+def test_launches_that_make_no_sense_are_refused(coordinator: str, n: int, process: int, message: str) -> None:
+    with pytest.raises(RestartError, match=message):
+        Launch(coordinator, n, process)
+
+
+def test_slurm_and_jobset_are_read() -> None:
+    slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "8123", "SLURM_RESTART_COUNT": "2"}
+    launch = read_launch(slurm | {"SLURM_STEP_NODELIST": "tpu-[003-005,9],login"})
+    assert launch == Launch("tpu-003:61123", 4, 1, 2, "Slurm", "8123")
+    later = slurm | {"SLURM_STEP_NODELIST": "solo", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "3"}
+    assert read_launch(later) == Launch("solo:61317", 3, 1, 2, "Slurm", "8123")
+    assert read_launch(slurm | {"SLURM_STEP_NODELIST": "solo"}).coordinator == "solo:61123"
+    jobset = {
+        "JAX_COORDINATOR_ADDRESS": "train-workers-0-0.train",
+        "JAX_NUM_PROCESSES": "8",
+        "JAX_PROCESS_ID": "3",
+        "JOBSET_RESTART_ATTEMPT": "1",
+        "JOBSET_NAME": "train",
+    }
+    assert read_launch(jobset) == Launch("train-workers-0-0.train:8476", 8, 3, 1, "JAX's environment", "train")
+    with pytest.raises(RestartError, match="No launcher is recognised"):
+        read_launch({})
+
+
+def test_everyone_must_describe_one_machine_and_another_host() -> None:
+    good = [{"machine": "m", "host": 2}, {"machine": "m", "host": 0}]
+    assert check_hosts(good) == (2, 0)
+    with pytest.raises(RestartError, match="Processes 0 and 2 both say that they are host 2"):
+        check_hosts([*good, {"machine": "m", "host": 2}])
+    with pytest.raises(RestartError, match="different machines: m; n"):
+        check_hosts([*good, {"machine": "n", "host": 1}])
+    with pytest.raises(RestartError, match="does not know"):
+        check_hosts([*good, {"error": "Process 2 does not know its chips."}])
+
+
+class Of:
+    """A device of this process, as if it were another one's."""
+
+    def __init__(self, device: Any, process_index: int) -> None:
+        self.device, self.process_index = device, process_index
+
+
+def test_the_fabric_has_the_missing_hosts_as_its_hole(monkeypatch: pytest.MonkeyPatch) -> None:
+    def discover(used: list[Of], **facts: Any) -> mmj.Fabric:
+        return mmj.discover([one.device for one in used], **facts)
+
+    monkeypatch.setattr("meshmend.jax.job.session.discover", discover)
+    devices = [Of(device, i // 8) for i, device in enumerate(jax.devices()[:56])]
+    fabric = fabric_of_hosts(Hosts.of("8x8", "4x2"), [0, 1, 2, 3, 4, 6, 7], devices)
+    assert fabric.mesh == mm.Mesh("8x8", failed=["4x2@4,2"])
+    # Host 6 begins at (4,4), and is the sixth process: its first device sits there.
+    assert fabric.jax_mesh.devices.flat[fabric.mesh.rank((4, 4))] == devices[40].device
+
+
+def test_a_timeline_survives_its_writer_and_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "timeline.jsonl"
+    first = Timeline(path, host=3)
+    first.note("step", number=1)
+    with first.timed("plan") as facts:
+        facts["from_cache"] = True
+    path.write_text(path.read_text() + '{"at": 1, "event": "ste')
+    events = read_timeline(path)
+    assert [event["event"] for event in events] == ["step", "plan"]
+    assert events[0]["host"] == 3
+    assert events[1]["from_cache"] is True
+    assert events[1]["seconds"] >= 0
+    assert read_timeline(tmp_path / "none") == []
+    # The next attempt goes on in the same file, and the torn line spoils only itself.
+    Timeline(path, host=3).note("step", number=2)
+    assert [event["event"] for event in read_timeline(path)] == ["step", "plan", "step"]
+
+
+def test_a_timeline_is_bounded_in_memory_and_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshmend.jax.job.timeline.MAX_EVENTS", 100)
+    path = tmp_path / "timeline.jsonl"
+    timeline = Timeline(path, max_bytes=20_000, host=3)
+    for number in range(2000):
+        timeline.note("step", number=number)
+        assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 20_000
+    assert [event["number"] for event in timeline.events] == list(range(1900, 2000))
+    read = [event["number"] for event in read_timeline(path)]
+    # What is there is the newest part without a gap, and more than a third of the room is used.
+    assert read == list(range(read[0], 2000))
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) > 20_000 / 3
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["timeline.jsonl", "timeline.jsonl.1"]
+    timeline.note("huge", what="x" * 1_000_000)
+    huge = read_timeline(path)[-1]
+    assert (huge["event"], huge["left_out_bytes"] > 1_000_000) == ("huge", True)
+
+
+def test_a_timeline_that_cannot_be_written_does_not_stop_the_job(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    timeline = Timeline(tmp_path / "file" / "timeline.jsonl")
+    with pytest.warns(UserWarning, match=r"cannot be written: .*File exists.* The job goes on without it"):
+        timeline.note("step", number=1)
+    timeline.note("step", number=2)  # said once
+    assert [event["number"] for event in timeline.events] == [1, 2]
+
+
+def test_many_threads_write_one_timeline(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "timeline.jsonl", max_bytes=100_000)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: timeline.note("step", number=number), range(400)))
+    assert sorted(event["number"] for event in read_timeline(tmp_path / "timeline.jsonl")) == list(range(400))
+
+
+def test_a_process_knows_when_it_was_started() -> None:
+    before = time.time()
+    code = "from meshmend.jax.job.timeline import process_started_at; print(process_started_at())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert before - 0.1 <= float(done.stdout) <= time.time()
+    assert process_started_at() < before
+
+
+def test_importing_the_engine_brings_neither_orbax_nor_grain() -> None:
+    code = (
+        "import sys, meshmend.jax, meshmend.jax.job, meshmend.jax.state, meshmend.jax.compiling; "
+        "print([m for m in ('orbax', 'grain', 'torch', 'tensorstore') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

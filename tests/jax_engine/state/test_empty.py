@@ -1,0 +1,40 @@
+"""A layer without elements that is the only one of its dtype: kept and restored like any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import meshmend as mm
+import meshmend.jax as mmj
+from meshmend.jax.job.coordination import Coordination
+from meshmend.jax.job.launch import Launch
+from meshmend.jax.job.session import Session
+from meshmend.jax.job.timeline import Timeline
+from meshmend.jax.state.keeper import Keeper
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["program", "pair"])
+def test_a_dtype_of_which_there_is_no_element(sharded: bool, tmp_path: Path) -> None:
+    fabric = mmj.discover(jax.devices()[:4], shape="2x2")
+    schedule = mm.plan(fabric.mesh, "hamiltonian")
+    program = (mmj.install_pair if sharded else mmj.install)(schedule, fabric)
+    train = mmj.train_step(lambda w, batch: jnp.mean(batch) * jnp.sum(w["w"]), optax.adam(0.1), fabric)
+    params = {"w": np.arange(5.0, dtype=np.float32), "none": jnp.zeros((0, 3), jnp.bfloat16)}
+    params = jax.device_put(params, fabric.sharding())
+    state = jax.jit(train.init)(params, program)
+    for step in (0, 1):
+        session = Session(fabric, Launch("127.0.0.1:1", 1, 0), None, (0,), Coordination(0, 1), Timeline(None))
+        keeper = Keeper(session, schedule, program, memory=tmp_path)
+        restored = keeper.restore(params, state)
+        assert restored.step == step
+        if step == 0:
+            keeper.keep(1, params, state)
+        keeper.close()
+    assert np.asarray(restored.params["w"]).tolist() == [0, 1, 2, 3, 4]
+    assert (restored.params["none"].shape, restored.params["none"].dtype) == ((0, 3), jnp.bfloat16)

@@ -1,0 +1,458 @@
+"""The layout of a state, held to counting element by element: which device has which element of which array, and where.
+
+The oracle here knows one sentence: replicated elements are dealt out in equal shares, and those of a sharded array go
+core by core, chunk by chunk, each chunk to the chip that owns it, in the row of its place among that chip's chunks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import meshmend as mm
+import meshmend.jax as mmj
+from meshmend.errors import RestartError
+from meshmend.jax.state.layout import (
+    Outline,
+    Sharded,
+    StateLayout,
+    _device_number,
+    dtype_named,
+    place,
+    vectors_from_leaves,
+)
+from meshmend.schedule.split import reduce_scatter_of
+
+Place = tuple[int, int]
+"""(device, position in that device's part)"""
+
+
+def random_outline(seed: int) -> Outline:
+    """Chips that own unequal numbers of chunks in no order; several arrays and dtypes; sizes that nothing divides."""
+    rng = np.random.default_rng(seed)
+    n_chips, n_cores, total = (int(rng.integers(1, high)) for high in (5, 4, 12))
+    owners = rng.integers(0, n_chips, total)
+    lists = [[int(c) for c in rng.permutation(total) if owners[c] == chip] for chip in range(n_chips)]
+    room = max(len(row) for row in lists)
+    owned = tuple(tuple(row + [total] * (room - len(row))) for row in lists)
+    sizes = [int(rng.integers(1, 90)) for _ in range(int(rng.integers(0, 4)))]
+    sharded = [Sharded(str(rng.choice(["float32", "int16"])), size, -(-size // (n_cores * total))) for size in sizes]
+    replicated = {str(dtype): int(rng.integers(0, 40)) for dtype in rng.permutation(["int16", "float32", "uint8"])[:2]}
+    return Outline(n_chips * n_cores, n_cores, total, owned, replicated, tuple(sharded))
+
+
+def places(outline: Outline) -> dict[str, list[Place]]:
+    """For each vector the place of each of its elements, in order; and what each dtype's part must have room for."""
+    found: dict[str, list[Place]] = {}
+    share = {
+        dtype: next(n for n in range(size + 1) if n * outline.n_devices >= size)
+        for dtype, size in outline.replicated.items()
+    }
+    for dtype, size in outline.replicated.items():
+        found[f"replicated {dtype}"] = [divmod(element, share[dtype]) for element in range(size)]
+    used = {dtype: share.get(dtype, 0) for dtype in outline.dtypes}
+    room = len(outline.owned[0])
+    for number, array in enumerate(outline.sharded):
+        where = []
+        for element in range(array.size):
+            whole_chunk, offset = divmod(element, array.chunk)
+            core, chunk = divmod(whole_chunk, outline.total_chunks)
+            (chip,) = (i for i, row in enumerate(outline.owned) if chunk in row)
+            row = outline.owned[chip].index(chunk)
+            where.append((chip * outline.n_cores + core, used[array.dtype] + row * array.chunk + offset))
+        found[f"sharded {number}"] = where
+        used[array.dtype] += room * array.chunk
+    for dtype in outline.dtypes:
+        assert outline.part_size(dtype) == used[dtype]
+    return found
+
+
+def dtype_of(outline: Outline, name: str) -> str:
+    kind, which = name.split()
+    return which if kind == "replicated" else outline.sharded[int(which)].dtype
+
+
+SEEDS = range(25)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_runs_are_where_counting_puts_every_element(seed: int) -> None:
+    outline = random_outline(seed)
+    expected = places(outline)
+    found: dict[str, dict[int, Place]] = {name: {} for name in expected}
+    for device in range(outline.n_devices):
+        for dtype in outline.dtypes:
+            for name, start, at, length in outline.runs(device, dtype):
+                assert length > 0
+                assert dtype_of(outline, name) == dtype
+                for i in range(length):
+                    assert start + i not in found[name]
+                    found[name][start + i] = (device, at + i)
+    assert {name: [where[i] for i in sorted(where)] for name, where in found.items()} == expected
+    outline.check()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_collect_puts_every_element_of_every_part_in_its_place(seed: int) -> None:
+    outline = random_outline(seed)
+    expected = places(outline)
+    rng = np.random.default_rng(seed)
+    vectors = outline.empty()
+    assert {name: (vector.dtype.name, vector.size) for name, vector in vectors.items()} == outline.vectors
+    assert list(vectors) == list(expected)
+    assert not any(vector.any() for vector in vectors.values())
+    parts = {
+        dtype: rng.integers(1, 100, (outline.n_devices, outline.part_size(dtype))).astype(dtype)
+        for dtype in outline.dtypes
+    }
+    for device in range(outline.n_devices):
+        for dtype in outline.dtypes:
+            outline.collect(device, dtype, parts[dtype][device], vectors)
+    for name, where in expected.items():
+        assert vectors[name].tolist() == [parts[dtype_of(outline, name)][place] for place in where]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_whole_leaves_become_the_vectors(seed: int) -> None:
+    outline = random_outline(seed)
+    rng = np.random.default_rng(seed)
+    # Replicated leaves between the sharded ones: two for each dtype, of any shape.
+    leaves: list[np.ndarray[Any, Any]] = []
+    is_sharded: list[bool] = []
+    expected: dict[str, list[Any]] = {name: [] for name in outline.vectors}
+    room = len(outline.owned[0])
+    for number, array in enumerate(outline.sharded):
+        leaf = rng.integers(1, 100, (outline.n_devices * room, array.chunk)).astype(array.dtype)
+        for element in range(array.size):
+            whole_chunk, offset = divmod(element, array.chunk)
+            core, chunk = divmod(whole_chunk, outline.total_chunks)
+            (chip,) = (i for i, row in enumerate(outline.owned) if chunk in row)
+            device = chip * outline.n_cores + core
+            expected[f"sharded {number}"].append(leaf[device * room + outline.owned[chip].index(chunk), offset])
+        leaves.append(leaf)
+        is_sharded.append(True)
+    for dtype, size in outline.replicated.items():
+        first = size // 3
+        for n in (first, size - first):
+            leaf = rng.integers(1, 100, (1, n, 1)).astype(dtype)
+            at = int(rng.integers(0, len(leaves) + 1))
+            # Vectors have them in the order of the leaves.
+            before = sum(leaf.size for leaf, split in zip(leaves[:at], is_sharded[:at], strict=True)
+                         if not split and leaf.dtype.name == dtype)  # fmt: skip
+            expected[f"replicated {dtype}"][before:before] = leaf.ravel().tolist()
+            leaves.insert(at, leaf)
+            is_sharded.insert(at, False)
+    found = vectors_from_leaves(outline, is_sharded, leaves)
+    assert {name: vector.tolist() for name, vector in found.items()} == expected
+    with pytest.raises(ValueError, match="zip"):
+        vectors_from_leaves(outline, [*is_sharded, False], leaves)
+
+
+SMALL = Outline(
+    4, 2, 3, ((0, 2), (1, 3)), {"uint8": 5, "float32": 9}, (Sharded("int16", 11, 2), Sharded("uint8", 3, 1))
+)
+
+
+def test_an_outline_in_small() -> None:
+    assert SMALL.dtypes == ["float32", "int16", "uint8"]
+    assert SMALL.n_rows == 2
+    assert [SMALL.share(dtype) for dtype in SMALL.dtypes] == [3, 0, 2]
+    assert [SMALL.part_size(dtype) for dtype in SMALL.dtypes] == [3, 2 * 2, 2 + 2 * 1]
+    assert SMALL.vectors == {
+        "replicated uint8": ("uint8", 5),
+        "replicated float32": ("float32", 9),
+        "sharded 0": ("int16", 11),
+        "sharded 1": ("uint8", 3),
+    }
+    assert replace(SMALL, owned=()).n_rows == 0
+    assert replace(SMALL, replicated={}).dtypes == ["int16", "uint8"]
+
+
+def test_an_outline_as_plain_values_and_its_name() -> None:
+    facts = SMALL.as_json()
+    plain = {
+        "n_devices": 4,
+        "n_cores": 2,
+        "total_chunks": 3,
+        "owned": [[0, 2], [1, 3]],
+        "replicated": {"uint8": 5, "float32": 9},
+        "sharded": [["int16", 11, 2], ["uint8", 3, 1]],
+    }
+    assert json.loads(json.dumps(facts)) == plain
+    again = Outline.from_json(json.loads(json.dumps(facts)))
+    assert again == SMALL
+    assert isinstance(again.owned, tuple)
+    assert isinstance(again.owned[0], tuple)
+    text = json.dumps(plain, sort_keys=True).encode()
+    assert SMALL.digest == hashlib.sha256(text).hexdigest()[:16]
+    other_order = replace(SMALL, replicated={"float32": 9, "uint8": 5})
+    assert other_order.digest == SMALL.digest
+    assert replace(SMALL, n_devices=5).digest != SMALL.digest
+    # Numbers and names of other types are those numbers and names, and not kept as they came.
+    loose = {
+        **plain,
+        "n_devices": "4",
+        "n_cores": 2.0,
+        "total_chunks": "3",
+        "owned": [["0", 2.0], [1, "3"]],
+        "replicated": {"uint8": "5", "float32": 9.0},
+        "sharded": [["int16", "11", 2.0], ["uint8", 3, "1"]],
+    }
+    found = Outline.from_json(loose)
+    assert found == SMALL
+    assert all(isinstance(n, int) for n in (found.n_cores, found.owned[0][1], found.sharded[0].chunk))
+    assert [array.dtype for array in Outline.from_json({**plain, "sharded": [[1, 2, 3]]}).sharded] == ["1"]
+    assert Outline.from_json({**plain, "replicated": {7: 1}}).replicated == {"7": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_cores": 0, "n_devices": 0}, "expected 0 × 2 devices (cores × chips), got 0"),
+        ({"n_devices": 5}, "expected 2 × 2 devices (cores × chips), got 5"),
+        ({"owned": ((0, 2), (1,))}, "expected chips with room for equally many chunks"),
+        ({"owned": (), "n_devices": 0}, "expected chips with room for equally many chunks"),
+        ({"owned": ((0, 1), (1, 3))}, "expected each of 3 chunks with one chip, got [0, 1, 1] …"),
+        ({"owned": ((0, 3), (1, 3))}, "expected each of 3 chunks with one chip, got [0, 1] …"),
+        ({"owned": ((0, 2), (1, 4))}, "expected each of 3 chunks with one chip, got [0, 1, 2, 4] …"),
+        ({"owned": ((0, 2), (1, -1))}, "expected each of 3 chunks with one chip, got [-1, 0, 1, 2] …"),
+        ({"sharded": (Sharded("int16", 13, 2),)}, "expected at most 6 × 2 elements, got 13"),
+        ({"sharded": (Sharded("int16", 0, 0), Sharded("int8", -1, 2))}, "expected at most 6 × 2 elements, got -1"),
+        ({"replicated": {"uint8": -1}}, "expected no negative sizes, got {'uint8': -1}"),
+    ],
+)
+def test_an_outline_that_does_not_have_every_element_once_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RestartError, match=f"^{re.escape(message)}$"):
+        replace(SMALL, **changes).check()
+
+
+def test_outlines_at_the_edge_are_whole() -> None:
+    SMALL.check()
+    replace(SMALL, sharded=(Sharded("int16", 12, 2), Sharded("int8", 0, 0)), replicated={"uint8": 0}).check()
+    replace(SMALL, n_cores=1, n_devices=2, sharded=(Sharded("int16", 6, 2),)).check()
+    Outline(3, 1, 0, ((), (), ()), {"float32": 7}, ()).check()
+    long = tuple((chunk,) for chunk in [*range(25), 24])
+    with pytest.raises(RestartError, match=re.escape(f"one chip, got {list(range(20))} …")):
+        Outline(26, 1, 26, long, {}, ()).check()
+
+
+# Real meshes from here on: a program decides the chunks, and JAX where arrays lie.
+
+
+@cache
+def machine(n_cores: int, failed: bool = False) -> tuple[mmj.Fabric, mm.Schedule, mmj.ProgramPair, mmj.Program]:
+    chips = [chip for chip in np.ndindex(2, 3) if not (failed and chip == (0, 0))]
+    coords = [chip for chip in chips for _ in range(n_cores)]
+    fabric = mmj.discover(jax.devices()[: len(coords)], shape="2x3", coords=coords)
+    schedule = mm.plan(fabric.mesh, "weave", chunks=2 * len(chips) + 3)
+    return fabric, schedule, mmj.install_pair(schedule, fabric), mmj.install(schedule, fabric)
+
+
+class Job:
+    """Parameters of three dtypes, and a state like an optimiser's: a count, and per group of weights its moments."""
+
+    def __init__(
+        self, n_cores: int = 1, failed: bool = False, sharded: bool = True, accumulate_dtype: Any = np.float32
+    ) -> None:
+        self.fabric, self.schedule, pair, program = machine(n_cores, failed)
+        self.program = pair if sharded else program
+        self.accumulate_dtype = accumulate_dtype
+        chunks = pair.scatter.layout.shape.total_chunks
+        owners = np.asarray(reduce_scatter_of(self.schedule).owners)
+        lists = [[c for c in range(chunks) if owners[c] == chip] for chip in range(self.fabric.mesh.n_chips)]
+        room = max(map(len, lists))
+        self.owned = tuple(tuple(row + [chunks] * (room - len(row))) for row in lists)
+        self.n_cores, self.chunks, self.room = n_cores, chunks, room
+        self.n_devices = n_cores * self.fabric.mesh.n_chips
+        # float32 and float16 travel as float32 together, int32 on its own; without accumulate_dtype each on its own.
+        self.sizes = [6 + 77, 5] if accumulate_dtype is not None else [77, 6, 5]
+        travels = ["float32", "int32"] if accumulate_dtype is not None else ["float32", "float16", "int32"]
+        params = {
+            "a": np.arange(77, dtype=np.float32).reshape(7, 11),
+            "b": np.arange(6, dtype=np.float16),
+            "c": np.arange(5, dtype=np.int32),
+        }
+        self.params = place(params, self.fabric)
+        self.widths = [-(-size // (n_cores * chunks)) for size in self.sizes]
+        shapes = [(self.n_devices * room, width) for width in self.widths]
+        split = self.fabric.sharding(self.fabric.axes)
+        moments = [
+            jax.device_put(np.full(shape, -1, dtype), split) for shape, dtype in zip(shapes, travels, strict=True)
+        ]
+        self.state: Any = (place(np.int32(3), self.fabric), {"mu": moments, "nu": [m * 1 for m in moments]})
+        if not sharded:
+            self.state = (self.state[0], {"mu": [self.params["a"]], "nu": [self.params["b"]]})
+        self.travels = travels
+
+    def layout(self) -> StateLayout:
+        return StateLayout.of(
+            self.params, self.state, self.program, self.schedule, self.fabric, accumulate_dtype=self.accumulate_dtype
+        )
+
+
+CASES = [(1, False), (1, True), (2, False)]
+
+
+@pytest.mark.parametrize(("n_cores", "failed"), CASES)
+@pytest.mark.parametrize("accumulate_dtype", [np.float32, None], ids=["float32", "own"])
+def test_a_sharded_layout_says_what_is_where(n_cores: int, failed: bool, accumulate_dtype: Any) -> None:
+    job = Job(n_cores, failed, accumulate_dtype=accumulate_dtype)
+    layout = job.layout()
+    outline = layout.outline
+    assert layout.fabric is job.fabric
+    assert layout.structure == jax.tree.structure((job.params, job.state))
+    leaves = jax.tree.leaves((job.params, job.state))
+    assert [(leaf.shape, leaf.dtype) for leaf in layout.leaves] == [(leaf.shape, leaf.dtype) for leaf in leaves]
+    assert layout.is_sharded == (False,) * 4 + (True,) * 2 * len(job.sizes)
+    assert (outline.n_devices, outline.n_cores, outline.total_chunks) == (job.n_devices, n_cores, job.chunks)
+    assert outline.owned == job.owned
+    assert all(isinstance(chunk, int) for row in outline.owned for chunk in row)
+    assert outline.replicated == {"float32": 77, "float16": 6, "int32": 5 + 1}
+    arrays = [Sharded(*array) for array in zip(job.travels, job.sizes, job.widths, strict=True)]
+    assert outline.sharded == (*arrays, *arrays)
+    outline.check()
+    split = [what for _, what in layout.identity.entries if "split" in what]
+    assert (
+        split == [f"{d}, {n} elements split over the devices" for d, n in zip(job.travels, job.sizes, strict=True)] * 2
+    )
+    assert ("params['a']", "float32[7,11]") in layout.identity.entries
+    assert "identity" not in repr(layout)
+    assert "Outline" not in repr(layout)
+
+
+def test_float32_is_what_is_accumulated_in_if_nothing_is_said() -> None:
+    job = Job()
+    assert StateLayout.of(job.params, job.state, job.program, job.schedule, job.fabric) == job.layout()
+
+
+@pytest.mark.parametrize("n_cores", [1, 2])
+def test_a_replicated_layout(n_cores: int) -> None:
+    job = Job(n_cores, sharded=False)
+    outline = job.layout().outline
+    assert outline == Outline(
+        6 * n_cores, n_cores, 0, ((),) * 6, {"float32": 77 * 2, "float16": 6 * 2, "int32": 5 + 1}, ()
+    )
+    assert job.layout().is_sharded == (False,) * 6
+
+
+@pytest.mark.parametrize(("n_cores", "failed"), CASES)
+@pytest.mark.parametrize("sharded", [True, False], ids=["pair", "program"])
+def test_vectors_are_laid_out_element_by_element(n_cores: int, failed: bool, sharded: bool) -> None:
+    job = Job(n_cores, failed, sharded)
+    layout = job.layout()
+    rng = np.random.default_rng(0)
+    vectors = {
+        name: rng.integers(1, 100, vector.size).astype(vector.dtype) for name, vector in layout.outline.empty().items()
+    }
+    params, state = layout.lay_out(vectors, (job.params, job.state))
+    old, new = jax.tree.leaves((job.params, job.state)), jax.tree.leaves((params, state))
+    assert jax.tree.structure((params, state)) == layout.structure
+    used = dict.fromkeys(layout.outline.replicated, 0)
+    which = 0
+    for number, (before, after) in enumerate(zip(old, new, strict=True)):
+        assert (after.shape, after.dtype) == (before.shape, before.dtype)
+        assert after.sharding.is_equivalent_to(before.sharding, after.ndim)
+        name = before.dtype.name
+        if not layout.is_sharded[number]:
+            assert layout.sharding(number).spec == PartitionSpec()
+            start, used[name] = used[name], used[name] + before.size
+            expected = vectors[f"replicated {name}"][start : used[name]].reshape(before.shape)
+            for shard in after.addressable_shards:
+                assert np.array_equal(shard.data, expected)
+            continue
+        assert layout.sharding(number).spec == PartitionSpec(job.fabric.axes)
+        expected = np.full(before.shape, -1, before.dtype)  # what is padding keeps its values
+        width = before.shape[1]
+        for element, value in enumerate(vectors[f"sharded {which}"]):
+            whole_chunk, offset = divmod(element, width)
+            core, chunk = divmod(whole_chunk, job.chunks)
+            (chip,) = (i for i, row in enumerate(job.owned) if chunk in row)
+            expected[(chip * n_cores + core) * job.room + job.owned[chip].index(chunk), offset] = value
+        assert np.array_equal(np.asarray(after), expected)
+        which += 1
+    with pytest.raises(ValueError, match="zip"):
+        layout.lay_out(vectors, (params, (*state, state[0])))
+
+
+def test_what_is_no_shard_of_these_parameters_is_refused() -> None:
+    job = Job()
+    shapes = [(job.n_devices * job.room, width) for width in job.widths]
+    good = job.state
+    for name, moments in (
+        ("[1][1]['mu'][0]", [job.params["a"], good[1]["mu"][1]]),  # another shape
+        ("[1][1]['mu'][2]", [*good[1]["mu"], good[1]["mu"][0]]),  # more groups than there are
+        ("[1][1]['mu']['w']", {"w": good[1]["mu"][0]}),  # not a list of groups
+    ):
+        job.state = (good[0], {"mu": moments})
+        message = (
+            f"{name} has shape {jax.tree.leaves(moments)[0 if name[-3:] != '[2]' else 2].shape}, which is no shard of "
+            f"these parameters (expected one of {shapes}). Give the program and the `accumulate_dtype` that the state "
+            "was made with."
+        )
+        with pytest.raises(RestartError, match=f"^{re.escape(message)}$"):
+            job.layout()
+
+
+def test_the_first_array_of_a_state_is_sharded_too_and_a_flat_one_is_refused() -> None:
+    job = Job()
+    moments = job.state[1]["mu"]
+    job.state = {"mu": moments}
+    assert job.layout().is_sharded == (False,) * 3 + (True,) * 2
+    job.state = {"mu": [place(np.zeros(4, np.float32), job.fabric)]}
+    with pytest.raises(RestartError, match=r"\['mu'\]\[0\] has shape \(4,\), which is no shard"):
+        job.layout()
+
+
+def test_the_number_of_a_shards_device() -> None:
+    for n_rows in (1, 2, 3):
+        for device in range(3):
+            shard = SimpleNamespace(index=(slice(device * n_rows or None, None), slice(None)))
+            assert _device_number(shard, n_rows) == device
+    assert _device_number(SimpleNamespace(index=(slice(None),)), 0) == 0
+
+
+def test_typed_keys_are_refused_by_name() -> None:
+    job = Job(sharded=False)
+    job.state = (job.state[0], {"rng": jax.random.key(0)})
+    message = "[1][1]['rng'] has dtype key<fry>, which cannot be kept. Use a raw key (jax.random.PRNGKey) in its place."
+    with pytest.raises(RestartError, match=f"^{re.escape(message)}$"):
+        job.layout()
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8", "bool", "complex64", "float8_e4m3fn", "uint64"])
+def test_a_dtype_by_its_name(name: str) -> None:
+    assert dtype_named(name) == jax.numpy.dtype(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["(2,3", "2float32", "f4,f4", "(1<<99)f4", "float", "<f4", "f4", "object", "V8", "", "float33", "\x00", 3, None],
+)
+def test_text_that_is_no_dtype_is_refused(name: Any) -> None:
+    """NumPy reads some of these as formulas, and raises SyntaxError, ValueError or nothing at all."""
+    with pytest.raises(RestartError, match="is not the name of a dtype"):
+        dtype_named(name)
+
+
+def test_arrays_are_placed_on_every_device() -> None:
+    fabric = machine(1)[0]
+    tree = {"x": np.arange(6, dtype=np.int16).reshape(2, 3), "y": np.float32(2.5), "z": [1, 2]}
+    placed = place(tree, fabric)
+    assert list(placed) == ["x", "y", "z"]
+    assert isinstance(placed["z"], list)
+    for leaf, expected in zip(jax.tree.leaves(placed), jax.tree.leaves(tree), strict=True):
+        assert leaf.sharding == fabric.sharding()
+        assert len(leaf.addressable_shards) == 6
+        assert leaf.shape == np.shape(expected)
+        for shard in leaf.addressable_shards:
+            assert np.array_equal(shard.data, expected)

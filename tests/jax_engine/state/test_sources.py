@@ -1,0 +1,357 @@
+"""What a restarted job goes on from: the newest state that is whole, wherever it is, and whatever else is broken."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jax_engine.restart_cases import Started, arrays_on_disk, assert_is_step
+from meshmend.errors import RestartError
+from meshmend.jax.state.disk import Disk, checksums_of, compare
+from meshmend.jax.state.fetch import within
+from meshmend.jax.state.folders import FolderLock, default_folder, forget_old
+from meshmend.jax.state.keeper import Keeper
+from meshmend.jax.state.sources import offer_copy, rank_sources
+
+# Orbax reads many arrays at once; when one of them fails, the others' results come to an event loop that has ended.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+def on_disk(folder: Path, *steps: int, **options: Any) -> dict[str, Any]:
+    """Save steps on disk alone; return the options that a job restores them with."""
+    options = {"memory_every": 0, "disk": folder, "disk_every": 1, **options}
+    job = Started(**options)
+    job.restore()
+    job.keep(*steps)
+    job.keeper.close()
+    return options
+
+
+def flip(path: Path, at: float) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * at)] ^= 0x40
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("at", [0.35, 0.8])
+def test_one_flipped_byte_on_disk_is_found_and_the_older_checkpoint_is_used(at: float, tmp_path: Path) -> None:
+    weights = {"w": np.random.default_rng(0).normal(size=30_000).astype(np.float32)}
+    options = on_disk(tmp_path, 1, 2, weights=weights)
+    flip(arrays_on_disk(tmp_path, 2)[0], at)
+    again = Started(**options)
+    with pytest.warns(RuntimeWarning, match="Going on from disk at step 1; skipped: .*step 2 in .* is damaged"):
+        found = again.restore()
+    assert_is_step(again, found, 1)
+    assert [event["step"] for event in again.events("restore")] == [1]
+    assert "step 2" in again.events("skipped")[0]["why"]
+
+
+@pytest.mark.parametrize("what", ["truncated", "deleted", "facts"])
+def test_a_damaged_newest_checkpoint_does_not_block_the_older_one(what: str, tmp_path: Path) -> None:
+    options = on_disk(tmp_path, 1, 2)
+    if what == "facts":
+        flip(tmp_path / "2" / "facts" / "metadata", 0.5)
+    for path in arrays_on_disk(tmp_path, 2) if what != "facts" else []:
+        path.unlink() if what == "deleted" else path.write_bytes(path.read_bytes()[:50])
+    job = Started(**options)
+    with pytest.warns(RuntimeWarning, match="skipped"):
+        assert_is_step(job, job.restore(), 1)
+    # The damaged one is out of the way, and what is saved in its place is really there.
+    job.keep(2)
+    job.keeper.close()
+    assert [event["step"] for event in job.events("saved")] == [2]
+    assert (tmp_path / "abandoned" / "2").is_dir()
+    last = Started(**options)
+    assert_is_step(last, last.restore(), 2)
+
+
+def test_a_damaged_checkpoint_does_not_block_memory(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"memory": tmp_path / "memory", "disk": tmp_path / "disk", "disk_every": 2}
+    job = Started(**options)
+    job.restore()
+    job.keep(1, 2, 3, 4)
+    job.keeper._mirror.wait()  # type: ignore[union-attr]
+    job.keeper._note_saved(wait=True)
+    # As if the process ended here. The copies of step 4 are lost with a host; on disk that step is damaged.
+    job.keeper.memory.lock.release()
+    (tmp_path / "memory" / f"{1:06d}-{4:012d}").unlink()
+    for path in arrays_on_disk(tmp_path / "disk", 4):
+        path.write_bytes(path.read_bytes()[:50])
+    again = Started(**options)
+    with pytest.warns(RuntimeWarning, match="Going on from memory at step 3; skipped: .*step 4"):
+        found = again.restore()
+    assert found.source == "memory"
+    assert_is_step(again, found, 3)
+
+
+def test_a_damaged_copy_in_memory_does_not_block_the_disk(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"memory": tmp_path / "memory", "disk": tmp_path / "disk", "disk_every": 2}
+    job = Started(**options)
+    job.restore()
+    job.keep(2, 3)
+    job.keeper._mirror.wait()  # type: ignore[union-attr]
+    job.keeper._note_saved(wait=True)
+    job.keeper.memory.lock.release()
+    for path in (tmp_path / "memory").glob("000001-*"):
+        flip(path, 0.99)
+    again = Started(**options)
+    with pytest.warns(RuntimeWarning, match="state checksum mismatch"):
+        found = again.restore()
+    assert found.source == "disk"
+    assert_is_step(again, found, 2)
+
+
+def test_if_nothing_is_whole_the_job_does_not_start_anew(tmp_path: Path) -> None:
+    options = on_disk(tmp_path, 1)
+    for path in arrays_on_disk(tmp_path, 1):
+        path.write_bytes(b"")
+    with pytest.raises(RestartError, match=r"(?s)can be restored:\n- host 0: .*step 1 .*to start anew"):
+        Started(**options).restore()
+    assert (tmp_path / "1").is_dir()
+
+
+def test_after_going_back_steps_are_really_saved(tmp_path: Path) -> None:
+    memory, disk = tmp_path / "memory", tmp_path / "disk"
+    on_disk(disk, 10)
+    # A later attempt is at step 3, in memory.
+    other = Started(memory=memory)
+    other.restore()
+    other.keeper._mirror.attempt = 2  # type: ignore[union-attr]
+    other.keep(3)
+    other.keeper.close()
+    job = Started(memory=memory, disk=disk, disk_every=1)
+    assert_is_step(job, job.restore(), 3)
+    assert job.keeper.attempt == 3
+    assert not (disk / "10").exists()
+    job.keep(4, 5)
+    job.keeper.close()
+    assert [event["step"] for event in job.events("saved")] == [4, 5]
+    again = Started(memory_every=0, disk=disk, disk_every=1)
+    assert_is_step(again, again.restore(), 5)
+
+
+def test_saved_is_said_only_of_what_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Started(memory_every=0, disk=tmp_path, disk_every=1)
+    job.restore()
+    monkeypatch.setattr("orbax.checkpoint.CheckpointManager.save", lambda *_, **__: False)
+    with pytest.raises(RestartError, match="Orbax did not save step 1"):
+        job.keep(1)
+    assert not job.events("saved")
+    monkeypatch.setattr("orbax.checkpoint.CheckpointManager.save", lambda *_, **__: True)
+    job.keep(1)
+    with pytest.raises(RestartError, match=r"1/facts/metadata is damaged: .*No such file"):
+        job.keeper.close()
+    assert not job.events("saved")
+
+
+def test_a_dead_disk_does_not_make_memory_useless(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"memory": tmp_path / "memory", "disk": tmp_path / "disk", "disk_every": 2}
+    job = Started(**options)
+    job.restore()
+    job.keep(1)
+    job.keeper.close()
+    shutil.rmtree(tmp_path / "disk")
+    (tmp_path / "disk").write_text("stands for a dead mount")
+    again = Started(**options)
+    with pytest.warns(RuntimeWarning, match="out of reach") as warned:
+        found = again.restore()
+    assert found.source == "memory"
+    assert_is_step(again, found, 1)
+    assert len({str(warning.message) for warning in warned}) == len(warned)
+    with pytest.warns(RuntimeWarning, match="Step 2 is not saved on disk: .*File exists"):
+        again.keep(2)
+    assert [event["step"] for event in again.events("not saved")] == [2]
+    # The disk is back: from then on it is used again.
+    (tmp_path / "disk").unlink()
+    again.keep(3, 4)
+    again.keeper.close()
+    assert [event["step"] for event in again.events("saved")] == [4]
+
+
+def test_a_hung_disk_does_not_make_memory_useless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"memory": tmp_path / "memory", "disk": tmp_path / "disk", "disk_timeout_s": 0.2}
+    job = Started(**options)
+    job.restore()
+    job.keep(1)
+    job.keeper.close()
+    back = threading.Event()
+    monkeypatch.setattr(Disk, "steps", lambda _: back.wait() and [])
+    monkeypatch.setattr(Disk, "claim", lambda *_: back.wait() and None)
+    again = Started(**options)
+    begun = time.monotonic()
+    with pytest.warns(RuntimeWarning, match=r"out of reach: no answer within 0.2 s"):
+        assert_is_step(again, again.restore(), 1)
+    assert time.monotonic() - begun < 60
+    back.set()
+
+
+def test_a_dead_disk_and_no_memory_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "disk").write_text("stands for a dead mount")
+    with pytest.raises(RestartError, match=r"is out of reach: .*Not a directory"):
+        Started(memory=tmp_path / "memory", disk=tmp_path / "disk").restore()
+
+
+def test_within_gives_back_results_errors_and_its_time() -> None:
+    assert within(60, lambda a, b: a + b, 2, 3) == 5
+    assert within(60, lambda: None) is None
+    with pytest.raises(KeyError, match="x"):
+        within(60, {}.__getitem__, "x")
+    stop = threading.Event()
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s"):
+        within(0.05, stop.wait)
+    stop.set()
+
+
+def test_checksums_cover_every_element_once() -> None:
+    job = Started(sharded=True, memory_every=0)
+    params, state = job.values(3)
+    job.restore()
+    layout = job.keeper._layout
+    assert layout is not None
+    leaves = jax.tree.leaves((params, state))
+    one, two = (checksums_of(leaves, layout.is_sharded, process, 2) for process in range(2))
+    # Here both processes have all shards; of the replicated leaves each answers for its own.
+    replicated = {str(i) for i, split in enumerate(layout.is_sharded) if not split}
+    assert (set(one) | set(two)) >= replicated
+    assert not set(one) & set(two) & replicated
+    merged = {**one, **two}
+    values = [np.asarray(leaf) for leaf in leaves]
+    shapes = [(value.shape, value.dtype.name) for value in values]
+    compare(values, shapes, merged)
+    number = str(layout.is_sharded.index(True))
+    for wrong in (merged[number][:-1], merged[number][1:], [*merged[number], merged[number][-1]], []):
+        with pytest.raises(RestartError, match="checksum"):
+            compare(values, shapes, {**merged, number: wrong})
+    for i, value in enumerate(values):
+        changed = value.copy()
+        changed.reshape(-1).view(np.uint8)[-1] ^= 1
+        with pytest.raises(RestartError, match=f"array {i}, .*checksum mismatch"):
+            compare([*values[:i], changed, *values[i + 1 :]], shapes, merged)
+
+
+def test_each_job_and_host_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHMEND_MEMORY", str(tmp_path))
+    names = ["jobA", "jobB", "a/b", "a_b", "..", ".", "", "a" * 300, "a" * 301, "ä"]
+    folders = {default_folder(job, host) for job in names for host in range(2)}
+    assert len(folders) == 2 * len(names)
+    assert {folder.parent.parent.resolve() for folder in folders} == {tmp_path.resolve()}
+    assert all(len(folder.resolve().relative_to(tmp_path.resolve()).parts) == 2 for folder in folders)
+    monkeypatch.delenv("MESHMEND_MEMORY")
+    assert default_folder("jobA", 1) == Path(f"/dev/shm/meshmend-{os.getuid()}/jobA/host-1")  # noqa: S108
+
+
+def test_another_job_does_not_go_on_from_this_ones_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHMEND_MEMORY", str(tmp_path))
+    one = Started(job="one")
+    one.restore()
+    one.keep(500)
+    one.keeper.close()
+    assert Started(job="other").restore().source == "start"
+    again = Started(job="one")
+    assert_is_step(again, again.restore(), 500)
+
+
+def test_two_writers_of_one_folder_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FolderLock.take, "__kwdefaults__", {"patience_s": 0.0})
+    code = (
+        "import sys; from pathlib import Path; from meshmend.jax.state.folders import FolderLock\n"
+        f"lock = FolderLock(Path({str(tmp_path)!r})); lock.take(); print('held', flush=True); sys.stdin.read()"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(RestartError, match=f"in use by process {other.pid}.*MESHMEND_JOB"):
+            Started(memory=tmp_path).restore()
+        other.communicate("")
+    # It has ended: its lock went with it.
+    first = Started(memory=tmp_path)
+    first.restore()
+    with pytest.raises(RestartError, match=f"in use by process {os.getpid()}"):
+        Started(memory=tmp_path).restore()
+    first.keep(1)
+    first.keeper.close()
+    again = Started(memory=tmp_path)
+    assert_is_step(again, again.restore(), 1)
+
+
+def test_a_stale_copy_of_the_same_attempt_and_step_is_not_mixed_in(tmp_path: Path) -> None:
+    # Process 1 was on another mesh in another part of the job, and counted the same attempt and step.
+    copies = []
+    for number, shape in enumerate(("2x2", "2x4")):
+        job = Started(shape=shape, sharded=True, memory=tmp_path / str(number))
+        job.restore()
+        job.keep(5)
+        job.keeper.close()
+        copies.append(job.keeper.memory.read()[0])
+    here = Started(sharded=True, memory=tmp_path / "0")
+    here.restore()
+    layout = here.keeper._layout
+    assert layout is not None
+    sources = rank_sources([[offer_copy(copy, layout.identity) for copy in held] for held in copies])
+    assert [(source.attempt, source.step, source.is_whole) for source in sources] == [(1, 5, True), (1, 5, True)]
+    for source in sources:
+        for process in range(2):
+            keeper = SimpleNamespace(session=SimpleNamespace(launch=SimpleNamespace(process=process)), disk=None)
+            vectors, extra, why = Keeper._bring(keeper, source, copies[process], layout)  # type: ignore[arg-type]
+            brings = process in source.providers.values()
+            assert why == ""
+            assert extra == (["after", 5] if brings else None)
+            assert any(vector.any() for vector in vectors.values()) == brings
+
+
+def test_copies_go_when_the_last_step_is_on_disk(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"memory": tmp_path / "memory", "disk": tmp_path / "disk", "disk_every": 2}
+    job = Started(**options)
+    job.restore()
+    job.keep(1, 2, 3)
+    job.keeper.close()
+    assert (tmp_path / "memory").is_dir()  # step 3 is nowhere else
+    again = Started(**options)
+    assert_is_step(again, again.restore(), 3)
+    again.keep(4)
+    again.keeper.close()
+    assert not (tmp_path / "memory").exists()
+    last = Started(**options)
+    assert_is_step(last, last.restore(), 4)
+
+
+def test_copies_that_nobody_wrote_to_for_a_week_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHMEND_MEMORY", str(tmp_path))
+    for name in ("old", "running", "young"):
+        job = Started(job=name)
+        job.restore()
+        job.keep(1)
+        job.keeper.close()
+    lock = FolderLock(default_folder("running", 0))
+    lock.take()
+    for name, days in (("old", 7.1), ("running", 30), ("young", 6.9)):
+        folder = default_folder(name, 0)
+        for path in [*folder.iterdir(), folder]:
+            os.utime(path, times=(time.time() - days * 86400,) * 2)
+    # Not ours to remove.
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "elsewhere" / "data").mkdir(parents=True)
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "host-0").symlink_to(tmp_path / "elsewhere" / "data")
+    job = Started(job="new")
+    job.restore()
+    assert [Path(event["folder"]).parent.name for event in job.events("forgot")] == ["old"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "elsewhere", "file", "linked", "new", "running", "young",
+    ]  # fmt: skip
+    assert forget_old(default_folder("new", 0)) == []
+    lock.release()

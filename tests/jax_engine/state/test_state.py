@@ -1,0 +1,337 @@
+"""State that outlives its mesh: bit-identical after any resharding, through memory and through disk."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import meshmend as mm
+import meshmend.jax as mmj
+from meshmend.errors import RestartError
+from meshmend.jax.job.hosts import Hosts
+from meshmend.jax.state.disk import Disk
+from meshmend.jax.state.identity import Identity
+from meshmend.jax.state.layout import Outline, Sharded, StateLayout, Vectors, vectors_from_leaves
+from meshmend.jax.state.memory import Copy, HostMemory, read_copy
+from meshmend.jax.state.mirror import copy_of, cutter, partners
+from meshmend.jax.state.sources import Source, offer_copy, rank_sources
+
+HOSTS = Hosts.of("8x8", "4x2")
+
+
+def params_tree() -> dict[str, jax.Array]:
+    """Two dtypes, sizes that no number of chips divides."""
+    rng = np.random.default_rng(0)
+    return {
+        "a": jnp.asarray(rng.integers(-8, 8, (13, 7)), jnp.float32),
+        "b": jnp.asarray(rng.integers(-8, 8, (5,)), jnp.bfloat16),
+        "c": jnp.asarray(rng.integers(-8, 8, (3, 3, 3)), jnp.float32),
+    }
+
+
+class Trained:
+    """A state after two steps of Adam, on 8×8 chips without the hosts in `lost`."""
+
+    def __init__(self, lost: tuple[int, ...], sharded: bool, accumulate_dtype: Any = jnp.float32) -> None:
+        failed = [HOSTS.tiles[host] for host in lost]
+        self.fabric = mmj.discover(jax.devices()[:64], shape="8x8", failed=failed)
+        self.schedule = mm.plan(self.fabric.mesh, "hamiltonian")
+        install: Any = mmj.install_pair if sharded else mmj.install
+        self.program = install(self.schedule, self.fabric)
+
+        def loss(params: Any, batch: Any) -> Any:
+            return batch[:, 0] * sum(
+                jnp.sum(x.astype(jnp.float32) * (i + 1)) for i, x in enumerate(jax.tree.leaves(params))
+            )
+
+        init, step = mmj.train_step(
+            loss, optax.adam(0.25), self.fabric, per_example=True, accumulate_dtype=accumulate_dtype
+        )
+        params = jax.device_put(params_tree(), self.fabric.sharding())
+        state = jax.jit(init)(params, self.program)
+        self.fresh = params, state
+        n = self.fabric.mesh.n_chips
+        for i in range(2):
+            batch = jnp.arange(n * 2, dtype=jnp.float32).reshape(n, 2) % 5 - 1 + i
+            params, state, _ = jax.jit(step)(params, state, batch, self.program)
+        self.state = params, state
+        self.layout = StateLayout.of(
+            params, state, self.program, self.schedule, self.fabric, accumulate_dtype=accumulate_dtype
+        )
+
+    def host_of_chip(self) -> list[int]:
+        """Pretend that this process were all the hosts."""
+        chips = {chip: host for host in range(len(HOSTS)) for chip in HOSTS.chips(host)}
+        return [chips[self.fabric.mesh.chip(rank)] for rank in range(self.fabric.mesh.n_chips)]
+
+    def vectors(self) -> Vectors:
+        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(self.state)]
+        return vectors_from_leaves(self.layout.outline, self.layout.is_sharded, leaves)
+
+
+def bits(tree: Any) -> list[bytes]:
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["halves", "program"])
+def whole(request: pytest.FixtureRequest) -> Trained:
+    return Trained((), request.param)
+
+
+@pytest.fixture(scope="module")
+def holed(whole: Trained) -> Trained:
+    return Trained((5,), any(whole.layout.is_sharded))
+
+
+def test_vectors_hold_the_elements_in_the_order_of_the_parameters(whole: Trained) -> None:
+    # The oracle: Adam itself, on whole parameters, with the mean of the gradients written down by hand.
+    params = params_tree()
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    optimizer = optax.adam(0.25)
+    state = optimizer.init(wide)
+    for i in range(2):
+        mean = np.mean(np.arange(128, dtype=np.float32).reshape(64, 2)[:, 0] % 5 - 1 + i)
+        gradients = {name: jnp.full_like(wide[name], mean * (k + 1)) for k, name in enumerate(sorted(wide))}
+        _, state = optimizer.update(gradients, state, wide)
+    vectors = whole.vectors()
+    if not any(whole.layout.is_sharded):
+        assert list(vectors) == ["replicated float32", "replicated bfloat16", "replicated int32"]
+        return
+    for name, tree in (("sharded 0", state[0].mu), ("sharded 1", state[0].nu)):
+        expected = np.concatenate([np.ravel(tree[key]) for key in sorted(tree)])
+        np.testing.assert_allclose(vectors[name], expected, rtol=1e-6)
+
+
+def test_bit_identical_on_64_then_56_then_64_chips(whole: Trained, holed: Trained) -> None:
+    vectors = whole.vectors()
+    smaller = holed.layout.lay_out(vectors, holed.fresh)
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(smaller)]
+    back = vectors_from_leaves(holed.layout.outline, holed.layout.is_sharded, leaves)
+    assert {name: v.tobytes() for name, v in back.items()} == {name: v.tobytes() for name, v in vectors.items()}
+    assert bits(whole.layout.lay_out(back, whole.fresh)) == bits(whole.state)
+
+
+def test_a_step_on_the_smaller_mesh_takes_the_state_up(whole: Trained, holed: Trained) -> None:
+    params, state = holed.layout.lay_out(whole.vectors(), holed.fresh)
+    assert jax.tree.map(lambda x: x.sharding, (params, state)) == jax.tree.map(lambda x: x.sharding, holed.state)
+    assert int(jax.tree.leaves(state)[0]) == 2
+
+
+def copies_of(trained: Trained, step: int = 7) -> dict[int, Copy]:
+    hosts = trained.host_of_chip()
+    parts = jax.jit(cutter(trained.layout, hosts))(*trained.state)
+    return {host: copy_of(parts, trained.layout, hosts, host, 1, step, {"at": 3}, "run") for host in sorted(set(hosts))}
+
+
+def rebuilt(copies: dict[int, Copy], choice: Source, outline: Outline) -> Vectors:
+    """What `combine` does over processes: each brings what it was chosen for."""
+    vectors = outline.empty()
+    for process, copy in enumerate(copies.values()):
+        for i, device in enumerate(copy.devices):
+            if choice.providers[device] == process:
+                for dtype, rows in copy.parts.items():
+                    copy.outline.collect(device, dtype, rows[i], vectors)
+    return vectors
+
+
+def ranked(whole: Trained, held: list[list[Copy]]) -> list[Source]:
+    return rank_sources([[offer_copy(copy, whole.layout.identity) for copy in copies] for copies in held])
+
+
+@pytest.mark.parametrize("lost", [(0,), (5,), (7,), (1, 4), (0, 2, 5)], ids=str)
+def test_what_one_host_takes_with_it_another_has(whole: Trained, lost: tuple[int, ...]) -> None:
+    copies = {host: copy for host, copy in copies_of(whole).items() if host not in lost}
+    (source,) = ranked(whole, [[copy] for copy in copies.values()])
+    assert (source.attempt, source.step) == (1, 7)
+    assert source.is_whole
+    assert not source.differs
+    again = rebuilt(copies, source, whole.layout.outline)
+    assert bits(whole.layout.lay_out(again, whole.fresh)) == bits(whole.state)
+
+
+def test_neighbours_in_the_ring_of_hosts_are_too_much_to_lose(whole: Trained) -> None:
+    copies = copies_of(whole)
+    for first in range(8):
+        left = [[copy] for host, copy in copies.items() if host not in (first, (first + 1) % 8)]
+        assert [source.is_whole for source in ranked(whole, left)] == [False]
+
+
+def made_up(whole: Trained, attempt: int, step: int, devices: Any, run: str = "run") -> Copy:
+    return Copy(attempt, step, whole.layout.outline, tuple(devices), {}, None, whole.layout.identity, run)
+
+
+def test_sources_come_newest_first_and_later_attempts_before(whole: Trained) -> None:
+    halves = [range(32), range(32, 64)]
+    # Step 9 is only half there; of the whole ones, the later attempt counts, although its step is the earlier.
+    hosts = [[made_up(whole, 1, 8, halves[i]), made_up(whole, 2, 6, halves[i])] for i in range(2)]
+    hosts[0].append(made_up(whole, 2, 9, halves[0]))
+    found = ranked(whole, hosts)
+    assert [(source.attempt, source.step, source.is_whole) for source in found] == [
+        (2, 9, False),
+        (2, 6, True),
+        (1, 8, True),
+    ]
+    assert found[1].providers == {device: device // 32 for device in range(64)}
+    assert ranked(whole, [[], []]) == []
+
+
+def test_copies_of_one_step_but_of_two_runs_are_never_put_together(whole: Trained) -> None:
+    # Two parts of a job that both took the other for dead have counted the same attempt and the same steps.
+    hosts = [[made_up(whole, 2, 6, range(32), "one")], [made_up(whole, 2, 6, range(32, 64), "other")]]
+    found = ranked(whole, hosts)
+    assert [source.is_whole for source in found] == [False, False]
+    assert found[0].generation != found[1].generation
+
+
+def test_copies_of_another_state_say_how_they_differ(whole: Trained) -> None:
+    other = replace(made_up(whole, 1, 5, range(64)), identity=Identity((("params", "list"),)))
+    (source,) = ranked(whole, [[other]])
+    assert source.differs == "params: expected dict, got list"
+
+
+def test_memory_keeps_three_whole_copies_and_trusts_no_damaged_one(whole: Trained, tmp_path: Path) -> None:
+    memory = HostMemory(tmp_path)
+    copy = copies_of(whole)[3]
+    for step in range(5):
+        memory.write(replace(copy, step=step))
+    assert [found.step for found in memory.read()[0]] == [2, 3, 4]
+    newest = memory.read()[0][-1]
+    assert newest.outline == copy.outline
+    assert newest.identity == copy.identity
+    assert newest.run == "run"
+    assert newest.devices == copy.devices
+    assert newest.extra == {"at": 3}
+    assert {name: rows.tobytes() for name, rows in newest.parts.items()} == {
+        name: rows.tobytes() for name, rows in copy.parts.items()
+    }
+    path = tmp_path / newest.name
+    good = path.read_bytes()
+    for damaged, what in (
+        (good[:-1], "expected .* bytes of state"),
+        (good + b"x", "expected .* bytes of state"),
+        (good[:-9] + bytes([good[-9] ^ 1]) + good[-8:], "state checksum mismatch"),
+        (good[:200] + bytes([good[200] ^ 1]) + good[201:], "header checksum mismatch"),
+        (b"else" + good, "first lines"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(RestartError, match=what):
+            read_copy(path)
+        assert [found.step for found in memory.read()[0]] == [2, 3]
+
+
+def test_a_killed_writer_leaves_the_older_copies(whole: Trained, tmp_path: Path) -> None:
+    memory = HostMemory(tmp_path)
+    copy = copies_of(whole)[0]
+    memory.write(copy)
+    (tmp_path / "unfinished").write_bytes(b"half a copy")
+    assert [found.step for found in memory.read()[0]] == [7]
+    memory.write(replace(copy, step=8))
+    assert [found.step for found in memory.read()[0]] == [7, 8]
+
+
+def test_a_folder_that_cannot_be_written_is_told(whole: Trained, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(RestartError, match=r"cannot keep a copy of step 7: File exists.* MESHMEND_MEMORY"):
+        HostMemory(tmp_path / "file").write(copies_of(whole)[0])
+
+
+def test_going_back_drops_what_was_written_beyond(whole: Trained, tmp_path: Path) -> None:
+    memory = HostMemory(tmp_path)
+    copy = copies_of(whole)[0]
+    for step in (5, 6, 7):
+        memory.write(replace(copy, step=step))
+    memory.keep_only(2, 6)
+    assert [found.step for found in memory.read()[0]] == [5, 6]
+    memory.clear()
+    assert not tmp_path.exists()
+
+
+def test_the_mirror_costs_twice_the_state_over_the_hosts(whole: Trained) -> None:
+    copies = copies_of(whole)
+    kept = sum(rows.nbytes for copy in copies.values() for rows in copy.parts.values())
+    outline = whole.layout.outline
+    part = sum(outline.part_size(dtype) * np.dtype(dtype).itemsize for dtype in outline.dtypes)
+    assert kept == 2 * 64 * part
+
+
+def test_disk_gives_back_the_same_bits_on_another_mesh(whole: Trained, holed: Trained, tmp_path: Path) -> None:
+    disk = Disk(tmp_path / "disk")
+    assert disk.steps() == []
+    assert disk.save(whole.layout, 3, 40, *whole.state, extra=[1, 64]) == ""
+    assert disk.finished(wait=True) == 40
+    assert disk.finished(wait=True) is None
+    facts = disk.facts(40)
+    assert (facts.attempt, facts.step) == (3, 40)
+    assert facts.identity == whole.layout.identity
+    disk.close()
+    again = Disk(tmp_path / "disk")
+    assert again.steps() == [40]
+    saved, vectors = again.load(40)
+    assert saved.facts["extra"] == [1, 64]
+    expected = whole.vectors()
+    assert {name: v.tobytes() for name, v in vectors.items()} == {name: v.tobytes() for name, v in expected.items()}
+    smaller = holed.layout.lay_out(vectors, holed.fresh)
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(smaller)]
+    back = vectors_from_leaves(holed.layout.outline, holed.layout.is_sharded, leaves)
+    assert {name: v.tobytes() for name, v in back.items()} == {name: v.tobytes() for name, v in expected.items()}
+    with pytest.raises(RestartError, match=r"41/facts/metadata is damaged: .*No such file"):
+        again.load(41)
+    again.close()
+
+
+def test_only_one_part_of_a_job_goes_on(tmp_path: Path) -> None:
+    disk = Disk(tmp_path / "disk")
+    assert disk.claimed() == 0
+    disk.claim(1)
+    disk.check_claim(1)
+    with pytest.raises(RestartError, match="Another part of this job has gone on as attempt 1"):
+        disk.claim(1)
+    disk.claim(2)
+    assert disk.claimed() == 2
+    with pytest.raises(RestartError, match="has gone on as attempt 2, while this one was attempt 1"):
+        disk.check_claim(1)
+
+
+def test_state_of_another_program_is_refused(whole: Trained, holed: Trained) -> None:
+    if not any(whole.layout.is_sharded):
+        pytest.skip("a replicated state fits any mesh")
+    with pytest.raises(RestartError, match="no shard of these parameters"):
+        StateLayout.of(*whole.state, holed.program, holed.schedule, holed.fabric)
+
+
+@pytest.mark.parametrize("n_cores", [1, 2])
+@pytest.mark.parametrize("size", [1, 7, 95, 96, 97, 191, 192])
+def test_the_parts_of_all_devices_are_every_element_once(n_cores: int, size: int) -> None:
+    # Three chips own 5, 4 and 3 of 12 chunks, and have room for 5.
+    owned = ((0, 3, 6, 9, 11), (1, 4, 7, 10, 12), (2, 5, 8, 12, 12))
+    chunk = -(-size // (12 * n_cores))
+    outline = Outline(3 * n_cores, n_cores, 12, owned, {"float32": size}, (Sharded("float32", size, chunk),))
+    counts = {name: np.zeros(size, int) for name in outline.empty()}
+    for device in range(outline.n_devices):
+        for name, start, at, length in outline.runs(device, "float32"):
+            counts[name][start : start + length] += 1
+            assert at + length <= outline.part_size("float32")
+    assert all((count == 1).all() for count in counts.values())
+    assert Outline.from_json(json.loads(json.dumps(outline.as_json()))) == outline
+
+
+@pytest.mark.parametrize("sizes", [[4, 4], [4, 4, 4], [4, 2, 3], [1, 1, 1, 1], [4, 4, 3, 1]], ids=str)
+def test_every_chip_keeps_one_part_of_another_host(sizes: list[int]) -> None:
+    host_of_chip = [host for host, size in enumerate(sizes) for _ in range(size)]
+    keeper = partners(host_of_chip)
+    assert sorted(keeper) == list(range(len(host_of_chip)))
+    assert all(host_of_chip[chip] != host_of_chip[kept_by] for chip, kept_by in enumerate(keeper))
+
+
+def test_one_host_alone_keeps_its_own() -> None:
+    assert partners([0, 0, 0]) == [0, 1, 2]
+    with pytest.raises(RestartError, match="3 of 4 chips"):
+        partners([0, 0, 0, 1])

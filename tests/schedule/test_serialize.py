@@ -1,0 +1,576 @@
+"""Files are untrusted input: whatever is in them, `load` returns a schedule or raises ScheduleFileError, quickly."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from meshmend import Collective, Mesh, MeshmendError, Schedule, load, plan, save, verify
+from meshmend.errors import ScheduleFileError
+from meshmend.schedule import serialize
+from meshmend.schedule.serialize import COLUMNS, from_text, to_text
+
+SCHEDULES = {
+    "holed": plan(Mesh("6x6", failed=["2x2@2,2"]), "row-pairs"),
+    "torus": plan(Mesh("3x4", wrap=True), "two-color"),
+    "cable": plan(Mesh("4x4", failed_cables=["1,0-2,0"]), "hamiltonian"),
+    "alone": plan(Mesh("1x1"), "two-color"),
+}
+
+
+@pytest.mark.parametrize("ending", [".npz", ".txt"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_is_saved_is_loaded(tmp_path: Path, name: str, ending: str) -> None:
+    path = tmp_path / f"plan{ending}"
+    save(SCHEDULES[name], path)
+    again = load(path)
+    assert again == SCHEDULES[name]
+    assert verify(again).chips == SCHEDULES[name].mesh.n_chips
+
+
+def test_collectives_are_kept(tmp_path: Path) -> None:
+    halves = Schedule(
+        Mesh("1x2"), total_chunks=1, step=[0], src=[0], dst=[1], op=[1], owners=[0], collective=Collective.ALL_GATHER
+    )
+    save(halves, tmp_path / "half.npz")
+    assert load(tmp_path / "half.npz").collective is Collective.ALL_GATHER
+
+
+def test_the_text_form_is_stable() -> None:
+    schedule = plan(Mesh("2x2"), "hamiltonian")
+    text = to_text(schedule)
+    assert text.startswith(
+        "meshmend schedule 1\n"
+        '{"shape": "2x2", "wrap": [false, false], "failed": [], "failed_cables": [], "chunks": 8, '
+        '"collective": "all-reduce", "planner": "hamiltonian", '
+        '"phases": ["ring: reduce-scatter", "ring: all-gather"]}\n'
+        "owners (1,0) (0,0) (0,1) (1,1) (0,1) (1,1) (1,0) (0,0)\n"
+        "step 0\n"
+        "  (0,0) -> (0,1)  chunk 0  reduce  phase 0\n"
+        "  (0,1) -> (1,1)  chunk 1  reduce  phase 0\n"
+        "  (1,1) -> (1,0)  chunk 2  reduce  phase 0\n"
+        "  (1,0) -> (0,0)  chunk 3  reduce  phase 0\n"
+    )
+    assert from_text(text) == schedule
+
+
+def archive(tmp_path: Path, *, drop: str = "", **changes: Any) -> Path:
+    """A saved schedule with members replaced by other arrays, or by raw bytes."""
+    path = tmp_path / "plan.npz"
+    save(SCHEDULES["holed"], path)
+    with zipfile.ZipFile(path) as source:
+        members = {name: source.read(name) for name in source.namelist()}
+    for name, value in changes.items():
+        if isinstance(value, bytes):
+            members[f"{name}.npy"] = value
+        else:
+            stream = io.BytesIO()
+            np.save(stream, value)
+            members[f"{name}.npy"] = stream.getvalue()
+    members.pop(f"{drop}.npy", None)
+    with zipfile.ZipFile(path, "w") as target:
+        for name, data in members.items():
+            target.writestr(name, data)
+    return path
+
+
+def column(name: str) -> NDArray[Any]:
+    return np.array(getattr(SCHEDULES["holed"], name)).astype(COLUMNS[name])
+
+
+def header(**changes: Any) -> NDArray[np.uint8]:
+    facts = {
+        "format": 1,
+        "shape": [6, 6],
+        "wrap": [False, False],
+        "failed": ["2x2@2,2"],
+        "failed_cables": [],
+        "chunks": SCHEDULES["holed"].total_chunks,
+        "collective": "all-reduce",
+        "planner": "row-pairs",
+        "phases": ["x"] * 8,
+    }
+    return np.frombuffer(json.dumps(facts | changes).encode(), dtype=np.uint8)
+
+
+def raw(claim: str) -> bytes:
+    """An .npy member with any claim in its header and hardly any data behind it."""
+    text = claim.encode().ljust(117) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + b"\x00" * 16
+
+
+class Bomb:
+    """Executes code when unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("/tmp/meshmend-was-here",)  # noqa: S108
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"drop": "step"}, "exactly the arrays of a schedule; look at 'step.npy'"),
+        ({"extra": np.arange(3)}, "look at 'extra.npy'"),
+        ({"step": np.array([1.5])}, "step holds <f8, expected <i4"),
+        ({"step": column("step").astype("<i8")}, "step holds <i8, expected <i4"),
+        ({"step": column("step").astype(">i4")}, "step holds >i4, expected <i4"),
+        ({"step": column("step").reshape(1, -1)}, r"step has shape \(1, \d+\), expected one number a transfer"),
+        ({"step": np.array([{"a": 1}], dtype=object)}, r"step holds \|O, expected <i4"),
+        ({"step": raw("{'descr': '<i4', 'fortran_order': False, 'shape': (10000000000000,), }")}, "step claims 40,0"),
+        ({"step": raw("{'descr': '<i4', 'fortran_order': False, 'shape': (-4,), }")}, "no readable array header"),
+        ({"step": raw("__import__('os').mkdir('/tmp/meshmend-was-here')")}, "no readable array header"),
+        ({"step": b"not an array"}, "no readable array header"),
+        ({"step": b""}, "no readable array header"),
+        ({"step": raw("{'descr': '|O', 'fortran_order': False, 'shape': (2,), }")}, r"step holds \|O"),
+        ({"step": raw("(" * 110)}, "no readable array header"),
+        ({"src": column("src")[:-1]}, r"src has shape .* expected \d+ numbers"),
+        ({"src": column("src") + 32}, r"src is \d+, expected 0 to 31"),
+        ({"dst": -column("dst") - 1}, "dst is -"),
+        ({"first_chunk": column("first_chunk") + 2**30}, "first_chunk is 107"),
+        ({"n_chunks": column("n_chunks") * 0}, "n_chunks is 0"),
+        ({"op": column("op") + 7}, "op is"),
+        ({"phase": column("phase") + 100}, "phase is"),
+        ({"owners": column("owners") + 999}, "Owners are ranks"),
+        ({"step": column("step") + 5}, "step"),
+        ({"header": header(format=99)}, "format is 99; this version of meshmend reads 1"),
+        ({"header": header(shape=[10**6, 10**6])}, "meshmend carries up to"),
+        ({"header": header(shape=[0, 6])}, "larger than its mesh|at least one chip"),
+        ({"header": header(shape="6x6")}, "shape in its header should be a list of int"),
+        ({"header": header(wrap=[0, 1])}, "wrap in its header should be a list of bool"),
+        ({"header": header(failed=["2x2@2,2"] * 30)}, "holes in its header are larger than its mesh"),
+        ({"header": header(failed=["2x2@5,5"])}, "outside the 6x6 mesh"),
+        ({"header": header(chunks=10**12)}, "chunks"),
+        ({"header": header(chunks=True)}, "chunks in its header should be int, got True"),
+        ({"header": header(chunks=-1)}, "1 to 2,147,483,647 chunks"),
+        ({"header": header(collective="broadcast")}, "collective 'broadcast' is none of all-reduce"),
+        ({"header": header(phases=["x"] * 300)}, "1 to 256 phases"),
+        ({"header": np.frombuffer(b"[" * 5000, np.uint8)}, "header is not JSON|its format is"),
+        ({"header": np.frombuffer(b"[1]", np.uint8)}, "its format is 'list'"),
+        ({"header": np.frombuffer(b"\xff\xfe", np.uint8)}, "header is not JSON"),
+        ({"header": np.zeros(2**21, np.uint8)}, "header has 2,097,152 bytes"),
+    ],
+)
+def test_a_tampered_archive_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ScheduleFileError, match=message):
+        load(archive(tmp_path, **changes))
+    assert not Path("/tmp/meshmend-was-here").exists()  # noqa: S108
+
+
+def test_pickles_are_never_opened(tmp_path: Path) -> None:
+    for name, data in (("a.npz", pickle.dumps(Bomb())), ("a.txt", pickle.dumps(Bomb()))):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ScheduleFileError, match=r"archive is damaged|not UTF-8|line 1 should be"):
+            load(tmp_path / name)
+    stream = io.BytesIO()
+    np.save(stream, np.array([Bomb()], dtype=object), allow_pickle=True)
+    with pytest.raises(ScheduleFileError, match=r"step holds \|O"):
+        load(archive(tmp_path, step=stream.getvalue()))
+    assert not Path("/tmp/meshmend-was-here").exists()  # noqa: S108
+
+
+def test_an_archive_that_unpacks_to_too_much_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "plan.npz"
+    save(SCHEDULES["holed"], path)
+    size = path.stat().st_size
+    with pytest.raises(ScheduleFileError, match=rf"claims .* bytes unpacked; at most {size:,} are read"):
+        load(path, max_bytes=size)
+    save(SCHEDULES["holed"], tmp_path / "plan.txt")
+    with pytest.raises(ScheduleFileError, match=r"bytes; at most 1,000 are read"):
+        load(tmp_path / "plan.txt", max_bytes=1000)
+
+
+def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
+    save(SCHEDULES["torus"], tmp_path / "whole.npz")
+    whole = (tmp_path / "whole.npz").read_bytes()
+    path = tmp_path / "cut.npz"
+    for length in range(0, len(whole), max(1, len(whole) // 200)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ScheduleFileError, match="archive is damaged"):
+            load(path)
+
+
+@given(st.data())
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_flipped_bytes_give_an_error_or_a_schedule(tmp_path: Path, data: st.DataObject) -> None:
+    path = tmp_path / "plan.npz"
+    if not path.exists():
+        save(SCHEDULES["torus"], path)
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    (tmp_path / "flipped.npz").write_bytes(bytes(content))
+    with contextlib.suppress(ScheduleFileError):
+        assert isinstance(load(tmp_path / "flipped.npz"), Schedule)
+
+
+TEXT = to_text(plan(Mesh("2x2"), "hamiltonian"))
+
+
+@given(st.integers(0, len(TEXT) - 1), st.integers(0, 30), st.text(max_size=10))
+@settings(max_examples=500)
+def test_edited_text_gives_an_error_or_a_schedule(at: int, cut: int, insert: str) -> None:
+    # A schedule's own complaints come through here too; `load` wraps them.
+    with contextlib.suppress(MeshmendError):
+        assert isinstance(from_text(TEXT[:at] + insert + TEXT[at + cut :]), Schedule)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("schedule 1", "schedule 2", "line 1 should be 'meshmend schedule 1'"),
+        ("(0,0) -> (0,1)", "(0,0) -> (0,9)", r"line 5: Chip \(0,9\) lies outside the 2x2 mesh"),
+        ("  reduce", "  multiply", "line 5 is neither a step nor a transfer"),
+        ("owners (1,0)", "owners (1,0)*2147483647", "gives owners to 2147483654 chunks, expected 8"),
+        ("owners (1,0)", "holders (1,0)", "line 3 should list the owners"),
+        ("owners (1,0)", "owners 1;0", "line 3: '1;0' is not an owner"),
+        ('"chunks": 8', '"chunks": 99999999999', "the text form carries up to"),
+        ('"shape": "2x2"', '"shape": [2', "line 2 is not a header"),
+        ("phase 0", "phase 7", "phase is 7, expected 0 to 1"),
+    ],
+)
+def test_wrong_text_is_named_by_line(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in TEXT
+    (tmp_path / "plan.txt").write_text(TEXT.replace(old, new, 1))
+    with pytest.raises(ScheduleFileError, match=message):
+        load(tmp_path / "plan.txt")
+
+
+def test_a_transfer_on_a_failed_chip_is_refused(tmp_path: Path) -> None:
+    text = to_text(SCHEDULES["holed"]).replace("(0,0) -> (0,1)", "(0,0) -> (2,2)", 1)
+    (tmp_path / "plan.txt").write_text(text)
+    with pytest.raises(ScheduleFileError, match=r"line \d+: Chip \(2,2\) has failed"):
+        load(tmp_path / "plan.txt")
+
+
+def test_other_endings_and_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleFileError, match=r"ends in '.pkl'; a schedule is saved as .npz or .txt"):
+        save(SCHEDULES["alone"], tmp_path / "plan.pkl")
+    with pytest.raises(ScheduleFileError, match=r"ends in '.pkl'; a schedule is .npz or .txt"):
+        load(tmp_path / "plan.pkl")
+    with pytest.raises(ScheduleFileError, match="cannot be read: No such file"):
+        load(tmp_path / "none.npz")
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(ScheduleFileError, match="not UTF-8"):
+        load(tmp_path / "bad.txt")
+
+
+def test_an_array_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    path = archive(tmp_path)
+    with zipfile.ZipFile(path, "a") as target, pytest.warns(UserWarning, match="Duplicate name"):
+        target.writestr("step.npy", b"")
+    with pytest.raises(ScheduleFileError, match=r"look at 'step\.npy'"):
+        load(path)
+
+
+@pytest.mark.parametrize("packing", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_only_the_packing_of_save_is_unpacked(tmp_path: Path, packing: int) -> None:
+    path = archive(tmp_path)
+    with zipfile.ZipFile(path) as source:
+        members = {name: source.read(name) for name in source.namelist()}
+    with zipfile.ZipFile(path, "w", packing) as target:
+        for name, data in members.items():
+            target.writestr(name, data)
+    with pytest.raises(ScheduleFileError, match="packed in a way that no schedule is"):
+        load(path)
+
+
+NAMES = {
+    "escape sequence": "x\x1b]0;owned\x07\x1b[2J",
+    "new line": "two\nlines",
+    "markup": "[bold red]all is well[/]",
+    "closing markup": "all is well]",
+    "right to left": "\u202eelif",
+    "empty": "",
+    "long": "x" * 201,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("where", ["planner", "phases"])
+@pytest.mark.parametrize("ending", [".npz", ".txt"])
+def test_names_that_a_terminal_would_act_on_are_refused(tmp_path: Path, name: str, where: str, ending: str) -> None:
+    bad = NAMES[name] if where == "planner" else [NAMES[name], *["x"] * 7]
+    if ending == ".npz":
+        path = archive(tmp_path, header=header(**{where: bad}))
+    else:
+        path = tmp_path / "plan.txt"
+        lines = to_text(SCHEDULES["holed"]).split("\n")
+        lines[1] = json.dumps(json.loads(lines[1]) | {where: bad})
+        path.write_text("\n".join(lines))
+    with pytest.raises(
+        ScheduleFileError, match=r"the name .* cannot be in a file: expected 1 to 200 printable"
+    ) as error:
+        load(path)
+    assert str(error.value).isprintable()
+
+
+def test_what_cannot_be_loaded_is_not_saved(tmp_path: Path) -> None:
+    for names in ({"planner": "\x1b"}, {"phase_names": ("[b]",)}):
+        schedule = Schedule(
+            Mesh("1x1"), total_chunks=1, step=[], src=[], dst=[], op=[], owners=[0],
+            **names,
+        )  # fmt: skip
+        with pytest.raises(ScheduleFileError, match="cannot be in a file"):
+            save(schedule, tmp_path / "plan.npz")
+    good = Schedule(
+        Mesh("1x1"), total_chunks=1, step=[], src=[], dst=[], op=[], owners=[0], planner="é" * 200,
+        phase_names=("größer (1/2): x",),
+    )  # fmt: skip
+    for ending in (".npz", ".txt"):
+        save(good, tmp_path / f"plan{ending}")
+        assert load(tmp_path / f"plan{ending}") == good
+    with pytest.raises(ScheduleFileError, match="cannot be written: Not a directory"):
+        save(good, tmp_path / "plan.npz" / "plan.npz")
+
+
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    for ending in (".npz", ".txt"):
+        device, pipe, folder, link = (tmp_path / f"{kind}{ending}" for kind in ("device", "pipe", "folder", "link"))
+        device.symlink_to("/dev/zero")
+        os.mkfifo(pipe)
+        folder.mkdir()
+        for path in (device, pipe, folder):
+            with pytest.raises(ScheduleFileError, match="not a regular file"):
+                load(path)
+        save(SCHEDULES["alone"], tmp_path / f"plan{ending}")
+        link.symlink_to(tmp_path / f"plan{ending}")
+        assert load(link) == SCHEDULES["alone"]
+    opened = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(ScheduleFileError, match="not a regular file"):
+        load(tmp_path / "device.npz")
+    with pytest.raises(ScheduleFileError, match="bytes; at most 10 are read"):
+        load(tmp_path / "plan.npz", max_bytes=10)
+    assert len(list(Path("/proc/self/fd").iterdir())) == opened
+
+
+def test_texts_have_a_limit_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.txt"
+    text = to_text(SCHEDULES["torus"])
+    save(SCHEDULES["torus"], path)
+    monkeypatch.setattr(serialize, "MAX_TEXT_BYTES", len(text))
+    assert load(path) == SCHEDULES["torus"]
+    save(SCHEDULES["torus"], path)
+    monkeypatch.setattr(serialize, "MAX_TEXT_BYTES", len(text) - 1)
+    with pytest.raises(ScheduleFileError, match=f"it has {len(text):,} bytes; at most {len(text) - 1:,} are read"):
+        load(path)
+    with pytest.raises(ScheduleFileError, match=r"too large for the text form\. Save it as \.npz"):
+        save(SCHEDULES["torus"], path)
+
+
+def test_messages_stay_short_whatever_is_in_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleFileError, match=r"is none of|…") as error:
+        load(archive(tmp_path, header=header(collective="x" * 10_000)))
+    assert len(str(error.value)) < 600 + len(str(tmp_path))
+    with pytest.raises(ScheduleFileError, match="larger than its mesh"):
+        # A number of chips that 64 bits do not hold.
+        load(archive(tmp_path, header=header(failed=["999999999x999999999x999999999@0,0,0"])))
+
+
+def told(path: Path, **arguments: Any) -> str:
+    """The whole of what is said of a file that is refused, without its path."""
+    with pytest.raises(ScheduleFileError) as caught:
+        load(path, **arguments)
+    return str(caught.value).removeprefix(str(path))
+
+
+DAMAGED = " is damaged or is not a schedule: "
+N = SCHEDULES["holed"].n_transfers
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"drop": "step"}, "it should hold exactly the arrays of a schedule; look at 'step.npy'."),
+        ({"extra": np.arange(3)}, "it should hold exactly the arrays of a schedule; look at 'extra.npy'."),
+        ({"y" * 99: np.arange(3)}, f"it should hold exactly the arrays of a schedule; look at {'y' * 40!r}."),
+        ({"src": column("src")[:-1]}, f"src has shape ({N - 1},), expected {N} numbers."),
+        ({"step": np.array([1.5])}, "step holds <f8, expected <i4."),
+        ({"op": column("op").astype("|i1")}, "op holds |i1, expected |u1."),
+        ({"step": column("step").reshape(2, -1)}, f"step has shape (2, {N // 2}), expected one number a transfer."),
+        ({"step": b"not an array"}, "step has no readable array header."),
+        ({"step": b""}, "step has no readable array header."),
+        (
+            {"dst": raw("{'descr': '<i4', 'fortran_order': False, 'shape': (5,), }")},
+            "dst claims 20 bytes, but 16 are there.",
+        ),
+        (
+            {"dst": raw("{'descr': '<i4', 'fortran_order': False, 'shape': (3,), }")},
+            "dst claims 12 bytes, but 16 are there.",
+        ),
+        ({"header": header(format=99)}, "its format is 99; this version of meshmend reads 1."),
+        ({"header": header(format="1")}, "its format is '1'; this version of meshmend reads 1."),
+        ({"header": np.frombuffer(b"[1]", np.uint8)}, "its format is 'list'; this version of meshmend reads 1."),
+        ({"header": np.zeros(2**20 + 1, np.uint8)}, "its header has 1,048,577 bytes; at most 1,048,576 are read."),
+        ({"header": header(shape="6x6")}, "shape in its header should be a list of int."),
+        ({"header": header(shape=[6, True])}, "shape in its header should be a list of int."),
+        ({"header": header(wrap=[0, 1])}, "wrap in its header should be a list of bool."),
+        ({"header": header(failed=[6])}, "failed in its header should be a list of str."),
+        ({"header": header(failed_cables=[6])}, "failed_cables in its header should be a list of str."),
+        ({"header": header(failed_cables=None)}, "failed_cables in its header should be a list of str."),
+        ({"header": header(phases=["x", 1])}, "phases in its header should be a list of str."),
+        ({"header": header(phases=None)}, "phases in its header should be a list of str."),
+        ({"header": header(chunks=True)}, "chunks in its header should be int, got True."),
+        ({"header": header(chunks=2.0)}, "chunks in its header should be int, got 2.0."),
+        ({"header": header(collective=1)}, "collective in its header should be str, got 1."),
+        ({"header": header(planner=None)}, "planner in its header should be str, got None."),
+        (
+            {"header": header(collective="broadcast")},
+            "its collective 'broadcast' is none of all-reduce, reduce-scatter, all-gather.",
+        ),
+        ({"header": header(failed=["2x2@2,2"] * 10)}, "the holes in its header are larger than its mesh."),
+        ({"header": header(failed=["6x6@0,0"])}, "All 36 chips of the 6x6 mesh have failed."),
+        (
+            {"header": header(planner="a\nb")},
+            "the name 'a\\nb' cannot be in a file: expected 1 to 200 printable characters without square brackets.",
+        ),
+        (
+            {"header": header(planner="x" * 300)},
+            f"the name {'x' * 200!r} cannot be in a file: expected 1 to 200 printable characters without square "
+            "brackets.",
+        ),
+    ],
+)
+def test_what_is_said_of_an_archive(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    assert told(archive(tmp_path, **changes)) == DAMAGED + message
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("schedule 1", "schedule 2", "line 1 should be 'meshmend schedule 1', got 'meshmend schedule 2'."),
+        ("meshmend", "x" * 50, f"line 1 should be 'meshmend schedule 1', got {'x' * 40!r}."),
+        (
+            "(0,0) -> (0,1)",
+            "(0,0) -> (0,9)",
+            "line 5: Chip (0,9) lies outside the 2x2 mesh; coordinates count from 0.",
+        ),
+        (
+            "  (0,0) -> (0,1)  chunk 0  reduce",
+            "  (0,0) -> (0,1)  chunk 0  multiply and more",
+            "line 5 is neither a step nor a transfer: '  (0,0) -> (0,1)  chunk 0  multiply and more  phase 0'.",
+        ),
+        ("step 0", "step 0" + "!" * 70, f"line 4 is neither a step nor a transfer: {('step 0' + '!' * 70)[:60]!r}."),
+        ("step 0", "", "line 4 is neither a step nor a transfer: ''."),
+        ("step 0\n", "", "Transfer 0: step is -1, expected 0 to 47 on Mesh(2x2: 4 chips) with 8 chunks."),
+        (
+            "owners (1,0)",
+            "holders (1,0)",
+            "line 3 should list the owners, got 'holders (1,0) (0,0) (0,1) (1,1) (0,1) (1'.",
+        ),
+        (
+            "owners (1,0)",
+            f"owners {'z' * 50}",
+            f"line 3: {'z' * 40!r} is not an owner; write (row,column) or (row,column)*count.",
+        ),
+        ("owners (1,0)", "owners (1,0)*3", "line 3 gives owners to 10 chunks, expected 8."),
+        ("owners (1,0)", "owners (7,0)", "line 3: Chip (7,0) lies outside the 2x2 mesh; coordinates count from 0."),
+        (
+            '"chunks": 8',
+            '"chunks": 16777217',
+            "it claims 16,777,217 chunks; the text form carries up to 16,777,216.",
+        ),
+    ],
+)
+def test_what_is_said_of_a_text(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in TEXT
+    (tmp_path / "plan.txt").write_text(TEXT.replace(old, new, 1))
+    assert told(tmp_path / "plan.txt") == DAMAGED + message
+
+
+def test_what_is_said_of_files_that_are_none(tmp_path: Path) -> None:
+    assert told(tmp_path / "plan.pkl") == f"{DAMAGED}its name ends in '.pkl'; a schedule is .npz or .txt."
+    assert told(tmp_path / "none.npz") == " cannot be read: No such file or directory."
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe")
+    assert told(tmp_path / "bad.txt") == " is not a schedule: its text is not UTF-8."
+    (tmp_path / "short.txt").write_text("meshmend schedule 1\n{}")
+    assert told(tmp_path / "short.txt") == f"{DAMAGED}it ends before the owners."
+    (tmp_path / "bad.npz").write_bytes(b"PK")
+    assert told(tmp_path / "bad.npz") == f"{DAMAGED}the archive is damaged (File is not a zip file)."
+    (tmp_path / "folder.npz").mkdir()
+    assert told(tmp_path / "folder.npz") == f"{DAMAGED}it is not a regular file."
+    with pytest.raises(ScheduleFileError) as caught:
+        save(SCHEDULES["alone"], tmp_path / "plan.pkl")
+    assert str(caught.value) == "plan.pkl ends in '.pkl'; a schedule is saved as .npz or .txt."
+    with pytest.raises(ScheduleFileError) as caught:
+        save(SCHEDULES["alone"], tmp_path / "none" / "plan.npz")
+    assert str(caught.value) == f"{tmp_path}/none/plan.npz cannot be written: No such file or directory."
+
+
+def test_sizes_up_to_the_limits_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "plan.npz"
+    save(SCHEDULES["holed"], path)
+    with zipfile.ZipFile(path) as source:
+        unpacked = sum(info.file_size for info in source.infolist())
+    assert load(path, max_bytes=unpacked) == SCHEDULES["holed"]
+    assert told(path, max_bytes=unpacked - 1) == (
+        f"{DAMAGED}it claims {unpacked:,} bytes unpacked; at most {unpacked - 1:,} are read."
+    )
+    size = path.stat().st_size
+    assert told(path, max_bytes=size - 1) == f"{DAMAGED}it has {size:,} bytes; at most {size - 1:,} are read."
+
+
+def test_an_array_that_is_cut_short_is_refused() -> None:
+    whole = raw("{'descr': '<i4', 'fortran_order': True, 'shape': (4,), }")
+    assert serialize._read_array(io.BytesIO(whole), "step", "<i4", len(whole)).tolist() == [0] * 4
+    with pytest.raises(ScheduleFileError) as caught:
+        serialize._read_array(io.BytesIO(whole[:-4]), "step", "<i4", len(whole))
+    assert str(caught.value) == "step is cut short: 12 of 16 bytes."
+
+
+def test_text_is_written_and_read_to_the_letter() -> None:
+    torus = to_text(SCHEDULES["torus"]).split("\n")
+    assert torus[1] == (
+        '{"shape": "3x4", "wrap": [true, true], "failed": [], "failed_cables": [], "chunks": '
+        f'{SCHEDULES["torus"].total_chunks}, "collective": "all-reduce", "planner": "two-color", "phases": '
+        f"{json.dumps(list(SCHEDULES['torus'].phase_names))}}}"
+    )
+    cable = json.loads(to_text(SCHEDULES["cable"]).split("\n")[1])
+    assert (cable["failed"], cable["failed_cables"]) == ([], ["1,0-2,0"])
+    assert json.loads(to_text(SCHEDULES["holed"]).split("\n")[1])["failed"] == ["2x2@2,2"]
+    runs = Schedule(
+        Mesh("1x2"), total_chunks=5, step=[0, 1], src=[1, 0], dst=[0, 1], first_chunk=[0, 2], n_chunks=[5, 1],
+        op=[0, 1], owners=[0, 0, 1, 1, 0], phase=[1, 0], phase_names=("a", "b"),
+    )  # fmt: skip
+    assert to_text(runs).split("\n")[2:] == [
+        "owners (0,0)*2 (0,1)*2 (0,0)",
+        "step 0",
+        "  (0,1) -> (0,0)  chunks 0..4  reduce  phase 1",
+        "step 1",
+        "  (0,0) -> (0,1)  chunk 2  copy  phase 0",
+        "",
+    ]
+    assert from_text(to_text(runs)) == runs
+    assert from_text(to_text(runs).rstrip("\n")) == runs
+    # A blank line is allowed at the end only.
+    with pytest.raises(ScheduleFileError, match="line 8 is neither a step nor a transfer: ''"):
+        from_text(to_text(runs) + "\nstep 2\n")
+
+
+def test_the_header_of_an_archive_has_all_facts(tmp_path: Path) -> None:
+    save(SCHEDULES["cable"], tmp_path / "plan.npz")
+    with np.load(tmp_path / "plan.npz") as arrays:
+        facts = json.loads(arrays["header"].tobytes())
+        assert {name: arrays[name].dtype.str for name in COLUMNS} == COLUMNS
+    assert facts == {
+        "format": 1,
+        "shape": [4, 4],
+        "wrap": [False, False],
+        "failed": [],
+        "failed_cables": ["1,0-2,0"],
+        "chunks": SCHEDULES["cable"].total_chunks,
+        "collective": "all-reduce",
+        "planner": "hamiltonian",
+        "phases": list(SCHEDULES["cable"].phase_names),
+    }
