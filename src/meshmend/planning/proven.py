@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from meshmend.errors import ParameterError, PlanError
@@ -15,6 +16,9 @@ from meshmend.topology import Mesh
 
 PLANNERS: dict[str, type[Planner]] = {kind.name: kind for kind in CHOICES} | {Auto.name: Auto}
 """Every planner by the name that the command line knows it by."""
+PlanFunction = Callable[..., Schedule]
+"""What engines call for a plan: `plan`, or whatever takes a mesh and keywords as it does and returns what is proven.
+Parameters are bound to it beforehand, as in `functools.partial(plan, planner="row-pairs", cache=PlanCache())`."""
 TARGET = ("payload_bytes", "hardware")
 """What a planner's parameters are chosen for."""
 
