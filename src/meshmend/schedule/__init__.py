@@ -5,6 +5,6 @@
 an all-reduce into its reduce-scatter and its all-gather.
 """
 
-from meshmend.schedule.schedule import MAX_CHUNKS, MAX_PHASES, Collective, Op, Phase, Schedule
+from meshmend.schedule.schedule import MAX_CHUNKS, MAX_EXPANDED, MAX_PHASES, Collective, Op, Phase, Schedule
 
-__all__ = ["MAX_CHUNKS", "MAX_PHASES", "Collective", "Op", "Phase", "Schedule"]
+__all__ = ["MAX_CHUNKS", "MAX_EXPANDED", "MAX_PHASES", "Collective", "Op", "Phase", "Schedule"]
