@@ -23,11 +23,10 @@ from meshmend.cost import bound
 from meshmend.errors import Coordinate, LabError, PlanError, name_chip
 from meshmend.lab import Chips, Lab
 from meshmend.lab.namespaces import INTERFACE
-from meshmend.planning import PLANNERS
+from meshmend.planning import PLANNERS, plan
 from meshmend.schedule import Schedule
 from meshmend.topology import Mesh
 from meshmend.torch.engine import Engine
-from meshmend.torch.plans import Plans
 
 GLOO = "gloo"
 PROCESS_GROUP = "process group"
@@ -60,7 +59,7 @@ def applicable(mesh: Mesh, payload_bytes: int, names: Sequence[str] | None = Non
     schedules = {}
     for name in names or [name for name in PLANNERS if name != "auto"]:
         try:
-            schedules[name] = Plans(name).get(mesh, payload_bytes)
+            schedules[name] = plan(mesh, name, payload_bytes=payload_bytes, hardware="gloo-loopback")
         except PlanError:
             if names:
                 raise

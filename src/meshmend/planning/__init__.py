@@ -4,7 +4,7 @@ from meshmend.planning.auto import Auto, Candidate, Choice, Tuned
 from meshmend.planning.base import Planner
 from meshmend.planning.cache import PlanCache
 from meshmend.planning.hamiltonian import Hamiltonian
-from meshmend.planning.proven import PLANNERS, choose, make_planner, plan
+from meshmend.planning.proven import PLANNERS, PlanFunction, choose, make_planner, plan
 from meshmend.planning.row_pairs import RowPairs
 from meshmend.planning.two_color import TwoColor
 from meshmend.planning.weave import Weave
@@ -16,6 +16,7 @@ __all__ = [
     "Choice",
     "Hamiltonian",
     "PlanCache",
+    "PlanFunction",
     "Planner",
     "RowPairs",
     "Tuned",

@@ -4,7 +4,7 @@ torchft forms the quorum, redoes steps that failed and heals chips that come bac
 calls `configure`: the chips tell each other their coordinates through the store, so each of them knows the hole, and
 each makes the same plan.
 
-What must hold, or the promise stops: every member gives the same shape, planner and meshmend version (checked); no
+What must hold, or the promise stops: every member gives the same shape, `plan` and meshmend version (checked); no
 two live members give the same coordinate (checked); the survivors are connected (else `PlanError`, and no step
 commits until the mesh is whole enough); members call the same all-reduces in the same order with equal shapes, dtypes
 and operations (checked at each call, before data moves).
@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,12 +27,13 @@ from torchft.process_group import ProcessGroupWrapper
 
 from meshmend import __version__
 from meshmend.errors import Coordinate, MeshError, MeshmendError, WaitTimeoutError, name_chip
+from meshmend.planning import PlanFunction
 from meshmend.schedule import Schedule
 from meshmend.topology import Mesh, Region, name_shape, parse_chip
 from meshmend.torch.channel import Channel
 from meshmend.torch.collective import check_tensors, reduce_tensors
 from meshmend.torch.engine import Engine
-from meshmend.torch.plans import Plans
+from meshmend.torch.plans import DEFAULT_PLAN, Plans
 
 INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
 
@@ -56,8 +57,9 @@ class Timings:
 class MeshProcessGroup(ProcessGroupWrapper):
     """One chip of a mesh, for torchft's `Manager`, its `DistributedDataParallel` and its optimiser wrappers.
 
-    `shape` and `wrap` describe the whole machine, `chip` is this process's place in it. `planner` names one planner;
-    left out, the best that serves the survivors is taken. `cache` is a plan cache on disk.
+    `shape` and `wrap` describe the whole machine, `chip` is this process's place in it. `plan` makes the plans: by
+    default `meshmend.plan`, which takes the fastest for the survivors and the payload. Bind parameters to it for
+    others, as in `functools.partial(meshmend.plan, planner="row-pairs", cache=PlanCache())`.
 
     A chip that dies during an all-reduce gives an error on every survivor: within a fraction of a second if its process
     ended, within `timeout` if its cables were cut.
@@ -72,9 +74,7 @@ class MeshProcessGroup(ProcessGroupWrapper):
         chip: Sequence[int],
         *,
         wrap: bool | Sequence[bool] = False,
-        planner: str | None = None,
-        parameters: Mapping[str, Any] | None = None,
-        cache: Any = None,
+        plan: PlanFunction = DEFAULT_PLAN,
         timeout: timedelta = timedelta(seconds=10),
         interface: str | None = None,
     ) -> None:
@@ -82,13 +82,13 @@ class MeshProcessGroup(ProcessGroupWrapper):
         self._whole = Mesh(shape, wrap=wrap)
         self._chip = tuple(int(x) for x in chip)
         self._whole.rank(self._chip)
-        self._plans = Plans(planner, parameters, cache=cache)
+        self._plans = Plans(plan)
         self._interface = interface or os.environ.get(INTERFACE_ENV)
         self._mesh: Mesh | None = None
         self._group_ranks: list[int] = []
         self._channel: Channel | None = None
         self._engines: dict[int, Engine] = {}
-        self._sizes: dict[int, int] = {}
+        self._sizes: set[int] = set()
         self._generation = 0
         self._error: Exception | None = None
         # Held for moments, never while a plan is made: `abort` needs it.
@@ -154,7 +154,7 @@ class MeshProcessGroup(ProcessGroupWrapper):
         started = time.time()
         # A member that has reduced nothing yet plans too: a mesh without a plan must fail here for all members alike,
         # or those who went on would wait for the others.
-        for payload_bytes in list(self._sizes.values()) or [1]:
+        for payload_bytes in sorted(self._sizes) or [1]:
             self._engine(payload_bytes)
         self.timings.plan_s = time.time() - started
         return group
@@ -173,7 +173,7 @@ class MeshProcessGroup(ProcessGroupWrapper):
             if theirs != terms:
                 raise MeshError(
                     f"Chip {name_chip(self._chip)} runs {terms}, but chip ({place}) runs {theirs}. "
-                    f"Every member needs the same shape, planner and version."
+                    f"Every member needs the same shape, plan and version."
                 )
             chips.append(parse_chip(place))
         return chips
@@ -209,11 +209,11 @@ class MeshProcessGroup(ProcessGroupWrapper):
 
     def _engine(self, payload_bytes: int) -> Engine:
         """Return the engine for payloads of this size; made at most once for each plan."""
-        chunks = Plans.chunks(payload_bytes)
+        size = Plans.size(payload_bytes)
         with self._guard:
-            if chunks in self._engines:
-                return self._engines[chunks]
-            self._sizes[chunks] = payload_bytes
+            if size in self._engines:
+                return self._engines[size]
+            self._sizes.add(size)
             mesh, members, channel, generation = self.mesh, self._group_ranks, self._channel, self._generation
         if channel is None:
             raise MeshmendError(f"Chip {name_chip(self._chip)} has left its group: torchft forms the next one.")
@@ -228,7 +228,7 @@ class MeshProcessGroup(ProcessGroupWrapper):
         with self._guard:
             if self._generation != generation:
                 raise MeshmendError("The group was formed anew while this all-reduce was planned.")
-            return self._engines.setdefault(chunks, engine)
+            return self._engines.setdefault(size, engine)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         """Reduce tensors in place, in the background; the work's future gives the tensors or the error."""
