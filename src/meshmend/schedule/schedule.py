@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meshmend.errors import ScheduleError
+from meshmend.schedule.columns import MAX_CHUNKS, expand, narrow, read_only, whole
 from meshmend.topology import IntArray, Mesh
 
-MAX_CHUNKS = 2**31 - 1
 MAX_STEPS = 2**31 - 1
 MAX_PHASES = 256
 MAX_EXPANDED = 2**25
@@ -102,7 +102,7 @@ class Schedule:
         self._phase_names = tuple(phase_names)
         self._collective = Collective(collective)
         self._planner = planner
-        steps = _whole(step, "step")
+        steps = whole(step, "step")
         length = len(steps)
         columns: dict[str, NDArray[Any]] = {"step": steps}
         for name, column in (
@@ -113,16 +113,16 @@ class Schedule:
             ("op", op),
             ("phase", phase),
         ):
-            columns[name] = _whole(column, name, length)
+            columns[name] = whole(column, name, length)
         self._check_ranges(columns)
         if np.any(steps[1:] < steps[:-1]):
             order = np.argsort(steps, kind="stable")
             columns = {name: column[order] for name, column in columns.items()}
         self._columns = {
-            name: _narrow(column, np.uint8 if name in ("op", "phase") else np.int32) for name, column in columns.items()
+            name: narrow(column, np.uint8 if name in ("op", "phase") else np.int32) for name, column in columns.items()
         }
         self._check_steps()
-        self._owners = _narrow(_whole(owners, "owners", self._total_chunks), np.int32)
+        self._owners = narrow(whole(owners, "owners", self._total_chunks), np.int32)
         if np.any((self._owners < 0) | (self._owners >= mesh.n_chips)):
             raise ScheduleError(f"Owners are ranks from 0 to {mesh.n_chips - 1}.")
         self._is_proven = False
@@ -192,13 +192,13 @@ class Schedule:
             raise ScheduleError(f"The period is {period:,} steps, expected 1 to the template's {self.n_steps:,}.")
         if (repeats - 1) * period + self.n_steps > MAX_STEPS:
             raise ScheduleError(f"{repeats:,} repeats make more than {MAX_STEPS:,} steps. Repeat less often.")
-        whole = object.__new__(Schedule)
-        whole._mesh, whole._phase_names = self._mesh, self._phase_names
-        whole._collective, whole._planner = self._collective, self._planner
-        whole._template, whole._repeats, whole._period = self, int(repeats), int(period)
-        whole._total_chunks = self._total_chunks * int(repeats)
-        whole._is_proven = False
-        return whole
+        longer = object.__new__(Schedule)
+        longer._mesh, longer._phase_names = self._mesh, self._phase_names
+        longer._collective, longer._planner = self._collective, self._planner
+        longer._template, longer._repeats, longer._period = self, int(repeats), int(period)
+        longer._total_chunks = self._total_chunks * int(repeats)
+        longer._is_proven = False
+        return longer
 
     def expanded(self) -> Schedule:
         """Return the same schedule without repeats: every transfer of the whole as a row, at most `MAX_EXPANDED`."""
@@ -217,25 +217,20 @@ class Schedule:
     @cached_property
     def _columns(self) -> dict[str, NDArray[Any]]:
         """The rows of a repeated schedule; one without repeats has its own from the start."""
-        template, repeats = self.template, self._repeats
         if self.n_transfers > MAX_EXPANDED:
             raise ScheduleError(
                 f"{self!r} has more than the {MAX_EXPANDED:,} transfers that are expanded. Plan with fewer chunks, or "
                 "use a part of meshmend that knows repeats: verify, save, predict in lock-step, the NumPy, JAX and "
                 "PyTorch engines."
             )
-        turn = np.repeat(np.arange(repeats, dtype=np.int32), template.n_transfers)
-        columns = {name: np.tile(column, repeats) for name, column in template._columns.items()}
-        columns["step"] += turn * np.int32(self._period)
-        columns["first_chunk"] += turn * np.int32(template.total_chunks)
-        order = np.argsort(columns["step"], kind="stable")
-        return {name: _read_only(column[order]) for name, column in columns.items()}
+        template = self.template
+        return expand(template._columns, template.total_chunks, self._repeats, self._period)
 
     @cached_property
     def _owners(self) -> IntArray:
         if self._total_chunks > MAX_EXPANDED:
             raise ScheduleError(f"{self!r} has more than the {MAX_EXPANDED:,} owners that are listed one by one.")
-        return _read_only(np.tile(self.template.owners, self._repeats))
+        return read_only(np.tile(self.template.owners, self._repeats))
 
     @property
     def template(self) -> Schedule:
@@ -394,32 +389,3 @@ class Schedule:
             f"{count(self.n_steps, 'step')}, {count(self._total_chunks, 'chunk')}, "
             f"{count(self.n_transfers, 'transfer')}{repeated})"
         )
-
-
-def _whole(values: ArrayLike, name: str, length: int | None = None) -> NDArray[Any]:
-    """Return a 1-D integer array, stretched to `length` if it is a single number."""
-    array = np.asarray(values)
-    if array.size == 0:
-        array = array.astype(np.int64)
-    if array.dtype.kind not in "iu":
-        raise ScheduleError(f"{name} holds {array.dtype}, expected whole numbers.")
-    if array.ndim == 0 and length is not None:
-        array = np.broadcast_to(array, (length,))
-    if array.ndim != 1 or (length is not None and len(array) != length):
-        wanted = "one number a transfer" if length is None else f"{length} numbers"
-        raise ScheduleError(f"{name} has shape {array.shape}, expected {wanted}.")
-    if array.dtype.kind == "u":
-        if array.size and array.max() > MAX_CHUNKS:
-            raise ScheduleError(f"{name} holds {array.max()}, beyond any rank, step or chunk.")
-        return array.astype(np.int64)
-    return array.astype(np.promote_types(array.dtype, np.int32), copy=False)
-
-
-def _narrow(array: NDArray[Any], dtype: type[Any]) -> NDArray[Any]:
-    """Return a read-only copy that nobody else holds, so that the schedule cannot change under its readers."""
-    return _read_only(np.array(array, dtype=dtype))
-
-
-def _read_only(array: NDArray[Any]) -> NDArray[Any]:
-    array.flags.writeable = False
-    return array
