@@ -27,6 +27,7 @@ from meshmend.planning import PLANNERS, plan
 from meshmend.schedule import Schedule
 from meshmend.topology import Mesh
 from meshmend.torch.engine import Engine
+from meshmend.torch.private import gloo_backend
 
 GLOO = "gloo"
 PROCESS_GROUP = "process group"
@@ -131,10 +132,7 @@ def _time_cases(
     rank = mesh.rank(chip)
     host, _, port = meeting.partition(":")
     store = dist.TCPStore(host, int(port), is_master=rank == 0, wait_for_workers=False, timeout=TIMEOUT)
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = TIMEOUT
-    options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
-    group = dist.ProcessGroupGloo(store, rank, mesh.n_chips, options)
+    group = gloo_backend(store, rank, mesh.n_chips, timeout=TIMEOUT, interface=interface)
     ways: dict[str, Callable[[torch.Tensor], Any]] = {GLOO: lambda payload: group.allreduce([payload]).wait()}
     for name, schedule in schedules.items():
         ways[name] = Engine(schedule, rank, group, timeout=TIMEOUT).all_reduce

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torchft import Manager
-from torchft._torchft import LighthouseServer
+from torchft.coordination import LighthouseServer
 
 from meshmend.errors import Coordinate
 from meshmend.topology import Mesh

@@ -22,8 +22,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torchft.process_group import ProcessGroupWrapper
 
 from meshmend import __version__
 from meshmend.errors import Coordinate, MeshError, MeshmendError, WaitTimeoutError, name_chip
@@ -34,6 +32,8 @@ from meshmend.torch.channel import Channel
 from meshmend.torch.collective import check_tensors, reduce_tensors
 from meshmend.torch.engine import Engine
 from meshmend.torch.plans import DEFAULT_PLAN, Plans
+from meshmend.torch.private import Work, gloo_group
+from meshmend.torch.private_torchft import ReconfiguredGroup
 
 INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
 
@@ -54,8 +54,8 @@ class Timings:
     failed_at: float = 0.0
 
 
-class MeshProcessGroup(ProcessGroupWrapper):
-    """One chip of a mesh, for torchft's `Manager`, its `DistributedDataParallel` and its optimiser wrappers.
+class MeshProcessGroup(ReconfiguredGroup):
+    """One chip of a mesh, for torchft's `Manager`, its `DistributedDataParallel` and its optimizer wrappers.
 
     `shape` and `wrap` describe the whole machine, `chip` is this process's place in it. `plan` makes the plans: by
     default `meshmend.plan`, which takes the fastest for the survivors and the payload. Bind parameters to it for
@@ -134,7 +134,8 @@ class MeshProcessGroup(ProcessGroupWrapper):
         self.timings.configured_at = time.time()
         self.timings.configure_s = self.timings.configured_at - started
 
-    def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
+    def form(self, store: Any, rank: int, world_size: int) -> Any:
+        """Find the hole that the members leave, connect them and plan; `configure` calls this."""
         started = time.time()
         chips = self._exchange(store, rank, world_size)
         self._mesh = self._holed(chips)
@@ -143,7 +144,14 @@ class MeshProcessGroup(ProcessGroupWrapper):
             self._group_ranks[self._mesh.rank(chip)] = member
         self.timings.exchange_s = time.time() - started
         started = time.time()
-        group = self._connect(store, rank, world_size)
+        group = gloo_group(
+            store,
+            rank,
+            world_size,
+            connect_timeout=min(self._timeout, MEETING_TIMEOUT),
+            timeout=self._timeout,
+            interface=self._interface,
+        )
         self.timings.connect_s = time.time() - started
         with self._guard:
             self._generation += 1
@@ -186,26 +194,6 @@ class MeshProcessGroup(ProcessGroupWrapper):
         here = set(chips)
         missing = [self._whole.chip(rank) for rank in range(self._whole.n_chips)]
         return self._whole.fail(*(chip for chip in missing if chip not in here))
-
-    def _connect(self, store: Any, rank: int, world_size: int) -> Any:
-        """Make the Gloo group underneath, all connections at once.
-
-        Gloo could also connect when a pair is first used, but it ends the process if such a connection fails while
-        the group is being closed.
-        """
-        group = dist.ProcessGroup(store, rank, world_size)
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = min(self._timeout, MEETING_TIMEOUT)
-        if self._interface:
-            device = dist.ProcessGroupGloo.create_device(interface=self._interface)
-        else:
-            device = dist.ProcessGroupGloo.create_default_device()
-        options._devices = [device]
-        backend = dist.ProcessGroupGloo(store, rank, world_size, options)
-        backend._set_default_timeout(self._timeout)
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-        return group
 
     def _engine(self, payload_bytes: int) -> Engine:
         """Return the engine for payloads of this size; made at most once for each plan."""
@@ -296,7 +284,7 @@ class MeshProcessGroup(ProcessGroupWrapper):
         self.abort()
 
 
-class _MeshWork(dist._Work):
+class _MeshWork(Work):
     """What torch expects of a started collective."""
 
     def __init__(self, future: torch.futures.Future[list[torch.Tensor]], chip: Coordinate) -> None:
