@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from meshmend.errors import ScheduleError
 from meshmend.schedule import Op, Schedule
 
+__all__ = ["run"]
+
 Number = TypeVar("Number", bound=np.generic)
 
 

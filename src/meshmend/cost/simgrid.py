@@ -29,6 +29,8 @@ from meshmend.cost.paths import TransferPaths
 from meshmend.errors import MeshmendError, MissingExtraError, ParameterError
 from meshmend.schedule import Schedule
 
+__all__ = ["SimgridError", "is_available", "simulate", "version"]
+
 INTERPRETER_VARIABLE = "MESHMEND_SIMGRID_PYTHON"
 """An environment variable that names a Python which can `import simgrid`, where it is not found by itself."""
 

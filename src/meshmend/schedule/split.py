@@ -10,6 +10,8 @@ import numpy as np
 from meshmend.errors import ScheduleError
 from meshmend.schedule import Collective, Op, Schedule
 
+__all__ = ["all_gather_of", "reduce_scatter_of"]
+
 
 def reduce_scatter_of(schedule: Schedule) -> Schedule:
     """Return the first half of an all-reduce: its reductions, after which every chunk is complete at its owner.

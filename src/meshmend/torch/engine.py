@@ -26,7 +26,7 @@ from meshmend.schedule.verify import ensure_proven
 from meshmend.torch.channel import MAX_MESSAGES, Channel, Deadline, TransportError
 from meshmend.torch.payload import check_payload, combine_of, describe, kind_of, memory_of, overwrite
 from meshmend.torch.program import ChipProgram, compile_program
-from meshmend.torch.run import Run
+from meshmend.torch.run import ProgramRun
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
 
@@ -136,7 +136,7 @@ class Engine:
             deadline = Deadline(self.timeout)
             self._agree(f"call {ticket}, {words}, {self._plan}", deadline)
             flat = memory_of(payload)
-            run = Run(self._program, self._channel, self._members, flat, combine_of(kind), deadline)
+            run = ProgramRun(self._program, self._channel, self._members, flat, combine_of(kind), deadline)
             try:
                 run.go()
             except TransportError as error:
