@@ -46,6 +46,9 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 PlannerOption = Annotated[
     str, typer.Option("--planner", metavar="NAME", help=f"One of: {', '.join(PLANNERS)} (the fastest of them).")
 ]
+NeighboursOption = Annotated[
+    bool, typer.Option("--neighbours-only", help="Hops between neighbours only: for routers that know no hole.")
+]
 PayloadOption = Annotated[
     str, typer.Option("--payload", metavar="SIZE", help="What each chip brings: 102MB, 1.34GB, 64MiB.")
 ]

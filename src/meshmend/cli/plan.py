@@ -12,7 +12,15 @@ import typer
 from rich.table import Table
 
 from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
-from meshmend.cli.options import AutoOptions, HoleOptions, JsonOption, PlannerOption, ShapeArgument, TuningOptions
+from meshmend.cli.options import (
+    AutoOptions,
+    HoleOptions,
+    JsonOption,
+    NeighboursOption,
+    PlannerOption,
+    ShapeArgument,
+    TuningOptions,
+)
 from meshmend.cli.outputs import SCHEDULES, check_output
 from meshmend.cli.terminal import approved, plain, terminal
 from meshmend.cost import busiest_link_load
@@ -30,9 +38,7 @@ def command(
     holes: HoleOptions,
     tuning: TuningOptions,
     auto: AutoOptions,
-    neighbours_only: Annotated[
-        bool, typer.Option("--neighbours-only", help="Hops between neighbours only: for routers that know no hole.")
-    ] = False,
+    neighbours_only: NeighboursOption = False,
     save_to: Annotated[
         Path | None, typer.Option("--save", metavar="F", help="Write the schedule to F: .npz, or .txt to read it.")
     ] = None,
