@@ -244,7 +244,7 @@ def test_no_transfers_no_loops() -> None:
     alone = mm.Schedule(mm.Mesh((1, 1)), total_chunks=3, step=[], src=[], dst=[], op=[], owners=[0] * 3)
     lowered = lower(alone)
     assert lowered.loops == ()
-    assert lowered.shape == Shape(1, 3, Collective.ALL_REDUCE, ())
+    assert lowered.shape == Shape(1, 3, Collective.ALL_REDUCE, (), ((0, 1, 2),))
     assert lowered.owned.tolist() == [[0, 1, 2]]
 
 

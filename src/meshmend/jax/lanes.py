@@ -72,11 +72,13 @@ class Shape:
     total_chunks: int
     collective: Collective
     lanes: tuple[tuple[Lane, ...], ...] = field(repr=False)
+    owned: tuple[tuple[int, ...], ...] = field(repr=False)
+    """For each rank the chunks that it owns, in ascending order, padded with `total_chunks` to the longest list."""
 
     @cached_property
     def digest(self) -> str:
         """A name for the content. Lanes are long: JAX asks for the hash and for equality at every call."""
-        facts = (self.n_chips, self.total_chunks, self.collective.value, self.lanes)
+        facts = (self.n_chips, self.total_chunks, self.collective.value, self.lanes, self.owned)
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def __hash__(self) -> int:
@@ -88,11 +90,15 @@ class Shape:
 
 @dataclass(frozen=True)
 class Lowered:
-    """A schedule as loops and tables. `owned[rank]` lists the rank's chunks, padded with `total_chunks`."""
+    """A schedule as loops and tables, and what all chips share of it."""
 
     shape: Shape
     loops: tuple[Loop, ...]
-    owned: IntTable
+
+    @property
+    def owned(self) -> IntTable:
+        """The shape's `owned` as a table, one row per rank."""
+        return np.array(self.shape.owned, dtype=np.int32)
 
 
 def lower(schedule: Schedule) -> Lowered:
@@ -109,8 +115,9 @@ def lower(schedule: Schedule) -> Lowered:
         total_chunks=schedule.total_chunks,
         collective=schedule.collective,
         lanes=tuple(loop.lanes for loop in loops),
+        owned=tuple(map(tuple, owned_chunks(schedule).tolist())),
     )
-    return Lowered(shape, loops, owned_chunks(schedule))
+    return Lowered(shape, loops)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ The pieces are plain functions of pytrees: jit them, donate to them, scan over t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,15 +46,25 @@ LossFunction = Callable[[Any, Any], Any]
 With `per_example`, to one value for each example of the batch (and arrays whose first axis is the examples)."""
 
 
-class TrainStep(NamedTuple):
-    """The two functions of a training loop, both to be jitted. Made by `train_step`."""
+@dataclass(frozen=True)
+class TrainStep:
+    """The two functions of a training loop, both to be jitted, and what they were made for. Made by `train_step`.
+
+    Unpack it (`init, step = mmj.train_step(…)`) where the functions are all you need. `StateLayout.of` and
+    `compile_train_step` take it whole: what they must know of it is said nowhere else.
+    """
 
     init: Callable[[Any, Program | ProgramPair], Any]
-    """From parameters and a program to the optimiser's state."""
+    """From parameters and a program to the optimizer's state."""
     step: Callable[..., tuple[Any, ...]]
     """From parameters, state, a batch and a program to new parameters, state, loss (and aux).
 
-    Keywords: `weights` (with `per_example`) and `scale`, by which the optimiser's updates are multiplied."""
+    Keywords: `weights` (with `per_example`) and `scale`, by which the optimizer's updates are multiplied."""
+    fabric: Fabric
+    accumulate_dtype: DTypeLike | None
+
+    def __iter__(self) -> Iterator[Callable[..., Any]]:
+        return iter((self.init, self.step))
 
 
 def train_step(
@@ -111,7 +122,7 @@ def train_step(
 
     def state_specs(params: Any, program: Program | ProgramPair) -> Any:
         """Say how the optimiser's state is split: arrays by owner if the update is sharded, numbers not at all."""
-        check_program(program)
+        check_program(program, fabric)
         if isinstance(program, Program):
             return replicated
         shards = _abstract_shards(params, program, accumulate_dtype)
@@ -193,7 +204,7 @@ def train_step(
         params, state, value, aux = mapped(params, state, *inputs, scale, program)
         return (params, state, value, aux) if has_aux else (params, state, value)
 
-    return TrainStep(init, step)
+    return TrainStep(init, step, fabric, accumulate_dtype)
 
 
 def _update(

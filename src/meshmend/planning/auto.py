@@ -17,7 +17,7 @@ from typing import ClassVar, final
 
 from meshmend.cost import DEFAULT_HARDWARE, Hardware, StepDemand, find_hardware
 from meshmend.errors import ParameterError, PlanError
-from meshmend.planning.base import Floor, Planner
+from meshmend.planning.base import CannotServe, Floor, Planner
 from meshmend.planning.hamiltonian import Hamiltonian
 from meshmend.planning.row_pairs import RowPairs
 from meshmend.planning.two_color import TwoColor
@@ -88,8 +88,10 @@ class Chooser(Planner):
         return True
 
     @final
-    def _why_not(self, mesh: Mesh) -> str | None:
-        return self.field(mesh).why_not
+    def _check(self, mesh: Mesh) -> None:
+        reason = self.field(mesh).why_not
+        if reason is not None:
+            raise CannotServe(reason)
 
     @final
     def _plan(self, mesh: Mesh) -> Schedule:

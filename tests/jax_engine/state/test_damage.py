@@ -182,9 +182,7 @@ class Hosts:
     def __init__(self, folder: Path) -> None:
         self.job = Started(shape="2x3", sharded=True, memory_every=0)
         self.job.restore()
-        layout = self.job.keeper._layout
-        assert layout is not None
-        self.layout = layout
+        self.layout = layout = self.job.layout
         self.saved = {step: elements(self.job, self.job.values(step)) for step in self.STEPS}
         host_of_chip = [0, 0, 1, 1, 2, 2]
         cut = jax.jit(cutter(layout, host_of_chip))
@@ -219,9 +217,9 @@ class Hosts:
                 brought = []
                 for process in range(3):
                     keeper: Any = SimpleNamespace(
-                        session=SimpleNamespace(launch=SimpleNamespace(process=process)), disk=None
+                        session=SimpleNamespace(launch=SimpleNamespace(process=process)), disk=None, layout=self.layout
                     )
-                    brought.append(Keeper._bring(keeper, source, held[process], self.layout))
+                    brought.append(Keeper._bring(keeper, source, held[process]))
                 total: Vectors = {
                     name: np.array([mine[0][name].view(np.uint8) for mine in brought]).sum(axis=0, dtype=np.uint8)
                     for name in vectors

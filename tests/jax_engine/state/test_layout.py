@@ -16,12 +16,13 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec
 
 import meshmend as mm
 import meshmend.jax as mmj
-from meshmend.errors import RestartError
+from meshmend.errors import ParameterError, RestartError
 from meshmend.jax.state.layout import (
     Outline,
     Sharded,
@@ -295,9 +296,15 @@ class Job:
         self.travels = travels
 
     def layout(self) -> StateLayout:
-        return StateLayout.of(
-            self.params, self.state, self.program, self.schedule, self.fabric, accumulate_dtype=self.accumulate_dtype
-        )
+        return StateLayout.of(self.training(), self.program, self.params)
+
+    def training(self) -> mmj.TrainStep:
+        """A train step whose optimizer has this state."""
+
+        def step(*_: Any) -> Any:
+            raise AssertionError("a layout needs no step")
+
+        return mmj.TrainStep(lambda _params, _program: self.state, step, self.fabric, self.accumulate_dtype)
 
 
 CASES = [(1, False), (1, True), (2, False)]
@@ -330,9 +337,44 @@ def test_a_sharded_layout_says_what_is_where(n_cores: int, failed: bool, accumul
     assert "Outline" not in repr(layout)
 
 
-def test_float32_is_what_is_accumulated_in_if_nothing_is_said() -> None:
+def test_a_layout_takes_the_dtype_that_its_train_step_sums_in() -> None:
+    """float16 weights travel with the float32 ones only if sums are made in float32, the default of `train_step`."""
     job = Job()
-    assert StateLayout.of(job.params, job.state, job.program, job.schedule, job.fabric) == job.layout()
+    params = {name: job.params[name] for name in ("a", "b")}
+    sizes = {}
+    for dtype in (None, np.float32):
+        training = mmj.train_step(lambda *_: 0.0, optax.adam(0.1), job.fabric, accumulate_dtype=dtype)
+        outline = StateLayout.of(training, job.program, params).outline
+        sizes[dtype] = [(array.dtype, array.size) for array in outline.sharded]
+    assert sizes[None] == [("float32", 77), ("float16", 6)] * 2
+    assert sizes[np.float32] == [("float32", 77 + 6)] * 2
+    by_default = mmj.train_step(lambda *_: 0.0, optax.adam(0.1), job.fabric)
+    assert by_default.accumulate_dtype == np.float32
+
+
+def test_a_layout_needs_a_program_for_the_fabric_of_its_train_step() -> None:
+    job = Job()
+    for other in (Job(failed=True), Job(n_cores=2)):
+        with pytest.raises(ParameterError, match=r"another fabric than the train step's, which is Fabric.*same fabric"):
+            StateLayout.of(job.training(), other.program, job.params)
+    with pytest.raises(ParameterError, match=r"Expected a Program or a ProgramPair, got a Schedule"):
+        StateLayout.of(job.training(), job.schedule, job.params)  # type: ignore[arg-type]
+
+
+def test_a_state_that_is_not_of_the_layout_is_refused_by_its_first_difference() -> None:
+    job = Job()
+    layout, (count, moments) = job.layout(), job.state
+    layout.check(job.params, job.state)
+    layout.check(*jax.tree.unflatten(layout.structure, layout.leaves))
+    other = {**job.params, "b": job.params["b"].astype(np.float32)}
+    for params, state, why in (
+        (other, job.state, r"expected params\['b'\] float16\[6\], got params\['b'\] float32\[6\]\."),
+        (job.params, (count, {"mu": moments["mu"]}), r"expected 8 arrays in .*, got 6 in"),
+        (job.params, [count, moments], r"expected 8 arrays in .*, got 8 in"),
+        (job.params, (moments, count), r"expected state\[0\] int32\[\], got state\[0\]\['mu'\]\[0\] float32\["),
+    ):
+        with pytest.raises(RestartError, match=why):
+            layout.check(params, state)
 
 
 @pytest.mark.parametrize("n_cores", [1, 2])
@@ -396,8 +438,8 @@ def test_what_is_no_shard_of_these_parameters_is_refused() -> None:
         job.state = (good[0], {"mu": moments})
         message = (
             f"{name} has shape {jax.tree.leaves(moments)[0 if name[-3:] != '[2]' else 2].shape}, which is no shard of "
-            f"these parameters (expected one of {shapes}). Give the program and the `accumulate_dtype` that the state "
-            "was made with."
+            f"these parameters (expected one of {shapes}). Use an optimizer whose state has the shapes of the weights "
+            "that it is given, or install(schedule, fabric) in place of install_pair."
         )
         with pytest.raises(RestartError, match=f"^{re.escape(message)}$"):
             job.layout()

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from jax_engine.restart_cases import Started, arrays_on_disk, assert_is_step
@@ -217,8 +218,7 @@ def test_checksums_cover_every_element_once() -> None:
     job = Started(sharded=True, memory_every=0)
     params, state = job.values(3)
     job.restore()
-    layout = job.keeper._layout
-    assert layout is not None
+    layout = job.layout
     leaves = jax.tree.leaves((params, state))
     one, two = (checksums_of(leaves, layout.is_sharded, process, 2) for process in range(2))
     # Here both processes have all shards; of the replicated leaves each answers for its own.
@@ -299,18 +299,32 @@ def test_a_stale_copy_of_the_same_attempt_and_step_is_not_mixed_in(tmp_path: Pat
         copies.append(job.keeper.memory.read()[0])
     here = Started(sharded=True, memory=tmp_path / "0")
     here.restore()
-    layout = here.keeper._layout
-    assert layout is not None
+    layout = here.layout
     sources = rank_sources([[offer_copy(copy, layout.identity) for copy in held] for held in copies])
     assert [(source.attempt, source.step, source.is_whole) for source in sources] == [(1, 5, True), (1, 5, True)]
     for source in sources:
         for process in range(2):
-            keeper = SimpleNamespace(session=SimpleNamespace(launch=SimpleNamespace(process=process)), disk=None)
-            vectors, extra, why = Keeper._bring(keeper, source, copies[process], layout)  # type: ignore[arg-type]
+            session = SimpleNamespace(launch=SimpleNamespace(process=process))
+            keeper = SimpleNamespace(session=session, disk=None, layout=layout)
+            vectors, extra, why = Keeper._bring(keeper, source, copies[process])  # type: ignore[arg-type]
             brings = process in source.providers.values()
             assert why == ""
             assert extra == (["after", 5] if brings else None)
             assert any(vector.any() for vector in vectors.values()) == brings
+
+
+def test_a_layout_for_another_fabric_is_refused() -> None:
+    """Such as that of a step which was compiled for the loss of a host."""
+    here, other = Started(memory_every=0), Started(shape="2x3", memory_every=0)
+    with pytest.raises(RestartError, match=r"The layout is for Fabric\(Mesh\(2x3.*fabric is Fabric\(Mesh\(2x2"):
+        Keeper(here.session, other.layout, memory_every=0)
+
+
+def test_a_state_of_another_optimizer_than_the_layouts_is_refused() -> None:
+    job = Started(memory_every=0)
+    other = Started(optimizer=optax.sgd(0.1, momentum=0.9), memory_every=0)
+    with pytest.raises(RestartError, match=r"not of the layout.*Make both with the same train step"):
+        job.keeper.restore(job.params, other.state)
 
 
 def test_copies_go_when_the_last_step_is_on_disk(tmp_path: Path) -> None:

@@ -43,29 +43,26 @@ class Trained:
     def __init__(self, lost: tuple[int, ...], sharded: bool, accumulate_dtype: Any = jnp.float32) -> None:
         failed = [HOSTS.tiles[host] for host in lost]
         self.fabric = mmj.discover(jax.devices()[:64], shape="8x8", failed=failed)
-        self.schedule = mm.plan(self.fabric.mesh, "hamiltonian")
         install: Any = mmj.install_pair if sharded else mmj.install
-        self.program = install(self.schedule, self.fabric)
+        self.program = install(mm.plan(self.fabric.mesh, "hamiltonian"), self.fabric)
 
         def loss(params: Any, batch: Any) -> Any:
             return batch[:, 0] * sum(
                 jnp.sum(x.astype(jnp.float32) * (i + 1)) for i, x in enumerate(jax.tree.leaves(params))
             )
 
-        init, step = mmj.train_step(
+        self.training = mmj.train_step(
             loss, optax.adam(0.25), self.fabric, per_example=True, accumulate_dtype=accumulate_dtype
         )
         params = jax.device_put(params_tree(), self.fabric.sharding())
-        state = jax.jit(init)(params, self.program)
+        state = jax.jit(self.training.init)(params, self.program)
         self.fresh = params, state
         n = self.fabric.mesh.n_chips
         for i in range(2):
             batch = jnp.arange(n * 2, dtype=jnp.float32).reshape(n, 2) % 5 - 1 + i
-            params, state, _ = jax.jit(step)(params, state, batch, self.program)
+            params, state, _ = jax.jit(self.training.step)(params, state, batch, self.program)
         self.state = params, state
-        self.layout = StateLayout.of(
-            params, state, self.program, self.schedule, self.fabric, accumulate_dtype=accumulate_dtype
-        )
+        self.layout = StateLayout.of(self.training, self.program, params)
 
     def host_of_chip(self) -> list[int]:
         """Pretend that this process were all the hosts."""
@@ -303,8 +300,10 @@ def test_only_one_part_of_a_job_goes_on(tmp_path: Path) -> None:
 def test_state_of_another_program_is_refused(whole: Trained, holed: Trained) -> None:
     if not any(whole.layout.is_sharded):
         pytest.skip("a replicated state fits any mesh")
-    with pytest.raises(RestartError, match="no shard of these parameters"):
-        StateLayout.of(*whole.state, holed.program, holed.schedule, holed.fabric)
+    expected = r"not of the layout.*expected state\[0\]\.mu\[0\] float32\[.*\], got state\[0\]\.mu\[0\] float32\["
+    with pytest.raises(RestartError, match=expected):
+        holed.layout.check(*whole.state)
+    holed.layout.check(*holed.state)
 
 
 @pytest.mark.parametrize("n_cores", [1, 2])

@@ -20,17 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
-from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
 from meshmend.errors import RestartError
+from meshmend.jax.arguments import check_program
 from meshmend.jax.collectives import groups_of
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.lanes import owned_chunks
 from meshmend.jax.program import Program, ProgramPair
 from meshmend.jax.state.identity import Identity
-from meshmend.schedule import Schedule
-from meshmend.schedule.split import reduce_scatter_of
+from meshmend.jax.training import TrainStep
 
 Vectors = dict[str, NDArray[Any]]
 """The whole state, apart from any mesh: flat vectors by name."""
@@ -174,7 +172,11 @@ class Outline:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """A training state (parameters and the optimiser's state) on one fabric: its leaves, and their outline."""
+    """A training state (parameters and the optimizer's state) on one fabric: its leaves, and their outline.
+
+    It follows from the train step, the program and the parameters, and is what `Keeper` and the compiled steps agree
+    on: the fabric, the plan's chunks and owners, and the dtype that sums are made in are in it, and are said once.
+    """
 
     fabric: Fabric
     structure: Any
@@ -184,20 +186,14 @@ class StateLayout:
     identity: Identity = field(repr=False)
 
     @classmethod
-    def of(
-        cls,
-        params: Any,
-        state: Any,
-        program: Program | ProgramPair,
-        schedule: Schedule,
-        fabric: Fabric,
-        *,
-        accumulate_dtype: DTypeLike | None = np.float32,
-    ) -> StateLayout:
-        """Describe what `train_step` made: with a `ProgramPair` the optimizer's state is sharded by owner.
+    def of(cls, training: TrainStep, program: Program | ProgramPair, params: Any) -> StateLayout:
+        """Describe the state that `training.init` makes; with a `ProgramPair` the optimizer's part is sharded by owner.
 
-        `accumulate_dtype` must be what `train_step` was given.
+        `params` may be on any device or on none: only shapes and dtypes count.
         """
+        fabric = training.fabric
+        check_program(program, fabric)
+        state = jax.eval_shape(training.init, params, program)
         leaves, structure = jax.tree.flatten((params, state))
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path((params, state))[0]]
         for leaf, path in zip(leaves, paths, strict=True):
@@ -221,8 +217,8 @@ class StateLayout:
         total_chunks = 0
         if pair is not None:
             layout = pair.scatter.layout
-            total_chunks, owned = layout.shape.total_chunks, owned_chunks(reduce_scatter_of(schedule)).astype(int)
-            groups = groups_of(leaves[:n_params], layout, accumulate_dtype)
+            total_chunks, owned = layout.shape.total_chunks, np.array(layout.shape.owned)
+            groups = groups_of(leaves[:n_params], layout, training.accumulate_dtype)
             for leaf, split, path in zip(leaves, is_sharded, paths, strict=True):
                 if split:
                     group = getattr(path[-1], "idx", None)
@@ -230,8 +226,8 @@ class StateLayout:
                     if group is None or group >= len(groups) or leaf.shape != expected[group]:
                         raise RestartError(
                             f"{jax.tree_util.keystr(path)} has shape {leaf.shape}, which is no shard of these "
-                            f"parameters (expected one of {expected}). Give the program and the `accumulate_dtype` "
-                            "that the state was made with."
+                            f"parameters (expected one of {expected}). Use an optimizer whose state has the shapes of "
+                            "the weights that it is given, or install(schedule, fabric) in place of install_pair."
                         )
                     sharded.append(Sharded(np.dtype(leaf.dtype).name, groups[group].size, groups[group].chunk))
         outline = Outline(
@@ -241,6 +237,24 @@ class StateLayout:
         sizes = iter(sharded)
         identity = Identity.of(params, state, [next(sizes).size if split else None for split in is_sharded])
         return cls(fabric, structure, shapes, is_sharded, outline, identity)
+
+    def check(self, params: Any, state: Any) -> None:
+        """Raise `RestartError` where a state is not of this layout: made by another train step, say."""
+        given = jax.tree_util.tree_leaves_with_path((params, state))
+        expected = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(self.structure, self.leaves))
+        why = ""
+        for (path, leaf), (own_path, own) in zip(given, expected, strict=False):
+            if path != own_path or (leaf.shape, leaf.dtype) != (own.shape, own.dtype):
+                why = f"expected {_name(own_path, own)}, got {_name(path, leaf)}"
+                break
+        if not why and jax.tree.structure((params, state)) != self.structure:
+            found = jax.tree.structure((params, state))
+            why = f"expected {len(expected)} arrays in {self.structure}, got {len(given)} in {found}"
+        if why:
+            raise RestartError(
+                f"The state is not of the layout that it is to be kept in: {why}. Make both with the same train step, "
+                "program and parameters."
+            )
 
     def sharding(self, number: int) -> NamedSharding:
         """How leaf `number` lies on the devices."""
@@ -306,6 +320,11 @@ def vectors_from_leaves(outline: Outline, is_sharded: Sequence[bool], leaves: Se
             start, used[dtype] = used[dtype], used[dtype] + leaf.size
             vectors[f"replicated {dtype}"][start : used[dtype]] = leaf.ravel()
     return vectors
+
+
+def _name(path: tuple[Any, ...], leaf: Any) -> str:
+    """Describe a leaf of (params, state), as in params['w'] float32[2, 3]."""
+    return f"{('params', 'state')[path[0].idx]}{jax.tree_util.keystr(path[1:])} {leaf.dtype}{list(leaf.shape)}"
 
 
 def _device_number(shard: Any, n_rows: int) -> int:
