@@ -71,7 +71,7 @@ def test_imports_run_one_way(path: Path) -> None:
 
 def test_the_verifier_knows_no_planner() -> None:
     for name in ("verify.py", "faults.py"):
-        assert "planning" not in imports_of(SOURCE / name)
+        assert "planning" not in imports_of(SOURCE / "schedule" / name)
 
 
 def test_drawing_knows_planners_only_for_the_figures_of_the_paper() -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from meshmend import Mesh, PlanError, plan
 from meshmend.cost import find_hardware
 from meshmend.errors import ParameterError
-from meshmend.planning import PLANNERS, Auto, Hamiltonian, Planner, RowPairs, Tuned, TwoColor, Weave
+from meshmend.planning import PLANNERS, Auto, Hamiltonian, Planner, RowPairs, Tuned, Weave
 from meshmend.planning.auto import CHOICES, Field
 from meshmend.planning.base import MAX_TRANSFERS
 from meshmend.schedule import Op, Schedule
@@ -73,7 +73,7 @@ def judge(mesh: Mesh, planner: Planner) -> bool:
 
 
 ANY_PLANNER = st.one_of(
-    st.sampled_from([Hamiltonian(), TwoColor()]),
+    st.sampled_from([kind() for kind in CHOICES]),
     st.builds(RowPairs, st.sampled_from(["auto", "rows", "columns"]), st.integers(1, 3)),
     st.builds(Weave, st.one_of(st.none(), st.integers(1, 40))),
 )

@@ -25,7 +25,7 @@ from meshmend.cli.terminal import plain, print_line, terminal
 from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
 from meshmend.errors import ParameterError
 from meshmend.schedule import Collective
-from meshmend.study.compare import Comparison, PlannerResult, compare
+from meshmend.study.compare import COLUMNS, Comparison, PlannerResult, compare
 from meshmend.study.plot import PAYLOADS, plot
 from meshmend.topology import Mesh
 
@@ -108,9 +108,7 @@ def _entry_facts(entry: PlannerResult) -> dict[str, Any]:
     return {
         "planner": entry.planner,
         "why_not": None,
-        "steps": entry.steps,
-        "chunks": entry.chunks,
-        "transfers": entry.transfers,
+        **entry.figures,
         "plan_seconds": entry.plan_seconds,
         **forecast_facts(entry.forecast),
     }
@@ -120,7 +118,7 @@ def _show(this: Comparison, full: Comparison | None) -> None:
     title = f"{this.mesh}, {name_bytes(this.payload_bytes)} a chip, {this.mode}, {this.hardware}"
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("planner", style="cyan", no_wrap=True)
-    for name in ("steps", "time" if full is None else "holed", "× bound"):
+    for name in (*_headings(), "time" if full is None else "holed", "× bound"):
         table.add_column(name, justify="right")
     if full is not None:
         for name in ("full", "× bound", "holed / full"):
@@ -130,7 +128,7 @@ def _show(this: Comparison, full: Comparison | None) -> None:
         if entry.forecast is None and (entry.planner not in beside or beside[entry.planner].forecast is None):
             continue
         table.add_row(plain(entry.planner), *_cells(entry, beside.get(entry.planner)))
-    least = ["", name_seconds(this.bound_seconds), "1.000"]
+    least = [*("" for _ in _headings()), name_seconds(this.bound_seconds), "1.000"]
     if full is not None:
         least += [name_seconds(full.bound_seconds), "1.000", f"{this.bound_seconds / full.bound_seconds:.3f}"]
     table.add_row("bound", *least, style="dim")
@@ -143,11 +141,17 @@ def _show(this: Comparison, full: Comparison | None) -> None:
             print_line((plain(entry.planner), "dim"), f"  {plain(entry.why_not)}")
 
 
+def _headings() -> list[str]:
+    return [column.heading for column in COLUMNS if column.heading is not None]
+
+
 def _cells(entry: PlannerResult, beside: PlannerResult | None) -> list[str]:
     here = entry.forecast
-    cells = ["–", "–", "–"]
+    shown = [column for column in COLUMNS if column.heading is not None]
+    cells = ["–"] * (len(shown) + 2)
     if here is not None:
-        cells = [f"{entry.steps:,}", name_seconds(here.seconds), f"{here.ratio_to_bound:.3f}"]
+        figures = [column.write(entry.figures[column.key]) for column in shown]
+        cells = [*figures, name_seconds(here.seconds), f"{here.ratio_to_bound:.3f}"]
     if beside is None:
         return cells
     there = beside.forecast

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from meshmend.cost.asynchronous import arrivals
 from meshmend.cost.bound import Bound, bound
 from meshmend.cost.hardware import DEFAULT_HARDWARE, Hardware, find_hardware
+from meshmend.cost.paths import TransferPaths
 from meshmend.cost.step_demand import StepDemand
 from meshmend.cost.units import name_bytes, name_seconds
 from meshmend.errors import Coordinate, ParameterError, name_chip
@@ -21,6 +22,8 @@ MODES: tuple[Mode, ...] = ("lock-step", "asynchronous")
 
 N_BUSIEST = 5
 """Links named in a forecast."""
+MAX_FOLLOWED = 2**22
+"""Transfers of a repeated schedule that are followed one by one in the asynchronous mode."""
 
 
 @dataclass(frozen=True)
@@ -130,19 +133,45 @@ def _bound_of(schedule: Schedule, hardware: Hardware) -> Bound:
 
 
 def _lock_step_phases(demand: StepDemand, payload_bytes: float, hardware: Hardware) -> dict[str, float]:
-    shares = demand.step_seconds(payload_bytes, hardware) @ demand.phase_shares
-    return _by_name(demand.schedule, shares)
+    return _by_name(demand.schedule, demand.phase_seconds(payload_bytes, hardware))
 
 
 def _asynchronous_phases(demand: StepDemand, payload_bytes: float, hardware: Hardware) -> dict[str, float]:
     schedule = demand.schedule
-    arrived = arrivals(schedule, demand.paths, payload_bytes, hardware)
-    ends = np.zeros(len(schedule.phase_names))
-    np.maximum.at(ends, schedule.phase, arrived)
+    ends = _phase_ends(demand, payload_bytes, hardware)
     order = np.argsort(ends, kind="stable")
     took = np.empty(len(ends))
     took[order] = np.diff(ends[order], prepend=0.0)
     return _by_name(schedule, took)
+
+
+def _phase_ends(demand: StepDemand, payload_bytes: float, hardware: Hardware) -> NDArray[np.float64]:
+    """Return when the last transfer of each phase arrives.
+
+    Of a long repeated schedule two shorter ones are followed, and the rest is taken to go on at the pace between them.
+    """
+    schedule = demand.schedule
+    if schedule.n_transfers <= MAX_FOLLOWED or schedule.repeats == 1:
+        paths = demand.paths if schedule.repeats == 1 else TransferPaths.of(schedule)
+        return _ends(schedule, paths, payload_bytes, hardware)
+    template, period = schedule.template, schedule.period
+    overlapping = -(-template.n_steps // period)
+    long = min(schedule.repeats, max(2 * overlapping, MAX_FOLLOWED // template.n_transfers))
+    short = max(1, long // 2)
+    ends = []
+    for repeats in (short, long):
+        part = template.repeated(repeats, period)
+        share = payload_bytes * repeats / schedule.repeats
+        ends.append(_ends(part, TransferPaths.of(part), share, hardware))
+    pace = (ends[1] - ends[0]) / (long - short)
+    return np.asarray(ends[1] + (schedule.repeats - long) * pace)
+
+
+def _ends(schedule: Schedule, paths: TransferPaths, payload_bytes: float, hardware: Hardware) -> NDArray[np.float64]:
+    arrived = arrivals(schedule, paths, payload_bytes, hardware)
+    ends = np.zeros(len(schedule.phase_names))
+    np.maximum.at(ends, schedule.phase, arrived)
+    return ends
 
 
 def _by_name(schedule: Schedule, seconds: NDArray[np.float64]) -> dict[str, float]:

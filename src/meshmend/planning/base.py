@@ -120,7 +120,7 @@ class Planner(ABC):
     @final
     def _check_hops(self, schedule: Schedule) -> None:
         """Hold every transfer that claims to be one between neighbours to it: the routes would hide a dead cable."""
-        mesh = schedule.mesh
+        mesh, schedule = schedule.mesh, schedule.template
         routed = np.array([self.is_routed(mesh, phase) for phase in schedule.phase_names])
         for first in range(0, schedule.n_transfers, CHECKED_AT_ONCE):
             rows = slice(first, first + CHECKED_AT_ONCE)

@@ -47,9 +47,13 @@ def neighbour_hops(schedule: Schedule, routes: Routes | None = None, *, verify: 
     True
     """
     mesh = schedule.mesh
-    near = mesh.link(schedule.src, schedule.dst) >= 0
+    near = mesh.link(schedule.template.src, schedule.template.dst) >= 0
     if near.all():
         return schedule
+    if schedule.repeats > 1:
+        # Hops take steps of their own, and what a period was is none any more.
+        schedule = schedule.expanded()
+        near = mesh.link(schedule.src, schedule.dst) >= 0
     if routes is not None and routes.mesh != mesh:
         raise RoutingError(f"The routes are for {routes.mesh}, the schedule for {mesh}.", scheme=routes.scheme)
     rows = _join_runs(np.concatenate(list(_Lowering(schedule, near, routes).blocks())))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from meshmend.cost.bound import Bound, bound
 from meshmend.cost.hardware import DEFAULT_HARDWARE, Hardware, find_hardware
@@ -18,18 +18,35 @@ from meshmend.topology import Mesh
 
 
 @dataclass(frozen=True)
+class Column:
+    """A figure of a schedule: `key` names it in `--json`; with a `heading` it has a column in the table as well."""
+
+    key: str
+    of: Callable[[Schedule], float]
+    heading: str | None = None
+    write: Callable[[float], str] = "{:,}".format
+
+
+COLUMNS = (
+    Column("steps", lambda schedule: schedule.n_steps, heading="steps"),
+    Column("chunks", lambda schedule: schedule.total_chunks),
+    Column("transfers", lambda schedule: schedule.n_transfers),
+)
+"""What `meshmend compare` tells of every schedule beside its times. A new figure is one more line here."""
+
+
+@dataclass(frozen=True)
 class PlannerResult:
     """A planner on a mesh: its forecast, or a sentence that says why it cannot serve the mesh.
 
-    `sweep` holds its seconds for each payload that was asked for besides.
+    `figures` holds what `COLUMNS` asks of its schedule, by key, and `sweep` its seconds for each payload that was asked
+    for besides.
     """
 
     planner: str
     why_not: str | None = None
     forecast: Forecast | None = None
-    steps: int = 0
-    chunks: int = 0
-    transfers: int = 0
+    figures: Mapping[str, float] = field(default_factory=dict)
     plan_seconds: float = 0.0
     sweep: tuple[float, ...] = ()
 
@@ -104,8 +121,9 @@ def _entry(
     entry = _priced(planner.name, schedule, time.perf_counter() - started, payload_bytes, hardware, mode, payloads)
     if not isinstance(planner, Auto):
         return entry
-    field = Field(mesh)
-    return dataclasses.replace(entry, sweep=tuple(field.choose(payload, hardware).seconds for payload in payloads))
+    candidates = Field(mesh)
+    sweep = tuple(candidates.choose(payload, hardware).seconds for payload in payloads)
+    return dataclasses.replace(entry, sweep=sweep)
 
 
 def _priced(
@@ -125,9 +143,7 @@ def _priced(
     return PlannerResult(
         name,
         forecast=predict(schedule, payload_bytes, hardware, mode=mode, demand=demand),
-        steps=schedule.n_steps,
-        chunks=schedule.total_chunks,
-        transfers=schedule.n_transfers,
+        figures={column.key: column.of(schedule) for column in COLUMNS},
         plan_seconds=plan_seconds,
         sweep=tuple(sweep),
     )
