@@ -29,6 +29,8 @@ def test_predict_says_what_the_library_says() -> None:
     assert facts["bound_seconds"] == pytest.approx(bound(mesh).units * 1e6 / 82e9)
     assert facts["ratio_to_bound"] == pytest.approx(facts["seconds"] / facts["bound_seconds"])
     assert sum(facts["by_phase"].values()) == pytest.approx(facts["seconds"])
+    assert sum(facts["gap"].values()) == pytest.approx(facts["seconds"])
+    assert facts["gap"]["latency"] == forecast.gap.latency > 0
     assert facts["busiest_link_load"] == max(link["load"] for link in facts["busiest_links"])
     assert facts["hardware"]["sources"]["link_bytes_per_s"].startswith("656 Gbit/s")
 

@@ -140,6 +140,9 @@ def _show(this: Comparison, full: Comparison | None) -> None:
     console = terminal()
     console.print(title, style="bold", soft_wrap=True)
     console.print(table)
+    console.print()
+    console.print(_gaps(this))
+    console.print()
     print_line(("bound", "dim"), f"  {this.bound}")
     for entry in this.entries:
         if entry.why_not is not None:
@@ -164,3 +167,16 @@ def _cells(entry: PlannerResult, beside: PlannerResult | None) -> list[str]:
         return [*cells, "–", "–", "–"]
     ratio = "–" if here is None or not there.seconds else f"{here.seconds / there.seconds:.3f}"
     return [*cells, name_seconds(there.seconds), f"{there.ratio_to_bound:.3f}", ratio]
+
+
+def _gaps(comparison: Comparison) -> Table:
+    """Return the shares of each plan's time, by what they are spent on."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    entries = [(entry, entry.forecast.gap.parts) for entry in comparison.entries if entry.forecast is not None]
+    table.add_column("time by cause", style="cyan", no_wrap=True)
+    for name in entries[0][1] if entries else ():
+        table.add_column(name, justify="right")
+    for entry, parts in entries:
+        total = sum(parts.values())
+        table.add_row(plain(entry.planner), *(f"{seconds / total:.0%}" if total else "–" for seconds in parts.values()))
+    return table

@@ -24,10 +24,11 @@ from meshmend.cli.outputs import check_output
 from meshmend.cli.terminal import plain, shows_progress, terminal
 from meshmend.drawing import WHAT, Drawing, draw, draw_routes
 from meshmend.drawing.draw import MOVING, STILL, check_ending, check_size
-from meshmend.drawing.paper import FIGURES, draw_paper_figure
+from meshmend.drawing.paper import draw_paper_figure
 from meshmend.errors import DrawingError, require
 from meshmend.planning import PLANNERS, Auto, plan
 from meshmend.schedule import Collective, Schedule
+from meshmend.study.figures import FIGURES
 from meshmend.topology import parse_chip
 
 

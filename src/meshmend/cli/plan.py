@@ -39,6 +39,9 @@ def command(
     holes: HoleOptions,
     tuning: TuningOptions,
     auto: AutoOptions,
+    neighbours_only: Annotated[
+        bool, typer.Option("--neighbours-only", help="Hops between neighbours only: for routers that know no hole.")
+    ] = False,
     save_to: Annotated[
         Path | None, typer.Option("--save", metavar="F", help="Write the schedule to F: .npz, or .txt to read it.")
     ] = None,
@@ -53,8 +56,11 @@ def command(
         mesh = holes.mesh(shape)
         chosen = tuning.planner(planner, auto.payload, auto.hardware, collective=collective)
         started = time.perf_counter()
-        choice = choose(mesh, chosen) if isinstance(chosen, Auto | Tuned) else None
-        schedule = choice.schedule if choice is not None else plan(mesh, chosen, verify=False)
+        choice = choose(mesh, chosen) if isinstance(chosen, Auto | Tuned) and not neighbours_only else None
+        if choice is not None:
+            schedule = choice.schedule
+        else:
+            schedule = plan(mesh, chosen, verify=False, neighbours_only=neighbours_only)
         plan_seconds = time.perf_counter() - started
         proof = verify(schedule)
         if save_to is not None:

@@ -75,12 +75,6 @@ def command(
 
 
 def _show(schedule: Schedule, forecast: Forecast) -> None:
-    phases = [
-        f"{name_seconds(seconds):>9}  {seconds / forecast.seconds:>4.0%}  {plain(name)}"
-        if forecast.seconds
-        else plain(name)
-        for name, seconds in forecast.by_phase.items()
-    ]
     busiest = ", ".join(str(link) for link in forecast.busiest_links)
     print_facts(
         f"{schedule.planner} {schedule.collective} on {schedule.mesh}, {name_bytes(forecast.payload_bytes)} a chip",
@@ -92,6 +86,17 @@ def _show(schedule: Schedule, forecast: Forecast) -> None:
             "bound": f"{name_seconds(forecast.bound_seconds)} = {forecast.bound}",
             "ratio": f"{forecast.ratio_to_bound:.3f}× the bound",
             "busiest links": f"{forecast.busiest_link_load:.4f} of the payload: {busiest}",
-            "by phase": "\n".join(phases),
+            "by phase": _listed(forecast, forecast.by_phase),
+            "by cause": _listed(forecast, forecast.gap.parts),
         },
+    )
+
+
+def _listed(forecast: Forecast, parts: dict[str, float]) -> str:
+    """Return one line per part of the time: seconds, share, name."""
+    return "\n".join(
+        f"{name_seconds(seconds):>9}  {seconds / forecast.seconds:>4.0%}  {plain(name)}"
+        if forecast.seconds
+        else plain(name)
+        for name, seconds in parts.items()
     )

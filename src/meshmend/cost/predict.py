@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from meshmend.cost.asynchronous import arrivals
 from meshmend.cost.bound import Bound, bound
+from meshmend.cost.gap import Gap, decompose
 from meshmend.cost.hardware import DEFAULT_HARDWARE, Hardware, find_hardware
 from meshmend.cost.paths import TransferPaths
 from meshmend.cost.step_demand import StepDemand
@@ -46,7 +47,7 @@ class Forecast:
     for a reduce-scatter or an all-gather), `bound` says what binds, and `ratio_to_bound` how far this one is from it.
     `by_phase` sums to `seconds`. In lock-step, the time of a step is shared among the phases in it by the chunks that
     they move. Asynchronously phases overlap freely, so each is given the time from the end of the phase that ended
-    before it to its own end.
+    before it to its own end. `gap` sums to `seconds` as well, and says what keeps them from the bound.
     """
 
     seconds: float
@@ -57,6 +58,7 @@ class Forecast:
     busiest_link_load: float
     busiest_links: tuple[BusyLink, ...]
     by_phase: dict[str, float]
+    gap: Gap
 
     @property
     def bound_seconds(self) -> float:
@@ -105,31 +107,39 @@ def predict(
             f"Make it with StepDemand(schedule), or leave it out."
         )
     known = demand or StepDemand(schedule)
-    if mode == "lock-step":
-        by_phase = _lock_step_phases(known, payload_bytes, chosen)
-    else:
-        by_phase = _asynchronous_phases(known, payload_bytes, chosen)
-    least = _bound_of(schedule, chosen)
+    phases_of = _lock_step_phases if mode == "lock-step" else _asynchronous_phases
+    by_phase = phases_of(known, payload_bytes, chosen)
+    seconds = sum(by_phase.values())
     busiest = _busiest(known)
+
+    def seconds_on(other: Hardware) -> float:
+        return seconds if other == chosen else sum(phases_of(known, payload_bytes, other).values())
+
     return Forecast(
-        seconds=sum(by_phase.values()),
-        bound=least,
+        seconds=seconds,
+        bound=_bound_of(schedule, chosen.links_at_once),
         payload_bytes=payload_bytes,
         hardware=chosen,
         mode=mode,
         busiest_link_load=busiest[0].load if busiest else 0.0,
         busiest_links=busiest,
         by_phase=by_phase,
+        gap=decompose(
+            seconds_on,
+            chosen,
+            bound_seconds=_bound_of(schedule, None).seconds(payload_bytes, chosen.link_bytes_per_s),
+            busiest_seconds=busiest[0].load * payload_bytes / chosen.link_bytes_per_s if busiest else 0.0,
+        ),
     )
 
 
-def _bound_of(schedule: Schedule, hardware: Hardware) -> Bound:
+def _bound_of(schedule: Schedule, links_at_once: int | None) -> Bound:
     """Return the bound of a schedule's collective. Half of an all-reduce is bound by who owns how much."""
     shares: tuple[int, ...] | None = None
     if schedule.collective is not Collective.ALL_REDUCE:
         owned = np.bincount(schedule.owners, minlength=schedule.mesh.n_chips)
         shares = None if (owned == owned[0]).all() else tuple((owned // np.gcd.reduce(owned)).tolist())
-    return bound(schedule.mesh, links_at_once=hardware.links_at_once, collective=schedule.collective, shares=shares)
+    return bound(schedule.mesh, links_at_once=links_at_once, collective=schedule.collective, shares=shares)
 
 
 def _lock_step_phases(demand: StepDemand, payload_bytes: float, hardware: Hardware) -> dict[str, float]:

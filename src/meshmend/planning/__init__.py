@@ -6,7 +6,7 @@ from meshmend.planning.cache import PlanCache
 from meshmend.planning.gather import Gather
 from meshmend.planning.half import Half
 from meshmend.planning.hamiltonian import Hamiltonian
-from meshmend.planning.proven import PLANNERS, choose, make_planner, plan
+from meshmend.planning.proven import PLANNERS, PlanFunction, choose, make_planner, plan
 from meshmend.planning.row_pairs import RowPairs
 from meshmend.planning.two_color import TwoColor
 from meshmend.planning.weave import Weave
@@ -20,6 +20,7 @@ __all__ = [
     "Half",
     "Hamiltonian",
     "PlanCache",
+    "PlanFunction",
     "Planner",
     "RowPairs",
     "Tuned",

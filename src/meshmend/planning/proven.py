@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
-from meshmend.errors import ParameterError, PlanError
+from meshmend.errors import LoweringError, ParameterError, PlanError
 from meshmend.planning.auto import CHOICES, OTHERS, Auto, Choice, Chooser, Tuned, candidates
 from meshmend.planning.base import Planner
 from meshmend.planning.cache import PlanCache
 from meshmend.planning.half import Half
+from meshmend.planning.weave import Weave
 from meshmend.schedule import Collective, Schedule
-from meshmend.schedule.verify import verify as prove
+from meshmend.schedule.neighbour_hops import neighbour_hops
+from meshmend.schedule.verify import ensure_proven
 from meshmend.topology import Mesh
 
 PLANNERS: dict[str, type[Planner]] = {kind.name: kind for kind in (*CHOICES, *OTHERS)} | {Auto.name: Auto}
 """Every planner by the name that the command line knows it by."""
+PlanFunction = Callable[..., Schedule]
+"""What engines call for a plan: `plan`, or whatever takes a mesh and keywords as it does and returns what is proven.
+Parameters are bound to it beforehand, as in `functools.partial(plan, planner="row-pairs", cache=PlanCache())`."""
 TARGET = ("payload_bytes", "hardware")
 """What a planner's parameters are chosen for."""
 
@@ -27,6 +33,7 @@ def plan(
     collective: str | Collective | None = None,
     verify: bool = True,
     cache: PlanCache | None = None,
+    neighbours_only: bool = False,
     **parameters: Any,
 ) -> Schedule:
     """Plan a collective over the live chips of `mesh`, proven before it is returned: an all-reduce, unless told.
@@ -38,6 +45,11 @@ def plan(
     of what they make, and "auto" takes what is faster.
     `verify=False` leaves the proof to the caller. With a `cache`, a schedule that is in it is proven and returned, and
     one that is not is planned, proven and kept. A cache that cannot be used costs a `CacheWarning`, not the plan.
+
+    `neighbours_only=True` is for networks whose routers cannot be told of the hole: a transfer over several cables
+    becomes hops from neighbour to neighbour, in more steps, and what comes of it is proven again, whatever `verify`
+    says. `LoweringError` says where a planner's schedule has no such form. Of planners that choose, the fastest whose
+    schedule has one is taken.
 
     >>> plan(Mesh("8x8", failed=["2x2@2,2"]), "row-pairs", segments=2)
     Schedule(row-pairs all-reduce on 8x8 minus 2x2@2,2: 60 chips, ...)
@@ -51,14 +63,14 @@ def plan(
     why_not = chosen.why_not(mesh)
     if why_not is not None:
         raise PlanError(chosen.name, str(mesh), why_not, _able(mesh, chosen))
-    kept = cache.get(mesh, chosen) if cache is not None else None
+    kept = cache.get(mesh, chosen, neighbours_only=neighbours_only) if cache is not None else None
     if kept is not None:
         return kept
-    schedule = chosen.plan(mesh)
+    schedule = _plan_hops(mesh, chosen) if neighbours_only else chosen.plan(mesh)
     if verify or cache is not None:
-        prove(schedule)
+        ensure_proven(schedule)
     if cache is not None:
-        cache.offer(mesh, chosen, schedule)
+        cache.offer(mesh, chosen, schedule, neighbours_only=neighbours_only)
     return schedule
 
 
@@ -92,6 +104,28 @@ def make_planner(name: str, *, collective: str | Collective | None = None, **par
     planner = kind(**given, **({"collective": wanted} if "collective" in own else {}))
     tuned = Tuned(planner, fixed=tuple(given), **target) if target else planner
     return tuned if planner.collective is wanted else Half(tuned, wanted)
+
+
+def _plan_hops(mesh: Mesh, planner: Planner) -> Schedule:
+    """Return the planner's schedule with hops between neighbours only; of a chooser, the fastest that has that form."""
+    ranked = [planner]
+    if isinstance(planner, Chooser):
+        ranked = [candidate.planner for candidate in planner.choose(mesh).considered if candidate.why_not is None]
+    refused: list[LoweringError] = []
+    for one in ranked:
+        try:
+            return neighbour_hops(one.plan(mesh))
+        except LoweringError as error:
+            refused.append(error)
+    first = refused[0]
+    raise LoweringError(
+        f"{first} Plan without neighbours_only and have the routers told of the hole, or plan with {Weave.name}, "
+        f"which sends to neighbours only.",
+        planner=first.planner,
+        step=first.step,
+        chip=first.chip,
+        chunk=first.chunk,
+    ) from first
 
 
 def read_collective(collective: str | Collective | None) -> Collective:

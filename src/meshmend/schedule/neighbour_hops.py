@@ -30,6 +30,8 @@ from meshmend.routing import Routes
 from meshmend.schedule import Collective, Op, Schedule
 from meshmend.schedule.verify import verify as prove
 
+BY_HOPS = " by neighbour hops"
+"""What is added to the planner's name where a schedule was rewritten."""
 Row = tuple[int, int, int, int, int, int, int]
 """Step, source, destination, first chunk, number of chunks, op and phase of a transfer."""
 
@@ -71,7 +73,7 @@ def neighbour_hops(schedule: Schedule, routes: Routes | None = None, *, verify: 
         phase_names=schedule.phase_names,
         owners=schedule.owners,
         collective=schedule.collective,
-        planner=f"{schedule.planner} by neighbour hops",
+        planner=f"{schedule.planner}{BY_HOPS}",
     )
     if verify:
         try:
