@@ -10,6 +10,7 @@ from rich.table import Table
 
 from meshmend.cli.common import exit_on_error, mesh_facts, print_json
 from meshmend.cli.options import (
+    CollectiveOption,
     HoleOptions,
     JsonOption,
     PayloadOption,
@@ -23,7 +24,7 @@ from meshmend.cli.outputs import check_plot
 from meshmend.cli.pricing import forecast_facts, hardware_facts
 from meshmend.cli.terminal import plain, print_line, terminal
 from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
-from meshmend.errors import ParameterError
+from meshmend.planning.proven import read_collective
 from meshmend.schedule import Collective
 from meshmend.study.compare import COLUMNS, Comparison, PlannerResult, compare
 from meshmend.study.plot import PAYLOADS, plot
@@ -33,6 +34,8 @@ from meshmend.topology import Mesh
 def command(
     plan_of: PlanArgument,
     payload: PayloadOption,
+    *,
+    collective: CollectiveOption = Collective.ALL_REDUCE,
     holes: HoleOptions,
     price: PriceOptions,
     plot_to: Annotated[
@@ -42,15 +45,15 @@ def command(
 ) -> None:
     """Compare every planner that can serve a mesh, with the full mesh beside it.
 
-    A saved plan is proven, and compared with the planners on its mesh.
+    A saved plan is proven, and compared with what planners make of its collective on its mesh.
 
     Example: meshmend compare 32x32 --fail 4x2@6,8 --payload 102MB --hardware tpu-v3 --plot times.png
     """
     with exit_on_error(json):
         check_plot("--plot", plot_to)
-        saved = load_plan(plan_of, *given_options(holes)) if is_file(plan_of) else None
-        if saved is not None and saved.collective != Collective.ALL_REDUCE:
-            raise ParameterError(f"{plan_of} holds a {saved.collective}; planners make all-reduces to compare it with.")
+        named = [] if collective == Collective.ALL_REDUCE else ["--collective"]
+        saved = load_plan(plan_of, *given_options(holes), *named) if is_file(plan_of) else None
+        wanted = read_collective(collective) if saved is None else saved.collective
         mesh = holes.mesh(plan_of) if saved is None else saved.mesh
         chosen = price.read_hardware()
         payload_bytes, how = parse_bytes(payload), price.read_mode()
@@ -67,6 +70,7 @@ def command(
                         one,
                         payload_bytes,
                         chosen,
+                        collective=wanted,
                         mode=how,
                         payloads=payloads,
                         on_planner=tell,
@@ -79,6 +83,7 @@ def command(
         if json:
             print_json(
                 {
+                    "collective": str(wanted),
                     "payload_bytes": payload_bytes,
                     "hardware": hardware_facts(chosen),
                     "mode": how,
@@ -115,7 +120,7 @@ def _entry_facts(entry: PlannerResult) -> dict[str, Any]:
 
 
 def _show(this: Comparison, full: Comparison | None) -> None:
-    title = f"{this.mesh}, {name_bytes(this.payload_bytes)} a chip, {this.mode}, {this.hardware}"
+    title = f"{this.collective} on {this.mesh}, {name_bytes(this.payload_bytes)} a chip, {this.mode}, {this.hardware}"
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("planner", style="cyan", no_wrap=True)
     for name in (*_headings(), "time" if full is None else "holed", "× bound"):

@@ -14,6 +14,7 @@ from rich.table import Table
 from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
 from meshmend.cli.options import (
     AutoOptions,
+    CollectiveOption,
     HoleOptions,
     JsonOption,
     NeighboursOption,
@@ -26,7 +27,7 @@ from meshmend.cli.terminal import approved, plain, terminal
 from meshmend.cost import busiest_link_load
 from meshmend.cost.units import name_seconds
 from meshmend.planning import Auto, Candidate, Choice, Tuned, choose, plan
-from meshmend.schedule import Schedule
+from meshmend.schedule import Collective, Schedule
 from meshmend.schedule.serialize import save
 from meshmend.schedule.verify import Proof, verify
 
@@ -35,6 +36,7 @@ def command(
     shape: ShapeArgument,
     *,
     planner: PlannerOption = Auto.name,
+    collective: CollectiveOption = Collective.ALL_REDUCE,
     holes: HoleOptions,
     tuning: TuningOptions,
     auto: AutoOptions,
@@ -44,14 +46,14 @@ def command(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Plan an allreduce for the chips that survive, and prove it.
+    """Plan an all-reduce, or another collective, for the chips that survive, and prove it.
 
     Example: meshmend plan 16x32 --fail 4x2@6,8 --payload 102MB --hardware tpu-v3
     """
     with exit_on_error(json):
         check_output("--save", save_to, SCHEDULES)
         mesh = holes.mesh(shape)
-        chosen = tuning.planner(planner, auto.payload, auto.hardware)
+        chosen = tuning.planner(planner, auto.payload, auto.hardware, collective=collective)
         started = time.perf_counter()
         choice = choose(mesh, chosen) if isinstance(chosen, Auto | Tuned) and not neighbours_only else None
         if choice is not None:

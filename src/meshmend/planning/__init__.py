@@ -3,6 +3,8 @@
 from meshmend.planning.auto import Auto, Candidate, Choice, Tuned
 from meshmend.planning.base import Planner
 from meshmend.planning.cache import PlanCache
+from meshmend.planning.gather import Gather
+from meshmend.planning.half import Half
 from meshmend.planning.hamiltonian import Hamiltonian
 from meshmend.planning.proven import PLANNERS, PlanFunction, choose, make_planner, plan
 from meshmend.planning.row_pairs import RowPairs
@@ -14,6 +16,8 @@ __all__ = [
     "Auto",
     "Candidate",
     "Choice",
+    "Gather",
+    "Half",
     "Hamiltonian",
     "PlanCache",
     "PlanFunction",

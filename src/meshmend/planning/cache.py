@@ -18,9 +18,9 @@ import warnings
 from pathlib import Path
 
 from meshmend.errors import CacheWarning, ScheduleFileError, VerificationError
-from meshmend.planning.auto import CHOICES, Auto
+from meshmend.planning.auto import CHOICES, OTHERS, Auto
 from meshmend.planning.base import Planner
-from meshmend.schedule import Collective, Schedule
+from meshmend.schedule import Schedule
 from meshmend.schedule.neighbour_hops import BY_HOPS
 from meshmend.schedule.serialize import FORMAT, load, save
 from meshmend.schedule.verify import verify
@@ -62,6 +62,7 @@ class PlanCache:
             "failed": [str(hole) for hole in mesh.holes],
             "failed_cables": [name_cable(cable) for cable in mesh.failed_cables],
             "planner": planner.name,
+            "collective": planner.collective,
             "parameters": dataclasses.asdict(planner),  # type: ignore[call-overload]
         }
         if neighbours_only:  # left out otherwise: plans that are kept already stay valid
@@ -116,11 +117,11 @@ def _why_not(schedule: Schedule, mesh: Mesh, planner: Planner, *, neighbours_onl
     """Return why a schedule, however right it may be, is not the one that was asked for."""
     if schedule.mesh != mesh:
         return f"it is for {schedule.mesh}, expected {mesh}."
-    if schedule.collective is not Collective.ALL_REDUCE:
-        return f"its collective is {schedule.collective}, expected {Collective.ALL_REDUCE}."
+    if schedule.collective is not planner.collective:
+        return f"its collective is {schedule.collective}, expected {planner.collective}."
     if neighbours_only and not (mesh.link(schedule.src, schedule.dst) >= 0).all():
         return "it has transfers between chips that are not neighbours."
-    ours = [kind.name for kind in CHOICES]
+    ours = [kind.name for kind in (*CHOICES, *OTHERS)]
     makers = ours if isinstance(planner, Auto) else [planner.name]
     # Only our own planners are known to sign what they make.
     if set(makers) <= set(ours) and schedule.planner.removesuffix(BY_HOPS if neighbours_only else "") not in makers:

@@ -6,14 +6,14 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from meshmend.cost.bound import Bound, bound
 from meshmend.cost.hardware import DEFAULT_HARDWARE, Hardware, find_hardware
 from meshmend.cost.predict import Forecast, Mode, predict
 from meshmend.cost.step_demand import StepDemand
-from meshmend.planning import PLANNERS, Auto, Planner
-from meshmend.planning.auto import Field
-from meshmend.schedule import Schedule
+from meshmend.planning import PLANNERS, Auto, Planner, make_planner
+from meshmend.schedule import Collective, Schedule
 from meshmend.topology import Mesh
 
 
@@ -56,6 +56,7 @@ class Comparison:
     """All planners on one mesh, and the bound that they are held against."""
 
     mesh: Mesh
+    collective: Collective
     bound: Bound
     hardware: Hardware
     payload_bytes: float
@@ -74,6 +75,7 @@ def compare(
     payload_bytes: float,
     hardware: str | Hardware = DEFAULT_HARDWARE,
     *,
+    collective: Collective = Collective.ALL_REDUCE,
     mode: Mode = "lock-step",
     payloads: Sequence[float] = (),
     on_planner: Callable[[str], None] | None = None,
@@ -83,7 +85,8 @@ def compare(
 
     A planner that chooses by payload and hardware is told them. The schedules are not proven here: nothing runs
     them. `payloads` asks for more payloads (an "empty" sweep by default); `on_planner` is called before each.
-    `saved` is a schedule of `mesh` that comes last, as "saved plan".
+    `saved` is a schedule of `mesh` that comes last, as "saved plan". Of a `collective` that is no all-reduce, planners
+    of all-reduces show the half that they make on the way.
 
     >>> found = compare(Mesh("4x4"), 1e6, "ideal")
     >>> [(e.planner, round(e.forecast.ratio_to_bound, 2)) for e in found.entries if e.forecast]
@@ -93,21 +96,22 @@ def compare(
     if not mesh.is_connected:
         Auto().plan(mesh)  # raises what planning does: there is nothing to compare
     entries = []
-    for name, kind in PLANNERS.items():
+    for name in PLANNERS:
         if on_planner is not None:
             on_planner(name)
-        entries.append(_entry(_make(kind, payload_bytes, chosen), mesh, payload_bytes, chosen, mode, payloads))
+        planner = _make(name, collective, payload_bytes, chosen)
+        entries.append(_entry(planner, mesh, payload_bytes, chosen, mode, payloads))
     if saved is not None:
         entries.append(_priced("saved plan", saved, 0.0, payload_bytes, chosen, mode, payloads))
-    least = bound(mesh, links_at_once=chosen.links_at_once)
-    return Comparison(mesh, least, chosen, payload_bytes, mode, tuple(payloads), tuple(entries))
+    least = bound(mesh, links_at_once=chosen.links_at_once, collective=collective)
+    return Comparison(mesh, collective, least, chosen, payload_bytes, mode, tuple(payloads), tuple(entries))
 
 
-def _make(kind: type[Planner], payload_bytes: float, hardware: Hardware) -> Planner:
+def _make(name: str, collective: Collective, payload_bytes: float, hardware: Hardware) -> Planner:
     """Make the planner, with the payload and the hardware if it has parameters of these names."""
-    fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]  # planners are dataclasses
-    known = {"payload_bytes": payload_bytes, "hardware": hardware}
-    return kind(**{name: value for name, value in known.items() if name in fields})
+    fields = {field.name for field in dataclasses.fields(PLANNERS[name])}  # type: ignore[arg-type]  # dataclasses
+    known: dict[str, Any] = {"payload_bytes": payload_bytes, "hardware": hardware}
+    return make_planner(name, collective=collective, **{key: known[key] for key in known if key in fields})
 
 
 def _entry(
@@ -121,7 +125,7 @@ def _entry(
     entry = _priced(planner.name, schedule, time.perf_counter() - started, payload_bytes, hardware, mode, payloads)
     if not isinstance(planner, Auto):
         return entry
-    candidates = Field(mesh)
+    candidates = planner.field(mesh)
     sweep = tuple(candidates.choose(payload, hardware).seconds for payload in payloads)
     return dataclasses.replace(entry, sweep=sweep)
 
