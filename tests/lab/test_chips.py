@@ -54,7 +54,7 @@ def test_a_chip_that_does_not_answer_is_named() -> None:
 def test_a_killed_chip_can_be_started_again() -> None:
     with Chips() as chips:
         chips.start((0, 0), sleep)
-        with pytest.raises(LabError, match=r"Chip \(0,0\) runs already"):
+        with pytest.raises(LabError, match=r"Chip \(0,0\) is already running"):
             chips.start((0, 0), sleep)
         assert chips.alive == [(0, 0)]
         chips.kill([(0, 0)])

@@ -55,7 +55,7 @@ def test_everybody_learns_what_everybody_brought(brought: list[str]) -> None:
     else:
         for error in found:
             assert isinstance(error, DisagreementError)
-            assert error.told == tuple(brought)
+            assert error.calls == tuple(brought)
         assert len({str(error) for error in found}) == 1
 
 
@@ -109,7 +109,7 @@ def test_one_member_whose_plan_is_refused() -> None:
     assert isinstance(found[1], WrongSumError)
     for error in (found[0], found[2]):
         assert isinstance(error, DisagreementError)
-        assert error.told[1].startswith(f"refused, {found[1]}"[:200])
+        assert error.calls[1].startswith(f"refused, {found[1]}"[:200])
 
 
 def test_ranks_that_do_not_fit() -> None:

@@ -193,7 +193,7 @@ def test_members_that_bring_different_payloads_are_told() -> None:
         # So different that they run different plans.
         with pytest.raises(DisagreementError) as caught:
             group.allreduce([torch.ones(300_000 if number else 3)], AllreduceOptions()).wait()
-        return mixed[0].tolist(), mixed[1].tolist(), caught.value.told
+        return mixed[0].tolist(), mixed[1].tolist(), caught.value.calls
 
     for whole, real, told in with_store([(0, 0), (0, 1)], main).values():
         assert whole == [2**61 + 2] * 3

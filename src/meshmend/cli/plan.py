@@ -1,4 +1,4 @@
-"""`meshmend plan`: make a schedule, prove it, say what it is, keep it."""
+"""`meshmend plan`: make a schedule, prove it, describe it and save it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def command(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Plan an allreduce for the chips that survive, and prove it.
+    """Plan an all-reduce for the chips that survive, and prove it.
 
     Example: meshmend plan 16x32 --fail 4x2@6,8 --payload 102MB --hardware tpu-v3
     """
@@ -95,7 +95,7 @@ def _show_considered(choice: Choice) -> None:
 
 
 def schedule_facts(schedule: Schedule, proof: Proof) -> dict[str, Any]:
-    """Return what the JSON of `plan` and `verify` says of a proven schedule."""
+    """Return the JSON of `plan` and `verify` for a proven schedule."""
     return {
         **mesh_facts(schedule.mesh),
         "planner": schedule.planner,
@@ -116,7 +116,7 @@ def schedule_facts(schedule: Schedule, proof: Proof) -> dict[str, Any]:
 
 
 def show_schedule(schedule: Schedule, proof: Proof, more: Mapping[str, str]) -> None:
-    """Print the same facts for people."""
+    """Print the same facts as a table."""
     phases = [f"steps {p.first_step:>4} – {p.last_step:<4}  {plain(p.name)}" for p in schedule.phases]
     print_facts(
         f"{schedule.planner} {schedule.collective} on {schedule.mesh}",
