@@ -69,12 +69,12 @@ def test_imports_run_one_way(path: Path) -> None:
         assert imports_of(path) <= PLANNERS_MAY
 
 
-def test_the_verifier_knows_no_planner() -> None:
+def test_the_verifier_imports_no_planner() -> None:
     for name in ("verify.py", "faults.py"):
         assert "planning" not in imports_of(SOURCE / name)
 
 
-def test_drawing_knows_planners_only_for_the_figures_of_the_paper() -> None:
+def test_drawing_imports_planners_only_for_the_figures_of_the_paper() -> None:
     knowing = {path.name for path in (SOURCE / "drawing").glob("*.py") if "planning" in imports_of(path)}
     assert knowing == {"paper.py"}
 

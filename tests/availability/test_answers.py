@@ -264,7 +264,7 @@ def test_a_part_that_is_down_cannot_fail_again() -> None:
     assert play("quick repair", [STRIKE, again]) == play("quick repair", [STRIKE])
 
 
-def test_a_failure_during_a_restart_begins_it_anew() -> None:
+def test_a_failure_during_a_restart_begins_it_again() -> None:
     other = Strike(at_h=10.5, level=2, part=0, repair_factor=1.0)
     got = play("fault-tolerant", [STRIKE, other], grow="failure")
     # Noticed at 10.35, struck again at 10.5, noticed at 10.6, training from 11.3 on 7 of 16 chips.

@@ -321,7 +321,7 @@ def test_predict_compare_and_draw_take_a_saved_plan() -> None:
     assert run(["draw", "plan.npz", "--route", "0,0-1,1", "-o", "b.svg"])[0] == 0
 
 
-def test_plan_and_predict_mean_the_same_hardware_unless_told() -> None:
+def test_plan_and_predict_assume_the_same_hardware_by_default() -> None:
     considered = json.loads(run(["plan", "2x2", *PAID, "--json"])[1])["considered"]
     predicted = json.loads(run(["predict", "2x2", *PAID, "--json"])[1])
     assert considered[0]["planner"] == predicted["planner"]
@@ -364,7 +364,7 @@ def process(*words: str, **options: Any) -> subprocess.Popen[bytes]:
 ASCII = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0"}
 
 
-def test_a_terminal_that_knows_ascii_alone_gets_the_nearest_letters() -> None:
+def test_an_ascii_terminal_gets_the_nearest_letters() -> None:
     for words in (["plan", "2x2"], ["plan", "--help"]):
         with process(*words, stdout=subprocess.PIPE, environment=ASCII) as done:
             out, err = done.communicate(timeout=120)
@@ -406,7 +406,7 @@ def test_control_c_in_a_real_process(here: Path) -> None:
     assert (done.returncode, err) == (130, b"Error: Interrupted.\n")
 
 
-def test_every_error_of_meshmends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_meshmend_error_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise MeshmendError("first line\nsecond line\x1b[2J [/bold]")
 

@@ -63,5 +63,5 @@ def test_schemes_and_channels() -> None:
         (["4x4", "--fail", "1,1", "--from", "1,1", "--to", "1,2"], "has failed"),
     ],
 )
-def test_mistakes_are_told(words: list[str], message: str) -> None:
+def test_mistakes_are_reported(words: list[str], message: str) -> None:
     assert message in run_json(*words, code=1)["message"]

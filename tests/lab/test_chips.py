@@ -35,7 +35,7 @@ def test_results_come_back_by_chip() -> None:
         assert chips.results(20) == {(0, 0): 5, (0, 1): 6, (1, 1): 7}
 
 
-def test_a_failure_is_told_with_its_traceback() -> None:
+def test_a_failure_is_reported_with_its_traceback() -> None:
     with Chips() as chips:
         chips.start((0, 1), fail)
         with pytest.raises(LabError, match=r"Chip \(0,1\) failed: ValueError: no luck at \(0, 1\)") as caught:
@@ -63,7 +63,7 @@ def test_a_killed_chip_can_be_started_again() -> None:
         assert chips.results(20) == {(0, 0): 1}
 
 
-def test_a_chip_that_is_killed_by_others_is_noticed() -> None:
+def test_a_chip_that_is_killed_by_others_is_detected() -> None:
     def die(chip: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -182,7 +182,7 @@ def test_a_lab_that_is_being_built_is_left_to_its_builder(sandbox: Sandbox) -> N
         b" " * (journal.MAX_BYTES + 5),
     ],
 )
-def test_a_damaged_journal_is_told_in_one_line_and_taken_down(sandbox: Sandbox, damage: bytes) -> None:
+def test_a_damaged_journal_is_reported_in_one_line_and_taken_down(sandbox: Sandbox, damage: bytes) -> None:
     sandbox.add("bad-0-0")
     (sandbox.folder / "bad.json").write_bytes(damage)
     for words in (["show", "bad"], ["up", "1x2", "--name", "bad"], ["kill", "0,0", "--name", "bad"]):
@@ -251,7 +251,7 @@ def test_too_large_a_lab_is_refused_before_anything_is_made(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("where", ["file", "folder"])
-def test_a_journal_that_cannot_be_written_is_told(
+def test_a_journal_that_cannot_be_written_is_reported(
     sandbox: Sandbox, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if where == "file":

@@ -49,7 +49,7 @@ def test_any_survivors_are_served(mesh: Mesh) -> None:
     assert routes.is_complete
 
 
-def test_survivors_cut_apart_are_told() -> None:
+def test_unconnected_survivors_are_reported() -> None:
     with pytest.raises(RoutingError, match=r"not connected: no live path joins \(0,0\) and \(0,2\)"):
         choose(Mesh("1x3", failed=["0,1"]))
 

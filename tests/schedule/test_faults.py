@@ -76,7 +76,7 @@ def test_contributions_that_are_missing(method: Any) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_chip_that_is_never_told(method: Any) -> None:
+def test_a_chip_that_never_receives_the_sum(method: Any) -> None:
     # Chunks 0 and 1 are right everywhere, chunk 2 is not brought back to chip 0.
     columns: dict[str, Any] = {"total_chunks": 3, "owners": [3, 3, 3], "n_chunks": [3, 3, 3, 3, 3, 2]}
     assert told(rows(*SUM, *BACK, **columns), WrongSumError, method=method) == (
@@ -210,7 +210,7 @@ def test_a_router_is_not_believed(links: list[int], monkeypatch: pytest.MonkeyPa
     )
 
 
-def test_a_flow_without_a_route_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flow_without_a_route_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     routed([], 3, monkeypatch)
     message, facts = told(FAR, DeadPathError)
     assert message.startswith("Step 4 sends chunk 0 over (0,3)→(0,1), but no live path joins them.")

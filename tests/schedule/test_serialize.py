@@ -41,11 +41,11 @@ def test_what_is_saved_is_loaded(tmp_path: Path, name: str, ending: str) -> None
 
 
 def test_collectives_are_kept(tmp_path: Path) -> None:
-    halves = Schedule(
+    gather = Schedule(
         Mesh("1x2"), total_chunks=1, step=[0], src=[0], dst=[1], op=[1], owners=[0], collective=Collective.ALL_GATHER
     )
-    save(halves, tmp_path / "half.npz")
-    assert load(tmp_path / "half.npz").collective is Collective.ALL_GATHER
+    save(gather, tmp_path / "gather.npz")
+    assert load(tmp_path / "gather.npz").collective is Collective.ALL_GATHER
 
 
 def test_the_text_form_is_stable() -> None:
@@ -55,7 +55,7 @@ def test_the_text_form_is_stable() -> None:
         "meshmend schedule 1\n"
         '{"shape": "2x2", "wrap": [false, false], "failed": [], "failed_cables": [], "chunks": 8, '
         '"collective": "all-reduce", "planner": "hamiltonian", '
-        '"phases": ["ring: reduce-scatter", "ring: all-gather"]}\n'
+        '"phases": ["ring: reduce-gather", "ring: all-gather"]}\n'
         "owners (1,0) (0,0) (0,1) (1,1) (0,1) (1,1) (1,0) (0,0)\n"
         "step 0\n"
         "  (0,0) -> (0,1)  chunk 0  reduce  phase 0\n"
@@ -427,7 +427,7 @@ N = SCHEDULES["holed"].n_transfers
         ({"header": header(planner=None)}, "planner in its header should be str, got None."),
         (
             {"header": header(collective="broadcast")},
-            "its collective 'broadcast' is none of all-reduce, reduce-scatter, all-gather.",
+            "its collective 'broadcast' is none of all-reduce, reduce-gather, all-gather.",
         ),
         ({"header": header(failed=["2x2@2,2"] * 10)}, "the holes in its header are larger than its mesh."),
         ({"header": header(failed=["6x6@0,0"])}, "All 36 chips of the 6x6 mesh have failed."),

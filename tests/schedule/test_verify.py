@@ -88,7 +88,7 @@ def test_a_wrong_schedule_is_named(method: Any, changes: Any, error: Any, messag
     assert caught.value.got
 
 
-def test_a_failure_after_planning_is_noticed() -> None:
+def test_a_failure_after_planning_is_detected() -> None:
     mesh = Mesh("4x4")
     schedule = plan(mesh, "row-pairs")
     with pytest.raises(DeadPathError, match=r"over .*\(1,2\).* but chip \(1,2\) has failed. Plan again with failed="):
@@ -287,7 +287,7 @@ def test_too_few_transfers_are_refused_before_the_mesh_is_looked_at() -> None:
     assert "neighbours" not in vars(lone.mesh)
 
 
-def test_other_survivors_of_the_same_number_are_noticed() -> None:
+def test_other_survivors_of_the_same_number_are_detected() -> None:
     alone = Schedule(Mesh("1x2", failed=["0,0"]), total_chunks=1, step=[], src=[], dst=[], op=[], owners=[0])
     with pytest.raises(VerificationError, match="has other survivors"):
         verify(alone, mesh=Mesh("1x2", failed=["0,1"]))

@@ -97,7 +97,7 @@ def test_tables_for_people(found: Reproduction, monkeypatch: pytest.MonkeyPatch)
         assert word in shown
 
 
-def test_what_is_no_time_is_told() -> None:
+def test_an_invalid_time_is_reported() -> None:
     result = CliRunner().invoke(app, ["reproduce", "--bert-compute", "soon"])
     assert result.exit_code == 1
     assert "is not a time" in result.output

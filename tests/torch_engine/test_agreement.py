@@ -1,4 +1,4 @@
-"""Members that do not fit together: every one of them is told so, and nothing is added up wrongly."""
+"""Members that disagree: each of them gets an error, and no wrong sum is made."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def test_a_wait_ends_after_its_timeout_and_the_all_reduce_goes_on() -> None:
         assert "left the group" in error
 
 
-def test_members_that_bring_different_payloads_are_told() -> None:
+def test_members_with_different_payloads_get_an_error() -> None:
     def main(chip: tuple[int, ...], number: int, address: str) -> Any:
         group = mmt.MeshProcessGroup((1, 2), chip, interface="lo", timeout=timedelta(seconds=20))
         group.configure(f"{address}/1", "x", number, 2)
