@@ -3,8 +3,8 @@
     python benchmarks/jax_collectives.py                     # 2x4 and 4x4 chips, 64 MB
     python benchmarks/jax_collectives.py --shape 4x4 --megabytes 8 --json
 
-All are timed in turn, several rounds, best of each, so that a busy machine slows all of them alike. Idle lanes cost a copy
-on CPU; on a TPU the lanes run side by side.
+All are timed in turn, several rounds, best of each, so that a busy machine slows all of them alike. Idle lanes cost a
+copy on CPU; on a TPU the lanes run side by side.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from meshmend.cost import Hardware, StepDemand, find_hardware, predict
-from meshmend.cost import simgrid
+from meshmend.cost import Hardware, StepDemand, find_hardware, predict, simgrid
 from meshmend.errors import MissingExtraError, ParameterError
 from meshmend.planning import PLANNERS, RowPairs, plan
 from meshmend.schedule import Schedule
