@@ -34,12 +34,11 @@ def train(folder: Path, steps: int) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_cpu_multi_thread_eigen=false"
     import jax.numpy as jnp
-    import numpy as np
     import optax
 
     import meshmend as mm
     import meshmend.jax as mmj
-    from meshmend.jax.compiling import CompileAhead, compile_steps
+    from meshmend.jax.compiling import CompileAhead, CompiledTrainStep, compile_train_step
     from meshmend.jax.job import initialize
     from meshmend.jax.state import Keeper, fetch, place
     from meshmend.planning import PlanCache
@@ -58,34 +57,32 @@ def train(folder: Path, steps: int) -> None:
             logits = jnp.tanh(x @ params["hidden"] + params["bias"]) @ params["read"]
             return optax.softmax_cross_entropy_with_integer_labels(logits, letters[:, -1])
 
-        def build(fabric: mmj.Fabric) -> Any:
+        def build(fabric: mmj.Fabric) -> CompiledTrainStep:
             """Plan and compile for a fabric: that of the survivors, or that after another failure."""
             schedule = mm.plan(fabric.mesh, PLANNER, cache=PlanCache(folder / "plans"))
             program = mmj.install_pair(schedule, fabric)
             training = mmj.train_step(loss, optimizer, fabric, per_example=True)
             batch = next(feed.batches(fabric))
-            return schedule, program, compile_steps(training, program, schedule, fabric, weights, batch)
+            return compile_train_step(training, program, weights, batch)
 
         fabric = session.fabric
         session.plan(PLANNER, cache=folder / "plans")
         with session.timeline.timed("compile"):
-            schedule, program, compiled = build(fabric)
+            compiled = build(fabric)
         params = place(weights, fabric)
         keeper = Keeper(
             session,
-            schedule,
-            program,
+            compiled.layout,
             memory=Path(os.environ["MESHMEND_MEMORY"]),
             disk=folder / "disk",
             disk_every=10,
         )
-        found = keeper.restore(params, compiled.init(params, program), extra=mmj.Position())
+        found = keeper.restore(params, compiled.init(params), extra=mmj.Position())
         params, state = found.params, found.state
         ahead = None
         batches = feed.batches(fabric, at=mmj.Position(*found.extra))
         for number, batch in zip(range(found.step + 1, steps + 1), batches, strict=False):
-            scale = np.float32(batch.learning_rate_factor)
-            params, state, value = compiled.step(params, state, batch.data, program, weights=batch.weights, scale=scale)
+            params, state, value = compiled.step(params, state, batch)
             keeper.keep(number, params, state, extra=batch.after)
             session.timeline.note(
                 "step",

@@ -129,8 +129,8 @@ class Signless(Planner):
     def n_transfers(self, mesh: Mesh) -> int:
         return Hamiltonian().n_transfers(mesh)
 
-    def _why_not(self, mesh: Mesh) -> str | None:
-        return Hamiltonian().why_not(mesh)
+    def _check(self, mesh: Mesh) -> None:
+        Hamiltonian()._check(mesh)
 
     def _plan(self, mesh: Mesh) -> Schedule:
         return Hamiltonian().plan(mesh)

@@ -69,11 +69,10 @@ def main(path: str) -> None:
     caches = Path(job.caches or job.folder)
     host = os.environ["MESHMEND_HOST"]
 
-    import jax.numpy as jnp
     import optax
 
     import meshmend.jax as mmj
-    from meshmend.jax.compiling import CompileAhead, Steps, compile_steps
+    from meshmend.jax.compiling import CompileAhead, CompiledTrainStep, compile_train_step
     from meshmend.jax.job import initialize
     from meshmend.jax.state import Keeper, fetch, place
     from meshmend.planning import PlanCache, plan
@@ -91,29 +90,28 @@ def main(path: str) -> None:
         loss = exact_loss if job.exact else regression_loss
         optimizer = optax.adam(2.0**-7 if job.exact else 1e-2)
 
-        def build(fabric: mmj.Fabric, schedule: Any) -> tuple[Any, Steps]:
+        def build(fabric: mmj.Fabric, schedule: Any) -> CompiledTrainStep:
             program = (mmj.install_pair if job.sharded else mmj.install)(schedule, fabric)
             training = mmj.train_step(loss, optimizer, fabric, per_example=True)
             batch = next(feed.batches(fabric))
-            return program, compile_steps(training, program, schedule, fabric, _params(job.exact), batch)
+            return compile_train_step(training, program, _params(job.exact), batch)
 
         def build_ahead(fabric: mmj.Fabric) -> None:
             build(fabric, plan(fabric.mesh, job.planner, cache=PlanCache(plans)))
 
         schedule = session.plan(job.planner, cache=plans)
         with timeline.timed("compile"):
-            program, steps = build(fabric, schedule)
+            compiled = build(fabric, schedule)
         params = place(_params(job.exact), fabric)
         keeper = Keeper(
             session,
-            schedule,
-            program,
+            compiled.layout,
             memory=folder / "memory" / f"host-{host}",
             memory_every=1 if job.memory else 0,
             disk=folder / "disk" if job.disk_every else None,
             disk_every=job.disk_every,
         )
-        found = keeper.restore(params, steps.init(params, program), extra=mmj.Position())
+        found = keeper.restore(params, compiled.init(params), extra=mmj.Position())
         params, state = found.params, found.state
         batches = feed.batches(fabric, at=mmj.Position(*found.extra))
         ahead = None
@@ -123,9 +121,7 @@ def main(path: str) -> None:
             # Before the step: a step that all hosts have kept must be in the ledger, whichever host dies when.
             if ledger is not None:
                 ledger.record(number, epoch=batch.at.epoch, samples=batch.indices)
-            params, state, value = steps.step(
-                params, state, batch.data, program, weights=batch.weights, scale=jnp.float32(batch.learning_rate_factor)
-            )
+            params, state, value = compiled.step(params, state, batch)
             keeper.keep(number, params, state, extra=batch.after)
             facts: dict[str, Any] = {"digest": _digest(params)} if job.exact else {}
             timeline.note("step", step=number, loss=float(fetch(value)), examples=len(batch.indices), **facts)

@@ -65,34 +65,40 @@ class Loop:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ProgramShape:
     """All of a lowered schedule that is the same on every chip; equal shapes can share a compiled program."""
 
     n_chips: int
     total_chunks: int
     collective: Collective
     lanes: tuple[tuple[Lane, ...], ...] = field(repr=False)
+    owned: tuple[tuple[int, ...], ...] = field(repr=False)
+    """For each rank the chunks that it owns, in ascending order, padded with `total_chunks` to the longest list."""
 
     @cached_property
     def digest(self) -> str:
         """A name for the content. Lanes are long: JAX asks for the hash and for equality at every call."""
-        facts = (self.n_chips, self.total_chunks, self.collective.value, self.lanes)
+        facts = (self.n_chips, self.total_chunks, self.collective.value, self.lanes, self.owned)
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def __hash__(self) -> int:
         return hash(self.digest)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Shape) and self.digest == other.digest
+        return isinstance(other, ProgramShape) and self.digest == other.digest
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """A schedule as loops and tables. `owned[rank]` lists the rank's chunks, padded with `total_chunks`."""
+    """A schedule as loops and tables, and what all chips share of it."""
 
-    shape: Shape
+    shape: ProgramShape
     loops: tuple[Loop, ...]
-    owned: IntTable
+
+    @property
+    def owned(self) -> IntTable:
+        """The shape's `owned` as a table, one row per rank."""
+        return np.array(self.shape.owned, dtype=np.int32)
 
 
 def lower(schedule: Schedule) -> Lowered:
@@ -104,13 +110,14 @@ def lower(schedule: Schedule) -> Lowered:
     """
     stretches = _merge(_stretches(schedule))
     loops = tuple(_loop(schedule, stretch) for stretch in stretches)
-    shape = Shape(
+    shape = ProgramShape(
         n_chips=schedule.mesh.n_chips,
         total_chunks=schedule.total_chunks,
         collective=schedule.collective,
         lanes=tuple(loop.lanes for loop in loops),
+        owned=tuple(map(tuple, owned_chunks(schedule).tolist())),
     )
-    return Lowered(shape, loops, owned_chunks(schedule))
+    return Lowered(shape, loops)
 
 
 @dataclass(frozen=True)

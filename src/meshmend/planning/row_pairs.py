@@ -31,8 +31,8 @@ from typing import ClassVar, Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.errors import ParameterError, PlanError
-from meshmend.planning.base import MAX_TRANSFERS, Floor, Planner, check_count
+from meshmend.errors import ParameterError
+from meshmend.planning.base import MAX_TRANSFERS, CannotServe, Floor, Planner, check_count
 from meshmend.planning.build import DIRECTIONS, Transfers, line_ring, ring_all_gather, ring_owners, ring_reduce_scatter
 from meshmend.planning.pair_layout import EXITS, SIDES, Block, Layout, Yellow, lay_out, opposite
 from meshmend.schedule import Op, Schedule
@@ -69,7 +69,7 @@ class RowPairs(Planner):
 
     def n_transfers(self, mesh: Mesh) -> int:
         """Return what the row rings, the shard rings and the yellow blocks have, in every segment."""
-        layout = self._laid_out(mesh)
+        layout = self._layout(mesh)
         n, n_rings = layout.ring_length, len(layout.blue)
         # Each way round: rings reduce and gather; a yellow block sends every slice over four hops, there and back.
         one_way = 2 * n_rings * n * (n - 1) + 2 * n * n_rings * (n_rings - 1) + 8 * n * len(layout.yellow)
@@ -85,15 +85,14 @@ class RowPairs(Planner):
         A ring chip sends two slices of 2n a step. Beside a yellow block it takes in a third while the rings reduce,
         and sends a third while they gather, for all but two steps of each.
         """
-        layout = self._laid_out(mesh)
+        layout = self._layout(mesh)
         n = layout.ring_length
         slices = 2 * (n - 1) + (max(0, n - 3) if layout.yellow else 0)
         return Floor(steps=2 * (n - 1) * self.segments, link_load=(n - 1) / n, chip_load=slices / n)
 
-    def _why_not(self, mesh: Mesh) -> str | None:
-        """Say why the pairs do not work out, or None."""
-        layout = self._layout(mesh)
-        return layout if isinstance(layout, str) else None
+    def _check(self, mesh: Mesh) -> None:
+        """Refuse a mesh on which the pairs do not work out."""
+        self._layout(mesh)
 
     def _shrink(self, mesh: Mesh) -> str:
         most = MAX_TRANSFERS // replace(self, segments=1).n_transfers(mesh)
@@ -101,7 +100,7 @@ class RowPairs(Planner):
 
     def _plan(self, mesh: Mesh) -> Schedule:
         """Return the phases of every segment, pipelined."""
-        layout = self._laid_out(mesh)
+        layout = self._layout(mesh)
         transfers = Transfers()
         starts = _timeline(layout, self.segments)
         for segment, start in enumerate(starts):
@@ -112,21 +111,20 @@ class RowPairs(Planner):
         owners = np.tile(_owners(layout), self.segments)
         return transfers.schedule(mesh, planner=self.name, total_chunks=self.segments * layout.chunks, owners=owners)
 
-    def _laid_out(self, mesh: Mesh) -> Layout:
-        layout = self._layout(mesh)
-        if isinstance(layout, str):
-            raise PlanError(self.name, str(mesh), layout, alternatives=None)
-        return layout
-
-    def _layout(self, mesh: Mesh) -> Layout | str:
+    def _layout(self, mesh: Mesh) -> Layout:
         if mesh.n_axes != 2:
-            return f"it needs a mesh of two axes, and {name_shape(mesh.shape)} has {mesh.n_axes}."
+            raise CannotServe(f"it needs a mesh of two axes, and {name_shape(mesh.shape)} has {mesh.n_axes}.")
         if self.orientation != "auto":
             return lay_out(mesh, self.orientation)
-        found = [lay_out(mesh, orientation) for orientation in ("rows", "columns")]
-        layouts = [layout for layout in found if not isinstance(layout, str)]
+        layouts: list[Layout] = []
+        reasons: list[str] = []
+        for orientation in ("rows", "columns"):
+            try:
+                layouts.append(lay_out(mesh, orientation))
+            except CannotServe as refusal:
+                reasons.append(refusal.reason)
         if not layouts:
-            return f"by rows, {found[0]} By columns, {found[1]}"
+            raise CannotServe(f"by rows, {reasons[0]} By columns, {reasons[1]}")
         return min(layouts, key=lambda layout: len(layout.yellow))
 
 

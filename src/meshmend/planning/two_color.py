@@ -14,7 +14,7 @@ from typing import ClassVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.planning.base import Planner
+from meshmend.planning.base import CannotServe, Planner
 from meshmend.planning.build import (
     DIRECTIONS,
     Transfers,
@@ -47,13 +47,12 @@ class TwoColor(Planner):
         """Say that hops are of two chips on an axis that does not wrap."""
         return not mesh.wrap[1 if phase.startswith("along X") else 0]
 
-    def _why_not(self, mesh: Mesh) -> str | None:
-        """Say why rows and columns do not all form rings, or None."""
+    def _check(self, mesh: Mesh) -> None:
+        """Refuse a mesh whose rows and columns do not all form rings."""
         if mesh.n_axes != 2:
-            return f"it needs a mesh of two axes, and {name_shape(mesh.shape)} has {mesh.n_axes}."
+            raise CannotServe(f"it needs a mesh of two axes, and {name_shape(mesh.shape)} has {mesh.n_axes}.")
         if not mesh.is_full:
-            return "it needs every row and every column whole, and chips or cables have failed."
-        return None
+            raise CannotServe("it needs every row and every column whole, and chips or cables have failed.")
 
     def _plan(self, mesh: Mesh) -> Schedule:
         """Return both reductions, each phase of one beside the same phase of the other."""

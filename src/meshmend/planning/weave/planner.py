@@ -16,7 +16,7 @@ from typing import ClassVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.planning.base import MAX_TRANSFERS, Floor, Planner, check_count
+from meshmend.planning.base import MAX_TRANSFERS, CannotServe, Floor, Planner, check_count
 from meshmend.planning.weave.roots import choose_roots, order_trees
 from meshmend.planning.weave.slots import MAX_PLACES, Slots, assign_steps
 from meshmend.planning.weave.trees import Rooted, grow, measure, reroot
@@ -87,12 +87,13 @@ class Weave(Planner):
         """Return what trees have: each chunk crosses P−1 cables on its way up, and as many down."""
         return 2 * (mesh.n_chips - 1) * (self.chunks or default_chunks(mesh))
 
-    def _why_not(self, mesh: Mesh) -> str | None:
-        """Say that there are too many chunks for so many chips, or None."""
+    def _check(self, mesh: Mesh) -> None:
+        """Refuse too many chunks for so many chips."""
         most = min(MAX_PLACES // mesh.n_link_slots, _most_chunks(mesh, MAX_TRANSFERS))
         if self.chunks is not None and self.chunks > most:
-            return f"it takes at most {most:,} chunks on {mesh.n_chips:,} chips, and {self.chunks:,} were asked for."
-        return None
+            raise CannotServe(
+                f"it takes at most {most:,} chunks on {mesh.n_chips:,} chips, and {self.chunks:,} were asked for."
+            )
 
     def _plan(self, mesh: Mesh) -> Schedule:
         """Return the woven schedule."""
