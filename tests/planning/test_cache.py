@@ -55,7 +55,7 @@ def repacked(path: Path, packing: int) -> bytes:
     [
         ("garbage", "archive is damaged"),
         ("cut", "archive is damaged"),
-        ("LZMA", "packed in a way that no schedule is"),
+        ("LZMA", "an unexpected compression method"),
         ("folder", "not a regular file"),
         ("dead link", "No such file"),
         ("another mesh", "it is for 4x4, expected 8x8 minus 2x2@2,2"),

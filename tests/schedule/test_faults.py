@@ -157,15 +157,13 @@ def test_a_transfer_over_a_failed_cable() -> None:
     whole = rows(*SUM, *BACK, owners=[3])
     cut = Mesh("1x4", failed_cables=["0,1-0,2"])
     assert told(whole, DeadPathError, mesh=cut) == (
-        "Step 1 sends chunk 0 over (0,1)→(0,2), but no live path joins them. The survivors are cut apart.",
+        "Step 1 sends chunk 0 over (0,1)→(0,2), but no live path joins them. The survivors are not connected.",
         (1, (0, 1), (0, 2), 0, "a live path", "no live path joins them"),
     )
 
 
 def test_a_right_chunk_has_no_fault() -> None:
-    with pytest.raises(
-        AssertionError, match=r"^two ways of counting the same chunk disagree: this is a bug in meshmend$"
-    ):
+    with pytest.raises(AssertionError, match=r"^two counts of the same chunk disagree: this is a bug in meshmend$"):
         raise_wrong_sum(rows(*SUM, *BACK), 0, 0)
 
 
@@ -203,7 +201,7 @@ def test_a_router_is_not_believed(links: list[int], monkeypatch: pytest.MonkeyPa
     # Flows are the pairs of ranks in order: (0, 3), (2, 0), (3, 0), (3, 1).
     routed(links, 0, monkeypatch)
     why = "no live path joins them" if links == [2, 6, 11] else "its route uses a failed chip or cable"
-    more = " The survivors are cut apart." if links == [2, 6, 11] else ""
+    more = " The survivors are not connected." if links == [2, 6, 11] else ""
     assert told(FAR, DeadPathError) == (
         f"Step 2 sends chunk 0 over (0,0)→(0,3), but {why}.{more}",
         (2, (0, 0), (0, 3), 0, "a live path", why),
@@ -258,7 +256,7 @@ def test_what_is_said_of_too_much_work(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(sys.modules["meshmend.schedule.verify"], "MAX_STATE_BYTES", 15)
     assert told(rows(*SUM, *BACK), VerificationError, method="exact")[0] == (
-        "To count 4 chips exactly takes 16 bytes for a chunk; at most 15 are used. Use method='fingerprint'."
+        "To count 4 chips exactly takes 16 bytes per chunk; at most 15 are used. Use method='fingerprint'."
     )
 
 

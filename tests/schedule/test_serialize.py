@@ -55,7 +55,7 @@ def test_the_text_form_is_stable() -> None:
         "meshmend schedule 1\n"
         '{"shape": "2x2", "wrap": [false, false], "failed": [], "failed_cables": [], "chunks": 8, '
         '"collective": "all-reduce", "planner": "hamiltonian", '
-        '"phases": ["ring: reduce-gather", "ring: all-gather"]}\n'
+        '"phases": ["ring: reduce-scatter", "ring: all-gather"]}\n'
         "owners (1,0) (0,0) (0,1) (1,1) (0,1) (1,1) (1,0) (0,0)\n"
         "step 0\n"
         "  (0,0) -> (0,1)  chunk 0  reduce  phase 0\n"
@@ -126,7 +126,7 @@ class Bomb:
         ({"step": np.array([1.5])}, "step holds <f8, expected <i4"),
         ({"step": column("step").astype("<i8")}, "step holds <i8, expected <i4"),
         ({"step": column("step").astype(">i4")}, "step holds >i4, expected <i4"),
-        ({"step": column("step").reshape(1, -1)}, r"step has shape \(1, \d+\), expected one number a transfer"),
+        ({"step": column("step").reshape(1, -1)}, r"step has shape \(1, \d+\), expected one number per transfer"),
         ({"step": np.array([{"a": 1}], dtype=object)}, r"step holds \|O, expected <i4"),
         ({"step": raw("{'descr': '<i4', 'fortran_order': False, 'shape': (10000000000000,), }")}, "step claims 40,0"),
         ({"step": raw("{'descr': '<i4', 'fortran_order': False, 'shape': (-4,), }")}, "no readable array header"),
@@ -145,7 +145,7 @@ class Bomb:
         ({"owners": column("owners") + 999}, "Owners are ranks"),
         ({"step": column("step") + 5}, "step"),
         ({"header": header(format=99)}, "format is 99; this version of meshmend reads 1"),
-        ({"header": header(shape=[10**6, 10**6])}, "meshmend carries up to"),
+        ({"header": header(shape=[10**6, 10**6])}, "the limit is"),
         ({"header": header(shape=[0, 6])}, "larger than its mesh|at least one chip"),
         ({"header": header(shape="6x6")}, "shape in its header should be a list of int"),
         ({"header": header(wrap=[0, 1])}, "wrap in its header should be a list of bool"),
@@ -282,7 +282,7 @@ def test_only_the_packing_of_save_is_unpacked(tmp_path: Path, packing: int) -> N
     with zipfile.ZipFile(path, "w", packing) as target:
         for name, data in members.items():
             target.writestr(name, data)
-    with pytest.raises(ScheduleFileError, match="packed in a way that no schedule is"):
+    with pytest.raises(ScheduleFileError, match="an unexpected compression method"):
         load(path)
 
 
@@ -398,7 +398,7 @@ N = SCHEDULES["holed"].n_transfers
         ({"src": column("src")[:-1]}, f"src has shape ({N - 1},), expected {N} numbers."),
         ({"step": np.array([1.5])}, "step holds <f8, expected <i4."),
         ({"op": column("op").astype("|i1")}, "op holds |i1, expected |u1."),
-        ({"step": column("step").reshape(2, -1)}, f"step has shape (2, {N // 2}), expected one number a transfer."),
+        ({"step": column("step").reshape(2, -1)}, f"step has shape (2, {N // 2}), expected one number per transfer."),
         ({"step": b"not an array"}, "step has no readable array header."),
         ({"step": b""}, "step has no readable array header."),
         (
@@ -427,7 +427,7 @@ N = SCHEDULES["holed"].n_transfers
         ({"header": header(planner=None)}, "planner in its header should be str, got None."),
         (
             {"header": header(collective="broadcast")},
-            "its collective 'broadcast' is none of all-reduce, reduce-gather, all-gather.",
+            "its collective 'broadcast' is none of all-reduce, reduce-scatter, all-gather.",
         ),
         ({"header": header(failed=["2x2@2,2"] * 10)}, "the holes in its header are larger than its mesh."),
         ({"header": header(failed=["6x6@0,0"])}, "All 36 chips of the 6x6 mesh have failed."),
