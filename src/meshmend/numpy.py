@@ -1,4 +1,4 @@
-"""The NumPy engine: runs a schedule on arrays in one process. The reference that other engines are held to.
+"""The NumPy engine: runs a schedule on arrays in one process. The reference for the other engines.
 
 >>> import numpy as np, meshmend as mm, meshmend.numpy as mmn
 >>> mesh = mm.Mesh("4x4", failed=["2x2@0,0"])
@@ -26,10 +26,10 @@ Number = TypeVar("Number", bound=np.generic)
 
 
 def run(schedule: Schedule, payload: Annotated[NDArray[Number], "[N, ...]"]) -> Annotated[NDArray[Number], "[N, ...]"]:
-    """Run a schedule on `payload`, one row per rank, and return what every chip holds in the end.
+    """Run a schedule on `payload`, one row per rank, and return what every chip holds at the end.
 
-    Rows may have any shape and size; sums are made in the payload's own dtype. Where the size does not divide by
-    the number of chunks, the last chunks are padded with zeros, which sums ignore.
+    Rows may have any shape and size; sums use the payload's own dtype. Where the size is not divisible by
+    the number of chunks, the last chunks are padded with zeros, which do not change sums.
     """
     n_chips, n_chunks, repeats = schedule.mesh.n_chips, schedule.total_chunks, schedule.repeats
     if payload.ndim < 1 or len(payload) != n_chips:

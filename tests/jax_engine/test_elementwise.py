@@ -199,7 +199,7 @@ def test_a_state_with_a_typed_key_trains_with_a_program() -> None:
 
 
 @pytest.mark.parametrize("chunk", [7, 2**30 + 7, 2**31 - 1])
-def test_layers_are_told_apart_beyond_two_billion_elements(chunk: int) -> None:
+def test_layers_are_distinguished_beyond_two_billion_elements(chunk: int) -> None:
     """Against Python's integers, at the edges of layers that begin and end anywhere in 5 chunks."""
     ends = np.array([3, chunk - 1, chunk, 2 * chunk + 5, 2 * chunk + 5, 4 * chunk, 5 * chunk - 2], np.int64)
     offsets = np.array([0, 1, 2, 3, 4, 5, 6, chunk - 3, chunk - 2, chunk - 1], np.int64)

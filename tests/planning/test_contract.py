@@ -52,7 +52,7 @@ def claims_neighbours(schedule: Schedule, phase: str) -> bool:
     return True
 
 
-def judge(mesh: Mesh, planner: Planner) -> bool:
+def check(mesh: Mesh, planner: Planner) -> bool:
     """Say whether the planner serves the mesh; if so, by what it promises."""
     why_not = planner.why_not(mesh)
     if why_not is not None:
@@ -84,7 +84,7 @@ ANY_PLANNER = st.one_of(
 @settings(max_examples=80, deadline=None)
 @given(st.one_of(cut_block_meshes(), meshes(max_side=5)), ANY_PLANNER)
 def test_every_planner_keeps_its_claims(mesh: Mesh, planner: Planner) -> None:
-    judge(mesh, planner)
+    check(mesh, planner)
 
 
 @pytest.mark.slow
@@ -93,13 +93,13 @@ def test_every_planner_keeps_its_claims(mesh: Mesh, planner: Planner) -> None:
 @given(data=st.data())
 def test_every_planner_keeps_its_claims_on_thousands(kind: type[Planner], data: st.DataObject) -> None:
     mesh = data.draw(st.one_of(cut_block_meshes(), meshes(max_side=6)))
-    judge(mesh, data.draw(ANY_PLANNER.filter(lambda planner: isinstance(planner, kind))))
+    check(mesh, data.draw(ANY_PLANNER.filter(lambda planner: isinstance(planner, kind))))
 
 
 def test_every_two_failed_cables_of_a_small_mesh() -> None:
     whole = Mesh("4x4")
     cables = [(whole.chip(int(a)), whole.chip(int(b))) for a, b in whole.cables]
-    served = sum(judge(Mesh("4x4", failed_cables=pair), Hamiltonian()) for pair in itertools.combinations(cables, 2))
+    served = sum(check(Mesh("4x4", failed_cables=pair), Hamiltonian()) for pair in itertools.combinations(cables, 2))
     # A corner that loses a cable has no ring, and 8 of the 24 cables touch a corner.
     assert 0 < served <= 16 * 15 // 2
 

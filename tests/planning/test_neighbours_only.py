@@ -1,4 +1,4 @@
-"""`plan(…, neighbours_only=True)`: the same all-reduce for networks whose routers cannot be told of the hole."""
+"""`plan(…, neighbours_only=True)`: the same all-reduce for networks whose routers cannot route round a hole."""
 
 from __future__ import annotations
 

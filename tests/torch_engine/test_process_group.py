@@ -205,7 +205,7 @@ def test_a_wait_ends_after_its_timeout_and_the_all_reduce_goes_on() -> None:
         assert "left the group" in error
 
 
-def test_members_that_bring_different_payloads_are_told() -> None:
+def test_members_with_different_payloads_get_an_error() -> None:
     def main(chip: tuple[int, ...], number: int, address: str) -> Any:
         group = mmt.MeshProcessGroup((1, 2), chip, interface="lo", timeout=timedelta(seconds=20))
         group.configure(f"{address}/1", "x", number, 2)
@@ -217,7 +217,7 @@ def test_members_that_bring_different_payloads_are_told() -> None:
         # So different that they run different plans.
         with pytest.raises(DisagreementError) as caught:
             group.allreduce([torch.ones(300_000 if number else 3)], AllreduceOptions()).wait()
-        return mixed[0].tolist(), mixed[1].tolist(), caught.value.told
+        return mixed[0].tolist(), mixed[1].tolist(), caught.value.calls
 
     for whole, real, told in with_store([(0, 0), (0, 1)], main).values():
         assert whole == [2**61 + 2] * 3

@@ -30,9 +30,7 @@ from meshmend.topology import Mesh, Region, all_placements, name_shape, parse_sh
 
 def command(
     shape: ShapeArgument,
-    host: Annotated[
-        str, typer.Option("--host", metavar="HxW", help="Chips of a host, as in 4x2; hosts tile the mesh.")
-    ],
+    host: Annotated[str, typer.Option("--host", metavar="HxW", help="Chips per host, as in 4x2; hosts tile the mesh.")],
     *,
     planner: PlannerOption = Auto.name,
     holes: HoleOptions,
@@ -40,11 +38,11 @@ def command(
     auto: AutoOptions,
     neighbours_only: NeighboursOption = False,
     cache: Annotated[
-        Path | None, typer.Option("--cache", metavar="DIR", help="Where to keep plans; default: ~/.cache/meshmend.")
+        Path | None, typer.Option("--cache", metavar="DIR", help="Folder for plans; default: ~/.cache/meshmend.")
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Plan ahead for the loss of every single host, on top of what has failed already.
+    """Plan ahead for the loss of every single host, in addition to what has already failed.
 
     A job that loses a host then finds its plan in the cache. Example: meshmend prepare 16x32 --host 4x2
     """
@@ -70,7 +68,7 @@ def command(
                 bar.update(task, description=str(lost or "nothing"))
                 try:
                     survivors = mesh.fail(lost) if lost else mesh
-                    # The cache's warnings are facts of the table here: a plan that it has is ready, whatever happened.
+                    # The table reports the cache's warnings: a plan that is in the cache is ready, whatever they say.
                     with warnings.catch_warnings(record=True) as warned:
                         warnings.simplefilter("always", CacheWarning)
                         plan(survivors, chosen, cache=store, neighbours_only=neighbours_only)

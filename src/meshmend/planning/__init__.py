@@ -1,4 +1,4 @@
-"""Planning: from a mesh to a schedule. One planner per file; `plan` runs one and proves what it made."""
+"""Planning: from a mesh to a schedule. One planner per file; `plan` runs one and proves the result."""
 
 from meshmend.planning.auto import Auto, Candidate, Choice, Tuned
 from meshmend.planning.base import Planner

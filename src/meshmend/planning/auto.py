@@ -2,7 +2,7 @@
 
 `Tuned` does the same for one planner: it takes the fastest of its parameters.
 
-Making a schedule takes longer than pricing it, so a planner says beforehand what its schedule costs at least
+Making a schedule takes longer than pricing it, so a planner gives a lower bound of its schedule's cost beforehand
 (`Planner.floor`). Candidates are made in order of that floor, and as soon as one is as fast as the floor of the next,
 the rest need not be made: none of them can be faster.
 """
@@ -36,7 +36,7 @@ DEFAULT_PAYLOAD_BYTES = 1e8
 
 @dataclass(frozen=True)
 class Candidate:
-    """A planner with its parameters, and what is known of its time.
+    """A planner with its parameters, and what is known about its time.
 
     `seconds` is None where the schedule was not made because `floor_seconds` ruled it out, and both are None where
     the planner cannot serve the mesh, for the reason `why_not`.
@@ -145,7 +145,7 @@ class Tuned(Chooser):
 
     @property
     def name(self) -> str:  # type: ignore[override]  # other planners' names belong to the class
-        """The name of its planner: what is tuned is no other planner."""
+        """The name of its planner: tuning does not make it another planner."""
         return self.planner.name
 
     @property

@@ -78,7 +78,7 @@ def bits(tree: Any) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["halves", "program"])
+@pytest.fixture(scope="module", params=[True, False], ids=["pair", "program"])
 def whole(request: pytest.FixtureRequest) -> Trained:
     return Trained((), request.param)
 
@@ -234,7 +234,7 @@ def test_a_killed_writer_leaves_the_older_copies(whole: Trained, tmp_path: Path)
     assert [found.step for found in memory.read()[0]] == [7, 8]
 
 
-def test_a_folder_that_cannot_be_written_is_told(whole: Trained, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(whole: Trained, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(RestartError, match=r"cannot keep a copy of step 7: File exists.* MESHMEND_MEMORY"):
         HostMemory(tmp_path / "file").write(copies_of(whole)[0])
