@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from itertools import product
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,7 +33,12 @@ MAX_CHIPS = 2**24
 
 MAX_AXES = 8
 
+MAX_RATE_DENOMINATOR = 1000
+"""A cable's rate is a fraction with a denominator of up to this: bounds are exact fractions of rates."""
+
 Cable = tuple[Coordinate, Coordinate]
+CableLike = tuple[Sequence[int], Sequence[int]] | str
+RateLike = float | Fraction | str
 IntArray = NDArray[np.int32]
 
 
@@ -92,11 +99,17 @@ class Mesh:
     has nothing to close and counts as plain. `failed` lists regions, coordinates or their short forms;
     `failed_cables` lists pairs of neighbouring coordinates. Shapes may be given as `"16x32"`.
 
+    `cable_rates` gives the rate of slow cables, as a fraction of the hardware's link rate: 1/2 for a cable that lost
+    half of its lanes. Its keys are cables, or boxes for all cables within them. Cables that are not named have rate 1,
+    and rate 0 is a failed cable.
+
     >>> mesh = Mesh((16, 32), failed=[Region(at=(6, 8), shape=(4, 2))])
     >>> mesh
     Mesh(16x32 minus 4x2@6,8: 504 of 512 chips)
     >>> mesh.n_chips, mesh.n_cables, mesh.is_connected
     (504, 954, True)
+    >>> Mesh("4x4", cable_rates={"0,1-0,2": 0.5, "4x1@0,3": "3/4"})
+    Mesh(4x4 with 4 slow cables: 16 chips)
     """
 
     def __init__(
@@ -105,7 +118,8 @@ class Mesh:
         *,
         wrap: bool | Sequence[bool] = False,
         failed: Iterable[Region | Sequence[int] | str] = (),
-        failed_cables: Iterable[tuple[Sequence[int], Sequence[int]] | str] = (),
+        failed_cables: Iterable[CableLike] = (),
+        cable_rates: Mapping[Region | CableLike, RateLike] | Iterable[tuple[Region | CableLike, RateLike]] = (),
     ) -> None:
         self._shape = _check_shape(shape)
         self._wrap = _check_wrap(wrap, self._shape)
@@ -121,7 +135,11 @@ class Mesh:
         self._live.flags.writeable = False
         cables = {self._check_cable(cable) for cable in failed_cables}
         # A cable that touches a failed chip is gone already; leaving it out makes equal machines equal values.
+        rates = self._check_rates(cable_rates)
+        cables |= {cable for cable, rate in rates.items() if rate == 0}
         self._failed_cables = tuple(sorted(c for c in cables if self._live[c[0]] and self._live[c[1]]))
+        slow = (c for c, rate in rates.items() if rate < 1 and c not in cables)
+        self._slow_cables = tuple((c, rates[c]) for c in sorted(slow) if self._live[c[0]] and self._live[c[1]])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -160,13 +178,23 @@ class Mesh:
 
     @property
     def is_full(self) -> bool:
-        """Whether nothing has failed."""
+        """Whether nothing has failed; cables may be slow."""
         return self.n_chips == self.size and not self._failed_cables
 
     @property
     def failed_cables(self) -> tuple[Cable, ...]:
         """Failed cables between live chips, each with its smaller coordinate first."""
         return self._failed_cables
+
+    @property
+    def cable_rates(self) -> Mapping[Cable, Fraction]:
+        """The rate of each live cable that is slower than the others, as a fraction of theirs."""
+        return MappingProxyType(dict(self._slow_cables))
+
+    @property
+    def has_slow_cables(self) -> bool:
+        """Whether some live cable has a rate below 1."""
+        return bool(self._slow_cables)
 
     @cached_property
     def holes(self) -> tuple[Region, ...]:
@@ -213,6 +241,19 @@ class Mesh:
     def n_cables(self) -> int:
         """Number of live cables, E."""
         return len(self.cables)
+
+    @cached_property
+    def rates(self) -> NDArray[np.float64]:
+        """The rate of each of `cables`, as a fraction of the hardware's link rate."""
+        return _frozen_rates(self.link_rates[self.link(*self.cables.T)])
+
+    @cached_property
+    def link_rates(self) -> NDArray[np.float64]:
+        """The rate of each link; 1 in the slots of links that do not exist."""
+        rates = np.ones(self.n_link_slots)
+        for (a, b), rate in self._slow_cables:
+            rates[self.link([self.rank(a), self.rank(b)], [self.rank(b), self.rank(a)])] = float(rate)
+        return _frozen_rates(rates)
 
     @property
     def n_link_slots(self) -> int:
@@ -283,7 +324,13 @@ class Mesh:
         >>> Mesh("8x8").fail("2x2@2,2")
         Mesh(8x8 minus 2x2@2,2: 60 of 64 chips)
         """
-        return Mesh(self._shape, wrap=self._wrap, failed=[*self.holes, *failed], failed_cables=self._failed_cables)
+        return Mesh(
+            self._shape,
+            wrap=self._wrap,
+            failed=[*self.holes, *failed],
+            failed_cables=self._failed_cables,
+            cable_rates=self._slow_cables,
+        )
 
     def _check_chip(self, chip: Coordinate) -> None:
         if len(chip) != self.n_axes:
@@ -309,7 +356,7 @@ class Mesh:
             )
         return hole
 
-    def _check_cable(self, cable: tuple[Sequence[int], Sequence[int]] | str) -> Cable:
+    def _check_cable(self, cable: CableLike) -> Cable:
         if isinstance(cable, str):
             ends = [parse_chip(part) for part in cable.split("-")]
         else:
@@ -328,6 +375,37 @@ class Mesh:
             f"No cable joins {name_chip(a)} and {name_chip(b)}: they are not neighbours in {name_shape(self._shape)}."
         )
 
+    def _check_rates(
+        self, given: Mapping[Region | CableLike, RateLike] | Iterable[tuple[Region | CableLike, RateLike]]
+    ) -> dict[Cable, Fraction]:
+        """Return the rate of each cable that is named, alone or as part of a box."""
+        if isinstance(given, str):
+            raise MeshError(f"cable_rates gives each slow cable its rate, as in {{'0,4-0,5': 0.5}}: got {given!r}.")
+        rates: dict[Cable, Fraction] = {}
+        for key, value in given.items() if isinstance(given, Mapping) else given:
+            rate = _check_rate(value)
+            is_box = isinstance(key, Region) or (isinstance(key, str) and "@" in key)
+            named = self._cables_within(self._check_region(key)) if is_box else [self._check_cable(key)]
+            for cable in named:
+                if rates.setdefault(cable, rate) != rate:
+                    raise MeshError(
+                        f"Cable {name_cable(cable)} has two rates, {rates[cable]} and {rate}: name every cable once."
+                    )
+        return rates
+
+    def _cables_within(self, box: Region) -> list[Cable]:
+        """Return every cable, live or not, whose two ends lie in a box."""
+        found = []
+        for chip in product(*(range(a, a + n) for a, n in zip(box.at, box.shape, strict=True))):
+            for axis, (length, wrap) in enumerate(zip(self._shape, self._wrap, strict=True)):
+                beyond = (*chip[:axis], (chip[axis] + 1) % length, *chip[axis + 1 :])
+                inside = box.at[axis] <= beyond[axis] < box.at[axis] + box.shape[axis]
+                if inside and (wrap or beyond[axis] > chip[axis]):
+                    found.append((min(chip, beyond), max(chip, beyond)))
+        if not found:
+            raise MeshError(f"No cable lies within {box}: a box for cable_rates holds at least two neighbours.")
+        return found
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mesh):
             return NotImplemented
@@ -338,7 +416,7 @@ class Mesh:
 
     @cached_property
     def _key(self) -> tuple[object, ...]:
-        return self._shape, self._wrap, np.packbits(self._live).tobytes(), self._failed_cables
+        return self._shape, self._wrap, np.packbits(self._live).tobytes(), self._failed_cables, self._slow_cables
 
     def __str__(self) -> str:
         name = name_shape(self._shape)
@@ -351,7 +429,11 @@ class Mesh:
             lost.append(f"{len(self.holes) - 4} more holes")
         if self._failed_cables:
             lost.append(f"{len(self._failed_cables)} cable{'s' * (len(self._failed_cables) > 1)}")
-        return f"{name} minus {', '.join(lost)}" if lost else name
+        if lost:
+            name += f" minus {', '.join(lost)}"
+        if self._slow_cables:
+            name += f" with {len(self._slow_cables)} slow cable{'s' * (len(self._slow_cables) > 1)}"
+        return name
 
     def __repr__(self) -> str:
         chips = f"{self.n_chips} of {self.size} chips" if self.n_chips < self.size else f"{self.size} chips"
@@ -378,6 +460,18 @@ def parse_chip(text: str) -> Coordinate:
     if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text.strip(), re.ASCII):
         raise MeshError(f"{text!r} is not a chip. Write row,column without spaces, counted from 0, as in 6,8.")
     return tuple(int(x) for x in text.strip().split(","))
+
+
+def parse_cable_rate(text: str) -> tuple[str, str]:
+    """Split a cable, or a box of them, from its rate, for `Mesh(cable_rates=…)`.
+
+    >>> parse_cable_rate("0,4-0,5=1/2")
+    ('0,4-0,5', '1/2')
+    """
+    cable, equals, rate = text.partition("=")
+    if not equals:
+        raise MeshError(f"{text!r} gives no cable its rate. Write its two chips = its rate, as in 0,4-0,5=1/2.")
+    return cable.strip(), rate.strip()
 
 
 def parse_wrap(text: str, n_axes: int, given: str) -> list[bool]:
@@ -407,6 +501,34 @@ def name_cable(cable: Cable) -> str:
 def _frozen(array: IntArray) -> IntArray:
     array.flags.writeable = False
     return array
+
+
+def _frozen_rates(array: NDArray[np.float64]) -> NDArray[np.float64]:
+    array.flags.writeable = False
+    return array
+
+
+def _check_rate(value: RateLike) -> Fraction:
+    try:
+        if isinstance(value, str) and not re.fullmatch(r"\d{1,9}(\.\d{0,9}|/\d{1,9})?", value, re.ASCII):
+            raise ValueError
+        exact = Fraction(value)
+    except (TypeError, ValueError, OverflowError, ZeroDivisionError):
+        raise MeshError(
+            f"{value!r} is not the rate of a cable. Write a number from 0 to 1, as in 0.75 or 3/4."
+        ) from None
+    if not 0 <= exact <= 1:
+        raise MeshError(
+            f"The rate of a cable is a part of the link rate, from 0 to 1: got {value}. Where some cables are faster "
+            f"than the others, give the hardware their rate, and the others their part of it."
+        )
+    rate = exact.limit_denominator(MAX_RATE_DENOMINATOR)
+    if rate == 0 < exact:
+        raise MeshError(
+            f"A cable at {value} of the link rate is too slow to plan with, and 1/{MAX_RATE_DENOMINATOR} is the least. "
+            "If it is not to be used, list it as failed."
+        )
+    return rate
 
 
 def _whole_numbers(values: Sequence[int], what: str) -> tuple[int, ...]:
