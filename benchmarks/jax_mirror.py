@@ -26,7 +26,7 @@ import meshmend.jax as mmj
 from meshmend.jax.job.hosts import Hosts
 from meshmend.jax.state.layout import StateLayout
 from meshmend.jax.state.memory import HostMemory
-from meshmend.jax.state.mirror import copy_of, cutter
+from meshmend.jax.state.mirror import copy_of, make_parts_fn
 
 WIDTH, STEPS = 512, 8
 
@@ -51,7 +51,7 @@ def main() -> None:
     host_of_chip = [host_of[fabric.mesh.chip(rank)] for rank in range(fabric.mesh.n_chips)]
     batch = jax.device_put(jnp.ones((64 * 4, WIDTH)), fabric.sharding("chip"))
     step = jax.jit(training.step)
-    cut = jax.jit(cutter(layout, host_of_chip))
+    cut = jax.jit(make_parts_fn(layout, host_of_chip))
     folder = Path(tempfile.mkdtemp(prefix="meshmend-", dir="/dev/shm"))
     memories = [HostMemory(folder / str(host)) for host in range(len(hosts))]
     times: dict[str, list[float]] = {"step": [], "cut and send": [], "copy and write": []}

@@ -29,7 +29,7 @@ def run(schedule: Schedule, payload: NDArray[Number]) -> NDArray[Number]:
     Rows may have any shape and size; sums are made in the payload's own dtype. Where the size does not divide by
     the number of chunks, the last chunks are padded with zeros, which sums ignore.
     """
-    n_chips, n_chunks = schedule.mesh.n_chips, schedule.total_chunks
+    n_chips, n_chunks, repeats = schedule.mesh.n_chips, schedule.total_chunks, schedule.repeats
     if payload.ndim < 1 or len(payload) != n_chips:
         raise ScheduleError(
             f"The payload has shape {payload.shape}, expected one row for each of {n_chips} live chips."
@@ -39,8 +39,19 @@ def run(schedule: Schedule, payload: NDArray[Number]) -> NDArray[Number]:
     chunk_size = -(-size // n_chunks)
     held: NDArray[Any] = np.zeros((n_chips, n_chunks, chunk_size), dtype=payload.dtype)
     held.reshape(n_chips, -1)[:, :size] = flat
-    bounds = schedule.step_starts
-    for start, stop in pairwise(bounds):
+    if repeats > 1:
+        # Repeats share no chunk, so each can be run on its own, and all of them side by side.
+        apart = held.reshape(n_chips, repeats, -1, chunk_size).swapaxes(1, 2)
+        done = _run(schedule.template, np.ascontiguousarray(apart).reshape(n_chips, n_chunks // repeats, -1))
+        held = done.reshape(n_chips, -1, repeats, chunk_size).swapaxes(1, 2)
+    else:
+        held = _run(schedule, held)
+    return held.reshape(n_chips, -1)[:, :size].reshape(payload.shape)
+
+
+def _run(schedule: Schedule, held: NDArray[Any]) -> NDArray[Any]:
+    """Run all steps on what chips hold, of shape (chips, chunks, elements), in place."""
+    for start, stop in pairwise(schedule.step_starts):
         # Runs of one length are moved together; a step rarely has more than two or three lengths.
         outbox = [
             (rows, chunks, held[schedule.src[rows][:, None], chunks])
@@ -51,7 +62,7 @@ def run(schedule: Schedule, payload: NDArray[Number]) -> NDArray[Number]:
             adds = schedule.op[rows] == Op.REDUCE
             data[adds] += held[dst[adds], chunks[adds]]
             held[dst, chunks] = data
-    return held.reshape(n_chips, -1)[:, :size].reshape(payload.shape)
+    return held
 
 
 def _runs_by_length(schedule: Schedule, start: int, stop: int) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:

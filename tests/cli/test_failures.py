@@ -328,10 +328,21 @@ def test_plan_and_predict_mean_the_same_hardware_unless_told() -> None:
     assert considered[0]["seconds"] == pytest.approx(predicted["seconds"])
 
 
-def test_other_collectives_are_not_compared_with_all_reduces() -> None:
+def test_other_collectives_are_compared_with_their_like() -> None:
     save(reduce_scatter_of(PLAN), "half.npz")
-    check(["compare", "half.npz", *PAID], "holds a reduce-scatter")
+    code, out, _ = run(["compare", "half.npz", *PAID, "--json"])
+    assert code == 0
+    assert json.loads(out)["collective"] == "reduce-scatter"
+    check(["compare", "half.npz", "--collective", "all-gather", *PAID], "leave out --collective")
     assert run(["predict", "half.npz", *PAID])[0] == 0
+
+
+@pytest.mark.parametrize("command", ["plan", "predict", "compare", "draw"])
+def test_collectives_that_there_are_not(command: str) -> None:
+    output = {"draw": ["-o", "x.html"], "plan": []}.get(command, PAID)
+    check(
+        [command, "4x4", "--collective", "broadcast", *output], "There is no collective 'broadcast'. Collectives: all-"
+    )
 
 
 @pytest.mark.parametrize("as_json", [False, True])

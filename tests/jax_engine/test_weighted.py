@@ -176,7 +176,7 @@ def test_nan_in_padding_reaches_nothing(microbatches: int, sharded: bool) -> Non
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["program", "pair"])
-def test_scale_multiplies_the_update_of_any_optimiser_without_compiling_again(sharded: bool) -> None:
+def test_scale_multiplies_the_update_of_any_optimizer_without_compiling_again(sharded: bool) -> None:
     """A factor at run time is the learning rate times that factor, in Adam too."""
     fabric, program = small(sharded)
     params, batch, _ = curved_inputs(60)

@@ -117,7 +117,7 @@ def test_survivors_cut_apart_and_payloads_that_make_no_sense() -> None:
         plan(Mesh("3x3"), hardware="tpu-v9")
 
 
-@pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.parametrize("name", [*(kind.name for kind in CHOICES), "auto"])
 def test_every_planner_takes_a_payload_and_hardware_by_name(name: str) -> None:
     mesh = Mesh("8x8")
     schedule = plan(mesh, name, payload_bytes=1e9, hardware="tpu-v4")

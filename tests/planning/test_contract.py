@@ -12,17 +12,17 @@ from typing import Any, ClassVar
 import networkx as nx
 import numpy as np
 import pytest
-from checks import assert_all_reduces
+from checks import assert_serves
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshmend import Mesh, PlanError, plan
 from meshmend.cost import find_hardware
 from meshmend.errors import ParameterError
-from meshmend.planning import PLANNERS, Auto, Hamiltonian, Planner, RowPairs, Tuned, TwoColor, Weave
-from meshmend.planning.auto import CHOICES, Field
+from meshmend.planning import PLANNERS, Auto, Gather, Hamiltonian, Planner, RowPairs, Tuned, Weave
+from meshmend.planning.auto import CHOICES, OTHERS, Field
 from meshmend.planning.base import MAX_TRANSFERS
-from meshmend.schedule import Op, Schedule
+from meshmend.schedule import Collective, Op, Schedule
 from meshmend.study.compare import compare
 from strategies import cut_block_meshes, meshes
 
@@ -68,14 +68,16 @@ def judge(mesh: Mesh, planner: Planner) -> bool:
     for src, dst, phase in hops.T.tolist():
         if claims_neighbours(schedule, schedule.phase_names[phase]):
             assert cables.has_edge(mesh.chip(src), mesh.chip(dst)), (mesh.chip(src), mesh.chip(dst))
-    assert_all_reduces(schedule)
+    assert schedule.collective is planner.collective
+    assert_serves(schedule)
     return True
 
 
 ANY_PLANNER = st.one_of(
-    st.sampled_from([Hamiltonian(), TwoColor()]),
+    st.sampled_from([kind() for kind in CHOICES]),
     st.builds(RowPairs, st.sampled_from(["auto", "rows", "columns"]), st.integers(1, 3)),
     st.builds(Weave, st.one_of(st.none(), st.integers(1, 40))),
+    st.builds(Gather, st.integers(1, 40), st.sampled_from([*Collective])),
 )
 
 
@@ -86,7 +88,7 @@ def test_every_planner_keeps_its_claims(mesh: Mesh, planner: Planner) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", CHOICES)
+@pytest.mark.parametrize("kind", [*CHOICES, *OTHERS])
 @settings(max_examples=1500, deadline=None)
 @given(data=st.data())
 def test_every_planner_keeps_its_claims_on_thousands(kind: type[Planner], data: st.DataObject) -> None:

@@ -229,7 +229,7 @@ def test_edited_text_gives_an_error_or_a_schedule(at: int, cut: int, insert: str
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("schedule 1", "schedule 2", "line 1 should be 'meshmend schedule 1'"),
+        ("schedule 1", "schedule 3", "line 1 should be 'meshmend schedule 1'"),
         ("(0,0) -> (0,1)", "(0,0) -> (0,9)", r"line 5: Chip \(0,9\) lies outside the 2x2 mesh"),
         ("  reduce", "  multiply", "line 5 is neither a step nor a transfer"),
         ("owners (1,0)", "owners (1,0)*2147483647", "gives owners to 2147483654 chunks, expected 8"),
@@ -449,7 +449,7 @@ def test_what_is_said_of_an_archive(tmp_path: Path, changes: dict[str, Any], mes
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("schedule 1", "schedule 2", "line 1 should be 'meshmend schedule 1', got 'meshmend schedule 2'."),
+        ("schedule 1", "schedule 3", "line 1 should be 'meshmend schedule 1', got 'meshmend schedule 3'."),
         ("meshmend", "x" * 50, f"line 1 should be 'meshmend schedule 1', got {'x' * 40!r}."),
         (
             "(0,0) -> (0,1)",

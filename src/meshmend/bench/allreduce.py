@@ -23,11 +23,11 @@ from meshmend.cost import bound
 from meshmend.errors import Coordinate, LabError, PlanError, name_chip
 from meshmend.lab import Chips, Lab
 from meshmend.lab.namespaces import INTERFACE
-from meshmend.planning import PLANNERS
+from meshmend.planning import PLANNERS, plan
 from meshmend.schedule import Schedule
 from meshmend.topology import Mesh
 from meshmend.torch.engine import Engine
-from meshmend.torch.plans import Plans
+from meshmend.torch.private import gloo_backend
 
 GLOO = "gloo"
 PROCESS_GROUP = "process group"
@@ -60,7 +60,7 @@ def applicable(mesh: Mesh, payload_bytes: int, names: Sequence[str] | None = Non
     schedules = {}
     for name in names or [name for name in PLANNERS if name != "auto"]:
         try:
-            schedules[name] = Plans(name).get(mesh, payload_bytes)
+            schedules[name] = plan(mesh, name, payload_bytes=payload_bytes, hardware="gloo-loopback")
         except PlanError:
             if names:
                 raise
@@ -132,10 +132,7 @@ def _time_cases(
     rank = mesh.rank(chip)
     host, _, port = meeting.partition(":")
     store = dist.TCPStore(host, int(port), is_master=rank == 0, wait_for_workers=False, timeout=TIMEOUT)
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = TIMEOUT
-    options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
-    group = dist.ProcessGroupGloo(store, rank, mesh.n_chips, options)
+    group = gloo_backend(store, rank, mesh.n_chips, timeout=TIMEOUT, interface=interface)
     ways: dict[str, Callable[[torch.Tensor], Any]] = {GLOO: lambda payload: group.allreduce([payload]).wait()}
     for name, schedule in schedules.items():
         ways[name] = Engine(schedule, rank, group, timeout=TIMEOUT).all_reduce

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torchft import Manager
-from torchft._torchft import LighthouseServer
+from torchft.coordination import LighthouseServer
 
 from meshmend.errors import Coordinate
 from meshmend.topology import Mesh
@@ -42,7 +42,6 @@ class ReplicaJob:
     n_buckets: int = 2
     timeout_s: float = 10.0
     pause_s: float = 0.0
-    planner: str | None = None
 
 
 def lighthouse(_: Any, address_file: Path, heartbeat_timeout_ms: int) -> None:
@@ -90,9 +89,7 @@ def train(chip: Coordinate, job: ReplicaJob, life: int) -> None:
         log.write(json.dumps({"t": time.time(), "event": event, **facts}) + "\n")
 
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    group = MeshProcessGroup(
-        job.shape, chip, planner=job.planner, timeout=timedelta(seconds=job.timeout_s), interface=INTERFACE
-    )
+    group = MeshProcessGroup(job.shape, chip, timeout=timedelta(seconds=job.timeout_s), interface=INTERFACE)
     weights = {"w": torch.zeros(job.payload_elements, dtype=torch.float64)}
     manager = Manager(
         pg=group,

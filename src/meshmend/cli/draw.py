@@ -10,15 +10,25 @@ import typer
 from rich.progress import Progress
 
 from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
-from meshmend.cli.options import AutoOptions, HoleOptions, JsonOption, TuningOptions, given_options, is_file, load_plan
+from meshmend.cli.options import (
+    AutoOptions,
+    CollectiveOption,
+    HoleOptions,
+    JsonOption,
+    TuningOptions,
+    given_options,
+    is_file,
+    load_plan,
+)
 from meshmend.cli.outputs import check_output
 from meshmend.cli.terminal import plain, shows_progress, terminal
 from meshmend.drawing import WHAT, Drawing, draw, draw_routes
 from meshmend.drawing.draw import MOVING, STILL, check_ending, check_size
-from meshmend.drawing.paper import FIGURES, draw_paper_figure
+from meshmend.drawing.paper import draw_paper_figure
 from meshmend.errors import DrawingError, require
 from meshmend.planning import PLANNERS, Auto, plan
-from meshmend.schedule import Schedule
+from meshmend.schedule import Collective, Schedule
+from meshmend.study.figures import FIGURES
 from meshmend.topology import parse_chip
 
 
@@ -40,6 +50,7 @@ def command(
     planner: Annotated[
         str | None, typer.Option("--planner", metavar="NAME", help=f"One of: {', '.join(PLANNERS)} (the default).")
     ] = None,
+    collective: CollectiveOption = Collective.ALL_REDUCE,
     what: Annotated[
         str | None, typer.Option("--what", metavar="WHAT", help=f"One of: {', '.join(WHAT)}. Else what fits best.")
     ] = None,
@@ -72,6 +83,7 @@ def command(
             _refuse("FILE", file)
             plan_of, file = None, plan_of
         given = given_options(holes, tuning, auto) + ([] if planner is None else ["--planner"])
+        given += [] if collective == Collective.ALL_REDUCE else ["--collective"]
         if figure is not None:
             _refuse("--figure", plan_of, file, route, what, chunk, steps, *given)
             drawing = draw_paper_figure(figure, output)
@@ -88,7 +100,8 @@ def command(
             else:
                 mesh = holes.mesh(_needed(plan_of))
                 check_size(mesh)
-                schedule = plan(mesh, tuning.planner(planner or Auto.name, auto.payload, auto.hardware))
+                chosen = tuning.planner(planner or Auto.name, auto.payload, auto.hardware, collective=collective)
+                schedule = plan(mesh, chosen)
             drawing = _draw(schedule, output, what, chunk, _read_steps(steps), shows_progress(json))
             facts = {**mesh_facts(schedule.mesh), "planner": schedule.planner}
         _tell(drawing, facts, json)

@@ -23,7 +23,7 @@ from meshmend.cost.predict import MODES, Mode
 from meshmend.cost.units import parse_bytes, parse_rate, parse_seconds
 from meshmend.errors import ParameterError
 from meshmend.planning import PLANNERS, Planner, make_planner
-from meshmend.schedule import Schedule
+from meshmend.schedule import Collective, Schedule
 from meshmend.schedule.serialize import load
 from meshmend.schedule.verify import ensure_proven
 from meshmend.topology import Mesh, parse_wrap
@@ -45,6 +45,10 @@ WrapOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 PlannerOption = Annotated[
     str, typer.Option("--planner", metavar="NAME", help=f"One of: {', '.join(PLANNERS)} (the fastest of them).")
+]
+CollectiveOption = Annotated[
+    str,
+    typer.Option("--collective", metavar="NAME", help=f"What to plan: {', '.join(Collective)}. Default all-reduce."),
 ]
 PayloadOption = Annotated[
     str, typer.Option("--payload", metavar="SIZE", help="What each chip brings: 102MB, 1.34GB, 64MiB.")
@@ -82,19 +86,27 @@ class TuningOptions:
         int | None, typer.Option("--segments", min=1, help="row-pairs: parts of the payload that follow each other.")
     ] = None
     chunks: Annotated[
-        int | None, typer.Option("--chunks", min=1, help="weave: parts of the payload; more for longer payloads.")
+        int | None, typer.Option("--chunks", min=1, help="weave, gather: parts of the payload; more for long ones.")
     ] = None
 
-    def planner(self, name: str, payload: str | None = None, hardware: str | Hardware | None = None) -> Planner:
+    def planner(
+        self,
+        name: str,
+        payload: str | None = None,
+        hardware: str | Hardware | None = None,
+        *,
+        collective: str = Collective.ALL_REDUCE,
+    ) -> Planner:
         """Return the planner with the parameters that were given; it chooses the others for the payload, if told it."""
-        given = {
+        given: dict[str, Any] = {
             "orientation": self.orientation,
             "segments": self.segments,
             "chunks": self.chunks,
             "payload_bytes": None if payload is None else parse_bytes(payload),
             "hardware": hardware,
         }
-        return make_planner(name, **{key: value for key, value in given.items() if value is not None})
+        told = {key: value for key, value in given.items() if value is not None}
+        return make_planner(name, collective=collective, **told)
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,21 @@ import typer
 from rich.table import Table
 
 from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
-from meshmend.cli.options import AutoOptions, HoleOptions, JsonOption, PlannerOption, ShapeArgument, TuningOptions
+from meshmend.cli.options import (
+    AutoOptions,
+    CollectiveOption,
+    HoleOptions,
+    JsonOption,
+    PlannerOption,
+    ShapeArgument,
+    TuningOptions,
+)
 from meshmend.cli.outputs import SCHEDULES, check_output
 from meshmend.cli.terminal import approved, plain, terminal
 from meshmend.cost import busiest_link_load
 from meshmend.cost.units import name_seconds
 from meshmend.planning import Auto, Candidate, Choice, Tuned, choose, plan
-from meshmend.schedule import Schedule
+from meshmend.schedule import Collective, Schedule
 from meshmend.schedule.serialize import save
 from meshmend.schedule.verify import Proof, verify
 
@@ -27,25 +35,32 @@ def command(
     shape: ShapeArgument,
     *,
     planner: PlannerOption = Auto.name,
+    collective: CollectiveOption = Collective.ALL_REDUCE,
     holes: HoleOptions,
     tuning: TuningOptions,
     auto: AutoOptions,
+    neighbours_only: Annotated[
+        bool, typer.Option("--neighbours-only", help="Hops between neighbours only: for routers that know no hole.")
+    ] = False,
     save_to: Annotated[
         Path | None, typer.Option("--save", metavar="F", help="Write the schedule to F: .npz, or .txt to read it.")
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Plan an allreduce for the chips that survive, and prove it.
+    """Plan an all-reduce, or another collective, for the chips that survive, and prove it.
 
     Example: meshmend plan 16x32 --fail 4x2@6,8 --payload 102MB --hardware tpu-v3
     """
     with exit_on_error(json):
         check_output("--save", save_to, SCHEDULES)
         mesh = holes.mesh(shape)
-        chosen = tuning.planner(planner, auto.payload, auto.hardware)
+        chosen = tuning.planner(planner, auto.payload, auto.hardware, collective=collective)
         started = time.perf_counter()
-        choice = choose(mesh, chosen) if isinstance(chosen, Auto | Tuned) else None
-        schedule = choice.schedule if choice is not None else plan(mesh, chosen, verify=False)
+        choice = choose(mesh, chosen) if isinstance(chosen, Auto | Tuned) and not neighbours_only else None
+        if choice is not None:
+            schedule = choice.schedule
+        else:
+            schedule = plan(mesh, chosen, verify=False, neighbours_only=neighbours_only)
         plan_seconds = time.perf_counter() - started
         proof = verify(schedule)
         if save_to is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from meshmend.cost import Forecast, Hardware
@@ -30,4 +31,5 @@ def forecast_facts(forecast: Forecast) -> dict[str, Any]:
             {"src": list(link.src), "dst": list(link.dst), "load": link.load} for link in forecast.busiest_links
         ],
         "by_phase": forecast.by_phase,
+        "gap": dataclasses.asdict(forecast.gap),
     }

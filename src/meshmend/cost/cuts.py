@@ -243,7 +243,8 @@ def _are_joined(near: list[dict[int, int]], start: int, end: int, least: int) ->
 def _starved(a: Labels, b: Labels, width: Labels, own: Labels, most: Fraction, part: int) -> NDArray[np.bool_] | None:
     """Return a set with `part` that cannot receive all it lacks within the time, or None.
 
-    Links carry `most` times their width, a source gives every part what it owns: all of it must be able to flow into `part`.
+    Links carry `most` times their width, a source gives every part what it owns: all of it must be able to flow into
+    `part`.
     """
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow

@@ -12,9 +12,11 @@ from meshmend.schedule import Schedule
 def link_load(schedule: Schedule, paths: TransferPaths | None = None) -> NDArray[np.float64]:
     """Return the payload fraction that each link carries, indexed by link number.
 
-    A transfer between neighbours loads one link; any other loads every link of its route. Pass `paths` where
-    they are known already.
+    A transfer between neighbours loads one link; any other loads every link of its route. Pass `paths`, of the
+    schedule's template, where they are known already.
     """
+    # Every repeat loads the links as the template does.
+    schedule = schedule.template
     found = paths or TransferPaths.of(schedule)
     slots = schedule.mesh.n_link_slots
     near, chunks = found.link, schedule.n_chunks

@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 from meshmend.cost.asynchronous import arrivals
 from meshmend.cost.bound import Bound, bound
+from meshmend.cost.gap import Gap, decompose
 from meshmend.cost.hardware import DEFAULT_HARDWARE, Hardware, find_hardware
+from meshmend.cost.paths import TransferPaths
 from meshmend.cost.step_demand import StepDemand
 from meshmend.cost.units import name_bytes, name_seconds
 from meshmend.errors import Coordinate, ParameterError, name_chip
@@ -21,6 +23,8 @@ MODES: tuple[Mode, ...] = ("lock-step", "asynchronous")
 
 N_BUSIEST = 5
 """Links named in a forecast."""
+MAX_FOLLOWED = 2**22
+"""Transfers of a repeated schedule that are followed one by one in the asynchronous mode."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Forecast:
     for a reduce-scatter or an all-gather), `bound` says what binds, and `ratio_to_bound` how far this one is from it.
     `by_phase` sums to `seconds`. In lock-step, the time of a step is shared among the phases in it by the chunks that
     they move. Asynchronously phases overlap freely, so each is given the time from the end of the phase that ended
-    before it to its own end.
+    before it to its own end. `gap` sums to `seconds` as well, and says what keeps them from the bound.
     """
 
     seconds: float
@@ -60,6 +64,7 @@ class Forecast:
     busiest_link_load: float
     busiest_links: tuple[BusyLink, ...]
     by_phase: dict[str, float]
+    gap: Gap
 
     @property
     def bound_seconds(self) -> float:
@@ -108,47 +113,81 @@ def predict(
             f"Make it with StepDemand(schedule), or leave it out."
         )
     known = demand or StepDemand(schedule)
-    if mode == "lock-step":
-        by_phase = _lock_step_phases(known, payload_bytes, chosen)
-    else:
-        by_phase = _asynchronous_phases(known, payload_bytes, chosen)
-    least = _bound_of(schedule, chosen)
+    phases_of = _lock_step_phases if mode == "lock-step" else _asynchronous_phases
+    by_phase = phases_of(known, payload_bytes, chosen)
+    seconds = sum(by_phase.values())
     busiest = _busiest(known)
+
+    def seconds_on(other: Hardware) -> float:
+        return seconds if other == chosen else sum(phases_of(known, payload_bytes, other).values())
+
     return Forecast(
-        seconds=sum(by_phase.values()),
-        bound=least,
+        seconds=seconds,
+        bound=_bound_of(schedule, chosen.links_at_once),
         payload_bytes=payload_bytes,
         hardware=chosen,
         mode=mode,
         busiest_link_load=busiest[0].time if busiest else 0.0,
         busiest_links=busiest,
         by_phase=by_phase,
+        gap=decompose(
+            seconds_on,
+            chosen,
+            bound_seconds=_bound_of(schedule, None).seconds(payload_bytes, chosen.link_bytes_per_s),
+            busiest_seconds=busiest[0].load * payload_bytes / chosen.link_bytes_per_s if busiest else 0.0,
+        ),
     )
 
 
-def _bound_of(schedule: Schedule, hardware: Hardware) -> Bound:
+def _bound_of(schedule: Schedule, links_at_once: int | None) -> Bound:
     """Return the bound of a schedule's collective. Half of an all-reduce is bound by who owns how much."""
     shares: tuple[int, ...] | None = None
     if schedule.collective is not Collective.ALL_REDUCE:
         owned = np.bincount(schedule.owners, minlength=schedule.mesh.n_chips)
         shares = None if (owned == owned[0]).all() else tuple((owned // np.gcd.reduce(owned)).tolist())
-    return bound(schedule.mesh, links_at_once=hardware.links_at_once, collective=schedule.collective, shares=shares)
+    return bound(schedule.mesh, links_at_once=links_at_once, collective=schedule.collective, shares=shares)
 
 
 def _lock_step_phases(demand: StepDemand, payload_bytes: float, hardware: Hardware) -> dict[str, float]:
-    shares = demand.step_seconds(payload_bytes, hardware) @ demand.phase_shares
-    return _by_name(demand.schedule, shares)
+    return _by_name(demand.schedule, demand.phase_seconds(payload_bytes, hardware))
 
 
 def _asynchronous_phases(demand: StepDemand, payload_bytes: float, hardware: Hardware) -> dict[str, float]:
     schedule = demand.schedule
-    arrived = arrivals(schedule, demand.paths, payload_bytes, hardware)
-    ends = np.zeros(len(schedule.phase_names))
-    np.maximum.at(ends, schedule.phase, arrived)
+    ends = _phase_ends(demand, payload_bytes, hardware)
     order = np.argsort(ends, kind="stable")
     took = np.empty(len(ends))
     took[order] = np.diff(ends[order], prepend=0.0)
     return _by_name(schedule, took)
+
+
+def _phase_ends(demand: StepDemand, payload_bytes: float, hardware: Hardware) -> NDArray[np.float64]:
+    """Return when the last transfer of each phase arrives.
+
+    Of a long repeated schedule two shorter ones are followed, and the rest is taken to go on at the pace between them.
+    """
+    schedule = demand.schedule
+    if schedule.n_transfers <= MAX_FOLLOWED or schedule.repeats == 1:
+        paths = demand.paths if schedule.repeats == 1 else TransferPaths.of(schedule)
+        return _ends(schedule, paths, payload_bytes, hardware)
+    template, period = schedule.template, schedule.period
+    overlapping = -(-template.n_steps // period)
+    long = min(schedule.repeats, max(2 * overlapping, MAX_FOLLOWED // template.n_transfers))
+    short = max(1, long // 2)
+    ends = []
+    for repeats in (short, long):
+        part = template.repeated(repeats, period)
+        share = payload_bytes * repeats / schedule.repeats
+        ends.append(_ends(part, TransferPaths.of(part), share, hardware))
+    pace = (ends[1] - ends[0]) / (long - short)
+    return np.asarray(ends[1] + (schedule.repeats - long) * pace)
+
+
+def _ends(schedule: Schedule, paths: TransferPaths, payload_bytes: float, hardware: Hardware) -> NDArray[np.float64]:
+    arrived = arrivals(schedule, paths, payload_bytes, hardware)
+    ends = np.zeros(len(schedule.phase_names))
+    np.maximum.at(ends, schedule.phase, arrived)
+    return ends
 
 
 def _by_name(schedule: Schedule, seconds: NDArray[np.float64]) -> dict[str, float]:

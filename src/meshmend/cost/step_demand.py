@@ -9,6 +9,11 @@ than h latencies and their bytes after the step began, and the latest such momen
 the step. The demand keeps, for each step and each h that occurs, the most that any link carries for transfers of
 h hops or more, in chunks at full rate (a chunk over a link of rate 1/2 counts as two); and the same for what any chip
 sends and receives, for engines that drive only some of their links.
+
+Of a repeated schedule (template of L steps, period T, R repeats) step s holds the template's steps t ≡ s modulo T with
+s − (R−1)·T ≤ t ≤ s. For s ≥ L − 1 the upper limit excludes no step of the template, and for s ≤ (R−1)·T the lower limit
+excludes none: between the two, what a step asks for depends on s modulo T alone. So as many repeats are followed as it
+takes to see one whole period of that, and its steps count as often as it lasts: the figures are those of all R repeats.
 """
 
 from __future__ import annotations
@@ -52,16 +57,39 @@ class StepDemand:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.paths = TransferPaths.of(schedule)
+        self.paths = TransferPaths.of(schedule.template)
+        self._rows = schedule.template
+        length, period = self._rows.n_steps, schedule.period
+        most = -(-length // period) + 2 if period else 1
+        self._repeats = min(schedule.repeats, most)
+        self._n_steps = (self._repeats - 1) * period + length
+        self._times = np.ones(self._n_steps)
+        if schedule.repeats > self._repeats:
+            self._times[length - 1 : length - 1 + period] += schedule.repeats - self._repeats
 
     def seconds(self, payload_bytes: float, hardware: Hardware) -> float:
         """Return the lock-step time of the whole schedule."""
-        return float(self.step_seconds(payload_bytes, hardware).sum())
+        return float((self._step_seconds(payload_bytes, hardware) * self._times).sum())
+
+    def phase_seconds(self, payload_bytes: float, hardware: Hardware) -> Floats:
+        """Return the part of each phase in that time: a step's is shared by the chunks that it moves for each."""
+        seconds = self._step_seconds(payload_bytes, hardware) * self._times
+        return np.asarray(seconds @ self._phase_shares)
 
     def step_seconds(self, payload_bytes: float, hardware: Hardware) -> Floats:
         """Return how long each step lasts."""
+        seconds = self._step_seconds(payload_bytes, hardware)
+        more = self.schedule.repeats - self._repeats
+        if not more:
+            return seconds
+        begin = self._rows.n_steps - 1
+        end = begin + self.schedule.period
+        return np.concatenate([seconds[:end], np.tile(seconds[begin:end], more), seconds[end:]])
+
+    def _step_seconds(self, payload_bytes: float, hardware: Hardware) -> Floats:
+        """Return how long each step lasts that is followed."""
         chunk_s = payload_bytes / self.schedule.total_chunks / hardware.link_bytes_per_s
-        lasts = np.full(self.schedule.n_steps, hardware.step_latency_s)
+        lasts = np.full(self._n_steps, hardware.step_latency_s)
         lasts += self._price(self._links, chunk_s, hardware.hop_latency_s, at_least=None)
         width = hardware.links_at_once
         if width is not None and width < self.schedule.mesh.n_directions:
@@ -72,7 +100,7 @@ class StepDemand:
         return lasts
 
     def _price(self, demand: _Demand, chunk_s: float, hop_s: float, at_least: Floats | None) -> Floats:
-        times = np.zeros(self.schedule.n_steps) if at_least is None else at_least.copy()
+        times = np.zeros(self._n_steps) if at_least is None else at_least.copy()
         np.maximum.at(times, demand.step, demand.hops * hop_s + demand.chunks * chunk_s)
         return times
 
@@ -82,16 +110,20 @@ class StepDemand:
         return link_load(self.schedule, self.paths)
 
     @cached_property
-    def phase_shares(self) -> Floats:
+    def _phase_shares(self) -> Floats:
         """For each step (row) the share of each phase (column) in the chunks that it moves; rows sum to 1."""
-        s, n_phases = self.schedule, len(self.schedule.phase_names)
+        s, n_phases = self._rows, len(self.schedule.phase_names)
         key = s.step.astype(np.int64) * n_phases + s.phase
         moved = np.bincount(key, weights=s.n_chunks, minlength=s.n_steps * n_phases).reshape(s.n_steps, n_phases)
-        return np.asarray(moved / moved.sum(axis=1, keepdims=True))
+        total = np.zeros((self._n_steps, n_phases))
+        for repeat in range(self._repeats):
+            first = repeat * self.schedule.period
+            total[first : first + s.n_steps] += moved
+        return np.asarray(total / total.sum(axis=1, keepdims=True))
 
     @cached_property
     def _links(self) -> _Demand:
-        found, s = self.paths, self.schedule
+        found, s = self.paths, self._rows
         if not len(found.far):
             return _join([self._busiest(s.step, found.link, self._lasting(found.link), s.mesh.n_link_slots, hops=1)])
         near = found.link >= 0
@@ -103,19 +135,19 @@ class StepDemand:
 
     def _lasting(self, link: NDArray[np.int32]) -> NDArray[np.number]:
         """Return what each transfer asks of its link, in chunks at full rate."""
-        s = self.schedule
+        s = self._rows
         return s.n_chunks / s.mesh.link_rates[link] if s.mesh.has_slow_cables else s.n_chunks
 
     @cached_property
     def _senders(self) -> _Demand:
-        return self._by_chip(self.schedule.src)
+        return self._by_chip(self._rows.src)
 
     @cached_property
     def _receivers(self) -> _Demand:
-        return self._by_chip(self.schedule.dst)
+        return self._by_chip(self._rows.dst)
 
     def _by_chip(self, rank: NDArray[np.int32]) -> _Demand:
-        s = self.schedule
+        s = self._rows
         if not len(self.paths.far):
             return _join([self._busiest(s.step, rank, s.n_chunks, s.mesh.n_chips, hops=1)])
         hops = np.ones(s.n_transfers, dtype=np.int64)
@@ -144,7 +176,11 @@ class StepDemand:
         hops: int,
     ) -> _Demand:
         """Return the largest sum of `chunks` over any key, for each step; `step` ascends."""
-        n_steps = self.schedule.n_steps
+        if self._repeats > 1:
+            most = self._busiest_repeated(step, key, chunks, n_keys)
+            busy = np.flatnonzero(most)
+            return _Demand(busy, np.full(len(busy), hops), most[busy])
+        n_steps = self._n_steps
         most = np.zeros(n_steps)
         block = max(1, BINS // n_keys)
         for first in range(0, n_steps, block):
@@ -155,6 +191,26 @@ class StepDemand:
             most[first:last] = sums.reshape(last - first, n_keys).max(axis=1)
         busy = np.flatnonzero(most)
         return _Demand(busy, np.full(len(busy), hops), most[busy])
+
+    def _busiest_repeated(
+        self, step: NDArray[np.int32], key: NDArray[np.integer], chunks: NDArray[np.number], n_keys: int
+    ) -> Floats:
+        """Return the same where repeats overlap: a step of the template is there from when its first repeat begins it.
+
+        It is there in every period after that, until the last repeat has done it.
+        """
+        length, period = self._rows.n_steps, self.schedule.period
+        starts = np.searchsorted(step, np.arange(length + 1))
+        most = np.zeros(self._n_steps)
+        for residue in range(period):
+            asked = np.zeros(n_keys)
+            for now in range(residue, self._n_steps, period):
+                for begins, sign in ((now, 1.0), (now - self._repeats * period, -1.0)):
+                    if 0 <= begins < length:
+                        rows = slice(starts[begins], starts[begins + 1])
+                        asked += np.bincount(key[rows], weights=sign * chunks[rows], minlength=n_keys)
+                most[now] = asked.max()
+        return most
 
 
 def _join(parts: list[_Demand]) -> _Demand:

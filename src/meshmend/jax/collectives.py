@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
 from meshmend.jax.lanes import KEEP, Lane
+from meshmend.jax.private import varying_axes
 from meshmend.jax.program import ChunkLayout, Program
 from meshmend.schedule import Collective, Op
 
@@ -331,7 +332,7 @@ def _expect(program: Any, collective: Collective, how: str) -> None:
 
 def _check_split(program: Program) -> None:
     """Refuse tables that are not split by chip: every chip would run the first chip's."""
-    rows, axes = program.owned.shape[0], _varying(program.owned)
+    rows, axes = program.owned.shape[0], varying_axes(program.owned)
     if rows != 1 or (axes and axes != {program.layout.axis}):
         raise ParameterError(
             f"A chip was given {rows} rows of the program's tables{f', split over {sorted(axes)}' if axes else ''}; "
@@ -342,11 +343,11 @@ def _check_split(program: Program) -> None:
 
 def _check_varying(leaves: Sequence[Any], program: Program) -> None:
     """Refuse values that JAX knows to be equal on some devices: under check_vma=True it has summed gradients itself."""
-    if not _varying(program.owned):
+    if not varying_axes(program.owned):
         return
     sizes = {program.layout.axis: program.n_chips, program.layout.core_axis: program.layout.n_cores}
     for leaf in leaves:
-        missing = set(program.axes) - _varying(leaf)
+        missing = set(program.axes) - varying_axes(leaf)
         if missing:
             times = math.prod(sizes[axis] for axis in missing)
             raise ParameterError(
@@ -355,11 +356,3 @@ def _check_varying(leaves: Sequence[Any], program: Program) -> None:
                 "replicated parameters by itself: give shard_map check_vma=False, or apply jax.lax.pcast(…, "
                 f"{program.axes}, to='varying') before jax.grad."
             )
-
-
-def _varying(value: Any) -> frozenset[str]:
-    """Return the axes over which JAX knows a value to vary; none where it does not keep track."""
-    kind = jax.typeof(value)
-    # JAX 0.10 calls it manual_axis_type.varying, earlier ones vma.
-    axes = kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else getattr(kind, "vma", ())
-    return frozenset(axes)

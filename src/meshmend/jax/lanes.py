@@ -65,7 +65,7 @@ class Loop:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ProgramShape:
     """All of a lowered schedule that is the same on every chip; equal shapes can share a compiled program."""
 
     n_chips: int
@@ -85,14 +85,14 @@ class Shape:
         return hash(self.digest)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Shape) and self.digest == other.digest
+        return isinstance(other, ProgramShape) and self.digest == other.digest
 
 
 @dataclass(frozen=True)
 class Lowered:
     """A schedule as loops and tables, and what all chips share of it."""
 
-    shape: Shape
+    shape: ProgramShape
     loops: tuple[Loop, ...]
 
     @property
@@ -110,7 +110,7 @@ def lower(schedule: Schedule) -> Lowered:
     """
     stretches = _merge(_stretches(schedule))
     loops = tuple(_loop(schedule, stretch) for stretch in stretches)
-    shape = Shape(
+    shape = ProgramShape(
         n_chips=schedule.mesh.n_chips,
         total_chunks=schedule.total_chunks,
         collective=schedule.collective,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from meshmend.errors import ParameterError, ScheduleError, name_chip
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.lanes import Shape, lower
+from meshmend.jax.lanes import ProgramShape, lower
 from meshmend.schedule import Collective, Schedule
 from meshmend.schedule.split import all_gather_of, reduce_scatter_of
 from meshmend.schedule.verify import ensure_proven
@@ -42,7 +42,7 @@ class Tables(NamedTuple):
 class ChunkLayout:
     """What all chips share: the lowered schedule's shape, and the axes and the platform that it runs on."""
 
-    shape: Shape
+    shape: ProgramShape
     axis: str
     core_axis: str | None
     n_cores: int

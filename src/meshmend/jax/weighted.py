@@ -54,7 +54,9 @@ def weighted_sums(
         batch = jax.tree.map(lambda x: jnp.take(x, rows, axis=0), batch)
 
         def total(params: Any) -> tuple[jax.Array, Any]:
-            extras = jax.tree.map(lambda x: _weighted(widened(x), weights), _one_each(loss(params, batch), weights))
+            extras = jax.tree.map(
+                lambda x: _weighted(widened(x), weights), _check_per_example(loss(params, batch), weights)
+            )
             return extras[0], extras
 
         gradients, extras = jax.grad(total, has_aux=True)(params)
@@ -77,16 +79,16 @@ def weighted_sums(
     return Sums(*total)
 
 
-def over(total: jax.Array, weight: jax.Array, *, nothing: float) -> jax.Array:
-    """Divide by the total weight; where that is 0 there is no mean, and `nothing` stands for it."""
-    return jnp.where(weight == 0, jnp.asarray(nothing, total.dtype), total / weight)
+def divide_by_weight(total: jax.Array, weight: jax.Array, *, empty: float) -> jax.Array:
+    """Divide by the total weight; where that is 0 there is no mean, and `empty` stands for it."""
+    return jnp.where(weight == 0, jnp.asarray(empty, total.dtype), total / weight)
 
 
 def _weighted(values: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.tensordot(weights.astype(values.dtype), values, axes=1, precision=lax.Precision.HIGHEST)
 
 
-def _one_each(extras: Any, weights: jax.Array) -> Any:
+def _check_per_example(extras: Any, weights: jax.Array) -> Any:
     """Return the loss and aux if they have one value an example, or say what they have instead."""
     for name, tree, exactly in (("the loss", extras[0], True), ("a value of aux", extras[1], False)):
         for leaf in jax.tree.leaves(tree):

@@ -18,15 +18,19 @@ from typing import ClassVar, final
 from meshmend.cost import DEFAULT_HARDWARE, Hardware, StepDemand, find_hardware
 from meshmend.errors import ParameterError, PlanError
 from meshmend.planning.base import CannotServe, Floor, Planner
+from meshmend.planning.gather import Gather
+from meshmend.planning.half import Half
 from meshmend.planning.hamiltonian import Hamiltonian
 from meshmend.planning.row_pairs import RowPairs
 from meshmend.planning.two_color import TwoColor
 from meshmend.planning.weave import Weave
-from meshmend.schedule import Schedule
+from meshmend.schedule import Collective, Schedule
 from meshmend.topology import Mesh
 
 CHOICES: tuple[type[Planner], ...] = (Hamiltonian, TwoColor, RowPairs, Weave)
-"""The planners to choose from."""
+"""The planners of all-reduces to choose from."""
+OTHERS: tuple[type[Planner], ...] = (Gather,)
+"""The planners of reduce-scatters and all-gathers."""
 DEFAULT_PAYLOAD_BYTES = 1e8
 
 
@@ -103,6 +107,8 @@ class Chooser(Planner):
 class Auto(Chooser):
     """The fastest of all planners for a payload on a piece of hardware.
 
+    A reduce-scatter or an all-gather is planned as such, or is half of an all-reduce, whichever is faster.
+
     >>> choice = Auto(payload_bytes=1e9).choose(Mesh("8x8", failed=["2x2@2,2"]))
     >>> choice.planner.name, [c.planner.name for c in choice.considered if c.why_not]
     ('weave', ['two-color'])
@@ -112,10 +118,15 @@ class Auto(Chooser):
 
     payload_bytes: float = DEFAULT_PAYLOAD_BYTES
     hardware: str | Hardware = DEFAULT_HARDWARE
+    collective: Collective = Collective.ALL_REDUCE
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "collective", Collective(self.collective))
 
     def field(self, mesh: Mesh) -> Field:
         """Return every planner."""
-        return Field(mesh)
+        return Field(mesh, candidates(self.collective))
 
 
 @final
@@ -137,19 +148,37 @@ class Tuned(Chooser):
         """The name of its planner: what is tuned is no other planner."""
         return self.planner.name
 
+    @property
+    def collective(self) -> Collective:  # type: ignore[override]
+        """What its planner plans."""
+        return self.planner.collective
+
+    @property
+    def is_splittable(self) -> bool:  # type: ignore[override]
+        """What its planner says."""
+        return self.planner.is_splittable
+
     def field(self, mesh: Mesh) -> Field:
         """Return the planner alone."""
         return Field(mesh, [self.planner], fixed=self.fixed)
 
 
+def candidates(collective: Collective) -> list[Planner]:
+    """Return the planners that `auto` chooses from, with their default parameters."""
+    if collective is Collective.ALL_REDUCE:
+        return [kind() for kind in CHOICES]
+    return [Gather(collective=collective), *(Half(kind(), collective) for kind in CHOICES)]
+
+
 class Field:
     """All candidates for one mesh. Schedules are made when first needed and kept: many payloads cost little more.
 
-    By default the candidates are all planners; of those that are given, the parameters named in `fixed` stay.
+    By default the candidates are all planners of all-reduces; of those that are given, the parameters named in `fixed`
+    stay.
     """
 
     def __init__(self, mesh: Mesh, planners: Sequence[Planner] | None = None, *, fixed: Sequence[str] = ()) -> None:
-        entered = [kind() for kind in CHOICES] if planners is None else planners
+        entered = candidates(Collective.ALL_REDUCE) if planners is None else planners
         reasons = {planner: planner.why_not(mesh) for planner in entered}
         self._mesh = mesh
         self._fixed = fixed

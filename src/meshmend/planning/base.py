@@ -16,7 +16,7 @@ from typing import ClassVar, SupportsIndex, final
 import numpy as np
 
 from meshmend.errors import ParameterError, PlanError, name_chip
-from meshmend.schedule import Schedule
+from meshmend.schedule import Collective, Schedule
 from meshmend.topology import Mesh
 
 MAX_TRANSFERS = 2**25
@@ -46,10 +46,15 @@ class CannotServe(Exception):  # noqa: N818  # no error: auto asks every planner
 
 
 class Planner(ABC):
-    """Turns a mesh into an all-reduce schedule. Its dataclass fields are its parameters."""
+    """Turns a mesh into a schedule, of an all-reduce unless it says so. Its dataclass fields are its parameters."""
 
     name: ClassVar[str]
     """What the command line and `plan(planner=…)` call it."""
+    collective: Collective = Collective.ALL_REDUCE
+    """What its schedules promise."""
+    is_splittable: ClassVar[bool] = True
+    """Whether the reductions and the copies of its all-reduce are a reduce-scatter and an all-gather, which mirror each
+    other: each has half of the steps and of the load."""
 
     @final
     def why_not(self, mesh: Mesh) -> str | None:
@@ -120,7 +125,7 @@ class Planner(ABC):
     @final
     def _check_hops(self, schedule: Schedule) -> None:
         """Hold every transfer that claims to be one between neighbours to it: the routes would hide a dead cable."""
-        mesh = schedule.mesh
+        mesh, schedule = schedule.mesh, schedule.template
         routed = np.array([self.is_routed(mesh, phase) for phase in schedule.phase_names])
         for first in range(0, schedule.n_transfers, CHECKED_AT_ONCE):
             rows = slice(first, first + CHECKED_AT_ONCE)

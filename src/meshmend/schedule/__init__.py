@@ -1,10 +1,11 @@
 """The schedule, and all that defines it: what it is, what proves it, its file, its equal forms.
 
-`schedule` is the representation itself. `verify` says what each collective is and proves that a schedule is one.
-`serialize` reads and writes files, `neighbour_hops` rewrites a schedule into hops between neighbours, and `split` cuts
-an all-reduce into its reduce-scatter and its all-gather.
+`schedule` is the representation itself, `columns` its arrays. `verify` says what each collective is and proves that a
+schedule is one. `serialize` reads and writes files, `neighbour_hops` rewrites a schedule into hops between neighbours,
+and `split` cuts an all-reduce into its reduce-scatter and its all-gather.
 """
 
-from meshmend.schedule.schedule import MAX_CHUNKS, MAX_PHASES, Collective, Op, Phase, Schedule
+from meshmend.schedule.columns import MAX_CHUNKS
+from meshmend.schedule.schedule import MAX_EXPANDED, MAX_PHASES, Collective, Op, Phase, Schedule
 
-__all__ = ["MAX_CHUNKS", "MAX_PHASES", "Collective", "Op", "Phase", "Schedule"]
+__all__ = ["MAX_CHUNKS", "MAX_EXPANDED", "MAX_PHASES", "Collective", "Op", "Phase", "Schedule"]

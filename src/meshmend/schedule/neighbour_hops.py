@@ -30,6 +30,8 @@ from meshmend.routing import Routes
 from meshmend.schedule import Collective, Op, Schedule
 from meshmend.schedule.verify import verify as prove
 
+BY_HOPS = " by neighbour hops"
+"""What is added to the planner's name where a schedule was rewritten."""
 Row = tuple[int, int, int, int, int, int, int]
 """Step, source, destination, first chunk, number of chunks, op and phase of a transfer."""
 
@@ -47,9 +49,13 @@ def neighbour_hops(schedule: Schedule, routes: Routes | None = None, *, verify: 
     True
     """
     mesh = schedule.mesh
-    near = mesh.link(schedule.src, schedule.dst) >= 0
+    near = mesh.link(schedule.template.src, schedule.template.dst) >= 0
     if near.all():
         return schedule
+    if schedule.repeats > 1:
+        # Hops take steps of their own, and what a period was is none any more.
+        schedule = schedule.expanded()
+        near = mesh.link(schedule.src, schedule.dst) >= 0
     if routes is not None and routes.mesh != mesh:
         raise RoutingError(f"The routes are for {routes.mesh}, the schedule for {mesh}.", scheme=routes.scheme)
     rows = _join_runs(np.concatenate(list(_Lowering(schedule, near, routes).blocks())))
@@ -67,7 +73,7 @@ def neighbour_hops(schedule: Schedule, routes: Routes | None = None, *, verify: 
         phase_names=schedule.phase_names,
         owners=schedule.owners,
         collective=schedule.collective,
-        planner=f"{schedule.planner} by neighbour hops",
+        planner=f"{schedule.planner}{BY_HOPS}",
     )
     if verify:
         try:

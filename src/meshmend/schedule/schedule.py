@@ -3,6 +3,11 @@
 A schedule is a struct of arrays, one row a transfer. Within a step all reads see the state before the step,
 and no two transfers of a step may write the same chunk of the same chip: so the order of rows inside a step
 has no meaning, and an engine may run them all at once.
+
+A schedule may be a *template* of N chunks, repeated R times, each time a period of T steps and N chunks later: K = N·R.
+The template lasts longer than T, so the repeats overlap, and the whole fills and drains by itself. Then the arrays are
+not kept; who asks for them gets them expanded, so that no reader can mistake the template for the whole. Readers that
+know of repeats ask for `template`, `repeats` and `period`, and their work does not grow with R.
 """
 
 from __future__ import annotations
@@ -16,10 +21,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meshmend.errors import ScheduleError
+from meshmend.schedule.columns import MAX_CHUNKS, expand, narrow, read_only, whole
 from meshmend.topology import IntArray, Mesh
 
-MAX_CHUNKS = 2**31 - 1
+MAX_STEPS = 2**31 - 1
 MAX_PHASES = 256
+MAX_EXPANDED = 2**25
+"""Transfers, and owners, that a repeated schedule is expanded to at most: 0.7 GB."""
 
 
 class Op(IntEnum):
@@ -60,7 +68,7 @@ class Schedule:
     it belongs to phase `phase_names[phase[i]]`. `owners[k]` is the rank where chunk k is first complete:
     the chip that updates its weights when the update is sharded.
 
-    Rows are kept in order of step. Every step has at least one transfer.
+    Rows are kept in order of step. Every step has at least one transfer. `repeated` makes a longer one of it.
 
     >>> mesh = Mesh((1, 2))
     >>> s = Schedule(mesh, total_chunks=1, step=[0, 1], src=[1, 0], dst=[0, 1], op=[Op.REDUCE, Op.COPY], owners=[0])
@@ -88,11 +96,13 @@ class Schedule:
         if not 1 <= total_chunks <= MAX_CHUNKS:
             raise ScheduleError(f"A payload is cut into 1 to {MAX_CHUNKS:,} chunks: got {total_chunks:,}.")
         self._mesh = mesh
+        self._template: Schedule | None = None
+        self._repeats, self._period = 1, 0
         self._total_chunks = int(total_chunks)
         self._phase_names = tuple(phase_names)
         self._collective = Collective(collective)
         self._planner = planner
-        steps = _whole(step, "step")
+        steps = whole(step, "step")
         length = len(steps)
         columns: dict[str, NDArray[Any]] = {"step": steps}
         for name, column in (
@@ -103,16 +113,16 @@ class Schedule:
             ("op", op),
             ("phase", phase),
         ):
-            columns[name] = _whole(column, name, length)
+            columns[name] = whole(column, name, length)
         self._check_ranges(columns)
         if np.any(steps[1:] < steps[:-1]):
             order = np.argsort(steps, kind="stable")
             columns = {name: column[order] for name, column in columns.items()}
         self._columns = {
-            name: _narrow(column, np.uint8 if name in ("op", "phase") else np.int32) for name, column in columns.items()
+            name: narrow(column, np.uint8 if name in ("op", "phase") else np.int32) for name, column in columns.items()
         }
         self._check_steps()
-        self._owners = _narrow(_whole(owners, "owners", self._total_chunks), np.int32)
+        self._owners = narrow(whole(owners, "owners", self._total_chunks), np.int32)
         if np.any((self._owners < 0) | (self._owners >= mesh.n_chips)):
             raise ScheduleError(f"Owners are ranks from 0 to {mesh.n_chips - 1}.")
         self._is_proven = False
@@ -157,6 +167,85 @@ class Schedule:
         jumps = np.flatnonzero(np.diff(step, prepend=np.int32(-1)) > 1)
         if len(jumps):
             raise ScheduleError(f"Step {step[jumps[0]] - 1} has no transfer; number the steps without gaps from 0.")
+
+    def repeated(self, repeats: int, period: int) -> Schedule:
+        """Return this schedule `repeats` times, each `period` steps and `total_chunks` chunks after the one before.
+
+        >>> s = Schedule(Mesh((1, 2)), total_chunks=1, step=[0, 1], src=[1, 0], dst=[0, 1], op=[0, 1], owners=[0])
+        >>> long = s.repeated(1000, period=1)
+        >>> long
+        Schedule(hand-made all-reduce on 1x2: 2 chips, 1,001 steps, 1,000 chunks, 2,000 transfers; 1 chunk repeated)
+        >>> long.first_chunk[:5].tolist(), long.step[:5].tolist()
+        ([0, 1, 0, 2, 1], [0, 1, 1, 2, 2])
+        """
+        if self._template is not None:
+            raise ScheduleError(f"{self!r} is repeated already. Repeat its template, with other numbers.")
+        if repeats < 1 or self._total_chunks * repeats > MAX_CHUNKS:
+            raise ScheduleError(
+                f"{self._total_chunks:,} chunks repeated {repeats:,} times: expected 1 or more times, and at most "
+                f"{MAX_CHUNKS:,} chunks in all."
+            )
+        if repeats == 1:
+            return self
+        # A longer period would leave steps without transfers between one repeat and the next.
+        if not 1 <= period <= self.n_steps:
+            raise ScheduleError(f"The period is {period:,} steps, expected 1 to the template's {self.n_steps:,}.")
+        if (repeats - 1) * period + self.n_steps > MAX_STEPS:
+            raise ScheduleError(f"{repeats:,} repeats make more than {MAX_STEPS:,} steps. Repeat less often.")
+        longer = object.__new__(Schedule)
+        longer._mesh, longer._phase_names = self._mesh, self._phase_names
+        longer._collective, longer._planner = self._collective, self._planner
+        longer._template, longer._repeats, longer._period = self, int(repeats), int(period)
+        longer._total_chunks = self._total_chunks * int(repeats)
+        longer._is_proven = False
+        return longer
+
+    def expanded(self) -> Schedule:
+        """Return the same schedule without repeats: every transfer of the whole as a row, at most `MAX_EXPANDED`."""
+        if self._template is None:
+            return self
+        return Schedule(
+            self._mesh,
+            total_chunks=self._total_chunks,
+            owners=self.owners,
+            phase_names=self._phase_names,
+            collective=self._collective,
+            planner=self._planner,
+            **self._columns,
+        )
+
+    @cached_property
+    def _columns(self) -> dict[str, NDArray[Any]]:
+        """The rows of a repeated schedule; one without repeats has its own from the start."""
+        if self.n_transfers > MAX_EXPANDED:
+            raise ScheduleError(
+                f"{self!r} has more than the {MAX_EXPANDED:,} transfers that are expanded. Plan with fewer chunks, or "
+                "use a part of meshmend that knows repeats: verify, save, predict in lock-step, the NumPy, JAX and "
+                "PyTorch engines."
+            )
+        template = self.template
+        return expand(template._columns, template.total_chunks, self._repeats, self._period)
+
+    @cached_property
+    def _owners(self) -> IntArray:
+        if self._total_chunks > MAX_EXPANDED:
+            raise ScheduleError(f"{self!r} has more than the {MAX_EXPANDED:,} owners that are listed one by one.")
+        return read_only(np.tile(self.template.owners, self._repeats))
+
+    @property
+    def template(self) -> Schedule:
+        """What is repeated; the schedule itself where nothing is."""
+        return self if self._template is None else self._template
+
+    @property
+    def repeats(self) -> int:
+        """How often the template is run, R; 1 where nothing is repeated."""
+        return self._repeats
+
+    @property
+    def period(self) -> int:
+        """Steps from one repeat to the next, T; 0 where nothing is repeated."""
+        return self._period
 
     @property
     def mesh(self) -> Mesh:
@@ -231,12 +320,13 @@ class Schedule:
     @property
     def n_transfers(self) -> int:
         """Number of transfers."""
-        return len(self.step)
+        return len(self.template._columns["step"]) * self._repeats
 
     @property
     def n_steps(self) -> int:
         """Number of steps."""
-        return int(self.step[-1]) + 1 if len(self.step) else 0
+        step = self.template._columns["step"]
+        return int(step[-1]) + 1 + (self._repeats - 1) * self._period if len(step) else 0
 
     @cached_property
     def step_starts(self) -> NDArray[np.int64]:
@@ -247,15 +337,21 @@ class Schedule:
     def phases(self) -> tuple[Phase, ...]:
         """The phases that have transfers, in order of their first step."""
         found = []
+        template, later = self.template, (self._repeats - 1) * self._period
         for index, name in enumerate(self._phase_names):
-            rows = np.flatnonzero(self.phase == index)
+            rows = np.flatnonzero(template.phase == index)
             if len(rows):
-                found.append(Phase(name, int(self.step[rows[0]]), int(self.step[rows[-1]]), len(rows)))
+                first, last = int(template.step[rows[0]]), int(template.step[rows[-1]]) + later
+                found.append(Phase(name, first, last, len(rows) * self._repeats))
         return tuple(sorted(found, key=lambda phase: (phase.first_step, phase.last_step)))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):
             return NotImplemented
+        if self._template is not None or other._template is not None:
+            # A repeated schedule and its expanded form are two values: to compare what they do, expand both.
+            ours, theirs = (self._repeats, self._period), (other._repeats, other._period)
+            return ours == theirs and self.template == other.template
         return (
             self._mesh == other._mesh
             and self._total_chunks == other._total_chunks
@@ -267,13 +363,19 @@ class Schedule:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_is_proven": False}
+        state = {**self.__dict__, "_is_proven": False}
+        if self._template is not None:
+            # What was expanded can be expanded again.
+            for name in ("_columns", "_owners", "step_starts"):
+                state.pop(name, None)
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Neither pickle nor deepcopy keeps arrays read-only.
         self.__dict__.update(state)
-        for column in (*self._columns.values(), self._owners):
-            column.flags.writeable = False
+        if self._template is None:
+            for column in (*self._columns.values(), self._owners):
+                column.flags.writeable = False
 
     __hash__ = None  # type: ignore[assignment]  # equal values can be large: compare, do not hash
 
@@ -281,34 +383,9 @@ class Schedule:
         def count(n: int, noun: str) -> str:
             return f"{n:,} {noun}{'s' * (n != 1)}"
 
+        repeated = "" if self._template is None else f"; {count(self.template.total_chunks, 'chunk')} repeated"
         return (
             f"Schedule({self._planner} {self._collective} on {self._mesh}: {count(self._mesh.n_chips, 'chip')}, "
             f"{count(self.n_steps, 'step')}, {count(self._total_chunks, 'chunk')}, "
-            f"{count(self.n_transfers, 'transfer')})"
+            f"{count(self.n_transfers, 'transfer')}{repeated})"
         )
-
-
-def _whole(values: ArrayLike, name: str, length: int | None = None) -> NDArray[Any]:
-    """Return a 1-D integer array, stretched to `length` if it is a single number."""
-    array = np.asarray(values)
-    if array.size == 0:
-        array = array.astype(np.int64)
-    if array.dtype.kind not in "iu":
-        raise ScheduleError(f"{name} holds {array.dtype}, expected whole numbers.")
-    if array.ndim == 0 and length is not None:
-        array = np.broadcast_to(array, (length,))
-    if array.ndim != 1 or (length is not None and len(array) != length):
-        wanted = "one number a transfer" if length is None else f"{length} numbers"
-        raise ScheduleError(f"{name} has shape {array.shape}, expected {wanted}.")
-    if array.dtype.kind == "u":
-        if array.size and array.max() > MAX_CHUNKS:
-            raise ScheduleError(f"{name} holds {array.max()}, beyond any rank, step or chunk.")
-        return array.astype(np.int64)
-    return array.astype(np.promote_types(array.dtype, np.int32), copy=False)
-
-
-def _narrow(array: NDArray[Any], dtype: type[Any]) -> NDArray[Any]:
-    """Return a read-only copy that nobody else holds, so that the schedule cannot change under its readers."""
-    narrow = np.array(array, dtype=dtype)
-    narrow.flags.writeable = False
-    return narrow

@@ -30,7 +30,9 @@ from meshmend.schedule import Collective, Op, Schedule
 from meshmend.topology import Mesh, Region, name_cable, name_shape, parse_chip
 
 FORMAT = 1
-"""Version of both forms; a reader refuses the versions that it does not know."""
+REPEATED_FORMAT = 2
+"""Versions of both forms: 2 is for a repeated schedule, whose rows are the template's, so that readers of 1 do not take
+them for the whole. A reader refuses the versions that it does not know."""
 
 MAX_BYTES = 2**31
 """Largest schedule, unpacked, that is read unless the caller allows more: 80 million transfers."""
@@ -73,11 +75,11 @@ def save(schedule: Schedule, path: str | Path) -> None:
         match path.suffix:
             case ".npz":
                 header = np.frombuffer(json.dumps(_describe(schedule)).encode(), dtype=np.uint8)
-                columns = {name: getattr(schedule, name).astype(dtype) for name, dtype in COLUMNS.items()}
+                columns = {name: getattr(schedule.template, name).astype(dtype) for name, dtype in COLUMNS.items()}
                 np.savez_compressed(path, header=header, **columns)
             case ".txt":
                 text = to_text(schedule)
-                if len(text) > MAX_TEXT_BYTES or schedule.total_chunks > _MAX_TEXT_CHUNKS:
+                if len(text) > MAX_TEXT_BYTES or schedule.template.total_chunks > _MAX_TEXT_CHUNKS:
                     raise ScheduleFileError(f"{schedule!r} is too large for the text form. Save it as .npz.")
                 path.write_text(text, encoding="utf-8")
             case other:
@@ -140,16 +142,18 @@ def _check_name(name: str) -> None:
 
 def _describe(schedule: Schedule) -> dict[str, Any]:
     mesh = schedule.mesh
+    repeat = {} if schedule.repeats == 1 else {"repeats": schedule.repeats, "period": schedule.period}
     return {
-        "format": FORMAT,
+        "format": REPEATED_FORMAT if repeat else FORMAT,
         "shape": list(mesh.shape),
         "wrap": list(mesh.wrap),
         "failed": [str(hole) for hole in mesh.holes],
         "failed_cables": [name_cable(cable) for cable in mesh.failed_cables],
-        "chunks": schedule.total_chunks,
+        "chunks": schedule.template.total_chunks,
         "collective": str(schedule.collective),
         "planner": schedule.planner,
         "phases": list(schedule.phase_names),
+        **repeat,
     }
 
 
@@ -176,8 +180,14 @@ def _read_npz(file: IO[bytes], max_bytes: int) -> Schedule:
         raise
     except _ZIP_ERRORS as error:
         raise ScheduleFileError(f"the archive is damaged ({error}).") from error
-    header = _read_header(arrays.pop("header").tobytes())
-    return Schedule(header.pop("mesh"), **header, **arrays)
+    return _assemble(_read_header(arrays.pop("header").tobytes()), arrays)
+
+
+def _assemble(header: dict[str, Any], columns: dict[str, Any]) -> Schedule:
+    """Return the schedule of a header that was read and of its columns, which are checked here."""
+    repeats, period = header.pop("repeats"), header.pop("period")
+    template = Schedule(header.pop("mesh"), **header, **columns)
+    return template if repeats is None else template.repeated(repeats, period)
 
 
 _ZIP_ERRORS = (
@@ -230,8 +240,8 @@ def _read_header(data: bytes) -> dict[str, Any]:
         header = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ScheduleFileError(f"its header is not JSON ({error}).") from error
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        found = header.get("format") if isinstance(header, dict) else type(header).__name__
+    found = header.get("format") if isinstance(header, dict) else type(header).__name__
+    if type(found) is not int or found not in (FORMAT, REPEATED_FORMAT):
         raise ScheduleFileError(f"its format is {found!r}; this version of meshmend reads {FORMAT}.")
 
     def listed(key: str, kind: type) -> list[Any]:
@@ -240,9 +250,16 @@ def _read_header(data: bytes) -> dict[str, Any]:
             raise ScheduleFileError(f"{key} in its header should be a list of {kind.__name__}.")
         return values
 
-    for key, kind in (("chunks", int), ("collective", str), ("planner", str)):
+    expected: list[tuple[str, type]] = [("chunks", int), ("collective", str), ("planner", str)]
+    if found == REPEATED_FORMAT:
+        expected += [("repeats", int), ("period", int)]
+    elif "repeats" in header or "period" in header:
+        raise ScheduleFileError(f"it repeats, which format {FORMAT} does not; expected format {REPEATED_FORMAT}.")
+    for key, kind in expected:
         if type(header.get(key)) is not kind:
             raise ScheduleFileError(f"{key} in its header should be {kind.__name__}, got {header.get(key)!r}.")
+    if found == REPEATED_FORMAT and header["repeats"] < 2:
+        raise ScheduleFileError(f"repeats in its header is {header['repeats']}, expected 2 or more.")
     if header["collective"] not in tuple(Collective):
         raise ScheduleFileError(f"its collective {header['collective']!r} is none of {', '.join(Collective)}.")
     shape, failed, phases = listed("shape", int), listed("failed", str), listed("phases", str)
@@ -261,6 +278,8 @@ def _read_header(data: bytes) -> dict[str, Any]:
         "collective": Collective(header["collective"]),
         "planner": header["planner"],
         "phase_names": tuple(phases),
+        "repeats": header.get("repeats"),
+        "period": header.get("period"),
     }
 
 
@@ -276,15 +295,15 @@ def to_text(schedule: Schedule) -> str:
       (0,0) -> (0,1)  chunk 0  reduce  phase 0
       ...
     """
-    mesh = schedule.mesh
-    header = {key: value for key, value in _describe(schedule).items() if key != "format"}
+    mesh, described, schedule = schedule.mesh, _describe(schedule), schedule.template
+    header = {key: value for key, value in described.items() if key != "format"}
     header["shape"] = name_shape(mesh.shape)
     names = [name_chip(chip) for chip in mesh.coords.tolist()]
     owners = []
     for rank, group in groupby(schedule.owners.tolist()):
         count = len(list(group))
         owners.append(names[rank] + (f"*{count}" if count > 1 else ""))
-    lines = [f"meshmend schedule {FORMAT}", json.dumps(header), "owners " + " ".join(owners)]
+    lines = [f"meshmend schedule {described['format']}", json.dumps(header), "owners " + " ".join(owners)]
     step = -1
     for row in zip(*(getattr(schedule, name).tolist() for name in COLUMNS if name != "owners"), strict=True):
         now, src, dst, first, count, op, phase = row
@@ -306,12 +325,13 @@ _OWNER = re.compile(rf"{_CHIP}(?:\*(\d{{1,10}}))?", re.ASCII)
 def from_text(text: str) -> Schedule:
     """Read the text form. The message of an error names the line."""
     lines = text.split("\n")
-    if lines[0] != f"meshmend schedule {FORMAT}":
+    formats = {f"meshmend schedule {version}": version for version in (FORMAT, REPEATED_FORMAT)}
+    if lines[0] not in formats:
         raise ScheduleFileError(f"line 1 should be 'meshmend schedule {FORMAT}', got {lines[0][:40]!r}.")
     if len(lines) < 3:
         raise ScheduleFileError("it ends before the owners.")
-    header = _read_header(_header_of_text(lines[1]))
-    mesh: Mesh = header.pop("mesh")
+    header = _read_header(_header_of_text(lines[1], formats[lines[0]]))
+    mesh: Mesh = header["mesh"]
     ranks: dict[str, int] = {}
 
     def rank(chip: str) -> int:
@@ -340,14 +360,14 @@ def from_text(text: str) -> Schedule:
             raise ScheduleFileError(f"line {number} is neither a step nor a transfer: {line[:60]!r}.")
     table = np.array(rows, dtype=np.int64).reshape(-1, 7)
     columns: dict[str, Any] = dict(zip((name for name in COLUMNS if name != "owners"), table.T, strict=True))
-    return Schedule(mesh, owners=owners, **header, **columns)
+    return _assemble(header, {"owners": owners, **columns})
 
 
-def _header_of_text(line: str) -> bytes:
+def _header_of_text(line: str, version: int) -> bytes:
     """Return the header line as the binary form has it."""
     try:
         header = json.loads(line)
-        header["format"] = FORMAT
+        header["format"] = version
         header["shape"] = [int(n) for n in str(header["shape"]).split("x")]
         return json.dumps(header).encode()
     except (ValueError, TypeError, KeyError, RecursionError) as error:

@@ -39,6 +39,8 @@ def _half(schedule: Schedule, op: Op, collective: Collective) -> Schedule:
     """
     if schedule.collective is not Collective.ALL_REDUCE:
         raise ScheduleError(f"Only an all-reduce can be split: got a schedule of a {schedule.collective}.")
+    if schedule.repeats > 1:
+        return _half_of_repeated(schedule, op, collective)
     keep = schedule.op == op
     _, step = np.unique(schedule.step[keep], return_inverse=True)
     used, phase = np.unique(schedule.phase[keep], return_inverse=True)
@@ -57,3 +59,16 @@ def _half(schedule: Schedule, op: Op, collective: Collective) -> Schedule:
         collective=collective,
         planner=schedule.planner,
     )
+
+
+def _half_of_repeated(schedule: Schedule, op: Op, collective: Collective) -> Schedule:
+    """Keep the template's transfers of one kind where that is a schedule by itself, or else the expanded one's.
+
+    Closing up a step of the template would shift what follows against the repeats before it: the half could still be
+    right, as every order of the repeats is, but no longer be even over the links. So only whole ends are cut off.
+    """
+    template = schedule.template
+    steps = np.unique(template.step[template.op == op])
+    if len(steps) and len(steps) == steps[-1] - steps[0] + 1 and schedule.period <= len(steps):
+        return _half(template, op, collective).repeated(schedule.repeats, schedule.period)
+    return _half(schedule.expanded(), op, collective)

@@ -23,6 +23,14 @@ Two ways of counting, and the result says which was used:
   In an all-gather T must be 1. Then one contribution is there, and another chip's has the owner's number with
   probability 1/p.
 
+A repeated schedule is proven by its template. Let the template have N chunks and the period be T. A transfer reads and
+writes one cell (chip, chunk) per chunk that it carries, with the same chunk on both sides, and those of repeat r carry
+chunks r·N … (r+1)·N − 1 only: so no repeat reads or writes a cell of another, and no two repeats write the same cell in
+a step. What happens to the cells of repeat r is therefore decided by its own transfers alone. They are the template's,
+with r·N added to each chunk and r·T to each step, which changes neither the order of two steps nor what is in one step.
+So in every repeat the cells end as those of the template do, and collide in a step if and only if those do. The owners
+are shifted likewise. Hence the whole keeps its promise if and only if the template does, whatever T and R are. ∎
+
 Chunks that always travel together are followed as one, so the work depends on the schedule, not on K. How much work it
 will be is found out from the schedule's numbers first: a schedule that would take too long, or too much memory, is
 refused before anything is expanded.
@@ -104,24 +112,26 @@ def verify(
     'exact'
     """
     started = time.perf_counter()
-    _check_transfers(schedule)
-    _check_paths(schedule, mesh or schedule.mesh)
-    classes = _Classes(schedule)
+    # The first repeat is the template itself: what is said of the template's steps and chunks holds for the whole.
+    template = schedule.template
+    _check_transfers(template)
+    _check_paths(template, mesh or schedule.mesh)
+    classes = _Classes(template)
     if method is None:
         cells = schedule.mesh.n_chips**2 * classes.n
         method = "exact" if cells <= EXACT_CELLS else "fingerprint"
-    tally = _Tally(schedule, method, seed)
-    _check_work(schedule, classes, tally)
+    tally = _Tally(template, method, seed)
+    _check_work(template, classes, tally)
     for block in tally.blocks(classes.n):
         held = tally.start(block.stop - block.start)
-        _replay(schedule, classes, block.start, block.stop, tally, held)
+        _replay(template, classes, block.start, block.stop, tally, held)
         fault = tally.fault(held, classes.owners[block])
         if fault is not None:
             chip, chunk_class = fault
-            raise_wrong_sum(schedule, chip, int(classes.starts[block.start + chunk_class]))
+            raise_wrong_sum(template, chip, int(classes.starts[block.start + chunk_class]))
     # A proof for another mesh, or by fingerprints that a file's author could know, is no proof for an engine.
     if (mesh is None or mesh == schedule.mesh) and (method == "exact" or seed is None):
-        schedule._is_proven = True
+        schedule._is_proven = template._is_proven = True
     return Proof(
         collective=schedule.collective,
         method=method,

@@ -200,7 +200,7 @@ def test_a_planner_that_dies_of_something_else_is_reported(
 TWO = """
 import os, sys, time
 from meshmend.jax.job import Launch, initialize
-from meshmend.jax.job import session, as, module
+from meshmend.jax.job import session as module
 
 def slow(*args, plan=module.plan, **parameters):
     if sys.argv[2] == "0":

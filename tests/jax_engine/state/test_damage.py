@@ -29,7 +29,7 @@ from meshmend.errors import RestartError
 from meshmend.jax.state.keeper import Keeper
 from meshmend.jax.state.layout import Vectors
 from meshmend.jax.state.memory import MAGIC, HostMemory
-from meshmend.jax.state.mirror import copy_of, cutter
+from meshmend.jax.state.mirror import copy_of, make_parts_fn
 from meshmend.jax.state.sources import offer_copy, rank_sources
 
 # Orbax reads many arrays at once; when one of them fails, the others' results come to an event loop that has ended.
@@ -185,7 +185,7 @@ class Hosts:
         self.layout = layout = self.job.layout
         self.saved = {step: elements(self.job, self.job.values(step)) for step in self.STEPS}
         host_of_chip = [0, 0, 1, 1, 2, 2]
-        cut = jax.jit(cutter(layout, host_of_chip))
+        cut = jax.jit(make_parts_fn(layout, host_of_chip))
         self.kept: dict[str, bytes] = {}
         for host in range(3):
             memory = HostMemory(folder / str(host))
@@ -219,7 +219,7 @@ class Hosts:
                     keeper: Any = SimpleNamespace(
                         session=SimpleNamespace(launch=SimpleNamespace(process=process)), disk=None, layout=self.layout
                     )
-                    brought.append(Keeper._bring(keeper, source, held[process]))
+                    brought.append(Keeper._load_source(keeper, source, held[process]))
                 total: Vectors = {
                     name: np.array([mine[0][name].view(np.uint8) for mine in brought]).sum(axis=0, dtype=np.uint8)
                     for name in vectors

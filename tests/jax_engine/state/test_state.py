@@ -19,9 +19,9 @@ from meshmend.errors import RestartError
 from meshmend.jax.job.hosts import Hosts
 from meshmend.jax.state.disk import Disk
 from meshmend.jax.state.identity import Identity
-from meshmend.jax.state.layout import Outline, Sharded, StateLayout, Vectors, vectors_from_leaves
+from meshmend.jax.state.layout import Outline, ShardedArray, StateLayout, Vectors, vectors_from_leaves
 from meshmend.jax.state.memory import Copy, HostMemory, read_copy
-from meshmend.jax.state.mirror import copy_of, cutter, partners
+from meshmend.jax.state.mirror import backup_chips, copy_of, make_parts_fn
 from meshmend.jax.state.sources import Source, offer_copy, rank_sources
 
 HOSTS = Hosts.of("8x8", "4x2")
@@ -109,22 +109,22 @@ def test_vectors_hold_the_elements_in_the_order_of_the_parameters(whole: Trained
 
 def test_bit_identical_on_64_then_56_then_64_chips(whole: Trained, holed: Trained) -> None:
     vectors = whole.vectors()
-    smaller = holed.layout.lay_out(vectors, holed.fresh)
+    smaller = holed.layout.to_devices(vectors, holed.fresh)
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(smaller)]
     back = vectors_from_leaves(holed.layout.outline, holed.layout.is_sharded, leaves)
     assert {name: v.tobytes() for name, v in back.items()} == {name: v.tobytes() for name, v in vectors.items()}
-    assert bits(whole.layout.lay_out(back, whole.fresh)) == bits(whole.state)
+    assert bits(whole.layout.to_devices(back, whole.fresh)) == bits(whole.state)
 
 
 def test_a_step_on_the_smaller_mesh_takes_the_state_up(whole: Trained, holed: Trained) -> None:
-    params, state = holed.layout.lay_out(whole.vectors(), holed.fresh)
+    params, state = holed.layout.to_devices(whole.vectors(), holed.fresh)
     assert jax.tree.map(lambda x: x.sharding, (params, state)) == jax.tree.map(lambda x: x.sharding, holed.state)
     assert int(jax.tree.leaves(state)[0]) == 2
 
 
 def copies_of(trained: Trained, step: int = 7) -> dict[int, Copy]:
     hosts = trained.host_of_chip()
-    parts = jax.jit(cutter(trained.layout, hosts))(*trained.state)
+    parts = jax.jit(make_parts_fn(trained.layout, hosts))(*trained.state)
     return {host: copy_of(parts, trained.layout, hosts, host, 1, step, {"at": 3}, "run") for host in sorted(set(hosts))}
 
 
@@ -151,7 +151,7 @@ def test_what_one_host_takes_with_it_another_has(whole: Trained, lost: tuple[int
     assert source.is_whole
     assert not source.differs
     again = rebuilt(copies, source, whole.layout.outline)
-    assert bits(whole.layout.lay_out(again, whole.fresh)) == bits(whole.state)
+    assert bits(whole.layout.to_devices(again, whole.fresh)) == bits(whole.state)
 
 
 def test_neighbours_in_the_ring_of_hosts_are_too_much_to_lose(whole: Trained) -> None:
@@ -275,7 +275,7 @@ def test_disk_gives_back_the_same_bits_on_another_mesh(whole: Trained, holed: Tr
     assert saved.facts["extra"] == [1, 64]
     expected = whole.vectors()
     assert {name: v.tobytes() for name, v in vectors.items()} == {name: v.tobytes() for name, v in expected.items()}
-    smaller = holed.layout.lay_out(vectors, holed.fresh)
+    smaller = holed.layout.to_devices(vectors, holed.fresh)
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(smaller)]
     back = vectors_from_leaves(holed.layout.outline, holed.layout.is_sharded, leaves)
     assert {name: v.tobytes() for name, v in back.items()} == {name: v.tobytes() for name, v in expected.items()}
@@ -312,7 +312,7 @@ def test_the_parts_of_all_devices_are_every_element_once(n_cores: int, size: int
     # Three chips own 5, 4 and 3 of 12 chunks, and have room for 5.
     owned = ((0, 3, 6, 9, 11), (1, 4, 7, 10, 12), (2, 5, 8, 12, 12))
     chunk = -(-size // (12 * n_cores))
-    outline = Outline(3 * n_cores, n_cores, 12, owned, {"float32": size}, (Sharded("float32", size, chunk),))
+    outline = Outline(3 * n_cores, n_cores, 12, owned, {"float32": size}, (ShardedArray("float32", size, chunk),))
     counts = {name: np.zeros(size, int) for name in outline.empty()}
     for device in range(outline.n_devices):
         for name, start, at, length in outline.runs(device, "float32"):
@@ -325,12 +325,12 @@ def test_the_parts_of_all_devices_are_every_element_once(n_cores: int, size: int
 @pytest.mark.parametrize("sizes", [[4, 4], [4, 4, 4], [4, 2, 3], [1, 1, 1, 1], [4, 4, 3, 1]], ids=str)
 def test_every_chip_keeps_one_part_of_another_host(sizes: list[int]) -> None:
     host_of_chip = [host for host, size in enumerate(sizes) for _ in range(size)]
-    keeper = partners(host_of_chip)
+    keeper = backup_chips(host_of_chip)
     assert sorted(keeper) == list(range(len(host_of_chip)))
     assert all(host_of_chip[chip] != host_of_chip[kept_by] for chip, kept_by in enumerate(keeper))
 
 
 def test_one_host_alone_keeps_its_own() -> None:
-    assert partners([0, 0, 0]) == [0, 1, 2]
+    assert backup_chips([0, 0, 0]) == [0, 1, 2]
     with pytest.raises(RestartError, match="3 of 4 chips"):
-        partners([0, 0, 0, 1])
+        backup_chips([0, 0, 0, 1])

@@ -24,7 +24,7 @@ from meshmend.jax.feed import Batch
 from meshmend.jax.job.session import Session, is_orderly
 from meshmend.jax.program import Program, ProgramPair
 from meshmend.jax.state.layout import StateLayout
-from meshmend.jax.state.mirror import cutter
+from meshmend.jax.state.mirror import make_parts_fn
 from meshmend.jax.training import TrainStep
 
 
@@ -67,7 +67,7 @@ def compile_train_step(
     step = jax.jit(training.step, donate_argnums=(0, 1))
     scale = jax.ShapeDtypeStruct((), np.float32)
     compiled = step.lower(params, state, batch.data, program, weights=batch.weights, scale=scale).compile()
-    jax.jit(cutter(layout)).lower(params, state).compile()
+    jax.jit(make_parts_fn(layout)).lower(params, state).compile()
     return CompiledTrainStep(program, layout, init, compiled)
 
 

@@ -13,8 +13,8 @@ from meshmend.errors import RestartError
 from meshmend.jax.job.session import Session
 from meshmend.jax.state.combine import combine
 from meshmend.jax.state.disk import Disk
-from meshmend.jax.state.fetch import within
-from meshmend.jax.state.folders import default_folder, forget_old
+from meshmend.jax.state.fetch import with_timeout
+from meshmend.jax.state.folders import default_folder, delete_stale
 from meshmend.jax.state.identity import Identity
 from meshmend.jax.state.layout import StateLayout, Vectors
 from meshmend.jax.state.memory import Copy, HostMemory
@@ -89,7 +89,7 @@ class Keeper:
         and that belongs to the state, such as a position in the data. All of them come back as they were kept.
 
         Copies and checkpoints are tried newest first. What is damaged or out of reach is skipped, with a warning that
-        says what and why; a state of another model or optimiser is refused. If nothing is whole but something is there,
+        says what and why; a state of another model or optimizer is refused. If nothing is whole but something is there,
         that is an error, too: starting anew is for the user to decide.
         """
         try:
@@ -103,7 +103,7 @@ class Keeper:
             self.layout.check(params, state)
             copies, mine = self._inventory()
             everybody = self.session.coordination.exchange(mine)
-            check_alike(everybody)
+            check_agreement(everybody)
             sources = rank_sources([held["offers"] for held in everybody])
             # The launcher's own count starts anew with each of its agents; this one is the same on all hosts.
             attempts = [source.attempt for source in sources] + [held["claimed"] for held in everybody]
@@ -157,8 +157,8 @@ class Keeper:
     def close(self) -> None:
         """Wait until everything is written. Copies in memory go if the last step is on disk as well.
 
-        Otherwise they stay for the next job of this name, until `forget`, or until nobody has written to their folder
-        for `folders.FORGOTTEN_AFTER_DAYS`.
+        Otherwise they stay for the next job of this name, until `delete_copies`, or until nobody has written to their
+        folder for `folders.STALE_AFTER_DAYS`.
         """
         if self._mirror is not None:
             self._mirror.wait()
@@ -166,10 +166,10 @@ class Keeper:
             self._note_saved(wait=True)
             self.disk.close()
         if 0 < self._kept_step <= self._saved_step:
-            self.forget()
+            self.delete_copies()
         self.memory.lock.release()
 
-    def forget(self) -> None:
+    def delete_copies(self) -> None:
         """Delete this host's copies in memory."""
         self.memory.clear()
 
@@ -188,7 +188,7 @@ class Keeper:
             try:
                 self.memory.lock.take()
                 if self._has_default_folder:
-                    for folder in forget_old(self.memory.folder):
+                    for folder in delete_stale(self.memory.folder):
                         self.session.timeline.note("forgot", folder=str(folder))
             except (OSError, RestartError) as error:
                 # All processes raise this after the exchange: the others would wait for this one.
@@ -202,8 +202,8 @@ class Keeper:
             mine["offers"] += [offer_copy(copy, self.layout.identity) for copy in copies]
         if self.disk is not None:
             try:
-                offers, problems, mine["claimed"] = within(
-                    self.disk.timeout_s, look_at_disk, self.disk, self.layout.identity
+                offers, problems, mine["claimed"] = with_timeout(
+                    self.disk.timeout_s, list_checkpoints, self.disk, self.layout.identity
                 )
                 mine["offers"] += offers
                 mine["problems"] += problems
@@ -220,7 +220,7 @@ class Keeper:
         for source in sources:
             if source.differs:
                 raise RestartError(
-                    f"A state of another model or optimiser is in this job's place: of {source}, {source.differs}. "
+                    f"A state of another model or optimizer is in this job's place: of {source}, {source.differs}. "
                     f"Give this job its own name (MESHMEND_JOB) and its own folders (here: {self._folders()}), or "
                     "remove what is in them.",
                     step=source.step,
@@ -228,7 +228,7 @@ class Keeper:
             if not source.is_whole:
                 incomplete.append(str(source))
                 continue
-            vectors, extra, why = self._bring(source, copies)
+            vectors, extra, why = self._load_source(source, copies)
             told = self.session.coordination.exchange({"extra": extra, "why": why})
             failures = [f"host {host}: {word['why']}" for host, word in self._by_host(told) if word["why"]]
             if failures:
@@ -240,7 +240,7 @@ class Keeper:
             if source.kind == "memory":
                 vectors = combine(vectors, self.session.fabric)
                 extra = told[min(source.providers.values())]["extra"]
-            params, state = self.layout.lay_out(vectors, like)
+            params, state = self.layout.to_devices(vectors, like)
             return Resumed(source.step, params, state, extra, source.kind)
         if problems:
             listed = "".join(f"\n- {problem}" for problem in dict.fromkeys(problems))
@@ -252,7 +252,7 @@ class Keeper:
             self._warn(f"The job starts anew: parts of {', '.join(incomplete)} were lost with their hosts.")
         return None
 
-    def _bring(self, source: Source, copies: Sequence[Copy]) -> tuple[Vectors, Any, str]:
+    def _load_source(self, source: Source, copies: Sequence[Copy]) -> tuple[Vectors, Any, str]:
         """Return what this process has of a source, what was kept with it, and why it cannot bring it, or ""."""
         if source.kind == "disk" and self.disk is not None:
             try:
@@ -284,7 +284,7 @@ class Keeper:
             return
         older = {source.step for source in sources if source.kind == "disk" and source.step <= found.step}
         try:
-            moved = within(self.disk.timeout_s, self.disk.set_aside_all_but, older - self._damaged)
+            moved = with_timeout(self.disk.timeout_s, self.disk.set_aside_all_but, older - self._damaged)
         except OSError as error:
             self._warn(f"{self.disk.folder} is out of reach: {error}. The job goes on without it.")
             return
@@ -297,9 +297,9 @@ class Keeper:
             return
         try:
             if self._is_claimed:
-                within(self.disk.timeout_s, self.disk.check_claim, self.attempt)
+                with_timeout(self.disk.timeout_s, self.disk.check_claim, self.attempt)
             else:
-                within(self.disk.timeout_s, self.disk.claim, self.attempt)
+                with_timeout(self.disk.timeout_s, self.disk.claim, self.attempt)
             self._is_claimed = self._disk_answers = True
         except OSError as error:
             if self._disk_answers:
@@ -328,16 +328,16 @@ class Keeper:
             warnings.warn(what, RuntimeWarning, stacklevel=3)
 
 
-def check_alike(everybody: Sequence[dict[str, Any]]) -> None:
+def check_agreement(everybody: Sequence[dict[str, Any]]) -> None:
     """Raise what is wrong with any process, the same error on all of them."""
     errors = [held["error"] for held in everybody if "error" in held]
     if errors:
         raise RestartError(errors[0])
     if len({held["identity"] for held in everybody}) > 1:
-        raise RestartError("Processes train different models or optimisers. Give all of them the same script.")
+        raise RestartError("Processes train different models or optimizers. Give all of them the same script.")
 
 
-def look_at_disk(disk: Disk, identity: Identity) -> tuple[list[dict[str, Any]], list[str], int]:
+def list_checkpoints(disk: Disk, identity: Identity) -> tuple[list[dict[str, Any]], list[str], int]:
     """Return what the disk offers, what is wrong with the rest of it, and the newest attempt that was claimed."""
     offers: list[dict[str, Any]] = []
     problems = []

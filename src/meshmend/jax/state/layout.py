@@ -23,19 +23,19 @@ from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
 from meshmend.errors import RestartError
-from meshmend.jax.arguments import check_program
 from meshmend.jax.collectives import groups_of
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.program import Program, ProgramPair
 from meshmend.jax.state.identity import Identity
 from meshmend.jax.training import TrainStep
+from meshmend.jax.validation import check_program
 
 Vectors = dict[str, NDArray[Any]]
 """The whole state, apart from any mesh: flat vectors by name."""
 
 
 @dataclass(frozen=True)
-class Sharded:
+class ShardedArray:
     """One sharded array of the state: the elements of its group of weights, in chunks that devices own."""
 
     dtype: str
@@ -69,7 +69,7 @@ class Outline:
     """For each chip the chunks that its rows hold; `total_chunks` marks a row that it does not need."""
     replicated: dict[str, int]
     """Elements of the replicated arrays, by dtype."""
-    sharded: tuple[Sharded, ...]
+    sharded: tuple[ShardedArray, ...]
 
     @cached_property
     def dtypes(self) -> list[str]:
@@ -143,7 +143,7 @@ class Outline:
             total_chunks=int(facts["total_chunks"]),
             owned=tuple(tuple(int(chunk) for chunk in row) for row in facts["owned"]),
             replicated={str(dtype): int(size) for dtype, size in facts["replicated"].items()},
-            sharded=tuple(Sharded(str(dtype), int(size), int(chunk)) for dtype, size, chunk in facts["sharded"]),
+            sharded=tuple(ShardedArray(str(dtype), int(size), int(chunk)) for dtype, size, chunk in facts["sharded"]),
         )
 
     def check(self) -> None:
@@ -213,7 +213,7 @@ class StateLayout:
         n_devices = int(fabric.jax_mesh.devices.size)
         n_cores = n_devices // fabric.mesh.n_chips
         owned: NDArray[Any] = np.zeros((fabric.mesh.n_chips, 0), int)
-        sharded: list[Sharded] = []
+        sharded: list[ShardedArray] = []
         total_chunks = 0
         if pair is not None:
             layout = pair.scatter.layout
@@ -229,7 +229,7 @@ class StateLayout:
                             f"parameters (expected one of {expected}). Use an optimizer whose state has the shapes of "
                             "the weights that it is given, or install(schedule, fabric) in place of install_pair."
                         )
-                    sharded.append(Sharded(np.dtype(leaf.dtype).name, groups[group].size, groups[group].chunk))
+                    sharded.append(ShardedArray(np.dtype(leaf.dtype).name, groups[group].size, groups[group].chunk))
         outline = Outline(
             n_devices, n_cores, total_chunks, tuple(map(tuple, owned.tolist())), replicated, tuple(sharded)
         )
@@ -260,7 +260,7 @@ class StateLayout:
         """How leaf `number` lies on the devices."""
         return self.fabric.sharding(self.fabric.axes) if self.is_sharded[number] else self.fabric.sharding()
 
-    def lay_out(self, vectors: Vectors, like: Any) -> tuple[Any, Any]:
+    def to_devices(self, vectors: Vectors, like: Any) -> tuple[Any, Any]:
         """Return (params, state) on this fabric's devices, with their elements from the vectors.
 
         `like` is a (params, state) that is on the devices already; what is padding keeps its values.
@@ -270,7 +270,7 @@ class StateLayout:
         which = 0
         for i, (leaf, old) in enumerate(zip(self.leaves, jax.tree.leaves(like), strict=True)):
             if self.is_sharded[i]:
-                found.append(self._lay_out_shards(which, old, vectors[f"sharded {which}"]))
+                found.append(self._shards_to_devices(which, old, vectors[f"sharded {which}"]))
                 which += 1
                 continue
             dtype = np.dtype(leaf.dtype).name
@@ -280,7 +280,7 @@ class StateLayout:
         params, state = jax.tree.unflatten(self.structure, found)
         return params, state
 
-    def _lay_out_shards(self, which: int, old: jax.Array, vector: NDArray[Any]) -> jax.Array:
+    def _shards_to_devices(self, which: int, old: jax.Array, vector: NDArray[Any]) -> jax.Array:
         parts = []
         for shard in old.addressable_shards:
             rows = np.array(shard.data)

@@ -1,22 +1,10 @@
-"""Topology: which chips there are, which have failed, and which cables join the survivors.
-
-Everything is held in arrays, never in an object per chip, so that a 512×512 mesh costs milliseconds.
-
-Numbering. A chip is named by its coordinate; a *rank* is its position among the live chips in row-major order.
-A *direction* is `2 * axis` towards larger coordinates and `2 * axis + 1` towards smaller ones, so that in 2-D
-0 is south, 1 north, 2 east, 3 west. A *link* (one direction of a cable) is `rank * n_directions + direction`
-of the chip that it leaves.
-"""
+"""The mesh: its chips, its holes, and the cables that are left, in arrays."""
 
 from __future__ import annotations
 
-import operator
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from itertools import product
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -24,6 +12,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meshmend.errors import Coordinate, MeshError, name_chip
+from meshmend.topology.rates import RateLike, cables_within, check_rate
+from meshmend.topology.region import Region, cut_into_boxes
+from meshmend.topology.text import Cable, name_cable, name_shape, parse_chip, parse_shape, whole_numbers
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
@@ -33,63 +24,8 @@ MAX_CHIPS = 2**24
 
 MAX_AXES = 8
 
-MAX_RATE_DENOMINATOR = 1000
-"""A cable's rate is a fraction with a denominator of up to this: bounds are exact fractions of rates."""
-
-Cable = tuple[Coordinate, Coordinate]
 CableLike = tuple[Sequence[int], Sequence[int]] | str
-RateLike = float | Fraction | str
 IntArray = NDArray[np.int32]
-
-
-@dataclass(frozen=True, order=True)
-class Region:
-    """A box of chips: `shape` chips from corner `at`.
-
-    >>> Region(at=(6, 8), shape=(4, 2))
-    Region(at=(6, 8), shape=(4, 2))
-    >>> print(Region.parse("4x2@6,8"))
-    4x2@6,8
-    """
-
-    at: Coordinate
-    shape: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "at", _whole_numbers(self.at, "A region's corner"))
-        object.__setattr__(self, "shape", _whole_numbers(self.shape, "A region's shape"))
-        if len(self.at) != len(self.shape):
-            raise MeshError(
-                f"A region's corner and shape need the same number of axes: got at={self.at}, shape={self.shape}."
-            )
-        if any(n < 1 for n in self.shape):
-            raise MeshError(f"A region is at least one chip long on every axis: got shape={self.shape}.")
-
-    @classmethod
-    def parse(cls, text: str) -> Region:
-        """Read `4x2@6,8` (rows × columns at row, column) or a single chip `6,8`."""
-        shape_text, at_sign, at_text = text.strip().rpartition("@")
-        try:
-            at = parse_chip(at_text)
-            shape = parse_shape(shape_text) if at_sign else (1,) * len(at)
-        except MeshError:
-            raise MeshError(
-                f"{text!r} is not a hole. Write rows x columns @ row,column, as in 4x2@6,8, or one chip, as in 6,8."
-            ) from None
-        return cls(at, shape)
-
-    def __str__(self) -> str:
-        return f"{name_shape(self.shape)}@{','.join(map(str, self.at))}"
-
-    @property
-    def n_chips(self) -> int:
-        """How many chips it holds."""
-        return int(np.prod(self.shape, dtype=np.int64))
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """The box as an index into an array of the mesh's shape."""
-        return tuple(slice(a, a + n) for a, n in zip(self.at, self.shape, strict=True))
 
 
 class Mesh:
@@ -134,12 +70,12 @@ class Mesh:
             raise MeshError(f"All {self._live.size} chips of the {name_shape(self._shape)} mesh have failed.")
         self._live.flags.writeable = False
         cables = {self._check_cable(cable) for cable in failed_cables}
-        # A cable that touches a failed chip is gone already; leaving it out makes equal machines equal values.
         rates = self._check_rates(cable_rates)
         cables |= {cable for cable, rate in rates.items() if rate == 0}
+        # A cable that touches a failed chip is gone already; leaving it out makes equal machines equal values.
         self._failed_cables = tuple(sorted(c for c in cables if self._live[c[0]] and self._live[c[1]]))
-        slow = (c for c, rate in rates.items() if rate < 1 and c not in cables)
-        self._slow_cables = tuple((c, rates[c]) for c in sorted(slow) if self._live[c[0]] and self._live[c[1]])
+        slow = sorted(cable for cable, rate in rates.items() if rate < 1 and cable not in cables)
+        self._slow_cables = tuple((c, rates[c]) for c in slow if self._live[c[0]] and self._live[c[1]])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -188,7 +124,7 @@ class Mesh:
 
     @property
     def cable_rates(self) -> Mapping[Cable, Fraction]:
-        """The rate of each live cable that is slower than the others, as a fraction of theirs."""
+        """The rate of each live cable that is slower than the hardware's links, as a fraction of theirs."""
         return MappingProxyType(dict(self._slow_cables))
 
     @property
@@ -199,7 +135,7 @@ class Mesh:
     @cached_property
     def holes(self) -> tuple[Region, ...]:
         """The failed chips as disjoint boxes: the same boxes however the failures were written down."""
-        return tuple(_boxes(~self._live))
+        return tuple(cut_into_boxes(~self._live))
 
     @cached_property
     def rank_of(self) -> IntArray:
@@ -245,7 +181,9 @@ class Mesh:
     @cached_property
     def rates(self) -> NDArray[np.float64]:
         """The rate of each of `cables`, as a fraction of the hardware's link rate."""
-        return _frozen_rates(self.link_rates[self.link(*self.cables.T)])
+        rates = self.link_rates[self.link(*self.cables.T)]
+        rates.flags.writeable = False
+        return rates
 
     @cached_property
     def link_rates(self) -> NDArray[np.float64]:
@@ -253,7 +191,8 @@ class Mesh:
         rates = np.ones(self.n_link_slots)
         for (a, b), rate in self._slow_cables:
             rates[self.link([self.rank(a), self.rank(b)], [self.rank(b), self.rank(a)])] = float(rate)
-        return _frozen_rates(rates)
+        rates.flags.writeable = False
+        return rates
 
     @property
     def n_link_slots(self) -> int:
@@ -279,7 +218,7 @@ class Mesh:
 
     def rank(self, chip: Sequence[int]) -> int:
         """Return a live chip's rank."""
-        chip = _whole_numbers(chip, "A chip's coordinate")
+        chip = whole_numbers(chip, "A chip's coordinate")
         self._check_chip(chip)
         rank = int(self.rank_of[chip])
         if rank < 0:
@@ -360,7 +299,7 @@ class Mesh:
         if isinstance(cable, str):
             ends = [parse_chip(part) for part in cable.split("-")]
         else:
-            ends = [_whole_numbers(end, "A chip's coordinate") for end in cable]
+            ends = [whole_numbers(end, "A chip's coordinate") for end in cable]
         if len(ends) != 2:
             raise MeshError(f"{cable!r} is not a cable. Write its two chips, as in 6,8-6,9.")
         a, b = sorted(ends)
@@ -383,28 +322,17 @@ class Mesh:
             raise MeshError(f"cable_rates gives each slow cable its rate, as in {{'0,4-0,5': 0.5}}: got {given!r}.")
         rates: dict[Cable, Fraction] = {}
         for key, value in given.items() if isinstance(given, Mapping) else given:
-            rate = _check_rate(value)
-            is_box = isinstance(key, Region) or (isinstance(key, str) and "@" in key)
-            named = self._cables_within(self._check_region(key)) if is_box else [self._check_cable(key)]
+            rate = check_rate(value)
+            if isinstance(key, Region) or (isinstance(key, str) and "@" in key):
+                named = cables_within(self._check_region(key), self._shape, self._wrap)
+            else:
+                named = [self._check_cable(key)]
             for cable in named:
                 if rates.setdefault(cable, rate) != rate:
                     raise MeshError(
                         f"Cable {name_cable(cable)} has two rates, {rates[cable]} and {rate}: name every cable once."
                     )
         return rates
-
-    def _cables_within(self, box: Region) -> list[Cable]:
-        """Return every cable, live or not, whose two ends lie in a box."""
-        found = []
-        for chip in product(*(range(a, a + n) for a, n in zip(box.at, box.shape, strict=True))):
-            for axis, (length, wrap) in enumerate(zip(self._shape, self._wrap, strict=True)):
-                beyond = (*chip[:axis], (chip[axis] + 1) % length, *chip[axis + 1 :])
-                inside = box.at[axis] <= beyond[axis] < box.at[axis] + box.shape[axis]
-                if inside and (wrap or beyond[axis] > chip[axis]):
-                    found.append((min(chip, beyond), max(chip, beyond)))
-        if not found:
-            raise MeshError(f"No cable lies within {box}: a box for cable_rates holds at least two neighbours.")
-        return found
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mesh):
@@ -440,106 +368,13 @@ class Mesh:
         return f"Mesh({self}: {chips})"
 
 
-def parse_shape(text: str) -> tuple[int, ...]:
-    """Read a shape such as `16x32` or `4x4x8`.
-
-    >>> parse_shape("16x32")
-    (16, 32)
-    """
-    if not re.fullmatch(r"\d{1,9}(x\d{1,9})*", text.strip(), re.ASCII):
-        raise MeshError(f"{text!r} is not a shape. Write rows x columns without spaces, as in 16x32.")
-    return tuple(int(n) for n in text.strip().split("x"))
-
-
-def parse_chip(text: str) -> Coordinate:
-    """Read a coordinate such as `6,8`.
-
-    >>> parse_chip("6,8")
-    (6, 8)
-    """
-    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text.strip(), re.ASCII):
-        raise MeshError(f"{text!r} is not a chip. Write row,column without spaces, counted from 0, as in 6,8.")
-    return tuple(int(x) for x in text.strip().split(","))
-
-
-def parse_cable_rate(text: str) -> tuple[str, str]:
-    """Split a cable, or a box of them, from its rate, for `Mesh(cable_rates=…)`.
-
-    >>> parse_cable_rate("0,4-0,5=1/2")
-    ('0,4-0,5', '1/2')
-    """
-    cable, equals, rate = text.partition("=")
-    if not equals:
-        raise MeshError(f"{text!r} gives no cable its rate. Write its two chips = its rate, as in 0,4-0,5=1/2.")
-    return cable.strip(), rate.strip()
-
-
-def parse_wrap(text: str, n_axes: int, given: str) -> list[bool]:
-    """Say of each axis whether it closes on itself; `given` is how an error begins, naming where the text is from.
-
-    >>> parse_wrap("0,2", 3, given="--wrap 0,2:")
-    [True, False, True]
-    """
-    if text in ("none", "all"):
-        return [text == "all"] * n_axes
-    axes, known = text.split(","), [str(axis) for axis in range(n_axes)]
-    if not set(axes) <= set(known) or len(set(axes)) < len(axes):
-        raise MeshError(f"{given} expected none, all, or axes from 0 to {n_axes - 1}, each once, as in 0,1.")
-    return [axis in axes for axis in known]
-
-
-def name_shape(shape: Sequence[int]) -> str:
-    """Write a shape the way the command line reads it."""
-    return "x".join(str(n) for n in shape)
-
-
-def name_cable(cable: Cable) -> str:
-    """Write a cable the way the command line reads it."""
-    return "-".join(",".join(map(str, end)) for end in cable)
-
-
 def _frozen(array: IntArray) -> IntArray:
     array.flags.writeable = False
     return array
 
 
-def _frozen_rates(array: NDArray[np.float64]) -> NDArray[np.float64]:
-    array.flags.writeable = False
-    return array
-
-
-def _check_rate(value: RateLike) -> Fraction:
-    try:
-        if isinstance(value, str) and not re.fullmatch(r"\d{1,9}(\.\d{0,9}|/\d{1,9})?", value, re.ASCII):
-            raise ValueError
-        exact = Fraction(value)
-    except (TypeError, ValueError, OverflowError, ZeroDivisionError):
-        raise MeshError(
-            f"{value!r} is not the rate of a cable. Write a number from 0 to 1, as in 0.75 or 3/4."
-        ) from None
-    if not 0 <= exact <= 1:
-        raise MeshError(
-            f"The rate of a cable is a part of the link rate, from 0 to 1: got {value}. Where some cables are faster "
-            f"than the others, give the hardware their rate, and the others their part of it."
-        )
-    rate = exact.limit_denominator(MAX_RATE_DENOMINATOR)
-    if rate == 0 < exact:
-        raise MeshError(
-            f"A cable at {value} of the link rate is too slow to plan with, and 1/{MAX_RATE_DENOMINATOR} is the least. "
-            "If it is not to be used, list it as failed."
-        )
-    return rate
-
-
-def _whole_numbers(values: Sequence[int], what: str) -> tuple[int, ...]:
-    try:
-        return tuple(operator.index(value) for value in values)
-    except TypeError:
-        raise MeshError(f"{what} is whole numbers, as in (6, 8): got {values!r}.") from None
-
-
 def _check_shape(shape: Sequence[int] | str) -> tuple[int, ...]:
-    checked = parse_shape(shape) if isinstance(shape, str) else _whole_numbers(shape, "A shape")
+    checked = parse_shape(shape) if isinstance(shape, str) else whole_numbers(shape, "A shape")
     if not 1 <= len(checked) <= MAX_AXES or any(n < 1 for n in checked):
         raise MeshError(f"A mesh has 1 to {MAX_AXES} axes of at least one chip each: got {name_shape(checked)}.")
     size = 1
@@ -558,39 +393,3 @@ def _check_wrap(wrap: bool | Sequence[bool], shape: tuple[int, ...]) -> tuple[bo
     if len(asked) != len(shape):
         raise MeshError(f"wrap needs one value for each of {len(shape)} axes: got {len(asked)}.")
     return tuple(bool(w) and n > 2 for w, n in zip(asked, shape, strict=True))
-
-
-def _boxes(mask: NDArray[np.bool_]) -> list[Region]:
-    """Cut the True cells into disjoint boxes, each grown from its first cell along the last axis first."""
-    left = mask.copy()
-    boxes = []
-    for cell in map(tuple, np.argwhere(mask)):
-        if not left[cell]:
-            continue
-        extent = [1] * mask.ndim
-        for axis in reversed(range(mask.ndim)):
-            while cell[axis] + extent[axis] < mask.shape[axis]:
-                face = [slice(c, c + n) for c, n in zip(cell, extent, strict=True)]
-                face[axis] = slice(cell[axis] + extent[axis], cell[axis] + extent[axis] + 1)
-                if not left[tuple(face)].all():
-                    break
-                extent[axis] += 1
-        box = Region(at=tuple(int(c) for c in cell), shape=tuple(extent))
-        left[box.slices] = False
-        boxes.append(box)
-    return boxes
-
-
-def all_placements(
-    mesh_shape: Sequence[int], hole_shape: Sequence[int], *, align: Sequence[int] | int = 2
-) -> list[Region]:
-    """Return every place of a hole in a mesh whose corner lies on a multiple of `align` on each axis.
-
-    >>> [str(host) for host in all_placements((4, 4), (4, 2), align=(4, 2))]
-    ['4x2@0,0', '4x2@0,2']
-    """
-    if len(mesh_shape) != len(hole_shape):
-        raise MeshError(f"A {name_shape(hole_shape)} hole does not fit a mesh of {len(mesh_shape)} axes.")
-    strides = (align,) * len(mesh_shape) if isinstance(align, int) else tuple(align)
-    ranges = [range(0, n - h + 1, by) for n, h, by in zip(mesh_shape, hole_shape, strides, strict=True)]
-    return [Region(at=at, shape=tuple(hole_shape)) for at in product(*ranges)]

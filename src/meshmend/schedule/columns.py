@@ -1,0 +1,52 @@
+"""Columns: the arrays of a schedule, checked for being whole numbers, kept read-only, and repeated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from meshmend.errors import ScheduleError
+
+MAX_CHUNKS = 2**31 - 1
+
+
+def whole(values: ArrayLike, name: str, length: int | None = None) -> NDArray[Any]:
+    """Return a 1-D integer array, stretched to `length` if it is a single number."""
+    array = np.asarray(values)
+    if array.size == 0:
+        array = array.astype(np.int64)
+    if array.dtype.kind not in "iu":
+        raise ScheduleError(f"{name} holds {array.dtype}, expected whole numbers.")
+    if array.ndim == 0 and length is not None:
+        array = np.broadcast_to(array, (length,))
+    if array.ndim != 1 or (length is not None and len(array) != length):
+        wanted = "one number a transfer" if length is None else f"{length} numbers"
+        raise ScheduleError(f"{name} has shape {array.shape}, expected {wanted}.")
+    if array.dtype.kind == "u":
+        if array.size and array.max() > MAX_CHUNKS:
+            raise ScheduleError(f"{name} holds {array.max()}, beyond any rank, step or chunk.")
+        return array.astype(np.int64)
+    return array.astype(np.promote_types(array.dtype, np.int32), copy=False)
+
+
+def narrow(array: NDArray[Any], dtype: type[Any]) -> NDArray[Any]:
+    """Return a read-only copy that nobody else holds, so that the schedule cannot change under its readers."""
+    return read_only(np.array(array, dtype=dtype))
+
+
+def read_only(array: NDArray[Any]) -> NDArray[Any]:
+    """Return the array, which its caller has just made, such that nobody writes to it any more."""
+    array.flags.writeable = False
+    return array
+
+
+def expand(columns: dict[str, NDArray[Any]], n_chunks: int, repeats: int, period: int) -> dict[str, NDArray[Any]]:
+    """Return the rows of a template of `n_chunks` chunks so many times, each `period` steps after the one before."""
+    turn = np.repeat(np.arange(repeats, dtype=np.int32), len(columns["step"]))
+    rows = {name: np.tile(column, repeats) for name, column in columns.items()}
+    rows["step"] += turn * np.int32(period)
+    rows["first_chunk"] += turn * np.int32(n_chunks)
+    order = np.argsort(rows["step"], kind="stable")
+    return {name: read_only(column[order]) for name, column in rows.items()}

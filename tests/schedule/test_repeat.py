@@ -1,0 +1,266 @@
+"""Repeated schedules: the template's proof is the whole's, and every reader agrees with the expanded form."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import counting
+import meshmend as mm
+import meshmend.numpy as mmn
+from meshmend import Mesh, Op, Schedule
+from meshmend.cost import StepDemand, find_hardware, link_load
+from meshmend.errors import CollisionError, ScheduleError, ScheduleFileError, VerificationError
+from meshmend.schedule import MAX_EXPANDED, Collective
+from meshmend.schedule.serialize import from_text, to_text
+from meshmend.schedule.split import all_gather_of, reduce_scatter_of
+from random_schedules import random_schedule
+
+
+def pair(**changes: Any) -> Schedule:
+    """Two chips and one chunk: up, then down."""
+    rows: dict[str, Any] = {"step": [0, 1], "src": [1, 0], "dst": [0, 1], "op": [Op.REDUCE, Op.COPY], "owners": [0]}
+    return Schedule(Mesh((1, 2)), total_chunks=1, **(rows | changes))
+
+
+def broken(template: Schedule, rng: random.Random) -> Schedule:
+    """Return the template with one number changed: mostly wrong, sometimes with a chunk written twice in a step."""
+    names = ("step", "src", "dst", "first_chunk", "n_chunks", "op")
+    columns = {name: getattr(template, name).tolist() for name in names}
+    n_chips, row = template.mesh.n_chips, rng.randrange(template.n_transfers)
+    match rng.choice(["op", "src", "dst", "step", "twice"]):
+        case "op":
+            columns["op"][row] ^= 1
+        case "step":
+            columns["step"][row] = rng.randrange(template.n_steps)
+        case "twice":
+            other = rng.choice([r for r in range(n_chips) if r != columns["dst"][row]])
+            for name in names:
+                columns[name].append(columns[name][row])
+            columns["src"][-1] = other
+        case end:
+            opposite = "dst" if end == "src" else "src"
+            columns[end][row] = rng.choice([r for r in range(n_chips) if r != columns[opposite][row]])
+    columns["step"] = np.unique(columns["step"], return_inverse=True)[1]
+    return Schedule(
+        template.mesh,
+        total_chunks=template.total_chunks,
+        owners=template.owners,
+        collective=template.collective,
+        **columns,
+    )
+
+
+def repeated(seed: int, rng: random.Random) -> Schedule | None:
+    """Return a random template, every other one broken, a few times over."""
+    template = random_schedule(seed, max_chips=6, max_chunks=4)
+    if template.n_transfers == 0:
+        return None
+    if seed % 2:
+        template = broken(template, rng)
+    return template.repeated(rng.randint(2, 5), rng.randint(1, template.n_steps))
+
+
+def test_the_proof_of_the_template_is_the_proof_of_the_whole() -> None:
+    rng = random.Random(7)
+    verdicts = {True: 0, False: 0}
+    for seed in range(300):
+        whole = repeated(seed, rng)
+        if whole is None:
+            continue
+        expanded = whole.expanded()
+        right = counting.is_right(expanded)
+        verdicts[right] += 1
+        for form in (whole, expanded):
+            if right:
+                assert mm.verify(form, method="exact").chunks == whole.total_chunks
+            else:
+                with pytest.raises(VerificationError):
+                    mm.verify(form, method="exact")
+        assert whole.is_proven == expanded.is_proven == right
+    assert min(verdicts.values()) > 50
+
+
+def test_expanded_is_every_repeat_shifted_by_its_period_and_its_chunks() -> None:
+    template = random_schedule(4, collective=Collective.ALL_REDUCE)
+    whole = template.repeated(3, 2)
+    names = ("src", "dst", "n_chunks", "op", "phase")
+    expected = sorted(
+        (step + 2 * r, first + template.total_chunks * r, *rest)
+        for r in range(3)
+        for step, first, *rest in zip(
+            template.step.tolist(),
+            template.first_chunk.tolist(),
+            *(getattr(template, name).tolist() for name in names),
+            strict=True,
+        )
+    )
+    expanded = whole.expanded()
+    for form in (whole, expanded):
+        columns = (form.step, form.first_chunk, *(getattr(form, name) for name in names))
+        assert sorted(zip(*(column.tolist() for column in columns), strict=True)) == expected
+        assert form.owners.tolist() == template.owners.tolist() * 3
+        assert form.n_steps == template.n_steps + 4
+        assert form.total_chunks == 3 * template.total_chunks
+        assert form.n_transfers == len(expected)
+    assert expanded.repeats == 1
+    assert whole.phases == expanded.phases
+    assert whole != expanded
+    assert expanded.expanded() is expanded
+    assert np.array_equal(whole.step_starts, expanded.step_starts)
+
+
+def test_a_chunk_that_is_written_twice_in_a_step_is_found_in_the_template() -> None:
+    template = Schedule(
+        Mesh((1, 3)), total_chunks=1, step=[0, 0, 1, 1], src=[0, 2, 1, 1], dst=[1, 1, 0, 2], op=[0, 0, 1, 1], owners=[1]
+    )
+    with pytest.raises(CollisionError, match=r"[Ss]tep 0"):
+        mm.verify(template.repeated(10**6, 2))
+
+
+def test_sums_are_those_of_the_expanded_schedule() -> None:
+    rng, draw = random.Random(1), np.random.default_rng(1)
+    for seed in range(0, 60, 2):
+        whole = repeated(seed, rng)
+        if whole is None or whole.collective is not Collective.ALL_REDUCE:
+            continue
+        payload = draw.integers(-99, 99, size=(whole.mesh.n_chips, 5 * whole.total_chunks - 3))
+        assert np.array_equal(mmn.run(whole, payload), np.broadcast_to(payload.sum(axis=0), payload.shape))
+        assert np.array_equal(mmn.run(whole, payload), mmn.run(whole.expanded(), payload))
+
+
+def test_predictions_are_exactly_those_of_the_expanded_schedule() -> None:
+    rng = random.Random(3)
+    checked = 0
+    for seed in range(200):
+        template = random_schedule(seed, max_chips=8, max_chunks=5)
+        if template.n_transfers == 0:
+            continue
+        period = rng.randint(1, template.n_steps)
+        whole = template.repeated(rng.choice([2, 3, 5, 8, 40]), period)
+        expanded = whole.expanded()
+        ours, theirs = StepDemand(whole), StepDemand(expanded)
+        # A chunk is 2 s, a hop 1 s and a step 4 s: sums of whole numbers are exact in any order.
+        for width in (None, 1):
+            hardware = mm.Hardware("whole", 1.0, step_latency_s=4.0, hop_latency_s=1.0, links_at_once=width)
+            payload = 2.0 * whole.total_chunks
+            assert np.array_equal(ours.step_seconds(payload, hardware), theirs.step_seconds(payload, hardware))
+            assert ours.seconds(payload, hardware) == theirs.seconds(payload, hardware)
+            assert ours.phase_seconds(payload, hardware) == pytest.approx(
+                theirs.phase_seconds(payload, hardware), rel=1e-12
+            )
+        assert link_load(whole) == pytest.approx(link_load(expanded), rel=1e-12)
+        checked += 1
+    assert checked > 100
+
+
+def test_asynchronous_forecasts_of_long_schedules_go_on_at_their_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = mm.plan(Mesh("4x4", failed=["1,1"]), "weave", chunks=16)
+    whole = template.repeated(40, 12)
+    for hardware in ("ideal", "tpu-v4-xla"):
+        exact = mm.predict(whole, 1e8, hardware, mode="asynchronous").seconds
+        assert exact == pytest.approx(mm.predict(whole.expanded(), 1e8, hardware, mode="asynchronous").seconds)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys.modules["meshmend.cost.predict"], "MAX_FOLLOWED", 10 * template.n_transfers)
+            assert mm.predict(whole, 1e8, hardware, mode="asynchronous").seconds == pytest.approx(exact, rel=0.01)
+
+
+def test_a_forecast_of_a_million_repeats_takes_no_longer() -> None:
+    whole = mm.plan(Mesh("4x4"), "weave", chunks=8).repeated(10**6, 5)
+    steps = whole.n_steps
+    ideal = find_hardware("ideal")
+    # The busiest link is asked for no less than its load, and each step takes a chunk or more.
+    assert StepDemand(whole).seconds(8e9, ideal) >= steps * 1e-6 * 0.999
+
+
+@pytest.mark.parametrize("ending", [".npz", ".txt"])
+def test_files_keep_the_template_and_its_two_numbers(tmp_path: Path, ending: str) -> None:
+    whole = mm.plan(Mesh("4x4", failed=["1,1"]), "weave", chunks=6).repeated(10**6, 5)
+    mm.save(whole, tmp_path / f"plan{ending}")
+    back = mm.load(tmp_path / f"plan{ending}")
+    assert back == whole
+    assert (back.repeats, back.period, back.total_chunks) == (10**6, 5, 6 * 10**6)
+    assert not back.is_proven
+    mm.verify(back)
+
+
+def test_files_without_repeats_are_as_they_were() -> None:
+    text = to_text(pair())
+    assert text.startswith("meshmend schedule 1\n")
+    assert "repeats" not in text
+    assert to_text(pair().repeated(3, 1)).startswith("meshmend schedule 2\n")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"repeats": 3', '"repeats": 1', "repeats in its header is 1, expected 2 or more"),
+        ('"repeats": 3', '"repeats": -3', "expected 2 or more"),
+        ('"repeats": 3', '"repeats": true', "repeats in its header should be int"),
+        ('"repeats": 3, ', "", "repeats in its header should be int, got None"),
+        ('"repeats": 3', '"repeats": 9999999999', "at most 2,147,483,647 chunks"),
+        ('"period": 1', '"period": 0', "expected 1 to the template's 2"),
+        ('"period": 1', '"period": 3', "expected 1 to the template's 2"),
+        ('"period": 1', '"period": 1.5', "period in its header should be int"),
+        ("schedule 2", "schedule 1", "it repeats, which format 1 does not"),
+    ],
+)
+def test_nonsense_in_a_file_is_refused(old: str, new: str, message: str) -> None:
+    text = to_text(pair().repeated(3, 1))
+    assert old in text
+    with pytest.raises((ScheduleFileError, ScheduleError), match=message):
+        from_text(text.replace(old, new))
+
+
+def test_numbers_that_make_no_schedule_are_refused() -> None:
+    whole = pair().repeated(3, 1)
+    with pytest.raises(ScheduleError, match="is repeated already"):
+        whole.repeated(2, 1)
+    with pytest.raises(ScheduleError, match="1 or more times"):
+        pair().repeated(0, 1)
+    with pytest.raises(ScheduleError, match="more than 2,147,483,647 steps"):
+        pair().repeated(2**31 - 1, 2)
+    template = pair()
+    assert template.repeated(1, 0) is template
+
+
+def test_what_is_too_long_is_proven_and_saved_but_not_expanded(tmp_path: Path) -> None:
+    whole = pair().repeated(MAX_EXPANDED, 1)
+    mm.verify(whole)
+    mm.save(whole, tmp_path / "plan.npz")
+    assert mm.load(tmp_path / "plan.npz") == whole
+    with pytest.raises(ScheduleError, match="more than the 33,554,432 transfers that are expanded"):
+        whole.expanded()
+    with pytest.raises(ScheduleError, match="owners"):
+        _ = pair().repeated(MAX_EXPANDED + 1, 1).owners
+
+
+def test_copies_are_equal_and_prove_themselves_again() -> None:
+    whole = pair().repeated(5, 1)
+    mm.verify(whole)
+    assert len(whole.step) == 10
+    for twin in (copy.deepcopy(whole), pickle.loads(pickle.dumps(whole))):  # noqa: S301  # our own bytes
+        assert twin == whole
+        assert not twin.is_proven
+        assert not twin.step.flags.writeable
+    assert whole != pair().repeated(5, 2)
+    assert whole != pair().repeated(4, 1)
+
+
+def test_halves_are_right_whether_or_not_they_can_be_repeated() -> None:
+    kept = []
+    for chunks, period in ((2, 3), (16, 12), (24, 2)):
+        whole = mm.plan(Mesh("4x4", failed=["1,1"]), "weave", chunks=chunks).repeated(4, period)
+        for half in (reduce_scatter_of(whole), all_gather_of(whole)):
+            mm.verify(half)
+            assert half.total_chunks == 4 * chunks
+            assert counting.is_right(half.expanded())
+            kept.append(half.repeats)
+    assert 4 in kept
