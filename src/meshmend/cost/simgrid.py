@@ -94,7 +94,8 @@ def _job(schedule: Schedule, hardware: Hardware, chunk_s: float) -> dict[str, An
             paths[number] = crossed.far_link[low:high].tolist()
         else:
             paths[number] = [int(crossed.link[row])]
-    links: list[tuple[float, float]] = [(CHUNK_UNITS, hardware.hop_latency_s / chunk_s)] * mesh.n_link_slots
+    hop = hardware.hop_latency_s / chunk_s
+    links: list[tuple[float, float]] = [(CHUNK_UNITS * rate, hop) for rate in mesh.link_rates.tolist()]
     width = hardware.links_at_once
     if width is not None and width < mesh.n_directions:
         sender, receiver = len(links), len(links) + mesh.n_chips
