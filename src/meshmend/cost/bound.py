@@ -111,7 +111,7 @@ def bound(
 
 def _chip_widths(mesh: Mesh) -> Floats:
     """Return the sum of the rates of each chip's cables."""
-    return (mesh.link_rates.reshape(mesh.neighbours.shape) * (mesh.neighbours >= 0)).sum(axis=1)
+    return np.asarray((mesh.link_rates.reshape(mesh.neighbours.shape) * (mesh.neighbours >= 0)).sum(axis=1))
 
 
 def _bound_all_reduce(mesh: Mesh, drives: Floats) -> Bound:

@@ -216,6 +216,6 @@ def adjusted(
     if not changes:
         return hardware
     kept = tuple((name, source) for name, source in hardware.sources if name not in changes)
-    given = tuple((name, "given by the caller") for name in changes)
-    changed = dataclasses.replace(hardware, name=f"{hardware.name}, adjusted", sources=given + kept)
+    stated = tuple((name, "given by the caller") for name in changes)
+    changed = dataclasses.replace(hardware, name=f"{hardware.name}, adjusted", sources=stated + kept)
     return dataclasses.replace(changed, **changes)  # type: ignore[arg-type]  # the names are fields of Hardware
