@@ -85,7 +85,7 @@ def spread(mesh: Mesh, owners: Ints) -> Deliveries:
     return Deliveries(*(np.concatenate(column) for column in zip(*rows, strict=True)))
 
 
-def _scarce(has: Words, held: list[Words], sources: list[Ints]) -> tuple[Words, Words]:
+def _scarce(has: Words, held: list[Words], sources: list[Ints]) -> Words:
     """Return what at most one link could bring each chip, in this step and in the next.
 
     Where that link is asked for such a chunk, it is the one.
@@ -94,7 +94,7 @@ def _scarce(has: Words, held: list[Words], sources: list[Ints]) -> tuple[Words, 
     once, now = _count(held)
     near[:-1] = once | has[:-1]
     _, next_step = _count([near[source] for source in sources])
-    return now, now & next_step
+    return now & next_step
 
 
 def _count(offers: list[Words]) -> tuple[Words, Words]:
@@ -107,13 +107,12 @@ def _count(offers: list[Words]) -> tuple[Words, Words]:
     return once, ~twice
 
 
-def _take(able: Words, scarce: tuple[Words, Words], later: NDArray[np.bool_]) -> tuple[Ints, Ints, Words]:
+def _take(able: Words, scarce: Words, later: NDArray[np.bool_]) -> tuple[Ints, Ints, Words]:
     """Choose a word for every chip that can be brought something: return (chip, word, the bits to choose from).
 
-    The scarcest come first, and among equals those from the chip's own place on (`later`).
+    What is scarce comes first, and among equals what is from the chip's own place on (`later`).
     """
-    now, next_step = scarce
-    kinds = (able & next_step, able & now, able)
+    kinds = (able & scarce, able)
     wishes = np.empty((len(able), 2 * len(kinds), able.shape[1]), dtype=np.bool_)
     for rank, kind in enumerate(kinds):
         np.not_equal(kind, 0, out=wishes[:, 2 * rank + 1])
@@ -122,7 +121,7 @@ def _take(able: Words, scarce: tuple[Words, Words], later: NDArray[np.bool_]) ->
     wish = flat.argmax(axis=1)
     chip = np.flatnonzero(flat[np.arange(len(able)), wish])
     rank, word = np.divmod(wish[chip], able.shape[1])
-    found = np.choose(rank // 2, [kind[chip, word] for kind in kinds])
+    found = np.where(rank < 2, kinds[0][chip, word], able[chip, word])
     return chip, word, found
 
 
