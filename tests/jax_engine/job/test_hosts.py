@@ -106,8 +106,8 @@ def test_everyone_must_describe_one_machine_and_another_host() -> None:
         check_hosts([*good, {"machine": "m", "host": 2}])
     with pytest.raises(RestartError, match="different machines: m; n"):
         check_hosts([*good, {"machine": "n", "host": 1}])
-    with pytest.raises(RestartError, match="does not know"):
-        check_hosts([*good, {"error": "Process 2 does not know its chips."}])
+    with pytest.raises(RestartError, match="has no chips assigned"):
+        check_hosts([*good, {"error": "Process 2 has no chips assigned."}])
 
 
 class Of:
