@@ -86,7 +86,7 @@ class Timeline:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"The timeline {self.path} cannot be written: {error}. The job goes on without it; its last "
+                f"The timeline {self.path} cannot be written: {error}. The job continues without it; its last "
                 f"{MAX_EVENTS:,} events are still in memory.",
                 stacklevel=3,
             )
