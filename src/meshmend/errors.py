@@ -10,6 +10,33 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
+__all__ = [
+    "CacheWarning",
+    "CollisionError",
+    "Coordinate",
+    "DeadPathError",
+    "DeadlockError",
+    "DisagreementError",
+    "DrawingError",
+    "LabError",
+    "LedgerError",
+    "LostChipError",
+    "LoweringError",
+    "MeshError",
+    "MeshmendError",
+    "MissingExtraError",
+    "ParameterError",
+    "PayloadError",
+    "PlanError",
+    "RestartError",
+    "RoutingError",
+    "ScheduleError",
+    "ScheduleFileError",
+    "VerificationError",
+    "WaitTimeoutError",
+    "WrongSumError",
+]
+
 Coordinate = tuple[int, ...]
 """A chip's coordinate in the mesh; `(row, column)` in 2-D."""
 

@@ -12,7 +12,7 @@ True
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +20,12 @@ from numpy.typing import NDArray
 from meshmend.errors import ScheduleError
 from meshmend.schedule import Op, Schedule
 
+__all__ = ["run"]
+
 Number = TypeVar("Number", bound=np.generic)
 
 
-def run(schedule: Schedule, payload: NDArray[Number]) -> NDArray[Number]:
+def run(schedule: Schedule, payload: Annotated[NDArray[Number], "[N, ...]"]) -> Annotated[NDArray[Number], "[N, ...]"]:
     """Run a schedule on `payload`, one row per rank, and return what every chip holds at the end.
 
     Rows may have any shape and size; sums use the payload's own dtype. Where the size is not divisible by
@@ -49,7 +51,7 @@ def run(schedule: Schedule, payload: NDArray[Number]) -> NDArray[Number]:
     return held.reshape(n_chips, -1)[:, :size].reshape(payload.shape)
 
 
-def _run(schedule: Schedule, held: NDArray[Any]) -> NDArray[Any]:
+def _run(schedule: Schedule, held: Annotated[NDArray[Any], "[N, K, n]"]) -> Annotated[NDArray[Any], "[N, K, n]"]:
     """Run all steps on what chips hold, of shape (chips, chunks, elements), in place."""
     for start, stop in pairwise(schedule.step_starts):
         # Runs of one length are moved together; a step rarely has more than two or three lengths.

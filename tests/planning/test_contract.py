@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from meshmend import Mesh, PlanError, plan
 from meshmend.cost import find_hardware
 from meshmend.errors import ParameterError
-from meshmend.planning import PLANNERS, Auto, Gather, Hamiltonian, Planner, RowPairs, Tuned, Weave
+from meshmend.planning import PLANNERS, Auto, Gather, Hamiltonian, Latency, Planner, RowPairs, Tuned, Weave
 from meshmend.planning.auto import CHOICES, OTHERS, Field
 from meshmend.planning.base import MAX_TRANSFERS
 from meshmend.schedule import Collective, Op, Schedule
@@ -45,6 +45,8 @@ def live_cables(mesh: Mesh) -> nx.Graph[tuple[int, ...]]:
 
 def claims_neighbours(schedule: Schedule, phase: str) -> bool:
     """What docs/rings.md says of the phases: shards skip rows, and rings fold on an axis that does not wrap."""
+    if schedule.planner == "latency":
+        return False
     if schedule.planner == "row-pairs":
         return "of shards" not in phase
     if schedule.planner == "two-color":
@@ -77,6 +79,7 @@ ANY_PLANNER = st.one_of(
     st.sampled_from([kind() for kind in CHOICES]),
     st.builds(RowPairs, st.sampled_from(["auto", "rows", "columns"]), st.integers(1, 3)),
     st.builds(Weave, st.one_of(st.none(), st.integers(1, 40))),
+    st.builds(Latency, st.integers(0, 4), st.sampled_from([1, 2])),
     st.builds(Gather, st.integers(1, 40), st.sampled_from([*Collective])),
 )
 

@@ -160,7 +160,7 @@ def test_payloads_share_few_plans_and_prepared_ones_are_found() -> None:
 
 
 def test_by_default_gradients_are_woven_and_cut_into_more_chunks_the_longer_they_are() -> None:
-    # What was found fastest for processes on one machine: the square root of the payload over 512 bytes.
+    # The number of chunks grows with the square root of the payload: 1 for 512 bytes.
     found = [Plans().get(Mesh("4x4", failed=["2x2@0,0"]), 512 * chunks**2) for chunks in (1, 8, 256)]
     assert [(schedule.planner, schedule.total_chunks) for schedule in found] == [
         ("weave", 1),

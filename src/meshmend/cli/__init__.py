@@ -24,6 +24,8 @@ from meshmend.cli.common import EXIT_CODES
 from meshmend.cli.options import unbundled
 from meshmend.cli.root import OneLine
 
+__all__ = ["app", "main"]
+
 app = typer.Typer(
     name="meshmend",
     cls=OneLine,

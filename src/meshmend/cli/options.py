@@ -46,6 +46,9 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 PlannerOption = Annotated[
     str, typer.Option("--planner", metavar="NAME", help=f"One of: {', '.join(PLANNERS)} (the fastest of them).")
 ]
+NeighboursOption = Annotated[
+    bool, typer.Option("--neighbours-only", help="Hops between neighbours only: for routers that know no hole.")
+]
 CollectiveOption = Annotated[
     str,
     typer.Option("--collective", metavar="NAME", help=f"What to plan: {', '.join(Collective)}. Default all-reduce."),

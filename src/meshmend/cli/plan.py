@@ -17,6 +17,7 @@ from meshmend.cli.options import (
     CollectiveOption,
     HoleOptions,
     JsonOption,
+    NeighboursOption,
     PlannerOption,
     ShapeArgument,
     TuningOptions,
@@ -39,9 +40,7 @@ def command(
     holes: HoleOptions,
     tuning: TuningOptions,
     auto: AutoOptions,
-    neighbours_only: Annotated[
-        bool, typer.Option("--neighbours-only", help="Hops between neighbours only: for routers that know no hole.")
-    ] = False,
+    neighbours_only: NeighboursOption = False,
     save_to: Annotated[
         Path | None, typer.Option("--save", metavar="F", help="Write the schedule to F: .npz, or .txt to read it.")
     ] = None,

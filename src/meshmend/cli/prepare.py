@@ -12,10 +12,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
-from meshmend.cli.options import AutoOptions, HoleOptions, JsonOption, PlannerOption, ShapeArgument, TuningOptions
+from meshmend.cli.options import (
+    AutoOptions,
+    HoleOptions,
+    JsonOption,
+    NeighboursOption,
+    PlannerOption,
+    ShapeArgument,
+    TuningOptions,
+)
 from meshmend.cli.outputs import check_folder
 from meshmend.cli.terminal import plain, shows_progress, terminal
-from meshmend.errors import CacheWarning, MeshError, PlanError
+from meshmend.errors import CacheWarning, LoweringError, MeshError, PlanError
 from meshmend.planning import Auto, PlanCache, plan
 from meshmend.topology import Mesh, Region, all_placements, name_shape, parse_shape
 
@@ -28,6 +36,7 @@ def command(
     holes: HoleOptions,
     tuning: TuningOptions,
     auto: AutoOptions,
+    neighbours_only: NeighboursOption = False,
     cache: Annotated[
         Path | None, typer.Option("--cache", metavar="DIR", help="Folder for plans; default: ~/.cache/meshmend.")
     ] = None,
@@ -62,12 +71,12 @@ def command(
                     # The table reports the cache's warnings: a plan that is in the cache is ready, whatever they say.
                     with warnings.catch_warnings(record=True) as warned:
                         warnings.simplefilter("always", CacheWarning)
-                        plan(survivors, chosen, cache=store)
-                    if store.path(survivors, chosen).is_file():
+                        plan(survivors, chosen, cache=store, neighbours_only=neighbours_only)
+                    if store.path(survivors, chosen, neighbours_only=neighbours_only).is_file():
                         ready += 1
                     else:
                         refused[str(lost or "nothing")] = " ".join(str(word.message) for word in warned)
-                except (MeshError, PlanError) as error:
+                except (LoweringError, MeshError, PlanError) as error:
                     refused[str(lost or "nothing")] = error.why if isinstance(error, PlanError) else str(error)
                 bar.advance(task)
         facts = {

@@ -3,7 +3,8 @@
 The model. A transfer may start when every earlier step's transfer into its source, of the chunks that it sends, has
 arrived; then it costs the step latency once, to start it. Each link serves one transfer at a time, in order of
 step, and within a step whichever comes first. A transfer over several links takes each one when it reaches it, a hop
-latency after the one before, and occupies each for its bytes; routers buffer what has to wait. Where a chip drives
+latency after the one before, and occupies each for its bytes, longer where the link is slow; past a slow link it goes
+on no faster than that. Routers buffer what has to wait. Where a chip drives
 only some of its links at once, it also queues at its sender and at its receiver, which pass `links_at_once` links'
 worth of data. Data that arrive before the receiver has read the old chunk wait in a buffer.
 
@@ -44,6 +45,7 @@ def arrivals(schedule: Schedule, paths: TransferPaths, payload_bytes: float, har
     sender_free, receiver_free = np.zeros(mesh.n_chips), np.zeros(mesh.n_chips)
     hops = _HopTable(paths)
     arrived = np.empty(schedule.n_transfers)
+    rates = mesh.link_rates if mesh.has_slow_cables else None
     starts = schedule.step_starts
     for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
         rows = slice(first, last)
@@ -52,12 +54,18 @@ def arrivals(schedule: Schedule, paths: TransferPaths, payload_bytes: float, har
         begin = chunks.latest(ready, rows, src) + hardware.step_latency_s
         if limited and width is not None:
             begin = _serve(sender_free, src, begin, lasts / width)
-        begin = _serve_links(link_free, last_of, hops.link[rows], begin, lasts)
+        work = lasts if rates is None else lasts / rates[hops.link[rows]]
+        begin = _serve_links(link_free, last_of, hops.link[rows], begin, work)
         for flows, link in hops.later_hops(first, last):
-            begin[flows] = _serve(link_free, link, begin[flows] + hardware.hop_latency_s, lasts[flows])
+            reaches = begin[flows] + hardware.hop_latency_s
+            own = lasts[flows] if rates is None else lasts[flows] / rates[link]
+            begin[flows] = _serve(link_free, link, reaches, own)
+            if rates is not None:
+                # What a slow link lets through late ends late at the next one too.
+                work[flows] = np.maximum(own, work[flows] - (begin[flows] - reaches))
         if limited and width is not None:
             begin = _serve(receiver_free, dst, begin, lasts / width)
-        done = begin + lasts + hardware.hop_latency_s
+        done = begin + work + hardware.hop_latency_s
         arrived[rows] = done
         chunks.arrive(ready, rows, dst, done)
     return arrived

@@ -162,8 +162,7 @@ PRESETS: dict[str, Hardware] = {
                 ("link_bytes_per_s", "an estimate, 1 GB/s: one pair of processes that send to each other through Gloo"),
                 (
                     "step_latency_s",
-                    "an estimate, 5 µs, as for a hop: with these, weave cuts 32 MB on 4x4 into 256 chunks, the number "
-                    "that was found fastest for processes on one machine",
+                    "an estimate, 5 µs, as for a hop: with these, weave cuts 32 MB on 4x4 into 256 chunks",
                 ),
                 ("hop_latency_s", "an estimate, 5 µs: a small message of Gloo's to a process that waits for it"),
                 ("links_at_once", "all: sends to several peers are in flight together"),
@@ -216,6 +215,6 @@ def adjusted(
     if not changes:
         return hardware
     kept = tuple((name, source) for name, source in hardware.sources if name not in changes)
-    given = tuple((name, "given by the caller") for name in changes)
-    changed = dataclasses.replace(hardware, name=f"{hardware.name}, adjusted", sources=given + kept)
+    stated = tuple((name, "given by the caller") for name in changes)
+    changed = dataclasses.replace(hardware, name=f"{hardware.name}, adjusted", sources=stated + kept)
     return dataclasses.replace(changed, **changes)  # type: ignore[arg-type]  # the names are fields of Hardware

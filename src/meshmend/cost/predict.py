@@ -29,11 +29,17 @@ MAX_FOLLOWED = 2**22
 
 @dataclass(frozen=True)
 class BusyLink:
-    """A link and the fraction of the payload that it carries."""
+    """A link, the fraction of the payload that it carries, and its rate."""
 
     src: Coordinate
     dst: Coordinate
     load: float
+    rate: float = 1.0
+
+    @property
+    def time(self) -> float:
+        """How long it is busy, in units of M/b."""
+        return self.load / self.rate
 
     def __str__(self) -> str:
         return f"{name_chip(self.src)}→{name_chip(self.dst)}"
@@ -121,7 +127,7 @@ def predict(
         payload_bytes=payload_bytes,
         hardware=chosen,
         mode=mode,
-        busiest_link_load=busiest[0].load if busiest else 0.0,
+        busiest_link_load=busiest[0].time if busiest else 0.0,
         busiest_links=busiest,
         by_phase=by_phase,
         gap=decompose(
@@ -194,7 +200,10 @@ def _by_name(schedule: Schedule, seconds: NDArray[np.float64]) -> dict[str, floa
 
 
 def _busiest(demand: StepDemand) -> tuple[BusyLink, ...]:
-    load = demand.link_load
-    top = np.argsort(-load, kind="stable")[:N_BUSIEST]
-    mesh = demand.schedule.mesh
-    return tuple(BusyLink(*mesh.link_ends(int(link)), float(load[link])) for link in top if load[link] > 0)
+    load, mesh = demand.link_load, demand.schedule.mesh
+    top = np.argsort(-load / mesh.link_rates, kind="stable")[:N_BUSIEST]
+    return tuple(
+        BusyLink(*mesh.link_ends(int(link)), float(load[link]), float(mesh.link_rates[link]))
+        for link in top
+        if load[link] > 0
+    )

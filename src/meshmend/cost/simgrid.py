@@ -29,6 +29,8 @@ from meshmend.cost.paths import TransferPaths
 from meshmend.errors import MeshmendError, MissingExtraError, ParameterError
 from meshmend.schedule import Schedule
 
+__all__ = ["SimgridError", "is_available", "simulate", "version"]
+
 INTERPRETER_VARIABLE = "MESHMEND_SIMGRID_PYTHON"
 """An environment variable that names a Python which can `import simgrid`, where it is not found by itself."""
 
@@ -92,7 +94,8 @@ def _job(schedule: Schedule, hardware: Hardware, chunk_s: float) -> dict[str, An
             paths[number] = crossed.far_link[low:high].tolist()
         else:
             paths[number] = [int(crossed.link[row])]
-    links: list[tuple[float, float]] = [(CHUNK_UNITS, hardware.hop_latency_s / chunk_s)] * mesh.n_link_slots
+    hop = hardware.hop_latency_s / chunk_s
+    links: list[tuple[float, float]] = [(CHUNK_UNITS * rate, hop) for rate in mesh.link_rates.tolist()]
     width = hardware.links_at_once
     if width is not None and width < mesh.n_directions:
         sender, receiver = len(links), len(links) + mesh.n_chips

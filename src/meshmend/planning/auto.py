@@ -21,13 +21,14 @@ from meshmend.planning.base import CannotServe, Floor, Planner
 from meshmend.planning.gather import Gather
 from meshmend.planning.half import Half
 from meshmend.planning.hamiltonian import Hamiltonian
+from meshmend.planning.latency import Latency
 from meshmend.planning.row_pairs import RowPairs
 from meshmend.planning.two_color import TwoColor
 from meshmend.planning.weave import Weave
 from meshmend.schedule import Collective, Schedule
 from meshmend.topology import Mesh
 
-CHOICES: tuple[type[Planner], ...] = (Hamiltonian, TwoColor, RowPairs, Weave)
+CHOICES: tuple[type[Planner], ...] = (Hamiltonian, TwoColor, RowPairs, Weave, Latency)
 """The planners of all-reduces to choose from."""
 OTHERS: tuple[type[Planner], ...] = (Gather,)
 """The planners of reduce-scatters and all-gathers."""

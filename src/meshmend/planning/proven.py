@@ -54,7 +54,7 @@ def plan(
     >>> plan(Mesh("8x8", failed=["2x2@2,2"]), "row-pairs", segments=2)
     Schedule(row-pairs all-reduce on 8x8 minus 2x2@2,2: 60 chips, ...)
     >>> plan(Mesh("4x4"), "gather", collective="reduce-scatter", chunks=32)
-    Schedule(gather reduce-scatter on 4x4: 16 chips, 15 steps, 32 chunks, 480 transfers)
+    Schedule(gather reduce-scatter on 4x4: 16 chips, 16 steps, 32 chunks, 480 transfers)
     """
     if isinstance(planner, Planner):
         chosen = _made(planner, parameters, collective)

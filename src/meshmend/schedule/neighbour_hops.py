@@ -30,6 +30,8 @@ from meshmend.routing import Routes
 from meshmend.schedule import Collective, Op, Schedule
 from meshmend.schedule.verify import verify as prove
 
+__all__ = ["neighbour_hops"]
+
 BY_HOPS = " by neighbour hops"
 """What is added to the planner's name where a schedule was rewritten."""
 Row = tuple[int, int, int, int, int, int, int]

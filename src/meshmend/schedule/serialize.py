@@ -29,6 +29,8 @@ from meshmend.errors import MeshError, ScheduleError, ScheduleFileError, name_ch
 from meshmend.schedule import Collective, Op, Schedule
 from meshmend.topology import Mesh, Region, name_cable, name_shape, parse_chip
 
+__all__ = ["from_text", "load", "save", "to_text"]
+
 FORMAT = 1
 REPEATED_FORMAT = 2
 """Versions of both forms: 2 is for a repeated schedule, whose rows are the template's, so that readers of 1 do not take

@@ -10,6 +10,8 @@ import numpy as np
 from meshmend.errors import ScheduleError
 from meshmend.schedule import Collective, Op, Schedule
 
+__all__ = ["all_gather_of", "reduce_scatter_of"]
+
 
 def reduce_scatter_of(schedule: Schedule) -> Schedule:
     """Return the reduce-scatter of an all-reduce: its reductions, after which every chunk is complete at its owner.
@@ -42,6 +44,11 @@ def _half(schedule: Schedule, op: Op, collective: Collective) -> Schedule:
     if schedule.repeats > 1:
         return _half_of_repeated(schedule, op, collective)
     keep = schedule.op == op
+    if schedule.n_chunks[keep].sum() < schedule.total_chunks * (schedule.mesh.n_chips - 1):
+        raise ScheduleError(
+            f"{schedule.planner}'s all-reduce has no {collective} in it: its chips exchange partial sums and all keep "
+            f"them. Plan one as such, with plan(mesh, collective='{collective}')."
+        )
     _, step = np.unique(schedule.step[keep], return_inverse=True)
     used, phase = np.unique(schedule.phase[keep], return_inverse=True)
     return Schedule(

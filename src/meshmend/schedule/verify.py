@@ -54,6 +54,8 @@ from meshmend.schedule import Collective, Op, Schedule
 from meshmend.schedule.faults import raise_collision, raise_dead_path, raise_wrong_sum
 from meshmend.topology import Mesh
 
+__all__ = ["Proof", "ensure_proven", "verify"]
+
 PRIME = np.uint64(2**61 - 1)
 MANY = np.uint64(2**32)
 """Where the count of contributions stops: far above any number of chips, far below what 64 bits hold twice."""

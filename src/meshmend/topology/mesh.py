@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meshmend.errors import Coordinate, MeshError, name_chip
+from meshmend.topology.rates import RateLike, cables_within, check_rate
 from meshmend.topology.region import Region, cut_into_boxes
-from meshmend.topology.text import Cable, name_shape, parse_chip, parse_shape, whole_numbers
+from meshmend.topology.text import Cable, name_cable, name_shape, parse_chip, parse_shape, whole_numbers
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
@@ -21,6 +24,7 @@ MAX_CHIPS = 2**24
 
 MAX_AXES = 8
 
+CableLike = tuple[Sequence[int], Sequence[int]] | str
 IntArray = NDArray[np.int32]
 
 
@@ -31,11 +35,17 @@ class Mesh:
     has no wrap cable and counts as plain. `failed` lists regions, coordinates or their short forms;
     `failed_cables` lists pairs of neighbouring coordinates. Shapes may be given as `"16x32"`.
 
+    `cable_rates` gives the rate of slow cables, as a fraction of the hardware's link rate: 1/2 for a cable that lost
+    half of its lanes. Its keys are cables, or boxes for all cables within them. Cables that are not named have rate 1,
+    and rate 0 is a failed cable.
+
     >>> mesh = Mesh((16, 32), failed=[Region(at=(6, 8), shape=(4, 2))])
     >>> mesh
     Mesh(16x32 minus 4x2@6,8: 504 of 512 chips)
     >>> mesh.n_chips, mesh.n_cables, mesh.is_connected
     (504, 954, True)
+    >>> Mesh("4x4", cable_rates={"0,1-0,2": 0.5, "4x1@0,3": "3/4"})
+    Mesh(4x4 with 4 slow cables: 16 chips)
     """
 
     def __init__(
@@ -44,7 +54,8 @@ class Mesh:
         *,
         wrap: bool | Sequence[bool] = False,
         failed: Iterable[Region | Sequence[int] | str] = (),
-        failed_cables: Iterable[tuple[Sequence[int], Sequence[int]] | str] = (),
+        failed_cables: Iterable[CableLike] = (),
+        cable_rates: Mapping[Region | CableLike, RateLike] | Iterable[tuple[Region | CableLike, RateLike]] = (),
     ) -> None:
         self._shape = _check_shape(shape)
         self._wrap = _check_wrap(wrap, self._shape)
@@ -59,8 +70,12 @@ class Mesh:
             raise MeshError(f"All {self._live.size} chips of the {name_shape(self._shape)} mesh have failed.")
         self._live.flags.writeable = False
         cables = {self._check_cable(cable) for cable in failed_cables}
+        rates = self._check_rates(cable_rates)
+        cables |= {cable for cable, rate in rates.items() if rate == 0}
         # A cable of a failed chip is already gone; leaving it out makes equal machines equal values.
         self._failed_cables = tuple(sorted(c for c in cables if self._live[c[0]] and self._live[c[1]]))
+        slow = sorted(cable for cable, rate in rates.items() if rate < 1 and cable not in cables)
+        self._slow_cables = tuple((c, rates[c]) for c in slow if self._live[c[0]] and self._live[c[1]])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -99,13 +114,23 @@ class Mesh:
 
     @property
     def is_full(self) -> bool:
-        """Whether nothing has failed."""
+        """Whether nothing has failed; cables may be slow."""
         return self.n_chips == self.size and not self._failed_cables
 
     @property
     def failed_cables(self) -> tuple[Cable, ...]:
         """Failed cables between live chips, each with its smaller coordinate first."""
         return self._failed_cables
+
+    @property
+    def cable_rates(self) -> Mapping[Cable, Fraction]:
+        """The rate of each live cable that is slower than the hardware's links, as a fraction of theirs."""
+        return MappingProxyType(dict(self._slow_cables))
+
+    @property
+    def has_slow_cables(self) -> bool:
+        """Whether some live cable has a rate below 1."""
+        return bool(self._slow_cables)
 
     @cached_property
     def holes(self) -> tuple[Region, ...]:
@@ -152,6 +177,22 @@ class Mesh:
     def n_cables(self) -> int:
         """Number of live cables, E."""
         return len(self.cables)
+
+    @cached_property
+    def rates(self) -> NDArray[np.float64]:
+        """The rate of each of `cables`, as a fraction of the hardware's link rate."""
+        rates = self.link_rates[self.link(*self.cables.T)]
+        rates.flags.writeable = False
+        return rates
+
+    @cached_property
+    def link_rates(self) -> NDArray[np.float64]:
+        """The rate of each link; 1 in the slots of links that do not exist."""
+        rates = np.ones(self.n_link_slots)
+        for (a, b), rate in self._slow_cables:
+            rates[self.link([self.rank(a), self.rank(b)], [self.rank(b), self.rank(a)])] = float(rate)
+        rates.flags.writeable = False
+        return rates
 
     @property
     def n_link_slots(self) -> int:
@@ -222,7 +263,13 @@ class Mesh:
         >>> Mesh("8x8").fail("2x2@2,2")
         Mesh(8x8 minus 2x2@2,2: 60 of 64 chips)
         """
-        return Mesh(self._shape, wrap=self._wrap, failed=[*self.holes, *failed], failed_cables=self._failed_cables)
+        return Mesh(
+            self._shape,
+            wrap=self._wrap,
+            failed=[*self.holes, *failed],
+            failed_cables=self._failed_cables,
+            cable_rates=self._slow_cables,
+        )
 
     def _check_chip(self, chip: Coordinate) -> None:
         if len(chip) != self.n_axes:
@@ -248,7 +295,7 @@ class Mesh:
             )
         return hole
 
-    def _check_cable(self, cable: tuple[Sequence[int], Sequence[int]] | str) -> Cable:
+    def _check_cable(self, cable: CableLike) -> Cable:
         if isinstance(cable, str):
             ends = [parse_chip(part) for part in cable.split("-")]
         else:
@@ -267,6 +314,26 @@ class Mesh:
             f"No cable joins {name_chip(a)} and {name_chip(b)}: they are not neighbours in {name_shape(self._shape)}."
         )
 
+    def _check_rates(
+        self, given: Mapping[Region | CableLike, RateLike] | Iterable[tuple[Region | CableLike, RateLike]]
+    ) -> dict[Cable, Fraction]:
+        """Return the rate of each cable that is named, alone or as part of a box."""
+        if isinstance(given, str):
+            raise MeshError(f"cable_rates gives each slow cable its rate, as in {{'0,4-0,5': 0.5}}: got {given!r}.")
+        rates: dict[Cable, Fraction] = {}
+        for key, value in given.items() if isinstance(given, Mapping) else given:
+            rate = check_rate(value)
+            if isinstance(key, Region) or (isinstance(key, str) and "@" in key):
+                named = cables_within(self._check_region(key), self._shape, self._wrap)
+            else:
+                named = [self._check_cable(key)]
+            for cable in named:
+                if rates.setdefault(cable, rate) != rate:
+                    raise MeshError(
+                        f"Cable {name_cable(cable)} has two rates, {rates[cable]} and {rate}: name every cable once."
+                    )
+        return rates
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mesh):
             return NotImplemented
@@ -277,7 +344,7 @@ class Mesh:
 
     @cached_property
     def _key(self) -> tuple[object, ...]:
-        return self._shape, self._wrap, np.packbits(self._live).tobytes(), self._failed_cables
+        return self._shape, self._wrap, np.packbits(self._live).tobytes(), self._failed_cables, self._slow_cables
 
     def __str__(self) -> str:
         name = name_shape(self._shape)
@@ -290,7 +357,11 @@ class Mesh:
             lost.append(f"{len(self.holes) - 4} more holes")
         if self._failed_cables:
             lost.append(f"{len(self._failed_cables)} cable{'s' * (len(self._failed_cables) > 1)}")
-        return f"{name} minus {', '.join(lost)}" if lost else name
+        if lost:
+            name += f" minus {', '.join(lost)}"
+        if self._slow_cables:
+            name += f" with {len(self._slow_cables)} slow cable{'s' * (len(self._slow_cables) > 1)}"
+        return name
 
     def __repr__(self) -> str:
         chips = f"{self.n_chips} of {self.size} chips" if self.n_chips < self.size else f"{self.size} chips"

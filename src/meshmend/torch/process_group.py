@@ -303,7 +303,8 @@ class _MeshWork(Work):
         if timeout and not self._ended.wait(timeout.total_seconds()):
             raise WaitTimeoutError(
                 f"Chip {name_chip(self._chip)} waited {timeout.total_seconds():g} s for its all-reduce, which has not "
-                f"finished. It is still running: do not touch its tensors until another wait has ended, or abort it.",
+                f"finished. It is still running: do not touch its tensors until another wait has ended, or abort the "
+                "group.",
                 waited_s=timeout.total_seconds(),
             )
         self._future.wait()

@@ -105,7 +105,7 @@ class Gather(Planner):
 
 
 def default_chunks(mesh: Mesh) -> int:
-    """Return gather's default number of chunks: the multiple of the number of chips that is closest to `CHUNKS`.
+    """Return the default: `CHUNKS` rounded up to as many for every chip, within `DEFAULT_TRANSFERS`.
 
     >>> default_chunks(Mesh("8x8")), default_chunks(Mesh("32x32")), default_chunks(Mesh("64x64"))
     (1024, 1024, 512)
