@@ -449,7 +449,7 @@ def test_what_is_said_of_an_archive(tmp_path: Path, changes: dict[str, Any], mes
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("schedule 1", "schedule 3", "line 1 should be 'meshmend schedule 1', got 'meshmend schedule 2'."),
+        ("schedule 1", "schedule 3", "line 1 should be 'meshmend schedule 1', got 'meshmend schedule 3'."),
         ("meshmend", "x" * 50, f"line 1 should be 'meshmend schedule 1', got {'x' * 40!r}."),
         (
             "(0,0) -> (0,1)",

@@ -21,7 +21,7 @@ from meshmend.planning.base import Floor, Planner
 from meshmend.planning.hamiltonian import Hamiltonian
 from meshmend.planning.row_pairs import RowPairs
 from meshmend.planning.two_color import TwoColor
-from meshmend.planning.weave import Weave
+from meshmend.planning.weave import DEFAULT_BUDGET_S, Owners, Weave
 from meshmend.schedule import Schedule
 from meshmend.topology import Mesh
 
@@ -101,6 +101,8 @@ class Chooser(Planner):
 class Auto(Chooser):
     """The fastest of all planners for a payload on a piece of hardware.
 
+    `owners` and `budget_s` are as for `Weave`, the only planner that has a choice of owners and takes long.
+
     >>> choice = Auto(payload_bytes=1e9).choose(Mesh("8x8", failed=["2x2@2,2"]))
     >>> choice.planner.name, [c.planner.name for c in choice.considered if c.why_not]
     ('weave', ['two-color'])
@@ -110,10 +112,13 @@ class Auto(Chooser):
 
     payload_bytes: float = DEFAULT_PAYLOAD_BYTES
     hardware: str | Hardware = DEFAULT_HARDWARE
+    owners: Owners = "any"
+    budget_s: float = DEFAULT_BUDGET_S
 
     def field(self, mesh: Mesh) -> Field:
         """Return every planner."""
-        return Field(mesh)
+        weave = Weave(owners=self.owners, budget_s=self.budget_s)
+        return Field(mesh, [weave if kind is Weave else kind() for kind in CHOICES])
 
 
 @final
