@@ -26,7 +26,7 @@ import meshmend.jax as mmj
 from meshmend.jax.job.hosts import Hosts
 from meshmend.jax.state.layout import StateLayout
 from meshmend.jax.state.memory import HostMemory
-from meshmend.jax.state.mirror import copy_of, cutter
+from meshmend.jax.state.mirror import copy_of, make_parts_fn
 
 WIDTH, STEPS = 512, 8
 
@@ -42,16 +42,16 @@ def main() -> None:
             batch = jnp.tanh(batch @ layer)
         return jnp.sum(batch**2, axis=1)
 
-    init, step = mmj.train_step(loss, optax.adam(1e-3), fabric, per_example=True)
+    training = mmj.train_step(loss, optax.adam(1e-3), fabric, per_example=True)
     keys = jax.random.split(jax.random.key(0), 4)
     params = jax.device_put([jax.random.normal(key, (WIDTH, WIDTH)) / 20 for key in keys], fabric.sharding())
-    state = jax.jit(init)(params, pair)
-    layout = StateLayout.of(params, state, pair, schedule, fabric)
+    state = jax.jit(training.init)(params, pair)
+    layout = StateLayout.of(training, pair, params)
     host_of = {chip: host for host in range(len(hosts)) for chip in hosts.chips(host)}
     host_of_chip = [host_of[fabric.mesh.chip(rank)] for rank in range(fabric.mesh.n_chips)]
     batch = jax.device_put(jnp.ones((64 * 4, WIDTH)), fabric.sharding("chip"))
-    step = jax.jit(step)
-    cut = jax.jit(cutter(layout, host_of_chip))
+    step = jax.jit(training.step)
+    cut = jax.jit(make_parts_fn(layout, host_of_chip))
     folder = Path(tempfile.mkdtemp(prefix="meshmend-", dir="/dev/shm"))
     memories = [HostMemory(folder / str(host)) for host in range(len(hosts))]
     times: dict[str, list[float]] = {"step": [], "cut and send": [], "copy and write": []}

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from meshmend.cli import app
 from meshmend.cost import bound, predict
-from meshmend.planning import PLANNERS, plan
+from meshmend.planning import PLANNERS, make_planner, plan
 from meshmend.topology import Mesh
 
 HOLED = ("8x8", "--fail", "2x2@2,2", "--payload", "1MB")
@@ -29,6 +29,8 @@ def test_predict_says_what_the_library_says() -> None:
     assert facts["bound_seconds"] == pytest.approx(bound(mesh).units * 1e6 / 82e9)
     assert facts["ratio_to_bound"] == pytest.approx(facts["seconds"] / facts["bound_seconds"])
     assert sum(facts["by_phase"].values()) == pytest.approx(facts["seconds"])
+    assert sum(facts["gap"].values()) == pytest.approx(facts["seconds"])
+    assert facts["gap"]["latency"] == forecast.gap.latency > 0
     assert facts["busiest_link_load"] == max(link["load"] for link in facts["busiest_links"])
     assert facts["hardware"]["sources"]["link_bytes_per_s"].startswith("656 Gbit/s")
 
@@ -67,7 +69,7 @@ def test_asynchronous_mode() -> None:
         (("--payload", "1MB", "--link-rate", "fast"), "is not a link rate"),
     ],
 )
-def test_mistakes_are_told(arguments: tuple[str, ...], message: str) -> None:
+def test_mistakes_are_reported(arguments: tuple[str, ...], message: str) -> None:
     for command in (("predict", "4x4", "--planner", "hamiltonian"), ("compare", "4x4")):
         result = CliRunner().invoke(app, [*command, *arguments])
         assert result.exit_code == 1
@@ -94,7 +96,7 @@ def test_compare_has_every_planner_on_both_meshes() -> None:
                 assert entry["ratio_to_bound"] >= 1
                 assert entry["seconds"] == pytest.approx(entry["ratio_to_bound"] * part["bound_seconds"])
             else:
-                assert PLANNERS[entry["planner"]]().why_not(mesh) == entry["why_not"]
+                assert make_planner(entry["planner"]).why_not(mesh) == entry["why_not"]
 
 
 def test_compare_on_a_full_mesh_has_no_second_mesh() -> None:

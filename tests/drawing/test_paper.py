@@ -7,8 +7,9 @@ import pytest
 
 from drawing.pictures import assert_legible, both_ways, failed_places, lines_of, n_heads, named, one_way, sent_pairs
 from meshmend import plan, routing
-from meshmend.drawing.paper import FIGURES, ROUTES, draw_paper_figure, paper_figure
+from meshmend.drawing.paper import ROUTES, draw_paper_figure, paper_figure
 from meshmend.errors import DrawingError, name_chip
+from meshmend.study.figures import FIGURES
 
 GALLERY = Path(__file__).parents[2] / "docs" / "figures"
 

@@ -24,22 +24,23 @@ WEIGHTS = {"in": np.arange(12, dtype=np.float32).reshape(3, 4), "out": 100 + np.
 
 
 @cache
-def machine(shape: str, sharded: bool) -> tuple[mmj.Fabric, mm.Schedule, Any]:
+def machine(shape: str, sharded: bool) -> tuple[mmj.Fabric, Any]:
     n_devices = int(np.prod([int(n) for n in shape.split("x")]))
     fabric = mmj.discover(jax.devices()[:n_devices], shape=shape)
     schedule = mm.plan(fabric.mesh, "hamiltonian")
-    return fabric, schedule, (mmj.install_pair if sharded else mmj.install)(schedule, fabric)
+    return fabric, (mmj.install_pair if sharded else mmj.install)(schedule, fabric)
 
 
-def begin(weights: Any, optimizer: Any, shape: str, sharded: bool) -> tuple[Any, Any]:
-    """What a new job starts with: (params, state)."""
-    fabric, _, program = machine(shape, sharded)
+def begin(weights: Any, optimizer: Any, shape: str, sharded: bool) -> tuple[Any, Any, StateLayout]:
+    """What a new job starts with: params, state and their layout."""
+    fabric, program = machine(shape, sharded)
     params = place(weights, fabric)
-    return params, jax.jit(mmj.train_step(_loss, optimizer, fabric).init)(params, program)
+    training = mmj.train_step(_loss, optimizer, fabric)
+    return params, jax.jit(training.init)(params, program), StateLayout.of(training, program, params)
 
 
 @cache
-def fresh(shape: str, sharded: bool) -> tuple[Any, Any]:
+def fresh(shape: str, sharded: bool) -> tuple[Any, Any, StateLayout]:
     return begin(WEIGHTS, optax.adam(0.1), shape, sharded)
 
 
@@ -56,14 +57,16 @@ class Started:
         shape: str = "2x2",
         **options: Any,
     ) -> None:
-        self.fabric, self.schedule, self.program = machine(shape, sharded)
+        self.fabric, _ = machine(shape, sharded)
         if weights is None and optimizer is None:
-            self.params, self.state = fresh(shape, sharded)
+            self.params, self.state, self.layout = fresh(shape, sharded)
         else:
-            self.params, self.state = begin(weights or WEIGHTS, optimizer or optax.adam(0.1), shape, sharded)
+            self.params, self.state, self.layout = begin(
+                weights or WEIGHTS, optimizer or optax.adam(0.1), shape, sharded
+            )
         launch = Launch("127.0.0.1:1", 1, 0, job=job)
         self.session = Session(self.fabric, launch, None, (0,), Coordination(0, 1), Timeline(None))
-        self.keeper = Keeper(self.session, self.schedule, self.program, **options)
+        self.keeper = Keeper(self.session, self.layout, **options)
 
     def restore(self) -> Resumed:
         return self.keeper.restore(self.params, self.state, extra=["start"])
@@ -101,9 +104,8 @@ def assert_is_step(job: Started, found: Resumed, step: int) -> None:
 
 def elements(job: Started, tree: Any) -> dict[str, bytes]:
     """All elements of a state, without the padding of shards: that is no part of it."""
-    layout = StateLayout.of(job.params, job.state, job.program, job.schedule, job.fabric)
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
-    vectors = vectors_from_leaves(layout.outline, layout.is_sharded, leaves)
+    vectors = vectors_from_leaves(job.layout.outline, job.layout.is_sharded, leaves)
     return {name: vector.tobytes() for name, vector in vectors.items()}
 
 

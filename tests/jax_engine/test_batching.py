@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from meshmend.errors import ParameterError
 from meshmend.jax import KeepGlobal, KeepPerChip, Position
-from meshmend.jax.batching import Deal, Policy
+from meshmend.jax.batching import BatchSplit, Policy
 
 POLICIES = st.one_of(
     st.builds(KeepGlobal, st.integers(1, 100)),
@@ -20,8 +20,8 @@ POLICIES = st.one_of(
 )
 
 
-def deal_of(policy: Policy, epoch_size: int, n_chips: int, n_cores: int = 1) -> Deal:
-    return Deal(epoch_size, policy.global_batch(n_chips), n_chips, n_cores)
+def split_of(policy: Policy, epoch_size: int, n_chips: int, n_cores: int = 1) -> BatchSplit:
+    return BatchSplit(epoch_size, policy.global_batch(n_chips), n_chips, n_cores)
 
 
 @given(
@@ -35,12 +35,12 @@ def test_every_sample_is_used_once_however_often_the_chips_change(
     """A run of some steps on some chips, then on others: count what each device's rows hold, epoch by epoch."""
     at, used = Position(), Counter[tuple[int, int]]()
     for n_chips, n_cores, n_steps in runs:
-        deal = deal_of(policy, epoch_size, n_chips, n_cores)
+        split = split_of(policy, epoch_size, n_chips, n_cores)
         for _ in range(n_steps):
-            places = deal.places()
-            real = places[places < deal.count(at)]
+            places = split.places()
+            real = places[places < split.count(at)]
             used.update((at.epoch, at.sample + int(place)) for place in real)
-            at = deal.after(at)
+            at = split.after(at)
     wanted = [(epoch, sample) for epoch in range(at.epoch) for sample in range(epoch_size)]
     wanted += [(at.epoch, sample) for sample in range(at.sample)]
     assert used == Counter(wanted)
@@ -50,10 +50,10 @@ def test_every_sample_is_used_once_however_often_the_chips_change(
 def test_no_chip_and_no_device_has_more_than_one_more_than_another(
     epoch_size: int, n_examples: int, n_chips: int, n_cores: int
 ) -> None:
-    deal = Deal(epoch_size, n_examples, n_chips, n_cores)
-    places = deal.places()
-    assert places.shape == (n_chips * n_cores, deal.rows)
-    assert deal.rows == math.ceil(n_examples / (n_chips * n_cores)), "no row more than the fullest device needs"
+    split = BatchSplit(epoch_size, n_examples, n_chips, n_cores)
+    places = split.places()
+    assert places.shape == (n_chips * n_cores, split.rows)
+    assert split.rows == math.ceil(n_examples / (n_chips * n_cores)), "no row more than the fullest device needs"
     for count in {1, min(n_examples, epoch_size), n_examples}:
         by_device = (places < count).sum(axis=1)
         by_chip = by_device.reshape(n_chips, n_cores).sum(axis=1)
@@ -66,17 +66,17 @@ def test_no_chip_and_no_device_has_more_than_one_more_than_another(
 def test_a_position_some_steps_ahead_is_where_single_steps_lead(
     epoch_size: int, batch: int, data: st.DataObject
 ) -> None:
-    deal = Deal(epoch_size, batch, 4)
+    split = BatchSplit(epoch_size, batch, 4)
     start = Position(data.draw(st.integers(0, 3)), data.draw(st.integers(0, epoch_size - 1)))
     at = start
     for steps in range(30):
-        assert deal.position(start, steps) == at
-        at = deal.after(at)
+        assert split.position(start, steps) == at
+        at = split.after(at)
     for epochs in range(6):
         at, n = start, 0
         while at.epoch < epochs:
-            at, n = deal.after(at), n + 1
-        assert deal.steps_until(start, epochs) == n
+            at, n = split.after(at), n + 1
+        assert split.steps_until(start, epochs) == n
 
 
 def test_the_learning_rate_follows_the_batch_by_the_rule() -> None:

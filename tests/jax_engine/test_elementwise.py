@@ -1,4 +1,4 @@
-"""Which optimisers may update shards: those that do the same to every element of every layer, and no others."""
+"""Which optimizers may update shards: those that do the same to every element of every layer, and no others."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ ALIKE = {
 
 
 @pytest.mark.parametrize("name", ALIKE)
-def test_optimisers_that_treat_each_weight_by_itself_are_accepted(name: str) -> None:
+def test_optimizers_that_treat_each_weight_by_itself_are_accepted(name: str) -> None:
     check_elementwise(ALIKE[name], SHARDS, LAYERS)
     check_elementwise(ALIKE[name], SHARDS)
 
@@ -102,7 +102,7 @@ BY_LAYER = {
 
 
 @pytest.mark.parametrize("name", BY_LAYER)
-def test_optimisers_that_tell_layers_apart_are_refused(name: str) -> None:
+def test_optimizers_that_tell_layers_apart_are_refused(name: str) -> None:
     with pytest.raises(ParameterError, match=r"treats some layers differently.*mmj\.lamb; or pass a Program"):
         check_elementwise(BY_LAYER[name], SHARDS, LAYERS)
 
@@ -133,12 +133,12 @@ MIXING = {
 
 
 @pytest.mark.parametrize("name", MIXING)
-def test_optimisers_that_combine_weights_or_draw_random_numbers_are_refused(name: str) -> None:
+def test_optimizers_that_combine_weights_or_draw_random_numbers_are_refused(name: str) -> None:
     with pytest.raises(ParameterError, match=r"cannot update shards of the weights: its \w+ .*or pass a Program"):
         check_elementwise(MIXING[name], SHARDS, LAYERS)
 
 
-def test_an_optimiser_that_fails_on_whole_layers_too_fails_with_its_own_error() -> None:
+def test_an_optimizer_that_fails_on_whole_layers_too_fails_with_its_own_error() -> None:
     def broken(params: Any) -> Any:
         raise RuntimeError("broken by its author")
 
@@ -164,7 +164,7 @@ def train(optimizer: Any, sharded: bool, params: Any, n_steps: int = 1) -> Any:
     return params
 
 
-def test_optimisers_that_ask_for_the_loss_get_its_mean() -> None:
+def test_optimizers_that_ask_for_the_loss_get_its_mean() -> None:
     """Polyak's step with f* = 0 is loss / |gradient|² = w² / (2w)² = ¼: from 2 by ¼ × 4 to 1."""
     assert float(train(optax.polyak_sgd(max_learning_rate=9.0), False, jnp.float32(2))) == pytest.approx(1.0)
     plateau = optax.chain(optax.sgd(0.125), optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=1.0))
@@ -173,7 +173,7 @@ def test_optimisers_that_ask_for_the_loss_get_its_mean() -> None:
     assert whole[1] > 0.75**4, "four steps at the full rate: the rate has fallen, so the loss has arrived"
 
 
-def test_optimisers_that_evaluate_the_loss_again_are_refused_by_name() -> None:
+def test_optimizers_that_evaluate_the_loss_again_are_refused_by_name() -> None:
     search = optax.chain(optax.sgd(0.1), optax.scale_by_backtracking_linesearch(3))
     for sharded in (False, True):
         with pytest.raises(ParameterError, match=r"a train step does not have: .*'value_fn'"):
@@ -199,7 +199,7 @@ def test_a_state_with_a_typed_key_trains_with_a_program() -> None:
 
 
 @pytest.mark.parametrize("chunk", [7, 2**30 + 7, 2**31 - 1])
-def test_layers_are_told_apart_beyond_two_billion_elements(chunk: int) -> None:
+def test_layers_are_distinguished_beyond_two_billion_elements(chunk: int) -> None:
     """Against Python's integers, at the edges of layers that begin and end anywhere in 5 chunks."""
     ends = np.array([3, chunk - 1, chunk, 2 * chunk + 5, 2 * chunk + 5, 4 * chunk, 5 * chunk - 2], np.int64)
     offsets = np.array([0, 1, 2, 3, 4, 5, 6, chunk - 3, chunk - 2, chunk - 1], np.int64)

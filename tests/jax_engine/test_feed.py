@@ -20,8 +20,8 @@ import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine import two_hosts
 from meshmend.errors import MissingExtraError, ParameterError
-from meshmend.jax.batching import Deal
-from meshmend.jax.feed import Parts
+from meshmend.jax.batching import BatchSplit
+from meshmend.jax.feed import DeviceRows
 
 grain: Any = pytest.importorskip("grain", reason="needs grain: pip install 'meshmend[restart]'")
 
@@ -159,16 +159,16 @@ def test_two_cores_of_a_chip_share_its_samples() -> None:
 def test_processes_together_read_the_whole_batch_and_none_reads_anothers(global_batch: int) -> None:
     """Four hosts with 4×2 tiles of an 8×4 mesh, whose ranks are not contiguous, one chip of the last failed."""
     mesh = mm.Mesh("8x4", failed=["7,3"])
-    deal = Deal(N, global_batch, mesh.n_chips)
+    split = BatchSplit(N, global_batch, mesh.n_chips)
     hosts = [[r for r, (x, y) in enumerate(mesh.coords) if (x // 4, y // 2) == (i, j)] for i in (0, 1) for j in (0, 1)]
     assert sorted(rank for host in hosts for rank in host) == list(range(31))
     at = mmj.Position(0, 5)
-    steps = deal.steps_until(at, 2)
-    readers = [Parts(range(2 * N), deal, at, steps, host) for host in hosts]
+    steps = split.steps_until(at, 2)
+    readers = [DeviceRows(range(2 * N), split, at, steps, host) for host in hosts]
     assert [len(reader) for reader in readers] == [steps * len(host) for host in hosts]
     for step in range(steps):
-        start = deal.position(at, step)
-        first, count = start.epoch * N + start.sample, deal.count(start)
+        start = split.position(at, step)
+        first, count = start.epoch * N + start.sample, split.count(start)
         read = []
         for reader, host in zip(readers, hosts, strict=True):
             parts = [reader[step * len(host) + device] for device in range(len(host))]
@@ -226,15 +226,15 @@ def test_a_job_that_fails_again_and_again_passes_the_check(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ledger.jsonl"
         for n_chips, n_steps, n_lost in [*failures, (survivors, 1000, 0)]:
-            ledger, deal = mmj.Ledger(path), Deal(N, policy.global_batch(n_chips), n_chips)
+            ledger, split = mmj.Ledger(path), BatchSplit(N, policy.global_batch(n_chips), n_chips)
             for _ in range(n_steps):
                 number, at = committed[-1]
                 if at.epoch == 2:
                     break
-                places = deal.places()
-                used = at.sample + places[places < deal.count(at)]
+                places = split.places()
+                used = at.sample + places[places < split.count(at)]
                 ledger.record(number, epoch=at.epoch, samples=ORDERS[at.epoch][used])
-                committed.append((number + 1, deal.after(at)))
+                committed.append((number + 1, split.after(at)))
             del committed[max(1, len(committed) - n_lost) :]
         account = mmj.Ledger(path).check(N, epochs=2)
     assert account.steps == committed[-1][0]

@@ -13,7 +13,7 @@ import meshmend as mm
 import meshmend.numpy as mmn
 from jax_engine import cases
 from meshmend.jax import lanes
-from meshmend.jax.lanes import KEEP, Lane, Lowered, Shape, lower
+from meshmend.jax.lanes import KEEP, Lane, Lowered, ProgramShape, lower
 from meshmend.schedule import Collective, Op
 from random_schedules import random_schedule
 
@@ -244,7 +244,7 @@ def test_no_transfers_no_loops() -> None:
     alone = mm.Schedule(mm.Mesh((1, 1)), total_chunks=3, step=[], src=[], dst=[], op=[], owners=[0] * 3)
     lowered = lower(alone)
     assert lowered.loops == ()
-    assert lowered.shape == Shape(1, 3, Collective.ALL_REDUCE, ())
+    assert lowered.shape == ProgramShape(1, 3, Collective.ALL_REDUCE, (), ((0, 1, 2),))
     assert lowered.owned.tolist() == [[0, 1, 2]]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -146,6 +147,7 @@ def test_a_schedule_or_the_other_kind_of_program_is_no_program() -> None:
         mmj.install(fabric.mesh, fabric)  # type: ignore[arg-type]
     init, step = mmj.train_step(lambda w, b: jnp.mean(b * w), optax.sgd(0.1), fabric)
     w = jnp.ones(())
-    for call in (lambda: init(w, schedule), lambda: step(w, (), jnp.ones(12), schedule)):  # type: ignore[arg-type]
+    calls: list[Callable[[], Any]] = [lambda: init(w, schedule), lambda: step(w, (), jnp.ones(12), schedule)]
+    for call in calls:
         with pytest.raises(ParameterError, match=r"Expected a Program or a ProgramPair, got a Schedule.*mmj\.install"):
             call()

@@ -130,7 +130,7 @@ def matrices_only(params: Any) -> Any:
     ],
     ids=["lamb", "lars", "clip_by_global_norm"],
 )
-def test_layerwise_optimisers_agree_with_optax_whole_and_sharded(
+def test_layerwise_optimizers_agree_with_optax_whole_and_sharded(
     ours: optax.GradientTransformation, theirs: optax.GradientTransformation
 ) -> None:
     name = "row-pairs 4x4 - 2x2"

@@ -1,11 +1,28 @@
-"""How planner tests judge a schedule: by the verifier, and by sums that NumPy makes on its own."""
+"""How planner tests check a schedule: with the verifier, and with NumPy's own sums."""
 
 from __future__ import annotations
 
 import numpy as np
 
 import meshmend.numpy as mmn
-from meshmend import Schedule, verify
+from meshmend import Collective, Schedule, verify
+
+
+def assert_serves(schedule: Schedule) -> None:
+    """Both oracles, whatever the collective."""
+    if schedule.collective is Collective.ALL_REDUCE:
+        assert_all_reduces(schedule)
+        return
+    verify(schedule)
+    rng = np.random.default_rng(schedule.n_transfers)
+    n_chips, chunks = schedule.mesh.n_chips, schedule.total_chunks
+    payload = rng.integers(-(2**40), 2**40, (n_chips, chunks, 2))
+    held = mmn.run(schedule, payload)
+    own = schedule.owners, np.arange(chunks)
+    if schedule.collective is Collective.REDUCE_SCATTER:
+        assert np.array_equal(held[own], payload.sum(axis=0))
+    else:
+        assert np.array_equal(held, np.broadcast_to(payload[own], payload.shape))
 
 
 def assert_all_reduces(schedule: Schedule) -> None:

@@ -12,17 +12,17 @@ from typing import Any, ClassVar
 import networkx as nx
 import numpy as np
 import pytest
-from checks import assert_all_reduces
+from checks import assert_serves
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshmend import Mesh, PlanError, plan
 from meshmend.cost import find_hardware
 from meshmend.errors import ParameterError
-from meshmend.planning import PLANNERS, Auto, Hamiltonian, Planner, RowPairs, Tuned, TwoColor, Weave
-from meshmend.planning.auto import CHOICES, Field
+from meshmend.planning import PLANNERS, Auto, Gather, Hamiltonian, Planner, RowPairs, Tuned, Weave
+from meshmend.planning.auto import CHOICES, OTHERS, Field
 from meshmend.planning.base import MAX_TRANSFERS
-from meshmend.schedule import Op, Schedule
+from meshmend.schedule import Collective, Op, Schedule
 from meshmend.study.compare import compare
 from strategies import cut_block_meshes, meshes
 
@@ -52,7 +52,7 @@ def claims_neighbours(schedule: Schedule, phase: str) -> bool:
     return True
 
 
-def judge(mesh: Mesh, planner: Planner) -> bool:
+def check(mesh: Mesh, planner: Planner) -> bool:
     """Say whether the planner serves the mesh; if so, by what it promises."""
     why_not = planner.why_not(mesh)
     if why_not is not None:
@@ -68,36 +68,38 @@ def judge(mesh: Mesh, planner: Planner) -> bool:
     for src, dst, phase in hops.T.tolist():
         if claims_neighbours(schedule, schedule.phase_names[phase]):
             assert cables.has_edge(mesh.chip(src), mesh.chip(dst)), (mesh.chip(src), mesh.chip(dst))
-    assert_all_reduces(schedule)
+    assert schedule.collective is planner.collective
+    assert_serves(schedule)
     return True
 
 
 ANY_PLANNER = st.one_of(
-    st.sampled_from([Hamiltonian(), TwoColor()]),
+    st.sampled_from([kind() for kind in CHOICES]),
     st.builds(RowPairs, st.sampled_from(["auto", "rows", "columns"]), st.integers(1, 3)),
     st.builds(Weave, st.one_of(st.none(), st.integers(1, 40))),
+    st.builds(Gather, st.integers(1, 40), st.sampled_from([*Collective])),
 )
 
 
 @settings(max_examples=80, deadline=None)
 @given(st.one_of(cut_block_meshes(), meshes(max_side=5)), ANY_PLANNER)
 def test_every_planner_keeps_its_claims(mesh: Mesh, planner: Planner) -> None:
-    judge(mesh, planner)
+    check(mesh, planner)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", CHOICES)
+@pytest.mark.parametrize("kind", [*CHOICES, *OTHERS])
 @settings(max_examples=1500, deadline=None)
 @given(data=st.data())
 def test_every_planner_keeps_its_claims_on_thousands(kind: type[Planner], data: st.DataObject) -> None:
     mesh = data.draw(st.one_of(cut_block_meshes(), meshes(max_side=6)))
-    judge(mesh, data.draw(ANY_PLANNER.filter(lambda planner: isinstance(planner, kind))))
+    check(mesh, data.draw(ANY_PLANNER.filter(lambda planner: isinstance(planner, kind))))
 
 
 def test_every_two_failed_cables_of_a_small_mesh() -> None:
     whole = Mesh("4x4")
     cables = [(whole.chip(int(a)), whole.chip(int(b))) for a, b in whole.cables]
-    served = sum(judge(Mesh("4x4", failed_cables=pair), Hamiltonian()) for pair in itertools.combinations(cables, 2))
+    served = sum(check(Mesh("4x4", failed_cables=pair), Hamiltonian()) for pair in itertools.combinations(cables, 2))
     # A corner that loses a cable has no ring, and 8 of the 24 cables touch a corner.
     assert 0 < served <= 16 * 15 // 2
 
@@ -109,8 +111,8 @@ def test_a_hop_that_is_none_is_caught_where_it_is_made() -> None:
         def n_transfers(self, mesh: Mesh) -> int:
             return 1
 
-        def _why_not(self, mesh: Mesh) -> str | None:
-            return None
+        def _check(self, mesh: Mesh) -> None:
+            pass
 
         def _plan(self, mesh: Mesh) -> Schedule:
             return Schedule(mesh, total_chunks=1, step=[0], src=[0], dst=[2], op=[Op.COPY], owners=[0])

@@ -45,8 +45,8 @@ def broken(template: Schedule, rng: random.Random) -> Schedule:
                 columns[name].append(columns[name][row])
             columns["src"][-1] = rng.choice([r for r in range(n_chips) if r != columns["dst"][row]])
         case end:
-            kept = columns["dst" if end == "src" else "src"][row]
-            columns[end][row] = rng.choice([r for r in range(n_chips) if r != kept])
+            opposite = "dst" if end == "src" else "src"
+            columns[end][row] = rng.choice([r for r in range(n_chips) if r != columns[opposite][row]])
     columns["step"] = np.unique(columns["step"], return_inverse=True)[1]
     return Schedule(
         template.mesh,

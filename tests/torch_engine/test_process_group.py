@@ -6,12 +6,15 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from meshmend import Mesh, PlanError
+from meshmend import Mesh, PlanError, plan
 from meshmend.errors import DisagreementError, MeshError, MeshmendError, PayloadError, WaitTimeoutError
+from meshmend.planning import PlanCache
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
 pytest.importorskip("torchft", reason="torchft is not installed: pip install 'meshmend[torch]'")
@@ -19,7 +22,7 @@ import torch.distributed as dist  # noqa: E402
 from torch.distributed.distributed_c10d import AllreduceOptions, BarrierOptions, BroadcastOptions  # noqa: E402
 
 import meshmend.torch as mmt  # noqa: E402
-from meshmend.torch.plans import MAX_CHUNKS, Plans  # noqa: E402
+from meshmend.torch.plans import LARGEST_BYTES, Plans  # noqa: E402
 from torch_engine.processes import with_store  # noqa: E402
 
 Members = list[tuple[int, ...]]
@@ -113,7 +116,11 @@ def test_a_member_that_leaves_gives_the_others_an_error_until_they_configure_aga
     [
         ({"chip": (0, 0)}, {"chip": (0, 0)}, "2 members say that they are chip (0,0)"),
         ({"chip": (0, 0)}, {"chip": (0, 1), "shape": (4, 4)}, "Every member needs the same shape"),
-        ({"chip": (0, 0)}, {"chip": (0, 1), "planner": "hamiltonian"}, "Every member needs the same shape"),
+        (
+            {"chip": (0, 0)},
+            {"chip": (0, 1), "plan": partial(plan, planner="hamiltonian")},
+            "Every member needs the same shape",
+        ),
         ({"chip": (0, 0)}, {"chip": (1, 3)}, "the survivors form 2 disconnected groups"),
     ],
 )
@@ -140,15 +147,32 @@ def test_before_configure_there_is_no_mesh() -> None:
 
 def test_payloads_share_few_plans_and_prepared_ones_are_found() -> None:
     sizes = [1, 10**5, 10**6, 10**7, 10**8, 10**11]
-    chunks = [Plans.chunks(size) for size in sizes]
-    assert chunks == sorted(chunks)
-    assert chunks[0] == 1
-    assert chunks[-1] == MAX_CHUNKS
-    plans, mesh = Plans("hamiltonian"), Mesh("4x4")
+    planned = [Plans.size(size) for size in sizes]
+    assert planned == sorted(planned)
+    assert (planned[0], planned[-1]) == (512, LARGEST_BYTES)
+    # The nearest in proportion, so at most twice as much or half.
+    assert all(0.5 <= ours / size <= 2 for ours, size in zip(planned[1:-1], sizes[1:-1], strict=True))
+    plans, mesh = Plans(partial(plan, planner="hamiltonian")), Mesh("4x4")
     plans.prepare(mesh, ["2x2@0,0", "2x2@2,2"], payload_bytes=1000)
     assert plans.get(mesh.fail("2x2@2,2"), 1000) is plans.get(mesh.fail("2x2@2,2"), 1001)
     with pytest.raises(PlanError, match="hamiltonian cannot plan for 4x4 minus 1x1@1,1"):
         plans.get(mesh.fail((1, 1)), 1000)
+
+
+def test_by_default_gradients_are_woven_and_cut_into_more_chunks_the_longer_they_are() -> None:
+    # What was found fastest for processes on one machine: the square root of the payload over 512 bytes.
+    found = [Plans().get(Mesh("4x4", failed=["2x2@0,0"]), 512 * chunks**2) for chunks in (1, 8, 256)]
+    assert [(schedule.planner, schedule.total_chunks) for schedule in found] == [
+        ("weave", 1),
+        ("weave", 8),
+        ("weave", 256),
+    ]
+
+
+def test_members_compare_what_is_bound_to_their_plan_but_not_where_it_is_kept(tmp_path: Path) -> None:
+    bound = partial(partial(plan, planner="weave", chunks=4), cache=PlanCache(tmp_path))
+    assert str(Plans(bound)) == "meshmend.planning.proven.plan chunks=4 planner=weave"
+    assert str(Plans(partial(plan, Mesh("2x2")))) == "meshmend.planning.proven.plan Mesh"
 
 
 def test_a_wait_ends_after_its_timeout_and_the_all_reduce_goes_on() -> None:
@@ -181,7 +205,7 @@ def test_a_wait_ends_after_its_timeout_and_the_all_reduce_goes_on() -> None:
         assert "left the group" in error
 
 
-def test_members_that_bring_different_payloads_are_told() -> None:
+def test_members_with_different_payloads_get_an_error() -> None:
     def main(chip: tuple[int, ...], number: int, address: str) -> Any:
         group = mmt.MeshProcessGroup((1, 2), chip, interface="lo", timeout=timedelta(seconds=20))
         group.configure(f"{address}/1", "x", number, 2)
@@ -193,7 +217,7 @@ def test_members_that_bring_different_payloads_are_told() -> None:
         # So different that they run different plans.
         with pytest.raises(DisagreementError) as caught:
             group.allreduce([torch.ones(300_000 if number else 3)], AllreduceOptions()).wait()
-        return mixed[0].tolist(), mixed[1].tolist(), caught.value.told
+        return mixed[0].tolist(), mixed[1].tolist(), caught.value.calls
 
     for whole, real, told in with_store([(0, 0), (0, 1)], main).values():
         assert whole == [2**61 + 2] * 3
@@ -257,7 +281,7 @@ def caller_of(call: Any) -> threading.Event:
 
 
 def test_plans_are_kept_up_to_a_bound_and_the_least_used_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans, mesh = Plans("hamiltonian"), Mesh("4x4")
+    plans, mesh = Plans(partial(plan, planner="hamiltonian")), Mesh("4x4")
     boards = [mesh.fail(board) for board in ("2x2@0,0", "2x2@0,2", "2x2@2,0", "2x2@2,2")]
     made = [plans.get(board, 1000) for board in boards[:3]]
     one = made[0]

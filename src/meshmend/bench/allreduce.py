@@ -1,7 +1,7 @@
 """All-reduce times over real links: Gloo's own, and every plan's, on the same mesh in the same run.
 
-Each live chip is a process; in a lab each sits in its own network namespace. The cases take turns, so that whatever
-else the machine does falls on all of them alike. All processes read one clock, so a run lasts from the first chip's
+Each live chip is a process, in a lab inside its own network namespace. The cases alternate, so that other load on
+the machine affects all of them alike. All processes read the same clock, so a run lasts from the first chip's
 start to the last chip's end.
 """
 
@@ -23,15 +23,15 @@ from meshmend.cost import bound
 from meshmend.errors import Coordinate, LabError, PlanError, name_chip
 from meshmend.lab import Chips, Lab
 from meshmend.lab.namespaces import INTERFACE
-from meshmend.planning import PLANNERS
+from meshmend.planning import PLANNERS, plan
 from meshmend.schedule import Schedule
 from meshmend.topology import Mesh
 from meshmend.torch.engine import Engine
-from meshmend.torch.plans import Plans
+from meshmend.torch.private import gloo_backend
 
 GLOO = "gloo"
 PROCESS_GROUP = "process group"
-"""`MeshProcessGroup` with the plan that it chooses itself: over loopback, where its own cost shows."""
+"""`MeshProcessGroup` with the plan that it chooses itself: over loopback, where its overhead is visible."""
 PORT = 29400
 TIMEOUT = timedelta(minutes=10)
 
@@ -56,11 +56,11 @@ class Result:
 
 
 def applicable(mesh: Mesh, payload_bytes: int, names: Sequence[str] | None = None) -> dict[str, Schedule]:
-    """Return the proven plan of every planner that serves a mesh, cut to suit the payload."""
+    """Return the proven plan of every planner that serves a mesh, with chunks that suit the payload."""
     schedules = {}
     for name in names or [name for name in PLANNERS if name != "auto"]:
         try:
-            schedules[name] = Plans(name).get(mesh, payload_bytes)
+            schedules[name] = plan(mesh, name, payload_bytes=payload_bytes, hardware="gloo-loopback")
         except PlanError:
             if names:
                 raise
@@ -132,10 +132,7 @@ def _time_cases(
     rank = mesh.rank(chip)
     host, _, port = meeting.partition(":")
     store = dist.TCPStore(host, int(port), is_master=rank == 0, wait_for_workers=False, timeout=TIMEOUT)
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = TIMEOUT
-    options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
-    group = dist.ProcessGroupGloo(store, rank, mesh.n_chips, options)
+    group = gloo_backend(store, rank, mesh.n_chips, timeout=TIMEOUT, interface=interface)
     ways: dict[str, Callable[[torch.Tensor], Any]] = {GLOO: lambda payload: group.allreduce([payload]).wait()}
     for name, schedule in schedules.items():
         ways[name] = Engine(schedule, rank, group, timeout=TIMEOUT).all_reduce
@@ -145,7 +142,7 @@ def _time_cases(
         ours = MeshProcessGroup(mesh.shape, chip, wrap=mesh.wrap, interface=interface, timeout=TIMEOUT)
         ours.configure(f"{meeting}/process-group", name_chip(chip), rank, mesh.n_chips)
         ways[PROCESS_GROUP] = lambda payload: ours.allreduce([payload], dist.ReduceOp.SUM).wait()
-    # Ones, so that every sum is known: a fast wrong answer is not a result.
+    # Ones, so that every sum is known: a fast wrong result does not count.
     payload = torch.empty(payload_bytes // 4)
     spans: dict[str, list[tuple[float, float]]] = {case: [] for case in ways}
     for _ in range(repeat):
@@ -158,7 +155,7 @@ def _time_cases(
             if not bool((payload == mesh.n_chips).all()):
                 raise LabError(f"{case} gave a wrong sum on {mesh}.")
     group.barrier().wait()
-    # The store lives in rank 0: the others leave first.
+    # Rank 0 hosts the store, so the others leave first.
     time.sleep(0.2 if rank == 0 else 0)
     return spans
 

@@ -1,4 +1,4 @@
-"""`meshmend compare`: every planner side by side, on the mesh as it is and on the full one, against the bound."""
+"""`meshmend compare`: every planner side by side, on the given mesh and on the full one, against the bound."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.table import Table
 
 from meshmend.cli.common import exit_on_error, mesh_facts, print_json
 from meshmend.cli.options import (
+    CollectiveOption,
     HoleOptions,
     JsonOption,
     PayloadOption,
@@ -23,9 +24,9 @@ from meshmend.cli.outputs import check_plot
 from meshmend.cli.pricing import forecast_facts, hardware_facts
 from meshmend.cli.terminal import plain, print_line, terminal
 from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
-from meshmend.errors import ParameterError
+from meshmend.planning.proven import read_collective
 from meshmend.schedule import Collective
-from meshmend.study.compare import Comparison, PlannerResult, compare
+from meshmend.study.compare import COLUMNS, Comparison, PlannerResult, compare
 from meshmend.study.plot import PAYLOADS, plot
 from meshmend.topology import Mesh
 
@@ -33,24 +34,26 @@ from meshmend.topology import Mesh
 def command(
     plan_of: PlanArgument,
     payload: PayloadOption,
+    *,
+    collective: CollectiveOption = Collective.ALL_REDUCE,
     holes: HoleOptions,
     price: PriceOptions,
     plot_to: Annotated[
-        Path | None, typer.Option("--plot", metavar="F", help="Draw time against payload, 1 KB to 10 GB: .png, .svg.")
+        Path | None, typer.Option("--plot", metavar="F", help="Plot time against payload, 1 KB to 10 GB: .png, .svg.")
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Compare every planner that can serve a mesh, with the full mesh beside it.
+    """Compare every planner that can serve a mesh, and the same on the full mesh.
 
-    A saved plan is proven, and compared with the planners on its mesh.
+    A saved plan is proven, and compared with the planners for its collective on its mesh.
 
     Example: meshmend compare 32x32 --fail 4x2@6,8 --payload 102MB --hardware tpu-v3 --plot times.png
     """
     with exit_on_error(json):
         check_plot("--plot", plot_to)
-        saved = load_plan(plan_of, *given_options(holes)) if is_file(plan_of) else None
-        if saved is not None and saved.collective != Collective.ALL_REDUCE:
-            raise ParameterError(f"{plan_of} holds a {saved.collective}; planners make all-reduces to compare it with.")
+        named = [] if collective == Collective.ALL_REDUCE else ["--collective"]
+        saved = load_plan(plan_of, *given_options(holes), *named) if is_file(plan_of) else None
+        wanted = read_collective(collective) if saved is None else saved.collective
         mesh = holes.mesh(plan_of) if saved is None else saved.mesh
         chosen = price.read_hardware()
         payload_bytes, how = parse_bytes(payload), price.read_mode()
@@ -67,6 +70,7 @@ def command(
                         one,
                         payload_bytes,
                         chosen,
+                        collective=wanted,
                         mode=how,
                         payloads=payloads,
                         on_planner=tell,
@@ -79,6 +83,7 @@ def command(
         if json:
             print_json(
                 {
+                    "collective": str(wanted),
                     "payload_bytes": payload_bytes,
                     "hardware": hardware_facts(chosen),
                     "mode": how,
@@ -108,19 +113,17 @@ def _entry_facts(entry: PlannerResult) -> dict[str, Any]:
     return {
         "planner": entry.planner,
         "why_not": None,
-        "steps": entry.steps,
-        "chunks": entry.chunks,
-        "transfers": entry.transfers,
+        **entry.figures,
         "plan_seconds": entry.plan_seconds,
         **forecast_facts(entry.forecast),
     }
 
 
 def _show(this: Comparison, full: Comparison | None) -> None:
-    title = f"{this.mesh}, {name_bytes(this.payload_bytes)} a chip, {this.mode}, {this.hardware}"
+    title = f"{this.collective} on {this.mesh}, {name_bytes(this.payload_bytes)} per chip, {this.mode}, {this.hardware}"
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("planner", style="cyan", no_wrap=True)
-    for name in ("steps", "time" if full is None else "holed", "× bound"):
+    for name in (*_headings(), "time" if full is None else "holed", "× bound"):
         table.add_column(name, justify="right")
     if full is not None:
         for name in ("full", "× bound", "holed / full"):
@@ -130,24 +133,33 @@ def _show(this: Comparison, full: Comparison | None) -> None:
         if entry.forecast is None and (entry.planner not in beside or beside[entry.planner].forecast is None):
             continue
         table.add_row(plain(entry.planner), *_cells(entry, beside.get(entry.planner)))
-    least = ["", name_seconds(this.bound_seconds), "1.000"]
+    least = [*("" for _ in _headings()), name_seconds(this.bound_seconds), "1.000"]
     if full is not None:
         least += [name_seconds(full.bound_seconds), "1.000", f"{this.bound_seconds / full.bound_seconds:.3f}"]
     table.add_row("bound", *least, style="dim")
     console = terminal()
     console.print(title, style="bold", soft_wrap=True)
     console.print(table)
+    console.print()
+    console.print(_gaps(this))
+    console.print()
     print_line(("bound", "dim"), f"  {this.bound}")
     for entry in this.entries:
         if entry.why_not is not None:
             print_line((plain(entry.planner), "dim"), f"  {plain(entry.why_not)}")
 
 
+def _headings() -> list[str]:
+    return [column.heading for column in COLUMNS if column.heading is not None]
+
+
 def _cells(entry: PlannerResult, beside: PlannerResult | None) -> list[str]:
     here = entry.forecast
-    cells = ["–", "–", "–"]
+    shown = [column for column in COLUMNS if column.heading is not None]
+    cells = ["–"] * (len(shown) + 2)
     if here is not None:
-        cells = [f"{entry.steps:,}", name_seconds(here.seconds), f"{here.ratio_to_bound:.3f}"]
+        figures = [column.write(entry.figures[column.key]) for column in shown]
+        cells = [*figures, name_seconds(here.seconds), f"{here.ratio_to_bound:.3f}"]
     if beside is None:
         return cells
     there = beside.forecast
@@ -155,3 +167,16 @@ def _cells(entry: PlannerResult, beside: PlannerResult | None) -> list[str]:
         return [*cells, "–", "–", "–"]
     ratio = "–" if here is None or not there.seconds else f"{here.seconds / there.seconds:.3f}"
     return [*cells, name_seconds(there.seconds), f"{there.ratio_to_bound:.3f}", ratio]
+
+
+def _gaps(comparison: Comparison) -> Table:
+    """Return the shares of each plan's time, by what they are spent on."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    entries = [(entry, entry.forecast.gap.parts) for entry in comparison.entries if entry.forecast is not None]
+    table.add_column("time by cause", style="cyan", no_wrap=True)
+    for name in entries[0][1] if entries else ():
+        table.add_column(name, justify="right")
+    for entry, parts in entries:
+        total = sum(parts.values())
+        table.add_row(plain(entry.planner), *(f"{seconds / total:.0%}" if total else "–" for seconds in parts.values()))
+    return table

@@ -1,4 +1,4 @@
-"""`meshmend plan`: make a schedule, prove it, say what it is, keep it."""
+"""`meshmend plan`: make a schedule, prove it, describe it and save it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,22 @@ import typer
 from rich.table import Table
 
 from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
-from meshmend.cli.options import AutoOptions, HoleOptions, JsonOption, PlannerOption, ShapeArgument, TuningOptions
+from meshmend.cli.options import (
+    AutoOptions,
+    CollectiveOption,
+    HoleOptions,
+    JsonOption,
+    NeighboursOption,
+    PlannerOption,
+    ShapeArgument,
+    TuningOptions,
+)
 from meshmend.cli.outputs import SCHEDULES, check_output
 from meshmend.cli.terminal import approved, plain, terminal
 from meshmend.cost import busiest_link_load
 from meshmend.cost.units import name_seconds
 from meshmend.planning import Auto, Candidate, Choice, Tuned, choose, plan
-from meshmend.schedule import Schedule
+from meshmend.schedule import Collective, Schedule
 from meshmend.schedule.serialize import save
 from meshmend.schedule.verify import Proof, verify
 
@@ -27,25 +36,30 @@ def command(
     shape: ShapeArgument,
     *,
     planner: PlannerOption = Auto.name,
+    collective: CollectiveOption = Collective.ALL_REDUCE,
     holes: HoleOptions,
     tuning: TuningOptions,
     auto: AutoOptions,
+    neighbours_only: NeighboursOption = False,
     save_to: Annotated[
         Path | None, typer.Option("--save", metavar="F", help="Write the schedule to F: .npz, or .txt to read it.")
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Plan an allreduce for the chips that survive, and prove it.
+    """Plan an all-reduce, or another collective, for the chips that survive, and prove it.
 
     Example: meshmend plan 16x32 --fail 4x2@6,8 --payload 102MB --hardware tpu-v3
     """
     with exit_on_error(json):
         check_output("--save", save_to, SCHEDULES)
         mesh = holes.mesh(shape)
-        chosen = tuning.planner(planner, auto.payload, auto.hardware)
+        chosen = tuning.planner(planner, auto.payload, auto.hardware, collective=collective)
         started = time.perf_counter()
-        choice = choose(mesh, chosen) if isinstance(chosen, Auto | Tuned) else None
-        schedule = choice.schedule if choice is not None else plan(mesh, chosen, verify=False)
+        choice = choose(mesh, chosen) if isinstance(chosen, Auto | Tuned) and not neighbours_only else None
+        if choice is not None:
+            schedule = choice.schedule
+        else:
+            schedule = plan(mesh, chosen, verify=False, neighbours_only=neighbours_only)
         plan_seconds = time.perf_counter() - started
         proof = verify(schedule)
         if save_to is not None:
@@ -95,7 +109,7 @@ def _show_considered(choice: Choice) -> None:
 
 
 def schedule_facts(schedule: Schedule, proof: Proof) -> dict[str, Any]:
-    """Return what the JSON of `plan` and `verify` says of a proven schedule."""
+    """Return the JSON of `plan` and `verify` for a proven schedule."""
     return {
         **mesh_facts(schedule.mesh),
         "planner": schedule.planner,
@@ -116,7 +130,7 @@ def schedule_facts(schedule: Schedule, proof: Proof) -> dict[str, Any]:
 
 
 def show_schedule(schedule: Schedule, proof: Proof, more: Mapping[str, str]) -> None:
-    """Print the same facts for people."""
+    """Print the same facts as a table."""
     phases = [f"steps {p.first_step:>4} – {p.last_step:<4}  {plain(p.name)}" for p in schedule.phases]
     print_facts(
         f"{schedule.planner} {schedule.collective} on {schedule.mesh}",

@@ -1,4 +1,4 @@
-"""`meshmend predict`: how long a plan takes, before anybody runs it."""
+"""`meshmend predict`: how long a plan takes, without running it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from rich.text import Text
 
 from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
 from meshmend.cli.options import (
+    CollectiveOption,
     HoleOptions,
     JsonOption,
     PayloadOption,
@@ -22,7 +23,7 @@ from meshmend.cli.terminal import plain
 from meshmend.cost import Forecast, predict
 from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
 from meshmend.planning import Auto, plan
-from meshmend.schedule import Schedule
+from meshmend.schedule import Collective, Schedule
 
 
 def command(
@@ -30,14 +31,15 @@ def command(
     payload: PayloadOption,
     *,
     planner: PlannerOption = Auto.name,
+    collective: CollectiveOption = Collective.ALL_REDUCE,
     holes: HoleOptions,
     price: PriceOptions,
     tuning: TuningOptions,
     json: JsonOption = False,
 ) -> None:
-    """Predict how long an all-reduce takes, and how far that is from the least possible.
+    """Predict how long an all-reduce, or another collective, takes, and how far that is from the lower bound.
 
-    Of a saved plan, that plan is proven and predicted; otherwise one is made.
+    A saved plan is proven and predicted; for a shape, a plan is made first.
 
     Example: meshmend predict 16x32 --fail 4x2@6,8 --planner row-pairs --payload 102MB --hardware tpu-v3
     """
@@ -46,15 +48,17 @@ def command(
         payload_bytes = parse_bytes(payload)
         if is_file(plan_of):
             named = [] if planner == Auto.name else ["--planner"]
+            named += [] if collective == Collective.ALL_REDUCE else ["--collective"]
             schedule = load_plan(plan_of, *given_options(holes, tuning), *named)
         else:
-            schedule = plan(holes.mesh(plan_of), tuning.planner(planner, payload, chosen))
+            schedule = plan(holes.mesh(plan_of), tuning.planner(planner, payload, chosen, collective=collective))
         forecast = predict(schedule, payload_bytes, chosen, mode=mode)
         if json:
             print_json(
                 {
                     **mesh_facts(schedule.mesh),
                     "planner": schedule.planner,
+                    "collective": str(schedule.collective),
                     "chunks": schedule.total_chunks,
                     "steps": schedule.n_steps,
                     "transfers": schedule.n_transfers,
@@ -71,15 +75,9 @@ def command(
 
 
 def _show(schedule: Schedule, forecast: Forecast) -> None:
-    phases = [
-        f"{name_seconds(seconds):>9}  {seconds / forecast.seconds:>4.0%}  {plain(name)}"
-        if forecast.seconds
-        else plain(name)
-        for name, seconds in forecast.by_phase.items()
-    ]
     busiest = ", ".join(str(link) for link in forecast.busiest_links)
     print_facts(
-        f"{schedule.planner} on {schedule.mesh}, {name_bytes(forecast.payload_bytes)} a chip",
+        f"{schedule.planner} {schedule.collective} on {schedule.mesh}, {name_bytes(forecast.payload_bytes)} per chip",
         {
             "hardware": str(forecast.hardware),
             "time": Text.assemble(
@@ -88,6 +86,17 @@ def _show(schedule: Schedule, forecast: Forecast) -> None:
             "bound": f"{name_seconds(forecast.bound_seconds)} = {forecast.bound}",
             "ratio": f"{forecast.ratio_to_bound:.3f}× the bound",
             "busiest links": f"{forecast.busiest_link_load:.4f} of the payload: {busiest}",
-            "by phase": "\n".join(phases),
+            "by phase": _listed(forecast, forecast.by_phase),
+            "by cause": _listed(forecast, forecast.gap.parts),
         },
+    )
+
+
+def _listed(forecast: Forecast, parts: dict[str, float]) -> str:
+    """Return one line per part of the time: seconds, share, name."""
+    return "\n".join(
+        f"{name_seconds(seconds):>9}  {seconds / forecast.seconds:>4.0%}  {plain(name)}"
+        if forecast.seconds
+        else plain(name)
+        for name, seconds in parts.items()
     )

@@ -1,6 +1,7 @@
-"""Cost: how long a schedule takes on given hardware, and how far that is from the least possible."""
+"""Cost: how long a schedule takes on given hardware, and how far that is from the lower bound."""
 
 from meshmend.cost.bound import Bound, bound
+from meshmend.cost.gap import Gap
 from meshmend.cost.hardware import DEFAULT_HARDWARE, PRESETS, Hardware, find_hardware
 from meshmend.cost.load import busiest_link_load, link_load
 from meshmend.cost.predict import Forecast, predict
@@ -11,6 +12,7 @@ __all__ = [
     "PRESETS",
     "Bound",
     "Forecast",
+    "Gap",
     "Hardware",
     "StepDemand",
     "bound",

@@ -1,11 +1,11 @@
-"""Bound: the least time of any collective on a mesh, in units of M/b, and what it is that limits it.
+"""Bound: the least time of any collective on a mesh, in units of M/b, and what limits it.
 
-**All-reduce.** Put the live chips into k parts. For every element some part is the first to hold the whole sum, and
-k − 1 messages between parts were needed to bring the contributions there; each of the other k − 1 parts lacks something
-at that moment and must still receive a message. So 2(k − 1)·M bytes cross between parts, and c cables between parts
-carry 2c·b bytes per second: the time is at least (k − 1)/c · M/b. Two parts joined by c cables give 1/c, every chip its
-own part gives (P − 1)/E. The best of all partitions is what spanning trees can reach (Tutte and Nash-Williams): its
-inverse is the strength of the graph, and `cuts` finds it exactly.
+**All-reduce.** Partition the live chips into k parts. For every element some part is the first to hold the full sum. By
+then at least k − 1 messages have crossed between parts to bring the contributions there; each of the other k − 1 parts
+still lacks the sum and must receive at least one more. So 2(k − 1)·M bytes cross between parts, and the c cables
+between them carry 2c·b bytes per second: the time is at least (k − 1)/c · M/b. Two parts joined by c cables give 1/c,
+every chip its own part gives (P − 1)/E. The best of all partitions is what spanning trees can reach (Tutte and
+Nash-Williams): its inverse is the strength of the graph, and `cuts` finds it exactly.
 
 **All-gather.** A set T of chips that owns the share s(T) of the payload must receive the rest, (1 − s(T))·M bytes, and
 its c(T) cables bring it c(T)·b bytes per second: the time is at least (1 − s(T))/c(T) · M/b. The best of all T is what
@@ -13,9 +13,11 @@ branchings reach that spread each share from its owner (Edmonds), so this bound 
 an all-gather backwards in time: what T does not own it must send. A corner alone, with an equal share and two cables,
 gives (P − 1)/2P.
 
-Where a chip drives only some of its links at once, a part sends no more than its chips can drive, and that takes
-the place of the cables it has. Per part there is a second, simpler bound: everything must leave it once. The partitions
-judged so are those that bind without that limit: the bound holds, but a better one may exist.
+A cable of rate r carries r·b each way, and counts as r of a cable in all of this.
+
+Where a chip drives only some of its links at once, a part sends no more than its chips can drive, and that replaces
+its number of cables. Per part there is a second, simpler bound: everything must leave it once. Only the partitions that
+are tightest without that limit are tried: the bound is valid, but a tighter one may exist.
 """
 
 from __future__ import annotations
@@ -38,14 +40,20 @@ MAX_TREES = 96
 TREE_CABLES = 2**21
 """Beyond that trees are packed to find a partition: so many, or as many as use this number of cables in all, which
 takes a second or two. More trees find a better partition; the bound holds with any number."""
+ROUNDING = 1e-9
+"""Sums of the same rates in another order differ by less."""
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Bound:
     """The least time of a collective, in units of M/b. Returned by `bound`.
 
-    `parts` and `cables` describe the partition that binds; `why` says it in words. Where `is_exact` is False, some
-    better bound may exist: the mesh has more than `MAX_EXACT_CHIPS` chips, or chips drive only some of their links.
+    M/b is the time of the payload over a link of full rate. `parts` and `cables` describe the tightest partition; `why`
+    says it in words. Where `is_exact` is False, a tighter bound may exist: the mesh has more than `MAX_EXACT_CHIPS`
+    chips, or chips drive only some of their links.
     """
 
     units: float
@@ -55,7 +63,7 @@ class Bound:
     is_exact: bool = True
 
     def seconds(self, payload_bytes: float, link_bytes_per_s: float) -> float:
-        """Return the least time for a payload over links of that rate. Latency comes on top."""
+        """Return the least time for a payload over links of that rate, without latency."""
         return self.units * payload_bytes / link_bytes_per_s
 
     def __str__(self) -> str:
@@ -73,7 +81,7 @@ def bound(
     """Return the least time of any all-reduce over the live chips of `mesh`, in units of M/b.
 
     `links_at_once` is how many of its links a chip can drive at once, None for all. What a reduce-scatter or an
-    all-gather takes depends on who owns how much: `shares` has a number for each rank, None is the same for all.
+    all-gather takes depends on who owns how much: `shares` has one number per rank; None means equal shares.
 
     >>> print(bound(Mesh("16x32", failed=["4x2@6,8"])))
     0.5278 M/b: the narrow places of the mesh: 153 parts are joined by only 288 cables
@@ -89,8 +97,8 @@ def bound(
             f"The survivors of {mesh} are in {mesh.n_components} parts with no live cable between them, so no "
             f"{collective} joins them all. Plan for one part, or repair a cable."
         )
-    degree = (mesh.neighbours >= 0).sum(axis=1)
-    drives = degree if links_at_once is None else np.minimum(degree, links_at_once)
+    width = _chip_widths(mesh)
+    drives = width if links_at_once is None else np.minimum(width, links_at_once)
     if collective is Collective.ALL_REDUCE:
         return _bound_all_reduce(mesh, drives)
     owned = (1,) * mesh.n_chips if shares is None else shares
@@ -101,88 +109,106 @@ def bound(
     return _bound_half(mesh, drives, owned, "send" if collective is Collective.REDUCE_SCATTER else "receive")
 
 
-def _bound_all_reduce(mesh: Mesh, drives: NDArray[np.int64]) -> Bound:
-    degree = (mesh.neighbours >= 0).sum(axis=1)
+def _chip_widths(mesh: Mesh) -> Floats:
+    """Return the sum of the rates of each chip's cables."""
+    return (mesh.link_rates.reshape(mesh.neighbours.shape) * (mesh.neighbours >= 0)).sum(axis=1)
+
+
+def _bound_all_reduce(mesh: Mesh, drives: Floats) -> Bound:
     is_small = mesh.n_chips <= MAX_EXACT_CHIPS
     partitions = [np.arange(mesh.n_chips), *([narrowest_partition(mesh)] if is_small else _loosest_partitions(mesh))]
-    is_exact = is_small and bool((drives == degree).all())
+    is_exact = is_small and bool((drives == _chip_widths(mesh)).all())
     found = [bound for labels in partitions for bound in _judge(mesh, labels, drives, is_exact=is_exact)]
     return max(found, key=lambda b: (round(b.units, 12), -b.parts))
 
 
-def _bound_half(mesh: Mesh, drives: NDArray[np.int64], shares: Sequence[int], verb: str) -> Bound:
-    """Return the bound of a reduce-scatter or an all-gather: every chip alone, and the set of chips that binds."""
+def _bound_half(mesh: Mesh, drives: Floats, shares: Sequence[int], verb: str) -> Bound:
+    """Return the bound of a reduce-scatter or an all-gather: every chip alone, and the tightest set of chips."""
     total = sum(shares)
     degree = (mesh.neighbours >= 0).sum(axis=1)
     lacks = (total - np.asarray(shares)) / drives
     chip = int(np.argmax(lacks))
     cut = narrowest_cut(mesh, shares) if mesh.n_chips <= MAX_EXACT_CHIPS else None
-    is_exact = cut is not None and bool((drives == degree).all())
-    single = Bound(
-        float(lacks[chip]) / total, 2, int(degree[chip]), _why_chip(mesh, chip, drives, degree, verb), is_exact
-    )
+    limited = drives < _chip_widths(mesh)
+    is_exact = cut is not None and not bool(limited.any())
+    why = _why_chip(mesh, chip, verb, limited=bool(limited[chip]))
+    single = Bound(float(lacks[chip]) / total, 2, int(degree[chip]), why, is_exact)
     if cut is None or cut.sum() == 1:
         return single
     a, b = cut[mesh.cables.T]
     cables, inside = int((a != b).sum()), int(cut.sum())
-    ways = min(cables, int(drives[cut].sum()), int(drives[~cut].sum()))
+    ways = min(float(mesh.rates[a != b].sum()), float(drives[cut].sum()), float(drives[~cut].sum()))
     lacking = total - int(np.asarray(shares)[cut].sum())
-    whole = Bound(lacking / total / ways, 2, cables, _why_cut(mesh, inside, cables), is_exact)
+    whole = Bound(lacking / total / ways, 2, cables, _why_cut(mesh, inside, a != b), is_exact)
     return max(single, whole, key=lambda b: b.units)
 
 
-def _judge(mesh: Mesh, labels: NDArray[np.int64], drives: NDArray[np.int64], *, is_exact: bool) -> tuple[Bound, Bound]:
+def _judge(mesh: Mesh, labels: NDArray[np.int64], drives: Floats, *, is_exact: bool) -> tuple[Bound, Bound]:
     """Return the bounds that a partition gives: by all its parts together, and by its narrowest part."""
     a, b = labels[mesh.cables.T]
     between = a != b
     cables, parts = int(between.sum()), int(labels.max()) + 1
-    leaving = np.bincount(a[between], minlength=parts) + np.bincount(b[between], minlength=parts)
+    ends = np.concatenate([a[between], b[between]])
+    leaving = np.bincount(ends, np.tile(mesh.rates[between], 2), parts)
     driven = np.bincount(labels, weights=drives, minlength=parts)
     ways = np.minimum(leaving, driven)
     narrow = int(np.argmin(ways))
     sizes = np.bincount(labels)
-    why_whole = _why_whole(mesh, parts, cables, limited=bool((driven < leaving).any()))
-    limited = bool(driven[narrow] < leaving[narrow])
-    why_single = _why_single(mesh, labels, narrow, sizes, int(leaving[narrow]), limited=limited)
+    why_whole = _why_whole(mesh, parts, between, limited=bool((driven < leaving - ROUNDING).any()))
+    limited = bool(driven[narrow] < leaving[narrow] - ROUNDING)
+    own = between & ((a == narrow) | (b == narrow))
+    why_single = _why_single(mesh, labels, narrow, sizes, own, limited=limited)
     return (
         Bound(2 * (parts - 1) / float(ways.sum()), parts, cables, why_whole, is_exact),
-        Bound(1 / float(ways[narrow]), 2, int(leaving[narrow]), why_single, is_exact),
+        Bound(1 / float(ways[narrow]), 2, int(own.sum()), why_single, is_exact),
     )
 
 
-def _why_whole(mesh: Mesh, parts: int, cables: int, *, limited: bool) -> str:
+def _why_whole(mesh: Mesh, parts: int, between: Bools, *, limited: bool) -> str:
     if limited:
         return (
             f"every element is sent at least {2 * (parts - 1):,} times between {parts:,} parts, and a chip drives "
             f"only some of its links at once"
         )
     if parts == mesh.n_chips:
-        return f"every element needs {parts - 1:,} of the {cables:,} cables on its way up, and as many down"
-    return f"the narrow places of the mesh: {parts:,} parts are joined by only {cables:,} cables"
+        return f"every element needs {parts - 1:,} of the {_name(mesh, between)} on its way up, and as many down"
+    return f"the narrow places of the mesh: {parts:,} parts are joined by only {_name(mesh, between)}"
 
 
 def _why_single(
-    mesh: Mesh, labels: NDArray[np.int64], part: int, sizes: NDArray[np.int64], cables: int, *, limited: bool
+    mesh: Mesh, labels: NDArray[np.int64], part: int, sizes: NDArray[np.int64], between: Bools, *, limited: bool
 ) -> str:
     chip = name_chip(mesh.chip(int(np.flatnonzero(labels == part)[0])))
     if limited:
         return f"chip {chip} must send the whole payload and drives only some of its links at once"
-    if cables > 1 and sizes[part] == 1:
-        return f"chip {chip} must send the whole payload over its {cables} cables"
-    return _why_cut(mesh, int(sizes[part]), cables)
+    if between.sum() > 1 and sizes[part] == 1:
+        return f"chip {chip} must send the whole payload over its {_name(mesh, between)}"
+    return _why_cut(mesh, int(sizes[part]), between)
 
 
-def _why_cut(mesh: Mesh, n_chips: int, cables: int) -> str:
+def _why_cut(mesh: Mesh, n_chips: int, between: Bools) -> str:
     inside, outside = sorted((n_chips, mesh.n_chips - n_chips))
-    joins = "a cable is the only way between" if cables == 1 else f"{cables} cables are all that joins"
+    name = _name(mesh, between)
+    joins = f"{name} is the only way between" if between.sum() == 1 else f"{name} are all that joins"
     return f"{joins} two parts of the mesh, of {inside:,} and {outside:,} chips"
 
 
-def _why_chip(mesh: Mesh, rank: int, drives: NDArray[np.int64], degree: NDArray[np.int64], verb: str) -> str:
+def _why_chip(mesh: Mesh, rank: int, verb: str, *, limited: bool) -> str:
     does = f"chip {name_chip(mesh.chip(rank))} must {verb} what it does not own"
-    if drives[rank] < degree[rank]:
+    if limited:
         return f"{does} and drives only some of its links at once"
-    return f"{does} over its {degree[rank]} cables" if degree[rank] > 1 else f"{does} over its only cable"
+    own = (mesh.cables == rank).any(axis=1)
+    if own.sum() > 1:
+        return f"{does} over its {_name(mesh, own)}"
+    return f"{does} over its only cable{', which is slow' * bool(mesh.rates[own] < 1)}"
+
+
+def _name(mesh: Mesh, cables: Bools) -> str:
+    n_cables, n_slow = int(cables.sum()), int((mesh.rates[cables] < 1).sum())
+    if n_cables == 1:
+        return "a slow cable" if n_slow else "a cable"
+    slow = "" if not n_slow else " (all slow)" if n_slow == n_cables else f" ({n_slow:,} slow)"
+    return f"{n_cables:,} cables{slow}"
 
 
 def _loosest_partitions(mesh: Mesh) -> list[NDArray[np.int64]]:
@@ -202,11 +228,12 @@ def _loosest_partitions(mesh: Mesh) -> list[NDArray[np.int64]]:
     for _ in range(min(MAX_TREES, TREE_CABLES // len(a))):
         # Weights differ slightly, so that ties fall in no particular pattern, and are never 0, which means no edge.
         graph = number.astype(np.float64)
-        graph.data = (1 + load + 0.5 * noise)[rows]
+        graph.data = (1 + load / mesh.rates + 0.5 * noise)[rows]
         tree = minimum_spanning_tree(graph).tocoo()
         load[np.asarray(number[tree.row, tree.col]).ravel() - 1] += 1
         noise = np.roll(noise, 1)
     partitions = []
+    load /= mesh.rates
     for limit in np.unique(load)[1:]:
         inside = load < limit
         graph = coo_array((np.ones(int(inside.sum()), np.int8), (a[inside], b[inside])), shape=(n, n)).tocsr()

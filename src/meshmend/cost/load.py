@@ -29,6 +29,11 @@ def link_load(schedule: Schedule, paths: TransferPaths | None = None) -> NDArray
     return load / schedule.total_chunks
 
 
+def link_time(schedule: Schedule, paths: TransferPaths | None = None) -> NDArray[np.float64]:
+    """Return how long each link is busy, in units of M/b: its load over its rate."""
+    return link_load(schedule, paths) / schedule.mesh.link_rates
+
+
 def busiest_link_load(schedule: Schedule) -> float:
-    """Return what the busiest link carries, as a fraction of the payload."""
-    return float(link_load(schedule).max(initial=0.0))
+    """Return what the busiest link carries, as a fraction of the payload; a slow link's load counts over its rate."""
+    return float(link_time(schedule).max(initial=0.0))

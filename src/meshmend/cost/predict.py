@@ -1,4 +1,4 @@
-"""Predict: how long a schedule takes on given hardware, before anybody runs it."""
+"""Predict: how long a schedule takes on given hardware, without running it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from meshmend.cost.asynchronous import arrivals
 from meshmend.cost.bound import Bound, bound
+from meshmend.cost.gap import Gap, decompose
 from meshmend.cost.hardware import DEFAULT_HARDWARE, Hardware, find_hardware
 from meshmend.cost.paths import TransferPaths
 from meshmend.cost.step_demand import StepDemand
@@ -28,11 +29,17 @@ MAX_FOLLOWED = 2**22
 
 @dataclass(frozen=True)
 class BusyLink:
-    """A link and the fraction of the payload that it carries."""
+    """A link, the fraction of the payload that it carries, and its rate."""
 
     src: Coordinate
     dst: Coordinate
     load: float
+    rate: float = 1.0
+
+    @property
+    def time(self) -> float:
+        """How long it is busy, in units of M/b."""
+        return self.load / self.rate
 
     def __str__(self) -> str:
         return f"{name_chip(self.src)}→{name_chip(self.dst)}"
@@ -40,13 +47,13 @@ class BusyLink:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What `predict` foresees.
+    """The result of `predict`.
 
     `bound_seconds` is the least time that any schedule could take by bandwidth alone (of those with the same owners,
-    for a reduce-scatter or an all-gather), `bound` says what binds, and `ratio_to_bound` how far this one is from it.
+    for a reduce-scatter or an all-gather), `bound` says what limits it, and `ratio_to_bound` how far this one is.
     `by_phase` sums to `seconds`. In lock-step, the time of a step is shared among the phases in it by the chunks that
     they move. Asynchronously phases overlap freely, so each is given the time from the end of the phase that ended
-    before it to its own end.
+    before it to its own end. `gap` sums to `seconds` as well, and says what keeps them from the bound.
     """
 
     seconds: float
@@ -57,6 +64,7 @@ class Forecast:
     busiest_link_load: float
     busiest_links: tuple[BusyLink, ...]
     by_phase: dict[str, float]
+    gap: Gap
 
     @property
     def bound_seconds(self) -> float:
@@ -84,10 +92,10 @@ def predict(
     mode: Mode = "lock-step",
     demand: StepDemand | None = None,
 ) -> Forecast:
-    """Say how long `schedule` takes for `payload_bytes` a chip on `hardware` (a preset's name, or your own).
+    """Predict how long `schedule` takes for `payload_bytes` per chip on `hardware` (a preset's name, or your own).
 
     Lock-step engines wait for each other after every step, so a step lasts as long as its busiest link.
-    Asynchronous ones wait for nothing but their data and their links. To predict many payloads, make the
+    Asynchronous ones wait only for their data and their links. To predict many payloads, make the
     schedule's demand once and pass it, or ask it for `demand.seconds(payload_bytes, hardware)` alone.
 
     >>> from meshmend import Mesh, plan
@@ -105,31 +113,39 @@ def predict(
             f"Make it with StepDemand(schedule), or leave it out."
         )
     known = demand or StepDemand(schedule)
-    if mode == "lock-step":
-        by_phase = _lock_step_phases(known, payload_bytes, chosen)
-    else:
-        by_phase = _asynchronous_phases(known, payload_bytes, chosen)
-    least = _bound_of(schedule, chosen)
+    phases_of = _lock_step_phases if mode == "lock-step" else _asynchronous_phases
+    by_phase = phases_of(known, payload_bytes, chosen)
+    seconds = sum(by_phase.values())
     busiest = _busiest(known)
+
+    def seconds_on(other: Hardware) -> float:
+        return seconds if other == chosen else sum(phases_of(known, payload_bytes, other).values())
+
     return Forecast(
-        seconds=sum(by_phase.values()),
-        bound=least,
+        seconds=seconds,
+        bound=_bound_of(schedule, chosen.links_at_once),
         payload_bytes=payload_bytes,
         hardware=chosen,
         mode=mode,
-        busiest_link_load=busiest[0].load if busiest else 0.0,
+        busiest_link_load=busiest[0].time if busiest else 0.0,
         busiest_links=busiest,
         by_phase=by_phase,
+        gap=decompose(
+            seconds_on,
+            chosen,
+            bound_seconds=_bound_of(schedule, None).seconds(payload_bytes, chosen.link_bytes_per_s),
+            busiest_seconds=busiest[0].load * payload_bytes / chosen.link_bytes_per_s if busiest else 0.0,
+        ),
     )
 
 
-def _bound_of(schedule: Schedule, hardware: Hardware) -> Bound:
-    """Return the bound of a schedule's collective. Half of an all-reduce is bound by who owns how much."""
+def _bound_of(schedule: Schedule, links_at_once: int | None) -> Bound:
+    """Return the bound of a schedule's collective; only that of an all-reduce does not depend on the owners' shares."""
     shares: tuple[int, ...] | None = None
     if schedule.collective is not Collective.ALL_REDUCE:
         owned = np.bincount(schedule.owners, minlength=schedule.mesh.n_chips)
         shares = None if (owned == owned[0]).all() else tuple((owned // np.gcd.reduce(owned)).tolist())
-    return bound(schedule.mesh, links_at_once=hardware.links_at_once, collective=schedule.collective, shares=shares)
+    return bound(schedule.mesh, links_at_once=links_at_once, collective=schedule.collective, shares=shares)
 
 
 def _lock_step_phases(demand: StepDemand, payload_bytes: float, hardware: Hardware) -> dict[str, float]:
@@ -184,7 +200,10 @@ def _by_name(schedule: Schedule, seconds: NDArray[np.float64]) -> dict[str, floa
 
 
 def _busiest(demand: StepDemand) -> tuple[BusyLink, ...]:
-    load = demand.link_load
-    top = np.argsort(-load, kind="stable")[:N_BUSIEST]
-    mesh = demand.schedule.mesh
-    return tuple(BusyLink(*mesh.link_ends(int(link)), float(load[link])) for link in top if load[link] > 0)
+    load, mesh = demand.link_load, demand.schedule.mesh
+    top = np.argsort(-load / mesh.link_rates, kind="stable")[:N_BUSIEST]
+    return tuple(
+        BusyLink(*mesh.link_ends(int(link)), float(load[link]), float(mesh.link_rates[link]))
+        for link in top
+        if load[link] > 0
+    )

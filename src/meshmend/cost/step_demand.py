@@ -1,13 +1,14 @@
-"""The demand of a schedule: what each step asks of the busiest link and of the busiest chip.
+"""The demand of a schedule: the load of the busiest link and of the busiest chip in each step.
 
-It depends on the schedule only, so it is made once; evaluating it for a payload and hardware then costs
+It depends on the schedule only, so it is computed once; evaluating it for a payload and hardware then costs
 microseconds, however many transfers the schedule has.
 
 A step's transfers start together. The data of a transfer over h links begins to flow after h hop latencies, and
 the transfers on a link share it. So a link that is kept busy by the transfers of h or more hops is done no earlier
 than h latencies and their bytes after the step began, and the latest such moment, over all links and all h, ends
 the step. The demand keeps, for each step and each h that occurs, the most that any link carries for transfers of
-h hops or more; and the same for what any chip sends and receives, for engines that drive only some of their links.
+h hops or more, in chunks at full rate (a chunk over a link of rate 1/2 counts as two); and the same for what any chip
+sends and receives, for engines that drive only some of their links.
 
 Of a repeated schedule (template of L steps, period T, R repeats) step s holds the template's steps t ≡ s modulo T with
 s − (R−1)·T ≤ t ≤ s. For s ≥ L − 1 the upper limit excludes no step of the template, and for s ≤ (R−1)·T the lower limit
@@ -45,7 +46,7 @@ class _Demand:
 
 
 class StepDemand:
-    """What each step of a schedule asks for, ready to be priced for any payload and hardware.
+    """The demand of each step of a schedule, ready to be priced for any payload and hardware.
 
     >>> from meshmend import Mesh, plan
     >>> from meshmend.cost import find_hardware
@@ -126,13 +127,18 @@ class StepDemand:
     def _links(self) -> _Demand:
         found, s = self.paths, self._rows
         if not len(found.far):
-            return _join([self._busiest(s.step, found.link, s.n_chunks, s.mesh.n_link_slots, hops=1)])
+            return _join([self._busiest(s.step, found.link, self._lasting(found.link), s.mesh.n_link_slots, hops=1)])
         near = found.link >= 0
         step = np.concatenate([s.step[near], s.step[found.far_row]])
         link = np.concatenate([found.link[near], found.far_link])
         chunks = np.concatenate([s.n_chunks[near], s.n_chunks[found.far_row]])
         hops = np.concatenate([np.ones(int(near.sum()), np.int64), np.repeat(found.far_hops, found.far_hops)])
-        return self._by_hops(step, link, chunks, hops, s.mesh.n_link_slots)
+        return self._by_hops(step, link, chunks / s.mesh.link_rates[link], hops, s.mesh.n_link_slots)
+
+    def _lasting(self, link: NDArray[np.int32]) -> NDArray[np.number]:
+        """Return what each transfer asks of its link, in chunks at full rate."""
+        s = self._rows
+        return s.n_chunks / s.mesh.link_rates[link] if s.mesh.has_slow_cables else s.n_chunks
 
     @cached_property
     def _senders(self) -> _Demand:
@@ -151,7 +157,7 @@ class StepDemand:
         return self._by_hops(s.step, rank, s.n_chunks, hops, s.mesh.n_chips)
 
     def _by_hops(
-        self, step: NDArray[np.int32], key: NDArray[np.integer], chunks: NDArray[np.int32], hops: Ints, n_keys: int
+        self, step: NDArray[np.int32], key: NDArray[np.integer], chunks: NDArray[np.number], hops: Ints, n_keys: int
     ) -> _Demand:
         """Return the demand for every number of hops that occurs, each counting the transfers of more hops too."""
         order = np.argsort(step, kind="stable")
@@ -166,7 +172,7 @@ class StepDemand:
         self,
         step: NDArray[np.int32],
         key: NDArray[np.integer],
-        chunks: NDArray[np.int32],
+        chunks: NDArray[np.number],
         n_keys: int,
         *,
         hops: int,
@@ -189,7 +195,7 @@ class StepDemand:
         return _Demand(busy, np.full(len(busy), hops), most[busy])
 
     def _busiest_repeated(
-        self, step: NDArray[np.int32], key: NDArray[np.integer], chunks: NDArray[np.int32], n_keys: int
+        self, step: NDArray[np.int32], key: NDArray[np.integer], chunks: NDArray[np.number], n_keys: int
     ) -> Floats:
         """Return the same where repeats overlap: a step of the template is there from when its first repeat begins it.
 

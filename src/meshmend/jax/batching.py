@@ -109,8 +109,8 @@ Policy = KeepGlobal | KeepPerChip
 
 
 @dataclass(frozen=True)
-class Deal:
-    """One policy on one fabric: steps of `global_batch` samples, dealt to `n_chips` of `n_cores` devices each."""
+class BatchSplit:
+    """One policy on one fabric: steps of `global_batch` samples, split over `n_chips` of `n_cores` devices each."""
 
     epoch_size: int
     global_batch: int
@@ -159,8 +159,8 @@ class Deal:
     def places(self, devices: Sequence[int] | None = None) -> NDArray[np.int64]:
         """Return which of a step's samples each row of each device holds, of shape (devices, rows).
 
-        Samples are dealt like cards, to one chip after the other, and to a chip's second core only when all chips
-        have as many: no chip and no device has more than one more than another, in short batches too. A step of n
+        Samples go round-robin, to one chip after the other, and to a chip's second core only when all chips have as
+        many: no chip and no device has more than one more than another, in short batches too. A step of n
         samples has them where this is below n; the other rows are padding.
         """
         every = np.arange(self.n_devices, dtype=np.int64)

@@ -1,8 +1,8 @@
-"""Whether an optimiser treats every weight by itself: only then may each chip run it on its own shard.
+"""Whether an optimizer treats every weight by itself: only then may each chip run it on its own shard.
 
-The optimiser's update is traced, and every operation in it must keep the elements apart. optax's LARS and LAMB, which
+The optimizer's update is traced, and every operation in it must keep the elements apart. optax's LARS and LAMB, which
 need the norm of a whole layer, do not; nor does its clipping by the global norm. Those of `layerwise` do, because they
-get their norms from outside. And it must do the same to all layers: see `alike`.
+get their norms from outside. And it must do the same to all layers: see `formulas`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import jax.numpy as jnp
 import optax
 
 from meshmend.errors import ParameterError
-from meshmend.jax.alike import Formulas, inner_jaxprs
+from meshmend.jax.formulas import Formulas, inner_jaxprs
 
 MIXING = frozenset(
     {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev", "transpose", "fft", "gather"}
 )
 """Operations that combine elements although they may keep the shape; most others that do so change it."""
-PLACES = frozenset({"iota", "random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"})
+POSITIONAL = frozenset({"iota", "random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"})
 """Operations whose results depend on an element's place in the array, which is another one in a shard."""
 INSTEAD = "or pass a Program from install() instead of a ProgramPair to update all weights on every chip."
 
 
 def check_elementwise(optimizer: optax.GradientTransformation, shards: Any, whole: Any = None) -> None:
-    """Raise a `ParameterError` that says why, if the optimiser's update of shards is not that of whole layers.
+    """Raise a `ParameterError` that says why, if the optimizer's update of shards is not that of whole layers.
 
     `shards` and `whole` (the layers as they are, in the dtypes of the shards) are trees of shapes and dtypes.
     """
@@ -39,9 +39,9 @@ def check_elementwise(optimizer: optax.GradientTransformation, shards: Any, whol
     own_shapes = {shard.shape for shard in jax.tree.leaves(shards)}
     for equation in _equations(traced.jaxpr):
         name = equation.primitive.name
-        if name in PLACES and any(v.aval.shape in own_shapes for v in equation.outvars):
+        if name in POSITIONAL and any(v.aval.shape in own_shapes for v in equation.outvars):
             raise ParameterError(
-                f"This optimiser cannot update shards of the weights: its {name} depends on a weight's place in its "
+                f"This optimizer cannot update shards of the weights: its {name} depends on a weight's place in its "
                 f"layer, or draws random numbers, which would be the same on every chip. Use one without; {INSTEAD}"
             )
         shapes = {v.aval.shape for v in equation.invars if getattr(v.aval, "shape", ())}
@@ -50,21 +50,21 @@ def check_elementwise(optimizer: optax.GradientTransformation, shards: Any, whol
         kept = all(v.aval.shape in shapes for v in equation.outvars)
         if len(shapes) > 1 or not kept or name in MIXING:
             raise ParameterError(
-                f"This optimiser cannot update shards of the weights: its {name} combines values of several weights, "
+                f"This optimizer cannot update shards of the weights: its {name} combines values of several weights, "
                 "and a chip has only some of them. Use one that treats each weight by itself, as optax.sgd, adam and "
                 f"adamw do; or mmj.lars, mmj.lamb and mmj.clip_by_global_norm, which sum norms over chips; {INSTEAD}"
             )
     if whole is not None:
         formulas = Formulas()
-        of_shards = formulas.outcome(update, state, shards)
-        if of_shards != formulas.outcome(update, jax.eval_shape(optimizer.init, whole), whole):
+        of_shards = formulas.of_update(update, state, shards)
+        if of_shards != formulas.of_update(update, jax.eval_shape(optimizer.init, whole), whole):
             raise _by_layer()
 
 
 def updates_of(
     optimizer: optax.GradientTransformation, gradients: Any, state: Any, params: Any, *, value: Any, **more: Any
 ) -> tuple[Any, Any]:
-    """Call an optimiser's update with all that a train step knows; refuse by name what it asks for beyond that."""
+    """Call an optimizer's update with all that a train step knows; refuse by name what it asks for beyond that."""
     update = optax.with_extra_args_support(optimizer).update
     try:
         updates, state = update(gradients, state, params, value=value, grad=gradients, **more)
@@ -72,14 +72,14 @@ def updates_of(
         if "required keyword-only argument" not in str(error):
             raise
         raise ParameterError(
-            f"This optimiser asks for something that a train step does not have: {error}. It gets the gradients (grad) "
+            f"This optimizer asks for something that a train step does not have: {error}. It gets the gradients (grad) "
             "and the mean loss (value), but cannot evaluate the loss again, as a line search does."
         ) from error
     return updates, state
 
 
 def _traceable(optimizer: optax.GradientTransformation, shards: Any, whole: Any) -> tuple[Any, Callable[..., Any]]:
-    """Return the state for shards, and an update that can be traced; say so if the optimiser wants layers instead."""
+    """Return the state for shards, and an update that can be traced; say so if the optimizer wants layers instead."""
 
     def traced(gradients: Any, state: Any, weights: Any) -> Any:
         return updates_of(optimizer, gradients, state, weights, value=jnp.ones(()), layers=_NoLayers(weights))
@@ -95,13 +95,13 @@ def _traceable(optimizer: optax.GradientTransformation, shards: Any, whole: Any)
         raise
     except Exception as error:
         if whole is not None:
-            works(whole)  # an optimiser that is wrong for whole layers too fails with its own error
+            works(whole)  # an optimizer that is wrong for whole layers too fails with its own error
         raise _by_layer() from error
 
 
 def _by_layer() -> ParameterError:
     return ParameterError(
-        "This optimiser treats some layers differently (by a mask, by labels as in optax.partition, by name, ndim or "
+        "This optimizer treats some layers differently (by a mask, by labels as in optax.partition, by name, ndim or "
         "shape), but a shard is a flat piece of all layers. Use the masks of mmj.add_decayed_weights, mmj.lars and "
         f"mmj.lamb; {INSTEAD}"
     )

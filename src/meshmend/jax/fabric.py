@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.errors import MeshError, name_chip
-from meshmend.jax.wraps import documented_wrap
+from meshmend.jax.wraparound import documented_wrap
 from meshmend.topology import Mesh, Region, name_shape, parse_wrap
 
 CHIP_AXIS = "chip"
@@ -103,8 +103,8 @@ def discover(
     given come from the environment: MESHMEND_SHAPE, MESHMEND_FAILED, MESHMEND_WRAP.
 
     `wrap` says which axes wrap. By default that is what is documented for the kind of TPU and the shape of the slice
-    (see `meshmend.jax.wraps`; a kind that is not known warns and does not wrap), and none where the mesh is described
-    by `coords` or `shape` alone. The devices must span the slice: for a part of one give `wrap`.
+    (see `meshmend.jax.wraparound`; a kind that is not known warns and does not wrap), and none where the mesh is
+    described by `coords` or `shape` alone. The devices must span the slice: for a part of one give `wrap`.
 
     >>> import jax
     >>> discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"]).mesh

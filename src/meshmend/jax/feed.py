@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.errors import MissingExtraError, ParameterError, install_hint
-from meshmend.jax.batching import Deal, Policy, Position
+from meshmend.jax.batching import BatchSplit, Policy, Position
 from meshmend.jax.fabric import Fabric
 
 
@@ -92,10 +92,10 @@ class Feed:
         places = range(start, self.epoch_size if stop is None else stop)
         return np.array([self._order[first + place] for place in places], dtype=np.int64)
 
-    def deal(self, fabric: Fabric) -> Deal:
-        """Return how this feed's samples are dealt to a fabric's devices: sizes of batches, steps an epoch."""
+    def split(self, fabric: Fabric) -> BatchSplit:
+        """Return how this feed's samples are split over a fabric's devices: sizes of batches, steps per epoch."""
         n_chips = fabric.mesh.n_chips
-        return Deal(self.epoch_size, self.policy.global_batch(n_chips), n_chips, fabric.jax_mesh.size // n_chips)
+        return BatchSplit(self.epoch_size, self.policy.global_batch(n_chips), n_chips, fabric.jax_mesh.size // n_chips)
 
     def batches(self, fabric: Fabric, at: Position | None = None, *, epochs: int | None = None) -> Iterator[Batch]:
         """Return the batches from a position on (by default the beginning), for this fabric.
@@ -109,7 +109,7 @@ class Feed:
                 f"The position is {at}, but an epoch has the samples 0 to {self.epoch_size - 1}: it was made with "
                 "another source."
             )
-        deal = self.deal(fabric)
+        split = self.split(fabric)
         mine = [
             i for i, device in enumerate(fabric.jax_mesh.devices.flat) if device.process_index == jax.process_index()
         ]
@@ -117,12 +117,12 @@ class Feed:
             raise ParameterError(
                 f"Process {jax.process_index()} has no device in {fabric!r}, so it has nothing to feed."
             )
-        steps = sys.maxsize // (deal.n_devices * deal.rows) if epochs is None else deal.steps_until(at, epochs)
-        reader = self._read(Parts(self._samples, deal, at, steps, mine)) if steps else None
+        steps = sys.maxsize // (split.n_devices * split.rows) if epochs is None else split.steps_until(at, epochs)
+        reader = self._read(DeviceRows(self._samples, split, at, steps, mine)) if steps else None
         factor = self.policy.learning_rate_factor(fabric.mesh.n_chips, fabric.mesh.size)
-        return self._batches(fabric, deal, at, steps, mine, reader, factor)
+        return self._batches(fabric, split, at, steps, mine, reader, factor)
 
-    def _read(self, parts: Parts) -> Any:
+    def _read(self, parts: DeviceRows) -> Any:
         grain = _grain()
         ahead = max(self.prefetch * len(parts.places), self.threads) if self.prefetch else 0
         options = grain.ReadOptions(num_threads=self.threads, prefetch_buffer_size=ahead)
@@ -131,28 +131,28 @@ class Feed:
         return reader
 
     def _batches(
-        self, fabric: Fabric, deal: Deal, at: Position, steps: int, mine: list[int], reader: Any, factor: float
+        self, fabric: Fabric, split: BatchSplit, at: Position, steps: int, mine: list[int], reader: Any, factor: float
     ) -> Iterator[Batch]:
-        place_of = {device: i * deal.rows for i, device in enumerate(mine)}
+        place_of = {device: i * split.rows for i, device in enumerate(mine)}
         sharding = fabric.sharding(fabric.axes)
 
         def spread(local: NDArray[Any]) -> jax.Array:
             """Make one array over all devices of the rows of this process's own."""
 
             def part(index: Any) -> NDArray[Any]:
-                first = place_of[(index[0].start or 0) // deal.rows]
-                return local[first : first + deal.rows]
+                first = place_of[(index[0].start or 0) // split.rows]
+                return local[first : first + split.rows]
 
             # JAX warns of a dtype that it does not have, and NumPy makes 64-bit integers of Python's.
             local = local.astype(jax.dtypes.canonicalize_dtype(local.dtype), copy=False)
-            return jax.make_array_from_callback((deal.n_devices * deal.rows, *local.shape[1:]), sharding, part)
+            return jax.make_array_from_callback((split.n_devices * split.rows, *local.shape[1:]), sharding, part)
 
-        places = deal.places(mine).ravel()
+        places = split.places(mine).ravel()
         try:
             for _ in range(steps):
                 data = _stack([row for _ in mine for row in next(reader)])
-                weights = (places < deal.count(at)).astype(np.float32)
-                after = deal.after(at)
+                weights = (places < split.count(at)).astype(np.float32)
+                after = split.after(at)
                 yield Batch(jax.tree.map(spread, data), spread(weights), factor, at, after, self)
                 at = after
         finally:
@@ -160,19 +160,19 @@ class Feed:
                 reader.close()
 
 
-class Parts:
+class DeviceRows:
     """What some devices hold, device after device and step after step: a source for grain to read ahead from.
 
     A part is a device's rows. A row of padding is None and costs no reading; but where no device has a sample, the
     first row is one, so that the step has something valid to compute with.
     """
 
-    def __init__(self, samples: Any, deal: Deal, at: Position, steps: int, devices: Sequence[int]) -> None:
+    def __init__(self, samples: Any, split: BatchSplit, at: Position, steps: int, devices: Sequence[int]) -> None:
         self.samples = samples
-        self.deal = deal
+        self.split = split
         self.at = at
         self.steps = steps
-        self.places = deal.places(devices)
+        self.places = split.places(devices)
         self.lowest = int(self.places.min())
 
     def __len__(self) -> int:
@@ -180,15 +180,15 @@ class Parts:
 
     def __getitem__(self, number: int) -> list[Any]:
         step, device = divmod(int(number), len(self.places))
-        at = self.deal.position(self.at, step)
-        count = self.deal.count(at)
+        at = self.split.position(self.at, step)
+        count = self.split.count(at)
         places = self.places[device].tolist()
         if device == 0 and self.lowest >= count:
             places[0] = 0
         return [self._sample(at, place) if place < count else None for place in places]
 
     def _sample(self, at: Position, place: int) -> Any:
-        sample = self.samples[at.epoch * self.deal.epoch_size + at.sample + place]
+        sample = self.samples[at.epoch * self.split.epoch_size + at.sample + place]
         if sample is None:
             raise ParameterError(
                 f"The dataset has no sample {at.sample + place} in epoch {at.epoch}: a filter has taken it out. Each "

@@ -15,6 +15,7 @@ import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,8 @@ MIXED_COST = 1.25
 KEEP = 2
 """Beside `Op.REDUCE` and `Op.COPY`: nothing arrives on this lane, and what the chip holds stays as it is."""
 
-IntTable = NDArray[np.int32]
+Owned = Annotated[NDArray[np.int32], "int32[N, R]"]
+"""For each rank the chunks that it owns."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,9 @@ class Loop:
     """
 
     lanes: tuple[Lane, ...]
-    send: IntTable
-    receive: IntTable
-    ops: NDArray[np.uint8]
+    send: Annotated[NDArray[np.int32], "int32[N, T, L]"]
+    receive: Annotated[NDArray[np.int32], "int32[N, T, L]"]
+    ops: Annotated[NDArray[np.uint8], "uint8[N, T, L]"]
 
     @property
     def n_steps(self) -> int:
@@ -65,34 +67,40 @@ class Loop:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ProgramShape:
     """All of a lowered schedule that is the same on every chip; equal shapes can share a compiled program."""
 
     n_chips: int
     total_chunks: int
     collective: Collective
     lanes: tuple[tuple[Lane, ...], ...] = field(repr=False)
+    owned: tuple[tuple[int, ...], ...] = field(repr=False)
+    """For each rank the chunks that it owns, in ascending order, padded with `total_chunks` to the longest list."""
 
     @cached_property
     def digest(self) -> str:
         """A name for the content. Lanes are long: JAX asks for the hash and for equality at every call."""
-        facts = (self.n_chips, self.total_chunks, self.collective.value, self.lanes)
+        facts = (self.n_chips, self.total_chunks, self.collective.value, self.lanes, self.owned)
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def __hash__(self) -> int:
         return hash(self.digest)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Shape) and self.digest == other.digest
+        return isinstance(other, ProgramShape) and self.digest == other.digest
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """A schedule as loops and tables. `owned[rank]` lists the rank's chunks, padded with `total_chunks`."""
+    """A schedule as loops and tables, and what all chips share of it."""
 
-    shape: Shape
+    shape: ProgramShape
     loops: tuple[Loop, ...]
-    owned: IntTable
+
+    @property
+    def owned(self) -> Owned:
+        """The shape's `owned` as a table, one row per rank."""
+        return np.array(self.shape.owned, dtype=np.int32)
 
 
 def lower(schedule: Schedule) -> Lowered:
@@ -104,13 +112,14 @@ def lower(schedule: Schedule) -> Lowered:
     """
     stretches = _merge(_stretches(schedule))
     loops = tuple(_loop(schedule, stretch) for stretch in stretches)
-    shape = Shape(
+    shape = ProgramShape(
         n_chips=schedule.mesh.n_chips,
         total_chunks=schedule.total_chunks,
         collective=schedule.collective,
         lanes=tuple(loop.lanes for loop in loops),
+        owned=tuple(map(tuple, owned_chunks(schedule).tolist())),
     )
-    return Lowered(shape, loops, owned_chunks(schedule))
+    return Lowered(shape, loops)
 
 
 @dataclass(frozen=True)
@@ -230,7 +239,7 @@ def _loop(schedule: Schedule, stretch: _Stretch) -> Loop:
     return Loop(tuple(lanes), *(np.concatenate(parts, axis=2) for parts in zip(*tables, strict=True)))
 
 
-def _colour(edges: NDArray[np.int64], n: int) -> tuple[NDArray[np.int64], int]:
+def _colour(edges: Annotated[NDArray[np.int64], "[E]"], n: int) -> tuple[Annotated[NDArray[np.int64], "[E]"], int]:
     """Colour the edges (src · n + dst, repeated ones side by side) so that no two of a colour share an end.
 
     König's construction: give an edge a colour that is free at both ends; if there is none, swap two colours along
@@ -263,7 +272,7 @@ def _colour(edges: NDArray[np.int64], n: int) -> tuple[NDArray[np.int64], int]:
     return np.array(colour, dtype=np.int64), degree
 
 
-def owned_chunks(schedule: Schedule) -> IntTable:
+def owned_chunks(schedule: Schedule) -> Owned:
     """List every rank's chunks in ascending order; all lists are as long as the longest."""
     counts = np.bincount(schedule.owners, minlength=schedule.mesh.n_chips)
     owned = np.full((schedule.mesh.n_chips, counts.max()), schedule.total_chunks, dtype=np.int32)

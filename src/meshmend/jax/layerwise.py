@@ -1,4 +1,4 @@
-"""Optimisers that look at whole layers, for weights that lie in shards: LARS, LAMB, clipping by the global norm.
+"""Optimizers that look at whole layers, for weights that lie in shards: LARS, LAMB, clipping by the global norm.
 
 A shard is a flat piece of all layers, so the norm of a layer is a sum over chips: every chip adds up the squares of
 its own elements, layer by layer, and these few numbers (two a layer) are all-reduced. The transformations here take

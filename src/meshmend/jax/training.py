@@ -1,10 +1,10 @@
-"""Data-parallel training over a holed mesh: a train step for any loss function and optax optimiser.
+"""Data-parallel training over a holed mesh: a train step for any loss function and optax optimizer.
 
 Two ways to update the weights, chosen by what is passed as the program:
 
 - `Program` (`install`): gradients are all-reduced, and every chip updates all weights.
 - `ProgramPair` (`install_pair`): gradients are reduce-scattered, each chip updates the weights that it owns, with its
-  share of the optimiser's state, and the new weights are all-gathered. The same bytes travel, and the optimiser's
+  share of the optimizer's state, and the new weights are all-gathered. The same bytes travel, and the optimizer's
   memory and work are divided by the number of chips. Chips that own nothing (beside a hole, say) are served.
 
 The pieces are plain functions of pytrees: jit them, donate to them, scan over them.
@@ -12,8 +12,9 @@ The pieces are plain functions of pytrees: jit them, donate to them, scan over t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,6 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
-from meshmend.jax.arguments import check_batch, check_microbatches, check_program, check_weights
 from meshmend.jax.collectives import (
     all_gather,
     all_reduce,
@@ -37,7 +37,8 @@ from meshmend.jax.elementwise import check_elementwise, updates_of
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.layerwise import ShardedLayers
 from meshmend.jax.program import Program, ProgramPair
-from meshmend.jax.weighted import over, weighted_sums
+from meshmend.jax.validation import check_batch, check_microbatches, check_program, check_weights
+from meshmend.jax.weighted import divide_by_weight, weighted_sums
 
 LossFunction = Callable[[Any, Any], Any]
 """From parameters and a batch to a scalar (or, with `has_aux`, to a scalar and a pytree of arrays).
@@ -45,15 +46,25 @@ LossFunction = Callable[[Any, Any], Any]
 With `per_example`, to one value for each example of the batch (and arrays whose first axis is the examples)."""
 
 
-class TrainStep(NamedTuple):
-    """The two functions of a training loop, both to be jitted. Made by `train_step`."""
+@dataclass(frozen=True)
+class TrainStep:
+    """The two functions of a training loop, both to be jitted, and what they were made for. Made by `train_step`.
+
+    Unpack it (`init, step = mmj.train_step(…)`) where the functions are all you need. `StateLayout.of` and
+    `compile_train_step` take it whole: what they must know of it is said nowhere else.
+    """
 
     init: Callable[[Any, Program | ProgramPair], Any]
-    """From parameters and a program to the optimiser's state."""
+    """From parameters and a program to the optimizer's state."""
     step: Callable[..., tuple[Any, ...]]
     """From parameters, state, a batch and a program to new parameters, state, loss (and aux).
 
-    Keywords: `weights` (with `per_example`) and `scale`, by which the optimiser's updates are multiplied."""
+    Keywords: `weights` (with `per_example`) and `scale`, by which the optimizer's updates are multiplied."""
+    fabric: Fabric
+    accumulate_dtype: DTypeLike | None
+
+    def __iter__(self) -> Iterator[Callable[..., Any]]:
+        return iter((self.init, self.step))
 
 
 def train_step(
@@ -81,8 +92,8 @@ def train_step(
     travel, and they are divided once, so that integer-valued gradients give the same bits on any number of chips. The
     loss of an example must not depend on others in its batch, as batch normalisation does.
 
-    `step(…, scale=factor)` multiplies the optimiser's updates, which is to scale the learning rate; the factor may
-    change from step to step without compiling again. Optimisers that ask for the loss (`value`) get its mean.
+    `step(…, scale=factor)` multiplies the optimizer's updates, which is to scale the learning rate; the factor may
+    change from step to step without compiling again. Optimizers that ask for the loss (`value`) get its mean.
 
     With a `ProgramPair` the optimizer must treat every weight by itself, as SGD, momentum, Adam and AdamW do, or get
     the norms of layers from here: use `mmj.lars`, `mmj.lamb` and `mmj.clip_by_global_norm`. Others are refused.
@@ -110,8 +121,8 @@ def train_step(
         return jax.shard_map(function, mesh=fabric.jax_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def state_specs(params: Any, program: Program | ProgramPair) -> Any:
-        """Say how the optimiser's state is split: arrays by owner if the update is sharded, numbers not at all."""
-        check_program(program)
+        """Say how the optimizer's state is split: arrays by owner if the update is sharded, numbers not at all."""
+        check_program(program, fabric)
         if isinstance(program, Program):
             return replicated
         shards = _abstract_shards(params, program, accumulate_dtype)
@@ -151,19 +162,21 @@ def train_step(
 
         def means(extras: Any, weight: Any) -> Any:
             return jax.tree.map(
-                lambda x, like: over(x, weight, nothing=jnp.nan).astype(mean_dtype(like.dtype)), extras, own
+                lambda x, like: divide_by_weight(x, weight, empty=jnp.nan).astype(mean_dtype(like.dtype)), extras, own
             )
 
         if isinstance(program, Program):
             gradients, extras, weight = all_reduce(sums, program)
             extras = means(extras, weight)
-            gradients = jax.tree.map(lambda x, like: over(x, weight, nothing=0.0).astype(like.dtype), gradients, params)
+            gradients = jax.tree.map(
+                lambda x, like: divide_by_weight(x, weight, empty=0.0).astype(like.dtype), gradients, params
+            )
             params, state = _update(optimizer, params, state, gradients, scale, value=extras[0])
         else:
             extras, weight = all_reduce((sums.extras, sums.weight), program.whole)
             extras = means(extras, weight)
             totals = reduce_scatter(sums.gradients, program.scatter, accumulate_dtype=accumulate_dtype)
-            shards = jax.tree.map(lambda x: over(x, weight, nothing=0.0).astype(x.dtype), totals)
+            shards = jax.tree.map(lambda x: divide_by_weight(x, weight, empty=0.0).astype(x.dtype), totals)
             params, state = _sharded_update(
                 optimizer, params, state, shards, scale, extras[0], program, accumulate_dtype
             )
@@ -193,13 +206,13 @@ def train_step(
         params, state, value, aux = mapped(params, state, *inputs, scale, program)
         return (params, state, value, aux) if has_aux else (params, state, value)
 
-    return TrainStep(init, step)
+    return TrainStep(init, step, fabric, accumulate_dtype)
 
 
 def _update(
     optimizer: optax.GradientTransformation, params: Any, state: Any, gradients: Any, scale: Any, **more: Any
 ) -> tuple[Any, Any]:
-    """Let the optimiser say what to change, and change it, times `scale` if there is one."""
+    """Let the optimizer say what to change, and change it, times `scale` if there is one."""
     updates, state = updates_of(optimizer, gradients, state, params, **more)
     if scale is not None:
         updates = jax.tree.map(lambda update: update * jnp.asarray(scale, update.dtype), updates)

@@ -1,10 +1,12 @@
-"""Planning: from a mesh to a schedule. One planner per file; `plan` runs one and proves what it made."""
+"""Planning: from a mesh to a schedule. One planner per file; `plan` runs one and proves the result."""
 
 from meshmend.planning.auto import Auto, Candidate, Choice, Tuned
 from meshmend.planning.base import Planner
 from meshmend.planning.cache import PlanCache
+from meshmend.planning.gather import Gather
+from meshmend.planning.half import Half
 from meshmend.planning.hamiltonian import Hamiltonian
-from meshmend.planning.proven import PLANNERS, choose, make_planner, plan
+from meshmend.planning.proven import PLANNERS, PlanFunction, choose, make_planner, plan
 from meshmend.planning.row_pairs import RowPairs
 from meshmend.planning.two_color import TwoColor
 from meshmend.planning.weave import Weave
@@ -14,8 +16,11 @@ __all__ = [
     "Auto",
     "Candidate",
     "Choice",
+    "Gather",
+    "Half",
     "Hamiltonian",
     "PlanCache",
+    "PlanFunction",
     "Planner",
     "RowPairs",
     "Tuned",

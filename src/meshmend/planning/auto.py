@@ -2,7 +2,7 @@
 
 `Tuned` does the same for one planner: it takes the fastest of its parameters.
 
-Making a schedule takes longer than pricing it, so a planner says beforehand what its schedule costs at least
+Making a schedule takes longer than pricing it, so a planner gives a lower bound of its schedule's cost beforehand
 (`Planner.floor`). Candidates are made in order of that floor, and as soon as one is as fast as the floor of the next,
 the rest need not be made: none of them can be faster.
 """
@@ -17,22 +17,26 @@ from typing import ClassVar, final
 
 from meshmend.cost import DEFAULT_HARDWARE, Hardware, StepDemand, find_hardware
 from meshmend.errors import ParameterError, PlanError
-from meshmend.planning.base import Floor, Planner
+from meshmend.planning.base import CannotServe, Floor, Planner
+from meshmend.planning.gather import Gather
+from meshmend.planning.half import Half
 from meshmend.planning.hamiltonian import Hamiltonian
 from meshmend.planning.row_pairs import RowPairs
 from meshmend.planning.two_color import TwoColor
 from meshmend.planning.weave import DEFAULT_BUDGET_S, Owners, Weave
-from meshmend.schedule import Schedule
+from meshmend.schedule import Collective, Schedule
 from meshmend.topology import Mesh
 
 CHOICES: tuple[type[Planner], ...] = (Hamiltonian, TwoColor, RowPairs, Weave)
-"""The planners to choose from."""
+"""The planners of all-reduces to choose from."""
+OTHERS: tuple[type[Planner], ...] = (Gather,)
+"""The planners of reduce-scatters and all-gathers."""
 DEFAULT_PAYLOAD_BYTES = 1e8
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A planner with its parameters, and what is known of its time.
+    """A planner with its parameters, and what is known about its time.
 
     `seconds` is None where the schedule was not made because `floor_seconds` ruled it out, and both are None where
     the planner cannot serve the mesh, for the reason `why_not`.
@@ -88,8 +92,10 @@ class Chooser(Planner):
         return True
 
     @final
-    def _why_not(self, mesh: Mesh) -> str | None:
-        return self.field(mesh).why_not
+    def _check(self, mesh: Mesh) -> None:
+        reason = self.field(mesh).why_not
+        if reason is not None:
+            raise CannotServe(reason)
 
     @final
     def _plan(self, mesh: Mesh) -> Schedule:
@@ -102,6 +108,7 @@ class Auto(Chooser):
     """The fastest of all planners for a payload on a piece of hardware.
 
     `owners` and `budget_s` are as for `Weave`, the only planner that has a choice of owners and takes long.
+    A reduce-scatter or an all-gather is planned as such, or is half of an all-reduce, whichever is faster.
 
     >>> choice = Auto(payload_bytes=1e9).choose(Mesh("8x8", failed=["2x2@2,2"]))
     >>> choice.planner.name, [c.planner.name for c in choice.considered if c.why_not]
@@ -112,13 +119,17 @@ class Auto(Chooser):
 
     payload_bytes: float = DEFAULT_PAYLOAD_BYTES
     hardware: str | Hardware = DEFAULT_HARDWARE
+    collective: Collective = Collective.ALL_REDUCE
     owners: Owners = "any"
     budget_s: float = DEFAULT_BUDGET_S
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "collective", Collective(self.collective))
+
     def field(self, mesh: Mesh) -> Field:
         """Return every planner."""
-        weave = Weave(owners=self.owners, budget_s=self.budget_s)
-        return Field(mesh, [weave if kind is Weave else kind() for kind in CHOICES])
+        return Field(mesh, candidates(self.collective, Weave(owners=self.owners, budget_s=self.budget_s)))
 
 
 @final
@@ -137,22 +148,41 @@ class Tuned(Chooser):
 
     @property
     def name(self) -> str:  # type: ignore[override]  # other planners' names belong to the class
-        """The name of its planner: what is tuned is no other planner."""
+        """The name of its planner: tuning does not make it another planner."""
         return self.planner.name
+
+    @property
+    def collective(self) -> Collective:  # type: ignore[override]
+        """What its planner plans."""
+        return self.planner.collective
+
+    @property
+    def is_splittable(self) -> bool:  # type: ignore[override]
+        """What its planner says."""
+        return self.planner.is_splittable
 
     def field(self, mesh: Mesh) -> Field:
         """Return the planner alone."""
         return Field(mesh, [self.planner], fixed=self.fixed)
 
 
+def candidates(collective: Collective, weave: Weave | None = None) -> list[Planner]:
+    """Return the planners that `auto` chooses from, with their default parameters; `weave` with those that it has."""
+    whole = [weave or kind() if kind is Weave else kind() for kind in CHOICES]
+    if collective is Collective.ALL_REDUCE:
+        return whole
+    return [Gather(collective=collective), *(Half(planner, collective) for planner in whole)]
+
+
 class Field:
     """All candidates for one mesh. Schedules are made when first needed and kept: many payloads cost little more.
 
-    By default the candidates are all planners; of those that are given, the parameters named in `fixed` stay.
+    By default the candidates are all planners of all-reduces; of those that are given, the parameters named in `fixed`
+    stay.
     """
 
     def __init__(self, mesh: Mesh, planners: Sequence[Planner] | None = None, *, fixed: Sequence[str] = ()) -> None:
-        entered = [kind() for kind in CHOICES] if planners is None else planners
+        entered = candidates(Collective.ALL_REDUCE) if planners is None else planners
         reasons = {planner: planner.why_not(mesh) for planner in entered}
         self._mesh = mesh
         self._fixed = fixed

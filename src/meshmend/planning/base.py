@@ -2,7 +2,7 @@
 
 The contract is kept here, once. `why_not` and `plan` belong to this class and are final: they refuse survivors that are
 not connected and schedules beyond any memory, and hold what was made to what it claims. A planner adds what is its own:
-`_why_not`, `n_transfers` and `_plan`.
+`_check`, which raises `CannotServe` with the reason where a mesh is not for it, `n_transfers` and `_plan`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import ClassVar, SupportsIndex, final
 import numpy as np
 
 from meshmend.errors import ParameterError, PlanError, name_chip
-from meshmend.schedule import Schedule
+from meshmend.schedule import Collective, Schedule
 from meshmend.topology import Mesh
 
 MAX_TRANSFERS = 2**25
@@ -37,36 +37,42 @@ class Floor:
     chip_load: float = 0.0
 
 
+class CannotServe(Exception):  # noqa: N818  # no error: auto asks every planner and goes on with the others
+    """Why a planner cannot serve a mesh, in a sentence. It stays inside planning: callers see `PlanError`."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 class Planner(ABC):
-    """Turns a mesh into an all-reduce schedule. Its dataclass fields are its parameters."""
+    """Turns a mesh into a schedule, of an all-reduce unless it says so. Its dataclass fields are its parameters."""
 
     name: ClassVar[str]
     """What the command line and `plan(planner=…)` call it."""
+    collective: Collective = Collective.ALL_REDUCE
+    """What its schedules promise."""
+    is_splittable: ClassVar[bool] = True
+    """Whether the reductions and the copies of its all-reduce are a reduce-scatter and an all-gather, which mirror each
+    other: each has half of the steps and of the load."""
 
     @final
     def why_not(self, mesh: Mesh) -> str | None:
         """Say in a sentence why this planner cannot serve `mesh`, or None if it can."""
-        if not mesh.is_connected:
-            return (
-                f"the survivors form {mesh.n_components} disconnected groups. Plan for one of them, or repair a cable."
-            )
-        reason = self._why_not(mesh)
-        if reason is not None:
-            return reason
-        size = self.n_transfers(mesh)
-        if size > MAX_TRANSFERS:
-            return (
-                f"its schedule would have {size:,} transfers, and the limit is {MAX_TRANSFERS:,}. {self._shrink(mesh)}"
-            )
+        try:
+            self._admit(mesh)
+        except CannotServe as refusal:
+            return refusal.reason
         return None
 
     @final
     def plan(self, mesh: Mesh) -> Schedule:
         """Return the schedule, or raise `PlanError` with the reason that `why_not` gives."""
-        reason = self.why_not(mesh)
-        if reason is not None:
-            raise PlanError(self.name, str(mesh), reason, alternatives=None)
-        schedule = self._plan(mesh)
+        try:
+            self._admit(mesh)
+            schedule = self._plan(mesh)
+        except CannotServe as refusal:
+            raise PlanError(self.name, str(mesh), refusal.reason, alternatives=None) from None
         self._check_hops(schedule)
         return schedule
 
@@ -84,15 +90,15 @@ class Planner(ABC):
 
     @abstractmethod
     def n_transfers(self, mesh: Mesh) -> int:
-        """Return how many transfers the schedule has, without making it. Only called where `_why_not` is None."""
+        """Return how many transfers the schedule has, without making it. Only called where `_check` passes."""
 
     def is_routed(self, mesh: Mesh, phase: str) -> bool:  # noqa: ARG002
         """Say whether transfers of that phase may go over several cables; all others cross one live cable each."""
         return False
 
     @abstractmethod
-    def _why_not(self, mesh: Mesh) -> str | None:
-        """Say in a sentence why this planner cannot serve `mesh`, whose survivors are connected, or None."""
+    def _check(self, mesh: Mesh) -> None:
+        """Raise `CannotServe` if this planner cannot serve `mesh`, whose survivors are connected."""
 
     @abstractmethod
     def _plan(self, mesh: Mesh) -> Schedule:
@@ -102,6 +108,21 @@ class Planner(ABC):
         """Say what to change where the schedule would be too large."""
         return "Plan with weave, whose number of chunks can be set."
 
+    @final
+    def _admit(self, mesh: Mesh) -> None:
+        """Raise `CannotServe` unless a schedule can be made: what holds for every planner, and what its own asks."""
+        if not mesh.is_connected:
+            raise CannotServe(
+                f"the survivors form {mesh.n_components} disconnected groups. Plan for one of them, or repair a cable."
+            )
+        self._check(mesh)
+        size = self.n_transfers(mesh)
+        if size > MAX_TRANSFERS:
+            raise CannotServe(
+                f"its schedule would have {size:,} transfers, and the limit is {MAX_TRANSFERS:,}. {self._shrink(mesh)}"
+            )
+
+    @final
     def _check_hops(self, schedule: Schedule) -> None:
         """Hold every transfer that claims to be one between neighbours to it: the routes would hide a dead cable."""
         mesh, schedule = schedule.mesh, schedule.template

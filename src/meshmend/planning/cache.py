@@ -1,9 +1,10 @@
-"""A plan cache on disk: plan ahead of time, and be training again a second after the failure.
+"""A plan cache on disk: plan ahead of time, and resume training without waiting for a plan.
 
-An entry is a schedule's `.npz` file, named by a digest of the mesh, the planner and its parameters. What comes out
-of the cache is trusted no more than any other file: it is read as untrusted input, must be for the mesh that was asked
-for, by the planner that was asked for, and is proven again. An entry that fails any of that is planned anew and
-replaced, with a `CacheWarning`. So is a plan that cannot be kept: a folder that is of no use costs time, not the plan.
+An entry is a schedule's `.npz` file, named by a digest of the mesh, the planner, its parameters and whether the plan is
+for hops between neighbours only. An entry is trusted no more than any other file: it is read as untrusted input, must
+be for the requested mesh and by the requested planner, and is proven again. An entry that fails any of that is planned
+again and replaced, with a `CacheWarning`. A plan that cannot be stored is a `CacheWarning` too: an unusable folder
+costs time, not the plan.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import warnings
 from pathlib import Path
 
 from meshmend.errors import CacheWarning, ScheduleFileError, VerificationError
-from meshmend.planning.auto import CHOICES, Auto
+from meshmend.planning.auto import CHOICES, OTHERS, Auto
 from meshmend.planning.base import Planner
-from meshmend.schedule import Collective, Schedule
+from meshmend.schedule import Schedule
+from meshmend.schedule.neighbour_hops import BY_HOPS
 from meshmend.schedule.serialize import FORMAT, load, save
 from meshmend.schedule.verify import verify
 from meshmend.topology import Mesh, name_cable
@@ -50,7 +52,7 @@ class PlanCache:
     def __init__(self, folder: str | Path | None = None) -> None:
         self.folder = Path(folder) if folder is not None else default_folder()
 
-    def path(self, mesh: Mesh, planner: Planner) -> Path:
+    def path(self, mesh: Mesh, planner: Planner, *, neighbours_only: bool = False) -> Path:
         """Return the file that holds, or would hold, this planner's schedule for `mesh`."""
         key = {
             "format": FORMAT,
@@ -60,19 +62,22 @@ class PlanCache:
             "failed": [str(hole) for hole in mesh.holes],
             "failed_cables": [name_cable(cable) for cable in mesh.failed_cables],
             "planner": planner.name,
+            "collective": planner.collective,
             "parameters": dataclasses.asdict(planner),  # type: ignore[call-overload]
         }
+        if neighbours_only:  # left out otherwise: plans that are kept already stay valid
+            key["neighbours_only"] = True
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         return self.folder / f"{digest[:32]}.npz"
 
-    def get(self, mesh: Mesh, planner: Planner) -> Schedule | None:
-        """Return the schedule if it is there and holds, proven; None otherwise, with a warning if there is another."""
-        path = self.path(mesh, planner)
+    def get(self, mesh: Mesh, planner: Planner, *, neighbours_only: bool = False) -> Schedule | None:
+        """Return the schedule, proven, if there is a valid entry; None otherwise, with a warning if it is invalid."""
+        path = self.path(mesh, planner, neighbours_only=neighbours_only)
         if not os.path.lexists(path):
             return None
         try:
             schedule = load(path)
-            why_not = _why_not(schedule, mesh, planner)
+            why_not = _why_not(schedule, mesh, planner, neighbours_only=neighbours_only)
             if why_not is None:
                 verify(schedule)
                 return schedule
@@ -81,9 +86,9 @@ class PlanCache:
         warnings.warn(f"The cached plan {path} is not used, and planned again: {why_not}", CacheWarning, stacklevel=3)
         return None
 
-    def put(self, mesh: Mesh, planner: Planner, schedule: Schedule) -> Path:
-        """Keep a schedule; readers see the whole file or none. Raises `ScheduleFileError` if it cannot be written."""
-        path = self.path(mesh, planner)
+    def put(self, mesh: Mesh, planner: Planner, schedule: Schedule, *, neighbours_only: bool = False) -> Path:
+        """Store a schedule atomically. Raises `ScheduleFileError` if it cannot be written."""
+        path = self.path(mesh, planner, neighbours_only=neighbours_only)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(dir=self.folder, suffix=".npz")
@@ -97,10 +102,10 @@ class PlanCache:
             raise ScheduleFileError(f"{path} cannot be written: {error.strerror or error}.") from error
         return path
 
-    def offer(self, mesh: Mesh, planner: Planner, schedule: Schedule) -> None:
-        """Keep a schedule if that can be done; warn otherwise."""
+    def offer(self, mesh: Mesh, planner: Planner, schedule: Schedule, *, neighbours_only: bool = False) -> None:
+        """Store a schedule if possible; warn otherwise."""
         try:
-            self.put(mesh, planner, schedule)
+            self.put(mesh, planner, schedule, neighbours_only=neighbours_only)
         except ScheduleFileError as error:
             warnings.warn(f"The plan is not kept in the cache. {error}", CacheWarning, stacklevel=3)
 
@@ -108,15 +113,17 @@ class PlanCache:
         return sum(1 for _ in self.folder.glob("*.npz")) if self.folder.is_dir() else 0
 
 
-def _why_not(schedule: Schedule, mesh: Mesh, planner: Planner) -> str | None:
-    """Return why a schedule, however right it may be, is not the one that was asked for."""
+def _why_not(schedule: Schedule, mesh: Mesh, planner: Planner, *, neighbours_only: bool) -> str | None:
+    """Return why a schedule, even if correct, is not the requested one."""
     if schedule.mesh != mesh:
         return f"it is for {schedule.mesh}, expected {mesh}."
-    if schedule.collective is not Collective.ALL_REDUCE:
-        return f"its collective is {schedule.collective}, expected {Collective.ALL_REDUCE}."
-    ours = [kind.name for kind in CHOICES]
+    if schedule.collective is not planner.collective:
+        return f"its collective is {schedule.collective}, expected {planner.collective}."
+    if neighbours_only and not (mesh.link(schedule.src, schedule.dst) >= 0).all():
+        return "it has transfers between chips that are not neighbours."
+    ours = [kind.name for kind in (*CHOICES, *OTHERS)]
     makers = ours if isinstance(planner, Auto) else [planner.name]
-    # Only our own planners are known to sign what they make.
-    if set(makers) <= set(ours) and schedule.planner not in makers:
+    # Only our own planners are known to put their name on their schedules.
+    if set(makers) <= set(ours) and schedule.planner.removesuffix(BY_HOPS if neighbours_only else "") not in makers:
         return f"{schedule.planner} made it, expected {' or '.join(makers)}."
     return None

@@ -17,9 +17,9 @@ from typing import ClassVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.errors import Coordinate, PlanError, name_chip
-from meshmend.planning.base import Floor, Planner
-from meshmend.planning.blocks import live_blocks, why_no_blocks
+from meshmend.errors import Coordinate, name_chip
+from meshmend.planning.base import CannotServe, Floor, Planner
+from meshmend.planning.blocks import check_blocks, live_blocks
 from meshmend.planning.build import (
     DIRECTIONS,
     Transfers,
@@ -38,7 +38,7 @@ Join = tuple[tuple[int, int], bool]
 @final
 @dataclass(frozen=True)
 class Hamiltonian(Planner):
-    """One ring through all live chips, half the payload each way round (figures 3 and 8)."""
+    """One ring through all live chips, half the payload in each direction (figures 3 and 8)."""
 
     name: ClassVar[str] = "hamiltonian"
 
@@ -48,19 +48,16 @@ class Hamiltonian(Planner):
         return Floor(steps=2 * (n - 1), link_load=(n - 1) / n, chip_load=2 * (n - 1) / n)
 
     def n_transfers(self, mesh: Mesh) -> int:
-        """Return what a ring has: in each of 2(P−1) steps every chip sends both ways."""
+        """Return what a ring has: in each of 2(P−1) steps every chip sends in both directions."""
         return 4 * mesh.n_chips * (mesh.n_chips - 1)
 
-    def _why_not(self, mesh: Mesh) -> str | None:
-        """Say why no such ring is found, or None."""
-        found = _find_ring(mesh)
-        return found if isinstance(found, str) else None
+    def _check(self, mesh: Mesh) -> None:
+        """Refuse a mesh on which no such ring is found."""
+        _find_ring(mesh)
 
     def _plan(self, mesh: Mesh) -> Schedule:
         """Return a reduce-scatter round the ring followed by an all-gather, in both directions at once."""
         ring = _find_ring(mesh)
-        if isinstance(ring, str):
-            raise PlanError(self.name, str(mesh), ring, alternatives=None)
         n = len(ring)
         transfers = Transfers()
         owners = np.empty(2 * n, dtype=np.int64)
@@ -83,24 +80,23 @@ class Hamiltonian(Planner):
 
 
 def hamiltonian_ring(mesh: Mesh) -> list[Coordinate]:
-    """Return the chips in ring order, for pictures and for the curious.
+    """Return the chips in ring order, for pictures.
 
     >>> hamiltonian_ring(Mesh("2x2"))
     [(0, 0), (0, 1), (1, 1), (1, 0)]
     """
-    ring = _find_ring(mesh)
-    if isinstance(ring, str):
-        raise ValueError(f"No Hamiltonian ring on {mesh}: {ring}")
+    try:
+        ring = _find_ring(mesh)
+    except CannotServe as refusal:
+        raise ValueError(f"No Hamiltonian ring on {mesh}: {refusal.reason}") from None
     return [mesh.chip(int(rank)) for rank in ring]
 
 
-def _find_ring(mesh: Mesh) -> NDArray[np.int64] | str:
-    """Return the ranks in ring order, or a sentence that says why there is no ring."""
+def _find_ring(mesh: Mesh) -> NDArray[np.int64]:
+    """Return the ranks in ring order, or raise `CannotServe`."""
     if mesh.n_axes == 2 and mesh.is_full and min(mesh.shape) > 1 and sum(n % 2 for n in mesh.shape) == 1:
         return as_ranks(mesh, _snake(*mesh.shape))
-    trouble = why_no_blocks(mesh)
-    if trouble is not None:
-        return trouble
+    check_blocks(mesh)
     return _ring_round_tree(mesh)
 
 
@@ -115,11 +111,9 @@ def _snake(rows: int, columns: int) -> list[Coordinate]:
     return ring
 
 
-def _ring_round_tree(mesh: Mesh) -> NDArray[np.int64] | str:
+def _ring_round_tree(mesh: Mesh) -> NDArray[np.int64]:
     blocks = live_blocks(mesh)
     joins = _spanning_tree(mesh, blocks)
-    if isinstance(joins, str):
-        return joins
     # next_of[chip] along the ring, for chips numbered in the full mesh. Each block alone is a clockwise square.
     columns = mesh.shape[1]
     corner = np.arange(mesh.size).reshape(mesh.shape)[::2, ::2]
@@ -148,8 +142,8 @@ def _ring_round_tree(mesh: Mesh) -> NDArray[np.int64] | str:
     return mesh.rank_of.ravel()[ring].astype(np.int64)
 
 
-def _spanning_tree(mesh: Mesh, blocks: NDArray[np.bool_]) -> list[Join] | str:
-    """Return joins that connect all live blocks, or why not.
+def _spanning_tree(mesh: Mesh, blocks: NDArray[np.bool_]) -> list[Join]:
+    """Return joins that connect all live blocks, or raise `CannotServe`.
 
     A failed cable between two blocks forbids their join. A failed cable inside a block forces the join across
     that side of the square, because only a join takes the cable out of the ring.
@@ -181,7 +175,7 @@ def _spanning_tree(mesh: Mesh, blocks: NDArray[np.bool_]) -> list[Join] | str:
     # Only now is it known which joins are left, and a side may need one that another failed cable forbids.
     for cable, join in sides:
         if join not in weight:
-            return (
+            raise CannotServe(
                 f"the failed cable {name_chip(cable[0])}-{name_chip(cable[1])} is a side of a 2×2 block, and the ring "
                 f"leaves a side out only where two live cables join the block to a live one beyond it."
             )
@@ -193,9 +187,9 @@ def _spanning_tree(mesh: Mesh, blocks: NDArray[np.bool_]) -> list[Join] | str:
     graph = coo_array((list(weight.values()), (a, b)), shape=(n, n)).tocsr()
     tree = minimum_spanning_tree(graph).tocoo()
     if tree.nnz < n - 1:
-        return "its failed cables leave 2×2 blocks that cannot be joined into one ring."
+        raise CannotServe("its failed cables leave 2×2 blocks that cannot be joined into one ring.")
     key_of = {(int(x), int(y)): key for x, y, key in zip(a, b, keys, strict=True)}
     joins = [key_of[int(x), int(y)] for x, y in zip(tree.row, tree.col, strict=True)]
     if sum(w == 1 for w in weight.values()) > sum(weight[join] == 1 for join in joins):
-        return "its failed cables force the ring round a closed loop of blocks."
+        raise CannotServe("its failed cables force the ring round a closed loop of blocks.")
     return joins

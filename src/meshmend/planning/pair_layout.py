@@ -1,6 +1,6 @@
 """The layout of row pairs: which pairs of rows close into rings, and how the blocks beside holes reach one.
 
-What the pictures of figures 9 and 10 show: *blue* rings, and *yellow* 2×2 blocks with their ways to them.
+What the pictures of figures 9 and 10 show: *blue* rings, and *yellow* 2×2 blocks with their paths to them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.errors import name_chip
+from meshmend.planning.base import CannotServe
 from meshmend.topology import Mesh
 
 Block = tuple[int, int]
@@ -25,12 +26,12 @@ EXITS: dict[str, tuple[Cell, Cell]] = {
     "left": ((0, 0), (1, 0)),
     "right": ((0, 1), (1, 1)),
 }
-"""Chips of a block, as (row, column) within it, at each side: one for each way round the rings."""
+"""Chips of a block, as (row, column) within it, at each side: one per direction of the rings."""
 
 
 @dataclass(frozen=True)
 class Yellow:
-    """A yellow block: where it hands its sums to, and how long before the blue ring needs them it must start.
+    """A yellow block: where it forwards its sums, and how long before the blue ring needs them it must start.
 
     `lead` counts steps from the start of a slice inside this block to the moment when a blue ring needs it.
     """
@@ -60,12 +61,12 @@ class Layout:
 
     @property
     def chunks(self) -> int:
-        """Chunks of a segment: for each way round, one slice a ring position, one chunk a blue ring."""
+        """Chunks of a segment: for each direction, one slice per ring position, one chunk per blue ring."""
         return 2 * self.ring_length * len(self.blue)
 
     @property
     def rings(self) -> NDArray[np.int64]:
-        """Ranks of the blue rings in ring order, one row a ring: out along the upper row, back along the lower."""
+        """Ranks of the blue rings in ring order, one row per ring: out along the upper row, back along the lower."""
         upper, lower = self.ranks[2 * self.blue], self.ranks[2 * self.blue + 1]
         return np.concatenate([upper, lower[:, ::-1]], axis=1)
 
@@ -82,35 +83,33 @@ class Layout:
         return int(self.ranks[2 * block[0] + cell[0], 2 * block[1] + cell[1]])
 
 
-def lay_out(mesh: Mesh, orientation: Literal["rows", "columns"]) -> Layout | str:
-    """Find blue rings and yellow blocks, or say what is missing."""
+def lay_out(mesh: Mesh, orientation: Literal["rows", "columns"]) -> Layout:
+    """Find blue rings and yellow blocks, or raise `CannotServe` with what is missing."""
     ranks = (mesh.rank_of if orientation == "rows" else mesh.rank_of.T).astype(np.int64)
     word = orientation[:-1]
     rows, columns = ranks.shape
     if rows % 2 or columns < 2:
-        return f"{rows} {orientation} of {columns} chips do not form pairs that close into rings."
+        raise CannotServe(f"{rows} {orientation} of {columns} chips do not form pairs that close into rings.")
     upper, lower = ranks[::2], ranks[1::2]
     rings = np.concatenate([upper, lower[:, ::-1]], axis=1)
     closed = mesh.link(np.maximum(rings, 0), np.maximum(np.roll(rings, -1, axis=1), 0)) >= 0
     is_blue = np.asarray((rings >= 0).all(axis=1) & closed.all(axis=1))
     if not is_blue.any():
-        return f"every {word} pair has a failure, so no ring is left for the others to forward to."
+        raise CannotServe(f"every {word} pair has a failure, so no ring is left for the others to forward to.")
     yellow = _find_yellow(mesh, ranks, is_blue, word)
-    if isinstance(yellow, str):
-        return yellow
     wrap = mesh.wrap[0 if orientation == "rows" else 1]
     return Layout(mesh, orientation, ranks, np.flatnonzero(is_blue), yellow, wrap)
 
 
-def _find_yellow(
-    mesh: Mesh, ranks: NDArray[np.int64], is_blue: NDArray[np.bool_], word: str
-) -> tuple[Yellow, ...] | str:
+def _find_yellow(mesh: Mesh, ranks: NDArray[np.int64], is_blue: NDArray[np.bool_], word: str) -> tuple[Yellow, ...]:
     """Cut the pairs that are not blue into blocks and find each a way to a blue ring, shortest first."""
     pairs = np.flatnonzero(~is_blue)
     if not len(pairs):
         return ()
     if ranks.shape[1] % 2:
-        return f"a {word} pair with a failure must fall into 2×2 blocks, and it is {ranks.shape[1]} chips long."
+        raise CannotServe(
+            f"a {word} pair with a failure must fall into 2×2 blocks, and it is {ranks.shape[1]} chips long."
+        )
     blocks: set[Block] = set()
     for pair in pairs:
         for column in range(ranks.shape[1] // 2):
@@ -122,7 +121,7 @@ def _find_yellow(
             if not whole or (mesh.link(square, np.roll(square, -1)) < 0).any():
                 lost = "a chip" if not whole else "a cable"
                 live = name_chip(mesh.chip(int(cells[cells >= 0][0])))
-                return f"{lost} of the 2×2 block of chip {live} has failed, but not the whole block."
+                raise CannotServe(f"{lost} of the 2×2 block of chip {live} has failed, but not the whole block.")
             blocks.add((int(pair), column))
 
     def joined(block: Block, side: str, other: Block) -> bool:
@@ -159,7 +158,7 @@ def _find_yellow(
     stranded = sorted(blocks - found.keys())
     if stranded:
         chip = name_chip(mesh.chip(int(ranks[2 * stranded[0][0], 2 * stranded[0][1]])))
-        return f"the block of chip {chip} has no way through whole blocks to a whole {word} pair."
+        raise CannotServe(f"the block of chip {chip} has no way through whole blocks to a whole {word} pair.")
     return tuple(found.values())
 
 

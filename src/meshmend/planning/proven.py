@@ -1,20 +1,27 @@
-"""`plan`: run a planner, and prove what it made before handing it out."""
+"""`plan`: run a planner, and prove its schedule before returning it."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
-from meshmend.errors import ParameterError, PlanError
-from meshmend.planning.auto import CHOICES, Auto, Choice, Chooser, Tuned
+from meshmend.errors import LoweringError, ParameterError, PlanError
+from meshmend.planning.auto import CHOICES, OTHERS, Auto, Choice, Chooser, Tuned, candidates
 from meshmend.planning.base import Planner
 from meshmend.planning.cache import PlanCache
-from meshmend.schedule import Schedule
-from meshmend.schedule.verify import verify as prove
+from meshmend.planning.half import Half
+from meshmend.planning.weave import Weave
+from meshmend.schedule import Collective, Schedule
+from meshmend.schedule.neighbour_hops import neighbour_hops
+from meshmend.schedule.verify import ensure_proven
 from meshmend.topology import Mesh
 
-PLANNERS: dict[str, type[Planner]] = {kind.name: kind for kind in CHOICES} | {Auto.name: Auto}
-"""Every planner by the name that the command line knows it by."""
+PLANNERS: dict[str, type[Planner]] = {kind.name: kind for kind in (*CHOICES, *OTHERS)} | {Auto.name: Auto}
+"""Every planner by its name on the command line."""
+PlanFunction = Callable[..., Schedule]
+"""What engines call for a plan: `plan`, or whatever takes a mesh and keywords as it does and returns what is proven.
+Parameters are bound to it beforehand, as in `functools.partial(plan, planner="row-pairs", cache=PlanCache())`."""
 TARGET = ("payload_bytes", "hardware")
 """What a planner's parameters are chosen for."""
 
@@ -23,33 +30,47 @@ def plan(
     mesh: Mesh,
     planner: str | Planner = Auto.name,
     *,
+    collective: str | Collective | None = None,
     verify: bool = True,
     cache: PlanCache | None = None,
+    neighbours_only: bool = False,
     **parameters: Any,
 ) -> Schedule:
-    """Plan an all-reduce over the live chips of `mesh`, proven before it is returned.
+    """Plan a collective over the live chips of `mesh`, proven before it is returned: an all-reduce, unless told.
 
-    `planner` is a name from `PLANNERS`, with its parameters as keywords, or a planner that is made already. By default
+    `planner` is a name from `PLANNERS`, with its parameters as keywords, or a planner object. By default
     it is the fastest of all for `payload_bytes` on `hardware`. Any other planner that is named takes these two as well,
     and then chooses those of its parameters that are not given.
+    A `collective` that is no all-reduce is planned as such by "gather"; from planners of all-reduces it takes the half
+    of what they make, and "auto" takes what is faster.
     `verify=False` leaves the proof to the caller. With a `cache`, a schedule that is in it is proven and returned, and
     one that is not is planned, proven and kept. A cache that cannot be used costs a `CacheWarning`, not the plan.
 
+    `neighbours_only=True` is for networks whose routers cannot be told of the hole: a transfer over several cables
+    becomes hops from neighbour to neighbour, in more steps, and what comes of it is proven again, whatever `verify`
+    says. `LoweringError` says where a planner's schedule has no such form. Of planners that choose, the fastest whose
+    schedule has one is taken.
+
     >>> plan(Mesh("8x8", failed=["2x2@2,2"]), "row-pairs", segments=2)
     Schedule(row-pairs all-reduce on 8x8 minus 2x2@2,2: 60 chips, ...)
+    >>> plan(Mesh("4x4"), "gather", collective="reduce-scatter", chunks=32)
+    Schedule(gather reduce-scatter on 4x4: 16 chips, 15 steps, 32 chunks, 480 transfers)
     """
-    chosen = _made(planner, parameters) if isinstance(planner, Planner) else make_planner(planner, **parameters)
+    if isinstance(planner, Planner):
+        chosen = _made(planner, parameters, collective)
+    else:
+        chosen = make_planner(planner, collective=collective, **parameters)
     why_not = chosen.why_not(mesh)
     if why_not is not None:
-        raise PlanError(chosen.name, str(mesh), why_not, _able(mesh, apart_from=chosen.name))
-    kept = cache.get(mesh, chosen) if cache is not None else None
+        raise PlanError(chosen.name, str(mesh), why_not, _able(mesh, chosen))
+    kept = cache.get(mesh, chosen, neighbours_only=neighbours_only) if cache is not None else None
     if kept is not None:
         return kept
-    schedule = chosen.plan(mesh)
+    schedule = _plan_hops(mesh, chosen) if neighbours_only else chosen.plan(mesh)
     if verify or cache is not None:
-        prove(schedule)
+        ensure_proven(schedule)
     if cache is not None:
-        cache.offer(mesh, chosen, schedule)
+        cache.offer(mesh, chosen, schedule, neighbours_only=neighbours_only)
     return schedule
 
 
@@ -57,14 +78,14 @@ def choose(mesh: Mesh, chooser: Chooser) -> Choice:
     """Return the fastest schedule, not yet proven, together with all that was considered."""
     why_not = chooser.why_not(mesh)
     if why_not is not None:
-        raise PlanError(chooser.name, str(mesh), why_not, _able(mesh, apart_from=chooser.name))
+        raise PlanError(chooser.name, str(mesh), why_not, _able(mesh, chooser))
     return chooser.choose(mesh)
 
 
-def make_planner(name: str, **parameters: Any) -> Planner:
-    """Return the planner of that name with those parameters.
+def make_planner(name: str, *, collective: str | Collective | None = None, **parameters: Any) -> Planner:
+    """Return the planner of that name with those parameters, for that collective: an all-reduce, unless told.
 
-    Told a payload or hardware, it tunes the parameters that are not given.
+    With a payload or hardware, it tunes the parameters that are not given.
 
     >>> make_planner("weave", chunks=60)
     Weave(chunks=60)
@@ -73,25 +94,69 @@ def make_planner(name: str, **parameters: Any) -> Planner:
         raise ParameterError(f"There is no planner {name!r}. Planners: {', '.join(PLANNERS)}.")
     kind = PLANNERS[name]
     own = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    known = list(dict.fromkeys([*own, *TARGET]))
+    wanted = read_collective(collective)
+    known = [name for name in dict.fromkeys([*own, *TARGET]) if name != "collective"]
     for parameter in parameters:
         if parameter not in known:
             raise ParameterError(f"{name} has no parameter {parameter!r}: it takes {', '.join(known)}.")
     target = {key: value for key, value in parameters.items() if key in TARGET and key not in own}
     given = {key: value for key, value in parameters.items() if key not in target}
-    planner = kind(**given)
-    return Tuned(planner, fixed=tuple(given), **target) if target else planner
+    planner = kind(**given, **({"collective": wanted} if "collective" in own else {}))
+    tuned = Tuned(planner, fixed=tuple(given), **target) if target else planner
+    return tuned if planner.collective is wanted else Half(tuned, wanted)
 
 
-def _made(planner: Planner, parameters: dict[str, Any]) -> Planner:
-    """Return the planner, which has its parameters already."""
+def _plan_hops(mesh: Mesh, planner: Planner) -> Schedule:
+    """Return the planner's schedule with hops between neighbours only; of a chooser, the fastest that has that form."""
+    ranked = [planner]
+    if isinstance(planner, Chooser):
+        ranked = [candidate.planner for candidate in planner.choose(mesh).considered if candidate.why_not is None]
+    refused: list[LoweringError] = []
+    for one in ranked:
+        try:
+            return neighbour_hops(one.plan(mesh))
+        except LoweringError as error:
+            refused.append(error)
+    first = refused[0]
+    raise LoweringError(
+        f"{first} Plan without neighbours_only and have the routers told of the hole, or plan with {Weave.name}, "
+        f"which sends to neighbours only.",
+        planner=first.planner,
+        step=first.step,
+        chip=first.chip,
+        chunk=first.chunk,
+    ) from first
+
+
+def read_collective(collective: str | Collective | None) -> Collective:
+    """Return the collective of that name; an all-reduce, unless told.
+
+    >>> read_collective("all-gather")
+    <Collective.ALL_GATHER: 'all-gather'>
+    """
+    if collective is None:
+        return Collective.ALL_REDUCE
+    if collective not in set(Collective):
+        raise ParameterError(f"There is no collective {collective!r}. Collectives: {', '.join(Collective)}.")
+    return Collective(collective)
+
+
+def _made(planner: Planner, parameters: dict[str, Any], collective: str | Collective | None) -> Planner:
+    """Return the planner, whose parameters are already set."""
+    if collective is not None and read_collective(collective) is not planner.collective:
+        raise ParameterError(
+            f"The planner {planner!r} is made already, and its collective is {planner.collective}: plan cannot make it "
+            f"{collective}. Pass its name: plan(mesh, {planner.name!r}, collective={str(collective)!r})."
+        )
     if parameters:
         raise ParameterError(
-            f"The planner {planner!r} is made already, so plan cannot set {', '.join(parameters)}. Set its parameters "
-            f"where it is made, or pass its name: plan(mesh, {planner.name!r}, {next(iter(parameters))}=…)."
+            f"The planner {planner!r} already has its parameters, so plan cannot set {', '.join(parameters)}. "
+            f"Set its parameters where it is made, or pass its name: "
+            f"plan(mesh, {planner.name!r}, {next(iter(parameters))}=…)."
         )
     return planner
 
 
-def _able(mesh: Mesh, *, apart_from: str) -> list[str]:
-    return [kind.name for kind in CHOICES if kind.name != apart_from and kind().why_not(mesh) is None]
+def _able(mesh: Mesh, refused: Planner) -> list[str]:
+    able = candidates(refused.collective)
+    return [planner.name for planner in able if planner.name != refused.name and planner.why_not(mesh) is None]

@@ -1,8 +1,8 @@
-"""The schedule: steps of transfers. The one value that every planner makes and every other part reads.
+"""The schedule: steps of transfers. The value that every planner makes and every other part reads.
 
-A schedule is a struct of arrays, one row a transfer. Within a step all reads see the state before the step,
+A schedule is a struct of arrays, one row per transfer. Within a step all reads see the state before the step,
 and no two transfers of a step may write the same chunk of the same chip: so the order of rows inside a step
-has no meaning, and an engine may run them all at once.
+does not matter, and an engine may run them all at once.
 
 A schedule may be a *template* of N chunks, repeated R times, each time a period of T steps and N chunks later: K = N·R.
 The template lasts longer than T, so the repeats overlap, and the whole fills and drains by itself. A template may have
@@ -41,7 +41,7 @@ class Op(IntEnum):
 
 
 class Collective(StrEnum):
-    """What a schedule promises. The promise itself is spelled out, and held to, in `meshmend.schedule.verify`."""
+    """What a schedule computes. `meshmend.schedule.verify` defines each collective and proves it."""
 
     ALL_REDUCE = "all-reduce"
     """Every chip ends with the sum of every chunk over all chips."""
@@ -208,6 +208,7 @@ class Schedule:
         """Return the same schedule without repeats: every transfer of the whole as a row, at most `MAX_EXPANDED`."""
         if self._template is None:
             return self
+        rows: dict[str, Any] = self._columns
         return Schedule(
             self._mesh,
             total_chunks=self._total_chunks,
@@ -215,7 +216,7 @@ class Schedule:
             phase_names=self._phase_names,
             collective=self._collective,
             planner=self._planner,
-            **self._columns,
+            **rows,
         )
 
     @cached_property
@@ -266,7 +267,7 @@ class Schedule:
 
     @property
     def collective(self) -> Collective:
-        """What the schedule promises."""
+        """What the schedule computes."""
         return self._collective
 
     @property

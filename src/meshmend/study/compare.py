@@ -4,32 +4,49 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from meshmend.cost.bound import Bound, bound
 from meshmend.cost.hardware import DEFAULT_HARDWARE, Hardware, find_hardware
 from meshmend.cost.predict import Forecast, Mode, predict
 from meshmend.cost.step_demand import StepDemand
-from meshmend.planning import PLANNERS, Auto, Planner
-from meshmend.planning.auto import Field
-from meshmend.schedule import Schedule
+from meshmend.planning import PLANNERS, Auto, Planner, make_planner
+from meshmend.schedule import Collective, Schedule
 from meshmend.topology import Mesh
+
+
+@dataclass(frozen=True)
+class Column:
+    """A figure of a schedule: `key` names it in `--json`; with a `heading` it has a column in the table as well."""
+
+    key: str
+    of: Callable[[Schedule], float]
+    heading: str | None = None
+    write: Callable[[float], str] = "{:,}".format
+
+
+COLUMNS = (
+    Column("steps", lambda schedule: schedule.n_steps, heading="steps"),
+    Column("chunks", lambda schedule: schedule.total_chunks),
+    Column("transfers", lambda schedule: schedule.n_transfers),
+)
+"""What `meshmend compare` tells of every schedule beside its times. A new figure is one more line here."""
 
 
 @dataclass(frozen=True)
 class PlannerResult:
     """A planner on a mesh: its forecast, or a sentence that says why it cannot serve the mesh.
 
-    `sweep` holds its seconds for each payload that was asked for besides.
+    `figures` holds what `COLUMNS` asks of its schedule, by key, and `sweep` its seconds for each payload that was asked
+    for besides.
     """
 
     planner: str
     why_not: str | None = None
     forecast: Forecast | None = None
-    steps: int = 0
-    chunks: int = 0
-    transfers: int = 0
+    figures: Mapping[str, float] = field(default_factory=dict)
     plan_seconds: float = 0.0
     sweep: tuple[float, ...] = ()
 
@@ -39,6 +56,7 @@ class Comparison:
     """All planners on one mesh, and the bound that they are held against."""
 
     mesh: Mesh
+    collective: Collective
     bound: Bound
     hardware: Hardware
     payload_bytes: float
@@ -57,6 +75,7 @@ def compare(
     payload_bytes: float,
     hardware: str | Hardware = DEFAULT_HARDWARE,
     *,
+    collective: Collective = Collective.ALL_REDUCE,
     mode: Mode = "lock-step",
     payloads: Sequence[float] = (),
     on_planner: Callable[[str], None] | None = None,
@@ -66,7 +85,8 @@ def compare(
 
     A planner that chooses by payload and hardware is told them. The schedules are not proven here: nothing runs
     them. `payloads` asks for more payloads (an "empty" sweep by default); `on_planner` is called before each.
-    `saved` is a schedule of `mesh` that comes last, as "saved plan".
+    `saved` is a schedule of `mesh` that comes last, as "saved plan". Of a `collective` that is no all-reduce, planners
+    of all-reduces show the half that they make on the way.
 
     >>> found = compare(Mesh("4x4"), 1e6, "ideal")
     >>> [(e.planner, round(e.forecast.ratio_to_bound, 2)) for e in found.entries if e.forecast]
@@ -76,21 +96,22 @@ def compare(
     if not mesh.is_connected:
         Auto().plan(mesh)  # raises what planning does: there is nothing to compare
     entries = []
-    for name, kind in PLANNERS.items():
+    for name in PLANNERS:
         if on_planner is not None:
             on_planner(name)
-        entries.append(_entry(_make(kind, payload_bytes, chosen), mesh, payload_bytes, chosen, mode, payloads))
+        planner = _make(name, collective, payload_bytes, chosen)
+        entries.append(_entry(planner, mesh, payload_bytes, chosen, mode, payloads))
     if saved is not None:
         entries.append(_priced("saved plan", saved, 0.0, payload_bytes, chosen, mode, payloads))
-    least = bound(mesh, links_at_once=chosen.links_at_once)
-    return Comparison(mesh, least, chosen, payload_bytes, mode, tuple(payloads), tuple(entries))
+    least = bound(mesh, links_at_once=chosen.links_at_once, collective=collective)
+    return Comparison(mesh, collective, least, chosen, payload_bytes, mode, tuple(payloads), tuple(entries))
 
 
-def _make(kind: type[Planner], payload_bytes: float, hardware: Hardware) -> Planner:
+def _make(name: str, collective: Collective, payload_bytes: float, hardware: Hardware) -> Planner:
     """Make the planner, with the payload and the hardware if it has parameters of these names."""
-    fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]  # planners are dataclasses
-    known = {"payload_bytes": payload_bytes, "hardware": hardware}
-    return kind(**{name: value for name, value in known.items() if name in fields})
+    fields = {field.name for field in dataclasses.fields(PLANNERS[name])}  # type: ignore[arg-type]  # dataclasses
+    known: dict[str, Any] = {"payload_bytes": payload_bytes, "hardware": hardware}
+    return make_planner(name, collective=collective, **{key: known[key] for key in known if key in fields})
 
 
 def _entry(
@@ -104,8 +125,9 @@ def _entry(
     entry = _priced(planner.name, schedule, time.perf_counter() - started, payload_bytes, hardware, mode, payloads)
     if not isinstance(planner, Auto):
         return entry
-    field = Field(mesh)
-    return dataclasses.replace(entry, sweep=tuple(field.choose(payload, hardware).seconds for payload in payloads))
+    candidates = planner.field(mesh)
+    sweep = tuple(candidates.choose(payload, hardware).seconds for payload in payloads)
+    return dataclasses.replace(entry, sweep=sweep)
 
 
 def _priced(
@@ -125,9 +147,7 @@ def _priced(
     return PlannerResult(
         name,
         forecast=predict(schedule, payload_bytes, hardware, mode=mode, demand=demand),
-        steps=schedule.n_steps,
-        chunks=schedule.total_chunks,
-        transfers=schedule.n_transfers,
+        figures={column.key: column.of(schedule) for column in COLUMNS},
         plan_seconds=plan_seconds,
         sweep=tuple(sweep),
     )

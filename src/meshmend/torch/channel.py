@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from meshmend.errors import DisagreementError, ParameterError
+from meshmend.torch.private import cpu_backend
 
 FIRST_TAG = 2**30
 TAGS_PER_CHANNEL = 2**20
@@ -212,7 +213,7 @@ def _transport_of(group: Any) -> Any:
     """Return what moves messages between CPUs for a group."""
     if type(group) is dist.ProcessGroup:
         try:
-            return _transports.setdefault(group, group._get_backend(torch.device("cpu")))
+            return _transports.setdefault(group, cpu_backend(group))
         except RuntimeError as error:
             raise ParameterError(
                 f"The engine moves messages between CPUs, and this process group cannot: {error}. "

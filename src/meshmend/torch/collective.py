@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 
 from meshmend.torch.engine import Engine
 from meshmend.torch.payload import check_tensor, describe, kind_of, overwrite
+from meshmend.torch.private import leaves_with_paths
 
 
 def all_reduce(tree: Any, engine: Engine, *, mean: bool = False) -> None:
@@ -21,7 +21,7 @@ def all_reduce(tree: Any, engine: Engine, *, mean: bool = False) -> None:
     one long message is faster than many short ones. All tensors are checked before the first is sent.
     """
     kind = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
-    leaves = [(path, leaf) for path, leaf in pytree.tree_flatten_with_path(tree)[0] if isinstance(leaf, torch.Tensor)]
+    leaves = [(path, leaf) for path, leaf in leaves_with_paths(tree) if isinstance(leaf, torch.Tensor)]
     tensors = [leaf for _, leaf in leaves]
     check_tensors(tensors, kind)
     # A dictionary's leaves come in the order in which it was filled: chips that filled theirs in another order would

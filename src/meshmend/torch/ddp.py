@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torchft
+
+from meshmend.torch.private_torchft import HookedDataParallel
 
 
-class DistributedDataParallel(torchft.DistributedDataParallel):
+class DistributedDataParallel(HookedDataParallel):
     """Use as torchft's own: `DistributedDataParallel(manager, module)`.
 
     After an error torchft 0.2's own hook raises from inside the backward pass (it looks for a field that the work of
@@ -18,8 +19,9 @@ class DistributedDataParallel(torchft.DistributedDataParallel):
     """
 
     @staticmethod
-    def _comm_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        state.allreduce(bucket.buffer()).wait()
+    def reduce_bucket(manager: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Average a bucket over the members; after an error, end with what is there."""
+        manager.allreduce(bucket.buffer()).wait()
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future

@@ -1,28 +1,23 @@
-"""Which plan a process group runs: the best planner there is for the survivors, cut to suit the payload."""
+"""Plans for a process group: made once for each hole and size of payload, by the `plan` that the caller gives."""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
-from meshmend.errors import PlanError
-from meshmend.planning import PLANNERS, make_planner, plan
+from meshmend.planning import PlanFunction, plan
 from meshmend.schedule import Schedule
 from meshmend.topology import Mesh, Region
 
-PREFERENCE = ("weave", "row-pairs", "hamiltonian", "two-color")
-"""Tried in this order, where they exist."""
+DEFAULT_PLAN: PlanFunction = functools.partial(plan, hardware="gloo-loopback")
 
-BYTES_OF_ONE_CHUNK = 512
-"""Up to about twice this a payload is not cut. More chunks follow each other more closely, which saves time in
-proportion to payload / chunks; each costs a fixed time for its messages. The sum is least where the number of chunks
-grows with the square root of the payload: 32 MB are cut into 256, of 125 kB each."""
-
-MAX_CHUNKS = 1024
+SMALLEST_BYTES = 512
+LARGEST_BYTES = SMALLEST_BYTES * 4**10
+"""Payloads are planned for as the nearest of 512, 2,048, 8,192 … 537 million bytes, so that few plans serve them all.
+The best number of chunks grows with the square root of the payload: from one of these to the next it doubles."""
 
 MAX_KEPT_BYTES = 2**29
 """Plans are kept up to this, the least recently used go first. A plan for 256 chips and 32 MB takes about 10 MB."""
@@ -31,36 +26,32 @@ MAX_KEPT_BYTES = 2**29
 class Plans:
     """Schedules for the survivors of one machine, each made once and proven, and kept while there is room.
 
-    `cache` is a plan cache on disk, in which plans made ahead of time are found.
+    `plan` is called with a mesh and `payload_bytes`; by default it is the library's, for what Gloo does on one machine.
 
     >>> plans = Plans()
     >>> plans.get(Mesh("4x4", failed=["2x2@0,0"]), payload_bytes=1000).mesh.n_chips
     12
     """
 
-    def __init__(
-        self, planner: str | None = None, parameters: Mapping[str, Any] | None = None, *, cache: Any = None
-    ) -> None:
-        self._names = PREFERENCE if planner is None else (planner,)
-        self._parameters = dict(parameters or {})
-        self._kept = {} if cache is None else {"cache": cache}
+    def __init__(self, plan: PlanFunction = DEFAULT_PLAN) -> None:
+        self._plan = plan
         self._made: OrderedDict[tuple[Mesh, int], Schedule] = OrderedDict()
         self._kept_bytes = 0
         # Held for moments, never while a plan is made: planning ahead holds nobody up.
         self._guard = threading.Lock()
 
     def __str__(self) -> str:
-        given = "".join(f" {name}={value}" for name, value in sorted(self._parameters.items()))
-        return ">".join(self._names) + given
+        return _describe(self._plan)
 
     def get(self, mesh: Mesh, payload_bytes: int) -> Schedule:
         """Return the plan for a payload; raise `PlanError` where no planner serves the mesh."""
-        key = (mesh, self.chunks(payload_bytes))
+        size = self.size(payload_bytes)
+        key = (mesh, size)
         with self._guard:
             if key in self._made:
                 self._made.move_to_end(key)
                 return self._made[key]
-        schedule = self._plan(*key)
+        schedule = self._plan(mesh, payload_bytes=size)
         with self._guard:
             if key not in self._made:
                 self._made[key] = schedule
@@ -77,27 +68,28 @@ class Plans:
                 self.get(survivors, payload_bytes)
 
     @staticmethod
-    def chunks(payload_bytes: int) -> int:
-        """Return how many chunks a payload is worth: a power of two, so that few plans serve all payloads."""
-        exponent = round(math.log2(max(payload_bytes / BYTES_OF_ONE_CHUNK, 1)) / 2)
-        return min(1 << exponent, MAX_CHUNKS)
+    def size(payload_bytes: int) -> int:
+        """Return the size that payloads of about so many bytes are planned for."""
+        exponent = round(math.log2(max(payload_bytes / SMALLEST_BYTES, 1)) / 2)
+        return min(SMALLEST_BYTES << 2 * exponent, LARGEST_BYTES)
 
-    def _plan(self, mesh: Mesh, chunks: int) -> Schedule:
-        refused: PlanError | None = None
-        for name in self._names:
-            if name not in PLANNERS and len(self._names) > 1:
-                continue
-            parameters = dict(self._parameters)
-            kind = PLANNERS.get(name)
-            if kind is not None and "chunks" in {field.name for field in dataclasses.fields(kind)}:  # type: ignore[arg-type]
-                parameters.setdefault("chunks", chunks)
-            try:
-                return plan(mesh, make_planner(name, **parameters), **self._kept)
-            except PlanError as error:
-                refused = refused or error
-        if refused is None:
-            raise PlanError(">".join(self._names), str(mesh), "none of these planners is known here.")
-        raise refused
+
+def _describe(plan: PlanFunction) -> str:
+    """Say which function plans, with what is bound to it: the same words in processes that plan alike.
+
+    Where plans are kept is no part of it, and a bound object says its type only: no addresses in memory.
+    """
+    bound: list[str] = []
+    while isinstance(plan, functools.partial):
+        words = {name: value for name, value in plan.keywords.items() if name != "cache"}
+        bound = [*map(_word, plan.args), *(f"{name}={_word(words[name])}" for name in sorted(words)), *bound]
+        plan = plan.func
+    name = getattr(plan, "__qualname__", type(plan).__qualname__)
+    return " ".join([f"{getattr(plan, '__module__', '')}.{name}", *bound])
+
+
+def _word(value: object) -> str:
+    return str(value) if isinstance(value, str | int | float | bool | None) else type(value).__qualname__
 
 
 def _bytes_of(schedule: Schedule) -> int:

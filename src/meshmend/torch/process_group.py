@@ -4,7 +4,7 @@ torchft forms the quorum, redoes steps that failed and heals chips that come bac
 calls `configure`: the chips tell each other their coordinates through the store, so each of them knows the hole, and
 each makes the same plan.
 
-What must hold, or the promise stops: every member gives the same shape, planner and meshmend version (checked); no
+What must hold, or the promise stops: every member gives the same shape, `plan` and meshmend version (checked); no
 two live members give the same coordinate (checked); the survivors are connected (else `PlanError`, and no step
 commits until the mesh is whole enough); members call the same all-reduces in the same order with equal shapes, dtypes
 and operations (checked at each call, before data moves).
@@ -15,24 +15,25 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torchft.process_group import ProcessGroupWrapper
 
 from meshmend import __version__
 from meshmend.errors import Coordinate, MeshError, MeshmendError, WaitTimeoutError, name_chip
+from meshmend.planning import PlanFunction
 from meshmend.schedule import Schedule
 from meshmend.topology import Mesh, Region, name_shape, parse_chip
 from meshmend.torch.channel import Channel
 from meshmend.torch.collective import check_tensors, reduce_tensors
 from meshmend.torch.engine import Engine
-from meshmend.torch.plans import Plans
+from meshmend.torch.plans import DEFAULT_PLAN, Plans
+from meshmend.torch.private import Work, gloo_group
+from meshmend.torch.private_torchft import ReconfiguredGroup
 
 INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
 
@@ -53,11 +54,12 @@ class Timings:
     failed_at: float = 0.0
 
 
-class MeshProcessGroup(ProcessGroupWrapper):
-    """One chip of a mesh, for torchft's `Manager`, its `DistributedDataParallel` and its optimiser wrappers.
+class MeshProcessGroup(ReconfiguredGroup):
+    """One chip of a mesh, for torchft's `Manager`, its `DistributedDataParallel` and its optimizer wrappers.
 
-    `shape` and `wrap` describe the whole machine, `chip` is this process's place in it. `planner` names one planner;
-    left out, the best that serves the survivors is taken. `cache` is a plan cache on disk.
+    `shape` and `wrap` describe the whole machine, `chip` is this process's place in it. `plan` makes the plans: by
+    default `meshmend.plan`, which takes the fastest for the survivors and the payload. Bind parameters to it for
+    others, as in `functools.partial(meshmend.plan, planner="row-pairs", cache=PlanCache())`.
 
     A chip that dies during an all-reduce gives an error on every survivor: within a fraction of a second if its process
     ended, within `timeout` if its cables were cut.
@@ -72,9 +74,7 @@ class MeshProcessGroup(ProcessGroupWrapper):
         chip: Sequence[int],
         *,
         wrap: bool | Sequence[bool] = False,
-        planner: str | None = None,
-        parameters: Mapping[str, Any] | None = None,
-        cache: Any = None,
+        plan: PlanFunction = DEFAULT_PLAN,
         timeout: timedelta = timedelta(seconds=10),
         interface: str | None = None,
     ) -> None:
@@ -82,13 +82,13 @@ class MeshProcessGroup(ProcessGroupWrapper):
         self._whole = Mesh(shape, wrap=wrap)
         self._chip = tuple(int(x) for x in chip)
         self._whole.rank(self._chip)
-        self._plans = Plans(planner, parameters, cache=cache)
+        self._plans = Plans(plan)
         self._interface = interface or os.environ.get(INTERFACE_ENV)
         self._mesh: Mesh | None = None
         self._group_ranks: list[int] = []
         self._channel: Channel | None = None
         self._engines: dict[int, Engine] = {}
-        self._sizes: dict[int, int] = {}
+        self._sizes: set[int] = set()
         self._generation = 0
         self._error: Exception | None = None
         # Held for moments, never while a plan is made: `abort` needs it.
@@ -134,7 +134,8 @@ class MeshProcessGroup(ProcessGroupWrapper):
         self.timings.configured_at = time.time()
         self.timings.configure_s = self.timings.configured_at - started
 
-    def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
+    def form(self, store: Any, rank: int, world_size: int) -> Any:
+        """Find the hole that the members leave, connect them and plan; `configure` calls this."""
         started = time.time()
         chips = self._exchange(store, rank, world_size)
         self._mesh = self._holed(chips)
@@ -143,7 +144,14 @@ class MeshProcessGroup(ProcessGroupWrapper):
             self._group_ranks[self._mesh.rank(chip)] = member
         self.timings.exchange_s = time.time() - started
         started = time.time()
-        group = self._connect(store, rank, world_size)
+        group = gloo_group(
+            store,
+            rank,
+            world_size,
+            connect_timeout=min(self._timeout, MEETING_TIMEOUT),
+            timeout=self._timeout,
+            interface=self._interface,
+        )
         self.timings.connect_s = time.time() - started
         with self._guard:
             self._generation += 1
@@ -154,7 +162,7 @@ class MeshProcessGroup(ProcessGroupWrapper):
         started = time.time()
         # A member that has reduced nothing yet plans too: a mesh without a plan must fail here for all members alike,
         # or those who went on would wait for the others.
-        for payload_bytes in list(self._sizes.values()) or [1]:
+        for payload_bytes in sorted(self._sizes) or [1]:
             self._engine(payload_bytes)
         self.timings.plan_s = time.time() - started
         return group
@@ -173,7 +181,7 @@ class MeshProcessGroup(ProcessGroupWrapper):
             if theirs != terms:
                 raise MeshError(
                     f"Chip {name_chip(self._chip)} runs {terms}, but chip ({place}) runs {theirs}. "
-                    f"Every member needs the same shape, planner and version."
+                    f"Every member needs the same shape, plan and version."
                 )
             chips.append(parse_chip(place))
         return chips
@@ -187,33 +195,13 @@ class MeshProcessGroup(ProcessGroupWrapper):
         missing = [self._whole.chip(rank) for rank in range(self._whole.n_chips)]
         return self._whole.fail(*(chip for chip in missing if chip not in here))
 
-    def _connect(self, store: Any, rank: int, world_size: int) -> Any:
-        """Make the Gloo group underneath, all connections at once.
-
-        Gloo could also connect when a pair is first used, but it ends the process if such a connection fails while
-        the group is being closed.
-        """
-        group = dist.ProcessGroup(store, rank, world_size)
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = min(self._timeout, MEETING_TIMEOUT)
-        if self._interface:
-            device = dist.ProcessGroupGloo.create_device(interface=self._interface)
-        else:
-            device = dist.ProcessGroupGloo.create_default_device()
-        options._devices = [device]
-        backend = dist.ProcessGroupGloo(store, rank, world_size, options)
-        backend._set_default_timeout(self._timeout)
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-        return group
-
     def _engine(self, payload_bytes: int) -> Engine:
         """Return the engine for payloads of this size; made at most once for each plan."""
-        chunks = Plans.chunks(payload_bytes)
+        size = Plans.size(payload_bytes)
         with self._guard:
-            if chunks in self._engines:
-                return self._engines[chunks]
-            self._sizes[chunks] = payload_bytes
+            if size in self._engines:
+                return self._engines[size]
+            self._sizes.add(size)
             mesh, members, channel, generation = self.mesh, self._group_ranks, self._channel, self._generation
         if channel is None:
             raise MeshmendError(f"Chip {name_chip(self._chip)} has left its group: torchft forms the next one.")
@@ -228,7 +216,7 @@ class MeshProcessGroup(ProcessGroupWrapper):
         with self._guard:
             if self._generation != generation:
                 raise MeshmendError("The group was formed anew while this all-reduce was planned.")
-            return self._engines.setdefault(chunks, engine)
+            return self._engines.setdefault(size, engine)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         """Reduce tensors in place, in the background; the work's future gives the tensors or the error."""
@@ -296,7 +284,7 @@ class MeshProcessGroup(ProcessGroupWrapper):
         self.abort()
 
 
-class _MeshWork(dist._Work):
+class _MeshWork(Work):
     """What torch expects of a started collective."""
 
     def __init__(self, future: torch.futures.Future[list[torch.Tensor]], chip: Coordinate) -> None:

@@ -1,7 +1,7 @@
 """Damaged copies and checkpoints: what is restored was truly saved at the step that it claims, or there is an error.
 
 Each case damages a few files of small states that were really saved, in one of the ways that disks, memory, operators
-and old files do it, and restores. The judge knows every state that was saved, bit by bit.
+and old files do it, and restores. The test knows every state that was saved, bit by bit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshmend.errors import RestartError
 from meshmend.jax.state.keeper import Keeper
 from meshmend.jax.state.layout import Vectors
 from meshmend.jax.state.memory import MAGIC, HostMemory
-from meshmend.jax.state.mirror import copy_of, cutter
+from meshmend.jax.state.mirror import copy_of, make_parts_fn
 from meshmend.jax.state.sources import offer_copy, rank_sources
 
 # Orbax reads many arrays at once; when one of them fails, the others' results come to an event loop that has ended.
@@ -182,12 +182,10 @@ class Hosts:
     def __init__(self, folder: Path) -> None:
         self.job = Started(shape="2x3", sharded=True, memory_every=0)
         self.job.restore()
-        layout = self.job.keeper._layout
-        assert layout is not None
-        self.layout = layout
+        self.layout = layout = self.job.layout
         self.saved = {step: elements(self.job, self.job.values(step)) for step in self.STEPS}
         host_of_chip = [0, 0, 1, 1, 2, 2]
-        cut = jax.jit(cutter(layout, host_of_chip))
+        cut = jax.jit(make_parts_fn(layout, host_of_chip))
         self.kept: dict[str, bytes] = {}
         for host in range(3):
             memory = HostMemory(folder / str(host))
@@ -219,9 +217,9 @@ class Hosts:
                 brought = []
                 for process in range(3):
                     keeper: Any = SimpleNamespace(
-                        session=SimpleNamespace(launch=SimpleNamespace(process=process)), disk=None
+                        session=SimpleNamespace(launch=SimpleNamespace(process=process)), disk=None, layout=self.layout
                     )
-                    brought.append(Keeper._bring(keeper, source, held[process], self.layout))
+                    brought.append(Keeper._load_source(keeper, source, held[process]))
                 total: Vectors = {
                     name: np.array([mine[0][name].view(np.uint8) for mine in brought]).sum(axis=0, dtype=np.uint8)
                     for name in vectors

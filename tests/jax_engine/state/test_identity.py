@@ -1,4 +1,4 @@
-"""A state is restored only as what it was: every path, shape, dtype and optimiser type counts."""
+"""A state is restored only as what it was: every path, shape, dtype and optimizer type counts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from jax_engine.restart_cases import Started, assert_is_step
 from meshmend.errors import RestartError
 from meshmend.jax.state.identity import Identity
-from meshmend.jax.state.keeper import check_alike
+from meshmend.jax.state.keeper import check_agreement
 
 F32 = np.float32
 
@@ -41,7 +41,7 @@ OTHERS = {
     ),
     "dtype": ({"in": np.zeros((3, 4), np.int32), "out": np.zeros((4, 2), F32)}, optax.adam(0.1), "float32.*int32"),
     "list": ([np.zeros((3, 4), F32), np.zeros((4, 2), F32)], optax.adam(0.1), "params: expected dict, got list"),
-    "optimiser": (BASE, optax.lion(0.1), r"state\[0\]: expected ScaleByAdamState, got ScaleByLionState"),
+    "optimizer": (BASE, optax.lion(0.1), r"state\[0\]: expected ScaleByAdamState, got ScaleByLionState"),
     "stateless": (
         BASE,
         optax.chain(optax.adam(0.1), optax.clip(1.0)),
@@ -95,7 +95,7 @@ def test_what_is_no_identity_is_refused(facts: Any) -> None:
         (RENAMED, None, "memory", False, r"params\['body'\]: expected float32\[8\], got nothing"),
         (None, optax.lion(0.1), "disk", True, "expected ScaleByLionState, got ScaleByAdamState"),
     ],
-    ids=["shapes in memory", "shapes on disk", "renamed in memory", "optimiser on disk"],
+    ids=["shapes in memory", "shapes on disk", "renamed in memory", "optimizer on disk"],
 )
 def test_another_models_state_is_refused(
     weights: Any, optimizer: Any, where: str, sharded: bool, message: str, tmp_path: Path
@@ -131,5 +131,5 @@ def test_a_copy_without_identity_is_refused(tmp_path: Path) -> None:
 
 def test_processes_of_different_models_do_not_start() -> None:
     with pytest.raises(RestartError, match="different models"):
-        check_alike([{"identity": "a"}, {"identity": "b"}])
-    check_alike([{"identity": "a"}, {"identity": "a"}])
+        check_agreement([{"identity": "a"}, {"identity": "b"}])
+    check_agreement([{"identity": "a"}, {"identity": "a"}])

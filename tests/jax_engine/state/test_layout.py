@@ -1,6 +1,6 @@
 """The layout of a state, held to counting element by element: which device has which element of which array, and where.
 
-The oracle here knows one sentence: replicated elements are dealt out in equal shares, and those of a sharded array go
+The oracle here knows one sentence: replicated elements are split into equal shares, and those of a sharded array go
 core by core, chunk by chunk, each chunk to the chip that owns it, in the row of its place among that chip's chunks.
 """
 
@@ -16,15 +16,16 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec
 
 import meshmend as mm
 import meshmend.jax as mmj
-from meshmend.errors import RestartError
+from meshmend.errors import ParameterError, RestartError
 from meshmend.jax.state.layout import (
     Outline,
-    Sharded,
+    ShardedArray,
     StateLayout,
     _device_number,
     dtype_named,
@@ -46,7 +47,9 @@ def random_outline(seed: int) -> Outline:
     room = max(len(row) for row in lists)
     owned = tuple(tuple(row + [total] * (room - len(row))) for row in lists)
     sizes = [int(rng.integers(1, 90)) for _ in range(int(rng.integers(0, 4)))]
-    sharded = [Sharded(str(rng.choice(["float32", "int16"])), size, -(-size // (n_cores * total))) for size in sizes]
+    sharded = [
+        ShardedArray(str(rng.choice(["float32", "int16"])), size, -(-size // (n_cores * total))) for size in sizes
+    ]
     replicated = {str(dtype): int(rng.integers(0, 40)) for dtype in rng.permutation(["int16", "float32", "uint8"])[:2]}
     return Outline(n_chips * n_cores, n_cores, total, owned, replicated, tuple(sharded))
 
@@ -159,7 +162,7 @@ def test_whole_leaves_become_the_vectors(seed: int) -> None:
 
 
 SMALL = Outline(
-    4, 2, 3, ((0, 2), (1, 3)), {"uint8": 5, "float32": 9}, (Sharded("int16", 11, 2), Sharded("uint8", 3, 1))
+    4, 2, 3, ((0, 2), (1, 3)), {"uint8": 5, "float32": 9}, (ShardedArray("int16", 11, 2), ShardedArray("uint8", 3, 1))
 )
 
 
@@ -226,8 +229,11 @@ def test_an_outline_as_plain_values_and_its_name() -> None:
         ({"owned": ((0, 3), (1, 3))}, "expected each of 3 chunks with one chip, got [0, 1] …"),
         ({"owned": ((0, 2), (1, 4))}, "expected each of 3 chunks with one chip, got [0, 1, 2, 4] …"),
         ({"owned": ((0, 2), (1, -1))}, "expected each of 3 chunks with one chip, got [-1, 0, 1, 2] …"),
-        ({"sharded": (Sharded("int16", 13, 2),)}, "expected at most 6 × 2 elements, got 13"),
-        ({"sharded": (Sharded("int16", 0, 0), Sharded("int8", -1, 2))}, "expected at most 6 × 2 elements, got -1"),
+        ({"sharded": (ShardedArray("int16", 13, 2),)}, "expected at most 6 × 2 elements, got 13"),
+        (
+            {"sharded": (ShardedArray("int16", 0, 0), ShardedArray("int8", -1, 2))},
+            "expected at most 6 × 2 elements, got -1",
+        ),
         ({"replicated": {"uint8": -1}}, "expected no negative sizes, got {'uint8': -1}"),
     ],
 )
@@ -238,8 +244,8 @@ def test_an_outline_that_does_not_have_every_element_once_is_refused(changes: di
 
 def test_outlines_at_the_edge_are_whole() -> None:
     SMALL.check()
-    replace(SMALL, sharded=(Sharded("int16", 12, 2), Sharded("int8", 0, 0)), replicated={"uint8": 0}).check()
-    replace(SMALL, n_cores=1, n_devices=2, sharded=(Sharded("int16", 6, 2),)).check()
+    replace(SMALL, sharded=(ShardedArray("int16", 12, 2), ShardedArray("int8", 0, 0)), replicated={"uint8": 0}).check()
+    replace(SMALL, n_cores=1, n_devices=2, sharded=(ShardedArray("int16", 6, 2),)).check()
     Outline(3, 1, 0, ((), (), ()), {"float32": 7}, ()).check()
     long = tuple((chunk,) for chunk in [*range(25), 24])
     with pytest.raises(RestartError, match=re.escape(f"one chip, got {list(range(20))} …")):
@@ -259,7 +265,7 @@ def machine(n_cores: int, failed: bool = False) -> tuple[mmj.Fabric, mm.Schedule
 
 
 class Job:
-    """Parameters of three dtypes, and a state like an optimiser's: a count, and per group of weights its moments."""
+    """Parameters of three dtypes, and a state like an optimizer's: a count, and per group of weights its moments."""
 
     def __init__(
         self, n_cores: int = 1, failed: bool = False, sharded: bool = True, accumulate_dtype: Any = np.float32
@@ -295,9 +301,15 @@ class Job:
         self.travels = travels
 
     def layout(self) -> StateLayout:
-        return StateLayout.of(
-            self.params, self.state, self.program, self.schedule, self.fabric, accumulate_dtype=self.accumulate_dtype
-        )
+        return StateLayout.of(self.training(), self.program, self.params)
+
+    def training(self) -> mmj.TrainStep:
+        """A train step whose optimizer has this state."""
+
+        def step(*_: Any) -> Any:
+            raise AssertionError("a layout needs no step")
+
+        return mmj.TrainStep(lambda _params, _program: self.state, step, self.fabric, self.accumulate_dtype)
 
 
 CASES = [(1, False), (1, True), (2, False)]
@@ -318,7 +330,7 @@ def test_a_sharded_layout_says_what_is_where(n_cores: int, failed: bool, accumul
     assert outline.owned == job.owned
     assert all(isinstance(chunk, int) for row in outline.owned for chunk in row)
     assert outline.replicated == {"float32": 77, "float16": 6, "int32": 5 + 1}
-    arrays = [Sharded(*array) for array in zip(job.travels, job.sizes, job.widths, strict=True)]
+    arrays = [ShardedArray(*array) for array in zip(job.travels, job.sizes, job.widths, strict=True)]
     assert outline.sharded == (*arrays, *arrays)
     outline.check()
     split = [what for _, what in layout.identity.entries if "split" in what]
@@ -330,9 +342,44 @@ def test_a_sharded_layout_says_what_is_where(n_cores: int, failed: bool, accumul
     assert "Outline" not in repr(layout)
 
 
-def test_float32_is_what_is_accumulated_in_if_nothing_is_said() -> None:
+def test_a_layout_takes_the_dtype_that_its_train_step_sums_in() -> None:
+    """float16 weights travel with the float32 ones only if sums are made in float32, the default of `train_step`."""
     job = Job()
-    assert StateLayout.of(job.params, job.state, job.program, job.schedule, job.fabric) == job.layout()
+    params = {name: job.params[name] for name in ("a", "b")}
+    sizes = {}
+    for dtype in (None, np.float32):
+        training = mmj.train_step(lambda *_: 0.0, optax.adam(0.1), job.fabric, accumulate_dtype=dtype)
+        outline = StateLayout.of(training, job.program, params).outline
+        sizes[dtype] = [(array.dtype, array.size) for array in outline.sharded]
+    assert sizes[None] == [("float32", 77), ("float16", 6)] * 2
+    assert sizes[np.float32] == [("float32", 77 + 6)] * 2
+    by_default = mmj.train_step(lambda *_: 0.0, optax.adam(0.1), job.fabric)
+    assert by_default.accumulate_dtype == np.float32
+
+
+def test_a_layout_needs_a_program_for_the_fabric_of_its_train_step() -> None:
+    job = Job()
+    for other in (Job(failed=True), Job(n_cores=2)):
+        with pytest.raises(ParameterError, match=r"another fabric than the train step's, which is Fabric.*same fabric"):
+            StateLayout.of(job.training(), other.program, job.params)
+    with pytest.raises(ParameterError, match=r"Expected a Program or a ProgramPair, got a Schedule"):
+        StateLayout.of(job.training(), job.schedule, job.params)  # type: ignore[arg-type]
+
+
+def test_a_state_that_is_not_of_the_layout_is_refused_by_its_first_difference() -> None:
+    job = Job()
+    layout, (count, moments) = job.layout(), job.state
+    layout.check(job.params, job.state)
+    layout.check(*jax.tree.unflatten(layout.structure, layout.leaves))
+    other = {**job.params, "b": job.params["b"].astype(np.float32)}
+    for params, state, why in (
+        (other, job.state, r"expected params\['b'\] float16\[6\], got params\['b'\] float32\[6\]\."),
+        (job.params, (count, {"mu": moments["mu"]}), r"expected 8 arrays in .*, got 6 in"),
+        (job.params, [count, moments], r"expected 8 arrays in .*, got 8 in"),
+        (job.params, (moments, count), r"expected state\[0\] int32\[\], got state\[0\]\['mu'\]\[0\] float32\["),
+    ):
+        with pytest.raises(RestartError, match=why):
+            layout.check(params, state)
 
 
 @pytest.mark.parametrize("n_cores", [1, 2])
@@ -354,7 +401,7 @@ def test_vectors_are_laid_out_element_by_element(n_cores: int, failed: bool, sha
     vectors = {
         name: rng.integers(1, 100, vector.size).astype(vector.dtype) for name, vector in layout.outline.empty().items()
     }
-    params, state = layout.lay_out(vectors, (job.params, job.state))
+    params, state = layout.to_devices(vectors, (job.params, job.state))
     old, new = jax.tree.leaves((job.params, job.state)), jax.tree.leaves((params, state))
     assert jax.tree.structure((params, state)) == layout.structure
     used = dict.fromkeys(layout.outline.replicated, 0)
@@ -381,7 +428,7 @@ def test_vectors_are_laid_out_element_by_element(n_cores: int, failed: bool, sha
         assert np.array_equal(np.asarray(after), expected)
         which += 1
     with pytest.raises(ValueError, match="zip"):
-        layout.lay_out(vectors, (params, (*state, state[0])))
+        layout.to_devices(vectors, (params, (*state, state[0])))
 
 
 def test_what_is_no_shard_of_these_parameters_is_refused() -> None:
@@ -396,8 +443,8 @@ def test_what_is_no_shard_of_these_parameters_is_refused() -> None:
         job.state = (good[0], {"mu": moments})
         message = (
             f"{name} has shape {jax.tree.leaves(moments)[0 if name[-3:] != '[2]' else 2].shape}, which is no shard of "
-            f"these parameters (expected one of {shapes}). Give the program and the `accumulate_dtype` that the state "
-            "was made with."
+            f"these parameters (expected one of {shapes}). Use an optimizer whose state has the shapes of the weights "
+            "that it is given, or install(schedule, fabric) in place of install_pair."
         )
         with pytest.raises(RestartError, match=f"^{re.escape(message)}$"):
             job.layout()

@@ -14,13 +14,14 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from jax_engine.restart_cases import Started, arrays_on_disk, assert_is_step
 from meshmend.errors import RestartError
-from meshmend.jax.state.disk import Disk, checksums_of, compare
-from meshmend.jax.state.fetch import within
-from meshmend.jax.state.folders import FolderLock, default_folder, forget_old
+from meshmend.jax.state.disk import Disk, check_checksums, checksums_of
+from meshmend.jax.state.fetch import with_timeout
+from meshmend.jax.state.folders import FolderLock, default_folder, delete_stale
 from meshmend.jax.state.keeper import Keeper
 from meshmend.jax.state.sources import offer_copy, rank_sources
 
@@ -112,7 +113,7 @@ def test_a_damaged_copy_in_memory_does_not_block_the_disk(tmp_path: Path) -> Non
     assert_is_step(again, found, 2)
 
 
-def test_if_nothing_is_whole_the_job_does_not_start_anew(tmp_path: Path) -> None:
+def test_if_nothing_is_whole_the_job_does_not_start_over(tmp_path: Path) -> None:
     options = on_disk(tmp_path, 1)
     for path in arrays_on_disk(tmp_path, 1):
         path.write_bytes(b"")
@@ -203,13 +204,13 @@ def test_a_dead_disk_and_no_memory_is_an_error(tmp_path: Path) -> None:
 
 
 def test_within_gives_back_results_errors_and_its_time() -> None:
-    assert within(60, lambda a, b: a + b, 2, 3) == 5
-    assert within(60, lambda: None) is None
+    assert with_timeout(60, lambda a, b: a + b, 2, 3) == 5
+    assert with_timeout(60, lambda: None) is None
     with pytest.raises(KeyError, match="x"):
-        within(60, {}.__getitem__, "x")
+        with_timeout(60, {}.__getitem__, "x")
     stop = threading.Event()
     with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s"):
-        within(0.05, stop.wait)
+        with_timeout(0.05, stop.wait)
     stop.set()
 
 
@@ -217,8 +218,7 @@ def test_checksums_cover_every_element_once() -> None:
     job = Started(sharded=True, memory_every=0)
     params, state = job.values(3)
     job.restore()
-    layout = job.keeper._layout
-    assert layout is not None
+    layout = job.layout
     leaves = jax.tree.leaves((params, state))
     one, two = (checksums_of(leaves, layout.is_sharded, process, 2) for process in range(2))
     # Here both processes have all shards; of the replicated leaves each answers for its own.
@@ -228,16 +228,16 @@ def test_checksums_cover_every_element_once() -> None:
     merged = {**one, **two}
     values = [np.asarray(leaf) for leaf in leaves]
     shapes = [(value.shape, value.dtype.name) for value in values]
-    compare(values, shapes, merged)
+    check_checksums(values, shapes, merged)
     number = str(layout.is_sharded.index(True))
     for wrong in (merged[number][:-1], merged[number][1:], [*merged[number], merged[number][-1]], []):
         with pytest.raises(RestartError, match="checksum"):
-            compare(values, shapes, {**merged, number: wrong})
+            check_checksums(values, shapes, {**merged, number: wrong})
     for i, value in enumerate(values):
         changed = value.copy()
         changed.reshape(-1).view(np.uint8)[-1] ^= 1
         with pytest.raises(RestartError, match=f"array {i}, .*checksum mismatch"):
-            compare([*values[:i], changed, *values[i + 1 :]], shapes, merged)
+            check_checksums([*values[:i], changed, *values[i + 1 :]], shapes, merged)
 
 
 def test_each_job_and_host_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,8 +262,8 @@ def test_another_job_does_not_go_on_from_this_ones_state(tmp_path: Path, monkeyp
     assert_is_step(again, again.restore(), 500)
 
 
-def test_two_writers_of_one_folder_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FolderLock.take, "__kwdefaults__", {"patience_s": 0.0})
+def test_two_writers_of_one_folder_are_distinguished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FolderLock.take, "__kwdefaults__", {"timeout_s": 0.0})
     code = (
         "import sys; from pathlib import Path; from meshmend.jax.state.folders import FolderLock\n"
         f"lock = FolderLock(Path({str(tmp_path)!r})); lock.take(); print('held', flush=True); sys.stdin.read()"
@@ -299,18 +299,32 @@ def test_a_stale_copy_of_the_same_attempt_and_step_is_not_mixed_in(tmp_path: Pat
         copies.append(job.keeper.memory.read()[0])
     here = Started(sharded=True, memory=tmp_path / "0")
     here.restore()
-    layout = here.keeper._layout
-    assert layout is not None
+    layout = here.layout
     sources = rank_sources([[offer_copy(copy, layout.identity) for copy in held] for held in copies])
     assert [(source.attempt, source.step, source.is_whole) for source in sources] == [(1, 5, True), (1, 5, True)]
     for source in sources:
         for process in range(2):
-            keeper = SimpleNamespace(session=SimpleNamespace(launch=SimpleNamespace(process=process)), disk=None)
-            vectors, extra, why = Keeper._bring(keeper, source, copies[process], layout)  # type: ignore[arg-type]
+            session = SimpleNamespace(launch=SimpleNamespace(process=process))
+            keeper = SimpleNamespace(session=session, disk=None, layout=layout)
+            vectors, extra, why = Keeper._load_source(keeper, source, copies[process])  # type: ignore[arg-type]
             brings = process in source.providers.values()
             assert why == ""
             assert extra == (["after", 5] if brings else None)
             assert any(vector.any() for vector in vectors.values()) == brings
+
+
+def test_a_layout_for_another_fabric_is_refused() -> None:
+    """Such as that of a step which was compiled for the loss of a host."""
+    here, other = Started(memory_every=0), Started(shape="2x3", memory_every=0)
+    with pytest.raises(RestartError, match=r"The layout is for Fabric\(Mesh\(2x3.*fabric is Fabric\(Mesh\(2x2"):
+        Keeper(here.session, other.layout, memory_every=0)
+
+
+def test_a_state_of_another_optimizer_than_the_layouts_is_refused() -> None:
+    job = Started(memory_every=0)
+    other = Started(optimizer=optax.sgd(0.1, momentum=0.9), memory_every=0)
+    with pytest.raises(RestartError, match=r"not of the layout.*Make both with the same train step"):
+        job.keeper.restore(job.params, other.state)
 
 
 def test_copies_go_when_the_last_step_is_on_disk(tmp_path: Path) -> None:
@@ -353,5 +367,5 @@ def test_copies_that_nobody_wrote_to_for_a_week_go(tmp_path: Path, monkeypatch: 
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "elsewhere", "file", "linked", "new", "running", "young",
     ]  # fmt: skip
-    assert forget_old(default_folder("new", 0)) == []
+    assert delete_stale(default_folder("new", 0)) == []
     lock.release()

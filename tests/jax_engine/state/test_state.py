@@ -19,9 +19,9 @@ from meshmend.errors import RestartError
 from meshmend.jax.job.hosts import Hosts
 from meshmend.jax.state.disk import Disk
 from meshmend.jax.state.identity import Identity
-from meshmend.jax.state.layout import Outline, Sharded, StateLayout, Vectors, vectors_from_leaves
+from meshmend.jax.state.layout import Outline, ShardedArray, StateLayout, Vectors, vectors_from_leaves
 from meshmend.jax.state.memory import Copy, HostMemory, read_copy
-from meshmend.jax.state.mirror import copy_of, cutter, partners
+from meshmend.jax.state.mirror import backup_chips, copy_of, make_parts_fn
 from meshmend.jax.state.sources import Source, offer_copy, rank_sources
 
 HOSTS = Hosts.of("8x8", "4x2")
@@ -43,29 +43,26 @@ class Trained:
     def __init__(self, lost: tuple[int, ...], sharded: bool, accumulate_dtype: Any = jnp.float32) -> None:
         failed = [HOSTS.tiles[host] for host in lost]
         self.fabric = mmj.discover(jax.devices()[:64], shape="8x8", failed=failed)
-        self.schedule = mm.plan(self.fabric.mesh, "hamiltonian")
         install: Any = mmj.install_pair if sharded else mmj.install
-        self.program = install(self.schedule, self.fabric)
+        self.program = install(mm.plan(self.fabric.mesh, "hamiltonian"), self.fabric)
 
         def loss(params: Any, batch: Any) -> Any:
             return batch[:, 0] * sum(
                 jnp.sum(x.astype(jnp.float32) * (i + 1)) for i, x in enumerate(jax.tree.leaves(params))
             )
 
-        init, step = mmj.train_step(
+        self.training = mmj.train_step(
             loss, optax.adam(0.25), self.fabric, per_example=True, accumulate_dtype=accumulate_dtype
         )
         params = jax.device_put(params_tree(), self.fabric.sharding())
-        state = jax.jit(init)(params, self.program)
+        state = jax.jit(self.training.init)(params, self.program)
         self.fresh = params, state
         n = self.fabric.mesh.n_chips
         for i in range(2):
             batch = jnp.arange(n * 2, dtype=jnp.float32).reshape(n, 2) % 5 - 1 + i
-            params, state, _ = jax.jit(step)(params, state, batch, self.program)
+            params, state, _ = jax.jit(self.training.step)(params, state, batch, self.program)
         self.state = params, state
-        self.layout = StateLayout.of(
-            params, state, self.program, self.schedule, self.fabric, accumulate_dtype=accumulate_dtype
-        )
+        self.layout = StateLayout.of(self.training, self.program, params)
 
     def host_of_chip(self) -> list[int]:
         """Pretend that this process were all the hosts."""
@@ -81,7 +78,7 @@ def bits(tree: Any) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["halves", "program"])
+@pytest.fixture(scope="module", params=[True, False], ids=["pair", "program"])
 def whole(request: pytest.FixtureRequest) -> Trained:
     return Trained((), request.param)
 
@@ -112,22 +109,22 @@ def test_vectors_hold_the_elements_in_the_order_of_the_parameters(whole: Trained
 
 def test_bit_identical_on_64_then_56_then_64_chips(whole: Trained, holed: Trained) -> None:
     vectors = whole.vectors()
-    smaller = holed.layout.lay_out(vectors, holed.fresh)
+    smaller = holed.layout.to_devices(vectors, holed.fresh)
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(smaller)]
     back = vectors_from_leaves(holed.layout.outline, holed.layout.is_sharded, leaves)
     assert {name: v.tobytes() for name, v in back.items()} == {name: v.tobytes() for name, v in vectors.items()}
-    assert bits(whole.layout.lay_out(back, whole.fresh)) == bits(whole.state)
+    assert bits(whole.layout.to_devices(back, whole.fresh)) == bits(whole.state)
 
 
 def test_a_step_on_the_smaller_mesh_takes_the_state_up(whole: Trained, holed: Trained) -> None:
-    params, state = holed.layout.lay_out(whole.vectors(), holed.fresh)
+    params, state = holed.layout.to_devices(whole.vectors(), holed.fresh)
     assert jax.tree.map(lambda x: x.sharding, (params, state)) == jax.tree.map(lambda x: x.sharding, holed.state)
     assert int(jax.tree.leaves(state)[0]) == 2
 
 
 def copies_of(trained: Trained, step: int = 7) -> dict[int, Copy]:
     hosts = trained.host_of_chip()
-    parts = jax.jit(cutter(trained.layout, hosts))(*trained.state)
+    parts = jax.jit(make_parts_fn(trained.layout, hosts))(*trained.state)
     return {host: copy_of(parts, trained.layout, hosts, host, 1, step, {"at": 3}, "run") for host in sorted(set(hosts))}
 
 
@@ -154,7 +151,7 @@ def test_what_one_host_takes_with_it_another_has(whole: Trained, lost: tuple[int
     assert source.is_whole
     assert not source.differs
     again = rebuilt(copies, source, whole.layout.outline)
-    assert bits(whole.layout.lay_out(again, whole.fresh)) == bits(whole.state)
+    assert bits(whole.layout.to_devices(again, whole.fresh)) == bits(whole.state)
 
 
 def test_neighbours_in_the_ring_of_hosts_are_too_much_to_lose(whole: Trained) -> None:
@@ -237,7 +234,7 @@ def test_a_killed_writer_leaves_the_older_copies(whole: Trained, tmp_path: Path)
     assert [found.step for found in memory.read()[0]] == [7, 8]
 
 
-def test_a_folder_that_cannot_be_written_is_told(whole: Trained, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(whole: Trained, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(RestartError, match=r"cannot keep a copy of step 7: File exists.* MESHMEND_MEMORY"):
         HostMemory(tmp_path / "file").write(copies_of(whole)[0])
@@ -278,7 +275,7 @@ def test_disk_gives_back_the_same_bits_on_another_mesh(whole: Trained, holed: Tr
     assert saved.facts["extra"] == [1, 64]
     expected = whole.vectors()
     assert {name: v.tobytes() for name, v in vectors.items()} == {name: v.tobytes() for name, v in expected.items()}
-    smaller = holed.layout.lay_out(vectors, holed.fresh)
+    smaller = holed.layout.to_devices(vectors, holed.fresh)
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(smaller)]
     back = vectors_from_leaves(holed.layout.outline, holed.layout.is_sharded, leaves)
     assert {name: v.tobytes() for name, v in back.items()} == {name: v.tobytes() for name, v in expected.items()}
@@ -303,8 +300,10 @@ def test_only_one_part_of_a_job_goes_on(tmp_path: Path) -> None:
 def test_state_of_another_program_is_refused(whole: Trained, holed: Trained) -> None:
     if not any(whole.layout.is_sharded):
         pytest.skip("a replicated state fits any mesh")
-    with pytest.raises(RestartError, match="no shard of these parameters"):
-        StateLayout.of(*whole.state, holed.program, holed.schedule, holed.fabric)
+    expected = r"not of the layout.*expected state\[0\]\.mu\[0\] float32\[.*\], got state\[0\]\.mu\[0\] float32\["
+    with pytest.raises(RestartError, match=expected):
+        holed.layout.check(*whole.state)
+    holed.layout.check(*holed.state)
 
 
 @pytest.mark.parametrize("n_cores", [1, 2])
@@ -313,7 +312,7 @@ def test_the_parts_of_all_devices_are_every_element_once(n_cores: int, size: int
     # Three chips own 5, 4 and 3 of 12 chunks, and have room for 5.
     owned = ((0, 3, 6, 9, 11), (1, 4, 7, 10, 12), (2, 5, 8, 12, 12))
     chunk = -(-size // (12 * n_cores))
-    outline = Outline(3 * n_cores, n_cores, 12, owned, {"float32": size}, (Sharded("float32", size, chunk),))
+    outline = Outline(3 * n_cores, n_cores, 12, owned, {"float32": size}, (ShardedArray("float32", size, chunk),))
     counts = {name: np.zeros(size, int) for name in outline.empty()}
     for device in range(outline.n_devices):
         for name, start, at, length in outline.runs(device, "float32"):
@@ -326,12 +325,12 @@ def test_the_parts_of_all_devices_are_every_element_once(n_cores: int, size: int
 @pytest.mark.parametrize("sizes", [[4, 4], [4, 4, 4], [4, 2, 3], [1, 1, 1, 1], [4, 4, 3, 1]], ids=str)
 def test_every_chip_keeps_one_part_of_another_host(sizes: list[int]) -> None:
     host_of_chip = [host for host, size in enumerate(sizes) for _ in range(size)]
-    keeper = partners(host_of_chip)
+    keeper = backup_chips(host_of_chip)
     assert sorted(keeper) == list(range(len(host_of_chip)))
     assert all(host_of_chip[chip] != host_of_chip[kept_by] for chip, kept_by in enumerate(keeper))
 
 
 def test_one_host_alone_keeps_its_own() -> None:
-    assert partners([0, 0, 0]) == [0, 1, 2]
+    assert backup_chips([0, 0, 0]) == [0, 1, 2]
     with pytest.raises(RestartError, match="3 of 4 chips"):
-        partners([0, 0, 0, 1])
+        backup_chips([0, 0, 0, 1])

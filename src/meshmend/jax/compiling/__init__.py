@@ -4,6 +4,6 @@
 with the programs of the holes that may come next, while the job runs.
 """
 
-from meshmend.jax.compiling.next_failures import CompileAhead, Steps, compile_steps
+from meshmend.jax.compiling.next_failures import CompileAhead, CompiledTrainStep, compile_train_step
 
-__all__ = ["CompileAhead", "Steps", "compile_steps"]
+__all__ = ["CompileAhead", "CompiledTrainStep", "compile_train_step"]

@@ -132,7 +132,7 @@ def compile_step(topology: str, jitted: Any, fabric: Fabric, *arguments: Any) ->
     lowered = jitted.lower(*arguments)
     lower_seconds = time.perf_counter() - started
     started = time.perf_counter()
-    with _told(topology):
+    with _as_compiler_error(topology):
         compiled = lowered.compile(compiler_options=fabric.compiler_options)
     compile_seconds = time.perf_counter() - started
     text = compiled.as_text()
@@ -203,7 +203,7 @@ def _is_program(value: Any) -> bool:
 
 
 @contextmanager
-def _told(topology: str) -> Iterator[None]:
+def _as_compiler_error(topology: str) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -11,13 +11,12 @@ import atexit
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 import jax
 import numpy as np
-from jax.typing import DTypeLike
 
 from meshmend.errors import PlanError
 from meshmend.jax.fabric import Fabric
@@ -25,53 +24,51 @@ from meshmend.jax.feed import Batch
 from meshmend.jax.job.session import Session, is_orderly
 from meshmend.jax.program import Program, ProgramPair
 from meshmend.jax.state.layout import StateLayout
-from meshmend.jax.state.mirror import cutter
+from meshmend.jax.state.mirror import make_parts_fn
 from meshmend.jax.training import TrainStep
-from meshmend.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class Steps:
-    """A `TrainStep`, compiled for one fabric. Made by `compile_steps`."""
+class CompiledTrainStep:
+    """A `TrainStep`, compiled for one program, one model and one size of batch. Made by `compile_train_step`."""
 
-    init: Callable[..., Any]
-    """From parameters and a program to the optimiser's state."""
-    step: Callable[..., Any]
-    """From parameters, state, data and a program, `weights` and `scale`; takes over the memory of the first two."""
+    program: Program | ProgramPair
+    layout: StateLayout
+    """How parameters and state lie on the fabric: what `Keeper` keeps them by."""
+    _init: Callable[..., Any] = field(repr=False)
+    _step: Callable[..., Any] = field(repr=False)
+
+    def init(self, params: Any) -> Any:
+        """Return the optimizer's state for parameters that are on the devices (`place`)."""
+        return self._init(params, self.program)
+
+    def step(self, params: Any, state: Any, batch: Batch) -> tuple[Any, ...]:
+        """Return new parameters, state and loss (and aux); takes over the memory of `params` and `state`."""
+        scale = np.float32(batch.learning_rate_factor)
+        found: tuple[Any, ...] = self._step(params, state, batch.data, self.program, weights=batch.weights, scale=scale)
+        return found
 
 
-def compile_steps(
-    training: TrainStep,
-    program: Program | ProgramPair,
-    schedule: Schedule,
-    fabric: Fabric,
-    params: Any,
-    batch: Batch,
-    *,
-    accumulate_dtype: DTypeLike | None = np.float32,
-) -> Steps:
+def compile_train_step(
+    training: TrainStep, program: Program | ProgramPair, params: Any, batch: Batch
+) -> CompiledTrainStep:
     """Compile `train_step(…, per_example=True)` for a feed's batches, and what keeps copies of its state.
 
-    `params` may be on any device or on none: only shapes and dtypes count. `accumulate_dtype` must be what `train_step`
-    was given.
+    `params` may be on any device or on none: only shapes and dtypes count.
     """
-
-    def abstract(tree: Any, shardings: Any) -> Any:
-        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
-
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), params)
-    params = abstract(like, jax.tree.map(lambda _: fabric.sharding(), like))
+    layout = StateLayout.of(training, program, like)
+    leaves = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout.sharding(i))
+        for i, leaf in enumerate(layout.leaves)
+    ]
+    params, state = jax.tree.unflatten(layout.structure, leaves)
     init = jax.jit(training.init).lower(params, program).compile()
-    shapes = jax.eval_shape(training.init, params, program)
-    layout = StateLayout.of(params, shapes, program, schedule, fabric, accumulate_dtype=accumulate_dtype)
-    shardings = [layout.sharding(i) for i in range(len(layout.leaves))]
-    _, state_shardings = jax.tree.unflatten(layout.structure, shardings)
-    state = abstract(shapes, state_shardings)
-    scale = jax.ShapeDtypeStruct((), np.float32)
     step = jax.jit(training.step, donate_argnums=(0, 1))
+    scale = jax.ShapeDtypeStruct((), np.float32)
     compiled = step.lower(params, state, batch.data, program, weights=batch.weights, scale=scale).compile()
-    jax.jit(cutter(layout)).lower(params, state).compile()
-    return Steps(init, compiled)
+    jax.jit(make_parts_fn(layout)).lower(params, state).compile()
+    return CompiledTrainStep(program, layout, init, compiled)
 
 
 class CompileAhead:

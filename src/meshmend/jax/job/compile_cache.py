@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import warnings
 from pathlib import Path
-from typing import Any
 
 import jax
+
+from meshmend.jax.private import share_cache_keys_on_cpu
 
 
 def use_compile_cache(folder: str | Path | None) -> None:
@@ -24,28 +25,9 @@ def use_compile_cache(folder: str | Path | None) -> None:
     # After a restart every compile counts, however short.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    if not _share_keys_on_cpu():
+    if not share_cache_keys_on_cpu():
         warnings.warn(
             f"JAX {jax.__version__} makes the keys of its compile cache in a way that meshmend does not know: on CPU "
             "only process 0 may find anything there.",
             stacklevel=2,
         )
-
-
-def _share_keys_on_cpu() -> bool:
-    """Take the devices' kinds into the key on CPU; say whether JAX has the places for that, which are not public."""
-    try:
-        from jax._src import cache_key
-
-        by_topology, by_kind = cache_key._hash_accelerator_config, cache_key._hash_devices
-    except (ImportError, AttributeError):
-        return False
-    if getattr(by_topology, "from_meshmend", False):
-        return True
-
-    def hash_config(hash_obj: Any, devices: Any) -> None:
-        (by_kind if devices.flat[0].platform == "cpu" else by_topology)(hash_obj, devices)
-
-    hash_config.from_meshmend = True  # type: ignore[attr-defined]
-    cache_key._hash_accelerator_config = hash_config  # type: ignore[assignment]
-    return True

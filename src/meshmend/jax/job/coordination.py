@@ -18,9 +18,8 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-from jax._src import distributed  # there is no public way to the coordination service's key-value store
-
 from meshmend.errors import RestartError
+from meshmend.jax.private import KeyValueStore, key_value_store
 
 BEAT_S = 1.0
 """Between two heartbeats of a process."""
@@ -53,7 +52,7 @@ class Coordination:
         self._doing = "starting"
         self._closed = threading.Event()
         self._heart: threading.Thread | None = None
-        if n_processes > 1 and distributed.global_state.client is not None:
+        if n_processes > 1 and key_value_store() is not None:
             self._heart = threading.Thread(target=self._beat, name="meshmend-heartbeat", daemon=True)
             self._heart.start()
 
@@ -86,7 +85,7 @@ class Coordination:
     def _tell(self, fact: Any) -> str:
         folder = f"meshmend/{next(self._round)}"
         if self.n_processes > 1:
-            _client().key_value_set(f"{folder}/{self.process}", json.dumps(fact))
+            _store().set(f"{folder}/{self.process}", json.dumps(fact))
         return folder
 
     def _hear(self, key: str, process: int) -> str:
@@ -95,10 +94,11 @@ class Coordination:
         beat = ""
         while True:
             try:
-                return str(_client().blocking_key_value_get(key, max(1, int(1000 * min(self.beat_s, self.timeout_s)))))
+                fact = _store().wait_for(key, min(self.beat_s, self.timeout_s))
             except RuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise self._unreachable(error) from error
+                raise self._unreachable(error) from error
+            if fact is not None:
+                return fact
             latest, now = self._beat_of(process), time.monotonic()
             if latest != beat:
                 beat, heard = latest, now
@@ -118,10 +118,8 @@ class Coordination:
 
     def _beat_of(self, process: int) -> str:
         try:
-            return str(_client().key_value_try_get(f"meshmend/beat/{process}"))
+            return _store().get(f"meshmend/beat/{process}") or ""
         except RuntimeError as error:
-            if "NOT_FOUND" in str(error):
-                return ""
             raise self._unreachable(error) from error
 
     def _unreachable(self, error: RuntimeError) -> RestartError:
@@ -134,17 +132,17 @@ class Coordination:
         for number in count():
             try:
                 beat = json.dumps([number, self._doing])
-                _client().key_value_set(f"meshmend/beat/{self.process}", beat, allow_overwrite=True)
+                _store().set(f"meshmend/beat/{self.process}", beat, overwrite=True)
             except RuntimeError:
                 # The service is gone, which the next exchange reports, or only this beat is lost.
-                if distributed.global_state.client is None:
+                if key_value_store() is None:
                     return
             if self._closed.wait(self.beat_s):
                 return
 
 
-def _client() -> Any:
-    client = distributed.global_state.client
-    if client is None:
+def _store() -> KeyValueStore:
+    store = key_value_store()
+    if store is None:
         raise RestartError("Processes cannot talk yet: call job.initialize() first.")
-    return client
+    return store

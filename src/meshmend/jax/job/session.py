@@ -27,7 +27,8 @@ from meshmend.jax.job.hosts import Hosts
 from meshmend.jax.job.launch import Launch, read_launch
 from meshmend.jax.job.rendezvous import free_port, rendezvous
 from meshmend.jax.job.timeline import Timeline, process_started_at
-from meshmend.planning import PlanCache, Planner, plan
+from meshmend.planning import PlanCache, PlanFunction, Planner
+from meshmend.planning import plan as plan_proven
 from meshmend.schedule import Schedule
 
 GAVE_UP = 13
@@ -61,6 +62,7 @@ class Session:
         self,
         planner: str | Planner = "auto",
         *,
+        make: PlanFunction = plan_proven,
         cache: PlanCache | str | Path | None = None,
         **parameters: Any,
     ) -> Schedule:
@@ -68,6 +70,7 @@ class Session:
 
         Give the planner and the parameters that `prepare` was given; process 0 plans what is not in the cache yet, and
         all others find it there. They wait for it as long as it is alive, and raise its error if it has none.
+        `make` is what plans, and proves: it is given the mesh, the planner, the cache and the parameters.
         """
         store = cache if isinstance(cache, PlanCache) else PlanCache(cache)
         with self.timeline.timed("plan") as facts, self.coordination.doing("planning"):
@@ -75,9 +78,9 @@ class Session:
             if self.launch.process != 0:
                 _check_planned(self.coordination.exchange(None)[0])
                 facts["from_cache"] = True
-                return plan(self.fabric.mesh, planner, cache=store, **parameters)
+                return make(self.fabric.mesh, planner, cache=store, **parameters)
             try:
-                schedule = plan(self.fabric.mesh, planner, cache=store, **parameters)
+                schedule = make(self.fabric.mesh, planner, cache=store, **parameters)
             except BaseException as error:
                 self.coordination.tell(_describe_failure(error))
                 raise

@@ -5,6 +5,6 @@
 
 from meshmend.jax.state.fetch import fetch
 from meshmend.jax.state.keeper import Keeper, Resumed
-from meshmend.jax.state.layout import place
+from meshmend.jax.state.layout import StateLayout, place
 
-__all__ = ["Keeper", "Resumed", "fetch", "place"]
+__all__ = ["Keeper", "Resumed", "StateLayout", "fetch", "place"]

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.errors import MissingExtraError, RestartError, install_hint
-from meshmend.jax.state.fetch import wait_for, within
+from meshmend.jax.state.fetch import wait_for, with_timeout
 from meshmend.jax.state.identity import Identity
 from meshmend.jax.state.layout import Outline, StateLayout, Vectors, dtype_named, vectors_from_leaves
 
@@ -233,8 +233,8 @@ class Disk:
         saved = self.facts(step)
         try:
             seconds = self.timeout_s + saved.n_bytes / SLOWEST_BYTES_PER_S
-            leaves = within(seconds, self._read, saved)
-            compare(leaves, saved.facts["leaves"], saved.facts["checksums"])
+            leaves = with_timeout(seconds, self._read, saved)
+            check_checksums(leaves, saved.facts["leaves"], saved.facts["checksums"])
             its_outline = Outline.from_json(saved.facts["outline"])
             its_outline.check()
             if outline is not None and its_outline.vectors != outline.vectors:
@@ -251,7 +251,7 @@ class Disk:
     def out_of_reach(self) -> str:
         """Return why this process cannot use the folder, "" if it can."""
         try:
-            within(self.timeout_s, self._make_folder)
+            with_timeout(self.timeout_s, self._make_folder)
         except (OSError, RestartError) as error:
             return f"{self.folder}: {error}"
         return ""
@@ -321,7 +321,9 @@ def checksums_of(leaves: Sequence[jax.Array], is_sharded: Sequence[bool], proces
     return found
 
 
-def compare(leaves: Sequence[NDArray[Any]], expected: Sequence[tuple[Sequence[int], str]], sums: Checksums) -> None:
+def check_checksums(
+    leaves: Sequence[NDArray[Any]], expected: Sequence[tuple[Sequence[int], str]], sums: Checksums
+) -> None:
     """Raise `RestartError` unless all elements of all leaves have the checksums that were taken before the save."""
     for number, (leaf, (shape, dtype)) in enumerate(zip(leaves, expected, strict=True)):
         if leaf.shape != tuple(shape) or leaf.dtype.name != dtype:

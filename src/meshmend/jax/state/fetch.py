@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-LOOK_S = 0.001
+POLL_S = 0.001
 """Seconds between looks."""
 
 
@@ -43,10 +43,10 @@ def wait_for(tree: Any) -> None:
         if not still:
             return
         waiting = still
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
-def within(seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
+def with_timeout(seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
     """Return what `call` returns or raise what it raises; raise `TimeoutError` if that takes longer than `seconds`.
 
     A call into a dead network disk cannot be ended from outside: it stays behind in a thread that nobody waits for.

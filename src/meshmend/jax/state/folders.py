@@ -2,8 +2,8 @@
 
 A folder is forgotten
 
-- by `Keeper.forget`, and by `Keeper.close` once the last step that was kept is on disk as well;
-- when any later job of this user starts on this host, and nothing was written to it for `FORGOTTEN_AFTER_DAYS`.
+- by `Keeper.delete_copies`, and by `Keeper.close` once the last step that was kept is on disk as well;
+- when any later job of this user starts on this host, and nothing was written to it for `STALE_AFTER_DAYS`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import ClassVar
 
 from meshmend.errors import RestartError
 
-FORGOTTEN_AFTER_DAYS = 7.0
+STALE_AFTER_DAYS = 7.0
 """Days without a write after which copies are those of a job that will not come back."""
-PATIENCE_S = 10.0
+LOCK_TIMEOUT_S = 10.0
 """How long the next process waits for the one before it to end."""
 
 
@@ -42,7 +42,7 @@ def default_folder(job: str, host: int) -> Path:
     return base / safe / f"host-{host}"
 
 
-def forget_old(folder: Path, *, days: float = FORGOTTEN_AFTER_DAYS) -> list[Path]:
+def delete_stale(folder: Path, *, days: float = STALE_AFTER_DAYS) -> list[Path]:
     """Remove other jobs' and hosts' folders beside this one that nobody has written to for so long; return them.
 
     `folder` is one that `default_folder` returned. A folder that a running process has locked stays, however old.
@@ -56,7 +56,7 @@ def forget_old(folder: Path, *, days: float = FORGOTTEN_AFTER_DAYS) -> list[Path
             if time.time() - newest < days * 86400:
                 continue
             lock = FolderLock(other)
-            lock.take(patience_s=0.0)
+            lock.take(timeout_s=0.0)
             shutil.rmtree(other)
             lock.release()
             forgotten.append(other)
@@ -73,13 +73,13 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._let_go: weakref.finalize[..., FolderLock] | None = None
+        self._finalizer: weakref.finalize[..., FolderLock] | None = None
 
-    def take(self, *, patience_s: float = PATIENCE_S) -> None:
+    def take(self, *, timeout_s: float = LOCK_TIMEOUT_S) -> None:
         """Make the folder and take its lock; raise `RestartError` that names the process that has it."""
-        if self._let_go is not None:
+        if self._finalizer is not None:
             return
-        until = time.monotonic() + patience_s
+        until = time.monotonic() + timeout_s
         while True:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             path = self.folder.resolve() / self.NAME
@@ -103,13 +103,13 @@ class FolderLock:
         os.write(handle, f"{os.getpid()}\n".encode())
         self._held.add(path)
         # Also when nobody has this object any more: a keeper that failed to start must not be in its successor's way.
-        self._let_go = weakref.finalize(self, _let_go, handle, path, self._held)
+        self._finalizer = weakref.finalize(self, _release, handle, path, self._held)
 
     def release(self) -> None:
         """Let go."""
-        if self._let_go is not None:
-            self._let_go()
-            self._let_go = None
+        if self._finalizer is not None:
+            self._finalizer()
+            self._finalizer = None
 
     def remove(self) -> None:
         """Let go, and leave no file."""
@@ -123,6 +123,6 @@ class FolderLock:
         )
 
 
-def _let_go(handle: int, path: Path, held: set[Path]) -> None:
+def _release(handle: int, path: Path, held: set[Path]) -> None:
     os.close(handle)
     held.discard(path)

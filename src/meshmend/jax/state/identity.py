@@ -1,6 +1,6 @@
 """What names a training state: the path, shape and dtype of every array of it, and the types that hold them.
 
-Two models may have as many elements as each other, and two optimisers arrays of the same shapes. Whoever restores the
+Two models may have as many elements as each other, and two optimizers arrays of the same shapes. Whoever restores the
 one as the other trains on with numbers that mean something else. So the identity of the state is kept with every copy
 and checkpoint, and compared in full before any element is used. It does not depend on the mesh: an array that is split
 over the devices counts by its elements.
@@ -75,7 +75,7 @@ class Identity:
 
 
 def _walk(path: str, tree: Any, split_sizes: Iterator[int | None]) -> Iterator[tuple[str, str]]:
-    """Yield a node and all that is below it; nodes without leaves count too: an optimiser's stateless parts."""
+    """Yield a node and all that is below it; nodes without leaves count too: an optimizer's stateless parts."""
     if jax.tree_util.all_leaves([tree]):
         yield path, _describe(tree, next(split_sizes))
         return

@@ -9,22 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from jax.typing import DTypeLike
-
 from meshmend.errors import RestartError
 from meshmend.jax.job.session import Session
-from meshmend.jax.program import Program, ProgramPair
 from meshmend.jax.state.combine import combine
 from meshmend.jax.state.disk import Disk
-from meshmend.jax.state.fetch import within
-from meshmend.jax.state.folders import default_folder, forget_old
+from meshmend.jax.state.fetch import with_timeout
+from meshmend.jax.state.folders import default_folder, delete_stale
 from meshmend.jax.state.identity import Identity
 from meshmend.jax.state.layout import StateLayout, Vectors
 from meshmend.jax.state.memory import Copy, HostMemory
 from meshmend.jax.state.mirror import Mirror
 from meshmend.jax.state.sources import Source, offer_copy, rank_sources
-from meshmend.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -49,25 +44,28 @@ class Keeper:
       is lost than memory can make good: two hosts of which one kept the other's parts, or all of them. A disk that
       does not answer within `disk_timeout_s` counts as dead: the job goes on without it, and says so.
 
-    Every process makes the same calls. `accumulate_dtype` must be what `train_step` was given.
+    `layout` says what the state is and how it lies on the session's fabric: `compile_train_step(…).layout`, or
+    `StateLayout.of(training, program, params)`. Every process makes the same calls.
     """
 
     def __init__(
         self,
         session: Session,
-        schedule: Schedule,
-        program: Program | ProgramPair,
+        layout: StateLayout,
         *,
         memory: str | Path | None = None,
         memory_every: int = 1,
         disk: str | Path | None = None,
         disk_every: int = 100,
         disk_timeout_s: float = 30.0,
-        accumulate_dtype: DTypeLike | None = np.float32,
     ) -> None:
+        if layout.fabric != session.fabric:
+            raise RestartError(
+                f"The layout is for {layout.fabric!r}, but the session's fabric is {session.fabric!r}. Make the train "
+                "step and the program for session.fabric."
+            )
         self.session = session
-        self.schedule = schedule
-        self.program = program
+        self.layout = layout
         self._has_default_folder = memory is None
         self.memory = HostMemory(default_folder(session.launch.job, session.host) if memory is None else memory)
         self.memory_every = memory_every
@@ -75,9 +73,8 @@ class Keeper:
             Disk(disk, timeout_s=disk_timeout_s, exchange=session.coordination.exchange) if disk is not None else None
         )
         self.disk_every = disk_every
-        self.accumulate_dtype = accumulate_dtype
         self.attempt = 0
-        self._layout: StateLayout | None = None
+        """Number of this attempt of the job, from 1; 0 until `restore`."""
         self._mirror: Mirror | None = None
         self._is_claimed = False
         self._disk_answers = True
@@ -92,7 +89,7 @@ class Keeper:
         and that belongs to the state, such as a position in the data. All of them come back as they were kept.
 
         Copies and checkpoints are tried newest first. What is damaged or out of reach is skipped, with a warning that
-        says what and why; a state of another model or optimiser is refused. If nothing is whole but something is there,
+        says what and why; a state of another model or optimizer is refused. If nothing is whole but something is there,
         that is an error, too: starting anew is for the user to decide.
         """
         try:
@@ -103,13 +100,10 @@ class Keeper:
 
     def _restore(self, params: Any, state: Any, extra: Any) -> Resumed:
         with self.session.timeline.timed("restore") as facts:
-            layout = StateLayout.of(
-                params, state, self.program, self.schedule, self.session.fabric, accumulate_dtype=self.accumulate_dtype
-            )
-            self._layout = layout
-            copies, mine = self._inventory(layout)
+            self.layout.check(params, state)
+            copies, mine = self._inventory()
             everybody = self.session.coordination.exchange(mine)
-            check_alike(everybody)
+            check_agreement(everybody)
             sources = rank_sources([held["offers"] for held in everybody])
             # The launcher's own count starts anew with each of its agents; this one is the same on all hosts.
             attempts = [source.attempt for source in sources] + [held["claimed"] for held in everybody]
@@ -117,7 +111,7 @@ class Keeper:
             self.session.timeline.facts["attempt"] = self.attempt
             self._guard()
             problems = [problem for held in everybody for problem in held["problems"]]
-            found = self._search(sources, problems, copies, layout, (params, state))
+            found = self._search(sources, problems, copies, (params, state))
             if found is None:
                 found = Resumed(0, params, state, extra, "start")
             self._go_back_to(found, sources, problems)
@@ -125,7 +119,7 @@ class Keeper:
         if self.memory_every:
             with self.session.timeline.timed("compile"):
                 self._mirror = Mirror(
-                    layout,
+                    self.layout,
                     self.memory,
                     self.attempt,
                     self.session.timeline,
@@ -141,7 +135,7 @@ class Keeper:
         A step is committed, safe from the loss of any one host, as soon as all hosts have written their copies of it.
         Nobody waits to hear that: a host that has computed step n knows that all have written step n − 2.
         """
-        if self._layout is None:
+        if not self.attempt:
             raise RestartError("Call restore() before keep(): it finds out what there is already.", step=step)
         is_save = self.disk is not None and step % self.disk_every == 0
         if self._disk_answers or is_save:
@@ -153,7 +147,7 @@ class Keeper:
             return
         if is_save:
             self._note_saved(wait=True)
-            why_not = self.disk.save(self._layout, self.attempt, step, params, state, extra)
+            why_not = self.disk.save(self.layout, self.attempt, step, params, state, extra)
             if why_not:
                 self.session.timeline.note("not saved", step=step, why=why_not)
                 self._warn(f"Step {step} is not saved on disk: {why_not}. The job goes on without it.")
@@ -163,8 +157,8 @@ class Keeper:
     def close(self) -> None:
         """Wait until everything is written. Copies in memory go if the last step is on disk as well.
 
-        Otherwise they stay for the next job of this name, until `forget`, or until nobody has written to their folder
-        for `folders.FORGOTTEN_AFTER_DAYS`.
+        Otherwise they stay for the next job of this name, until `delete_copies`, or until nobody has written to their
+        folder for `folders.STALE_AFTER_DAYS`.
         """
         if self._mirror is not None:
             self._mirror.wait()
@@ -172,18 +166,18 @@ class Keeper:
             self._note_saved(wait=True)
             self.disk.close()
         if 0 < self._kept_step <= self._saved_step:
-            self.forget()
+            self.delete_copies()
         self.memory.lock.release()
 
-    def forget(self) -> None:
+    def delete_copies(self) -> None:
         """Delete this host's copies in memory."""
         self.memory.clear()
 
-    def _inventory(self, layout: StateLayout) -> tuple[list[Copy], dict[str, Any]]:
+    def _inventory(self) -> tuple[list[Copy], dict[str, Any]]:
         """Return the copies of this host, and what other processes must know of them and of the disk."""
         me = f"host {self.session.host}"
         mine: dict[str, Any] = {
-            "identity": layout.identity.digest,
+            "identity": self.layout.identity.digest,
             "run": secrets.token_hex(8),
             "offers": [],
             "problems": [],
@@ -194,7 +188,7 @@ class Keeper:
             try:
                 self.memory.lock.take()
                 if self._has_default_folder:
-                    for folder in forget_old(self.memory.folder):
+                    for folder in delete_stale(self.memory.folder):
                         self.session.timeline.note("forgot", folder=str(folder))
             except (OSError, RestartError) as error:
                 # All processes raise this after the exchange: the others would wait for this one.
@@ -202,14 +196,14 @@ class Keeper:
             copies, damaged = self.memory.read()
             mine["problems"] += [f"{me}: {error}" for error in damaged]
             for copy in list(copies):
-                if copy.identity == layout.identity and copy.outline.vectors != layout.outline.vectors:
+                if copy.identity == self.layout.identity and copy.outline.vectors != self.layout.outline.vectors:
                     copies.remove(copy)
                     mine["problems"].append(f"{me}: the copy {copy.name} is damaged: its outline is of another state.")
-            mine["offers"] += [offer_copy(copy, layout.identity) for copy in copies]
+            mine["offers"] += [offer_copy(copy, self.layout.identity) for copy in copies]
         if self.disk is not None:
             try:
-                offers, problems, mine["claimed"] = within(
-                    self.disk.timeout_s, look_at_disk, self.disk, layout.identity
+                offers, problems, mine["claimed"] = with_timeout(
+                    self.disk.timeout_s, list_checkpoints, self.disk, self.layout.identity
                 )
                 mine["offers"] += offers
                 mine["problems"] += problems
@@ -219,14 +213,14 @@ class Keeper:
         return copies, mine
 
     def _search(
-        self, sources: Sequence[Source], problems: list[str], copies: Sequence[Copy], layout: StateLayout, like: Any
+        self, sources: Sequence[Source], problems: list[str], copies: Sequence[Copy], like: Any
     ) -> Resumed | None:
         """Return the first source, newest first, that all processes can bring; add what is skipped to `problems`."""
         incomplete = []
         for source in sources:
             if source.differs:
                 raise RestartError(
-                    f"A state of another model or optimiser is in this job's place: of {source}, {source.differs}. "
+                    f"A state of another model or optimizer is in this job's place: of {source}, {source.differs}. "
                     f"Give this job its own name (MESHMEND_JOB) and its own folders (here: {self._folders()}), or "
                     "remove what is in them.",
                     step=source.step,
@@ -234,7 +228,7 @@ class Keeper:
             if not source.is_whole:
                 incomplete.append(str(source))
                 continue
-            vectors, extra, why = self._bring(source, copies, layout)
+            vectors, extra, why = self._load_source(source, copies)
             told = self.session.coordination.exchange({"extra": extra, "why": why})
             failures = [f"host {host}: {word['why']}" for host, word in self._by_host(told) if word["why"]]
             if failures:
@@ -246,7 +240,7 @@ class Keeper:
             if source.kind == "memory":
                 vectors = combine(vectors, self.session.fabric)
                 extra = told[min(source.providers.values())]["extra"]
-            params, state = layout.lay_out(vectors, like)
+            params, state = self.layout.to_devices(vectors, like)
             return Resumed(source.step, params, state, extra, source.kind)
         if problems:
             listed = "".join(f"\n- {problem}" for problem in dict.fromkeys(problems))
@@ -258,18 +252,18 @@ class Keeper:
             self._warn(f"The job starts anew: parts of {', '.join(incomplete)} were lost with their hosts.")
         return None
 
-    def _bring(self, source: Source, copies: Sequence[Copy], layout: StateLayout) -> tuple[Vectors, Any, str]:
+    def _load_source(self, source: Source, copies: Sequence[Copy]) -> tuple[Vectors, Any, str]:
         """Return what this process has of a source, what was kept with it, and why it cannot bring it, or ""."""
         if source.kind == "disk" and self.disk is not None:
             try:
-                saved, vectors = self.disk.load(source.step, layout.outline)
+                saved, vectors = self.disk.load(source.step, self.layout.outline)
             except RestartError as error:
                 return {}, None, str(error)
             if saved.checksum != source.generation:
                 return {}, None, f"{source} was replaced while it was read"
             return vectors, saved.facts["extra"], ""
         me, extra = self.session.launch.process, None
-        vectors = layout.outline.empty()
+        vectors = self.layout.outline.empty()
         for copy in copies:
             if copy.generation == source.generation:
                 extra = copy.extra
@@ -290,7 +284,7 @@ class Keeper:
             return
         older = {source.step for source in sources if source.kind == "disk" and source.step <= found.step}
         try:
-            moved = within(self.disk.timeout_s, self.disk.set_aside_all_but, older - self._damaged)
+            moved = with_timeout(self.disk.timeout_s, self.disk.set_aside_all_but, older - self._damaged)
         except OSError as error:
             self._warn(f"{self.disk.folder} is out of reach: {error}. The job goes on without it.")
             return
@@ -303,9 +297,9 @@ class Keeper:
             return
         try:
             if self._is_claimed:
-                within(self.disk.timeout_s, self.disk.check_claim, self.attempt)
+                with_timeout(self.disk.timeout_s, self.disk.check_claim, self.attempt)
             else:
-                within(self.disk.timeout_s, self.disk.claim, self.attempt)
+                with_timeout(self.disk.timeout_s, self.disk.claim, self.attempt)
             self._is_claimed = self._disk_answers = True
         except OSError as error:
             if self._disk_answers:
@@ -334,16 +328,16 @@ class Keeper:
             warnings.warn(what, RuntimeWarning, stacklevel=3)
 
 
-def check_alike(everybody: Sequence[dict[str, Any]]) -> None:
+def check_agreement(everybody: Sequence[dict[str, Any]]) -> None:
     """Raise what is wrong with any process, the same error on all of them."""
     errors = [held["error"] for held in everybody if "error" in held]
     if errors:
         raise RestartError(errors[0])
     if len({held["identity"] for held in everybody}) > 1:
-        raise RestartError("Processes train different models or optimisers. Give all of them the same script.")
+        raise RestartError("Processes train different models or optimizers. Give all of them the same script.")
 
 
-def look_at_disk(disk: Disk, identity: Identity) -> tuple[list[dict[str, Any]], list[str], int]:
+def list_checkpoints(disk: Disk, identity: Identity) -> tuple[list[dict[str, Any]], list[str], int]:
     """Return what the disk offers, what is wrong with the rest of it, and the newest attempt that was claimed."""
     offers: list[dict[str, Any]] = []
     problems = []

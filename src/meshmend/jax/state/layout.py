@@ -14,30 +14,28 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
-from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
 from meshmend.errors import RestartError
 from meshmend.jax.collectives import groups_of
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.lanes import owned_chunks
 from meshmend.jax.program import Program, ProgramPair
 from meshmend.jax.state.identity import Identity
-from meshmend.schedule import Schedule
-from meshmend.schedule.split import reduce_scatter_of
+from meshmend.jax.training import TrainStep
+from meshmend.jax.validation import check_program
 
-Vectors = dict[str, NDArray[Any]]
+Vectors = dict[str, Annotated[NDArray[Any], "[S]"]]
 """The whole state, apart from any mesh: flat vectors by name."""
 
 
 @dataclass(frozen=True)
-class Sharded:
+class ShardedArray:
     """One sharded array of the state: the elements of its group of weights, in chunks that devices own."""
 
     dtype: str
@@ -71,7 +69,7 @@ class Outline:
     """For each chip the chunks that its rows hold; `total_chunks` marks a row that it does not need."""
     replicated: dict[str, int]
     """Elements of the replicated arrays, by dtype."""
-    sharded: tuple[Sharded, ...]
+    sharded: tuple[ShardedArray, ...]
 
     @cached_property
     def dtypes(self) -> list[str]:
@@ -126,7 +124,7 @@ class Outline:
             if chunk < self.total_chunks and length > 0:
                 yield row, start, length
 
-    def collect(self, device: int, dtype: str, part: NDArray[Any], into: Vectors) -> None:
+    def collect(self, device: int, dtype: str, part: Annotated[NDArray[Any], "[P]"], into: Vectors) -> None:
         """Put a device's part where it belongs in the vectors."""
         for name, start, at, length in self.runs(device, dtype):
             into[name][start : start + length] = part[at : at + length]
@@ -145,7 +143,7 @@ class Outline:
             total_chunks=int(facts["total_chunks"]),
             owned=tuple(tuple(int(chunk) for chunk in row) for row in facts["owned"]),
             replicated={str(dtype): int(size) for dtype, size in facts["replicated"].items()},
-            sharded=tuple(Sharded(str(dtype), int(size), int(chunk)) for dtype, size, chunk in facts["sharded"]),
+            sharded=tuple(ShardedArray(str(dtype), int(size), int(chunk)) for dtype, size, chunk in facts["sharded"]),
         )
 
     def check(self) -> None:
@@ -174,7 +172,11 @@ class Outline:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """A training state (parameters and the optimiser's state) on one fabric: its leaves, and their outline."""
+    """A training state (parameters and the optimizer's state) on one fabric: its leaves, and their outline.
+
+    It follows from the train step, the program and the parameters, and is what `Keeper` and the compiled steps agree
+    on: the fabric, the plan's chunks and owners, and the dtype that sums are made in are in it, and are said once.
+    """
 
     fabric: Fabric
     structure: Any
@@ -184,20 +186,14 @@ class StateLayout:
     identity: Identity = field(repr=False)
 
     @classmethod
-    def of(
-        cls,
-        params: Any,
-        state: Any,
-        program: Program | ProgramPair,
-        schedule: Schedule,
-        fabric: Fabric,
-        *,
-        accumulate_dtype: DTypeLike | None = np.float32,
-    ) -> StateLayout:
-        """Describe what `train_step` made: with a `ProgramPair` the optimizer's state is sharded by owner.
+    def of(cls, training: TrainStep, program: Program | ProgramPair, params: Any) -> StateLayout:
+        """Describe the state that `training.init` makes; with a `ProgramPair` the optimizer's part is sharded by owner.
 
-        `accumulate_dtype` must be what `train_step` was given.
+        `params` may be on any device or on none: only shapes and dtypes count.
         """
+        fabric = training.fabric
+        check_program(program, fabric)
+        state = jax.eval_shape(training.init, params, program)
         leaves, structure = jax.tree.flatten((params, state))
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path((params, state))[0]]
         for leaf, path in zip(leaves, paths, strict=True):
@@ -217,12 +213,12 @@ class StateLayout:
         n_devices = int(fabric.jax_mesh.devices.size)
         n_cores = n_devices // fabric.mesh.n_chips
         owned: NDArray[Any] = np.zeros((fabric.mesh.n_chips, 0), int)
-        sharded: list[Sharded] = []
+        sharded: list[ShardedArray] = []
         total_chunks = 0
         if pair is not None:
             layout = pair.scatter.layout
-            total_chunks, owned = layout.shape.total_chunks, owned_chunks(reduce_scatter_of(schedule)).astype(int)
-            groups = groups_of(leaves[:n_params], layout, accumulate_dtype)
+            total_chunks, owned = layout.shape.total_chunks, np.array(layout.shape.owned)
+            groups = groups_of(leaves[:n_params], layout, training.accumulate_dtype)
             for leaf, split, path in zip(leaves, is_sharded, paths, strict=True):
                 if split:
                     group = getattr(path[-1], "idx", None)
@@ -230,10 +226,10 @@ class StateLayout:
                     if group is None or group >= len(groups) or leaf.shape != expected[group]:
                         raise RestartError(
                             f"{jax.tree_util.keystr(path)} has shape {leaf.shape}, which is no shard of these "
-                            f"parameters (expected one of {expected}). Give the program and the `accumulate_dtype` "
-                            "that the state was made with."
+                            f"parameters (expected one of {expected}). Use an optimizer whose state has the shapes of "
+                            "the weights that it is given, or install(schedule, fabric) in place of install_pair."
                         )
-                    sharded.append(Sharded(np.dtype(leaf.dtype).name, groups[group].size, groups[group].chunk))
+                    sharded.append(ShardedArray(np.dtype(leaf.dtype).name, groups[group].size, groups[group].chunk))
         outline = Outline(
             n_devices, n_cores, total_chunks, tuple(map(tuple, owned.tolist())), replicated, tuple(sharded)
         )
@@ -242,11 +238,29 @@ class StateLayout:
         identity = Identity.of(params, state, [next(sizes).size if split else None for split in is_sharded])
         return cls(fabric, structure, shapes, is_sharded, outline, identity)
 
+    def check(self, params: Any, state: Any) -> None:
+        """Raise `RestartError` where a state is not of this layout: made by another train step, say."""
+        given = jax.tree_util.tree_leaves_with_path((params, state))
+        expected = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(self.structure, self.leaves))
+        why = ""
+        for (path, leaf), (own_path, own) in zip(given, expected, strict=False):
+            if path != own_path or (leaf.shape, leaf.dtype) != (own.shape, own.dtype):
+                why = f"expected {_name(own_path, own)}, got {_name(path, leaf)}"
+                break
+        if not why and jax.tree.structure((params, state)) != self.structure:
+            found = jax.tree.structure((params, state))
+            why = f"expected {len(expected)} arrays in {self.structure}, got {len(given)} in {found}"
+        if why:
+            raise RestartError(
+                f"The state is not of the layout that it is to be kept in: {why}. Make both with the same train step, "
+                "program and parameters."
+            )
+
     def sharding(self, number: int) -> NamedSharding:
         """How leaf `number` lies on the devices."""
         return self.fabric.sharding(self.fabric.axes) if self.is_sharded[number] else self.fabric.sharding()
 
-    def lay_out(self, vectors: Vectors, like: Any) -> tuple[Any, Any]:
+    def to_devices(self, vectors: Vectors, like: Any) -> tuple[Any, Any]:
         """Return (params, state) on this fabric's devices, with their elements from the vectors.
 
         `like` is a (params, state) that is on the devices already; what is padding keeps its values.
@@ -256,7 +270,7 @@ class StateLayout:
         which = 0
         for i, (leaf, old) in enumerate(zip(self.leaves, jax.tree.leaves(like), strict=True)):
             if self.is_sharded[i]:
-                found.append(self._lay_out_shards(which, old, vectors[f"sharded {which}"]))
+                found.append(self._shards_to_devices(which, old, vectors[f"sharded {which}"]))
                 which += 1
                 continue
             dtype = np.dtype(leaf.dtype).name
@@ -266,7 +280,7 @@ class StateLayout:
         params, state = jax.tree.unflatten(self.structure, found)
         return params, state
 
-    def _lay_out_shards(self, which: int, old: jax.Array, vector: NDArray[Any]) -> jax.Array:
+    def _shards_to_devices(self, which: int, old: jax.Array, vector: Annotated[NDArray[Any], "[S]"]) -> jax.Array:
         parts = []
         for shard in old.addressable_shards:
             rows = np.array(shard.data)
@@ -306,6 +320,11 @@ def vectors_from_leaves(outline: Outline, is_sharded: Sequence[bool], leaves: Se
             start, used[dtype] = used[dtype], used[dtype] + leaf.size
             vectors[f"replicated {dtype}"][start : used[dtype]] = leaf.ravel()
     return vectors
+
+
+def _name(path: tuple[Any, ...], leaf: Any) -> str:
+    """Describe a leaf of (params, state), as in params['w'] float32[2, 3]."""
+    return f"{('params', 'state')[path[0].idx]}{jax.tree_util.keystr(path[1:])} {leaf.dtype}{list(leaf.shape)}"
 
 
 def _device_number(shard: Any, n_rows: int) -> int:

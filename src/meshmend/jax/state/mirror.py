@@ -1,6 +1,6 @@
 """The mirror: after a step, each device's part of the state also lies in another host's memory.
 
-One compiled function cuts every device's part (its shards of the optimiser's state, and its share of what all devices
+One compiled function cuts every device's part (its shards of the optimizer's state, and its share of what all devices
 have alike), and brings each device the part of a device of another host: one permute of the shards, and nothing at all
 for replicated arrays, which every device has anyway. A thread then copies both to this host's memory, while the next
 step runs.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -26,17 +26,17 @@ from meshmend.jax.state.fetch import wait_for
 from meshmend.jax.state.layout import StateLayout
 from meshmend.jax.state.memory import Copy, HostMemory
 
-Parts = dict[str, tuple[jax.Array, jax.Array]]
-"""For each dtype every device's own part, and the one of another host that it keeps; one row a device."""
+Parts = dict[str, tuple[Annotated[jax.Array, "[D, P]"], Annotated[jax.Array, "[D, P]"]]]
+"""For each dtype every device's own part, and the one of another host that it keeps; one row per device."""
 
 
-def partners(host_of_chip: Sequence[int]) -> list[int]:
+def backup_chips(host_of_chip: Sequence[int]) -> list[int]:
     """Return for each chip the chip of another host that keeps its part; every chip keeps one.
 
     Chips are taken host by host and moved on by as many as the largest host has, so they always land on another host,
     and the same chip of the next one where all hosts are alike.
 
-    >>> partners([0, 0, 1, 1, 2, 2])
+    >>> backup_chips([0, 0, 1, 1, 2, 2])
     [2, 3, 4, 5, 0, 1]
     """
     order = sorted(range(len(host_of_chip)), key=lambda chip: (host_of_chip[chip], chip))
@@ -74,7 +74,7 @@ class Mirror:
         self.on_failure = on_failure
         """Told of an error by the thread that writes: the one that trains may be stuck in the next step by then."""
         self.host_of_chip = hosts_of_chips(layout.fabric)
-        self._cut: Any = jax.jit(cutter(layout, self.host_of_chip))
+        self._cut: Any = jax.jit(make_parts_fn(layout, self.host_of_chip))
         self._writer = ThreadPoolExecutor(1, "meshmend-mirror")
         self._writing: Future[None] | None = None
 
@@ -124,7 +124,7 @@ def copy_of(
 ) -> Copy:
     """Return what a host keeps of the parts: those of its own devices, and those that its devices have received."""
     n_cores = layout.outline.n_cores
-    kept = _kept_by(host_of_chip)
+    kept = _backed_up_by(host_of_chip)
     mine = [c * n_cores + core for c, owner in enumerate(host_of_chip) if owner == host for core in range(n_cores)]
     theirs = {d: int(kept[d // n_cores]) * n_cores + d % n_cores for d in mine if kept[d // n_cores] != d // n_cores}
     rows = {dtype: np.zeros((len(mine) + len(theirs), 0), jnp.dtype(dtype)) for dtype in layout.outline.dtypes}
@@ -136,9 +136,9 @@ def copy_of(
     return Copy(attempt, step, layout.outline, (*mine, *theirs.values()), rows, extra, layout.identity, run)
 
 
-def _kept_by(host_of_chip: Sequence[int]) -> NDArray[np.int32]:
+def _backed_up_by(host_of_chip: Sequence[int]) -> NDArray[np.int32]:
     """Return for each chip the chip whose part it keeps beside its own; itself where there is no other host."""
-    keeper = partners(list(host_of_chip))
+    keeper = backup_chips(list(host_of_chip))
     kept = np.empty(len(keeper), np.int32)
     kept[keeper] = np.arange(len(keeper), dtype=np.int32)
     return kept
@@ -150,10 +150,10 @@ def hosts_of_chips(fabric: Fabric) -> list[int]:
     return [int(device.process_index) for device in devices.reshape(len(devices), -1)[:, 0]]
 
 
-def cutter(layout: StateLayout, host_of_chip: Sequence[int] | None = None) -> Any:
+def make_parts_fn(layout: StateLayout, host_of_chip: Sequence[int] | None = None) -> Any:
     """Return the function from (params, state) to parts: for each dtype, every device's own and the one it keeps."""
     fabric, outline = layout.fabric, layout.outline
-    kept = _kept_by(hosts_of_chips(fabric) if host_of_chip is None else host_of_chip)
+    kept = _backed_up_by(hosts_of_chips(fabric) if host_of_chip is None else host_of_chip)
     pairs = [(int(chip), keeper) for keeper, chip in enumerate(kept) if chip != keeper]
     by_device = PartitionSpec(fabric.axes)
     specs = tuple(by_device if split else PartitionSpec() for split in layout.is_sharded)

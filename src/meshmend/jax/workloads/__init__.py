@@ -1,6 +1,6 @@
 """The paper's workloads, whole train steps to be compiled: ResNet-50 with LARS, BERT-large with LAMB.
 
-Forward, backward, the plan's all-reduce of the gradients, and the optimiser, as one jitted function.
+Forward, backward, the plan's all-reduce of the gradients, and the optimizer, as one jitted function.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from meshmend.jax.program import Program, abstract_program
 from meshmend.jax.workloads import bert, resnet
 from meshmend.schedule import Schedule
 
+__all__ = ["WORKLOADS", "Workload", "abstract_arguments", "compile_workload", "find_workload", "train_step"]
+
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, its loss and its optimiser. Batches are a device's own."""
+    """A model, its loss and its optimizer. Batches are a device's own."""
 
     name: str
     example: Callable[[int], Any]
@@ -106,7 +108,7 @@ def train_step(workload: Workload, fabric: Fabric, *, accumulate_dtype: DTypeLik
 
 
 def abstract_arguments(workload: Workload, fabric: Fabric, *, batch: int) -> tuple[Any, Any, Any, Any]:
-    """Return shapes of the weights, statistics, optimiser state and global batch, placed on the fabric."""
+    """Return shapes of the weights, statistics, optimizer state and global batch, placed on the fabric."""
     params, statistics = workload.variables(batch)
     state = jax.eval_shape(workload.optimizer.init, params)
     everywhere, split = fabric.sharding(), fabric.sharding(fabric.axes)

@@ -1,6 +1,6 @@
-"""Weave: any connected survivors, close to what the cables can carry at all.
+"""Weave: any connected survivors, close to the limit that the cables set.
 
-Each chunk is summed up a spanning tree to its root and copied back down it. Many trees share the cables evenly
+Each chunk is reduced up a spanning tree to its root and broadcast back down. Many trees share the cables evenly
 (`trees`), their roots are spread over the chips (`roots`), and the chunks follow each other so closely that links
 are busy from soon after the start to shortly before the end, with sums of later chunks going up while earlier
 ones come down (`slots`). docs/weave.md says why this is near the bound, and why no ring scheme can be.
@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import ClassVar, Literal, final, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.errors import ParameterError
-from meshmend.planning.base import MAX_TRANSFERS, Floor, Planner, check_count
+from meshmend.planning.base import MAX_TRANSFERS, CannotServe, Floor, Planner, check_count
 from meshmend.planning.weave.periodic import choose_trees, least_period, least_seconds, make_template
 from meshmend.planning.weave.roots import choose_roots, order_trees
 from meshmend.planning.weave.slots import MAX_PLACES, Slots, assign_steps
@@ -30,9 +31,9 @@ from meshmend.topology import Mesh
 
 PHASES = ("reduce to the roots", "broadcast from the roots")
 CHUNKS_PER_SIDE = 16
-"""Chunks for each chip along each side, unless told: filling and draining then adds about a fifth."""
+"""Default chunks per chip along each side: filling and draining then add about a fifth."""
 MOST_CHUNKS = 4096
-"""Unless told, no more chunks than this, and fewer where the schedule would have more than `MAX_TRANSFERS`."""
+"""Default limit of chunks; fewer where the schedule would have more than `MAX_TRANSFERS`."""
 MOST_REPEATED_PER_SIDE, MOST_REPEATED = 1024, 2**18
 """The same where a template is repeated: filling and draining then adds half a per cent."""
 FILLING_PER_SIDE, REPEATED_FILLING_PER_SIDE = 1.5, 4.0
@@ -55,7 +56,7 @@ FEW_TREES = 256
 @final
 @dataclass(frozen=True)
 class Weave(Planner):
-    """One chunk a spanning tree, many trees woven through the mesh: for any connected survivors.
+    """One spanning tree per chunk, many trees woven through the mesh: for any connected survivors.
 
     `chunks` cuts the payload: more of them bring the time of long payloads closer to the bound, and make more
     steps. Left out, it grows with the sides of the mesh. With `trees`, so many chunks are planned as a template that is
@@ -129,8 +130,13 @@ class Weave(Planner):
             del found[1]
         return _within_budget(found, mesh, step_cost, self.budget_s)
 
+    @property
+    def is_splittable(self) -> bool:  # type: ignore[override]  # of other planners it is known of the class
+        """Whether every chunk has an owner that it turns at."""
+        return self.owners != "none"
+
     def floor(self, mesh: Mesh) -> Floor:
-        """Return what trees cost at least: each uses P−1 of the cables, and a link carries one chunk a step."""
+        """Return what trees cost at least: each uses P−1 of the cables, and a link carries one chunk per step."""
         load, n = _least_load(mesh), mesh.n_chips
         steps = math.ceil(self._n_chunks(mesh) * load)
         return Floor(steps=steps, link_load=load, chip_load=2 * (n - 1) / n)
@@ -142,17 +148,16 @@ class Weave(Planner):
         """
         return 2 * (mesh.n_chips - 1) * (self.trees or self._n_chunks(mesh))
 
-    def _why_not(self, mesh: Mesh) -> str | None:
-        """Say that there are too many chunks for so many chips, or None."""
+    def _check(self, mesh: Mesh) -> None:
+        """Refuse too many chunks for so many chips."""
         if self.trees is not None:
-            return None
+            return
         most = min(MAX_PLACES // mesh.n_link_slots, _most_chunks(mesh, MAX_TRANSFERS))
         if self.chunks is not None and self.chunks > most:
-            return (
+            raise CannotServe(
                 f"it takes at most {most:,} chunks on {mesh.n_chips:,} chips, and {self.chunks:,} were asked for. "
                 f"Repeat a template: give trees={choose_trees(mesh)}, say, and a multiple of it as chunks."
             )
-        return None
 
     def _n_chunks(self, mesh: Mesh) -> int:
         if self.chunks is not None:
@@ -199,8 +204,7 @@ class Weave(Planner):
 
 def check_budget(budget_s: float) -> float:
     """Return a number of seconds that planning may take; refuse what is none."""
-    is_number = isinstance(budget_s, int | float) and not isinstance(budget_s, bool)
-    if not is_number or not 0 < budget_s < float("inf"):
+    if not isinstance(budget_s, Real) or isinstance(budget_s, bool) or not 0 < budget_s < float("inf"):
         raise ParameterError(f"budget_s is {budget_s!r}, expected a positive number of seconds.")
     return float(budget_s)
 
@@ -237,7 +241,7 @@ def _least_load(mesh: Mesh) -> float:
 
 
 def default_chunks(mesh: Mesh) -> int:
-    """Return the number of chunks that weave takes unless told.
+    """Return weave's default number of chunks.
 
     >>> default_chunks(Mesh("32x32"))
     1024

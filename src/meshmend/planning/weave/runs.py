@@ -104,14 +104,17 @@ class Lines:
             if above[one] >= 0:
                 turns[one] = turns[above[one]] + 1
         columns = (depth[top_chip], line[first], low[first], low[last] + 1, top)
-        rows = list(zip(*(column.tolist() for column in columns), joints, strict=True))
-        found = tuple(Run(*rows[one][:5], tuple(sorted(rows[one][5]))) for one in by_depth.tolist())
+        rows = list(zip(*(column.tolist() for column in columns), strict=True))
+        found = []
+        for one in by_depth.tolist():
+            top_depth, number, begin, end, where = rows[one]
+            found.append(Run(top_depth, number, begin, end, where, tuple(sorted(joints[one]))))
         below = _below(parent, depth)
         root = int(np.flatnonzero(parent < 0)[0])
         children = np.flatnonzero(parent == root)
         partner = int(children[below[children].argmax()])
         middle = int(np.flatnonzero(by_depth == run[cable_above[partner]])[0])
-        return Runs(root, partner, middle, found, depth.tolist(), below.tolist(), int(turns.max(initial=0)))
+        return Runs(root, partner, middle, tuple(found), depth.tolist(), below.tolist(), int(turns.max(initial=0)))
 
 
 def _below(parent: NDArray[np.int32], depth: NDArray[np.int32]) -> Ints:

@@ -37,7 +37,7 @@ Weigh = Callable[[NDArray[np.float64], float], tuple[int, NDArray[np.float64]]]
 
 @dataclass(frozen=True)
 class Trees:
-    """Spanning trees of the live chips, one row a tree: their cables, and the axis that their lines follow."""
+    """Spanning trees of the live chips, one row per tree: their cables, and the axis that their lines follow."""
 
     mesh: Mesh
     cables: NDArray[np.int32]

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
 
 from meshmend.errors import ParameterError
 from meshmend.jax.fabric import Fabric
@@ -18,12 +19,21 @@ def check_microbatches(microbatches: Any) -> None:
         raise ParameterError(f"microbatches is {microbatches!r}, expected a whole number of at least 1.")
 
 
-def check_program(program: Any) -> None:
-    """Refuse what is neither a program nor a pair of programs, such as the schedule that they are made of."""
+def check_program(program: Any, fabric: Fabric) -> None:
+    """Refuse what is neither a program nor a pair of programs (such as a schedule), and those of another fabric."""
     if not isinstance(program, Program | ProgramPair):
         raise ParameterError(
             f"Expected a Program or a ProgramPair, got a {type(program).__name__}: make one of a schedule with "
             "mmj.install(schedule, fabric) or mmj.install_pair(schedule, fabric), and pass it as an argument."
+        )
+    first = program.scatter if isinstance(program, ProgramPair) else program
+    # Inside jit the tables have no devices any more: there only the number of chips can be compared.
+    where = getattr(first.owned, "sharding", None)
+    jax_mesh = where.mesh if isinstance(where, NamedSharding) and isinstance(where.mesh, Mesh) else fabric.jax_mesh
+    if first.n_chips != fabric.mesh.n_chips or jax_mesh != fabric.jax_mesh:
+        raise ParameterError(
+            f"The program is for {first.n_chips} chips of another fabric than the train step's, which is {fabric!r}. "
+            "Give train_step and install (or install_pair) the same fabric."
         )
 
 

@@ -1,6 +1,6 @@
-"""Whether an optimiser does the same to all layers: what it computes for each weight, as a formula without shapes.
+"""Whether an optimizer does the same to all layers: what it computes for each weight, as a formula without shapes.
 
-A shard is a flat piece of all layers, so an optimiser may run on it only if it would do the same to every element of
+A shard is a flat piece of all layers, so an optimizer may run on it only if it would do the same to every element of
 every layer. Python code can tell layers apart before JAX sees anything: by `ndim`, by shape, by name, by a mask. So the
 update is traced twice, for the layers as they are and for the shards, and both jaxprs are read into formulas: one
 number per formula, the same number for the same formula, whatever the shape of the arrays in it.
@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Outcome = dict[tuple[str, str], set[int]]
-"""For each kind of result (an update, or a place in the optimiser's state) and dtype of the weights: the formulas."""
+FormulasByKind = dict[tuple[str, str], set[int]]
+"""For each kind of result (an update, or a place in the optimizer's state) and dtype of the weights: the formulas."""
 
 SHAPES = frozenset({"shape", "broadcast_dimensions", "sharding", "out_sharding", "weak_type", "name"})
 """Parameters of operations that say nothing of what happens to an element."""
@@ -28,13 +28,13 @@ class Formulas:
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
 
-    def outcome(self, update: Callable[..., Any], state: Any, tree: Any) -> Outcome:
+    def of_update(self, update: Callable[..., Any], state: Any, tree: Any) -> FormulasByKind:
         """Trace `update(gradients, state, weights)` for weights like `tree`, and read what it computes."""
         jaxpr = jax.make_jaxpr(update)(tree, state, tree)
         kinds = [kind for name in ("gradient", "state", "weight") for kind in self._kinds(name, state, tree)]
         inputs = [self._number("input", *kind) for kind in kinds]
         outputs = self._read(jaxpr.jaxpr, jaxpr.consts, inputs)
-        outcome: Outcome = {}
+        outcome: FormulasByKind = {}
         wanted = [*self._kinds("update", state, tree), *self._kinds("state", state, tree)]
         for kind, number, variable in zip(wanted, outputs, jaxpr.jaxpr.outvars, strict=True):
             # A layer without weights is not computed with: JAX leaves out what it can.

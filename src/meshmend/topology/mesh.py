@@ -1,102 +1,51 @@
-"""Topology: which chips there are, which have failed, and which cables join the survivors.
-
-Everything is held in arrays, never in an object per chip, so that a 512×512 mesh costs milliseconds.
-
-Numbering. A chip is named by its coordinate; a *rank* is its position among the live chips in row-major order.
-A *direction* is `2 * axis` towards larger coordinates and `2 * axis + 1` towards smaller ones, so that in 2-D
-0 is south, 1 north, 2 east, 3 west. A *link* (one direction of a cable) is `rank * n_directions + direction`
-of the chip that it leaves.
-"""
+"""The mesh: its chips, its holes, and the cables that are left, in arrays."""
 
 from __future__ import annotations
 
-import operator
-import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from functools import cached_property
-from itertools import product
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meshmend.errors import Coordinate, MeshError, name_chip
+from meshmend.topology.rates import RateLike, cables_within, check_rate
+from meshmend.topology.region import Region, cut_into_boxes
+from meshmend.topology.text import Cable, name_cable, name_shape, parse_chip, parse_shape, whole_numbers
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
 MAX_CHIPS = 2**24
-"""Ranks are 32-bit and a mesh holds a few arrays of its size: beyond this a shape is a mistake, not a machine."""
+"""Ranks are 32-bit and a mesh has a few arrays of its size: a larger shape is a mistake."""
 
 MAX_AXES = 8
 
-Cable = tuple[Coordinate, Coordinate]
+CableLike = tuple[Sequence[int], Sequence[int]] | str
 IntArray = NDArray[np.int32]
-
-
-@dataclass(frozen=True, order=True)
-class Region:
-    """A box of chips: `shape` chips from corner `at`.
-
-    >>> Region(at=(6, 8), shape=(4, 2))
-    Region(at=(6, 8), shape=(4, 2))
-    >>> print(Region.parse("4x2@6,8"))
-    4x2@6,8
-    """
-
-    at: Coordinate
-    shape: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "at", _whole_numbers(self.at, "A region's corner"))
-        object.__setattr__(self, "shape", _whole_numbers(self.shape, "A region's shape"))
-        if len(self.at) != len(self.shape):
-            raise MeshError(
-                f"A region's corner and shape need the same number of axes: got at={self.at}, shape={self.shape}."
-            )
-        if any(n < 1 for n in self.shape):
-            raise MeshError(f"A region is at least one chip long on every axis: got shape={self.shape}.")
-
-    @classmethod
-    def parse(cls, text: str) -> Region:
-        """Read `4x2@6,8` (rows × columns at row, column) or a single chip `6,8`."""
-        shape_text, at_sign, at_text = text.strip().rpartition("@")
-        try:
-            at = parse_chip(at_text)
-            shape = parse_shape(shape_text) if at_sign else (1,) * len(at)
-        except MeshError:
-            raise MeshError(
-                f"{text!r} is not a hole. Write rows x columns @ row,column, as in 4x2@6,8, or one chip, as in 6,8."
-            ) from None
-        return cls(at, shape)
-
-    def __str__(self) -> str:
-        return f"{name_shape(self.shape)}@{','.join(map(str, self.at))}"
-
-    @property
-    def n_chips(self) -> int:
-        """How many chips it holds."""
-        return int(np.prod(self.shape, dtype=np.int64))
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """The box as an index into an array of the mesh's shape."""
-        return tuple(slice(a, a + n) for a, n in zip(self.at, self.shape, strict=True))
 
 
 class Mesh:
     """A mesh or torus of chips in any number of dimensions, some of which may have failed. Immutable.
 
     `wrap` says which axes wrap, as in a torus (one bool for all, or one per axis); an axis of one or two chips
-    has nothing to close and counts as plain. `failed` lists regions, coordinates or their short forms;
+    has no wrap cable and counts as plain. `failed` lists regions, coordinates or their short forms;
     `failed_cables` lists pairs of neighbouring coordinates. Shapes may be given as `"16x32"`.
+
+    `cable_rates` gives the rate of slow cables, as a fraction of the hardware's link rate: 1/2 for a cable that lost
+    half of its lanes. Its keys are cables, or boxes for all cables within them. Cables that are not named have rate 1,
+    and rate 0 is a failed cable.
 
     >>> mesh = Mesh((16, 32), failed=[Region(at=(6, 8), shape=(4, 2))])
     >>> mesh
     Mesh(16x32 minus 4x2@6,8: 504 of 512 chips)
     >>> mesh.n_chips, mesh.n_cables, mesh.is_connected
     (504, 954, True)
+    >>> Mesh("4x4", cable_rates={"0,1-0,2": 0.5, "4x1@0,3": "3/4"})
+    Mesh(4x4 with 4 slow cables: 16 chips)
     """
 
     def __init__(
@@ -105,7 +54,8 @@ class Mesh:
         *,
         wrap: bool | Sequence[bool] = False,
         failed: Iterable[Region | Sequence[int] | str] = (),
-        failed_cables: Iterable[tuple[Sequence[int], Sequence[int]] | str] = (),
+        failed_cables: Iterable[CableLike] = (),
+        cable_rates: Mapping[Region | CableLike, RateLike] | Iterable[tuple[Region | CableLike, RateLike]] = (),
     ) -> None:
         self._shape = _check_shape(shape)
         self._wrap = _check_wrap(wrap, self._shape)
@@ -120,8 +70,12 @@ class Mesh:
             raise MeshError(f"All {self._live.size} chips of the {name_shape(self._shape)} mesh have failed.")
         self._live.flags.writeable = False
         cables = {self._check_cable(cable) for cable in failed_cables}
-        # A cable that touches a failed chip is gone already; leaving it out makes equal machines equal values.
+        rates = self._check_rates(cable_rates)
+        cables |= {cable for cable, rate in rates.items() if rate == 0}
+        # A cable of a failed chip is already gone; leaving it out makes equal machines equal values.
         self._failed_cables = tuple(sorted(c for c in cables if self._live[c[0]] and self._live[c[1]]))
+        slow = sorted(cable for cable, rate in rates.items() if rate < 1 and cable not in cables)
+        self._slow_cables = tuple((c, rates[c]) for c in slow if self._live[c[0]] and self._live[c[1]])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -130,7 +84,7 @@ class Mesh:
 
     @property
     def wrap(self) -> tuple[bool, ...]:
-        """For each axis, whether its ends are joined."""
+        """For each axis, whether it wraps."""
         return self._wrap
 
     @property
@@ -140,7 +94,7 @@ class Mesh:
 
     @property
     def n_directions(self) -> int:
-        """Links that a chip in the middle of the mesh sends on: two an axis."""
+        """Links that a chip in the middle of the mesh sends on: two per axis."""
         return 2 * len(self._shape)
 
     @property
@@ -160,7 +114,7 @@ class Mesh:
 
     @property
     def is_full(self) -> bool:
-        """Whether nothing has failed."""
+        """Whether nothing has failed; cables may be slow."""
         return self.n_chips == self.size and not self._failed_cables
 
     @property
@@ -168,10 +122,20 @@ class Mesh:
         """Failed cables between live chips, each with its smaller coordinate first."""
         return self._failed_cables
 
+    @property
+    def cable_rates(self) -> Mapping[Cable, Fraction]:
+        """The rate of each live cable that is slower than the hardware's links, as a fraction of theirs."""
+        return MappingProxyType(dict(self._slow_cables))
+
+    @property
+    def has_slow_cables(self) -> bool:
+        """Whether some live cable has a rate below 1."""
+        return bool(self._slow_cables)
+
     @cached_property
     def holes(self) -> tuple[Region, ...]:
-        """The failed chips as disjoint boxes: the same boxes however the failures were written down."""
-        return tuple(_boxes(~self._live))
+        """The failed chips as disjoint boxes: the same boxes however the failures were given."""
+        return tuple(cut_into_boxes(~self._live))
 
     @cached_property
     def rank_of(self) -> IntArray:
@@ -182,7 +146,7 @@ class Mesh:
 
     @cached_property
     def coords(self) -> IntArray:
-        """Coordinates of the live chips, one row a rank."""
+        """Coordinates of the live chips, one row per rank."""
         return _frozen(np.argwhere(self._live).astype(np.int32))
 
     @cached_property
@@ -203,7 +167,7 @@ class Mesh:
 
     @cached_property
     def cables(self) -> IntArray:
-        """Live cables as pairs of ranks, one row a cable, ordered by axis and then by rank."""
+        """Live cables as pairs of ranks, one row per cable, ordered by axis and then by rank."""
         ranks = np.arange(self.n_chips, dtype=np.int32)
         columns = [np.stack([ranks, self.neighbours[:, d]], axis=1) for d in range(0, self.n_directions, 2)]
         pairs = np.concatenate(columns)
@@ -213,6 +177,22 @@ class Mesh:
     def n_cables(self) -> int:
         """Number of live cables, E."""
         return len(self.cables)
+
+    @cached_property
+    def rates(self) -> NDArray[np.float64]:
+        """The rate of each of `cables`, as a fraction of the hardware's link rate."""
+        rates = self.link_rates[self.link(*self.cables.T)]
+        rates.flags.writeable = False
+        return rates
+
+    @cached_property
+    def link_rates(self) -> NDArray[np.float64]:
+        """The rate of each link; 1 in the slots of links that do not exist."""
+        rates = np.ones(self.n_link_slots)
+        for (a, b), rate in self._slow_cables:
+            rates[self.link([self.rank(a), self.rank(b)], [self.rank(b), self.rank(a)])] = float(rate)
+        rates.flags.writeable = False
+        return rates
 
     @property
     def n_link_slots(self) -> int:
@@ -238,7 +218,7 @@ class Mesh:
 
     def rank(self, chip: Sequence[int]) -> int:
         """Return a live chip's rank."""
-        chip = _whole_numbers(chip, "A chip's coordinate")
+        chip = whole_numbers(chip, "A chip's coordinate")
         self._check_chip(chip)
         rank = int(self.rank_of[chip])
         if rank < 0:
@@ -252,7 +232,7 @@ class Mesh:
     @cached_property
     def graph(self) -> csr_array[np.int8]:
         """The live cables as a SciPy graph over ranks, each cable once: search it with `directed=False`."""
-        # SciPy takes a noticeable part of `import meshmend`; only questions about the graph pay.
+        # Importing SciPy would slow down `import meshmend`, so only callers that need the graph pay for it.
         from scipy.sparse import coo_array
 
         a, b = self.cables.T
@@ -261,7 +241,7 @@ class Mesh:
 
     @cached_property
     def component_of(self) -> IntArray:
-        """For each rank the number of its connected part, counted from 0."""
+        """For each rank the number of its connected component, counted from 0."""
         from scipy.sparse.csgraph import connected_components
 
         _, labels = connected_components(self.graph, directed=False)
@@ -269,7 +249,7 @@ class Mesh:
 
     @property
     def n_components(self) -> int:
-        """Number of connected parts that the survivors form."""
+        """Number of connected components of the survivors."""
         return int(self.component_of.max()) + 1
 
     @property
@@ -283,7 +263,13 @@ class Mesh:
         >>> Mesh("8x8").fail("2x2@2,2")
         Mesh(8x8 minus 2x2@2,2: 60 of 64 chips)
         """
-        return Mesh(self._shape, wrap=self._wrap, failed=[*self.holes, *failed], failed_cables=self._failed_cables)
+        return Mesh(
+            self._shape,
+            wrap=self._wrap,
+            failed=[*self.holes, *failed],
+            failed_cables=self._failed_cables,
+            cable_rates=self._slow_cables,
+        )
 
     def _check_chip(self, chip: Coordinate) -> None:
         if len(chip) != self.n_axes:
@@ -309,11 +295,11 @@ class Mesh:
             )
         return hole
 
-    def _check_cable(self, cable: tuple[Sequence[int], Sequence[int]] | str) -> Cable:
+    def _check_cable(self, cable: CableLike) -> Cable:
         if isinstance(cable, str):
             ends = [parse_chip(part) for part in cable.split("-")]
         else:
-            ends = [_whole_numbers(end, "A chip's coordinate") for end in cable]
+            ends = [whole_numbers(end, "A chip's coordinate") for end in cable]
         if len(ends) != 2:
             raise MeshError(f"{cable!r} is not a cable. Write its two chips, as in 6,8-6,9.")
         a, b = sorted(ends)
@@ -328,6 +314,26 @@ class Mesh:
             f"No cable joins {name_chip(a)} and {name_chip(b)}: they are not neighbours in {name_shape(self._shape)}."
         )
 
+    def _check_rates(
+        self, given: Mapping[Region | CableLike, RateLike] | Iterable[tuple[Region | CableLike, RateLike]]
+    ) -> dict[Cable, Fraction]:
+        """Return the rate of each cable that is named, alone or as part of a box."""
+        if isinstance(given, str):
+            raise MeshError(f"cable_rates gives each slow cable its rate, as in {{'0,4-0,5': 0.5}}: got {given!r}.")
+        rates: dict[Cable, Fraction] = {}
+        for key, value in given.items() if isinstance(given, Mapping) else given:
+            rate = check_rate(value)
+            if isinstance(key, Region) or (isinstance(key, str) and "@" in key):
+                named = cables_within(self._check_region(key), self._shape, self._wrap)
+            else:
+                named = [self._check_cable(key)]
+            for cable in named:
+                if rates.setdefault(cable, rate) != rate:
+                    raise MeshError(
+                        f"Cable {name_cable(cable)} has two rates, {rates[cable]} and {rate}: name every cable once."
+                    )
+        return rates
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mesh):
             return NotImplemented
@@ -338,7 +344,7 @@ class Mesh:
 
     @cached_property
     def _key(self) -> tuple[object, ...]:
-        return self._shape, self._wrap, np.packbits(self._live).tobytes(), self._failed_cables
+        return self._shape, self._wrap, np.packbits(self._live).tobytes(), self._failed_cables, self._slow_cables
 
     def __str__(self) -> str:
         name = name_shape(self._shape)
@@ -351,57 +357,15 @@ class Mesh:
             lost.append(f"{len(self.holes) - 4} more holes")
         if self._failed_cables:
             lost.append(f"{len(self._failed_cables)} cable{'s' * (len(self._failed_cables) > 1)}")
-        return f"{name} minus {', '.join(lost)}" if lost else name
+        if lost:
+            name += f" minus {', '.join(lost)}"
+        if self._slow_cables:
+            name += f" with {len(self._slow_cables)} slow cable{'s' * (len(self._slow_cables) > 1)}"
+        return name
 
     def __repr__(self) -> str:
         chips = f"{self.n_chips} of {self.size} chips" if self.n_chips < self.size else f"{self.size} chips"
         return f"Mesh({self}: {chips})"
-
-
-def parse_shape(text: str) -> tuple[int, ...]:
-    """Read a shape such as `16x32` or `4x4x8`.
-
-    >>> parse_shape("16x32")
-    (16, 32)
-    """
-    if not re.fullmatch(r"\d{1,9}(x\d{1,9})*", text.strip(), re.ASCII):
-        raise MeshError(f"{text!r} is not a shape. Write rows x columns without spaces, as in 16x32.")
-    return tuple(int(n) for n in text.strip().split("x"))
-
-
-def parse_chip(text: str) -> Coordinate:
-    """Read a coordinate such as `6,8`.
-
-    >>> parse_chip("6,8")
-    (6, 8)
-    """
-    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text.strip(), re.ASCII):
-        raise MeshError(f"{text!r} is not a chip. Write row,column without spaces, counted from 0, as in 6,8.")
-    return tuple(int(x) for x in text.strip().split(","))
-
-
-def parse_wrap(text: str, n_axes: int, given: str) -> list[bool]:
-    """Say of each axis whether it closes on itself; `given` is how an error begins, naming where the text is from.
-
-    >>> parse_wrap("0,2", 3, given="--wrap 0,2:")
-    [True, False, True]
-    """
-    if text in ("none", "all"):
-        return [text == "all"] * n_axes
-    axes, known = text.split(","), [str(axis) for axis in range(n_axes)]
-    if not set(axes) <= set(known) or len(set(axes)) < len(axes):
-        raise MeshError(f"{given} expected none, all, or axes from 0 to {n_axes - 1}, each once, as in 0,1.")
-    return [axis in axes for axis in known]
-
-
-def name_shape(shape: Sequence[int]) -> str:
-    """Write a shape the way the command line reads it."""
-    return "x".join(str(n) for n in shape)
-
-
-def name_cable(cable: Cable) -> str:
-    """Write a cable the way the command line reads it."""
-    return "-".join(",".join(map(str, end)) for end in cable)
 
 
 def _frozen(array: IntArray) -> IntArray:
@@ -409,66 +373,23 @@ def _frozen(array: IntArray) -> IntArray:
     return array
 
 
-def _whole_numbers(values: Sequence[int], what: str) -> tuple[int, ...]:
-    try:
-        return tuple(operator.index(value) for value in values)
-    except TypeError:
-        raise MeshError(f"{what} is whole numbers, as in (6, 8): got {values!r}.") from None
-
-
 def _check_shape(shape: Sequence[int] | str) -> tuple[int, ...]:
-    checked = parse_shape(shape) if isinstance(shape, str) else _whole_numbers(shape, "A shape")
+    checked = parse_shape(shape) if isinstance(shape, str) else whole_numbers(shape, "A shape")
     if not 1 <= len(checked) <= MAX_AXES or any(n < 1 for n in checked):
         raise MeshError(f"A mesh has 1 to {MAX_AXES} axes of at least one chip each: got {name_shape(checked)}.")
     size = 1
     for n in checked:
         size *= n
     if size > MAX_CHIPS:
-        raise MeshError(f"A {name_shape(checked)} mesh has {size:,} chips; meshmend carries up to {MAX_CHIPS:,}.")
+        raise MeshError(f"A {name_shape(checked)} mesh has {size:,} chips; the limit is {MAX_CHIPS:,}.")
     return checked
 
 
 def _check_wrap(wrap: bool | Sequence[bool], shape: tuple[int, ...]) -> tuple[bool, ...]:
     asked = (wrap,) * len(shape) if isinstance(wrap, bool) else tuple(wrap)
     if not all(isinstance(w, bool | np.bool_) for w in asked):
-        # A text or a list of axis numbers is a sequence too, and would be read as one truth per axis.
+        # A string or a list of axis numbers is a sequence too, and would be read as one bool per axis.
         raise MeshError(f"wrap is True, False, or one of them per axis, as in (False, True): got {wrap!r}.")
     if len(asked) != len(shape):
         raise MeshError(f"wrap needs one value for each of {len(shape)} axes: got {len(asked)}.")
     return tuple(bool(w) and n > 2 for w, n in zip(asked, shape, strict=True))
-
-
-def _boxes(mask: NDArray[np.bool_]) -> list[Region]:
-    """Cut the True cells into disjoint boxes, each grown from its first cell along the last axis first."""
-    left = mask.copy()
-    boxes = []
-    for cell in map(tuple, np.argwhere(mask)):
-        if not left[cell]:
-            continue
-        extent = [1] * mask.ndim
-        for axis in reversed(range(mask.ndim)):
-            while cell[axis] + extent[axis] < mask.shape[axis]:
-                face = [slice(c, c + n) for c, n in zip(cell, extent, strict=True)]
-                face[axis] = slice(cell[axis] + extent[axis], cell[axis] + extent[axis] + 1)
-                if not left[tuple(face)].all():
-                    break
-                extent[axis] += 1
-        box = Region(at=tuple(int(c) for c in cell), shape=tuple(extent))
-        left[box.slices] = False
-        boxes.append(box)
-    return boxes
-
-
-def all_placements(
-    mesh_shape: Sequence[int], hole_shape: Sequence[int], *, align: Sequence[int] | int = 2
-) -> list[Region]:
-    """Return every place of a hole in a mesh whose corner lies on a multiple of `align` on each axis.
-
-    >>> [str(host) for host in all_placements((4, 4), (4, 2), align=(4, 2))]
-    ['4x2@0,0', '4x2@0,2']
-    """
-    if len(mesh_shape) != len(hole_shape):
-        raise MeshError(f"A {name_shape(hole_shape)} hole does not fit a mesh of {len(mesh_shape)} axes.")
-    strides = (align,) * len(mesh_shape) if isinstance(align, int) else tuple(align)
-    ranges = [range(0, n - h + 1, by) for n, h, by in zip(mesh_shape, hole_shape, strides, strict=True)]
-    return [Region(at=at, shape=tuple(hole_shape)) for at in product(*ranges)]

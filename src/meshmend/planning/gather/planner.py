@@ -1,0 +1,121 @@
+"""Gather: a reduce-scatter or an all-gather of any connected survivors, within a few per cent of the least time.
+
+The halves of an all-reduce by trees are slow as collectives of their own: a root in the middle makes the tree shallow
+and leaves the corners' links idle for most of the time. Planned as such, an all-gather keeps every link of a corner
+busy from beginning to end (`spreading`), and that is all that can be asked: a corner must receive what it does not own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, final
+
+from meshmend.planning.base import MAX_TRANSFERS, CannotServe, Floor, Planner, check_count
+from meshmend.planning.gather.spreading import share_out, spread
+from meshmend.schedule import Collective, Op, Schedule
+from meshmend.topology import Mesh
+
+CHUNKS = 1000
+"""About as many chunks unless told, the same number for every chip: the last of them add a few steps in a thousand."""
+DEFAULT_TRANSFERS = 2**21
+"""Unless told, no more transfers than this. Planning takes about a microsecond for each."""
+FILLING_PER_SIDE = 0.5
+"""Steps beyond the least for each chip along each side of a mesh: while the farthest chunks are on their way."""
+
+
+@final
+@dataclass(frozen=True)
+class Gather(Planner):
+    """Reduce-scatters and all-gathers as such: every link brings a chunk that its target lacks, in every step.
+
+    `chunks` cuts the payload; each chip owns the same number of them, give or take one. Left out, it is a multiple of
+    the number of chips, about a thousand.
+
+    >>> Gather().plan(Mesh("8x8", failed=["2x2@2,2"]))
+    Schedule(gather all-gather on 8x8 minus 2x2@2,2: 60 chips, ... steps, 1,020 chunks, 60,180 transfers)
+    """
+
+    name: ClassVar[str] = "gather"
+    is_splittable: ClassVar[bool] = False
+
+    chunks: int | None = None
+    collective: Collective = Collective.ALL_GATHER
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "collective", Collective(self.collective))
+        if self.chunks is not None:
+            object.__setattr__(self, "chunks", check_count("chunks", self.chunks))
+
+    def variants(self, mesh: Mesh, step_cost: float) -> Sequence[Gather]:
+        """Return this planner and one with about the best number of chunks, as `Weave.variants` does."""
+        if self.chunks is not None:
+            return [self]
+        load, most = _least_load(mesh), default_chunks(mesh)
+        best = math.sqrt(FILLING_PER_SIDE * sum(mesh.shape) / (load * step_cost)) if load * step_cost > 0 else most
+        tuned = max(1, min(round(best), most))
+        if tuned > mesh.n_chips:
+            tuned -= tuned % mesh.n_chips
+        return [self] if tuned == most else [self, replace(self, chunks=tuned)]
+
+    def floor(self, mesh: Mesh) -> Floor:
+        """Return what it costs at least: a chip receives what it does not own, a chunk over each link in a step."""
+        chunks, n = self.chunks or default_chunks(mesh), mesh.n_chips
+        lacks = 1 - -(-chunks // n) / chunks
+        load = lacks * _least_load(mesh)
+        return Floor(steps=math.ceil(load * chunks - 1e-9), link_load=load, chip_load=lacks)
+
+    def n_transfers(self, mesh: Mesh) -> int:
+        """Return one transfer for each chunk and each chip that does not own it."""
+        return (mesh.n_chips - 1) * (self.chunks or default_chunks(mesh))
+
+    def _check(self, mesh: Mesh) -> None:
+        if self.collective is Collective.ALL_REDUCE:
+            raise CannotServe(
+                "it plans reduce-scatters and all-gathers, and an all-reduce was asked for. "
+                "Ask for collective='reduce-scatter' or 'all-gather', or take another planner."
+            )
+        most = MAX_TRANSFERS // max(1, mesh.n_chips - 1)
+        if self.chunks is not None and self.chunks > most:
+            raise CannotServe(
+                f"it takes at most {most:,} chunks on {mesh.n_chips:,} chips, and {self.chunks:,} were asked for."
+            )
+
+    def _plan(self, mesh: Mesh) -> Schedule:
+        """Return the all-gather, or the same backwards in time."""
+        owners = share_out(mesh.n_chips, self.chunks or default_chunks(mesh))
+        found = spread(mesh, owners)
+        step, src, dst, op = found.step, found.src, found.dst, Op.COPY
+        if self.collective is Collective.REDUCE_SCATTER:
+            step, src, dst, op = found.step.max(initial=0) - found.step, found.dst, found.src, Op.REDUCE
+        return Schedule(
+            mesh,
+            total_chunks=len(owners),
+            step=step,
+            src=src,
+            dst=dst,
+            first_chunk=found.chunk,
+            op=int(op),
+            phase_names=(str(self.collective),),
+            owners=owners,
+            collective=self.collective,
+            planner=self.name,
+        )
+
+
+def default_chunks(mesh: Mesh) -> int:
+    """Return the number of chunks that gather takes unless told: as many for each chip as come close to `CHUNKS`.
+
+    >>> default_chunks(Mesh("8x8")), default_chunks(Mesh("32x32")), default_chunks(Mesh("64x64"))
+    (1024, 1024, 512)
+    """
+    n = mesh.n_chips
+    most = max(1, DEFAULT_TRANSFERS // max(1, n - 1))
+    return min(n * -(-CHUNKS // n), most)
+
+
+def _least_load(mesh: Mesh) -> float:
+    """Return the payload fraction that a chip which owns nothing receives over each of its links, at the narrowest."""
+    degree = (mesh.neighbours >= 0).sum(axis=1)
+    return 1 / max(1, int(degree.min()))

@@ -1,0 +1,216 @@
+"""Gather: everybody gets everything once, over live links, in about the least time there is."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from checks import assert_serves
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshmend import Collective, Mesh, PlanError, Schedule, bound, plan, verify
+from meshmend.cost import StepDemand, find_hardware
+from meshmend.errors import ParameterError
+from meshmend.planning import Gather, Half, PlanCache, Weave, make_planner
+from meshmend.planning.gather.spreading import share_out, spread
+from strategies import meshes
+
+HALVES = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
+
+CORRIDOR = Mesh("8x8", failed=["3x1@0,3", "3x1@5,3"])
+
+
+def follow(mesh: Mesh, owners: list[int]) -> int:
+    """Replay the deliveries with sets, by the rules alone; return the number of steps."""
+    found = spread(mesh, np.array(owners))
+    rows = list(zip(*(column.tolist() for column in (found.step, found.src, found.dst, found.chunk)), strict=True))
+    holds = [{chunk for chunk, owner in enumerate(owners) if owner == rank} for rank in range(mesh.n_chips)]
+    steps = 0
+    for step, together in itertools.groupby(sorted(rows), key=lambda row: row[0]):
+        assert step == steps
+        steps += 1
+        moves = [row[1:] for row in together]
+        links = {(src, dst) for src, dst, _ in moves}
+        assert len(links) == len(moves), "a link carries two chunks"
+        assert len({(src, chunk) for src, _, chunk in moves}) == len(moves), "a chip sends a chunk twice in a step"
+        assert len({(dst, chunk) for _, dst, chunk in moves}) == len(moves), "a chip takes a chunk twice in a step"
+        for src, dst, chunk in moves:
+            assert dst in mesh.neighbours[src]
+            assert chunk in holds[src]
+            assert chunk not in holds[dst]
+        for _, dst, chunk in moves:
+            holds[dst].add(chunk)
+    assert all(len(held) == len(owners) for held in holds)
+    return steps
+
+
+@settings(max_examples=40, deadline=None)
+@given(meshes(max_side=5), st.integers(1, 150))
+def test_every_chunk_comes_to_every_chip_once_over_live_links(mesh: Mesh, chunks: int) -> None:
+    if mesh.is_connected:
+        follow(mesh, share_out(mesh.n_chips, chunks).tolist())
+
+
+@given(st.integers(1, 300), st.integers(1, 2000))
+def test_shares_differ_by_one_chunk_at_most(n_chips: int, chunks: int) -> None:
+    shares = np.bincount(share_out(n_chips, chunks), minlength=n_chips)
+    assert shares.sum() == chunks
+    assert shares.max() - shares.min() <= 1
+
+
+def test_any_owners_will_do() -> None:
+    assert follow(Mesh("1x3"), [0] * 10) == 11  # ten chunks over one link, and one step more to the far end
+    assert follow(Mesh("2x2"), [3, 3]) == 2  # one chunk each way round, and on to the two that lack it
+
+
+def test_the_same_mesh_gives_the_same_plan() -> None:
+    owners = share_out(CORRIDOR.n_chips, 70)
+    one, other = (spread(CORRIDOR, owners) for _ in range(2))
+    assert np.array_equal(one.chunk, other.chunk)
+    assert np.array_equal(one.step, other.step)
+
+
+@pytest.mark.parametrize("per_chip", [2, 4])
+def test_two_cables_between_two_parts_bring_different_chunks(per_chip: int) -> None:
+    least = 57 * per_chip / 2  # a corner receives what 57 others own over two cables
+    assert follow(CORRIDOR, share_out(58, 58 * per_chip).tolist()) <= 1.02 * least
+
+
+def ratio(schedule: Schedule) -> float:
+    """Time by bandwidth alone over the optimum for the same owners; one chunk crosses a link in a step."""
+    shares = tuple(np.bincount(schedule.owners, minlength=schedule.mesh.n_chips).tolist())
+    least = bound(schedule.mesh, collective=schedule.collective, shares=shares)
+    return schedule.n_steps / schedule.total_chunks / least.units
+
+
+@pytest.mark.parametrize("collective", HALVES)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        Mesh("1x1"),
+        Mesh("1x2"),
+        Mesh("5x3", failed=["1,1"], failed_cables=["0,0-0,1"]),
+        Mesh("4x3x3", failed=["1,1,1"]),
+        Mesh("5x5", wrap=True, failed=["2,2"]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("chunks", [1, 7, 60])
+def test_it_serves_any_survivors_with_any_number_of_chunks(mesh: Mesh, collective: Collective, chunks: int) -> None:
+    schedule = plan(mesh, "gather", collective=collective, chunks=chunks)
+    assert schedule.collective is collective
+    assert_serves(schedule)
+    shares = np.bincount(schedule.owners, minlength=mesh.n_chips)
+    assert shares.max() - shares.min() <= 1
+
+
+@pytest.mark.parametrize("collective", HALVES)
+def test_at_the_optimum_round_a_board_counted_exactly(collective: Collective) -> None:
+    schedule = Gather(collective=collective).plan(Mesh("8x8", failed=["2x2@2,2"]))
+    assert verify(schedule, method="exact").method == "exact"
+    assert ratio(schedule) <= 1.005
+    assert_serves(schedule)
+
+
+@pytest.mark.parametrize(
+    ("shape", "hole"),
+    [
+        ("16x16", "2x2@6,6"),
+        pytest.param("16x32", "4x2@6,8", marks=pytest.mark.slow),
+        pytest.param("32x32", "4x2@6,8", marks=pytest.mark.slow),
+    ],
+)
+def test_near_the_optimum_on_large_meshes_in_seconds(shape: str, hole: str) -> None:
+    mesh = Mesh(shape, failed=[hole])
+    mesh.neighbours  # noqa: B018  # so that the clock counts planning alone
+    started = time.process_time()
+    schedule = Gather(collective=Collective.REDUCE_SCATTER).plan(mesh)
+    took = time.process_time() - started
+    assert ratio(schedule) <= 1.02
+    verify(schedule)
+    assert took < 4  # two seconds on a core of its own: docs/gather.md
+
+
+def random_survivors(rng: np.random.Generator) -> Mesh:
+    """A connected mesh of two or three axes, some of them wrapped, with up to a third of its chips failed."""
+    while True:
+        shape = tuple(rng.integers(2, 11, 2).tolist() if rng.random() < 0.7 else rng.integers(2, 5, 3).tolist())
+        wrap = tuple((rng.random(len(shape)) < 0.3).tolist())
+        whole = Mesh(shape, wrap=wrap)
+        lost = rng.choice(whole.size, int(whole.size * rng.uniform(0, 0.33)), replace=False)
+        mesh = Mesh(shape, wrap=wrap, failed=[whole.chip(int(rank)) for rank in lost])
+        if mesh.is_connected and mesh.n_chips > 1:
+            return mesh
+
+
+@pytest.mark.parametrize("n", [3, pytest.param(100, marks=pytest.mark.slow)])
+def test_near_the_optimum_on_random_survivors(n: int) -> None:
+    rng = np.random.default_rng(15)
+    for _ in range(n):
+        mesh = random_survivors(rng)
+        assert ratio(Gather().plan(mesh)) <= 1.05, mesh
+
+
+def test_no_schedule_costs_less_than_its_floor() -> None:
+    rng = np.random.default_rng(1)
+    ideal = find_hardware("ideal")
+    for collective in HALVES:
+        for _ in range(3):
+            mesh = random_survivors(rng)
+            able = [make_planner(name, collective=collective) for name in ("hamiltonian", "two-color", "row-pairs")]
+            planners = [p for p in able if p.why_not(mesh) is None] + [Half(Weave(chunks=50), collective)]
+            for planner in [Gather(50, collective), Gather(3, collective), *planners]:
+                schedule, floor = planner.plan(mesh), planner.floor(mesh)
+                assert schedule.n_steps >= floor.steps
+                assert StepDemand(schedule).seconds(1e9, ideal) >= floor.link_load * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("collective", HALVES)
+@pytest.mark.parametrize(("payload", "hardware"), [(1e3, "tpu-v4"), (3e6, "tpu-v4"), (3e6, "tpu-v3-xla")])
+def test_auto_takes_the_fastest_of_gather_and_the_halves(collective: Collective, payload: float, hardware: str) -> None:
+    mesh = Mesh("4x6", failed=["2x2@0,2"])
+    machine = find_hardware(hardware)
+    taken = plan(mesh, collective=collective, payload_bytes=payload, hardware=hardware)
+    assert_serves(taken)
+    rivals = [
+        plan(mesh, name, collective=collective, payload_bytes=payload, hardware=hardware)
+        for name in ("gather", "weave", "hamiltonian", "row-pairs")
+    ]
+    times = [StepDemand(rival).seconds(payload, machine) for rival in rivals]
+    assert StepDemand(taken).seconds(payload, machine) <= min(times) * (1 + 1e-9)
+
+
+def test_auto_takes_gather_where_no_ring_is() -> None:
+    mesh = Mesh("5x5", failed=["2,2"])
+    assert plan(mesh, collective="all-gather", payload_bytes=1e8, hardware="tpu-v4").planner == "gather"
+
+
+def test_planners_of_all_reduces_give_their_half() -> None:
+    schedule = plan(Mesh("4x4"), "hamiltonian", collective="all-gather")
+    assert (schedule.planner, schedule.collective, schedule.n_steps) == ("hamiltonian", Collective.ALL_GATHER, 15)
+
+
+def test_what_cannot_be_planned_is_told_with_what_can() -> None:
+    with pytest.raises(PlanError, match="gather cannot plan for 4x4: it plans reduce-scatters and all-gathers") as told:
+        plan(Mesh("4x4"), "gather")
+    assert "Ask for collective='reduce-scatter' or 'all-gather'" in str(told.value)
+    assert "weave" in str(told.value)
+    with pytest.raises(ParameterError, match=r"There is no collective 'broadcast'. Collectives: all-reduce, reduce-"):
+        plan(Mesh("4x4"), collective="broadcast")
+    with pytest.raises(ParameterError, match=r"its collective is all-reduce: plan cannot make it all-gather. Pass its"):
+        plan(Mesh("4x4"), Weave(), collective="all-gather")
+    with pytest.raises(PlanError, match="takes at most 2,236,962 chunks on 16 chips, and 9,999,999 were asked for"):
+        plan(Mesh("4x4"), "gather", collective="all-gather", chunks=9_999_999)
+
+
+def test_the_cache_tells_collectives_apart(tmp_path: str) -> None:
+    cache, mesh = PlanCache(tmp_path), Mesh("2x3")
+    asked = [(name, collective) for name in ("auto", "weave") for collective in Collective]
+    asked += [("gather", collective) for collective in HALVES]
+    for name, collective in asked:
+        for _ in range(2):
+            assert plan(mesh, name, collective=collective, cache=cache).collective is collective
+    assert len(cache) == len(asked)

@@ -1,0 +1,139 @@
+"""What meshmend uses of torch and torchft that is not public: each fails here, with what breaks, when it moves."""
+
+from __future__ import annotations
+
+import inspect
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("torchft")
+
+import torch
+import torch.distributed as dist
+import torchft
+from torchft.process_group import ProcessGroupWrapper
+
+from meshmend.torch.ddp import DistributedDataParallel
+from meshmend.torch.private import Work, cpu_backend, gloo_backend, gloo_group, leaves_with_paths
+from meshmend.torch.private_torchft import HookedDataParallel, ReconfiguredGroup
+from meshmend.torch.process_group import MeshProcessGroup
+
+SECONDS = timedelta(seconds=10)
+NO_GLOO = (
+    "MeshProcessGroup and `meshmend bench allreduce` cannot make their Gloo groups. Change meshmend/torch/private.py."
+)
+NO_HOOK = "torchft would use its own hook instead of meshmend's. Change meshmend/torch/private_torchft.py."
+
+
+def alone() -> dist.HashStore:
+    return dist.HashStore()
+
+
+def test_gloo_is_made_without_a_default_group() -> None:
+    try:
+        backend = gloo_backend(alone(), 0, 1, timeout=SECONDS)
+    except (AttributeError, TypeError) as error:
+        pytest.fail(f"{NO_GLOO} ({error})")
+    assert not dist.is_initialized()
+    assert (backend.rank(), backend.size()) == (0, 1)
+    payload = torch.tensor([1.0, 2.0])
+    backend.allreduce([payload]).wait()
+    assert payload.tolist() == [1.0, 2.0]
+
+
+def test_a_group_has_the_gloo_that_it_was_given() -> None:
+    try:
+        group = gloo_group(alone(), 0, 1, connect_timeout=SECONDS, timeout=SECONDS, interface="lo")
+    except (AttributeError, TypeError) as error:
+        pytest.fail(f"{NO_GLOO} ({error})")
+    backend = cpu_backend(group)
+    assert isinstance(backend, dist.ProcessGroupGloo), "engines find no transport in a group: see cpu_backend"
+    assert all(hasattr(backend, name) for name in ("send", "recv", "rank", "size"))
+
+
+def test_a_group_without_a_cpu_backend_says_so() -> None:
+    with pytest.raises(RuntimeError):
+        cpu_backend(dist.ProcessGroup(alone(), 0, 1))
+
+
+def test_a_started_collective_is_what_torch_waits_for() -> None:
+    done = gloo_backend(alone(), 0, 1, timeout=SECONDS).allreduce([torch.zeros(1)])
+    assert isinstance(done, Work), "torch would not take meshmend's work for a started collective: see Work"
+    done.wait()
+
+
+def test_leaves_come_with_the_keys_that_lead_to_them() -> None:
+    found = leaves_with_paths({"b": [1, (2,)], "a": 3})
+    keys = [[getattr(key, "key", getattr(key, "idx", None)) for key in path] for path, _ in found]
+    assert dict(zip(map(str, keys), [leaf for _, leaf in found], strict=True)) == {
+        "['b', 0]": 1,
+        "['b', 1, 0]": 2,
+        "['a']": 3,
+    }, "all_reduce of a tree cannot name its tensors: see leaves_with_paths"
+
+
+def test_torchft_forms_groups_and_reduces_buckets_through_the_hooks() -> None:
+    assert "_create_pg" in vars(ProcessGroupWrapper), f"configure no longer calls _create_pg. {NO_HOOK}"
+    assert "_create_pg(" in inspect.getsource(ProcessGroupWrapper.configure), NO_HOOK
+    assert "_comm_hook" in vars(torchft.DistributedDataParallel), NO_HOOK
+    assert "self._comm_hook" in inspect.getsource(torchft.DistributedDataParallel.__init__), NO_HOOK
+    parameters = list(inspect.signature(DistributedDataParallel._comm_hook).parameters.values())
+    assert [parameter.name for parameter in parameters] == ["state", "bucket"]
+    assert parameters[1].annotation is dist.GradBucket, "DDP refuses a hook without this annotation"
+
+
+def test_configure_calls_form_and_buckets_go_to_reduce_bucket() -> None:
+    class Group(ReconfiguredGroup):
+        def form(self, store: Any, rank: int, world_size: int) -> Any:
+            return store, rank, world_size
+
+    class Parallel(HookedDataParallel):
+        @staticmethod
+        def reduce_bucket(manager: Any, bucket: Any) -> Any:
+            return manager, bucket
+
+    assert Group(SECONDS)._create_pg("store", 1, 2) == ("store", 1, 2)
+    assert Parallel._comm_hook("manager", "bucket") == ("manager", "bucket")
+
+
+@pytest.mark.parametrize("ours", [MeshProcessGroup, DistributedDataParallel])
+def test_no_private_method_of_torchft_is_overridden_elsewhere(ours: type) -> None:
+    theirs = {
+        name
+        for base in ours.__mro__
+        if base.__module__.startswith(("torchft", "torch."))
+        for name in vars(base)
+        if name.startswith("_") and not name.startswith("__") and not name.startswith("_abc")
+    }
+    assert not theirs & set(vars(ours))
+
+
+class Doubling:
+    """A manager whose all-reduce doubles what it gets, or fails as torchft's does: its work ends, without a result."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+        self.buckets = 0
+
+    def allreduce(self, tensor: torch.Tensor) -> Any:
+        self.buckets += 1
+        if not self.fails:
+            tensor.mul_(2)
+        return SimpleNamespace(wait=lambda: not self.fails, get_future=lambda: SimpleNamespace(_fut=None))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_torchfts_data_parallel_runs_the_hook_in_its_backward_pass(fails: bool) -> None:
+    layer = torch.nn.Linear(3, 1, bias=False)
+    manager = Doubling(fails)
+    parallel = DistributedDataParallel(manager, layer)
+    for rounds in (1, 2):
+        layer.zero_grad()
+        parallel(torch.tensor([[1.0, 2.0, 3.0]])).sum().backward()
+        assert manager.buckets == rounds, NO_HOOK
+        assert layer.weight.grad is not None
+        assert layer.weight.grad.tolist() == [[1.0, 2.0, 3.0] if fails else [2.0, 4.0, 6.0]]
