@@ -25,6 +25,8 @@ MAX_TEMPLATE_TRANSFERS = 2**23
 """A larger template takes minutes to make; on meshes where a few trees are larger than that there is none."""
 ROOM = 0.025
 """Part of the busiest cable's load by which the period is longer than the mean: with less, packing takes for ever."""
+MAX_ATTEMPTS = 6
+"""Attempts at lanes beyond which little is gained."""
 PACKING_SHARE = 0.6
 """Part of the time that may go into packing; what it leaves is for finding lanes."""
 GROW_SECONDS, MOVE_SECONDS, RUN_SECONDS = 3e-6, 4e-6, 2.6e-4
@@ -84,7 +86,7 @@ def make_template(
     lines = Lines(mesh)
     runs = [lines.runs(trees.cables[tree], rooted, tree) for tree in range(n_trees)]
     attempts = (1 - PACKING_SHARE) * seconds / (RUN_SECONDS * sum(len(tree.runs) for tree in runs))
-    steps = find_lanes(lines, runs, period, swap=swap, attempts=max(1, int(attempts)))
+    steps = find_lanes(lines, runs, period, swap=swap, attempts=max(1, min(int(attempts), MAX_ATTEMPTS)))
     return _schedule(mesh, rooted.parent, steps, roots, planner, phases), period
 
 
