@@ -21,17 +21,20 @@ from meshmend.topology import Mesh
 
 MAX_TREES = 64
 MIN_TREES = 2
-MAX_TEMPLATE_TRANSFERS = 2**23
-"""A larger template takes minutes to make; on meshes where a few trees are larger than that there is none."""
+MAX_TEMPLATE_TRANSFERS = 2**22
+"""No larger template is chosen: it would take minutes to make."""
 ROOM = 0.025
 """Part of the busiest cable's load by which the period is longer than the mean: with less, packing takes for ever."""
 MAX_ATTEMPTS = 6
 """Attempts at lanes beyond which little is gained."""
 PACKING_SHARE = 0.6
 """Part of the time that may go into packing; what it leaves is for finding lanes."""
-GROW_SECONDS, MOVE_SECONDS, RUN_SECONDS = 3e-6, 4e-6, 2.6e-4
-"""What it takes, as measured on a small virtual machine: to grow a tree, and to move an overload, for each chip; and to
-place a run. Work is limited by these, not by a clock: every host must come to the same plan."""
+GROW_SECONDS = 3e-6
+MOVE_SECONDS, MOVE_SECONDS_PER_CHIP = 2.5e-3, 5e-7
+RUN_SECONDS, RUN_SECONDS_PER_CHIP = 1e-4, 5e-6
+"""What it takes, as measured on a small virtual machine that was busy: to grow a tree, for each chip; to move an
+overload; and to place a run, for each chip along the longest side. Work is limited by these, not by a clock: every host
+must come to the same plan."""
 
 
 def choose_trees(mesh: Mesh, most: int = MAX_TREES) -> int:
@@ -66,7 +69,11 @@ def least_period(mesh: Mesh, n_trees: int) -> int:
 def least_seconds(mesh: Mesh, n_trees: int) -> float:
     """Return about how many CPU seconds a template takes at least."""
     runs = n_trees * max(mesh.shape) * 1.3
-    return n_trees * mesh.n_chips * GROW_SECONDS + runs * RUN_SECONDS
+    return n_trees * mesh.n_chips * GROW_SECONDS + runs * _run_seconds(mesh)
+
+
+def _run_seconds(mesh: Mesh) -> float:
+    return RUN_SECONDS + max(mesh.shape) * RUN_SECONDS_PER_CHIP
 
 
 def make_template(
@@ -77,7 +84,7 @@ def make_template(
     Every chunk goes up to its owner and comes down again; with `swap` two chips exchange halves where that fits.
     """
     wanted = least_period(mesh, n_trees)
-    moves = max(20, int(PACKING_SHARE * seconds / (mesh.n_chips * MOVE_SECONDS + 5e-4)))
+    moves = max(20, int(PACKING_SHARE * seconds / (MOVE_SECONDS + mesh.n_chips * MOVE_SECONDS_PER_CHIP)))
     trees = pack(mesh, n_trees, wanted, moves)
     period = max(wanted, int(np.bincount(trees.cables.ravel()).max()))
     eccentricity, somewhere = measure(trees)
@@ -85,7 +92,7 @@ def make_template(
     rooted = reroot(somewhere, np.arange(n_trees), roots)
     lines = Lines(mesh)
     runs = [lines.runs(trees.cables[tree], rooted, tree) for tree in range(n_trees)]
-    attempts = (1 - PACKING_SHARE) * seconds / (RUN_SECONDS * sum(len(tree.runs) for tree in runs))
+    attempts = (1 - PACKING_SHARE) * seconds / (_run_seconds(mesh) * sum(len(tree.runs) for tree in runs))
     steps = find_lanes(lines, runs, period, swap=swap, attempts=max(1, min(int(attempts), MAX_ATTEMPTS)))
     return _schedule(mesh, rooted.parent, steps, roots, planner, phases), period
 
