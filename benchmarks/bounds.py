@@ -1,4 +1,4 @@
-"""The bounds of docs/cost.md: all-reduce, reduce-scatter and all-gather; what binds, and the CPU seconds to find it.
+"""The bounds of docs/cost.md for each collective: the tightest partition, and the CPU seconds to find it.
 
 python benchmarks/bounds.py
 """

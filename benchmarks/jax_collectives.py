@@ -1,10 +1,10 @@
-"""What the JAX engine costs beside a bare ring of `lax.ppermute` and beside `lax.psum`, on virtual CPU devices.
+"""The JAX engine compared with a bare ring of `lax.ppermute` and with `lax.psum`, on virtual CPU devices.
 
     python benchmarks/jax_collectives.py                     # 2x4 and 4x4 chips, 64 MB
     python benchmarks/jax_collectives.py --shape 4x4 --megabytes 8 --json
 
-All are timed in turn, several rounds, best of each: so that a busy machine slows them alike. Idle lanes cost a copy
-on CPU; on a TPU the lanes run side by side.
+All are timed in turn, several rounds, best of each, so that a busy machine slows all of them alike. Idle lanes cost a
+copy on CPU; on a TPU the lanes run side by side.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python benchmarks/paper_workloads.py                     # all of table 2: about half an hour on two cores
     python benchmarks/paper_workloads.py --model resnet-50 --shape 32x32 --json
 
-Batches are those of MLPerf v0.7 at 1024 chips (32,768 images, 8,192 sequences) and the same in all on 512.
+Batches are those of MLPerf v0.7 at 1024 chips (32,768 images, 8,192 sequences), and the same global batch on 512.
 """
 
 from __future__ import annotations

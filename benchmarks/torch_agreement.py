@@ -1,8 +1,8 @@
-"""What it costs that members agree on every call before data moves: an all-reduce with it and without.
+"""The cost of agreeing on every call before data moves: an all-reduce with agreement and without.
 
     python benchmarks/torch_agreement.py
 
-One process a chip, over loopback. Both are timed in turn, so that a busy machine slows them alike; medians.
+One process per chip, over loopback. Both are timed in turn, so that a busy machine slows both alike; medians.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAYLOADS = ((4_000, 100), (32_000_000, 8))
 
 
 def main() -> None:
-    """Time every mesh with every payload, and print a line for each."""
+    """Time every mesh with every payload, and print one line per case."""
     for shape in SHAPES:
         for payload_bytes, times in PAYLOADS:
             mesh = Mesh(shape)
@@ -70,13 +70,13 @@ def measure(
             engine.all_reduce(payload)
             runs.append(time.perf_counter() - started)
     group.barrier().wait()
-    # The store lives in rank 0: the others leave first.
+    # Rank 0 hosts the store, so the others leave first.
     time.sleep(0.2 if rank == 0 else 0)
     return seconds
 
 
 def _nothing(*_: Any) -> None:
-    """Agree without asking."""
+    """Skip the agreement."""
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
     python benchmarks/weave.py --scale   8×8 to 256×256 with the default number of chunks
     python benchmarks/weave.py --repeat 5   plan each mesh five times; the best time counts
 
-Every run is cold: a process of its own, the import of SciPy's graph module included. Planning uses one core, so
-on a machine that is busy with other things its CPU time is the better measure.
+Every run is cold: a new process, including the import of SciPy's graph module. Planning uses one core, so on a busy
+machine its CPU time is the better measure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a schedule is right, counted by hand: the judge of `meshmend.schedule.verify`, with which it shares no code.
+"""Whether a schedule is right, by counting: the oracle of `meshmend.schedule.verify`, with which it shares no code.
 
 A dictionary for every chip and chunk says how often each contribution is in it, in Python's own unbounded integers.
 Slow, and so plain that it can be checked by reading.

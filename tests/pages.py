@@ -30,7 +30,7 @@ BLOCK = re.compile(
     r"^(?P<fence_indent> *)```(?P<kind>[^\n]*)\n(?P<body>.*?)^(?P=fence_indent)```$",
     re.M | re.S,
 )
-# What the machine is told about itself would hide what a block forgets to say.
+# These variables describe the machine, and would hide what a block forgets to set.
 HIDDEN = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "MESHMEND_SHAPE", "MESHMEND_FAILED", "MESHMEND_WRAP")
 
 

@@ -30,7 +30,8 @@ def one_way_ring(mesh: mm.Mesh) -> mm.Schedule:
 def tree_schedule(mesh: mm.Mesh, chunks: int, seed: int = 0) -> mm.Schedule:
     """A random breadth-first tree a chunk, reduced to its root and copied back; any connected mesh.
 
-    A link carries one chunk a step, and a chip receives a chunk from one neighbour a step; the earliest chunk first.
+    A link carries one chunk per step, and a chip receives a chunk from one neighbour per step,
+    the earliest chunk first.
     """
     rng = np.random.default_rng(seed)
     roots = rng.permutation(np.resize(np.arange(mesh.n_chips), chunks))

@@ -95,7 +95,7 @@ def test_a_command_can_be_copied() -> None:
         ("```python\n1\n", "do not come in as many pairs"),
     ],
 )
-def test_a_broken_page_is_noticed(text: str, message: str, tmp_path: Path) -> None:
+def test_a_broken_page_is_detected(text: str, message: str, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(text, encoding="utf-8")
     with pytest.raises((AssertionError, ValueError), match=message):

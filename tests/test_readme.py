@@ -92,9 +92,9 @@ def test_the_bound_is_what_it_says() -> None:
 
 
 def test_two_phases_take_at_least_what_it_says() -> None:
-    halves = [mm.bound(MESH, collective=half).units for half in mm.Collective if half is not mm.Collective.ALL_REDUCE]
-    assert len(halves) == 2
-    assert f"at least {sum(halves):.0f} M/b ²" in README
+    bounds = [mm.bound(MESH, collective=one).units for one in mm.Collective if one is not mm.Collective.ALL_REDUCE]
+    assert len(bounds) == 2
+    assert f"at least {sum(bounds):.0f} M/b ²" in README
 
 
 @pytest.mark.parametrize("row", ["**meshmend**", "[the paper]"])

@@ -27,7 +27,7 @@ RINGS = {
         ("row-pairs", {"orientation": way, "segments": n}) for way in ("rows", "columns") for n in SEGMENTS
     ],
 }
-"""What meshmend's own choice is compared with, each at the best of its parameters for this payload."""
+"""What meshmend's own choice is compared with, each with its best parameters for this payload."""
 
 
 def draw_mesh(ax: Axes, mesh: mm.Mesh, title: str) -> None:
@@ -45,7 +45,7 @@ def draw_mesh(ax: Axes, mesh: mm.Mesh, title: str) -> None:
 
 
 def draw_broken_rings(ax: Axes, mesh: mm.Mesh) -> None:
-    """Draw a ring round each pair of rows; those that meet the hole do not close."""
+    """Draw a ring round each pair of rows; those that the hole touches do not close."""
     draw_mesh(ax, mesh, "A board dies: its ring no longer closes")
     for top in range(0, mesh.shape[0], 2):
         columns = range(mesh.shape[1])

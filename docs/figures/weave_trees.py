@@ -1,4 +1,4 @@
-"""Draw weave_trees.svg: a warp tree, a weft tree, a tree mended round a hole, and how evenly cables are used.
+"""Draw weave_trees.svg: a warp tree, a weft tree, a tree repaired round a hole, and how evenly cables are used.
 
 python docs/figures/weave_trees.py
 """

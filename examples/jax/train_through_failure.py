@@ -1,12 +1,12 @@
-"""Train through the loss of a host: 8 hosts of 4×2 chips as an 8×8 mesh, one of them killed in mid-training.
+"""Train through the loss of a host: 8 hosts of 4×2 chips as an 8×8 mesh, one of them killed during training.
 
     python examples/jax/train_through_failure.py            # a few minutes on two cores
 
 Needs torch (for torchrun, which restarts the survivors) and meshmend[restart]. Each host is a torchrun agent and its
-worker, one process with eight virtual chips; the rendezvous store is a process of its own. A third of the way in, one
-host gets SIGKILL and its memory is wiped. The others come back by themselves: they find the hole, take its plan and its
-compiled program from the caches, bring their state together from each other's memory, and train on. You see the mesh
-and the loss while it runs; in the end there is a figure.
+worker, one process with eight virtual chips; the rendezvous store is a separate process. A third of the way in, one
+host gets SIGKILL and its memory is wiped. The others restart by themselves: they find the hole, take its plan and its
+compiled program from the caches, restore the state from each other's memory, and continue. You see the mesh and the
+loss while it runs; at the end there is a figure.
 
 `train` below is the whole training script; the rest starts, kills and watches.
 """
@@ -30,7 +30,7 @@ TEXT = Path(__file__).parents[2] / "LICENSE"
 
 
 def train(folder: Path, steps: int) -> None:
-    """One host's worker: what torchrun starts, and starts again."""
+    """One host's worker: what torchrun starts and restarts."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_cpu_multi_thread_eigen=false"
     import jax.numpy as jnp
@@ -58,7 +58,7 @@ def train(folder: Path, steps: int) -> None:
             return optax.softmax_cross_entropy_with_integer_labels(logits, letters[:, -1])
 
         def build(fabric: mmj.Fabric) -> CompiledTrainStep:
-            """Plan and compile for a fabric: that of the survivors, or one that might come."""
+            """Plan and compile for a fabric: that of the survivors, or that after another failure."""
             schedule = mm.plan(fabric.mesh, PLANNER, cache=PlanCache(folder / "plans"))
             program = mmj.install_pair(schedule, fabric)
             training = mmj.train_step(loss, optimizer, fabric, per_example=True)
@@ -206,12 +206,12 @@ def draw(story: Story, victim: int, killed_at: float, committed_at: float, path:
 
 
 def main() -> None:
-    """Start the hosts, kill one, and tell what happened."""
+    """Start the hosts, kill one, and report what happened."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=45)
     parser.add_argument("--victim", type=int, default=5, help="the host that is killed, 0 to 7")
     parser.add_argument("--figure", type=Path, default=Path("train_through_failure.png"))
-    parser.add_argument("--no-view", action="store_true", help="print one JSON object in the end instead")
+    parser.add_argument("--no-view", action="store_true", help="print one JSON object at the end instead")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -242,7 +242,7 @@ def main() -> None:
             N_HOSTS,
             folder,
             max_restarts=5,
-            # Eight agents on two cores are easily late: then they are not dead yet.
+            # Eight agents on two cores are easily late without being dead.
             rendezvous={"last_call_timeout": 2, "keep_alive_max_attempt": 4},
             environment=lambda host: {"MESHMEND_MEMORY": f"{memory}/host-{host}"},
         ) as hosts:
@@ -279,7 +279,7 @@ def main() -> None:
             until(
                 lambda: not hosts.running or story.steps[-1]["step"] >= options.steps,
                 [options.victim],
-                "56 chips train on",
+                "56 chips continue training",
             )
             statuses = hosts.wait(120)
             story.update()
@@ -309,7 +309,7 @@ def main() -> None:
         stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in split.items())
         console.print(
             f"{len(steps)} steps{', none missing' if whole else ' WITH GAPS'}. Host {options.victim} died after step "
-            f"{killed_step}; the others went on from step {restored['step']}, out of {restored['source']}, and "
+            f"{killed_step}; the others resumed at step {restored['step']} from {restored['source']}, and "
             f"committed the next one {committed_at - killed_at:.1f} s after SIGKILL ({stages}). "
             f"Loss {result['first_loss']:.3f} → {result['last_loss']:.3f}. Figure: {options.figure}"
         )

@@ -4,7 +4,7 @@
     python examples/jax/train_with_hole.py --plot loss.png
 
 The chips are virtual CPU devices. On a TPU leave out the environment and `shape`: `discover()` reads the devices'
-coordinates, and what is missing among them is the hole (shown on no TPU so far). The model is a one-layer
+coordinates, and what is missing among them is the hole (not yet tried on a TPU). The model is a one-layer
 transformer that learns to write the licence of this project, letter by letter.
 """
 
@@ -68,7 +68,7 @@ def _normed(x: jax.Array) -> jax.Array:
 
 
 def make_batches(n_chips: int, n_steps: int) -> tuple[list[np.ndarray], int]:
-    """Cut random pieces of text, a few for each chip and step."""
+    """Cut random pieces of text, a few per chip and step."""
     text = np.frombuffer(TEXT.read_bytes(), dtype=np.uint8)
     letters, text = np.unique(text, return_inverse=True)
     rng = np.random.default_rng(0)
@@ -100,7 +100,7 @@ def train_with_meshmend(
     """Train over the plan's all-reduce, or over its pair with the update in between."""
     init, step = mmj.train_step(loss, optimizer, fabric)
     state = jax.jit(init)(params, program)
-    # A copy, because the step takes over the memory of the weights that it is given.
+    # A copy, because the step donates the memory of the weights that it receives.
     params = jax.device_put(jax.tree.map(jnp.copy, params), fabric.sharding())
     step = jax.jit(step, donate_argnums=(0, 1))
     losses = []

@@ -3,9 +3,9 @@
     python examples/torch/train_through_failure.py
 
 Each process is one chip. torchft finds out who is alive, meshmend plans the all-reduce for them. A third of the way
-in, a board of four chips gets SIGKILL while its gradients are on their way; the other twelve redo the step without
-it and go on. Later the board comes back, is given the weights, and the mesh is whole again. You see the mesh and the
-loss while it runs; in the end there is a figure.
+in, a board of four chips gets SIGKILL while its gradients are in flight; the other twelve redo the step without
+it and continue. Later the board comes back, receives the weights, and the mesh is whole again. You see the mesh and
+the loss while it runs; at the end there is a figure.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def quiet(path: Path) -> None:
 
 
 def spirals(seed: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two spirals that have to be told apart."""
+    """Two spirals to classify."""
     random = torch.Generator().manual_seed(seed)
     label = torch.randint(0, 2, (size,), generator=random)
     along = torch.rand(size, generator=random).sqrt() * 3 * math.pi
@@ -70,7 +70,7 @@ def spirals(seed: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(chip: tuple[int, ...], life: int, mesh: mm.Mesh, folder: Path, steps: int) -> None:
-    """One chip: a plain torchft training loop with a mesh process group. Writes a line for each step."""
+    """One chip: a plain torchft training loop with a mesh process group. Writes one line per step."""
     quiet(folder / f"{mesh.rank(chip)}.{life}.err")
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -200,13 +200,13 @@ def draw(story: Story, killed_at: float, back_at: float, path: Path) -> None:
 
 
 def main() -> None:
-    """Start the chips, kill a board, bring it back, and tell what happened."""
+    """Start the chips, kill a board, bring it back, and report what happened."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="4x4")
     parser.add_argument("--board", default="2x2@0,2", help="what is killed")
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--figure", type=Path, default=Path("train_through_failure.svg"))
-    parser.add_argument("--no-view", action="store_true", help="print one JSON object in the end instead")
+    parser.add_argument("--no-view", action="store_true", help="print one JSON object at the end instead")
     options = parser.parse_args()
     mesh = mm.Mesh(options.shape)
     holed = mesh.fail(options.board)
@@ -236,7 +236,7 @@ def main() -> None:
 
         until(lambda: story.step >= options.steps // 3, [], f"{mesh.n_chips} chips train")
         victim = mesh.rank(board[0])
-        # In the middle of a step: its gradients are on their way.
+        # In the middle of a step: its gradients are in flight.
         until(lambda: story.last[victim]["at"] == "backward", [], "waiting for the middle of a step")
         killed_at, killed_step = time.time(), story.step
         chips.kill(board)
@@ -246,11 +246,11 @@ def main() -> None:
             f"SIGKILL for board {options.board}: the others give up the step, plan round the hole and redo it",
         )
         recovered_s = time.time() - killed_at
-        until(lambda: story.step >= 2 * options.steps // 3, board, f"{holed.n_chips} chips train on")
+        until(lambda: story.step >= 2 * options.steps // 3, board, f"{holed.n_chips} chips continue training")
         back_at = time.time()
         for chip in board:
             chips.start(chip, train, 1, mesh, folder, options.steps)
-        until(lambda: story.step >= options.steps - 1, [], "the board is back: torchft gives it the weights")
+        until(lambda: story.step >= options.steps - 1, [], "the board is back: torchft sends it the weights")
         time.sleep(1)
         story.update()
     draw(story, killed_at, back_at, options.figure)

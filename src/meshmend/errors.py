@@ -1,7 +1,7 @@
 """Every error that meshmend raises on purpose, in one tree.
 
 Messages say what, where, expected, got and what to do next; the same facts are fields of the exception,
-so that a program can act on them without reading prose.
+so that a program can act on them without parsing text.
 """
 
 from __future__ import annotations
@@ -10,8 +10,35 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
+__all__ = [
+    "CacheWarning",
+    "CollisionError",
+    "Coordinate",
+    "DeadPathError",
+    "DeadlockError",
+    "DisagreementError",
+    "DrawingError",
+    "LabError",
+    "LedgerError",
+    "LostChipError",
+    "LoweringError",
+    "MeshError",
+    "MeshmendError",
+    "MissingExtraError",
+    "ParameterError",
+    "PayloadError",
+    "PlanError",
+    "RestartError",
+    "RoutingError",
+    "ScheduleError",
+    "ScheduleFileError",
+    "VerificationError",
+    "WaitTimeoutError",
+    "WrongSumError",
+]
+
 Coordinate = tuple[int, ...]
-"""A chip's place in the mesh; `(row, column)` in 2-D."""
+"""A chip's coordinate in the mesh; `(row, column)` in 2-D."""
 
 
 class MeshmendError(Exception):
@@ -22,7 +49,7 @@ class MeshmendError(Exception):
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Python's own way calls the constructor with the message alone, which most of these do not take.
+        # By default, unpickling calls the constructor with the message alone, which most of these do not accept.
         return _made_again, (type(self), self.args, dict(self.__dict__))
 
 
@@ -34,7 +61,7 @@ def _made_again(kind: type[MeshmendError], args: tuple[Any, ...], fields: dict[s
 
 
 class MeshError(MeshmendError, ValueError):
-    """The description of a mesh, a hole or a cable makes no sense."""
+    """The description of a mesh, a hole or a cable is invalid."""
 
 
 class ScheduleError(MeshmendError, ValueError):
@@ -42,21 +69,21 @@ class ScheduleError(MeshmendError, ValueError):
 
 
 class ScheduleFileError(MeshmendError, ValueError):
-    """A file is not a schedule that can be trusted; nothing in it was executed."""
+    """A file is damaged or is not a schedule; nothing in it was executed."""
 
 
 class CacheWarning(UserWarning):
-    """A plan cache could not be used as asked: its entry is damaged, or a plan cannot be kept. Plans are made anew."""
+    """A plan cache entry is damaged, or a plan cannot be stored. The plan is made again instead."""
 
 
 class ParameterError(MeshmendError, ValueError):
-    """A parameter has a value, or a name, that makes no sense."""
+    """A parameter has an invalid value or an unknown name."""
 
 
 class MissingExtraError(MeshmendError, ImportError):
-    """Something that only some parts need is not installed.
+    """An optional dependency is not installed.
 
-    Fields: `needed_for`, `missing` (what is not there), `install` (a command that brings it; see `install_hint`).
+    Fields: `needed_for`, `missing` (its name), `install` (a command that installs it; see `install_hint`).
     """
 
     def __init__(self, needed_for: str, missing: str, install: str) -> None:
@@ -67,14 +94,14 @@ class MissingExtraError(MeshmendError, ImportError):
 
 
 class DrawingError(MeshmendError, ValueError):
-    """A picture cannot be made of this schedule, or not in this form."""
+    """A schedule cannot be drawn, or not in the chosen format."""
 
 
 class PlanError(MeshmendError):
     """A planner cannot serve a mesh.
 
-    Fields: `planner` (its name), `mesh_name`, `why`, `alternatives` (planners that can serve this mesh; empty too
-    where None was passed because nobody has asked the others).
+    Fields: `planner` (its name), `mesh_name`, `why`, `alternatives` (planners that can serve this mesh; also empty
+    where None was passed because the others were not tried).
     """
 
     def __init__(self, planner: str, mesh_name: str, why: str, alternatives: Sequence[str] | None = ()) -> None:
@@ -92,7 +119,7 @@ class PlanError(MeshmendError):
 
 
 class RoutingError(MeshmendError):
-    """A route table cannot be made, or does not do what was asked of it.
+    """A route table cannot be built, or does not meet its requirements.
 
     Fields, each None where it does not apply: `scheme` (its name), `src` and `dst` (coordinates).
     """
@@ -124,7 +151,7 @@ class DeadlockError(RoutingError):
 
 
 class LoweringError(MeshmendError):
-    """A schedule has no equal in the form asked for.
+    """A schedule has no equivalent in the requested form.
 
     Fields, each None where it does not apply: `planner`, `step`, `chip` (its coordinate), `chunk`.
     """
@@ -172,7 +199,7 @@ class VerificationError(MeshmendError):
 
 
 class WrongSumError(VerificationError):
-    """A chip ends with a chunk that is not the sum (or the copy) that the collective promises."""
+    """A chip ends with a chunk that is not the sum (or the copy) that the collective requires."""
 
 
 class CollisionError(VerificationError):
@@ -180,7 +207,7 @@ class CollisionError(VerificationError):
 
 
 class DeadPathError(VerificationError):
-    """A transfer has no live path: it starts, ends or passes where a chip or a cable has failed."""
+    """A transfer has no live path: it starts at, ends at or passes through a failed chip or cable."""
 
 
 class LabError(MeshmendError):
@@ -188,7 +215,7 @@ class LabError(MeshmendError):
 
 
 class RestartError(MeshmendError, RuntimeError):
-    """A job cannot go on: its hosts do not fit together, or what it kept of its state is of no use.
+    """A job cannot continue: its hosts are inconsistent, or its saved state is unusable.
 
     Fields, each None where it does not apply: `host` (its number), `step`.
     """
@@ -200,7 +227,7 @@ class RestartError(MeshmendError, RuntimeError):
 
 
 class LostChipError(MeshmendError, RuntimeError):
-    """A chip stopped answering during an all-reduce, so this chip's payload is of no use.
+    """A chip stopped responding during an all-reduce, so this chip's payload is invalid.
 
     Fields: `chip` (this one), `peer` (the neighbour it was waiting for, which may itself be waiting for the lost
     chip), `mesh_name`, `why`.
@@ -213,23 +240,23 @@ class LostChipError(MeshmendError, RuntimeError):
         self.why = why
         super().__init__(
             f"Chip {name_chip(chip)} gave up an all-reduce on {mesh_name}: expected data from or to {name_chip(peer)}, "
-            f"got: {why}. Discard the payload, form the group again with the chips that answer, and redo the step."
+            f"got: {why}. Discard the payload, form the group again with the chips that respond, and redo the step."
         )
 
 
 class DisagreementError(MeshmendError, RuntimeError):
-    """Members of a process group brought different plans or payloads to one call. No data was sent.
+    """Members of a process group passed different plans or payloads to the same call. No data was sent.
 
-    Field `told`: what each member was about to do, by its rank in the group. It is the same on every member.
+    Field `calls`: what each member was about to do, by its rank in the group. It is the same on every member.
     """
 
-    def __init__(self, told: Sequence[str]) -> None:
-        self.told = tuple(told)
-        # The members that are like the most others first; among as many, those with the lowest rank.
-        words = sorted(set(self.told), key=lambda word: (-self.told.count(word), self.told.index(word)))
+    def __init__(self, calls: Sequence[str]) -> None:
+        self.calls = tuple(calls)
+        # The largest group of equal members first; among groups of equal size, the one with the lowest rank.
+        words = sorted(set(self.calls), key=lambda word: (-self.calls.count(word), self.calls.index(word)))
         groups = []
         for word in words:
-            ranks = [str(rank) for rank, other in enumerate(self.told) if other == word]
+            ranks = [str(rank) for rank, other in enumerate(self.calls) if other == word]
             some = ", ".join(ranks[:8]) + f" and {len(ranks) - 8} others" * (len(ranks) > 8)
             groups.append(f"rank{'s' * (len(ranks) > 1)} {some}: {word}")
         super().__init__(
@@ -252,7 +279,7 @@ class PayloadError(MeshmendError, TypeError):
 
 
 class WaitTimeoutError(MeshmendError, TimeoutError):
-    """A wait ended before the collective that it waited for, which goes on.
+    """A wait timed out before its collective finished; the collective is still running.
 
     Field `waited_s`.
     """
@@ -286,7 +313,7 @@ class LedgerError(MeshmendError):
 
 
 def name_chip(chip: Sequence[int]) -> str:
-    """Write a coordinate the way every message does.
+    """Format a coordinate as all messages do.
 
     >>> name_chip((6, 8))
     '(6,8)'
@@ -295,7 +322,7 @@ def name_chip(chip: Sequence[int]) -> str:
 
 
 def install_hint(extra: str | None = None) -> str:
-    """Say how meshmend, or one of its extras, is installed: from a package index, and in a checkout.
+    """Return the command that installs meshmend or one of its extras, from a package index and from a checkout.
 
     >>> install_hint("jax")
     "pip install 'meshmend[jax]' (in a checkout: pip install '.[jax]')"

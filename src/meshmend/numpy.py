@@ -1,9 +1,9 @@
-"""The NumPy engine: runs a schedule on arrays in one process. The reference that other engines are held to.
+"""The NumPy engine: runs a schedule on arrays in one process. The reference for the other engines.
 
 >>> import numpy as np, meshmend as mm, meshmend.numpy as mmn
 >>> mesh = mm.Mesh("4x4", failed=["2x2@0,0"])
 >>> schedule = mm.plan(mesh, planner="hamiltonian")
->>> payload = np.arange(12 * 100).reshape(12, 100)        # one row a live chip
+>>> payload = np.arange(12 * 100).reshape(12, 100)        # one row per live chip
 >>> summed = mmn.run(schedule, payload)
 >>> bool((summed == payload.sum(axis=0)).all())
 True
@@ -12,7 +12,7 @@ True
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,14 +20,16 @@ from numpy.typing import NDArray
 from meshmend.errors import ScheduleError
 from meshmend.schedule import Op, Schedule
 
+__all__ = ["run"]
+
 Number = TypeVar("Number", bound=np.generic)
 
 
-def run(schedule: Schedule, payload: NDArray[Number]) -> NDArray[Number]:
-    """Run a schedule on `payload`, one row a rank, and return what every chip holds in the end.
+def run(schedule: Schedule, payload: Annotated[NDArray[Number], "[N, ...]"]) -> Annotated[NDArray[Number], "[N, ...]"]:
+    """Run a schedule on `payload`, one row per rank, and return what every chip holds at the end.
 
-    Rows may have any shape and size; sums are made in the payload's own dtype. Where the size does not divide by
-    the number of chunks, the last chunks are padded with zeros, which sums ignore.
+    Rows may have any shape and size; sums use the payload's own dtype. Where the size is not divisible by
+    the number of chunks, the last chunks are padded with zeros, which do not change sums.
     """
     n_chips, n_chunks, repeats = schedule.mesh.n_chips, schedule.total_chunks, schedule.repeats
     if payload.ndim < 1 or len(payload) != n_chips:
@@ -49,7 +51,7 @@ def run(schedule: Schedule, payload: NDArray[Number]) -> NDArray[Number]:
     return held.reshape(n_chips, -1)[:, :size].reshape(payload.shape)
 
 
-def _run(schedule: Schedule, held: NDArray[Any]) -> NDArray[Any]:
+def _run(schedule: Schedule, held: Annotated[NDArray[Any], "[N, K, n]"]) -> Annotated[NDArray[Any], "[N, K, n]"]:
     """Run all steps on what chips hold, of shape (chips, chunks, elements), in place."""
     for start, stop in pairwise(schedule.step_starts):
         # Runs of one length are moved together; a step rarely has more than two or three lengths.

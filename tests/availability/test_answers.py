@@ -187,7 +187,7 @@ def play(answer: str, strikes: list[Strike], **others: Any) -> TimeSpent:
     return live_through(chosen, strikes, hours=100.0)
 
 
-STRIKE = Strike(at_h=10.25, level=0, part=1, patience=1.0)
+STRIKE = Strike(at_h=10.25, level=0, part=1, repair_factor=1.0)
 
 
 def test_quick_repair_by_hand() -> None:
@@ -245,14 +245,14 @@ def test_a_checkpoint_out_of_turn_costs_its_time() -> None:
 
 
 def test_regrowth_that_is_not_worth_a_restart_is_left() -> None:
-    chip = Strike(at_h=10.25, level=2, part=0, patience=1.0)
+    chip = Strike(at_h=10.25, level=2, part=0, repair_factor=1.0)
     # 1/16 of the machine, for 500 h to the next failure, is 31 h: more than a restart of 0.7 h, less than one of 50.
     assert play("fault-tolerant", [chip]).regrowths == 1
     assert play("fault-tolerant", [chip], restart_s=50 * 3600).regrowths == 0
 
 
 def test_a_failure_outside_of_the_sub_mesh_does_not_touch_it() -> None:
-    chip_of_the_dead_host = Strike(at_h=20.0, level=2, part=2, patience=1.0)
+    chip_of_the_dead_host = Strike(at_h=20.0, level=2, part=2, repair_factor=1.0)
     got = play("sub-mesh", [STRIKE, chip_of_the_dead_host], grow="failure")
     assert got.interruptions == 1
     assert got.useful_h == play("sub-mesh", [STRIKE], grow="failure").useful_h
@@ -264,8 +264,8 @@ def test_a_part_that_is_down_cannot_fail_again() -> None:
     assert play("quick repair", [STRIKE, again]) == play("quick repair", [STRIKE])
 
 
-def test_a_failure_during_a_restart_begins_it_anew() -> None:
-    other = Strike(at_h=10.5, level=2, part=0, patience=1.0)
+def test_a_failure_during_a_restart_begins_it_again() -> None:
+    other = Strike(at_h=10.5, level=2, part=0, repair_factor=1.0)
     got = play("fault-tolerant", [STRIKE, other], grow="failure")
     # Noticed at 10.35, struck again at 10.5, noticed at 10.6, training from 11.3 on 7 of 16 chips.
     assert got.interruptions == 2
@@ -274,7 +274,7 @@ def test_a_failure_during_a_restart_begins_it_anew() -> None:
 
 
 def test_all_chips_down_is_a_wait() -> None:
-    got = play("fault-tolerant", [STRIKE, Strike(at_h=12.0, level=0, part=0, patience=0.1)], grow="failure")
+    got = play("fault-tolerant", [STRIKE, Strike(at_h=12.0, level=0, part=0, repair_factor=0.1)], grow="failure")
     assert got.waiting_h == pytest.approx(2.4 - 0.1)
 
 

@@ -125,7 +125,7 @@ def test_numbers_that_make_no_sense(given: dict[str, float], message: str) -> No
 
 
 def test_a_study_begins_with_a_whole_machine() -> None:
-    with pytest.raises(MeshError, match="begins with a whole machine"):
+    with pytest.raises(MeshError, match="starts with a whole machine"):
         Assumptions.of(Mesh("8x8", failed=["0,0"]))
     with pytest.raises(ParameterError, match="at least one run of some days: got 0 runs"):
         simulate(Assumptions.of("8x8"), runs=0)

@@ -109,5 +109,5 @@ def test_without_simpy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
         (("8x8", "--mtbf-chip", "-3"), "expected above 0"),
     ],
 )
-def test_mistakes_are_told(words: tuple[str, ...], message: str) -> None:
+def test_mistakes_are_reported(words: tuple[str, ...], message: str) -> None:
     assert message in run(*words, code=1).replace("\n", " ")

@@ -112,8 +112,8 @@ def test_a_jax_that_hangs_is_red_and_is_ended_with_all_it_started(
 @pytest.mark.parametrize(
     ("code", "detail"),
     [
-        ("import os; os.abort()", "ended with exit code -6 and no word"),
-        ("import os; os._exit(3)", "ended with exit code 3 and no word"),
+        ("import os; os.abort()", "ended with exit code -6 and no output"),
+        ("import os; os._exit(3)", "ended with exit code 3 and no output"),
         ("import os, sys; sys.stderr.write('Illegal instruction\\n'); os._exit(4)", "Illegal instruction"),
     ],
 )
@@ -168,7 +168,7 @@ def test_a_version_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "is_installed", lambda _: True)
     found = {f.name: f for f in packages.look_at_packages()}
     assert found["jax"].status == "broken"
-    assert found["jax"].detail == "0.9.13, and meshmend needs 0.10 or later"
+    assert found["jax"].detail == "0.9.13, but meshmend needs 0.10 or later"
     assert found["jax"].advice == "pip install -U 'jax>=0.10'"
     assert found["torch"].status == "works"
 

@@ -78,7 +78,7 @@ def test_figures_of_the_paper(tmp_path: Path) -> None:
         (["-o", "a.svg"], "Say which mesh to draw"),
         (["8x8", "--planner", "best", "-o", "a.svg"], "There is no planner 'best'"),
         (["--figure", "11", "-o", "a.svg"], "there is no figure 11"),
-        (["8x8", "--figure", "9", "-o", "a.svg"], "--figure says all there is to say"),
+        (["8x8", "--figure", "9", "-o", "a.svg"], "--figure already determines the plan"),
         (["8x8", "--route", "0,0", "-o", "a.svg"], "'0,0' is not a route. Write its two chips, as in 0,0-3,5"),
         (["8x8", "--planner", "two-color", "--steps", "3", "-o", "a.gif"], "as in 0-40"),
         (["--schedule", "nowhere.npz", "-o", "a.svg"], "nowhere.npz cannot be read"),

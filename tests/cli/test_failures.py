@@ -117,16 +117,16 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("draw", "missing", ["nowhere.npz", "-o", "a.svg"], "nowhere.npz"),
     ("draw", "damaged", ["damaged.npz", "-o", "a.svg"], "damaged.npz"),
     ("draw", "plan and holes", ["plan.npz", "--wrap", "all", "-o", "a.svg"], "leave out --wrap"),
-    ("draw", "two plans", ["plan.npz", "--schedule", "plan.npz", "-o", "a.svg"], "says all there is to say"),
+    ("draw", "two plans", ["plan.npz", "--schedule", "plan.npz", "-o", "a.svg"], "already determines the plan"),
     ("draw", "unwritable", ["4x4", "-o", "nowhere/a.svg"], "--output: nothing can be written in nowhere"),
     ("draw", "folder in place of file", ["4x4", "-o", "folder.npz"], "this is a folder"),
     ("draw", "bad ending", ["4x4", "-o", "a.jpg"], "a.jpg ends in '.jpg'"),
     ("draw", "too large", ["200x200", "-o", "a.svg"], "has 40,000 chips; up to 16,384 fit on a picture"),
     ("draw", "bad name", ["4x4", "--what", "[/]", "-o", "a.svg"], "There is no picture '[/]'"),
-    ("lab up", "bad name", ["2x2", "--name", "[bold]"], "'[bold]' is not a name for a lab"),
+    ("lab up", "bad name", ["2x2", "--name", "[bold]"], "'[bold]' is not a valid name for a lab"),
     ("lab up", "bad rate", ["2x2", "--rate", "1\u0660mbit"], "is not a rate"),
-    ("lab up", "cut mesh", ["4x4", *CUT], "are cut apart"),
-    ("lab up", "too large", ["99x99"], "has 9,801 chips; at most 400"),
+    ("lab up", "cut mesh", ["4x4", *CUT], "are not connected"),
+    ("lab up", "too large", ["99x99"], "has 9,801 chips; the limit is 400"),
     ("lab show", "missing", ["nobody"], "No lab named nobody is up"),
     ("lab kill", "missing", ["0,0", "--name", "nobody"], "No lab named nobody is up"),
     ("lab down", "name and all", ["nobody", "--all"], "leave out the name"),
@@ -321,7 +321,7 @@ def test_predict_compare_and_draw_take_a_saved_plan() -> None:
     assert run(["draw", "plan.npz", "--route", "0,0-1,1", "-o", "b.svg"])[0] == 0
 
 
-def test_plan_and_predict_mean_the_same_hardware_unless_told() -> None:
+def test_plan_and_predict_assume_the_same_hardware_by_default() -> None:
     considered = json.loads(run(["plan", "2x2", *PAID, "--json"])[1])["considered"]
     predicted = json.loads(run(["predict", "2x2", *PAID, "--json"])[1])
     assert considered[0]["planner"] == predicted["planner"]
@@ -375,7 +375,7 @@ def process(*words: str, **options: Any) -> subprocess.Popen[bytes]:
 ASCII = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0"}
 
 
-def test_a_terminal_that_knows_ascii_alone_gets_the_nearest_letters() -> None:
+def test_an_ascii_terminal_gets_the_nearest_letters() -> None:
     for words in (["plan", "2x2"], ["plan", "--help"]):
         with process(*words, stdout=subprocess.PIPE, environment=ASCII) as done:
             out, err = done.communicate(timeout=120)
@@ -417,7 +417,7 @@ def test_control_c_in_a_real_process(here: Path) -> None:
     assert (done.returncode, err) == (130, b"Error: Interrupted.\n")
 
 
-def test_every_error_of_meshmends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_meshmend_error_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise MeshmendError("first line\nsecond line\x1b[2J [/bold]")
 

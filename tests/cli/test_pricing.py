@@ -69,7 +69,7 @@ def test_asynchronous_mode() -> None:
         (("--payload", "1MB", "--link-rate", "fast"), "is not a link rate"),
     ],
 )
-def test_mistakes_are_told(arguments: tuple[str, ...], message: str) -> None:
+def test_mistakes_are_reported(arguments: tuple[str, ...], message: str) -> None:
     for command in (("predict", "4x4", "--planner", "hamiltonian"), ("compare", "4x4")):
         result = CliRunner().invoke(app, [*command, *arguments])
         assert result.exit_code == 1

@@ -58,10 +58,10 @@ def test_schemes_and_channels() -> None:
         (["8x8", "--from", "0,0"], "--from and --to go together"),
         (["8x8", "--scheme", "detour", "--channels", "2"], "nothing to choose"),
         (["8x8", "--scheme", "north"], "There is no scheme 'north'"),
-        (["1x3", "--fail", "0,1"], "cut apart"),
+        (["1x3", "--fail", "0,1"], "not connected"),
         (["4x4", "--fail", "1,1", "--scheme", "dimension-order", "--from", "1,0", "--to", "1,2"], "has no route"),
         (["4x4", "--fail", "1,1", "--from", "1,1", "--to", "1,2"], "has failed"),
     ],
 )
-def test_mistakes_are_told(words: list[str], message: str) -> None:
+def test_mistakes_are_reported(words: list[str], message: str) -> None:
     assert message in run_json(*words, code=1)["message"]

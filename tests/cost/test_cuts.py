@@ -157,7 +157,7 @@ def least_largest_load(mesh: Mesh) -> float:
     return float(solved.fun)
 
 
-def test_partitions_meet_spanning_trees() -> None:
+def test_partitions_match_spanning_trees() -> None:
     rng = np.random.default_rng(3)
     for _ in range(12):
         mesh = torn(rng, max_chips=16)
@@ -165,7 +165,7 @@ def test_partitions_meet_spanning_trees() -> None:
 
 
 @pytest.mark.slow
-def test_partitions_meet_spanning_trees_on_hundreds() -> None:
+def test_partitions_match_spanning_trees_on_hundreds() -> None:
     rng = np.random.default_rng(4)
     for _ in range(200):
         mesh = torn(rng, max_chips=64)

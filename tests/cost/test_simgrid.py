@@ -1,4 +1,4 @@
-"""SimGrid, which knows nothing of us, is the judge of `predict` in lock-step."""
+"""SimGrid, an independent simulator, is the oracle of `predict` in lock-step."""
 
 import subprocess
 import sys
@@ -6,15 +6,14 @@ import sys
 import numpy as np
 import pytest
 
-from meshmend.cost import Hardware, StepDemand, find_hardware, predict
-from meshmend.cost import simgrid as judge
+from meshmend.cost import Hardware, StepDemand, find_hardware, predict, simgrid
 from meshmend.errors import MissingExtraError, ParameterError
 from meshmend.planning import PLANNERS, RowPairs, make_planner, plan
 from meshmend.schedule import Schedule
 from meshmend.topology import Mesh
 
 needs_simgrid = pytest.mark.skipif(
-    not judge.is_available(), reason="no Python here can import simgrid: apt-get install python3-simgrid"
+    not simgrid.is_available(), reason="no Python here can import simgrid: apt-get install python3-simgrid"
 )
 
 MESHES = (
@@ -44,7 +43,7 @@ CASES = [
 
 
 def check_agreement(schedule: Schedule, payload: float, hardware: str | Hardware) -> None:
-    simulated = judge.simulate(schedule, payload, hardware)
+    simulated = simgrid.simulate(schedule, payload, hardware)
     foreseen = StepDemand(schedule).step_seconds(payload, find_hardware(hardware))
     assert predict(schedule, payload, hardware).seconds == pytest.approx(simulated.sum(), rel=0.01)
     if (schedule.mesh.link(schedule.src, schedule.dst) >= 0).all():
@@ -126,7 +125,7 @@ def shared_link(sizes: tuple[int, int]) -> Schedule:
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 3)])
 def test_two_flows_on_a_link_take_turns(sizes: tuple[int, int]) -> None:
     schedule, payload, hardware = shared_link(sizes), 1e6 * sum(sizes), Hardware("own", 1e6, hop_latency_s=1e-3)
-    simulated = float(judge.simulate(schedule, payload, hardware).sum())
+    simulated = float(simgrid.simulate(schedule, payload, hardware).sum())
     alone = max(sizes) + 2e-3
     assert simulated == pytest.approx(sum(sizes) + 2e-3, rel=1e-6)
     assert simulated > 1.2 * alone  # so that a model which ignores sharing is told apart by the next line
@@ -136,27 +135,27 @@ def test_two_flows_on_a_link_take_turns(sizes: tuple[int, int]) -> None:
 @needs_simgrid
 def test_a_wrong_forecast_is_caught() -> None:
     schedule = RowPairs().plan(Mesh("4x4"))
-    simulated = judge.simulate(schedule, 1e6, "ideal")
+    simulated = simgrid.simulate(schedule, 1e6, "ideal")
     assert predict(schedule, 1e6, Hardware("2 % slower", 0.98e9)).seconds != pytest.approx(simulated.sum(), rel=0.01)
 
 
 @needs_simgrid
 def test_nothing_to_send_is_refused() -> None:
     with pytest.raises(ParameterError, match="expected a positive number of bytes to simulate"):
-        judge.simulate(shared_link((1, 1)), 0.0)
+        simgrid.simulate(shared_link((1, 1)), 0.0)
 
 
 def test_without_simgrid_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge, "_interpreter", lambda: None)
-    assert not judge.is_available()
+    monkeypatch.setattr(simgrid, "_interpreter", lambda: None)
+    assert not simgrid.is_available()
     with pytest.raises(MissingExtraError, match="apt-get install python3-simgrid") as caught:
-        judge.simulate(shared_link((1, 1)), 1.0)
+        simgrid.simulate(shared_link((1, 1)), 1.0)
     assert caught.value.missing == "SimGrid for Python"
 
 
-def test_failures_of_the_simulator_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge, "_interpreter", lambda: sys.executable)
+def test_failures_of_the_simulator_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simgrid, "_interpreter", lambda: sys.executable)
     if subprocess.run([sys.executable, "-c", "import simgrid"], capture_output=True, check=False).returncode == 0:
         pytest.skip("this Python has simgrid itself")
-    with pytest.raises(judge.SimgridError, match="No module named 'simgrid'"):
-        judge.simulate(shared_link((1, 1)), 1.0)
+    with pytest.raises(simgrid.SimgridError, match="No module named 'simgrid'"):
+        simgrid.simulate(shared_link((1, 1)), 1.0)

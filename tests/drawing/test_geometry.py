@@ -129,7 +129,7 @@ def test_heads_point_along_the_line_and_cover_its_end() -> None:
 
 def test_chips_that_are_cut_apart_cannot_be_joined() -> None:
     mesh = Mesh("1x5", failed=[(0, 2)])
-    with pytest.raises(DrawingError, match=r"No route leads from \(0,0\) to \(0,4\)"):
+    with pytest.raises(DrawingError, match=r"There is no route from \(0,0\) to \(0,4\)"):
         strokes(FigureLayout(mesh), [0], [3], chip=CHIP)
 
 

@@ -64,7 +64,7 @@ def fabric_of(name: str) -> mmj.Fabric:
 
 
 def on_chips(fabric: mmj.Fabric, function: Any, *arguments: Any) -> Any:
-    """Run a function on every chip: array arguments have one row a chip, and so have the results."""
+    """Run a function on every chip: array arguments have one row per chip, and so do the results."""
 
     def local(*rows: Any) -> Any:
         unwrapped = [row if _is_program(row) else jax.tree.map(lambda x: x[0], row) for row in rows]

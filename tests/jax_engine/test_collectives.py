@@ -22,7 +22,7 @@ Tree = dict[str, Any]
 
 
 def payload(n_chips: int, n_chunks: int) -> Tree:
-    """One row a chip, of every kind and of awkward sizes: none, one, fewer and more than there are chunks."""
+    """One row per chip, of every kind and of awkward sizes: none, one, fewer and more than there are chunks."""
     rng = np.random.default_rng(n_chips)
     return {
         "int32": rng.integers(-(2**20), 2**20, (n_chips, 3, n_chunks + 1), dtype=np.int32),
@@ -65,7 +65,7 @@ THREE = ("int32", "bool", "one float", "float32", "no floats", "bfloat16")
 
 
 @pytest.mark.parametrize("name", cases.PLANS)
-def test_all_reduce_and_its_halves_equal_psum(name: str) -> None:
+def test_all_reduce_and_its_pair_equal_psum(name: str) -> None:
     schedule, fabric = cases.schedule_of(name), cases.fabric_of(name)
     n = schedule.mesh.n_chips
     tree = payload(n, schedule.total_chunks)
@@ -81,9 +81,9 @@ def test_all_reduce_and_its_halves_equal_psum(name: str) -> None:
             plain_psum(tree),
         )
 
-    whole, by_halves, psum = cases.on_chips(fabric, everything, tree, program, pair)
+    whole, by_pair, psum = cases.on_chips(fabric, everything, tree, program, pair)
     check_sums(whole, tree, psum, n=n, accumulated_in=jnp.float32)
-    check_sums(by_halves, tree, psum, n=n, accumulated_in=jnp.float32)
+    check_sums(by_pair, tree, psum, n=n, accumulated_in=jnp.float32)
 
 
 def test_sums_in_own_dtype_and_means() -> None:

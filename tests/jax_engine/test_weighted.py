@@ -124,7 +124,7 @@ def curved_gradients(params: Any, batch: Any, weights: np.ndarray) -> Any:
 @pytest.mark.parametrize("microbatches", [1, 2, 3])
 @pytest.mark.parametrize("sharded", [False, True], ids=["program", "pair"])
 def test_the_mean_is_that_of_plain_numpy(microbatches: int, sharded: bool) -> None:
-    """Five rows a chip, which neither 2 nor 3 divide, with weights 0, ½ and 1: one step of SGD at rate 1."""
+    """Five rows per chip, which neither 2 nor 3 divide, with weights 0, ½ and 1: one step of SGD at rate 1."""
     fabric, program = small(sharded)
     params, batch, weights = curved_inputs(60)
     init, step = mmj.train_step(
@@ -218,7 +218,7 @@ def test_bfloat16_weights_get_the_mean_of_float32_sums(sharded: bool) -> None:
     assert float(new) == -float(np.float32(263 / 260).astype(jnp.bfloat16))
 
 
-def test_a_loss_of_the_wrong_shape_and_weights_of_no_use_are_refused() -> None:
+def test_a_loss_of_the_wrong_shape_and_unusable_weights_are_refused() -> None:
     fabric, program = small(sharded=False)
     params, batch, weights = curved_inputs(60)
     init, step = mmj.train_step(lambda p, b: jnp.mean(curved(p, b)[0]), optax.sgd(1.0), fabric, per_example=True)

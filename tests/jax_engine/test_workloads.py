@@ -57,6 +57,6 @@ def test_resnet_compiles_for_the_papers_large_machine() -> None:
     schedule = mm.plan(fabric.mesh, "row-pairs")
     report = compile_workload("v3:32x32", find_workload("resnet-50"), schedule, fabric, batch=16)
     assert report.permutes == 8
-    # 8.2 GFLOP of multiply-adds an image forward, twice that backward: 24.6 GFLOP by hand, 16 images a core.
+    # 8.2 GFLOP of multiply-adds per image forward, twice that backward: 24.6 GFLOP by hand, 16 images per core.
     assert report.flops == pytest.approx(16 * 24.6e9, rel=0.05)
     assert report.temporary_bytes + report.argument_bytes < 16e9, "a core of a v3 has 16 GB"

@@ -79,7 +79,7 @@ def test_what_is_given_goes_before_what_is_documented(monkeypatch: pytest.Monkey
     assert mmj.discover(devices).mesh.wrap == (False,) * 3
 
 
-def test_a_mesh_that_is_described_by_hand_wraps_as_it_is_told() -> None:
+def test_a_mesh_that_is_described_by_hand_wraps_as_described() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert mmj.discover(jax.devices()[:16], shape="4x4").mesh.wrap == (False, False)

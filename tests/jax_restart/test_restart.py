@@ -130,7 +130,7 @@ def runs(pid: int) -> bool:
         return False
 
 
-def test_a_store_that_does_not_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_does_not_start_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshmend.lab.torchrun.STORE", "raise SystemExit(3)")
     with pytest.raises(LabError, match="The rendezvous store does not start"), Torchrun(["x.py"], 1, tmp_path):
         pass

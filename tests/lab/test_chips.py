@@ -35,7 +35,7 @@ def test_results_come_back_by_chip() -> None:
         assert chips.results(20) == {(0, 0): 5, (0, 1): 6, (1, 1): 7}
 
 
-def test_a_failure_is_told_with_its_traceback() -> None:
+def test_a_failure_is_reported_with_its_traceback() -> None:
     with Chips() as chips:
         chips.start((0, 1), fail)
         with pytest.raises(LabError, match=r"Chip \(0,1\) failed: ValueError: no luck at \(0, 1\)") as caught:
@@ -54,7 +54,7 @@ def test_a_chip_that_does_not_answer_is_named() -> None:
 def test_a_killed_chip_can_be_started_again() -> None:
     with Chips() as chips:
         chips.start((0, 0), sleep)
-        with pytest.raises(LabError, match=r"Chip \(0,0\) runs already"):
+        with pytest.raises(LabError, match=r"Chip \(0,0\) is already running"):
             chips.start((0, 0), sleep)
         assert chips.alive == [(0, 0)]
         chips.kill([(0, 0)])
@@ -63,7 +63,7 @@ def test_a_killed_chip_can_be_started_again() -> None:
         assert chips.results(20) == {(0, 0): 1}
 
 
-def test_a_chip_that_is_killed_by_others_is_noticed() -> None:
+def test_a_chip_that_is_killed_by_others_is_detected() -> None:
     def die(chip: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -81,7 +81,7 @@ def run(*words: str, code: int = 0) -> str:
 def test_asking_for_a_name_that_is_up_leaves_that_lab_alone(sandbox: Sandbox) -> None:
     lab = Lab.up(PAIR, name="victim")
     before = sandbox.left
-    told = rf"Lab 'victim' is up \(made by process {os.getpid()}\): `meshmend lab down victim` takes it down"
+    told = rf"Lab 'victim' is up \(made by process {os.getpid()}\): `meshmend lab down victim` removes it"
     with pytest.raises(LabError, match=told), Lab.temporary(PAIR, name="victim"):
         raise AssertionError("two labs of one name")
     with pytest.raises(LabError, match=told):
@@ -97,7 +97,7 @@ def test_a_lab_takes_down_only_itself(sandbox: Sandbox) -> None:
     second = Lab.up(PAIR, name="same")
     first.down()
     assert sandbox.left == [*second.namespaces.values(), "same.json"]
-    with pytest.raises(LabError, match="Lab 'same' has been taken down meanwhile"):
+    with pytest.raises(LabError, match="Lab 'same' has been removed meanwhile"):
         first.kill((0, 0))
     second.down()
     assert sandbox.left == []
@@ -122,7 +122,7 @@ def test_a_killed_build_is_listed_and_can_be_taken_down(sandbox: Sandbox, at: in
     (found,) = find_labs()
     assert (found.name, found.condition, len(found.namespaces)) == ("half", "half-built", made)
     assert (found.mesh, found.rate) == (Mesh("2x2"), "40mbit")
-    told = r"half-built \(process \d+ ended .*`meshmend lab down half` takes it down"
+    told = r"half-built \(process \d+ ended .*`meshmend lab down half` removes it"
     with pytest.raises(LabError, match=told):
         Lab.find("half")
     with pytest.raises(LabError, match=told):
@@ -182,7 +182,7 @@ def test_a_lab_that_is_being_built_is_left_to_its_builder(sandbox: Sandbox) -> N
         b" " * (journal.MAX_BYTES + 5),
     ],
 )
-def test_a_damaged_journal_is_told_in_one_line_and_taken_down(sandbox: Sandbox, damage: bytes) -> None:
+def test_a_damaged_journal_is_reported_in_one_line_and_taken_down(sandbox: Sandbox, damage: bytes) -> None:
     sandbox.add("bad-0-0")
     (sandbox.folder / "bad.json").write_bytes(damage)
     for words in (["show", "bad"], ["up", "1x2", "--name", "bad"], ["kill", "0,0", "--name", "bad"]):
@@ -199,7 +199,7 @@ def test_namespaces_without_a_journal_are_orphans(sandbox: Sandbox) -> None:
     sandbox.add("lost-0-0")
     (NETNS / f"{sandbox.prefix}lost-0-1").touch()  # as `ip` leaves it if it is killed
     assert [(lab.name, lab.condition, len(lab.namespaces)) for lab in find_labs()] == [("lost", "orphaned", 2)]
-    assert "but no journal of it: `meshmend lab down lost` takes it down" in run("up", "1x2", "--name", "lost", code=1)
+    assert "but it has no journal: `meshmend lab down lost` removes it" in run("up", "1x2", "--name", "lost", code=1)
     assert sandbox.left == [f"{sandbox.prefix}lost-0-0", f"{sandbox.prefix}lost-0-1"]
     run("down", "--name", "lost")
     assert sandbox.left == []
@@ -221,7 +221,7 @@ def test_all_takes_down_whatever_has_the_prefix_and_nothing_else(sandbox: Sandbo
             "odd-name-x": "orphaned",
             "bad": "damaged",
         }
-        with pytest.raises(LabError, match="is not a name for a lab"):
+        with pytest.raises(LabError, match="is not a valid name for a lab"):
             take_down("odd-name-x")
         assert len(take_down_all()) == 4
         assert sandbox.left == []
@@ -244,20 +244,20 @@ def test_an_interrupted_kill_of_chips_is_no_whole_lab(sandbox: Sandbox) -> None:
 def test_too_large_a_lab_is_refused_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "FOLDER", tmp_path / "journals")
     for shape, chips in (("20x21", "420"), ("256x256", "65,536")):
-        assert f"A lab of {shape} has {chips} chips; at most 400 are made" in run("up", shape, "--name", "big", code=1)
+        assert f"A lab of {shape} has {chips} chips; the limit is 400" in run("up", shape, "--name", "big", code=1)
     assert not (tmp_path / "journals").exists()
     last = Lab("big", Mesh("20x20"), "1mbit").address((19, 19))
     assert last == "10.77.1.150"  # 400 chips, 250 to each third number
 
 
 @pytest.mark.parametrize("where", ["file", "folder"])
-def test_a_journal_that_cannot_be_written_is_told(
+def test_a_journal_that_cannot_be_written_is_reported(
     sandbox: Sandbox, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if where == "file":
         (sandbox.folder.parent / "file").touch()
         monkeypatch.setattr(journal, "FOLDER", sandbox.folder.parent / "file")
-        assert "for journals cannot be made" in run("up", "1x2", "--name", "nowhere", code=1)
+        assert "for journals cannot be created" in run("up", "1x2", "--name", "nowhere", code=1)
     else:
         (sandbox.folder / "nowhere.json").mkdir()
         assert "is damaged (" in run("up", "1x2", "--name", "nowhere", code=1)

@@ -98,7 +98,7 @@ def test_far_chips_reach_each_other_and_routes_lead_round_a_hole() -> None:
         assert send(left, (0, 0), (2, 2), 1000) < 5
         assert not namespaces() & {whole.namespace((1, 1))}
         assert Lab.find("hole").mesh == Mesh("3x3", failed=["1,1"])
-        with pytest.raises(LabError, match="are cut apart"):
+        with pytest.raises(LabError, match="are not connected"):
             left.kill((0, 1), (1, 0))
     assert not {name for name in namespaces() if name.startswith("meshmend-hole")}
 
@@ -177,10 +177,10 @@ def test_every_block_of_the_page_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "rate", "message"),
     [
-        ("Lab/..", "1mbit", "is not a name for a lab"),
+        ("Lab/..", "1mbit", "is not a valid name for a lab"),
         ("lab", "fast", "'fast' is not a rate"),
         ("l;x", "1mbit", "is not"),
-        ("lab\n", "1mbit", "is not a name for a lab"),
+        ("lab\n", "1mbit", "is not a valid name for a lab"),
         ("lab", "1\u0660mbit", "is not a rate"),
     ],
 )
@@ -192,5 +192,5 @@ def test_names_and_rates_are_checked_before_anything_runs(name: str, rate: str, 
 @pytest.mark.skipif(shutil.which("ip") is None or shutil.which("tc") is None, reason="a lab needs iproute2")
 def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(LabError, match="takes root: run this command with sudo"):
+    with pytest.raises(LabError, match="needs root: run this command with sudo"):
         Lab.up(Mesh("2x2"), name="nobody")

@@ -1,4 +1,4 @@
-"""How planner tests judge a schedule: by the verifier, and by sums that NumPy makes on its own."""
+"""How planner tests check a schedule: with the verifier, and with NumPy's own sums."""
 
 from __future__ import annotations
 

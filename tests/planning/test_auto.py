@@ -78,7 +78,7 @@ def test_what_auto_plans_is_proven_and_sums_exactly() -> None:
         assert_all_reduces(plan(Mesh("6x6", failed=["2x2@2,2"]), payload_bytes=payload, hardware="tpu-v3"))
 
 
-def test_the_table_tells_what_was_made_what_was_ruled_out_and_what_does_not_apply() -> None:
+def test_the_table_lists_what_was_made_what_was_ruled_out_and_what_does_not_apply() -> None:
     choice = Auto(1e9).choose(Mesh("8x8", failed=["2x2@2,2"]))
     made = [c for c in choice.considered if c.seconds is not None]
     ruled_out = [c for c in choice.considered if c.seconds is None and c.why_not is None]
@@ -140,8 +140,8 @@ def test_parameters_follow_the_payload_unless_they_are_given() -> None:
 def test_keywords_are_never_ignored() -> None:
     with pytest.raises(
         ParameterError,
-        match=r"Weave\(chunks=None\) is made already, so plan cannot set payload_bytes, bogus. Set its parameters "
-        r"where it is made, or pass its name: plan\(mesh, 'weave', payload_bytes=…\)",
+        match=r"Weave\(chunks=None\) already has its parameters, so plan cannot set payload_bytes, bogus. "
+        r"Set its parameters where it is made, or pass its name: plan\(mesh, 'weave', payload_bytes=…\)",
     ):
         plan(Mesh("4x4"), Weave(), payload_bytes=3, bogus=1)
     with pytest.raises(
@@ -152,7 +152,7 @@ def test_keywords_are_never_ignored() -> None:
         plan(Mesh("4x4"), "weave", payload_bytes=-3)
 
 
-def test_the_cache_tells_tuned_plans_apart(tmp_path: str) -> None:
+def test_the_cache_distinguishes_tuned_plans(tmp_path: str) -> None:
     cache, mesh = PlanCache(tmp_path), Mesh("4x4")
     asked = [
         make_planner(name, **parameters)
@@ -165,7 +165,7 @@ def test_the_cache_tells_tuned_plans_apart(tmp_path: str) -> None:
     assert len(cache) == 1
 
 
-def test_the_cache_tells_payloads_and_hardware_apart(tmp_path: str) -> None:
+def test_the_cache_distinguishes_payloads_and_hardware(tmp_path: str) -> None:
     cache = PlanCache(tmp_path)
     mesh = Mesh("4x4")
     paths = {cache.path(mesh, Auto(payload, name)) for payload in (1e3, 1e6) for name in PRESETS}

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from meshmend import Mesh, PlanError, plan
 from meshmend.cost import find_hardware
 from meshmend.errors import ParameterError
-from meshmend.planning import PLANNERS, Auto, Gather, Hamiltonian, Planner, RowPairs, Tuned, Weave
+from meshmend.planning import PLANNERS, Auto, Gather, Hamiltonian, Latency, Planner, RowPairs, Tuned, Weave
 from meshmend.planning.auto import CHOICES, OTHERS, Field
 from meshmend.planning.base import MAX_TRANSFERS
 from meshmend.schedule import Collective, Op, Schedule
@@ -45,6 +45,8 @@ def live_cables(mesh: Mesh) -> nx.Graph[tuple[int, ...]]:
 
 def claims_neighbours(schedule: Schedule, phase: str) -> bool:
     """What docs/rings.md says of the phases: shards skip rows, and rings fold on an axis that does not wrap."""
+    if schedule.planner == "latency":
+        return False
     if schedule.planner == "row-pairs":
         return "of shards" not in phase
     if schedule.planner == "two-color":
@@ -52,7 +54,7 @@ def claims_neighbours(schedule: Schedule, phase: str) -> bool:
     return True
 
 
-def judge(mesh: Mesh, planner: Planner) -> bool:
+def check(mesh: Mesh, planner: Planner) -> bool:
     """Say whether the planner serves the mesh; if so, by what it promises."""
     why_not = planner.why_not(mesh)
     if why_not is not None:
@@ -77,6 +79,7 @@ ANY_PLANNER = st.one_of(
     st.sampled_from([kind() for kind in CHOICES]),
     st.builds(RowPairs, st.sampled_from(["auto", "rows", "columns"]), st.integers(1, 3)),
     st.builds(Weave, st.one_of(st.none(), st.integers(1, 40))),
+    st.builds(Latency, st.integers(0, 4), st.sampled_from([1, 2])),
     st.builds(Gather, st.integers(1, 40), st.sampled_from([*Collective])),
 )
 
@@ -84,7 +87,7 @@ ANY_PLANNER = st.one_of(
 @settings(max_examples=80, deadline=None)
 @given(st.one_of(cut_block_meshes(), meshes(max_side=5)), ANY_PLANNER)
 def test_every_planner_keeps_its_claims(mesh: Mesh, planner: Planner) -> None:
-    judge(mesh, planner)
+    check(mesh, planner)
 
 
 @pytest.mark.slow
@@ -93,13 +96,13 @@ def test_every_planner_keeps_its_claims(mesh: Mesh, planner: Planner) -> None:
 @given(data=st.data())
 def test_every_planner_keeps_its_claims_on_thousands(kind: type[Planner], data: st.DataObject) -> None:
     mesh = data.draw(st.one_of(cut_block_meshes(), meshes(max_side=6)))
-    judge(mesh, data.draw(ANY_PLANNER.filter(lambda planner: isinstance(planner, kind))))
+    check(mesh, data.draw(ANY_PLANNER.filter(lambda planner: isinstance(planner, kind))))
 
 
 def test_every_two_failed_cables_of_a_small_mesh() -> None:
     whole = Mesh("4x4")
     cables = [(whole.chip(int(a)), whole.chip(int(b))) for a, b in whole.cables]
-    served = sum(judge(Mesh("4x4", failed_cables=pair), Hamiltonian()) for pair in itertools.combinations(cables, 2))
+    served = sum(check(Mesh("4x4", failed_cables=pair), Hamiltonian()) for pair in itertools.combinations(cables, 2))
     # A corner that loses a cable has no ring, and 8 of the 24 cables touch a corner.
     assert 0 < served <= 16 * 15 // 2
 

@@ -1,4 +1,4 @@
-"""`plan(…, neighbours_only=True)`: the same all-reduce for networks whose routers cannot be told of the hole."""
+"""`plan(…, neighbours_only=True)`: the same all-reduce for networks whose routers cannot route round a hole."""
 
 from __future__ import annotations
 
@@ -103,6 +103,18 @@ def test_both_forms_are_kept_side_by_side(tmp_path: Path) -> None:
     cache.put(HOLED, RowPairs(), usual, neighbours_only=True)
     with pytest.warns(CacheWarning, match="it has transfers between chips that are not neighbours"):
         assert plan(HOLED, "row-pairs", cache=cache, neighbours_only=True) == near
+
+
+def test_what_prepare_kept_is_found_by_plan(tmp_path: Path) -> None:
+    words = ["prepare", "4x4", "--host", "2x2", "--planner", "row-pairs", "--cache", str(tmp_path), "--neighbours-only"]
+    facts = json.loads(CliRunner().invoke(app, [*words, "--json"]).output)
+    # The mesh as it is, and the loss of each of its four hosts.
+    assert (facts["plans"], facts["refused"]) == (5, {})
+    cache = PlanCache(tmp_path)
+    for mesh in (Mesh("4x4"), Mesh("4x4", failed=["2x2@2,0"])):
+        kept = cache.get(mesh, RowPairs(), neighbours_only=True)
+        assert kept == plan(mesh, "row-pairs", neighbours_only=True)
+        assert cache.get(mesh, RowPairs()) is None
 
 
 def test_the_command_line_has_it() -> None:

@@ -15,7 +15,7 @@ RING_PLANNERS = ("hamiltonian", "row-pairs")
 STATED = r"survivors form 2 disconnected groups|every row pair has a failure"
 
 
-def judge(shape: str, holes: list[Region], planner: str) -> str:
+def check(shape: str, holes: list[Region], planner: str) -> str:
     mesh = Mesh(shape, failed=holes)
     try:
         schedule = plan(mesh, planner, verify=False)
@@ -32,7 +32,7 @@ def judge(shape: str, holes: list[Region], planner: str) -> str:
 @pytest.mark.parametrize("shape", ["8x8", "8x12"])
 def test_every_single_hole(shape: str, hole: str, planner: str) -> None:
     places = all_placements(parse_shape(shape), parse_shape(hole))
-    outcomes = Counter(judge(shape, [place], planner) for place in places)
+    outcomes = Counter(check(shape, [place], planner) for place in places)
     rows, columns = ((n - h) // 2 + 1 for n, h in zip(parse_shape(shape), parse_shape(hole), strict=True))
     # One such hole never cuts these meshes and always leaves a whole pair.
     assert outcomes == {"all-reduces": rows * columns}
@@ -41,14 +41,14 @@ def test_every_single_hole(shape: str, hole: str, planner: str) -> None:
 @pytest.mark.parametrize("planner", RING_PLANNERS)
 def test_every_pair_of_boards_on_8x8(planner: str) -> None:
     boards = all_placements((8, 8), (2, 2))
-    outcomes = Counter(judge("8x8", list(pair), planner) for pair in combinations(boards, 2))
+    outcomes = Counter(check("8x8", list(pair), planner) for pair in combinations(boards, 2))
     # 16 boards make 120 pairs. A pair cuts the mesh only where it walls in a corner board: 4 ways.
     assert outcomes == {"all-reduces": 116, "stated error": 4}
 
 
 def test_every_pair_of_boards_on_4x4_where_pairs_run_out() -> None:
     boards = all_placements((4, 4), (2, 2))
-    outcomes = Counter(judge("4x4", list(pair), "row-pairs") for pair in combinations(boards, 2))
+    outcomes = Counter(check("4x4", list(pair), "row-pairs") for pair in combinations(boards, 2))
     # The two diagonals cut the mesh and leave no whole pair; the other four leave one.
     assert outcomes == {"all-reduces": 4, "stated error": 2}
 
@@ -57,5 +57,5 @@ def test_every_pair_of_boards_on_4x4_where_pairs_run_out() -> None:
 @pytest.mark.parametrize("planner", RING_PLANNERS)
 @pytest.mark.parametrize(("hole", "places"), [("2x2", 8 * 16), ("4x2", 7 * 16), ("2x4", 8 * 15)])
 def test_every_single_hole_on_the_papers_smaller_machine(hole: str, places: int, planner: str) -> None:
-    outcomes = Counter(judge("16x32", [place], planner) for place in all_placements((16, 32), parse_shape(hole)))
+    outcomes = Counter(check("16x32", [place], planner) for place in all_placements((16, 32), parse_shape(hole)))
     assert outcomes == {"all-reduces": places}

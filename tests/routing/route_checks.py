@@ -74,7 +74,7 @@ def is_acyclic_by_networkx(graph: Dependencies) -> bool:
 
 
 def check_proof(routes: Routes) -> DeadlockProof:
-    """The proof, its certificate and two other judges agree."""
+    """The proof, its certificate and two independent checks agree."""
     proof, graph = prove(routes), dependencies(routes)
     assert proof.deadlock_free == is_acyclic_by_scipy(graph) == is_acyclic_by_networkx(graph)
     if proof.deadlock_free:

@@ -49,15 +49,15 @@ def test_any_survivors_are_served(mesh: Mesh) -> None:
     assert routes.is_complete
 
 
-def test_survivors_cut_apart_are_told() -> None:
-    with pytest.raises(RoutingError, match=r"cut apart: no live path joins \(0,0\) and \(0,2\)"):
+def test_unconnected_survivors_are_reported() -> None:
+    with pytest.raises(RoutingError, match=r"not connected: no live path joins \(0,0\) and \(0,2\)"):
         choose(Mesh("1x3", failed=["0,1"]))
 
 
 def test_names_and_sizes_are_checked() -> None:
     with pytest.raises(ParameterError, match=r"no scheme 'north'\. Schemes: dimension-order, detour, up-down"):
         route(Mesh("2x2"), "north")
-    with pytest.raises(RoutingError, match=r"65,536 live chips; .* up to 8,192"):
+    with pytest.raises(RoutingError, match=r"65,536 live chips; .* limited to 8,192"):
         choose(Mesh("256x256"))
 
 

@@ -109,7 +109,7 @@ def test_a_proof_says_what_it_covers() -> None:
     assert str(cycle) == "can deadlock: clockwise lets 4 channels wait in a cycle: " + ", ".join([first, *others])
 
 
-def test_flows_are_judged_channel_by_channel() -> None:
+def test_flows_are_checked_channel_by_channel() -> None:
     """Round a square on one channel the flows close a cycle; the last one on a second channel opens it."""
     mesh = Mesh("2x2")
     corners = clockwise_square().follow([0, 1, 3, 2], [3, 2, 0, 1])

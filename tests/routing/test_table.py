@@ -38,7 +38,7 @@ def test_a_way_round_the_hole() -> None:
     assert routes.path((1, 2), (4, 2)) == [(1, 2), (1, 1), (2, 1), (3, 1), (4, 1), (4, 2)]
 
 
-def test_a_missing_route_is_told() -> None:
+def test_a_missing_route_is_reported() -> None:
     routes = dimension_order(Mesh("4x4", failed=["1,1"]))
     with pytest.raises(RoutingError, match=r"dimension-order has no route from \(1,0\) to \(1,2\)") as caught:
         routes.path((1, 0), (1, 2))
@@ -57,7 +57,7 @@ def test_other_destinations_are_refused() -> None:
         detour(Mesh("4x4"), [16])
 
 
-def test_a_table_over_a_dead_link_or_in_circles_is_told() -> None:
+def test_a_table_over_a_dead_link_or_with_a_loop_is_reported() -> None:
     routes = dimension_order(Mesh("1x3"))
     off_the_edge = routes.port.copy()
     off_the_edge[0, 0, 2] = 3
@@ -65,5 +65,5 @@ def test_a_table_over_a_dead_link_or_in_circles_is_told() -> None:
         _ = replace(routes, port=off_the_edge).hops
     to_and_fro = routes.port.copy()
     to_and_fro[0, 1, 2] = 3
-    with pytest.raises(RoutingError, match="round and round"):
+    with pytest.raises(RoutingError, match="has a routing loop"):
         _ = replace(routes, port=to_and_fro).hops

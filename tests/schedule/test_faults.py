@@ -76,7 +76,7 @@ def test_contributions_that_are_missing(method: Any) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_chip_that_is_never_told(method: Any) -> None:
+def test_a_chip_that_never_receives_the_sum(method: Any) -> None:
     # Chunks 0 and 1 are right everywhere, chunk 2 is not brought back to chip 0.
     columns: dict[str, Any] = {"total_chunks": 3, "owners": [3, 3, 3], "n_chunks": [3, 3, 3, 3, 3, 2]}
     assert told(rows(*SUM, *BACK, **columns), WrongSumError, method=method) == (
@@ -157,15 +157,13 @@ def test_a_transfer_over_a_failed_cable() -> None:
     whole = rows(*SUM, *BACK, owners=[3])
     cut = Mesh("1x4", failed_cables=["0,1-0,2"])
     assert told(whole, DeadPathError, mesh=cut) == (
-        "Step 1 sends chunk 0 over (0,1)→(0,2), but no live path joins them. The survivors are cut apart.",
+        "Step 1 sends chunk 0 over (0,1)→(0,2), but no live path joins them. The survivors are not connected.",
         (1, (0, 1), (0, 2), 0, "a live path", "no live path joins them"),
     )
 
 
 def test_a_right_chunk_has_no_fault() -> None:
-    with pytest.raises(
-        AssertionError, match=r"^two ways of counting the same chunk disagree: this is a bug in meshmend$"
-    ):
+    with pytest.raises(AssertionError, match=r"^two counts of the same chunk disagree: this is a bug in meshmend$"):
         raise_wrong_sum(rows(*SUM, *BACK), 0, 0)
 
 
@@ -203,14 +201,14 @@ def test_a_router_is_not_believed(links: list[int], monkeypatch: pytest.MonkeyPa
     # Flows are the pairs of ranks in order: (0, 3), (2, 0), (3, 0), (3, 1).
     routed(links, 0, monkeypatch)
     why = "no live path joins them" if links == [2, 6, 11] else "its route uses a failed chip or cable"
-    more = " The survivors are cut apart." if links == [2, 6, 11] else ""
+    more = " The survivors are not connected." if links == [2, 6, 11] else ""
     assert told(FAR, DeadPathError) == (
         f"Step 2 sends chunk 0 over (0,0)→(0,3), but {why}.{more}",
         (2, (0, 0), (0, 3), 0, "a live path", why),
     )
 
 
-def test_a_flow_without_a_route_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flow_without_a_route_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     routed([], 3, monkeypatch)
     message, facts = told(FAR, DeadPathError)
     assert message.startswith("Step 4 sends chunk 0 over (0,3)→(0,1), but no live path joins them.")
@@ -258,7 +256,7 @@ def test_what_is_said_of_too_much_work(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(sys.modules["meshmend.schedule.verify"], "MAX_STATE_BYTES", 15)
     assert told(rows(*SUM, *BACK), VerificationError, method="exact")[0] == (
-        "To count 4 chips exactly takes 16 bytes for a chunk; at most 15 are used. Use method='fingerprint'."
+        "To count 4 chips exactly takes 16 bytes per chunk; at most 15 are used. Use method='fingerprint'."
     )
 
 

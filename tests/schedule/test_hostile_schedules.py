@@ -1,4 +1,4 @@
-"""Attacks on the proof. Exact counting, by code that the verifier does not share, is the judge.
+"""Attacks on the proof. Exact counting, by code that the verifier does not share, is the oracle.
 
 `pytest -m slow tests/schedule/test_hostile_schedules.py` is the long attack.
 """

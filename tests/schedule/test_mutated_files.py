@@ -1,4 +1,4 @@
-"""Saved plans, damaged and forged in every way that we could think of: an error, or a schedule judged rightly.
+"""Saved plans, damaged and forged in every way that we could think of: an error, or a schedule with the right verdict.
 
 `pytest -m slow tests/schedule/test_mutated_files.py` reads 10,000 of them.
 """
@@ -238,7 +238,7 @@ def verdict_on(schedule: Schedule) -> str:
 
 
 @pytest.mark.parametrize("n_files", [300, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_a_mutated_file_is_refused_or_judged_rightly(tmp_path: Path, n_files: int) -> None:
+def test_a_mutated_file_is_refused_or_gets_the_right_verdict(tmp_path: Path, n_files: int) -> None:
     rng = random.Random(n_files)
     sources = []
     for source in schedules():

@@ -102,7 +102,7 @@ def gather_at_the_end(op_back: Op = Op.COPY) -> Schedule:
     )
 
 
-def test_sums_meet_on_the_way_and_results_pass_where_the_copy_is_spent() -> None:
+def test_sums_merge_along_the_route_and_results_pass_where_the_copy_is_spent() -> None:
     lowered = neighbour_hops(gather_at_the_end())
     moves = zip(lowered.step, lowered.src, lowered.dst, lowered.op, strict=True)
     assert [tuple(map(int, move)) for move in moves] == [

@@ -41,11 +41,11 @@ def test_what_is_saved_is_loaded(tmp_path: Path, name: str, ending: str) -> None
 
 
 def test_collectives_are_kept(tmp_path: Path) -> None:
-    halves = Schedule(
+    gather = Schedule(
         Mesh("1x2"), total_chunks=1, step=[0], src=[0], dst=[1], op=[1], owners=[0], collective=Collective.ALL_GATHER
     )
-    save(halves, tmp_path / "half.npz")
-    assert load(tmp_path / "half.npz").collective is Collective.ALL_GATHER
+    save(gather, tmp_path / "gather.npz")
+    assert load(tmp_path / "gather.npz").collective is Collective.ALL_GATHER
 
 
 def test_the_text_form_is_stable() -> None:
@@ -126,7 +126,7 @@ class Bomb:
         ({"step": np.array([1.5])}, "step holds <f8, expected <i4"),
         ({"step": column("step").astype("<i8")}, "step holds <i8, expected <i4"),
         ({"step": column("step").astype(">i4")}, "step holds >i4, expected <i4"),
-        ({"step": column("step").reshape(1, -1)}, r"step has shape \(1, \d+\), expected one number a transfer"),
+        ({"step": column("step").reshape(1, -1)}, r"step has shape \(1, \d+\), expected one number per transfer"),
         ({"step": np.array([{"a": 1}], dtype=object)}, r"step holds \|O, expected <i4"),
         ({"step": raw("{'descr': '<i4', 'fortran_order': False, 'shape': (10000000000000,), }")}, "step claims 40,0"),
         ({"step": raw("{'descr': '<i4', 'fortran_order': False, 'shape': (-4,), }")}, "no readable array header"),
@@ -145,7 +145,7 @@ class Bomb:
         ({"owners": column("owners") + 999}, "Owners are ranks"),
         ({"step": column("step") + 5}, "step"),
         ({"header": header(format=99)}, "format is 99; this version of meshmend reads 1"),
-        ({"header": header(shape=[10**6, 10**6])}, "meshmend carries up to"),
+        ({"header": header(shape=[10**6, 10**6])}, "the limit is"),
         ({"header": header(shape=[0, 6])}, "larger than its mesh|at least one chip"),
         ({"header": header(shape="6x6")}, "shape in its header should be a list of int"),
         ({"header": header(wrap=[0, 1])}, "wrap in its header should be a list of bool"),
@@ -282,7 +282,7 @@ def test_only_the_packing_of_save_is_unpacked(tmp_path: Path, packing: int) -> N
     with zipfile.ZipFile(path, "w", packing) as target:
         for name, data in members.items():
             target.writestr(name, data)
-    with pytest.raises(ScheduleFileError, match="packed in a way that no schedule is"):
+    with pytest.raises(ScheduleFileError, match="an unexpected compression method"):
         load(path)
 
 
@@ -398,7 +398,7 @@ N = SCHEDULES["holed"].n_transfers
         ({"src": column("src")[:-1]}, f"src has shape ({N - 1},), expected {N} numbers."),
         ({"step": np.array([1.5])}, "step holds <f8, expected <i4."),
         ({"op": column("op").astype("|i1")}, "op holds |i1, expected |u1."),
-        ({"step": column("step").reshape(2, -1)}, f"step has shape (2, {N // 2}), expected one number a transfer."),
+        ({"step": column("step").reshape(2, -1)}, f"step has shape (2, {N // 2}), expected one number per transfer."),
         ({"step": b"not an array"}, "step has no readable array header."),
         ({"step": b""}, "step has no readable array header."),
         (

@@ -19,7 +19,9 @@ PLANS = [
 
 
 @pytest.mark.parametrize(("planner", "mesh", "parameters"), PLANS)
-def test_halves_are_proven_and_make_the_whole(planner: str, mesh: mm.Mesh, parameters: dict[str, Any]) -> None:
+def test_reduce_scatter_and_all_gather_are_proven_and_make_the_all_reduce(
+    planner: str, mesh: mm.Mesh, parameters: dict[str, Any]
+) -> None:
     schedule = mm.plan(mesh, planner, **parameters)
     scatter, gather = reduce_scatter_of(schedule), all_gather_of(schedule)
     assert mm.verify(scatter).collective is mm.Collective.REDUCE_SCATTER
@@ -32,7 +34,7 @@ def test_halves_are_proven_and_make_the_whole(planner: str, mesh: mm.Mesh, param
     assert (mmn.run(gather, halfway) == payload.sum(axis=0)).all()
 
 
-def test_halves_of_interleaved_trees() -> None:
+def test_interleaved_trees_are_split() -> None:
     schedule = tree_schedule(mm.Mesh("4x4", failed=["1,2"]), chunks=20)
     for half in (reduce_scatter_of(schedule), all_gather_of(schedule)):
         mm.verify(half)
@@ -40,12 +42,12 @@ def test_halves_of_interleaved_trees() -> None:
         assert (half.owners == schedule.owners).all()
 
 
-def test_a_half_has_no_halves() -> None:
+def test_only_an_all_reduce_can_be_split() -> None:
     half = reduce_scatter_of(mm.plan(mm.Mesh("4x4"), "hamiltonian"))
     with pytest.raises(ScheduleError, match="Only an all-reduce can be split: got a schedule of a reduce-scatter"):
         all_gather_of(half)
 
 
-def test_one_chip_has_empty_halves() -> None:
+def test_one_chip_splits_into_empty_schedules() -> None:
     schedule = mm.Schedule(mm.Mesh((1, 1)), total_chunks=1, step=[], src=[], dst=[], op=[], owners=[0])
     assert all_gather_of(schedule).n_steps == 0

@@ -88,7 +88,7 @@ def test_a_wrong_schedule_is_named(method: Any, changes: Any, error: Any, messag
     assert caught.value.got
 
 
-def test_a_failure_after_planning_is_noticed() -> None:
+def test_a_failure_after_planning_is_detected() -> None:
     mesh = Mesh("4x4")
     schedule = plan(mesh, "row-pairs")
     with pytest.raises(DeadPathError, match=r"over .*\(1,2\).* but chip \(1,2\) has failed. Plan again with failed="):
@@ -104,7 +104,7 @@ def test_a_failed_cable_sends_a_transfer_round_it_or_stops_it() -> None:
     schedule = plan(square, "hamiltonian")
     # Still an all-reduce: the network carries the broken hop round the other way.
     assert verify(schedule, mesh=Mesh("2x2", failed_cables=["0,0-0,1"])).transfers == schedule.n_transfers
-    with pytest.raises(DeadPathError, match=r"no live path joins them. The survivors are cut apart"):
+    with pytest.raises(DeadPathError, match=r"no live path joins them. The survivors are not connected"):
         verify(schedule, mesh=Mesh("2x2", failed_cables=["0,0-0,1", "0,0-1,0"]))
 
 
@@ -287,7 +287,7 @@ def test_too_few_transfers_are_refused_before_the_mesh_is_looked_at() -> None:
     assert "neighbours" not in vars(lone.mesh)
 
 
-def test_other_survivors_of_the_same_number_are_noticed() -> None:
+def test_other_survivors_of_the_same_number_are_detected() -> None:
     alone = Schedule(Mesh("1x2", failed=["0,0"]), total_chunks=1, step=[], src=[], dst=[], op=[], owners=[0])
     with pytest.raises(VerificationError, match="has other survivors"):
         verify(alone, mesh=Mesh("1x2", failed=["0,1"]))
@@ -369,7 +369,7 @@ def test_chips_too_many_to_count_exactly_are_counted_by_fingerprints(monkeypatch
     monkeypatch.setattr(module, "MAX_STATE_BYTES", 9)
     assert verify(line(), method="exact").chips == 3
     monkeypatch.setattr(module, "MAX_STATE_BYTES", 8)
-    with pytest.raises(VerificationError, match="3 chips exactly takes 9 bytes for a chunk; at most 8 are used"):
+    with pytest.raises(VerificationError, match="3 chips exactly takes 9 bytes per chunk; at most 8 are used"):
         verify(line(), method="exact")
     monkeypatch.setattr(module, "EXACT_CELLS", 9)
     monkeypatch.setattr(module, "MAX_STATE_BYTES", 9)

@@ -93,11 +93,11 @@ def test_command_says_the_same() -> None:
 def test_tables_for_people(found: Reproduction, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshmend.cli.reproduce.reproduce", lambda **_: found)
     shown = CliRunner().invoke(app, ["reproduce", "--resnet-compute", "29.5ms"]).output
-    for word in ("Table 2", "Table 1", "residual", "Inputs", "Fitted on the full-mesh columns only"):
+    for word in ("Table 2", "Table 1", "residual", "Inputs", "Fitted to the full-mesh columns only"):
         assert word in shown
 
 
-def test_what_is_no_time_is_told() -> None:
+def test_an_invalid_time_is_reported() -> None:
     result = CliRunner().invoke(app, ["reproduce", "--bert-compute", "soon"])
     assert result.exit_code == 1
     assert "is not a time" in result.output

@@ -1,4 +1,4 @@
-"""What the tests with processes share: a Gloo group over loopback, one forked process a chip."""
+"""What the tests with processes share: a Gloo group over loopback, one forked process per chip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Members that do not fit together: every one of them is told so, and nothing is added up wrongly."""
+"""Members that disagree: each of them gets an error, and no wrong sum is made."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_everybody_learns_what_everybody_brought(brought: list[str]) -> None:
     else:
         for error in found:
             assert isinstance(error, DisagreementError)
-            assert error.told == tuple(brought)
+            assert error.calls == tuple(brought)
         assert len({str(error) for error in found}) == 1
 
 
@@ -109,7 +109,7 @@ def test_one_member_whose_plan_is_refused() -> None:
     assert isinstance(found[1], WrongSumError)
     for error in (found[0], found[2]):
         assert isinstance(error, DisagreementError)
-        assert error.told[1].startswith(f"refused, {found[1]}"[:200])
+        assert error.calls[1].startswith(f"refused, {found[1]}"[:200])
 
 
 def test_ranks_that_do_not_fit() -> None:

@@ -67,7 +67,7 @@ def test_a_lab_whole_and_holed(tmp_path: Path) -> None:
         (["--loopback", "2x2", "--payload", "much"], "'much' is not a payload"),
     ],
 )
-def test_what_makes_no_sense_is_told(words: list[str], message: str) -> None:
+def test_invalid_arguments_are_reported(words: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["bench", "allreduce", *words])
     assert result.exit_code == 1
     assert message in result.output

@@ -1,4 +1,4 @@
-"""Schedules that no planner made, end to end: real processes, real sockets, NumPy as the judge."""
+"""Schedules that no planner made, end to end: real processes, real sockets, NumPy as the oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Availability: what each answer to a failure is worth over months of a machine's life. Needs simpy to run."""
+"""Availability: what each answer to a failure is worth over months of operation. Needs simpy to run."""
 
 from meshmend.availability.answers import ANSWERS
 from meshmend.availability.assumptions import Assumptions, Level

@@ -1,6 +1,6 @@
-"""The four answers to a failure that the paper's introduction lists, as a job meets them.
+"""The four answers to a failure that the paper's introduction lists, as policies of a job.
 
-An answer holds what is down and says what the job runs on. It knows nothing of time: the job asks it after each change.
+An answer tracks what is down and decides what the job runs on. The job asks it after each change; it keeps no clock.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Answer(ABC):
 
     @property
     def start_h(self) -> float:
-        """From the decision what to run on to the first step."""
+        """Time from the decision to the first step."""
         return self.assumptions.restart_s / 3600
 
     @property
@@ -66,7 +66,7 @@ class Answer(ABC):
         return level.repair_h
 
     def strike(self, strike: Strike) -> Region | None:
-        """Take note of a failure; return the chips that are lost, or None if the part was down already."""
+        """Record a failure; return the chips that are lost, or None if the part was already down."""
         part = (strike.level, strike.part)
         if part in self._down:
             return None
@@ -74,15 +74,15 @@ class Answer(ABC):
         return self._parts[strike.level][strike.part]
 
     def mend(self, strike: Strike) -> None:
-        """Take note of a repair."""
+        """Record a repair."""
         self._down.discard((strike.level, strike.part))
 
     def reset(self) -> None:
-        """Begin another run with nothing down, and keep what is known of the states."""
+        """Start another run with nothing down, and keep the results for states seen before."""
         self._down.clear()
 
     def footing(self) -> Footing:
-        """Return what the job runs on as things are."""
+        """Return what the job runs on in the current state."""
         if not self._down:
             return self._whole
         key = frozenset(self._down)
@@ -108,7 +108,7 @@ class Answer(ABC):
 
 @final
 class QuickRepair(Answer):
-    """Fire fighters: the job waits until everything is repaired, which is done quickly."""
+    """The job waits until everything is repaired, by a crew on site."""
 
     name = "quick repair"
 
@@ -117,7 +117,7 @@ class QuickRepair(Answer):
         """The crew is paid as well."""
         return super().price_h + self.assumptions.crew_price
 
-    def repair_h(self, level: Level) -> float:  # noqa: ARG002  # a crew takes as long for every part
+    def repair_h(self, level: Level) -> float:  # noqa: ARG002  # a crew takes equally long for every part
         """Return how long the crew takes."""
         return self.assumptions.quick_repair_h
 
@@ -127,7 +127,7 @@ class QuickRepair(Answer):
 
 @final
 class SubMesh(Answer):
-    """The job goes on with the largest healthy rectangle of whole hosts."""
+    """The job continues on the largest healthy rectangle of whole hosts."""
 
     name = "sub-mesh"
 
@@ -144,7 +144,7 @@ class SubMesh(Answer):
 
 @final
 class HotSpares(Answer):
-    """A spare host takes the place of one with a failure; with none left, the job waits for a repair."""
+    """A spare host replaces a failed one; with none left, the job waits for a repair."""
 
     name = "hot spares"
 
@@ -164,7 +164,7 @@ class HotSpares(Answer):
         return (self.assumptions.swap_s + self.assumptions.restart_s) / 3600
 
     def reset(self) -> None:
-        """Begin another run with all spares in place."""
+        """Start another run with all spares in the pool."""
         super().reset()
         self._left = self.assumptions.spares
         self._empty.clear()
@@ -180,8 +180,8 @@ class HotSpares(Answer):
             self._empty.append(place)
         return self._parts[strike.level][strike.part]
 
-    def mend(self, strike: Strike) -> None:  # noqa: ARG002  # hosts are alike: whichever comes back
-        """Put the repaired host where one is missing longest, or with the spares."""
+    def mend(self, strike: Strike) -> None:  # noqa: ARG002  # hosts are interchangeable
+        """Put the repaired host where one has been missing longest, or into the pool."""
         if self._empty:
             self._empty.popleft()
         else:
@@ -202,7 +202,7 @@ class HotSpares(Answer):
 
 @final
 class FaultTolerant(Answer):
-    """The job goes on with every chip that is left, round the holes; of survivors cut in parts, the largest."""
+    """The job continues on all remaining chips, round the holes; on the largest group, if they are not connected."""
 
     name = "fault-tolerant"
 
@@ -219,9 +219,9 @@ class FaultTolerant(Answer):
         return Footing(self._throughput.rate(count, self._throughput.holed_s(self.holes)), part)
 
     def check(self, n_states: int) -> list[tuple[Mesh, float, float]]:
-        """Plan states that were met in full: each with its estimated and its exact all-reduce time.
+        """Plan states of the simulation in full: each with its estimated and its exact all-reduce time.
 
-        Those with most holes come first: they are the hardest to put together from holes on their own.
+        Those with the most holes come first: they are the hardest to estimate from single holes.
         """
         found = []
         trained = [key for key, footing in self._known.items() if footing.rate > 0]

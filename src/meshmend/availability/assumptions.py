@@ -1,4 +1,4 @@
-"""Assumptions: every number that the study stands on, with where it comes from."""
+"""Assumptions: every number that a study uses, with its source."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _BERT = WORKLOADS["BERT"]
 _BERT_OVERHEAD = next(case.overhead for case in CASES if case.model == "BERT" and case.chips == 1024)
 
 _LLAMA = (
-    "The Llama 3 Herd of Models (Meta, 2024), table 5: 419 unexpected interruptions in 54 days on 16,384 GPUs, 8 a "
+    "The Llama 3 Herd of Models (Meta, 2024), table 5: 419 unexpected interruptions in 54 days on 16,384 GPUs, 8 per "
     "host. GPUs, not TPUs: no failure rate of a 2-D TPU mesh is published that we know of"
 )
 SOURCES: Mapping[str, str] = {
-    "mtbf_chip_h": f"246 of the 419 (58.7 %) were laid to a GPU or its memory: 54 d × 16,384 / 246. {_LLAMA}",
-    "mtbf_board_h": f"35 of the 419 (8.4 %) were network switches and cables, taken here as a board's: 54 d × 4,096 / "
+    "mtbf_chip_h": f"246 of the 419 (58.7 %) were attributed to a GPU or its memory: 54 d × 16,384 / 246. {_LLAMA}",
+    "mtbf_board_h": f"35 of the 419 (8.4 %) were network switches and cables, counted as a board's: 54 d × 4,096 / "
     f"35. {_LLAMA}",
     "mtbf_host_h": f"the other 138 of the 419, software included, as a host's: 54 d × 2,048 / 138. {_LLAMA}",
     "repair_h": "an estimate: found, fetched, changed and tested within a day",
-    "quick_repair_h": "an estimate: four hours is a common promise for replacing hardware on site",
+    "quick_repair_h": "an estimate: four hours is a common service level for replacing hardware on site",
     "checkpoint_min": "about every hour, cloud.google.com/tpu/docs/maintenance-events",
     "save_s": "an estimate within the 'seconds to minutes' of cloud.google.com/tpu/docs/maintenance-events",
     "detect_s": "an estimate: a few missed heartbeats and a decision",
     "restart_s": "an estimate: start the processes, compile or load the program, restore the checkpoint",
     "swap_s": "an estimate: wire a spare host into the mesh and test its links",
     "replan_s": "an estimate: plan and prove for a 32x32 mesh takes a few seconds (`meshmend plan`)",
-    "spares": "a choice: two hosts; that any spare can stand in for any host is generous to this answer",
-    "price": "list price of TPU v3: $8 an hour for a v3-8, which is four chips; give your own",
-    "crew_price": "not counted unless given: what it costs to have people who repair quickly, always there",
+    "spares": "a choice: two hosts; that any spare can replace any host favours this answer",
+    "price": "list price of TPU v3: $8 per hour for a v3-8, which is four chips; set your own",
+    "crew_price": "not counted unless given: the cost of a crew that is always on site",
     "compute_s": f"BERT on 1024 chips of TPU v3, as in `meshmend reproduce`: {_BERT.step_source}, less the 6.0 % that "
     "table 2 gives to the all-reduce",
     "payload_bytes": f"BERT's gradients at 2 bytes: {_BERT.parameters_source}",
@@ -67,16 +67,16 @@ class Level:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """A machine, how its parts fail, how a job on it starts again, and what it trains. `SOURCES` says why.
+    """A machine, how its parts fail, how a job on it restarts, and what it trains. `SOURCES` has each number's source.
 
     `mesh` is the machine with nothing failed. `levels` are the parts that fail. `host` is the unit that is swapped for
-    a spare and that a sub-mesh is made of. `grow` says when a job that runs on fewer chips takes repaired ones in:
+    a spare and that a sub-mesh is made of. `grow` says when a job that runs on fewer chips takes repaired ones back:
     at the end of the next checkpoint if that is `worth` the restart, at every next `checkpoint`, `at-once` (saving a
     checkpoint first), or only when the next `failure` interrupts it anyway.
 
     >>> a = Assumptions.of("32x32")
-    >>> round(a.failures_per_h * 24, 2), "failures a day"
-    (0.49, 'failures a day')
+    >>> round(a.failures_per_h * 24, 2), "failures per day"
+    (0.49, 'failures per day')
     """
 
     mesh: Mesh
@@ -125,7 +125,7 @@ class Assumptions:
 
     def __post_init__(self) -> None:
         if not self.mesh.is_full:
-            raise MeshError(f"A study begins with a whole machine: got {self.mesh}. Leave the failures out.")
+            raise MeshError(f"A study starts with a whole machine: got {self.mesh}. Leave the failures out.")
         for name, shape in (("host", self.host), *((level.name, level.shape) for level in self.levels)):
             if len(shape) != self.mesh.n_axes or any(n % s for n, s in zip(self.mesh.shape, shape, strict=False)):
                 raise MeshError(
@@ -149,7 +149,7 @@ class Assumptions:
 
     @property
     def failures_per_h(self) -> float:
-        """Failures of the whole machine an hour, with nothing down."""
+        """Failures per hour of the whole machine, with nothing down."""
         return sum(self.parts(level) / level.mtbf_h for level in self.levels)
 
     def parts(self, level: Level) -> int:
@@ -157,6 +157,6 @@ class Assumptions:
         return self.mesh.size // math.prod(level.shape)
 
     def scaled(self, factor: float) -> Assumptions:
-        """Return the same with every mean time between failures multiplied."""
+        """Return these assumptions with every mean time between failures scaled."""
         levels = tuple(dataclasses.replace(level, mtbf_h=level.mtbf_h * factor) for level in self.levels)
         return dataclasses.replace(self, levels=levels)

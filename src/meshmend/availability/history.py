@@ -1,8 +1,8 @@
-"""History: when which part of a machine fails, drawn once and told to every answer alike.
+"""History: when which part of a machine fails, drawn once and used for every answer.
 
-Failures of a level come as a Poisson process over all its parts. One that strikes a part that is down already is no
-failure, so each part alternates between exponential times up and its repairs; and because the draws do not depend on
-how long repairs take, machines that are repaired at different speeds still live through the same strikes.
+Failures of a level come as a Poisson process over all its parts. One that strikes a part that is already down has
+no effect, so each part alternates between exponential times up and its repairs; and because the draws do not depend on
+how long repairs take, machines that are repaired at different speeds still see the same strikes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from meshmend.topology import Region, all_placements
 
 
 class Strike(NamedTuple):
-    """A part is struck `at_h` hours into the run; its repair takes `patience` times the mean of its level."""
+    """A part is struck `at_h` hours into the run; its repair takes `repair_factor` times the mean of its level."""
 
     at_h: float
     level: int
     part: int
-    patience: float
+    repair_factor: float
 
 
 def draw(assumptions: Assumptions, hours: float, seed: int, run: int) -> list[Strike]:
@@ -32,8 +32,8 @@ def draw(assumptions: Assumptions, hours: float, seed: int, run: int) -> list[St
         parts = assumptions.parts(level)
         count = int(random.poisson(parts * hours / level.mtbf_h))
         times, struck = random.uniform(0, hours, count), random.integers(parts, size=count)
-        patience = random.exponential(size=count)
-        strikes += [Strike(float(t), number, int(p), float(r)) for t, p, r in zip(times, struck, patience, strict=True)]
+        factors = random.exponential(size=count)
+        strikes += [Strike(float(t), number, int(p), float(f)) for t, p, f in zip(times, struck, factors, strict=True)]
     return sorted(strikes)
 
 

@@ -1,7 +1,7 @@
-"""Job: a training job's life on a machine that fails and is repaired, as a simpy process.
+"""Job: a training job on a machine that fails and is repaired, as a simpy process.
 
-Three things happen to a machine: strikes, repairs, and what the job does about them. Checkpoints are not events:
-between two interruptions they come at fixed intervals, so what they keep is a division and not thousands of wake-ups.
+The events are strikes, repairs, and the job's reactions. Checkpoints are not events: between two interruptions they
+come at fixed intervals, so the work they keep is computed by a division instead of thousands of wake-ups.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class TimeSpent:
     """Where the hours of a run went, each as hours of the whole machine; they add up to the run.
 
     `useful_h` was trained and kept, `lost_h` was trained and thrown away, `short_h` is what the missing chips and the
-    slower steps cost while training, `saving_h` was spent on checkpoints, `restarting_h` on noticing a failure and
-    starting again, `waiting_h` with nothing to run on. `interruptions` counts failures that stopped the job,
-    `regrowths` the restarts to take repaired chips in.
+    slower steps cost while training, `saving_h` was spent on checkpoints, `restarting_h` on detecting a failure and
+    restarting, `waiting_h` with nothing to run on. `interruptions` counts failures that stopped the job,
+    `regrowths` the restarts to take repaired chips back.
     """
 
     useful_h: float = 0.0
@@ -42,7 +42,7 @@ class TimeSpent:
 
 
 def live_through(answer: Answer, strikes: Sequence[Strike], hours: float) -> TimeSpent:
-    """Play one run: `hours` of a machine that meets these strikes, under one answer."""
+    """Simulate one run: `hours` of a machine with these strikes, under one answer."""
     answer.reset()
     return _Life(answer, strikes, hours).play()
 
@@ -57,7 +57,7 @@ class _Life:
         self._hours = hours
         self._spent = TimeSpent()
         self._footing: Footing | None = None
-        """What the job runs on or starts up on: a failure elsewhere does not touch it."""
+        """What the job runs on or is starting on: a failure elsewhere does not affect it."""
         self._doing: Literal["waiting", "restarting", "training"] = "waiting"
         self._since = 0.0
         self._changed = self._env.event()
@@ -70,7 +70,7 @@ class _Life:
     def play(self) -> TimeSpent:
         self._env.process(self._fail())
         self._env.run(until=self._hours)
-        # The run is a window on a longer life: what is under way is booked up to its end, and nothing is lost by it.
+        # The run is a window of a longer job: what is under way is counted up to the end, and no work is lost by it.
         if self._doing == "training" and self._footing is not None:
             self._book(self._footing, kept=True)
         else:
@@ -90,7 +90,7 @@ class _Life:
 
     def _repair(self, strike: Strike) -> Process:
         level = self._answer.assumptions.levels[strike.level]
-        yield self._env.timeout(strike.patience * self._answer.repair_h(level))
+        yield self._env.timeout(strike.repair_factor * self._answer.repair_h(level))
         self._answer.mend(strike)
         self._changed.succeed()
         self._changed = self._env.event()
@@ -123,7 +123,7 @@ class _Life:
                 self._spent.regrowths += 1
 
     def _train(self, footing: Footing) -> Generator[Any, Any, bool]:
-        """Train until a failure ends it (True), or a stop that was planned to take repaired chips in (False)."""
+        """Train until a failure ends it (True), or a stop that was planned to take repaired chips back (False)."""
         self._turn_to("training")
         stop_at: float | None = None
         while True:
@@ -151,7 +151,7 @@ class _Life:
         return not failures_per_h or gain / failures_per_h > better.rate * self._answer.start_h
 
     def _next_stop(self) -> float:
-        """Return when a planned stop has its checkpoint: the next regular one, or one of its own."""
+        """Return when a planned stop has its checkpoint: the next regular one, or an extra one."""
         now = float(self._env.now)
         if self._answer.assumptions.grow == "at-once":
             return now + self._save_h
@@ -159,7 +159,7 @@ class _Life:
         return self._since + (math.floor((now - self._since) / cycle) + 1) * cycle
 
     def _turn_to(self, what: Literal["waiting", "restarting", "training"]) -> None:
-        """Book the wait or the restart that ends now, and begin something else."""
+        """Count the wait or the restart that ends now, and begin the next activity."""
         took = self._env.now - self._since
         if self._doing == "waiting":
             self._spent.waiting_h += took
@@ -168,13 +168,13 @@ class _Life:
         self._doing, self._since = what, self._env.now
 
     def _book(self, footing: Footing, *, kept: bool, saved_last_h: float = 0.0) -> None:
-        """Book the training that ends now. If it is not kept, what was done since the last checkpoint is lost.
+        """Count the training that ends now. If it is not kept, the work since the last checkpoint is lost.
 
-        `saved_last_h` at the end went into a checkpoint out of turn.
+        The last `saved_last_h` went into an extra checkpoint.
         """
         took = self._env.now - self._since
         cycle = self._interval_h + self._save_h
-        # A planned stop falls on the end of a checkpoint; a rounding error must not cost that checkpoint.
+        # A planned stop coincides with the end of a checkpoint; a rounding error must not lose that checkpoint.
         regular = took - saved_last_h + 1e-9
         checkpoints = math.floor(regular / cycle)
         safe = checkpoints * self._interval_h
@@ -190,7 +190,7 @@ _FAILURE, _REPAIR = "failure", "repair"
 
 
 def require_simpy() -> Any:
-    """Return simpy, or say how to get it."""
+    """Return simpy; raise an error that says how to install it."""
     try:
         import simpy
     except ImportError:

@@ -1,4 +1,4 @@
-"""Plot: where the hours of a machine went under each answer, and how that changes with how often it fails.
+"""Plot: where the hours of a machine went under each answer, and how that changes with the failure rate.
 
 Needs matplotlib (the extra `draw`).
 """
@@ -22,7 +22,7 @@ FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 SWEEP_RUNS = 5
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart; the losses differ in brightness and hatching too.
+# Okabe and Ito's palette, which colour-blind readers can distinguish; the losses differ in brightness and hatching too.
 _ANSWER_LOOKS = {
     "quick repair": ("#0072B2", "o"),
     "sub-mesh": ("#E69F00", "s"),
@@ -41,7 +41,7 @@ _LOSS_LOOKS = {
 def sweep(
     study: Study, throughput: Throughput, on_study: Callable[[float], None] | None = None
 ) -> list[tuple[float, Study]]:
-    """Return the study again for machines that fail more and less often, with fewer runs of the same length."""
+    """Repeat the study for machines that fail more and less often, with fewer runs of the same length."""
     found = []
     for factor in FACTORS:
         if on_study is not None:

@@ -1,4 +1,4 @@
-"""The largest healthy rectangle: what is left for a job that needs a mesh without a hole."""
+"""The largest healthy rectangle, for a job that needs a mesh without a hole."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from meshmend.topology import Region
 def largest_box(healthy: NDArray[np.bool_]) -> Region | None:
     """Return a largest box of True cells, or None if there is no True cell. Exact, in any number of dimensions.
 
-    In two dimensions, each row is the ground line of a histogram of the True cells above it, and a stack finds the
-    largest rectangle of a histogram in one pass. More axes are brought down to two by trying every range of the first
-    axis. A box does not reach round the seam of a torus.
+    In two dimensions, each row is the base of a histogram of the True cells above it, and a stack finds the
+    largest rectangle of a histogram in one pass. More axes are reduced to two by trying every range of the first
+    axis. A box does not extend across the wrap of a torus.
 
     >>> grid = np.ones((4, 6), dtype=bool)
     >>> grid[0, 2] = False
@@ -45,7 +45,7 @@ def _largest_rectangle(healthy: NDArray[np.bool_]) -> Region | None:
     heights = [0] * healthy.shape[1]
     for row, line in enumerate(healthy.tolist()):
         heights = [height + 1 if ok else 0 for height, ok in zip(heights, line, strict=True)]
-        # Columns whose bars still stand, in order of growing height; −1 stands for the wall on the left.
+        # Columns whose bars are still open, in order of increasing height; −1 marks the left edge.
         standing = [-1]
         for column, height in enumerate([*heights, 0]):
             while standing[-1] >= 0 and heights[standing[-1]] >= height:

@@ -1,7 +1,7 @@
-"""Simulate: the four answers side by side, over independent runs of a machine's life.
+"""Simulate: the four answers side by side, over independent runs.
 
-Every run draws one history and plays it under each answer, so the differences between answers are paired: what is
-luck is luck for all four. Intervals are Student's, over the runs.
+Every run draws one history and simulates it under each answer, so the differences between answers are paired: all
+four have the same luck. Intervals are Student's t, over the runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Estimate:
         mean = math.fsum(values) / len(values)
         if len(values) < 2:
             return cls(mean, math.inf)
-        from scipy.special import stdtrit  # Student's quantile, without the second that scipy.stats takes to import
+        from scipy.special import stdtrit  # Student's quantile; importing scipy.stats would take a second
 
         spread = float(np.std(values, ddof=1)) / math.sqrt(len(values))
         return cls(mean, float(stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2)) * spread)
@@ -47,11 +47,11 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one answer brings. Fractions are of the hours of a machine that never fails and never saves.
+    """The results of one answer. Fractions are of the hours of a machine that never fails and never saves.
 
-    `goodput` is the work that was kept; it and `losses` (by cause) add up to 1. `utilisation` is the same work over all
-    chips that are owned, spares included. `cost` is money per useful chip-hour. `gain` is the goodput above that of the
-    first answer, run by run.
+    `goodput` is the work that was kept; it and `losses` (by cause) add up to 1. `utilisation` is the same work relative
+    to all chips that are owned, spares included. `cost` is money per useful chip-hour. `gain` is the goodput above
+    that of the first answer, run by run.
     """
 
     name: str
@@ -65,13 +65,13 @@ class Outcome:
 
     @property
     def downtime(self) -> float:
-        """The part of the time in which nothing was trained."""
+        """The fraction of the time without training."""
         return self.losses["waiting"].mean + self.losses["restarting"].mean
 
 
 @dataclass(frozen=True)
 class Check:
-    """A state that was planned in full, to see how far its estimate is off. `error` is that of the step's length."""
+    """A state that was planned in full to check its estimate. `error` is the relative error of the step time."""
 
     mesh: str
     estimated_s: float
@@ -81,7 +81,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Study:
-    """The answers side by side, what they stand on, and how good the estimated states are."""
+    """The answers side by side, their assumptions, and the accuracy of the estimated states."""
 
     assumptions: Assumptions
     days: float
@@ -99,7 +99,7 @@ class Study:
 
 
 LOSSES = ("waiting", "restarting", "lost work", "checkpoints", "fewer chips")
-"""Where work goes that is not kept, in the order in which it is told."""
+"""Causes of lost work, in the order of the report."""
 
 
 def simulate(
@@ -112,9 +112,9 @@ def simulate(
     throughput: Throughput | None = None,
     on_run: Callable[[int], None] | None = None,
 ) -> Study:
-    """Play `runs` lives of `days` days under the four answers. `checks` states are planned in full for comparison.
+    """Simulate `runs` runs of `days` days under the four answers. `checks` states are planned in full for comparison.
 
-    `throughput` may be passed to share what is known of a machine's states among several studies.
+    `throughput` may be passed to share the results for a machine's states among several studies.
 
     >>> study = simulate(Assumptions.of("8x8", payload_bytes=1e6), days=30, runs=2, checks=0)
     >>> [outcome.name for outcome in study.outcomes]

@@ -1,18 +1,18 @@
-"""Throughput: how fast a job trains on what is left of a machine, next to the whole machine.
+"""Throughput: how fast a job trains on the remaining chips, relative to the whole machine.
 
-The batch of a chip stays as it is, so a step is `compute_s` and the all-reduce, and a machine trains in proportion to
-chips / step. The all-reduce is predicted for the fastest plan (`auto`). A study meets thousands of states and a plan
-for a thousand chips takes seconds, so this is what is planned in full:
+The batch per chip stays the same, so a step is `compute_s` plus the all-reduce, and throughput is proportional to
+chips / step. The all-reduce is predicted for the fastest plan (`auto`). A study goes through thousands of states and a
+plan for a thousand chips takes seconds, so only these are planned in full:
 
 - the whole machine, and a full mesh of half its sides; other full meshes lie on the line between these two, by the sum
   of their sides;
 - the machine with one host lost, in its middle.
 
-What other holes add is told beside that one by the spanning trees of `weave`, the plan for long payloads: growing a few
-is cheap, and the all-reduce lengthens with the load of their busiest cable. It is the place that matters, hardly the
-size: near an edge a hole leaves a strip that few cables join to the rest. Several holes add up. Where a chip does not
-drive all its links at once, cables are not what holds it up, and the host in the middle stands for any holes, however
-many. `exact` plans a state in full, to hold all this against.
+The cost of other holes is estimated relative to that one from the spanning trees of `weave`, the plan for long
+payloads: growing a few is cheap, and the all-reduce time grows with the load of their busiest cable. The position
+matters much more than the size: near an edge a hole leaves a strip that few cables join to the rest. Several holes add
+up. Where a chip does not drive all its links at once, cables are not the bottleneck, and the host in the middle
+represents any number of holes. `exact` plans a state in full, to check the estimates.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from meshmend.planning.weave.trees import grow
 from meshmend.topology import Mesh, Region
 
 GAPS = (0, 1, 2, 4)
-"""Distances to the edge that are told apart, each up to the next."""
+"""Distances to the edge that are distinguished, each up to the next."""
 
 INSIDE = 6
-"""From this many chips to the edge a hole is as good as in the middle: seen on 32x32, where the rest varies by 1 %."""
+"""At this distance from the edge a hole counts as in the middle: on 32x32 the rest varies by 1 %."""
 
 N_TREES = 128
-"""Trees that tell what a place adds: the load of a cable comes out to 1/128 of the payload."""
+"""Trees for an estimate: they resolve the load of a cable to 1/128 of the payload."""
 
 
 class Throughput:
-    """All-reduce times and rates of a machine's states, remembered. Rates are relative to the whole machine."""
+    """All-reduce times and rates of a machine's states, cached. Rates are relative to the whole machine."""
 
     def __init__(self, assumptions: Assumptions) -> None:
         self._assumptions = assumptions
@@ -54,12 +54,12 @@ class Throughput:
         self._plain = Mesh(self._machine.shape)
 
     def rate(self, n_chips: int, all_reduce_s: float) -> float:
-        """Return the work per second of `n_chips` chips over that of the whole machine."""
+        """Return the throughput of `n_chips` chips relative to that of the whole machine."""
         compute = self._assumptions.compute_s
         return n_chips / self._machine.size * (compute + self.exact(self._machine)) / (compute + all_reduce_s)
 
     def holed_s(self, holes: Sequence[Region]) -> float:
-        """Return the all-reduce time of the machine with these holes, put together from holes on their own."""
+        """Return the all-reduce time of the machine with these holes, estimated from single holes."""
         whole = self.exact(self._machine)
         if not holes or not self._assumptions.payload_bytes:
             return whole
@@ -78,7 +78,7 @@ class Throughput:
         return max(0.0, low_s + (high_s - low_s) * (sum(shape) - low) / (high - low))
 
     def exact(self, mesh: Mesh) -> float:
-        """Return the all-reduce time of the fastest plan for this very mesh."""
+        """Return the all-reduce time of the fastest plan for exactly this mesh."""
         if mesh not in self._times:
             payload = self._assumptions.payload_bytes
             alone = mesh.n_chips == 1 or not payload
@@ -120,12 +120,12 @@ def _gaps(hole: Region, machine: Mesh) -> list[int]:
     for at, length, side, wrap in zip(hole.at, hole.shape, machine.shape, machine.wrap, strict=True):
         gap = min(at, side - at - length)
         gaps.append(INSIDE if wrap or gap >= INSIDE else max(known for known in GAPS if known <= gap))
-    # Turning a square hole over the diagonal of a square machine changes nothing.
+    # Reflecting a square hole in the diagonal of a square machine changes nothing.
     return sorted(gaps) if len(set(zip(hole.shape, machine.shape, machine.wrap, strict=True))) == 1 else gaps
 
 
 def _moved(hole: Region, machine: Mesh, gaps: Sequence[int]) -> Region:
-    """Return the hole at these distances from the edge; beyond those that matter, in the middle of its own grid."""
+    """Return the hole at these distances from the edge; at distances that no longer matter, in the middle."""
     at = []
     for gap, length, side in zip(gaps, hole.shape, machine.shape, strict=True):
         middle = (side - length) // 2 // length * length
@@ -134,7 +134,7 @@ def _moved(hole: Region, machine: Mesh, gaps: Sequence[int]) -> Region:
 
 
 def outermost(holes: Sequence[Region]) -> list[Region]:
-    """Return the holes that lie in no other; the parts of a machine nest, so these do not overlap."""
+    """Return the holes that lie in no other; the parts of a machine are nested, so these do not overlap."""
     kept: list[Region] = []
     for hole in sorted(set(holes), key=lambda hole: -hole.n_chips):
         if not any(_within(hole, other) for other in kept):
@@ -184,7 +184,7 @@ def chips_of(box: Region, host: Sequence[int]) -> Region:
 
 
 def step_error(assumptions: Assumptions, estimate_s: float, exact_s: float) -> float:
-    """Return how far a step with the estimated all-reduce is from one with the exact, as a fraction."""
+    """Return the relative error of a step with the estimated all-reduce."""
     if math.isclose(estimate_s, exact_s):
         return 0.0
     return (estimate_s - exact_s) / (assumptions.compute_s + exact_s)

@@ -1,7 +1,7 @@
 """All-reduce times over real links: Gloo's own, and every plan's, on the same mesh in the same run.
 
-Each live chip is a process; in a lab each sits in its own network namespace. The cases take turns, so that whatever
-else the machine does falls on all of them alike. All processes read one clock, so a run lasts from the first chip's
+Each live chip is a process, in a lab inside its own network namespace. The cases alternate, so that other load on
+the machine affects all of them alike. All processes read the same clock, so a run lasts from the first chip's
 start to the last chip's end.
 """
 
@@ -31,7 +31,7 @@ from meshmend.torch.private import gloo_backend
 
 GLOO = "gloo"
 PROCESS_GROUP = "process group"
-"""`MeshProcessGroup` with the plan that it chooses itself: over loopback, where its own cost shows."""
+"""`MeshProcessGroup` with the plan that it chooses itself: over loopback, where its overhead is visible."""
 PORT = 29400
 TIMEOUT = timedelta(minutes=10)
 
@@ -56,7 +56,7 @@ class Result:
 
 
 def applicable(mesh: Mesh, payload_bytes: int, names: Sequence[str] | None = None) -> dict[str, Schedule]:
-    """Return the proven plan of every planner that serves a mesh, cut to suit the payload."""
+    """Return the proven plan of every planner that serves a mesh, with chunks that suit the payload."""
     schedules = {}
     for name in names or [name for name in PLANNERS if name != "auto"]:
         try:
@@ -142,7 +142,7 @@ def _time_cases(
         ours = MeshProcessGroup(mesh.shape, chip, wrap=mesh.wrap, interface=interface, timeout=TIMEOUT)
         ours.configure(f"{meeting}/process-group", name_chip(chip), rank, mesh.n_chips)
         ways[PROCESS_GROUP] = lambda payload: ours.allreduce([payload], dist.ReduceOp.SUM).wait()
-    # Ones, so that every sum is known: a fast wrong answer is not a result.
+    # Ones, so that every sum is known: a fast wrong result does not count.
     payload = torch.empty(payload_bytes // 4)
     spans: dict[str, list[tuple[float, float]]] = {case: [] for case in ways}
     for _ in range(repeat):
@@ -155,7 +155,7 @@ def _time_cases(
             if not bool((payload == mesh.n_chips).all()):
                 raise LabError(f"{case} gave a wrong sum on {mesh}.")
     group.barrier().wait()
-    # The store lives in rank 0: the others leave first.
+    # Rank 0 hosts the store, so the others leave first.
     time.sleep(0.2 if rank == 0 else 0)
     return spans
 

@@ -1,7 +1,7 @@
-"""The failure campaign: kill chips and boards of a training job at random moments, and hold it to its promises.
+"""The failure campaign: kill chips and boards of a training job at random moments, and check its guarantees.
 
-After every kill the survivors must commit a step on the hole; then the killed chips come back and the mesh must grow
-whole again. In the end every step that any chip committed must have used each contribution of its members exactly
+After every kill the survivors must commit a step round the hole; then the killed chips come back and the mesh must be
+whole again. At the end every step that any chip committed must have used each contribution of its members exactly
 once, with the same weights on every chip that committed it.
 """
 
@@ -26,7 +26,7 @@ from meshmend.planning import PLANNERS
 from meshmend.topology import Mesh, Region, all_placements
 
 LIGHTHOUSE: Coordinate = (-1,)
-"""The lighthouse runs beside the chips, under a name that no chip has."""
+"""The lighthouse runs beside the chips, under a coordinate that no chip has."""
 
 STAGES = ("detect", "quorum", "replan", "redo")
 
@@ -35,8 +35,8 @@ STAGES = ("detect", "quorum", "replan", "redo")
 class ReplicaKill:
     """One SIGKILL: what it hit, when, and how long the survivors took to commit a step without it.
 
-    The total is split at the survivor that committed first: until it gave up its all-reduce (zero where the loss was
-    found by the quorum), until it had a new quorum, until it had formed the group and planned, until the commit.
+    The total is split into stages of the survivor that committed first: until it gave up its all-reduce (zero where
+    the quorum detected the loss), had a new quorum, had formed the group and planned, and committed.
     """
 
     hole: Region
@@ -47,7 +47,7 @@ class ReplicaKill:
 
 @dataclass
 class FailuresReport:
-    """What a campaign found. It raises where a promise is broken, so a report is good news."""
+    """The results of a campaign. A broken guarantee raises, so a report means that all held."""
 
     mesh: str
     kills: list[ReplicaKill] = field(default_factory=list)
@@ -84,13 +84,13 @@ def campaign(
     seed: int = 0,
     heartbeat_timeout_ms: int = 1000,
     patience_s: float = 60.0,
-    told: Callable[[ReplicaKill], None] = lambda _: None,
+    on_kill: Callable[[ReplicaKill], None] = lambda _: None,
 ) -> FailuresReport:
-    """Run the campaign and return its report; raise `LabError` where a promise is broken."""
+    """Run the campaign and return its report; raise `LabError` if a guarantee is broken."""
     rng = random.Random(seed)  # noqa: S311  # moments and places, not secrets
     mesh = Mesh(shape)
     boards = all_placements(mesh.shape, (2, 2))
-    # Without a planner for any hole, only whole boards can be lost.
+    # Without a planner for arbitrary holes, only whole boards may fail.
     chips = all_placements(mesh.shape, (1, 1), align=1) if "weave" in PLANNERS else []
     report = FailuresReport(str(mesh))
     with tempfile.TemporaryDirectory(prefix="meshmend-") as name, Chips() as running:
@@ -116,7 +116,7 @@ def campaign(
             on_the_hole = partial(watch.committed_by, survivors, len(survivors), after=killed_at)
             watch.until(on_the_hole, f"the survivors of {hole} do not commit")
             report.kills.append(_account(watch, hole, lost, lives, survivors, killed_at))
-            told(report.kills[-1])
+            on_kill(report.kills[-1])
             for chip in lost:
                 lives[chip] += 1
                 running.start(chip, train, job, lives[chip])
@@ -131,7 +131,7 @@ def campaign(
 
 
 class _Watch:
-    """Reads what the chips write down."""
+    """Reads the chips' logs."""
 
     def __init__(self, folder: Path, patience_s: float) -> None:
         self._folder = folder
@@ -140,7 +140,7 @@ class _Watch:
         self.events: dict[tuple[Coordinate, int], list[dict[str, Any]]] = defaultdict(list)
 
     def read(self, chip: Coordinate, life: int) -> list[dict[str, Any]]:
-        """Return everything that one life of a chip has written so far."""
+        """Return everything that one incarnation of a chip has logged so far."""
         path = self._folder / f"{'-'.join(map(str, chip))}.{life}.log"
         key = (chip, life)
         if path.exists():
@@ -154,7 +154,7 @@ class _Watch:
         return self.events[key]
 
     def committed_by(self, lives: dict[Coordinate, int], members: int, *, after: float = 0.0) -> bool:
-        """Say whether the last commit of every chip was with so many members, and after a moment."""
+        """Return whether every chip's last commit had this many members and came after this moment."""
         for chip, life in lives.items():
             commit = next((e for e in reversed(self.read(chip, life)) if e["event"] == "commit"), None)
             if commit is None or commit["members"] != members or commit["t"] < after:
@@ -167,7 +167,7 @@ class _Watch:
         while not condition():
             if time.monotonic() > deadline:
                 last = {name_chip(chip): events[-1] for (chip, _), events in self.events.items() if events}
-                raise LabError(f"Within {self._patience_s:g} s {complaint}. Last words: {json.dumps(last)[:2000]}")
+                raise LabError(f"Within {self._patience_s:g} s {complaint}. Last log lines: {json.dumps(last)[:2000]}")
             time.sleep(0.02)
 
 
@@ -179,7 +179,7 @@ def _account(
     survivors: dict[Coordinate, int],
     killed_at: float,
 ) -> ReplicaKill:
-    """Split the time from the kill to the first commit on the hole."""
+    """Split the time from the kill to the first commit round the hole."""
     n = len(survivors)
     commits = [
         event
@@ -196,7 +196,7 @@ def _account(
         "replan": first["configured_at"] - formed_at,
         "redo": first["t"] - first["configured_at"],
     }
-    # What a lost chip was doing: its last words say.
+    # What a lost chip was doing follows from its last log line.
     last = [watch.events[chip, lives[chip]][-1]["event"] for chip in lost if watch.events[chip, lives[chip]]]
     if "reduce" in last:
         moment = "inside"
@@ -208,7 +208,7 @@ def _account(
 
 
 def _judge(watch: _Watch, mesh: Mesh, report: FailuresReport) -> None:
-    """Hold every commit of every chip to the promises."""
+    """Check every commit of every chip against the guarantees."""
     by_step: dict[int, list[tuple[Coordinate, dict[str, Any]]]] = defaultdict(list)
     for (chip, _), events in watch.events.items():
         for event in events:

@@ -1,4 +1,4 @@
-"""A picture of all-reduce times: a group of bars for each mesh and payload, in units of M/b where there is a rate."""
+"""A plot of all-reduce times: a group of bars per mesh and payload, in units of M/b where the link rate is known."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshmend.bench.allreduce import Result
 
 
 def draw_times(results: Sequence[Result], path: Path) -> None:
-    """Write the figure; the ending of the path chooses the format. Needs matplotlib."""
+    """Write the figure; the suffix of the path chooses the format. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     groups = list(dict.fromkeys((result.mesh, result.payload_bytes) for result in results))

@@ -1,7 +1,7 @@
-"""One chip of a training job that torchft keeps alive, as a process that writes down what it does.
+"""One chip of a training job under torchft, as a process that logs what it does.
 
-Shared by the failure campaign and by its tests. The model is a vector of weights; what each chip contributes to a
-step is known beforehand, so that the sum of every committed step can be held against the chips that took part.
+Shared by the failure campaign and its tests. The model is a vector of weights; each chip's contribution to a step is
+known beforehand, so that the sum of every committed step can be checked against the chips that took part.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ INTERFACE = "lo"
 
 @dataclass(frozen=True)
 class ReplicaJob:
-    """What every chip of a job is told."""
+    """What every chip of a job receives."""
 
     shape: tuple[int, ...]
     lighthouse: str
@@ -45,12 +45,12 @@ class ReplicaJob:
 
 
 def lighthouse(_: Any, address_file: Path, heartbeat_timeout_ms: int) -> None:
-    """Serve torchft's lighthouse until killed; its address goes to a file."""
+    """Serve torchft's lighthouse until killed; write its address to a file."""
     divert(address_file.with_suffix(".err"))
     server = LighthouseServer(
         bind=f"{HOST}:0",
         min_replicas=1,
-        # Long: a chip that lives but is slow must be waited for, or it goes on with weights of its own.
+        # Long: the others must wait for a chip that is slow but alive, or it continues with diverging weights.
         join_timeout_ms=60_000,
         quorum_tick_ms=20,
         heartbeat_timeout_ms=heartbeat_timeout_ms,
@@ -64,7 +64,7 @@ def lighthouse(_: Any, address_file: Path, heartbeat_timeout_ms: int) -> None:
 
 
 def divert(path: Path) -> None:
-    """Send what torchft's own logging writes to a file; it writes to the descriptor, past Python."""
+    """Redirect torchft's own logging to a file; it writes to the descriptor, bypassing Python."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 2)
     os.close(handle)

@@ -1,8 +1,8 @@
-"""The restart campaign: kill hosts of a JAX job at random moments, and hold it to its promises.
+"""The restart campaign: kill hosts of a JAX job at random moments, and check its guarantees.
 
 Each run trains on 4 hosts, two by two, under torchrun. A host gets SIGKILL, agent and worker, and loses its memory; the
-survivors must commit a step on the hole; then the host comes back empty, and the mesh must grow whole again. In some
-failures a second host dies while the survivors recover. In the end no step may be missing, every sample must be used
+survivors must commit a step round the hole; then the host comes back empty, and the mesh must be whole again. In some
+failures a second host dies while the survivors recover. At the end no step may be missing, every sample must be used
 once per epoch, no committed step may be lost to one host's death, and the loss must be that of an undisturbed run.
 """
 
@@ -27,9 +27,9 @@ from meshmend.topology import name_shape, parse_shape
 
 N_HOSTS = 4
 PAIRS = ((0, 2), (1, 3))
-"""Hosts that may die together: the other two are connected, and neither keeps the other's parts."""
+"""Hosts that may die together: the other two are connected, and neither of the dead ones keeps the other's shards."""
 LOSS_TOLERANCE = 1e-3
-"""Sums in another order round differently, and training carries that on; measured, it stays far below this."""
+"""Sums in another order round differently, and training propagates that; the measured effect is far below this."""
 
 Event = dict[str, Any]
 
@@ -49,9 +49,9 @@ class Failure:
     hosts: tuple[int, ...]
     step: int
     source: str
-    """Where the state came back from: "memory" or "disk"."""
+    """Where the state was restored from: "memory" or "disk"."""
     lost_steps: int
-    """Committed steps that had to be done again: none, unless the state came from disk."""
+    """Committed steps that had to be repeated: none, unless the state came from disk."""
     total_s: float
     """From the last SIGKILL to the first step that all survivors have committed."""
     stages_s: dict[str, float]
@@ -59,7 +59,7 @@ class Failure:
 
 @dataclass
 class RestartReport:
-    """What a campaign found. It raises where a promise is broken, so a report is good news."""
+    """The results of a campaign. A broken guarantee raises, so a report means that all held."""
 
     failures: list[Failure] = field(default_factory=list)
     runs: int = 0
@@ -96,22 +96,22 @@ def campaign(
     host: str = "4x2",
     seed: int = 0,
     per_run: int = 5,
-    helped: bool = True,
+    aided: bool = True,
     second: bool = True,
     steps_per_failure: int = 30,
     patience_s: float = 120.0,
-    told: Callable[[Failure], None] = lambda _: None,
+    on_failure: Callable[[Failure], None] = lambda _: None,
 ) -> RestartReport:
-    """Run the campaign and return its report; raise `LabError` where a promise is broken.
+    """Run the campaign and return its report; raise `LabError` if a guarantee is broken.
 
-    `host` is the tile of chips that a host drives. Without `helped`, jobs restart from disk alone, and plan and compile
-    anew: what the helps are worth. `second` lets every fourth failure be two: another host dies while the survivors
+    `host` is the tile of chips that a host drives. With `aided=False`, jobs restart from disk only, and plan and
+    compile again: the baseline. With `second`, another host dies in every fourth failure while the survivors
     recover.
     """
     rng = random.Random(seed)  # noqa: S311  # moments and places, not secrets
     report = RestartReport()
     shape = name_shape([2 * n for n in parse_shape(host)])
-    # Left behind where a promise is broken, for the logs in it.
+    # Left behind if a guarantee is broken, for its logs.
     folder = Path(tempfile.mkdtemp(prefix="meshmend-restart-"))
     left, number = failures, 0
     while left > 0:
@@ -126,21 +126,21 @@ def campaign(
             caches=str(folder),
             pause_on_hole_s=1.0,
         )
-        if not helped:
+        if not aided:
             job = replace(job, memory=False, plans=False, compile_cache=False, ahead=False, disk_every=5)
         run = Run(job, patience_s)
         undisturbed = Run(replace(job, folder=str(folder / f"undisturbed-{steps}")), patience_s)
         if not Path(undisturbed.job.folder).exists():
             undisturbed.go([], rng)
-        # Failures are numbered through the campaign: host 0 dies in the first, a second host in every fourth.
+        # Failures are numbered across the campaign: host 0 dies in the first, a second host in every fourth.
         kills = []
         for i in range(failures - left, failures - left + count):
             both = rng.choice(PAIRS) if second and i % 4 == 3 else (0 if i == 0 else rng.randrange(N_HOSTS),)
             kills.append(HostKill(tuple(rng.sample(both, len(both))), rng.uniform(0.5, 8.0)))
-        report.failures += run.go(kills, rng, told)
+        report.failures += run.go(kills, rng, on_failure)
         difference = abs(run.final_loss() / undisturbed.final_loss() - 1)
         if difference > LOSS_TOLERANCE:
-            raise LabError(f"Run {number} ends with another loss than undisturbed: {difference:.1e} apart.")
+            raise LabError(f"Run {number} ends with another loss than the undisturbed run: {difference:.1e} apart.")
         report.loss_difference = max(report.loss_difference, difference)
         report.runs += 1
         report.steps += steps
@@ -151,7 +151,7 @@ def campaign(
 
 
 class Run:
-    """One job from start to end, and what was seen of it."""
+    """One job from start to end, and what was observed."""
 
     def __init__(self, job: TrainingJob, patience_s: float = 120.0) -> None:
         self.job = job
@@ -159,9 +159,9 @@ class Run:
         self.patience_s = patience_s
 
     def go(
-        self, kills: Sequence[HostKill], rng: random.Random, told: Callable[[Failure], None] = lambda _: None
+        self, kills: Sequence[HostKill], rng: random.Random, on_failure: Callable[[Failure], None] = lambda _: None
     ) -> list[Failure]:
-        """Run the job through kills, each in its own stretch of steps, and check what it promised."""
+        """Run the job through kills, each in its own range of steps, and check its guarantees."""
         found = []
         command = ["-m", "meshmend.bench.trainee", str(self.job.write())]
         with Torchrun(command, N_HOSTS, self.folder, min_hosts=2, max_restarts=50, revivals=5) as hosts:
@@ -172,7 +172,7 @@ class Run:
                 self._until(partial(self._whole_since, at_step), f"step {at_step} on all hosts", hosts)
                 time.sleep(rng.random() * 0.3)
                 found.append(self._fail(hosts, kill))
-                told(found[-1])
+                on_failure(found[-1])
                 hosts.start(*kill.hosts)
             # A step of many virtual chips on few cores takes a second.
             statuses = hosts.wait(self.patience_s * (1 + len(kills)) + self.job.steps)
@@ -207,16 +207,16 @@ class Run:
         )
 
     def _stages(self, survivors: set[int], last: int, killed_at: float, at: float) -> dict[str, float]:
-        """Take the time apart, at the host that committed last."""
+        """Split the time into stages, at the host that committed last."""
         gave_up = [e["at"] for host in survivors for e in self.events(host) if e["event"] == "gave up"]
         return split_recovery(self.events(last), gave_up, killed_at, at)
 
     def events(self, host: int) -> list[Event]:
-        """Return what a host has noted."""
+        """Return a host's timeline."""
         return read_timeline(self.folder / f"timeline-{host}.jsonl")
 
     def digests(self) -> dict[int, str]:
-        """Return a digest of the parameters after each step (of an exact job), that of the attempt that counts."""
+        """Return a digest of the parameters after each step (of an exact job), from the attempt that counts."""
         found: dict[int, tuple[int, str]] = {}
         for host in range(N_HOSTS):
             for event in self.events(host):
@@ -231,7 +231,7 @@ class Run:
         return float(statistics.mean(losses[step] for step in sorted(losses)[-5:]))
 
     def _kept(self, attempt: int) -> dict[int, dict[int, float]]:
-        """Return when each host of an attempt had each step: kept in memory, or just done where nothing is."""
+        """Return when each host of an attempt had each step: kept in memory, or just computed where nothing is kept."""
         sign = "kept" if self.job.memory else "step"
         found: dict[int, dict[int, float]] = {}
         for host in range(N_HOSTS):

@@ -2,7 +2,7 @@
 
     torchrun … -m meshmend.bench.trainee job.json
 
-It is the complete script of docs/restart.md with a few switches, so that the campaign can take away one help at a time.
+It is the complete script of docs/restart.md with a few switches, so that the campaign can switch off one aid at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WIDTH = 32
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What to train, and with which helps."""
+    """What to train, and with which aids."""
 
     folder: str
     caches: str = ""
@@ -44,14 +44,14 @@ class TrainingJob:
     plans: bool = True
     compile_cache: bool = True
     ahead: bool = True
-    """Compile for the loss of each host while all is well."""
+    """Compile ahead for the loss of each host."""
     disk_every: int = 20
     pause_s: float = 0.0
     pause_on_hole_s: float = 0.0
-    """Time off after each step on a mesh with a hole, so that a lost host can be back before the job is over."""
+    """Pause after each step on a mesh with a hole, so that a lost host can return before the job is over."""
 
     def write(self) -> Path:
-        """Write the job down where its workers read it."""
+        """Write the job to the file that its workers read."""
         path = Path(self.folder) / "job.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self)))
@@ -59,7 +59,7 @@ class TrainingJob:
 
 
 def main(path: str) -> None:
-    """Train, or go on training."""
+    """Train, or resume training."""
     die_with_launcher()
     job = TrainingJob(**json.loads(Path(path).read_text()))
     n_chips = math.prod(parse_shape(job.host))
@@ -118,7 +118,7 @@ def main(path: str) -> None:
         ledger = mmj.Ledger(folder / "ledger.jsonl") if session.launch.process == 0 else None
         for number in range(found.step + 1, job.steps + 1):
             batch = next(batches)
-            # Before the step: a step that all hosts have kept must be in the ledger, whoever dies when.
+            # Before the step: a step that all hosts have kept must be in the ledger, whichever host dies when.
             if ledger is not None:
                 ledger.record(number, epoch=batch.at.epoch, samples=batch.indices)
             params, state, value = compiled.step(params, state, batch)
@@ -126,7 +126,7 @@ def main(path: str) -> None:
             facts: dict[str, Any] = {"digest": _digest(params)} if job.exact else {}
             timeline.note("step", step=number, loss=float(fetch(value)), examples=len(batch.indices), **facts)
             if job.ahead and number == found.step + 3:
-                # Not before: a restart has better things to do.
+                # Not earlier: it would slow down a restart.
                 ahead = CompileAhead(session, build_ahead)
             time.sleep(job.pause_s if fabric.mesh.is_full else job.pause_on_hole_s)
         keeper.close()

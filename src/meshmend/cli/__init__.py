@@ -1,4 +1,4 @@
-"""The command line: `meshmend COMMAND`. One file a command; what they share is in `options` and `common`."""
+"""The command line: `meshmend COMMAND`. One file per command; what they share is in `options` and `common`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ from meshmend.cli.common import EXIT_CODES
 from meshmend.cli.options import unbundled
 from meshmend.cli.root import OneLine
 
+__all__ = ["app", "main"]
+
 app = typer.Typer(
     name="meshmend",
     cls=OneLine,
-    help="Plan, prove and run an allreduce over whatever chips of a mesh survive.",
+    help="Plan, prove and run an all-reduce over whatever chips of a mesh survive.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -57,10 +59,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: bool = typer.Option(
-        False, "--version", callback=_print_version, is_eager=True, help="Print the version and stop."
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
     ),
 ) -> None:
-    """Plan, prove and run an allreduce over whatever chips of a mesh survive."""
+    """Plan, prove and run an all-reduce over whatever chips of a mesh survive."""
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from meshmend.errors import ParameterError
 from meshmend.topology import Mesh, name_shape, parse_shape
 
 MAX_DAYS = 36_500
-"""A century: longer than any machine runs, and short enough to live through."""
+"""A century: longer than any machine runs, and short enough to simulate."""
 
 
 def _hours(what: str, name: str) -> Any:
@@ -41,56 +41,54 @@ def _seconds(what: str, name: str) -> Any:
 
 def command(
     shape: ShapeArgument,
-    host: Annotated[str, typer.Option("--host", metavar="HxW", help="Chips of a host; hosts tile the mesh.")] = "4x2",
+    host: Annotated[str, typer.Option("--host", metavar="HxW", help="Chips per host; hosts tile the mesh.")] = "4x2",
     board: Annotated[
-        str, typer.Option("--board", metavar="HxW", help="Chips of a board; boards tile a host. Or none.")
+        str, typer.Option("--board", metavar="HxW", help="Chips per board; boards tile a host. Or none.")
     ] = "2x2",
     wrap: WrapOption = "none",
     days: Annotated[float, typer.Option("--days", min=0.0, help="Length of a run.")] = 365.0,
     runs: Annotated[
-        int, typer.Option("--runs", min=1, help="Independent runs; more of them, narrower intervals.")
+        int, typer.Option("--runs", min=1, help="Independent runs; more runs give narrower intervals.")
     ] = 20,
     mtbf_chip: Annotated[float, _hours("Mean time between failures of a chip; inf: never.", "mtbf-chip")] = 85_000,
-    mtbf_board: Annotated[float, _hours("The same of a board, beside its chips.", "mtbf-board")] = 150_000,
-    mtbf_host: Annotated[float, _hours("The same of a host, beside its boards.", "mtbf-host")] = 19_000,
+    mtbf_board: Annotated[float, _hours("The same of a board, not counting its chips.", "mtbf-board")] = 150_000,
+    mtbf_host: Annotated[float, _hours("The same of a host, not counting its boards.", "mtbf-host")] = 19_000,
     repair_chip: Annotated[float, _hours("Mean time to repair a chip.", "repair-chip")] = 24.0,
     repair_board: Annotated[float, _hours("Mean time to repair a board.", "repair-board")] = 24.0,
     repair_host: Annotated[float, _hours("Mean time to repair a host.", "repair-host")] = 24.0,
     quick_repair: Annotated[float, _hours("quick repair: mean time to repair anything.", "quick-repair")] = 4.0,
     checkpoint_minutes: Annotated[
-        float, typer.Option("--checkpoint-minutes", help="Training between two saves.")
+        float, typer.Option("--checkpoint-minutes", help="Training time between checkpoints.")
     ] = 60.0,
-    save_seconds: Annotated[float, _seconds("How long training stands still for a save.", "save-seconds")] = 30.0,
-    detect_seconds: Annotated[float, _seconds("From a failure to a decision.", "detect-seconds")] = 60.0,
-    restart_seconds: Annotated[float, _seconds("From a decision to the first step.", "restart-seconds")] = 300.0,
-    swap_seconds: Annotated[float, _seconds("hot spares: to wire a spare in.", "swap-seconds")] = 60.0,
-    replan_seconds: Annotated[float, _seconds("fault-tolerant: to plan round the hole.", "replan-seconds")] = 10.0,
+    save_seconds: Annotated[float, _seconds("How long training pauses for a checkpoint.", "save-seconds")] = 30.0,
+    detect_seconds: Annotated[float, _seconds("Time from a failure to a decision.", "detect-seconds")] = 60.0,
+    restart_seconds: Annotated[float, _seconds("Time from a decision to the first step.", "restart-seconds")] = 300.0,
+    swap_seconds: Annotated[float, _seconds("hot spares: time to wire a spare in.", "swap-seconds")] = 60.0,
+    replan_seconds: Annotated[float, _seconds("fault-tolerant: time to plan round the hole.", "replan-seconds")] = 10.0,
     grow: Annotated[
-        str, typer.Option("--grow", help=f"When a smaller job takes repaired chips in: {', '.join(GROWS)}.")
+        str, typer.Option("--grow", help=f"When a smaller job takes repaired chips back: {', '.join(GROWS)}.")
     ] = "worth",
     spares: Annotated[int, typer.Option("--spares", min=0, help="hot spares: hosts kept ready.")] = 2,
-    price: Annotated[float, typer.Option("--price", min=0.0, metavar="$", help="Of a chip for an hour.")] = 2.0,
+    price: Annotated[float, typer.Option("--price", min=0.0, metavar="$", help="Price per chip-hour.")] = 2.0,
     crew_price: Annotated[
-        float, typer.Option("--crew-price", min=0.0, metavar="$", help="quick repair: of the crew for an hour.")
+        float, typer.Option("--crew-price", min=0.0, metavar="$", help="quick repair: price of the crew per hour.")
     ] = 0.0,
     payload: Annotated[
-        str | None, typer.Option("--payload", metavar="SIZE", help="Gradients of a step; default: BERT, 668MB.")
+        str | None, typer.Option("--payload", metavar="SIZE", help="Gradients per step; default: BERT, 668MB.")
     ] = None,
     compute_seconds: Annotated[
         float | None,
         typer.Option("--compute-seconds", metavar="S", help="A step without its all-reduce; default: BERT, 0.132."),
     ] = None,
     hardware: HardwareOption = DEFAULT_HARDWARE,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the random draws.")] = 0,
-    checks: Annotated[
-        int, typer.Option("--checks", min=0, help="States to plan in full, to see how far estimates are off.")
-    ] = 2,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed.")] = 0,
+    checks: Annotated[int, typer.Option("--checks", min=0, help="States to plan in full, to check the estimates.")] = 2,
     plot_to: Annotated[
-        Path | None, typer.Option("--plot", metavar="F", help="Draw it, with a sweep of failure rates: .png, .svg.")
+        Path | None, typer.Option("--plot", metavar="F", help="Plot it, with a sweep of failure rates: .png, .svg.")
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Simulate months of a machine's life under the four answers to a failure, and say what each is worth.
+    """Simulate months of operation under the four answers to a failure, and report what each is worth.
 
     Quick repair, sub-mesh, hot spares, fault-tolerant. Example: meshmend availability 32x32 --plot worth.svg
     """
@@ -129,7 +127,7 @@ def command(
         throughput = Throughput(assumptions)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=terminal(stderr=True), disable=not shows_progress(json), transient=True) as bar:
-            task = bar.add_task("planning, then living", total=runs)
+            task = bar.add_task("planning, then simulating", total=runs)
             study = simulate(
                 assumptions,
                 days=days,
@@ -152,7 +150,7 @@ def command(
 
 def _facts(study: Study) -> dict[str, Any]:
     assumptions = study.assumptions
-    told = {
+    numbers = {
         name: value for name, value in asdict(assumptions).items() if name not in ("mesh", "host", "levels", "hardware")
     }
     return {
@@ -174,7 +172,7 @@ def _facts(study: Study) -> dict[str, Any]:
                 for one in assumptions.levels
             ],
             "hardware": hardware_facts(assumptions.hardware),
-            **told,
+            **numbers,
         },
         "sources": dict(SOURCES),
         "hours_between_failures": _finite(1 / assumptions.failures_per_h) if assumptions.failures_per_h else None,
@@ -242,20 +240,20 @@ def _show(study: Study) -> None:
     console.print(table)
     step = assumptions.compute_s + study.all_reduce_s
     notes = [
-        "goodput: work kept, over that of a machine that never fails nor saves. gain: goodput above that of quick "
-        "repair, run by run. $: of a useful chip-hour. down: time without training. lost: work thrown away. stops a "
-        "year: by failures + to take repaired chips in. ±: 95 % interval.",
+        "goodput: work kept, relative to a machine that never fails or saves. gain: goodput above that of quick "
+        "repair, run by run. $: per useful chip-hour. down: time without training. lost: work thrown away. stops per "
+        "year: by failures + to take repaired chips back. ±: 95 % interval.",
         f"A step on the whole machine: {name_seconds(step)}, of which the all-reduce of "
         f"{name_bytes(assumptions.payload_bytes)} takes {name_seconds(study.all_reduce_s)} on "
         f"{assumptions.hardware.name}.",
-        f"{assumptions.spares} spare hosts cost {assumptions.price:g} $ a chip-hour like the rest. Every assumption is "
-        "an option (--help), with its source in --json.",
+        f"{assumptions.spares} spare hosts cost ${assumptions.price:g} per chip-hour like all others. Every assumption "
+        "is an option (--help), with its source in --json.",
     ]
     if study.checks:
         worst = max(abs(check.error) for check in study.checks)
         notes.append(
-            f"{study.planned} states were planned in full and the others put together from them; on the "
-            f"{len(study.checks)} with most holes, the estimated step is off by at most {worst:.2%}."
+            f"{study.planned} states were planned in full and the others estimated from them; on the "
+            f"{len(study.checks)} with the most holes, the estimated step is off by at most {worst:.2%}."
         )
     for note in notes:
         print_line((note, "dim"))

@@ -28,7 +28,7 @@ app = typer.Typer(help="Measure on real processes and real links. Needs torch.",
 @app.command("allreduce")
 def allreduce(
     lab_shape: Annotated[
-        str | None, typer.Option("--lab", metavar="SHAPE", help="Make a lab of this shape for the run. Needs root.")
+        str | None, typer.Option("--lab", metavar="SHAPE", help="Create a lab of this shape for the run. Needs root.")
     ] = None,
     loopback: Annotated[
         str | None, typer.Option("--loopback", metavar="SHAPE", help="No lab: processes on this host's loopback.")
@@ -41,7 +41,7 @@ def allreduce(
     planner: Annotated[
         list[str] | None, typer.Option("--planner", metavar="NAME", help="Only these. Repeatable. [default: all]")
     ] = None,
-    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Turns that each case takes; the best counts.")] = 3,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Runs per case; the best counts.")] = 3,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="F", help="Draw the times into F: .svg, .png or .pdf.")
     ] = None,
@@ -49,7 +49,7 @@ def allreduce(
 ) -> None:
     """Time Gloo's own all-reduce and every plan, on the same links in the same run.
 
-    With --fail the whole mesh comes first; then the hole is cut out of the lab, routes lead round it, and the
+    With --fail the whole mesh is timed first; then the hole is cut out of the lab, routes go round it, and the
     survivors are timed too.
 
     Example: meshmend bench allreduce --lab 4x4 --fail 2x2@0,0 --payload 32MB
@@ -77,13 +77,13 @@ def allreduce(
 @app.command("failures")
 def failures(
     shape: Annotated[str, typer.Argument(metavar="SHAPE", help="Chips along each axis.")] = "4x4",
-    kills: Annotated[int, typer.Option("--kills", min=1, help="How many times a chip or a board is killed.")] = 50,
-    seed: Annotated[int, typer.Option("--seed", help="Which chips, and when.")] = 0,
+    kills: Annotated[int, typer.Option("--kills", min=1, help="How many times to kill a chip or a board.")] = 50,
+    seed: Annotated[int, typer.Option("--seed", help="Random seed: which chips, and when.")] = 0,
     json: JsonOption = False,
 ) -> None:
-    """Kill chips and boards of a training job at random moments; say how fast it goes on, and that it went on right.
+    """Kill chips and boards of a training job at random moments; time each recovery and check the results.
 
-    Every committed step must have used each contribution exactly once, and left the same weights everywhere. Needs
+    Every committed step must have used each contribution exactly once, and left the same weights on every chip. Needs
     torch and torchft.
 
     Example: meshmend bench failures 4x4 --kills 50
@@ -92,13 +92,13 @@ def failures(
         _require("torch", "torchft")
         from meshmend.bench.failures import ReplicaKill, campaign
 
-        def tell(kill: ReplicaKill) -> None:
+        def show(kill: ReplicaKill) -> None:
             if not json:
                 stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in kill.stages_s.items())
                 where = {"before": "before", "inside": "inside", "after": "after"}[kill.moment]
                 typer.echo(f"killed {kill.hole} {where} an all-reduce: committed after {kill.total_s:.2f} s ({stages})")
 
-        report = campaign(shape, kills=kills, seed=seed, told=tell)
+        report = campaign(shape, kills=kills, seed=seed, on_kill=show)
         if json:
             print_json(report.facts())
         else:
@@ -107,15 +107,15 @@ def failures(
 
 @app.command("restart")
 def restart(
-    failures: Annotated[int, typer.Option("--failures", min=1, help="How many times hosts are killed.")] = 20,
+    failures: Annotated[int, typer.Option("--failures", min=1, help="How many times to kill hosts.")] = 20,
     unaided: Annotated[
-        int, typer.Option("--unaided", min=0, help="As many more, from disk alone, with no cache: to compare.")
+        int, typer.Option("--unaided", min=0, help="This many more from disk only, without caches, to compare.")
     ] = 0,
-    host: Annotated[str, typer.Option("--host", metavar="HxW", help="Chips that a host drives.")] = "4x2",
-    seed: Annotated[int, typer.Option("--seed", help="Which hosts, and when.")] = 0,
+    host: Annotated[str, typer.Option("--host", metavar="HxW", help="Chips per host.")] = "4x2",
+    seed: Annotated[int, typer.Option("--seed", help="Random seed: which hosts, and when.")] = 0,
     json: JsonOption = False,
 ) -> None:
-    """Kill hosts of a JAX job at random moments; say how fast it is back, where the time goes, and that it is right.
+    """Kill hosts of a JAX job at random moments; time each recovery by stage and check the results.
 
     Four hosts, two by two, under torchrun; some die while the others recover. No step may be missing, each sample must
     be used once per epoch, no committed step may be lost, and the loss must be that of an undisturbed run. Needs torch,
@@ -128,15 +128,17 @@ def restart(
         _require("jax", "orbax", "grain", extra="restart")
         from meshmend.bench.restart import Failure, campaign
 
-        def tell(failure: Failure) -> None:
+        def show(failure: Failure) -> None:
             if not json:
                 stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in failure.stages_s.items())
                 who = " then ".join(map(str, failure.hosts))
-                typer.echo(f"killed host {who}: back from {failure.source} after {failure.total_s:.1f} s ({stages})")
+                typer.echo(f"killed host {who}: resumed from {failure.source} after {failure.total_s:.1f} s ({stages})")
 
-        aided = campaign(failures, host=host, seed=seed, told=tell).facts()
+        aided = campaign(failures, host=host, seed=seed, on_failure=show).facts()
         plain = (
-            campaign(unaided, host=host, seed=seed, helped=False, second=False, told=tell).facts() if unaided else None
+            campaign(unaided, host=host, seed=seed, aided=False, second=False, on_failure=show).facts()
+            if unaided
+            else None
         )
         if json:
             print_json({"restart": aided, "unaided": plain})
@@ -146,7 +148,7 @@ def restart(
 
 def _require(*modules: str, extra: str = "torch") -> None:
     require(*modules, needed_for="This measurement", extra=extra)
-    # Read when torch is imported: without it, every namespace without a name server is warned of.
+    # Read when torch is imported: without it, torch warns about every namespace without a name server.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
@@ -195,7 +197,7 @@ def _show_restarts(aided: dict[str, Any], plain: dict[str, Any] | None) -> None:
     table = Table(title="from SIGKILL to the next committed step, seconds", title_justify="left", title_style="bold")
     table.box, table.pad_edge = None, False
     table.add_column("stage", style="cyan", no_wrap=True)
-    columns = [("memory and caches", aided)] + ([("disk alone, no cache", plain)] if plain else [])
+    columns = [("memory and caches", aided)] + ([("disk only, no caches", plain)] if plain else [])
     for name, _ in columns:
         table.add_column(f"{name}: median", justify="right")
         table.add_column("worst", justify="right")
@@ -208,8 +210,8 @@ def _show_restarts(aided: dict[str, Any], plain: dict[str, Any] | None) -> None:
         {
             "failures": f"{aided['failures']} in {aided['runs']} runs: {aided['of_host_0']} of host 0, "
             f"{aided['during_recovery']} with a second host during recovery",
-            "came back from": ", ".join(f"{source} {count}" for source, count in aided["sources"].items()),
-            "steps": approved(f"{aided['steps']}, none missing, {aided['lost_steps']} committed ones done again"),
+            "resumed from": ", ".join(f"{source} {count}" for source, count in aided["sources"].items()),
+            "steps": approved(f"{aided['steps']}, none missing, {aided['lost_steps']} committed ones repeated"),
             "samples": approved("each exactly once per epoch"),
             "loss": approved(f"within {aided['loss_difference']:.1e} of undisturbed runs"),
         },
@@ -229,8 +231,8 @@ def _show_report(report: FailuresReport) -> None:
             "kills": f"{facts['kills']} ({facts['boards']} of them boards): {moments} an all-reduce",
             "committed": f"{facts['committed_steps']} steps, {facts['commits']} commits by chips",
             "refused": f"{facts['refused']} by chips",
-            "first step on the hole": both(facts["recovery_s"]),
+            "first step round the hole": both(facts["recovery_s"]),
             **{f"  {stage}": both(figures) for stage, figures in facts["stages_s"].items()},
-            "promises": approved("every contribution exactly once, the same weights everywhere"),
+            "promises": approved("every contribution exactly once, the same weights on every chip"),
         },
     )

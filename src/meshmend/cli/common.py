@@ -1,4 +1,4 @@
-"""What the commands share beside their options: how facts are shown, how errors are told, and the exit codes."""
+"""What the commands share besides their options: output, error reporting and the exit codes."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from meshmend.topology import Mesh, name_cable, name_shape
 REFUSED, USAGE, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 EXIT_CODES = {
     0: "done",
-    REFUSED: "refused, with one line that says why: no plan, no proof, a file that cannot be read or written",
-    USAGE: "the command line itself is wrong: an unknown option, a missing argument",
+    REFUSED: "failed, with one line that says why: no plan, no proof, a file that cannot be read or written",
+    USAGE: "usage error: an unknown option, a missing argument",
     INTERRUPTED: "interrupted (Ctrl-C)",
-    PIPE_CLOSED: "whoever read the output has gone",
+    PIPE_CLOSED: "the reader of the output closed the pipe",
 }
 """What each exit code means; `meshmend --help` and the documentation say the same."""
 
 
 def mesh_facts(mesh: Mesh) -> dict[str, Any]:
-    """Return what every command's JSON says of a mesh."""
+    """Return the JSON description of a mesh that all commands share."""
     return {
         "mesh": name_shape(mesh.shape),
         "wrap": list(mesh.wrap),
@@ -43,7 +43,7 @@ def mesh_facts(mesh: Mesh) -> dict[str, Any]:
 
 @contextmanager
 def exit_on_error(as_json: bool) -> Iterator[None]:
-    """Turn what can go wrong into one line on standard error, and into one object for programs, with exit code 1."""
+    """Report expected errors as one line on standard error, and as one JSON object for programs, with exit code 1."""
     try:
         yield
     except BrokenPipeError:
@@ -57,7 +57,7 @@ def exit_on_error(as_json: bool) -> Iterator[None]:
         tell_error(type(error).__name__, f"{where}{error.strerror or error}.", as_json)
         raise typer.Exit(REFUSED) from None
     except MemoryError:
-        tell_error("MemoryError", "This takes more memory than there is here.", as_json)
+        tell_error("MemoryError", "This needs more memory than this machine has.", as_json)
         raise typer.Exit(REFUSED) from None
 
 
@@ -68,12 +68,12 @@ def tell_error(kind: str, message: str, as_json: bool) -> None:
             print_json({"error": kind, "message": message})
         except OSError:
             _leave_the_pipe()
-    with contextlib.suppress(OSError):  # there may be nobody left to tell
+    with contextlib.suppress(OSError):  # standard error may be closed
         print_line(("Error:", "bold red"), " ", plain(message), stderr=True)
 
 
 def _leave_the_pipe() -> None:
-    """Have nothing more written to standard output, not even by Python itself as it ends."""
+    """Discard all further writes to standard output, including Python's own flush at exit."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -1,4 +1,4 @@
-"""`meshmend compare`: every planner side by side, on the mesh as it is and on the full one, against the bound."""
+"""`meshmend compare`: every planner side by side, on the given mesh and on the full one, against the bound."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def command(
     holes: HoleOptions,
     price: PriceOptions,
     plot_to: Annotated[
-        Path | None, typer.Option("--plot", metavar="F", help="Draw time against payload, 1 KB to 10 GB: .png, .svg.")
+        Path | None, typer.Option("--plot", metavar="F", help="Plot time against payload, 1 KB to 10 GB: .png, .svg.")
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Compare every planner that can serve a mesh, with the full mesh beside it.
+    """Compare every planner that can serve a mesh, and the same on the full mesh.
 
-    A saved plan is proven, and compared with what planners make of its collective on its mesh.
+    A saved plan is proven, and compared with the planners for its collective on its mesh.
 
     Example: meshmend compare 32x32 --fail 4x2@6,8 --payload 102MB --hardware tpu-v3 --plot times.png
     """
@@ -120,7 +120,7 @@ def _entry_facts(entry: PlannerResult) -> dict[str, Any]:
 
 
 def _show(this: Comparison, full: Comparison | None) -> None:
-    title = f"{this.collective} on {this.mesh}, {name_bytes(this.payload_bytes)} a chip, {this.mode}, {this.hardware}"
+    title = f"{this.collective} on {this.mesh}, {name_bytes(this.payload_bytes)} per chip, {this.mode}, {this.hardware}"
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("planner", style="cyan", no_wrap=True)
     for name in (*_headings(), "time" if full is None else "holed", "× bound"):

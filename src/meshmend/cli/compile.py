@@ -1,4 +1,4 @@
-"""`meshmend compile`: compile a plan's all-reduce for a TPU slice that is not here, with the real TPU compiler."""
+"""`meshmend compile`: compile a plan's all-reduce for a TPU slice with the real TPU compiler, without a TPU."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def command(
     fail: FailOption = None,
     wrap: WrapOption = "none",
     payload: Annotated[
-        str, typer.Option("--payload", metavar="SIZE", help="Bytes that each device brings, as in 102.4MB.")
+        str, typer.Option("--payload", metavar="SIZE", help="Payload per device, as in 102.4MB.")
     ] = "102.4MB",
     dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
     workload: Annotated[
         str | None, typer.Option("--workload", help="Compile a whole train step instead: resnet-50 or bert-large.")
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Examples a device, of a workload.")] = 16,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Examples per device, for a workload.")] = 16,
     cores: Annotated[
-        int | None, typer.Option("--cores", min=1, max=2, help="Cores used of each chip; by default all it has.")
+        int | None, typer.Option("--cores", min=1, max=2, help="Cores used per chip; default: all.")
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Compile the all-reduce for a TPU slice with its real compiler, no TPU needed.
+    """Compile the all-reduce for a TPU slice with its real compiler, without a TPU.
 
     The chip (x, y) of the slice is row x, column y: --fail 4x2@6,8 is x from 6 to 9, y from 8 to 9.
 
@@ -48,7 +48,7 @@ def command(
         require("jax", "optax", "libtpu", needed_for="meshmend compile", extra="tpu")
         if workload is not None:
             require("flax", needed_for="A workload", extra="workloads")
-        # Compiling needs no device, and looking for a TPU that is not there takes minutes.
+        # Compiling needs no device, and searching for a TPU that is not there takes minutes.
         os.environ["JAX_PLATFORMS"] = "cpu"
         from meshmend.jax.compiling.ahead_of_time import compile_for, slice_fabric
 
@@ -56,8 +56,8 @@ def command(
             raise ParameterError(f"--dtype is {dtype!r}, expected float32 or bfloat16.")
         payload_bytes = round(parse_bytes(payload))
         fabric = slice_fabric(topology, failed=fail or (), wrap=_read_wrap(wrap), cores=cores)
-        told = (payload, fabric.hardware) if planner == Auto.name else (None, None)
-        schedule = plan(fabric.mesh, tuning.planner(planner, *told))
+        target = (payload, fabric.hardware) if planner == Auto.name else (None, None)
+        schedule = plan(fabric.mesh, tuning.planner(planner, *target))
         if workload is None:
             what = "all-reduce"
             report = compile_for(topology, schedule, fabric, payload_bytes=payload_bytes, dtype=dtype)
@@ -90,9 +90,9 @@ def command(
                 + (f", {report.other_collectives} inside the chips" if report.other_collectives else ""),
                 "HLO": f"{report.hlo_chars_without_pairs:,} characters, and "
                 f"{report.hlo_chars - report.hlo_chars_without_pairs:,} of lists of chips",
-                "memory a device": f"{megabytes['argument_bytes']:.1f} MB arguments, "
+                "memory per device": f"{megabytes['argument_bytes']:.1f} MB arguments, "
                 f"{megabytes['temporary_bytes']:.1f} MB temporaries, {megabytes['aliased_bytes']:.1f} MB in place",
-                "work a device": f"{report.flops / 1e9:,.1f} GFLOP, {megabytes['accessed_bytes']:,.0f} MB read and "
+                "work per device": f"{report.flops / 1e9:,.1f} GFLOP, {megabytes['accessed_bytes']:,.0f} MB read and "
                 "written (a loop's body counted once)",
                 "compiled in": f"{report.compile_seconds:.1f} s (lowered in {report.lower_seconds:.1f} s)",
             },

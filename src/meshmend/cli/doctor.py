@@ -1,4 +1,4 @@
-"""`meshmend doctor`: what is installed, which engines work here, what JAX sees, and what to do about the rest."""
+"""`meshmend doctor`: what is installed, which engines work here, what JAX sees, and how to fix the rest."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _LOOKS: dict[Status, tuple[str, str]] = {"works": ("✓", "green"), "absent": ("
 
 def command(
     timeout: Annotated[
-        float, typer.Option("--timeout", min=1.0, metavar="S", help="Seconds that an engine has to answer.")
+        float, typer.Option("--timeout", min=1.0, metavar="S", help="Time limit per engine, in seconds.")
     ] = TIMEOUT_S,
     json: JsonOption = False,
 ) -> None:
-    """Look at what is installed and try every engine for real, each in a process of its own.
+    """Check what is installed and run every engine once, each in a separate process.
 
-    Green works, yellow is not installed (or not possible here), red is installed and broken; each yellow and red line
+    Green works, yellow is not installed (or not possible here), red is installed but broken; each yellow and red line
     says what to do. The exit code is 1 if a line is red.
     """
     with exit_on_error(json):
@@ -47,7 +47,7 @@ def command(
 
 
 def _show(findings: list[Finding]) -> None:
-    # Soft-wrapped, not in a table: a command that is cut in two lines cannot be copied.
+    # Soft-wrapped, not in a table: a command that is split over two lines cannot be copied.
     print_line((f"meshmend {__version__}", "bold"))
     width = max(len(finding.name) for finding in findings)
     for section in dict.fromkeys(finding.section for finding in findings):

@@ -1,4 +1,4 @@
-"""`meshmend draw`: a plan, routes or a figure of the paper, as a picture, a moving picture or a page."""
+"""`meshmend draw`: a plan, routes or a figure of the paper, as a picture, an animation or a page."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from meshmend.topology import parse_chip
 
 def command(
     output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="F", help="Where to: .svg .png .pdf, or .gif .html for steps.")
+        Path, typer.Option("-o", "--output", metavar="F", help="Output file: .svg .png .pdf, or .gif .html for steps.")
     ],
     holes: HoleOptions,
     tuning: TuningOptions,
@@ -52,7 +52,7 @@ def command(
     ] = None,
     collective: CollectiveOption = Collective.ALL_REDUCE,
     what: Annotated[
-        str | None, typer.Option("--what", metavar="WHAT", help=f"One of: {', '.join(WHAT)}. Else what fits best.")
+        str | None, typer.Option("--what", metavar="WHAT", help=f"One of: {', '.join(WHAT)}. Default: what fits best.")
     ] = None,
     chunk: Annotated[
         list[int] | None, typer.Option("--chunk", metavar="K", help="trees: a chunk whose tree is drawn. Repeatable.")
@@ -60,7 +60,9 @@ def command(
     steps: Annotated[str | None, typer.Option("--steps", metavar="A-B", help="steps: show only steps A to B.")] = None,
     route: Annotated[
         list[str] | None,
-        typer.Option("--route", metavar="r,c-r,c", help="Draw the route between two chips, no plan. Repeatable."),
+        typer.Option(
+            "--route", metavar="r,c-r,c", help="Draw the route between two chips instead of a plan. Repeatable."
+        ),
     ] = None,
     schedule_file: Annotated[
         Path | None, typer.Option("--schedule", metavar="F", help="Draw a schedule that `plan --save` wrote.")
@@ -104,13 +106,13 @@ def command(
                 schedule = plan(mesh, chosen)
             drawing = _draw(schedule, output, what, chunk, _read_steps(steps), shows_progress(json))
             facts = {**mesh_facts(schedule.mesh), "planner": schedule.planner}
-        _tell(drawing, facts, json)
+        _show(drawing, facts, json)
 
 
 def _draw(
     schedule: Schedule, output: Path, what: Any, chunks: list[int] | None, steps: tuple[int, int] | None, shown: bool
 ) -> Drawing:
-    """Draw; moving pictures take seconds, so they get a progress bar on standard error."""
+    """Draw; animations take seconds, so they get a progress bar on standard error."""
     if output.suffix != ".gif":
         return draw(schedule, output, what, chunks=chunks, steps=steps)
     with Progress(console=terminal(stderr=True), disable=not shown, transient=True) as progress:
@@ -118,22 +120,20 @@ def _draw(
         return draw(schedule, output, what, chunks=chunks, steps=steps, on_frame=lambda: progress.advance(bar))
 
 
-def _tell(drawing: Drawing, facts: dict[str, Any], json: bool) -> None:
+def _show(drawing: Drawing, facts: dict[str, Any], json: bool) -> None:
     if json:
         written = {"what": drawing.what, "file": str(drawing.path), "bytes": drawing.n_bytes, "note": drawing.note}
         print_json({**facts, **written})
         return
-    told = {"shows": drawing.what, "file": plain(drawing.path), "size": f"{drawing.n_bytes / 1000:,.0f} kB"}
+    facts = {"shows": drawing.what, "file": plain(drawing.path), "size": f"{drawing.n_bytes / 1000:,.0f} kB"}
     if drawing.note:
-        told["note"] = drawing.note
-    print_facts("Drawing", told)
+        facts["note"] = drawing.note
+    print_facts("Drawing", facts)
 
 
 def _refuse(option: str, *others: object) -> None:
     if any(other is not None for other in others):
-        raise DrawingError(
-            f"{option} says all there is to say about the plan: leave out the other options of the plan."
-        )
+        raise DrawingError(f"{option} already determines the plan: leave out the other options of the plan.")
 
 
 def _needed(shape: str | None) -> str:

@@ -18,11 +18,11 @@ from meshmend.lab import FoundLab, Lab, find_labs, take_down, take_down_all
 from meshmend.topology import parse_chip
 
 app = typer.Typer(
-    help="A mesh on this machine: a network namespace for each chip, cables of a given rate. Needs root.",
+    help="A mesh on this machine: one network namespace per chip, cables of a given rate. Needs root.",
     no_args_is_help=True,
 )
 
-NameOption = Annotated[str, typer.Option("--name", metavar="NAME", help="Which lab, where there are several.")]
+NameOption = Annotated[str, typer.Option("--name", metavar="NAME", help="Which lab, if there are several.")]
 NameArgument = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Which lab.", show_default="lab")]
 RateOption = Annotated[str, typer.Option("--rate", metavar="RATE", help="Rate of a link, as tc writes it.")]
 
@@ -36,7 +36,7 @@ def up(
     name: NameOption = "lab",
     json: JsonOption = False,
 ) -> None:
-    """Make a lab. It stays until `meshmend lab down`.
+    """Create a lab. It stays until `meshmend lab down`.
 
     Example: meshmend lab up 4x4 --rate 40mbit
     """
@@ -50,7 +50,7 @@ def kill(
     name: NameOption = "lab",
     json: JsonOption = False,
 ) -> None:
-    """Cut chips off and route the others round the hole. What ran on the chips hears nothing more.
+    """Cut chips off and route the others round the hole. Processes on those chips lose their network.
 
     Example: meshmend lab kill 2x2@0,0
     """
@@ -60,14 +60,14 @@ def kill(
 
 @app.command("show")
 def show(name: NameArgument = None, named: NameOption = "lab", json: JsonOption = False) -> None:
-    """Say what a lab is made of."""
+    """Describe a lab."""
     with exit_on_error(json):
         _show(Lab.find(name or named), json)
 
 
 @app.command("list")
 def list_labs(json: JsonOption = False) -> None:
-    """List the labs on this machine: whole ones, and what is left of half-built and orphaned ones."""
+    """List the labs on this machine, including what is left of half-built and orphaned ones."""
     with exit_on_error(json):
         labs = find_labs()
         if json:
@@ -75,23 +75,23 @@ def list_labs(json: JsonOption = False) -> None:
         elif labs:
             _show_found(labs)
         else:
-            print_line("No lab is up. Make one: meshmend lab up 4x4")
+            print_line("No lab is up. Create one: meshmend lab up 4x4")
 
 
 @app.command("down")
 def down(
     name: NameArgument = None,
     named: NameOption = "lab",
-    every: Annotated[bool, typer.Option("--all", help="Every lab, and whatever has a lab's prefix.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Every lab, and every namespace with a lab's prefix.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Take a lab down, in whatever condition it is: its namespaces, cables, addresses and routes, and its journal.
+    """Remove a lab in any condition: its namespaces, cables, addresses and routes, and its journal.
 
     Example: meshmend lab down
     """
     with exit_on_error(json):
         if every and (name is not None or named != "lab"):
-            raise ParameterError("--all takes every lab down: leave out the name.")
+            raise ParameterError("--all removes every lab: leave out the name.")
         labs = take_down_all() if every else [take_down(name or named)]
         if json:
             removed = [{"name": lab.name, "up": False, "was": lab.condition} for lab in labs]
@@ -116,14 +116,14 @@ def run(
     """Run a command on every chip of a lab at once, and wait for all of them.
 
     Each gets MESHMEND_CHIP, MESHMEND_SHAPE, MESHMEND_FAILED, RANK, WORLD_SIZE, MASTER_ADDR and GLOO_SOCKET_IFNAME.
-    The exit code is 0 if every one of them ended with 0.
+    The exit code is 0 if all of them exit with 0.
 
     Example: meshmend lab run -- sh -c 'echo $MESHMEND_CHIP'
     """
     with exit_on_error(as_json=False):
         lab = Lab.find(name)
         if os.geteuid() != 0:
-            raise LabError("Entering a network namespace takes root: run this command with sudo.")
+            raise LabError("Entering a network namespace needs root: run this command with sudo.")
         chips = [parse_chip(word) for word in chip] if chip else list(lab.namespaces)
         namespaces = {each: lab.namespaces[lab.mesh.chip(lab.mesh.rank(each))] for each in chips}
     processes: list[subprocess.Popen[bytes]] = []
@@ -191,4 +191,4 @@ def _show_found(labs: list[FoundLab]) -> None:
         )
     terminal().print(table)
     if any(lab.condition in ("half-built", "orphaned", "damaged") for lab in labs):
-        print_line("What is not whole can be removed: meshmend lab down NAME, or meshmend lab down --all")
+        print_line("Remove incomplete labs with: meshmend lab down NAME, or meshmend lab down --all")

@@ -1,8 +1,8 @@
-"""The options that commands share, one by one and in bundles of those that belong together.
+"""The options that commands share, singly and in bundles of related ones.
 
 A bundle is a dataclass whose fields are typer's options. A command takes it as one parameter; typer reads the
-signature of a command, so `unbundled` gives it one in which every bundle is replaced by its fields, and puts the
-bundles together again when the command is called.
+signature of a command, so `unbundled` gives it one in which every bundle is replaced by its fields, and rebuilds
+the bundles when the command is called.
 """
 
 from __future__ import annotations
@@ -46,12 +46,15 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 PlannerOption = Annotated[
     str, typer.Option("--planner", metavar="NAME", help=f"One of: {', '.join(PLANNERS)} (the fastest of them).")
 ]
+NeighboursOption = Annotated[
+    bool, typer.Option("--neighbours-only", help="Hops between neighbours only: for routers that know no hole.")
+]
 CollectiveOption = Annotated[
     str,
     typer.Option("--collective", metavar="NAME", help=f"What to plan: {', '.join(Collective)}. Default all-reduce."),
 ]
 PayloadOption = Annotated[
-    str, typer.Option("--payload", metavar="SIZE", help="What each chip brings: 102MB, 1.34GB, 64MiB.")
+    str, typer.Option("--payload", metavar="SIZE", help="Payload per chip: 102MB, 1.34GB, 64MiB.")
 ]
 HardwareOption = Annotated[str, typer.Option("--hardware", metavar="NAME", help=f"One of: {', '.join(PRESETS)}.")]
 
@@ -76,7 +79,7 @@ class HoleOptions:
     wrap: WrapOption = "none"
 
     def mesh(self, shape: str) -> Mesh:
-        """Make the mesh that the options describe."""
+        """Return the mesh that the options describe."""
         n_axes = Mesh(shape).n_axes
         return Mesh(
             shape,
@@ -95,10 +98,11 @@ class TuningOptions:
         str | None, typer.Option("--orientation", help="row-pairs: pair rows, columns, or auto (fewer yellow chips).")
     ] = None
     segments: Annotated[
-        int | None, typer.Option("--segments", min=1, help="row-pairs: parts of the payload that follow each other.")
+        int | None,
+        typer.Option("--segments", min=1, help="row-pairs: number of pieces that the payload is pipelined in."),
     ] = None
     chunks: Annotated[
-        int | None, typer.Option("--chunks", min=1, help="weave, gather: parts of the payload; more for long ones.")
+        int | None, typer.Option("--chunks", min=1, help="weave, gather: number of chunks; more for long payloads.")
     ] = None
 
     def planner(
@@ -109,7 +113,7 @@ class TuningOptions:
         *,
         collective: str = Collective.ALL_REDUCE,
     ) -> Planner:
-        """Return the planner with the parameters that were given; it chooses the others for the payload, if told it."""
+        """Return the planner with the given parameters; it chooses the others for the payload, if that is known."""
         given: dict[str, Any] = {
             "orientation": self.orientation,
             "segments": self.segments,
@@ -123,45 +127,49 @@ class TuningOptions:
 
 @dataclass(frozen=True)
 class AutoOptions:
-    """What is planned for, in commands that have no other use for it."""
+    """The payload and hardware to plan for, in commands that use them for nothing else."""
 
     payload: Annotated[
         str | None,
         typer.Option(
-            "--payload", metavar="SIZE", help="What each chip brings, to plan for: 102MB, 64MiB. Default: auto 100MB."
+            "--payload", metavar="SIZE", help="Payload per chip to plan for: 102MB, 64MiB. Default: auto 100MB."
         ),
     ] = None
     hardware: Annotated[
         str | None,
         typer.Option(
-            "--hardware", metavar="NAME", help=f"To plan for: one of {', '.join(PRESETS)}. Default {DEFAULT_HARDWARE}."
+            "--hardware",
+            metavar="NAME",
+            help=f"Hardware to plan for: one of {', '.join(PRESETS)}. Default {DEFAULT_HARDWARE}.",
         ),
     ] = None
 
 
 @dataclass(frozen=True)
 class PriceOptions:
-    """The hardware that time is predicted for, and how the engine waits."""
+    """The hardware that time is predicted for, and how the engine synchronizes."""
 
     hardware: HardwareOption = DEFAULT_HARDWARE
     link_rate: Annotated[
-        str | None, typer.Option("--link-rate", metavar="RATE", help="Of one link, one way: 40mbit, 656Gb/s, 82GB/s.")
+        str | None,
+        typer.Option("--link-rate", metavar="RATE", help="Rate of one link in one direction: 40mbit, 656Gb/s, 82GB/s."),
     ] = None
     step_latency: Annotated[
-        str | None, typer.Option("--step-latency", metavar="TIME", help="What every step costs: 5us, 1ms.")
+        str | None, typer.Option("--step-latency", metavar="TIME", help="Latency per step: 5us, 1ms.")
     ] = None
     hop_latency: Annotated[
-        str | None, typer.Option("--hop-latency", metavar="TIME", help="What every link of a path adds: 1us.")
+        str | None, typer.Option("--hop-latency", metavar="TIME", help="Latency per link of a route: 1us.")
     ] = None
     links_at_once: Annotated[
         int | None, typer.Option("--links-at-once", min=1, help="Links that a chip can drive at once, if not all.")
     ] = None
     mode: Annotated[
-        str, typer.Option("--mode", help="How the engine waits: lock-step (each step for all), or asynchronous.")
+        str,
+        typer.Option("--mode", help="How the engine synchronizes: lock-step (a barrier per step), or asynchronous."),
     ] = "lock-step"
 
     def read_hardware(self) -> Hardware:
-        """Return the preset, with the numbers that were given in place of its own."""
+        """Return the preset, with its values replaced by those given."""
         return adjusted(
             find_hardware(self.hardware),
             link_bytes_per_s=None if self.link_rate is None else parse_rate(self.link_rate),
@@ -179,7 +187,7 @@ class PriceOptions:
 
 
 def read_wrap(text: str, n_axes: int) -> list[bool]:
-    """Say of each axis whether it closes on itself."""
+    """Return for each axis whether it wraps."""
     return parse_wrap(text, n_axes, given=f"--wrap {text}:")
 
 
@@ -198,7 +206,7 @@ def given_options(*bundles: HoleOptions | TuningOptions | AutoOptions) -> list[s
 
 
 def is_file(argument: str) -> bool:
-    """Say whether an argument names a saved plan; otherwise it is a shape, or meant to be one.
+    """Return whether an argument names a saved plan; otherwise it is taken as a shape.
 
     >>> is_file("16x32"), is_file("plan.npz"), is_file("plans/today"), is_file("8y8")
     (False, True, True, False)
@@ -209,10 +217,10 @@ def is_file(argument: str) -> bool:
 
 
 def load_plan(file: str, *given: str, proven: bool = True) -> Schedule:
-    """Read a saved plan, and prove it. It says what its mesh is and how it was planned: `given` options say so too."""
+    """Read a saved plan and prove it. The file determines the mesh and the plan, so `given` options are refused."""
     if given:
         raise ParameterError(
-            f"{file} is a saved plan, and says what its mesh and its holes are: leave out {', '.join(given)}."
+            f"{file} is a saved plan, which already determines its mesh and its holes: leave out {', '.join(given)}."
         )
     schedule = load(file)
     if proven:

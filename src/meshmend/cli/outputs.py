@@ -1,4 +1,4 @@
-"""Where results go: whether they can be written there is asked before the work, not after it."""
+"""Output files: whether they can be written is checked before the work, not after it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def check_output(option: str, path: Path | None, endings: Sequence[str] = ()) ->
             f"{option} {path}: the name ends in {path.suffix!r}, expected {', '.join(endings[:-1])} or {endings[-1]}."
         )
     if path.is_dir():
-        raise ParameterError(f"{option} {path}: this is a folder; give the name of a file in it.")
+        raise ParameterError(f"{option} {path}: this is a folder; name a file in it.")
     if path.exists():
         if not os.access(path, os.W_OK):
-            raise ParameterError(f"{option} {path}: this file may not be written.")
+            raise ParameterError(f"{option} {path}: this file is not writable.")
         return
     check_folder(option, path.parent, make=False)
 
@@ -38,11 +38,11 @@ def check_plot(option: str, path: Path | None) -> None:
 
 
 def check_folder(option: str, folder: Path, *, make: bool) -> None:
-    """Raise `ParameterError` if no file can be made in a folder; with `make`, the folder is made if it is not there."""
+    """Raise `ParameterError` if no file can be made in a folder; with `make`, a missing folder is created."""
     try:
         if make:
             folder.mkdir(parents=True, exist_ok=True)
-        # Permissions say less than an attempt: the disk may be read-only or full.
+        # Try it, since permissions are not enough: the disk may be read-only or full.
         with tempfile.TemporaryFile(dir=folder, prefix=".meshmend-"):
             pass
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`meshmend plan`: make a schedule, prove it, say what it is, keep it."""
+"""`meshmend plan`: make a schedule, prove it, describe it and save it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from meshmend.cli.options import (
     CollectiveOption,
     HoleOptions,
     JsonOption,
+    NeighboursOption,
     PlannerOption,
     ShapeArgument,
     TuningOptions,
@@ -39,9 +40,7 @@ def command(
     holes: HoleOptions,
     tuning: TuningOptions,
     auto: AutoOptions,
-    neighbours_only: Annotated[
-        bool, typer.Option("--neighbours-only", help="Hops between neighbours only: for routers that know no hole.")
-    ] = False,
+    neighbours_only: NeighboursOption = False,
     save_to: Annotated[
         Path | None, typer.Option("--save", metavar="F", help="Write the schedule to F: .npz, or .txt to read it.")
     ] = None,
@@ -110,7 +109,7 @@ def _show_considered(choice: Choice) -> None:
 
 
 def schedule_facts(schedule: Schedule, proof: Proof) -> dict[str, Any]:
-    """Return what the JSON of `plan` and `verify` says of a proven schedule."""
+    """Return the JSON of `plan` and `verify` for a proven schedule."""
     return {
         **mesh_facts(schedule.mesh),
         "planner": schedule.planner,
@@ -131,7 +130,7 @@ def schedule_facts(schedule: Schedule, proof: Proof) -> dict[str, Any]:
 
 
 def show_schedule(schedule: Schedule, proof: Proof, more: Mapping[str, str]) -> None:
-    """Print the same facts for people."""
+    """Print the same facts as a table."""
     phases = [f"steps {p.first_step:>4} – {p.last_step:<4}  {plain(p.name)}" for p in schedule.phases]
     print_facts(
         f"{schedule.planner} {schedule.collective} on {schedule.mesh}",

@@ -1,4 +1,4 @@
-"""`meshmend predict`: how long a plan takes, before anybody runs it."""
+"""`meshmend predict`: how long a plan takes, without running it."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def command(
     tuning: TuningOptions,
     json: JsonOption = False,
 ) -> None:
-    """Predict how long an all-reduce, or another collective, takes, and how far that is from the least possible.
+    """Predict how long an all-reduce, or another collective, takes, and how far that is from the lower bound.
 
-    Of a saved plan, that plan is proven and predicted; otherwise one is made.
+    A saved plan is proven and predicted; for a shape, a plan is made first.
 
     Example: meshmend predict 16x32 --fail 4x2@6,8 --planner row-pairs --payload 102MB --hardware tpu-v3
     """
@@ -78,7 +78,7 @@ def _show(schedule: Schedule, forecast: Forecast) -> None:
     busiest = ", ".join(str(link) for link in forecast.busiest_links)
     over_rate = " over the link's rate" if schedule.mesh.has_slow_cables else ""
     print_facts(
-        f"{schedule.planner} {schedule.collective} on {schedule.mesh}, {name_bytes(forecast.payload_bytes)} a chip",
+        f"{schedule.planner} {schedule.collective} on {schedule.mesh}, {name_bytes(forecast.payload_bytes)} per chip",
         {
             "hardware": str(forecast.hardware),
             "time": Text.assemble(

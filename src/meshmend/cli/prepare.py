@@ -12,30 +12,37 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
-from meshmend.cli.options import AutoOptions, HoleOptions, JsonOption, PlannerOption, ShapeArgument, TuningOptions
+from meshmend.cli.options import (
+    AutoOptions,
+    HoleOptions,
+    JsonOption,
+    NeighboursOption,
+    PlannerOption,
+    ShapeArgument,
+    TuningOptions,
+)
 from meshmend.cli.outputs import check_folder
 from meshmend.cli.terminal import plain, shows_progress, terminal
-from meshmend.errors import CacheWarning, MeshError, PlanError
+from meshmend.errors import CacheWarning, LoweringError, MeshError, PlanError
 from meshmend.planning import Auto, PlanCache, plan
 from meshmend.topology import Mesh, Region, all_placements, name_shape, parse_shape
 
 
 def command(
     shape: ShapeArgument,
-    host: Annotated[
-        str, typer.Option("--host", metavar="HxW", help="Chips of a host, as in 4x2; hosts tile the mesh.")
-    ],
+    host: Annotated[str, typer.Option("--host", metavar="HxW", help="Chips per host, as in 4x2; hosts tile the mesh.")],
     *,
     planner: PlannerOption = Auto.name,
     holes: HoleOptions,
     tuning: TuningOptions,
     auto: AutoOptions,
+    neighbours_only: NeighboursOption = False,
     cache: Annotated[
-        Path | None, typer.Option("--cache", metavar="DIR", help="Where to keep plans; default: ~/.cache/meshmend.")
+        Path | None, typer.Option("--cache", metavar="DIR", help="Folder for plans; default: ~/.cache/meshmend.")
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Plan ahead for the loss of every single host, on top of what has failed already.
+    """Plan ahead for the loss of every single host, in addition to what has already failed.
 
     A job that loses a host then finds its plan in the cache. Example: meshmend prepare 16x32 --host 4x2
     """
@@ -61,15 +68,15 @@ def command(
                 bar.update(task, description=str(lost or "nothing"))
                 try:
                     survivors = mesh.fail(lost) if lost else mesh
-                    # The cache's warnings are facts of the table here: a plan that it has is ready, whatever happened.
+                    # The table reports the cache's warnings: a plan that is in the cache is ready, whatever they say.
                     with warnings.catch_warnings(record=True) as warned:
                         warnings.simplefilter("always", CacheWarning)
-                        plan(survivors, chosen, cache=store)
-                    if store.path(survivors, chosen).is_file():
+                        plan(survivors, chosen, cache=store, neighbours_only=neighbours_only)
+                    if store.path(survivors, chosen, neighbours_only=neighbours_only).is_file():
                         ready += 1
                     else:
                         refused[str(lost or "nothing")] = " ".join(str(word.message) for word in warned)
-                except (MeshError, PlanError) as error:
+                except (LoweringError, MeshError, PlanError) as error:
                     refused[str(lost or "nothing")] = error.why if isinstance(error, PlanError) else str(error)
                 bar.advance(task)
         facts = {

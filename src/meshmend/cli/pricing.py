@@ -1,4 +1,4 @@
-"""What the commands that predict tell of hardware and of a forecast."""
+"""The JSON of hardware and forecasts, shared by the commands that predict."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshmend.cost import Forecast, Hardware
 
 
 def hardware_facts(hardware: Hardware) -> dict[str, Any]:
-    """Return what the JSON says of hardware."""
+    """Return the JSON of hardware."""
     return {
         "name": hardware.name,
         "link_bytes_per_s": hardware.link_bytes_per_s,
@@ -21,7 +21,7 @@ def hardware_facts(hardware: Hardware) -> dict[str, Any]:
 
 
 def forecast_facts(forecast: Forecast) -> dict[str, Any]:
-    """Return what the JSON says of a forecast."""
+    """Return the JSON of a forecast."""
     return {
         "seconds": forecast.seconds,
         "bound_seconds": forecast.bound_seconds,

@@ -19,15 +19,15 @@ from meshmend.study.reproduce import CaseResult, Reproduction, Timed, reproduce
 def command(
     resnet_compute: Annotated[
         str | None,
-        typer.Option("--resnet-compute", metavar="TIME", help="Compute part of a ResNet-50 step, 32 images a chip."),
+        typer.Option("--resnet-compute", metavar="TIME", help="Compute time of a ResNet-50 step, 32 images per chip."),
     ] = None,
     bert_compute: Annotated[
         str | None,
-        typer.Option("--bert-compute", metavar="TIME", help="Compute part of a BERT step, 8 sequences a chip."),
+        typer.Option("--bert-compute", metavar="TIME", help="Compute time of a BERT step, 8 sequences per chip."),
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Print the paper's tables beside ours: fitted on its full meshes, predicted for its holed ones.
+    """Print the paper's tables beside ours: fitted to its full meshes, predicted for its holed ones.
 
     Example: meshmend reproduce --resnet-compute 29.5ms
     """
@@ -95,8 +95,9 @@ def _show(found: Reproduction) -> None:
     console.print(_table_fit(found))
     hardware = found.hardware
     console.print(
-        f"Fitted on the full-mesh columns only: {name_rate(hardware.link_bytes_per_s)} a link, "
-        f"{name_seconds(hardware.step_latency_s)} a step (and {name_seconds(hardware.hop_latency_s)} a hop, given).\n",
+        f"Fitted to the full-mesh columns only: {name_rate(hardware.link_bytes_per_s)} per link, "
+        f"{name_seconds(hardware.step_latency_s)} per step "
+        f"(and {name_seconds(hardware.hop_latency_s)} per hop, given).\n",
         soft_wrap=True,
     )
     inputs = _table("Inputs", "input", "value", "source")
@@ -114,7 +115,7 @@ def _table(title: str, *columns: str) -> Table:
 
 def _table_2(found: Reproduction) -> Table:
     table = _table(
-        "Table 2: all-reduce, part of a step",
+        "Table 2: all-reduce, fraction of a step",
         "case",
         "full: paper",
         "ours",

@@ -1,4 +1,4 @@
-"""The root of the commands: where whatever ends a command becomes one line and an exit code."""
+"""The root of the commands, which turns every error into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from meshmend.cli.common import INTERRUPTED, USAGE, exit_on_error, tell_error
 from meshmend.cli.terminal import write_what_the_encoding_lacks
 
 _ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
-"""The class that typer raises for a wrong command line: click's, or that of a copy of click of its own."""
+"""The class that typer raises for a wrong command line: click's, or that of typer's own copy of click."""
 
 
 class OneLine(TyperGroup):
-    """The root of the commands: whatever ends them is told in one line, with an exit code of `EXIT_CODES`."""
+    """The root of the commands: reports every error in one line, with an exit code of `EXIT_CODES`."""
 
     def main(
         self,

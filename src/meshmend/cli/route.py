@@ -1,4 +1,4 @@
-"""`meshmend route`: the way of one packet round the holes, or what a routing scheme does to all pairs."""
+"""`meshmend route`: the route of one packet round the holes, or statistics of a routing scheme over all pairs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SchemeOption = Annotated[
     str | None, typer.Option("--scheme", metavar="NAME", help=f"One of: {', '.join(SCHEMES)}. Default: the best.")
 ]
 ChannelsOption = Annotated[
-    int | None, typer.Option("--channels", min=1, help="Virtual channels that the network has; limits the choice.")
+    int | None, typer.Option("--channels", min=1, help="Virtual channels of the network; limits the choice.")
 ]
 
 
@@ -53,7 +53,7 @@ def command(
 
 
 def scheme_facts(routes: Routes, proof: DeadlockProof) -> dict[str, Any]:
-    """Return what the JSON says of the scheme, whatever was asked."""
+    """Return the JSON of the scheme, the same for one route and for all pairs."""
     return {
         **mesh_facts(routes.mesh),
         "scheme": routes.scheme,

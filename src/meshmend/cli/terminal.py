@@ -1,8 +1,8 @@
-"""The terminal: what is printed on it, for people.
+"""Output for people on a terminal.
 
 Names in files, error messages and paths come from outside. Nothing here reads them as markup, and control characters
-reach the terminal as visible escapes, so that what is shown is what is there. A terminal whose encoding lacks a letter
-gets the nearest it has.
+reach the terminal as visible escapes, so that what is shown is what is there. Characters that the terminal's encoding
+lacks are replaced by the nearest ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rich.text import Text
 
 
 def plain(value: object) -> str:
-    r"""Return text from outside as one line that a terminal shows as it is.
+    r"""Return untrusted text as one line that a terminal shows verbatim.
 
     >>> plain("weave\x1b[2J\nproven")
     'weave\\x1b[2J\\nproven'
@@ -26,7 +26,7 @@ def plain(value: object) -> str:
 
 
 class _Terminal(Console):
-    """A console that reads no markup, and shows control characters instead of obeying them."""
+    """A console that ignores markup and shows control characters as escapes."""
 
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
@@ -44,12 +44,12 @@ class _Terminal(Console):
 
 
 def terminal(*, stderr: bool = False) -> Console:
-    """Return the console to print on. Strings are never markup: whatever has a style is a `rich.text.Text`."""
+    """Return the console to print on. Strings are never markup: styled text is a `rich.text.Text`."""
     return _Terminal(stderr=stderr)
 
 
 def print_line(*parts: str | tuple[str, str], stderr: bool = False) -> None:
-    """Print a line as long as it is; a part is text, or text and its style."""
+    """Print a line without wrapping; a part is text, or text and its style."""
     terminal(stderr=stderr).print(Text.assemble(*parts), soft_wrap=True)
 
 
@@ -59,7 +59,7 @@ def approved(text: object) -> Text:
 
 
 def shows_progress(as_json: bool) -> bool:
-    """Say whether there is somebody to show progress to; otherwise standard error is for errors alone."""
+    """Return whether to show progress; if nobody is watching, standard error is for errors only."""
     return not as_json and terminal(stderr=True).is_terminal
 
 
@@ -78,7 +78,7 @@ codecs.register_error("meshmend", _write_nearest)
 
 
 def write_what_the_encoding_lacks() -> None:
-    """Have letters that standard output and standard error lack written in their nearest, not refused."""
+    """Replace characters that standard output and standard error cannot encode, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="meshmend")

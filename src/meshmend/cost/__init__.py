@@ -1,4 +1,4 @@
-"""Cost: how long a schedule takes on given hardware, and how far that is from the least possible."""
+"""Cost: how long a schedule takes on given hardware, and how far that is from the lower bound."""
 
 from meshmend.cost.bound import Bound, bound
 from meshmend.cost.gap import Gap

@@ -1,12 +1,12 @@
-"""Asynchronous time: an engine whose chips wait for nothing but their data and their links.
+"""Asynchronous time: an engine whose chips wait only for their data and their links.
 
 The model. A transfer may start when every earlier step's transfer into its source, of the chunks that it sends, has
 arrived; then it costs the step latency once, to start it. Each link serves one transfer at a time, in order of
-step, and within a step whichever comes first. A transfer over several links takes each as it gets there, a hop
-latency after the one before, and occupies each for its bytes, longer where it is slow; what has passed a slow link goes
-on no faster than that. A router holds what has to wait. Where a chip drives
+step, and within a step whichever comes first. A transfer over several links takes each one when it reaches it, a hop
+latency after the one before, and occupies each for its bytes, longer where the link is slow; past a slow link it goes
+on no faster than that. Routers buffer what has to wait. Where a chip drives
 only some of its links at once, it also queues at its sender and at its receiver, which pass `links_at_once` links'
-worth of data. What arrives before its receiver has read the old chunk waits in a buffer.
+worth of data. Data that arrive before the receiver has read the old chunk wait in a buffer.
 
 The transfers of a step do not depend on each other, so a step is a handful of array operations.
 """
@@ -22,7 +22,7 @@ from meshmend.errors import ParameterError
 from meshmend.schedule import Schedule
 
 MAX_CELLS = 2**28
-"""Moments held, one for each chip and each class of chunks: 2 GiB."""
+"""Limit of stored times, one per chip and class of chunks: 2 GiB."""
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -74,7 +74,7 @@ def arrivals(schedule: Schedule, paths: TransferPaths, payload_bytes: float, har
 def _serve_links(free: Floats, last_of: Ints, link: NDArray[np.int32], release: Floats, work: Floats) -> Floats:
     """Serve as `_serve` does; quick where no two transfers share a link, as in most steps of most schedules.
 
-    `last_of` is scratch space, one number a link.
+    `last_of` is scratch space, one number per link.
     """
     numbered = np.arange(len(link))
     last_of[link] = numbered
@@ -86,7 +86,7 @@ def _serve_links(free: Floats, last_of: Ints, link: NDArray[np.int32], release: 
 
 
 def _serve(free: Floats, server: NDArray[np.integer], release: Floats, work: Floats) -> Floats:
-    """Queue jobs at their servers, first come first served; return when each begins, and note when each is free."""
+    """Queue jobs at their servers, first come first served; return when each begins; `free` is updated."""
     order = np.lexsort((release, server))
     queue = server[order]
     heads = np.flatnonzero(np.diff(queue, prepend=-1))
@@ -120,7 +120,7 @@ class _HopTable:
 
 
 class _Chunks:
-    """Chunks that always travel together, as one class; and the moments at which chips have them."""
+    """Chunks that always travel together, as one class; and the times at which chips have them."""
 
     def __init__(self, schedule: Schedule) -> None:
         first = schedule.first_chunk
@@ -141,7 +141,7 @@ class _Chunks:
         return ready[where] if heads is None else np.maximum.reduceat(ready[where], heads)
 
     def arrive(self, ready: Floats, rows: slice, rank: NDArray[np.int32], moment: Floats) -> None:
-        """Note that transfer i brought its chunks to `rank[i]`; no two of a step bring the same."""
+        """Record that transfer i delivered its chunks to `rank[i]`; no two of a step deliver the same."""
         where, heads = self._cells(rows, rank)
         if heads is not None:
             moment = np.repeat(moment, self._length[rows])

@@ -1,11 +1,11 @@
-"""Bound: the least time of any collective on a mesh, in units of M/b, and what it is that limits it.
+"""Bound: the least time of any collective on a mesh, in units of M/b, and what limits it.
 
-**All-reduce.** Put the live chips into k parts. For every element some part is the first to hold the whole sum, and
-k − 1 messages between parts were needed to bring the contributions there; each of the other k − 1 parts lacks something
-at that moment and must still receive a message. So 2(k − 1)·M bytes cross between parts, and c cables between parts
-carry 2c·b bytes per second: the time is at least (k − 1)/c · M/b. Two parts joined by c cables give 1/c, every chip its
-own part gives (P − 1)/E. The best of all partitions is what spanning trees can reach (Tutte and Nash-Williams): its
-inverse is the strength of the graph, and `cuts` finds it exactly.
+**All-reduce.** Partition the live chips into k parts. For every element some part is the first to hold the full sum. By
+then at least k − 1 messages have crossed between parts to bring the contributions there; each of the other k − 1 parts
+still lacks the sum and must receive at least one more. So 2(k − 1)·M bytes cross between parts, and the c cables
+between them carry 2c·b bytes per second: the time is at least (k − 1)/c · M/b. Two parts joined by c cables give 1/c,
+every chip its own part gives (P − 1)/E. The best of all partitions is what spanning trees can reach (Tutte and
+Nash-Williams): its inverse is the strength of the graph, and `cuts` finds it exactly.
 
 **All-gather.** A set T of chips that owns the share s(T) of the payload must receive the rest, (1 − s(T))·M bytes, and
 its c(T) cables bring it c(T)·b bytes per second: the time is at least (1 − s(T))/c(T) · M/b. The best of all T is what
@@ -15,9 +15,9 @@ gives (P − 1)/2P.
 
 A cable of rate r carries r·b each way, and counts as r of a cable in all of this.
 
-Where a chip drives only some of its links at once, a part sends no more than its chips can drive, and that takes
-the place of the cables it has. Per part there is a second, simpler bound: everything must leave it once. The partitions
-judged so are those that bind without that limit: the bound holds, but a better one may exist.
+Where a chip drives only some of its links at once, a part sends no more than its chips can drive, and that replaces
+its number of cables. Per part there is a second, simpler bound: everything must leave it once. Only the partitions that
+are tightest without that limit are tried: the bound is valid, but a tighter one may exist.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ Bools = NDArray[np.bool_]
 class Bound:
     """The least time of a collective, in units of M/b. Returned by `bound`.
 
-    M/b is the time of the payload over a link of full rate. `parts` and `cables` describe the partition that binds;
-    `why` says it in words. Where `is_exact` is False, some better bound may exist: the mesh has more than
-    `MAX_EXACT_CHIPS` chips, or chips drive only some of their links.
+    M/b is the time of the payload over a link of full rate. `parts` and `cables` describe the tightest partition; `why`
+    says it in words. Where `is_exact` is False, a tighter bound may exist: the mesh has more than `MAX_EXACT_CHIPS`
+    chips, or chips drive only some of their links.
     """
 
     units: float
@@ -63,7 +63,7 @@ class Bound:
     is_exact: bool = True
 
     def seconds(self, payload_bytes: float, link_bytes_per_s: float) -> float:
-        """Return the least time for a payload over links of that rate. Latency comes on top."""
+        """Return the least time for a payload over links of that rate, without latency."""
         return self.units * payload_bytes / link_bytes_per_s
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ def bound(
     """Return the least time of any all-reduce over the live chips of `mesh`, in units of M/b.
 
     `links_at_once` is how many of its links a chip can drive at once, None for all. What a reduce-scatter or an
-    all-gather takes depends on who owns how much: `shares` has a number for each rank, None is the same for all.
+    all-gather takes depends on who owns how much: `shares` has one number per rank; None means equal shares.
 
     >>> print(bound(Mesh("16x32", failed=["4x2@6,8"])))
     0.5278 M/b: the narrow places of the mesh: 153 parts are joined by only 288 cables
@@ -111,7 +111,7 @@ def bound(
 
 def _chip_widths(mesh: Mesh) -> Floats:
     """Return the sum of the rates of each chip's cables."""
-    return (mesh.link_rates.reshape(mesh.neighbours.shape) * (mesh.neighbours >= 0)).sum(axis=1)
+    return np.asarray((mesh.link_rates.reshape(mesh.neighbours.shape) * (mesh.neighbours >= 0)).sum(axis=1))
 
 
 def _bound_all_reduce(mesh: Mesh, drives: Floats) -> Bound:
@@ -123,7 +123,7 @@ def _bound_all_reduce(mesh: Mesh, drives: Floats) -> Bound:
 
 
 def _bound_half(mesh: Mesh, drives: Floats, shares: Sequence[int], verb: str) -> Bound:
-    """Return the bound of a reduce-scatter or an all-gather: every chip alone, and the set of chips that binds."""
+    """Return the bound of a reduce-scatter or an all-gather: every chip alone, and the tightest set of chips."""
     total = sum(shares)
     degree = (mesh.neighbours >= 0).sum(axis=1)
     lacks = (total - np.asarray(shares)) / drives

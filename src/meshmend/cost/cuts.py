@@ -66,7 +66,7 @@ def cable_widths(mesh: Mesh) -> tuple[Labels, int]:
     unit = math.lcm(*(rate.denominator for rate in mesh.cable_rates.values()))
     # Python's numbers where 64 bits might not hold their sum: a thousand odd rates have a huge common denominator.
     kind: type = np.int64 if unit * mesh.n_cables < 2**62 else object
-    width = np.full(mesh.n_cables, unit, dtype=kind)
+    width: Labels = np.full(mesh.n_cables, unit, dtype=kind)
     slow = {(mesh.rank(a), mesh.rank(b)): rate for (a, b), rate in mesh.cable_rates.items()}
     if slow:
         for number, (a, b) in enumerate(mesh.cables.tolist()):

@@ -47,14 +47,14 @@ class Hardware:
         width = self.links_at_once
         at_once = "all links" if width is None else f"{width} link{'s' * (width > 1)}"
         return (
-            f"{self.name}: {name_rate(self.link_bytes_per_s)} a link, {name_seconds(self.step_latency_s)} a step, "
-            f"{name_seconds(self.hop_latency_s)} a hop, {at_once} at once"
+            f"{self.name}: {name_rate(self.link_bytes_per_s)} per link, {name_seconds(self.step_latency_s)} per step, "
+            f"{name_seconds(self.hop_latency_s)} per hop, {at_once} at once"
         )
 
 
 _HOP = (
     "hop_latency_s",
-    "about 1 µs a hop over ICI, whatever the size: How to Scale Your Model (Austin et al., Google DeepMind, 2025), "
+    "about 1 µs per hop over ICI, whatever the size: How to Scale Your Model (Austin et al., Google DeepMind, 2025), "
     "part 3, 'A note on ICI latency'; the book says it of ICI at large, not of one generation",
 )
 _ALL_LINKS = (
@@ -78,29 +78,29 @@ _ONE_AT_A_TIME = (
 )
 _V2_RATE = (
     "link_bytes_per_s",
-    "496 Gbit/s a link and direction, 4 links a chip: Jouppi et al., 'A domain-specific supercomputer for training "
+    "496 Gbit/s per link and direction, 4 links per chip: Jouppi et al., 'A domain-specific supercomputer for training "
     "deep neural networks', CACM 63(7), 2020",
 )
 _V3_RATE = (
     "link_bytes_per_s",
-    "656 Gbit/s a link and direction, 4 links a chip: Jouppi et al., CACM 63(7), 2020. The Scaling Book rounds it up "
-    "to 100 GB/s",
+    "656 Gbit/s per link and direction, 4 links per chip: Jouppi et al., CACM 63(7), 2020. The Scaling Book rounds it "
+    "up to 100 GB/s",
 )
 _V4_RATE = (
     "link_bytes_per_s",
-    "6 links of 50 GB/s a direction: Jouppi et al., 'TPU v4', ISCA 2023; 24 TB/s of bisection over the 512 cables "
+    "6 links of 50 GB/s per direction: Jouppi et al., 'TPU v4', ISCA 2023; 24 TB/s of bisection over the 512 cables "
     "that halve a 16x16x16 torus (cloud.google.com/tpu/docs/v4) gives 47 GB/s, and the Scaling Book writes 45",
 )
 _V5P_RATE = (
     "link_bytes_per_s",
-    "1,200 GB/s a chip, 'bidirectional', over 6 links: 100 GB/s a link and direction "
-    "(cloud.google.com/tpu/docs/v5p; its older wording, 4,800 Gbit/s a chip, is the same one way)",
+    "1,200 GB/s per chip, 'bidirectional', over 6 links: 100 GB/s per link and direction "
+    "(cloud.google.com/tpu/docs/v5p; its older wording, 4,800 Gbit/s per chip, is the same one way)",
 )
 _V6E_RATE = (
     "link_bytes_per_s",
-    "800 GB/s a chip, 'bidirectional', over 4 links: 100 GB/s a link and direction, and 3.2 TB/s of bisection over "
+    "800 GB/s per chip, 'bidirectional', over 4 links: 100 GB/s per link and direction, and 3.2 TB/s of bisection over "
     "the 32 cables that halve a 16x16 torus agrees (cloud.google.com/tpu/docs/v6e; earlier editions of that page "
-    "said 3,584 Gbit/s a chip, which would be 112 GB/s)",
+    "said 3,584 Gbit/s per chip, which would be 112 GB/s)",
 )
 _ASYNCHRONOUS = (
     "links_at_once",
@@ -162,8 +162,7 @@ PRESETS: dict[str, Hardware] = {
                 ("link_bytes_per_s", "an estimate, 1 GB/s: one pair of processes that send to each other through Gloo"),
                 (
                     "step_latency_s",
-                    "an estimate, 5 µs, as for a hop: with these, weave cuts 32 MB on 4x4 into 256 chunks, the number "
-                    "that was found fastest for processes on one machine",
+                    "an estimate, 5 µs, as for a hop: with these, weave cuts 32 MB on 4x4 into 256 chunks",
                 ),
                 ("hop_latency_s", "an estimate, 5 µs: a small message of Gloo's to a process that waits for it"),
                 ("links_at_once", "all: sends to several peers are in flight together"),
@@ -171,18 +170,18 @@ PRESETS: dict[str, Hardware] = {
         ),
     )
 }
-"""Every preset by the name that the command line knows it by."""
+"""Every preset by its name on the command line."""
 
 
 DEFAULT_HARDWARE = "tpu-v3"
-"""What planning and prediction assume unless told."""
+"""What planning and prediction assume by default."""
 
 
 def find_hardware(hardware: str | Hardware) -> Hardware:
     """Return the preset of that name, or the hardware itself.
 
     >>> print(find_hardware("tpu-v3"))
-    tpu-v3: 82 GB/s a link, 0 s a step, 1 µs a hop, all links at once
+    tpu-v3: 82 GB/s per link, 0 s per step, 1 µs per hop, all links at once
     """
     if isinstance(hardware, Hardware):
         return hardware
@@ -204,7 +203,7 @@ def adjusted(
     """Return the hardware with some of its numbers replaced; those that are None stay.
 
     >>> print(adjusted(PRESETS["ideal"], link_bytes_per_s=5e6))
-    ideal, adjusted: 5 MB/s a link, 0 s a step, 0 s a hop, all links at once
+    ideal, adjusted: 5 MB/s per link, 0 s per step, 0 s per hop, all links at once
     """
     given = {
         "link_bytes_per_s": link_bytes_per_s,
@@ -216,6 +215,6 @@ def adjusted(
     if not changes:
         return hardware
     kept = tuple((name, source) for name, source in hardware.sources if name not in changes)
-    told = tuple((name, "given by the caller") for name in changes)
-    changed = dataclasses.replace(hardware, name=f"{hardware.name}, adjusted", sources=told + kept)
+    stated = tuple((name, "given by the caller") for name in changes)
+    changed = dataclasses.replace(hardware, name=f"{hardware.name}, adjusted", sources=stated + kept)
     return dataclasses.replace(changed, **changes)  # type: ignore[arg-type]  # the names are fields of Hardware

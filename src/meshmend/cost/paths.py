@@ -23,7 +23,7 @@ class TransferPaths:
     """The links of a schedule's transfers.
 
     `link[i]` is the link of transfer i between neighbours, −1 where its ends are further apart. For those, one row
-    a hop in order of step: `far_row` (the transfer), `far_hop` (hops before this one), `far_link`. `far_hops[i]`
+    per hop in order of step: `far_row` (the transfer), `far_hop` (hops before this one), `far_link`. `far_hops[i]`
     counts the hops of transfer `far[i]`.
     """
 
@@ -36,7 +36,7 @@ class TransferPaths:
 
     @classmethod
     def of(cls, schedule: Schedule) -> TransferPaths:
-        """Look up the links between neighbours; ask the routing for the others' paths, once a pair of chips."""
+        """Look up the links between neighbours; trace the others' routes, once per pair of chips."""
         link = _links(schedule.mesh, schedule.src, schedule.dst)
         far = np.flatnonzero(link < 0)
         if not len(far):
@@ -48,7 +48,7 @@ class TransferPaths:
         order = np.lexsort((walk.hop, walk.flow))
         hops = np.bincount(walk.flow, minlength=len(pairs))
         starts = np.cumsum(hops) - hops
-        # Every transfer takes a copy of its pair's path.
+        # Every transfer gets a copy of its pair's path.
         far_hops = hops[which]
         far_hop = np.arange(far_hops.sum()) - np.repeat(np.cumsum(far_hops) - far_hops, far_hops)
         path = order[np.repeat(starts[which], far_hops) + far_hop]

@@ -1,4 +1,4 @@
-"""Predict: how long a schedule takes on given hardware, before anybody runs it."""
+"""Predict: how long a schedule takes on given hardware, without running it."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class BusyLink:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What `predict` foresees.
+    """The result of `predict`.
 
     `bound_seconds` is the least time that any schedule could take by bandwidth alone (of those with the same owners,
-    for a reduce-scatter or an all-gather), `bound` says what binds, and `ratio_to_bound` how far this one is from it.
+    for a reduce-scatter or an all-gather), `bound` says what limits it, and `ratio_to_bound` how far this one is.
     `by_phase` sums to `seconds`. In lock-step, the time of a step is shared among the phases in it by the chunks that
     they move. Asynchronously phases overlap freely, so each is given the time from the end of the phase that ended
     before it to its own end. `gap` sums to `seconds` as well, and says what keeps them from the bound.
@@ -92,10 +92,10 @@ def predict(
     mode: Mode = "lock-step",
     demand: StepDemand | None = None,
 ) -> Forecast:
-    """Say how long `schedule` takes for `payload_bytes` a chip on `hardware` (a preset's name, or your own).
+    """Predict how long `schedule` takes for `payload_bytes` per chip on `hardware` (a preset's name, or your own).
 
     Lock-step engines wait for each other after every step, so a step lasts as long as its busiest link.
-    Asynchronous ones wait for nothing but their data and their links. To predict many payloads, make the
+    Asynchronous ones wait only for their data and their links. To predict many payloads, make the
     schedule's demand once and pass it, or ask it for `demand.seconds(payload_bytes, hardware)` alone.
 
     >>> from meshmend import Mesh, plan
@@ -140,7 +140,7 @@ def predict(
 
 
 def _bound_of(schedule: Schedule, links_at_once: int | None) -> Bound:
-    """Return the bound of a schedule's collective. Half of an all-reduce is bound by who owns how much."""
+    """Return the bound of a schedule's collective; only that of an all-reduce does not depend on the owners' shares."""
     shares: tuple[int, ...] | None = None
     if schedule.collective is not Collective.ALL_REDUCE:
         owned = np.bincount(schedule.owners, minlength=schedule.mesh.n_chips)

@@ -1,4 +1,4 @@
-"""SimGrid as an independent judge: the same schedule, over the same routes, in a flow simulator that others wrote.
+"""SimGrid as an independent check: the same schedule, over the same routes, in a flow simulator by other authors.
 
 SimGrid (https://simgrid.org) comes with Debian as `python3-simgrid` for the system's Python, so it runs in a process
 of its own. The platform has one SimGrid link for every link of the mesh; each path also crosses a pure delay, the
@@ -29,6 +29,8 @@ from meshmend.cost.paths import TransferPaths
 from meshmend.errors import MeshmendError, MissingExtraError, ParameterError
 from meshmend.schedule import Schedule
 
+__all__ = ["SimgridError", "is_available", "simulate", "version"]
+
 INTERPRETER_VARIABLE = "MESHMEND_SIMGRID_PYTHON"
 """An environment variable that names a Python which can `import simgrid`, where it is not found by itself."""
 
@@ -37,11 +39,11 @@ CHUNK_UNITS = 10**6
 
 
 class SimgridError(MeshmendError):
-    """SimGrid ran and failed; the message carries what it said."""
+    """SimGrid ran and failed; the message has its output."""
 
 
 def is_available() -> bool:
-    """Say whether some Python on this machine can import SimGrid."""
+    """Return whether some Python on this machine can import SimGrid."""
     return _interpreter() is not None
 
 
@@ -50,14 +52,14 @@ def version() -> str | None:
     python = _interpreter()
     if python is None:
         return None
-    told = _ask(python, "import simgrid; print(simgrid.simgrid_version)")
-    return told.stdout.strip() or None
+    stdin = _ask(python, "import simgrid; print(simgrid.simgrid_version)")
+    return stdin.stdout.strip() or None
 
 
 def simulate(
     schedule: Schedule, payload_bytes: float, hardware: str | Hardware = DEFAULT_HARDWARE
 ) -> NDArray[np.float64]:
-    """Return how long each step of `schedule` takes in SimGrid; their sum is what `predict` foresees in lock-step."""
+    """Return how long each step of `schedule` takes in SimGrid; their sum is what `predict` gives in lock-step."""
     if not 0 < payload_bytes < float("inf"):
         raise ParameterError(f"payload_bytes is {payload_bytes}, expected a positive number of bytes to simulate.")
     python = _interpreter()
@@ -65,13 +67,13 @@ def simulate(
         raise MissingExtraError(
             "Simulating",
             "SimGrid for Python",
-            f"apt-get install python3-simgrid (then, if need be, set {INTERPRETER_VARIABLE} to that python3)",
+            f"apt-get install python3-simgrid (then, if needed, set {INTERPRETER_VARIABLE} to that python3)",
         )
     chosen = find_hardware(hardware)
     chunk_s = payload_bytes / schedule.total_chunks / chosen.link_bytes_per_s
     job = _job(schedule, chosen, chunk_s)
     source = resources.files("meshmend.cost").joinpath("simgrid_worker.py").read_text(encoding="utf-8")
-    done = _ask(python, source, told=json.dumps(job))
+    done = _ask(python, source, stdin=json.dumps(job))
     if done.returncode:
         raise SimgridError(f"SimGrid failed (exit code {done.returncode}): {done.stderr.strip()[-2000:]}")
     clocks = np.array(json.loads(done.stdout), dtype=np.float64)
@@ -129,14 +131,14 @@ def _interpreter() -> str | None:
 
 
 def _ask(
-    python: str, code: str, *, told: str | None = None, timeout_s: float | None = None
+    python: str, code: str, *, stdin: str | None = None, timeout_s: float | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run code by another Python, away from this folder, with `told` on its standard input."""
+    """Run code in another Python, away from this folder, with `stdin` as its standard input."""
     with tempfile.TemporaryDirectory() as elsewhere:
         # Not run as a script: Python would search the script's own folder first, and find this module for simgrid.
         return subprocess.run(  # noqa: S603  # the interpreter is found, not given by input
             [python, "-c", code],
-            input=told,
+            input=stdin,
             capture_output=True,
             text=True,
             check=False,

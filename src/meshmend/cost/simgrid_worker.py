@@ -1,7 +1,7 @@
 """Run steps of flows in SimGrid. Executed by an interpreter that has `simgrid`; needs nothing else.
 
 Reads one JSON object from standard input:
-  links    one row a link: [rate, latency]
+  links    one row per link: [rate, latency]
   paths    for each path the links that it crosses, in order
   steps    for each step its flows: [path, amount]
 Writes one JSON list: the simulated clock at the end of each step.

@@ -1,6 +1,6 @@
-"""The demand of a schedule: what each step asks of the busiest link and of the busiest chip.
+"""The demand of a schedule: the load of the busiest link and of the busiest chip in each step.
 
-It depends on the schedule only, so it is made once; evaluating it for a payload and hardware then costs
+It depends on the schedule only, so it is computed once; evaluating it for a payload and hardware then costs
 microseconds, however many transfers the schedule has.
 
 A step's transfers start together. The data of a transfer over h links begins to flow after h hop latencies, and
@@ -46,7 +46,7 @@ class _Demand:
 
 
 class StepDemand:
-    """What each step of a schedule asks for, ready to be priced for any payload and hardware.
+    """The demand of each step of a schedule, ready to be priced for any payload and hardware.
 
     >>> from meshmend import Mesh, plan
     >>> from meshmend.cost import find_hardware

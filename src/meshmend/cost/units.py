@@ -7,6 +7,8 @@ import re
 
 from meshmend.errors import ParameterError
 
+__all__ = ["name_bytes", "name_rate", "name_seconds", "parse_bytes", "parse_rate", "parse_seconds"]
+
 _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµμ/]*)\s*")
 _DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _BYTES = {prefix + "b": factor for prefix, factor in _DECIMAL.items()} | {

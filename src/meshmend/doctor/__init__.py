@@ -1,4 +1,4 @@
-"""Doctor: what is installed here, which engines really work, what JAX sees, and what to do about the rest."""
+"""Doctor: what is installed here, which engines work, what JAX sees, and how to fix the rest."""
 
 from meshmend.doctor.examine import examine
 from meshmend.doctor.finding import Finding, Status

@@ -1,6 +1,6 @@
-"""Examine: look at the packages, then try every engine that is installed.
+"""Check the packages, then try every engine that is installed.
 
-Each is tried in a process of its own with a time limit, so one that crashes or hangs is a finding like any other.
+Each is tried in a separate process with a time limit, so one that crashes or hangs is a finding like any other.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from meshmend.doctor.packages import is_installed, look_at_packages
 from meshmend.errors import install_hint
 
 TIMEOUT_S = 180.0
-"""Enough for JAX or torch on a busy machine; one that hangs is found out."""
+"""Enough for JAX or torch on a busy machine; whatever takes longer counts as hung."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """An engine, the probe that tries it, the modules it cannot do without, and the command that brings them."""
+    """An engine, the probe that tries it, the modules it requires, and the command that installs them."""
 
     name: str
     probe: str
@@ -49,22 +49,22 @@ TRIALS = (
 
 
 def examine(*, timeout_s: float = TIMEOUT_S, on_trial: Callable[[str], None] | None = None) -> list[Finding]:
-    """Return everything there is to say, in the order in which it is told. Nothing here raises: it is found."""
-    tell = on_trial or (lambda _: None)
+    """Return all findings in the order of the report. Errors become findings; nothing here raises."""
+    report = on_trial or (lambda _: None)
     found = list(look_at_packages())
     sight: dict[str, Any] = {}
     if is_installed("jax"):
-        tell("what JAX sees")
+        report("what JAX sees")
         finding, sight = run_probe("devices", "JAX sees", "see_jax", jax_environment(), timeout_s, install_hint("jax"))
         devices = [finding, *_holes(sight)]
     else:
         devices = [Finding("devices", "JAX sees", "absent", "JAX is not installed", install_hint("jax"))]
     for trial in TRIALS:
-        tell(trial.name)
+        report(trial.name)
         found.append(_try(trial, sight, timeout_s))
-    tell("lab")
+    report("lab")
     found.append(_try_lab(timeout_s))
-    tell("SimGrid")
+    report("SimGrid")
     found.append(_try_simgrid(timeout_s))
     return found + devices
 
@@ -81,7 +81,7 @@ def _try(trial: Trial, sight: Mapping[str, Any], timeout_s: float) -> Finding:
             flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=16"
             environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
     elif trial.probe == "try_libtpu":
-        # Compiling needs no device, and looking for a TPU that is not there takes minutes.
+        # Compiling needs no device, and searching for a TPU that is not there takes minutes.
         environment = {"JAX_PLATFORMS": "cpu"}
     return run_probe("engines", trial.name, trial.probe, environment, timeout_s, trial.install)[0]
 
@@ -93,10 +93,8 @@ def _holes(sight: Mapping[str, Any]) -> Iterator[Finding]:
         advice = "correct MESHMEND_SHAPE, MESHMEND_FAILED and MESHMEND_WRAP, or unset them"
         yield Finding("devices", "holes", "broken", sight["wrong"], advice)
     elif sight["mesh"] is None:
-        detail = "these devices have no coordinates, so no mesh is known"
-        yield Finding(
-            "devices", "holes", "absent", detail, "export MESHMEND_SHAPE=8x8, or whatever mesh they stand for"
-        )
+        detail = "these devices have no coordinates, so the mesh is unknown"
+        yield Finding("devices", "holes", "absent", detail, "export MESHMEND_SHAPE=8x8, or whatever mesh they form")
     else:
         holes = ", ".join(sight["holes"]) or "none"
         yield Finding("devices", "holes", "works", f"{holes}; {sight['mesh']}")
@@ -107,24 +105,24 @@ def _try_lab(timeout_s: float) -> Finding:
     if iproute2.status != "works":
         return Finding("engines", "lab", "absent", f"not tried: {iproute2.detail}", iproute2.advice)
     if os.geteuid() != 0:
-        detail = "not tried: making network namespaces takes root"
+        detail = "not tried: creating network namespaces needs root"
         return Finding("engines", "lab", "absent", detail, "sudo meshmend lab up 4x4")
     finding, _ = run_probe("engines", "lab", "try_lab", {}, timeout_s, install_hint())
     if finding.status == "broken" and "not permitted" in finding.detail:
         advice = "run the container with --privileged, or with the capabilities SYS_ADMIN and NET_ADMIN"
-        return Finding("engines", "lab", "absent", f"this root may not make namespaces: {finding.detail}", advice)
+        return Finding("engines", "lab", "absent", f"root may not create namespaces here: {finding.detail}", advice)
     return finding
 
 
 def _try_simgrid(timeout_s: float) -> Finding:
     if not simgrid.is_available():
-        advice = f"apt-get install python3-simgrid (and name its python3 in {simgrid.INTERPRETER_VARIABLE} if need be)"
+        advice = f"apt-get install python3-simgrid (and set {simgrid.INTERPRETER_VARIABLE} to its python3 if needed)"
         return Finding("engines", "SimGrid", "absent", "no Python here can import simgrid", advice)
     return run_probe("engines", "SimGrid", "try_simgrid", {}, timeout_s, "apt-get install python3-simgrid")[0]
 
 
 def jax_environment() -> dict[str, str]:
-    """Return what to set for JAX: nothing, unless libtpu would spend minutes looking for a TPU that is not there."""
+    """Return what to set for JAX: nothing, unless libtpu would spend minutes searching for a TPU that is not there."""
     has_tpu = any(Path("/dev").glob("accel*")) or any(Path("/dev").glob("vfio/[0-9]*"))
     if "JAX_PLATFORMS" in os.environ or has_tpu or not is_installed("libtpu"):
         return {}
@@ -136,7 +134,7 @@ def run_probe(
 ) -> tuple[Finding, dict[str, Any]]:
     """Run a probe in a process group of its own; return the finding and the probe's facts (none if it is broken).
 
-    `install` is the command that brings what is tried: done again, it may mend what is broken.
+    `install` is the command that installs what is tried; running it again may fix what is broken.
     """
     words = [sys.executable, "-m", "meshmend.doctor.probes", probe]
     started = time.perf_counter()
@@ -154,19 +152,19 @@ def run_probe(
         start_new_session=True,
     ) as process:
         try:
-            told, complaints = process.communicate(timeout=timeout_s)
+            output, complaints = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             return Finding(section, name, "broken", f"no answer within {timeout_s:g} s", advice), {}
         finally:
-            # What the probe started ends with it, also when the probe itself is done.
+            # Whatever the probe started ends with it, even if the probe itself has finished.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
     took = time.perf_counter() - started
     try:
-        facts: dict[str, Any] = json.loads(told.splitlines()[-1])
+        facts: dict[str, Any] = json.loads(output.splitlines()[-1])
         detail = str(facts["detail"])
     except (IndexError, KeyError, TypeError, json.JSONDecodeError):
-        facts, detail = {}, _last_line(complaints) or f"ended with exit code {process.returncode} and no word"
+        facts, detail = {}, _last_line(complaints) or f"ended with exit code {process.returncode} and no output"
     if process.returncode or not facts:
         return Finding(section, name, "broken", detail, advice, took), {}
     return Finding(section, name, "works", detail, seconds=took), facts

@@ -13,8 +13,8 @@ Section = Literal["packages", "engines", "devices"]
 class Finding:
     """One line of the doctor's report.
 
-    `absent` is what can be had and is not here: no fault. `broken` is what is here and does not work. Both say what to
-    do in `advice`, a command wherever one will do. `seconds` is how long a trial took.
+    `absent` is not installed, which is no fault. `broken` is installed and does not work. Both say what to do in
+    `advice`, a command where possible. `seconds` is how long the probe took.
     """
 
     section: Section

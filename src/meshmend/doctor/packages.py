@@ -1,4 +1,4 @@
-"""Packages: which are installed, and in which version. Nothing is imported, so nothing that is broken can do harm."""
+"""Packages: which are installed, and in which version. Nothing is imported, so a broken package does no harm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshmend.errors import install_hint
 
 @dataclass(frozen=True)
 class Package:
-    """A package by the name of its module and of its distribution, what it is for, and how to get it."""
+    """A package: its module, its distribution, what it is for, and how to install it."""
 
     module: str
     distribution: str
@@ -50,7 +50,7 @@ def is_installed(module: str) -> bool:
     spec = importlib.util.find_spec(name)
     if spec is None or not rest:
         return spec is not None
-    # Asking for a submodule would import its parent; a look at the parent's folders does not.
+    # Finding the spec of a submodule would import its parent; searching the parent's folders does not.
     folders = spec.submodule_search_locations or []
     return importlib.machinery.PathFinder.find_spec(module, list(folders)) is not None
 
@@ -75,12 +75,12 @@ def _look_at(package: Package, least: str | None) -> Finding:
         return Finding("packages", name, "works", "installed, of unknown version")
     if least is not None and _numbers(version) < _numbers(least):
         advice = f"pip install -U '{name}>={least}'"
-        return Finding("packages", name, "broken", f"{version}, and meshmend needs {least} or later", advice)
+        return Finding("packages", name, "broken", f"{version}, but meshmend needs {least} or later", advice)
     return Finding("packages", name, "works", version)
 
 
 def _least_versions() -> dict[str, str]:
-    """Return what meshmend asks of each package, from its own metadata."""
+    """Return the version that meshmend requires of each package, from its own metadata."""
     try:
         asked = metadata.requires("meshmend") or []
     except metadata.PackageNotFoundError:
@@ -100,8 +100,8 @@ def _look_at_iproute2() -> Finding:
             "packages", "iproute2", "absent", "no ip and tc on the PATH: meshmend lab", "apt-get install iproute2"
         )
     try:
-        told = subprocess.run([ip, "-V"], capture_output=True, text=True, timeout=10, check=True)  # noqa: S603
+        done = subprocess.run([ip, "-V"], capture_output=True, text=True, timeout=10, check=True)  # noqa: S603
     except (OSError, subprocess.SubprocessError) as error:
         return Finding("packages", "iproute2", "broken", f"ip -V: {error}", "apt-get install --reinstall iproute2")
-    version = re.search(r"iproute2-([\w.]+)", told.stdout)
-    return Finding("packages", "iproute2", "works", version[1] if version else told.stdout.strip())
+    version = re.search(r"iproute2-([\w.]+)", done.stdout)
+    return Finding("packages", "iproute2", "works", version[1] if version else done.stdout.strip())

@@ -1,6 +1,6 @@
-"""Probes: each tries one engine for real. Run as `python -m meshmend.doctor.probes NAME`, in a process of its own.
+"""Probes: each runs one engine once. Run as `python -m meshmend.doctor.probes NAME`, in a separate process.
 
-A probe prints one JSON object, with a sentence under `detail`, or raises. It imports what it tries inside itself.
+A probe prints one JSON object, with a sentence under `detail`, or raises. It imports what it tries inside the function.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def try_numpy() -> dict[str, Any]:
     schedule = plan(HOLED, "weave", chunks=24)
     payload = np.arange(HOLED.n_chips * 100).reshape(HOLED.n_chips, 100)
     _expect(bool((mmn.run(schedule, payload) == payload.sum(axis=0)).all()))
-    return {"detail": f"all-reduce on {HOLED}: proven, run, right"}
+    return {"detail": f"all-reduce on {HOLED}: proven, run, correct"}
 
 
 def see_jax() -> dict[str, Any]:
-    """Say what JAX sees, and which mesh and holes `discover` makes of it."""
+    """Report the devices that JAX sees, and the mesh and holes that `discover` finds."""
     import jax
 
     import meshmend.jax as mmj
@@ -91,7 +91,7 @@ def try_jax() -> dict[str, Any]:
     payload = np.arange(n_devices * 100, dtype=np.int32).reshape(n_devices, 100)
     got = np.asarray(total(jnp.asarray(payload.ravel()), program)).reshape(n_devices, 100)
     _expect(bool((got == payload.sum(axis=0)).all()))
-    return {"detail": f"all-reduce on {fabric.mesh}: run on {where}, right"}
+    return {"detail": f"all-reduce on {fabric.mesh}: run on {where}, correct"}
 
 
 def try_libtpu() -> dict[str, Any]:
@@ -113,7 +113,7 @@ def try_torch() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         # Forked: torch takes seconds to import, and has not started a thread yet.
         processes.start_processes(_be_a_chip, (mesh, folder), nprocs=mesh.n_chips, start_method="fork")
-    return {"detail": f"all-reduce on {mesh}: run by {mesh.n_chips} processes over Gloo, right"}
+    return {"detail": f"all-reduce on {mesh}: run by {mesh.n_chips} processes over Gloo, correct"}
 
 
 def _be_a_chip(rank: int, mesh: Mesh, folder: str) -> None:
@@ -132,19 +132,19 @@ def _be_a_chip(rank: int, mesh: Mesh, folder: str) -> None:
 
 
 def try_torchft() -> dict[str, Any]:
-    """Make the process group that survives failures; its quorum needs a lighthouse and is not tried."""
+    """Create the process group that survives failures; a quorum needs a lighthouse and is not tried."""
     import meshmend.torch as mmt
 
     mmt.MeshProcessGroup(shape=(2, 2), chip=(0, 0))
-    return {"detail": "MeshProcessGroup made; a quorum of several jobs is not tried"}
+    return {"detail": "MeshProcessGroup created; a quorum of several replicas is not tried"}
 
 
 def try_lab() -> dict[str, Any]:
-    """Make a lab of two chips and take it down again."""
+    """Create a lab of two chips and remove it."""
     from meshmend.lab import Lab
 
     with Lab.temporary(Mesh("1x2"), rate="40mbit") as lab:
-        return {"detail": f"a lab of {lab.mesh.n_chips} chips was made and taken down"}
+        return {"detail": f"a lab of {lab.mesh.n_chips} chips was created and removed"}
 
 
 def try_simgrid() -> dict[str, Any]:
@@ -170,12 +170,12 @@ def try_drawing() -> dict[str, Any]:
 
 
 def try_availability() -> dict[str, Any]:
-    """Live through a month of a small machine."""
+    """Simulate a month of a small machine."""
     from meshmend.availability import Assumptions, simulate
 
     study = simulate(Assumptions.of("4x4", payload_bytes=0.0), days=30, runs=1, checks=0)
     _expect(all(0 < outcome.goodput.mean <= 1 for outcome in study.outcomes))
-    return {"detail": "lived through a month of 4x4 chips"}
+    return {"detail": "simulated a month of 4x4 chips"}
 
 
 PROBES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -193,7 +193,7 @@ def _expect(right: bool) -> None:
 
 
 def main(name: str) -> None:
-    """Run one probe. What libraries print goes to standard error, so that the answer stands alone."""
+    """Run one probe. Output of libraries goes to standard error, so that standard output has only the result."""
     with contextlib.redirect_stdout(sys.stderr):
         answer = PROBES[name]()
     sys.stdout.write(json.dumps(answer) + "\n")

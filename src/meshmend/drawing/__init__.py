@@ -1,4 +1,4 @@
-"""Drawing: schedules and routes as pictures, moving pictures and pages. Pictures need the extra `draw` (matplotlib)."""
+"""Drawing: schedules and routes as pictures, animations and pages. Pictures need the extra `draw` (matplotlib)."""
 
 from meshmend.drawing.draw import WHAT, Drawing, draw, draw_routes, figure
 

@@ -28,15 +28,15 @@ from meshmend.drawing.style import BLUE_CHIP, CABLE, CHIP, CHIP_EDGE, GREY, INK,
 
 TITLE_PT, TEXT_PT, SMALL_PT = 12.0, 9.0, 7.0
 WIDTH_IN = 9.6
-"""Widest sheet; a mesh that would not be legible in it is given more room."""
-SLOW_DASH: Any = (0, (1.2, 1.6))
-"""Dots, as no phase has them: slow cables are told from others without colour too."""
+"""Width of a sheet; a mesh that would not be legible in it gets more."""
+SLOW_DASH: Any = (0, (0.5, 0.5))
+"""Wide and in short dashes, so that it shows on both sides of a transfer that covers it, and without colour too."""
 SETTINGS: dict[Any, Any] = {
     "svg.hashsalt": "meshmend",
     "font.family": "DejaVu Sans",
     "hatch.linewidth": 0.6,
     "path.simplify": False,
-    "text.parse_math": False,  # names are text: a $ in one starts no formula
+    "text.parse_math": False,  # names are text: a $ in one does not start a formula
 }
 
 
@@ -98,7 +98,7 @@ class Sheet:
         self.scale = Scale(max(cell, 0.25 if n == 1 else 0.2))
         cell = self.scale.cell_in
         numbers_in = 0.0 if self.scale.names_chips or not layout.is_plane else 0.17
-        # A colour bar needs room for its words, however flat the mesh is.
+        # A colour bar needs room for its label, however flat the mesh is.
         panel_in = (across * cell + numbers_in, max(down * cell + numbers_in, 2.2 if colour_bar else 0.0))
         gap_in = 0.3
         grid_in = columns * panel_in[0] + (columns - 1) * gap_in
@@ -108,7 +108,7 @@ class Sheet:
         self.legend, legend_in = self._legend(keys, width_in)
         heading = _wrapped(title, width_in - 0.4, TITLE_PT * 1.08)
         if any(layout.mesh.wrap[-2:]):
-            subtitle += "\nLines that are cut off at an edge go on at the opposite edge."
+            subtitle += "\nLines that are cut off at an edge continue at the opposite edge."
         below = _wrapped(subtitle, width_in - 0.4, TEXT_PT) if subtitle else ""
         names = [_wrapped(name, panel_in[0] + 0.2, TEXT_PT) if name else "" for name in panels]
         name_in = max((name.count("\n") + 1) * 0.165 + 0.08 if name else 0.0 for name in names)
@@ -192,7 +192,9 @@ class Sheet:
             lines = [np.vstack([line, [[np.nan, np.nan]]]) for line in cables(layout, slow=slow)]
             if lines:
                 x, y = np.concatenate(lines).T
-                axes.add_line(Line2D(x, y, color=colour, lw=(1 + slow) * width, ls=dash, zorder=1, label=name))
+                axes.add_line(
+                    Line2D(x, y, color=colour, lw=2.6 * scale.line_pt if slow else width, ls=dash, zorder=1, label=name)
+                )
         broken = [(layout.mesh.rank(a), layout.mesh.rank(b)) for a, b in layout.mesh.failed_cables]
         if broken:
             middles = np.array([(layout.live[a] + layout.live[b]) / 2 for a, b in broken])
@@ -232,14 +234,14 @@ class Sheet:
         self._number(axes, unnamed)
 
     def add(self, axes: Axes, artist: Collection) -> None:
-        """Add lines or shapes to a panel. Nothing reaches out of it, and clipping would swell an SVG."""
+        """Add lines or shapes to a panel. Nothing is clipped: nothing reaches out of it, and clips bloat an SVG."""
         axes.add_collection(artist, autolim=False)
         artist.set_clip_on(False)
 
     def draw_strokes(
         self, axes: Axes, strokes: Sequence[Stroke], look: Look, *, arrows: bool, name: str, behind_chips: bool = False
     ) -> None:
-        """Draw lines in one look, with or without arrow heads."""
+        """Draw lines in one style, with or without arrow heads."""
         length, width = self.scale.head
         pieces: list[Points] = []
         for stroke in strokes:
@@ -299,12 +301,12 @@ def chip_keys() -> list[Artist]:
     """Return the legend entries for blue and yellow chips."""
     return [
         Patch(facecolor=fill, edgecolor=CHIP_EDGE, label=name)
-        for fill, name in ((BLUE_CHIP, "blue: its pair is whole"), (YELLOW, "yellow: its pair has a hole"))
+        for fill, name in ((BLUE_CHIP, "blue: its pair is intact"), (YELLOW, "yellow: its pair has a hole"))
     ]
 
 
 def failed_key(layout: FigureLayout) -> list[Artist]:
-    """Return the legend entries for what has failed or is slow, as far as anything is."""
+    """Return the legend entries for failed chips, failed cables and slow cables, if there are any."""
     keys: list[Artist] = []
     if len(layout.failed):
         keys.append(Patch(facecolor=RED, edgecolor="white", hatch="xxx", label="failed chip"))
@@ -313,7 +315,7 @@ def failed_key(layout: FigureLayout) -> list[Artist]:
     if layout.mesh.has_slow_cables:
         rates = sorted(set(layout.mesh.cable_rates.values()))
         named = f"rate {rates[0]}" if len(rates) == 1 else f"rates {rates[0]} to {rates[-1]}"
-        keys.append(Line2D([], [], color=SLOW_CABLE, lw=1.8, ls=SLOW_DASH, label=f"slow cable, {named}"))
+        keys.append(Line2D([], [], color=SLOW_CABLE, lw=4.5, ls=SLOW_DASH, label=f"slow cable, {named}"))
     return keys
 
 
@@ -323,7 +325,7 @@ def write(figure: Figure, path: Path) -> None:
         if path.suffix == ".svg":
             text = io.StringIO()
             figure.savefig(text, format="svg", metadata={"Date": None})
-            # A hundredth of a point is enough, and a third of the size goes. Scales stay, or letters would shrink.
+            # A hundredth of a point is enough and saves a third of the size. Scales stay, or letters would shrink.
             short = re.sub(r"scale\([^)]*\)|(\d+\.\d\d)\d+", lambda found: found[1] or found[0], text.getvalue())
             path.write_text(short, encoding="utf-8")
         elif path.suffix == ".pdf":
@@ -333,7 +335,7 @@ def write(figure: Figure, path: Path) -> None:
 
 
 def _columns(n: int, across: float, down: float) -> int:
-    """Choose how many panels stand beside each other: no gaps, and a sheet a little wider than high."""
+    """Choose the number of panels per row: no gaps, and a sheet a little wider than high."""
 
     def odd(k: int) -> float:
         rows = math.ceil(n / k)
@@ -343,6 +345,6 @@ def _columns(n: int, across: float, down: float) -> int:
 
 
 def _wrapped(text: str, width_in: float, size_pt: float) -> str:
-    """Break lines that would not fit; the average character is about 0.56 of its size wide."""
+    """Break lines that would not fit; the average character is about 0.56 of the font size wide."""
     per_line = max(int(72 * width_in / (0.56 * size_pt)), 12)
     return "\n".join(textwrap.fill(line, per_line, break_on_hyphens=False) for line in text.split("\n"))

@@ -1,4 +1,4 @@
-"""`draw`: a schedule or routes to a file. The ending of the file chooses the form, `what` chooses what is shown."""
+"""`draw`: a schedule or routes to a file. The file's suffix chooses the format, `what` chooses what is shown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ What = Literal["rings", "phases", "load", "routes", "trees", "steps"]
 WHAT: tuple[What, ...] = get_args(What)
 STILL, MOVING = (".svg", ".png", ".pdf"), (".gif", ".html")
 MAX_CHIPS = 2**14
-"""128×128: a larger mesh has no room for its chips on a page."""
+"""128×128: the chips of a larger mesh do not fit on a page."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ def draw(
 
     `what` is one of
 
-    - "rings": who sends to whom, coloured by phase. What pictures show unless told, or unless the schedule is
+    - "rings": who sends to whom, coloured by phase. The default for pictures, unless the schedule is
       made of trees.
     - "phases": the same, every phase in a panel of its own, in order of time.
     - "load": a heat map of what each link carries.
-    - "routes": the ways of the transfers between chips that are not neighbours.
-    - "trees": how the contributions to each of `chunks` come together; four chunks unless told.
-    - "steps": the transfers of every step, or of `steps` = (first, last). What .gif and .html show.
+    - "routes": the routes of transfers between chips that are not neighbours.
+    - "trees": how the contributions to each of `chunks` come together; four chunks by default.
+    - "steps": the transfers of every step, or of `steps` = (first, last). For .gif and .html.
 
     >>> import meshmend as mm, tempfile
     >>> schedule = mm.plan(mm.Mesh("4x4", failed=["2x2@2,2"]), "row-pairs")
@@ -69,9 +69,9 @@ def draw(
         forms = MOVING if chosen == "steps" else STILL
         raise DrawingError(f"{path.name} cannot show {chosen}: {chosen} go into {' or '.join(forms)}.")
     if chunks is not None and chosen != "trees":
-        raise DrawingError(f"Chunks are chosen for trees, not for {chosen}.")
+        raise DrawingError(f"Chunks can be chosen for trees, not for {chosen}.")
     if steps is not None and chosen != "steps":
-        raise DrawingError(f"Steps are chosen for .gif and .html, not for {chosen}.")
+        raise DrawingError(f"Steps can be chosen for .gif and .html, not for {chosen}.")
     note = ""
     if chosen != "steps":
         _canvas().write(figure(schedule, chosen, chunks=chunks, title=title), path)
@@ -139,14 +139,14 @@ def draw_routes(
 
 
 def default_what(schedule: Schedule, kind: str) -> What:
-    """Return what is shown unless told."""
+    """Return what is shown by default."""
     if kind in MOVING:
         return "steps"
     return "trees" if any("root" in name or "tree" in name for name in schedule.phase_names) else "rings"
 
 
 def check_ending(path: Path, endings: Sequence[str]) -> str:
-    """Return the ending of a file's name if it is one of those that can be written."""
+    """Return the suffix of a file's name if it is one that can be written."""
     if path.suffix not in endings:
         raise DrawingError(
             f"{path.name} ends in {path.suffix!r}; a drawing is {', '.join(endings[:-1])} or {endings[-1]}."
@@ -166,7 +166,7 @@ def check_size(mesh: Mesh) -> None:
 
 
 def _canvas() -> ModuleType:
-    """Import the part that needs matplotlib, or say how to get it."""
+    """Import the part that needs matplotlib; raise an error that says how to install it."""
     try:
         from meshmend.drawing import canvas
     except ImportError:

@@ -1,4 +1,4 @@
-"""Geometry: where chips lie on the page, and which way the line of a transfer takes between them.
+"""Geometry: where chips lie on the page, and the line of a transfer between them.
 
 Nothing here draws; pictures, animations and pages all take their lines from here. The unit is the distance between
 neighbouring chips; x grows to the right and y grows downwards, as columns and rows do.
@@ -25,14 +25,14 @@ Points = NDArray[np.float64]
 STUB = 0.62
 """How far the line of a wrap cable reaches out of the mesh before it is cut."""
 ASIDE = 0.085
-"""How far the two directions of a cable are moved apart, each to the right of its own way."""
+"""How far the two directions of a cable are moved apart, each to its own right."""
 MAX_LANE = 0.45
 """Lines beside a row or a column of chips stay this close to it."""
 
 
 @dataclass(frozen=True)
 class FigureLayout:
-    """The places of all chips of a mesh. A mesh of more than two axes is cut into planes, laid side by side."""
+    """The positions of all chips of a mesh. A mesh of more than two axes is cut into planes, laid side by side."""
 
     mesh: Mesh
 
@@ -91,7 +91,7 @@ class FigureLayout:
 
 @dataclass(frozen=True)
 class Stroke:
-    """The line of one pair of chips, in more than one piece where it leaves the mesh at an edge and comes back in."""
+    """The line of one pair of chips, in several pieces where it leaves the mesh at an edge and re-enters."""
 
     src: int
     dst: int
@@ -118,8 +118,8 @@ def strokes(
 ) -> list[Stroke]:
     """Return a line for each pair of ranks.
 
-    Neighbours are joined straight, `aside` to the right of the way. Any other pair follows its route, `beside` the
-    chips that it passes or `behind` them; routes that share a cable are given lanes of their own. Lines end at
+    Neighbours are joined by a straight line, moved `aside` to its right. Any other pair follows its route, `beside` the
+    chips that it passes or `behind` them; routes that share a cable get separate lanes. Lines end at
     the edge of the chips, whose half-width is `chip`.
     """
     mesh = layout.mesh
@@ -141,7 +141,7 @@ def strokes(
 
 
 def same_way_back(mesh: Mesh, src: NDArray[np.int64], dst: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return, for each pair of ranks, whether the route back is the route there in reverse."""
+    """Return, for each pair of ranks, whether the route back is the reverse of the route there."""
     same = np.ones(len(src), dtype=np.bool_)
     far = np.flatnonzero(mesh.link(src, dst) < 0)
     if len(far):
@@ -170,7 +170,7 @@ def _one_hop(layout: FigureLayout, src: int, dst: int) -> list[Points]:
     a, b = layout.live[src], layout.live[dst]
     if np.abs(b - a).sum() <= 1.5:
         return [np.array([a, b])]
-    # Between planes: an arc, so that it does not run over the chips between.
+    # Between planes: an arc, so that it does not cross the chips in between.
     t = np.linspace(0, 1, 13)[:, None]
     across = _unit(np.array([-(b - a)[1], (b - a)[0]]))
     return [a + t * (b - a) + 4 * t * (1 - t) * 0.45 * across]
@@ -187,14 +187,14 @@ def _routes(mesh: Mesh, src: NDArray[np.int64], dst: NDArray[np.int64]) -> list[
     for way, start, end in zip(ways, src, dst, strict=True):
         if way[-1] != end:
             raise DrawingError(
-                f"No route leads from {name_chip(mesh.chip(int(start)))} to {name_chip(mesh.chip(int(end)))} "
+                f"There is no route from {name_chip(mesh.chip(int(start)))} to {name_chip(mesh.chip(int(end)))} "
                 f"on {mesh}, so it cannot be drawn. Verify the schedule first."
             )
     return ways
 
 
 def _lanes(ways: list[list[int]], chip: float, kind: Literal["beside", "behind"]) -> list[float]:
-    """Give routes that share a cable different distances from it; a ring keeps to one side if two rings meet."""
+    """Give routes that share a cable different distances from it; a ring stays on one side where two share cables."""
     crossed = [{frozenset(pair) for pair in pairwise(way)} for way in ways]
     ring_of = _components([(way[0], way[-1]) for way in ways])
     rings_on: defaultdict[frozenset[int], set[int]] = defaultdict(set)
@@ -221,7 +221,7 @@ def _lanes(ways: list[list[int]], chip: float, kind: Literal["beside", "behind"]
         lanes[i] = next(lane for lane in order if lane not in taken)
         for cable in crossed[i]:
             used[cable].add(lanes[i])
-    # Rings that meet share the room beside them; others need not be as narrow.
+    # Rings that share cables share the room beside them; others need not be as narrow.
     crowd_of = dict(zip(ring_of, _components([(ring, min({ring, *meets[ring]})) for ring in ring_of]), strict=True))
     most: defaultdict[int, int] = defaultdict(int)
     for ring, lane in zip(ring_of, lanes, strict=True):
@@ -239,7 +239,7 @@ def _distance(lane: int, most: int, chip: float, kind: Literal["beside", "behind
 
 
 def _components(pairs: Sequence[tuple[int, int]]) -> list[int]:
-    """Return, for each pair, the number of its connected part in the graph of all pairs."""
+    """Return, for each pair, the number of its connected component in the graph of all pairs."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
@@ -263,7 +263,7 @@ def _along(layout: FigureLayout, way: list[int], lane: float, chip: float, *, be
         points = _corners_only(np.array(run))
         first, last = _unit(points[1] - points[0]), _unit(points[-1] - points[-2])
         moved = points + lane
-        # The ends move across their own direction only.
+        # The ends move only perpendicular to their own direction.
         moved[0] = points[0] + lane * (1 - np.abs(first))
         moved[-1] = points[-1] + lane * (1 - np.abs(last))
         starts, ends = number == 0, number == len(runs) - 1
@@ -303,7 +303,7 @@ def _cut_corners(points: Points, by: float) -> Points:
 
 
 def _cut_end(points: Points, by: float) -> Points:
-    """Take `by` off the end of a line, whole segments if need be; something is always left."""
+    """Take `by` off the end of a line, whole segments if necessary; something is always left."""
     while len(points) > 2 and (length := float(np.hypot(*(points[-1] - points[-2])))) <= by:
         points, by = points[:-1], by - length
     length = float(np.hypot(*(points[-1] - points[-2])))

@@ -1,4 +1,4 @@
-"""GIF: the steps of a schedule as a moving picture, for slides and READMEs. The page (`page.py`) can be stepped."""
+"""GIF: the steps of a schedule as an animation, for slides and READMEs. The page (`page.py`) can be stepped."""
 
 from __future__ import annotations
 

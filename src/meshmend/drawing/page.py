@@ -1,6 +1,6 @@
 """Page: the steps of a schedule as one HTML file that plays, pauses, steps and slides, and needs nothing else.
 
-The file carries the mesh, one line an arrow, and for each step only the arrows that appear or disappear: rings
+The file contains the mesh, one line per arrow, and for each step only the arrows that appear or disappear: rings
 repeat themselves, so even thousands of steps stay small. Stepping back undoes the same changes.
 """
 
@@ -48,7 +48,7 @@ def write_page(film: Film, path: Path, *, title: str | None = None) -> None:
         "slow": [_short(line) for line in cables(film.layout, slow=True)],
         "slowColour": SLOW_CABLE,
         "broken": [[int(schedule.mesh.rank_of[end]) for end in cable] for cable in schedule.mesh.failed_cables],
-        "colours": "Blue: its pair is whole. Yellow: its pair has a hole." if YELLOW in fills else "",
+        "colours": "Blue: its pair is intact. Yellow: its pair has a hole." if YELLOW in fills else "",
         "phases": _phases(film),
         "order": [phase for phase in phases_in_order(schedule) if (film.arrows[2] == phase).any()],
         **_arrows(film),
@@ -70,7 +70,7 @@ def write_page(film: Film, path: Path, *, title: str | None = None) -> None:
     size = len(text.encode())
     if size > MAX_PAGE_BYTES:
         raise DrawingError(
-            f"The page would have {size / 1e6:.0f} MB; at most {MAX_PAGE_BYTES / 1e6:.0f} MB are written. "
+            f"The page would have {size / 1e6:.0f} MB; the limit is {MAX_PAGE_BYTES / 1e6:.0f} MB. "
             f"Show fewer steps (this schedule has {schedule.n_steps:,}), as in --steps 0-100, or plan fewer chunks."
         )
     path.write_text(text, encoding="utf-8")
@@ -100,7 +100,7 @@ def _short(points: NDArray[np.float64]) -> list[float]:
 
 
 def _phases(film: Film) -> list[dict[str, Any]]:
-    """Return name, look and active stretches of every phase, by its number."""
+    """Return name, style and active ranges of steps of every phase, by its number."""
     schedule = film.schedule
     found = []
     for index, (name, look) in enumerate(zip(schedule.phase_names, phase_looks(schedule), strict=True)):
@@ -110,7 +110,7 @@ def _phases(film: Film) -> list[dict[str, Any]]:
         breaks = np.flatnonzero(np.diff(active) > 1)
         stretches: list[list[int]] = []
         if len(active):
-            # A phase that stops and starts hundreds of times reads as one stretch.
+            # A phase that stops and starts hundreds of times is shown as one range.
             breaks = breaks if len(breaks) < 200 else breaks[:0]
             stretches = np.stack([active[np.r_[0, breaks + 1]], active[np.r_[breaks, -1]]], axis=1).tolist()
         found.append(
@@ -139,7 +139,7 @@ def _changes(film: Film) -> bytes:
 
 
 def leb128(numbers: NDArray[np.int64]) -> bytes:
-    """Write numbers of up to 28 bits in as few bytes as they need, 7 bits a byte, low bits first.
+    """Write numbers of up to 28 bits in as few bytes as they need, 7 bits per byte, low bits first.
 
     >>> leb128(np.array([5, 300])).hex()
     '05ac02'

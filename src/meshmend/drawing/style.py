@@ -1,8 +1,8 @@
 """Style: the colours and strokes that a phase is drawn with, the same in every picture, animation and page.
 
-Colours are those of Okabe and Ito, which readers with any of the common colour blindnesses can tell apart
-(https://jfly.uni-koeln.de/color/). Colour never carries a difference alone: what adds is a full line with a full
-arrow head, what copies is a dashed line with an open one, and a failed chip is crossed out.
+Colours are those of Okabe and Ito, which readers with any of the common colour blindnesses can distinguish
+(https://jfly.uni-koeln.de/color/). Nothing differs by colour alone: additions are solid lines with filled
+arrow heads, copies are dashed lines with open ones, and a failed chip is crossed out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from meshmend.schedule import Op, Schedule
 BLUE = "#0072B2"
 VERMILION = "#D55E00"
 GREEN = "#00B888"
-"""Their bluish green, lighter, so that those who see no blue tell it from the blue by its lightness."""
+"""Their bluish green, lighter, so that it differs from the blue in lightness too."""
 ORANGE = "#E69F00"
 PURPLE = "#CC79A7"
 SKY = "#56B4E9"
@@ -24,26 +24,26 @@ YELLOW = "#F0E442"
 INK = "#1A1A1A"
 GREY = "#6B6B6B"
 CABLE = "#C9CDD2"
-SLOW_CABLE = "#8A5A00"
-"""A brown that stands out from the grey of other cables, and stays behind the colours of transfers."""
+SLOW_CABLE = "#C9A66B"
+"""A light brown that stands out from the grey of other cables, and stays behind the colours of transfers."""
 CHIP = "#F2F3F5"
 CHIP_EDGE = "#4A4F55"
 BLUE_CHIP = "#CFE3F1"
 RED = "#CC3311"
-"""Failed chips. A red that stays darker than every other fill for those who see no red."""
+"""Failed chips. A red that looks darker than every other fill to readers who do not see red."""
 
 SEQUENCE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, INK)
-"""For things that have no colour of their own, in this order."""
+"""For things without a fixed colour, in this order."""
 
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 1.6), (1.2, 1.2), (6, 1.4, 1.2, 1.4))
-"""Dash patterns in widths of the line, for things that share a picture; the first is a full line."""
+"""Dash patterns in line widths, for things that share a picture; the first is a solid line."""
 
 COPY_DASH = (2.4, 1.4)
 
 
 @dataclass(frozen=True)
 class Look:
-    """How the transfers of a phase are drawn. `dash` is in widths of the line, empty for a full one."""
+    """How the transfers of a phase are drawn. `dash` is in line widths, empty for a solid line."""
 
     colour: str
     dash: tuple[float, ...] = ()
@@ -51,10 +51,10 @@ class Look:
 
 
 def phase_looks(schedule: Schedule) -> tuple[Look, ...]:
-    """Return the look of each of `phase_names`.
+    """Return the style of each of `phase_names`.
 
-    What stands before the colon of a phase's name is the family that shares a colour: the rings of the first phase
-    are blue and rings of shards green, the yellow blocks orange, and what goes between yellow and blue black; along X
+    The part of a phase's name before the colon is its family, which shares a colour: the rings of the first phase
+    are blue and rings of shards green, the yellow blocks orange, and transfers between yellow and blue black; along X
     is red and along Y is blue, as in the paper. Other families take colours in turn.
     """
     copies = _copying_phases(schedule)

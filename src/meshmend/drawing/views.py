@@ -1,4 +1,4 @@
-"""Views: the still pictures of a schedule. Each reads the schedule alone; none knows the planner that made it."""
+"""Views: the still pictures of a schedule. Each reads only the schedule; none depends on the planner that made it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ MAX_TREES = 12
 
 @dataclass(frozen=True)
 class Lines:
-    """Distinct pairs of chips of one phase; `both[i]` where transfers go both ways over the same links.
+    """Distinct pairs of chips of one phase; `both[i]` where transfers go in both directions over the same links.
 
     Such a pair is listed once, with its smaller rank first.
     """
@@ -61,7 +61,7 @@ class Lines:
 
 
 def pair_lines(schedule: Schedule, phase: int, rows: NDArray[np.bool_] | None = None) -> Lines:
-    """Return who sends to whom in a phase, among the rows of the schedule that are asked for."""
+    """Return who sends to whom in a phase, among the given rows of the schedule."""
     wanted = schedule.phase == phase
     if rows is not None:
         wanted &= rows
@@ -77,10 +77,10 @@ def pair_lines(schedule: Schedule, phase: int, rows: NDArray[np.bool_] | None = 
 def draw_rings(
     schedule: Schedule, stage: Literal["all", "payload", "shards"] = "all", *, title: str | None = None
 ) -> Figure:
-    """Draw who sends to whom on the way to the sums, a panel for the payload and a panel for its shards.
+    """Draw who sends to whom while sums are formed, one panel for the payload and one for its shards.
 
-    A line without a head is used both ways. Where the results come back over the same lines, as in every ring,
-    that is said; where they do not, they get panels of their own.
+    A line without a head is used in both directions. Where the results return over the same lines, as in every ring,
+    a note says so; where they do not, they get separate panels.
     """
     mirrored = _comes_back_mirrored(schedule)
     groups: dict[tuple[bool, bool], list[int]] = {}
@@ -91,7 +91,7 @@ def draw_rings(
             continue
         groups.setdefault((comes_back, of_shards), []).append(phase)
     panels = [_panel_name(schedule, phases, number, len(groups)) for number, phases in enumerate(groups.values(), 1)]
-    note = "Results come back over the same lines, the other way." if mirrored and schedule.n_transfers else ""
+    note = "Results return over the same lines in the opposite direction." if mirrored and schedule.n_transfers else ""
     return _phase_panels(
         schedule, list(groups.values()), panels, title or f"{schedule.planner}: who sends to whom", note
     )
@@ -117,7 +117,7 @@ def draw_phases(schedule: Schedule, *, title: str | None = None) -> Figure:
 
 
 def draw_load(schedule: Schedule, *, title: str | None = None) -> Figure:
-    """Draw what each link carries over the whole schedule: its colour and its width say how much."""
+    """Draw what each link carries over the whole schedule, by colour and width."""
     layout = FigureLayout(schedule.mesh)
     load = link_time(schedule)
     exists = np.flatnonzero(schedule.mesh.neighbours.ravel() >= 0)
@@ -150,15 +150,15 @@ def draw_load(schedule: Schedule, *, title: str | None = None) -> Figure:
         links = LineCollection(pieces, colors=shades, linewidths=widths, zorder=5, label="load", capstyle="butt")
         sheet.add(axes, links)
         bar = sheet.figure.colorbar(mpl.cm.ScalarMappable(scale, colours), cax=sheet.colour_axes)
-        bar.set_label("part of the payload", size=TEXT_PT, color=INK)
+        bar.set_label("fraction of the payload", size=TEXT_PT, color=INK)
         bar.ax.tick_params(labelsize=TEXT_PT - 1)
     return sheet.figure
 
 
 def draw_trees(schedule: Schedule, chunks: Iterable[int] | None = None, *, title: str | None = None) -> Figure:
-    """Draw how the contributions to a chunk come together at its owner, a panel for each of `chunks`.
+    """Draw how the contributions to a chunk come together at its owner, one panel per chunk.
 
-    Unless told, up to four chunks are taken, evenly spread over the payload.
+    By default up to four chunks are drawn, evenly spread over the payload.
     """
     total = schedule.total_chunks
     n_panels = min(4, total)
@@ -213,7 +213,7 @@ class Tree:
 
 
 def chunk_tree(schedule: Schedule, chunk: int) -> Tree:
-    """Find the transfers that add to a chunk, and how many follow each other at most."""
+    """Find the transfers that add to a chunk, and the length of their longest chain."""
     first = schedule.first_chunk.astype(np.int64)
     holds = (schedule.op == Op.REDUCE) & (first <= chunk) & (chunk < first + schedule.n_chunks)
     rows = np.flatnonzero(holds)
@@ -226,7 +226,7 @@ def chunk_tree(schedule: Schedule, chunk: int) -> Tree:
 
 
 def draw_routes(mesh: Mesh, src: Sequence[int], dst: Sequence[int], *, title: str | None = None) -> Figure:
-    """Draw the routes between pairs of ranks, each in a look of its own."""
+    """Draw the routes between pairs of ranks, each in its own style."""
     layout = FigureLayout(mesh)
     with mpl.rc_context(SETTINGS):
         looks = [Look(SEQUENCE[i % len(SEQUENCE)], DASHES[i // 2 % len(DASHES)]) for i in range(len(src))]
@@ -286,7 +286,7 @@ def _phase_panels(
     note: str,
     keys: list[Artist] | None = None,
 ) -> Figure:
-    """Draw groups of phases, one panel each; unless `keys` are given, the legend names every phase."""
+    """Draw groups of phases, one panel each; without `keys`, the legend names every phase."""
     layout = FigureLayout(schedule.mesh)
     looks = phase_looks(schedule)
     lines = {phase: pair_lines(schedule, phase) for group in groups for phase in group}

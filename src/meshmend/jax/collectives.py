@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,9 @@ from meshmend.schedule import Collective, Op
 
 MAX_CHUNK = 2**31 - 1
 """Elements of a chunk, at most. Chunks, and the elements of a chunk, are counted in 32 bits; elements never are."""
-Shards = tuple[jax.Array, ...]
+Chunks = Annotated[jax.Array, "[K, ...]"]
+"""A device's payload as chunks. A chunk is flat, except on TPU, where it fills whole tiles: see `Group.chunk_shape`."""
+Shards = tuple[Annotated[jax.Array, "[R, n]"], ...]
 """What a chip holds between reduce-scatter and all-gather: per dtype that travels, its own chunks, one per row."""
 
 
@@ -151,7 +153,7 @@ class Group:
         """A chunk's axes. On TPU the last two fill whole tiles, so that slices of chunks are slices of memory."""
         return (self.chunk,) if self.layout.tile == 1 else (self.chunk // 128, 128)
 
-    def pack(self, leaves: Sequence[Any]) -> jax.Array:
+    def pack(self, leaves: Sequence[Any]) -> Annotated[jax.Array, "[C, K, ...]"]:
         """Return the leaves as chunks, of shape (cores, chunks, *chunk), padded with zeros."""
         parts = [jnp.ravel(leaves[i]).astype(self.dtype) for i in self.members]
         padding = self.layout.n_cores * self.layout.shape.total_chunks * self.chunk - self.size
@@ -160,7 +162,9 @@ class Group:
         flat = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
         return flat.reshape(self.layout.n_cores, self.layout.shape.total_chunks, *self.chunk_shape)
 
-    def unpack(self, flat: jax.Array, leaves: Sequence[Any]) -> list[tuple[int, jax.Array]]:
+    def unpack(
+        self, flat: Annotated[jax.Array, "[S]"], leaves: Sequence[Any]
+    ) -> list[tuple[int, Annotated[jax.Array, "[...]"]]]:
         """Cut the leaves out of what `pack` made, still in the dtype that travelled: (number, values) of each."""
         found, start = [], 0
         for i in self.members:
@@ -233,20 +237,21 @@ def _is_narrow(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8
 
 
-def _sum_in_chip(packed: jax.Array, layout: ChunkLayout) -> Any:
+def _sum_in_chip(packed: Annotated[jax.Array, "[C, K, ...]"], layout: ChunkLayout) -> Chunks:
     """Add up a chip's cores and give each core its part of the chunks; with one core, just that core's chunks."""
     if layout.core_axis is None:
         return packed[0]
-    return lax.psum_scatter(packed, layout.core_axis, scatter_dimension=0, tiled=False)
+    chunks: Chunks = lax.psum_scatter(packed, layout.core_axis, scatter_dimension=0, tiled=False)
+    return chunks
 
 
-def _join_in_chip(chunks: jax.Array, layout: ChunkLayout) -> jax.Array:
+def _join_in_chip(chunks: Chunks, layout: ChunkLayout) -> Annotated[jax.Array, "[S]"]:
     """Return the whole payload, flat, from the chunks that this core has."""
     flat = chunks.reshape(-1)
     return flat if layout.core_axis is None else lax.all_gather(flat, layout.core_axis, tiled=True)
 
 
-def _run(chunks: jax.Array, program: Program) -> jax.Array:
+def _run(chunks: Chunks, program: Program) -> Chunks:
     """Run the program's loops over the matrix of chunks."""
     layout = program.layout
     for tables, lanes in zip(program.tables, layout.shape.lanes, strict=True):
@@ -259,7 +264,7 @@ def _run(chunks: jax.Array, program: Program) -> jax.Array:
     return chunks
 
 
-def _step(held: jax.Array, row: Any, lanes: tuple[Lane, ...], layout: ChunkLayout) -> jax.Array:
+def _step(held: Chunks, row: Any, lanes: tuple[Lane, ...], layout: ChunkLayout) -> Chunks:
     send, receive, ops = row
     # The barriers say that all lanes leave together and arrive together, or a TPU's scheduler may take them in turn.
     leaving = lax.optimization_barrier(
@@ -302,7 +307,7 @@ def _after_all(arrived: list[jax.Array], receive: jax.Array) -> jax.Array | int:
     return after
 
 
-def _take_owned(chunks: jax.Array, program: Program) -> jax.Array:
+def _take_owned(chunks: Chunks, program: Program) -> Annotated[jax.Array, "[R, n]"]:
     """Return this chip's own chunks, one a row, and zeros where it owns fewer than others."""
     owned = program.owned[0]
     mine = jnp.take(chunks, owned, axis=0, mode="clip").reshape(len(owned), -1)

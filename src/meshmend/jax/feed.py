@@ -27,8 +27,8 @@ from meshmend.jax.fabric import Fabric
 class Batch:
     """What one step uses. Made by `Feed.batches`.
 
-    Give `data`, `weights` and `learning_rate_factor` to the step of `train_step(…, per_example=True)`, and put `after`
-    into the checkpoint that has the step's parameters.
+    Give it to the step of `compile_train_step`, or its `data`, `weights` and `learning_rate_factor` to the step of
+    `train_step(…, per_example=True)`, and put `after` into the checkpoint that has the step's parameters.
     """
 
     data: Any

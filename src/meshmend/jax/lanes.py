@@ -15,6 +15,7 @@ import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,8 @@ MIXED_COST = 1.25
 KEEP = 2
 """Beside `Op.REDUCE` and `Op.COPY`: nothing arrives on this lane, and what the chip holds stays as it is."""
 
-IntTable = NDArray[np.int32]
+Owned = Annotated[NDArray[np.int32], "int32[N, R]"]
+"""For each rank the chunks that it owns."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,9 @@ class Loop:
     """
 
     lanes: tuple[Lane, ...]
-    send: IntTable
-    receive: IntTable
-    ops: NDArray[np.uint8]
+    send: Annotated[NDArray[np.int32], "int32[N, T, L]"]
+    receive: Annotated[NDArray[np.int32], "int32[N, T, L]"]
+    ops: Annotated[NDArray[np.uint8], "uint8[N, T, L]"]
 
     @property
     def n_steps(self) -> int:
@@ -96,7 +98,7 @@ class Lowered:
     loops: tuple[Loop, ...]
 
     @property
-    def owned(self) -> IntTable:
+    def owned(self) -> Owned:
         """The shape's `owned` as a table, one row per rank."""
         return np.array(self.shape.owned, dtype=np.int32)
 
@@ -237,7 +239,7 @@ def _loop(schedule: Schedule, stretch: _Stretch) -> Loop:
     return Loop(tuple(lanes), *(np.concatenate(parts, axis=2) for parts in zip(*tables, strict=True)))
 
 
-def _colour(edges: NDArray[np.int64], n: int) -> tuple[NDArray[np.int64], int]:
+def _colour(edges: Annotated[NDArray[np.int64], "[E]"], n: int) -> tuple[Annotated[NDArray[np.int64], "[E]"], int]:
     """Colour the edges (src · n + dst, repeated ones side by side) so that no two of a colour share an end.
 
     König's construction: give an edge a colour that is free at both ends; if there is none, swap two colours along
@@ -270,7 +272,7 @@ def _colour(edges: NDArray[np.int64], n: int) -> tuple[NDArray[np.int64], int]:
     return np.array(colour, dtype=np.int64), degree
 
 
-def owned_chunks(schedule: Schedule) -> IntTable:
+def owned_chunks(schedule: Schedule) -> Owned:
     """List every rank's chunks in ascending order; all lists are as long as the longest."""
     counts = np.bincount(schedule.owners, minlength=schedule.mesh.n_chips)
     owned = np.full((schedule.mesh.n_chips, counts.max()), schedule.total_chunks, dtype=np.int32)

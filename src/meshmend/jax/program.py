@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,9 +33,9 @@ Place = Callable[[NDArray[Any], NamedSharding], Any]
 class Tables(NamedTuple):
     """One loop's tables: an entry for each chip, step and lane. `ops` is None where no lane needs it."""
 
-    send: jax.Array
-    receive: jax.Array
-    ops: jax.Array | None
+    send: Annotated[jax.Array, "int32[N, T, L]"]
+    receive: Annotated[jax.Array, "int32[N, T, L]"]
+    ops: Annotated[jax.Array, "uint8[N, T, L]"] | None
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Program:
     """A schedule on its devices. Made by `install`; pass it as an argument, split by `spec`."""
 
     tables: tuple[Tables, ...]
-    owned: jax.Array
+    owned: Annotated[jax.Array, "int32[N, R]"]
     layout: ChunkLayout = field(metadata={"static": True})
 
     @property

@@ -8,7 +8,7 @@ give the same bits on any number of chips.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +25,14 @@ class Sums(NamedTuple):
     gradients: Any
     extras: Any
     """Of the loss, and of aux."""
-    weight: jax.Array
+    weight: Annotated[jax.Array, "[]"]
 
 
 def weighted_sums(
     loss: Callable[[Any, Any], tuple[Any, Any]],
     params: Any,
     batch: Any,
-    weights: jax.Array,
+    weights: Annotated[jax.Array, "[B]"],
     microbatches: int,
     accumulate_dtype: DTypeLike | None,
 ) -> Sums:
@@ -79,16 +79,20 @@ def weighted_sums(
     return Sums(*total)
 
 
-def divide_by_weight(total: jax.Array, weight: jax.Array, *, empty: float) -> jax.Array:
+def divide_by_weight(
+    total: Annotated[jax.Array, "[...]"], weight: Annotated[jax.Array, "[]"], *, empty: float
+) -> Annotated[jax.Array, "[...]"]:
     """Divide by the total weight; where that is 0 there is no mean, and `empty` stands for it."""
     return jnp.where(weight == 0, jnp.asarray(empty, total.dtype), total / weight)
 
 
-def _weighted(values: jax.Array, weights: jax.Array) -> jax.Array:
+def _weighted(
+    values: Annotated[jax.Array, "[B, ...]"], weights: Annotated[jax.Array, "[B]"]
+) -> Annotated[jax.Array, "[...]"]:
     return jnp.tensordot(weights.astype(values.dtype), values, axes=1, precision=lax.Precision.HIGHEST)
 
 
-def _check_per_example(extras: Any, weights: jax.Array) -> Any:
+def _check_per_example(extras: Any, weights: Annotated[jax.Array, "[B]"]) -> Any:
     """Return the loss and aux if they have one value an example, or say what they have instead."""
     for name, tree, exactly in (("the loss", extras[0], True), ("a value of aux", extras[1], False)):
         for leaf in jax.tree.leaves(tree):

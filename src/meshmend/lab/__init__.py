@@ -1,4 +1,4 @@
-"""A mesh on one machine: a process for each chip, and a network namespace for each process if you are root."""
+"""A mesh on one machine: one process per chip, and one network namespace per process if you are root."""
 
 from meshmend.lab.chips import Chips
 from meshmend.lab.inventory import FoundLab, find_labs, take_down, take_down_all

@@ -1,7 +1,7 @@
 """One process per chip, on one machine: started, killed, started again, and never left behind.
 
-Chips are forked from the process that starts them, so that what it has imported (torch takes seconds) is paid once.
-It must not have started threads of its own, nor used torch for more than importing it, before the last fork.
+Chips are forked from the process that starts them, so that imports (torch takes seconds) are paid for once.
+It must not start threads, nor use torch beyond importing it, before the last fork.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from meshmend.errors import Coordinate, LabError, name_chip
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1
 QUICK_NAMES = {"RES_OPTIONS": "timeout:1 attempts:1"}
-"""torch asks the name server for the name of every address that it connects to, also of loopback's. One that does not
-answer would cost five seconds each time, longer than it takes to miss a meeting."""
+"""torch looks up the name of every address that it connects to, even of loopback's. A name server that does not
+answer would cost five seconds each time, enough to miss a rendezvous."""
 
 Main = Callable[..., Any]
 
 
 class Chips:
-    """The processes of a mesh: a dictionary of chips that can be killed.
+    """The processes of a mesh, one per chip, each of which can be killed.
 
-    Leaving the `with` block kills whatever still runs. A chip also dies with the process that started it.
+    Leaving the `with` block kills all that still run. A chip also dies with the process that started it.
 
     >>> def main(chip, base):
     ...     return base + sum(chip)
@@ -55,13 +55,13 @@ class Chips:
 
     @property
     def alive(self) -> list[Coordinate]:
-        """Chips whose process runs."""
+        """Chips whose process is running."""
         return [chip for chip, (process, _) in self._running.items() if process.is_alive()]
 
     def start(self, chip: Coordinate, main: Main, *args: Any) -> None:
-        """Start `main(chip, *args)` in a process of its own, inside the chip's namespace if it has one."""
+        """Start `main(chip, *args)` in a new process, inside the chip's namespace if it has one."""
         if chip in self._running:
-            raise LabError(f"Chip {name_chip(chip)} runs already: kill it before you start it again.")
+            raise LabError(f"Chip {name_chip(chip)} is already running: kill it before you start it again.")
         ours, theirs = self._context.Pipe(duplex=False)
         namespace = self._namespaces[chip] if self._namespaces is not None else None
         process = self._context.Process(target=_run, args=(theirs, os.getpid(), namespace, main, chip, args))
@@ -70,7 +70,7 @@ class Chips:
         self._running[chip] = (process, ours)
 
     def kill(self, chips: Iterable[Coordinate]) -> None:
-        """Send SIGKILL, all at once, then wait until they are gone."""
+        """Send SIGKILL to all of them at once, then wait until they have ended."""
         processes = [self._running.pop(chip) for chip in chips]
         for process, _ in processes:
             if process.is_alive():
@@ -87,11 +87,13 @@ class Chips:
                 done[chip] = self._collect(chip, process, pipe)
             elif not process.is_alive() and not pipe.poll():
                 self.kill([chip])
-                raise LabError(f"The process of chip {name_chip(chip)} ended with code {process.exitcode}, no result.")
+                raise LabError(
+                    f"The process of chip {name_chip(chip)} ended with code {process.exitcode} and no result."
+                )
         return done
 
     def results(self, timeout_s: float) -> dict[Coordinate, Any]:
-        """Wait for every chip that runs, and return what each returned."""
+        """Wait for every running chip, and return what each returned."""
         deadline = time.monotonic() + timeout_s
         found: dict[Coordinate, Any] = {}
         while self._running:
@@ -133,12 +135,12 @@ def _run(pipe: Connection, parent: int, namespace: str | None, main: Main, chip:
         result = (True, (" ".join(why.split()), traceback.format_exc()))
     with contextlib.suppress(BrokenPipeError):
         pipe.send(result)
-    # Threads of libraries may still run; nothing of theirs is worth waiting for.
+    # Threads of libraries may still run; there is no need to wait for them.
     os._exit(0)
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """End this process when the one that started it dies; at once if that is not `parent` any more."""
+    """End this process when its parent dies; at once if its parent is no longer `parent`."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(1)

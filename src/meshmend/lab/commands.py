@@ -1,7 +1,7 @@
-"""`ip`, `tc` and `sysctl`, run for a lab, and the list of the namespaces that there are.
+"""`ip`, `tc` and `sysctl`, run for a lab, and the list of existing namespaces.
 
-The commands inherit the lock of their lab. A process that is killed leaves the command that it was waiting for behind,
-and the lock is free only when that has ended too: what takes a lab down never races with what still builds it.
+The commands inherit the lock of their lab. A process that is killed leaves behind the command that it was waiting for,
+and the lock is free only when that has ended too, so removing a lab never races with building it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Commands:
         self._lock = lock
 
     def ip(self, *lines: str, namespace: str | None = None, force: bool = False) -> None:
-        """Run `ip` commands as one batch; with `force` to the last of them, whatever becomes of the others."""
+        """Run `ip` commands as one batch; with `force`, run all of them even if some fail."""
         words = ["ip"] + (["-n", namespace] if namespace else []) + (["-force"] if force else [])
         self.run(*words, "-batch", "-", lines=list(lines), check=not force)
 
@@ -38,7 +38,7 @@ class Commands:
 
 
 def listed_namespaces(prefix: str) -> list[str]:
-    """Return the namespaces whose names start with `prefix`, half-made ones included."""
+    """Return the namespaces whose names start with `prefix`, incomplete ones included."""
     try:
         return sorted(path.name for path in NETNS.iterdir() if path.name.startswith(prefix))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The labs on this machine, whole or not: found by their journals and by their namespaces, and taken down."""
+"""The labs on this machine, complete or not: found by their journals and their namespaces, and removed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Condition = Literal["up", "being built", "half-built", "orphaned", "damaged"]
 class FoundLab:
     """A lab, or what is left of one.
 
-    `condition` is `up` if it is whole; `being built` (or changed) by a process that lives; `half-built` if that process
-    ended, or if some namespaces are gone; `orphaned` if no journal or no process answers for it; `damaged` if its
+    `condition` is `up` if it is complete; `being built` (or changed) by a live process; `half-built` if that process
+    has ended, or if some namespaces are missing; `orphaned` if it has no journal or no process; `damaged` if its
     journal cannot be read. `mesh`, `rate` and `pid` are what the journal says, None where it says nothing.
     """
 
@@ -33,7 +33,7 @@ class FoundLab:
 
 
 def find_labs() -> list[FoundLab]:
-    """Return every lab on this machine, and everything that has a lab's name, in the order of names."""
+    """Return every lab on this machine, and everything that has a lab's name, in order of name."""
     there: dict[str, list[str]] = {name: [] for name in journal_names()}
     for namespace in listed_namespaces(namespaces.PREFIX):
         rest = namespace.removeprefix(namespaces.PREFIX)
@@ -60,7 +60,7 @@ def _look_at(name: str, there: tuple[str, ...]) -> FoundLab:
 
 
 def take_down(name: str) -> FoundLab:
-    """Take a lab down, in whatever condition it is, and return what it was. Nothing else is touched."""
+    """Remove a lab in any condition, and return what it was. Nothing else is touched."""
     namespaces.check_name(name)
     namespaces.check_root()
     found = next((lab for lab in find_labs() if lab.name == name), None)
@@ -71,7 +71,7 @@ def take_down(name: str) -> FoundLab:
 
 
 def take_down_all() -> list[FoundLab]:
-    """Take down every lab and remove every namespace that has a lab's prefix; return what was there."""
+    """Remove every lab and every namespace that has a lab's prefix; return what was there."""
     namespaces.check_root()
     found = find_labs()
     errors = []

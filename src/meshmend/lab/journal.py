@@ -1,8 +1,8 @@
-"""The journal of a lab: what it is made of, written before it is made, so that it can be taken down whatever happens.
+"""The journal of a lab: what it consists of, written before it is built, so that it can always be removed.
 
-One file for each lab. It is claimed by whoever makes the lab, which nobody else can do at the same time, and says how
-far that has come. A lock beside it is held while namespaces are made or removed; it outlives the holder as long as a
-command of the holder's still runs. Files are whole or not there, and on disk before the next thing is made.
+One file per lab. The process that builds the lab claims it atomically, and records its progress in it. A lock beside
+it is held while namespaces are created or removed; it outlives its holder as long as one of the holder's commands
+still runs. Files are written atomically, and are on disk before the next thing is created.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RATE = re.compile(r"[1-9]\d{0,5}[kmg]bit", re.ASCII)
 
 @dataclass(frozen=True)
 class Journal:
-    """What is written of a lab. `token` tells labs of one name apart; `temporary` ones end with their process."""
+    """The record of a lab. `token` distinguishes labs of the same name; `temporary` ones end with their process."""
 
     name: str
     mesh: Mesh
@@ -51,11 +51,11 @@ class Journal:
 
     @property
     def process_lives(self) -> bool:
-        """Whether the process that wrote this still runs; another one of the same number is not it."""
+        """Whether the process that wrote this still runs; a later process with the same id does not count."""
         return self.started == _start_of(self.pid)
 
     def claim(self) -> None:
-        """Write the file, unless there is one: then raise FileExistsError."""
+        """Write the file; raise FileExistsError if there is one."""
         self._write(claim=True)
 
     def write(self) -> None:
@@ -95,7 +95,7 @@ class Journal:
 
     @classmethod
     def read(cls, name: str) -> Self | None:
-        """Return the journal of a lab, None if there is none. Raise `LabError` if it makes no sense."""
+        """Return the journal of a lab, None if there is none. Raise `LabError` if it is damaged."""
         path = journal_path(name)
         try:
             with path.open("rb") as file:
@@ -138,7 +138,7 @@ class Journal:
             and all(type(number) is int and number > 0 for number in (self.pid, self.started))
         )
         if not right:
-            raise ValueError("a value makes no sense")
+            raise ValueError("a value is invalid")
 
 
 def journal_path(name: str) -> Path:
@@ -155,7 +155,7 @@ def journal_names() -> list[str]:
 
 
 def forget(name: str) -> None:
-    """Remove a lab's journal, and what was being written of it."""
+    """Remove a lab's journal and its temporary files."""
     try:
         journal_path(name).unlink(missing_ok=True)
         for partial in FOLDER.iterdir():
@@ -167,7 +167,7 @@ def forget(name: str) -> None:
 
 @contextlib.contextmanager
 def locked(name: str, *, patience_s: float = PATIENCE_S) -> Iterator[int]:
-    """Hold the lock of a lab; the value is its descriptor. Raise `TimeoutError` if others hold on to it."""
+    """Hold the lock of a lab; the value is its descriptor. Raise `TimeoutError` if another process keeps it."""
     _make_folder()
     path, until = FOLDER / f"{name}.lock", time.monotonic() + patience_s
     try:
@@ -175,7 +175,7 @@ def locked(name: str, *, patience_s: float = PATIENCE_S) -> Iterator[int]:
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Whoever held it may have removed the file meanwhile; then this is no lock any more.
+                # The previous holder may have removed the file meanwhile; then this is no longer the lock.
                 with contextlib.suppress(FileNotFoundError):
                     if os.fstat(lock).st_ino == path.stat().st_ino:
                         break
@@ -201,7 +201,7 @@ def _make_folder() -> None:
     try:
         FOLDER.mkdir(mode=0o755, exist_ok=True)
     except OSError as error:
-        raise LabError(f"The folder {FOLDER} for journals cannot be made: {error.strerror or error}.") from error
+        raise LabError(f"The folder {FOLDER} for journals cannot be created: {error.strerror or error}.") from error
 
 
 def _start_of(pid: int) -> int:

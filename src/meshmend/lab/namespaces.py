@@ -1,7 +1,7 @@
-"""The lab: a network namespace for each chip, a veth pair for each cable, held to its rate; real packets, real queues.
+"""The lab: one network namespace per chip, one rate-limited veth pair per cable; real packets, real queues.
 
-Everything is made inside namespaces whose names start with `meshmend-`, addresses included; nothing else on the
-machine is touched. What is made is written to a journal first. A lab of a `with` block is taken down when the block
+Everything is created inside namespaces whose names start with `meshmend-`, addresses included; nothing else on the
+machine is touched, and everything is recorded in a journal first. A lab of a `with` block is removed when the block
 ends, and by a watcher process when the block's own process is killed.
 """
 
@@ -27,11 +27,11 @@ from meshmend.topology import Mesh, Region, name_shape
 PREFIX = "meshmend-"
 
 MAX_CHIPS = 400
-"""Each chip is a network stack of its own in the kernel, with a route to every other chip. A lab of this size has
-160,000 routes and takes minutes to make; the addresses of 10.77.0.0/16 would end at 64,000."""
+"""Each chip is a separate network stack in the kernel, with a route to every other chip. A lab of this size has
+160,000 routes and takes minutes to build; the addresses of 10.77.0.0/16 would allow 64,000."""
 
 INTERFACE = "chip0"
-"""Holds a chip's address; give it to Gloo as GLOO_SOCKET_IFNAME."""
+"""The interface with a chip's address; Gloo needs it as GLOO_SOCKET_IFNAME."""
 
 MTU = 9000
 """Long frames leave TCP about 99 % of a link's rate for the payload, and cost less to forward."""
@@ -40,12 +40,12 @@ BURST = "32kb"
 QUEUE = "400ms"
 """How long a packet may wait for its link before it is dropped."""
 
-_BUSY = "Lab '{}' is being changed by another process: wait until that is done."
+_BUSY = "Lab '{}' is being changed by another process: wait until it has finished."
 
 
 @dataclass(frozen=True)
 class Lab:
-    """A mesh of namespaces on this machine. Made by `Lab.up`, found again by `Lab.find`."""
+    """A mesh of namespaces on this machine. Created by `Lab.up`, found again by `Lab.find`."""
 
     name: str
     mesh: Mesh
@@ -54,7 +54,7 @@ class Lab:
 
     @classmethod
     def up(cls, mesh: Mesh, *, rate: str = "40mbit", name: str = "lab") -> Lab:
-        """Make the namespaces of the live chips, their cables and their routes. Needs root."""
+        """Create the namespaces of the live chips, their cables and their routes. Needs root."""
         lab, record = cls._claimed(mesh, rate, name)
         lab._make(record)
         return lab
@@ -65,7 +65,7 @@ class Lab:
         check_name(name)
         record = Journal.read(name)
         if record is None and not namespaces_of(name):
-            raise LabError(f"No lab named {name} is up. Make one: meshmend lab up 4x4 --name {name}")
+            raise LabError(f"No lab named {name} is up. Create one: meshmend lab up 4x4 --name {name}")
         if record is None or record.stage != "up":
             raise LabError(why_taken(name))
         return cls(name, record.mesh, record.rate, record.token)
@@ -73,8 +73,8 @@ class Lab:
     @classmethod
     @contextlib.contextmanager
     def temporary(cls, mesh: Mesh, *, rate: str = "40mbit", name: str | None = None) -> Iterator[Lab]:
-        """Make a lab for the length of a `with` block. It goes even if this process is killed."""
-        # Claimed before anybody watches: a watcher may only take down what this process has made.
+        """Create a lab for the duration of a `with` block. It is removed even if this process is killed."""
+        # Claimed before the watcher starts: the watcher may remove only what this process has created.
         lab, record = cls._claimed(mesh, rate, name or f"tmp{os.getpid()}", temporary=True)
         with _watched(lab):
             try:
@@ -85,14 +85,14 @@ class Lab:
 
     @classmethod
     def _claimed(cls, mesh: Mesh, rate: str, name: str, *, temporary: bool = False) -> tuple[Lab, Journal]:
-        """Check everything that can be checked, and claim the name. Nothing has been made yet."""
+        """Check everything that can be checked, and claim the name. Nothing has been created yet."""
         check_name(name)
         if not journal.RATE.fullmatch(rate):
             raise LabError(f"{rate!r} is not a rate. Write it as tc does: 40mbit, 500kbit, 1gbit.")
         if mesh.size > MAX_CHIPS:
-            raise LabError(f"A lab of {name_shape(mesh.shape)} has {mesh.size:,} chips; at most {MAX_CHIPS} are made.")
+            raise LabError(f"A lab of {name_shape(mesh.shape)} has {mesh.size:,} chips; the limit is {MAX_CHIPS}.")
         if not mesh.is_connected:
-            raise LabError(f"The chips of {mesh} are cut apart, so there is no way between some of them.")
+            raise LabError(f"The chips of {mesh} are not connected: there is no route between some of them.")
         check_root()
         record = Journal(name, mesh, rate, temporary=temporary)
         try:
@@ -114,17 +114,17 @@ class Lab:
             raise
 
     def down(self) -> None:
-        """Take down what this lab made: its namespaces, and with them cables, addresses and routes.
+        """Remove what this lab created: its namespaces, and with them cables, addresses and routes.
 
-        If it is down already, and another lab has its name by now, that one stays.
+        If it is down already and another lab now has its name, that one stays.
         """
         remove(self.name, self.token)
 
     def kill(self, *holes: Region | Coordinate | str) -> Lab:
-        """Cut chips off: their cables go, and the others' routes lead round the hole. Return the lab that is left."""
+        """Cut chips off: remove their cables, and route the others round the hole. Return the remaining lab."""
         left = replace(self, mesh=self.mesh.fail(*holes))
         if not left.mesh.is_connected:
-            raise LabError(f"Without {', '.join(map(str, holes))} the chips of {self.mesh} are cut apart.")
+            raise LabError(f"Without {', '.join(map(str, holes))} the chips of {self.mesh} are not connected.")
         lost = [rank for rank in range(self.mesh.n_chips) if not left.mesh.live[self.mesh.chip(rank)]]
         with self._locked() as commands:
             record = Journal.read(self.name)
@@ -136,7 +136,7 @@ class Lab:
                 ends = [
                     self._interfaces[d] for d in range(self.mesh.n_directions) if self.mesh.neighbours[rank, d] >= 0
                 ]
-                # Processes may still live in the namespace: without its cables they hear nothing more.
+                # Processes may still run in the namespace; without its cables they have no network.
                 commands.ip(*(f"link del {end}" for end in ends), namespace=namespace, force=True)
                 commands.ip(f"netns del {namespace}")
             left._route(commands)
@@ -161,7 +161,7 @@ class Lab:
         return f"10.77.{number // 250}.{number % 250 + 1}"
 
     def environment(self, chip: Coordinate) -> dict[str, str]:
-        """Return what a command on a chip is told: who it is, and where rank 0 listens."""
+        """Return the environment of a command on a chip: its coordinate and rank, and where rank 0 listens."""
         return {
             "MESHMEND_CHIP": ",".join(map(str, chip)),
             "MESHMEND_SHAPE": name_shape(self.mesh.shape),
@@ -191,7 +191,7 @@ class Lab:
             with journal.locked(self.name) as lock:
                 found = Journal.read(self.name)
                 if found is None or found.token != self.token:
-                    raise LabError(f"Lab {self.name!r} has been taken down meanwhile.")
+                    raise LabError(f"Lab {self.name!r} has been removed meanwhile.")
                 yield Commands(lock)
         except TimeoutError:
             raise LabError(_BUSY.format(self.name)) from None
@@ -243,14 +243,14 @@ class Lab:
         routes = route_commands(mesh, addresses, self._interfaces)
         for rank in range(mesh.n_chips):
             namespace = self.namespace(mesh.chip(rank))
-            # Rules for sources from before a kill; the lookups of the kernel itself have other priorities.
+            # Removes the source rules from before a kill; the kernel's own lookups have other priorities.
             commands.ip("rule flush", "rule add from all lookup main priority 32766", namespace=namespace)
             if routes[rank]:
                 commands.ip(*routes[rank], namespace=namespace)
 
 
 def namespaces_of(name: str) -> list[str]:
-    """Return the namespaces of a lab that are there, whatever its journal says."""
+    """Return the namespaces of a lab that exist, whatever its journal says."""
     return [found for found in listed_namespaces(PREFIX) if re.fullmatch(rf"{PREFIX}{re.escape(name)}(-\d+)*", found)]
 
 
@@ -260,7 +260,7 @@ def remove(name: str, token: str | None = None) -> None:
         _leave_to_its_builder(name)
     try:
         with journal.locked(name) as lock:
-            with contextlib.suppress(LabError):  # a damaged journal is no reason to leave namespaces behind
+            with contextlib.suppress(LabError):  # namespaces are removed even if the journal is damaged
                 record = Journal.read(name)
                 if token is not None and (record is None or record.token != token):
                     return
@@ -286,35 +286,37 @@ def _leave_to_its_builder(name: str) -> None:
 
 
 def why_taken(name: str) -> str:
-    """Say why there can be no new lab of a name, and what to do about it."""
+    """Return why a new lab cannot have this name, and what to do about it."""
     record = Journal.read(name)
-    way_out = f"`meshmend lab down {name}` takes it down"
+    way_out = f"`meshmend lab down {name}` removes it"
     if record is None:
-        return f"Namespaces of a lab {name!r} are there, but no journal of it: {way_out}."
+        return f"Namespaces of a lab {name!r} exist, but it has no journal: {way_out}."
     if record.stage == "up":
         return f"Lab {name!r} is up (made by process {record.pid}): {way_out}."
     if record.process_lives:
         return f"Lab {name!r} is being built by process {record.pid}: wait for it, or choose another name."
-    return f"Lab {name!r} is half-built (process {record.pid} ended before it was done): {way_out}."
+    return f"Lab {name!r} is half-built (process {record.pid} ended before it was complete): {way_out}."
 
 
 def check_name(name: str) -> None:
-    """Raise `LabError` unless this is a name for a lab: it becomes part of files and namespaces."""
+    """Raise `LabError` unless this is a valid name: it becomes part of file and namespace names."""
     if not re.fullmatch(r"[a-z][a-z0-9]{0,15}", name):
-        raise LabError(f"{name!r} is not a name for a lab: up to 16 small letters and digits, a letter first.")
+        raise LabError(
+            f"{name!r} is not a valid name for a lab: expected up to 16 lower-case letters and digits, a letter first."
+        )
 
 
 def check_root() -> None:
-    """Raise `LabError` unless this process may make and remove namespaces."""
+    """Raise `LabError` unless this process may create and remove namespaces."""
     for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("sysctl", "procps")):
         if shutil.which(tool) is None:
             raise LabError(f"The lab needs the command {tool}: install {package}.")
     if os.geteuid() != 0:
-        raise LabError("The lab makes network namespaces, which takes root: run this command with sudo.")
+        raise LabError("The lab creates network namespaces, which needs root: run this command with sudo.")
 
 
 def _address_kind(commands: Commands, namespace: str) -> str:
-    """Return a kind of interface that holds an address and nothing else; some kernels have no dummy."""
+    """Return an interface type that only holds an address; some kernels lack `dummy`."""
     try:
         commands.ip(f"link add {INTERFACE} type dummy", f"link del {INTERFACE}", namespace=namespace)
     except LabError:
@@ -324,7 +326,7 @@ def _address_kind(commands: Commands, namespace: str) -> str:
 
 @contextlib.contextmanager
 def _watched(lab: Lab) -> Iterator[None]:
-    """Have another process take the lab down if this one ends without doing so."""
+    """Start a process that removes the lab if this one ends without doing so."""
     reading, writing = os.pipe()
     watcher = os.fork()
     if watcher == 0:
@@ -332,7 +334,7 @@ def _watched(lab: Lab) -> Iterator[None]:
         os.setsid()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        # Ends when the last copy of the writing end is closed: by this block, or by the death of its process.
+        # Returns when the last copy of the writing end is closed: by this block, or by the death of its process.
         word = os.read(reading, 1)
         if not word:
             with contextlib.suppress(Exception):

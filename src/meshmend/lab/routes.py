@@ -1,7 +1,7 @@
-"""Routes for the lab's kernels: the way of every pair of chips, as `ip route` and `ip rule` understand it.
+"""Routes for the lab's kernels: the route of every pair of chips, for `ip route` and `ip rule`.
 
-A kernel looks at a packet's destination. Where the way of a pair leaves the way that its destination alone would
-give (detours may), the chip gets a table for that packet's source as well.
+A kernel routes by destination. Where the route of a pair differs from the one that its destination alone would
+give (detours may), the chip also gets a routing table for that source.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from meshmend import routing
 from meshmend.topology import Mesh
 
 FIRST_TABLE = 1000
-"""Tables for sources are numbered from here, clear of the kernel's own (253 to 255)."""
+"""Per-source tables are numbered from here, clear of the kernel's own (253 to 255)."""
 
 
 def next_hops(mesh: Mesh) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int, int], int]]:
-    """Return the way on from each rank: by (at, destination), and exceptions by (at, source, destination).
+    """Return the next hop from each rank: by (at, destination), and exceptions by (at, source, destination).
 
     >>> by_destination, exceptions = next_hops(Mesh("1x3"))
     >>> by_destination[0, 2], by_destination[2, 0], exceptions

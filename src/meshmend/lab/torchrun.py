@@ -1,7 +1,7 @@
-"""The hosts of a job on one machine, under torchrun: a store of their own, one agent a host, killed without warning.
+"""The hosts of a job on one machine, under torchrun: a separate store, one agent per host, killed without warning.
 
-This is what a cluster does, in small: each host is an agent (`torchrun`) with its worker, and dies as a whole. The
-store that agents meet in is a process of its own, because nothing survives the loss of the host that it lives on.
+This is a cluster in miniature: each host is an agent (`torchrun`) with its worker, and dies as a whole. The
+rendezvous store is a separate process, because a job does not survive the loss of the host that runs its store.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ RENDEZVOUS = {
     "join_timeout": 300,
     "read_timeout": 10,
 }
-"""Seconds. An agent that is silent for interval × attempts is dead; a round waits so long for more hosts once it has
-enough of them. An agent that waits for another one in the store for `read_timeout` ends."""
+"""In seconds. An agent that is silent for interval × attempts is dead; a round waits for `last_call_timeout` for more
+hosts once it has enough. An agent that waits for another one in the store for `read_timeout` ends."""
 
 STORE = """
 import sys, time
@@ -42,12 +42,12 @@ sys.stdin.read()
 class Torchrun:
     """Hosts 0 to `n_hosts` − 1, each a torchrun agent that runs `command` (a script and its arguments) as its worker.
 
-    `min_hosts` is by default more than half: with fewer, hosts that come back while the others are slow to answer may
-    go on as a job of their own. An agent that ends with an error is started again up to `revivals` times, as a host's
-    init system would do: all agents end if one of them dies while ranks are dealt out. That closes their rendezvous for
-    good, so that they meet again under a new name.
+    `min_hosts` is a majority by default: with fewer, hosts that come back while the others are slow to respond may
+    continue as a second job. An agent that ends with an error is started again up to `revivals` times, as a host's
+    init system would do: all agents end if one of them dies while ranks are being assigned. That closes their
+    rendezvous permanently, so the next one has a new name.
 
-    Each has MESHMEND_HOST in its environment, and what `environment` returns for its number. What a host prints goes to
+    Each has MESHMEND_HOST in its environment, and what `environment` returns for its number. A host's output goes to
     `folder/host-N.log`. Leaving the `with` block kills everything; all of it also dies with this process.
     """
 
@@ -111,11 +111,11 @@ class Torchrun:
             self._store = None
 
     def start(self, *hosts: int) -> None:
-        """Start hosts, also ones that have been killed; without arguments, all."""
+        """Start hosts, including ones that have been killed; without arguments, all of them."""
         conf = ",".join(f"{name}={value}" for name, value in {"is_host": 0, **self._rendezvous}.items())
         for host in hosts or range(self.n_hosts):
             if host in self._agents:
-                raise LabError(f"Host {host} runs already.")
+                raise LabError(f"Host {host} is already running.")
             self._round[host] = self._newest_round
             log = (self.folder / f"host-{host}.log").open("ab")
             with log:
@@ -142,7 +142,7 @@ class Torchrun:
                         **os.environ,
                         "OMP_NUM_THREADS": "1",
                         "TORCH_CPP_LOG_LEVEL": "ERROR",
-                        # Or every round names the port, and the machine, of the first rank 0.
+                        # Otherwise every round uses the address and port of the first rank 0.
                         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
                         "MESHMEND_HOST": str(host),
                         **self._environment(host),
@@ -150,9 +150,9 @@ class Torchrun:
                 )
 
     def kill(self, host: int) -> float:
-        """Kill a host as a power cut does, agent and worker by SIGKILL; return when, as a time of day."""
+        """Kill a host as a power cut would, agent and worker by SIGKILL; return when, as seconds since the epoch."""
         agent = self._agents.pop(host)
-        # The worker first: its agent may not see it gone before it is gone itself, stopped as it is.
+        # The worker first: its agent is stopped, so it cannot react before it is killed too.
         with contextlib.suppress(ProcessLookupError):
             agent.send_signal(signal.SIGSTOP)
         workers = children(agent.pid)
@@ -164,7 +164,7 @@ class Torchrun:
         return at
 
     def revive(self) -> None:
-        """Start agents again that have ended with an error. `wait` does this, too."""
+        """Restart agents that have ended with an error. `wait` does this, too."""
         for host, agent in list(self._agents.items()):
             if agent.poll() and self._revived.get(host, 0) < self.revivals:
                 self._revived[host] = self._revived.get(host, 0) + 1
@@ -174,11 +174,11 @@ class Torchrun:
 
     @property
     def running(self) -> list[int]:
-        """Hosts whose agent runs."""
+        """Hosts whose agent is running."""
         return [host for host, agent in self._agents.items() if agent.poll() is None]
 
     def wait(self, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> dict[int, int]:
-        """Wait until all agents have ended; return their exit statuses. Raise `LabError` when time is up."""
+        """Wait until all agents have ended; return their exit statuses. Raise `LabError` on timeout."""
         until = time.monotonic() + timeout_s
         while self.running:
             meanwhile()
@@ -190,7 +190,7 @@ class Torchrun:
 
 
 def children(pid: int) -> list[int]:
-    """Return the processes that a process has started, and those that they have."""
+    """Return all descendants of a process."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Planning: from a mesh to a schedule. One planner per file; `plan` runs one and proves what it made."""
+"""Planning: from a mesh to a schedule. One planner per file; `plan` runs one and proves the result."""
 
 from meshmend.planning.auto import Auto, Candidate, Choice, Tuned
 from meshmend.planning.base import Planner
@@ -6,6 +6,7 @@ from meshmend.planning.cache import PlanCache
 from meshmend.planning.gather import Gather
 from meshmend.planning.half import Half
 from meshmend.planning.hamiltonian import Hamiltonian
+from meshmend.planning.latency import Latency
 from meshmend.planning.proven import PLANNERS, PlanFunction, choose, make_planner, plan
 from meshmend.planning.row_pairs import RowPairs
 from meshmend.planning.two_color import TwoColor
@@ -19,6 +20,7 @@ __all__ = [
     "Gather",
     "Half",
     "Hamiltonian",
+    "Latency",
     "PlanCache",
     "PlanFunction",
     "Planner",

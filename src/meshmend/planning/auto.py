@@ -2,7 +2,7 @@
 
 `Tuned` does the same for one planner: it takes the fastest of its parameters.
 
-Making a schedule takes longer than pricing it, so a planner says beforehand what its schedule costs at least
+Making a schedule takes longer than pricing it, so a planner gives a lower bound of its schedule's cost beforehand
 (`Planner.floor`). Candidates are made in order of that floor, and as soon as one is as fast as the floor of the next,
 the rest need not be made: none of them can be faster.
 """
@@ -21,13 +21,14 @@ from meshmend.planning.base import CannotServe, Floor, Planner
 from meshmend.planning.gather import Gather
 from meshmend.planning.half import Half
 from meshmend.planning.hamiltonian import Hamiltonian
+from meshmend.planning.latency import Latency
 from meshmend.planning.row_pairs import RowPairs
 from meshmend.planning.two_color import TwoColor
 from meshmend.planning.weave import Weave
 from meshmend.schedule import Collective, Schedule
 from meshmend.topology import Mesh
 
-CHOICES: tuple[type[Planner], ...] = (Hamiltonian, TwoColor, RowPairs, Weave)
+CHOICES: tuple[type[Planner], ...] = (Hamiltonian, TwoColor, RowPairs, Weave, Latency)
 """The planners of all-reduces to choose from."""
 OTHERS: tuple[type[Planner], ...] = (Gather,)
 """The planners of reduce-scatters and all-gathers."""
@@ -36,7 +37,7 @@ DEFAULT_PAYLOAD_BYTES = 1e8
 
 @dataclass(frozen=True)
 class Candidate:
-    """A planner with its parameters, and what is known of its time.
+    """A planner with its parameters, and what is known about its time.
 
     `seconds` is None where the schedule was not made because `floor_seconds` ruled it out, and both are None where
     the planner cannot serve the mesh, for the reason `why_not`.
@@ -145,7 +146,7 @@ class Tuned(Chooser):
 
     @property
     def name(self) -> str:  # type: ignore[override]  # other planners' names belong to the class
-        """The name of its planner: what is tuned is no other planner."""
+        """The name of its planner: tuning does not make it another planner."""
         return self.planner.name
 
     @property

@@ -1,4 +1,4 @@
-"""A 2-D mesh seen as aligned 2×2 blocks, each wholly live or wholly failed: what the ring planners stand on."""
+"""A 2-D mesh seen as aligned 2×2 blocks, each wholly live or wholly failed: the basis of the ring planners."""
 
 from __future__ import annotations
 

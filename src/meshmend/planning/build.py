@@ -11,7 +11,7 @@ from meshmend.schedule import Collective, Op, Schedule
 from meshmend.topology import Mesh
 
 DIRECTIONS = (1, -1)
-"""The two ways round a ring; each carries half of what the ring carries."""
+"""The two directions of a ring; each carries half of its data."""
 
 
 class Transfers:
@@ -32,14 +32,14 @@ class Transfers:
         first_chunk: ArrayLike,
         n_chunks: ArrayLike = 1,
     ) -> None:
-        """Add a block of transfers; the arrays are stretched to one another as NumPy does."""
+        """Add a block of transfers; the arrays are broadcast as in NumPy."""
         if phase not in self._phase_names:
             self._phase_names.append(phase)
         columns = np.broadcast_arrays(step, src, dst, first_chunk, n_chunks, op, self._phase_names.index(phase))
         self._blocks.append([np.ravel(column).astype(np.int32) for column in columns])
 
     def schedule(self, mesh: Mesh, *, planner: str, total_chunks: int, owners: ArrayLike) -> Schedule:
-        """Make the all-reduce; steps without a transfer are closed up."""
+        """Make the all-reduce; empty steps are removed."""
         if self._blocks:
             columns = [np.concatenate(parts) for parts in zip(*self._blocks, strict=True)]
         else:
@@ -64,11 +64,11 @@ class Transfers:
 
 
 def line_ring(length: int, *, wrap: bool) -> NDArray[np.int64]:
-    """Order the places 0 … length−1 of a line into a ring.
+    """Order the positions 0 … length−1 of a line into a ring.
 
-    On a wrapped axis that is the natural order. On a plain one the ring goes out on the even places and comes
-    back on the odd ones: no hop is longer than two places, and each link is crossed by one hop in each direction
-    of travel, where the natural order would have to come back over the whole line in one hop.
+    On an axis that wraps this is the natural order. On a plain one the ring goes out on the even positions and returns
+    on the odd ones: no hop is longer than two, and each link is used by one hop in each direction of travel, where
+    the natural order would have to return over the whole line in one hop.
 
     >>> line_ring(5, wrap=False).tolist()
     [0, 2, 4, 3, 1]

@@ -1,10 +1,10 @@
-"""A plan cache on disk: plan ahead of time, and be training again a second after the failure.
+"""A plan cache on disk: plan ahead of time, and resume training without waiting for a plan.
 
 An entry is a schedule's `.npz` file, named by a digest of the mesh, the planner, its parameters and whether the plan is
-for hops between neighbours only. What comes out
-of the cache is trusted no more than any other file: it is read as untrusted input, must be for the mesh that was asked
-for, by the planner that was asked for, and is proven again. An entry that fails any of that is planned anew and
-replaced, with a `CacheWarning`. So is a plan that cannot be kept: a folder that is of no use costs time, not the plan.
+for hops between neighbours only. An entry is trusted no more than any other file: it is read as untrusted input, must
+be for the requested mesh and by the requested planner, and is proven again. An entry that fails any of that is planned
+again and replaced, with a `CacheWarning`. A plan that cannot be stored is a `CacheWarning` too: an unusable folder
+costs time, not the plan.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class PlanCache:
         return self.folder / f"{digest[:32]}.npz"
 
     def get(self, mesh: Mesh, planner: Planner, *, neighbours_only: bool = False) -> Schedule | None:
-        """Return the schedule if it is there and holds, proven; None otherwise, with a warning if there is another."""
+        """Return the schedule, proven, if there is a valid entry; None otherwise, with a warning if it is invalid."""
         path = self.path(mesh, planner, neighbours_only=neighbours_only)
         if not os.path.lexists(path):
             return None
@@ -89,7 +89,7 @@ class PlanCache:
         return None
 
     def put(self, mesh: Mesh, planner: Planner, schedule: Schedule, *, neighbours_only: bool = False) -> Path:
-        """Keep a schedule; readers see the whole file or none. Raises `ScheduleFileError` if it cannot be written."""
+        """Store a schedule atomically. Raises `ScheduleFileError` if it cannot be written."""
         path = self.path(mesh, planner, neighbours_only=neighbours_only)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ class PlanCache:
         return path
 
     def offer(self, mesh: Mesh, planner: Planner, schedule: Schedule, *, neighbours_only: bool = False) -> None:
-        """Keep a schedule if that can be done; warn otherwise."""
+        """Store a schedule if possible; warn otherwise."""
         try:
             self.put(mesh, planner, schedule, neighbours_only=neighbours_only)
         except ScheduleFileError as error:
@@ -116,7 +116,7 @@ class PlanCache:
 
 
 def _why_not(schedule: Schedule, mesh: Mesh, planner: Planner, *, neighbours_only: bool) -> str | None:
-    """Return why a schedule, however right it may be, is not the one that was asked for."""
+    """Return why a schedule, even if correct, is not the requested one."""
     if schedule.mesh != mesh:
         return f"it is for {schedule.mesh}, expected {mesh}."
     if schedule.collective is not planner.collective:
@@ -125,7 +125,7 @@ def _why_not(schedule: Schedule, mesh: Mesh, planner: Planner, *, neighbours_onl
         return "it has transfers between chips that are not neighbours."
     ours = [kind.name for kind in (*CHOICES, *OTHERS)]
     makers = ours if isinstance(planner, Auto) else [planner.name]
-    # Only our own planners are known to sign what they make.
+    # Only our own planners are known to put their name on their schedules.
     if set(makers) <= set(ours) and schedule.planner.removesuffix(BY_HOPS if neighbours_only else "") not in makers:
         return f"{schedule.planner} made it, expected {' or '.join(makers)}."
     return None

@@ -38,7 +38,7 @@ Join = tuple[tuple[int, int], bool]
 @final
 @dataclass(frozen=True)
 class Hamiltonian(Planner):
-    """One ring through all live chips, half the payload each way round (figures 3 and 8)."""
+    """One ring through all live chips, half the payload in each direction (figures 3 and 8)."""
 
     name: ClassVar[str] = "hamiltonian"
 
@@ -48,7 +48,7 @@ class Hamiltonian(Planner):
         return Floor(steps=2 * (n - 1), link_load=(n - 1) / n, chip_load=2 * (n - 1) / n)
 
     def n_transfers(self, mesh: Mesh) -> int:
-        """Return what a ring has: in each of 2(P−1) steps every chip sends both ways."""
+        """Return what a ring has: in each of 2(P−1) steps every chip sends in both directions."""
         return 4 * mesh.n_chips * (mesh.n_chips - 1)
 
     def _check(self, mesh: Mesh) -> None:
@@ -80,7 +80,7 @@ class Hamiltonian(Planner):
 
 
 def hamiltonian_ring(mesh: Mesh) -> list[Coordinate]:
-    """Return the chips in ring order, for pictures and for the curious.
+    """Return the chips in ring order, for pictures.
 
     >>> hamiltonian_ring(Mesh("2x2"))
     [(0, 0), (0, 1), (1, 1), (1, 0)]

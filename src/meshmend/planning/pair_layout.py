@@ -1,6 +1,6 @@
 """The layout of row pairs: which pairs of rows close into rings, and how the blocks beside holes reach one.
 
-What the pictures of figures 9 and 10 show: *blue* rings, and *yellow* 2×2 blocks with their ways to them.
+What the pictures of figures 9 and 10 show: *blue* rings, and *yellow* 2×2 blocks with their paths to them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ EXITS: dict[str, tuple[Cell, Cell]] = {
     "left": ((0, 0), (1, 0)),
     "right": ((0, 1), (1, 1)),
 }
-"""Chips of a block, as (row, column) within it, at each side: one for each way round the rings."""
+"""Chips of a block, as (row, column) within it, at each side: one per direction of the rings."""
 
 
 @dataclass(frozen=True)
 class Yellow:
-    """A yellow block: where it hands its sums to, and how long before the blue ring needs them it must start.
+    """A yellow block: where it forwards its sums, and how long before the blue ring needs them it must start.
 
     `lead` counts steps from the start of a slice inside this block to the moment when a blue ring needs it.
     """
@@ -61,12 +61,12 @@ class Layout:
 
     @property
     def chunks(self) -> int:
-        """Chunks of a segment: for each way round, one slice a ring position, one chunk a blue ring."""
+        """Chunks of a segment: for each direction, one slice per ring position, one chunk per blue ring."""
         return 2 * self.ring_length * len(self.blue)
 
     @property
     def rings(self) -> NDArray[np.int64]:
-        """Ranks of the blue rings in ring order, one row a ring: out along the upper row, back along the lower."""
+        """Ranks of the blue rings in ring order, one row per ring: out along the upper row, back along the lower."""
         upper, lower = self.ranks[2 * self.blue], self.ranks[2 * self.blue + 1]
         return np.concatenate([upper, lower[:, ::-1]], axis=1)
 

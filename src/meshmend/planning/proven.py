@@ -1,4 +1,4 @@
-"""`plan`: run a planner, and prove what it made before handing it out."""
+"""`plan`: run a planner, and prove its schedule before returning it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshmend.schedule.verify import ensure_proven
 from meshmend.topology import Mesh
 
 PLANNERS: dict[str, type[Planner]] = {kind.name: kind for kind in (*CHOICES, *OTHERS)} | {Auto.name: Auto}
-"""Every planner by the name that the command line knows it by."""
+"""Every planner by its name on the command line."""
 PlanFunction = Callable[..., Schedule]
 """What engines call for a plan: `plan`, or whatever takes a mesh and keywords as it does and returns what is proven.
 Parameters are bound to it beforehand, as in `functools.partial(plan, planner="row-pairs", cache=PlanCache())`."""
@@ -38,7 +38,7 @@ def plan(
 ) -> Schedule:
     """Plan a collective over the live chips of `mesh`, proven before it is returned: an all-reduce, unless told.
 
-    `planner` is a name from `PLANNERS`, with its parameters as keywords, or a planner that is made already. By default
+    `planner` is a name from `PLANNERS`, with its parameters as keywords, or a planner object. By default
     it is the fastest of all for `payload_bytes` on `hardware`. Any other planner that is named takes these two as well,
     and then chooses those of its parameters that are not given.
     A `collective` that is no all-reduce is planned as such by "gather"; from planners of all-reduces it takes the half
@@ -54,7 +54,7 @@ def plan(
     >>> plan(Mesh("8x8", failed=["2x2@2,2"]), "row-pairs", segments=2)
     Schedule(row-pairs all-reduce on 8x8 minus 2x2@2,2: 60 chips, ...)
     >>> plan(Mesh("4x4"), "gather", collective="reduce-scatter", chunks=32)
-    Schedule(gather reduce-scatter on 4x4: 16 chips, 15 steps, 32 chunks, 480 transfers)
+    Schedule(gather reduce-scatter on 4x4: 16 chips, 16 steps, 32 chunks, 480 transfers)
     """
     if isinstance(planner, Planner):
         chosen = _made(planner, parameters, collective)
@@ -85,7 +85,7 @@ def choose(mesh: Mesh, chooser: Chooser) -> Choice:
 def make_planner(name: str, *, collective: str | Collective | None = None, **parameters: Any) -> Planner:
     """Return the planner of that name with those parameters, for that collective: an all-reduce, unless told.
 
-    Told a payload or hardware, it tunes the parameters that are not given.
+    With a payload or hardware, it tunes the parameters that are not given.
 
     >>> make_planner("weave", chunks=60)
     Weave(chunks=60)
@@ -142,7 +142,7 @@ def read_collective(collective: str | Collective | None) -> Collective:
 
 
 def _made(planner: Planner, parameters: dict[str, Any], collective: str | Collective | None) -> Planner:
-    """Return the planner, which has its parameters already."""
+    """Return the planner, whose parameters are already set."""
     if collective is not None and read_collective(collective) is not planner.collective:
         raise ParameterError(
             f"The planner {planner!r} is made already, and its collective is {planner.collective}: plan cannot make it "
@@ -150,8 +150,9 @@ def _made(planner: Planner, parameters: dict[str, Any], collective: str | Collec
         )
     if parameters:
         raise ParameterError(
-            f"The planner {planner!r} is made already, so plan cannot set {', '.join(parameters)}. Set its parameters "
-            f"where it is made, or pass its name: plan(mesh, {planner.name!r}, {next(iter(parameters))}=…)."
+            f"The planner {planner!r} already has its parameters, so plan cannot set {', '.join(parameters)}. "
+            f"Set its parameters where it is made, or pass its name: "
+            f"plan(mesh, {planner.name!r}, {next(iter(parameters))}=…)."
         )
     return planner
 

@@ -2,23 +2,23 @@
 
 Two neighbouring rows of C chips form a ring of 2C chips, and no two rings share a link. Each ring reduce-scatters
 the payload; then, in every column, the chips that hold the same shard (they sit in alternate rows) form a ring and
-all-reduce it; then the row rings gather. Half of the payload travels each way round.
+all-reduce it; then the row rings gather. Half of the payload travels in each direction.
 
 With holes of whole 2×2 blocks, a row pair without a failure is a *blue* ring. A pair with a failure falls into
-*yellow* 2×2 blocks, which hand their contributions to the blue rings:
+*yellow* 2×2 blocks, which forward their contributions to the blue rings:
 
-- A block sums inside itself, so that each chip at an *exit* holds part of the payload, and passes that on to its
+- A block reduces internally, so that each chip at an *exit* holds part of the payload, and forwards it to its
   vertical neighbour in a blue ring. A block with blue rings above and below has four exit chips with a quarter of
   the payload each, as in figure 10; one with a blue ring on one side only has two, with half each.
 - A block with no blue ring beside it exits into a yellow block that is nearer to one.
-- The results come back by the same ways in reverse.
+- The results return over the same paths in reverse.
 
-A blue chip sends its shards in a known order, one a step. The yellow blocks work in that same order, so each part
+A blue chip sends its shards in a known order, one per step. The yellow blocks work in that same order, so each part
 arrives just before the blue ring needs it, and the blue rings start after a handful of steps instead of waiting for
 the yellow work. Yellow and blue use different links.
 
 The rings along the columns skip yellow pairs; where a hole lies between two of their chips, the network's
-routes lead round it (figure 2).
+routes go round it (figure 2).
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class RowPairs(Planner):
     """Rings over pairs of rows, then along columns; yellow blocks beside holes forward to blue rings (figures 6–10).
 
     `orientation` pairs rows or columns; "auto" takes the one that leaves fewer yellow chips. `segments` cuts the
-    payload into parts that follow each other through the phases, so that one part's column rings run beside the
-    next part's row rings: more steps, less waiting.
+    payload into parts that are pipelined through the phases, so that one part's column rings run while the next part's
+    row rings do: more steps, less waiting.
     """
 
     name: ClassVar[str] = "row-pairs"
@@ -80,9 +80,9 @@ class RowPairs(Planner):
         return "rings of shards" in phase
 
     def floor(self, mesh: Mesh) -> Floor:
-        """Return what the row rings alone cost, both ways through them, for every segment.
+        """Return what the row rings alone cost, reduce-scatter and all-gather, for every segment.
 
-        A ring chip sends two slices of 2n a step. Beside a yellow block it takes in a third while the rings reduce,
+        A ring chip sends two slices of 2n per step. Beside a yellow block it takes in a third while the rings reduce,
         and sends a third while they gather, for all but two steps of each.
         """
         layout = self._layout(mesh)
@@ -138,12 +138,12 @@ class _Start:
 
 
 def _timeline(layout: Layout, segments: int) -> list[_Start]:
-    """Give every segment its turns on the row rings and on the shard rings.
+    """Schedule every segment on the row rings and on the shard rings.
 
     A row ring gathers an earlier segment as soon as its shards are summed, and takes in a new segment while it
     waits. Times count from the first ring's start; the yellow blocks' lead comes before it.
     """
-    # Yellow blocks need one step more a turn than the rings: the last shard is not sent on, but it is summed.
+    # Yellow blocks need one step more per segment than the rings: the last shard is not sent on, but it is summed.
     turn = layout.ring_length - 1 + bool(layout.yellow)
     shard_steps = 2 * (len(layout.blue) - 1)
     lead = max((yellow.lead + 1 for yellow in layout.yellow), default=0)
@@ -165,7 +165,7 @@ def _timeline(layout: Layout, segments: int) -> list[_Start]:
 
 
 def _add_rings(transfers: Transfers, layout: Layout, first_chunk: int, *, reduce_from: int, gather_from: int) -> None:
-    """Phase one (figure 6) and its reverse: every blue ring, both ways round."""
+    """Phase one (figure 6) and its reverse: every blue ring, in both directions."""
     n, rings = layout.ring_length, layout.rings
     for way, direction in enumerate(DIRECTIONS):
         for what, op, sends, start in (

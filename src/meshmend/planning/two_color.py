@@ -1,9 +1,10 @@
 """Two-color: two concurrent reductions, one along rows then columns, one the other way (figures 4 and 5).
 
 Half of the payload is reduce-scattered along the rows (X), its shards along the columns (Y), and gathered back in
-the reverse order; the other half goes Y then X at the same time. Each half goes both ways round its rings. On a wrapped
-axis a ring is the axis itself; on a plain one it goes out over the even places and back over the odd ones, so that no
-hop is longer than two chips. For full meshes and tori. Latency grows with the sides of the mesh, not with its chips.
+the reverse order; the other half goes Y then X at the same time. Each half goes in both directions of its rings. On an
+axis that wraps a ring is the axis itself; on a plain one it goes out over the even positions and back over the odd
+ones, so that no hop is longer than two chips. For full meshes and tori. Latency grows with the sides of the mesh, not
+with its chips.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class TwoColor(Planner):
         if mesh.n_axes != 2:
             raise CannotServe(f"it needs a mesh of two axes, and {name_shape(mesh.shape)} has {mesh.n_axes}.")
         if not mesh.is_full:
-            raise CannotServe("it needs every row and every column whole, and chips or cables have failed.")
+            raise CannotServe("it needs every row and every column intact, and chips or cables have failed.")
 
     def _plan(self, mesh: Mesh) -> Schedule:
         """Return both reductions, each phase of one beside the same phase of the other."""

@@ -1,6 +1,6 @@
-"""Routing: the way of a transfer between chips that are not neighbours, proven free of deadlock.
+"""Routing: the routes of transfers between chips that are not neighbours, proven free of deadlock.
 
-One scheme per file; `deadlock` holds the proof, `choose` takes the best scheme whose proof holds, and `trace` follows
+One scheme per file; `deadlock` makes the proof, `choose` takes the best scheme that is proven, and `trace` follows
 the flows of a schedule.
 """
 

@@ -18,10 +18,10 @@ SCHEMES: dict[str, Callable[[Mesh], Routes]] = {
     "detour": detour,
     "up-down": up_down,
 }
-"""Every scheme by the name that the command line knows it by, the best first."""
+"""Every scheme by its name on the command line, the best first."""
 
 MAX_TABLE_CHIPS = 2**13
-"""An all-pairs table has a byte for each pair and class; beyond this ask for the flows that are needed (`trace`)."""
+"""An all-pairs table has one byte per pair and class; beyond this, trace only the flows that are needed (`trace`)."""
 
 
 @lru_cache(maxsize=4)
@@ -54,13 +54,14 @@ def route(mesh: Mesh, scheme: str) -> tuple[Routes, DeadlockProof]:
 def _check(mesh: Mesh) -> None:
     if mesh.n_chips > MAX_TABLE_CHIPS:
         raise RoutingError(
-            f"{mesh} has {mesh.n_chips:,} live chips; a table of all pairs is made for up to {MAX_TABLE_CHIPS:,}. "
+            f"{mesh} has {mesh.n_chips:,} live chips; a table of all pairs is limited to {MAX_TABLE_CHIPS:,}. "
             f"Use meshmend.routing.trace for the flows that you need."
         )
     if not mesh.is_connected:
         ends = [mesh.chip(int((mesh.component_of == part).argmax())) for part in (0, 1)]
         raise RoutingError(
-            f"The survivors of {mesh} are cut apart: no live path joins {name_chip(ends[0])} and {name_chip(ends[1])}.",
+            f"The survivors of {mesh} are not connected: "
+            f"no live path joins {name_chip(ends[0])} and {name_chip(ends[1])}.",
             src=ends[0],
             dst=ends[1],
         )

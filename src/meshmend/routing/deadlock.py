@@ -1,12 +1,12 @@
 """Deadlock: the proof that packets under a route table cannot deadlock.
 
-A *channel* is a virtual channel of a link. A packet that holds channel a and asks for channel b next makes a wait
-for b. Draw an arrow from a to b for every such pair that any packet can cause: if the arrows form no cycle, there
-is always a packet that can move, so a network with these routes cannot deadlock (Dally and Seitz, 1987).
+A *channel* is a virtual channel of a link. A packet that holds channel a and requests channel b next makes a depend
+on b. If the graph of all dependencies that packets can cause has no cycle, there is always a packet that can move, so a
+network with these routes cannot deadlock (Dally and Seitz, 1987).
 
-The proof found here is a certificate: a level for every channel, such that packets only ever ask for a channel of
-a higher level than the one they hold. Anybody can check it, one arrow at a time. If there is no such numbering
-there is a cycle, and the shortest one found is named link by link.
+The proof is a certificate: a level for every channel, such that packets only ever request a channel of a higher
+level than the one they hold. It can be checked one dependency at a time. If there is no such numbering there is a
+cycle, and the shortest one found is named link by link.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Channel = tuple[Coordinate, Coordinate, int]
 """A virtual channel of a link: the chip it leaves, the chip it reaches, the number of the channel."""
 
 MAX_CYCLE_STARTS = 256
-"""Channels on cycles from which a shortest cycle is looked for."""
+"""Channels on cycles from which a shortest cycle is searched."""
 
 BLOCK_CELLS = 2**20
-"""Cells of a route table that are followed at a time: what a proof needs of memory."""
+"""Cells of a route table that are followed at a time; this bounds the memory of a proof."""
 
 
 @dataclass(frozen=True)
 class Dependencies:
-    """The channel-dependency graph: arrow i goes from channel `held[i]` to channel `wanted[i]`.
+    """The channel dependency graph: edge i goes from channel `held[i]` to channel `wanted[i]`.
 
     A channel's number is `link * n_channels + virtual channel`.
     """
@@ -80,9 +80,9 @@ class DeadlockProof:
 
 
 def prove(routes: Routes | Trace, mesh: Mesh | None = None) -> DeadlockProof:
-    """Look for a cycle among the channels of a route table, or of the flows of a trace (which needs its `mesh`).
+    """Search for a cycle among the channels of a route table, or of the flows of a trace (which needs its `mesh`).
 
-    For a table this covers every packet of every class that can be anywhere, so also the routes in use.
+    For a table this covers every packet of every class at every chip, which includes the routes in use.
 
     >>> from meshmend.routing import dimension_order
     >>> print(prove(dimension_order(Mesh("4x4"))))
@@ -128,9 +128,9 @@ def name_cycle(cycle: tuple[Channel, ...]) -> str:
 
 
 def dependencies(routes: Routes) -> Dependencies:
-    """Return the channel-dependency graph of a whole table."""
+    """Return the channel dependency graph of a whole table."""
     mesh, n_ports, n_directions = routes.mesh, routes.n_ports, routes.mesh.n_directions
-    # One flag for each (chip, port it sends on, port that the next chip sends on): all that can ever be asked for.
+    # One flag per (chip, port it sends on, port that the next chip sends on): every dependency that is possible.
     seen = np.zeros(mesh.n_chips * n_ports * n_ports, dtype=np.bool_)
     beyond = np.tile(mesh.neighbours, routes.n_channels)
     rows = max(1, BLOCK_CELLS // max(1, len(routes.destinations)))
@@ -154,7 +154,7 @@ def dependencies(routes: Routes) -> Dependencies:
 
 
 def trace_dependencies(mesh: Mesh, trace: Trace) -> Dependencies:
-    """Return the channel-dependency graph of the flows of a trace, taken together."""
+    """Return the channel dependency graph of the flows of a trace, taken together."""
     n_channels = int(trace.channel.max(initial=0)) + 1
     order = np.lexsort((trace.hop, trace.flow))
     flow, channel = trace.flow[order], trace.link[order] * n_channels + trace.channel[order]
@@ -166,10 +166,10 @@ def trace_dependencies(mesh: Mesh, trace: Trace) -> Dependencies:
 
 
 def find_levels(graph: Dependencies) -> NDArray[np.int32]:
-    """Give the channels numbers such that every arrow leads to a higher level; −1 for those on or after a cycle.
+    """Assign levels to the channels such that every edge leads to a higher one; −1 for those on or after a cycle.
 
-    Channels that nobody waits to leave are taken away, level by level, until none is left, or only cycles
-    and what hangs on them.
+    Channels without incoming edges are removed, level by level, until none is left, or only cycles
+    and what depends on them.
     """
     n = graph.n_nodes
     order = np.argsort(graph.held, kind="stable")

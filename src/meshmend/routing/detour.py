@@ -1,4 +1,4 @@
-"""Detour: dimension order wherever it survives, and a near-minimal way round the holes elsewhere (figure 2).
+"""Detour: dimension order wherever it survives, and a near-minimal route round the holes elsewhere (figure 2).
 
 On a plain 2-D mesh there are three classes of packets on two virtual channels:
 
@@ -7,14 +7,14 @@ On a plain 2-D mesh there are three classes of packets on two virtual channels:
 - class 2, on channel 1: *east-first* turns, the mirror image.
 
 A cycle of waiting packets that turn west-first would need a move west after a move north or south, which the rule
-forbids; dimension order makes west-first turns only, so classes 0 and 1 share a channel. East-first packets have
-theirs to themselves. A pair that lost its dimension-order path takes the shorter of classes 1 and 2.
+forbids; dimension order makes west-first turns only, so classes 0 and 1 share a channel. East-first packets have a
+channel of their own. A pair that lost its dimension-order path takes the shorter of classes 1 and 2.
 
-The table of class 1: a chip that can reach the destination without going west does so by a shortest such way; any
-other chip sends west. That rule needs no memory of where a packet came from. Among equally short ways the one that
+The table of class 1: a chip that can reach the destination without going west does so by a shortest such route; any
+other chip sends west. That rule does not depend on where a packet came from. Among equally short routes the one that
 turns into the destination's row first is taken, so that detours spread over the mesh instead of hugging the hole.
 
-Pairs that neither class serves (odd shapes, several holes), and on other meshes (wrapped axes, 1-D, 3-D and up)
+Pairs that neither class serves (odd shapes, several holes), and on other meshes (axes that wrap, 1-D, 3-D and up)
 all pairs that lost their dimension-order path, form one more class that goes up*/down* on one more channel.
 """
 
@@ -34,7 +34,7 @@ SOUTH, NORTH, EAST, WEST = range(4)
 
 
 def detour(mesh: Mesh, destinations: ArrayLike | None = None) -> Routes:
-    """Return routes round the holes to `destinations` (ranks; all by default). Parts cut apart get no route."""
+    """Return routes round the holes to `destinations` (ranks; all by default). Unconnected pairs get no route."""
     columns = all_destinations(mesh, destinations)
     direct = surviving_ports(mesh, columns)
     tables, n_channels = [direct], dimension_order_channels(mesh)
@@ -65,8 +65,8 @@ def detour(mesh: Mesh, destinations: ArrayLike | None = None) -> Routes:
 def _first_table(mesh: Mesh, destinations: NDArray[np.integer], *, first: int) -> tuple[Ports, NDArray[np.int32]]:
     """Return ports and route lengths of the class whose moves in direction `first` come before all others.
 
-    West-first fills its columns from the east: a chip's way without a move west leads east out of its column,
-    or along the column to a chip that leads east. The chips that have none look west, from the west on.
+    West-first fills its columns from the east: a chip's route without a move west leads east out of its column,
+    or along the column to a chip that leads east. The chips without one are then filled from the west, moving west.
     """
     onward = EAST if first == WEST else WEST
     eastward = range(mesh.shape[1]) if first == WEST else range(mesh.shape[1] - 1, -1, -1)
@@ -81,7 +81,7 @@ def _first_table(mesh: Mesh, destinations: NDArray[np.integer], *, first: int) -
         length[:, column] = _along_column(length[:, column], open_to[SOUTH][:, column])
     stuck = length >= FAR
     free = length[mesh.live]
-    # A chip that has a way without moves in `first` must keep to it: packets that pass may not turn back.
+    # A chip that has a route without moves in `first` must use it: packets that pass may not turn back.
     for before, column in pairwise(eastward):
         _look(length, column, before, where=open_to[first][:, column, None] & stuck[:, column])
     ports = np.where(length[mesh.live] < FAR, np.int8(first), np.int8(NO_PORT))
@@ -94,7 +94,7 @@ def _first_table(mesh: Mesh, destinations: NDArray[np.integer], *, first: int) -
 
 
 def _look(length: NDArray[np.int32], column: int, beyond: int, *, where: NDArray[np.bool_]) -> None:
-    """Let the chips of a column go on by way of the column beside it, where there is a cable and that is shorter."""
+    """Route the chips of a column through the column beside it, where there is a cable and that is shorter."""
     through = length[:, beyond] + 1
     np.copyto(length[:, column], through, where=where & (through < length[:, column]))
 
@@ -102,8 +102,8 @@ def _look(length: NDArray[np.int32], column: int, beyond: int, *, where: NDArray
 def _along_column(length: NDArray[np.int32], open_south: NDArray[np.bool_]) -> NDArray[np.int32]:
     """Return lengths when packets may also move north and south: the least of (distance + length there).
 
-    Chips get a place on the column such that a missing cable is a gap too wide to cross, so that one running
-    minimum each way finds them all.
+    Chips get positions on the column such that a missing cable is a gap too wide to cross, so that one running
+    minimum in each direction finds all lengths.
     """
     place = np.concatenate([[0], np.cumsum(np.where(open_south[:-1], 1, 2 * int(FAR)))])[:, None]
     north = np.minimum.accumulate(length - place, axis=0) + place

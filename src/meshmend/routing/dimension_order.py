@@ -3,11 +3,11 @@
 In 2-D a packet goes along its row, then along its column. Turns only ever lead from a later axis to an earlier
 one, so no cycle of waiting packets can turn its corners: one virtual channel is enough on a plain mesh.
 
-A wrapped axis is a cycle by itself, and packets go the shorter way round it. There the wrap link is a *dateline*:
+An axis that wraps is itself a cycle, and packets take the shorter direction. There the wrap link is a *dateline*:
 a packet that has yet to cross it on this axis travels on channel 0, and on channel 1 once it has (or if it never
 will). Channel 1 is never used on a wrap link and channel 0 never after one, so neither closes the cycle.
 
-A pair whose path meets a failed chip or cable has no route here; `detour` leads those round the hole.
+A pair whose path is blocked by a failed chip or cable has no route here; `detour` routes it round the hole.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def dimension_order(mesh: Mesh, destinations: ArrayLike | None = None) -> Routes
 
 
 def dimension_order_channels(mesh: Mesh) -> int:
-    """Virtual channels that dimension order needs: one, or two where a wrapped axis has a dateline."""
+    """Virtual channels that dimension order needs: one, or two where an axis that wraps has a dateline."""
     return 2 if any(mesh.wrap) else 1
 
 
@@ -62,7 +62,7 @@ def survives(mesh: Mesh, src: NDArray[np.integer], dst: NDArray[np.integer]) -> 
         start, end = here[..., axis], there[..., axis]
         forward = _goes_forward(mesh, axis, start, end)
         ahead = (end - start) % length
-        # The totals run twice round the line, so that a stretch over the wrap link is a plain difference too.
+        # The totals go round the line twice, so that a stretch over the wrap link is a plain difference too.
         low = np.where(forward, start, start + length - (start - end) % length)
         high = np.where(forward, start + ahead, start + length)
         lost = _failed_before(mesh, axis)
@@ -88,14 +88,14 @@ def surviving_ports(mesh: Mesh, destinations: NDArray[np.integer]) -> Ports:
 
 
 def _goes_forward(mesh: Mesh, axis: int, start: NDArray[np.integer], end: NDArray[np.integer]) -> NDArray[np.bool_]:
-    """Whether a packet goes towards larger coordinates: on a wrapped axis the shorter way, forward on a tie."""
+    """Whether a packet goes towards larger coordinates: the shorter way on an axis that wraps, forward on a tie."""
     if mesh.wrap[axis]:
         return np.asarray((end - start) % mesh.shape[axis] <= mesh.shape[axis] // 2)
     return np.asarray(end > start)
 
 
 def _axis_port(mesh: Mesh, axis: int, start: NDArray[np.integer], end: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return the port along one axis, `NO_PORT` where the packet is there already."""
+    """Return the port along one axis, `NO_PORT` where the packet has already arrived."""
     forward = _goes_forward(mesh, axis, start, end)
     direction = np.where(forward, 2 * axis, 2 * axis + 1)
     if mesh.wrap[axis]:
@@ -105,9 +105,9 @@ def _axis_port(mesh: Mesh, axis: int, start: NDArray[np.integer], end: NDArray[n
 
 
 def _failed_before(mesh: Mesh, axis: int) -> NDArray[np.int64]:
-    """Count the failed cables before each place of each line along `axis`, twice round; that axis comes last.
+    """Count the failed cables before each position of each line along `axis`, twice round; that axis comes last.
 
-    The cable of a place is the one towards the next place. A cable of a failed chip counts as failed.
+    The cable of a position is the one towards the next position. A cable of a failed chip counts as failed.
     """
     failed = np.ones(mesh.shape, dtype=np.int64)
     failed[mesh.live] = mesh.neighbours[:, 2 * axis] < 0

@@ -1,4 +1,4 @@
-"""Report: what a route table does to all pairs of chips, beside the shortest live paths."""
+"""Report: statistics of a route table over all pairs of chips, compared with the shortest live paths."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class RouteReport:
     mean_hops: float
     longest_hops: int
     mean_detour: float
-    """Mean length of the routes over the mean length of the shortest live paths between the same chips."""
+    """Ratio of the mean route length to the mean length of the shortest live paths between the same chips."""
     longest_detour_hops: int
     """The most hops by which a route is longer than the shortest live path."""
     busiest_link: Cable | None
-    """The link that most flows cross when every chip sends to every other, from chip to chip."""
+    """The link that carries the most flows when every chip sends to every other, from chip to chip."""
     busiest_link_flows: int
 
 

@@ -1,7 +1,7 @@
-"""The route table: for every destination, which way on from every chip, and on which virtual channel.
+"""The route table: for every destination, the next hop from every chip, and its virtual channel.
 
 A packet belongs to a *class*, chosen at its source and kept. A router looks up (class, destination) and finds a
-*port*: `channel * n_directions + direction`. That is all a router knows, so a table is one byte for each
+*port*: `channel * n_directions + direction`. Routing depends on nothing else, so a table is one byte per
 (class, chip, destination), never a list of paths: 64×64 chips take 17 MB per class.
 """
 
@@ -21,10 +21,10 @@ from meshmend.topology import IntArray, Mesh
 Ports = NDArray[np.int8]
 
 NO_PORT = -1
-"""Stands in a table where a packet has arrived, or where the class has no way on."""
+"""Marks cells where a packet has arrived, or where the class has no route."""
 
 BLOCK_CELLS = 2**19
-"""Cells of a table that are worked on at a time: a few megabytes, which stay in the processor's cache."""
+"""Cells of a table that are processed at a time: a few megabytes, which stay in the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Trace:
 class Routes:
     """A route table for all flows to `destinations` (ranks), from every chip.
 
-    `port[k, at, i]` is the way on at rank `at` for a packet of class k to `destinations[i]`; `class_of[src, i]` is
+    `port[k, at, i]` is the port at rank `at` for a packet of class k to `destinations[i]`; `class_of[src, i]` is
     the class of packets that start at `src`. `n_channels` is the number of virtual channels that the scheme needs.
 
     >>> from meshmend.routing import detour
@@ -64,7 +64,7 @@ class Routes:
 
     @property
     def n_ports(self) -> int:
-        """Ways on from a chip: directions times virtual channels."""
+        """Ports of a chip: directions times virtual channels."""
         return self.n_channels * self.mesh.n_directions
 
     @cached_property
@@ -79,7 +79,7 @@ class Routes:
 
         Flows with more than `max_hops` hops together are refused with a `RoutingError`.
 
-        A table that sends packets in a cycle is given up on once a packet has visited more chips than there are.
+        In a table with a routing loop, following stops once a packet has visited more chips than there are.
         """
         src, dst = (np.atleast_1d(np.asarray(ranks, dtype=np.int64)) for ranks in (src, dst))
         column = self.column_of[dst].astype(np.int64)
@@ -106,7 +106,7 @@ class Routes:
         return chips
 
     def link_load(self, src: ArrayLike, dst: ArrayLike, amount: ArrayLike = 1.0) -> NDArray[np.float64]:
-        """Return what each link carries, indexed by link number, when flow i moves amount[i] from src[i] to dst[i]."""
+        """Return the load of each link, indexed by link number, when flow i moves amount[i] from src[i] to dst[i]."""
         src, dst, amount = np.broadcast_arrays(np.atleast_1d(src), dst, np.asarray(amount, dtype=np.float64))
         trace = self.follow(src, dst)
         load = np.bincount(trace.link, weights=amount[trace.flow], minlength=self.mesh.n_link_slots)
@@ -116,7 +116,7 @@ class Routes:
     def hops(self) -> NDArray[np.int32]:
         """Length of every route, `[src, column]`: 0 at the destination itself, −1 where there is none.
 
-        Found from the table alone: every route is followed, all at once, by doubling the stretch that is known.
+        Computed from the table alone: all routes are followed at once, doubling the known stretch each time.
         """
         lengths = np.empty((self.mesh.n_chips, len(self.destinations)), dtype=np.int32)
         for columns in self._blocks():
@@ -125,7 +125,7 @@ class Routes:
                 length = hopping.copy()
                 while hopping[following].any():
                     if length.max() > self.mesh.n_chips:
-                        raise RoutingError(f"{self.scheme} sends packets round and round.", scheme=self.scheme)
+                        raise RoutingError(f"{self.scheme} has a routing loop.", scheme=self.scheme)
                     length += length[following]
                     following = following[following]
                 shape = (self.mesh.n_chips, columns.stop - columns.start)
@@ -141,7 +141,7 @@ class Routes:
         return bool((self.hops >= 0).all())
 
     def all_to_all_load(self) -> NDArray[np.int64]:
-        """Return how many flows cross each link when every chip sends to every destination."""
+        """Return how many flows each link carries when every chip sends to every destination."""
         load = np.zeros(self.mesh.n_link_slots, dtype=np.int64)
         n_directions = self.mesh.n_directions
         for columns in self._blocks():
@@ -158,7 +158,7 @@ class Routes:
         return load
 
     def _blocks(self) -> Iterator[slice]:
-        """Cut the columns into blocks of a size that is quick to work on."""
+        """Cut the columns into blocks that fit the processor's cache."""
         width = max(1, BLOCK_CELLS // self.mesh.n_chips)
         for first in range(0, len(self.destinations), width):
             yield slice(first, min(first + width, len(self.destinations)))
@@ -184,7 +184,7 @@ class Routes:
 
     @staticmethod
     def _inward(following: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-        """Yield the cells that hop, leaves first: each cell after all the cells that lead to it."""
+        """Yield the cells with a next hop, leaves first: each cell after all the cells that lead to it."""
         hopping = following != np.arange(len(following))
         waiting = np.bincount(following[hopping], minlength=len(following))
         cells = np.flatnonzero(hopping & (waiting == 0))
@@ -218,7 +218,7 @@ def walk(
     port_of: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.integer[Any]]],
     max_hops: int | None = None,
 ) -> Trace:
-    """Follow flows hop by hop, all at once; `port_of(flows, at)` is the way on of those flows from where they are."""
+    """Follow flows hop by hop, all at once; `port_of(flows, at)` is the port of those flows at their current chips."""
     at = src.copy()
     columns: list[tuple[NDArray[np.int64], ...]] = []
     n_hops = 0

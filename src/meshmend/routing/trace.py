@@ -1,4 +1,4 @@
-"""The links that a set of flows crosses under the default routes, on a mesh of any size."""
+"""The links that a set of flows uses under the default routes, on a mesh of any size."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from meshmend.routing.table import Trace, walk
 from meshmend.topology import Mesh
 
 MAX_TABLE_CELLS = 2**22
-"""Cells of the tables that are made at a time for flows that meet a failure."""
+"""Cells of the tables that are built at a time for flows whose path is blocked."""
 MAX_HOPS = 2**22
-"""Hops of all flows together: with the proof that they cannot deadlock they take half a gigabyte."""
+"""Hops of all flows together: with the deadlock proof they take half a gigabyte."""
 MAX_DETOUR_WORK = 2**30
 """Cells of all such tables together, and 64 for each chip of each table: some ten minutes."""
 
 
 def trace(mesh: Mesh, src: ArrayLike, dst: ArrayLike) -> Trace:
-    """Follow each flow src[i] → dst[i] (ranks). A flow whose ends are cut apart has no hops.
+    """Follow each flow src[i] → dst[i] (ranks). A flow whose ends are not connected has no hops.
 
     Flows take dimension order where it is live (figure 1 of the paper) and the routes of `detour` elsewhere
     (figure 2): hop for hop and channel for channel what the all-pairs table of `detour` says. That table is never
-    made: dimension order is arithmetic, and only the destinations of flows that meet a failure get tables, so
-    256×256 is no trouble.
+    built: dimension order is arithmetic, and only the destinations of blocked flows get tables, so
+    256×256 is no problem.
 
-    What is proven each time: the flows asked for, all under way at once, cannot deadlock. A `DeadlockError`
-    says otherwise. (For all pairs at once there is `meshmend.routing.choose`.) Flows that together have more than
+    Each call proves that its flows, all in flight at once, cannot deadlock, and otherwise raises a `DeadlockError`.
+    (For all pairs at once there is `meshmend.routing.choose`.) Flows that together have more than
     `MAX_HOPS` hops, or need larger tables than `MAX_DETOUR_WORK` allows, are refused with a `RoutingError`.
     """
     src, dst = (np.atleast_1d(np.asarray(ranks, dtype=np.int64)) for ranks in (src, dst))

@@ -1,14 +1,14 @@
 """Up*/down*: routes for any connected survivors, on one virtual channel.
 
 The chips are numbered outwards from a root, breadth first. A link towards a smaller number goes *up*, and every
-route goes up first and then only down. No cycle of links can do without a turn from down to up, so packets never
-wait in a cycle, whatever the shape of the hole. (Schroeder et al., Autonet, 1991.)
+route goes up first and then only down. Every cycle of links has a turn from down to up, so packets cannot
+deadlock, whatever the shape of the hole. (Schroeder et al., Autonet, 1991.)
 
-A router knows only the destination, not where the packet came from, so the rule must be the same for all that pass:
-where the destination can be reached by going down alone, go down by a shortest such way; elsewhere go up, to the
-neighbour from which the whole route is shortest. A packet that goes down then stays on chips that know a way down.
+A router sees only the destination, not where the packet came from, so the rule must be the same for all packets:
+where the destination can be reached by going down only, go down by a shortest such route; elsewhere go up, to the
+neighbour from which the whole route is shortest. A packet that goes down then stays on chips with a route down.
 
-Routes crowd near the root and some are longer than they need be: this is the scheme to fall back on.
+Routes crowd near the root, and some are longer than necessary: this scheme is the fallback.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FAR = np.int32(2**29)
 
 
 def up_down(mesh: Mesh, destinations: ArrayLike | None = None) -> Routes:
-    """Return up*/down* routes to `destinations` (ranks; all by default). Parts that are cut apart get no route."""
+    """Return up*/down* routes to `destinations` (ranks; all by default). Unconnected pairs get no route."""
     columns = all_destinations(mesh, destinations)
     return Routes(
         mesh=mesh,
@@ -51,7 +51,7 @@ def up_down_ports(mesh: Mesh, destinations: NDArray[np.integer]) -> Ports:
             if there >= 0 and number[there] > number[at]:
                 _relax(length, ports, at, there, direction)
     goes_down = length < FAR
-    # ... and a chip without a way down learns from its upper neighbours, the root first.
+    # ... and a chip without a route down takes it from its upper neighbours, the root first.
     for at in order.tolist():
         for direction, there in enumerate(neighbours[at]):
             if there >= 0 and number[there] < number[at]:
@@ -60,7 +60,7 @@ def up_down_ports(mesh: Mesh, destinations: NDArray[np.integer]) -> Ports:
 
 
 def outward_order(mesh: Mesh) -> NDArray[np.int64]:
-    """Return the ranks in breadth-first order from a root in the middle of each connected part."""
+    """Return the ranks in breadth-first order from a root in the middle of each connected component."""
     from scipy.sparse.csgraph import breadth_first_order
 
     parts = []
@@ -80,7 +80,7 @@ def _relax(
     direction: int,
     where: NDArray[np.bool_] | None = None,
 ) -> None:
-    """Go on by way of a neighbour where that is shorter."""
+    """Route through a neighbour where that is shorter."""
     through = length[there] + np.int32(1)
     shorter = through < length[at]
     if where is not None:

@@ -1,4 +1,4 @@
-"""The schedule, and all that defines it: what it is, what proves it, its file, its equal forms.
+"""The schedule, and everything that defines it: what it is, what proves it, its file format, its equivalent forms.
 
 `schedule` is the representation itself, `columns` its arrays. `verify` says what each collective is and proves that a
 schedule is one. `serialize` reads and writes files, `neighbour_hops` rewrites a schedule into hops between neighbours,

@@ -22,7 +22,7 @@ def whole(values: ArrayLike, name: str, length: int | None = None) -> NDArray[An
     if array.ndim == 0 and length is not None:
         array = np.broadcast_to(array, (length,))
     if array.ndim != 1 or (length is not None and len(array) != length):
-        wanted = "one number a transfer" if length is None else f"{length} numbers"
+        wanted = "one number per transfer" if length is None else f"{length} numbers"
         raise ScheduleError(f"{name} has shape {array.shape}, expected {wanted}.")
     if array.dtype.kind == "u":
         if array.size and array.max() > MAX_CHUNKS:
@@ -32,7 +32,7 @@ def whole(values: ArrayLike, name: str, length: int | None = None) -> NDArray[An
 
 
 def narrow(array: NDArray[Any], dtype: type[Any]) -> NDArray[Any]:
-    """Return a read-only copy that nobody else holds, so that the schedule cannot change under its readers."""
+    """Return a private read-only copy, so that the schedule cannot change under its readers."""
     return read_only(np.array(array, dtype=dtype))
 
 

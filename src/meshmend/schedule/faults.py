@@ -1,8 +1,8 @@
 """Faults: from a chunk that ended wrong to the error that says what happened to it.
 
-`verify` finds that a chunk is wrong; here one chunk is followed again, for its own sake. Run backwards, the steps say
-how often each contribution is in the result; run forwards, they say where one of them was first counted twice. Both
-take one number per chip, whatever the size of the mesh.
+`verify` finds that a chunk is wrong; here that one chunk is followed again. Run backwards, the steps give how often
+each contribution is in the result; run forwards, they give where one of them was first counted twice. Both need one
+number per chip.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshmend.errors import CollisionError, DeadPathError, WrongSumError, name_c
 from meshmend.schedule import Collective, Op, Schedule
 
 MOST_TIMES = 999
-"""Counts stop here: beyond that nobody cares how often a contribution was added."""
+"""Counts saturate here: larger ones would say no more."""
 
 
 def raise_wrong_sum(schedule: Schedule, chip: int, chunk: int) -> NoReturn:
@@ -31,7 +31,7 @@ def raise_wrong_sum(schedule: Schedule, chip: int, chunk: int) -> NoReturn:
         wanted = (np.arange(mesh.n_chips) == schedule.owners[chunk]).astype(np.int64)
     off = np.flatnonzero(counts != wanted)
     if not len(off):
-        raise AssertionError("two ways of counting the same chunk disagree: this is a bug in meshmend")
+        raise AssertionError("two counts of the same chunk disagree: this is a bug in meshmend")
     source = int(off[0])
     expected = f"the contribution of {name_chip(mesh.chip(source))} {_times(int(wanted[source]))}"
     got = _times(int(counts[source]))
@@ -96,7 +96,7 @@ def raise_dead_path(schedule: Schedule, row: int, why: str, advice: str) -> NoRe
 
 def _contributions(schedule: Schedule, rows: NDArray[np.int64], chip: int) -> NDArray[np.int64]:
     """Count how often each chip's contribution is in what `chip` holds once `rows` have moved their chunk."""
-    # How often what each chip holds now is in the result; going back in time, "now" becomes the start.
+    # How often each chip's current value is in the result; going back in time, "current" becomes the start.
     weight = np.zeros(schedule.mesh.n_chips, dtype=np.int64)
     weight[chip] = 1
     for now in _steps(schedule, rows, backwards=True):

@@ -1,17 +1,17 @@
-"""Lowering: from one valid schedule to an equal one that asks less of the machine.
+"""Lowering: from one valid schedule to an equivalent one that needs no routing.
 
-`neighbour_hops` is for networks whose routers cannot be told of the hole: it replaces every transfer between chips
-that are not neighbours by hops from neighbour to neighbour. The chips on the way have no spare memory; all they
-have is their own copy of the chunk that passes. That is enough, because what passes is on its way into, or out of,
-one sum. At each chip on the way:
+`neighbour_hops` is for networks whose routers cannot route round a hole: it replaces every transfer between chips
+that are not neighbours by hops from neighbour to neighbour. The chips along the route have no spare memory, only their
+own copy of the forwarded chunk. That is enough, because a forwarded chunk is on its way into, or out of, one sum. At
+each chip along the route:
 
-- Its own copy is *spent*: it was sent on already and will be replaced before it is used again. Then what passes is
-  laid there and sent on.
-- Its own copy is part of the sum that is still to be sent on, and so is what passes. Then they are added up there
-  and travel together from now on; the first transfer ends here, and a hop or two is saved.
-- It holds the same value as the sender already. Then the transfer starts here.
+- Its own copy is *spent*: it was already sent on and will be replaced before it is used again. Then the forwarded
+  chunk is stored there and sent on.
+- Its own copy is part of the sum that is still to be sent on, and so is the forwarded chunk. Then they are added
+  there and travel together; the first transfer ends here, and a hop or two is saved.
+- It already holds the same value as the sender. Then the transfer starts here.
 
-Where none of these holds, as when partial sums are exchanged and kept (recursive doubling), there is no such
+Where none of these applies, as when partial sums are exchanged and kept (recursive doubling), there is no such
 schedule and a `LoweringError` says where. Sums may be taken in another order than in the original.
 """
 
@@ -30,6 +30,8 @@ from meshmend.routing import Routes
 from meshmend.schedule import Collective, Op, Schedule
 from meshmend.schedule.verify import verify as prove
 
+__all__ = ["neighbour_hops"]
+
 BY_HOPS = " by neighbour hops"
 """What is added to the planner's name where a schedule was rewritten."""
 Row = tuple[int, int, int, int, int, int, int]
@@ -37,10 +39,10 @@ Row = tuple[int, int, int, int, int, int, int]
 
 
 def neighbour_hops(schedule: Schedule, routes: Routes | None = None, *, verify: bool = True) -> Schedule:
-    """Return an equal schedule in which every transfer is between neighbours, proven before it is returned.
+    """Return an equivalent schedule in which every transfer is between neighbours, proven before it is returned.
 
     Transfers follow `routes`, by default those of `meshmend.routing.trace`. Steps with transfers of several hops
-    become more steps. A schedule between neighbours only comes back as it is.
+    become more steps. A schedule between neighbours only is returned unchanged.
 
     >>> from meshmend import Mesh, plan
     >>> mesh = Mesh("8x8", failed=["2x2@2,2"])
@@ -81,7 +83,7 @@ def neighbour_hops(schedule: Schedule, routes: Routes | None = None, *, verify: 
         except VerificationError as error:
             raise LoweringError(
                 f"{schedule.planner} cannot be lowered to neighbour hops: its partial sums do not all flow to one "
-                f"owner a chunk, so they cannot be added up on the way. {error}",
+                f"owner per chunk, so they cannot be merged along the route. {error}",
                 planner=schedule.planner,
             ) from error
     return lowered
@@ -89,7 +91,7 @@ def neighbour_hops(schedule: Schedule, routes: Routes | None = None, *, verify: 
 
 @dataclass(frozen=True)
 class _Far:
-    """What one transfer between chips far apart moves: one class of chunks, along a path."""
+    """One class of chunks that a transfer moves along a path of several hops."""
 
     row: int
     chunk_class: int
@@ -100,7 +102,7 @@ class _Far:
 
 @dataclass(frozen=True)
 class _Start:
-    """Where on its path a transfer starts, the number of the content that it sends, and when that is there."""
+    """Where on its path a transfer starts, the number of the content that it sends, and when that is available."""
 
     place: int
     content: int
@@ -108,7 +110,7 @@ class _Start:
 
 
 class _Lowering:
-    """Replays a schedule, following who holds what, and hands out the rows of the lowered one.
+    """Replays a schedule, tracking who holds what, and yields the rows of the lowered one.
 
     Chunks that always travel together form a class. Contents are numbered: equal numbers, equal values.
     """
@@ -121,7 +123,7 @@ class _Lowering:
         self.n_classes = len(self.bounds) - 1
         low = np.searchsorted(self.bounds, first)
         length = np.searchsorted(self.bounds, first + schedule.n_chunks) - low
-        # One entry for each class that each transfer moves, in order of transfers.
+        # One entry per class and transfer, in order of transfers.
         self.row = np.repeat(np.arange(schedule.n_transfers), length)
         within = np.arange(len(self.row)) - np.repeat(np.cumsum(length) - length, length)
         self.chunk_class = np.repeat(low, length) + within
@@ -144,12 +146,12 @@ class _Lowering:
             fars = self.far.get(step, [])
             transfers = slice(int(s.step_starts[step]), int(s.step_starts[step + 1]))
             near = columns[transfers][self.near[transfers]]
-            # A step waits for all before it, unless its transfers are far ones that keep out of each other's way:
-            # then each starts as soon as what it sends is there, and long routes hold up nobody else.
+            # A step waits for all before it, unless its transfers span several hops and are independent: then each
+            # starts as soon as its data are available, and long routes delay no other transfer.
             waits = len(near) > 0 or not _are_apart(fars)
             if waits:
                 begin = end
-            # All that is sent is read before anything of this step is written.
+            # All reads of this step come before its writes.
             starting = [(far, self._start(far)) for far in fars]
             near[:, 0] = begin
             yield near
@@ -175,7 +177,7 @@ class _Lowering:
         self.free_from[dst, chunk_class] = now + 1
 
     def _start(self, far: _Far) -> _Start:
-        """Find where a transfer starts: at the last place, before the end, that holds what is sent."""
+        """Find where a transfer starts: at the last chip before the end that holds what is sent."""
         held = [int(self.content[chip, far.chunk_class]) for chip in far.path[:-1]]
         place = max(place for place, content in enumerate(held) if content == held[0])
         return _Start(place, held[0], int(self.written[far.path[place], far.chunk_class]) + 1)
@@ -230,7 +232,7 @@ class _Lowering:
         ends = schedule.src[rows].astype(np.int64) * mesh.n_chips + schedule.dst[rows]
         pairs, pair = np.unique(ends, return_inverse=True)
         paths = self._paths(*np.divmod(pairs, mesh.n_chips), routes)
-        # All questions of the kind "is this chip's copy spent after this step?" at once.
+        # Answers "is this chip's copy spent after this step?" for all of them at once.
         lengths = np.array([len(path) for path in paths])[pair]
         chip = np.concatenate([np.empty(0, dtype=np.int64), *(paths[p] for p in pair)])
         spent = self._spent(chip, np.repeat(chunk_class, lengths), np.repeat(schedule.step[rows], lengths))
@@ -290,13 +292,13 @@ class _Lowering:
 
 
 def _are_apart(fars: list[_Far]) -> bool:
-    """Whether no two of these transfers touch the same chunk at the same chip, so that their order has no meaning."""
+    """Whether no two of these transfers touch the same chunk at the same chip, so that their order does not matter."""
     touched = [(chip, far.chunk_class) for far in fars for chip in far.path]
     return len(touched) == len(set(touched))
 
 
 def _join_runs(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Join transfers of one step whose runs of chunks follow each other."""
+    """Join transfers of one step whose runs of chunks are adjacent."""
     step, src, dst, first, _, op, phase = rows.T
     rows = rows[np.lexsort((first, phase, op, dst, src, step))]
     same = np.delete(rows, (3, 4), axis=1)

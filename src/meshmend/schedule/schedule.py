@@ -1,8 +1,8 @@
-"""The schedule: steps of transfers. The one value that every planner makes and every other part reads.
+"""The schedule: steps of transfers. The value that every planner makes and every other part reads.
 
-A schedule is a struct of arrays, one row a transfer. Within a step all reads see the state before the step,
+A schedule is a struct of arrays, one row per transfer. Within a step all reads see the state before the step,
 and no two transfers of a step may write the same chunk of the same chip: so the order of rows inside a step
-has no meaning, and an engine may run them all at once.
+does not matter, and an engine may run them all at once.
 
 A schedule may be a *template* of N chunks, repeated R times, each time a period of T steps and N chunks later: K = N·R.
 The template lasts longer than T, so the repeats overlap, and the whole fills and drains by itself. Then the arrays are
@@ -40,7 +40,7 @@ class Op(IntEnum):
 
 
 class Collective(StrEnum):
-    """What a schedule promises. The promise itself is spelled out, and held to, in `meshmend.schedule.verify`."""
+    """What a schedule computes. `meshmend.schedule.verify` defines each collective and proves it."""
 
     ALL_REDUCE = "all-reduce"
     """Every chip ends with the sum of every chunk over all chips."""
@@ -176,7 +176,7 @@ class Schedule:
         >>> long
         Schedule(hand-made all-reduce on 1x2: 2 chips, 1,001 steps, 1,000 chunks, 2,000 transfers; 1 chunk repeated)
         >>> long.first_chunk[:5].tolist(), long.step[:5].tolist()
-        ([0, 1, 0, 2, 1], [0, 1, 1, 2, 2])
+        ([0, 0, 1, 1, 2], [0, 1, 1, 2, 2])
         """
         if self._template is not None:
             raise ScheduleError(f"{self!r} is repeated already. Repeat its template, with other numbers.")
@@ -259,7 +259,7 @@ class Schedule:
 
     @property
     def collective(self) -> Collective:
-        """What the schedule promises."""
+        """What the schedule computes."""
         return self._collective
 
     @property

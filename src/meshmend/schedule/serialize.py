@@ -1,9 +1,9 @@
 """Files: a schedule on disk, as `.npz` (compact) or `.txt` (for reading, diffing and writing by hand).
 
 A file is untrusted input. Nothing in it is executed (no pickle), only regular files are opened, sizes are checked
-before anything is read, every number is checked before it is used, and names may hold nothing that a terminal would
-act on: what cannot be trusted raises `ScheduleFileError`. Loading says that a file is well formed; that it is a
-correct all-reduce is for `verify` to say.
+before anything is read, every number is checked before it is used, and names may contain nothing that a terminal would
+act on: anything else raises `ScheduleFileError`. Loading checks that a file is well formed; only `verify` proves that
+it is a correct all-reduce.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from meshmend.errors import MeshError, ScheduleError, ScheduleFileError, name_ch
 from meshmend.schedule import Collective, Op, Schedule
 from meshmend.topology import Mesh, Region, name_cable, name_cable_rates, name_shape, parse_cable_rate, parse_chip
 
+__all__ = ["from_text", "load", "save", "to_text"]
+
 FORMAT = 1
 REPEATED_FORMAT = 2
 """Versions of both forms: 2 is for a repeated schedule, whose rows are the template's, so that readers of 1 do not take
 them for the whole. A reader refuses the versions that it does not know."""
 
 MAX_BYTES = 2**31
-"""Largest schedule, unpacked, that is read unless the caller allows more: 80 million transfers."""
+"""Largest schedule, unpacked, that is read by default: 80 million transfers."""
 MAX_TEXT_BYTES = 2**26
 """Largest text form, which takes ten times its size to read: more than a million transfers."""
 MAX_NAME = 200
@@ -55,11 +57,11 @@ _MAX_HEADER_BYTES = 2**20
 _MAX_TEXT_CHUNKS = 2**24
 _MAX_MESSAGE = 500
 _PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-"""Ways of packing that `save` uses, and that fail in few ways."""
+"""Compression methods that `save` uses, and that fail in few ways."""
 
 
 def save(schedule: Schedule, path: str | Path) -> None:
-    """Write a schedule; the ending of `path` chooses the form, `.npz` or `.txt`.
+    """Write a schedule; the suffix of `path` chooses the form, `.npz` or `.txt`.
 
     >>> import meshmend as mm, tempfile, pathlib
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "plan.npz"
@@ -89,7 +91,7 @@ def save(schedule: Schedule, path: str | Path) -> None:
 
 
 def load(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Schedule:
-    """Read a schedule that `save` wrote, or that anybody else wrote and that may be damaged or hostile.
+    """Read a schedule that `save` wrote; the file may also be damaged or hostile.
 
     At most `max_bytes` are unpacked; of the text form no more than `MAX_TEXT_BYTES` are read.
     """
@@ -117,8 +119,8 @@ def load(path: str | Path, *, max_bytes: int = MAX_BYTES) -> Schedule:
 
 
 def _open_regular(path: Path, max_bytes: int) -> IO[bytes]:
-    """Open a file of a known size: no pipe that never ends, no device, whatever the links that lead there."""
-    # Without O_NONBLOCK, opening a pipe that nobody writes to would wait for ever.
+    """Open a regular file of known size: no pipe that never ends and no device, even behind symbolic links."""
+    # Without O_NONBLOCK, opening a pipe without a writer would block forever.
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     file = os.fdopen(handle, "rb") if stat.S_ISREG(os.fstat(handle).st_mode) else None
     if file is None:
@@ -169,7 +171,7 @@ def _read_npz(file: IO[bytes], max_bytes: int) -> Schedule:
                 raise ScheduleFileError(f"it should hold exactly the arrays of a schedule; look at {odd[:40]!r}.")
             members = dict(zip(names, archive.infolist(), strict=True))
             if any(info.compress_type not in _PACKED for info in members.values()):
-                raise ScheduleFileError("its arrays are packed in a way that no schedule is.")
+                raise ScheduleFileError("its arrays use an unexpected compression method.")
             claimed = sum(info.file_size for info in members.values())
             if claimed > max_bytes:
                 raise ScheduleFileError(f"it claims {claimed:,} bytes unpacked; at most {max_bytes:,} are read.")
@@ -211,7 +213,7 @@ _ARRAY_HEADER = re.compile(
 
 
 def _read_array(stream: IO[bytes], name: str, dtype: str, size: int) -> NDArray[Any]:
-    """Read one `.npy` member without believing its header: the claim must fit the bytes that are there.
+    """Read one `.npy` member without trusting its header: its claim must match the bytes that are there.
 
     The header is matched, not evaluated: NumPy's own reader parses it as Python.
     """
@@ -224,7 +226,7 @@ def _read_array(stream: IO[bytes], name: str, dtype: str, size: int) -> NDArray[
     if found != dtype:
         raise ScheduleFileError(f"{name} holds {found}, expected {dtype}.")
     if not re.fullmatch(r"\d{1,18},", shape):
-        raise ScheduleFileError(f"{name} has shape ({shape}), expected one number a transfer.")
+        raise ScheduleFileError(f"{name} has shape ({shape}), expected one number per transfer.")
     claimed, there = int(shape[:-1]) * np.dtype(dtype).itemsize, size - 10 - length
     if claimed != there:
         raise ScheduleFileError(f"{name} claims {claimed:,} bytes, but {there:,} are there.")
@@ -290,7 +292,7 @@ def _read_header(data: bytes) -> dict[str, Any]:
 
 
 def to_text(schedule: Schedule) -> str:
-    """Return the text form: a header, the owners, and one line a transfer under its step.
+    """Return the text form: a header, the owners, and one line per transfer under its step.
 
     >>> import meshmend as mm
     >>> print(to_text(mm.plan(mm.Mesh("2x2"), "hamiltonian")).split("step 1")[0])
@@ -370,7 +372,7 @@ def from_text(text: str) -> Schedule:
 
 
 def _header_of_text(line: str, version: int) -> bytes:
-    """Return the header line as the binary form has it."""
+    """Return the header line in the binary form."""
     try:
         header = json.loads(line)
         header["format"] = version

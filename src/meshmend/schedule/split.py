@@ -1,6 +1,6 @@
 """Split: the reduce-scatter and the all-gather that an all-reduce is made of.
 
-Between the two every chunk lies, summed, with its owner alone: that is where a sharded weight update happens.
+Between the two only its owner holds the sum of a chunk: that is where a sharded weight update happens.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import numpy as np
 from meshmend.errors import ScheduleError
 from meshmend.schedule import Collective, Op, Schedule
 
+__all__ = ["all_gather_of", "reduce_scatter_of"]
+
 
 def reduce_scatter_of(schedule: Schedule) -> Schedule:
-    """Return the first half of an all-reduce: its reductions, after which every chunk is complete at its owner.
+    """Return the reduce-scatter of an all-reduce: its reductions, after which every chunk is complete at its owner.
 
     >>> import meshmend as mm
     >>> reduce_scatter_of(mm.plan(mm.Mesh("4x4"), "hamiltonian"))
@@ -22,7 +24,7 @@ def reduce_scatter_of(schedule: Schedule) -> Schedule:
 
 
 def all_gather_of(schedule: Schedule) -> Schedule:
-    """Return the second half of an all-reduce: its copies, which bring every owner's chunks to all chips.
+    """Return the all-gather of an all-reduce: its copies, which send every owner's chunks to all chips.
 
     >>> import meshmend as mm
     >>> all_gather_of(mm.plan(mm.Mesh("4x4"), "hamiltonian"))
@@ -32,16 +34,21 @@ def all_gather_of(schedule: Schedule) -> Schedule:
 
 
 def _half(schedule: Schedule, op: Op, collective: Collective) -> Schedule:
-    """Keep the transfers of one kind, in the same order; steps that lose all of theirs are closed up.
+    """Keep the transfers of one kind, in the same order; empty steps are removed.
 
-    No planner copies a chunk before its sum is complete, so neither half misses what the other did. `verify` proves
-    that of each half; it is not taken for granted here.
+    No planner copies a chunk before its sum is complete, so neither schedule depends on the other's transfers. That is
+    not assumed here: `verify` proves each of them.
     """
     if schedule.collective is not Collective.ALL_REDUCE:
         raise ScheduleError(f"Only an all-reduce can be split: got a schedule of a {schedule.collective}.")
     if schedule.repeats > 1:
         return _half_of_repeated(schedule, op, collective)
     keep = schedule.op == op
+    if schedule.n_chunks[keep].sum() < schedule.total_chunks * (schedule.mesh.n_chips - 1):
+        raise ScheduleError(
+            f"{schedule.planner}'s all-reduce has no {collective} in it: its chips exchange partial sums and all keep "
+            f"them. Plan one as such, with plan(mesh, collective='{collective}')."
+        )
     _, step = np.unique(schedule.step[keep], return_inverse=True)
     used, phase = np.unique(schedule.phase[keep], return_inverse=True)
     return Schedule(

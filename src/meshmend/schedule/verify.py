@@ -1,8 +1,8 @@
 """Verify: proves that a schedule is what it says it is, over live chips and cables only.
 
-This file holds the specification of the collectives and shares no code with any planner. It follows, for every
+This file is the specification of the collectives and shares no code with any planner. It follows, for every
 chunk, how often each chip's contribution is in what each chip holds. A correct all-reduce has every contribution
-exactly once, everywhere.
+exactly once at every chip.
 
 Two ways of counting, and the result says which was used:
 
@@ -14,7 +14,7 @@ Two ways of counting, and the result says which was used:
   1. Let mᵢ be how often contribution i is in what one chip holds of one chunk, and T = Σ mᵢ. The number that travels
      is min(T, L) for L = 2³²: it starts at 1, a COPY brings its own along, and a REDUCE keeps it so because
      min(min(a, L) + min(b, L), L) = min(a + b, L). It never wraps, and where it says P < L, T is P.
-  2. A wrong schedule leaves some chip with a wrong chunk. Which one is settled before the numbers are drawn. If T ≠ P
+  2. A wrong schedule leaves some chip with a wrong chunk. Which one is fixed before the numbers are drawn. If T ≠ P
      there, it is caught. If T = P, then 0 ≤ mᵢ ≤ P < p, and some mᵢ − 1 is not 0, hence not 0 modulo p. So
      Σ (mᵢ − 1) rᵢ is a linear form over the field of p elements that is not 0, and independent, uniform rᵢ make it
      vanish with probability 1/p exactly.
@@ -31,9 +31,9 @@ with r·N added to each chunk and r·T to each step, which changes neither the o
 So in every repeat the cells end as those of the template do, and collide in a step if and only if those do. The owners
 are shifted likewise. Hence the whole keeps its promise if and only if the template does, whatever T and R are. ∎
 
-Chunks that always travel together are followed as one, so the work depends on the schedule, not on K. How much work it
-will be is found out from the schedule's numbers first: a schedule that would take too long, or too much memory, is
-refused before anything is expanded.
+Chunks that always travel together are followed as one, so the work depends on the schedule, not on K. The work is
+estimated from the schedule's numbers first: a schedule that would take too long, or too much memory, is refused before
+anything is expanded.
 """
 
 from __future__ import annotations
@@ -54,15 +54,17 @@ from meshmend.schedule import Collective, Op, Schedule
 from meshmend.schedule.faults import raise_collision, raise_dead_path, raise_wrong_sum
 from meshmend.topology import Mesh
 
+__all__ = ["Proof", "ensure_proven", "verify"]
+
 PRIME = np.uint64(2**61 - 1)
 MANY = np.uint64(2**32)
 """Where the count of contributions stops: far above any number of chips, far below what 64 bits hold twice."""
 EXACT_CELLS = 2**24
 """Largest (chips × chunks × chips) that is counted exactly by default: 16 MB of counters."""
 MAX_WORK = 2**33
-"""Numbers that are moved at most, in some ten minutes. A schedule that takes more is refused, not followed."""
+"""Limit of numbers moved, some ten minutes of work. A schedule that needs more is refused."""
 STEP_WORK = 2**10
-"""What it costs to turn to the next step, in numbers moved."""
+"""The overhead of a step, in numbers moved."""
 MAX_STATE_BYTES = 2**26
 """Contributions are followed for as many chunks at a time as fit in this; a step in the works takes five times more."""
 
@@ -103,8 +105,8 @@ def verify(
 ) -> Proof:
     """Prove a schedule, or raise a `VerificationError` that names step, chips, chunk, expected and got.
 
-    `mesh` asks whether the schedule still holds on another state of the same machine: after a new failure,
-    say. `method` forces a way of counting; `seed` makes fingerprints repeatable (otherwise they come from the
+    `mesh` checks the schedule against another state of the same machine, for example after a new
+    failure. `method` forces a way of counting; `seed` makes fingerprints repeatable (otherwise they come from the
     operating system, so that no file can be made to fool them).
 
     >>> from meshmend import Mesh, plan, verify
@@ -145,17 +147,17 @@ def verify(
 
 
 def ensure_proven(schedule: Schedule) -> None:
-    """Prove a schedule unless that was done already; engines call this before they run anything.
+    """Prove a schedule unless it is already proven; engines call this before they run anything.
 
-    `plan` and the plan cache return proven schedules, so this is free for them. A schedule that comes from a file, a
-    pickle or a user's hands is proven here, or refused with a `VerificationError`.
+    `plan` and the plan cache return proven schedules, so this is free for them. A schedule from a file, a
+    pickle or a user is proven here, or refused with a `VerificationError`.
     """
     if not schedule.is_proven:
         verify(schedule)
 
 
 def _check_transfers(schedule: Schedule) -> None:
-    """Refuse what cannot be right by its number of transfers, before any table of the mesh's size is made.
+    """Refuse schedules with too few transfers to be right, before any table of the mesh's size is built.
 
     Whatever the collective: all chips but one must send something, or all chips but one must be sent something.
     """
@@ -203,7 +205,7 @@ class _Classes:
 
 
 class _Tally:
-    """The specification: what a chip holds to begin with, and what the collective wants it to hold in the end.
+    """The specification: what a chip holds at the start, and what the collective requires it to hold at the end.
 
     Contributions are rows of `marks`: unit vectors for the exact method, where a 2 stands for two or more, or a random
     number and a 1, the count, for fingerprints. In an all-gather only the owner's counts; the others hold junk.
@@ -218,7 +220,7 @@ class _Tally:
         if self.is_exact:
             if self.n_chips**2 > MAX_STATE_BYTES:
                 raise VerificationError(
-                    f"To count {self.n_chips:,} chips exactly takes {self.n_chips**2:,} bytes for a chunk; at most "
+                    f"To count {self.n_chips:,} chips exactly takes {self.n_chips**2:,} bytes per chunk; at most "
                     f"{MAX_STATE_BYTES:,} are used. Use method='fingerprint'."
                 )
             self.marks = np.eye(self.n_chips, dtype=np.uint8)
@@ -243,7 +245,7 @@ class _Tally:
         return np.repeat(self.marks[:, None], n_classes, axis=1)
 
     def add(self, one: Words, other: Words) -> Words:
-        """Return the contributions of both. No count comes round to a smaller one."""
+        """Return the contributions of both. No count wraps."""
         both: Words = one + other
         if self.is_exact:
             return np.minimum(both, np.uint8(2), out=both)
@@ -252,7 +254,7 @@ class _Tally:
         return both
 
     def fault(self, held: Words, owners: NDArray[np.int64]) -> tuple[int, int] | None:
-        """Return (chip, class) of the first place that breaks the promise, lowest class first."""
+        """Return (chip, class) of the first wrong result, lowest class first."""
         wanted = self.marks[owners] if self.collective is Collective.ALL_GATHER else self.total
         wrong = (held != wanted).any(axis=2)
         if self.collective is Collective.REDUCE_SCATTER:
@@ -328,7 +330,7 @@ def _check_paths(schedule: Schedule, mesh: Mesh) -> None:
         walk = routing.trace(mesh, src, dst)
     except RoutingError as error:
         raise VerificationError(f"Transfers between chips that are not neighbours have no routes. {error}") from error
-    # Do not take the router's word for it: follow the links and see where they lead.
+    # Do not trust the router: follow the links and see where they lead.
     at = src.copy()
     order = np.argsort(walk.hop, kind="stable")
     edges = np.searchsorted(walk.hop[order], np.arange(walk.hop.max(initial=-1) + 2))
@@ -342,4 +344,6 @@ def _check_paths(schedule: Schedule, mesh: Mesh) -> None:
         at[flow] = beyond
     lost_flows = np.flatnonzero(at != dst)
     if len(lost_flows):
-        raise_dead_path(schedule, int(row_of[lost_flows[0]]), "no live path joins them", "The survivors are cut apart.")
+        raise_dead_path(
+            schedule, int(row_of[lost_flows[0]]), "no live path joins them", "The survivors are not connected."
+        )

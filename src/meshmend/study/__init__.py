@@ -1,4 +1,4 @@
-"""Study: planners against each other, and against the paper. Stands on planning and on cost; neither knows of it."""
+"""Study: planners compared with each other and with the paper. Uses planning and cost; neither depends on it."""
 
 from meshmend.study.compare import Comparison, PlannerResult, compare
 from meshmend.study.reproduce import Reproduction, reproduce

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 HOLE = "4x2@6,8"
-HOLE_SOURCE = "the paper says 4x2; where it lies is not said. Away from the edges, on even rows and columns"
+HOLE_SOURCE = "the paper says 4x2, but not where; here away from the edges, on even rows and columns"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A row of both tables. Overheads are the part of the device's step time that the all-reduce takes."""
+    """A row of both tables. Overheads are the fraction of the device's step time that the all-reduce takes."""
 
     model: str
     shape: str
@@ -27,12 +27,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """How tables and messages call it."""
+        """Its name in tables and messages."""
         return f"{self.model}, {self.chips}"
 
     @property
     def ratio(self) -> float:
-        """All-reduce with the hole over all-reduce without, where the compute time of a chip is the same."""
+        """Ratio of the all-reduce time with the hole to that without, for the same compute time per chip."""
         return self.overhead_holed / (1 - self.overhead_holed) * (1 - self.overhead) / self.overhead
 
 
@@ -47,7 +47,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class PaperWorkload:
-    """What a model brings: its gradients, and how long a step took on a full mesh of 1024 chips."""
+    """A model: its gradients, and how long a step took on a full mesh of 1024 chips."""
 
     model: str
     parameters: float

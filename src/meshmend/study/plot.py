@@ -57,7 +57,7 @@ def _dress(axes: Axes, comparison: Comparison, full: Comparison | None, least: l
     entries = comparison.entries + (full.entries if full is not None else ())
     times = [seconds for entry in entries for seconds in entry.sweep]
     low = min(times, default=least[-1])
-    # Below the fastest plan the bound alone runs on to zero: that part of the picture says nothing.
+    # Below the fastest plan only the bound continues, towards zero: that part of the plot is cut off.
     axes.set_ylim(bottom=low / 4)
     axes.set_xlim(comparison.payloads[0], comparison.payloads[-1])
     axes.fill_between(comparison.payloads, least, axes.get_ylim()[0], color="black", alpha=0.06, lw=0)

@@ -1,8 +1,8 @@
 """Reproduce: the paper's tables 1 and 2 beside ours.
 
-The paper gives the part of a step that the all-reduce takes, not its time, and neither the rate nor the latency that
-its engine reached. With the length of a step (see `paper`) the *full-mesh* column gives four all-reduce times; the
-link rate and the latency of a step are fitted to these, and nothing else is. The holed column is then a prediction:
+The paper gives the fraction of a step that the all-reduce takes, not its time, and neither the rate nor the latency
+that its engine reached. With the length of a step (see `paper`) the *full-mesh* column gives four all-reduce times; the
+link rate and the step latency are fitted to these, and to nothing else. The holed column is then a prediction:
 `row-pairs` on the holed mesh, on the same fitted hardware.
 """
 
@@ -48,7 +48,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """A case of the paper, and what we make of it.
+    """A case of the paper, and our figures for it.
 
     `implied_s` is the full-mesh all-reduce that the paper's figures imply; `residual` how far our fitted one is
     from it. `compute_s` is the rest of the step, the same with and without the hole.
@@ -69,27 +69,27 @@ class CaseResult:
 
     @property
     def overhead(self) -> float:
-        """Our all-reduce's part of a step on the full mesh."""
+        """Our all-reduce's fraction of a step on the full mesh."""
         return self.full.seconds / (self.compute_s + self.full.seconds)
 
     @property
     def overhead_holed(self) -> float:
-        """Our all-reduce's part of a step on the holed mesh: a prediction."""
+        """Our all-reduce's fraction of a step on the holed mesh: a prediction."""
         return self.holed.seconds / (self.compute_s + self.holed.seconds)
 
     @property
     def ratio(self) -> float:
-        """Our all-reduce with the hole over ours without."""
+        """Ratio of our all-reduce time with the hole to that without."""
         return self.holed.seconds / self.full.seconds
 
     @property
     def efficiency(self) -> float:
-        """Work per chip and second with the hole over that without; the batch of a chip is the same."""
+        """Ratio of the work per chip and second with the hole to that without; the batch per chip is the same."""
         return (self.compute_s + self.full.seconds) / (self.compute_s + self.holed.seconds)
 
     @property
     def minutes_holed(self) -> float:
-        """Table 1's full-mesh time, scaled by our efficiency and by the chips that are left."""
+        """Table 1's full-mesh time, scaled by our efficiency and by the number of remaining chips."""
         return self.case.minutes / self.efficiency * self.case.chips / self.case.chips_holed
 
 
@@ -109,7 +109,7 @@ def reproduce(
     segments: Sequence[int] = SEGMENTS,
     on_plan: Callable[[str], None] | None = None,
 ) -> Reproduction:
-    """Fit on the paper's full-mesh columns, predict its holed ones.
+    """Fit to the paper's full-mesh columns, predict its holed ones.
 
     `resnet_compute_s` and `bert_compute_s` replace the published step times where a better figure for the compute
     part of a step on 1024 chips (32 images, 8 sequences per chip) is known: from the TPU compiler, say.
@@ -169,7 +169,7 @@ def _step_seconds(case: Case, compute_s: float | None) -> float:
 
 
 def _fit(times: Callable[[Hardware], list[float]], wanted: list[float]) -> Hardware:
-    """Find the link rate, up to the line rate, and the step latency whose times are nearest, in proportion."""
+    """Fit the link rate, up to the line rate, and the step latency, by least squares of the logarithms."""
     from scipy.optimize import least_squares
 
     def hardware(x: NDArray[np.float64]) -> Hardware:
@@ -179,7 +179,7 @@ def _fit(times: Callable[[Hardware], list[float]], wanted: list[float]) -> Hardw
         return [math.log(ours / theirs) for ours, theirs in zip(times(hardware(x)), wanted, strict=True)]
 
     low, high = (math.log(1e9), math.log(1e-8)), (math.log(FABRIC.link_bytes_per_s), math.log(1e-3))
-    # The best schedule changes with the hardware, so the residuals have kinks: start from several places.
+    # The best schedule changes with the hardware, so the residuals have kinks: start from several points.
     starts = [(math.log(rate), math.log(latency)) for rate in (40e9, 70e9) for latency in (1e-6, 1e-5)]
     found = [least_squares(residuals, start, bounds=(low, high), diff_step=[1e-3, 1e-3]) for start in starts]
     return hardware(min(found, key=lambda result: float(result.cost)).x)

@@ -1,6 +1,6 @@
 """Topology: which chips there are, which have failed, and which cables join the survivors.
 
-Everything is held in arrays, never in an object per chip, so that a 512×512 mesh costs milliseconds.
+Everything is stored in arrays, never in one object per chip, so that a 512×512 mesh costs milliseconds.
 
 Numbering. A chip is named by its coordinate; a *rank* is its position among the live chips in row-major order.
 A *direction* is `2 * axis` towards larger coordinates and `2 * axis + 1` towards smaller ones, so that in 2-D

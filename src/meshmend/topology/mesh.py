@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
 MAX_CHIPS = 2**24
-"""Ranks are 32-bit and a mesh holds a few arrays of its size: beyond this a shape is a mistake, not a machine."""
+"""Ranks are 32-bit and a mesh has a few arrays of its size: a larger shape is a mistake."""
 
 MAX_AXES = 8
 
@@ -32,7 +32,7 @@ class Mesh:
     """A mesh or torus of chips in any number of dimensions, some of which may have failed. Immutable.
 
     `wrap` says which axes wrap, as in a torus (one bool for all, or one per axis); an axis of one or two chips
-    has nothing to close and counts as plain. `failed` lists regions, coordinates or their short forms;
+    has no wrap cable and counts as plain. `failed` lists regions, coordinates or their short forms;
     `failed_cables` lists pairs of neighbouring coordinates. Shapes may be given as `"16x32"`.
 
     `cable_rates` gives the rate of slow cables, as a fraction of the hardware's link rate: 1/2 for a cable that lost
@@ -72,7 +72,7 @@ class Mesh:
         cables = {self._check_cable(cable) for cable in failed_cables}
         rates = self._check_rates(cable_rates)
         cables |= {cable for cable, rate in rates.items() if rate == 0}
-        # A cable that touches a failed chip is gone already; leaving it out makes equal machines equal values.
+        # A cable of a failed chip is already gone; leaving it out makes equal machines equal values.
         self._failed_cables = tuple(sorted(c for c in cables if self._live[c[0]] and self._live[c[1]]))
         slow = sorted(cable for cable, rate in rates.items() if rate < 1 and cable not in cables)
         self._slow_cables = tuple((c, rates[c]) for c in slow if self._live[c[0]] and self._live[c[1]])
@@ -84,7 +84,7 @@ class Mesh:
 
     @property
     def wrap(self) -> tuple[bool, ...]:
-        """For each axis, whether its ends are joined."""
+        """For each axis, whether it wraps."""
         return self._wrap
 
     @property
@@ -94,7 +94,7 @@ class Mesh:
 
     @property
     def n_directions(self) -> int:
-        """Links that a chip in the middle of the mesh sends on: two an axis."""
+        """Links that a chip in the middle of the mesh sends on: two per axis."""
         return 2 * len(self._shape)
 
     @property
@@ -134,7 +134,7 @@ class Mesh:
 
     @cached_property
     def holes(self) -> tuple[Region, ...]:
-        """The failed chips as disjoint boxes: the same boxes however the failures were written down."""
+        """The failed chips as disjoint boxes: the same boxes however the failures were given."""
         return tuple(cut_into_boxes(~self._live))
 
     @cached_property
@@ -146,7 +146,7 @@ class Mesh:
 
     @cached_property
     def coords(self) -> IntArray:
-        """Coordinates of the live chips, one row a rank."""
+        """Coordinates of the live chips, one row per rank."""
         return _frozen(np.argwhere(self._live).astype(np.int32))
 
     @cached_property
@@ -167,7 +167,7 @@ class Mesh:
 
     @cached_property
     def cables(self) -> IntArray:
-        """Live cables as pairs of ranks, one row a cable, ordered by axis and then by rank."""
+        """Live cables as pairs of ranks, one row per cable, ordered by axis and then by rank."""
         ranks = np.arange(self.n_chips, dtype=np.int32)
         columns = [np.stack([ranks, self.neighbours[:, d]], axis=1) for d in range(0, self.n_directions, 2)]
         pairs = np.concatenate(columns)
@@ -232,7 +232,7 @@ class Mesh:
     @cached_property
     def graph(self) -> csr_array[np.int8]:
         """The live cables as a SciPy graph over ranks, each cable once: search it with `directed=False`."""
-        # SciPy takes a noticeable part of `import meshmend`; only questions about the graph pay.
+        # Importing SciPy would slow down `import meshmend`, so only callers that need the graph pay for it.
         from scipy.sparse import coo_array
 
         a, b = self.cables.T
@@ -241,7 +241,7 @@ class Mesh:
 
     @cached_property
     def component_of(self) -> IntArray:
-        """For each rank the number of its connected part, counted from 0."""
+        """For each rank the number of its connected component, counted from 0."""
         from scipy.sparse.csgraph import connected_components
 
         _, labels = connected_components(self.graph, directed=False)
@@ -249,7 +249,7 @@ class Mesh:
 
     @property
     def n_components(self) -> int:
-        """Number of connected parts that the survivors form."""
+        """Number of connected components of the survivors."""
         return int(self.component_of.max()) + 1
 
     @property
@@ -381,14 +381,14 @@ def _check_shape(shape: Sequence[int] | str) -> tuple[int, ...]:
     for n in checked:
         size *= n
     if size > MAX_CHIPS:
-        raise MeshError(f"A {name_shape(checked)} mesh has {size:,} chips; meshmend carries up to {MAX_CHIPS:,}.")
+        raise MeshError(f"A {name_shape(checked)} mesh has {size:,} chips; the limit is {MAX_CHIPS:,}.")
     return checked
 
 
 def _check_wrap(wrap: bool | Sequence[bool], shape: tuple[int, ...]) -> tuple[bool, ...]:
     asked = (wrap,) * len(shape) if isinstance(wrap, bool) else tuple(wrap)
     if not all(isinstance(w, bool | np.bool_) for w in asked):
-        # A text or a list of axis numbers is a sequence too, and would be read as one truth per axis.
+        # A string or a list of axis numbers is a sequence too, and would be read as one bool per axis.
         raise MeshError(f"wrap is True, False, or one of them per axis, as in (False, True): got {wrap!r}.")
     if len(asked) != len(shape):
         raise MeshError(f"wrap needs one value for each of {len(shape)} axes: got {len(asked)}.")

@@ -87,7 +87,7 @@ def cut_into_boxes(mask: NDArray[np.bool_]) -> list[Region]:
 def all_placements(
     mesh_shape: Sequence[int], hole_shape: Sequence[int], *, align: Sequence[int] | int = 2
 ) -> list[Region]:
-    """Return every place of a hole in a mesh whose corner lies on a multiple of `align` on each axis.
+    """Return every position of a hole in a mesh whose corner is a multiple of `align` on each axis.
 
     >>> [str(host) for host in all_placements((4, 4), (4, 2), align=(4, 2))]
     ['4x2@0,0', '4x2@0,2']

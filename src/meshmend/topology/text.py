@@ -34,7 +34,7 @@ def parse_chip(text: str) -> Coordinate:
 
 
 def parse_wrap(text: str, n_axes: int, given: str) -> list[bool]:
-    """Say of each axis whether it closes on itself; `given` is how an error begins, naming where the text is from.
+    """Return for each axis whether it wraps; `given` starts an error message and names the source of the text.
 
     >>> parse_wrap("0,2", 3, given="--wrap 0,2:")
     [True, False, True]
@@ -48,12 +48,12 @@ def parse_wrap(text: str, n_axes: int, given: str) -> list[bool]:
 
 
 def name_shape(shape: Sequence[int]) -> str:
-    """Write a shape the way the command line reads it."""
+    """Format a shape as the command line reads it."""
     return "x".join(str(n) for n in shape)
 
 
 def name_cable(cable: Cable) -> str:
-    """Write a cable the way the command line reads it."""
+    """Format a cable as the command line reads it."""
     return "-".join(",".join(map(str, end)) for end in cable)
 
 

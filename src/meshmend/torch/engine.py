@@ -14,7 +14,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from meshmend.schedule.verify import ensure_proven
 from meshmend.torch.channel import MAX_MESSAGES, Channel, Deadline, TransportError
 from meshmend.torch.payload import check_payload, combine_of, describe, kind_of, memory_of, overwrite
 from meshmend.torch.program import ChipProgram, compile_program
-from meshmend.torch.run import Run
+from meshmend.torch.run import ProgramRun
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
 
@@ -115,7 +115,7 @@ class Engine:
         """What has made this engine useless, if something has."""
         return self._channel.error
 
-    def all_reduce(self, payload: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+    def all_reduce(self, payload: Annotated[torch.Tensor, "[...]"], op: Any = dist.ReduceOp.SUM) -> None:
         """Reduce a contiguous tensor in place over all chips; every chip ends with the same bits.
 
         Raises `PayloadError` for a tensor that cannot be reduced, and `DisagreementError` on every chip if they do not
@@ -126,7 +126,7 @@ class Engine:
         check_payload(payload, kind)
         self.reduce(payload, kind, describe([payload], kind))
 
-    def reduce(self, payload: torch.Tensor, kind: Any, words: str) -> None:
+    def reduce(self, payload: Annotated[torch.Tensor, "[...]"], kind: Any, words: str) -> None:
         """Reduce a payload that has been checked; `words` say what it is, and members agree on them."""
         self._reduce(payload, kind, words, self._channel.ticket())
 
@@ -136,7 +136,7 @@ class Engine:
             deadline = Deadline(self.timeout)
             self._agree(f"call {ticket}, {words}, {self._plan}", deadline)
             flat = memory_of(payload)
-            run = Run(self._program, self._channel, self._members, flat, combine_of(kind), deadline)
+            run = ProgramRun(self._program, self._channel, self._members, flat, combine_of(kind), deadline)
             try:
                 run.go()
             except TransportError as error:
@@ -179,7 +179,9 @@ class Engine:
         mesh = self.schedule.mesh
         return mesh.chip(rank) if rank < mesh.n_chips else (member,)
 
-    def start(self, payload: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.futures.Future[torch.Tensor]:
+    def start(
+        self, payload: Annotated[torch.Tensor, "[...]"], op: Any = dist.ReduceOp.SUM
+    ) -> torch.futures.Future[torch.Tensor]:
         """Start `all_reduce` and return a future of the payload. A payload that is refused is refused at once."""
         kind = kind_of(op)
         check_payload(payload, kind)

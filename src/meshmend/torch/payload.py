@@ -8,14 +8,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 
 from meshmend.errors import ParameterError, PayloadError
 
-Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Flat = Annotated[torch.Tensor, "[S]"]
+"""A payload's elements in a row, or a run of them."""
+Combine = Callable[[Flat, Flat], Flat]
 
 _COMBINE: dict[Any, Combine] = {
     dist.ReduceOp.SUM: torch.Tensor.add_,
@@ -121,7 +123,7 @@ def describe(tensors: Sequence[torch.Tensor], kind: Any, names: Any = None) -> s
     return f"{NAMES[kind]} of {len(shapes)} {dtype} tensors, {n_elements:,} elements, names and shapes {digest}"
 
 
-def memory_of(payload: torch.Tensor) -> torch.Tensor:
+def memory_of(payload: Annotated[torch.Tensor, "[...]"]) -> Flat:
     """Return the payload's elements in a row: a plain tensor over the same memory, without autograd or other modes.
 
     A tensor that is conjugated or negated lazily has other values than its memory: it is copied, and `overwrite` puts
@@ -133,7 +135,7 @@ def memory_of(payload: torch.Tensor) -> torch.Tensor:
     return flat.set_(payload.untyped_storage(), payload.storage_offset(), (payload.numel(),), (1,))
 
 
-def overwrite(tensor: torch.Tensor, values: torch.Tensor) -> None:
+def overwrite(tensor: Annotated[torch.Tensor, "[...]"], values: Flat) -> None:
     """Put reduced values into a tensor; autograd learns that it has changed."""
     if tensor.data_ptr() == values.data_ptr() and not (tensor.is_conj() or tensor.is_neg()):
         if not tensor.is_inference():

@@ -24,7 +24,7 @@ AHEAD_BYTES = 32 * 2**20
 ready behind whatever else is queued on the way back: too few, and links idle."""
 
 
-class Run:
+class ProgramRun:
     """Runs a program on `flat`, the payload's elements in a row. `members[r]` is the group's number for rank r."""
 
     def __init__(
@@ -185,7 +185,7 @@ class Run:
 class _Inbox:
     """Receives from one neighbour: posted ahead, in order, each in its own slot of a ring of buffers."""
 
-    def __init__(self, run: Run, peer: int, numbers: list[int]) -> None:
+    def __init__(self, run: ProgramRun, peer: int, numbers: list[int]) -> None:
         self._run = run
         self._member = run.members[peer]
         self._numbers = numbers
@@ -231,7 +231,7 @@ class _Outbox:
     there first: sums of late chunks would keep back the results of early ones.
     """
 
-    def __init__(self, run: Run, numbers: list[int]) -> None:
+    def __init__(self, run: ProgramRun, numbers: list[int]) -> None:
         self._run = run
         self._numbers = numbers
         self._ready: set[int] = set()

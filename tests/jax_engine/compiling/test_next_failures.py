@@ -78,7 +78,7 @@ def run(session: Session, build: Callable[[Any], None]) -> CompileAhead:
     return ahead
 
 
-def test_a_build_that_fails_is_told_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_build_that_fails_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
     path = tmp_path / "timeline.jsonl"
 
     def build(fabric: Any) -> None:
@@ -100,7 +100,7 @@ def test_a_build_that_fails_is_told_and_the_others_go_on(tmp_path: Path) -> None
     assert {event["lost"]: event.get("why_not") for event in read_timeline(path)} == {0: None, 4: None, **expected}
 
 
-def test_losses_that_cannot_be_listed_are_told() -> None:
+def test_losses_that_cannot_be_listed_are_reported() -> None:
     def fabrics() -> Any:
         yield 0, 0
         raise RuntimeError("no devices")

@@ -159,9 +159,7 @@ def plan_together(both: list[Session], *args: Any, **parameters: Any) -> list[An
         return list(pool.map(one, both))
 
 
-def test_survivors_wait_for_a_plan_that_takes_longer_than_the_timeout(
-    board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_survivors_wait_for_a_plan_that_takes_longer_than_the_timeout(board: Board, tmp_path: Path) -> None:
     made: list[str] = []
 
     def slow(*args: Any, **parameters: Any) -> Any:
@@ -170,9 +168,8 @@ def test_survivors_wait_for_a_plan_that_takes_longer_than_the_timeout(
             time.sleep(3.0)
         return mm.plan(*args, **parameters)
 
-    monkeypatch.setattr("meshmend.jax.job.session.plan", slow)
     both = sessions(board)
-    first, second = plan_together(both, "hamiltonian", cache=PlanCache(tmp_path))
+    first, second = plan_together(both, "hamiltonian", make=slow, cache=PlanCache(tmp_path))
     assert first == second
     assert [session.timeline.events[-1]["from_cache"] for session in both] == [False, True]
     assert both[1].timeline.events[-1]["seconds"] >= 2.5
@@ -185,34 +182,30 @@ def test_a_plan_that_cannot_be_made_is_the_same_error_everywhere(board: Board, t
     assert (str(first), first.alternatives) == (str(second), second.alternatives)
 
 
-def test_a_planner_that_dies_of_something_else_is_reported(
-    board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_planner_that_dies_of_something_else_is_reported(board: Board, tmp_path: Path) -> None:
     def broken(*args: Any, **parameters: Any) -> Any:
         raise OSError("stale file handle")
 
-    monkeypatch.setattr("meshmend.jax.job.session.plan", broken)
-    first, second = plan_together(sessions(board), "hamiltonian", cache=PlanCache(tmp_path))
+    first, second = plan_together(sessions(board), "hamiltonian", make=broken, cache=PlanCache(tmp_path))
     assert str(first) == "stale file handle"
     assert str(second) == "Process 0 could not plan: OSError: stale file handle. See its log."
 
 
 TWO = """
 import os, sys, time
+from meshmend import plan
 from meshmend.jax.job import Launch, initialize
-from meshmend.jax.job import session as module
 
-def slow(*args, plan=module.plan, **parameters):
+def slow(*args, **parameters):
     if sys.argv[2] == "0":
         print("planning", flush=True)
         time.sleep(float(sys.argv[3]))
     return plan(*args, **parameters)
 
-module.plan = slow
 launch = Launch(sys.argv[1], 2, int(sys.argv[2]))
 with initialize("2x4", "2x2", place=int(sys.argv[2]), launch=launch, timeout_s=60) as session:
     session.coordination.timeout_s = 5.0
-    print(session.plan("hamiltonian", cache=sys.argv[4]).mesh.n_chips, flush=True)
+    print(session.plan("hamiltonian", make=slow, cache=sys.argv[4]).mesh.n_chips, flush=True)
 """
 
 

@@ -1,7 +1,7 @@
 """Damaged copies and checkpoints: what is restored was truly saved at the step that it claims, or there is an error.
 
 Each case damages a few files of small states that were really saved, in one of the ways that disks, memory, operators
-and old files do it, and restores. The judge knows every state that was saved, bit by bit.
+and old files do it, and restores. The test knows every state that was saved, bit by bit.
 """
 
 from __future__ import annotations

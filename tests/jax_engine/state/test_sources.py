@@ -113,7 +113,7 @@ def test_a_damaged_copy_in_memory_does_not_block_the_disk(tmp_path: Path) -> Non
     assert_is_step(again, found, 2)
 
 
-def test_if_nothing_is_whole_the_job_does_not_start_anew(tmp_path: Path) -> None:
+def test_if_nothing_is_whole_the_job_does_not_start_over(tmp_path: Path) -> None:
     options = on_disk(tmp_path, 1)
     for path in arrays_on_disk(tmp_path, 1):
         path.write_bytes(b"")
@@ -262,7 +262,7 @@ def test_another_job_does_not_go_on_from_this_ones_state(tmp_path: Path, monkeyp
     assert_is_step(again, again.restore(), 500)
 
 
-def test_two_writers_of_one_folder_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_writers_of_one_folder_are_distinguished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FolderLock.take, "__kwdefaults__", {"timeout_s": 0.0})
     code = (
         "import sys; from pathlib import Path; from meshmend.jax.state.folders import FolderLock\n"

@@ -78,7 +78,7 @@ def bits(tree: Any) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["halves", "program"])
+@pytest.fixture(scope="module", params=[True, False], ids=["pair", "program"])
 def whole(request: pytest.FixtureRequest) -> Trained:
     return Trained((), request.param)
 
@@ -101,6 +101,16 @@ def test_vectors_hold_the_elements_in_the_order_of_the_parameters(whole: Trained
     vectors = whole.vectors()
     if not any(whole.layout.is_sharded):
         assert list(vectors) == ["replicated float32", "replicated bfloat16", "replicated int32"]
+        # Arrays of one dtype one after the other, in the order of the leaves: weights, then both moments.
+        adam = whole.state[1][0]
+        trees = [whole.state[0], adam.mu, adam.nu]
+        for dtype, keys in (("float32", "ac"), ("bfloat16", "b")):
+            own = np.concatenate([np.ravel(tree[key]) for tree in trees for key in keys])
+            assert vectors[f"replicated {dtype}"].tobytes() == own.tobytes()
+        assert vectors["replicated int32"].tolist() == [2]
+        moments = vectors["replicated float32"].reshape(3, -1)[1:]
+        for found, tree in zip(moments, (state[0].mu, state[0].nu), strict=True):
+            np.testing.assert_allclose(found, np.concatenate([np.ravel(tree[key]) for key in "ac"]), rtol=1e-6)
         return
     for name, tree in (("sharded 0", state[0].mu), ("sharded 1", state[0].nu)):
         expected = np.concatenate([np.ravel(tree[key]) for key in sorted(tree)])
@@ -120,6 +130,13 @@ def test_a_step_on_the_smaller_mesh_takes_the_state_up(whole: Trained, holed: Tr
     params, state = holed.layout.to_devices(whole.vectors(), holed.fresh)
     assert jax.tree.map(lambda x: x.sharding, (params, state)) == jax.tree.map(lambda x: x.sharding, holed.state)
     assert int(jax.tree.leaves(state)[0]) == 2
+    # One more step, on both meshes, with gradients of the same exact mean: 2 for each example.
+    new = {}
+    for trained, (weights, moments) in ((whole, whole.state), (holed, (params, state))):
+        batch = jnp.full((trained.fabric.mesh.n_chips, 2), 2.0)
+        new[trained] = jax.jit(trained.training.step)(weights, moments, batch, trained.program)[0]
+    assert bits(new[holed]) == bits(new[whole])
+    assert bits(new[whole]) != bits(whole.state[0])
 
 
 def copies_of(trained: Trained, step: int = 7) -> dict[int, Copy]:
@@ -234,7 +251,7 @@ def test_a_killed_writer_leaves_the_older_copies(whole: Trained, tmp_path: Path)
     assert [found.step for found in memory.read()[0]] == [7, 8]
 
 
-def test_a_folder_that_cannot_be_written_is_told(whole: Trained, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(whole: Trained, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(RestartError, match=r"cannot keep a copy of step 7: File exists.* MESHMEND_MEMORY"):
         HostMemory(tmp_path / "file").write(copies_of(whole)[0])

@@ -19,7 +19,7 @@ def rooted_trees(mesh: Mesh, n_chunks: int, seed: int) -> Rooted:
 
 
 def assert_in_order(mesh: Mesh, rooted: Rooted, slots: Slots) -> None:
-    """Check by plain loops: one way up and one down a cell, after what they wait for, one chunk a link."""
+    """Check by plain loops: one way up and one down a cell, after what they wait for, one chunk per link."""
     n_chunks, n = rooted.parent.shape
     up = {int(c): int(t) for t, c, d in zip(slots.step, slots.cell, slots.down, strict=True) if not d}
     down = {int(c): int(t) for t, c, d in zip(slots.step, slots.cell, slots.down, strict=True) if d}

@@ -88,7 +88,7 @@ def test_random_survivors_come_near_the_bound(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("n", [8, 16, 32])
-def test_full_square_meets_the_bound_exactly(n: int) -> None:
+def test_full_square_reaches_the_bound_exactly(n: int) -> None:
     schedule = mm.plan(mm.Mesh((n, n)), "weave", chunks=4 * n)
     assert busiest_link_load(schedule) == (n + 1) / (2 * n) == bound_of_full_square(n)
 

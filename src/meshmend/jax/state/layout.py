@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from meshmend.jax.state.identity import Identity
 from meshmend.jax.training import TrainStep
 from meshmend.jax.validation import check_program
 
-Vectors = dict[str, NDArray[Any]]
+Vectors = dict[str, Annotated[NDArray[Any], "[S]"]]
 """The whole state, apart from any mesh: flat vectors by name."""
 
 
@@ -124,7 +124,7 @@ class Outline:
             if chunk < self.total_chunks and length > 0:
                 yield row, start, length
 
-    def collect(self, device: int, dtype: str, part: NDArray[Any], into: Vectors) -> None:
+    def collect(self, device: int, dtype: str, part: Annotated[NDArray[Any], "[P]"], into: Vectors) -> None:
         """Put a device's part where it belongs in the vectors."""
         for name, start, at, length in self.runs(device, dtype):
             into[name][start : start + length] = part[at : at + length]
@@ -280,7 +280,7 @@ class StateLayout:
         params, state = jax.tree.unflatten(self.structure, found)
         return params, state
 
-    def _shards_to_devices(self, which: int, old: jax.Array, vector: NDArray[Any]) -> jax.Array:
+    def _shards_to_devices(self, which: int, old: jax.Array, vector: Annotated[NDArray[Any], "[S]"]) -> jax.Array:
         parts = []
         for shard in old.addressable_shards:
             rows = np.array(shard.data)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,8 @@ from meshmend.jax.state.fetch import wait_for
 from meshmend.jax.state.layout import StateLayout
 from meshmend.jax.state.memory import Copy, HostMemory
 
-Parts = dict[str, tuple[jax.Array, jax.Array]]
-"""For each dtype every device's own part, and the one of another host that it keeps; one row a device."""
+Parts = dict[str, tuple[Annotated[jax.Array, "[D, P]"], Annotated[jax.Array, "[D, P]"]]]
+"""For each dtype every device's own part, and the one of another host that it keeps; one row per device."""
 
 
 def backup_chips(host_of_chip: Sequence[int]) -> list[int]:

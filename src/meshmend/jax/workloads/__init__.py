@@ -22,6 +22,8 @@ from meshmend.jax.program import Program, abstract_program
 from meshmend.jax.workloads import bert, resnet
 from meshmend.schedule import Schedule
 
+__all__ = ["WORKLOADS", "Workload", "abstract_arguments", "compile_workload", "find_workload", "train_step"]
+
 
 @dataclass(frozen=True)
 class Workload:

@@ -1,6 +1,6 @@
-"""Weave: any connected survivors, close to what the cables can carry at all.
+"""Weave: any connected survivors, close to the limit that the cables set.
 
-Each chunk is summed up a spanning tree to its root and copied back down it. Many trees share the cables evenly
+Each chunk is reduced up a spanning tree to its root and broadcast back down. Many trees share the cables evenly
 (`trees`), their roots are spread over the chips (`roots`), and the chunks follow each other so closely that links
 are busy from soon after the start to shortly before the end, with sums of later chunks going up while earlier
 ones come down (`slots`). docs/weave.md says why this is near the bound, and why no ring scheme can be.
@@ -26,9 +26,9 @@ from meshmend.topology import Mesh
 
 PHASES = ("reduce to the roots", "broadcast from the roots")
 CHUNKS_PER_SIDE = 16
-"""Chunks for each chip along each side, unless told: filling and draining then adds about a fifth."""
+"""Default chunks per chip along each side: filling and draining then add about a fifth."""
 MOST_CHUNKS = 4096
-"""Unless told, no more chunks than this, and fewer where the schedule would have more than `MAX_TRANSFERS`."""
+"""Default limit of chunks; fewer where the schedule would have more than `MAX_TRANSFERS`."""
 MAX_TRIED_TRANSFERS = 2**22
 TRIED_TRANSFERS_PER_CHIP = 2**9
 """Where planners are compared, no number of chunks but the default is tried that gives more transfers than the larger
@@ -41,7 +41,7 @@ FEW_TREES = 256
 @final
 @dataclass(frozen=True)
 class Weave(Planner):
-    """One chunk a spanning tree, many trees woven through the mesh: for any connected survivors.
+    """One spanning tree per chunk, many trees woven through the mesh: for any connected survivors.
 
     `chunks` cuts the payload: more of them bring the time of long payloads closer to the bound, and make more
     steps. Left out, it grows with the sides of the mesh.
@@ -63,7 +63,7 @@ class Weave(Planner):
         """Return this planner and one with about the best number of chunks.
 
         The time is steps · (step_cost + 1/K) with steps = load · K + filling: least where K² is
-        filling / (load · step_cost). It is flat there, so that a power of two close by will do.
+        filling / (load · step_cost). It is flat there, so a power of two nearby is good enough.
         """
         if self.chunks is not None:
             return [self]
@@ -79,7 +79,7 @@ class Weave(Planner):
         return [self] if tuned == default else [self, Weave(chunks=tuned)]
 
     def floor(self, mesh: Mesh) -> Floor:
-        """Return what trees cost at least: each uses P−1 of the cables, and a link carries one chunk a step."""
+        """Return what trees cost at least: each uses P−1 of the cables, and a link carries one chunk per step."""
         load, n = _least_load(mesh), mesh.n_chips
         per_chunk = load * mesh.rates.sum() / Pieces.of(mesh).rates.sum() if mesh.has_slow_cables else load
         steps = math.ceil((self.chunks or default_chunks(mesh)) * per_chunk - 1e-9)
@@ -142,7 +142,7 @@ def _least_load(mesh: Mesh) -> float:
 
 
 def default_chunks(mesh: Mesh) -> int:
-    """Return the number of chunks that weave takes unless told.
+    """Return weave's default number of chunks.
 
     >>> default_chunks(Mesh("32x32"))
     1024

@@ -1,8 +1,8 @@
 """Slots: which chunk crosses which link in which step.
 
 Every chunk has a tree. Its transfers go up from the leaves to the root (adding) and down again (copying); one may
-go once those before it in its tree have gone. A link takes one chunk a step, and a chip does not take the same
-chunk from two sides in one step. Steps are found by following the network step by step: each link takes, of the
+go once those before it in its tree have gone. A link carries one chunk per step, and a chip does not receive the same
+chunk from two sides in one step. Steps are found by simulating the network step by step: each link takes, of the
 transfers that may go, the one that is due first.
 
 What is due when decides how well links stay busy. A chunk is due at its root when all chunks before it have had

@@ -38,7 +38,7 @@ BLOCK_CELLS = 2**20
 
 @dataclass(frozen=True)
 class Trees:
-    """Spanning trees of the live chips, one row a tree: their cables, and the axis that their lines follow."""
+    """Spanning trees of the live chips, one row per tree: their cables, and the axis that their lines follow."""
 
     mesh: Mesh
     cables: NDArray[np.int32]

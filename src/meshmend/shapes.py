@@ -1,0 +1,23 @@
+"""The axes of arrays that cross a boundary, each with one letter.
+
+Signatures say an array's dtype and axes as JAX prints them: `Annotated[jax.Array, "int32[N, R]"]` is a table with a row
+per chip; `"[N, ...]"` has any dtype and any further axes, `"[]"` is a number. `tests/test_shapes.py` holds all of them
+to the letters below. They are for readers: what the engines are given they check themselves.
+"""
+
+from __future__ import annotations
+
+AXES = {
+    "N": "live chips, in order of rank",
+    "C": "cores per chip",
+    "D": "devices, N × C, core by core and chip by chip",
+    "K": "chunks of the payload",
+    "n": "elements of a chunk",
+    "R": "chunks that a chip has room for: those of the chip that owns most",
+    "T": "steps of a loop",
+    "L": "lanes of a loop",
+    "E": "edges, one per pair of chips that exchange messages",
+    "B": "examples of a batch that a device has",
+    "S": "elements of a whole array or payload, flat",
+    "P": "elements of a device's part of the state, flat",
+}

@@ -1,0 +1,122 @@
+"""Latency: few steps, exact sums, on whatever survives; and what auto makes of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from checks import assert_serves
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshmend import Mesh, PlanError, plan, predict, verify
+from meshmend.cost import StepDemand, find_hardware
+from meshmend.errors import LoweringError, ParameterError, ScheduleError
+from meshmend.planning import Auto, Latency, Weave
+from meshmend.planning.latency.sites import lay_out
+from meshmend.schedule.split import all_gather_of, reduce_scatter_of
+from strategies import meshes
+
+HOLED = Mesh("16x32", failed=["4x2@6,8"])
+LARGE = Mesh("32x32", failed=["4x2@6,8"])
+XLA = "tpu-v4-xla"
+
+
+@settings(max_examples=60, deadline=None)
+@given(meshes(max_side=5, connected=True), st.integers(0, 6), st.sampled_from([1, 2]))
+def test_sums_are_exact_on_any_survivors(mesh: Mesh, halvings: int, parts: int) -> None:
+    schedule = Latency(halvings, parts).plan(mesh)
+    assert_serves(schedule)
+    levels = mesh.n_chips.bit_length() - 1
+    folds = 2 * (mesh.n_chips != 2**levels)
+    assert schedule.n_steps == levels + min(halvings, levels) + folds
+
+
+@given(meshes(max_side=6, connected=True))
+@settings(max_examples=40, deadline=None)
+def test_every_chip_has_a_site_or_is_folded_into_one(mesh: Mesh) -> None:
+    sites = lay_out(mesh)
+    assert sites.n <= mesh.n_chips < 2 * sites.n
+    everybody = np.concatenate([sites.chips, sites.folded[sites.folded >= 0]])
+    assert sorted(everybody.tolist()) == list(range(mesh.n_chips))
+
+
+@pytest.mark.parametrize(("mesh", "limits"), [(HOLED, (90, 110)), (LARGE, (105, 130))], ids=str)
+def test_short_payloads_on_the_papers_meshes(mesh: Mesh, limits: tuple[int, int]) -> None:
+    for payload, microseconds in zip((4e3, 64e3), limits, strict=True):
+        schedule = plan(mesh, "latency", payload_bytes=payload, hardware=XLA)
+        assert predict(schedule, payload, XLA).seconds <= microseconds * 1e-6
+        few = plan(mesh, "weave", payload_bytes=payload, hardware=XLA, verify=False)
+        assert predict(schedule, payload, XLA).seconds < 0.65 * predict(few, payload, XLA).seconds
+
+
+def test_steps_and_hops_on_a_full_mesh_are_what_a_butterfly_has() -> None:
+    # 1 + 2 + 4 hops along each axis, and three steps for each.
+    seconds = StepDemand(Latency().plan(Mesh("8x8"))).seconds(1e-9, find_hardware(XLA))
+    assert seconds == pytest.approx(6 * 2e-6 + 14 * 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "hops"),
+    [
+        (Mesh("1x16", wrap=True), 1 + 1 + 3 + 5),
+        (Mesh("8x8", wrap=True), 2 * (1 + 1 + 3)),
+        (Mesh("4x8", wrap=(False, True)), 1 + 2 + 1 + 1 + 3),
+        (Mesh("4x4x4", wrap=True), 3 * (1 + 1)),
+    ],
+    ids=str,
+)
+def test_tori_take_the_distances_of_swing(mesh: Mesh, hops: int) -> None:
+    schedule = Latency().plan(mesh)
+    assert_serves(schedule)
+    levels = mesh.n_chips.bit_length() - 1
+    assert schedule.n_steps == levels
+    assert StepDemand(schedule).seconds(1e-9, find_hardware(XLA)) == pytest.approx(levels * 2e-6 + hops * 1e-6)
+
+
+def test_auto_takes_it_for_short_payloads_and_trees_for_long_ones() -> None:
+    mesh = Mesh("8x8", failed=["2x2@2,2"])
+    assert Auto(4e3, XLA).choose(mesh).planner.name == "latency"
+    assert Auto(1e8, XLA).choose(mesh).planner.name == "weave"
+
+
+def test_between_neighbours_only_another_is_taken() -> None:
+    mesh = Mesh("4x6", failed=["2x2@0,2"])
+    with pytest.raises(LoweringError):
+        plan(mesh, "latency", neighbours_only=True)
+    taken = plan(mesh, payload_bytes=4e3, hardware=XLA, neighbours_only=True)
+    assert not taken.planner.startswith("latency")
+    assert (mesh.link(taken.src, taken.dst) >= 0).all()
+
+
+def test_it_has_no_halves_and_says_so() -> None:
+    schedule = Latency(halvings=2).plan(Mesh("4x4"))
+    with pytest.raises(ScheduleError, match="latency's all-reduce has no all-gather in it: its chips exchange partial"):
+        all_gather_of(schedule)
+    verify(reduce_scatter_of(schedule))  # every chip has more than it must
+    for collective in ("all-gather", "reduce-scatter"):
+        with pytest.raises(
+            PlanError, match=r"its all-reduce cannot be split .* Take 'gather', which plans one as such"
+        ):
+            plan(Mesh("4x4"), "latency", collective=collective)
+
+
+def test_too_many_chips_are_refused_at_once() -> None:
+    with pytest.raises(
+        PlanError, match="latency cannot plan for 1x5000: it serves at most 2,048 chips, and 5,000 surv"
+    ):
+        plan(Mesh("1x5000"), "latency")
+
+
+def test_parameters_that_make_no_sense() -> None:
+    with pytest.raises(ParameterError, match="parts is 3, expected 1 or 2"):
+        Latency(parts=3)
+    with pytest.raises(ParameterError, match="halvings is -1, expected a whole number"):
+        Latency(halvings=-1)
+
+
+def test_the_same_mesh_gives_the_same_plan() -> None:
+    mesh = Mesh("7x9", failed=["2x3@2,4"])
+    one = Latency(1, 2).plan(mesh)
+    lay_out.cache_clear()
+    assert Latency(1, 2).plan(mesh) == one
+    assert one.n_transfers < Weave().n_transfers(mesh)
