@@ -136,7 +136,7 @@ def predict(
             seconds_on,
             chosen,
             bound_seconds=_bound_of(schedule).seconds(payload_bytes, chosen.link_bytes_per_s),
-            busiest_seconds=busiest[0].load * payload_bytes / chosen.link_bytes_per_s if busiest else 0.0,
+            busiest_seconds=busiest[0].time * payload_bytes / chosen.link_bytes_per_s if busiest else 0.0,
         ),
     )
 

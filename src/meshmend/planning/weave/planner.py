@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from meshmend.errors import ParameterError
 from meshmend.planning.base import MAX_TRANSFERS, CannotServe, Floor, Planner, check_count
 from meshmend.planning.weave.periodic import choose_trees, least_period, least_seconds, make_template
+from meshmend.planning.weave.pieces import Pieces
 from meshmend.planning.weave.roots import choose_roots, order_trees
 from meshmend.planning.weave.slots import MAX_PLACES, Slots, assign_steps
 from meshmend.planning.weave.trees import Rooted, grow, measure, reroot
@@ -120,7 +121,7 @@ class Weave(Planner):
         affordable = int(self.budget_s / TRANSFER_SECONDS)
         most = min(MOST_CHUNKS, _most_chunks(mesh, min(affordable, MAX_TRANSFERS)))
         found = [self, replace(self, chunks=best_chunks(FILLING_PER_SIDE, most))]
-        if self.owners != "even" and mesh.n_chips > 1:
+        if self.owners != "even" and mesh.n_chips > 1 and not mesh.has_slow_cables:
             trees = choose_trees(mesh)
             most = max(1, min(MOST_REPEATED_PER_SIDE * sides, MOST_REPEATED) // trees)
             repeats = min(most, max(1, round(best_chunks(REPEATED_FILLING_PER_SIDE, most * trees) / trees)))
@@ -138,19 +139,33 @@ class Weave(Planner):
     def floor(self, mesh: Mesh) -> Floor:
         """Return what trees cost at least: each uses P−1 of the cables, and a link carries one chunk per step."""
         load, n = _least_load(mesh), mesh.n_chips
-        steps = math.ceil(self._n_chunks(mesh) * load)
+        per_chunk = load * mesh.rates.sum() / Pieces.of(mesh).rates.sum() if mesh.has_slow_cables else load
+        steps = math.ceil(self._n_chunks(mesh) * per_chunk - 1e-9)
         return Floor(steps=steps, link_load=load, chip_load=2 * (n - 1) / n)
 
     def n_transfers(self, mesh: Mesh) -> int:
         """Return what trees have: each chunk crosses P−1 cables on its way up, and as many down.
 
-        Of what is repeated only the template is made.
+        Of what is repeated only the template is made. Over slow cables a chunk goes in pieces: how many is only known
+        afterwards, so that this is the most.
         """
-        return 2 * (mesh.n_chips - 1) * (self.trees or self._n_chunks(mesh))
+        chunks = self.trees or self._n_chunks(mesh)
+        whole = 2 * (mesh.n_chips - 1) * chunks
+        if not mesh.has_slow_cables:
+            return whole
+        pieces = Pieces.of(mesh)
+        slow = (pieces.per_step > 0) & (pieces.per_step < pieces.per_chunk)
+        # A cable of p/q takes q/p + 1 steps for a chunk, and about p/q of the chunks that others carry.
+        return whole + 4 * int(slow.sum()) * chunks
 
     def _check(self, mesh: Mesh) -> None:
         """Refuse too many chunks for so many chips."""
         if self.trees is not None:
+            if mesh.has_slow_cables:
+                raise CannotServe(
+                    "a template is for cables of one rate, and some are slow. Leave out trees: then every chunk is planned "
+                    "by itself."
+                )
             return
         most = min(MAX_PLACES // mesh.n_link_slots, _most_chunks(mesh, MAX_TRANSFERS))
         if self.chunks is not None and self.chunks > most:
@@ -191,15 +206,18 @@ class Weave(Planner):
                 phases=PHASES,
             )
             return template.repeated(chunks // self.trees, period)
-        trees = grow(mesh, _n_trees(mesh, chunks))
+        pieces = Pieces.of(mesh) if mesh.has_slow_cables else None
+        trees = grow(mesh, _n_trees(mesh, chunks), None if pieces is None else pieces.rates)
         eccentricity, somewhere = measure(trees)
         tree_of = order_trees(trees, eccentricity.min(axis=1), chunks, ends=sum(mesh.shape) // 2)
         roots = choose_roots(eccentricity, tree_of)
         rooted = reroot(somewhere, tree_of, roots)
-        uses = np.bincount(trees.cables[tree_of].ravel(), minlength=1)
+        uses = np.bincount(trees.cables[tree_of].ravel(), minlength=mesh.n_cables)
+        if pieces is not None:
+            uses = np.ceil(uses / np.maximum(pieces.rates, 1 / pieces.per_chunk))
         thorough = THOROUGH * TRANSFER_SECONDS * self.n_transfers(mesh) <= self.budget_s
-        slots = assign_steps(mesh, rooted, pace=float(uses.max()) / chunks, thorough=thorough)
-        return _schedule(mesh, rooted, slots, roots)
+        slots = assign_steps(mesh, rooted, pace=float(uses.max()) / chunks, thorough=thorough, pieces=pieces)
+        return _schedule(mesh, rooted, slots, roots, pieces)
 
 
 def check_budget(budget_s: float) -> float:
@@ -236,8 +254,8 @@ def _within_budget(found: list[Weave], mesh: Mesh, step_cost: float, budget_s: f
 
 
 def _least_load(mesh: Mesh) -> float:
-    """Return the payload fraction that the busiest link carries at least: (P−1)/E."""
-    return (mesh.n_chips - 1) / max(1, mesh.n_cables)
+    """Return the payload fraction that the busiest link carries at least: (P−1)/E, where a cable counts by its rate."""
+    return (mesh.n_chips - 1) / max(1.0, float(mesh.rates.sum()))
 
 
 def default_chunks(mesh: Mesh) -> int:
@@ -262,20 +280,31 @@ def _n_trees(mesh: Mesh, chunks: int) -> int:
     return min(chunks, whole_rounds or trees)
 
 
-def _schedule(mesh: Mesh, rooted: Rooted, slots: Slots, roots: NDArray[np.int64]) -> Schedule:
-    chunk, rank = np.divmod(slots.cell, np.int32(mesh.n_chips))
-    parent = rooted.parent.ravel()[slots.cell]
-    op = np.where(slots.down, np.uint8(Op.COPY), np.uint8(Op.REDUCE))
+def _schedule(
+    mesh: Mesh, rooted: Rooted, slots: Slots, roots: NDArray[np.int64], pieces: Pieces | None = None
+) -> Schedule:
+    step, cell, down = slots.step, slots.cell, slots.down
+    per_chunk, first, n_pieces = 1, np.int32(0), np.int32(1)
+    if pieces is not None and slots.spans is not None:
+        per_chunk = pieces.per_chunk
+        row, step, first, n_pieces = slots.spans.cut(step, per_chunk)
+        order = np.argsort(step, kind="stable")
+        cell, down = cell[row[order]], down[row[order]]
+        step, first, n_pieces = step[order], first[order], n_pieces[order]
+    chunk, rank = np.divmod(cell, np.int32(mesh.n_chips))
+    parent = rooted.parent.ravel()[cell]
+    op = np.where(down, np.uint8(Op.COPY), np.uint8(Op.REDUCE))
     return Schedule(
         mesh,
-        total_chunks=len(roots),
-        step=slots.step,
-        src=np.where(slots.down, parent, rank),
-        dst=np.where(slots.down, rank, parent),
-        first_chunk=chunk,
+        total_chunks=len(roots) * per_chunk,
+        step=step,
+        src=np.where(down, parent, rank),
+        dst=np.where(down, rank, parent),
+        first_chunk=chunk * np.int32(per_chunk) + first,
+        n_chunks=n_pieces,
         op=op,
         phase=op,
         phase_names=PHASES,
-        owners=roots,
+        owners=np.repeat(roots, per_chunk),
         planner=Weave.name,
     )

@@ -7,7 +7,8 @@ least has been carried. On a full N×N mesh 2N trees then use every cable exactl
 
 Holes break lines and spines. So a tree is taken as the lightest spanning tree where a cable weighs little if it
 belongs to the comb, and much once it has carried more than its share: a broken comb mends itself over the cables
-beside it, and no cable is used much more than the others, whatever has failed.
+beside it, and no cable is used much more than the others, whatever has failed. A slow cable's share is less by its
+rate.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ OVERLOAD_WEIGHT = 8.0
 """Weight of each further use, in ranks of the comb: large, so that hardly any cable goes beyond the allowance."""
 DISTANCE_WEIGHT = 0.5
 """Weight of a mend as far from the spine as the mesh is long: near mends keep the tree shallow."""
+UNUSED_WEIGHT, NEVER = 1e9, 1e-6
+"""Weight of a cable that is not to be used, and what stands for its rate of 0."""
 LOAD_WEIGHT = 0.01
 NOISE_WEIGHT = 0.005
 """Between equals the less used cable goes first, then chance decides (seeded: plans repeat)."""
@@ -55,8 +58,10 @@ class Rooted:
     depth: NDArray[np.int32]
 
 
-def grow(mesh: Mesh, n_trees: int) -> Trees:
-    """Return `n_trees` spanning trees of a connected mesh that share its cables evenly.
+def grow(mesh: Mesh, n_trees: int, rates: NDArray[np.float64] | None = None) -> Trees:
+    """Return `n_trees` spanning trees of a connected mesh that share its cables evenly, or by their `rates`.
+
+    Cables of rate 0 are not used.
 
     >>> trees = grow(Mesh("4x4"), 8)
     >>> set(np.bincount(trees.cables.ravel()).tolist())      # each of 24 cables in 5 of the 8 trees
@@ -64,12 +69,16 @@ def grow(mesh: Mesh, n_trees: int) -> Trees:
     """
     combs = Combs(mesh)
     chance = np.random.default_rng(0)
+    shares = np.ones(mesh.n_cables) if rates is None else np.maximum(rates, NEVER)
+    per_share = mesh.n_cables / max(shares.sum(), 1.0)
 
     def weigh(load: NDArray[np.float64], fair: float) -> tuple[int, NDArray[np.float64]]:
-        axis, weight = combs.next(load)
-        beyond = load - fair
+        axis, weight = combs.next(load / shares)
+        beyond = load / shares - fair * per_share
         weight += LOAD_WEIGHT * beyond + NOISE_WEIGHT * chance.random(len(load))
         weight += OVERLOAD_WEIGHT * np.maximum(beyond - ALLOWANCE, 0.0)
+        if rates is not None:
+            weight[rates == 0] += UNUSED_WEIGHT
         return axis, weight
 
     return lightest_trees(mesh, n_trees, weigh)
