@@ -115,7 +115,8 @@ class _Balance:
             least, since = (overload, 0) if overload < least else (least, since + 1)
             if overload == 0 or since == PATIENCE:
                 break
-            cable = int(self._chance.choice(over))
+            # The busiest first: it decides the period, should moves run out.
+            cable = int(self._chance.choice(np.flatnonzero(load == load.max())))
             heat[cable] += 1.0
             swap = self._best_swap(cable, load, heat)
             if swap is None:
