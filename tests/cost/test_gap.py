@@ -9,7 +9,7 @@ import pytest
 
 import meshmend as mm
 from meshmend.cost import Gap, Hardware, predict
-from meshmend.cost.predict import MODES, Mode
+from meshmend.cost.hardware import MODES, Mode
 
 HOLED = mm.Mesh("8x8", failed=["2x2@2,2"])
 plan = functools.cache(mm.plan)

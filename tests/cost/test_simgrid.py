@@ -85,6 +85,14 @@ def test_row_pairs_agree_at_full_size() -> None:
 
 
 @needs_simgrid
+@pytest.mark.parametrize("payload", [4e3, pytest.param(64e3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shape", ["16x32", pytest.param("32x32", marks=pytest.mark.slow)])
+def test_short_payloads_agree_at_full_size(shape: str, payload: float) -> None:
+    schedule = plan(Mesh(shape, failed=["4x2@6,8"]), "latency", payload_bytes=payload, hardware="tpu-v4-xla")
+    check_agreement(schedule, payload, "tpu-v4-xla")
+
+
+@needs_simgrid
 @pytest.mark.slow
 @pytest.mark.parametrize("segments", [1, 2])
 def test_row_pairs_agree_at_full_size_in_segments(segments: int) -> None:

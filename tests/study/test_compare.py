@@ -8,7 +8,7 @@ import pytest
 
 from meshmend import Mesh, PlanError, plan
 from meshmend.cost import Hardware, bound, find_hardware, predict
-from meshmend.cost.predict import Mode
+from meshmend.cost.hardware import Mode
 from meshmend.planning import PLANNERS
 from meshmend.study.compare import COLUMNS, Comparison, PlannerResult, compare
 

@@ -18,8 +18,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from meshmend.cost import DEFAULT_HARDWARE, PRESETS, Hardware, find_hardware
-from meshmend.cost.hardware import adjusted
-from meshmend.cost.predict import MODES, Mode
+from meshmend.cost.hardware import MODES, Mode, adjusted
 from meshmend.cost.units import parse_bytes, parse_rate, parse_seconds
 from meshmend.errors import ParameterError
 from meshmend.planning import PLANNERS, Planner, make_planner

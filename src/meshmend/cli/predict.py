@@ -85,6 +85,7 @@ def _show(schedule: Schedule, forecast: Forecast) -> None:
                 (name_seconds(forecast.seconds), "bold"), f" ({forecast.mode}, {schedule.n_steps:,} steps)"
             ),
             "bound": f"{name_seconds(forecast.bound_seconds)} = {forecast.bound}",
+            "with latency": f"at least {name_seconds(forecast.least_seconds)}: {_floor(forecast)}",
             "ratio": f"{forecast.ratio_to_bound:.3f}× the bound",
             "busiest links": f"{forecast.busiest_link_load:.4f} of the payload{over_rate}: {busiest}",
             "by phase": _listed(forecast, forecast.by_phase),
@@ -101,3 +102,7 @@ def _listed(forecast: Forecast, parts: dict[str, float]) -> str:
         else plain(name)
         for name, seconds in parts.items()
     )
+
+
+def _floor(forecast: Forecast) -> str:
+    return forecast.bound.highest_floor(forecast.payload_bytes, forecast.hardware.link_bytes_per_s).why

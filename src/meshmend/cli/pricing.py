@@ -25,6 +25,7 @@ def forecast_facts(forecast: Forecast) -> dict[str, Any]:
     return {
         "seconds": forecast.seconds,
         "bound_seconds": forecast.bound_seconds,
+        "least_seconds": forecast.least_seconds,
         "ratio_to_bound": forecast.ratio_to_bound,
         "busiest_link_load": forecast.busiest_link_load,
         "busiest_links": [

@@ -22,6 +22,7 @@ are tightest without that limit are tried: the bound is valid, but a tighter one
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -30,6 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.cost.cuts import narrowest_cut, narrowest_partition
+from meshmend.cost.hardware import Hardware, Mode, find_hardware
+from meshmend.cost.time_floor import TimeFloor, time_floors
 from meshmend.errors import MeshError, ParameterError, name_chip
 from meshmend.schedule import Collective
 from meshmend.topology import Mesh
@@ -61,10 +64,27 @@ class Bound:
     cables: int
     why: str
     is_exact: bool = True
+    floors: tuple[TimeFloor, ...] = ()
+    """What steps and hops cost at least besides, where the bound was asked for `hardware`."""
 
     def seconds(self, payload_bytes: float, link_bytes_per_s: float) -> float:
-        """Return the least time for a payload over links of that rate, without latency."""
+        """Return the least time for a payload over links of that rate, by bandwidth alone."""
         return self.units * payload_bytes / link_bytes_per_s
+
+    def least_seconds(self, payload_bytes: float, link_bytes_per_s: float) -> float:
+        """Return the least time with what steps and hops cost (`time_floor`), where the bound knows the hardware.
+
+        >>> bound(Mesh("16x32", failed=["4x2@6,8"]), hardware="tpu-v4-xla").least_seconds(4e3, 50e9)  # 9 steps, 46 hops
+        6.404e-05
+        """
+        highest = self.highest_floor(payload_bytes, link_bytes_per_s)
+        return highest.seconds + highest.units * payload_bytes / link_bytes_per_s
+
+    def highest_floor(self, payload_bytes: float, link_bytes_per_s: float) -> TimeFloor:
+        """Return what binds a payload over links of that rate: one of the floors, or bandwidth alone."""
+        unit = payload_bytes / link_bytes_per_s
+        floors = self.floors or (TimeFloor(0.0, self.units, self.why),)
+        return max(floors, key=lambda floor: floor.seconds + floor.units * unit)
 
     def __str__(self) -> str:
         return f"{'' if self.is_exact else 'at least '}{self.units:.4f} M/b: {self.why}"
@@ -77,11 +97,15 @@ def bound(
     links_at_once: int | None = None,
     collective: Collective = Collective.ALL_REDUCE,
     shares: tuple[int, ...] | None = None,
+    hardware: str | Hardware | None = None,
+    mode: Mode = "lock-step",
 ) -> Bound:
     """Return the least time of any all-reduce over the live chips of `mesh`, in units of M/b.
 
     `links_at_once` is how many of its links a chip can drive at once, None for all. What a reduce-scatter or an
     all-gather takes depends on who owns how much: `shares` has one number per rank; None means equal shares.
+    Told the `hardware`, it has that number from there, and knows the least time with latency as well
+    (`Bound.least_seconds`), for engines that wait as `mode` says.
 
     >>> print(bound(Mesh("16x32", failed=["4x2@6,8"])))
     0.5278 M/b: the narrow places of the mesh: 153 parts are joined by only 288 cables
@@ -97,8 +121,12 @@ def bound(
             f"The survivors of {mesh} are in {mesh.n_components} parts with no live cable between them, so no "
             f"{collective} joins them all. Plan for one part, or repair a cable."
         )
-    width = _chip_widths(mesh)
-    drives = width if links_at_once is None else np.minimum(width, links_at_once)
+    if hardware is not None:
+        chosen = find_hardware(hardware)
+        if links_at_once not in (None, chosen.links_at_once):
+            raise ParameterError(f"links_at_once is {links_at_once}, and the hardware has its own: {chosen}.")
+        return _with_latency(mesh, chosen, mode, collective, shares)
+    drives = _drives(mesh, links_at_once)
     if collective is Collective.ALL_REDUCE:
         return _bound_all_reduce(mesh, drives)
     owned = (1,) * mesh.n_chips if shares is None else shares
@@ -107,6 +135,23 @@ def bound(
             f"shares has {len(owned)} numbers, expected one for each of {mesh.n_chips} chips, 0 or more."
         )
     return _bound_half(mesh, drives, owned, "send" if collective is Collective.REDUCE_SCATTER else "receive")
+
+
+def _with_latency(
+    mesh: Mesh, hardware: Hardware, mode: Mode, collective: Collective, shares: tuple[int, ...] | None
+) -> Bound:
+    """Return the bound with the floors of its hardware."""
+    plain = bound(mesh, links_at_once=hardware.links_at_once, collective=collective, shares=shares)
+    owns = np.ones(mesh.n_chips, np.bool_) if shares is None else np.asarray(shares) > 0
+    drives = _drives(mesh, hardware.links_at_once)
+    floors = time_floors(mesh, hardware, mode, collective, units=plain.units, drives=drives, owns=owns)
+    return dataclasses.replace(plain, floors=floors)
+
+
+def _drives(mesh: Mesh, links_at_once: int | None) -> Floats:
+    """Return how many links' worth of data each chip sends at once."""
+    width = _chip_widths(mesh)
+    return width if links_at_once is None else np.minimum(width, links_at_once)
 
 
 def _chip_widths(mesh: Mesh) -> Floats:

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Literal
 
 from meshmend.cost.units import name_rate, name_seconds
 from meshmend.errors import ParameterError
+
+Mode = Literal["lock-step", "asynchronous"]
+"""How an engine waits: every chip for the end of each step, or each for its own data and links alone."""
+MODES: tuple[Mode, ...] = ("lock-step", "asynchronous")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,15 +10,12 @@ from numpy.typing import NDArray
 from meshmend.cost.asynchronous import arrivals
 from meshmend.cost.bound import Bound, bound
 from meshmend.cost.gap import Gap, decompose
-from meshmend.cost.hardware import DEFAULT_HARDWARE, Hardware, find_hardware
+from meshmend.cost.hardware import DEFAULT_HARDWARE, MODES, Hardware, Mode, find_hardware
 from meshmend.cost.paths import TransferPaths
 from meshmend.cost.step_demand import StepDemand
 from meshmend.cost.units import name_bytes, name_seconds
 from meshmend.errors import Coordinate, ParameterError, name_chip
 from meshmend.schedule import Collective, Schedule
-
-Mode = Literal["lock-step", "asynchronous"]
-MODES: tuple[Mode, ...] = ("lock-step", "asynchronous")
 
 N_BUSIEST = 5
 """Links named in a forecast."""
@@ -53,7 +49,8 @@ class Forecast:
     for a reduce-scatter or an all-gather), `bound` says what limits it, and `ratio_to_bound` how far this one is.
     `by_phase` sums to `seconds`. In lock-step, the time of a step is shared among the phases in it by the chunks that
     they move. Asynchronously phases overlap freely, so each is given the time from the end of the phase that ended
-    before it to its own end. `gap` sums to `seconds` as well, and says what keeps them from the bound.
+    before it to its own end. `least_seconds` is the least time with latency. `gap` sums to `seconds` as well, and says
+    what keeps them from the bound.
     """
 
     seconds: float
@@ -70,6 +67,11 @@ class Forecast:
     def bound_seconds(self) -> float:
         """The bound for this payload over these links."""
         return self.bound.seconds(self.payload_bytes, self.hardware.link_bytes_per_s)
+
+    @property
+    def least_seconds(self) -> float:
+        """The least time of any schedule on this hardware, with what steps and hops cost at least."""
+        return self.bound.least_seconds(self.payload_bytes, self.hardware.link_bytes_per_s)
 
     @property
     def ratio_to_bound(self) -> float:
@@ -123,7 +125,7 @@ def predict(
 
     return Forecast(
         seconds=seconds,
-        bound=_bound_of(schedule, chosen.links_at_once),
+        bound=_bound_of(schedule, chosen, mode),
         payload_bytes=payload_bytes,
         hardware=chosen,
         mode=mode,
@@ -133,19 +135,19 @@ def predict(
         gap=decompose(
             seconds_on,
             chosen,
-            bound_seconds=_bound_of(schedule, None).seconds(payload_bytes, chosen.link_bytes_per_s),
+            bound_seconds=_bound_of(schedule).seconds(payload_bytes, chosen.link_bytes_per_s),
             busiest_seconds=busiest[0].time * payload_bytes / chosen.link_bytes_per_s if busiest else 0.0,
         ),
     )
 
 
-def _bound_of(schedule: Schedule, links_at_once: int | None) -> Bound:
+def _bound_of(schedule: Schedule, hardware: Hardware | None = None, mode: Mode = "lock-step") -> Bound:
     """Return the bound of a schedule's collective; only that of an all-reduce does not depend on the owners' shares."""
     shares: tuple[int, ...] | None = None
     if schedule.collective is not Collective.ALL_REDUCE:
         owned = np.bincount(schedule.owners, minlength=schedule.mesh.n_chips)
         shares = None if (owned == owned[0]).all() else tuple((owned // np.gcd.reduce(owned)).tolist())
-    return bound(schedule.mesh, links_at_once=links_at_once, collective=schedule.collective, shares=shares)
+    return bound(schedule.mesh, collective=schedule.collective, shares=shares, hardware=hardware, mode=mode)
 
 
 def _lock_step_phases(demand: StepDemand, payload_bytes: float, hardware: Hardware) -> dict[str, float]:

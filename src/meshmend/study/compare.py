@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshmend.cost.bound import Bound, bound
-from meshmend.cost.hardware import DEFAULT_HARDWARE, Hardware, find_hardware
-from meshmend.cost.predict import Forecast, Mode, predict
+from meshmend.cost.hardware import DEFAULT_HARDWARE, Hardware, Mode, find_hardware
+from meshmend.cost.predict import Forecast, predict
 from meshmend.cost.step_demand import StepDemand
 from meshmend.planning import PLANNERS, Auto, Planner, make_planner
 from meshmend.schedule import Collective, Schedule
