@@ -304,4 +304,4 @@ def test_a_repeated_schedule_is_the_program_of_its_expanded_form(seed: int) -> N
         return
     whole = template.repeated(3, 1 + seed % template.n_steps)
     for rank in range(whole.mesh.n_chips):
-        assert compile_program(whole, rank) == compile_program(whole.expanded(), rank)
+        assert program.compile_program(whole, rank) == program.compile_program(whole.expanded(), rank)

@@ -169,7 +169,7 @@ def _lower_repeated(schedule: Schedule) -> tuple[tuple[Loop, ...], Repeat]:
         collective=schedule.collective,
         may_idle=True,
     )
-    first = folded.first_chunk - turn[order] * np.int32(template.total_chunks)
+    first = (folded.first_chunk - turn[order] * template.total_chunks).astype(np.int32)
     loop = _loop(folded, _stretch(folded, 0, folded.n_steps), first)
     idle = [(0, 0), (0, period - loop.n_steps), (0, 0)]
     lanes = tuple(Lane(lane.pairs, lane.run, tuple(sorted({*lane.ops, KEEP}))) for lane in loop.lanes)

@@ -163,8 +163,8 @@ class Weave(Planner):
         if self.trees is not None:
             if mesh.has_slow_cables:
                 raise CannotServe(
-                    "a template is for cables of one rate, and some are slow. Leave out trees: then every chunk is planned "
-                    "by itself."
+                    "a template is for cables of one rate, and some are slow. Leave out trees: then every chunk is "
+                    "planned by itself."
                 )
             return
         most = min(MAX_PLACES // mesh.n_link_slots, _most_chunks(mesh, MAX_TRANSFERS))
@@ -284,7 +284,8 @@ def _schedule(
     mesh: Mesh, rooted: Rooted, slots: Slots, roots: NDArray[np.int64], pieces: Pieces | None = None
 ) -> Schedule:
     step, cell, down = slots.step, slots.cell, slots.down
-    per_chunk, first, n_pieces = 1, np.int32(0), np.int32(1)
+    per_chunk = 1
+    first, n_pieces = np.zeros_like(step), np.ones_like(step)
     if pieces is not None and slots.spans is not None:
         per_chunk = pieces.per_chunk
         row, step, first, n_pieces = slots.spans.cut(step, per_chunk)
