@@ -25,12 +25,12 @@ from meshmend.schedule import Collective, Schedule
 MAX_LOOPS = 8
 """A program has no more loops than this, however long the schedule."""
 MERGE_COST = 0.01
-"""Neighbouring stretches become one loop if that moves at most this part more: a loop costs compile time."""
+"""Neighbouring stretches become one loop if that moves at most this fraction more: a loop costs compile time."""
 MIXED_COST = 1.25
 """What a move costs where some chips add and others replace, against a loop in which all do the same."""
 
 KEEP = 2
-"""Beside `Op.REDUCE` and `Op.COPY`: nothing arrives on this lane, and what the chip holds stays as it is."""
+"""Besides `Op.REDUCE` and `Op.COPY`: nothing arrives on this lane, and the chip keeps what it holds."""
 
 Owned = Annotated[NDArray[np.int32], "int32[N, R]"]
 """For each rank the chunks that it owns."""

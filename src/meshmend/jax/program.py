@@ -113,8 +113,8 @@ class ProgramPair(NamedTuple):
 def install(schedule: Schedule, fabric: Fabric) -> Program:
     """Lower a schedule and put its tables on the fabric's devices.
 
-    A schedule that is not proven yet (from a file, or made by hand) is proven here, or refused. It must be made for the
-    chips that the fabric has, and for no cable that the fabric has not: a plan for a torus does not fit a mesh.
+    A schedule that is not proven yet (from a file, or made by hand) is proven here, or refused. It must be for the
+    chips of the fabric, and use no cable that the fabric does not have: a plan for a torus does not fit a mesh.
 
     >>> import jax, meshmend as mm, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
@@ -178,12 +178,12 @@ def _check_fit(schedule: Any, mesh: Mesh) -> None:
     planned = schedule.mesh
     if not np.array_equal(planned.live, mesh.live):
         raise ScheduleError(f"The schedule is for {planned!r}, but the fabric is {mesh!r}. Plan for fabric.mesh.")
-    # Fewer cables are no fault: a plan for a mesh runs on a torus too.
+    # Fewer cables are fine: a plan for a mesh runs on a torus too.
     absent = {_ends(cable) for cable in planned.cables} - {_ends(cable) for cable in mesh.cables}
     if absent:
         a, b = (name_chip(mesh.coords[rank]) for rank in min(absent))
         raise ScheduleError(
-            f"The schedule is for {planned!r}, which has {len(absent)} cables that the fabric, {mesh!r}, has not: one "
+            f"The schedule is for {planned!r}, which has {len(absent)} cables that the fabric, {mesh!r}, lacks: one "
             f"joins {a} and {b}. Plan for fabric.mesh; or, if the machine has them, give discover() its wrap."
         )
 

@@ -36,7 +36,7 @@ def plan(
     neighbours_only: bool = False,
     **parameters: Any,
 ) -> Schedule:
-    """Plan a collective over the live chips of `mesh`, proven before it is returned: an all-reduce, unless told.
+    """Plan a collective over the live chips of `mesh`, proven before it is returned: by default an all-reduce.
 
     `planner` is a name from `PLANNERS`, with its parameters as keywords, or a planner object. By default
     it is the fastest of all for `payload_bytes` on `hardware`. Any other planner that is named takes these two as well,
@@ -83,7 +83,7 @@ def choose(mesh: Mesh, chooser: Chooser) -> Choice:
 
 
 def make_planner(name: str, *, collective: str | Collective | None = None, **parameters: Any) -> Planner:
-    """Return the planner of that name with those parameters, for that collective: an all-reduce, unless told.
+    """Return the planner of that name with those parameters, for that collective: by default an all-reduce.
 
     With a payload or hardware, it tunes the parameters that are not given.
 
@@ -129,7 +129,7 @@ def _plan_hops(mesh: Mesh, planner: Planner) -> Schedule:
 
 
 def read_collective(collective: str | Collective | None) -> Collective:
-    """Return the collective of that name; an all-reduce, unless told.
+    """Return the collective of that name; by default an all-reduce.
 
     >>> read_collective("all-gather")
     <Collective.ALL_GATHER: 'all-gather'>

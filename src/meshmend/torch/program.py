@@ -8,8 +8,8 @@ carries, so a `ChipProgram` keeps, for each message of one rank, the messages of
   that still has to read the old value.
 
 A send whose chunks are written in its own step is *staged*: it leaves from a copy, and writes wait only until the copy
-is made. Were they to wait until it has arrived, two chips that exchange chunks within a step could each hold back the
-write that the other's message needs to arrive.
+is made. If they waited until it has arrived, two chips that exchange chunks within a step could deadlock: each would
+hold back the write that the other's message needs.
 
 Everything else overlaps. Nothing here imports torch: this is the part that can be tested without processes.
 """
