@@ -99,7 +99,7 @@ def bound(
         )
     width = _chip_widths(mesh)
     drives = width if links_at_once is None else np.minimum(width, links_at_once)
-    if collective is Collective.ALL_REDUCE:
+    if collective.is_all_reduce:
         return _bound_all_reduce(mesh, drives)
     owned = (1,) * mesh.n_chips if shares is None else shares
     if len(owned) != mesh.n_chips or min(owned) < 0 or not any(owned):

@@ -18,8 +18,8 @@ from typing import ClassVar, final
 from meshmend.cost import DEFAULT_HARDWARE, Hardware, StepDemand, find_hardware
 from meshmend.errors import ParameterError, PlanError
 from meshmend.planning.base import CannotServe, Floor, Planner
+from meshmend.planning.derived import Derived
 from meshmend.planning.gather import Gather
-from meshmend.planning.half import Half
 from meshmend.planning.hamiltonian import Hamiltonian
 from meshmend.planning.latency import Latency
 from meshmend.planning.row_pairs import RowPairs
@@ -168,7 +168,8 @@ def candidates(collective: Collective) -> list[Planner]:
     """Return the planners that `auto` chooses from, with their default parameters."""
     if collective is Collective.ALL_REDUCE:
         return [kind() for kind in CHOICES]
-    return [Gather(collective=collective), *(Half(kind(), collective) for kind in CHOICES)]
+    derived: list[Planner] = [Derived(kind(), collective) for kind in CHOICES]
+    return derived if collective.is_all_reduce else [Gather(collective=collective), *derived]
 
 
 class Field:

@@ -1,9 +1,9 @@
 """The turn: the moment at which a chunk is complete at its owner, on its way up, and has not yet been sent down again.
 
 An owner that applies the optimizer's update there, between the two, updates its share of the weights for the price of
-the all-reduce. That takes a schedule that *factors through its owners*: after the last REDUCE into it, the owner's chunk
-is complete; it is sent on only after that; and every chip's final value is a copy of it. `verify` asks `check_turns`
-whether a schedule that claims to be an all-reduce with a turn is one.
+the all-reduce. That takes a schedule that *factors through its owners*: after the last REDUCE into it, the owner's
+chunk is complete; it is sent on only after that; and every chip's final value is a copy of it. `verify` asks
+`check_turns` whether a schedule that claims to be an all-reduce with a turn is one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from meshmend.errors import ScheduleError, TurnError, name_chip
 from meshmend.schedule.classes import ChunkClasses
-from meshmend.schedule.schedule import Collective, Op, Schedule
+from meshmend.schedule.collective import Collective, Op
+from meshmend.schedule.schedule import Schedule
 
 __all__ = ["check_turns", "turn_steps", "with_turn"]
 

@@ -25,8 +25,8 @@ Two ways of counting, and the result says which was used:
 
 An **all-reduce with a turn** is an all-reduce that may be interrupted: once the owner of a chunk has its last REDUCE of
 it, the owner may put another value in its place, and every chip ends with that. `turn` follows where a chip holds what
-the owner had after that moment, handed on by COPYs alone. If that is so everywhere at the end, then (as the schedule is an
-all-reduce) what the owner had was the sum; and had it been another value, every chip would end with that one.
+the owner had after that moment, handed on by COPYs alone. If that is so everywhere at the end, then (as the schedule is
+an all-reduce) what the owner had was the sum; and had it been another value, every chip would end with that one.
 
 A repeated schedule is proven by its template. Let the template have N chunks and the period be T. A transfer reads and
 writes one cell (chip, chunk) per chunk that it carries, with the same chunk on both sides, and those of repeat r carry
