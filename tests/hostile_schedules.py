@@ -159,7 +159,7 @@ def of_steps(rng: random.Random, mesh: Mesh, steps: list[Step]) -> Schedule:
         for src, dst, op in step
         for first, length in zip(firsts, lengths, strict=True)
     ]
-    collective = rng.choice([Collective.ALL_REDUCE, Collective.ALL_REDUCE, *Collective])
+    collective = rng.choice([Collective.ALL_REDUCE, Collective.ALL_REDUCE, *COLLECTIVES])
     return _from_rows(mesh, chunks, rows, [rng.randrange(mesh.n_chips)] * chunks, collective)
 
 
