@@ -127,7 +127,7 @@ def bound(
             raise ParameterError(f"links_at_once is {links_at_once}, and the hardware has its own: {chosen}.")
         return _with_latency(mesh, chosen, mode, collective, shares)
     drives = _drives(mesh, links_at_once)
-    if collective is Collective.ALL_REDUCE:
+    if collective.is_all_reduce:
         return _bound_all_reduce(mesh, drives)
     owned = (1,) * mesh.n_chips if shares is None else shares
     if len(owned) != mesh.n_chips or min(owned) < 0 or not any(owned):

@@ -351,7 +351,8 @@ def _expect(program: Any, collective: Collective, how: str) -> None:
         raise ParameterError(
             f"Expected a Program for {collective}, got a {type(program).__name__}: make one with mmj.{how}."
         )
-    if program.collective is not collective:
+    both_sum = collective.is_all_reduce and program.collective.is_all_reduce
+    if program.collective is not collective and not both_sum:
         raise ParameterError(
             f"This program is for {program.collective}, expected one for {collective}: make it with mmj.{how}."
         )

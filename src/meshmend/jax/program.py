@@ -27,6 +27,9 @@ from meshmend.topology import Mesh
 TPU_TILE = 1024
 """Elements of a TPU's tile of a 32-bit array, 8 × 128: chunks of whole tiles move without shifting."""
 
+MOST_OWNED = 4
+"""A chip may own this many times its fair share of the chunks where the update is sharded, but no more."""
+
 Place = Callable[[NDArray[Any], NamedSharding], Any]
 
 
@@ -127,8 +130,12 @@ def install(schedule: Schedule, fabric: Fabric) -> Program:
 
 
 def install_pair(schedule: Schedule, fabric: Fabric) -> ProgramPair:
-    """Prepare an all-reduce's reduce-scatter and all-gather, each proven first, for a sharded weight update."""
+    """Prepare an all-reduce's reduce-scatter and all-gather, each proven first, for a sharded weight update.
+
+    Every chip makes room for as many chunks as the chip that owns most, so a plan that leaves them to a few is refused.
+    """
     _check_fit(schedule, fabric.mesh)
+    _check_owners(schedule)
     return ProgramPair(
         *(install(part, fabric) for part in (reduce_scatter_of(schedule), all_gather_of(schedule), schedule))
     )
@@ -187,6 +194,17 @@ def _check_fit(schedule: Any, mesh: Mesh) -> None:
         raise ScheduleError(
             f"The schedule is for {planned!r}, which has {len(absent)} cables that the fabric, {mesh!r}, lacks: one "
             f"joins {a} and {b}. Plan for fabric.mesh; or, if the machine has them, give discover() its wrap."
+        )
+
+
+def _check_owners(schedule: Schedule) -> None:
+    """Refuse a plan whose chunks belong to a few chips: their share of the optimizer's state would be everybody's."""
+    template, n_chips = schedule.template, schedule.mesh.n_chips
+    most = int(np.bincount(template.owners).max()) * schedule.repeats
+    if most > MOST_OWNED * -(-schedule.total_chunks // n_chips):
+        raise ParameterError(
+            f"One of {n_chips:,} chips owns {most:,} of {schedule.total_chunks:,} chunks of {schedule!r}, and every "
+            "chip would make room for as many. Plan with owners='even'."
         )
 
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import ClassVar, final
 
 from meshmend.cost import DEFAULT_HARDWARE, Hardware, StepDemand, find_hardware
 from meshmend.errors import ParameterError, PlanError
 from meshmend.planning.base import CannotServe, Floor, Planner
+from meshmend.planning.derived import Derived
 from meshmend.planning.gather import Gather
-from meshmend.planning.half import Half
 from meshmend.planning.hamiltonian import Hamiltonian
 from meshmend.planning.latency import Latency
 from meshmend.planning.row_pairs import RowPairs
@@ -162,6 +162,10 @@ class Tuned(Chooser):
         """What its planner says."""
         return self.planner.is_splittable
 
+    def with_even_owners(self) -> Tuned:
+        """Return the same for its planner with even owners."""
+        return replace(self, planner=self.planner.with_even_owners())
+
     def field(self, mesh: Mesh) -> Field:
         """Return the planner alone."""
         return Field(mesh, [self.planner], fixed=self.fixed)
@@ -172,7 +176,8 @@ def candidates(collective: Collective, weave: Weave | None = None) -> list[Plann
     whole = [weave or kind() if kind is Weave else kind() for kind in CHOICES]
     if collective is Collective.ALL_REDUCE:
         return whole
-    return [Gather(collective=collective), *(Half(planner, collective) for planner in whole)]
+    derived: list[Planner] = [Derived(planner, collective) for planner in whole]
+    return derived if collective.is_all_reduce else [Gather(collective=collective), *derived]
 
 
 class Field:

@@ -10,7 +10,7 @@ from meshmend.errors import LoweringError, ParameterError, PlanError
 from meshmend.planning.auto import CHOICES, OTHERS, Auto, Choice, Chooser, Tuned, candidates
 from meshmend.planning.base import Planner
 from meshmend.planning.cache import PlanCache
-from meshmend.planning.half import Half
+from meshmend.planning.derived import Derived
 from meshmend.planning.weave import Weave
 from meshmend.schedule import Collective, Schedule
 from meshmend.schedule.neighbour_hops import neighbour_hops
@@ -103,7 +103,7 @@ def make_planner(name: str, *, collective: str | Collective | None = None, **par
     given = {key: value for key, value in parameters.items() if key not in target}
     planner = kind(**given, **({"collective": wanted} if "collective" in own else {}))
     tuned = Tuned(planner, fixed=tuple(given), **target) if target else planner
-    return tuned if planner.collective is wanted else Half(tuned, wanted)
+    return tuned if planner.collective is wanted else Derived(tuned, wanted)
 
 
 def _plan_hops(mesh: Mesh, planner: Planner) -> Schedule:

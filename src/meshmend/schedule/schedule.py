@@ -14,7 +14,6 @@ of repeats ask for `template`, `repeats` and `period`, and their work does not g
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum, StrEnum
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meshmend.errors import ScheduleError
+from meshmend.schedule.collective import Collective, Op
 from meshmend.schedule.columns import MAX_CHUNKS, count_steps, expand, narrow, read_only, whole
 from meshmend.topology import IntArray, Mesh
 
@@ -29,26 +29,6 @@ MAX_STEPS = 2**31 - 1
 MAX_PHASES = 256
 MAX_EXPANDED = 2**25
 """Transfers, and owners, that a repeated schedule is expanded to at most: 0.7 GB."""
-
-
-class Op(IntEnum):
-    """What a transfer does at its destination."""
-
-    REDUCE = 0
-    """Add what arrives to the chunk that is there."""
-    COPY = 1
-    """Replace the chunk that is there."""
-
-
-class Collective(StrEnum):
-    """What a schedule computes. `meshmend.schedule.verify` defines each collective and proves it."""
-
-    ALL_REDUCE = "all-reduce"
-    """Every chip ends with the sum of every chunk over all chips."""
-    REDUCE_SCATTER = "reduce-scatter"
-    """The owner of a chunk ends with its sum; what other chips hold is scratch."""
-    ALL_GATHER = "all-gather"
-    """Every chip ends with the owner's value of every chunk."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def _half(schedule: Schedule, op: Op, collective: Collective) -> Schedule:
     No planner copies a chunk before its sum is complete, so neither schedule depends on the other's transfers. That is
     not assumed here: `verify` proves each of them.
     """
-    if schedule.collective is not Collective.ALL_REDUCE:
+    if not schedule.collective.is_all_reduce:
         raise ScheduleError(f"Only an all-reduce can be split: got a schedule of a {schedule.collective}.")
     rows = schedule.template
     keep = rows.op == op

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from meshmend import __version__
 from meshmend.errors import Coordinate, DisagreementError, LostChipError, MeshmendError, ParameterError, ScheduleError
-from meshmend.schedule import Collective, Schedule
+from meshmend.schedule import Schedule
 from meshmend.schedule.verify import ensure_proven
 from meshmend.torch.channel import MAX_MESSAGES, Channel, Deadline, TransportError
 from meshmend.torch.payload import check_payload, combine_of, describe, kind_of, memory_of, overwrite
@@ -85,7 +85,7 @@ class Engine:
         """Check the schedule against the group, prove it, and return this rank's program."""
         schedule, channel = self.schedule, self._channel
         n_chips = schedule.mesh.n_chips
-        if schedule.collective is not Collective.ALL_REDUCE:
+        if not schedule.collective.is_all_reduce:
             raise ScheduleError(f"The engine runs all-reduce schedules: got {schedule.collective}.")
         if len(self._members) != n_chips:
             raise ScheduleError(

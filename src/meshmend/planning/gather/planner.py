@@ -71,7 +71,7 @@ class Gather(Planner):
         return (mesh.n_chips - 1) * (self.chunks or default_chunks(mesh))
 
     def _check(self, mesh: Mesh) -> None:
-        if self.collective is Collective.ALL_REDUCE:
+        if self.collective.is_all_reduce:
             raise CannotServe(
                 "it plans reduce-scatters and all-gathers, and an all-reduce was requested. "
                 "Request collective='reduce-scatter' or 'all-gather', or use another planner."

@@ -136,6 +136,10 @@ class Weave(Planner):
         """Whether every chunk has an owner that it turns at."""
         return self.owners != "none"
 
+    def with_even_owners(self) -> Weave:
+        """Return this planner with even owners, unless a template or other owners were asked for."""
+        return replace(self, owners="even") if self.owners == "any" and self.trees is None else self
+
     def floor(self, mesh: Mesh) -> Floor:
         """Return what trees cost at least: each uses P−1 of the cables, and a link carries one chunk per step."""
         load, n = _least_load(mesh), mesh.n_chips
