@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshmend import Collective, Mesh, Schedule, predict, verify
-from meshmend.planning import Gather, Half, Weave
+from meshmend.planning import Derived, Gather, Weave
 
 MESHES = [
     Mesh("8x8", failed=["2x2@2,2"]),
@@ -39,7 +39,7 @@ def main() -> None:
         verify(gathered)
         proven = time.process_time()
         scattered = Gather(collective=Collective.REDUCE_SCATTER).plan(mesh)
-        halves = [Half(Weave(1024), half).plan(mesh) for half in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)]
+        halves = [Derived(Weave(1024), half).plan(mesh) for half in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)]
         table.add_row(
             str(mesh),
             f"{gathered.total_chunks:,}",

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from meshmend import Collective, Mesh, Op, Schedule
-from random_schedules import random_schedule
+from random_schedules import COLLECTIVES, random_schedule
 
 Row = tuple[int, int, int, int, int, int]
 Step = list[tuple[int, int, Op]]
@@ -128,7 +128,7 @@ def wrong_owner(rng: random.Random) -> Schedule:
     schedule = random_schedule(rng.getrandbits(32), max_chips=5, max_chunks=4)
     owners = schedule.owners.tolist()
     owners[rng.randrange(len(owners))] = rng.randrange(schedule.mesh.n_chips)
-    collective = rng.choice([schedule.collective, rng.choice(list(Collective))])
+    collective = rng.choice([schedule.collective, rng.choice(COLLECTIVES)])
     return _with_rows(schedule, _rows(schedule), owners, collective)
 
 
@@ -159,7 +159,7 @@ def of_steps(rng: random.Random, mesh: Mesh, steps: list[Step]) -> Schedule:
         for src, dst, op in step
         for first, length in zip(firsts, lengths, strict=True)
     ]
-    collective = rng.choice([Collective.ALL_REDUCE, Collective.ALL_REDUCE, *Collective])
+    collective = rng.choice([Collective.ALL_REDUCE, Collective.ALL_REDUCE, *COLLECTIVES])
     return _from_rows(mesh, chunks, rows, [rng.randrange(mesh.n_chips)] * chunks, collective)
 
 

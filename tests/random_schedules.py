@@ -21,6 +21,7 @@ import numpy as np
 from meshmend import Collective, Mesh, Op, Schedule
 from strategies import tear
 
+COLLECTIVES = (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
 STALE = -1
 """In place of a part's number: what the chip holds is of no use to anybody."""
 
@@ -42,7 +43,7 @@ def random_schedule(
     """
     rng = random.Random(seed)  # repeatable, not secret
     mesh = _random_mesh(rng, max_chips)
-    collective = collective or rng.choice(list(Collective))
+    collective = collective or rng.choice(COLLECTIVES)
     return _Maker(rng, mesh, collective, rng.randint(1, max_chunks)).make()
 
 

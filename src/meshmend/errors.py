@@ -32,6 +32,7 @@ __all__ = [
     "RoutingError",
     "ScheduleError",
     "ScheduleFileError",
+    "TurnError",
     "VerificationError",
     "WaitTimeoutError",
     "WrongSumError",
@@ -200,6 +201,10 @@ class VerificationError(MeshmendError):
 
 class WrongSumError(VerificationError):
     """A chip ends with a chunk that is not the sum (or the copy) that the collective requires."""
+
+
+class TurnError(VerificationError):
+    """A chunk does not turn at its owner: some chip would end with another value than the one that is put there."""
 
 
 class CollisionError(VerificationError):

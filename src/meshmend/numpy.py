@@ -11,6 +11,7 @@ True
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Annotated, Any, TypeVar
 
@@ -18,19 +19,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.errors import ScheduleError
-from meshmend.schedule import Op, Schedule
+from meshmend.schedule import Collective, Op, Schedule
+from meshmend.schedule.turn import turn_steps
+from meshmend.schedule.verify import ensure_proven
 
-__all__ = ["run"]
+__all__ = ["Turn", "run"]
 
 Number = TypeVar("Number", bound=np.generic)
+Turn = Callable[[int, NDArray[Any]], NDArray[Any]]
+"""What an owner does with a chunk at its turn: from the chunk's number and its sum to what every chip ends with."""
 
 
-def run(schedule: Schedule, payload: Annotated[NDArray[Number], "[N, ...]"]) -> Annotated[NDArray[Number], "[N, ...]"]:
+def run(
+    schedule: Schedule, payload: Annotated[NDArray[Number], "[N, ...]"], *, turn: Turn | None = None
+) -> Annotated[NDArray[Number], "[N, ...]"]:
     """Run a schedule on `payload`, one row per rank, and return what every chip holds at the end.
 
     Rows may have any shape and size; sums use the payload's own dtype. Where the size is not divisible by
     the number of chunks, the last chunks are padded with zeros, which do not change sums.
+
+    An all-reduce with a turn may be given one: `turn(chunk, values)` is called once for each chunk, at its owner, with
+    its sum, and every chip ends with what it returns.
     """
+    if turn is not None:
+        if schedule.collective is not Collective.ALL_REDUCE_WITH_TURN:
+            raise ScheduleError(
+                f"The schedule is for {schedule.collective}, which has no turn. Plan with "
+                f"collective={Collective.ALL_REDUCE_WITH_TURN.value!r}."
+            )
+        ensure_proven(schedule)
     n_chips, n_chunks, repeats = schedule.mesh.n_chips, schedule.total_chunks, schedule.repeats
     if payload.ndim < 1 or len(payload) != n_chips:
         raise ScheduleError(
@@ -44,16 +61,40 @@ def run(schedule: Schedule, payload: Annotated[NDArray[Number], "[N, ...]"]) -> 
     if repeats > 1:
         # Repeats share no chunk, so each can be run on its own, and all of them side by side.
         apart = held.reshape(n_chips, repeats, -1, chunk_size).swapaxes(1, 2)
-        done = _run(schedule.template, np.ascontiguousarray(apart).reshape(n_chips, n_chunks // repeats, -1))
+        n_apart = n_chunks // repeats
+
+        def turn_all(chunk: int, values: NDArray[Any]) -> NDArray[Any]:
+            parts = enumerate(values.reshape(repeats, chunk_size))
+            return np.concatenate([turn(repeat * n_apart + chunk, part) for repeat, part in parts]) if turn else values
+
+        done = _run(
+            schedule.template,
+            np.ascontiguousarray(apart).reshape(n_chips, n_apart, -1),
+            turn_all if turn is not None else None,
+        )
         held = done.reshape(n_chips, -1, repeats, chunk_size).swapaxes(1, 2)
     else:
-        held = _run(schedule, held)
+        held = _run(schedule, held, turn)
     return held.reshape(n_chips, -1)[:, :size].reshape(payload.shape)
 
 
-def _run(schedule: Schedule, held: Annotated[NDArray[Any], "[N, K, n]"]) -> Annotated[NDArray[Any], "[N, K, n]"]:
+def _run(
+    schedule: Schedule, held: Annotated[NDArray[Any], "[N, K, n]"], turn: Turn | None
+) -> Annotated[NDArray[Any], "[N, K, n]"]:
     """Run all steps on what chips hold, of shape (chips, chunks, elements), in place."""
-    for start, stop in pairwise(schedule.step_starts):
+    due: dict[int, list[int]] = {}
+    if turn is not None:
+        for chunk, step in enumerate(turn_steps(schedule).tolist()):
+            due.setdefault(step, []).append(chunk)
+
+    def turn_after(step: int) -> None:
+        for chunk in due.get(step, ()):
+            if turn is not None:
+                owner = schedule.owners[chunk]
+                held[owner, chunk] = turn(chunk, held[owner, chunk].copy())
+
+    turn_after(-1)  # a chip alone has nothing to wait for
+    for step, (start, stop) in enumerate(pairwise(schedule.step_starts)):
         # Runs of one length are moved together; a step rarely has more than two or three lengths.
         outbox = [
             (rows, chunks, held[schedule.src[rows][:, None], chunks])
@@ -64,6 +105,7 @@ def _run(schedule: Schedule, held: Annotated[NDArray[Any], "[N, K, n]"]) -> Anno
             adds = schedule.op[rows] == Op.REDUCE
             data[adds] += held[dst[adds], chunks[adds]]
             held[dst, chunks] = data
+        turn_after(step)
     return held
 
 

@@ -16,7 +16,7 @@ from meshmend import Collective, Mesh, bound, predict
 from meshmend.cost import PRESETS, Hardware, StepDemand
 from meshmend.cost.hardware import MODES
 from meshmend.errors import ParameterError
-from meshmend.planning import Gather, Half, Hamiltonian, Latency, Planner, RowPairs, TwoColor, Weave
+from meshmend.planning import Derived, Gather, Hamiltonian, Latency, Planner, RowPairs, TwoColor, Weave
 from meshmend.topology import Mesh as AnyMesh
 from strategies import meshes
 
@@ -34,7 +34,7 @@ PLANNERS: list[Planner] = [
     *(Weave(chunks) for chunks in (1, 2, 9)),
     *(Latency(halvings, parts) for halvings in (0, 1, 3) for parts in (1, 2)),
     *(Gather(chunks, half) for chunks in (1, 5, 20) for half in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)),
-    *(Half(Weave(4), half) for half in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)),
+    *(Derived(Weave(4), half) for half in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)),
 ]
 XLA = PRESETS["tpu-v4-xla"]
 

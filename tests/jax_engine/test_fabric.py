@@ -58,7 +58,7 @@ def test_two_cores_a_chip_sit_side_by_side() -> None:
     assert fabric.jax_mesh.devices.shape == (12, 2)
     assert fabric.axes == ("chip", "core")
     assert all([core.core_on_chip for core in chip] == [0, 1] for chip in fabric.jax_mesh.devices)
-    assert "2 cores a chip" in repr(fabric)
+    assert "2 cores per chip" in repr(fabric)
 
 
 def test_a_chip_that_lost_one_core_is_a_hole() -> None:
@@ -105,13 +105,13 @@ def test_the_environment_describes_the_mesh(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_cannot_be_a_mesh_is_refused() -> None:
-    with pytest.raises(MeshError, match=r"do not know their coordinates.*MESHMEND_SHAPE=8x8"):
+    with pytest.raises(MeshError, match=r"do not report coordinates.*MESHMEND_SHAPE=8x8"):
         mmj.discover()
     with pytest.raises(MeshError, match=r"64 devices do not fit .*give 16 .* or 12"):
         mmj.discover(shape="4x4", failed=["2x2@0,0"])
     with pytest.raises(MeshError, match="64 devices and 1 coordinates"):
         mmj.discover(coords=[(0, 0)])
-    with pytest.raises(MeshError, match=r"A device sits at \(3,3,0\), outside the 4x4 mesh"):
+    with pytest.raises(MeshError, match=r"A device is at \(3,3,0\), outside the 4x4 mesh"):
         mmj.discover([FakeTpu((3, 3, 0)), FakeTpu((0, 0, 1))], shape="4x4")
     with pytest.raises(MeshError, match="no devices"):
         mmj.discover([])

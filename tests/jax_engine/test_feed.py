@@ -182,7 +182,7 @@ def test_processes_together_read_the_whole_batch_and_none_reads_anothers(global_
 
 def test_a_filter_is_refused_where_it_takes_a_sample_out() -> None:
     feed = mmj.Feed(grain.MapDataset.range(N).filter(lambda sample: sample != 7), mmj.KeepGlobal(16), threads=2)
-    with pytest.raises(ParameterError, match=r"no sample \d+ in epoch 0: a filter has taken it out"):
+    with pytest.raises(ParameterError, match=r"no sample \d+ in epoch 0: a filter has removed it"):
         list(feed.batches(fabric_of(), epochs=1))
 
 

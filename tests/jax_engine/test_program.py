@@ -57,7 +57,7 @@ def test_a_plan_for_a_torus_does_not_fit_a_mesh_but_the_other_way_round_it_does(
     plain, torus = (mm.plan(mm.Mesh("4x4", wrap=wrap), planner) for wrap in (False, True))
     for install in (mmj.install, mmj.install_pair):
         with pytest.raises(
-            ScheduleError, match=r"8 cables that the fabric.* has not: one joins \(0,0\) and \(0,3\).*wrap"
+            ScheduleError, match=r"8 cables that the fabric.* lacks: one joins \(0,0\) and \(0,3\).*wrap"
         ):
             install(torus, fabric_without_proofs())
     mmj.install(torus, fabric_without_proofs(wrap=True))

@@ -81,7 +81,7 @@ def test_survivors_that_are_cut_apart_say_so_everywhere(undisturbed: Run, tmp_pa
         assert set(hosts.wait(90).values()) == {1}
     for host in (0, 3):
         log = (tmp_path / f"host-{host}.log").read_text()
-        assert "The survivors (hosts 0, 3 of 4x4 minus 2x2@0,2, 2x2@2,0) are cut into 2 parts" in log
+        assert "The survivors (hosts 0, 3 of 4x4 minus 2x2@0,2, 2x2@2,0) form 2 disconnected groups" in log
         assert "no cable leads from (0,0) to (2,2)" in log
 
 

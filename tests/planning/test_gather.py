@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from meshmend import Collective, Mesh, PlanError, Schedule, bound, plan, verify
 from meshmend.cost import StepDemand, find_hardware
 from meshmend.errors import ParameterError
-from meshmend.planning import Gather, Half, PlanCache, Weave, make_planner
+from meshmend.planning import Derived, Gather, PlanCache, Weave, make_planner
 from meshmend.planning.gather.spreading import share_out, spread
 from strategies import meshes
 
@@ -161,7 +161,7 @@ def test_no_schedule_costs_less_than_its_floor() -> None:
         for _ in range(3):
             mesh = random_survivors(rng)
             able = [make_planner(name, collective=collective) for name in ("hamiltonian", "two-color", "row-pairs")]
-            planners = [p for p in able if p.why_not(mesh) is None] + [Half(Weave(chunks=50), collective)]
+            planners = [p for p in able if p.why_not(mesh) is None] + [Derived(Weave(chunks=50), collective)]
             for planner in [Gather(50, collective), Gather(3, collective), *planners]:
                 schedule, floor = planner.plan(mesh), planner.floor(mesh)
                 assert schedule.n_steps >= floor.steps
@@ -196,7 +196,7 @@ def test_planners_of_all_reduces_give_their_half() -> None:
 def test_what_cannot_be_planned_is_told_with_what_can() -> None:
     with pytest.raises(PlanError, match="gather cannot plan for 4x4: it plans reduce-scatters and all-gathers") as told:
         plan(Mesh("4x4"), "gather")
-    assert "Ask for collective='reduce-scatter' or 'all-gather'" in str(told.value)
+    assert "Request collective='reduce-scatter' or 'all-gather'" in str(told.value)
     assert "weave" in str(told.value)
     with pytest.raises(ParameterError, match=r"There is no collective 'broadcast'. Collectives: all-reduce, reduce-"):
         plan(Mesh("4x4"), collective="broadcast")

@@ -36,7 +36,7 @@ def check_result(schedule: Schedule, payload: NDArray[np.int64], result: NDArray
     owner = schedule.owners[np.arange(payload.shape[1]) // 3]
     total = payload.sum(axis=0)
     match schedule.collective:
-        case Collective.ALL_REDUCE:
+        case Collective.ALL_REDUCE | Collective.ALL_REDUCE_WITH_TURN:
             assert (result == total).all()
         case Collective.REDUCE_SCATTER:
             assert (result[owner, np.arange(payload.shape[1])] == total).all()

@@ -427,7 +427,7 @@ N = SCHEDULES["holed"].n_transfers
         ({"header": header(planner=None)}, "planner in its header should be str, got None."),
         (
             {"header": header(collective="broadcast")},
-            "its collective 'broadcast' is none of all-reduce, reduce-scatter, all-gather.",
+            "its collective 'broadcast' is none of all-reduce, reduce-scatter, all-gather, all-reduce-with-turn.",
         ),
         ({"header": header(failed=["2x2@2,2"] * 10)}, "the holes in its header are larger than its mesh."),
         ({"header": header(failed=["6x6@0,0"])}, "All 36 chips of the 6x6 mesh have failed."),

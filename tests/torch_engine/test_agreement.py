@@ -125,7 +125,7 @@ def test_ranks_that_do_not_fit() -> None:
     refused("Expected each group rank from 0 to 1 once, got [0, 0]", line(2), lambda r: r, size=2, group_ranks=[0, 0])
     with pytest.raises(ParameterError, match="Expected a process group that this process is a member of, got None"):
         mmt.Engine(line(2), 0, None)
-    with pytest.raises(ParameterError, match="expected more than nothing"):
+    with pytest.raises(ParameterError, match="expected more than 0"):
         mmt.Engine(line(2), 0, Group(Network(2), 0), timeout=timedelta(0))
 
 

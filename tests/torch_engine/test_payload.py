@@ -157,7 +157,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "part of a graph": (lambda: torch.ones(4, requires_grad=True) * 2, SUM, "Gradients do not flow through"),
     "expanded": (lambda: torch.ones(1).expand(6), SUM, "needs a place in memory for each element"),
     "overlapping": (lambda: torch.ones(9).as_strided((3, 3), (2, 1)), SUM, "with strides (2, 1)"),
-    "an integer mean": (lambda: torch.ones(4, dtype=torch.int32), AVG, "A mean of whole numbers is not whole"),
+    "an integer mean": (lambda: torch.ones(4, dtype=torch.int32), AVG, "A mean of integers is not an integer"),
     "a mean of bools": (lambda: torch.ones(4, dtype=torch.bool), AVG, "A sum of bools is not a bool"),
     "a sum of bools": (lambda: torch.ones(4, dtype=torch.bool), SUM, "A sum of bools is not a bool"),
     "the largest complex": (lambda: torch.ones(4, dtype=torch.complex64), MAX, "torch cannot do it on a CPU"),

@@ -37,6 +37,7 @@ def mesh_facts(mesh: Mesh) -> dict[str, Any]:
         "chips": mesh.n_chips,
         "failed": [str(hole) for hole in mesh.holes],
         "failed_cables": [name_cable(cable) for cable in mesh.failed_cables],
+        "cable_rates": {name_cable(cable): str(rate) for cable, rate in mesh.cable_rates.items()},
     }
 
 

@@ -153,7 +153,8 @@ def _show(lab: Lab, as_json: bool) -> None:
         f"lab {lab.name}: {lab.mesh}",
         {
             "chips": f"{lab.mesh.n_chips:,} live of {lab.mesh.size:,}",
-            "cables": f"{lab.mesh.n_cables:,} of {lab.rate} each way",
+            "cables": f"{lab.mesh.n_cables:,} of {lab.rate} each way"
+            + (f", {len(lab.mesh.cable_rates):,} of them slower" if lab.mesh.has_slow_cables else ""),
             "namespaces": f"{lab.namespace(first)} … {lab.namespace(last)}",
             "addresses": f"{lab.address(first)} … {lab.address(last)}",
             "next": "meshmend lab run -- COMMAND, meshmend lab down",

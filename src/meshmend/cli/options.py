@@ -25,7 +25,7 @@ from meshmend.planning import PLANNERS, Planner, make_planner
 from meshmend.schedule import Collective, Schedule
 from meshmend.schedule.serialize import load
 from meshmend.schedule.verify import ensure_proven
-from meshmend.topology import Mesh, parse_wrap
+from meshmend.topology import Mesh, parse_cable_rate, parse_wrap
 
 ShapeArgument = Annotated[str, typer.Argument(metavar="SHAPE", help="Chips along each axis, as in 16x32.")]
 PlanArgument = Annotated[
@@ -67,13 +67,25 @@ class HoleOptions:
         list[str] | None,
         typer.Option("--fail-cable", metavar="r,c-r,c", help="A failed cable between two neighbours. Repeatable."),
     ] = None
+    cable_rate: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cable-rate",
+            metavar="r,c-r,c=X",
+            help="A slow cable and its rate, as in 0,4-0,5=1/2; or the cables of a box: 8x1@0,4=0.75. Repeatable.",
+        ),
+    ] = None
     wrap: WrapOption = "none"
 
     def mesh(self, shape: str) -> Mesh:
         """Return the mesh that the options describe."""
         n_axes = Mesh(shape).n_axes
         return Mesh(
-            shape, wrap=read_wrap(self.wrap, n_axes), failed=self.fail or (), failed_cables=self.fail_cable or ()
+            shape,
+            wrap=read_wrap(self.wrap, n_axes),
+            failed=self.fail or (),
+            failed_cables=self.fail_cable or (),
+            cable_rates=[parse_cable_rate(text) for text in self.cable_rate or ()],
         )
 
 
@@ -221,8 +233,8 @@ def unbundled(command: Callable[..., None]) -> Callable[..., None]:
     >>> def command(shape: ShapeArgument, holes: HoleOptions) -> None:
     ...     print(holes.mesh(shape))
     >>> list(inspect.signature(unbundled(command)).parameters)
-    ['shape', 'fail', 'fail_cable', 'wrap']
-    >>> unbundled(command)(shape="8x8", fail=["2x2@2,2"], fail_cable=None, wrap="none")
+    ['shape', 'fail', 'fail_cable', 'cable_rate', 'wrap']
+    >>> unbundled(command)(shape="8x8", fail=["2x2@2,2"], fail_cable=None, cable_rate=None, wrap="none")
     8x8 minus 2x2@2,2
     """
     signature = inspect.signature(command, eval_str=True)

@@ -76,6 +76,7 @@ def command(
 
 def _show(schedule: Schedule, forecast: Forecast) -> None:
     busiest = ", ".join(str(link) for link in forecast.busiest_links)
+    over_rate = " over the link's rate" if schedule.mesh.has_slow_cables else ""
     print_facts(
         f"{schedule.planner} {schedule.collective} on {schedule.mesh}, {name_bytes(forecast.payload_bytes)} per chip",
         {
@@ -86,7 +87,7 @@ def _show(schedule: Schedule, forecast: Forecast) -> None:
             "bound": f"{name_seconds(forecast.bound_seconds)} = {forecast.bound}",
             "with latency": f"at least {name_seconds(forecast.least_seconds)}: {_floor(forecast)}",
             "ratio": f"{forecast.ratio_to_bound:.3f}× the bound",
-            "busiest links": f"{forecast.busiest_link_load:.4f} of the payload: {busiest}",
+            "busiest links": f"{forecast.busiest_link_load:.4f} of the payload{over_rate}: {busiest}",
             "by phase": _listed(forecast, forecast.by_phase),
             "by cause": _listed(forecast, forecast.gap.parts),
         },

@@ -127,7 +127,7 @@ def bound(
             raise ParameterError(f"links_at_once is {links_at_once}, and the hardware has its own: {chosen}.")
         return _with_latency(mesh, chosen, mode, collective, shares)
     drives = _drives(mesh, links_at_once)
-    if collective is Collective.ALL_REDUCE:
+    if collective.is_all_reduce:
         return _bound_all_reduce(mesh, drives)
     owned = (1,) * mesh.n_chips if shares is None else shares
     if len(owned) != mesh.n_chips or min(owned) < 0 or not any(owned):
@@ -189,7 +189,7 @@ def _bound_half(mesh: Mesh, drives: Floats, shares: Sequence[int], verb: str) ->
 
 
 def _judge(mesh: Mesh, labels: NDArray[np.int64], drives: Floats, *, is_exact: bool) -> tuple[Bound, Bound]:
-    """Return the bounds that a partition gives: by all its parts together, and by its narrowest part."""
+    """Return the bounds that a partition gives: by its narrowest part, and by all its parts together."""
     a, b = labels[mesh.cables.T]
     between = a != b
     cables, parts = int(between.sum()), int(labels.max()) + 1
@@ -204,8 +204,8 @@ def _judge(mesh: Mesh, labels: NDArray[np.int64], drives: Floats, *, is_exact: b
     own = between & ((a == narrow) | (b == narrow))
     why_single = _why_single(mesh, labels, narrow, sizes, own, limited=limited)
     return (
-        Bound(2 * (parts - 1) / float(ways.sum()), parts, cables, why_whole, is_exact),
         Bound(1 / float(ways[narrow]), 2, int(own.sum()), why_single, is_exact),
+        Bound(2 * (parts - 1) / float(ways.sum()), parts, cables, why_whole, is_exact),
     )
 
 

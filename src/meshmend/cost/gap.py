@@ -4,7 +4,7 @@ The parts are differences between forecasts of the same schedule on hardware tha
 time, so they add up to the forecast:
 
 1. *bandwidth*: the bound. No schedule needs less, however well it uses the cables.
-2. *uneven load*: the busiest link carries more than the bound asks for.
+2. *uneven load*: the busiest link carries more than the bound requires.
 3. *filling and draining*: that link is idle at times, on ideal hardware: while the first chunks are on their way to it,
    after the last have left it, and (in lock-step) while it waits for busier links.
 4. *latency*: the hops.

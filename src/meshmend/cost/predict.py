@@ -15,7 +15,7 @@ from meshmend.cost.paths import TransferPaths
 from meshmend.cost.step_demand import StepDemand
 from meshmend.cost.units import name_bytes, name_seconds
 from meshmend.errors import Coordinate, ParameterError, name_chip
-from meshmend.schedule import Collective, Schedule
+from meshmend.schedule import Schedule
 
 N_BUSIEST = 5
 """Links named in a forecast."""
@@ -136,7 +136,7 @@ def predict(
             seconds_on,
             chosen,
             bound_seconds=_bound_of(schedule).seconds(payload_bytes, chosen.link_bytes_per_s),
-            busiest_seconds=busiest[0].load * payload_bytes / chosen.link_bytes_per_s if busiest else 0.0,
+            busiest_seconds=busiest[0].time * payload_bytes / chosen.link_bytes_per_s if busiest else 0.0,
         ),
     )
 
@@ -144,7 +144,7 @@ def predict(
 def _bound_of(schedule: Schedule, hardware: Hardware | None = None, mode: Mode = "lock-step") -> Bound:
     """Return the bound of a schedule's collective; only that of an all-reduce does not depend on the owners' shares."""
     shares: tuple[int, ...] | None = None
-    if schedule.collective is not Collective.ALL_REDUCE:
+    if not schedule.collective.is_all_reduce:
         owned = np.bincount(schedule.owners, minlength=schedule.mesh.n_chips)
         shares = None if (owned == owned[0]).all() else tuple((owned // np.gcd.reduce(owned)).tolist())
     return bound(schedule.mesh, collective=schedule.collective, shares=shares, hardware=hardware, mode=mode)

@@ -70,7 +70,7 @@ def time_floors(
     start = steps * hardware.step_latency_s
     hop = hardware.hop_latency_s
     floors = [TimeFloor(start + steps * hop, units, f"{many}, and what the cables carry")]
-    if collective is not Collective.ALL_REDUCE:
+    if not collective.is_all_reduce:
         far = max(distance for _, distance in _eccentricities(mesh, np.flatnonzero(owns)))
         floors.append(TimeFloor(start + far * hop, 0.0, f"{many} and {far} hops to the farthest owner"))
         return tuple(floors)

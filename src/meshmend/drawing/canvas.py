@@ -24,11 +24,13 @@ from matplotlib.patches import Patch
 from matplotlib.transforms import AffineDeltaTransform
 
 from meshmend.drawing.geometry import FigureLayout, Points, Stroke, cables, head, shorten
-from meshmend.drawing.style import BLUE_CHIP, CABLE, CHIP, CHIP_EDGE, GREY, INK, RED, YELLOW, Look
+from meshmend.drawing.style import BLUE_CHIP, CABLE, CHIP, CHIP_EDGE, GREY, INK, RED, SLOW_CABLE, YELLOW, Look
 
 TITLE_PT, TEXT_PT, SMALL_PT = 12.0, 9.0, 7.0
 WIDTH_IN = 9.6
 """Width of a sheet; a mesh that would not be legible in it gets more."""
+SLOW_DASH: Any = (0, (0.5, 0.5))
+"""Wide and in short dashes, so that it shows on both sides of a transfer that covers it, and without colour too."""
 SETTINGS: dict[Any, Any] = {
     "svg.hashsalt": "meshmend",
     "font.family": "DejaVu Sans",
@@ -185,11 +187,14 @@ class Sheet:
         The rank `unnamed` gets no coordinate written into it, because something else will be drawn there.
         """
         layout, scale = self.layout, self.scale
-        lines = [np.vstack([line, [[np.nan, np.nan]]]) for line in cables(layout)]
-        if lines:
-            x, y = np.concatenate(lines).T
-            width = float(np.clip(0.018 * scale.cell_pt, 0.4, 1.0))
-            axes.add_line(Line2D(x, y, color=CABLE, lw=width, zorder=1, label="cables"))
+        width = float(np.clip(0.018 * scale.cell_pt, 0.4, 1.0))
+        for slow, colour, dash, name in ((False, CABLE, "-", "cables"), (True, SLOW_CABLE, SLOW_DASH, "slow cables")):
+            lines = [np.vstack([line, [[np.nan, np.nan]]]) for line in cables(layout, slow=slow)]
+            if lines:
+                x, y = np.concatenate(lines).T
+                axes.add_line(
+                    Line2D(x, y, color=colour, lw=2.6 * scale.line_pt if slow else width, ls=dash, zorder=1, label=name)
+                )
         broken = [(layout.mesh.rank(a), layout.mesh.rank(b)) for a, b in layout.mesh.failed_cables]
         if broken:
             middles = np.array([(layout.live[a] + layout.live[b]) / 2 for a, b in broken])
@@ -301,12 +306,16 @@ def chip_keys() -> list[Artist]:
 
 
 def failed_key(layout: FigureLayout) -> list[Artist]:
-    """Return the legend entries for failed chips and cables, if there are any."""
+    """Return the legend entries for failed chips, failed cables and slow cables, if there are any."""
     keys: list[Artist] = []
     if len(layout.failed):
         keys.append(Patch(facecolor=RED, edgecolor="white", hatch="xxx", label="failed chip"))
     if layout.mesh.failed_cables:
         keys.append(Line2D([], [], ls="", marker="x", ms=6, mew=1.6, color=RED, label="failed cable"))
+    if layout.mesh.has_slow_cables:
+        rates = sorted(set(layout.mesh.cable_rates.values()))
+        named = f"rate {rates[0]}" if len(rates) == 1 else f"rates {rates[0]} to {rates[-1]}"
+        keys.append(Line2D([], [], color=SLOW_CABLE, lw=4.5, ls=SLOW_DASH, label=f"slow cable, {named}"))
     return keys
 
 

@@ -99,10 +99,10 @@ class Stroke:
     n_hops: int
 
 
-def cables(layout: FigureLayout) -> list[Points]:
-    """Return the lines of all live cables, from centre to centre."""
+def cables(layout: FigureLayout, *, slow: bool = False) -> list[Points]:
+    """Return the lines of the live cables of full rate, from centre to centre; or of the slow ones."""
     found: list[Points] = []
-    for src, dst in layout.mesh.cables.tolist():
+    for src, dst in layout.mesh.cables[(layout.mesh.rates < 1) == slow].tolist():
         found += _one_hop(layout, src, dst)
     return found
 

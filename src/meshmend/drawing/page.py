@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from meshmend.drawing.film import Film
 from meshmend.drawing.geometry import Stroke, cables
-from meshmend.drawing.style import RED, YELLOW, chip_fills, phase_looks, phases_in_order
+from meshmend.drawing.style import RED, SLOW_CABLE, YELLOW, chip_fills, phase_looks, phases_in_order
 from meshmend.errors import DrawingError, name_chip
 from meshmend.schedule import Op
 
@@ -45,6 +45,8 @@ def write_page(film: Film, path: Path, *, title: str | None = None) -> None:
         "red": RED,
         "names": [name_chip(chip) for chip in schedule.mesh.coords.tolist()],
         "cables": [_short(line) for line in cables(film.layout)],
+        "slow": [_short(line) for line in cables(film.layout, slow=True)],
+        "slowColour": SLOW_CABLE,
         "broken": [[int(schedule.mesh.rank_of[end]) for end in cable] for cable in schedule.mesh.failed_cables],
         "colours": "Blue: its pair is intact. Yellow: its pair has a hole." if YELLOW in fills else "",
         "phases": _phases(film),

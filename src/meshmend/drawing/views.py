@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
-from meshmend.cost import link_load
+from meshmend.cost.load import link_time
 from meshmend.drawing.canvas import (
     SETTINGS,
     TEXT_PT,
@@ -119,7 +119,7 @@ def draw_phases(schedule: Schedule, *, title: str | None = None) -> Figure:
 def draw_load(schedule: Schedule, *, title: str | None = None) -> Figure:
     """Draw what each link carries over the whole schedule, by colour and width."""
     layout = FigureLayout(schedule.mesh)
-    load = link_load(schedule)
+    load = link_time(schedule)
     exists = np.flatnonzero(schedule.mesh.neighbours.ravel() >= 0)
     peak = float(load.max(initial=0.0))
     mean = float(load[exists].mean()) if len(exists) else 0.0
@@ -129,7 +129,8 @@ def draw_load(schedule: Schedule, *, title: str | None = None) -> Figure:
             layout,
             title=title or f"{schedule.planner}: load of the links",
             subtitle=f"{_describe(schedule)}\nbusiest link {peak:.3f} of the payload, mean {mean:.3f}; "
-            "each direction of a cable on its own right-hand side",
+            "each direction of a cable on its own right-hand side"
+            + ("; the load of a slow one counts over its rate" if schedule.mesh.has_slow_cables else ""),
             keys=keys,
             colour_bar=True,
         )

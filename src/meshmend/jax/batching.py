@@ -1,8 +1,8 @@
 """Which samples a step uses, and which device gets them, for any number of chips: plain arithmetic.
 
-The samples of an epoch stand in one order, whatever the chips. A step takes the next ones: as many as the policy says,
-fewer at the end of an epoch, so that no step reaches over it. A `Position` in that order is therefore all that a job
-needs to go on, on the same chips or on others, with no sample lost and none used twice.
+The samples of an epoch have one order, whatever the chips. A step takes the next ones: as many as the policy says,
+fewer at the end of an epoch, so that no step crosses it. A `Position` in that order is therefore all that a job
+needs to resume, on the same chips or on others, with no sample lost and none used twice.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class KeepGlobal:
-    """The same global batch on any number of chips: `n_examples`, spread as evenly as it goes.
+    """The same global batch on any number of chips: `n_examples`, spread as evenly as possible.
 
     Chips that get one example fewer than others are padded with an example of weight 0. The steps of a run, their
     samples and the learning rate are the same with a hole as without.
@@ -58,7 +58,7 @@ class KeepGlobal:
         return self.n_examples
 
     def learning_rate_factor(self, n_chips: int, full: int) -> float:
-        """Return 1: the batch does not change, so nor does the learning rate."""
+        """Return 1: the batch does not change, and neither does the learning rate."""
         del n_chips, full
         return 1.0
 
@@ -124,7 +124,7 @@ class BatchSplit:
 
     @property
     def rows(self) -> int:
-        """Examples a device, padding included: the same for all devices and all steps."""
+        """Examples per device, padding included: the same for all devices and all steps."""
         return -(-self.global_batch // self.n_devices)
 
     @property

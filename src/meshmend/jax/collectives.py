@@ -1,7 +1,7 @@
 """The collectives: `all_reduce`, `reduce_scatter` and `all_gather` of pytrees, inside `jax.shard_map`.
 
 The payload is a matrix of chunks. A step slices out the runs to send, permutes all lanes, and adds or replaces what
-arrives, in place. One `lax.scan` a loop of the program, so the compiled code is the same size for any mesh.
+arrives, in place. One `lax.scan` per loop of the program, so the compiled code is the same size for any mesh.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
-from meshmend.jax.lanes import KEEP, Lane
+from meshmend.jax.lanes import KEEP, Lane, Repeat
 from meshmend.jax.private import varying_axes
 from meshmend.jax.program import ChunkLayout, Program
 from meshmend.schedule import Collective, Op
@@ -34,11 +34,11 @@ Shards = tuple[Annotated[jax.Array, "[R, n]"], ...]
 def all_reduce(tree: Any, program: Program, *, mean: bool = False, accumulate_dtype: DTypeLike | None = None) -> Any:
     """Sum a pytree of arrays over all live chips; every chip ends with the same bits.
 
-    Call it inside `jax.shard_map` over `fabric.jax_mesh`, with the program as an argument split by `program.spec`
-    and `check_vma=False`. `mean` divides by the number of devices. `accumulate_dtype` is the dtype in which sums travel
-    and are made, as in `accumulate_dtype=jnp.float32` for bfloat16 gradients; results come back in their own dtypes.
-    Sums of integers wrap as `lax.psum`'s do; means of integers are made in float32 and cannot wrap.
-    Leaves are packed together by the dtype that travels, so one loop serves all leaves of a dtype.
+    Call it inside `jax.shard_map` over `fabric.jax_mesh`, with the program as an argument split by `program.spec` and
+    `check_vma=False`. `mean` divides by the number of devices. `accumulate_dtype` is the dtype in which sums are sent
+    and accumulated, as in `accumulate_dtype=jnp.float32` for bfloat16 gradients; results have their own dtypes. Sums of
+    integers wrap as `lax.psum`'s do; means of integers are computed in float32 and cannot wrap. Leaves are packed
+    together by the dtype that travels, so one loop serves all leaves of a dtype.
 
     >>> import jax, jax.numpy as jnp, meshmend as mm, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
@@ -66,7 +66,7 @@ def reduce_scatter(
 ) -> Shards:
     """Sum a pytree over all chips and leave each chip with its own chunks of the sum.
 
-    Returns one array a dtype that travels, of shape (chunks, elements of a chunk). Every chip has as many rows as
+    Returns one array per dtype that is sent, of shape (chunks, elements of a chunk). Every chip has as many rows as
     the chip that owns most; the rows that it does not need are zero. `shard_of` cuts any pytree the same way.
     """
     _expect(program, Collective.REDUCE_SCATTER, "install_pair(schedule, fabric).scatter")
@@ -102,7 +102,7 @@ def shard_of(tree: Any, program: Program, *, accumulate_dtype: DTypeLike | None 
 
 
 def all_gather(shards: Shards, program: Program, *, like: Any, accumulate_dtype: DTypeLike | None = None) -> Any:
-    """Bring every chip's shards to all chips and return them as a pytree with the shapes and dtypes of `like`.
+    """Send every chip's shards to all chips and return them as a pytree with the shapes and dtypes of `like`.
 
     `accumulate_dtype` must be what the shards were cut with. They travel in the widest dtype of the leaves of `like`,
     not in `accumulate_dtype`: float32 master weights of a bfloat16 model are gathered as bfloat16.
@@ -194,7 +194,7 @@ def groups_of(leaves: Sequence[Any], layout: ChunkLayout, accumulate_dtype: DTyp
 
 
 def travel_dtype(own: Any, accumulate_dtype: DTypeLike | None) -> np.dtype[Any]:
-    """Return the dtype that a leaf's sums are made in: its own, or the wider of it and `accumulate_dtype`."""
+    """Return the dtype of a leaf's sums: its own, or the wider of it and `accumulate_dtype`."""
     if jnp.issubdtype(own, jnp.bool_):
         return np.dtype(np.int32)
     narrow = _is_narrow(own)
@@ -257,10 +257,33 @@ def _run(chunks: Chunks, program: Program) -> Chunks:
     for tables, lanes in zip(program.tables, layout.shape.lanes, strict=True):
         rows = tuple(None if table is None else table[0] for table in tables)
 
+        repeat = layout.shape.repeat
+        if repeat is not None:
+            return _run_repeated(chunks, rows, lanes, layout, repeat)
+
         def step(held: jax.Array, row: Any, lanes: tuple[Lane, ...] = lanes) -> tuple[jax.Array, None]:
             return _step(held, row, lanes, layout), None
 
         chunks, _ = lax.scan(step, chunks, rows)
+    return chunks
+
+
+def _run_repeated(
+    chunks: Chunks, rows: tuple[Any, ...], lanes: tuple[Lane, ...], layout: ChunkLayout, repeat: Repeat
+) -> Chunks:
+    """Run a period's rows over and over; in every period they stand for as many chunks further on."""
+    total = layout.shape.total_chunks
+
+    def step(held: jax.Array, now: jax.Array) -> tuple[jax.Array, None]:
+        send, receive, ops = (lax.dynamic_index_in_dim(table, now % repeat.period, keepdims=False) for table in rows)
+        further = now // repeat.period * repeat.n_chunks
+        at = receive + further
+        # Before the first repeat, and after the last one, a row has nothing to do yet, or any more.
+        ops = jnp.where((at >= 0) & (at < total), ops, ops.dtype.type(KEEP))
+        row = jnp.clip(send + further, 0, total - 1), jnp.clip(at, 0, total - 1), ops
+        return _step(held, row, lanes, layout), None
+
+    chunks, _ = lax.scan(step, chunks, jnp.arange(repeat.n_steps, dtype=jnp.int32))
     return chunks
 
 
@@ -287,11 +310,11 @@ def _step(held: Chunks, row: Any, lanes: tuple[Lane, ...], layout: ChunkLayout) 
 
 
 def _after_all(arrived: list[jax.Array], receive: jax.Array) -> jax.Array | int:
-    """Return a zero that can only be known once every lane has arrived.
+    """Return a zero that is available only once every lane has arrived.
 
     Added to the places that a step writes, it orders all of the step's reads before its first write. Without it,
     XLA on CPU may see a write beside a read of the same buffer, and copy the whole payload to be safe: that made a
-    step thirty times slower. The zero is the sign bit of a table entry, so the compiler cannot know it. XLA drops
+    step thirty times slower. The zero is the sign bit of a table entry, so the compiler cannot fold it. XLA drops
     optimisation barriers before it decides on copies, so they do not help here.
     """
     if len(arrived) == 1:
@@ -308,7 +331,7 @@ def _after_all(arrived: list[jax.Array], receive: jax.Array) -> jax.Array | int:
 
 
 def _take_owned(chunks: Chunks, program: Program) -> Annotated[jax.Array, "[R, n]"]:
-    """Return this chip's own chunks, one a row, and zeros where it owns fewer than others."""
+    """Return this chip's own chunks, one per row, and zeros where it owns fewer than others."""
     owned = program.owned[0]
     mine = jnp.take(chunks, owned, axis=0, mode="clip").reshape(len(owned), -1)
     return jnp.where((owned < program.layout.shape.total_chunks)[:, None], mine, jnp.zeros((), mine.dtype))
@@ -328,7 +351,8 @@ def _expect(program: Any, collective: Collective, how: str) -> None:
         raise ParameterError(
             f"Expected a Program for {collective}, got a {type(program).__name__}: make one with mmj.{how}."
         )
-    if program.collective is not collective:
+    both_sum = collective.is_all_reduce and program.collective.is_all_reduce
+    if program.collective is not collective and not both_sum:
         raise ParameterError(
             f"This program is for {program.collective}, expected one for {collective}: make it with mmj.{how}."
         )
@@ -340,7 +364,7 @@ def _check_split(program: Program) -> None:
     rows, axes = program.owned.shape[0], varying_axes(program.owned)
     if rows != 1 or (axes and axes != {program.layout.axis}):
         raise ParameterError(
-            f"A chip was given {rows} rows of the program's tables{f', split over {sorted(axes)}' if axes else ''}; "
+            f"A chip received {rows} rows of the program's tables{f', split over {sorted(axes)}' if axes else ''}; "
             f"expected its own row only, split over {program.layout.axis!r}. Call this inside jax.shard_map with the "
             "program as an argument (not closed over) and program.spec as its in_specs."
         )

@@ -1,8 +1,8 @@
-"""Whether an optimizer treats every weight by itself: only then may each chip run it on its own shard.
+"""Whether an optimizer is element-wise: only then may each chip run it on its own shard.
 
 The optimizer's update is traced, and every operation in it must keep the elements apart. optax's LARS and LAMB, which
 need the norm of a whole layer, do not; nor does its clipping by the global norm. Those of `layerwise` do, because they
-get their norms from outside. And it must do the same to all layers: see `formulas`.
+receive their norms as an argument. And it must do the same to all layers: see `formulas`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MIXING = frozenset(
 )
 """Operations that combine elements although they may keep the shape; most others that do so change it."""
 POSITIONAL = frozenset({"iota", "random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"})
-"""Operations whose results depend on an element's place in the array, which is another one in a shard."""
+"""Operations whose results depend on an element's position in the array, which differs in a shard."""
 INSTEAD = "or pass a Program from install() instead of a ProgramPair to update all weights on every chip."
 
 
@@ -41,7 +41,7 @@ def check_elementwise(optimizer: optax.GradientTransformation, shards: Any, whol
         name = equation.primitive.name
         if name in POSITIONAL and any(v.aval.shape in own_shapes for v in equation.outvars):
             raise ParameterError(
-                f"This optimizer cannot update shards of the weights: its {name} depends on a weight's place in its "
+                f"This optimizer cannot update shards of the weights: its {name} depends on a weight's position in its "
                 f"layer, or draws random numbers, which would be the same on every chip. Use one without; {INSTEAD}"
             )
         shapes = {v.aval.shape for v in equation.invars if getattr(v.aval, "shape", ())}
@@ -64,7 +64,7 @@ def check_elementwise(optimizer: optax.GradientTransformation, shards: Any, whol
 def updates_of(
     optimizer: optax.GradientTransformation, gradients: Any, state: Any, params: Any, *, value: Any, **more: Any
 ) -> tuple[Any, Any]:
-    """Call an optimizer's update with all that a train step knows; refuse by name what it asks for beyond that."""
+    """Call an optimizer's update with everything a train step has; refuse by name any other argument it requires."""
     update = optax.with_extra_args_support(optimizer).update
     try:
         updates, state = update(gradients, state, params, value=value, grad=gradients, **more)
@@ -72,14 +72,14 @@ def updates_of(
         if "required keyword-only argument" not in str(error):
             raise
         raise ParameterError(
-            f"This optimizer asks for something that a train step does not have: {error}. It gets the gradients (grad) "
+            f"This optimizer requires something that a train step does not have: {error}. It gets the gradients (grad) "
             "and the mean loss (value), but cannot evaluate the loss again, as a line search does."
         ) from error
     return updates, state
 
 
 def _traceable(optimizer: optax.GradientTransformation, shards: Any, whole: Any) -> tuple[Any, Callable[..., Any]]:
-    """Return the state for shards, and an update that can be traced; say so if the optimizer wants layers instead."""
+    """Return the state for shards, and an update that can be traced; raise if the optimizer needs layers instead."""
 
     def traced(gradients: Any, state: Any, weights: Any) -> Any:
         return updates_of(optimizer, gradients, state, weights, value=jnp.ones(()), layers=_NoLayers(weights))
@@ -108,7 +108,7 @@ def _by_layer() -> ParameterError:
 
 
 class _NoLayers:
-    """Stands in for `ShardedLayers` while an update is traced: whatever it is asked, it keeps the elements apart."""
+    """Stands in for `ShardedLayers` while an update is traced: all of its results are element-wise."""
 
     def __init__(self, shards: Any) -> None:
         self.shards = shards

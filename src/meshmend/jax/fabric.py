@@ -1,10 +1,10 @@
-"""Finding the hole: the mesh, its failures and the order of the chips, from the devices that JAX has.
+"""Finding the hole: the mesh, its failures and the order of the chips, from JAX's devices.
 
-On a TPU a device knows its coordinates (x, y, z). They are the mesh's axes in that order: axis 0 is x, axis 1 is y,
+A TPU device reports its coordinates (x, y, z). They are the mesh's axes in that order: axis 0 is x, axis 1 is y,
 axis 2 is z, so that the slice `v3:16x32` is `Mesh("16x32")` and the hole `4x2@6,8` is x from 6 to 9, y from 8 to 9.
-A last axis of one chip is left out, and axes wrap as is documented for the kind of TPU. This has been shown on no TPU.
-On Cloud TPU a slice comes up whole or not at all, so the holes to be met there today are chips that are alive and left
-out of `devices`. Elsewhere (virtual CPU devices) the mesh is described by arguments or by the environment:
+A last axis of one chip is left out, and axes wrap as documented for the kind of TPU. This has not been tried on a TPU.
+On Cloud TPU a slice comes up whole or not at all, so the only holes there today are healthy chips that are left out
+of `devices`. Elsewhere (virtual CPU devices) the mesh is described by arguments or by the environment:
 `MESHMEND_SHAPE=8x8`, `MESHMEND_FAILED="2x2@2,2 5,7"` and `MESHMEND_WRAP=0,1`.
 """
 
@@ -71,18 +71,18 @@ class Fabric:
 
     @property
     def compiler_options(self) -> dict[str, str]:
-        """What to give `jax.jit(…, compiler_options=…)`, so that more than five lanes are in flight at once.
+        """Options for `jax.jit(…, compiler_options=…)` that allow more than five lanes in flight at once.
 
-        That is for chips with six links (v4, v5p); elsewhere it changes nothing.
+        They matter for chips with six links (v4, v5p) and are empty elsewhere.
         """
         return {"xla_max_concurrent_async_collective_permutes": "16"} if self.platform == "tpu" else {}
 
     def sharding(self, *axes: str | tuple[str, ...] | None) -> jax.sharding.NamedSharding:
-        """Return the sharding that splits an array's axes by axes of this fabric; none means one copy a device."""
+        """Return the sharding that splits an array's axes by axes of this fabric; none means one copy per device."""
         return jax.sharding.NamedSharding(self.jax_mesh, jax.sharding.PartitionSpec(*axes))
 
     def __repr__(self) -> str:
-        cores = f", {self.jax_mesh.devices.shape[1]} cores a chip" if self.core_axis else ""
+        cores = f", {self.jax_mesh.devices.shape[1]} cores per chip" if self.core_axis else ""
         return f"Fabric({self.mesh!r} of {self.platform}{cores}, hardware {self.hardware})"
 
 
@@ -96,8 +96,8 @@ def discover(
 ) -> Fabric:
     """Return the fabric that `devices` (by default all of JAX's) form: mesh, holes, device order.
 
-    Where devices know their coordinates (TPU) nothing else is needed: chips that are missing from the bounding box
-    are the hole, and `failed` takes out more. `coords` gives a coordinate a device where they know none. With
+    Where devices report their coordinates (TPU) nothing else is needed: chips that are missing from the bounding box
+    are the hole, and `failed` removes more. `coords` gives one coordinate per device where they report none. With
     `shape` alone, devices are laid out in row-major order over all chips, if there is one for each, of which the
     failed ones are not used; or over the live chips, if there is one for each of those. Arguments that are not
     given come from the environment: MESHMEND_SHAPE, MESHMEND_FAILED, MESHMEND_WRAP.
@@ -112,7 +112,7 @@ def discover(
     """
     found = list(jax.devices() if devices is None else devices)
     if not found:
-        raise MeshError("There are no devices to make a fabric of.")
+        raise MeshError("There are no devices to build a fabric from.")
     if shape is None:
         shape = os.environ.get("MESHMEND_SHAPE")
     holes = list(os.environ.get("MESHMEND_FAILED", "").split() if failed is None else failed)
@@ -125,7 +125,7 @@ def discover(
         where = _lay_out(len(found), mesh)
     else:
         raise MeshError(
-            f"{found[0].device_kind} devices do not know their coordinates. Say what mesh they stand for: "
+            f"{found[0].device_kind} devices do not report coordinates. Say which mesh they form: "
             "discover(devices, shape='8x8'), or MESHMEND_SHAPE=8x8 in the environment."
         )
     return _fabric(found, where, mesh)
@@ -142,7 +142,7 @@ def _read_wrap(wrap: bool | Sequence[bool] | None, mesh: Mesh, kind: str | None)
 
 
 def _coordinates(devices: list[Any], coords: Sequence[Sequence[int]] | None) -> NDArray[np.int64] | None:
-    """Return one coordinate a device: given, or the device's own, without a last axis of one chip."""
+    """Return one coordinate per device: given, or the device's own, without a last axis of one chip."""
     if coords is not None:
         if len(coords) != len(devices):
             raise MeshError(f"There are {len(devices)} devices and {len(coords)} coordinates; give one for each.")
@@ -171,7 +171,7 @@ def _bounding_mesh(
     full = Mesh(shape)
     if full.n_axes != where.shape[1] or (where < 0).any() or (where >= full.shape).any():
         worst = where[(where.max(axis=1)).argmax()]
-        raise MeshError(f"A device sits at {name_chip(worst)}, outside the {name_shape(full.shape)} mesh.")
+        raise MeshError(f"A device is at {name_chip(worst)}, outside the {name_shape(full.shape)} mesh.")
     missing = np.ones(full.shape, dtype=np.bool_)
     missing[tuple(where.T)] = False
     return Mesh(full.shape, wrap=_read_wrap(wrap, full, kind), failed=[*holes, *np.argwhere(missing).tolist()])
@@ -183,8 +183,8 @@ def _lay_out(n_devices: int, mesh: Mesh) -> NDArray[np.int64]:
     if n_devices == mesh.n_chips:
         return mesh.coords.astype(np.int64)
     raise MeshError(
-        f"{n_devices} devices do not fit {mesh!r}: give {mesh.size} (one a chip, failed ones unused) or "
-        f"{mesh.n_chips} (one a live chip)."
+        f"{n_devices} devices do not fit {mesh!r}: give {mesh.size} (one per chip, failed ones unused) or "
+        f"{mesh.n_chips} (one per live chip)."
     )
 
 

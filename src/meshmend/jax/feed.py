@@ -25,7 +25,7 @@ from meshmend.jax.fabric import Fabric
 
 @dataclass(frozen=True)
 class Batch:
-    """What one step uses. Made by `Feed.batches`.
+    """The data of one step. Made by `Feed.batches`.
 
     Give it to the step of `compile_train_step`, or its `data`, `weights` and `learning_rate_factor` to the step of
     `train_step(…, per_example=True)`, and put `after` into the checkpoint that has the step's parameters.
@@ -54,8 +54,8 @@ class Feed:
     """A source of samples, an order of them for each epoch, and a policy for the batch.
 
     `source` is anything with `len` and `[i]`, or a `grain.MapDataset` with the caller's own transformations, one
-    sample an element (not batched, filtered or repeated). The order of an epoch is a permutation that follows from
-    `seed` and the epoch alone; random transformations (`random_map`) follow from the epoch and the record. `threads`
+    sample per element (not batched, filtered or repeated). The order of an epoch is a permutation that depends only on
+    `seed` and the epoch; random transformations (`random_map`) depend on the epoch and the record. `threads`
     read ahead up to `prefetch` batches; 0 threads reads in the loop itself.
 
     >>> import jax, numpy as np, meshmend.jax as mmj
@@ -161,7 +161,7 @@ class Feed:
 
 
 class DeviceRows:
-    """What some devices hold, device after device and step after step: a source for grain to read ahead from.
+    """The rows of some devices, device after device and step after step: a source that grain prefetches from.
 
     A part is a device's rows. A row of padding is None and costs no reading; but where no device has a sample, the
     first row is one, so that the step has something valid to compute with.
@@ -191,7 +191,7 @@ class DeviceRows:
         sample = self.samples[at.epoch * self.split.epoch_size + at.sample + place]
         if sample is None:
             raise ParameterError(
-                f"The dataset has no sample {at.sample + place} in epoch {at.epoch}: a filter has taken it out. Each "
+                f"The dataset has no sample {at.sample + place} in epoch {at.epoch}: a filter has removed it. Each "
                 "sample must count, or no two runs agree on a batch: filter the source before it becomes a feed."
             )
         return sample

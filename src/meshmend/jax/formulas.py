@@ -1,8 +1,8 @@
 """Whether an optimizer does the same to all layers: what it computes for each weight, as a formula without shapes.
 
 A shard is a flat piece of all layers, so an optimizer may run on it only if it would do the same to every element of
-every layer. Python code can tell layers apart before JAX sees anything: by `ndim`, by shape, by name, by a mask. So the
-update is traced twice, for the layers as they are and for the shards, and both jaxprs are read into formulas: one
+every layer. Python code can distinguish layers before JAX sees anything: by `ndim`, by shape, by name, by a mask. So
+the update is traced twice, for the layers as they are and for the shards, and both jaxprs are read into formulas: one
 number per formula, the same number for the same formula, whatever the shape of the arrays in it.
 """
 
@@ -19,7 +19,7 @@ FormulasByKind = dict[tuple[str, str], set[int]]
 """For each kind of result (an update, or a place in the optimizer's state) and dtype of the weights: the formulas."""
 
 SHAPES = frozenset({"shape", "broadcast_dimensions", "sharding", "out_sharding", "weak_type", "name"})
-"""Parameters of operations that say nothing of what happens to an element."""
+"""Parameters of operations that do not affect what happens to an element."""
 
 
 class Formulas:

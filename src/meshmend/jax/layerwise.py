@@ -1,7 +1,7 @@
 """Optimizers that look at whole layers, for weights that lie in shards: LARS, LAMB, clipping by the global norm.
 
 A shard is a flat piece of all layers, so the norm of a layer is a sum over chips: every chip adds up the squares of
-its own elements, layer by layer, and these few numbers (two a layer) are all-reduced. The transformations here take
+its own elements, layer by layer, and these few numbers (two per layer) are all-reduced. The transformations here take
 what they need from an extra argument `layers`, which `train_step` passes when the update is sharded. Without it they
 work on whole layers, as optax's own do.
 """
@@ -47,7 +47,7 @@ class WholeLayers:
         self.params = params
 
     def norms(self, *trees: Any) -> list[Any]:
-        """Return one norm a leaf."""
+        """Return one norm per leaf."""
         return [jax.tree.map(lambda leaf: jnp.linalg.norm(jnp.ravel(leaf)), tree) for tree in trees]
 
     def global_norm(self, tree: Any) -> Any:
@@ -55,7 +55,7 @@ class WholeLayers:
         return optax.tree.norm(tree)
 
     def chosen(self, mask: Mask) -> Any:
-        """Return one bool a leaf."""
+        """Return one bool per leaf."""
         return jax.tree.map(lambda _, yes: yes, self.params, _mask_of(mask, self.params))
 
 

@@ -1,8 +1,8 @@
-"""A ledger: which samples each committed step has used, so that anybody can check that none was lost or used twice.
+"""A ledger: which samples each committed step has used, so that a job can be checked for samples lost or used twice.
 
 A record is one line of JSON whose last field is a checksum of the line and of the checksum before it. So a record that
-was changed, left out, moved or repeated is found wherever it stands; only a file that ends too early looks like a
-younger ledger, and the next step then leaves a gap.
+was changed, left out, moved or repeated is detected wherever it is; only a truncated file looks like an earlier
+ledger, and the next step then leaves a gap.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LedgerEntry:
 
 @dataclass(frozen=True)
 class Account:
-    """What `Ledger.check` found: all is in order, and how much there is of it."""
+    """The result of `Ledger.check`: the ledger is in order, and this is how much it has."""
 
     steps: int
     epochs: int
@@ -48,13 +48,13 @@ RECORD = re.compile(rb'(\{.*),"checksum":"([0-9a-f]{%d})"\}\n' % (2 * CHECKSUM_B
 
 
 class Ledger:
-    """A file with one JSON object a line, appended to step by step by one process.
+    """A file with one JSON object per line, appended to step by step by one process.
 
-    Committing step k again (after a restart) undoes what stood there of step k and of all later ones: the job has
-    gone back, and goes on from there. Nothing is overwritten in the file; `entries` says what counts.
+    Committing step k again (after a restart) supersedes the entries of step k and of all later ones: the job has
+    gone back, and continues from there. Nothing is overwritten in the file; `entries` says what counts.
 
     A writer that dies in the middle of a record leaves a torn one at the end, which counts as not written; the next
-    writer cuts it off, with a warning. Any other damage is refused with the offset where it begins. A record survives
+    writer truncates it, with a warning. Any other damage is refused with the offset where it begins. A record survives
     the death of the process as soon as `record` returns; only with `fsync=True` it also survives a power cut, at the
     price of waiting for the disk at every step.
 
@@ -207,7 +207,7 @@ class Ledger:
         )
         return LedgerError(
             f"{self.path.name} is damaged at byte {offset} (line {number}): expected {expected}, got {line[:60]!r}. "
-            "What stands before that byte is whole. Bring back a copy of the file, or keep it for inspection and start "
+            "Everything before that byte is intact. Restore a copy of the file, or keep it for inspection and start "
             f"a new ledger.{old}",
             offset=offset,
         )

@@ -15,7 +15,7 @@ import jax
 class KeyValueStore:
     """The key-value store of JAX's coordination service, which JAX opens in `jax.distributed.initialize`.
 
-    There is no public way to it. It raises `RuntimeError` where the service cannot be reached.
+    It has no public API. It raises `RuntimeError` where the service cannot be reached.
     """
 
     def __init__(self, client: Any) -> None:
@@ -53,10 +53,10 @@ def key_value_store() -> KeyValueStore | None:
 
 
 def share_cache_keys_on_cpu() -> bool:
-    """Make the compile cache's keys the same on all processes of a CPU job; say whether JAX has the places for that.
+    """Make the compile cache's keys the same on all processes of a CPU job; return whether JAX has the hooks for that.
 
-    JAX 0.10 puts what a process sees of the machine's topology into the key, and on CPU that is different on each. The
-    devices' kinds are taken instead: JAX's own way where a platform has no topology.
+    JAX 0.10 puts each process's view of the topology into the key, and on CPU that differs between processes. The
+    devices' kinds are used instead, as JAX does where a platform has no topology.
     """
     try:
         from jax._src import cache_key

@@ -27,6 +27,9 @@ from meshmend.topology import Mesh
 TPU_TILE = 1024
 """Elements of a TPU's tile of a 32-bit array, 8 × 128: chunks of whole tiles move without shifting."""
 
+MOST_OWNED = 4
+"""A chip may own this many times its fair share of the chunks where the update is sharded, but no more."""
+
 Place = Callable[[NDArray[Any], NamedSharding], Any]
 
 
@@ -90,7 +93,9 @@ class Program:
         return self.layout.shape.collective
 
     def __repr__(self) -> str:
-        loops = ", ".join(f"{t.send.shape[-2]} steps of {t.send.shape[-1]} lanes" for t in self.tables)
+        repeat = self.layout.shape.repeat
+        steps = [repeat.n_steps] if repeat else [t.send.shape[-2] for t in self.tables]
+        loops = ", ".join(f"{n} steps of {t.send.shape[-1]} lanes" for n, t in zip(steps, self.tables, strict=True))
         return f"Program({self.collective} over {self.n_chips} chips: {loops or 'nothing to do'})"
 
 
@@ -113,8 +118,8 @@ class ProgramPair(NamedTuple):
 def install(schedule: Schedule, fabric: Fabric) -> Program:
     """Lower a schedule and put its tables on the fabric's devices.
 
-    A schedule that is not proven yet (from a file, or made by hand) is proven here, or refused. It must be made for the
-    chips that the fabric has, and for no cable that the fabric has not: a plan for a torus does not fit a mesh.
+    A schedule that is not proven yet (from a file, or made by hand) is proven here, or refused. It must be for the
+    chips of the fabric, and use no cable that the fabric does not have: a plan for a torus does not fit a mesh.
 
     >>> import jax, meshmend as mm, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
@@ -125,8 +130,12 @@ def install(schedule: Schedule, fabric: Fabric) -> Program:
 
 
 def install_pair(schedule: Schedule, fabric: Fabric) -> ProgramPair:
-    """Prepare an all-reduce's reduce-scatter and all-gather, each proven first, for a sharded weight update."""
+    """Prepare an all-reduce's reduce-scatter and all-gather, each proven first, for a sharded weight update.
+
+    Every chip makes room for as many chunks as the chip that owns most, so a plan that leaves them to a few is refused.
+    """
     _check_fit(schedule, fabric.mesh)
+    _check_owners(schedule)
     return ProgramPair(
         *(install(part, fabric) for part in (reduce_scatter_of(schedule), all_gather_of(schedule), schedule))
     )
@@ -178,13 +187,24 @@ def _check_fit(schedule: Any, mesh: Mesh) -> None:
     planned = schedule.mesh
     if not np.array_equal(planned.live, mesh.live):
         raise ScheduleError(f"The schedule is for {planned!r}, but the fabric is {mesh!r}. Plan for fabric.mesh.")
-    # Fewer cables are no fault: a plan for a mesh runs on a torus too.
+    # Fewer cables are fine: a plan for a mesh runs on a torus too.
     absent = {_ends(cable) for cable in planned.cables} - {_ends(cable) for cable in mesh.cables}
     if absent:
         a, b = (name_chip(mesh.coords[rank]) for rank in min(absent))
         raise ScheduleError(
-            f"The schedule is for {planned!r}, which has {len(absent)} cables that the fabric, {mesh!r}, has not: one "
+            f"The schedule is for {planned!r}, which has {len(absent)} cables that the fabric, {mesh!r}, lacks: one "
             f"joins {a} and {b}. Plan for fabric.mesh; or, if the machine has them, give discover() its wrap."
+        )
+
+
+def _check_owners(schedule: Schedule) -> None:
+    """Refuse a plan whose chunks belong to a few chips: their share of the optimizer's state would be everybody's."""
+    template, n_chips = schedule.template, schedule.mesh.n_chips
+    most = int(np.bincount(template.owners).max()) * schedule.repeats
+    if most > MOST_OWNED * -(-schedule.total_chunks // n_chips):
+        raise ParameterError(
+            f"One of {n_chips:,} chips owns {most:,} of {schedule.total_chunks:,} chunks of {schedule!r}, and every "
+            "chip would make room for as many. Plan with owners='even'."
         )
 
 

@@ -5,9 +5,9 @@ Two ways to update the weights, chosen by what is passed as the program:
 - `Program` (`install`): gradients are all-reduced, and every chip updates all weights.
 - `ProgramPair` (`install_pair`): gradients are reduce-scattered, each chip updates the weights that it owns, with its
   share of the optimizer's state, and the new weights are all-gathered. The same bytes travel, and the optimizer's
-  memory and work are divided by the number of chips. Chips that own nothing (beside a hole, say) are served.
+  memory and work are divided by the number of chips. Chips that own nothing (for example beside a hole) are supported.
 
-The pieces are plain functions of pytrees: jit them, donate to them, scan over them.
+The parts are plain functions of pytrees: jit them, donate to them, scan over them.
 """
 
 from __future__ import annotations
@@ -85,17 +85,17 @@ def train_step(
     `accumulate_dtype` where that is wider than their own dtype, and all travel together. Integers and bools in `aux`
     come back as their means in float32.
 
-    With `per_example`, `loss(params, batch)` has one value an example, and everything is a true mean over examples,
+    With `per_example`, `loss(params, batch)` has one value per example, and everything is a true mean over examples,
     however they are spread: `step(…, weights=w)` says how much each counts, such as 0 for padding (by default all
     count once): one real number per example, added up in float32. The mean of values v is Σ w·v / Σ w, for negative
     weights too; where Σ w is 0 there is no mean, so that the loss and aux are NaN and the gradients are 0. Only sums
     travel, and they are divided once, so that integer-valued gradients give the same bits on any number of chips. The
     loss of an example must not depend on others in its batch, as batch normalisation does.
 
-    `step(…, scale=factor)` multiplies the optimizer's updates, which is to scale the learning rate; the factor may
-    change from step to step without compiling again. Optimizers that ask for the loss (`value`) get its mean.
+    `step(…, scale=factor)` multiplies the optimizer's updates, which scales the learning rate; the factor may
+    change from step to step without compiling again. Optimizers that take the loss (`value`) get its mean.
 
-    With a `ProgramPair` the optimizer must treat every weight by itself, as SGD, momentum, Adam and AdamW do, or get
+    With a `ProgramPair` the optimizer must be element-wise, as SGD, momentum, Adam and AdamW do, or get
     the norms of layers from here: use `mmj.lars`, `mmj.lamb` and `mmj.clip_by_global_norm`. Others are refused.
 
     >>> import jax, jax.numpy as jnp, optax, meshmend as mm, meshmend.jax as mmj
@@ -117,11 +117,11 @@ def train_step(
         return loss(params, batch) if has_aux else (loss(params, batch), ())
 
     def shard_mapped(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        # With check_vma JAX would add up the gradients of replicated weights by itself, in its own way.
+        # With check_vma JAX would itself sum the gradients of replicated weights.
         return jax.shard_map(function, mesh=fabric.jax_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def state_specs(params: Any, program: Program | ProgramPair) -> Any:
-        """Say how the optimizer's state is split: arrays by owner if the update is sharded, numbers not at all."""
+        """Return how the optimizer's state is split: arrays by owner if the update is sharded, numbers not at all."""
         check_program(program, fabric)
         if isinstance(program, Program):
             return replicated
@@ -197,7 +197,7 @@ def train_step(
         elif weights is None:
             update, inputs = mean_update, [batch]
         else:
-            raise ParameterError("This step has no use for weights: make it with train_step(…, per_example=True).")
+            raise ParameterError("This step does not take weights: make it with train_step(…, per_example=True).")
         mapped = shard_mapped(
             update,
             (replicated, specs, *[by_device] * len(inputs), replicated, program.spec),
@@ -212,7 +212,7 @@ def train_step(
 def _update(
     optimizer: optax.GradientTransformation, params: Any, state: Any, gradients: Any, scale: Any, **more: Any
 ) -> tuple[Any, Any]:
-    """Let the optimizer say what to change, and change it, times `scale` if there is one."""
+    """Apply the optimizer's updates, times `scale` if there is one."""
     updates, state = updates_of(optimizer, gradients, state, params, **more)
     if scale is not None:
         updates = jax.tree.map(lambda update: update * jnp.asarray(scale, update.dtype), updates)
@@ -229,7 +229,7 @@ def _sharded_update(
     pair: ProgramPair,
     accumulate_dtype: DTypeLike | None,
 ) -> tuple[Any, Any]:
-    """Update the weights that this chip owns, and gather everybody's."""
+    """Update the weights that this chip owns, and all-gather the result."""
     own_params = shard_of(params, pair.scatter, accumulate_dtype=accumulate_dtype)
     layers = ShardedLayers(params, pair, accumulate_dtype)
     own_params, state = _update(optimizer, own_params, state, own_gradients, scale, value=value, layers=layers)

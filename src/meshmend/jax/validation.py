@@ -1,4 +1,4 @@
-"""What a train step is given, checked before anything is traced, where the caller's own names are still known."""
+"""Checks of a train step's arguments before anything is traced, where the caller's own names are still known."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_program(program: Any, fabric: Fabric) -> None:
             "mmj.install(schedule, fabric) or mmj.install_pair(schedule, fabric), and pass it as an argument."
         )
     first = program.scatter if isinstance(program, ProgramPair) else program
-    # Inside jit the tables have no devices any more: there only the number of chips can be compared.
+    # Inside jit the tables have no devices: there only the number of chips can be compared.
     where = getattr(first.owned, "sharding", None)
     jax_mesh = where.mesh if isinstance(where, NamedSharding) and isinstance(where.mesh, Mesh) else fabric.jax_mesh
     if first.n_chips != fabric.mesh.n_chips or jax_mesh != fabric.jax_mesh:

@@ -1,8 +1,8 @@
-"""A true mean over the examples really used: weighted sums of gradients, loss and aux, to be divided once.
+"""A true mean over the examples actually used: weighted sums of gradients, loss and aux, to be divided once.
 
-Each device adds up its own examples, the sums travel, and only the total is divided, by the total weight. So it does
-not matter which device had which example, nor how many each had; and integer-valued gradients, whose sums are exact,
-give the same bits on any number of chips.
+Each device adds up its own examples, the sums are reduced, and only the total is divided, by the total weight. So it
+does not matter which device had which example, nor how many each had; and integer-valued gradients, whose sums are
+exact, give the same bits on any number of chips.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshmend.jax.collectives import mean_dtype, travel_dtype
 
 
 class Sums(NamedTuple):
-    """One device's sums, in the dtypes that travel."""
+    """One device's sums, in the dtypes that are sent."""
 
     gradients: Any
     extras: Any
@@ -93,7 +93,7 @@ def _weighted(
 
 
 def _check_per_example(extras: Any, weights: Annotated[jax.Array, "[B]"]) -> Any:
-    """Return the loss and aux if they have one value an example, or say what they have instead."""
+    """Return the loss and aux if they have one value per example; raise otherwise."""
     for name, tree, exactly in (("the loss", extras[0], True), ("a value of aux", extras[1], False)):
         for leaf in jax.tree.leaves(tree):
             shape = jnp.shape(leaf)

@@ -1,7 +1,7 @@
 """Which axes of a TPU slice wrap: what Google documents, per kind of device and shape of the slice, in one table.
 
-No public interface tells: JAX's devices have coordinates, and no word on cables. None of this has been checked on a TPU
-from here; `discover(…, wrap=…)` overrides it. Sources:
+No public interface reports it: JAX's devices have coordinates, and nothing about cables. We have checked none of this
+on a TPU; `discover(…, wrap=…)` overrides it. Sources:
 
 - v2, v3: pods are 2-D tori, 16×16 and 32×32 chips (Jouppi et al., "A Domain-Specific Supercomputer for Training Deep
   Neural Networks", 2020; cloud.google.com/tpu/docs/v2 and /v3). A slice is cut out of a pod, so only a whole pod wraps.
@@ -52,8 +52,8 @@ WIRING = {
 def documented_wrap(kind: str, shape: Sequence[int]) -> tuple[bool, ...]:
     """Return which axes of a slice wrap. Warns where that is not known, and then leaves cables out.
 
-    A plan that does not know of a cable leaves it unused; one that counts on a cable that is not there is slower than
-    it says. So what is not known does not wrap.
+    A plan without a cable that exists leaves it unused; a plan with a cable that does not exist is slower than
+    predicted. So an unknown axis does not wrap.
 
     >>> documented_wrap("TPU v4", (4, 4, 4)), documented_wrap("TPU v5e", (8, 16))
     ((True, True, True), (False, True))

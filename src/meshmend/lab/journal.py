@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from meshmend.errors import LabError, MeshmendError
-from meshmend.topology import Mesh
+from meshmend.topology import Mesh, name_cable_rates, parse_cable_rate
 
 FOLDER = Path("/run/meshmend")
 MAX_BYTES = 2**20
@@ -68,6 +68,7 @@ class Journal:
             "wrap": self.mesh.wrap,
             "failed": [str(hole) for hole in self.mesh.holes],
             "failed_cables": self.mesh.failed_cables,
+            "cable_rates": name_cable_rates(self.mesh.cable_rates),
             **{name: getattr(self, name) for name in ("rate", "stage", "temporary", "token", "pid", "started")},
         }
         _make_folder()
@@ -101,7 +102,11 @@ class Journal:
                 data = file.read(MAX_BYTES + 1)
             facts = json.loads(data)
             mesh = Mesh(
-                facts["shape"], wrap=facts["wrap"], failed=facts["failed"], failed_cables=facts["failed_cables"]
+                facts["shape"],
+                wrap=facts["wrap"],
+                failed=facts["failed"],
+                failed_cables=facts["failed_cables"],
+                cable_rates=[parse_cable_rate(text) for text in facts.get("cable_rates", ())],
             )
             found = cls(
                 name,

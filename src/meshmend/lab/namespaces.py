@@ -15,6 +15,8 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from meshmend.errors import Coordinate, LabError
 from meshmend.lab import journal
 from meshmend.lab.commands import Commands, listed_namespaces
@@ -172,7 +174,7 @@ class Lab:
 
     @property
     def rate_bytes_per_s(self) -> float:
-        """Bytes per second of one link."""
+        """Bytes per second of a link of full rate."""
         number, unit = re.fullmatch(r"(\d+)([kmg])bit", self.rate).groups()  # type: ignore[union-attr]
         return int(number) * {"k": 1e3, "m": 1e6, "g": 1e9}[unit] / 8
 
@@ -222,9 +224,18 @@ class Lab:
             settings = ["net.ipv4.ip_forward=1"]
             settings += [f"net.ipv4.conf.{name}.rp_filter=0" for name in ("all", "default", *ends)]
             commands.run("ip", "netns", "exec", self.namespace(chip), "sysctl", "-qw", *settings)
-            limits = [f"qdisc add dev {end} root tbf rate {self.rate} burst {BURST} latency {QUEUE}" for end in ends]
-            commands.run("tc", "-n", self.namespace(chip), "-batch", "-", lines=limits)
+            commands.run("tc", "-n", self.namespace(chip), "-batch", "-", lines=self._limits(rank))
         self._route(commands)
+
+    def _limits(self, rank: int) -> list[str]:
+        """Return what holds the links of a chip to their rates: a slow cable has its part of the lab's."""
+        limits = []
+        for direction in np.flatnonzero(self.mesh.neighbours[rank] >= 0).tolist():
+            part = float(self.mesh.link_rates[rank * self.mesh.n_directions + direction])
+            rate = self.rate if part == 1 else f"{round(8 * self.rate_bytes_per_s * part)}bit"
+            end = self._interfaces[direction]
+            limits.append(f"qdisc add dev {end} root tbf rate {rate} burst {BURST} latency {QUEUE}")
+        return limits
 
     def _route(self, commands: Commands) -> None:
         mesh = self.mesh

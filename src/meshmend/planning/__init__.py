@@ -3,8 +3,8 @@
 from meshmend.planning.auto import Auto, Candidate, Choice, Tuned
 from meshmend.planning.base import Planner
 from meshmend.planning.cache import PlanCache
+from meshmend.planning.derived import Derived
 from meshmend.planning.gather import Gather
-from meshmend.planning.half import Half
 from meshmend.planning.hamiltonian import Hamiltonian
 from meshmend.planning.latency import Latency
 from meshmend.planning.proven import PLANNERS, PlanFunction, choose, make_planner, plan
@@ -17,8 +17,8 @@ __all__ = [
     "Auto",
     "Candidate",
     "Choice",
+    "Derived",
     "Gather",
-    "Half",
     "Hamiltonian",
     "Latency",
     "PlanCache",

@@ -11,20 +11,20 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import ClassVar, final
 
 from meshmend.cost import DEFAULT_HARDWARE, Hardware, StepDemand, find_hardware
 from meshmend.errors import ParameterError, PlanError
 from meshmend.planning.base import CannotServe, Floor, Planner
+from meshmend.planning.derived import Derived
 from meshmend.planning.gather import Gather
-from meshmend.planning.half import Half
 from meshmend.planning.hamiltonian import Hamiltonian
 from meshmend.planning.latency import Latency
 from meshmend.planning.row_pairs import RowPairs
 from meshmend.planning.two_color import TwoColor
-from meshmend.planning.weave import Weave
+from meshmend.planning.weave import DEFAULT_BUDGET_S, Owners, Weave
 from meshmend.schedule import Collective, Schedule
 from meshmend.topology import Mesh
 
@@ -108,6 +108,7 @@ class Chooser(Planner):
 class Auto(Chooser):
     """The fastest of all planners for a payload on a piece of hardware.
 
+    `owners` and `budget_s` are as for `Weave`, the only planner that has a choice of owners and takes long.
     A reduce-scatter or an all-gather is planned as such, or is half of an all-reduce, whichever is faster.
 
     >>> choice = Auto(payload_bytes=1e9).choose(Mesh("8x8", failed=["2x2@2,2"]))
@@ -120,6 +121,8 @@ class Auto(Chooser):
     payload_bytes: float = DEFAULT_PAYLOAD_BYTES
     hardware: str | Hardware = DEFAULT_HARDWARE
     collective: Collective = Collective.ALL_REDUCE
+    owners: Owners = "any"
+    budget_s: float = DEFAULT_BUDGET_S
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,7 +130,7 @@ class Auto(Chooser):
 
     def field(self, mesh: Mesh) -> Field:
         """Return every planner."""
-        return Field(mesh, candidates(self.collective))
+        return Field(mesh, candidates(self.collective, Weave(owners=self.owners, budget_s=self.budget_s)))
 
 
 @final
@@ -159,16 +162,22 @@ class Tuned(Chooser):
         """What its planner says."""
         return self.planner.is_splittable
 
+    def with_even_owners(self) -> Tuned:
+        """Return the same for its planner with even owners."""
+        return replace(self, planner=self.planner.with_even_owners())
+
     def field(self, mesh: Mesh) -> Field:
         """Return the planner alone."""
         return Field(mesh, [self.planner], fixed=self.fixed)
 
 
-def candidates(collective: Collective) -> list[Planner]:
-    """Return the planners that `auto` chooses from, with their default parameters."""
+def candidates(collective: Collective, weave: Weave | None = None) -> list[Planner]:
+    """Return the planners that `auto` chooses from, with their default parameters; `weave` with those that it has."""
+    whole = [weave or kind() if kind is Weave else kind() for kind in CHOICES]
     if collective is Collective.ALL_REDUCE:
-        return [kind() for kind in CHOICES]
-    return [Gather(collective=collective), *(Half(kind(), collective) for kind in CHOICES)]
+        return whole
+    derived: list[Planner] = [Derived(planner, collective) for planner in whole]
+    return derived if collective.is_all_reduce else [Gather(collective=collective), *derived]
 
 
 class Field:

@@ -92,6 +92,10 @@ class Planner(ABC):
     def n_transfers(self, mesh: Mesh) -> int:
         """Return how many transfers the schedule has, without making it. Only called where `_check` passes."""
 
+    def with_even_owners(self) -> Planner:
+        """Return this planner with the same number of chunks for every owner, where it has a choice."""
+        return self
+
     def is_routed(self, mesh: Mesh, phase: str) -> bool:  # noqa: ARG002
         """Say whether transfers of that phase may go over several cables; all others cross one live cable each."""
         return False

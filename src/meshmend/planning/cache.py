@@ -24,9 +24,9 @@ from meshmend.schedule import Schedule
 from meshmend.schedule.neighbour_hops import BY_HOPS
 from meshmend.schedule.serialize import FORMAT, load, save
 from meshmend.schedule.verify import verify
-from meshmend.topology import Mesh, name_cable
+from meshmend.topology import Mesh, name_cable, name_cable_rates
 
-RECIPE = 2
+RECIPE = 3
 """Raised whenever a planner's output changes, so that schedules of an older version are not taken for new ones."""
 
 
@@ -61,6 +61,8 @@ class PlanCache:
             "wrap": mesh.wrap,
             "failed": [str(hole) for hole in mesh.holes],
             "failed_cables": [name_cable(cable) for cable in mesh.failed_cables],
+            # Left out where all cables are equal, so that such plans are found under the names they always had.
+            **({"cable_rates": name_cable_rates(mesh.cable_rates)} if mesh.has_slow_cables else {}),
             "planner": planner.name,
             "collective": planner.collective,
             "parameters": dataclasses.asdict(planner),  # type: ignore[call-overload]

@@ -10,7 +10,7 @@ from meshmend.errors import LoweringError, ParameterError, PlanError
 from meshmend.planning.auto import CHOICES, OTHERS, Auto, Choice, Chooser, Tuned, candidates
 from meshmend.planning.base import Planner
 from meshmend.planning.cache import PlanCache
-from meshmend.planning.half import Half
+from meshmend.planning.derived import Derived
 from meshmend.planning.weave import Weave
 from meshmend.schedule import Collective, Schedule
 from meshmend.schedule.neighbour_hops import neighbour_hops
@@ -36,7 +36,7 @@ def plan(
     neighbours_only: bool = False,
     **parameters: Any,
 ) -> Schedule:
-    """Plan a collective over the live chips of `mesh`, proven before it is returned: an all-reduce, unless told.
+    """Plan a collective over the live chips of `mesh`, proven before it is returned: by default an all-reduce.
 
     `planner` is a name from `PLANNERS`, with its parameters as keywords, or a planner object. By default
     it is the fastest of all for `payload_bytes` on `hardware`. Any other planner that is named takes these two as well,
@@ -83,7 +83,7 @@ def choose(mesh: Mesh, chooser: Chooser) -> Choice:
 
 
 def make_planner(name: str, *, collective: str | Collective | None = None, **parameters: Any) -> Planner:
-    """Return the planner of that name with those parameters, for that collective: an all-reduce, unless told.
+    """Return the planner of that name with those parameters, for that collective: by default an all-reduce.
 
     With a payload or hardware, it tunes the parameters that are not given.
 
@@ -103,7 +103,7 @@ def make_planner(name: str, *, collective: str | Collective | None = None, **par
     given = {key: value for key, value in parameters.items() if key not in target}
     planner = kind(**given, **({"collective": wanted} if "collective" in own else {}))
     tuned = Tuned(planner, fixed=tuple(given), **target) if target else planner
-    return tuned if planner.collective is wanted else Half(tuned, wanted)
+    return tuned if planner.collective is wanted else Derived(tuned, wanted)
 
 
 def _plan_hops(mesh: Mesh, planner: Planner) -> Schedule:
@@ -129,7 +129,7 @@ def _plan_hops(mesh: Mesh, planner: Planner) -> Schedule:
 
 
 def read_collective(collective: str | Collective | None) -> Collective:
-    """Return the collective of that name; an all-reduce, unless told.
+    """Return the collective of that name; by default an all-reduce.
 
     >>> read_collective("all-gather")
     <Collective.ALL_GATHER: 'all-gather'>

@@ -5,7 +5,8 @@ schedule is one. `serialize` reads and writes files, `neighbour_hops` rewrites a
 and `split` cuts an all-reduce into its reduce-scatter and its all-gather.
 """
 
+from meshmend.schedule.collective import Collective, Op
 from meshmend.schedule.columns import MAX_CHUNKS
-from meshmend.schedule.schedule import MAX_EXPANDED, MAX_PHASES, Collective, Op, Phase, Schedule
+from meshmend.schedule.schedule import MAX_EXPANDED, MAX_PHASES, Phase, Schedule
 
 __all__ = ["MAX_CHUNKS", "MAX_EXPANDED", "MAX_PHASES", "Collective", "Op", "Phase", "Schedule"]

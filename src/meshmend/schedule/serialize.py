@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from meshmend.errors import MeshError, ScheduleError, ScheduleFileError, name_chip
 from meshmend.schedule import Collective, Op, Schedule
-from meshmend.topology import Mesh, Region, name_cable, name_shape, parse_chip
+from meshmend.topology import Mesh, Region, name_cable, name_cable_rates, name_shape, parse_cable_rate, parse_chip
 
 __all__ = ["from_text", "load", "save", "to_text"]
 
@@ -145,12 +145,14 @@ def _check_name(name: str) -> None:
 def _describe(schedule: Schedule) -> dict[str, Any]:
     mesh = schedule.mesh
     repeat = {} if schedule.repeats == 1 else {"repeats": schedule.repeats, "period": schedule.period}
+    slow = {"cable_rates": name_cable_rates(mesh.cable_rates)} if mesh.has_slow_cables else {}
     return {
         "format": REPEATED_FORMAT if repeat else FORMAT,
         "shape": list(mesh.shape),
         "wrap": list(mesh.wrap),
         "failed": [str(hole) for hole in mesh.holes],
         "failed_cables": [name_cable(cable) for cable in mesh.failed_cables],
+        **slow,
         "chunks": schedule.template.total_chunks,
         "collective": str(schedule.collective),
         "planner": schedule.planner,
@@ -188,7 +190,7 @@ def _read_npz(file: IO[bytes], max_bytes: int) -> Schedule:
 def _assemble(header: dict[str, Any], columns: dict[str, Any]) -> Schedule:
     """Return the schedule of a header that was read and of its columns, which are checked here."""
     repeats, period = header.pop("repeats"), header.pop("period")
-    template = Schedule(header.pop("mesh"), **header, **columns)
+    template = Schedule(header.pop("mesh"), **header, **columns, may_idle=repeats is not None)
     return template if repeats is None else template.repeated(repeats, period)
 
 
@@ -269,12 +271,16 @@ def _read_header(data: bytes) -> dict[str, Any]:
         _check_name(name)
     if sum(math.prod(Region.parse(hole).shape) for hole in failed) > math.prod(shape):
         raise ScheduleFileError("the holes in its header are larger than its mesh.")
+    slow = listed("cable_rates", str) if "cable_rates" in header else []
+    if any("@" in text for text in slow):
+        raise ScheduleFileError("cable_rates in its header should name cables one by one, as in 0,4-0,5=1/2.")
     return {
         "mesh": Mesh(
             shape,
             wrap=listed("wrap", bool),
             failed=failed,
             failed_cables=listed("failed_cables", str),
+            cable_rates=[parse_cable_rate(text) for text in slow],
         ),
         "total_chunks": header["chunks"],
         "collective": Collective(header["collective"]),

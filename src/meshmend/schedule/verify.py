@@ -23,6 +23,11 @@ Two ways of counting, and the result says which was used:
   In an all-gather T must be 1. Then one contribution is there, and another chip's has the owner's number with
   probability 1/p.
 
+An **all-reduce with a turn** is an all-reduce that may be interrupted: once the owner of a chunk has its last REDUCE of
+it, the owner may put another value in its place, and every chip ends with that. `turn` follows where a chip holds what
+the owner had after that moment, handed on by COPYs alone. If that is so everywhere at the end, then (as the schedule is
+an all-reduce) what the owner had was the sum; and had it been another value, every chip would end with that one.
+
 A repeated schedule is proven by its template. Let the template have N chunks and the period be T. A transfer reads and
 writes one cell (chip, chunk) per chunk that it carries, with the same chunk on both sides, and those of repeat r carry
 chunks r·N … (r+1)·N − 1 only: so no repeat reads or writes a cell of another, and no two repeats write the same cell in
@@ -51,7 +56,9 @@ from numpy.typing import NDArray
 from meshmend import routing
 from meshmend.errors import RoutingError, VerificationError, WrongSumError, name_chip
 from meshmend.schedule import Collective, Op, Schedule
+from meshmend.schedule.classes import ChunkClasses
 from meshmend.schedule.faults import raise_collision, raise_dead_path, raise_wrong_sum
+from meshmend.schedule.turn import check_turns
 from meshmend.topology import Mesh
 
 __all__ = ["Proof", "ensure_proven", "verify"]
@@ -118,7 +125,7 @@ def verify(
     template = schedule.template
     _check_transfers(template)
     _check_paths(template, mesh or schedule.mesh)
-    classes = _Classes(template)
+    classes = ChunkClasses(template)
     if method is None:
         cells = schedule.mesh.n_chips**2 * classes.n
         method = "exact" if cells <= EXACT_CELLS else "fingerprint"
@@ -131,6 +138,8 @@ def verify(
         if fault is not None:
             chip, chunk_class = fault
             raise_wrong_sum(template, chip, int(classes.starts[block.start + chunk_class]))
+    if schedule.collective is Collective.ALL_REDUCE_WITH_TURN:
+        check_turns(template, classes)
     # A proof for another mesh, or by fingerprints that a file's author could know, is no proof for an engine.
     if (mesh is None or mesh == schedule.mesh) and (method == "exact" or seed is None):
         schedule._is_proven = template._is_proven = True
@@ -169,39 +178,6 @@ def _check_transfers(schedule: Schedule) -> None:
             expected=f"{least:,} transfers or more",
             got=f"{schedule.n_transfers:,}",
         )
-
-
-class _Classes:
-    """The schedule's runs, in terms of classes of chunks that always travel together and have one owner."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        first = schedule.first_chunk.astype(np.int64)
-        changes = np.flatnonzero(np.diff(schedule.owners)) + 1
-        edges = [np.array([0, schedule.total_chunks]), first, first + schedule.n_chunks, changes]
-        bounds = np.unique(np.concatenate(edges))
-        self.starts = bounds[:-1]
-        self.n = len(self.starts)
-        self.owners = schedule.owners[self.starts].astype(np.int64)
-        self.first = np.searchsorted(bounds, first)
-        self.last = np.searchsorted(bounds, first + schedule.n_chunks)
-        self.n_moves = int((self.last - self.first).sum())
-        """How many classes all transfers move together."""
-
-    def moves(self, rows: slice, first: int, last: int, cells: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return (row, class) of everything that `rows` move within classes first … last−1, counted from `first`.
-
-        Rows of one step that write more often than there are cells to write to collide. Then only as many of them are
-        returned as it takes to collide for certain.
-        """
-        low = np.maximum(self.first[rows], first)
-        length = np.maximum(np.minimum(self.last[rows], last) - low, 0)
-        ends = np.cumsum(length)
-        if ends[-1] > cells:
-            enough = int(np.searchsorted(ends, cells, side="right")) + 1
-            low, length, ends = low[:enough], length[:enough], ends[:enough]
-        row = np.repeat(np.arange(rows.start, rows.start + len(length)), length)
-        within = np.arange(len(row)) - np.repeat(ends - length, length)
-        return row, np.repeat(low, length) + within - first
 
 
 class _Tally:
@@ -266,7 +242,7 @@ class _Tally:
         return chip, chunk_class
 
 
-def _check_work(schedule: Schedule, classes: _Classes, tally: _Tally) -> None:
+def _check_work(schedule: Schedule, classes: ChunkClasses, tally: _Tally) -> None:
     """Refuse a schedule that would take too long to follow."""
     n_blocks = -(-classes.n // tally.width)
     a_mark = -(-tally.marks.nbytes // (16 * tally.n_chips))
@@ -280,7 +256,7 @@ def _check_work(schedule: Schedule, classes: _Classes, tally: _Tally) -> None:
         )
 
 
-def _replay(schedule: Schedule, classes: _Classes, first: int, last: int, tally: _Tally, held: Words) -> None:
+def _replay(schedule: Schedule, classes: ChunkClasses, first: int, last: int, tally: _Tally, held: Words) -> None:
     """Run the steps over `held` in place: contributions instead of numbers."""
     width = held.shape[1]
     cells = held.reshape(held.shape[0] * width, -1)

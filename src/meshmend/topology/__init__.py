@@ -9,7 +9,7 @@ of the chip that it leaves.
 """
 
 from meshmend.topology.mesh import MAX_AXES, MAX_CHIPS, IntArray, Mesh
-from meshmend.topology.rates import parse_cable_rate
+from meshmend.topology.rates import name_cable_rates, parse_cable_rate
 from meshmend.topology.region import Region, all_placements
 from meshmend.topology.text import Cable, name_cable, name_shape, parse_chip, parse_shape, parse_wrap
 
@@ -22,6 +22,7 @@ __all__ = [
     "Region",
     "all_placements",
     "name_cable",
+    "name_cable_rates",
     "name_shape",
     "parse_cable_rate",
     "parse_chip",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -55,7 +55,7 @@ class Mesh:
         wrap: bool | Sequence[bool] = False,
         failed: Iterable[Region | Sequence[int] | str] = (),
         failed_cables: Iterable[CableLike] = (),
-        cable_rates: Mapping[Region | CableLike, RateLike] | Iterable[tuple[Region | CableLike, RateLike]] = (),
+        cable_rates: Mapping[Any, RateLike] | Iterable[tuple[Region | CableLike, RateLike]] = (),
     ) -> None:
         self._shape = _check_shape(shape)
         self._wrap = _check_wrap(wrap, self._shape)

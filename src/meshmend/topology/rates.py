@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from itertools import product
 
 from meshmend.errors import MeshError
 from meshmend.topology.region import Region
-from meshmend.topology.text import Cable
+from meshmend.topology.text import Cable, name_cable
 
 MAX_RATE_DENOMINATOR = 1000
 """A cable's rate is a fraction with a denominator of up to this: bounds are exact fractions of rates."""
@@ -55,6 +55,15 @@ def parse_cable_rate(text: str) -> tuple[str, str]:
     if not equals:
         raise MeshError(f"{text!r} gives no cable its rate. Write its two chips = its rate, as in 0,4-0,5=1/2.")
     return cable.strip(), rate.strip()
+
+
+def name_cable_rates(rates: Mapping[Cable, Fraction]) -> list[str]:
+    """Write rates the way the command line and `parse_cable_rate` read them.
+
+    >>> name_cable_rates({((0, 4), (0, 5)): Fraction(1, 2)})
+    ['0,4-0,5=1/2']
+    """
+    return [f"{name_cable(cable)}={rate}" for cable, rate in rates.items()]
 
 
 def cables_within(box: Region, shape: Sequence[int], wrap: Sequence[bool]) -> list[Cable]:

@@ -1,6 +1,6 @@
 """The PyTorch engine: run a schedule over point-to-point sends, and survive a dead board in place with torchft.
 
-`Engine`, `all_reduce` and `comm_hook` need torch; the rest needs torchft as well. The extra `torch` brings both.
+`Engine`, `all_reduce` and `comm_hook` need torch; the rest needs torchft as well. The extra `torch` installs both.
 """
 
 from __future__ import annotations

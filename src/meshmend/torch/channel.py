@@ -1,11 +1,11 @@
 """A channel: a range of tags on a process group, calls in one order, and agreement before any data moves.
 
-Messages of a group are told apart by their tags alone. Tags from 2³⁰ on are meshmend's; each channel has a range of its
-own there, so that engines that share a group, and whatever else is sent on it, cannot take each other's messages.
+Messages of a group are distinguished by their tags only. Tags from 2³⁰ upwards are meshmend's; each channel has its own
+range there, so that engines that share a group, and whatever else is sent on it, cannot take each other's messages.
 Channels are numbered in the order in which a process makes them, which must be the same for all members.
 
-A tag says nothing of what a message holds. So every call begins with `agree`: each member sends a digest of what it is
-about to do, ⌈log₂ n⌉ small messages in all, and learns those of all others. If they differ, every member raises the
+A tag says nothing about a message's content. So every call begins with `agree`: each member sends a digest of what it
+is about to do, ⌈log₂ n⌉ small messages in all, and learns those of all others. If they differ, every member raises the
 same `DisagreementError`, and nothing else has been sent.
 """
 
@@ -34,7 +34,7 @@ N_CHANNELS = FIRST_TAG // TAGS_PER_CHANNEL
 
 MAX_ROUNDS = 32
 FIRST_MESSAGE = 2 * MAX_ROUNDS
-"""Within a range: the tags of digests, one a round, those of descriptions, and then those of data."""
+"""Within a range: the tags of digests, one per round, those of descriptions, and then those of data."""
 MAX_MESSAGES = TAGS_PER_CHANNEL - FIRST_MESSAGE - 1
 CLOSE_TAG = 2**31 - 1
 """The last tag of the last range: no message has it."""
@@ -45,7 +45,7 @@ CLOSE_TIMEOUT = timedelta(milliseconds=1)
 
 
 class TransportError(Exception):
-    """The group could not move a message to or from `member`: what the engine takes for a lost chip."""
+    """The group could not move a message to or from `member`, which the engine treats as a lost chip."""
 
     def __init__(self, member: int, why: object) -> None:
         self.member = member
@@ -65,7 +65,7 @@ class Deadline:
 
 
 class Channel:
-    """Messages between the members of a process group that nothing else on that group can mix with.
+    """Messages between the members of a process group, isolated from everything else on that group.
 
     After `close` the group's connections are gone and `error` says why; every later call raises it.
     """
@@ -102,7 +102,7 @@ class Channel:
                 self._turns.notify_all()
 
     def fail(self, error: Exception) -> None:
-        """Note what broke the channel; the first error stays."""
+        """Record what broke the channel; the first error stays."""
         with self._turns:
             self.error = self.error or error
             self._turns.notify_all()
@@ -129,7 +129,7 @@ class Channel:
             raise TransportError(member, error) from error
 
     def buffer(self, member: int, n_bytes: int) -> torch.Tensor:
-        """Return memory for what arrives from a member. It is kept: calls take turns, so one is enough."""
+        """Return memory for what arrives from a member. It is reused: calls run one at a time, so one is enough."""
         held = self._buffers.get(member)
         if held is None or held.numel() < n_bytes:
             held = self._buffers[member] = torch.empty(n_bytes, dtype=torch.uint8)
@@ -141,15 +141,15 @@ class Channel:
         own = hashlib.blake2b(words, digest_size=DIGEST_BYTES).digest()
         if self._gather(own, 0, deadline) == [own] * self.size:
             return
-        # Every member has seen that they differ: now they tell each other how.
+        # Every member has seen that they differ: now they exchange how.
         padded = words[:DESCRIPTION_BYTES].ljust(DESCRIPTION_BYTES, b"\0")
         told = self._gather(padded, MAX_ROUNDS, deadline)
         raise DisagreementError([word.rstrip(b"\0").decode(errors="ignore") for word in told])
 
     def _gather(self, own: bytes, first_tag: int, deadline: Deadline) -> list[bytes]:
-        """Return what each member brought, by rank.
+        """Return what each member passed, by rank.
 
-        Bruck's all-gather: in round k a member passes on the 2ᵏ words that it knows to the member 2ᵏ places before.
+        Bruck's all-gather: in round k a member forwards the 2ᵏ words that it has to the member 2ᵏ places before.
         """
         held = torch.empty((self.size, len(own)), dtype=torch.uint8)
         held[0] = torch.frombuffer(bytearray(own), dtype=torch.uint8)

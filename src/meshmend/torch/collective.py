@@ -1,4 +1,4 @@
-"""What people call: all-reduce a tensor or a tree of tensors, or let DDP do so for its buckets."""
+"""The public functions: all-reduce a tensor or a tree of tensors, or let DDP do so for its buckets."""
 
 # No `from __future__ import annotations` here: DDP looks at the hook's annotations and wants classes, not strings.
 

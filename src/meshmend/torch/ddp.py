@@ -1,4 +1,4 @@
-"""torchft's DistributedDataParallel, made to outlive an all-reduce that fails."""
+"""torchft's DistributedDataParallel, made to survive an all-reduce that fails."""
 
 # No `from __future__ import annotations` here: DDP looks at the hook's annotations and wants classes, not strings.
 
@@ -14,8 +14,8 @@ class DistributedDataParallel(HookedDataParallel):
     """Use as torchft's own: `DistributedDataParallel(manager, module)`.
 
     After an error torchft 0.2's own hook raises from inside the backward pass (it looks for a field that the work of
-    a failed all-reduce does not have), and DDP cannot run another. Here the backward pass ends; the manager knows of
-    the error, so the step is not committed and the gradients, which are of no use, are not applied.
+    a failed all-reduce does not have), and DDP cannot run another. Here the backward pass ends; the manager has
+    the error, so the step is not committed and the invalid gradients are not applied.
     """
 
     @staticmethod

@@ -1,10 +1,10 @@
-"""The PyTorch engine: one process a chip runs its part of a schedule over point-to-point sends and receives.
+"""The PyTorch engine: one process per chip runs its part of a schedule over point-to-point sends and receives.
 
 Before anything moves, all members of the group agree on what they are about to do: the plan when an engine is made,
-and each call's plan, operation, dtype and shapes. What cannot be right is refused; only what the network fails to do is
-a lost chip.
+and each call's plan, operation, dtype and shapes. Invalid calls are refused; only a failure of the network counts
+as a lost chip.
 
-Made for Gloo. Any group will do whose `send` and `recv` match messages by tag and whose `wait` blocks the caller.
+Made for Gloo. It works with any group whose `send` and `recv` match messages by tag and whose `wait` blocks the caller.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from meshmend import __version__
 from meshmend.errors import Coordinate, DisagreementError, LostChipError, MeshmendError, ParameterError, ScheduleError
-from meshmend.schedule import Collective, Schedule
+from meshmend.schedule import Schedule
 from meshmend.schedule.verify import ensure_proven
 from meshmend.torch.channel import MAX_MESSAGES, Channel, Deadline, TransportError
 from meshmend.torch.payload import check_payload, combine_of, describe, kind_of, memory_of, overwrite
@@ -34,15 +34,15 @@ DEFAULT_TIMEOUT = timedelta(seconds=60)
 class Engine:
     """Runs one schedule on one rank, any number of times.
 
-    `group` is a process group with one member for each chip; `group_ranks[r]` is the group's number for the schedule's
+    `group` is a process group with one member per chip; `group_ranks[r]` is the group's number for the schedule's
     rank r (the same number where it is left out). Making an engine is a collective call, as making a group is: all
-    members make theirs, in the same order, and each raises if they do not fit together. Engines may share a group with
+    members make theirs, in the same order, and each raises if they disagree. Engines may share a group with
     each other and with other messages, as long as those have tags below 2³⁰.
 
-    After a `LostChipError` the group's connections are closed, so that every other chip learns of it within
-    milliseconds: the engine is then of no more use, and says so. All other errors leave it as it was.
+    After a `LostChipError` the group's connections are closed, so that every other chip detects it within
+    milliseconds: the engine is then unusable, and says so. All other errors leave it usable.
 
-    `channel` is for engines that take turns: they share one, and making them is not a collective call.
+    `channel` is for engines that run one at a time: they share one, and making them is not a collective call.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Engine:
         channel: Channel | None = None,
     ) -> None:
         if timeout <= timedelta(0):
-            raise ParameterError(f"The engine's timeout is {timeout}: expected more than nothing.")
+            raise ParameterError(f"The engine's timeout is {timeout}: expected more than 0.")
         self.schedule = schedule
         self.rank = rank
         self.timeout = timeout
@@ -71,7 +71,7 @@ class Engine:
         except MeshmendError as error:
             refusal = error
         if channel is None:
-            # Also with a plan that is refused here: the others have to learn of it.
+            # Also with a plan that is refused here: the others need to know.
             words = f"{schedule!r}, {self._plan}" if refusal is None else f"refused, {refusal}"
             try:
                 with self._channel.turn(self._channel.ticket()):
@@ -85,7 +85,7 @@ class Engine:
         """Check the schedule against the group, prove it, and return this rank's program."""
         schedule, channel = self.schedule, self._channel
         n_chips = schedule.mesh.n_chips
-        if schedule.collective is not Collective.ALL_REDUCE:
+        if not schedule.collective.is_all_reduce:
             raise ScheduleError(f"The engine runs all-reduce schedules: got {schedule.collective}.")
         if len(self._members) != n_chips:
             raise ScheduleError(
@@ -112,15 +112,15 @@ class Engine:
 
     @property
     def error(self) -> Exception | None:
-        """What has made this engine useless, if something has."""
+        """The error that broke this engine, if any."""
         return self._channel.error
 
     def all_reduce(self, payload: Annotated[torch.Tensor, "[...]"], op: Any = dist.ReduceOp.SUM) -> None:
         """Reduce a contiguous tensor in place over all chips; every chip ends with the same bits.
 
         Raises `PayloadError` for a tensor that cannot be reduced, and `DisagreementError` on every chip if they do not
-        bring equal ones: nothing has been sent then. Raises `LostChipError` within the engine's timeout if a chip does
-        not answer; the payload is then of no use. Calls run in the order in which they and `start` were called.
+        pass equal ones: nothing has been sent then. Raises `LostChipError` within the engine's timeout if a chip does
+        not respond; the payload is then invalid. Calls run in the order in which they and `start` were called.
         """
         kind = kind_of(op)
         check_payload(payload, kind)
@@ -162,7 +162,7 @@ class Engine:
             raise
 
     def _break(self, error: BaseException) -> None:
-        """Note what ended a call half-way: not a lost chip, but the connections are closed as after one."""
+        """Record what ended a call half-way: not a lost chip, but the connections are closed as after one."""
         self._channel.fail(MeshmendError(f"An earlier call of this engine ended half-way: {error!r}."))
 
     def _lost(self, error: TransportError) -> LostChipError:
@@ -212,7 +212,7 @@ class Engine:
     def close(self) -> None:
         """Close the group's connections and end the background thread.
 
-        Every pending wait ends at once, here and at the neighbours. The engine is of no more use afterwards.
+        Every pending wait ends at once, here and at the neighbours. The engine is unusable afterwards.
         """
         with self._guard:
             self._channel.fail(MeshmendError("This engine was closed: make another on a new group."))
@@ -226,8 +226,10 @@ class Engine:
 def digest_of(schedule: Schedule, members: Sequence[int]) -> str:
     """Return a digest of all that decides which messages an engine sends, and what they mean."""
     mesh = schedule.mesh
-    facts = (mesh.shape, mesh.wrap, mesh.coords.tolist(), schedule.total_chunks, list(members))
+    facts: list[object] = [mesh.shape, mesh.wrap, mesh.coords.tolist(), schedule.total_chunks, list(members)]
+    facts += [schedule.repeats, schedule.period]
     found = hashlib.blake2b(repr(facts).encode(), digest_size=16)
+    schedule = schedule.template
     for column in (schedule.step, schedule.src, schedule.dst, schedule.first_chunk, schedule.n_chunks, schedule.op):
         found.update(column.tobytes())
     return found.hexdigest()

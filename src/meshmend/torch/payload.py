@@ -1,6 +1,6 @@
 """What the engine takes: dense tensors in a CPU's memory that torch can add up. Everything else is refused here.
 
-All of this happens before a message is sent. A tensor that fails half-way would look like a lost chip to everybody.
+All of this happens before a message is sent. A tensor that fails half-way would look like a lost chip to the others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAMES = {kind: kind.name for kind in _COMBINE}
 
 
 def kind_of(op: Any) -> Any:
-    """Return the kind of a reduction, however torch wraps it; raise if the engine does not know it."""
+    """Return the kind of a reduction, however torch wraps it; raise if the engine does not support it."""
     kind = getattr(op, "op", op)
     if kind not in list(_COMBINE):
         raise ParameterError(f"The engine reduces by SUM, AVG, PRODUCT, MIN or MAX: got {op}.")
@@ -86,7 +86,7 @@ def check_payload(payload: Any, kind: Any) -> None:
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Say whether two elements may share memory. Dimensions that do not nest in each other count as sharing."""
+    """Return whether two elements may share memory. Dimensions that do not nest in each other count as sharing."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -103,7 +103,7 @@ def _cannot(kind: Any, dtype: torch.dtype) -> str:
     if dtype == torch.bool and sums:
         return "A sum of bools is not a bool: use MAX for any and MIN for all, or convert with .int()."
     if kind == dist.ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
-        return "A mean of whole numbers is not whole: use SUM and divide, or convert with .float()."
+        return "A mean of integers is not an integer: use SUM and divide, or convert with .float()."
     one = torch.ones(1, dtype=torch.uint8).to(dtype)
     try:
         combine_of(kind)(one, one.clone())
@@ -113,7 +113,7 @@ def _cannot(kind: Any, dtype: torch.dtype) -> str:
 
 
 def describe(tensors: Sequence[torch.Tensor], kind: Any, names: Any = None) -> str:
-    """Say what is reduced: members agree on this before any data moves."""
+    """Describe what is reduced: members agree on this before any data moves."""
     shapes = [tuple(tensor.shape) for tensor in tensors]
     dtype = str(tensors[0].dtype).removeprefix("torch.")
     if len(shapes) == 1:
@@ -136,7 +136,7 @@ def memory_of(payload: Annotated[torch.Tensor, "[...]"]) -> Flat:
 
 
 def overwrite(tensor: Annotated[torch.Tensor, "[...]"], values: Flat) -> None:
-    """Put reduced values into a tensor; autograd learns that it has changed."""
+    """Put reduced values into a tensor; autograd registers the change."""
     if tensor.data_ptr() == values.data_ptr() and not (tensor.is_conj() or tensor.is_neg()):
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)

@@ -37,7 +37,7 @@ class Plans:
         self._plan = plan
         self._made: OrderedDict[tuple[Mesh, int], Schedule] = OrderedDict()
         self._kept_bytes = 0
-        # Held for moments, never while a plan is made: planning ahead holds nobody up.
+        # Held briefly, never while a plan is made, so planning ahead blocks no caller.
         self._guard = threading.Lock()
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class Plans:
         return schedule
 
     def prepare(self, mesh: Mesh, holes: Iterable[Region | str], payload_bytes: int) -> None:
-        """Plan ahead for the loss of each of `holes`, one at a time; holes that cut the survivors apart are left."""
+        """Plan ahead for the loss of each of `holes` in turn; those that disconnect the survivors are skipped."""
         for hole in holes:
             survivors = mesh.fail(hole)
             if survivors.is_connected:
@@ -75,7 +75,7 @@ class Plans:
 
 
 def _describe(plan: PlanFunction) -> str:
-    """Say which function plans, with what is bound to it: the same words in processes that plan alike.
+    """Describe which function plans, with what is bound to it: the same text in processes that plan alike.
 
     Where plans are kept is no part of it, and a bound object says its type only: no addresses in memory.
     """
@@ -94,5 +94,6 @@ def _word(value: object) -> str:
 
 def _bytes_of(schedule: Schedule) -> int:
     """Return how much memory a plan takes."""
+    schedule = schedule.template
     columns = (schedule.step, schedule.src, schedule.dst, schedule.first_chunk, schedule.n_chunks, schedule.op)
     return sum(column.nbytes for column in (*columns, schedule.phase, schedule.owners))

@@ -16,7 +16,7 @@ from torchft.process_group import ProcessGroupWrapper
 
 
 class ReconfiguredGroup(ProcessGroupWrapper):
-    """A process group that torchft forms anew for each quorum: `configure` calls `form`."""
+    """A process group that torchft forms again for each quorum: `configure` calls `form`."""
 
     def __init__(self, timeout: timedelta) -> None:
         super().__init__(timeout)

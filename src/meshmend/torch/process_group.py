@@ -1,13 +1,13 @@
 """`MeshProcessGroup`: a torchft process group that plans its all-reduce for whatever chips have survived.
 
 torchft forms the quorum, redoes steps that failed and heals chips that come back. Each time the members change it
-calls `configure`: the chips tell each other their coordinates through the store, so each of them knows the hole, and
-each makes the same plan.
+calls `configure`: the chips exchange their coordinates through the store, so each of them finds the same hole
+and makes the same plan.
 
-What must hold, or the promise stops: every member gives the same shape, `plan` and meshmend version (checked); no
-two live members give the same coordinate (checked); the survivors are connected (else `PlanError`, and no step
-commits until the mesh is whole enough); members call the same all-reduces in the same order with equal shapes, dtypes
-and operations (checked at each call, before data moves).
+The guarantee assumes that every member has the same shape, `plan` and meshmend version (checked); that no two live
+members have the same coordinate (checked); that the survivors are connected (otherwise `PlanError`, and no step commits
+until enough chips are back); and that members call the same all-reduces in the same order with equal shapes, dtypes and
+operations (checked at each call, before data moves).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from meshmend.torch.private_torchft import ReconfiguredGroup
 INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
 
 MEETING_TIMEOUT = timedelta(seconds=3)
-"""Members of a new quorum tell their coordinates within moments; one that does not has died since, and the sooner the
+"""Members of a new quorum publish their coordinates at once; one that does not has died since, and the sooner the
 others give up, the sooner there is a quorum without it."""
 
 
@@ -57,12 +57,12 @@ class Timings:
 class MeshProcessGroup(ReconfiguredGroup):
     """One chip of a mesh, for torchft's `Manager`, its `DistributedDataParallel` and its optimizer wrappers.
 
-    `shape` and `wrap` describe the whole machine, `chip` is this process's place in it. `plan` makes the plans: by
+    `shape` and `wrap` describe the whole machine, `chip` is this process's coordinate in it. `plan` makes the plans: by
     default `meshmend.plan`, which takes the fastest for the survivors and the payload. Bind parameters to it for
     others, as in `functools.partial(meshmend.plan, planner="row-pairs", cache=PlanCache())`.
 
-    A chip that dies during an all-reduce gives an error on every survivor: within a fraction of a second if its process
-    ended, within `timeout` if its cables were cut.
+    A chip that dies during an all-reduce raises an error on every survivor: within a fraction of a second if its
+    process ended, within `timeout` if its cables were cut.
 
     All-reduces run the plan, one after the other, in the background. Other collectives go through Gloo itself. `abort`
     and `shutdown` end the background thread; `abort` never waits for a plan that is being made.
@@ -91,7 +91,7 @@ class MeshProcessGroup(ReconfiguredGroup):
         self._sizes: set[int] = set()
         self._generation = 0
         self._error: Exception | None = None
-        # Held for moments, never while a plan is made: `abort` needs it.
+        # Held briefly, never while a plan is made: `abort` needs it.
         self._guard = threading.Lock()
         self._worker: ThreadPoolExecutor | None = None
         self.timings = Timings()
@@ -100,7 +100,7 @@ class MeshProcessGroup(ReconfiguredGroup):
     def mesh(self) -> Mesh:
         """The mesh with the hole that the members leave."""
         if self._mesh is None:
-            raise MeshError(f"Chip {name_chip(self._chip)} knows its mesh once torchft has called configure.")
+            raise MeshError(f"Chip {name_chip(self._chip)} has no mesh until torchft has called configure.")
         return self._mesh
 
     def schedule(self, payload_bytes: int) -> Schedule:
@@ -112,7 +112,7 @@ class MeshProcessGroup(ReconfiguredGroup):
         self._plans.prepare(self._whole, holes, payload_bytes)
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
-        """Return the name that torch knows this kind of group by."""
+        """Return the name of this kind of group in torch."""
         return "meshmend"
 
     def configure(
@@ -126,7 +126,7 @@ class MeshProcessGroup(ReconfiguredGroup):
         group_world_size: int | None = None,
         global_ranks: list[int] | None = None,
     ) -> None:
-        """Form the group anew over the members of a quorum, find the hole and plan for it."""
+        """Form the group again over the members of a quorum, find the hole and plan for it."""
         started = time.time()
         super().configure(
             store_addr, replica_id, rank, world_size, quorum_id, group_rank, group_world_size, global_ranks
@@ -168,7 +168,7 @@ class MeshProcessGroup(ReconfiguredGroup):
         return group
 
     def _exchange(self, store: Any, rank: int, world_size: int) -> list[Coordinate]:
-        """Tell the other members where this one is, and learn where they are."""
+        """Exchange coordinates with the other members."""
         wrap = "".join(str(int(w)) for w in self._whole.wrap)
         terms = f"meshmend {__version__}, {name_shape(self._whole.shape)}, wrap {wrap}, {self._plans}"
         store.set(f"chip/{rank}", f"{','.join(map(str, self._chip))}|{terms}")
@@ -215,7 +215,7 @@ class MeshProcessGroup(ReconfiguredGroup):
         )
         with self._guard:
             if self._generation != generation:
-                raise MeshmendError("The group was formed anew while this all-reduce was planned.")
+                raise MeshmendError("The group was formed again while this all-reduce was planned.")
             return self._engines.setdefault(size, engine)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
@@ -235,7 +235,7 @@ class MeshProcessGroup(ReconfiguredGroup):
             try:
                 # The payload of an earlier failure may sit in the connections: nothing may run on them any more.
                 if self._error is not None or self._generation != generation:
-                    raise self._error or MeshmendError("The group was formed anew before this all-reduce began.")
+                    raise self._error or MeshmendError("The group was formed again before this all-reduce began.")
                 reduce_tensors(tensors, engine, op)
             except Exception as error:
                 self._fail(error, generation)
@@ -297,13 +297,14 @@ class _MeshWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end, or for `timeout`; the group keeps its own deadline, so there is always one.
 
-        After a `WaitTimeoutError` the all-reduce goes on: leave its tensors alone until another wait or the future has
-        ended, or `abort` the group. As elsewhere in torch, a timeout of zero is none.
+        After a `WaitTimeoutError` the all-reduce is still running: do not touch its tensors until another wait or the
+        future has ended, or `abort` the group. As elsewhere in torch, a timeout of zero is none.
         """
         if timeout and not self._ended.wait(timeout.total_seconds()):
             raise WaitTimeoutError(
-                f"Chip {name_chip(self._chip)} waited {timeout.total_seconds():g} s for its all-reduce in vain. "
-                f"It goes on: leave its tensors alone until another wait has ended, or abort the group.",
+                f"Chip {name_chip(self._chip)} waited {timeout.total_seconds():g} s for its all-reduce, which has not "
+                f"finished. It is still running: do not touch its tensors until another wait has ended, or abort the "
+                "group.",
                 waited_s=timeout.total_seconds(),
             )
         self._future.wait()
@@ -314,5 +315,5 @@ class _MeshWork(Work):
         return self._future
 
     def is_completed(self) -> bool:
-        """Say whether the collective has ended, well or not."""
+        """Return whether the collective has ended, successfully or not."""
         return bool(self._future.done())

@@ -1,7 +1,7 @@
-"""One all-reduce of one payload, on one chip: which messages are still to come, and who waits for them.
+"""One all-reduce of one payload, on one chip: which messages are still to come, and what waits for them.
 
-A chip waits only for the data that it needs: one thread for each neighbour takes what arrives from there, adds or
-copies it into place and sends on whatever that made ready. Receives are posted ahead into buffers that are kept from
+A chip waits only for the data that it needs: one thread per neighbour receives its messages, adds or copies them into
+place and sends whatever that made ready. Receives are posted ahead into buffers that are kept from
 one run to the next; sends read the payload itself, which is reduced in place, or a copy where the schedule writes in
 the same step what it sends.
 """
@@ -20,8 +20,8 @@ from meshmend.torch.payload import Combine
 from meshmend.torch.program import ChipProgram, Receive
 
 AHEAD_BYTES = 32 * 2**20
-"""Receives posted ahead from one neighbour. Gloo sends nothing before its receiver is ready, and says that it is
-ready behind whatever else is queued on the way back: too few, and links idle."""
+"""Receives posted ahead from one neighbour. Gloo sends nothing before its receiver is ready, and the
+readiness message queues behind other traffic: with too few, links idle."""
 
 
 class ProgramRun:
@@ -163,7 +163,7 @@ class ProgramRun:
                 self._state.notify_all()
 
     def send(self, number: int) -> None:
-        """Hand a message to the group."""
+        """Pass a message to the group."""
         message = self.program.sends[number]
         part = self.part(message.first, message.last)
         if part.numel():
@@ -172,7 +172,7 @@ class ProgramRun:
             self._works[number] = self.channel.send(part, self.members[message.peer], message.tag)
 
     def fail(self, error: BaseException) -> None:
-        """Note the first error, wake everyone who waits here and close the connections, so that others learn of it."""
+        """Record the first error, wake all waiting threads and close the connections, so that other chips detect it."""
         with self._state:
             first = self._error is None
             if first:
@@ -212,7 +212,7 @@ class _Inbox:
         self._next += 1
 
     def take(self) -> None:
-        """Take every message in turn and put it where it belongs. Runs in a thread of its own."""
+        """Receive every message in turn and put it where it belongs. Runs in its own thread."""
         try:
             for number in self._numbers:
                 work, slot = self._posted.popleft()
@@ -227,8 +227,8 @@ class _Inbox:
 class _Outbox:
     """Sends to one neighbour, in order of step.
 
-    A link is a queue. Whatever is sent on it early, because it happens to be ready, holds up what the schedule wants
-    there first: sums of late chunks would keep back the results of early ones.
+    A link is a queue. A message that is sent early, because it happens to be ready, delays what the schedule puts
+    there first: sums of late chunks would delay the results of early ones.
     """
 
     def __init__(self, run: ProgramRun, numbers: list[int]) -> None:
@@ -239,7 +239,7 @@ class _Outbox:
         self._turn = threading.Lock()
 
     def add(self, number: int) -> list[int]:
-        """Note that a message is ready, and send those whose turn it is; return which."""
+        """Mark a message as ready, and send those that are next; return which."""
         with self._turn:
             self._ready.add(number)
             first = self._next

@@ -90,7 +90,7 @@ def test_a_refusal_says_why_and_what_to_do() -> None:
     with pytest.raises(CompilerError, match=r"v5e:4x8.*limited ICI routing.*v6e work") as caught:
         compiled("v5e:4x8", "2x2@0,0", "row-pairs")
     assert caught.value.topology == "v5e:4x8"
-    with pytest.raises(CompilerError, match=r"libtpu does not know it.*v9"):
+    with pytest.raises(CompilerError, match=r"libtpu does not support it.*v9"):
         slice_fabric("v9:4x4")
     with pytest.raises(ParameterError, match="'v3' is not a TPU slice"):
         slice_fabric("v3")

@@ -106,7 +106,7 @@ def test_losses_that_cannot_be_listed_are_reported() -> None:
         raise RuntimeError("no devices")
 
     one = cast(Session, SimpleNamespace(fabrics_ahead=fabrics, timeline=Timeline(None)))
-    with pytest.warns(UserWarning, match="the losses that there might be failed: RuntimeError: no devices"):
+    with pytest.warns(UserWarning, match="the possible losses failed: RuntimeError: no devices"):
         ahead = run(one, lambda _: None)
     assert (ahead.ready, ahead.failures) == ([0], {None: "RuntimeError: no devices"})
     assert one.timeline.events[-1]["why_not"] == "RuntimeError: no devices"

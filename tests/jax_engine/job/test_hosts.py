@@ -106,8 +106,8 @@ def test_everyone_must_describe_one_machine_and_another_host() -> None:
         check_hosts([*good, {"machine": "m", "host": 2}])
     with pytest.raises(RestartError, match="different machines: m; n"):
         check_hosts([*good, {"machine": "n", "host": 1}])
-    with pytest.raises(RestartError, match="does not know"):
-        check_hosts([*good, {"error": "Process 2 does not know its chips."}])
+    with pytest.raises(RestartError, match="has no chips assigned"):
+        check_hosts([*good, {"error": "Process 2 has no chips assigned."}])
 
 
 class Of:
@@ -168,7 +168,7 @@ def test_a_timeline_is_bounded_in_memory_and_on_disk(tmp_path: Path, monkeypatch
 def test_a_timeline_that_cannot_be_written_does_not_stop_the_job(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     timeline = Timeline(tmp_path / "file" / "timeline.jsonl")
-    with pytest.warns(UserWarning, match=r"cannot be written: .*File exists.* The job goes on without it"):
+    with pytest.warns(UserWarning, match=r"cannot be written: .*File exists.* The job continues without it"):
         timeline.note("step", number=1)
     timeline.note("step", number=2)  # said once
     assert [event["number"] for event in timeline.events] == [1, 2]

@@ -50,9 +50,11 @@ def test_all_processes_learn_everybodys_facts_in_the_same_order(secret: str) -> 
 
 def test_a_rendezvous_that_someone_misses_ends_with_an_error() -> None:
     launch = Launch(f"127.0.0.1:{free_port()}", 3, 0)
-    with pytest.raises(RestartError, match=r"Process 0 of 3 did not meet .* within 0.2 s: .* 1 of 3 .* missing: 1, 2"):
+    with pytest.raises(
+        RestartError, match=r"Process 0 of 3 could not complete .* within 0.2 s: .* 1 of 3 .* missing: 1, 2"
+    ):
         rendezvous(launch, {}, timeout_s=0.2)
-    with pytest.raises(RestartError, match=r"Process 1 of 3 did not meet .* time is up; .*Connection refused"):
+    with pytest.raises(RestartError, match=r"Process 1 of 3 could not complete .* time is up; .*Connection refused"):
         rendezvous(Launch(launch.coordinator, 3, 1), {}, timeout_s=0.2)
 
 
@@ -174,7 +176,7 @@ def test_only_the_first_process_of_a_number_is_counted() -> None:
 @pytest.mark.parametrize("others", [{"secret": "sardine"}, {"job": "another"}, {"secret": ""}])
 def test_a_process_of_another_job_or_secret_is_not_counted_and_both_sides_say_why(others: dict[str, str]) -> None:
     with Hosting(2) as hosting:
-        with pytest.raises(RestartError, match=r"turned this process away: its secret or its job is another one"):
+        with pytest.raises(RestartError, match=r"rejected this process: its secret or its job is another one"):
             rendezvous(hosting.launch(1, **others), {"host": 9}, timeout_s=2.0)
         assert set(hosting.host.turned_away) == {"key"}
         assert "the last one, from 127.0.0.1: its secret or its job is another one" in hosting.host.describe()
@@ -202,7 +204,7 @@ def test_a_visitor_does_not_trust_a_host_that_has_no_key(first: bytes) -> None:
         thread = threading.Thread(target=impersonate)
         thread.start()
         launch = Launch(f"127.0.0.1:{server.getsockname()[1]}", 2, 1, secret=SECRET)
-        with pytest.raises(RestartError, match="did not meet the others"):
+        with pytest.raises(RestartError, match="could not complete the rendezvous"):
             rendezvous(launch, {}, timeout_s=0.5)
         assert asked.is_set()
         server.shutdown(socket.SHUT_RDWR)

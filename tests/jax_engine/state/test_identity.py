@@ -119,13 +119,15 @@ def test_a_checkpoint_without_identity_is_refused(tmp_path: Path) -> None:
     facts = tmp_path / "disk" / "7" / "facts" / "metadata"
     facts.parent.mkdir(parents=True)
     facts.write_text(json.dumps({"attempt": 1, "outline": {}, "is_sharded": [], "leaves": [], "extra": None}))
-    with pytest.raises(RestartError, match=r"step 7 in .* older meshmend and does not say which model's state it is"):
+    with pytest.raises(
+        RestartError, match=r"step 7 in .* older meshmend and does not record which model's state it is"
+    ):
         Started(memory_every=0, disk=tmp_path / "disk").restore()
 
 
 def test_a_copy_without_identity_is_refused(tmp_path: Path) -> None:
     (tmp_path / "000001-000000000007").write_bytes(b"meshmend state 1\n2 123\n{}")
-    with pytest.raises(RestartError, match="older meshmend and does not say which model's state it is"):
+    with pytest.raises(RestartError, match="older meshmend and does not record which model's state it is"):
         Started(memory=tmp_path).restore()
 
 

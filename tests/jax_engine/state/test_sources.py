@@ -51,7 +51,7 @@ def test_one_flipped_byte_on_disk_is_found_and_the_older_checkpoint_is_used(at: 
     options = on_disk(tmp_path, 1, 2, weights=weights)
     flip(arrays_on_disk(tmp_path, 2)[0], at)
     again = Started(**options)
-    with pytest.warns(RuntimeWarning, match="Going on from disk at step 1; skipped: .*step 2 in .* is damaged"):
+    with pytest.warns(RuntimeWarning, match="Resuming from disk at step 1; skipped: .*step 2 in .* is damaged"):
         found = again.restore()
     assert_is_step(again, found, 1)
     assert [event["step"] for event in again.events("restore")] == [1]
@@ -90,7 +90,7 @@ def test_a_damaged_checkpoint_does_not_block_memory(tmp_path: Path) -> None:
     for path in arrays_on_disk(tmp_path / "disk", 4):
         path.write_bytes(path.read_bytes()[:50])
     again = Started(**options)
-    with pytest.warns(RuntimeWarning, match="Going on from memory at step 3; skipped: .*step 4"):
+    with pytest.warns(RuntimeWarning, match="Resuming from memory at step 3; skipped: .*step 4"):
         found = again.restore()
     assert found.source == "memory"
     assert_is_step(again, found, 3)
@@ -117,7 +117,7 @@ def test_if_nothing_is_whole_the_job_does_not_start_over(tmp_path: Path) -> None
     options = on_disk(tmp_path, 1)
     for path in arrays_on_disk(tmp_path, 1):
         path.write_bytes(b"")
-    with pytest.raises(RestartError, match=r"(?s)can be restored:\n- host 0: .*step 1 .*to start anew"):
+    with pytest.raises(RestartError, match=r"(?s)can be restored:\n- host 0: .*step 1 .*to start over"):
         Started(**options).restore()
     assert (tmp_path / "1").is_dir()
 
@@ -165,7 +165,7 @@ def test_a_dead_disk_does_not_make_memory_useless(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "disk")
     (tmp_path / "disk").write_text("stands for a dead mount")
     again = Started(**options)
-    with pytest.warns(RuntimeWarning, match="out of reach") as warned:
+    with pytest.warns(RuntimeWarning, match="unreachable") as warned:
         found = again.restore()
     assert found.source == "memory"
     assert_is_step(again, found, 1)
@@ -191,7 +191,7 @@ def test_a_hung_disk_does_not_make_memory_useless(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(Disk, "claim", lambda *_: back.wait() and None)
     again = Started(**options)
     begun = time.monotonic()
-    with pytest.warns(RuntimeWarning, match=r"out of reach: no answer within 0.2 s"):
+    with pytest.warns(RuntimeWarning, match=r"unreachable: no answer within 0.2 s"):
         assert_is_step(again, again.restore(), 1)
     assert time.monotonic() - begun < 60
     back.set()
@@ -199,7 +199,7 @@ def test_a_hung_disk_does_not_make_memory_useless(tmp_path: Path, monkeypatch: p
 
 def test_a_dead_disk_and_no_memory_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "disk").write_text("stands for a dead mount")
-    with pytest.raises(RestartError, match=r"is out of reach: .*Not a directory"):
+    with pytest.raises(RestartError, match=r"is unreachable: .*Not a directory"):
         Started(memory=tmp_path / "memory", disk=tmp_path / "disk").restore()
 
 

@@ -306,11 +306,11 @@ def test_only_one_part_of_a_job_goes_on(tmp_path: Path) -> None:
     assert disk.claimed() == 0
     disk.claim(1)
     disk.check_claim(1)
-    with pytest.raises(RestartError, match="Another part of this job has gone on as attempt 1"):
+    with pytest.raises(RestartError, match="Another part of this job continues as attempt 1"):
         disk.claim(1)
     disk.claim(2)
     assert disk.claimed() == 2
-    with pytest.raises(RestartError, match="has gone on as attempt 2, while this one was attempt 1"):
+    with pytest.raises(RestartError, match="continues as attempt 2, while this one was attempt 1"):
         disk.check_claim(1)
 
 

@@ -1,7 +1,7 @@
 """Compiling for TPUs that are not here: the real TPU compiler (`libtpu`) needs no TPU, only the shape of a slice.
 
 `compile_for` compiles the all-reduce of a plan for the live chips of a slice and reports what the compiler made of
-it. That shows that a plan can be run on the machine it is for, and what it costs in code and memory.
+it. That shows that the compiler accepts a plan for its machine, and what it costs in code and memory.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ SETTINGS = {
     "TPU_ACCELERATOR_TYPE": "v3-8",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""What libtpu would otherwise ask a cloud machine for; and leave for several compilers at a time, as none uses a TPU.
+"""What libtpu would otherwise query from a cloud machine; and several compilers may run at once: none uses a TPU.
 
 All of it must be set before libtpu is loaded."""
 
 
 class CompilerError(MeshmendError):
-    """The TPU compiler is missing or refuses. Fields: `topology`, `why`."""
+    """The TPU compiler is missing or rejects the program. Fields: `topology`, `why`."""
 
     def __init__(self, topology: str, why: str, advice: str = "") -> None:
         self.topology = topology
@@ -104,7 +104,7 @@ def slice_fabric(
     except (RuntimeError, ValueError) as error:
         if not has_libtpu():
             raise CompilerError(topology, "libtpu is not installed.", f"{install_hint('tpu')}.") from error
-        raise CompilerError(topology, f"libtpu does not know it ({_first_line(error)}).") from error
+        raise CompilerError(topology, f"libtpu does not support it ({_first_line(error)}).") from error
     if cores is not None:
         devices = [device for device in devices if getattr(device, "core_on_chip", 0) < cores]
     return discover(devices, failed=list(failed), wrap=wrap)
@@ -113,7 +113,7 @@ def slice_fabric(
 def compile_for(
     topology: str, schedule: Schedule, fabric: Fabric, *, payload_bytes: int, dtype: DTypeLike = jnp.float32
 ) -> Compiled:
-    """Compile the schedule's all-reduce of `payload_bytes` a device for a slice, and report on it."""
+    """Compile the schedule's all-reduce of `payload_bytes` per device for a slice, and report on it."""
     program = abstract_program(schedule, fabric)
     by_device = PartitionSpec(program.axes)
     itemsize = jnp.dtype(dtype).itemsize

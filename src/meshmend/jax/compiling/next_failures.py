@@ -1,8 +1,8 @@
-"""Compile a training job's functions, for the survivors there are, and for those that there might be.
+"""Compile a training job's functions, for the current survivors and for those after the next failure.
 
 XLA's compile cache is keyed by the program and the numbers of its devices, not by how many other processes there are.
-So while all hosts are well, process 0 can compile for the loss of each: the devices of the first processes stand in for
-the survivors'. A restart on a hole that has never happened then finds its programs compiled.
+So while all hosts are up, process 0 can compile for the loss of each: the devices of the first processes stand in for
+the survivors'. A restart with a hole that has never happened then finds its programs compiled.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CompiledTrainStep:
 
     program: Program | ProgramPair
     layout: StateLayout
-    """How parameters and state lie on the fabric: what `Keeper` keeps them by."""
+    """The layout of parameters and state on the fabric, which `Keeper` uses."""
     _init: Callable[..., Any] = field(repr=False)
     _step: Callable[..., Any] = field(repr=False)
 
@@ -43,7 +43,7 @@ class CompiledTrainStep:
         return self._init(params, self.program)
 
     def step(self, params: Any, state: Any, batch: Batch) -> tuple[Any, ...]:
-        """Return new parameters, state and loss (and aux); takes over the memory of `params` and `state`."""
+        """Return new parameters, state and loss (and aux); `params` and `state` are donated."""
         scale = np.float32(batch.learning_rate_factor)
         found: tuple[Any, ...] = self._step(params, state, batch.data, self.program, weights=batch.weights, scale=scale)
         return found
@@ -78,8 +78,8 @@ class CompileAhead:
     that loss is left out: `failures` and the timeline say why, a warning says it once, and the next one is built.
 
     Leave the `with` block, or call `stop`, before the session ends. Leaving it by an exception does not wait for the
-    build under way; no further one is started. The session then ends the process, and the build with it; where there is
-    none, the end of the interpreter waits for the build.
+    current build; no further one is started. The session then ends the process, and the build with it; without a
+    session, the interpreter waits for the build at exit.
     """
 
     def __init__(self, session: Session, build: Callable[[Fabric], Any]) -> None:
@@ -104,7 +104,7 @@ class CompileAhead:
                     if why_not is not None:
                         facts["why_not"] = why_not
         except Exception as error:
-            # Whatever it is, nobody would hear of it from a thread.
+            # Whatever it is, an error in a thread would go unseen.
             self.session.timeline.note("compile ahead", why_not=self._failed(None, error))
 
     def _build(self, lost: int, fabric: Fabric) -> str | None:
@@ -124,10 +124,10 @@ class CompileAhead:
         self.failures[lost] = why
         if not self._warned:
             self._warned = True
-            what = "the losses that there might be" if lost is None else f"the loss of host {lost}"
+            what = "the possible losses" if lost is None else f"the loss of host {lost}"
             warnings.warn(
-                f"Compiling ahead for {what} failed: {why}. The job is not affected, but a restart there would compile "
-                "anew. Other losses go on being compiled for; all that failed are in CompileAhead.failures and in the "
+                f"Compiling ahead for {what} failed: {why}. The job is not affected, but a restart then would compile "
+                "again. Other losses are still compiled for; all failures are in CompileAhead.failures and in the "
                 "timeline.",
                 stacklevel=2,
             )
@@ -138,12 +138,12 @@ class CompileAhead:
         self._thread.join()
 
     def stop(self, *, wait: bool = True) -> None:
-        """Leave the rest; return when what is being compiled is done, or at once if not `wait`."""
+        """Skip the rest; return when the current build is done, or at once if not `wait`."""
         self._stop.set()
         if wait:
             self._thread.join()
         else:
-            # An interpreter that ends under a compiler aborts. `Session` ends the process without its interpreter.
+            # An interpreter that exits while a thread compiles aborts. `Session` ends the process directly.
             atexit.register(self._thread.join)
 
     def __enter__(self) -> CompileAhead:

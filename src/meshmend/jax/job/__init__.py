@@ -1,7 +1,7 @@
-"""Joining a job: who is there, where they stand, which plan they run, and what happened when.
+"""Joining a job: which hosts there are, where they are, which plan they run, and what happened when.
 
-A launcher (torchrun, Slurm, Kubernetes) restarts the survivors. `initialize` reads what the launcher says, holds the
-rendezvous and returns the `Session`: the fabric of the hosts that came, and the plan that all of them run.
+A launcher (torchrun, Slurm, Kubernetes) restarts the survivors. `initialize` reads the launcher's environment, performs
+the rendezvous and returns the `Session`: the fabric of the hosts that joined, and the plan that all of them run.
 """
 
 from meshmend.jax.job.hosts import Hosts

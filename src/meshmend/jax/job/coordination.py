@@ -1,11 +1,11 @@
-"""Small facts that every process tells every other one, before and without any collective.
+"""Exchange of small facts between all processes, without any collective.
 
-They go through JAX's coordination service, so that processes can compare what they are, and all raise the same error,
-when a collective would hang.
+They go through JAX's coordination service, so that processes can compare their configurations, and all raise the same
+error, where a collective would hang.
 
-How long a process takes until it has something to tell depends on what it does: planning a large mesh, or compiling
-without a cache, takes minutes. So nobody waits by the clock alone: each process beats while the session lasts, and is
-waited for as long as its heart beats.
+A process may take long until it has its fact: planning a large mesh, or compiling without a cache, takes minutes. So a
+fixed timeout is not enough: each process sends heartbeats while the session lasts, and the others wait for it as long
+as they arrive.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from meshmend.errors import RestartError
 from meshmend.jax.private import KeyValueStore, key_value_store
 
 BEAT_S = 1.0
-"""Between two heartbeats of a process."""
+"""Interval between heartbeats of a process."""
 LONGEST_WAIT_S = 3600.0
-"""For a process that is alive but never tells anything."""
+"""Limit for a process that is alive but never posts its fact."""
 
 
 class Coordination:
-    """What the processes of a job tell each other, through JAX's key-value store. Every process makes the same calls.
+    """Exchanges facts between a job's processes, through JAX's key-value store. Every process makes the same calls.
 
-    A process that has not given its fact is waited for as long as its heartbeat comes: it counts as dead when it has
-    been silent for `timeout_s`, and as stuck after `limit_s`. `close` ends the heartbeat.
+    The others wait for a process that has not posted its fact as long as its heartbeats arrive: it counts as dead when
+    it has been silent for `timeout_s`, and as stuck after `limit_s`. `close` ends the heartbeat.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Coordination:
             self._heart.start()
 
     def exchange(self, fact: Any) -> list[Any]:
-        """Tell all processes a fact (anything that JSON can write); return everybody's, by process."""
+        """Send a fact (anything that JSON can encode) to all processes; return the facts of all, by process."""
         folder = self._tell(fact)
         if self.n_processes == 1:
             return [json.loads(json.dumps(fact))]
@@ -69,7 +69,7 @@ class Coordination:
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Let the others know, if they have to wait, what this process does: "planning"."""
+        """Set what this process reports to others that wait for it, as in "planning"."""
         before, self._doing = self._doing, what
         try:
             yield
@@ -77,7 +77,7 @@ class Coordination:
             self._doing = before
 
     def close(self) -> None:
-        """Stop beating; before JAX's coordination service ends."""
+        """Stop the heartbeat, before JAX's coordination service ends."""
         self._closed.set()
         if self._heart is not None:
             self._heart.join(self.timeout_s)
@@ -89,7 +89,7 @@ class Coordination:
         return folder
 
     def _hear(self, key: str, process: int) -> str:
-        """Wait for a key of a process's while it is alive."""
+        """Wait for a key of a process while it is alive."""
         started = heard = time.monotonic()
         beat = ""
         while True:
@@ -105,14 +105,14 @@ class Coordination:
             doing = json.loads(beat)[1] if beat else "starting"
             if now - heard > self.timeout_s:
                 raise RestartError(
-                    f"Process {process} has been silent for {now - heard:.0f} s (it was {doing}), expected a sign of "
-                    f"life every {self.beat_s:g} s: it is dead, frozen or cut off. The launcher will start the "
-                    "survivors again."
+                    f"Process {process} has been silent for {now - heard:.0f} s (it was {doing}), expected a "
+                    f"heartbeat every {self.beat_s:g} s: it is dead, frozen or cut off. The launcher will restart the "
+                    "survivors."
                 )
             if now - started > self.limit_s:
                 raise RestartError(
                     f"Process {process} is alive (it is {doing}), but has kept the others waiting for "
-                    f"{now - started:.0f} s, expected at most {self.limit_s:g} s. Look at what it does there: a "
+                    f"{now - started:.0f} s, expected at most {self.limit_s:g} s. Look at what it is doing: a "
                     "plan or a compiled program that takes so long belongs in the cache before the job starts."
                 )
 
@@ -125,7 +125,7 @@ class Coordination:
     def _unreachable(self, error: RuntimeError) -> RestartError:
         return RestartError(
             f"Process {self.process} cannot reach the coordination service on process 0's host any more: "
-            f"{str(error).splitlines()[0]}. Process 0 is probably dead. The launcher will start the survivors again."
+            f"{str(error).splitlines()[0]}. Process 0 is probably dead. The launcher will restart the survivors."
         )
 
     def _beat(self) -> None:
@@ -144,5 +144,5 @@ class Coordination:
 def _store() -> KeyValueStore:
     store = key_value_store()
     if store is None:
-        raise RestartError("Processes cannot talk yet: call job.initialize() first.")
+        raise RestartError("Processes cannot communicate yet: call job.initialize() first.")
     return store

@@ -1,4 +1,4 @@
-"""Which host holds which chips: a mesh cut into equal tiles, one a host, numbered in row-major order."""
+"""Which host has which chips: a mesh cut into equal tiles, one per host, numbered in row-major order."""
 
 from __future__ import annotations
 

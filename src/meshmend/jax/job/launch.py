@@ -1,4 +1,4 @@
-"""What the launcher says: how many processes there are, which one this is, and where they meet.
+"""What the launcher provides: how many processes there are, which one this is, and where the rendezvous is.
 
 Read from the environment that torchrun, Slurm (`srun`) or Kubernetes (JobSet) set. Nothing here needs JAX.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from meshmend.errors import RestartError
 
 DEFAULT_PORT = 8476
-"""Where processes meet if the launcher names no port."""
+"""Port of the rendezvous if the launcher provides none."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Launch:
     """One process among those that the launcher started. Made by `read_launch`, or by hand.
 
     `coordinator` is "address:port", on the machine of process 0; `attempt` counts the launcher's restarts; `job` names
-    the job, the same in all of them. `secret` is a text that only the job's processes know: at the rendezvous they
-    prove it to each other without sending it.
+    the job, the same in all of them. `secret` is a text that only the job's processes have: at the rendezvous they
+    prove that to each other without sending it.
     """
 
     coordinator: str
@@ -119,7 +119,7 @@ def _job(env: Mapping[str, str], launchers_name: str) -> str:
 
 
 def _slurm_port(env: Mapping[str, str]) -> int:
-    """Return a port that all tasks of a step know, another one for each job and step."""
+    """Return the same port for all tasks of a step, a different one for each job and step."""
     return 61000 + (_number(env, "SLURM_JOB_ID", "0") + 97 * _number(env, "SLURM_STEP_ID", "0")) % 4000
 
 

@@ -1,6 +1,6 @@
-"""What processes say to each other at a rendezvous, byte by byte. Everything that arrives is hostile until proven.
+"""The wire protocol of the rendezvous. Everything that arrives is untrusted until authenticated.
 
-The host of the rendezvous (process 0) speaks first:
+The host of the rendezvous (process 0) sends first:
 
     challenge   host → visitor     MAGIC, 32 random bytes
     hello       visitor → host     frame: who it is, its fact, 32 random bytes of its own
@@ -9,9 +9,9 @@ The host of the rendezvous (process 0) speaks first:
     refused     host → visitor     frame without a tag, instead of a welcome: one of `REFUSALS`
 
 A frame is MAGIC, the length of its body (4 bytes, big-endian), a tag of 32 bytes, and the body, which is JSON. The tag
-is an HMAC-SHA256 of the body, of what kind of message it is, and of the other side's random bytes, by a key made of the
-job's secret and its name. So a frame from another job, from another kind of message or from an earlier rendezvous does
-not count; and a body is not even parsed before its tag is right. Nothing is ever unpickled.
+is an HMAC-SHA256 of the body, of what kind of message it is, and of the other side's random bytes, with a key derived
+from the job's secret and its name. So a frame from another job, from another kind of message or from an earlier
+rendezvous is rejected, and a body is not parsed before its tag is verified. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ REFUSALS = {
     "full": "too many visitors came at once",
     "gone": "it went away in the middle of its message",
 }
-"""Why a visitor is turned away. Only the word travels, so that nobody's terminal shows what a stranger has written."""
+"""Why a visitor is rejected. Only the code is sent, so that no terminal shows text from an unauthenticated peer."""
 
 
 class MessageError(ValueError):
@@ -57,7 +57,7 @@ class MessageError(ValueError):
 
 
 def make_key(secret: str, job: str) -> bytes:
-    """Return the key of a job's messages. Without a secret it only tells jobs apart."""
+    """Return the key of a job's messages. Without a secret it only distinguishes jobs."""
     return hmac.digest(os.fsencode(secret), b"meshmend rendezvous " + os.fsencode(job), "sha256")
 
 
@@ -67,7 +67,7 @@ def make_nonce() -> bytes:
 
 
 def make_challenge(nonce: bytes) -> bytes:
-    """Return the first words of the host."""
+    """Return the host's challenge."""
     return MAGIC + nonce
 
 
@@ -83,19 +83,19 @@ def pack(kind: str, message: Any, key: bytes, nonce: bytes, *, limit: int | None
     body = json.dumps(message, separators=(",", ":")).encode()
     if limit is not None and len(body) > limit:
         raise RestartError(
-            f"What this process says at the rendezvous has {len(body)} bytes, expected at most {limit}. Shorten it."
+            f"This process's rendezvous message has {len(body)} bytes, expected at most {limit}. Shorten it."
         )
     return MAGIC + struct.pack(">I", len(body)) + _tag(kind, body, key, nonce) + body
 
 
 def pack_refusal(code: str) -> bytes:
-    """Return the frame that turns a visitor away."""
+    """Return the frame that rejects a visitor."""
     body = json.dumps({"refused": code}).encode()
     return MAGIC + struct.pack(">I", len(body)) + bytes(TAG_BYTES) + body
 
 
 def frame_bytes(data: bytes | bytearray, limit: int) -> int | None:
-    """Return how long the frame is that begins here, None if that cannot be told yet.
+    """Return how long the frame is that begins here, None if that is not known yet.
 
     Raises a `MessageError` as soon as it cannot become a frame of at most `limit` bytes of body.
     """
@@ -150,7 +150,7 @@ def _parse(body: bytes) -> dict[str, Any]:
 
 
 def _refusal(body: bytes) -> str | None:
-    """Return why a host turns this visitor away, if that is what its message says."""
+    """Return why a host rejects this visitor, if its message is a rejection."""
     try:
         code = _parse(body).get("refused")
     except MessageError:

@@ -1,8 +1,8 @@
-"""The rendezvous before JAX starts: each process says which host it is on, and learns who else is there.
+"""The rendezvous before JAX starts: each process reports which host it is on, and learns about all others.
 
-So that processes can be numbered in the order of their hosts, whatever ranks the launcher gave them. Then the same hole
-always gives the same program on the same device numbers, and a compiled program is found again; and mistakes in the
-description of the machine are told on every process before anything waits for anything.
+Processes can then be numbered in the order of their hosts, whatever ranks the launcher gave them. The same hole always
+gives the same program on the same device numbers, and a compiled program is found again; and mistakes in the
+description of the machine are reported on every process before any of them waits.
 
 `messages` says what travels, `rendezvous_host` what process 0 does.
 """
@@ -32,17 +32,17 @@ from meshmend.jax.job.messages import (
 from meshmend.jax.job.rendezvous_host import VISITOR_S, Fact, RendezvousHost
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
-"""Between two tries to reach process 0: it may still be starting, or one of an earlier attempt may still be there."""
+"""Interval between attempts to reach process 0: it may still be starting, or an earlier one may still be there."""
 ADDRESS_BYTES = 256
 """What process 0 adds to a fact, at most."""
 
 
 def rendezvous(launch: Launch, fact: Fact, *, timeout_s: float) -> list[Fact]:
-    """Tell all processes of a launch a fact (that JSON can write); return everybody's, by the launcher's rank.
+    """Send a fact (that JSON can encode) to all processes of a launch; return the facts of all, by the launcher's rank.
 
-    Each comes back with the `address` under which process 0 sees it. Processes prove to each other that they know the
-    job's name and its secret; strangers are turned away. A process that goes away while others still wait ends the
-    rendezvous for all, at once.
+    Each comes with the `address` under which process 0 sees it. Processes prove to each other that they know the
+    job's name and its secret; others are rejected. A process that leaves while others still wait ends the
+    rendezvous for all at once.
     """
     name, port = launch.coordinator.rsplit(":", 1)
     until = time.monotonic() + timeout_s
@@ -54,14 +54,14 @@ def rendezvous(launch: Launch, fact: Fact, *, timeout_s: float) -> list[Fact]:
         return _visit(launch, name, int(port), fact, until)
     except (OSError, ValueError) as error:
         raise RestartError(
-            f"Process {launch.process} of {launch.n_processes} did not meet the others at {launch.coordinator} within "
-            f"{timeout_s:g} s: {error}. A host that died while the job was starting does this; the launcher will try "
-            "again."
+            f"Process {launch.process} of {launch.n_processes} could not complete the rendezvous at "
+            f"{launch.coordinator} within {timeout_s:g} s: {error}. A host that died while the job was starting causes "
+            "this; the launcher will try again."
         ) from error
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on at the moment."""
+    """Return a port that is currently free."""
     with socket.socket() as one:
         one.bind(("", 0))
         return int(one.getsockname()[1])
@@ -96,7 +96,7 @@ def _listen(address: str, port: int, until: float) -> socket.socket:
 
 
 def _visit(launch: Launch, name: str, port: int, fact: Fact, until: float) -> list[Fact]:
-    """Try to be counted until time is up, whatever answers; from then on wait for the others."""
+    """Try to join until the timeout, whatever answers; then wait for the others."""
     key, nonce = make_key(launch.secret, launch.job), make_nonce()
     hello = {"n_processes": launch.n_processes, "process": launch.process, "fact": fact, "nonce": nonce.hex()}
     pause, last = FIRST_PAUSE_S, "nobody answered"
@@ -112,8 +112,8 @@ def _visit(launch: Launch, name: str, port: int, fact: Fact, until: float) -> li
                 try:
                     _introduce(connection, hello, key, nonce, min(until, time.monotonic() + VISITOR_S))
                 except MessageError as error:
-                    # What turned it away may be another job's process 0, or one of an earlier attempt.
-                    last = f"process 0 turned this process away: {error}"
+                    # The peer that rejected it may be another job's process 0, or one of an earlier attempt.
+                    last = f"process 0 rejected this process: {error}"
                 except OSError as error:
                     last = str(error)
                 else:
@@ -163,7 +163,7 @@ def _left(until: float, last: str = "") -> float:
 
 
 def _is_loopback(name: str) -> bool:
-    """Whether only processes of this machine can come to an address."""
+    """Whether only processes of this machine can reach an address."""
     try:
         return name == "localhost" or ipaddress.ip_address(name).is_loopback
     except ValueError:

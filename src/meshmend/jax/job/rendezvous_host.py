@@ -1,9 +1,9 @@
-"""Process 0's side of a rendezvous: it counts the job's processes, and turns everybody else away, one by one.
+"""Process 0's side of a rendezvous: it admits the job's processes, and rejects every other connection.
 
-A port that is open to a network is visited by health probes, port scanners and processes of other jobs. None of them
-may end the rendezvous or hold it up: each visitor has a time limit and a byte limit of its own, only so many may be
-undecided at once (the oldest has to leave for a new one), and all are served by one thread that never waits for one of
-them. Only a process that proves that it knows the job's key is counted.
+Health probes, port scanners and processes of other jobs connect to a port that is open to a network. None of them
+may end or delay the rendezvous: each visitor has its own time limit and byte limit, the number of pending ones is
+limited (a new one replaces the oldest), and all are served by one thread that never blocks on one of them. Only a
+process that proves that it knows the job's key is admitted.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Fact = dict[str, Any]
 VISITOR_S = 10.0
 """How long a visitor may take from connecting to the end of its hello."""
 MAX_UNDECIDED = 128
-"""Visitors at once that have not said who they are: 128 × 16 KiB of memory at most."""
+"""Visitors at once that are not authenticated yet: 128 × 16 KiB of memory at most."""
 ACCEPTED_AT_ONCE = 32
 
 
 @dataclass(eq=False)
 class Visitor:
-    """One connection, and what it has said so far."""
+    """One connection, and what it has sent so far."""
 
     connection: socket.socket
     address: str
@@ -49,7 +49,7 @@ class Visitor:
     nonce: bytes = field(default_factory=make_nonce, repr=False)
     data: bytearray = field(default_factory=bytearray, repr=False)
     process: int | None = None
-    """Its number, once it is counted."""
+    """Its number, once it is admitted."""
     their_nonce: bytes = b""
     fact: Fact = field(default_factory=dict)
 
@@ -66,7 +66,7 @@ class RendezvousHost:
         self.visitor_s = visitor_s
         self.counted: dict[int, Visitor] = {}
         self.turned_away: Counter[str] = Counter()
-        """How many visitors were turned away, by a word of `REFUSALS`."""
+        """How many visitors were rejected, by code of `REFUSALS`."""
         self._last = ""
         self._undecided: dict[Visitor, None] = {}  # in the order of their arrival
         self._server = server
@@ -77,8 +77,8 @@ class RendezvousHost:
     def gather(self, until: float) -> dict[int, Fact]:
         """Return the facts of all visitors by their process, each with its address, when the last one is here.
 
-        Raises `TimeoutError` at `until`, and `ConnectionError` as soon as one that is counted goes away: the launcher
-        will start all of them again, and nobody should wait for that any longer.
+        Raises `TimeoutError` at `until`, and `ConnectionError` as soon as an admitted one leaves: the launcher will
+        restart all of them, so there is no reason to wait any longer.
         """
         while len(self.counted) < self.n_processes - 1:
             now = time.monotonic()
@@ -86,7 +86,7 @@ class RendezvousHost:
                 raise TimeoutError(f"time is up; {self.describe()}")
             first = min((visitor.until for visitor in self._undecided), default=until)
             ready = self._selector.select(max(0.0, min(first, until) - now))
-            # What has been said counts before newcomers push out the oldest.
+            # Data that have arrived are read before new visitors replace the oldest.
             for selected, _ in ready:
                 if selected.data is not None:
                     self._hear(selected.data)
@@ -98,7 +98,7 @@ class RendezvousHost:
         return {process: {**visitor.fact, "address": visitor.address} for process, visitor in self.counted.items()}
 
     def tell(self, everybody: list[Fact], until: float) -> None:
-        """Tell all counted visitors everybody's facts."""
+        """Send the facts of all to all admitted visitors."""
         for process, visitor in self.counted.items():
             try:
                 visitor.connection.settimeout(max(0.001, until - time.monotonic()))
@@ -107,14 +107,14 @@ class RendezvousHost:
                 raise ConnectionError(f"process {process} went away: {error}") from error
 
     def describe(self) -> str:
-        """Say who is here, who is missing, and who was turned away."""
+        """Describe who is here, who is missing, and who was rejected."""
         missing = [str(process) for process in range(1, self.n_processes) if process not in self.counted]
         text = f"{len(self.counted) + 1} of {self.n_processes} processes are here"
         if missing:
             more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
             text += f", missing: {', '.join(missing[:10])}{more}"
         if self._last:
-            text += f"; {self.turned_away.total()} visitors were turned away, the last one, {self._last}"
+            text += f"; {self.turned_away.total()} visitors were rejected, the last one, {self._last}"
         return text
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class RendezvousHost:
             self._send(visitor, make_challenge(visitor.nonce))
 
     def _hear(self, visitor: Visitor) -> None:
-        """Read what there is from a visitor; count it or turn it away when that is enough."""
+        """Read what a visitor has sent; admit or reject it when that is enough."""
         if visitor.process is not None:
             self._check_waiting(visitor)
             return
@@ -198,7 +198,7 @@ class RendezvousHost:
             self.counted[process] = visitor
 
     def _check_waiting(self, visitor: Visitor) -> None:
-        """Raise if a process that only waits for the others has gone away, or says more than it has to say."""
+        """Raise if a process that only waits for the others has left, or has sent more than the protocol allows."""
         try:
             more = visitor.connection.recv(1)
         except BlockingIOError:
@@ -206,11 +206,11 @@ class RendezvousHost:
         except OSError:
             more = b""
         raise ConnectionError(
-            f"process {visitor.process} {'spoke out of turn' if more else 'went away'}; {self.describe()}"
+            f"process {visitor.process} {'sent unexpected data' if more else 'went away'}; {self.describe()}"
         )
 
     def _send(self, visitor: Visitor, data: bytes) -> bool:
-        """Send a few bytes, which a new connection has room for; turn a visitor away that has none."""
+        """Send a few bytes, which fit a new connection's buffer; reject a visitor whose buffer is full."""
         try:
             if visitor.connection.send(data) == len(data):
                 return True

@@ -1,7 +1,7 @@
-"""One attempt of a job: from what the launcher says to the fabric with the hole.
+"""One attempt of a job: from the launcher's environment to the fabric with the hole.
 
 `initialize` joins this process to the others, finds out which hosts are there, and builds the fabric of their chips.
-What is missing is the hole. Every process sees the same hosts, and raises the same error where they do not fit.
+What is missing is the hole. Every process sees the same hosts, and raises the same error where they are inconsistent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from meshmend.planning import plan as plan_proven
 from meshmend.schedule import Schedule
 
 GAVE_UP = 13
-"""Exit status of a process that lost its peers or met an error: anything but 0 makes a launcher restart it."""
+"""Exit status of a process that lost its peers or failed: anything but 0 makes a launcher restart it."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Session:
 
     fabric: Fabric
     launch: Launch
-    """What the launcher said, with processes numbered in the order of their hosts."""
+    """The launch, with processes numbered in the order of their hosts."""
     hosts: Hosts | None
-    """The whole machine; None on TPU, where devices know their places."""
+    """The whole machine; None on TPU, where devices report their coordinates."""
     host_of_process: tuple[int, ...]
     """Number of each process's host; on TPU, where hosts have no number, that of the process."""
     coordination: Coordination
@@ -70,7 +70,7 @@ class Session:
 
         Give the planner and the parameters that `prepare` was given; process 0 plans what is not in the cache yet, and
         all others find it there. They wait for it as long as it is alive, and raise its error if it has none.
-        `make` is what plans, and proves: it is given the mesh, the planner, the cache and the parameters.
+        `make` plans and proves: it receives the mesh, the planner, the cache and the parameters.
         """
         store = cache if isinstance(cache, PlanCache) else PlanCache(cache)
         with self.timeline.timed("plan") as facts, self.coordination.doing("planning"):
@@ -93,7 +93,7 @@ class Session:
 
         Its devices are there only to compile for, and only on process 0: those of the first processes stand in for
         the survivors, with the numbers that theirs would have. What is compiled for them goes into the compile cache
-        under the key that the restarted job will ask for. Losses that cut the mesh in two are left out.
+        under the key that the restarted job will look up. Losses that cut the mesh in two are left out.
         """
         if self.hosts is None or self.launch.process != 0:
             return
@@ -117,7 +117,7 @@ class Session:
             self.give_up(error)
 
     def give_up(self, error: BaseException) -> NoReturn:
-        """Note and print an error, and end the process at once, from whatever thread."""
+        """Record and print an error, and end the process at once, from any thread."""
         self.timeline.note("gave up", why=f"{type(error).__name__}: {error}"[:300])
         traceback.print_exception(error)
         sys.stdout.flush()
@@ -126,7 +126,7 @@ class Session:
 
 
 def _describe_failure(error: BaseException) -> dict[str, Any]:
-    """Write down why process 0 has no plan, so that the others can raise the same error."""
+    """Describe why process 0 has no plan, so that the others can raise the same error."""
     if isinstance(error, PlanError):
         return {"plan": [error.planner, error.mesh_name, error.why, error.alternatives]}
     return {"why": f"{type(error).__name__}: {error}"[:2000]}
@@ -160,15 +160,15 @@ def initialize(
 
     `shape` is the whole machine and `host` the tile of chips that a host drives, as in "8x8" and "4x2"; `place` is
     this host's number in row-major order, or the coordinate of its first chip. By default they come from the
-    environment: MESHMEND_SHAPE, MESHMEND_HOST_SHAPE and MESHMEND_HOST. On TPU devices know their coordinates, and
-    none of the three is needed. `launch` is what the launcher says, by default its environment variables.
+    environment: MESHMEND_SHAPE, MESHMEND_HOST_SHAPE and MESHMEND_HOST. TPU devices report their coordinates, and
+    none of the three is needed. `launch` describes the launch, by default from the launcher's environment variables.
 
-    `heartbeat_s`: a process that is silent for so long counts as dead, and then all processes end. It is for hosts
-    that freeze or lose their network; a process that dies breaks its connections, which the next collective notices
-    at once. Shorter finds a frozen host sooner, but takes a busy one (a long garbage collection, an overloaded CPU)
-    for dead. `timeout_s` is how long processes wait for each other at the rendezvous, and so what it costs if one dies
-    before it has come there; later a process that plans or compiles is waited for as long as it gives signs of life,
-    and counts as dead when it has given none for so long.
+    `heartbeat_s`: a process that is silent for so long counts as dead, and then all processes end. It is for hosts that
+    freeze or lose their network; a process that dies breaks its connections, which the next collective detects at once.
+    A shorter time finds a frozen host sooner, but takes a busy one (a long garbage collection, an overloaded CPU) for
+    dead. `timeout_s` is how long processes wait for each other at the rendezvous, and so what it costs if one dies
+    before it has joined; later the others wait for a process that plans or compiles as long as its heartbeats arrive,
+    and it counts as dead when it has been silent for so long.
 
     `compile_cache` is a folder that all hosts share (JAX lets only process 0 write), where every compiled program is
     kept; by default JAX_COMPILATION_CACHE_DIR. `timeline` is a file for this host's events, by default
@@ -215,15 +215,15 @@ def _configure(compile_cache: str | Path | None) -> None:
 
 
 def _platform() -> str:
-    """Return the platform that JAX was told to use, "" if none was."""
+    """Return the platform that JAX is configured to use, "" if none is."""
     platforms: str | None = jax.config.jax_platforms  # type: ignore[attr-defined]
     return (platforms or "").split(",")[0]
 
 
 def _knows_coordinates(place: Any) -> bool:
-    """Whether devices know where they are, asked without touching them: only a TPU's do, and nobody then tells them."""
-    told = place is not None or "MESHMEND_HOST" in os.environ
-    return _platform() == "tpu" or (_platform() == "" and not told)
+    """Whether devices report coordinates, decided without touching them: only a TPU's do, unless the host is given."""
+    placed = place is not None or "MESHMEND_HOST" in os.environ
+    return _platform() == "tpu" or (_platform() == "" and not placed)
 
 
 def _join(
@@ -233,15 +233,15 @@ def _join(
     launch: Launch,
     timeout_s: float,
 ) -> tuple[Launch, Hosts, tuple[int, ...]]:
-    """Meet the other processes; return the launch in the order of hosts, and the host of each process."""
+    """Perform the rendezvous; return the launch in the order of hosts, and the host of each process."""
     shape = shape if shape is not None else os.environ.get("MESHMEND_SHAPE")
     host = host if host is not None else os.environ.get("MESHMEND_HOST_SHAPE")
     place = place if place is not None else os.environ.get("MESHMEND_HOST")
-    # What is wrong here is told to all before anyone raises, or the others would wait for this process.
+    # Errors are exchanged before anyone raises, or the others would wait for this process.
     mine: dict[str, Any] = {"port": free_port()}
     if shape is None or host is None or place is None:
         mine["error"] = (
-            f"Process {launch.process} does not know its chips. Give initialize() shape, host and place, or set "
+            f"Process {launch.process} has no chips assigned. Give initialize() shape, host and place, or set "
             "MESHMEND_SHAPE=8x8, MESHMEND_HOST_SHAPE=4x2 and MESHMEND_HOST=3 (this host's number)."
         )
     else:
@@ -303,7 +303,7 @@ def _check_connected(fabric: Fabric, numbers: Sequence[int]) -> None:
     if not mesh.is_connected:
         apart = name_chip(mesh.chip(int((mesh.component_of != mesh.component_of[0]).argmax())))
         raise RestartError(
-            f"The survivors (hosts {', '.join(map(str, sorted(numbers)))} of {mesh}) are cut into {mesh.n_components} "
-            f"parts: no cable leads from {name_chip(mesh.chip(0))} to {apart}, so their gradients cannot be summed. "
-            "Bring back a host between them, or start the job on one part."
+            f"The survivors (hosts {', '.join(map(str, sorted(numbers)))} of {mesh}) form {mesh.n_components} "
+            f"disconnected groups: no cable leads from {name_chip(mesh.chip(0))} to {apart}, so their "
+            "gradients cannot be summed. Bring back a host between them, or start the job on one group."
         )

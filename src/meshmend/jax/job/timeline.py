@@ -1,8 +1,8 @@
-"""When everything happened: a small log that a restart can be taken apart with.
+"""The timeline: a small log of when everything happened, to break a restart down into stages.
 
-One line of JSON per event, in one file per host that later attempts go on with. A line is written whole, and survives
-the process that wrote it. The file is bounded: when it is full it becomes the older half of the log, and the half
-before that is dropped. A log that cannot be written never stops the job.
+One line of JSON per event, in one file per host that later attempts append to. A line is written atomically, and
+survives the process that wrote it. Its size is bounded: a full file is renamed and replaces the previous one. A log
+that cannot be written never stops the job.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ STAGES = ("detect", "rendezvous", "start", "plan", "compile", "restore", "first 
 MAX_EVENTS = 10_000
 """Events that are remembered in memory."""
 MAX_FILE_BYTES = 64 << 20
-"""Both halves of the file together: about 200,000 steps with their copies."""
+"""Both files together: about 200,000 steps with their copies."""
 MAX_LINE_BYTES = 64 << 10
 """Of one event; what is longer keeps its time and name only."""
 
 
 class Timeline:
-    """Notes events with the time of day, the host and the attempt; with no file, it only remembers them.
+    """Records events with the time, the host and the attempt; without a file, only in memory.
 
     >>> timeline = Timeline(None)
     >>> with timeline.timed("plan"):
@@ -52,7 +52,7 @@ class Timeline:
         self._warned = False
 
     def note(self, event: str, *, at: float | None = None, **facts: Any) -> Event:
-        """Write an event down; `at` is its time, by default now."""
+        """Record an event; `at` is its time, by default now."""
         line: Event = {"at": time.time() if at is None else at, "event": event, **self.facts, **facts}
         text = json.dumps(line).encode() + b"\n"
         if len(text) > min(MAX_LINE_BYTES, self.max_bytes // 2):
@@ -86,21 +86,21 @@ class Timeline:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"The timeline {self.path} cannot be written: {error}. The job goes on without it; its last "
+                f"The timeline {self.path} cannot be written: {error}. The job continues without it; its last "
                 f"{MAX_EVENTS:,} events are still in memory.",
                 stacklevel=3,
             )
 
     @contextmanager
     def timed(self, event: str, **facts: Any) -> Iterator[Event]:
-        """Write an event down when it is over, with its seconds; more facts may be put into what is yielded."""
+        """Record an event when it is over, with its seconds; more facts may be put into what is yielded."""
         started, more = time.time(), dict(facts)
         yield more
         self.note(event, at=started, seconds=time.time() - started, **more)
 
 
 def read_timeline(path: str | Path) -> list[Event]:
-    """Return the events of a file and of its older half; a line that is not whole (a writer was killed) is left out."""
+    """Return the events of a file and of the one before it; torn lines (of a killed writer) are left out."""
     events: list[Event] = []
     for part in (_older(Path(path)), Path(path)):
         lines = part.read_bytes().splitlines(keepends=True) if part.exists() else []
@@ -119,14 +119,14 @@ def _parse(line: bytes) -> Event | None:
 
 
 def _older(path: Path) -> Path:
-    """Return where the older half of a log is."""
+    """Return the path of the previous file of a log."""
     return path.with_name(path.name + ".1")
 
 
 def split_recovery(
     events: Sequence[Event], gave_up_at: Iterable[float], killed_at: float, committed_at: float
 ) -> dict[str, float]:
-    """Take the time from a failure to the next committed step apart, in seconds by stage. They add up to all of it.
+    """Split the time from a failure to the next committed step into stages, in seconds. They add up to the total.
 
     `events` is the timeline of one survivor, `gave_up_at` when any of them gave up: until then is "detect", and until
     the new process starts "rendezvous". "start" is the interpreter, its imports, joining and the fabric; "first step"

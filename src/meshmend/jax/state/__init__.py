@@ -1,4 +1,4 @@
-"""Keeping a job's state: in another host's memory after every step, on disk now and then, and getting it back.
+"""Keeping a job's state: in another host's memory after every step, on disk at intervals, and restoring it.
 
 `Keeper` is what a job uses. Needs the `restart` extra for checkpoints on disk.
 """

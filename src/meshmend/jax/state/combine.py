@@ -1,4 +1,4 @@
-"""Bring every host what others have: bits that are each on one host, summed as whole numbers over all of them."""
+"""Gather on every host what the others have: bits that are each on one host, summed as integers over all hosts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshmend.jax.fabric import Fabric
 from meshmend.jax.state.layout import Vectors
 
 BLOCK_BYTES = 16 << 20
-"""Bytes that travel at a time: what this needs of a device's memory."""
+"""Bytes sent at a time, which bounds the device memory that this needs."""
 
 
 def combine(vectors: Vectors, fabric: Fabric) -> Vectors:

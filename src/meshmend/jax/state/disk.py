@@ -1,9 +1,9 @@
-"""The state on disk: Orbax checkpoints, written while training goes on, that any mesh can go on from.
+"""The state on disk: Orbax checkpoints, written in the background, that any mesh can resume from.
 
 Arrays are saved as they lie on the devices, each process its own shards, with the outline that says which elements they
-are; nothing is gathered to save. Each process takes checksums of its shards before it hands them to Orbax; they are
+are; nothing is gathered to save. Each process takes checksums of its shards before it passes them to Orbax; they are
 kept in the checkpoint's facts, which have a checksum of their own, and are compared with what is read. Orbax is
-imported when it is first needed: a job that restarts from memory doesn't wait for that.
+imported when first needed: a job that restarts from memory does not wait for that.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LONGEST_FACTS = 256 << 20
 SPARE_BYTES = 64 << 20
 """Bytes that a checkpoint may have beyond its arrays: metadata, and the shards of many small ones."""
 ABANDONED = "abandoned"
-"""Folder of the checkpoints that the job has gone back behind."""
+"""Folder of checkpoints newer than the restored step."""
 
 Checksums = dict[str, list[list[int]]]
 """For each leaf's number, runs of its elements in memory order: first, end, CRC-32 of their bytes."""
@@ -54,7 +54,7 @@ class Saved:
     facts: dict[str, Any]
     identity: Identity
     checksum: str
-    """Of the facts, which have the checksums of all arrays: it names this checkpoint's content and no other."""
+    """Of the facts, which have the checksums of all arrays: it identifies this checkpoint's content."""
 
     @property
     def n_bytes(self) -> int:
@@ -65,7 +65,7 @@ class Saved:
 class Disk:
     """The checkpoints in a folder that all hosts share. The newest `keep` are kept.
 
-    `exchange` tells all processes a fact and returns everybody's; every process must make the same saves.
+    `exchange` sends a fact to all processes and returns the facts of all; every process must make the same saves.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Disk:
                 written = json.loads(file.read())
             if isinstance(written, dict) and "attempt" in written and "checksum" not in written:
                 raise RestartError(
-                    f"The checkpoint of step {step} in {self.folder} was saved by an older meshmend and does not say "
+                    f"The checkpoint of step {step} in {self.folder} is from an older meshmend and does not record "
                     "which model's state it is, so it cannot be trusted to be this one's. Give this job a folder of "
                     "its own, or finish it with the version that began it.",
                     step=step,
@@ -121,10 +121,9 @@ class Disk:
             raise RestartError(f"{path} is damaged: {error}", step=step) from error
 
     def claim(self, attempt: int) -> None:
-        """Take an attempt's number for this part of the job; raise `RestartError` if another part has it.
+        """Claim an attempt's number for this side of the job; raise `RestartError` if another side has it.
 
-        The launcher should see to it that there is only one part (by asking for more than half of the hosts); this is
-        for when it does not.
+        The launcher should prevent a split brain (by requiring a majority of the hosts); this is for when it does not.
         """
         folder = self.folder / "attempts"
         folder.mkdir(parents=True, exist_ok=True)
@@ -132,7 +131,7 @@ class Disk:
             (folder / str(attempt)).touch(exist_ok=False)
         except FileExistsError:
             raise RestartError(
-                f"Another part of this job has gone on as attempt {attempt}: this one must not."
+                f"Another part of this job continues as attempt {attempt}: this one must stop."
             ) from None
 
     def claimed(self) -> int:
@@ -140,19 +139,19 @@ class Disk:
         return max((int(path.name) for path in self.folder.glob("attempts/*") if path.name.isdecimal()), default=0)
 
     def check_claim(self, attempt: int) -> None:
-        """Raise `RestartError` if another part of the job has gone on in the meantime."""
+        """Raise `RestartError` if another part of the job has continued in the meantime."""
         newest = self.claimed()
         if newest > attempt:
             raise RestartError(
-                f"Another part of this job has gone on as attempt {newest}, while this one was attempt {attempt}: the "
+                f"Another part of this job continues as attempt {newest}, while this one was attempt {attempt}: the "
                 "launcher took its hosts for dead. Nothing more of this attempt is kept; it restarts and joins them."
             )
 
     def set_aside_all_but(self, good: Container[int]) -> list[int]:
-        """Move checkpoints that are damaged or that the job has gone back behind to `ABANDONED`; return their steps.
+        """Move checkpoints that are damaged or newer than the restored step to `ABANDONED`; return their steps.
 
         Orbax saves nothing older than what is there, and would count them among the newest. Those of this restart are
-        kept in case somebody wants to look at them; those of an earlier one are deleted.
+        kept for inspection; those of an earlier one are deleted.
         """
         moved = [step for step in self.steps() if step not in good]
         aside = self.folder / ABANDONED
@@ -168,7 +167,7 @@ class Disk:
     def save(self, layout: StateLayout, attempt: int, step: int, params: Any, state: Any, extra: Any) -> str:
         """Begin to write a checkpoint; arrays may be donated as soon as this returns. `finished` says when it is there.
 
-        Returns why nothing is written if the disk is out of reach of any process, and "" otherwise.
+        Returns why nothing is written if any process cannot reach the disk, and "" otherwise.
         """
         leaves = jax.tree.leaves((params, state))
         wait_for(leaves)
@@ -204,16 +203,16 @@ class Disk:
         return ""
 
     def finished(self, *, wait: bool = False) -> int | None:
-        """Return the step whose checkpoint has come to be on disk since the last call, None if none has.
+        """Return the step whose checkpoint was completed since the last call, None if there is none.
 
-        Raises `RestartError` if it has come to its end and is not there.
+        Raises `RestartError` if the save has finished and the checkpoint is not there.
         """
         if self._manager is None or self._saving is None or (not wait and self._manager.is_saving_in_progress()):
             return None
         saving, self._saving = self._saving, None
         try:
             self._manager.wait_until_finished()
-        except Exception as error:  # whatever Orbax's threads met
+        except Exception as error:  # whatever Orbax's threads raised
             raise RestartError(
                 f"Step {saving.step} was not saved in {self.folder}: {error}", step=saving.step
             ) from error
@@ -242,7 +241,7 @@ class Disk:
             return saved, vectors_from_leaves(its_outline, saved.facts["is_sharded"], leaves)
         except MissingExtraError:
             raise
-        except Exception as error:  # a damaged file makes Orbax raise whatever it met
+        except Exception as error:  # a damaged file makes Orbax raise almost anything
             raise RestartError(
                 f"The checkpoint of step {step} in {self.folder} is damaged or cannot be read: {str(error)[:300]}",
                 step=step,
@@ -305,7 +304,7 @@ def check_files(folder: Path, n_bytes: int) -> None:
 
 
 def checksums_of(leaves: Sequence[jax.Array], is_sharded: Sequence[bool], process: int, n_processes: int) -> Checksums:
-    """Return the checksums that this process answers for: of its own shards, and of its share of replicated leaves."""
+    """Return the checksums of this process: of its own shards, and of its share of replicated leaves."""
     found: Checksums = {}
     for number, (leaf, split) in enumerate(zip(leaves, is_sharded, strict=True)):
         if split:

@@ -1,9 +1,9 @@
-"""Wait for results without waiting for the dead.
+"""Wait for results without waiting for lost peers.
 
-When a peer dies, a collective fails at once on the devices that talk to it, and on no others: those wait for devices
-that will never answer. Whoever waits for one device after the other may sit at one that is still waiting. So look at
-all of this process's devices in turn, and take the first error that any of them has. A disk that is shared may be as
-dead, without an error: what is asked of it has a time limit.
+When a peer dies, a collective fails at once on the devices that communicate with it, and on no others: those wait for
+devices that will never answer. Waiting for one device after the other may block on one of those. So poll all of this
+process's devices, and raise the first error that any of them has. A shared disk may hang without an error: calls to it
+have a timeout.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ POLL_S = 0.001
 def fetch(tree: Any) -> Any:
     """Return replicated arrays as NumPy arrays, once all of this process's devices have them.
 
-    Raises as soon as any device has failed, which `float(loss)` and `jax.block_until_ready` may not: they can sit there
+    Raises as soon as any device has failed, which `float(loss)` and `jax.block_until_ready` may not: they can block
     until heartbeats end the process.
     """
     wait_for(tree)
@@ -49,7 +49,7 @@ def wait_for(tree: Any) -> None:
 def with_timeout(seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
     """Return what `call` returns or raise what it raises; raise `TimeoutError` if that takes longer than `seconds`.
 
-    A call into a dead network disk cannot be ended from outside: it stays behind in a thread that nobody waits for.
+    A call into a dead network disk cannot be ended from outside: it stays behind in a daemon thread.
     """
     results: list[Any] = []
     errors: list[BaseException] = []

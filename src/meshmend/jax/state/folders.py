@@ -1,6 +1,6 @@
-"""Where a host keeps its copies: a folder per job and host, one writer at a time, and nothing for ever.
+"""Where a host keeps its copies: one folder per job and host, one writer at a time, and no copy forever.
 
-A folder is forgotten
+A folder is deleted
 
 - by `Keeper.delete_copies`, and by `Keeper.close` once the last step that was kept is on disk as well;
 - when any later job of this user starts on this host, and nothing was written to it for `STALE_AFTER_DAYS`.
@@ -22,7 +22,7 @@ from typing import ClassVar
 from meshmend.errors import RestartError
 
 STALE_AFTER_DAYS = 7.0
-"""Days without a write after which copies are those of a job that will not come back."""
+"""Days without a write after which copies belong to a job that will not restart."""
 LOCK_TIMEOUT_S = 10.0
 """How long the next process waits for the one before it to end."""
 
@@ -37,7 +37,7 @@ def default_folder(job: str, host: int) -> Path:
     base = Path(named) if named else Path(f"/dev/shm/meshmend-{os.getuid()}")  # noqa: S108  # it is memory
     safe = re.sub(r"[^\w.-]", "_", job, flags=re.ASCII)[:100]
     if safe != job or not safe.strip("."):
-        # Two names that look alike without what a file name cannot have are still two jobs.
+        # Two names that differ only in characters that a file name cannot have are still two jobs.
         safe = f"{safe.strip('.')}-{hashlib.sha256(job.encode()).hexdigest()[:8]}"
     return base / safe / f"host-{host}"
 
@@ -69,7 +69,7 @@ class FolderLock:
 
     NAME = "lock"
     _held: ClassVar[set[Path]] = set()
-    """The system's lock is one per process: this tells two keepers of one process apart."""
+    """The system's lock is one per process: this distinguishes two keepers of one process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -87,9 +87,9 @@ class FolderLock:
                 raise self._in_use(os.getpid())
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
-                # Not `flock`: a data loader's children would inherit that, and hold it when this process is gone.
+                # Not `flock`: a data loader's children would inherit it, and hold it after this process has ended.
                 fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Whoever held it may have removed the file: then this is the lock of nothing.
+                # The previous holder may have removed the file: then this locks nothing.
                 if path.exists() and os.path.samestat(path.stat(), os.fstat(handle)):
                     break
             except (BlockingIOError, PermissionError) as error:
@@ -106,13 +106,13 @@ class FolderLock:
         self._finalizer = weakref.finalize(self, _release, handle, path, self._held)
 
     def release(self) -> None:
-        """Let go."""
+        """Release the lock."""
         if self._finalizer is not None:
             self._finalizer()
             self._finalizer = None
 
     def remove(self) -> None:
-        """Let go, and leave no file."""
+        """Release the lock and remove its file."""
         (self.folder / self.NAME).unlink(missing_ok=True)
         self.release()
 

@@ -1,7 +1,7 @@
-"""What names a training state: the path, shape and dtype of every array of it, and the types that hold them.
+"""The identity of a training state: the path, shape and dtype of every array of it, and the types that hold them.
 
-Two models may have as many elements as each other, and two optimizers arrays of the same shapes. Whoever restores the
-one as the other trains on with numbers that mean something else. So the identity of the state is kept with every copy
+Two models may have the same number of elements, and two optimizers arrays of the same shapes. Restoring one as the
+other would train with numbers that mean something else. So the identity of the state is kept with every copy
 and checkpoint, and compared in full before any element is used. It does not depend on the mesh: an array that is split
 over the devices counts by its elements.
 """
@@ -43,7 +43,7 @@ class Identity:
         return hashlib.sha256(json.dumps(self.entries).encode()).hexdigest()[:32]
 
     def difference(self, kept: Identity) -> str:
-        """Say where a kept state first differs from this one, what was expected and what it has; "" if nowhere.
+        """Return where a kept state first differs from this one, what was expected and what it has; "" if nowhere.
 
         >>> Identity((("params['w']", "float32[4]"),)).difference(Identity((("params['w']", "float32[5]"),)))
         "params['w']: expected float32[4], got float32[5]"

@@ -1,4 +1,4 @@
-"""The keeper of a job's state: in memory after every step, on disk now and then, and back after a restart."""
+"""The keeper of a job's state: in memory after every step, on disk at intervals, and restored after a restart."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshmend.jax.state.sources import Source, offer_copy, rank_sources
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a job goes on from: the state after `step` steps, and what was kept with it."""
+    """What a job resumes from: the state after `step` steps, and what was kept with it."""
 
     step: int
     params: Any
@@ -35,14 +35,14 @@ class Resumed:
 
 
 class Keeper:
-    """Keeps a training state where the loss of a host does not reach it, and finds it again.
+    """Keeps a training state safe from the loss of a host, and restores it.
 
-    - **In memory**, after each step (or every `memory_every`): each host keeps the parts of its own devices and those
+    - **In memory**, after each step (or every `memory_every`): each host keeps the shards of its own devices and those
       of another host's in files of `memory`, which outlive the process. By default that is a folder per job and host
-      in MESHMEND_MEMORY, or in /dev/shm. Whatever one host takes with it, another one has.
-    - **On disk**, every `disk_every` steps if `disk` names a folder: Orbax checkpoints, asynchronous. For when more
-      is lost than memory can make good: two hosts of which one kept the other's parts, or all of them. A disk that
-      does not answer within `disk_timeout_s` counts as dead: the job goes on without it, and says so.
+      in MESHMEND_MEMORY, or in /dev/shm. So the loss of one host loses nothing.
+    - **On disk**, every `disk_every` steps if `disk` names a folder: Orbax checkpoints, asynchronous. For
+      losses that memory does not cover: two hosts of which one kept the other's shards, or all of them. A disk that
+      does not answer within `disk_timeout_s` counts as dead: the job continues without it, with a warning.
 
     `layout` says what the state is and how it lies on the session's fabric: `compile_train_step(…).layout`, or
     `StateLayout.of(training, program, params)`. Every process makes the same calls.
@@ -86,11 +86,11 @@ class Keeper:
         """Return the newest state that the survivors have between them, on this fabric, or the given one.
 
         `params` and `state` are what a new job starts with, on the devices, and `extra` anything that JSON can write
-        and that belongs to the state, such as a position in the data. All of them come back as they were kept.
+        and that belongs to the state, such as a position in the data. All of them are restored as they were kept.
 
-        Copies and checkpoints are tried newest first. What is damaged or out of reach is skipped, with a warning that
-        says what and why; a state of another model or optimizer is refused. If nothing is whole but something is there,
-        that is an error, too: starting anew is for the user to decide.
+        Copies and checkpoints are tried newest first. What is damaged or unreachable is skipped, with a warning that
+        says what and why; a state of another model or optimizer is refused. If something is there but nothing is
+        intact, that is an error too: only the user may decide to start over.
         """
         try:
             return self._restore(params, state, extra)
@@ -105,7 +105,7 @@ class Keeper:
             everybody = self.session.coordination.exchange(mine)
             check_agreement(everybody)
             sources = rank_sources([held["offers"] for held in everybody])
-            # The launcher's own count starts anew with each of its agents; this one is the same on all hosts.
+            # The launcher's own count restarts with each of its agents; this one is the same on all hosts.
             attempts = [source.attempt for source in sources] + [held["claimed"] for held in everybody]
             self.attempt = 1 + max(attempts, default=0)
             self.session.timeline.facts["attempt"] = self.attempt
@@ -133,10 +133,10 @@ class Keeper:
         """Keep the state after `step` steps. Call it after each; the arrays may be donated to the next step.
 
         A step is committed, safe from the loss of any one host, as soon as all hosts have written their copies of it.
-        Nobody waits to hear that: a host that has computed step n knows that all have written step n − 2.
+        No host waits for confirmation: the result of step n implies that all have written step n − 2.
         """
         if not self.attempt:
-            raise RestartError("Call restore() before keep(): it finds out what there is already.", step=step)
+            raise RestartError("Call restore() before keep(): it finds what is already there.", step=step)
         is_save = self.disk is not None and step % self.disk_every == 0
         if self._disk_answers or is_save:
             self._guard()
@@ -150,15 +150,15 @@ class Keeper:
             why_not = self.disk.save(self.layout, self.attempt, step, params, state, extra)
             if why_not:
                 self.session.timeline.note("not saved", step=step, why=why_not)
-                self._warn(f"Step {step} is not saved on disk: {why_not}. The job goes on without it.")
+                self._warn(f"Step {step} is not saved on disk: {why_not}. The job continues without it.")
         else:
             self._note_saved()
 
     def close(self) -> None:
         """Wait until everything is written. Copies in memory go if the last step is on disk as well.
 
-        Otherwise they stay for the next job of this name, until `delete_copies`, or until nobody has written to their
-        folder for `folders.STALE_AFTER_DAYS`.
+        Otherwise they stay for the next job of this name, until `delete_copies`, or until their folder has not been
+        written to for `folders.STALE_AFTER_DAYS`.
         """
         if self._mirror is not None:
             self._mirror.wait()
@@ -174,7 +174,7 @@ class Keeper:
         self.memory.clear()
 
     def _inventory(self) -> tuple[list[Copy], dict[str, Any]]:
-        """Return the copies of this host, and what other processes must know of them and of the disk."""
+        """Return the copies of this host, and what other processes need to know about them and the disk."""
         me = f"host {self.session.host}"
         mine: dict[str, Any] = {
             "identity": self.layout.identity.digest,
@@ -191,7 +191,7 @@ class Keeper:
                     for folder in delete_stale(self.memory.folder):
                         self.session.timeline.note("forgot", folder=str(folder))
             except (OSError, RestartError) as error:
-                # All processes raise this after the exchange: the others would wait for this one.
+                # All processes raise this after the exchange; raised here, the others would wait for this one.
                 mine["error"] = f"{me}: {error}"
             copies, damaged = self.memory.read()
             mine["problems"] += [f"{me}: {error}" for error in damaged]
@@ -209,13 +209,13 @@ class Keeper:
                 mine["problems"] += problems
             except OSError as error:
                 self._disk_answers = False
-                mine["problems"].append(f"{me}: {self.disk.folder} is out of reach: {error}")
+                mine["problems"].append(f"{me}: {self.disk.folder} is unreachable: {error}")
         return copies, mine
 
     def _search(
         self, sources: Sequence[Source], problems: list[str], copies: Sequence[Copy], like: Any
     ) -> Resumed | None:
-        """Return the first source, newest first, that all processes can bring; add what is skipped to `problems`."""
+        """Return the first source, newest first, that all processes can provide; add what is skipped to `problems`."""
         incomplete = []
         for source in sources:
             if source.differs:
@@ -246,14 +246,14 @@ class Keeper:
             listed = "".join(f"\n- {problem}" for problem in dict.fromkeys(problems))
             raise RestartError(
                 f"Nothing of what this job has kept can be restored:{listed}\nBring back what is missing, or remove "
-                f"what is damaged ({self._folders()}) to start anew."
+                f"what is damaged ({self._folders()}) to start over."
             )
         if incomplete:
-            self._warn(f"The job starts anew: parts of {', '.join(incomplete)} were lost with their hosts.")
+            self._warn(f"The job starts over: shards of {', '.join(incomplete)} were lost with their hosts.")
         return None
 
     def _load_source(self, source: Source, copies: Sequence[Copy]) -> tuple[Vectors, Any, str]:
-        """Return what this process has of a source, what was kept with it, and why it cannot bring it, or ""."""
+        """Return what this process has of a source, what was kept with it, and why it cannot provide it, or ""."""
         if source.kind == "disk" and self.disk is not None:
             try:
                 saved, vectors = self.disk.load(source.step, self.layout.outline)
@@ -274,10 +274,10 @@ class Keeper:
         return vectors, extra, ""
 
     def _go_back_to(self, found: Resumed, sources: Sequence[Source], problems: Sequence[str]) -> None:
-        """Drop or set aside what was written after the step that the job goes on from, and say what was skipped."""
+        """Drop or set aside what was written after the restored step, and warn about what was skipped."""
         for problem in dict.fromkeys(problems):
             self.session.timeline.note("skipped", why=problem)
-            self._warn(f"Going on from {found.source} at step {found.step}; skipped: {problem}")
+            self._warn(f"Resuming from {found.source} at step {found.step}; skipped: {problem}")
         if self.memory_every:
             self.memory.keep_only(self.attempt, found.step)
         if self.disk is None or not self._disk_answers or found.source == "start" or self.session.launch.process != 0:
@@ -286,13 +286,13 @@ class Keeper:
         try:
             moved = with_timeout(self.disk.timeout_s, self.disk.set_aside_all_but, older - self._damaged)
         except OSError as error:
-            self._warn(f"{self.disk.folder} is out of reach: {error}. The job goes on without it.")
+            self._warn(f"{self.disk.folder} is unreachable: {error}. The job continues without it.")
             return
         if moved:
             self.session.timeline.note("set aside", steps=moved)
 
     def _guard(self) -> None:
-        """Claim this attempt on disk, or see that no other part of the job has claimed a later one."""
+        """Claim this attempt on disk, or check that no other part of the job has claimed a later one."""
         if self.disk is None or self.session.launch.process != 0:
             return
         try:
@@ -303,7 +303,7 @@ class Keeper:
             self._is_claimed = self._disk_answers = True
         except OSError as error:
             if self._disk_answers:
-                self._warn(f"{self.disk.folder} is out of reach: {error}. The job goes on without it.")
+                self._warn(f"{self.disk.folder} is unreachable: {error}. The job continues without it.")
             self._disk_answers = False
 
     def _note_saved(self, *, wait: bool = False) -> None:

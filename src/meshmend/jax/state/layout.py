@@ -1,4 +1,4 @@
-"""A job's state apart from any mesh: flat vectors of elements, and which of them each device holds.
+"""A job's state independent of any mesh: flat vectors of elements, and which of them each device holds.
 
 Which chunk of a sharded state lies on which chip depends on the plan, and so on the hole. An `Outline` says where the
 elements of every device's part belong in vectors that are the same for every mesh: the replicated arrays of one dtype
@@ -31,7 +31,7 @@ from meshmend.jax.training import TrainStep
 from meshmend.jax.validation import check_program
 
 Vectors = dict[str, Annotated[NDArray[Any], "[S]"]]
-"""The whole state, apart from any mesh: flat vectors by name."""
+"""The whole state, independent of any mesh: flat vectors by name."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Outline:
         return len(self.owned[0]) if self.owned else 0
 
     def share(self, dtype: str) -> int:
-        """Elements of the replicated arrays that each device answers for."""
+        """Elements of the replicated arrays that each device is responsible for."""
         return -(-self.replicated.get(dtype, 0) // self.n_devices)
 
     def part_size(self, dtype: str) -> int:
@@ -101,7 +101,7 @@ class Outline:
         return {name: np.zeros(size, dtype_named(dtype)) for name, (dtype, size) in self.vectors.items()}
 
     def runs(self, device: int, dtype: str) -> Iterator[tuple[str, int, int, int]]:
-        """Say where a device's part belongs: (vector, first element of it, first element of the part, length)."""
+        """Return where a device's part belongs: (vector, first element of it, first element of the part, length)."""
         share = self.share(dtype)
         length = min(share, self.replicated.get(dtype, 0) - device * share)
         if length > 0:
@@ -115,7 +115,7 @@ class Outline:
             at += self.n_rows * array.chunk
 
     def rows(self, which: int, device: int) -> Iterator[tuple[int, int, int]]:
-        """Say which elements of a sharded array a device's rows hold: (row, first element, length)."""
+        """Return which elements of a sharded array a device's rows hold: (row, first element, length)."""
         array = self.sharded[which]
         chip, core = divmod(device, self.n_cores)
         for row, chunk in enumerate(self.owned[chip]):
@@ -175,7 +175,7 @@ class StateLayout:
     """A training state (parameters and the optimizer's state) on one fabric: its leaves, and their outline.
 
     It follows from the train step, the program and the parameters, and is what `Keeper` and the compiled steps agree
-    on: the fabric, the plan's chunks and owners, and the dtype that sums are made in are in it, and are said once.
+    on: the fabric, the plan's chunks and owners, and the dtype of sums are defined here, once.
     """
 
     fabric: Fabric
@@ -239,7 +239,7 @@ class StateLayout:
         return cls(fabric, structure, shapes, is_sharded, outline, identity)
 
     def check(self, params: Any, state: Any) -> None:
-        """Raise `RestartError` where a state is not of this layout: made by another train step, say."""
+        """Raise `RestartError` if a state does not have this layout, for example because another train step made it."""
         given = jax.tree_util.tree_leaves_with_path((params, state))
         expected = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(self.structure, self.leaves))
         why = ""
@@ -294,7 +294,7 @@ class StateLayout:
 def place(tree: Any, fabric: Fabric) -> Any:
     """Put arrays that every process has alike on all devices, without communication.
 
-    (`jax.device_put` would first compare what all processes have, by a collective for each array.)
+    (`jax.device_put` would first compare what all processes have, with one collective per array.)
     """
     return jax.tree.map(lambda leaf: _put(np.asarray(leaf), fabric.sharding()), tree)
 

@@ -1,8 +1,8 @@
 """Copies of the state in a host's memory that outlive the process: files in a folder of `/dev/shm`, one per step.
 
-A file appears whole or not at all, carries its step, the identity of the state and checksums, and is trusted only if
-all of them hold. The newest few are kept. A machine that loses power loses them: that is what other hosts' copies are
-for.
+A file is written atomically, has its step, the identity of the state and checksums, and is trusted only if
+all of them hold. The newest few are kept. A power cut loses them; other hosts' copies cover
+that.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class Copy:
 
 
 class HostMemory:
-    """The copies in one folder. One process at a time writes, which a lock sees to; the next one on this host reads."""
+    """The copies in one folder. A lock allows one writer at a time; the next process on this host reads."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.lock = FolderLock(self.folder)
 
     def write(self, copy: Copy) -> int:
-        """Keep a copy, drop those that it makes needless, and return its bytes."""
+        """Keep a copy, drop those that it supersedes, and return its bytes."""
         try:
             self.lock.take()
             return self._write(copy)
@@ -106,7 +106,7 @@ class HostMemory:
         ).encode()
         unfinished = self.folder / "unfinished"
         known = self._files()
-        # The memory of a copy that is not needed any more is used again: fresh pages would have to be cleared first.
+        # The memory of a superseded copy is reused: fresh pages would have to be cleared first.
         with contextlib.suppress(FileNotFoundError):
             if len(known) >= KEPT and stat.S_ISREG(known[0].lstat().st_mode):
                 known[0].replace(unfinished)
@@ -137,7 +137,7 @@ class HostMemory:
         return found, damaged
 
     def keep_only(self, attempt: int, step: int) -> None:
-        """Drop what was written of steps that the job has gone back behind."""
+        """Drop copies of steps later than the restored one."""
         for path in self._files():
             its_attempt, its_step = map(int, path.name.split("-"))
             if its_step > step or (its_attempt, its_step) > (attempt, step):
@@ -174,7 +174,7 @@ def _read(path: Path, file: BinaryIO, size: int) -> Copy:
     line = file.readline(len(MAGIC))
     if line == WITHOUT_IDENTITY:
         raise RestartError(
-            f"{path} was written by an older meshmend and does not say which model's state it is, so it cannot be "
+            f"{path} was written by an older meshmend and does not record which model's state it is, so it cannot be "
             "trusted to be this one's. Remove it, or finish the job with the version that began it."
         )
     match = re.fullmatch(rb"(\d{1,12}) ([0-9a-f]{64})\n", file.readline(100)) if line == MAGIC else None

@@ -1,7 +1,7 @@
-"""The mirror: after a step, each device's part of the state also lies in another host's memory.
+"""The mirror: after a step, each device's part of the state is also in another host's memory.
 
 One compiled function cuts every device's part (its shards of the optimizer's state, and its share of what all devices
-have alike), and brings each device the part of a device of another host: one permute of the shards, and nothing at all
+have alike), and sends it to a device of another host: one permute of the shards, and nothing at all
 for replicated arrays, which every device has anyway. A thread then copies both to this host's memory, while the next
 step runs.
 """
@@ -72,7 +72,7 @@ class Mirror:
         self.run = run
         self.timeline = timeline
         self.on_failure = on_failure
-        """Told of an error by the thread that writes: the one that trains may be stuck in the next step by then."""
+        """Called with an error by the thread that writes: the one that trains may be blocked in the next step."""
         self.host_of_chip = hosts_of_chips(layout.fabric)
         self._cut: Any = jax.jit(make_parts_fn(layout, self.host_of_chip))
         self._writer = ThreadPoolExecutor(1, "meshmend-mirror")

@@ -1,7 +1,7 @@
 """Where a state may come from: all hosts' copies and all checkpoints, newest first.
 
-Every process tells what it holds; from that, all make the same list, so that they try the same source at the same time
-and all leave it together if it fails on any of them.
+Every process reports what it has; from that, all make the same list, so that they try the same source at the same time
+and all move on to the next if it fails on any of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from meshmend.jax.state.memory import Copy
 
 @dataclass(frozen=True)
 class Source:
-    """One state that the job may go on from, as far as what the processes tell goes."""
+    """One state that the job may resume from, according to what the processes report."""
 
     attempt: int
     step: int
@@ -55,7 +55,7 @@ def offer_copy(copy: Copy, identity: Identity) -> dict[str, Any]:
 def rank_sources(offers: Sequence[Sequence[Mapping[str, Any]]]) -> list[Source]:
     """Return all sources, newest first, from what every process offers.
 
-    A later attempt is always newer: it went on from what was whole before it. At the same step memory comes first: it
+    A later attempt is always newer: it resumed from what was intact before it. At the same step memory comes first: it
     is faster. Copies count as one source only if they are of one generation.
     """
     found: dict[tuple[int, int, str, str], Source] = {}

@@ -1,6 +1,6 @@
-"""Gather: reduce-scatters and all-gathers planned as such, near what the cables can carry.
+"""Gather: reduce-scatters and all-gathers planned directly, near the limit that the cables set.
 
-`planner` is the planner; `spreading` decides who brings which chunk to whom.
+`planner` is the planner; `spreading` decides who sends which chunk to whom.
 """
 
 from meshmend.planning.gather.planner import Gather

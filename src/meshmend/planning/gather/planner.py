@@ -1,8 +1,8 @@
 """Gather: a reduce-scatter or an all-gather of any connected survivors, within a few per cent of the least time.
 
-The halves of an all-reduce by trees are slow as collectives of their own: a root in the middle makes the tree shallow
-and leaves the corners' links idle for most of the time. Planned as such, an all-gather keeps every link of a corner
-busy from beginning to end (`spreading`), and that is all that can be asked: a corner must receive what it does not own.
+The reduce-scatter and the all-gather of an all-reduce by trees are slow on their own: a root in the middle makes the
+tree shallow and leaves the corners' links idle for most of the time. Planned directly, an all-gather keeps every link
+of a corner busy from beginning to end (`spreading`), which is optimal: a corner must receive what it does not own.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from meshmend.schedule import Collective, Op, Schedule
 from meshmend.topology import Mesh
 
 CHUNKS = 1000
-"""About as many chunks unless told, the same number for every chip: the last of them add a few steps in a thousand."""
+"""Default number of chunks, rounded to the same number per chip: the last of them add a few steps in a thousand."""
 DEFAULT_TRANSFERS = 2**21
-"""Unless told, no more transfers than this. Planning takes about a microsecond for each."""
+"""Default limit of transfers. Planning takes about a microsecond per transfer."""
 FILLING_PER_SIDE = 0.5
 """Steps beyond the least for each chip along each side of a mesh: while the farthest chunks are on their way."""
 
@@ -28,7 +28,7 @@ FILLING_PER_SIDE = 0.5
 @final
 @dataclass(frozen=True)
 class Gather(Planner):
-    """Reduce-scatters and all-gathers as such: every link brings a chunk that its target lacks, in every step.
+    """Reduce-scatters and all-gathers: in every step, every link carries a chunk that its target lacks.
 
     `chunks` cuts the payload; each chip owns the same number of them, give or take one. Left out, it is a multiple of
     the number of chips, about a thousand.
@@ -71,10 +71,10 @@ class Gather(Planner):
         return (mesh.n_chips - 1) * (self.chunks or default_chunks(mesh))
 
     def _check(self, mesh: Mesh) -> None:
-        if self.collective is Collective.ALL_REDUCE:
+        if self.collective.is_all_reduce:
             raise CannotServe(
-                "it plans reduce-scatters and all-gathers, and an all-reduce was asked for. "
-                "Ask for collective='reduce-scatter' or 'all-gather', or take another planner."
+                "it plans reduce-scatters and all-gathers, and an all-reduce was requested. "
+                "Request collective='reduce-scatter' or 'all-gather', or use another planner."
             )
         most = MAX_TRANSFERS // max(1, mesh.n_chips - 1)
         if self.chunks is not None and self.chunks > most:
@@ -105,7 +105,7 @@ class Gather(Planner):
 
 
 def default_chunks(mesh: Mesh) -> int:
-    """Return the number of chunks that gather takes unless told: as many for each chip as come close to `CHUNKS`.
+    """Return the default: `CHUNKS` rounded up to as many for every chip, within `DEFAULT_TRANSFERS`.
 
     >>> default_chunks(Mesh("8x8")), default_chunks(Mesh("32x32")), default_chunks(Mesh("64x64"))
     (1024, 1024, 512)

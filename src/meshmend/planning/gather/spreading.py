@@ -1,4 +1,4 @@
-"""Spreading: in every step, every link brings its target a chunk that the target lacks.
+"""Spreading: in every step, every link carries a chunk that its target lacks.
 
 No trees are made beforehand; who brought a chunk to whom is a tree for each chunk in the end. A link that has a choice
 takes a chunk that no other link could bring its target, now or a step later: such a chunk is rare on that side. Where

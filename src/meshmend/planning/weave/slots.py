@@ -11,6 +11,9 @@ their share of the busiest link, and each transfer as many steps before or after
 end. So the same is done once more backwards in time, where up and down change places, with what went last being
 due first: the ragged end is packed, and the start was packed already. Where that is quick it is done a third time.
 
+Over a slow link a chunk goes in pieces, over several steps (`pieces`): its link is closed meanwhile, nothing that waits
+for it may go, and no sibling may meet it.
+
 A *cell* is a chunk at a chip, `chunk * n_chips + rank`, and stands for the cable to the chip's parent in the tree.
 """
 
@@ -22,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshmend.planning.weave.pieces import Pieces, SlowLinks, Spans
 from meshmend.planning.weave.trees import Rooted
 from meshmend.topology import Mesh
 
@@ -36,35 +40,52 @@ DOWN, SHARED, MANY = (np.int32(1 << bit) for bit in (CELL_BITS + 2, CELL_BITS + 
 CELL = np.int32((1 << CELL_BITS) - 1)
 WORD = 64
 QUICK_CELLS = 2**19
-"""A third pass over more cells than this takes longer than it is worth."""
+"""A third pass over no more cells than this takes no time to speak of."""
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Transfers in order of step: each crosses the cable of `cell`, down from the parent or up to it."""
+    """Transfers: each crosses the cable of `cell`, down from the parent or up to it, in `step`.
+
+    Where there are slow links, that is the first step, and `spans` says how each goes on. Else they are in order of
+    step.
+    """
 
     step: Ints
     cell: Ints
     down: NDArray[np.bool_]
+    spans: Spans | None = None
 
     @property
     def n_steps(self) -> int:
         """Number of steps."""
+        if self.spans is not None:
+            return int(self.spans.end.max(initial=-1)) + 1
         return int(self.step[-1]) + 1 if len(self.step) else 0
 
     def reversed(self) -> Slots:
         """Return the same backwards in time, where what came down goes up."""
+        if self.spans is not None:
+            last, spans = self.n_steps - 1, self.spans
+            turned = Spans(last - self.step, spans.tail, spans.head)
+            return Slots(last - spans.end, self.cell, ~self.down, turned)
         return Slots((self.n_steps - 1) - self.step[::-1], self.cell[::-1], ~self.down[::-1])
 
 
-def assign_steps(mesh: Mesh, rooted: Rooted, pace: float) -> Slots:
-    """Return a step for every transfer of every chunk; `pace` is the number of steps from one chunk to the next."""
-    network = _Network(mesh, rooted)
+def assign_steps(
+    mesh: Mesh, rooted: Rooted, pace: float, *, thorough: bool = False, pieces: Pieces | None = None
+) -> Slots:
+    """Return a step for every transfer of every chunk; `pace` is the number of steps from one chunk to the next.
+
+    `thorough` makes the third pass even where it takes a while. Where `pieces` are given, slow links take a chunk over
+    several steps.
+    """
+    network = _Network(mesh, rooted, pieces)
     at_root = (np.arange(len(rooted.depth)) * pace).astype(np.int32)[:, None]
     run = best = network.run(*network.queue_by_due(at_root - rooted.depth, at_root + rooted.depth - 1))
     # Short trains of chunks through deep trees are all start and end: packing one unpacks the other.
     passes = 2 if at_root.max(initial=0) > 2 * rooted.depth.max(initial=0) else 1
-    if network.n_cells <= QUICK_CELLS:
+    if thorough or network.n_cells <= QUICK_CELLS:
         passes = 3
     if network.n_links * run.n_steps > MAX_PLACES:
         passes = 1
@@ -79,7 +100,7 @@ def assign_steps(mesh: Mesh, rooted: Rooted, pace: float) -> Slots:
 class _Network:
     """The links and, for every chunk, its tree."""
 
-    def __init__(self, mesh: Mesh, rooted: Rooted) -> None:
+    def __init__(self, mesh: Mesh, rooted: Rooted, pieces: Pieces | None = None) -> None:
         n_chunks, n_chips = rooted.parent.shape
         self.n_cells = n_chunks * n_chips
         self.n_links = mesh.n_link_slots
@@ -93,6 +114,11 @@ class _Network:
         many = self.n_children[self.cells] > 1
         self.up_code = self.cells | SHARED * siblings
         self.down_code = self.up_code | DOWN | MANY * many
+        self._pieces = pieces
+        if pieces is not None:
+            self._per_link = pieces.per_link(mesh)
+            self._link_of = np.zeros((2, self.n_cells), dtype=np.int32)
+            self._link_of[:, self.cells] = self.up_link, self.down_link
 
     def _find_children(self) -> None:
         """Make the lists of children: the first of each cell, and the next after each child."""
@@ -149,12 +175,18 @@ class _Network:
         queues.admit(up_place[self.cells[waiting[self.cells] == 0]])
         gone: list[Ints] = []
         left = 2 * len(self.cells)
+        way = DOWN if backwards else np.int32(0)
+        slow = None if self._pieces is None else SlowLinks(self._pieces.per_chunk, self._per_link, self.n_cells)
         while left:
-            going = queues.take(self.parent_cell, mark, DOWN if backwards else np.int32(0))
-            if not len(going):
+            going = queues.take(self.parent_cell, mark, way, slow)
+            if not len(going) and not (slow and slow.is_busy):
                 raise AssertionError("no transfer can go although some are left: this is a bug in meshmend")
             gone.append(going)
             left -= len(going)
+            if slow is not None:
+                cell = going & CELL
+                meets = np.where((going & (DOWN | SHARED)) == (way | SHARED), self.parent_cell[cell], np.int32(-1))
+                going = slow.send(going, self._link_of[(going >= DOWN).astype(np.int8), cell], meets)
             up, down = _split(going, going < DOWN)
             # Up: an only child completes its parent; others complete it with the last of them.
             alone, others = _split(up, up < SHARED)
@@ -182,7 +214,7 @@ class _Network:
         none = np.empty(0, dtype=np.int32)
         transfers = np.concatenate([none, *gone])
         step = np.repeat(np.arange(len(gone), dtype=np.int32), [len(going) for going in gone])
-        return Slots(step, transfers & CELL, transfers >= DOWN)
+        return Slots(step, transfers & CELL, transfers >= DOWN, None if slow is None else slow.spans())
 
 
 class _Queues:
@@ -205,14 +237,16 @@ class _Queues:
         # Every bit is set once only, so adding sets it, and `add.at` has the faster loop.
         np.add.at(self._flat, (place >> 6).astype(np.int64), np.uint64(1) << (place & 63).astype(np.uint64))
 
-    def take(self, parent_cell: Ints, mark: Ints, way: np.int32) -> Ints:
-        """Take the first transfer of every link, but one only of the siblings that go this `way` (0 is up).
+    def take(self, parent_cell: Ints, mark: Ints, way: np.int32, slow: SlowLinks | None = None) -> Ints:
+        """Take the first transfer of every open link, but one only of the siblings that go this `way` (0 is up).
 
         Of siblings the one nearest the front of its queue goes; the others' links take their next transfer
         instead, if there is one at hand. `mark` is −1 for every cell, before and after.
         """
         where = self._rows + (self._words != 0).argmax(axis=1)
         word = self._flat[where]
+        if slow is not None:
+            word[slow.closed] = 0
         busy = np.flatnonzero(word)
         where, word = where[busy], word[busy]
         bit = word & -word
@@ -222,12 +256,13 @@ class _Queues:
         parent = parent_cell[going[rivals] & CELL]
         mark[parent] = rivals
         lost = mark[parent] != rivals
-        if lost.any():
+        held = np.False_ if slow is None else slow.holds(parent)
+        if lost.any() or held.any():
             rank = place % self._width
             sooner = np.flatnonzero(lost)
             sooner = sooner[rank[rivals[sooner]] < rank[mark[parent[sooner]]]]
             mark[parent[sooner]] = rivals[sooner]
-            late = rivals[mark[parent] != rivals]
+            late = rivals[(mark[parent] != rivals) | held]
             keep = np.ones(len(going), dtype=np.bool_)
             rest = word[late] ^ bit[late]
             keep[late[rest == 0]] = False

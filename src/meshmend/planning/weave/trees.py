@@ -7,12 +7,13 @@ least has been carried. On a full N×N mesh 2N trees then use every cable exactl
 
 Holes break lines and spines. So a tree is taken as the lightest spanning tree where a cable weighs little if it
 belongs to the comb, and much once it has carried more than its share: a broken comb mends itself over the cables
-beside it, and no cable is used much more than the others, whatever has failed.
+beside it, and no cable is used much more than the others, whatever has failed. A slow cable's share is less by its
+rate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,11 +27,15 @@ OVERLOAD_WEIGHT = 8.0
 """Weight of each further use, in ranks of the comb: large, so that hardly any cable goes beyond the allowance."""
 DISTANCE_WEIGHT = 0.5
 """Weight of a mend as far from the spine as the mesh is long: near mends keep the tree shallow."""
+UNUSED_WEIGHT, NEVER = 1e9, 1e-6
+"""Weight of a cable that is not to be used, and what stands for its rate of 0."""
 LOAD_WEIGHT = 0.01
 NOISE_WEIGHT = 0.005
 """Between equals the less used cable goes first, then chance decides (seeded: plans repeat)."""
 BLOCK_CELLS = 2**20
 """Chips × trees that are searched at once."""
+
+Weigh = Callable[[NDArray[np.float64], float], tuple[int, NDArray[np.float64]]]
 
 
 @dataclass(frozen=True)
@@ -53,12 +58,37 @@ class Rooted:
     depth: NDArray[np.int32]
 
 
-def grow(mesh: Mesh, n_trees: int) -> Trees:
-    """Return `n_trees` spanning trees of a connected mesh that share its cables evenly.
+def grow(mesh: Mesh, n_trees: int, rates: NDArray[np.float64] | None = None) -> Trees:
+    """Return `n_trees` spanning trees of a connected mesh that share its cables evenly, or by their `rates`.
+
+    Cables of rate 0 are not used.
 
     >>> trees = grow(Mesh("4x4"), 8)
     >>> set(np.bincount(trees.cables.ravel()).tolist())      # each of 24 cables in 5 of the 8 trees
     {5}
+    """
+    combs = Combs(mesh)
+    chance = np.random.default_rng(0)
+    shares = np.ones(mesh.n_cables) if rates is None else np.maximum(rates, NEVER)
+    per_share = mesh.n_cables / max(shares.sum(), 1.0)
+
+    def weigh(load: NDArray[np.float64], fair: float) -> tuple[int, NDArray[np.float64]]:
+        axis, weight = combs.next(load / shares)
+        beyond = load / shares - fair * per_share
+        weight += LOAD_WEIGHT * beyond + NOISE_WEIGHT * chance.random(len(load))
+        weight += OVERLOAD_WEIGHT * np.maximum(beyond - ALLOWANCE, 0.0)
+        if rates is not None:
+            weight[rates == 0] += UNUSED_WEIGHT
+        return axis, weight
+
+    return lightest_trees(mesh, n_trees, weigh)
+
+
+def lightest_trees(mesh: Mesh, n_trees: int, weigh: Weigh) -> Trees:
+    """Return spanning trees of a connected mesh, each the lightest by what cables weigh after those before it.
+
+    `weigh` is told how often each cable was used and how often that is fair; it returns the axis of the next tree's
+    lines and the weights.
     """
     # SciPy's graph module takes a noticeable part of `import meshmend`; only planning pays.
     from scipy.sparse import csr_array
@@ -70,16 +100,11 @@ def grow(mesh: Mesh, n_trees: int) -> Trees:
     ends = (a * n_chips + b)[by_ends]
     bounds = np.searchsorted(a[by_ends], np.arange(n_chips + 1)).astype(np.int32)
     far_ends = b[by_ends].astype(np.int32)
-    combs = _Combs(mesh)
-    chance = np.random.default_rng(0)
     used = np.empty((n_trees, n_chips - 1), dtype=np.int32)
     axis = np.empty(n_trees, dtype=np.int8)
     load = np.zeros(n_cables)
     for i in range(n_trees):
-        axis[i], weight = combs.next(load)
-        beyond = load - i * (n_chips - 1) / max(n_cables, 1)
-        weight += LOAD_WEIGHT * beyond + NOISE_WEIGHT * chance.random(n_cables)
-        weight += OVERLOAD_WEIGHT * np.maximum(beyond - ALLOWANCE, 0.0)
+        axis[i], weight = weigh(load, i * (n_chips - 1) / max(n_cables, 1))
         # SciPy takes a weight of zero for an absent cable.
         weight += 1.0 - weight.min(initial=0.0)
         graph = csr_array((weight[by_ends], far_ends, bounds), shape=(n_chips, n_chips))
@@ -90,7 +115,7 @@ def grow(mesh: Mesh, n_trees: int) -> Trees:
     return Trees(mesh, used, axis)
 
 
-class _Combs:
+class Combs:
     """Draws the next comb: which cables it prefers, given what all have carried so far."""
 
     def __init__(self, mesh: Mesh) -> None:

@@ -1,0 +1,140 @@
+"""The turn: the moment at which a chunk is complete at its owner, on its way up, and has not yet been sent down again.
+
+An owner that applies the optimizer's update there, between the two, updates its share of the weights for the price of
+the all-reduce. That takes a schedule that *factors through its owners*: after the last REDUCE into it, the owner's
+chunk is complete; it is sent on only after that; and every chip's final value is a copy of it. `verify` asks
+`check_turns` whether a schedule that claims to be an all-reduce with a turn is one.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshmend.errors import ScheduleError, TurnError, name_chip
+from meshmend.schedule.classes import ChunkClasses
+from meshmend.schedule.collective import Collective, Op
+from meshmend.schedule.schedule import Schedule
+
+__all__ = ["check_turns", "turn_steps", "with_turn"]
+
+BLOCK = 2**26
+"""Cells, one per chip and class of chunks, that are followed at a time: 64 MB."""
+
+
+def with_turn(schedule: Schedule) -> Schedule:
+    """Return an all-reduce as one that claims a turn, still to be proven.
+
+    >>> import meshmend as mm
+    >>> with_turn(mm.plan(mm.Mesh("4x4"), "hamiltonian"))
+    Schedule(hamiltonian all-reduce-with-turn on 4x4: 16 chips, 30 steps, 32 chunks, 960 transfers)
+    """
+    if schedule.collective is not Collective.ALL_REDUCE:
+        raise ScheduleError(f"Only an all-reduce can have a turn: got a schedule of a {schedule.collective}.")
+    template = schedule.template
+    turned = Schedule(
+        template.mesh,
+        total_chunks=template.total_chunks,
+        step=template.step,
+        src=template.src,
+        dst=template.dst,
+        first_chunk=template.first_chunk,
+        n_chunks=template.n_chunks,
+        op=template.op,
+        phase=template.phase,
+        phase_names=template.phase_names,
+        owners=template.owners,
+        collective=Collective.ALL_REDUCE_WITH_TURN,
+        planner=template.planner,
+    )
+    return turned.repeated(schedule.repeats, schedule.period)
+
+
+def turn_steps(schedule: Schedule) -> NDArray[np.int64]:
+    """Return for each chunk of the template the step of the last REDUCE into its owner; −1 where there is none.
+
+    The turn is after that step's writes. Repeat r has its turns r periods later.
+    """
+    template = schedule.template
+    classes = ChunkClasses(template)
+    sizes = np.diff(classes.starts, append=template.total_chunks)
+    return np.repeat(_turn_steps(template, classes), sizes)
+
+
+def check_turns(schedule: Schedule, classes: ChunkClasses) -> None:
+    """Raise `TurnError` unless every chip ends with a copy of what each chunk's owner has at its turn."""
+    turns = _turn_steps(schedule, classes)
+    n_chips = schedule.mesh.n_chips
+    width = max(1, BLOCK // n_chips)
+    for first in range(0, classes.n, width):
+        last = min(first + width, classes.n)
+        turned = _replay(schedule, classes, first, last, turns[first:last])
+        wrong = np.flatnonzero(~turned.T)
+        if len(wrong):
+            chunk_class, chip = divmod(int(wrong[0]), n_chips)
+            number = first + chunk_class
+            _raise_no_turn(schedule, chip, int(classes.starts[number]), int(turns[number]))
+
+
+def _turn_steps(schedule: Schedule, classes: ChunkClasses) -> NDArray[np.int64]:
+    turns = np.full(classes.n, -1, dtype=np.int64)
+    adds = schedule.op == Op.REDUCE
+    starts = schedule.step_starts
+    for step in range(schedule.n_steps):
+        rows = slice(int(starts[step]), int(starts[step + 1]))
+        row, column = classes.moves(rows, 0, classes.n, cells=classes.n_moves)
+        turns[column[adds[row] & (schedule.dst[row] == classes.owners[column])]] = step
+    return turns
+
+
+def _replay(
+    schedule: Schedule, classes: ChunkClasses, first: int, last: int, turns: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Return, for each chip and class, whether the chip ends with what the owner had at its turn."""
+    width = last - first
+    turned = np.zeros((schedule.mesh.n_chips, width), dtype=np.bool_)
+    cells = turned.reshape(-1)
+    owners = classes.owners[first:last] * width + np.arange(width)
+    due = np.argsort(turns, kind="stable")
+    edges = np.searchsorted(turns[due], np.arange(-1, schedule.n_steps + 1))
+    cells[owners[due[: edges[1]]]] = True
+    starts = schedule.step_starts
+    for step in range(schedule.n_steps):
+        rows = slice(int(starts[step]), int(starts[step + 1]))
+        row, column = classes.moves(rows, first, last, len(cells))
+        arriving = cells[schedule.src[row].astype(np.int64) * width + column]
+        # A sum of what came from the owner and of anything else is no copy of it.
+        cells[schedule.dst[row].astype(np.int64) * width + column] = arriving & (schedule.op[row] == Op.COPY)
+        cells[owners[due[edges[step + 1] : edges[step + 2]]]] = True
+    return turned
+
+
+def _raise_no_turn(schedule: Schedule, chip: int, chunk: int, turn: int) -> NoReturn:
+    """Raise the error for a chip that does not end with the value that the owner has at its turn."""
+    mesh, owner = schedule.mesh, int(schedule.owners[chunk])
+    carries = (schedule.first_chunk <= chunk) & (chunk < schedule.first_chunk + schedule.n_chunks)
+    early = np.flatnonzero(carries & (schedule.src == owner) & (schedule.step <= turn))
+    into = np.flatnonzero(carries & (schedule.dst == chip))
+    names = name_chip(mesh.chip(chip)), name_chip(mesh.chip(owner))
+    if len(early):
+        row = int(early[-1])
+        why = f"step {schedule.step[row]} sends it from its owner before that"
+    elif len(into):
+        row = int(into[-1])
+        sender = name_chip(mesh.chip(int(schedule.src[row])))
+        why = f"its last write there is step {schedule.step[row]}, a {Op(schedule.op[row]).name} from {sender}"
+    else:
+        row, why = None, "no step ever writes it there"
+    raise TurnError(
+        f"Chunk {chunk} does not turn at its owner {names[1]}, which has the last REDUCE of it in step {turn}: chip "
+        f"{names[0]} ends with a value that is no copy of what the owner has then; {why}. Name as owner the chip where "
+        "the chunk is first complete, and send it on from there.",
+        step=None if row is None else int(schedule.step[row]),
+        src=None if row is None else mesh.chip(int(schedule.src[row])),
+        dst=mesh.chip(chip),
+        chunk=chunk,
+        expected="a copy of what the owner has at its turn",
+        got="another value",
+    )
