@@ -180,7 +180,7 @@ class Schedule:
         >>> long
         Schedule(hand-made all-reduce on 1x2: 2 chips, 1,001 steps, 1,000 chunks, 2,000 transfers; 1 chunk repeated)
         >>> long.first_chunk[:5].tolist(), long.step[:5].tolist()
-        ([0, 1, 0, 2, 1], [0, 1, 1, 2, 2])
+        ([0, 0, 1, 1, 2], [0, 1, 1, 2, 2])
         """
         if self._template is not None:
             raise ScheduleError(f"{self!r} is repeated already. Repeat its template, with other numbers.")
