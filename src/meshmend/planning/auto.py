@@ -139,7 +139,7 @@ class Tuned(Chooser):
     """One planner with its fastest parameters for a payload on a piece of hardware; those named in `fixed` stay.
 
     >>> [Tuned(Weave(), payload_bytes=size).plan(Mesh("8x8")).total_chunks for size in (1e4, 1e6, 1e9)]
-    [2, 32, 512]
+    [2, 23, 724]
     """
 
     planner: Planner

@@ -88,7 +88,7 @@ def make_planner(name: str, *, collective: str | Collective | None = None, **par
     With a payload or hardware, it tunes the parameters that are not given.
 
     >>> make_planner("weave", chunks=60)
-    Weave(chunks=60)
+    Weave(chunks=60, ...)
     """
     if name not in PLANNERS:
         raise ParameterError(f"There is no planner {name!r}. Planners: {', '.join(PLANNERS)}.")

@@ -35,9 +35,9 @@ Ints = NDArray[np.int64]
 def pack(mesh: Mesh, n_trees: int, most: int, moves: int) -> Trees:
     """Return trees of which, where that can be reached in so many moves, no cable is in more than `most`.
 
-    >>> trees = pack(Mesh("6x6", failed=["2x2@1,1"]), 12, 8, moves=100)
+    >>> trees = pack(Mesh("8x8", failed=["2x2@2,2"]), 8, 5, moves=100)
     >>> int(np.bincount(trees.cables.ravel()).max())
-    8
+    5
     """
     return _Balance(mesh, _grow_straight(mesh, n_trees), most).run(moves)
 
@@ -108,12 +108,9 @@ class _Balance:
         """Return the trees when no cable is overloaded, after so many moves, or when moving has not helped for long."""
         load = self._has.sum(axis=0)
         heat = np.zeros(len(load))
-        least, since = len(self._has) * len(load), 0
+        best, least, since = self._has.copy(), self._overload(load), 0
         for _ in range(moves):
-            over = np.flatnonzero(load > self._most)
-            overload = int((load[over] - self._most).sum())
-            least, since = (overload, 0) if overload < least else (least, since + 1)
-            if overload == 0 or since == PATIENCE:
+            if least[1] == 0 or since == PATIENCE:
                 break
             # The busiest first: it decides the period, should moves run out.
             cable = int(self._chance.choice(np.flatnonzero(load == load.max())))
@@ -126,8 +123,15 @@ class _Balance:
             self._known.pop(tree, None)
             load[cable] -= 1
             load[other] += 1
-        cables = np.nonzero(self._has)[1].reshape(len(self._has), -1).astype(np.int32)
+            since += 1
+            if (now := self._overload(load)) < least:
+                best, least, since = self._has.copy(), now, 0
+        cables = np.nonzero(best)[1].reshape(len(best), -1).astype(np.int32)
         return Trees(self._mesh, cables, self._axis)
+
+    def _overload(self, load: Ints) -> tuple[int, int]:
+        """Return what the busiest cable carries, which decides the period, and how much is carried too much in all."""
+        return int(load.max()), int(np.maximum(load - self._most, 0).sum())
 
     def _best_swap(self, cable: int, load: Ints, heat: NDArray[np.float64]) -> tuple[int, int] | None:
         """Return the tree that should drop the cable and the one that it takes instead."""

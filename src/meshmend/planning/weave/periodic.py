@@ -23,8 +23,9 @@ MAX_TREES = 64
 MIN_TREES = 2
 MAX_TEMPLATE_TRANSFERS = 2**22
 """No larger template is chosen: it would take minutes to make."""
-ROOM = 0.025
-"""Part of the busiest cable's load by which the period is longer than the mean: with less, packing takes for ever."""
+ROOM, WIDE_ROOM = 0.025, 0.05
+"""Part of the cables' mean load by which the period is longer: with less, packing takes for ever. Where survivors are
+oddly shaped the busiest cable must carry more than the mean, and the wide one fits better."""
 MAX_ATTEMPTS = 6
 """Attempts at lanes beyond which little is gained."""
 PACKING_SHARE = 0.6
@@ -37,7 +38,7 @@ overload; and to place a run, for each chip along the longest side. Work is limi
 must come to the same plan."""
 
 
-def choose_trees(mesh: Mesh, most: int = MAX_TREES) -> int:
+def choose_trees(mesh: Mesh, room: float = ROOM) -> int:
     """Return how many trees to pack: about half as many as both sides of the mesh have chips, where the period fits.
 
     A period is a whole number of steps, no shorter than the mean load of the cables. On a full mesh combs share the
@@ -49,14 +50,14 @@ def choose_trees(mesh: Mesh, most: int = MAX_TREES) -> int:
     load = max(1, mesh.n_chips - 1) / max(1, mesh.n_cables)
     is_full = mesh.n_chips == mesh.size and not mesh.failed_cables
     sides = sum(n for n in mesh.shape if n > 1)
-    most = min(most, MAX_TEMPLATE_TRANSFERS // max(1, 2 * (mesh.n_chips - 1)))
+    most = min(MAX_TREES, MAX_TEMPLATE_TRANSFERS // max(1, 2 * (mesh.n_chips - 1)))
     high = max(MIN_TREES, min(most, sides if is_full else 5 * sides // 8))
     low = max(MIN_TREES, min(3 * sides // 8, high - high // 3))
-    room = 0.0 if is_full else ROOM
+    least = 0.0 if is_full else room
 
     def excess(n_trees: int) -> tuple[bool, float]:
         beyond = least_period(mesh, n_trees) / (n_trees * load) - 1
-        return beyond < room, beyond if beyond >= room else -beyond
+        return beyond < least, beyond if beyond >= least else -beyond
 
     return min(range(low, high + 1), key=excess)
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from meshmend.errors import ParameterError
 from meshmend.planning.base import MAX_TRANSFERS, CannotServe, Floor, Planner, check_count
-from meshmend.planning.weave.periodic import choose_trees, least_period, least_seconds, make_template
+from meshmend.planning.weave.periodic import ROOM, WIDE_ROOM, choose_trees, least_period, least_seconds, make_template
 from meshmend.planning.weave.pieces import Pieces
 from meshmend.planning.weave.roots import choose_roots, order_trees
 from meshmend.planning.weave.slots import MAX_PLACES, Slots, assign_steps
@@ -45,7 +45,7 @@ TRANSFER_SECONDS = 2e-6
 """CPU seconds for each transfer that is planned by itself, as measured on a small virtual machine that was busy."""
 THOROUGH = 1.4
 """What one more pass over the steps adds to that."""
-TEMPLATE_SHARE = 0.4
+TEMPLATE_SHARE = 0.3
 """Part of the budget that the search for a short template may take."""
 WORTH_TRYING = 1.1
 """A planner whose estimated time is longer than the best one's by more than this is not tried."""
@@ -122,11 +122,11 @@ class Weave(Planner):
         most = min(MOST_CHUNKS, _most_chunks(mesh, min(affordable, MAX_TRANSFERS)))
         found = [self, replace(self, chunks=best_chunks(FILLING_PER_SIDE, most))]
         if self.owners != "even" and mesh.n_chips > 1 and not mesh.has_slow_cables:
-            trees = choose_trees(mesh)
-            most = max(1, min(MOST_REPEATED_PER_SIDE * sides, MOST_REPEATED) // trees)
-            repeats = min(most, max(1, round(best_chunks(REPEATED_FILLING_PER_SIDE, most * trees) / trees)))
-            if repeats > 1:
-                found.append(replace(self, trees=trees, chunks=trees * repeats))
+            for trees in sorted({choose_trees(mesh, room) for room in (ROOM, WIDE_ROOM)}):
+                most = max(1, min(MOST_REPEATED_PER_SIDE * sides, MOST_REPEATED) // trees)
+                repeats = min(most, max(1, round(best_chunks(REPEATED_FILLING_PER_SIDE, most * trees) / trees)))
+                if repeats > 1:
+                    found.append(replace(self, trees=trees, chunks=trees * repeats))
         if found[1].chunks == default_chunks(mesh):
             del found[1]
         return _within_budget(found, mesh, step_cost, self.budget_s)
