@@ -118,4 +118,4 @@ def test_16x32_is_close_to_its_weighted_bound(rates: dict[str, str] | int) -> No
     )
     schedule = mm.plan(mesh, Weave(4096))
     for mode in ("lock-step", "asynchronous"):
-        assert predict(schedule, 1e9, "ideal", mode=mode).ratio_to_bound <= 1.08  # type: ignore[arg-type]
+        assert predict(schedule, 1e9, "ideal", mode=mode).ratio_to_bound <= 1.08
