@@ -2,6 +2,7 @@
 
     python benchmarks/weave.py           the meshes of docs/weave.md with 4,096 chunks, and with the default
     python benchmarks/weave.py --scale   8×8 to 256×256 with the default number of chunks
+    python benchmarks/weave.py --auto    what `auto` plans for long payloads, by budget, and 256×256
     python benchmarks/weave.py --repeat 5   plan each mesh five times; the best time counts
 
 Every run is cold: a new process, including the import of SciPy's graph module. Planning uses one core, so on a busy
@@ -35,6 +36,61 @@ SCALE: list[Case] = [
     *((f"{n}x{n}", f"4x2@{n // 4},{n // 4}", None) for n in (8, 16, 32, 64, 128)),
     ("256x256", "4x2@64,64 2x4@128,30 8x8@200,200", None),
 ]
+PLACES = {
+    "16x32": ("0,0", "0,14", "0,30", "6,0", "6,8", "6,14", "6,30", "12,14"),
+    "32x32": ("0,0", "0,14", "0,30", "14,0", "6,8", "14,14", "14,30", "28,14"),
+}
+Long = tuple[str, str, str, float, float]
+"""Mesh, holes, hardware, payload in bytes and the budget in seconds."""
+AUTO: list[Long] = [
+    *(
+        (shape, f"4x2@{at}", "ideal", 1.34e9, budget_s)
+        for shape, places in PLACES.items()
+        for at in places
+        for budget_s in (10, 2)
+    ),
+    ("32x32", "", "ideal", 1.34e9, 10),
+    *((shape, "4x2@6,8", "tpu-v4", 1.34e9, 10) for shape in PLACES),
+    ("256x256", "4x2@64,64 2x4@128,30 8x8@200,200", "ideal", 64e9, 60),
+]
+
+
+def measure_auto(shape: str, holes: str, hardware: str, payload_bytes: float, budget_s: float) -> dict[str, Any]:
+    """Let `auto` plan once in this process, prove it, and return the figures."""
+    from meshmend import Mesh, predict, verify
+    from meshmend.planning import Auto
+
+    mesh = Mesh(shape, failed=holes.split())
+    started = time.process_time()
+    schedule = Auto(payload_bytes, hardware, budget_s=budget_s).plan(mesh)
+    planned = time.process_time()
+    verify(schedule)
+    proven = time.process_time()
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    forecast = predict(schedule, payload_bytes, hardware)
+    return {
+        "mesh": str(mesh),
+        "hardware": hardware,
+        "budget": f"{budget_s:g}",
+        "chunks": f"{schedule.total_chunks:,}",
+        "template": f"{schedule.template.total_chunks} chunks, {schedule.period} steps" if schedule.period else "–",
+        "milliseconds": f"{1e3 * forecast.seconds:.2f}",
+        "over bound": f"{forecast.ratio_to_bound:.3f}",
+        "CPU s to plan": f"{planned - started:.2f}",
+        "to prove": f"{proven - planned:.2f}",
+        "peak GB": f"{memory / 1e9:.2f}",
+    }
+
+
+def print_auto() -> None:
+    """Print what `auto` plans, line by line as a table of Markdown: the largest takes a minute."""
+    for number, case in enumerate(AUTO):
+        command = [sys.executable, __file__, "--auto", "--case", json.dumps(case)]
+        found = json.loads(subprocess.check_output(command))
+        if not number:
+            print("| " + " | ".join(found) + " |")
+            print("|" + "---|" * len(found))
+        print("| " + " | ".join(found.values()) + " |", flush=True)
 
 
 def measure(shape: str, holes: str, chunks: int | None) -> dict[str, Any]:
@@ -66,11 +122,15 @@ def measure(shape: str, holes: str, chunks: int | None) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", action="store_true", help="grow the mesh to 256x256")
+    parser.add_argument("--auto", action="store_true", help="what auto plans for long payloads, by budget")
     parser.add_argument("--repeat", type=int, default=1, help="runs of each mesh; the best time counts")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.case:
-        print(json.dumps(measure(*json.loads(arguments.case))))
+        print(json.dumps((measure_auto if arguments.auto else measure)(*json.loads(arguments.case))))
+        return
+    if arguments.auto:
+        print_auto()
         return
     table = Table(title="weave", title_justify="left")
     for heading in ("mesh", "chunks", "bound, M/b", "time / bound", "busiest link / bound", "steps", "transfers"):

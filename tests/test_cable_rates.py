@@ -24,7 +24,7 @@ HALF = {"0,1-0,2": "1/2"}
 
 
 def test_a_mesh_knows_the_rate_of_each_cable_and_link() -> None:
-    rates: dict[Any, Any] = {"0,2-0,1": 0.5, ((1, 0), (2, 0)): Fraction(3, 4)}
+    rates: dict[Any, float | Fraction] = {"0,2-0,1": 0.5, ((1, 0), (2, 0)): Fraction(3, 4)}
     mesh = mm.Mesh("3x4", cable_rates=rates)
     assert dict(mesh.cable_rates) == {((0, 1), (0, 2)): Fraction(1, 2), ((1, 0), (2, 0)): Fraction(3, 4)}
     assert mesh.has_slow_cables

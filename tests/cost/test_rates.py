@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import networkx as nx
 import numpy as np
@@ -13,7 +14,7 @@ from meshmend import Collective, plan
 from meshmend.cost import Hardware, StepDemand, bound, busiest_link_load, find_hardware, predict
 from meshmend.cost import simgrid as judge
 from meshmend.cost.cuts import cable_widths, narrowest_cut, narrowest_partition
-from meshmend.planning import PLANNERS, Hamiltonian, Weave
+from meshmend.planning import PLANNERS, Hamiltonian
 from meshmend.schedule import Op, Schedule
 from meshmend.topology import Mesh
 from strategies import tear
@@ -172,6 +173,7 @@ def test_forecasts_by_hand() -> None:
     first = predict(schedule, 2e9, "ideal").busiest_links[0]
     assert (str(first), first.load) == ("(0,1)→(0,2)", 1.0)
     assert first.time == pytest.approx(3.0)
+    assert first.rate == pytest.approx(1 / 3)
     # The first cable slow instead: in lock-step the third step is quick, asynchronously the second chunk waits.
     turned = line({"0,0-0,1": 1 / 3}, [(0, 0, 1, 0), (1, 1, 2, 0), (1, 0, 1, 1), (2, 1, 2, 1)], chunks=2)
     assert predict(turned, 2e9, "ideal").seconds == pytest.approx(3 + 3 + 1)
@@ -220,7 +222,8 @@ SLOW = (
     ],
 )
 def test_simgrid_agrees(mesh: Mesh, planner: str) -> None:
-    schedule = Weave(16).plan(mesh) if planner == "weave" else plan(mesh, planner, verify=False)
+    parameters: dict[str, Any] = {"chunks": 16} if planner == "weave" else {}
+    schedule = plan(mesh, planner, verify=False, **parameters)
     hops = Hardware("long hops", 1e9, step_latency_s=1e-6, hop_latency_s=2e-5)
     for payload, hardware in ((1e8, "ideal"), (3e6, "tpu-v3"), (1e6, hops)):
         simulated = judge.simulate(schedule, payload, hardware)

@@ -295,3 +295,13 @@ def test_thousands_of_schedules_that_no_planner_made() -> None:
         schedule = random_all_reduce(seed)
         for again in range(2):
             play(schedule, 10 * seed + again)
+
+
+@pytest.mark.parametrize("seed", range(0, 20, 3))
+def test_a_repeated_schedule_is_the_program_of_its_expanded_form(seed: int) -> None:
+    template = random_schedule(seed, max_chips=6, max_chunks=4)
+    if template.n_transfers == 0:
+        return
+    whole = template.repeated(3, 1 + seed % template.n_steps)
+    for rank in range(whole.mesh.n_chips):
+        assert program.compile_program(whole, rank) == program.compile_program(whole.expanded(), rank)

@@ -66,6 +66,10 @@ class StepDemand:
         self._times = np.ones(self._n_steps)
         if schedule.repeats > self._repeats:
             self._times[length - 1 : length - 1 + period] += schedule.repeats - self._repeats
+        moved = np.bincount(self._rows.step, minlength=length) > 0
+        self._is_busy = np.zeros(self._n_steps, dtype=np.bool_)
+        for first in range(0, self._repeats * period or 1, period or 1):
+            self._is_busy[first : first + length] |= moved
 
     def seconds(self, payload_bytes: float, hardware: Hardware) -> float:
         """Return the lock-step time of the whole schedule."""
@@ -77,27 +81,25 @@ class StepDemand:
         return np.asarray(seconds @ self._phase_shares)
 
     def step_seconds(self, payload_bytes: float, hardware: Hardware) -> Floats:
-        """Return how long each step lasts."""
+        """Return how long each step lasts, without those that are idle."""
         seconds = self._step_seconds(payload_bytes, hardware)
         more = self.schedule.repeats - self._repeats
-        if not more:
-            return seconds
         begin = self._rows.n_steps - 1
         end = begin + self.schedule.period
-        return np.concatenate([seconds[:end], np.tile(seconds[begin:end], more), seconds[end:]])
+        busy, steady = self._is_busy, seconds[begin:end][self._is_busy[begin:end]]
+        return np.concatenate([seconds[:end][busy[:end]], np.tile(steady, more), seconds[end:][busy[end:]]])
 
     def _step_seconds(self, payload_bytes: float, hardware: Hardware) -> Floats:
         """Return how long each step lasts that is followed."""
         chunk_s = payload_bytes / self.schedule.total_chunks / hardware.link_bytes_per_s
-        lasts = np.full(self._n_steps, hardware.step_latency_s)
-        lasts += self._price(self._links, chunk_s, hardware.hop_latency_s, at_least=None)
+        # Where nothing is transferred nobody waits for a step.
+        lasts = np.where(self._is_busy, hardware.step_latency_s, 0.0)
+        busy = self._price(self._links, chunk_s, hardware.hop_latency_s, at_least=None)
         width = hardware.links_at_once
         if width is not None and width < self.schedule.mesh.n_directions:
-            busy = lasts - hardware.step_latency_s
             for demand in (self._senders, self._receivers):
                 busy = self._price(demand, chunk_s / width, hardware.hop_latency_s, at_least=busy)
-            lasts = busy + hardware.step_latency_s
-        return lasts
+        return np.asarray(lasts + busy)
 
     def _price(self, demand: _Demand, chunk_s: float, hop_s: float, at_least: Floats | None) -> Floats:
         times = np.zeros(self._n_steps) if at_least is None else at_least.copy()
@@ -119,7 +121,7 @@ class StepDemand:
         for repeat in range(self._repeats):
             first = repeat * self.schedule.period
             total[first : first + s.n_steps] += moved
-        return np.asarray(total / total.sum(axis=1, keepdims=True))
+        return np.asarray(total / np.maximum(total.sum(axis=1, keepdims=True), 1.0))
 
     @cached_property
     def _links(self) -> _Demand:

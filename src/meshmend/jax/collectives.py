@@ -18,7 +18,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
-from meshmend.jax.lanes import KEEP, Lane
+from meshmend.jax.lanes import KEEP, Lane, Repeat
 from meshmend.jax.private import varying_axes
 from meshmend.jax.program import ChunkLayout, Program
 from meshmend.schedule import Collective, Op
@@ -257,10 +257,33 @@ def _run(chunks: Chunks, program: Program) -> Chunks:
     for tables, lanes in zip(program.tables, layout.shape.lanes, strict=True):
         rows = tuple(None if table is None else table[0] for table in tables)
 
+        repeat = layout.shape.repeat
+        if repeat is not None:
+            return _run_repeated(chunks, rows, lanes, layout, repeat)
+
         def step(held: jax.Array, row: Any, lanes: tuple[Lane, ...] = lanes) -> tuple[jax.Array, None]:
             return _step(held, row, lanes, layout), None
 
         chunks, _ = lax.scan(step, chunks, rows)
+    return chunks
+
+
+def _run_repeated(
+    chunks: Chunks, rows: tuple[Any, ...], lanes: tuple[Lane, ...], layout: ChunkLayout, repeat: Repeat
+) -> Chunks:
+    """Run a period's rows over and over; in every period they stand for as many chunks further on."""
+    total = layout.shape.total_chunks
+
+    def step(held: jax.Array, now: jax.Array) -> tuple[jax.Array, None]:
+        send, receive, ops = (lax.dynamic_index_in_dim(table, now % repeat.period, keepdims=False) for table in rows)
+        further = now // repeat.period * repeat.n_chunks
+        at = receive + further
+        # Before the first repeat, and after the last one, a row has nothing to do yet, or any more.
+        ops = jnp.where((at >= 0) & (at < total), ops, ops.dtype.type(KEEP))
+        row = jnp.clip(send + further, 0, total - 1), jnp.clip(at, 0, total - 1), ops
+        return _step(held, row, lanes, layout), None
+
+    chunks, _ = lax.scan(step, chunks, jnp.arange(repeat.n_steps, dtype=jnp.int32))
     return chunks
 
 

@@ -6,7 +6,12 @@ of its table: which chunks to send, and where to put what arrives.
 
 The (src, dst) pairs of a stretch are a bipartite graph, and its lanes are an edge colouring: by König's theorem as
 few as the largest number of runs that any chip sends or receives. Where a step has more than one run length, each
-length has lanes of its own. Nothing here needs JAX.
+length has lanes of its own.
+
+A repeated schedule becomes one loop whose tables have a row per step of the period, however often it is repeated. Step
+s = c + m·T takes row c, and with it all of the template's steps t = c + j·T: those move the chunks of repeat m − j. So
+the tables hold the template's chunks less j·N, the loop adds m·N, and what is then no chunk of the payload belongs to a
+repeat before the first or after the last: it is not moved. Nothing here needs JAX.
 """
 
 from __future__ import annotations
@@ -22,6 +27,8 @@ from numpy.typing import NDArray
 
 from meshmend.schedule import Collective, Schedule
 
+MAX_COUNT = 2**31
+"""Chunks are counted in 32 bits."""
 MAX_LOOPS = 8
 """A program has no more loops than this, however long the schedule."""
 MERGE_COST = 0.01
@@ -67,6 +74,15 @@ class Loop:
 
 
 @dataclass(frozen=True)
+class Repeat:
+    """How a loop's rows are repeated: row s modulo `period` in step s, with `n_chunks` chunks more in every period."""
+
+    period: int
+    n_chunks: int
+    n_steps: int
+
+
+@dataclass(frozen=True)
 class ProgramShape:
     """All of a lowered schedule that is the same on every chip; equal shapes can share a compiled program."""
 
@@ -76,11 +92,15 @@ class ProgramShape:
     lanes: tuple[tuple[Lane, ...], ...] = field(repr=False)
     owned: tuple[tuple[int, ...], ...] = field(repr=False)
     """For each rank the chunks that it owns, in ascending order, padded with `total_chunks` to the longest list."""
+    repeat: Repeat | None = None
+    """Where the schedule is repeated, how its only loop is."""
 
     @cached_property
     def digest(self) -> str:
         """A name for the content. Lanes are long: JAX asks for the hash and for equality at every call."""
-        facts = (self.n_chips, self.total_chunks, self.collective.value, self.lanes, self.owned)
+        facts: tuple[object, ...] = (self.n_chips, self.total_chunks, self.collective.value, self.lanes, self.owned)
+        if self.repeat is not None:
+            facts += (self.repeat,)
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def __hash__(self) -> int:
@@ -110,16 +130,53 @@ def lower(schedule: Schedule) -> Lowered:
     >>> [(loop.n_steps, len(loop.lanes)) for loop in lower(mm.plan(mm.Mesh("4x4"), "hamiltonian")).loops]
     [(15, 2), (15, 2)]
     """
-    stretches = _merge(_stretches(schedule))
-    loops = tuple(_loop(schedule, stretch) for stretch in stretches)
+    repeat: Repeat | None = None
+    if (
+        schedule.repeats > 1
+        and schedule.total_chunks + schedule.template.total_chunks * (schedule.template.n_steps // schedule.period)
+        < MAX_COUNT
+    ):
+        loops, repeat = _lower_repeated(schedule)
+    else:
+        stretches = _merge(_stretches(schedule))
+        loops = tuple(_loop(schedule, stretch) for stretch in stretches)
     shape = ProgramShape(
         n_chips=schedule.mesh.n_chips,
         total_chunks=schedule.total_chunks,
         collective=schedule.collective,
         lanes=tuple(loop.lanes for loop in loops),
         owned=tuple(map(tuple, owned_chunks(schedule).tolist())),
+        repeat=repeat,
     )
     return Lowered(shape, loops)
+
+
+def _lower_repeated(schedule: Schedule) -> tuple[tuple[Loop, ...], Repeat]:
+    """Fold the template's steps into one period, and lower that."""
+    template, period = schedule.template, schedule.period
+    turn, step = np.divmod(template.step, np.int32(period))
+    order = np.argsort(step, kind="stable")
+    folded = Schedule(
+        schedule.mesh,
+        total_chunks=template.total_chunks,
+        step=step[order],
+        src=template.src[order],
+        dst=template.dst[order],
+        first_chunk=template.first_chunk[order],
+        n_chunks=template.n_chunks[order],
+        op=template.op[order],
+        owners=template.owners,
+        collective=schedule.collective,
+        may_idle=True,
+    )
+    first = (folded.first_chunk - turn[order] * template.total_chunks).astype(np.int32)
+    loop = _loop(folded, _stretch(folded, 0, folded.n_steps), first)
+    idle = [(0, 0), (0, period - loop.n_steps), (0, 0)]
+    lanes = tuple(Lane(lane.pairs, lane.run, tuple(sorted({*lane.ops, KEEP}))) for lane in loop.lanes)
+    ops = np.pad(loop.ops, idle, constant_values=KEEP)
+    whole = Loop(lanes, np.pad(loop.send, idle), np.pad(loop.receive, idle), ops)
+    n_steps = (schedule.repeats - 1) * period + template.n_steps
+    return (whole,), Repeat(period, template.total_chunks, n_steps)
 
 
 @dataclass(frozen=True)
@@ -206,8 +263,10 @@ def _merge(stretches: list[_Stretch]) -> list[_Stretch]:
     return stretches
 
 
-def _loop(schedule: Schedule, stretch: _Stretch) -> Loop:
+def _loop(schedule: Schedule, stretch: _Stretch, first_chunk: NDArray[np.int32] | None = None) -> Loop:
+    """Return the lanes and tables of a stretch; `first_chunk` stands in for the schedule's own."""
     n = schedule.mesh.n_chips
+    first = schedule.first_chunk if first_chunk is None else first_chunk
     rows = np.arange(schedule.step_starts[stretch.first], schedule.step_starts[stretch.last])
     lanes: list[Lane] = []
     tables = []
@@ -229,8 +288,8 @@ def _loop(schedule: Schedule, stretch: _Stretch) -> Loop:
         send = np.zeros(size, dtype=np.int32)
         receive = np.zeros(size, dtype=np.int32)
         ops = np.full(size, KEEP, dtype=np.uint8)
-        send[schedule.src[mine], step, lane] = schedule.first_chunk[mine]
-        receive[schedule.dst[mine], step, lane] = schedule.first_chunk[mine]
+        send[schedule.src[mine], step, lane] = first[mine]
+        receive[schedule.dst[mine], step, lane] = first[mine]
         ops[schedule.dst[mine], step, lane] = schedule.op[mine]
         tables.append((send, receive, ops))
         for number in range(n_lanes):

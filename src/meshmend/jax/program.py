@@ -90,7 +90,9 @@ class Program:
         return self.layout.shape.collective
 
     def __repr__(self) -> str:
-        loops = ", ".join(f"{t.send.shape[-2]} steps of {t.send.shape[-1]} lanes" for t in self.tables)
+        repeat = self.layout.shape.repeat
+        steps = [repeat.n_steps] if repeat else [t.send.shape[-2] for t in self.tables]
+        loops = ", ".join(f"{n} steps of {t.send.shape[-1]} lanes" for n, t in zip(steps, self.tables, strict=True))
         return f"Program({self.collective} over {self.n_chips} chips: {loops or 'nothing to do'})"
 
 

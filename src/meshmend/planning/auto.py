@@ -24,7 +24,7 @@ from meshmend.planning.hamiltonian import Hamiltonian
 from meshmend.planning.latency import Latency
 from meshmend.planning.row_pairs import RowPairs
 from meshmend.planning.two_color import TwoColor
-from meshmend.planning.weave import Weave
+from meshmend.planning.weave import DEFAULT_BUDGET_S, Owners, Weave
 from meshmend.schedule import Collective, Schedule
 from meshmend.topology import Mesh
 
@@ -108,6 +108,7 @@ class Chooser(Planner):
 class Auto(Chooser):
     """The fastest of all planners for a payload on a piece of hardware.
 
+    `owners` and `budget_s` are as for `Weave`, the only planner that has a choice of owners and takes long.
     A reduce-scatter or an all-gather is planned as such, or is half of an all-reduce, whichever is faster.
 
     >>> choice = Auto(payload_bytes=1e9).choose(Mesh("8x8", failed=["2x2@2,2"]))
@@ -120,6 +121,8 @@ class Auto(Chooser):
     payload_bytes: float = DEFAULT_PAYLOAD_BYTES
     hardware: str | Hardware = DEFAULT_HARDWARE
     collective: Collective = Collective.ALL_REDUCE
+    owners: Owners = "any"
+    budget_s: float = DEFAULT_BUDGET_S
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,7 +130,7 @@ class Auto(Chooser):
 
     def field(self, mesh: Mesh) -> Field:
         """Return every planner."""
-        return Field(mesh, candidates(self.collective))
+        return Field(mesh, candidates(self.collective, Weave(owners=self.owners, budget_s=self.budget_s)))
 
 
 @final
@@ -164,11 +167,12 @@ class Tuned(Chooser):
         return Field(mesh, [self.planner], fixed=self.fixed)
 
 
-def candidates(collective: Collective) -> list[Planner]:
-    """Return the planners that `auto` chooses from, with their default parameters."""
+def candidates(collective: Collective, weave: Weave | None = None) -> list[Planner]:
+    """Return the planners that `auto` chooses from, with their default parameters; `weave` with those that it has."""
+    whole = [weave or kind() if kind is Weave else kind() for kind in CHOICES]
     if collective is Collective.ALL_REDUCE:
-        return [kind() for kind in CHOICES]
-    return [Gather(collective=collective), *(Half(kind(), collective) for kind in CHOICES)]
+        return whole
+    return [Gather(collective=collective), *(Half(planner, collective) for planner in whole)]
 
 
 class Field:

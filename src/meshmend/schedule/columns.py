@@ -42,6 +42,22 @@ def read_only(array: NDArray[Any]) -> NDArray[Any]:
     return array
 
 
+def count_steps(step: NDArray[Any], repeats: int, period: int) -> int:
+    """Return how many steps of a repeated schedule have a transfer, from the template's steps in ascending order.
+
+    Between filling and draining what a step holds depends on its number modulo the period alone, so as many repeats are
+    looked at as it takes to see one such period.
+    """
+    length = int(step[-1]) + 1
+    is_busy = np.zeros(length, dtype=np.bool_)
+    is_busy[step] = True
+    seen = min(repeats, -(-length // period) + 2)
+    whole = np.zeros((seen - 1) * period + length, dtype=np.bool_)
+    for first in range(0, seen * period, period):
+        whole[first : first + length] |= is_busy
+    return int(whole.sum()) + (repeats - seen) * int(whole[length - 1 : length - 1 + period].sum())
+
+
 def expand(columns: dict[str, NDArray[Any]], n_chunks: int, repeats: int, period: int) -> dict[str, NDArray[Any]]:
     """Return the rows of a template of `n_chunks` chunks so many times, each `period` steps after the one before."""
     turn = np.repeat(np.arange(repeats, dtype=np.int32), len(columns["step"]))

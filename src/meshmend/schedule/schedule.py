@@ -5,9 +5,10 @@ and no two transfers of a step may write the same chunk of the same chip: so the
 does not matter, and an engine may run them all at once.
 
 A schedule may be a *template* of N chunks, repeated R times, each time a period of T steps and N chunks later: K = N·R.
-The template lasts longer than T, so the repeats overlap, and the whole fills and drains by itself. Then the arrays are
-not kept; who asks for them gets them expanded, so that no reader can mistake the template for the whole. Readers that
-know of repeats ask for `template`, `repeats` and `period`, and their work does not grow with R.
+The template lasts longer than T, so the repeats overlap, and the whole fills and drains by itself. A template may have
+idle steps, which other repeats fill; those of the whole that nothing fills do not count. The arrays of the whole are
+not kept; who asks for them gets them expanded, so that no reader can take the template for the whole. Readers that know
+of repeats ask for `template`, `repeats` and `period`, and their work does not grow with R.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meshmend.errors import ScheduleError
-from meshmend.schedule.columns import MAX_CHUNKS, expand, narrow, read_only, whole
+from meshmend.schedule.columns import MAX_CHUNKS, count_steps, expand, narrow, read_only, whole
 from meshmend.topology import IntArray, Mesh
 
 MAX_STEPS = 2**31 - 1
@@ -68,7 +69,8 @@ class Schedule:
     it belongs to phase `phase_names[phase[i]]`. `owners[k]` is the rank where chunk k is first complete:
     the chip that updates its weights when the update is sharded.
 
-    Rows are kept in order of step. Every step has at least one transfer. `repeated` makes a longer one of it.
+    Rows are kept in order of step. Every step has at least one transfer, unless `may_idle`: that is for templates.
+    `repeated` makes a longer one of it.
 
     >>> mesh = Mesh((1, 2))
     >>> s = Schedule(mesh, total_chunks=1, step=[0, 1], src=[1, 0], dst=[0, 1], op=[Op.REDUCE, Op.COPY], owners=[0])
@@ -92,6 +94,7 @@ class Schedule:
         phase_names: tuple[str, ...] = ("all",),
         collective: Collective = Collective.ALL_REDUCE,
         planner: str = "hand-made",
+        may_idle: bool = False,
     ) -> None:
         if not 1 <= total_chunks <= MAX_CHUNKS:
             raise ScheduleError(f"A payload is cut into 1 to {MAX_CHUNKS:,} chunks: got {total_chunks:,}.")
@@ -121,7 +124,8 @@ class Schedule:
         self._columns = {
             name: narrow(column, np.uint8 if name in ("op", "phase") else np.int32) for name, column in columns.items()
         }
-        self._check_steps()
+        if not may_idle:
+            self._check_steps()
         self._owners = narrow(whole(owners, "owners", self._total_chunks), np.int32)
         if np.any((self._owners < 0) | (self._owners >= mesh.n_chips)):
             raise ScheduleError(f"Owners are ranks from 0 to {mesh.n_chips - 1}.")
@@ -187,7 +191,7 @@ class Schedule:
             )
         if repeats == 1:
             return self
-        # A longer period would leave steps without transfers between one repeat and the next.
+        # A longer period would leave idle steps between one repeat and the next.
         if not 1 <= period <= self.n_steps:
             raise ScheduleError(f"The period is {period:,} steps, expected 1 to the template's {self.n_steps:,}.")
         if (repeats - 1) * period + self.n_steps > MAX_STEPS:
@@ -204,6 +208,7 @@ class Schedule:
         """Return the same schedule without repeats: every transfer of the whole as a row, at most `MAX_EXPANDED`."""
         if self._template is None:
             return self
+        rows: dict[str, Any] = self._columns
         return Schedule(
             self._mesh,
             total_chunks=self._total_chunks,
@@ -211,7 +216,7 @@ class Schedule:
             phase_names=self._phase_names,
             collective=self._collective,
             planner=self._planner,
-            **self._columns,
+            **rows,
         )
 
     @cached_property
@@ -224,7 +229,10 @@ class Schedule:
                 "PyTorch engines."
             )
         template = self.template
-        return expand(template._columns, template.total_chunks, self._repeats, self._period)
+        columns = expand(template._columns, template.total_chunks, self._repeats, self._period)
+        if np.any(np.diff(columns["step"], prepend=0) > 1):
+            columns["step"] = narrow(np.unique(columns["step"], return_inverse=True)[1], np.int32)
+        return columns
 
     @cached_property
     def _owners(self) -> IntArray:
@@ -322,11 +330,13 @@ class Schedule:
         """Number of transfers."""
         return len(self.template._columns["step"]) * self._repeats
 
-    @property
+    @cached_property
     def n_steps(self) -> int:
         """Number of steps."""
         step = self.template._columns["step"]
-        return int(step[-1]) + 1 + (self._repeats - 1) * self._period if len(step) else 0
+        if self._template is None:
+            return int(step[-1]) + 1 if len(step) else 0
+        return count_steps(step, self._repeats, self._period)
 
     @cached_property
     def step_starts(self) -> NDArray[np.int64]:

@@ -190,7 +190,7 @@ def _read_npz(file: IO[bytes], max_bytes: int) -> Schedule:
 def _assemble(header: dict[str, Any], columns: dict[str, Any]) -> Schedule:
     """Return the schedule of a header that was read and of its columns, which are checked here."""
     repeats, period = header.pop("repeats"), header.pop("period")
-    template = Schedule(header.pop("mesh"), **header, **columns)
+    template = Schedule(header.pop("mesh"), **header, **columns, may_idle=repeats is not None)
     return template if repeats is None else template.repeated(repeats, period)
 
 

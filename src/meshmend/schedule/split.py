@@ -36,46 +36,41 @@ def all_gather_of(schedule: Schedule) -> Schedule:
 def _half(schedule: Schedule, op: Op, collective: Collective) -> Schedule:
     """Keep the transfers of one kind, in the same order; empty steps are removed.
 
+    Not in a template: there they stay idle, or what follows would shift against the repeats before it.
+
     No planner copies a chunk before its sum is complete, so neither schedule depends on the other's transfers. That is
     not assumed here: `verify` proves each of them.
     """
     if schedule.collective is not Collective.ALL_REDUCE:
         raise ScheduleError(f"Only an all-reduce can be split: got a schedule of a {schedule.collective}.")
-    if schedule.repeats > 1:
-        return _half_of_repeated(schedule, op, collective)
-    keep = schedule.op == op
-    if schedule.n_chunks[keep].sum() < schedule.total_chunks * (schedule.mesh.n_chips - 1):
+    rows = schedule.template
+    keep = rows.op == op
+    if rows.n_chunks[keep].sum() < rows.total_chunks * (rows.mesh.n_chips - 1):
         raise ScheduleError(
             f"{schedule.planner}'s all-reduce has no {collective} in it: its chips exchange partial sums and all keep "
             f"them. Plan one as such, with plan(mesh, collective='{collective}')."
         )
-    _, step = np.unique(schedule.step[keep], return_inverse=True)
-    used, phase = np.unique(schedule.phase[keep], return_inverse=True)
-    return Schedule(
+    step = rows.step[keep] - rows.step[keep].min(initial=rows.n_steps)
+    if schedule.repeats == 1:
+        _, step = np.unique(step, return_inverse=True)
+    elif not schedule.period <= int(step.max(initial=-1)) + 1 <= len(step):
+        # So little is left of the template that it cannot be repeated by itself.
+        return _half(schedule.expanded(), op, collective)
+    used, phase = np.unique(rows.phase[keep], return_inverse=True)
+    half = Schedule(
         schedule.mesh,
-        total_chunks=schedule.total_chunks,
+        total_chunks=rows.total_chunks,
         step=step,
-        src=schedule.src[keep],
-        dst=schedule.dst[keep],
-        first_chunk=schedule.first_chunk[keep],
-        n_chunks=schedule.n_chunks[keep],
-        op=schedule.op[keep],
+        src=rows.src[keep],
+        dst=rows.dst[keep],
+        first_chunk=rows.first_chunk[keep],
+        n_chunks=rows.n_chunks[keep],
+        op=rows.op[keep],
         phase=phase,
         phase_names=tuple(schedule.phase_names[i] for i in used) or ("nothing to do",),
-        owners=schedule.owners,
+        owners=rows.owners,
         collective=collective,
         planner=schedule.planner,
+        may_idle=schedule.repeats > 1,
     )
-
-
-def _half_of_repeated(schedule: Schedule, op: Op, collective: Collective) -> Schedule:
-    """Keep the template's transfers of one kind where that is a schedule by itself, or else the expanded one's.
-
-    Closing up a step of the template would shift what follows against the repeats before it: the half could still be
-    right, as every order of the repeats is, but no longer be even over the links. So only whole ends are cut off.
-    """
-    template = schedule.template
-    steps = np.unique(template.step[template.op == op])
-    if len(steps) and len(steps) == steps[-1] - steps[0] + 1 and schedule.period <= len(steps):
-        return _half(template, op, collective).repeated(schedule.repeats, schedule.period)
-    return _half(schedule.expanded(), op, collective)
+    return half.repeated(schedule.repeats, schedule.period)

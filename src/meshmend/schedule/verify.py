@@ -196,7 +196,7 @@ class _Classes:
         low = np.maximum(self.first[rows], first)
         length = np.maximum(np.minimum(self.last[rows], last) - low, 0)
         ends = np.cumsum(length)
-        if ends[-1] > cells:
+        if len(ends) and ends[-1] > cells:
             enough = int(np.searchsorted(ends, cells, side="right")) + 1
             low, length, ends = low[:enough], length[:enough], ends[:enough]
         row = np.repeat(np.arange(rows.start, rows.start + len(length)), length)

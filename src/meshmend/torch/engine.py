@@ -226,8 +226,10 @@ class Engine:
 def digest_of(schedule: Schedule, members: Sequence[int]) -> str:
     """Return a digest of all that decides which messages an engine sends, and what they mean."""
     mesh = schedule.mesh
-    facts = (mesh.shape, mesh.wrap, mesh.coords.tolist(), schedule.total_chunks, list(members))
+    facts: list[object] = [mesh.shape, mesh.wrap, mesh.coords.tolist(), schedule.total_chunks, list(members)]
+    facts += [schedule.repeats, schedule.period]
     found = hashlib.blake2b(repr(facts).encode(), digest_size=16)
+    schedule = schedule.template
     for column in (schedule.step, schedule.src, schedule.dst, schedule.first_chunk, schedule.n_chunks, schedule.op):
         found.update(column.tobytes())
     return found.hexdigest()

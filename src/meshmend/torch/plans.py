@@ -94,5 +94,6 @@ def _word(value: object) -> str:
 
 def _bytes_of(schedule: Schedule) -> int:
     """Return how much memory a plan takes."""
+    schedule = schedule.template
     columns = (schedule.step, schedule.src, schedule.dst, schedule.first_chunk, schedule.n_chunks, schedule.op)
     return sum(column.nbytes for column in (*columns, schedule.phase, schedule.owners))

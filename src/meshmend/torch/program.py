@@ -155,12 +155,18 @@ def _messages(schedule: Schedule, rank: int) -> list[tuple[int, int, int, int, i
 
     Both ends of a pair see the same rows in the same order, so they cut the same messages.
     """
-    rows = np.flatnonzero((schedule.src == rank) | (schedule.dst == rank))
+    template = schedule.template
+    rows = np.flatnonzero((template.src == rank) | (template.dst == rank))
+    # Of a repeated schedule only this rank's own rows are expanded.
+    turn = np.repeat(np.arange(schedule.repeats, dtype=np.int64), len(rows))
+    rows = np.tile(rows, schedule.repeats)
     step, src, dst, first, op = (
         column[rows].astype(np.int64)
-        for column in (schedule.step, schedule.src, schedule.dst, schedule.first_chunk, schedule.op)
+        for column in (template.step, template.src, template.dst, template.first_chunk, template.op)
     )
-    last = first + schedule.n_chunks[rows]
+    step += turn * schedule.period
+    first += turn * template.total_chunks
+    last = first + template.n_chunks[rows]
     order = np.lexsort((first, op, dst, src, src != rank, step))
     step, src, dst, first, last, op = (column[order] for column in (step, src, dst, first, last, op))
     joined = np.zeros(len(rows), dtype=np.bool_)

@@ -4,19 +4,25 @@ Each chunk is reduced up a spanning tree to its root and broadcast back down. Ma
 (`trees`), their roots are spread over the chips (`roots`), and the chunks follow each other so closely that links
 are busy from soon after the start to shortly before the end, with sums of later chunks going up while earlier
 ones come down (`slots`). docs/weave.md says why this is near the bound, and why no ring scheme can be.
+
+That plans every chunk for itself. For payloads of very many chunks a few trees are planned instead, as a template that
+is repeated (`periodic`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, final
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import ClassVar, Literal, final, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshmend.errors import ParameterError
 from meshmend.planning.base import MAX_TRANSFERS, CannotServe, Floor, Planner, check_count
+from meshmend.planning.weave.periodic import choose_trees, least_period, least_seconds, make_template
 from meshmend.planning.weave.pieces import Pieces
 from meshmend.planning.weave.roots import choose_roots, order_trees
 from meshmend.planning.weave.slots import MAX_PLACES, Slots, assign_steps
@@ -29,12 +35,22 @@ CHUNKS_PER_SIDE = 16
 """Default chunks per chip along each side: filling and draining then add about a fifth."""
 MOST_CHUNKS = 4096
 """Default limit of chunks; fewer where the schedule would have more than `MAX_TRANSFERS`."""
-MAX_TRIED_TRANSFERS = 2**22
-TRIED_TRANSFERS_PER_CHIP = 2**9
-"""Where planners are compared, no number of chunks but the default is tried that gives more transfers than the larger
-of the two: half a gigabyte and some five seconds, or 256 chunks on meshes so large that fewer would be all filling."""
-FILLING_PER_SIDE = 1.5
+MOST_REPEATED_PER_SIDE, MOST_REPEATED = 1024, 2**18
+"""The same where a template is repeated: filling and draining then adds half a per cent."""
+FILLING_PER_SIDE, REPEATED_FILLING_PER_SIDE = 1.5, 4.0
 """Steps of filling and draining for each chip along each side of a plain mesh, as measured (docs/weave.md)."""
+UNEVEN = 1.006
+"""Busiest link over the mean where chunks are planned one by one, as measured."""
+TRANSFER_SECONDS = 2e-6
+"""CPU seconds for each transfer that is planned by itself, as measured on a small virtual machine that was busy."""
+THOROUGH = 1.4
+"""What one more pass over the steps adds to that."""
+TEMPLATE_SHARE = 0.4
+"""Part of the budget that the search for a short template may take."""
+WORTH_TRYING = 1.1
+"""A planner whose estimated time is longer than the best one's by more than this is not tried."""
+DEFAULT_BUDGET_S = 10.0
+Owners = Literal["even", "any", "none"]
 FEW_TREES = 256
 
 
@@ -44,53 +60,96 @@ class Weave(Planner):
     """One spanning tree per chunk, many trees woven through the mesh: for any connected survivors.
 
     `chunks` cuts the payload: more of them bring the time of long payloads closer to the bound, and make more
-    steps. Left out, it grows with the sides of the mesh.
+    steps. Left out, it grows with the sides of the mesh. With `trees`, so many chunks are planned as a template that is
+    repeated; `chunks` is a multiple of it.
+
+    `owners` says what each chunk's owner is for. "even": every chip owns as many chunks, give or take one, as a sharded
+    weight update wants; then nothing is repeated where planners are compared. "any": every chunk has one, which sums go
+    up to and copies come down from. "none": in a template the two chips in the middle of a tree exchange their halves,
+    which fills and drains in fewer steps; such an all-reduce cannot be split into a reduce-scatter and an all-gather.
+
+    `budget_s` is how many CPU seconds planning may take, about: work is counted by what it took where it was measured,
+    so that every host comes to the same plan.
 
     >>> from meshmend import plan
     >>> plan(Mesh("4x4", failed=[(1, 1)], failed_cables=["3,2-3,3"]), "weave", chunks=60)
     Schedule(weave all-reduce on 4x4 minus 1x1@1,1, 1 cable: 15 chips, ... steps, 60 chunks, 1,680 transfers)
+    >>> plan(Mesh("8x8", failed=["2x2@2,2"]), "weave", trees=8, chunks=80_000)
+    Schedule(weave all-reduce on 8x8 minus 2x2@2,2: 60 chips, ... steps, 80,000 chunks, ...; 8 chunks repeated)
     """
 
     name: ClassVar[str] = "weave"
 
     chunks: int | None = None
+    trees: int | None = None
+    owners: Owners = "any"
+    budget_s: float = DEFAULT_BUDGET_S
 
     def __post_init__(self) -> None:
-        if self.chunks is not None:
-            object.__setattr__(self, "chunks", check_count("chunks", self.chunks))
+        for name in ("chunks", "trees"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, check_count(name, value))
+        if self.owners not in get_args(Owners):
+            raise ParameterError(f"owners is {self.owners!r}, expected one of: {', '.join(get_args(Owners))}.")
+        object.__setattr__(self, "budget_s", check_budget(self.budget_s))
+        if self.trees is not None:
+            if self.owners == "even":
+                raise ParameterError("A template of a few trees has a few owners: give either trees or owners='even'.")
+            if self.chunks is not None and self.chunks % self.trees:
+                raise ParameterError(
+                    f"chunks is {self.chunks}, expected a multiple of trees, {self.trees}: "
+                    f"{self.trees * max(1, round(self.chunks / self.trees))}, say."
+                )
 
     def variants(self, mesh: Mesh, step_cost: float) -> Sequence[Weave]:
-        """Return this planner and one with about the best number of chunks.
+        """Return this planner, and with about the best number of chunks: planned one by one, and as a template.
 
-        The time is steps · (step_cost + 1/K) with steps = load · K + filling: least where K² is
-        filling / (load · step_cost). It is flat there, so a power of two nearby is good enough.
+        The time is steps · (step_cost + 1/K) with steps = load · K + filling: least where K² is filling / (load ·
+        step_cost). It is flat there, so that a number close by will do. Those that would take longer to plan, all
+        together, than the budget are left out, the slowest first; one is always left.
         """
-        if self.chunks is not None:
+        if self.chunks is not None or self.trees is not None:
             return [self]
-        load = _least_load(mesh)
-        most = min(MOST_CHUNKS, _most_chunks(mesh, max(MAX_TRIED_TRANSFERS, TRIED_TRANSFERS_PER_CHIP * mesh.n_chips)))
-        best = math.sqrt(FILLING_PER_SIDE * sum(mesh.shape) / (load * step_cost)) if load * step_cost > 0 else most
-        power = round(math.log2(max(1.0, min(best, most))))
-        tuned = min(2**power, most)
-        default = default_chunks(mesh)
-        # Where filling takes longer than the chunks themselves, the default costs gigabytes and gains little.
-        if default > most and default < FILLING_PER_SIDE * sum(mesh.shape):
-            return [Weave(chunks=chunks) for chunks in sorted({most, tuned})]
-        return [self] if tuned == default else [self, Weave(chunks=tuned)]
+        load, sides = _least_load(mesh), sum(mesh.shape)
+
+        def best_chunks(filling: float, most: int) -> int:
+            best = math.sqrt(filling * sides / (load * step_cost)) if load * step_cost > 0 else most
+            # Steps of the square root of two, so that few plans serve all payloads.
+            return max(1, min(round(2 ** (round(2 * math.log2(max(1.0, min(best, most)))) / 2)), most))
+
+        affordable = int(self.budget_s / TRANSFER_SECONDS)
+        most = min(MOST_CHUNKS, _most_chunks(mesh, min(affordable, MAX_TRANSFERS)))
+        found = [self, replace(self, chunks=best_chunks(FILLING_PER_SIDE, most))]
+        if self.owners != "even" and mesh.n_chips > 1 and not mesh.has_slow_cables:
+            trees = choose_trees(mesh)
+            most = max(1, min(MOST_REPEATED_PER_SIDE * sides, MOST_REPEATED) // trees)
+            repeats = min(most, max(1, round(best_chunks(REPEATED_FILLING_PER_SIDE, most * trees) / trees)))
+            if repeats > 1:
+                found.append(replace(self, trees=trees, chunks=trees * repeats))
+        if found[1].chunks == default_chunks(mesh):
+            del found[1]
+        return _within_budget(found, mesh, step_cost, self.budget_s)
+
+    @property
+    def is_splittable(self) -> bool:  # type: ignore[override]  # of other planners it is known of the class
+        """Whether every chunk has an owner that it turns at."""
+        return self.owners != "none"
 
     def floor(self, mesh: Mesh) -> Floor:
         """Return what trees cost at least: each uses P−1 of the cables, and a link carries one chunk per step."""
         load, n = _least_load(mesh), mesh.n_chips
         per_chunk = load * mesh.rates.sum() / Pieces.of(mesh).rates.sum() if mesh.has_slow_cables else load
-        steps = math.ceil((self.chunks or default_chunks(mesh)) * per_chunk - 1e-9)
+        steps = math.ceil(self._n_chunks(mesh) * per_chunk - 1e-9)
         return Floor(steps=steps, link_load=load, chip_load=2 * (n - 1) / n)
 
     def n_transfers(self, mesh: Mesh) -> int:
         """Return what trees have: each chunk crosses P−1 cables on its way up, and as many down.
 
-        Over slow cables it goes in pieces: how many is only known afterwards, so that this is the most.
+        Of what is repeated only the template is made. Over slow cables a chunk goes in pieces: how many is only known
+        afterwards, so that this is the most.
         """
-        chunks = self.chunks or default_chunks(mesh)
+        chunks = self.trees or self._n_chunks(mesh)
         whole = 2 * (mesh.n_chips - 1) * chunks
         if not mesh.has_slow_cables:
             return whole
@@ -101,15 +160,29 @@ class Weave(Planner):
 
     def _check(self, mesh: Mesh) -> None:
         """Refuse too many chunks for so many chips."""
+        if self.trees is not None:
+            if mesh.has_slow_cables:
+                raise CannotServe(
+                    "a template is for cables of one rate, and some are slow. Leave out trees: then every chunk is "
+                    "planned by itself."
+                )
+            return
         most = min(MAX_PLACES // mesh.n_link_slots, _most_chunks(mesh, MAX_TRANSFERS))
         if self.chunks is not None and self.chunks > most:
             raise CannotServe(
-                f"it takes at most {most:,} chunks on {mesh.n_chips:,} chips, and {self.chunks:,} were asked for."
+                f"it takes at most {most:,} chunks on {mesh.n_chips:,} chips, and {self.chunks:,} were asked for. "
+                f"Repeat a template: give trees={choose_trees(mesh)}, say, and a multiple of it as chunks."
             )
+
+    def _n_chunks(self, mesh: Mesh) -> int:
+        if self.chunks is not None:
+            return self.chunks
+        default = default_chunks(mesh)
+        return default if self.trees is None else -(-default // self.trees) * self.trees
 
     def _plan(self, mesh: Mesh) -> Schedule:
         """Return the woven schedule."""
-        chunks = self.chunks or default_chunks(mesh)
+        chunks = self._n_chunks(mesh)
         if mesh.n_chips == 1:
             nothing: list[int] = []
             return Schedule(
@@ -123,6 +196,16 @@ class Weave(Planner):
                 phase_names=PHASES,
                 planner=self.name,
             )
+        if self.trees is not None:
+            template, period = make_template(
+                mesh,
+                self.trees,
+                swap=self.owners == "none",
+                seconds=TEMPLATE_SHARE * self.budget_s,
+                planner=self.name,
+                phases=PHASES,
+            )
+            return template.repeated(chunks // self.trees, period)
         pieces = Pieces.of(mesh) if mesh.has_slow_cables else None
         trees = grow(mesh, _n_trees(mesh, chunks), None if pieces is None else pieces.rates)
         eccentricity, somewhere = measure(trees)
@@ -132,8 +215,42 @@ class Weave(Planner):
         uses = np.bincount(trees.cables[tree_of].ravel(), minlength=mesh.n_cables)
         if pieces is not None:
             uses = np.ceil(uses / np.maximum(pieces.rates, 1 / pieces.per_chunk))
-        slots = assign_steps(mesh, rooted, pace=float(uses.max()) / chunks, pieces=pieces)
+        thorough = THOROUGH * TRANSFER_SECONDS * self.n_transfers(mesh) <= self.budget_s
+        slots = assign_steps(mesh, rooted, pace=float(uses.max()) / chunks, thorough=thorough, pieces=pieces)
         return _schedule(mesh, rooted, slots, roots, pieces)
+
+
+def check_budget(budget_s: float) -> float:
+    """Return a number of seconds that planning may take; refuse what is none."""
+    if not isinstance(budget_s, Real) or isinstance(budget_s, bool) or not 0 < budget_s < float("inf"):
+        raise ParameterError(f"budget_s is {budget_s!r}, expected a positive number of seconds.")
+    return float(budget_s)
+
+
+def _within_budget(found: list[Weave], mesh: Mesh, step_cost: float, budget_s: float) -> list[Weave]:
+    """Leave out planners, those that seem slowest first, until all together can be planned in time; keep one."""
+    sides, load = sum(mesh.shape), _least_load(mesh)
+
+    def time(weave: Weave) -> float:
+        chunks = weave._n_chunks(mesh)
+        if weave.trees is None:
+            steps = UNEVEN * load * chunks + FILLING_PER_SIDE * sides
+        else:
+            steps = least_period(mesh, weave.trees) / weave.trees * chunks + REPEATED_FILLING_PER_SIDE * sides
+        return steps * (step_cost + 1 / chunks)
+
+    def seconds(weave: Weave) -> float:
+        if weave.trees is not None:
+            return max(least_seconds(mesh, weave.trees), TEMPLATE_SHARE * budget_s)
+        return weave.n_transfers(mesh) * TRANSFER_SECONDS
+
+    kept: list[Weave] = []
+    left, best = budget_s, min(time(weave) for weave in found)
+    for weave in sorted(found, key=time):
+        if seconds(weave) <= left and (not kept or time(weave) <= WORTH_TRYING * best):
+            kept.append(weave)
+            left -= seconds(weave)
+    return kept or [min(found, key=seconds)]
 
 
 def _least_load(mesh: Mesh) -> float:
@@ -167,7 +284,8 @@ def _schedule(
     mesh: Mesh, rooted: Rooted, slots: Slots, roots: NDArray[np.int64], pieces: Pieces | None = None
 ) -> Schedule:
     step, cell, down = slots.step, slots.cell, slots.down
-    per_chunk, first, n_pieces = 1, np.int32(0), np.int32(1)
+    per_chunk = 1
+    first, n_pieces = np.zeros_like(step), np.ones_like(step)
     if pieces is not None and slots.spans is not None:
         per_chunk = pieces.per_chunk
         row, step, first, n_pieces = slots.spans.cut(step, per_chunk)

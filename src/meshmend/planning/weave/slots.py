@@ -40,7 +40,7 @@ DOWN, SHARED, MANY = (np.int32(1 << bit) for bit in (CELL_BITS + 2, CELL_BITS + 
 CELL = np.int32((1 << CELL_BITS) - 1)
 WORD = 64
 QUICK_CELLS = 2**19
-"""A third pass over more cells than this takes longer than it is worth."""
+"""A third pass over no more cells than this takes no time to speak of."""
 
 
 @dataclass(frozen=True)
@@ -72,17 +72,20 @@ class Slots:
         return Slots((self.n_steps - 1) - self.step[::-1], self.cell[::-1], ~self.down[::-1])
 
 
-def assign_steps(mesh: Mesh, rooted: Rooted, pace: float, pieces: Pieces | None = None) -> Slots:
+def assign_steps(
+    mesh: Mesh, rooted: Rooted, pace: float, *, thorough: bool = False, pieces: Pieces | None = None
+) -> Slots:
     """Return a step for every transfer of every chunk; `pace` is the number of steps from one chunk to the next.
 
-    Where `pieces` are given, slow links take a chunk over several steps.
+    `thorough` makes the third pass even where it takes a while. Where `pieces` are given, slow links take a chunk over
+    several steps.
     """
     network = _Network(mesh, rooted, pieces)
     at_root = (np.arange(len(rooted.depth)) * pace).astype(np.int32)[:, None]
     run = best = network.run(*network.queue_by_due(at_root - rooted.depth, at_root + rooted.depth - 1))
     # Short trains of chunks through deep trees are all start and end: packing one unpacks the other.
     passes = 2 if at_root.max(initial=0) > 2 * rooted.depth.max(initial=0) else 1
-    if network.n_cells <= QUICK_CELLS:
+    if thorough or network.n_cells <= QUICK_CELLS:
         passes = 3
     if network.n_links * run.n_steps > MAX_PLACES:
         passes = 1

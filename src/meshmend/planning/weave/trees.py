@@ -13,7 +13,7 @@ rate.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +34,8 @@ NOISE_WEIGHT = 0.005
 """Between equals the less used cable goes first, then chance decides (seeded: plans repeat)."""
 BLOCK_CELLS = 2**20
 """Chips × trees that are searched at once."""
+
+Weigh = Callable[[NDArray[np.float64], float], tuple[int, NDArray[np.float64]]]
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,29 @@ def grow(mesh: Mesh, n_trees: int, rates: NDArray[np.float64] | None = None) -> 
     >>> set(np.bincount(trees.cables.ravel()).tolist())      # each of 24 cables in 5 of the 8 trees
     {5}
     """
+    combs = Combs(mesh)
+    chance = np.random.default_rng(0)
+    shares = np.ones(mesh.n_cables) if rates is None else np.maximum(rates, NEVER)
+    per_share = mesh.n_cables / max(shares.sum(), 1.0)
+
+    def weigh(load: NDArray[np.float64], fair: float) -> tuple[int, NDArray[np.float64]]:
+        axis, weight = combs.next(load / shares)
+        beyond = load / shares - fair * per_share
+        weight += LOAD_WEIGHT * beyond + NOISE_WEIGHT * chance.random(len(load))
+        weight += OVERLOAD_WEIGHT * np.maximum(beyond - ALLOWANCE, 0.0)
+        if rates is not None:
+            weight[rates == 0] += UNUSED_WEIGHT
+        return axis, weight
+
+    return lightest_trees(mesh, n_trees, weigh)
+
+
+def lightest_trees(mesh: Mesh, n_trees: int, weigh: Weigh) -> Trees:
+    """Return spanning trees of a connected mesh, each the lightest by what cables weigh after those before it.
+
+    `weigh` is told how often each cable was used and how often that is fair; it returns the axis of the next tree's
+    lines and the weights.
+    """
     # SciPy's graph module takes a noticeable part of `import meshmend`; only planning pays.
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import minimum_spanning_tree
@@ -75,19 +100,11 @@ def grow(mesh: Mesh, n_trees: int, rates: NDArray[np.float64] | None = None) -> 
     ends = (a * n_chips + b)[by_ends]
     bounds = np.searchsorted(a[by_ends], np.arange(n_chips + 1)).astype(np.int32)
     far_ends = b[by_ends].astype(np.int32)
-    combs = _Combs(mesh)
-    chance = np.random.default_rng(0)
     used = np.empty((n_trees, n_chips - 1), dtype=np.int32)
     axis = np.empty(n_trees, dtype=np.int8)
     load = np.zeros(n_cables)
-    shares = np.ones(n_cables) if rates is None else np.maximum(rates, NEVER)
     for i in range(n_trees):
-        axis[i], weight = combs.next(load / shares)
-        beyond = (load - i * (n_chips - 1) * shares / max(shares.sum(), 1.0)) / shares
-        weight += LOAD_WEIGHT * beyond + NOISE_WEIGHT * chance.random(n_cables)
-        weight += OVERLOAD_WEIGHT * np.maximum(beyond - ALLOWANCE, 0.0)
-        if rates is not None:
-            weight[rates == 0] += UNUSED_WEIGHT
+        axis[i], weight = weigh(load, i * (n_chips - 1) / max(n_cables, 1))
         # SciPy takes a weight of zero for an absent cable.
         weight += 1.0 - weight.min(initial=0.0)
         graph = csr_array((weight[by_ends], far_ends, bounds), shape=(n_chips, n_chips))
@@ -98,7 +115,7 @@ def grow(mesh: Mesh, n_trees: int, rates: NDArray[np.float64] | None = None) -> 
     return Trees(mesh, used, axis)
 
 
-class _Combs:
+class Combs:
     """Draws the next comb: which cables it prefers, given what all have carried so far."""
 
     def __init__(self, mesh: Mesh) -> None:

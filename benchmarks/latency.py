@@ -1,0 +1,54 @@
+"""The tables of docs/latency.md: short payloads by weave and by latency, and Swing's distances against the butterfly's.
+
+python benchmarks/latency.py
+"""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+from rich.console import Console
+from rich.table import Table
+
+from meshmend import Mesh, Schedule, bound, plan, predict
+from meshmend.planning import Latency
+
+MACHINE = "tpu-v4-xla"
+MESHES = [Mesh("16x32", failed=["4x2@6,8"]), Mesh("32x32", failed=["4x2@6,8"]), Mesh("16x32")]
+PAYLOADS = [4e3, 64e3, 1e6]
+TORI = [Mesh("8x8", wrap=True), Mesh("16x16", wrap=True), Mesh("8x8x8", wrap=True)]
+
+
+def microseconds(schedule: Schedule, payload: float) -> float:
+    return predict(schedule, payload, MACHINE).seconds * 1e6
+
+
+def main() -> None:
+    console = Console(width=120)
+    short = Table(title=f"µs, predicted, {MACHINE}", title_justify="left")
+    for heading in ("mesh", "payload", "weave", "latency", "no schedule is faster than"):
+        short.add_column(heading, justify="left" if heading == "mesh" else "right")
+    for mesh in MESHES:
+        for payload in PAYLOADS:
+            trees, few = (
+                plan(mesh, name, payload_bytes=payload, hardware=MACHINE, verify=False) for name in ("weave", "latency")
+            )
+            least = bound(mesh, hardware=MACHINE).least_seconds(payload, 50e9) * 1e6
+            figures = [microseconds(trees, payload), microseconds(few, payload), least]
+            short.add_row(str(mesh), f"{payload / 1e3:,.0f} kB", *(f"{figure:.1f}" for figure in figures))
+    console.print(short)
+    tori = Table(title=f"µs for 4 kB on full tori, {MACHINE}", title_justify="left")
+    for heading in ("torus", "butterfly", "Swing's distances", "no schedule is faster than"):
+        tori.add_column(heading, justify="left" if heading == "torus" else "right")
+    for mesh in TORI:
+        swing = Latency().plan(mesh)
+        with patch("meshmend.planning.latency.planner.swings", return_value=False):
+            butterfly = Latency().plan(mesh)
+        least = bound(mesh, hardware=MACHINE).least_seconds(4e3, 50e9) * 1e6
+        figures = [microseconds(butterfly, 4e3), microseconds(swing, 4e3), least]
+        tori.add_row(str(mesh), *(f"{figure:.1f}" for figure in figures))
+    console.print(tori)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,389 @@
+"""Lanes: the steps of one period, for a family of trees that is repeated every `period` steps.
+
+Along one direction of its line, sums of a run move up to its top and copies move on from there, one hop a step. Both
+keep to a *lane*: the step minus the position, modulo the period. Two runs meet on a link only if they have the same
+lane there, so finding steps is colouring intervals with as many colours as the period has steps, and the period need be
+no longer than the busiest link's load. The lane decides how long sums wait before the top and copies after it: together
+w + a multiple of the period, where w follows from the tree, so a turn costs half a period on average. A run for which
+no lane is free along all of it is cut in two, which costs a turn.
+
+Trees are placed one after the other, each at the phase that suits it best. The trees that were placed worst go earlier
+in the next attempt. How many attempts are made is counted, not timed: every host must find the same plan.
+
+With `swap` the two chips of a tree's middle cable exchange their halves in one step, so that both hold the sum at once:
+neither side waits for the other, and lanes run straight through. Such a chunk has no owner that it turns at.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshmend.planning.weave.runs import Lines, Run, Runs
+
+Ints = NDArray[np.int64]
+
+SLACK = 2
+"""Steps by which a tree may begin earlier, or end later, than the deepest tree must, at no cost."""
+LATE = 1000.0
+"""Cost of each step beyond that, in steps of waiting."""
+FRESH_LANE = 3.0
+"""Cost of a lane that is free on its whole line: those are kept for runs along whole lines."""
+MAX_PHASES = 8
+"""Phases at which a tree is tried."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """When each chip sends its sum up (row i: tree i) and when its copy comes down; steps may be negative.
+
+    `swapped[i]` is the chip whose sum and whose root's sum cross in one step in tree i, −1 where none does.
+    """
+
+    up: Ints
+    down: Ints
+    swapped: Ints
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A run with its lanes in both directions: when sums arrive at its top, and when copies leave it.
+
+    The first of a pair is for the direction of growing positions: sums from below the top, copies to above it.
+    """
+
+    run: Run
+    lanes: tuple[int, int]
+    arrive: tuple[int, int]
+    leave: tuple[int, int]
+
+    def sends(self, position: int) -> int:
+        """Return the step in which the chip there, which is not the top, sends its sum towards the top."""
+        top = self.run.top
+        return self.arrive[0] - (top - 1 - position) if position < top else self.arrive[1] - (position - top - 1)
+
+    def comes(self, position: int) -> int:
+        """Return the step in which its copy comes."""
+        top = self.run.top
+        return self.leave[1] + (top - 1 - position) if position < top else self.leave[0] + (position - top - 1)
+
+
+@dataclass(frozen=True)
+class _Placement:
+    """A tree with its lanes; no transfer is more than `extent` steps from step 0. `swap_at` is when halves cross."""
+
+    placed: tuple[_Placed, ...]
+    extent: int
+    cost: float
+    swap_at: int | None
+
+
+def find_lanes(lines: Lines, trees: Sequence[Runs], period: int, *, swap: bool, attempts: int) -> Steps:
+    """Return steps for all trees, with as few from the first to the last as so many attempts find.
+
+    No cable may be in more trees than the period has steps: then every run, cut or not, finds a lane.
+    """
+    radius = np.array([max(tree.below) for tree in trees])
+    hardness = 100.0 * np.array([tree.turns for tree in trees]) + radius
+    # Where sums turn at a root, waiting before a top and after it add up to about a period.
+    limit = int(radius.max()) + SLACK + (0 if swap else period // 2)
+    chance = np.random.default_rng(0)
+    best = _attempt(lines, trees, period, np.argsort(-hardness, kind="stable"), limit, swap)
+    if isinstance(best, int):
+        raise AssertionError(f"tree {best} finds no lane although its cables have room: this is a bug in meshmend")
+    best_hardness = hardness
+    for _ in range(attempts - 1):
+        extents = np.array([placement.extent for placement in best])
+        if int(extents.max()) <= limit:
+            break
+        found = _attempt(lines, trees, period, np.argsort(-hardness, kind="stable"), limit, swap, int(extents.max()))
+        if isinstance(found, int):
+            spread = float(best_hardness.std())
+            hardness = best_hardness + chance.normal(0, 0.2 * spread + 1, len(trees))
+            hardness[found] += 2 * spread + 1
+        else:
+            best, best_hardness = found, hardness
+            hardness = 0.5 * hardness + np.array([placement.extent for placement in found])
+    return _steps(lines, trees, best)
+
+
+def _attempt(
+    lines: Lines, trees: Sequence[Runs], period: int, order: Ints, limit: int, swap: bool, least: int | None = None
+) -> list[_Placement] | int:
+    """Place the trees in that order; or say which one could not be placed, or not nearer to step 0 than `least`."""
+    taken = _Taken(lines, period)
+    found: dict[int, _Placement] = {}
+    for tree in order.tolist():
+        best = taken.place(trees[tree], limit, swap)
+        if best is None and swap:
+            best = taken.place(trees[tree], limit, swap=False)
+        if best is None or (least is not None and best.extent >= least):
+            return int(tree)
+        taken.add(best)
+        found[tree] = best
+    return [found[tree] for tree in range(len(trees))]
+
+
+class _Taken:
+    """The lanes that are taken: for each line and direction a mask for every link, a bit for every lane."""
+
+    def __init__(self, lines: Lines, period: int) -> None:
+        self.period = period
+        self._full = (1 << period) - 1
+        self._chips = lines.chips
+        self._links = [([0] * len(chips), [0] * len(chips)) for chips in lines.chips]
+        self._ever = [[0, 0] for _ in lines.chips]
+        self._n_periods = lines.n_directions
+        self._orders: dict[int, list[tuple[float, int, int]]] = {}
+        self._known: dict[tuple[int, int, int, int], tuple[Run | None, tuple[int, int]]] = {}
+
+    def add(self, placement: _Placement) -> None:
+        """Take the lanes of a tree."""
+        for placed in placement.placed:
+            run = placed.run
+            for way in (0, 1):
+                bit = 1 << placed.lanes[way]
+                links = self._links[run.line][way]
+                for link in range(run.low, run.high):
+                    links[link] |= bit
+                self._ever[run.line][way] |= bit
+
+    def place(self, tree: Runs, limit: int, swap: bool) -> _Placement | None:
+        """Return the best placement of a tree over all phases that are tried."""
+        # While one tree is placed nothing is taken: its runs share no link.
+        self._known.clear()
+        best: _Placement | None = None
+        tried = 0
+        for k in range(self.period):
+            phase = (k + 1) // 2 if k % 2 else -(k // 2)
+            placement = self._place_at(tree, phase, limit, swap, np.inf if best is None else best.cost)
+            if placement is None:
+                continue
+            if best is None or placement.cost < best.cost:
+                best = placement
+            tried += 1
+            if tried == MAX_PHASES:
+                break
+        return best
+
+    def _place_at(self, tree: Runs, phase: int, limit: int, swap: bool, most: float) -> _Placement | None:
+        """Place a tree whose root has the sum after step `phase`, at a cost of no more than `most`."""
+        queue = [(run.depth, number, run) for number, run in enumerate(tree.runs)]
+        number = len(queue)
+        # Of chips where runs meet: when each sends its sum, when its copy comes, when sums arrive.
+        meetings = _Meetings(self._chips, tree.root, phase)
+        placed: list[_Placed] = []
+        extent, wait = 0, 0
+        if swap:
+            del queue[tree.middle]
+            whole = tree.runs[tree.middle]
+            chips = self._chips[whole.line]
+            ends = sorted(p for p in range(whole.low, whole.high + 1) if chips[p] in (tree.root, tree.partner))
+            middle = self._fit_through(replace(whole, top=ends[0]), phase)
+            if middle is None:
+                return None
+            meetings.swap(tree, phase)
+            rests, middle = _cut(tree, whole, middle, chips)
+            placed.append(self._pass_through(middle, phase))
+            meetings.note(placed[0], beside=(ends[0], ends[0] + 1))
+            extent = max(middle.top - middle.low, middle.high - middle.top - 1) + abs(phase)
+            queue += [(rest.depth, number + k, rest) for k, rest in enumerate(rests)]
+            number += len(rests)
+        heapq.heapify(queue)
+        while queue:
+            _, _, run = heapq.heappop(queue)
+            part, free = self._fit(run)
+            if part is None:
+                return None
+            chips = self._chips[run.line]
+            rests, part = _cut(tree, run, part, chips)
+            for rest in rests:
+                heapq.heappush(queue, (rest.depth, number, rest))
+                number += 1
+            turned = self._turn(tree, part, free, meetings, limit)
+            if turned is None:
+                return None
+            now, late, waited = turned
+            extent, wait = max(extent, late), wait + waited
+            if LATE * (extent - limit) > most:
+                return None
+            placed.append(now)
+            meetings.note(now)
+        cost = LATE * max(extent - limit, 0) + wait / len(placed)
+        return _Placement(tuple(placed), extent, cost, phase if swap else None)
+
+    def _fit(self, run: Run) -> tuple[Run | None, tuple[int, int]]:
+        """Return the longest part of a run round its top that has a free lane in both directions, and those lanes."""
+        key = run.line, run.low, run.high, run.top
+        if key not in self._known:
+            self._known[key] = self._grow(run, self._full, self._full)
+        return self._known[key]
+
+    def _grow(self, run: Run, lanes_on: int, lanes_back: int) -> tuple[Run | None, tuple[int, int]]:
+        """Grow a part from the top outwards, on both sides alike, while one of the lanes is free in each direction."""
+        on, back = self._links[run.line]
+        low = high = run.top
+        free = lanes_on, lanes_back
+        while low > run.low or high < run.high:
+            next_low, next_high = max(run.low, low - 1), min(run.high, high + 1)
+            taken_on = taken_back = 0
+            for link in ((next_low,) if next_low < low else ()) + ((high,) if next_high > high else ()):
+                taken_on |= on[link]
+                taken_back |= back[link]
+            left = free[0] & ~taken_on, free[1] & ~taken_back
+            if not (left[0] and left[1]):
+                break
+            low, high, free = next_low, next_high, left
+        if low < high:
+            return replace(run, low=low, high=high), free
+        # Not even the first links on both sides have a lane in common: each side goes on its own.
+        if run.low < run.top < run.high:
+            return self._grow(replace(run, low=run.top), lanes_on, lanes_back)
+        return None, free
+
+    def _fit_through(self, run: Run, phase: int) -> Run | None:
+        """Return the longest part round the middle cable whose lanes through it are free."""
+        bits = [1 << lane for lane in self._lanes_through(run, phase)]
+        on, back = self._links[run.line]
+
+        def is_free(link: int) -> bool:
+            return not (on[link] & bits[0] or back[link] & bits[1])
+
+        if not is_free(run.top):
+            return None
+        low, high = run.top, run.top + 1
+        while low > run.low and is_free(low - 1):
+            low -= 1
+        while high < run.high and is_free(high):
+            high += 1
+        return replace(run, low=low, high=high)
+
+    def _lanes_through(self, run: Run, phase: int) -> tuple[int, int]:
+        return (phase - run.top) % self.period, (phase + run.top + 1) % self.period
+
+    def _pass_through(self, run: Run, phase: int) -> _Placed:
+        """Let sums of both sides cross on the middle cable, above the top, in step `phase`, and copies go on."""
+        return _Placed(run, self._lanes_through(run, phase), (phase - 1, phase), (phase, phase + 1))
+
+    def _waits(self, slack: int, has_up: bool, has_down: bool) -> list[tuple[float, int, int]]:
+        """Return the waits before and after a top, those that cost least first, as (cost, before, after).
+
+        Where sums go up and copies down, the two add up to `slack` modulo the period. As many periods before
+        the top as a chip has links: no two sums may arrive in the same step, and then one of these is free.
+        """
+        key = slack if has_up and has_down else -1 if has_up else -2 - slack
+        if key not in self._orders:
+            period = self.period
+            if has_up and has_down:
+                pairs = [(early, (slack - early) % period) for early in range(self._n_periods * period)]
+                waits = [(early + late + 0.01 * abs(early - late), early, late) for early, late in pairs]
+            elif has_up:
+                waits = [(float(early), early, 0) for early in range(self._n_periods * period)]
+            else:
+                waits = [(float(late), (slack - late) % period, late) for late in range(period)]
+            self._orders[key] = sorted(waits)
+        return self._orders[key]
+
+    def _turn(
+        self, tree: Runs, run: Run, free: tuple[int, int], meetings: _Meetings, limit: int
+    ) -> tuple[_Placed, int, int] | None:
+        """Choose a run's lanes; return it with them, how far from step 0 it reaches, and how long it waits."""
+        chips, period, top = self._chips[run.line], self.period, run.top
+        last, soonest, meeting = meetings.at(chips[top])
+        slack = (last + 1 - soonest) % period
+        lanes, arrive, leave = [0, 0], [0, 0], [0, 0]
+        reach, waited = 0, 0
+        for way, ahead in ((0, 1), (1, -1)):
+            has_up, has_down = (top > run.low, top < run.high)[::ahead]
+            up_height = tree.below[chips[top - ahead]] - run.depth if has_up else 0
+            down_height = tree.below[chips[top + ahead]] - run.depth if has_down else 0
+            lane = (last + 1 - ahead * top) % period
+            ever = self._ever[run.line][way]
+            best: tuple[float, int, int, int] | None = None
+            for cost, early, late in self._waits(slack, has_up, has_down):
+                if best is not None and cost >= best[0]:
+                    break
+                bit = 1 << (lane - early) % period
+                if not free[way] & bit or (has_up and last - early in meeting):
+                    continue
+                begin = up_height - 1 - last + early if has_up else 0
+                end = soonest + late + down_height - 1 if has_down else 0
+                if begin > limit or end > limit:
+                    cost += LATE * (max(begin, end) - limit)
+                if not ever & bit:
+                    cost += FRESH_LANE
+                if best is None or cost < best[0]:
+                    best = cost, early, late, max(begin, end)
+            if best is None:
+                return None
+            _, early, late, far = best
+            reach, waited = max(reach, far), waited + early + late
+            lanes[way] = (lane - early) % period
+            arrive[way], leave[way] = last - early, soonest + late
+            if has_up:
+                meeting.add(arrive[way])
+        return _Placed(run, (lanes[0], lanes[1]), (arrive[0], arrive[1]), (leave[0], leave[1])), reach, waited
+
+
+class _Meetings:
+    """The chips where runs of a tree meet: when each sends its sum, when its copy comes, and when sums arrive at it."""
+
+    def __init__(self, chips: list[list[int]], root: int, phase: int) -> None:
+        self._chips = chips
+        self._sends, self._comes = {root: phase + 1}, {root: phase}
+        self._arrivals: dict[int, set[int]] = {}
+
+    def swap(self, tree: Runs, phase: int) -> None:
+        """Let the two chips in the middle have the sum after both sent theirs in step `phase`."""
+        for chip in (tree.root, tree.partner):
+            self._sends[chip] = self._comes[chip] = phase
+
+    def at(self, chip: int) -> tuple[int, int, set[int]]:
+        """Return the last step for sums to arrive in, the first for copies to leave, and the steps taken already."""
+        return self._sends[chip] - 1, self._comes[chip] + 1, self._arrivals.setdefault(chip, set())
+
+    def note(self, placed: _Placed, beside: tuple[int, ...] = ()) -> None:
+        """Keep what was decided for the chips of a run where others meet it; in a swap also for those in the middle."""
+        run, chips = placed.run, self._chips[placed.run.line]
+        for position in {*run.joints, *beside}:
+            chip = chips[position]
+            if position not in (run.top, *beside):
+                self._sends[chip], self._comes[chip] = placed.sends(position), placed.comes(position)
+            if run.low < position < run.high and (position != run.top or beside):
+                self._arrivals.setdefault(chip, set()).add(self._sends[chip] - 1)
+
+
+def _cut(tree: Runs, run: Run, part: Run, chips: list[int]) -> tuple[list[Run], Run]:
+    """Return what is left of a run on both sides of a part, as runs that hang below it; and the part, with joints."""
+    rests = []
+    joints = {joint for joint in run.joints if part.low <= joint <= part.high}
+    for low, high, top in ((run.low, part.low, part.low), (part.high, run.high, part.high)):
+        if low < high:
+            inside = tuple(joint for joint in run.joints if low <= joint <= high and joint != top)
+            rests.append(Run(tree.depth[chips[top]], run.line, low, high, top, inside))
+            joints.add(top)
+    return rests, replace(part, joints=tuple(sorted(joints)))
+
+
+def _steps(lines: Lines, trees: Sequence[Runs], placements: list[_Placement]) -> Steps:
+    shape = (len(trees), lines.n_chips)
+    up, down = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    swapped = np.full(len(trees), -1)
+    for i, (tree, placement) in enumerate(zip(trees, placements, strict=True)):
+        for placed in placement.placed:
+            run = placed.run
+            chips = lines.chips[run.line]
+            before = np.arange(run.top - run.low)[::-1]
+            after = np.arange(run.high - run.top)
+            up[i, chips[run.low : run.top]] = placed.arrive[0] - before
+            down[i, chips[run.low : run.top]] = placed.leave[1] + before
+            up[i, chips[run.top + 1 : run.high + 1]] = placed.arrive[1] - after
+            down[i, chips[run.top + 1 : run.high + 1]] = placed.leave[0] + after
+        if placement.swap_at is not None:
+            swapped[i] = tree.partner
+            up[i, tree.partner] = down[i, tree.partner] = placement.swap_at
+    return Steps(up, down, swapped)

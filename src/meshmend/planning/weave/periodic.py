@@ -1,0 +1,127 @@
+"""Periodic weave: a few trees, packed into a period of so many steps as the busiest cable has trees, and repeated.
+
+Weaving every chunk for itself takes time and memory for every chunk. Here some thirty trees (`packing`) are given
+steps once (`lanes`), such that no link has two transfers in steps that are equal modulo the period: then the same again
+a period later, with other chunks, never meets it. Any number of repeats costs nothing more, and the busiest link is
+idle only while the whole fills and drains. That takes longer than with chunks that are woven one by one, because every
+turn of a tree waits for its lane: so this is for long payloads, and for meshes where nothing else can be planned.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshmend.planning.weave.lanes import Steps, find_lanes
+from meshmend.planning.weave.packing import pack
+from meshmend.planning.weave.runs import Lines
+from meshmend.planning.weave.trees import measure, reroot
+from meshmend.schedule import Op, Schedule
+from meshmend.topology import Mesh
+
+MAX_TREES = 64
+MIN_TREES = 2
+MAX_TEMPLATE_TRANSFERS = 2**22
+"""No larger template is chosen: it would take minutes to make."""
+ROOM = 0.025
+"""Part of the busiest cable's load by which the period is longer than the mean: with less, packing takes for ever."""
+MAX_ATTEMPTS = 6
+"""Attempts at lanes beyond which little is gained."""
+PACKING_SHARE = 0.6
+"""Part of the time that may go into packing; what it leaves is for finding lanes."""
+GROW_SECONDS = 3e-6
+MOVE_SECONDS, MOVE_SECONDS_PER_CHIP = 2.5e-3, 5e-7
+RUN_SECONDS, RUN_SECONDS_PER_CHIP = 1e-4, 5e-6
+"""What it takes, as measured on a small virtual machine that was busy: to grow a tree, for each chip; to move an
+overload; and to place a run, for each chip along the longest side. Work is limited by these, not by a clock: every host
+must come to the same plan."""
+
+
+def choose_trees(mesh: Mesh, most: int = MAX_TREES) -> int:
+    """Return how many trees to pack: about half as many as both sides of the mesh have chips, where the period fits.
+
+    A period is a whole number of steps, no shorter than the mean load of the cables. On a full mesh combs share the
+    cables evenly, so it may be exactly that; where something has failed, some room must be left.
+
+    >>> choose_trees(Mesh("32x32")), choose_trees(Mesh("32x32", failed=["4x2@6,8"]))
+    (64, 32)
+    """
+    load = max(1, mesh.n_chips - 1) / max(1, mesh.n_cables)
+    is_full = mesh.n_chips == mesh.size and not mesh.failed_cables
+    sides = sum(n for n in mesh.shape if n > 1)
+    most = min(most, MAX_TEMPLATE_TRANSFERS // max(1, 2 * (mesh.n_chips - 1)))
+    high = max(MIN_TREES, min(most, sides if is_full else 5 * sides // 8))
+    low = max(MIN_TREES, min(3 * sides // 8, high - high // 3))
+    room = 0.0 if is_full else ROOM
+
+    def excess(n_trees: int) -> tuple[bool, float]:
+        beyond = least_period(mesh, n_trees) / (n_trees * load) - 1
+        return beyond < room, beyond if beyond >= room else -beyond
+
+    return min(range(low, high + 1), key=excess)
+
+
+def least_period(mesh: Mesh, n_trees: int) -> int:
+    """Return the mean load of a cable by so many trees, rounded up."""
+    return -(-n_trees * (mesh.n_chips - 1) // max(1, mesh.n_cables))
+
+
+def least_seconds(mesh: Mesh, n_trees: int) -> float:
+    """Return about how many CPU seconds a template takes at least."""
+    runs = n_trees * max(mesh.shape) * 1.3
+    return n_trees * mesh.n_chips * GROW_SECONDS + runs * _run_seconds(mesh)
+
+
+def _run_seconds(mesh: Mesh) -> float:
+    return RUN_SECONDS + max(mesh.shape) * RUN_SECONDS_PER_CHIP
+
+
+def make_template(
+    mesh: Mesh, n_trees: int, *, swap: bool, seconds: float, planner: str, phases: tuple[str, str]
+) -> tuple[Schedule, int]:
+    """Return a schedule of `n_trees` chunks and the period after which it can be repeated.
+
+    Every chunk goes up to its owner and comes down again; with `swap` two chips exchange halves where that fits.
+    """
+    wanted = least_period(mesh, n_trees)
+    moves = max(20, int(PACKING_SHARE * seconds / (MOVE_SECONDS + mesh.n_chips * MOVE_SECONDS_PER_CHIP)))
+    trees = pack(mesh, n_trees, wanted, moves)
+    period = max(wanted, int(np.bincount(trees.cables.ravel()).max()))
+    eccentricity, somewhere = measure(trees)
+    roots = eccentricity.argmin(axis=1)
+    rooted = reroot(somewhere, np.arange(n_trees), roots)
+    lines = Lines(mesh)
+    runs = [lines.runs(trees.cables[tree], rooted, tree) for tree in range(n_trees)]
+    attempts = (1 - PACKING_SHARE) * seconds / (_run_seconds(mesh) * sum(len(tree.runs) for tree in runs))
+    steps = find_lanes(lines, runs, period, swap=swap, attempts=max(1, min(int(attempts), MAX_ATTEMPTS)))
+    return _schedule(mesh, rooted.parent, steps, roots, planner, phases), period
+
+
+def _schedule(
+    mesh: Mesh,
+    parent: NDArray[np.int32],
+    steps: Steps,
+    roots: NDArray[np.int64],
+    planner: str,
+    phases: tuple[str, str],
+) -> Schedule:
+    tree, rank = np.nonzero(parent >= 0)
+    above = parent[tree, rank]
+    step = np.concatenate([steps.up[tree, rank], steps.down[tree, rank]])
+    step -= step.min()
+    comes_down = np.where(rank == steps.swapped[tree], Op.REDUCE, Op.COPY)
+    phase = np.repeat([0, 1], len(tree))
+    return Schedule(
+        mesh,
+        total_chunks=len(parent),
+        step=step,
+        src=np.concatenate([rank, above]),
+        dst=np.concatenate([above, rank]),
+        first_chunk=np.concatenate([tree, tree]),
+        op=np.concatenate([np.full(len(tree), Op.REDUCE), comes_down]),
+        phase=phase,
+        phase_names=phases,
+        owners=roots,
+        planner=planner,
+        may_idle=True,
+    )

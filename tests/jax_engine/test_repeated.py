@@ -1,0 +1,110 @@
+"""Repeated schedules in the JAX engine: exact sums, and tables that do not grow with the number of repeats."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import meshmend as mm
+import meshmend.jax as mmj
+import meshmend.numpy as mmn
+from jax_engine import cases
+from meshmend.jax.lanes import KEEP, Lowered, lower
+from meshmend.planning import Weave
+from meshmend.schedule import Collective, Op
+from random_schedules import random_schedule
+
+
+def replay(lowered: Lowered, payload: np.ndarray) -> np.ndarray:
+    """Run the tables on arrays as `Repeat` says, one chip, step and lane at a time."""
+    repeat, (loop,) = lowered.shape.repeat, lowered.loops
+    assert repeat is not None
+    total = lowered.shape.total_chunks
+    held = payload.copy()
+    for now in range(repeat.n_steps):
+        before = held.copy()
+        period, row = divmod(now, repeat.period)
+        for number, lane in enumerate(loop.lanes):
+            sender = {dst: src for src, dst in lane.pairs}
+            for chip in range(lowered.shape.n_chips):
+                op = loop.ops[chip, row, number]
+                at = loop.receive[chip, row, number] + period * repeat.n_chunks
+                assert op in lane.ops
+                if op == KEEP or not 0 <= at < total:
+                    continue
+                sent = loop.send[sender[chip], row, number] + period * repeat.n_chunks
+                assert sent == at
+                run = before[sender[chip], sent : sent + lane.run]
+                if op == Op.REDUCE:
+                    run = run + before[chip, at : at + lane.run]
+                held[chip, at : at + lane.run] = run
+    return held
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_tables_of_any_repeated_schedule_do_what_numpy_does(seed: int) -> None:
+    template = random_schedule(seed, collective=Collective.ALL_REDUCE, max_chips=6, max_chunks=4)
+    if template.n_transfers == 0:
+        return
+    whole = template.repeated(2 + seed % 4, 1 + seed % template.n_steps)
+    payload = np.random.default_rng(seed).integers(-99, 99, size=(whole.mesh.n_chips, whole.total_chunks))
+    assert np.array_equal(replay(lower(whole), payload), mmn.run(whole, payload))
+    assert np.array_equal(mmn.run(whole, payload), np.broadcast_to(payload.sum(axis=0), payload.shape))
+
+
+def test_tables_do_not_grow_with_the_repeats() -> None:
+    mesh = mm.Mesh("4x4", failed=["1,1"])
+    few, many = (lower(Weave(chunks=8 * n, trees=8, budget_s=0.1).plan(mesh)) for n in (2, 2000))
+    for one, other in zip(few.loops, many.loops, strict=True):
+        assert np.array_equal(one.send, other.send)
+        assert np.array_equal(one.ops, other.ops)
+        assert one.lanes == other.lanes
+    assert few.shape.repeat is not None
+    assert few.loops[0].n_steps == few.shape.repeat.period
+    assert few.shape != many.shape
+
+
+@pytest.mark.parametrize("name", ["trees 4x4", "trees 4x8 - 2x2"])
+def test_sums_are_exact(name: str) -> None:
+    fabric = cases.fabric_of(name)
+    n = fabric.mesh.n_chips
+    schedule = mm.plan(fabric.mesh, Weave(chunks=48, trees=6, budget_s=0.1))
+    program = mmj.install(schedule, fabric)
+    assert "steps of" in repr(program)
+    values = np.random.default_rng(0).integers(-(2**20), 2**20, size=(n, 501)).astype(np.int32)
+    mapped = jax.jit(
+        jax.shard_map(
+            mmj.all_reduce,
+            mesh=fabric.jax_mesh,
+            in_specs=(cases.BY_CHIP, program.spec),
+            out_specs=cases.BY_CHIP,
+            check_vma=False,
+        )
+    )
+    got = np.asarray(mapped(jnp.asarray(values), program)).reshape(n, -1)
+    assert (got == values.sum(axis=0)).all()
+
+
+def test_a_sharded_update_finds_its_chunks() -> None:
+    fabric = cases.fabric_of("trees 4x4")
+    schedule = mm.plan(fabric.mesh, Weave(chunks=48, trees=6, budget_s=0.1))
+    pair = mmj.install_pair(schedule, fabric)
+    values = np.random.default_rng(1).integers(-99, 99, size=(16, 100)).astype(np.int32)
+
+    def through_shards(x: jax.Array, pair: mmj.ProgramPair) -> jax.Array:
+        shards = mmj.reduce_scatter(x, pair.scatter)
+        return jnp.asarray(mmj.all_gather(shards, pair.gather, like=x))
+
+    mapped = jax.jit(
+        jax.shard_map(
+            through_shards,
+            mesh=fabric.jax_mesh,
+            in_specs=(cases.BY_CHIP, pair.spec),
+            out_specs=cases.BY_CHIP,
+            check_vma=False,
+        )
+    )
+    got = np.asarray(mapped(jnp.asarray(values), pair)).reshape(16, -1)
+    assert (got == values.sum(axis=0)).all()
