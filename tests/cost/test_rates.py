@@ -172,6 +172,7 @@ def test_forecasts_by_hand() -> None:
     assert busiest_link_load(schedule) == pytest.approx(3.0)
     first = predict(schedule, 2e9, "ideal").busiest_links[0]
     assert (str(first), first.load) == ("(0,1)→(0,2)", 1.0)
+    assert first.time == pytest.approx(3.0)
     assert first.rate == pytest.approx(1 / 3)
     # The first cable slow instead: in lock-step the third step is quick, asynchronously the second chunk waits.
     turned = line({"0,0-0,1": 1 / 3}, [(0, 0, 1, 0), (1, 1, 2, 0), (1, 0, 1, 1), (2, 1, 2, 1)], chunks=2)

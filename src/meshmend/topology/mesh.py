@@ -25,6 +25,8 @@ MAX_CHIPS = 2**24
 MAX_AXES = 8
 
 CableLike = tuple[Sequence[int], Sequence[int]] | str
+# The type of a mapping's keys is invariant, so that no narrower one than Any takes {"0,4-0,5": 0.5} and boxes alike.
+CableRates = Mapping[Any, RateLike] | Iterable[tuple[Region | CableLike, RateLike]]
 IntArray = NDArray[np.int32]
 
 
@@ -55,7 +57,7 @@ class Mesh:
         wrap: bool | Sequence[bool] = False,
         failed: Iterable[Region | Sequence[int] | str] = (),
         failed_cables: Iterable[CableLike] = (),
-        cable_rates: Mapping[Any, RateLike] | Iterable[tuple[Region | CableLike, RateLike]] = (),
+        cable_rates: CableRates = (),
     ) -> None:
         self._shape = _check_shape(shape)
         self._wrap = _check_wrap(wrap, self._shape)
@@ -314,9 +316,7 @@ class Mesh:
             f"No cable joins {name_chip(a)} and {name_chip(b)}: they are not neighbours in {name_shape(self._shape)}."
         )
 
-    def _check_rates(
-        self, given: Mapping[Region | CableLike, RateLike] | Iterable[tuple[Region | CableLike, RateLike]]
-    ) -> dict[Cable, Fraction]:
+    def _check_rates(self, given: CableRates) -> dict[Cable, Fraction]:
         """Return the rate of each cable that is named, alone or as part of a box."""
         if isinstance(given, str):
             raise MeshError(f"cable_rates gives each slow cable its rate, as in {{'0,4-0,5': 0.5}}: got {given!r}.")
