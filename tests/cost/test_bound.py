@@ -1,7 +1,7 @@
 import networkx as nx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from meshmend.cost import Hardware, bound, predict
@@ -167,6 +167,7 @@ def test_no_schedule_beats_it_thousands(schedule: Schedule, links_at_once: int |
 @given(plans(), st.sampled_from([None, 1, 2]))
 def test_no_half_of_a_schedule_beats_it(schedule: Schedule, links_at_once: int | None) -> None:
     hardware = Hardware("bandwidth only", 1.0, links_at_once=links_at_once)
+    assume(schedule.planner != "latency")  # its chips exchange partial sums: it has no halves
     for half in (reduce_scatter_of(schedule), all_gather_of(schedule)):
         forecast = predict(half, 1.0, hardware, mode="asynchronous")
         assert forecast.seconds >= forecast.bound_seconds * (1 - 1e-9)

@@ -22,6 +22,7 @@ from meshmend.errors import ParameterError
 from meshmend.planning import PLANNERS, Auto, Gather, Hamiltonian, Latency, Planner, RowPairs, Tuned, Weave
 from meshmend.planning.auto import CHOICES, OTHERS, Field
 from meshmend.planning.base import MAX_TRANSFERS
+from meshmend.planning.weave.planner import TRANSFER_SECONDS
 from meshmend.schedule import Collective, Op, Schedule
 from meshmend.study.compare import compare
 from strategies import cut_block_meshes, meshes
@@ -191,7 +192,7 @@ def test_auto_leaves_out_what_is_too_large_and_serves_the_rest() -> None:
     choice = Field(Mesh("1x5000"))
     variants = choice.variants(1e8, Auto().hardware)  # type: ignore[arg-type]  # found already
     assert [type(variant) for variant in variants] == [Weave]
-    assert Auto().n_transfers(Mesh("1x5000")) <= 2**22
+    assert Auto().n_transfers(Mesh("1x5000")) <= Auto().budget_s / TRANSFER_SECONDS
 
 
 UNDER_A_LIMIT = """

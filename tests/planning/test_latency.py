@@ -94,9 +94,7 @@ def test_it_has_no_halves_and_says_so() -> None:
         all_gather_of(schedule)
     verify(reduce_scatter_of(schedule))  # every chip has more than it must
     for collective in ("all-gather", "reduce-scatter"):
-        with pytest.raises(
-            PlanError, match=r"its all-reduce cannot be split .* Take 'gather', which plans one as such"
-        ):
+        with pytest.raises(PlanError, match=r"no chip is the first where a chunk .* Use 'gather', which plans one"):
             plan(Mesh("4x4"), "latency", collective=collective)
 
 

@@ -17,7 +17,7 @@ from meshmend.planning import Weave
 from meshmend.planning.weave import Owners
 from meshmend.planning.weave.packing import pack
 from meshmend.planning.weave.periodic import choose_trees, least_period
-from meshmend.planning.weave.runs import Lines
+from meshmend.planning.weave.runs import MeshLines
 from meshmend.planning.weave.trees import measure, reroot
 from meshmend.schedule.split import all_gather_of, reduce_scatter_of
 from strategies import torn_meshes
@@ -112,7 +112,7 @@ def test_runs_are_straight_and_hold_every_cable_once(mesh: mm.Mesh) -> None:
     eccentricity, somewhere = measure(trees)
     roots = eccentricity.argmin(axis=1)
     rooted = reroot(somewhere, np.arange(2), roots)
-    lines = Lines(mesh)
+    lines = MeshLines(mesh)
     for tree in range(2):
         runs = lines.runs(trees.cables[tree], rooted, tree)
         parent = rooted.parent[tree]

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.planning.weave.runs import Lines, Run, Runs
+from meshmend.planning.weave.runs import MeshLines, TreeRun, TreeRuns
 
 Ints = NDArray[np.int64]
 
@@ -56,7 +56,7 @@ class _Placed:
     The first of a pair is for the direction of growing positions: sums from below the top, copies to above it.
     """
 
-    run: Run
+    run: TreeRun
     lanes: tuple[int, int]
     arrive: tuple[int, int]
     leave: tuple[int, int]
@@ -82,7 +82,7 @@ class _Placement:
     swap_at: int | None
 
 
-def find_lanes(lines: Lines, trees: Sequence[Runs], period: int, *, swap: bool, attempts: int) -> Steps:
+def find_lanes(lines: MeshLines, trees: Sequence[TreeRuns], period: int, *, swap: bool, attempts: int) -> Steps:
     """Return steps for all trees, with as few from the first to the last as so many attempts find.
 
     No cable may be in more trees than the period has steps: then every run, cut or not, finds a lane.
@@ -112,7 +112,13 @@ def find_lanes(lines: Lines, trees: Sequence[Runs], period: int, *, swap: bool, 
 
 
 def _attempt(
-    lines: Lines, trees: Sequence[Runs], period: int, order: Ints, limit: int, swap: bool, least: int | None = None
+    lines: MeshLines,
+    trees: Sequence[TreeRuns],
+    period: int,
+    order: Ints,
+    limit: int,
+    swap: bool,
+    least: int | None = None,
 ) -> list[_Placement] | int:
     """Place the trees in that order; or say which one could not be placed, or not nearer to step 0 than `least`."""
     taken = _Taken(lines, period)
@@ -131,7 +137,7 @@ def _attempt(
 class _Taken:
     """The lanes that are taken: for each line and direction a mask for every link, a bit for every lane."""
 
-    def __init__(self, lines: Lines, period: int) -> None:
+    def __init__(self, lines: MeshLines, period: int) -> None:
         self.period = period
         self._full = (1 << period) - 1
         self._chips = lines.chips
@@ -139,7 +145,7 @@ class _Taken:
         self._ever = [[0, 0] for _ in lines.chips]
         self._n_periods = lines.n_directions
         self._orders: dict[int, list[tuple[float, int, int]]] = {}
-        self._known: dict[tuple[int, int, int, int], tuple[Run | None, tuple[int, int]]] = {}
+        self._known: dict[tuple[int, int, int, int], tuple[TreeRun | None, tuple[int, int]]] = {}
 
     def add(self, placement: _Placement) -> None:
         """Take the lanes of a tree."""
@@ -152,7 +158,7 @@ class _Taken:
                     links[link] |= bit
                 self._ever[run.line][way] |= bit
 
-    def place(self, tree: Runs, limit: int, swap: bool) -> _Placement | None:
+    def place(self, tree: TreeRuns, limit: int, swap: bool) -> _Placement | None:
         """Return the best placement of a tree over all phases that are tried."""
         # While one tree is placed nothing is taken: its runs share no link.
         self._known.clear()
@@ -170,7 +176,7 @@ class _Taken:
                 break
         return best
 
-    def _place_at(self, tree: Runs, phase: int, limit: int, swap: bool, most: float) -> _Placement | None:
+    def _place_at(self, tree: TreeRuns, phase: int, limit: int, swap: bool, most: float) -> _Placement | None:
         """Place a tree whose root has the sum after step `phase`, at a cost of no more than `most`."""
         queue = [(run.depth, number, run) for number, run in enumerate(tree.runs)]
         number = len(queue)
@@ -216,14 +222,14 @@ class _Taken:
         cost = LATE * max(extent - limit, 0) + wait / len(placed)
         return _Placement(tuple(placed), extent, cost, phase if swap else None)
 
-    def _fit(self, run: Run) -> tuple[Run | None, tuple[int, int]]:
+    def _fit(self, run: TreeRun) -> tuple[TreeRun | None, tuple[int, int]]:
         """Return the longest part of a run round its top that has a free lane in both directions, and those lanes."""
         key = run.line, run.low, run.high, run.top
         if key not in self._known:
             self._known[key] = self._grow(run, self._full, self._full)
         return self._known[key]
 
-    def _grow(self, run: Run, lanes_on: int, lanes_back: int) -> tuple[Run | None, tuple[int, int]]:
+    def _grow(self, run: TreeRun, lanes_on: int, lanes_back: int) -> tuple[TreeRun | None, tuple[int, int]]:
         """Grow a part from the top outwards, on both sides alike, while one of the lanes is free in each direction."""
         on, back = self._links[run.line]
         low = high = run.top
@@ -245,7 +251,7 @@ class _Taken:
             return self._grow(replace(run, low=run.top), lanes_on, lanes_back)
         return None, free
 
-    def _fit_through(self, run: Run, phase: int) -> Run | None:
+    def _fit_through(self, run: TreeRun, phase: int) -> TreeRun | None:
         """Return the longest part round the middle cable whose lanes through it are free."""
         bits = [1 << lane for lane in self._lanes_through(run, phase)]
         on, back = self._links[run.line]
@@ -262,10 +268,10 @@ class _Taken:
             high += 1
         return replace(run, low=low, high=high)
 
-    def _lanes_through(self, run: Run, phase: int) -> tuple[int, int]:
+    def _lanes_through(self, run: TreeRun, phase: int) -> tuple[int, int]:
         return (phase - run.top) % self.period, (phase + run.top + 1) % self.period
 
-    def _pass_through(self, run: Run, phase: int) -> _Placed:
+    def _pass_through(self, run: TreeRun, phase: int) -> _Placed:
         """Let sums of both sides cross on the middle cable, above the top, in step `phase`, and copies go on."""
         return _Placed(run, self._lanes_through(run, phase), (phase - 1, phase), (phase, phase + 1))
 
@@ -289,7 +295,7 @@ class _Taken:
         return self._orders[key]
 
     def _turn(
-        self, tree: Runs, run: Run, free: tuple[int, int], meetings: _Meetings, limit: int
+        self, tree: TreeRuns, run: TreeRun, free: tuple[int, int], meetings: _Meetings, limit: int
     ) -> tuple[_Placed, int, int] | None:
         """Choose a run's lanes; return it with them, how far from step 0 it reaches, and how long it waits."""
         chips, period, top = self._chips[run.line], self.period, run.top
@@ -337,7 +343,7 @@ class _Meetings:
         self._sends, self._comes = {root: phase + 1}, {root: phase}
         self._arrivals: dict[int, set[int]] = {}
 
-    def swap(self, tree: Runs, phase: int) -> None:
+    def swap(self, tree: TreeRuns, phase: int) -> None:
         """Let the two chips in the middle have the sum after both sent theirs in step `phase`."""
         for chip in (tree.root, tree.partner):
             self._sends[chip] = self._comes[chip] = phase
@@ -357,19 +363,19 @@ class _Meetings:
                 self._arrivals.setdefault(chip, set()).add(self._sends[chip] - 1)
 
 
-def _cut(tree: Runs, run: Run, part: Run, chips: list[int]) -> tuple[list[Run], Run]:
+def _cut(tree: TreeRuns, run: TreeRun, part: TreeRun, chips: list[int]) -> tuple[list[TreeRun], TreeRun]:
     """Return what is left of a run on both sides of a part, as runs that hang below it; and the part, with joints."""
     rests = []
     joints = {joint for joint in run.joints if part.low <= joint <= part.high}
     for low, high, top in ((run.low, part.low, part.low), (part.high, run.high, part.high)):
         if low < high:
             inside = tuple(joint for joint in run.joints if low <= joint <= high and joint != top)
-            rests.append(Run(tree.depth[chips[top]], run.line, low, high, top, inside))
+            rests.append(TreeRun(tree.depth[chips[top]], run.line, low, high, top, inside))
             joints.add(top)
     return rests, replace(part, joints=tuple(sorted(joints)))
 
 
-def _steps(lines: Lines, trees: Sequence[Runs], placements: list[_Placement]) -> Steps:
+def _steps(lines: MeshLines, trees: Sequence[TreeRuns], placements: list[_Placement]) -> Steps:
     shape = (len(trees), lines.n_chips)
     up, down = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     swapped = np.full(len(trees), -1)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from meshmend.planning.weave.lanes import Steps, find_lanes
 from meshmend.planning.weave.packing import pack
-from meshmend.planning.weave.runs import Lines
+from meshmend.planning.weave.runs import MeshLines
 from meshmend.planning.weave.trees import measure, reroot
 from meshmend.schedule import Op, Schedule
 from meshmend.topology import Mesh
@@ -91,7 +91,7 @@ def make_template(
     eccentricity, somewhere = measure(trees)
     roots = eccentricity.argmin(axis=1)
     rooted = reroot(somewhere, np.arange(n_trees), roots)
-    lines = Lines(mesh)
+    lines = MeshLines(mesh)
     runs = [lines.runs(trees.cables[tree], rooted, tree) for tree in range(n_trees)]
     attempts = (1 - PACKING_SHARE) * seconds / (_run_seconds(mesh) * sum(len(tree.runs) for tree in runs))
     steps = find_lanes(lines, runs, period, swap=swap, attempts=max(1, min(int(attempts), MAX_ATTEMPTS)))

@@ -47,8 +47,9 @@ THOROUGH = 1.4
 """What one more pass over the steps adds to that."""
 TEMPLATE_SHARE = 0.3
 """Part of the budget that the search for a short template may take."""
-WORTH_TRYING = 1.1
-"""A planner whose estimated time is longer than the best one's by more than this is not tried."""
+WORTH_TRYING, ALWAYS_WORTH_TRYING_S = 1.1, 0.1
+"""A planner whose estimated time is longer than the best one's by more than this is not tried, unless it takes so few
+seconds that the estimate need not be believed."""
 DEFAULT_BUDGET_S = 10.0
 Owners = Literal["even", "any", "none"]
 FEW_TREES = 256
@@ -251,7 +252,8 @@ def _within_budget(found: list[Weave], mesh: Mesh, step_cost: float, budget_s: f
     kept: list[Weave] = []
     left, best = budget_s, min(time(weave) for weave in found)
     for weave in sorted(found, key=time):
-        if seconds(weave) <= left and (not kept or time(weave) <= WORTH_TRYING * best):
+        is_cheap = seconds(weave) <= min(ALWAYS_WORTH_TRYING_S, budget_s / 10)
+        if seconds(weave) <= left and (not kept or is_cheap or time(weave) <= WORTH_TRYING * best):
             kept.append(weave)
             left -= seconds(weave)
     return kept or [min(found, key=seconds)]

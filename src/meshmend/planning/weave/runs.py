@@ -23,7 +23,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Run:
+class TreeRun:
     """Chips at positions `low` … `high` of a line, joined by cables of one tree; `depth` is that of its top."""
 
     depth: int
@@ -36,7 +36,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Runs:
+class TreeRuns:
     """One tree as runs, in order of the depth of their tops.
 
     `depth[rank]` is a chip's depth, `below[rank]` that of the deepest chip at or below it, `turns` the most turns
@@ -46,13 +46,13 @@ class Runs:
     root: int
     partner: int
     middle: int
-    runs: tuple[Run, ...]
+    runs: tuple[TreeRun, ...]
     depth: list[int]
     below: list[int]
     turns: int
 
 
-class Lines:
+class MeshLines:
     """The lines of a mesh along all its axes, numbered; and the chips along each of them, by position."""
 
     def __init__(self, mesh: Mesh) -> None:
@@ -73,7 +73,7 @@ class Lines:
         self.line = line_of[a, axis]
         self._ends = a, b
 
-    def runs(self, cables: NDArray[np.int32], rooted: Rooted, tree: int) -> Runs:
+    def runs(self, cables: NDArray[np.int32], rooted: Rooted, tree: int) -> TreeRuns:
         """Return the runs of one tree, whose parents and depths are row `tree` of `rooted`."""
         parent, depth = rooted.parent[tree], rooted.depth[tree]
         order = cables[np.lexsort((self.position[cables], self.line[cables]))]
@@ -108,13 +108,13 @@ class Lines:
         found = []
         for one in by_depth.tolist():
             top_depth, number, begin, end, where = rows[one]
-            found.append(Run(top_depth, number, begin, end, where, tuple(sorted(joints[one]))))
+            found.append(TreeRun(top_depth, number, begin, end, where, tuple(sorted(joints[one]))))
         below = _below(parent, depth)
         root = int(np.flatnonzero(parent < 0)[0])
         children = np.flatnonzero(parent == root)
         partner = int(children[below[children].argmax()])
         middle = int(np.flatnonzero(by_depth == run[cable_above[partner]])[0])
-        return Runs(root, partner, middle, tuple(found), depth.tolist(), below.tolist(), int(turns.max(initial=0)))
+        return TreeRuns(root, partner, middle, tuple(found), depth.tolist(), below.tolist(), int(turns.max(initial=0)))
 
 
 def _below(parent: NDArray[np.int32], depth: NDArray[np.int32]) -> Ints:
