@@ -160,8 +160,9 @@ class Weave(Planner):
             return whole
         pieces = Pieces.of(mesh)
         slow = (pieces.per_step > 0) & (pieces.per_step < pieces.per_chunk)
-        # A cable of p/q takes q/p + 1 steps for a chunk, and about p/q of the chunks that others carry.
-        return whole + 4 * int(slow.sum()) * chunks
+        # A cable of p/q takes at most q/p + 1 steps for a chunk, and it may be the only way for all of them.
+        steps = np.ceil(pieces.per_chunk / np.maximum(pieces.per_step[slow], 1))
+        return whole + 2 * int(steps.sum()) * chunks
 
     def _check(self, mesh: Mesh) -> None:
         """Refuse too many chunks for so many chips."""
