@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from meshmend import Mesh, Schedule, plan, save
 from meshmend.cli import app
-from meshmend.errors import CacheWarning, ScheduleFileError
+from meshmend.errors import CacheWarning, ParameterError, ScheduleFileError
 from meshmend.planning import Auto, Hamiltonian, PlanCache, Planner, RowPairs
 from meshmend.planning.cache import default_folder
 from meshmend.schedule.split import reduce_scatter_of
@@ -218,3 +218,21 @@ def test_prepare_does_not_count_plans_that_it_cannot_keep(tmp_path: Path, monkey
     shown = json.loads(prepare(tmp_path, "4x4", "--host", "4x2", "--planner", "hamiltonian", "--json"))
     assert shown["plans"] == 0
     assert re.search(r"not kept in the cache\. .* No space left on device", shown["refused"]["4x2@0,0"])
+
+
+def test_a_plan_that_took_long_is_found_by_a_job_in_a_hurry(tmp_path: Path) -> None:
+    cache, mesh = PlanCache(tmp_path), Mesh("4x4", failed=["2x2@0,0"])
+    for name in ("auto", "weave"):
+        kept = plan(mesh, name, cache=cache, budget_s=60, payload_bytes=1e9)
+        found = len(cache)
+        assert plan(mesh, name, cache=cache, budget_s=2, payload_bytes=1e9) == kept
+        assert len(cache) == found
+    assert len(cache) == 2
+
+
+def test_every_planner_takes_a_budget() -> None:
+    assert plan(Mesh("4x4"), "hamiltonian", budget_s=2) == plan(Mesh("4x4"), "hamiltonian")
+    for name in ("hamiltonian", "weave", "auto"):
+        for nonsense in (0, -1, float("nan"), "soon"):
+            with pytest.raises(ParameterError, match=r"budget_s is .*, expected a positive number of seconds"):
+                plan(Mesh("4x4"), name, budget_s=nonsense)

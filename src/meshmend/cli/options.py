@@ -103,6 +103,10 @@ class TuningOptions:
     chunks: Annotated[
         int | None, typer.Option("--chunks", min=1, help="weave, gather: number of chunks; more for long payloads.")
     ] = None
+    budget: Annotated[
+        float | None,
+        typer.Option("--budget", metavar="SECONDS", help="auto, weave: CPU seconds that planning may take, about."),
+    ] = None
 
     def planner(
         self,
@@ -117,6 +121,7 @@ class TuningOptions:
             "orientation": self.orientation,
             "segments": self.segments,
             "chunks": self.chunks,
+            "budget_s": self.budget,
             "payload_bytes": None if payload is None else parse_bytes(payload),
             "hardware": hardware,
         }

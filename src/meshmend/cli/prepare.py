@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import warnings
 from pathlib import Path
@@ -27,6 +28,9 @@ from meshmend.errors import CacheWarning, LoweringError, MeshError, PlanError
 from meshmend.planning import Auto, PlanCache, plan
 from meshmend.topology import Mesh, Region, all_placements, name_shape, parse_shape
 
+BUDGET_S = 60.0
+"""CPU seconds for each plan: nobody waits for it yet."""
+
 
 def command(
     shape: ShapeArgument,
@@ -51,7 +55,8 @@ def command(
         hosts = _hosts(mesh, host)
         store = PlanCache(cache)
         check_folder("--cache", store.folder, make=True)
-        chosen = tuning.planner(planner, auto.payload, auto.hardware)
+        unhurried = dataclasses.replace(tuning, budget=BUDGET_S if tuning.budget is None else tuning.budget)
+        chosen = unhurried.planner(planner, auto.payload, auto.hardware)
         ready, refused = 0, {}
         started = time.perf_counter()
         columns = (TextColumn("planning for the loss of"), TextColumn("{task.description}"), BarColumn())

@@ -16,6 +16,7 @@ import os
 import tempfile
 import warnings
 from pathlib import Path
+from typing import Any
 
 from meshmend.errors import CacheWarning, ScheduleFileError, VerificationError
 from meshmend.planning.auto import CHOICES, OTHERS, Auto
@@ -65,7 +66,7 @@ class PlanCache:
             **({"cable_rates": name_cable_rates(mesh.cable_rates)} if mesh.has_slow_cables else {}),
             "planner": planner.name,
             "collective": planner.collective,
-            "parameters": dataclasses.asdict(planner),  # type: ignore[call-overload]
+            "parameters": _without_budget(dataclasses.asdict(planner)),  # type: ignore[call-overload]
         }
         if neighbours_only:  # left out otherwise: plans that are kept already stay valid
             key["neighbours_only"] = True
@@ -129,3 +130,12 @@ def _why_not(schedule: Schedule, mesh: Mesh, planner: Planner, *, neighbours_onl
     if set(makers) <= set(ours) and schedule.planner.removesuffix(BY_HOPS if neighbours_only else "") not in makers:
         return f"{schedule.planner} made it, expected {' or '.join(makers)}."
     return None
+
+
+def _without_budget(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Leave out how long planning may take: a job that is in a hurry wants the plan that took a minute beforehand."""
+    return {
+        name: _without_budget(value) if isinstance(value, dict) else value
+        for name, value in parameters.items()
+        if name != "budget_s"
+    }

@@ -12,6 +12,7 @@ from meshmend.planning.base import Planner
 from meshmend.planning.cache import PlanCache
 from meshmend.planning.derived import Derived
 from meshmend.planning.weave import Weave
+from meshmend.planning.weave.planner import check_budget
 from meshmend.schedule import Collective, Schedule
 from meshmend.schedule.neighbour_hops import neighbour_hops
 from meshmend.schedule.verify import ensure_proven
@@ -43,6 +44,9 @@ def plan(
     and then chooses those of its parameters that are not given.
     A `collective` that is no all-reduce is planned as such by "gather"; from planners of all-reduces it takes the half
     of what they make, and "auto" takes what is faster.
+    `budget_s` is how many CPU seconds planning may take, about: `auto` and `weave` look for faster plans while there is
+    time, 10 s by default. The work is counted, not timed, so that every host comes to the same plan.
+
     `verify=False` leaves the proof to the caller. With a `cache`, a schedule that is in it is proven and returned, and
     one that is not is planned, proven and kept. A cache that cannot be used costs a `CacheWarning`, not the plan.
 
@@ -95,10 +99,12 @@ def make_planner(name: str, *, collective: str | Collective | None = None, **par
     kind = PLANNERS[name]
     own = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     wanted = read_collective(collective)
-    known = [name for name in dict.fromkeys([*own, *TARGET]) if name != "collective"]
+    known = [name for name in dict.fromkeys([*own, *TARGET, "budget_s"]) if name != "collective"]
     for parameter in parameters:
         if parameter not in known:
             raise ParameterError(f"{name} has no parameter {parameter!r}: it takes {', '.join(known)}.")
+    if "budget_s" in parameters and "budget_s" not in own:
+        check_budget(parameters.pop("budget_s"))  # it plans in no time
     target = {key: value for key, value in parameters.items() if key in TARGET and key not in own}
     given = {key: value for key, value in parameters.items() if key not in target}
     planner = kind(**given, **({"collective": wanted} if "collective" in own else {}))

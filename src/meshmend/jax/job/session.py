@@ -31,6 +31,8 @@ from meshmend.planning import PlanCache, PlanFunction, Planner
 from meshmend.planning import plan as plan_proven
 from meshmend.schedule import Schedule
 
+RECOVERY_BUDGET_S = 2.0
+"""CPU seconds for a plan that nobody prepared."""
 GAVE_UP = 13
 """Exit status of a process that lost its peers or failed: anything but 0 makes a launcher restart it."""
 
@@ -70,8 +72,11 @@ class Session:
 
         Give the planner and the parameters that `prepare` was given; process 0 plans what is not in the cache yet, and
         all others find it there. They wait for it as long as it is alive, and raise its error if it has none.
+        What is not there is planned within `budget_s`, by default 2 CPU seconds: training waits for it.
         `make` plans and proves: it receives the mesh, the planner, the cache and the parameters.
         """
+        if isinstance(planner, str):
+            parameters.setdefault("budget_s", RECOVERY_BUDGET_S)
         store = cache if isinstance(cache, PlanCache) else PlanCache(cache)
         with self.timeline.timed("plan") as facts, self.coordination.doing("planning"):
             before = len(store)
