@@ -16,6 +16,7 @@ import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine import cases
 from meshmend.errors import ParameterError, ScheduleError, VerificationError
+from meshmend.planning import Weave
 from meshmend.schedule import Op
 
 HOLED = "row-pairs 4x4 - 2x2"
@@ -96,7 +97,7 @@ def test_a_program_that_is_not_split_by_chip_is_refused(check_vma: bool) -> None
         "all_gather": (lambda a, h: mmj.all_gather((a.reshape(-1, 1),), h.gather, like=a), pair),
     }
     for function, tables in uses.values():
-        with pytest.raises(ParameterError, match=r"given 12 rows .* expected its own row only.*program\.spec"):
+        with pytest.raises(ParameterError, match=r"received 12 rows .* expected its own row only.*program\.spec"):
             jax.jit(mapped(function, PartitionSpec()))(x, tables)
     assert (np.asarray(jax.jit(mapped(mmj.all_reduce, program.spec))(x, program)) == 12).all()
     with pytest.raises(ParameterError, match="not closed over"):
@@ -151,3 +152,12 @@ def test_a_schedule_or_the_other_kind_of_program_is_no_program() -> None:
     for call in calls:
         with pytest.raises(ParameterError, match=r"Expected a Program or a ProgramPair, got a Schedule.*mmj\.install"):
             call()
+
+
+def test_a_plan_that_leaves_the_chunks_to_a_few_owners_is_no_pair() -> None:
+    fabric = cases.fabric_of("trees 4x4")
+    few = mm.plan(fabric.mesh, Weave(chunks=48, trees=2, budget_s=0.1))
+    with pytest.raises(ParameterError, match=r"One of 16 chips owns \d+ of 48 chunks .* Plan with owners='even'\."):
+        mmj.install_pair(few, fabric)
+    even = mm.plan(fabric.mesh, "weave", chunks=48, owners="even")
+    assert mmj.install_pair(even, fabric).whole.n_chips == 16

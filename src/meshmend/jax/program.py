@@ -27,7 +27,7 @@ from meshmend.topology import Mesh
 TPU_TILE = 1024
 """Elements of a TPU's tile of a 32-bit array, 8 × 128: chunks of whole tiles move without shifting."""
 
-MOST_OWNED = 4
+MOST_OWNED = 8
 """A chip may own this many times its fair share of the chunks where the update is sharded, but no more."""
 
 Place = Callable[[NDArray[Any], NamedSharding], Any]
@@ -135,6 +135,7 @@ def install_pair(schedule: Schedule, fabric: Fabric) -> ProgramPair:
     Every chip makes room for as many chunks as the chip that owns most, so a plan that leaves them to a few is refused.
     """
     _check_fit(schedule, fabric.mesh)
+    ensure_proven(schedule)
     _check_owners(schedule)
     return ProgramPair(
         *(install(part, fabric) for part in (reduce_scatter_of(schedule), all_gather_of(schedule), schedule))
