@@ -205,8 +205,10 @@ def test_a_run_of_billions_of_chunks_is_followed_as_one() -> None:
         """A schedule with one owner for all chunks, without the array of owners."""
 
         total_chunks = 2**30
+        repeats, period = 1, 0
 
     long: Any = Long()
+    long.template = long
     for name, column in zip(
         ("step", "src", "dst", "first_chunk", "n_chunks", "op"), (step, src, dst, first, n_chunks, op), strict=True
     ):
