@@ -82,7 +82,7 @@ def test_tables_for_people() -> None:
     assert "yellow forwards to blue" in shown
     shown = CliRunner().invoke(app, ["compare", *HOLED, "--hardware", "tpu-v3"]).output
     assert "holed / full" in shown
-    assert "it needs every row and every column whole" in shown
+    assert "it needs every row and every column intact" in shown
 
 
 def test_compare_has_every_planner_on_both_meshes() -> None:

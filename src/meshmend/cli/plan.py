@@ -97,7 +97,10 @@ def _show_considered(choice: Choice) -> None:
     table.add_column("")
     for candidate in choice.considered:
         parameters = _candidate_facts(candidate)["parameters"]
-        given = ", ".join(f"{name} {value}" for name, value in parameters.items() if value is not None)
+        unsaid = {"budget_s": parameters.get("budget_s"), "owners": "any"}  # the same in every row, or the default
+        given = ", ".join(
+            f"{name} {value}" for name, value in parameters.items() if value is not None and unsaid.get(name) != value
+        )
         name = f"{candidate.planner.name}, {given}" if given else candidate.planner.name
         if candidate.why_not is not None:
             table.add_row(candidate.planner.name, "–", candidate.why_not)
