@@ -48,6 +48,7 @@ def with_turn(schedule: Schedule) -> Schedule:
         owners=template.owners,
         collective=Collective.ALL_REDUCE_WITH_TURN,
         planner=template.planner,
+        may_idle=schedule.repeats > 1,
     )
     return turned.repeated(schedule.repeats, schedule.period)
 
