@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from functools import lru_cache
 from itertools import product
 
 import networkx as nx
@@ -17,19 +16,8 @@ from scipy.sparse import coo_array, csr_array, eye_array, hstack, kron, vstack
 
 from meshmend.cost.cuts import narrowest_cut, narrowest_partition
 from meshmend.topology import Mesh
+from partitions import partitions
 from strategies import survivors, tear
-
-
-@lru_cache(maxsize=2)
-def partitions(n: int) -> NDArray[np.int8]:
-    """Every partition of n things, one row each, as labels: each thing joins a part or opens the next."""
-    rows = np.zeros((1, 1), dtype=np.int8)
-    for _ in range(n - 1):
-        choices = rows.max(axis=1).astype(np.int64) + 2
-        grown = np.repeat(rows, choices, axis=0)
-        last = np.arange(len(grown)) - np.repeat(np.cumsum(choices) - choices, choices)
-        rows = np.column_stack([grown, last.astype(np.int8)])
-    return rows
 
 
 def best_of_all_partitions(mesh: Mesh) -> Fraction:

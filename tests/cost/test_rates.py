@@ -17,18 +17,8 @@ from meshmend.cost.cuts import cable_widths, narrowest_cut, narrowest_partition
 from meshmend.planning import PLANNERS, Hamiltonian
 from meshmend.schedule import Op, Schedule
 from meshmend.topology import Mesh
+from partitions import partitions
 from strategies import tear
-
-
-def all_partitions(n: int) -> NDArray[np.int8]:
-    """Every partition of n things, one row each, as labels: each thing joins a part or opens the next."""
-    rows = np.zeros((1, 1), dtype=np.int8)
-    for _ in range(n - 1):
-        choices = rows.max(axis=1).astype(np.int64) + 2
-        grown = np.repeat(rows, choices, axis=0)
-        last = np.arange(len(grown)) - np.repeat(np.cumsum(choices) - choices, choices)
-        rows = np.column_stack([grown, last.astype(np.int8)])
-    return rows
 
 
 def torn(rng: np.random.Generator, max_chips: int) -> Mesh:
@@ -63,7 +53,7 @@ def rate_between(mesh: Mesh, labels: NDArray[np.generic]) -> Fraction:
 
 
 def best_of_all_partitions(mesh: Mesh) -> Fraction:
-    labels = all_partitions(mesh.n_chips)[1:]
+    labels = partitions(mesh.n_chips)[1:]
     width, unit = cable_widths(mesh)
     between = sum((labels[:, a] != labels[:, b]) * w for (a, b), w in zip(mesh.cables.tolist(), width, strict=True))
     extra = labels.max(axis=1).astype(np.int64)

@@ -125,8 +125,8 @@ class TuningOptions:
             "payload_bytes": None if payload is None else parse_bytes(payload),
             "hardware": hardware,
         }
-        told = {key: value for key, value in given.items() if value is not None}
-        return make_planner(name, collective=collective, **told)
+        stated = {key: value for key, value in given.items() if value is not None}
+        return make_planner(name, collective=collective, **stated)
 
 
 @dataclass(frozen=True)

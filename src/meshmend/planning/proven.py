@@ -50,7 +50,7 @@ def plan(
     `verify=False` leaves the proof to the caller. With a `cache`, a schedule that is in it is proven and returned, and
     one that is not is planned, proven and kept. A cache that cannot be used costs a `CacheWarning`, not the plan.
 
-    `neighbours_only=True` is for networks whose routers cannot be told of the hole: a transfer over several cables
+    `neighbours_only=True` is for networks whose routers cannot route round the hole: a transfer over several cables
     becomes hops from neighbour to neighbour, in more steps, and what comes of it is proven again, whatever `verify`
     says. `LoweringError` says where a planner's schedule has no such form. Of planners that choose, the fastest whose
     schedule has one is taken.
@@ -125,7 +125,7 @@ def _plan_hops(mesh: Mesh, planner: Planner) -> Schedule:
             refused.append(error)
     first = refused[0]
     raise LoweringError(
-        f"{first} Plan without neighbours_only and have the routers told of the hole, or plan with {Weave.name}, "
+        f"{first} Plan without neighbours_only and configure the routers for the hole, or plan with {Weave.name}, "
         f"which sends to neighbours only.",
         planner=first.planner,
         step=first.step,

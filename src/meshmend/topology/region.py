@@ -1,4 +1,4 @@
-"""Regions: boxes of chips, which is what failures are told as, and where holes may lie in a mesh."""
+"""Regions: boxes of chips, the form in which failures are given, and where holes may lie in a mesh."""
 
 from __future__ import annotations
 

@@ -229,8 +229,8 @@ class Keeper:
                 incomplete.append(str(source))
                 continue
             vectors, extra, why = self._load_source(source, copies)
-            told = self.session.coordination.exchange({"extra": extra, "why": why})
-            failures = [f"host {host}: {word['why']}" for host, word in self._by_host(told) if word["why"]]
+            answers = self.session.coordination.exchange({"extra": extra, "why": why})
+            failures = [f"host {host}: {word['why']}" for host, word in self._by_host(answers) if word["why"]]
             if failures:
                 more = f" (and on {len(failures) - 1} more hosts)" if len(failures) > 1 else ""
                 problems.append(failures[0] + more)
@@ -239,7 +239,7 @@ class Keeper:
                 continue
             if source.kind == "memory":
                 vectors = combine(vectors, self.session.fabric)
-                extra = told[min(source.providers.values())]["extra"]
+                extra = answers[min(source.providers.values())]["extra"]
             params, state = self.layout.to_devices(vectors, like)
             return Resumed(source.step, params, state, extra, source.kind)
         if problems:
@@ -312,8 +312,8 @@ class Keeper:
             self._saved_step = step
             self.session.timeline.note("saved", step=step)
 
-    def _by_host(self, told: Sequence[Any]) -> list[tuple[int, Any]]:
-        return list(zip(self.session.host_of_process, told, strict=True))
+    def _by_host(self, answers: Sequence[Any]) -> list[tuple[int, Any]]:
+        return list(zip(self.session.host_of_process, answers, strict=True))
 
     def _folders(self) -> str:
         return " and ".join(

@@ -87,7 +87,7 @@ def grow(mesh: Mesh, n_trees: int, rates: NDArray[np.float64] | None = None) -> 
 def lightest_trees(mesh: Mesh, n_trees: int, weigh: Weigh) -> Trees:
     """Return spanning trees of a connected mesh, each the lightest by what cables weigh after those before it.
 
-    `weigh` is told how often each cable was used and how often that is fair; it returns the axis of the next tree's
+    `weigh` receives how often each cable was used, and how often would be fair; it returns the axis of the next tree's
     lines and the weights.
     """
     # SciPy's graph module takes a noticeable part of `import meshmend`; only planning pays.
