@@ -1,4 +1,4 @@
-"""The table of docs/gather.md: gather against the optimum and against the halves of weave.
+"""The table of docs/gather.md: gather against the optimum and against what is split from weave.
 
 python benchmarks/gather.py
 """
@@ -29,7 +29,7 @@ def ratio(schedule: Schedule) -> float:
 
 def main() -> None:
     table = Table(title="time over the optimum", title_justify="left")
-    headings = ("mesh", "chunks", "all-gather", "reduce-scatter", "weave's halves", "to plan", "to prove")
+    headings = ("mesh", "chunks", "all-gather", "reduce-scatter", "split from weave", "to plan", "to prove")
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "mesh" else "right")
     for mesh in MESHES:
@@ -39,13 +39,13 @@ def main() -> None:
         verify(gathered)
         proven = time.process_time()
         scattered = Gather(collective=Collective.REDUCE_SCATTER).plan(mesh)
-        halves = [Derived(Weave(1024), half).plan(mesh) for half in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)]
+        parts = [Derived(Weave(1024), half).plan(mesh) for half in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)]
         table.add_row(
             str(mesh),
             f"{gathered.total_chunks:,}",
             f"{ratio(gathered):.3f}",
             f"{ratio(scattered):.3f}",
-            " and ".join(f"{ratio(half):.2f}" for half in halves),
+            " and ".join(f"{ratio(half):.2f}" for half in parts),
             f"{planned - started:.1f} s",
             f"{proven - planned:.1f} s",
         )
