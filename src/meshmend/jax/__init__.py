@@ -15,7 +15,15 @@ from meshmend.jax.fabric import Fabric, discover
 from meshmend.jax.feed import Batch, Feed
 from meshmend.jax.layerwise import add_decayed_weights, clip_by_global_norm, lamb, lars, scale_by_trust_ratio
 from meshmend.jax.ledger import Ledger
-from meshmend.jax.program import Program, ProgramPair, abstract_program, install, install_pair
+from meshmend.jax.program import (
+    Program,
+    ProgramPair,
+    ProgramWithTurn,
+    abstract_program,
+    install,
+    install_pair,
+    install_turn,
+)
 from meshmend.jax.training import TrainStep, train_step
 
 __all__ = [
@@ -28,6 +36,7 @@ __all__ = [
     "Position",
     "Program",
     "ProgramPair",
+    "ProgramWithTurn",
     "Shards",
     "TrainStep",
     "abstract_program",
@@ -38,6 +47,7 @@ __all__ = [
     "discover",
     "install",
     "install_pair",
+    "install_turn",
     "lamb",
     "lars",
     "reduce_scatter",

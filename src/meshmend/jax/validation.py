@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from meshmend.errors import ParameterError
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.program import Program, ProgramPair
+from meshmend.jax.program import AnyProgram, Program
 
 
 def check_microbatches(microbatches: Any) -> None:
@@ -20,20 +20,21 @@ def check_microbatches(microbatches: Any) -> None:
 
 
 def check_program(program: Any, fabric: Fabric) -> None:
-    """Refuse what is neither a program nor a pair of programs (such as a schedule), and those of another fabric."""
-    if not isinstance(program, Program | ProgramPair):
+    """Refuse what is no program, pair of programs or program with a turn, and those of another fabric."""
+    if not isinstance(program, AnyProgram):
         raise ParameterError(
-            f"Expected a Program or a ProgramPair, got a {type(program).__name__}: make one of a schedule with "
-            "mmj.install(schedule, fabric) or mmj.install_pair(schedule, fabric), and pass it as an argument."
+            f"Expected a Program, a ProgramPair or a ProgramWithTurn, got a {type(program).__name__}: make one of a "
+            "schedule with mmj.install(schedule, fabric), mmj.install_pair or mmj.install_turn, and pass it as an "
+            "argument."
         )
-    first = program.scatter if isinstance(program, ProgramPair) else program
+    first = program if isinstance(program, Program) else program.sharded_by
     # Inside jit the tables have no devices: there only the number of chips can be compared.
     where = getattr(first.owned, "sharding", None)
     jax_mesh = where.mesh if isinstance(where, NamedSharding) and isinstance(where.mesh, Mesh) else fabric.jax_mesh
     if first.n_chips != fabric.mesh.n_chips or jax_mesh != fabric.jax_mesh:
         raise ParameterError(
             f"The program is for {first.n_chips} chips of another fabric than the train step's, which is {fabric!r}. "
-            "Give train_step and install (or install_pair) the same fabric."
+            "Give train_step and install (or install_pair, install_turn) the same fabric."
         )
 
 
