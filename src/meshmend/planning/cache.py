@@ -27,7 +27,7 @@ from meshmend.schedule.serialize import FORMAT, load, save
 from meshmend.schedule.verify import verify
 from meshmend.topology import Mesh, name_cable, name_cable_rates
 
-RECIPE = 3
+RECIPE = 4
 """Raised whenever a planner's output changes, so that schedules of an older version are not taken for new ones."""
 
 
