@@ -11,6 +11,7 @@ require("jax", "optax", needed_for="meshmend.jax", extra="jax")
 
 from meshmend.jax.batching import KeepGlobal, KeepPerChip, Position
 from meshmend.jax.collectives import Shards, all_gather, all_reduce, reduce_scatter, shard_of
+from meshmend.jax.differentiate import value_and_grad
 from meshmend.jax.fabric import Fabric, discover
 from meshmend.jax.feed import Batch, Feed
 from meshmend.jax.layerwise import add_decayed_weights, clip_by_global_norm, lamb, lars, scale_by_trust_ratio
@@ -24,6 +25,7 @@ from meshmend.jax.program import (
     install_pair,
     install_turn,
 )
+from meshmend.jax.tiles import TiledFabric, tile
 from meshmend.jax.training import TrainStep, train_step
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "ProgramPair",
     "ProgramWithTurn",
     "Shards",
+    "TiledFabric",
     "TrainStep",
     "abstract_program",
     "add_decayed_weights",
@@ -53,5 +56,7 @@ __all__ = [
     "reduce_scatter",
     "scale_by_trust_ratio",
     "shard_of",
+    "tile",
     "train_step",
+    "value_and_grad",
 ]

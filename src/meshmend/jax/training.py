@@ -40,7 +40,7 @@ from meshmend.jax.fabric import Fabric
 from meshmend.jax.layerwise import ShardedLayers
 from meshmend.jax.program import AnyProgram, Program, ProgramWithTurn, ShardedProgram
 from meshmend.jax.streaming import streamed_update
-from meshmend.jax.validation import check_batch, check_microbatches, check_program, check_weights
+from meshmend.jax.validation import check_batch, check_data_parallel, check_microbatches, check_program, check_weights
 from meshmend.jax.weighted import divide_by_weight, weighted_sums
 
 LossFunction = Callable[[Any, Any], Any]
@@ -114,6 +114,7 @@ def train_step(
     >>> float(value)
     1.0
     """
+    check_data_parallel(fabric)
     check_microbatches(microbatches)
     replicated, by_device = PartitionSpec(), PartitionSpec(fabric.axes)
 

@@ -38,6 +38,16 @@ def check_program(program: Any, fabric: Fabric) -> None:
         )
 
 
+def check_data_parallel(fabric: Fabric) -> None:
+    """Refuse a fabric of tiles: its program sums over tiles only, and a batch would be split inside them too."""
+    inside = [axis for axis in fabric.axes if axis not in (fabric.axis, fabric.core_axis)]
+    if inside or fabric.axes != fabric.batch_axes:
+        raise ParameterError(
+            f"train_step is for data parallelism over single chips, got {fabric!r}. Use "
+            "mmj.value_and_grad(loss, fabric, shardings) and an optimizer of your own on tiles."
+        )
+
+
 def check_batch(batch: Any, fabric: Fabric) -> None:
     """Refuse a batch whose arrays do not split evenly over the fabric's devices."""
     n_devices = int(fabric.jax_mesh.size)
@@ -58,6 +68,32 @@ def check_batch(batch: Any, fabric: Fabric) -> None:
                 f"{name} has {shape[0]} examples, which do not split evenly over the {n_devices} devices of "
                 f"{fabric!r}. The nearest sizes that do are {nearest}. For a batch of any size use mmj.Feed, which "
                 "pads it, and train_step(…, per_example=True) with its weights."
+            )
+
+
+def check_tile_batch(batch: dict[int, Any], fabric: Fabric, microbatches: int) -> None:
+    """Refuse arguments (by number) whose arrays do not split evenly over tiles and microbatches."""
+    n_tiles = fabric.mesh.n_chips
+    n_parts = n_tiles * microbatches
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    if not leaves:
+        raise ParameterError("The batch has no arrays, so there is nothing to split over tiles.")
+    for path, leaf in leaves:
+        number, shape = path[0].key, jnp.shape(leaf)
+        name = f"Argument {number}{jax.tree_util.keystr(path[1:])}"
+        if not shape:
+            raise ParameterError(
+                f"{name} is a single number, but it counts as a batch, whose first axis is split over tiles. List "
+                f"{number} in shared_argnums if it is the same on all tiles, or in key_argnums if it is a random key."
+            )
+        if shape[0] % n_parts or not shape[0]:
+            below = shape[0] // n_parts * n_parts
+            nearest = f"{below} and {below + n_parts}" if below else f"{n_parts} and {2 * n_parts}"
+            pieces = f" and {microbatches} microbatches each" if microbatches > 1 else ""
+            raise ParameterError(
+                f"{name} has {shape[0]} examples, which do not split evenly over {n_tiles} tiles{pieces}. The nearest "
+                f"sizes that do are {nearest}. For a batch of any size use mmj.Feed, which pads it to one of these, "
+                "and value_and_grad(…, per_example=True) with its weights."
             )
 
 
