@@ -15,6 +15,7 @@ from meshmend.jax.fabric import Fabric, discover
 from meshmend.jax.feed import Batch, Feed
 from meshmend.jax.layerwise import add_decayed_weights, clip_by_global_norm, lamb, lars, scale_by_trust_ratio
 from meshmend.jax.ledger import Ledger
+from meshmend.jax.managed import Job, JobStep
 from meshmend.jax.program import Program, ProgramPair, abstract_program, install, install_pair
 from meshmend.jax.training import TrainStep, train_step
 
@@ -22,6 +23,8 @@ __all__ = [
     "Batch",
     "Fabric",
     "Feed",
+    "Job",
+    "JobStep",
     "KeepGlobal",
     "KeepPerChip",
     "Ledger",
