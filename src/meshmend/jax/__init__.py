@@ -16,6 +16,7 @@ from meshmend.jax.fabric import Fabric, discover
 from meshmend.jax.feed import Batch, Feed
 from meshmend.jax.layerwise import add_decayed_weights, clip_by_global_norm, lamb, lars, scale_by_trust_ratio
 from meshmend.jax.ledger import Ledger
+from meshmend.jax.managed import Job, JobStep
 from meshmend.jax.program import (
     Program,
     ProgramPair,
@@ -32,6 +33,8 @@ __all__ = [
     "Batch",
     "Fabric",
     "Feed",
+    "Job",
+    "JobStep",
     "KeepGlobal",
     "KeepPerChip",
     "Ledger",
