@@ -27,6 +27,7 @@ ORDER = [
     "planning",
     "study",
     "availability",
+    "launch",
     "jax",
     "drawing",
     "",
@@ -111,7 +112,12 @@ def test_importing_meshmend_brings_no_extra() -> None:
     assert done.stdout.strip() == "[]"
 
 
-PRIVATE = {"jax/private.py": {"jax"}, "torch/private.py": {"torch"}, "torch/private_torchft.py": {"torchft"}}
+PRIVATE = {
+    "jax/private.py": {"jax"},
+    "launch/agent.py": {"torch"},
+    "torch/private.py": {"torch"},
+    "torch/private_torchft.py": {"torchft"},
+}
 """The only files that may use what a library does not promise to keep, and the library whose private names they use."""
 
 
