@@ -37,11 +37,12 @@ def train_of(script: str) -> Callable[..., list[float]]:
 
 
 def changed_lines(pair: str) -> list[str]:
-    plain, tiles = (RECIPES / f"{pair}_{which}.py" for which in ("plain", "tiles"))
-    lines = [path.read_text(encoding="utf-8").splitlines() for path in (plain, tiles)]
+    plain, tiles = (
+        (RECIPES / f"{pair}_{which}.py").read_text(encoding="utf-8").splitlines() for which in ("plain", "tiles")
+    )
     return [
         line
-        for line in difflib.unified_diff(*lines, plain.name, tiles.name, lineterm="", n=0)
+        for line in difflib.unified_diff(plain, tiles, lineterm="", n=0)
         if not line.startswith(("---", "+++", "@@"))
     ]
 
@@ -78,7 +79,8 @@ def test_other_tiles_train_the_same(side: str, inner: dict[str, int], n_examples
     fabric = mmj.tile(mmj.discover(shape="8x8", failed=["2x2@2,2"]), side, **inner)
     program = mmj.install(mm.plan(fabric.mesh, "weave", chunks=32), fabric)
     optimizer = optax.adamw(1e-2)
-    graph, start = nnx.split(nnx.eval_shape(lambda: recipe.Transformer(nnx.Rngs(0))))
+    with jax.set_mesh(fabric.jax_mesh):
+        graph, start = nnx.split(nnx.eval_shape(lambda: recipe.Transformer(nnx.Rngs(0))))
     specs = nnx.get_partition_spec(start)
     rng = np.random.default_rng(1)
     start = jax.tree.map(lambda x: rng.normal(0, 0.1, x.shape).astype(np.float32), start)
