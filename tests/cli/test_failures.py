@@ -21,7 +21,7 @@ import typer
 from rich.text import Text
 from typer.testing import CliRunner
 
-from meshmend import Mesh, lab, load, plan, save
+from meshmend import Collective, Mesh, lab, load, plan, save
 from meshmend.cli import app, common, terminal
 from meshmend.cli.common import EXIT_CODES
 from meshmend.cli.terminal import plain
@@ -341,6 +341,23 @@ def test_other_collectives_are_compared_with_their_like() -> None:
     assert json.loads(out)["collective"] == "reduce-scatter"
     check(["compare", "half.npz", "--collective", "all-gather", *PAID], "leave out --collective")
     assert run(["predict", "half.npz", *PAID])[0] == 0
+
+
+@pytest.mark.parametrize("collective", list(Collective))
+def test_every_command_takes_every_collective(collective: Collective) -> None:
+    asked = ["1x3", "--collective", str(collective)]
+    code, out, _ = run(["plan", *asked, *PAID, "--save", "asked.npz", "--json"])
+    planned = json.loads(out)
+    assert (code, planned["collective"], planned["verified"]) == (0, str(collective), True)
+    assert all("planner" not in candidate["parameters"] for candidate in planned["considered"])
+    verified = " ".join(run(["verify", "asked.npz"])[1].split())
+    assert ("turns at its owner" in verified) == (collective is Collective.ALL_REDUCE_WITH_TURN)
+    predicted = json.loads(run(["predict", *asked, *PAID, "--json"])[1])
+    assert predicted["seconds"] == pytest.approx(planned["considered"][0]["seconds"])
+    compared = json.loads(run(["compare", *asked, *PAID, "--json"])[1])
+    assert (compared["collective"], compared["mesh"]["bound"]) == (str(collective), predicted["bound"])
+    assert run(["draw", *asked, "--what", "trees", "-o", "trees.svg"])[0] == 0
+    assert run(["draw", *asked, "-o", "steps.html"])[0] == 0
 
 
 @pytest.mark.parametrize("command", ["plan", "predict", "compare", "draw"])

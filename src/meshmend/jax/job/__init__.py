@@ -4,7 +4,8 @@ A launcher (`meshmend run`, or Slurm or Kubernetes by themselves) restarts the s
 environment and returns the `Session`: the fabric of the hosts that joined, and the plan that all of them run.
 """
 
+from meshmend.jax.job.alone import initialize_alone
 from meshmend.jax.job.launch import Launch, read_launch
 from meshmend.jax.job.session import Session, initialize
 
-__all__ = ["Launch", "Session", "initialize", "read_launch"]
+__all__ = ["Launch", "Session", "initialize", "initialize_alone", "read_launch"]
