@@ -90,6 +90,12 @@ class Membership:
         least, most = (int(n) for n in hello["hosts"])
         if self.over is not None:
             raise RefusedError(f"this job is over: {self.over['why']}. Start a new store for a new job")
+        if not self.members:
+            self.least, self.most = least, most
+        if (least, most) != (self.least, self.most):
+            raise RefusedError(
+                f"it wants {least} to {most} hosts, the others {self.least} to {self.most}. Give all the same --hosts"
+            )
         for other, member in list(self.members.items()):
             if member.machine != machine:
                 raise RefusedError(
@@ -104,12 +110,6 @@ class Membership:
                         for_now=True,
                     )
                 self.leave(other, "its process was replaced by a new one", now)
-        if not self.members:
-            self.least, self.most = least, most
-        if (least, most) != (self.least, self.most):
-            raise RefusedError(
-                f"it wants {least} to {most} hosts, the others {self.least} to {self.most}. Give all the same --hosts"
-            )
         if len(self.members) >= self.most:
             raise RefusedError(f"the job has {self.most} hosts already, as many as --hosts allows")
         self.members[key] = Participant(host, str(hello.get("address") or address), machine, now)
