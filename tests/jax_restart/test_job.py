@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from meshmend.jax.job.timeline import read_timeline
-from meshmend.jax.managed.run import IN_FLIGHT
 from meshmend.lab.torchrun import Torchrun
+
+from meshmend.jax.managed.run import IN_FLIGHT
 
 ROOT = Path(__file__).parents[2]
 STEPS, HOSTS = 40, 3
