@@ -1,7 +1,5 @@
 """One host of a job: its agent and its worker, in a process of their own.
 
-    python -m meshmend.launch.host DESCRIPTOR        # how `meshmend run` starts it
-
 The description comes as JSON on standard input, and what happens goes out as JSON lines over the descriptor. Standard
 output and standard error are the worker's alone.
 """
@@ -138,7 +136,8 @@ def _leave(number: int, _: FrameType | None) -> None:
     raise _LeaveError
 
 
-if __name__ == "__main__":
+def run_host() -> None:
+    """Be a host: the entry point of the process that `meshmend run` starts, with a descriptor as its argument."""
     # torch's agent logs what this host reports itself.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     status = main(int(sys.argv[1]))
