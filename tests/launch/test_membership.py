@@ -73,8 +73,8 @@ class Job:
         assert len({message["name"] for message in rounds}) == 1
 
 
-def running(n_hosts: int, **settings: float) -> Job:
-    job = Job(n_hosts, **settings)
+def running(n_hosts: int, *, machine: str = "", **settings: float) -> Job:
+    job = Job(n_hosts, machine=machine, **settings)
     job.arrive(*range(n_hosts))
     job.join(*range(n_hosts))
     job.started(*range(n_hosts))
@@ -258,7 +258,7 @@ def test_a_host_that_gives_up_ends_the_job_for_all() -> None:
     ],
 )
 def test_hosts_that_do_not_belong_are_refused(hello: Message, message: str) -> None:
-    job = running(3)
+    job = running(3, machine="4x4 in hosts of 2x2")
     with pytest.raises(RefusedError, match=message) as caught:
         job.membership.arrive("new", {**job.hello(2), **hello}, "10.0.0.9", job.now)
     assert caught.value.for_now == (hello == {"host": 1})
