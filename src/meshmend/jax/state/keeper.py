@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import warnings
 from collections.abc import Sequence
@@ -129,15 +130,17 @@ class Keeper:
                 self._mirror.compile(found.params, found.state)
         return found
 
-    def keep(self, step: int, params: Any, state: Any, extra: Any = None) -> None:
+    def keep(self, step: int, params: Any, state: Any, extra: Any = None, *, save: bool = False) -> None:
         """Keep the state after `step` steps. Call it after each; the arrays may be donated to the next step.
+
+        `save` also puts it on disk, whatever `disk_every` says: for the last step.
 
         A step is committed, safe from the loss of any one host, as soon as all hosts have written their copies of it.
         No host waits for confirmation: the result of step n implies that all have written step n − 2.
         """
         if not self.attempt:
             raise RestartError("Call restore() before keep(): it finds what is already there.", step=step)
-        is_save = self.disk is not None and step % self.disk_every == 0
+        is_save = self.disk is not None and (save or step % self.disk_every == 0)
         if self._disk_answers or is_save:
             self._guard()
         if self._mirror is not None and step % self.memory_every == 0:
@@ -172,6 +175,10 @@ class Keeper:
     def delete_copies(self) -> None:
         """Delete this host's copies in memory."""
         self.memory.clear()
+        if self._has_default_folder:
+            with contextlib.suppress(OSError):
+                # The job's own folder, once no other host of this machine has copies in it.
+                self.memory.folder.parent.rmdir()
 
     def _inventory(self) -> tuple[list[Copy], dict[str, Any]]:
         """Return the copies of this host, and what other processes need to know about them and the disk."""

@@ -1,0 +1,89 @@
+"""A job of one process that no launcher started: a first try on a laptop, or one slice that a single host drives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+import jax
+
+from meshmend.errors import RestartError
+from meshmend.jax.fabric import Fabric, discover
+from meshmend.jax.job.compile_cache import use_compile_cache
+from meshmend.jax.job.coordination import Coordination
+from meshmend.jax.job.launch import DEFAULT_PORT, Launch
+from meshmend.jax.job.session import Session
+from meshmend.launch.timeline import Timeline
+
+LAUNCHERS = ("MESHMEND_ROUND", "RANK", "JAX_COORDINATOR_ADDRESS", "SLURM_PROCID")
+"""Each launcher that `read_launch` knows sets one of these."""
+
+
+@dataclass(frozen=True)
+class LoneSession(Session):
+    """The session of a process without peers: an error is raised, because there is nobody to wait for in vain."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.coordination.close()
+
+    def give_up(self, error: BaseException) -> NoReturn:
+        """Record an error and raise it."""
+        self.timeline.note("gave up", why=f"{type(error).__name__}: {error}"[:300])
+        raise error
+
+
+def is_launched(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether a launcher started this process, according to the environment.
+
+    >>> is_launched({"RANK": "2", "WORLD_SIZE": "4"}), is_launched({"HOME": "/home/ada"})
+    (True, False)
+    """
+    found = os.environ if environment is None else environment
+    return any(name in found for name in LAUNCHERS)
+
+
+def initialize_alone(
+    fabric: Fabric | None = None,
+    *,
+    job: str = "job",
+    compile_cache: str | Path | None = None,
+    timeline: str | Path | None = None,
+) -> Session:
+    """Return the session of a job that is this process alone, on all of its devices or on `fabric`.
+
+    Devices that report no coordinates form the mesh that MESHMEND_SHAPE names (with its MESHMEND_FAILED), or else the
+    one that is closest to a square: on virtual chips any will do.
+
+    >>> initialize_alone(discover(jax.devices()[:6], shape="2x3")).fabric.mesh
+    Mesh(2x3: 6 chips)
+    """
+    if jax.process_count() > 1:
+        raise RestartError(
+            f"JAX has {jax.process_count()} processes, but no launcher is recognised in the environment. Start them "
+            "with torchrun, Slurm or Kubernetes, and leave jax.distributed.initialize() to the job."
+        )
+    use_compile_cache(compile_cache)
+    if fabric is None:
+        n_devices = len(jax.devices())
+        reports = "MESHMEND_SHAPE" in os.environ or getattr(jax.devices()[0], "coords", None) is not None
+        fabric = discover(shape=None if reports else squarest(n_devices))
+    launch = Launch(f"127.0.0.1:{DEFAULT_PORT}", 1, 0, launcher="no launcher", job=job)
+    notes = Timeline(timeline or os.environ.get("MESHMEND_TIMELINE"), launch=0, process=0, host=0)
+    notes.note("fabric", chips=fabric.mesh.n_chips, hosts=[0])
+    return LoneSession(fabric, launch, None, (0,), Coordination(0, 1), notes)
+
+
+def squarest(n_chips: int) -> tuple[int, int]:
+    """Return the sides of the mesh of so many chips that is closest to a square.
+
+    >>> squarest(1), squarest(7), squarest(8), squarest(36)
+    ((1, 1), (1, 7), (2, 4), (6, 6))
+    """
+    short = max(side for side in range(1, int(n_chips**0.5) + 1) if n_chips % side == 0)
+    return short, n_chips // short

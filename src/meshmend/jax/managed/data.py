@@ -1,0 +1,98 @@
+"""What a job trains on: anything that a feed takes, or arrays in memory, and a random key for each example."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from meshmend.errors import ParameterError
+from meshmend.jax.batching import Policy
+from meshmend.jax.fabric import Fabric
+from meshmend.jax.feed import Batch, Feed
+
+READERS = 16
+"""Threads that read ahead from a dataset that may be on a disk; arrays in memory need none."""
+
+
+class Rows:
+    """A pytree of arrays as a source of samples: sample i is row i of each of them.
+
+    >>> rows = Rows({"x": np.arange(6).reshape(3, 2), "y": np.arange(3)})
+    >>> len(rows), rows[1]
+    (3, {'x': array([2, 3]), 'y': np.int64(1)})
+    """
+
+    def __init__(self, arrays: Any) -> None:
+        leaves = jax.tree_util.tree_leaves_with_path(arrays)
+        lengths = {f"dataset{jax.tree_util.keystr(path)}": np.shape(leaf)[:1] for path, leaf in leaves}
+        scalars = [name for name, length in lengths.items() if not length]
+        if scalars or not lengths:
+            found = f"{scalars[0]} is a single number" if scalars else "there are no arrays"
+            raise ParameterError(
+                f"In a dataset of arrays each has one row per sample, but {found}. Give an array, a dict or tuple of "
+                "arrays, a sequence of samples, or a grain.MapDataset."
+            )
+        if len(set(lengths.values())) > 1:
+            listed = ", ".join(f"{name} has {length[0]}" for name, length in lengths.items())
+            raise ParameterError(f"The arrays of a dataset have one row per sample, but {listed}.")
+        self.arrays = jax.tree.map(np.asarray, arrays)
+        self.n_rows = int(next(iter(lengths.values()))[0])
+
+    def __len__(self) -> int:
+        return self.n_rows
+
+    def __getitem__(self, number: int) -> Any:
+        return jax.tree.map(lambda array: array[number], self.arrays)
+
+
+def make_feed(dataset: Any, policy: Policy, *, seed: int, n_chips: int) -> Feed:
+    """Return the feed of a dataset; arrays, alone or in a dict or tuple, are sources, too."""
+    in_memory = isinstance(dataset, dict | tuple | np.ndarray | jax.Array)
+    if not in_memory and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise ParameterError(
+            f"The dataset is a {type(dataset).__name__}, expected something with len() and [i]: arrays, a sequence of "
+            "samples, or a grain.MapDataset. An iterator cannot go back to the samples of a step that was lost."
+        )
+    source = Rows(dataset) if in_memory else dataset
+    batch = policy.global_batch(n_chips)
+    if 0 < len(source) < batch:
+        raise ParameterError(
+            f"The dataset has {len(source)} samples, fewer than the {batch} of one global batch, so that no step would "
+            f"be a whole one. Give Job a global_batch of at most {len(source)}, or a longer dataset."
+        )
+    return Feed(source, policy, seed=seed, threads=0 if in_memory else READERS, prefetch=0 if in_memory else 2)
+
+
+def with_places(batch: Batch, fabric: Fabric) -> Batch:
+    """Return a batch whose data has beside each example its epoch and its place in it: what its random key is made of.
+
+    Neither depends on the chips, so an example draws the same numbers wherever it is computed, and again when a step
+    is repeated.
+    """
+    places: NDArray[np.int64] = batch.feed.split(fabric).places().ravel() + batch.at.sample
+    table = np.stack([np.full_like(places, batch.at.epoch), places], axis=1).astype(np.uint32)
+    put = jax.make_array_from_callback(table.shape, fabric.sharding(fabric.axes), lambda index: table[index])
+    return replace(batch, data=(batch.data, put))
+
+
+class RandomKey(NamedTuple):
+    """A random key by its bits: an array on one process's device cannot be part of a program of many processes."""
+
+    bits: Annotated[NDArray[np.uint32], "uint32[...]"]
+    kind: str
+
+    @classmethod
+    def of(cls, rng: jax.Array | int) -> RandomKey:
+        """Describe a key; an int is a seed, as in `jax.random.key`."""
+        key = jax.random.key(rng) if isinstance(rng, int) else rng
+        return cls(np.asarray(jax.random.key_data(key)), str(jax.random.key_impl(key)))
+
+    def of_examples(self, places: Annotated[jax.Array, "uint32[B, 2]"]) -> jax.Array:
+        """Return a key for each example, from its epoch and its place."""
+        key, fold = jax.random.wrap_key_data(jnp.asarray(self.bits), impl=self.kind), jax.random.fold_in
+        return jax.vmap(lambda place: fold(fold(key, place[0]), place[1]))(places)

@@ -1,0 +1,214 @@
+"""A job that survives: one object from the launcher's environment to trained parameters."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import DTypeLike
+
+from meshmend.errors import ParameterError, RestartError
+from meshmend.jax.batching import KeepGlobal, KeepPerChip, Policy
+from meshmend.jax.fabric import Fabric
+from meshmend.jax.job.alone import initialize_alone, is_launched
+from meshmend.jax.job.session import Session, initialize
+from meshmend.jax.managed.data import RandomKey, make_feed
+from meshmend.jax.managed.ending import Ending
+from meshmend.jax.managed.model import Model, Update
+from meshmend.jax.managed.run import Aids, TrainingRun
+from meshmend.jax.managed.shared import SharedFolder, check_shared, open_shared
+from meshmend.jax.managed.step import JobStep
+from meshmend.jax.state import Resumed, fetch
+from meshmend.planning import Planner
+
+
+class Job:
+    """A training job that survives the loss of hosts: it joins its processes, trains, and resumes after a restart.
+
+    Make it before anything touches a device. Started by a launcher (`torchrun`, Slurm, Kubernetes) it joins the other
+    processes; without one, it is a job of this process alone, on all of its devices. `shared` is a folder that all
+    hosts see: plans, compiled programs, checkpoints and timelines are in it, and it is what the job is known by. The
+    same folder resumes the job, a new one starts over. `global_batch` is the number of samples per step, on
+    any number of chips, or a policy such as `KeepPerChip(8)`.
+
+    After each step (or every `memory_every`) hosts keep copies of the state in memory, and every `disk_every` steps and
+    at the end there is a checkpoint in `shared`; 0 leaves either out. `planner` is as in `meshmend.plan`.
+    With `compile_ahead`, process 0 compiles for the loss of each host while the job trains. With `ledger`, it writes
+    the samples of each step to ledger.jsonl, for `Ledger.check`. `session` is for scripts that call `initialize`
+    themselves, and end it, too.
+
+    >>> import tempfile, jax.numpy as jnp, numpy as np, optax, meshmend.jax as mmj
+    >>> x = np.arange(64, dtype=np.float32) / 64
+    >>> loss = lambda w, batch: (w * batch["x"] - batch["y"]) ** 2  # one value per example
+    >>> with mmj.Job(tempfile.mkdtemp(), global_batch=32) as job:
+    ...     for step in job.train(loss, optax.sgd(0.5), np.float32(0), {"x": x, "y": 2 * x}, steps=40):
+    ...         pass
+    >>> round(float(job.params), 3)
+    2.0
+    """
+
+    def __init__(
+        self,
+        shared: str | Path,
+        global_batch: int | Policy,
+        *,
+        session: Session | None = None,
+        planner: str | Planner = "auto",
+        memory_every: int = 1,
+        disk_every: int = 100,
+        compile_ahead: bool = True,
+        ledger: bool = False,
+    ) -> None:
+        self.shared = open_shared(shared)
+        self.policy = _policy(global_batch)
+        self.aids = Aids(self.shared, planner, memory_every, disk_every, compile_ahead, ledger)
+        self._run: TrainingRun | None = None
+        joined = _join(self.shared) if session is None else session
+        self.session = replace(joined, launch=replace(joined.launch, job=self.shared.name))
+        self._ending = Ending(self.session, lambda: self._is_training) if session is None else None
+        check_shared(self.shared, self.session.coordination.exchange(self.shared.name))
+
+    @property
+    def fabric(self) -> Fabric:
+        """The live chips."""
+        return self.session.fabric
+
+    @property
+    def resumed(self) -> Resumed:
+        """What training started from: its `step`, and its `source`, "memory", "disk" or "start"."""
+        return self._current().found
+
+    @property
+    def params(self) -> Any:
+        """The parameters after the last step so far, as NumPy arrays."""
+        return fetch(self._current().params)
+
+    @property
+    def model_state(self) -> Any:
+        """The model's state after the last step so far, as NumPy arrays; None if it has none."""
+        return self._current().model_state
+
+    def train(
+        self,
+        loss: Callable[..., Any],
+        optimizer: optax.GradientTransformation,
+        params: Any,
+        dataset: Any,
+        *,
+        steps: int,
+        model_state: Any = None,
+        rng: jax.Array | int | None = None,
+        has_aux: bool = False,
+        update: Update = "auto",
+        microbatches: int = 1,
+        accumulate_dtype: DTypeLike | None = jnp.float32,
+        seed: int = 0,
+    ) -> Iterator[JobStep]:
+        """Return the steps of training, one after the other, up to number `steps`, from where the job last stopped.
+
+        `loss(params, batch)` has one value per example, without a mean over the batch: the mean over exactly the
+        samples of a step is made here, whatever chips there are. `params` are what a new job begins with, the same on
+        every process. `dataset` is anything that `Feed` takes (a `grain.MapDataset`, or anything with `len` and `[i]`),
+        or an array, or a dict or tuple of arrays with one row per sample. `seed` is that of its order.
+
+        - `model_state`: `loss(params, model_state, batch)` returns (values, new state), each array of the new state
+          with one row per example. Their mean is the next state, such as running statistics.
+        - `rng`: `loss` gets one random key per example as its last argument. They depend on `rng`, the epoch and the
+          example's place in it, not on the chips: a repeated step draws the same numbers.
+        - `has_aux`: `loss` returns (values, aux), or with a model state (values, (new state, aux)); `step.aux` has the
+          means of its arrays.
+        - `update`: "replicated" updates all weights on every chip. "sharded" divides the optimizer's memory and work
+          by the number of chips, for element-wise optimizers. "auto" is sharded if the optimizer allows it and its
+          state is large (`SHARDED_FROM_BYTES`).
+
+        `microbatches` and `accumulate_dtype` are as in `train_step`. Every process runs the same loop. A failure ends
+        this process; the launcher starts it again, and then the steps continue with the first that was not committed.
+        """
+        if self._is_training:
+            raise RestartError("This job is already training: finish or leave the loop over its steps first.")
+        if self._run is not None:
+            self._run.finish()
+        model = Model(
+            loss,
+            optimizer,
+            _arrays("params", params),
+            None if model_state is None else _arrays("model_state", model_state),
+            rng=None if rng is None else RandomKey.of(rng),
+            has_aux=has_aux,
+            microbatches=microbatches,
+            accumulate_dtype=accumulate_dtype,
+        )
+        feed = make_feed(dataset, self.policy, seed=seed, n_chips=self.fabric.mesh.n_chips)
+        self._run = TrainingRun(
+            self.session, self.aids, model, feed, is_sharded=model.is_sharded(update), steps=steps, seed=seed
+        )
+        return self._run.steps()
+
+    @property
+    def _is_training(self) -> bool:
+        return self._run is not None and self._run.is_open
+
+    def _current(self) -> TrainingRun:
+        if self._run is None:
+            raise RestartError("This job has not trained yet: loop over job.train(…) first.")
+        return self._run
+
+    def close(self) -> None:
+        """Leave the job, once all processes have come to this point. The end of the script does it, too."""
+        if self._ending is not None:
+            self._ending.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None and self._run is not None:
+            self._run.finish()
+        if self._ending is not None:
+            self._ending.close(error)
+
+
+def _join(shared: SharedFolder) -> Session:
+    host = os.environ.get("MESHMEND_HOST", os.environ.get("RANK", "0"))
+    begin = initialize if is_launched() else initialize_alone
+    return begin(compile_cache=shared.compiled, timeline=os.environ.get("MESHMEND_TIMELINE") or shared.timeline(host))
+
+
+def _policy(global_batch: Any) -> Policy:
+    if isinstance(global_batch, KeepGlobal | KeepPerChip):
+        return global_batch
+    if not isinstance(global_batch, int) or isinstance(global_batch, bool) or global_batch < 1:
+        raise ParameterError(
+            f"global_batch is {global_batch!r}, expected a number of samples per step of at least 1, or a policy such "
+            "as mmj.KeepPerChip(8)."
+        )
+    return KeepGlobal(global_batch)
+
+
+def _arrays(name: str, tree: Any) -> Any:
+    """Return a tree of arrays, with Python's own numbers made arrays as JAX does."""
+    if not jax.tree.leaves(tree):
+        raise ParameterError(f"{name} has no arrays, expected a pytree of them.")
+
+    def array(path: Any, leaf: Any) -> Any:
+        if hasattr(leaf, "dtype"):
+            return leaf
+        try:
+            return np.asarray(jnp.asarray(leaf))
+        except TypeError:
+            raise ParameterError(
+                f"{name}{jax.tree_util.keystr(path)} is a {type(leaf).__name__}, expected an array. Keep what is not "
+                "trained out of the parameters, such as functions and names of layers."
+            ) from None
+
+    return jax.tree_util.tree_map_with_path(array, tree)

@@ -1,0 +1,134 @@
+"""What a job trains: a loss with or without model state and random keys, and where its optimizer's state lies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import DTypeLike
+
+from meshmend.errors import ParameterError
+from meshmend.jax.collectives import travel_dtype
+from meshmend.jax.elementwise import check_elementwise
+from meshmend.jax.fabric import Fabric
+from meshmend.jax.managed.data import RandomKey
+from meshmend.jax.program import AnyProgram
+from meshmend.jax.training import TrainStep, train_step
+
+Update = Literal["auto", "replicated", "sharded"]
+SHARDED_FROM_BYTES = 1 << 28
+"""Bytes of optimizer state from which "auto" shards it. Less of it fits beside the model on any accelerator (256 MiB of
+the 8 GB and more that they have), and a whole all-reduce is then faster than a reduce-scatter and an all-gather."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A loss and all that it is called with besides parameters and a batch.
+
+    `loss(params, batch)` returns one value per example. With `model_state` it is `loss(params, model_state, batch)`
+    and returns (values, new state), each array of it with one row per example: their mean is the next state. With
+    `rng` it gets one key per example as its last argument. With `has_aux` it returns metrics, too, one row per
+    example: (values, aux), or (values, (new state, aux)).
+    """
+
+    loss: Callable[..., Any]
+    optimizer: optax.GradientTransformation
+    params: Any
+    model_state: Any = None
+    rng: RandomKey | None = None
+    has_aux: bool = False
+    microbatches: int = 1
+    accumulate_dtype: DTypeLike | None = jnp.float32
+
+    def training(self, fabric: Fabric) -> TrainStep:
+        """Return the train step, whose state is the optimizer's, and the model's beside it if there is one."""
+        if self.model_state is None:
+            return self._train_step(fabric, self._call, self.has_aux)
+        plain = self._train_step(fabric, lambda params, data: self._call(params, data, self.model_state), True)
+
+        def init(params: Any, program: AnyProgram) -> Any:
+            start = jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, fabric.sharding()), self._start())
+            return plain.init(params, program), start
+
+        def step(params: Any, state: Any, batch: Any, program: AnyProgram, **more: Any) -> tuple[Any, ...]:
+            own, model_state = state
+            inner = self._train_step(fabric, lambda params, data: self._call(params, data, model_state), True)
+            params, own, value, extra = inner.step(params, own, batch, program, **more)
+            new, aux = extra if self.has_aux else (extra, None)
+            self._check_new(new)
+            new = jax.tree.map(lambda mean, old: mean.astype(old.dtype), new, model_state)
+            return (params, (own, new), value, aux) if self.has_aux else (params, (own, new), value)
+
+        return TrainStep(init, step, fabric, self.accumulate_dtype)
+
+    def is_sharded(self, update: Update) -> bool:
+        """Whether each chip updates only its own share of the weights.
+
+        "auto" decides by the model and the optimizer alone. It must not depend on the chips that are left: a state
+        that was kept one way is not restored the other way.
+        """
+        if update not in ("auto", "replicated", "sharded"):
+            raise ParameterError(f"update is {update!r}, expected 'auto', 'replicated' or 'sharded'.")
+        if update == "sharded" and self.model_state is not None:
+            raise ParameterError(
+                "update='sharded' does not keep a model state yet. Use update='replicated', or put what the model "
+                "remembers into its parameters."
+            )
+        if update != "auto" or self.model_state is not None:
+            return update == "sharded"
+        whole = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), travel_dtype(leaf.dtype, self.accumulate_dtype)),
+            self.params,
+        )
+        state = jax.eval_shape(self.optimizer.init, whole)
+        n_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state) if leaf.ndim)
+        if n_bytes < SHARDED_FROM_BYTES:
+            return False
+        sizes: dict[Any, int] = {}
+        for leaf in jax.tree.leaves(whole):
+            sizes[leaf.dtype] = sizes.get(leaf.dtype, 0) + math.prod(leaf.shape)
+        shards = tuple(jax.ShapeDtypeStruct((1, size), dtype) for dtype, size in sizes.items())
+        try:
+            check_elementwise(self.optimizer, shards, whole)
+        except ParameterError:
+            return False
+        return True
+
+    def _train_step(self, fabric: Fabric, loss: Callable[..., Any], has_aux: bool) -> TrainStep:
+        return train_step(
+            loss,
+            self.optimizer,
+            fabric,
+            has_aux=has_aux,
+            microbatches=self.microbatches,
+            accumulate_dtype=self.accumulate_dtype,
+            per_example=True,
+        )
+
+    def _call(self, params: Any, data: Any, *model_state: Any) -> Any:
+        if self.rng is None:
+            return self.loss(params, *model_state, data)
+        batch, places = data
+        return self.loss(params, *model_state, batch, self.rng.of_examples(places))
+
+    def _start(self) -> Any:
+        return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), self.model_state)
+
+    def _check_new(self, new: Any) -> None:
+        """Refuse a new model state that could not be the next step's: other arrays, or other shapes."""
+
+        def shapes(tree: Any) -> Any:
+            return jax.tree.map(lambda leaf: list(leaf.shape), tree)
+
+        expected, found = shapes(self._start()), shapes(new)
+        if expected != found:
+            raise ParameterError(
+                f"The loss returns another model state than it was given: expected arrays of shapes {expected} for "
+                f"each example, got {found}. Return (values, new state), each array with one row per example."
+            )

@@ -1,0 +1,248 @@
+"""One run of a training loop: from a plan and what was kept of an earlier run to the last step."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from meshmend.errors import ParameterError, RestartError, ScheduleError
+from meshmend.jax.batching import Position
+from meshmend.jax.compiling import CompileAhead, CompiledTrainStep, compile_train_step
+from meshmend.jax.fabric import Fabric
+from meshmend.jax.feed import Batch, Feed
+from meshmend.jax.job.session import Session
+from meshmend.jax.ledger import Ledger
+from meshmend.jax.managed.data import with_places
+from meshmend.jax.managed.model import Model
+from meshmend.jax.managed.shared import SharedFolder
+from meshmend.jax.managed.step import JobStep
+from meshmend.jax.program import Program, ProgramPair, install, install_pair
+from meshmend.jax.state import Keeper, fetch, place
+from meshmend.jax.state.layout import StateLayout
+from meshmend.planning import PlanCache, Planner, plan
+from meshmend.schedule import Schedule
+
+AHEAD_AFTER = 3
+"""Steps after a start before it compiles for the next failures: earlier, that would slow down a restart."""
+IN_FLIGHT = 2
+"""Steps that may be under way while the loop continues: enough to keep the devices busy."""
+COPIES = 4
+"""Copies in memory at the same time: the three that are kept, and the one that is being written."""
+
+
+@dataclass(frozen=True)
+class Aids:
+    """What helps a job to come back, and where it is kept."""
+
+    shared: SharedFolder
+    planner: str | Planner
+    memory_every: int
+    disk_every: int
+    compile_ahead: bool
+    ledger: bool
+
+    def __post_init__(self) -> None:
+        for name in ("memory_every", "disk_every"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ParameterError(f"{name} is {value!r}, expected a number of steps, or 0 for never.")
+
+
+class TrainingRun:
+    """A job's training from a start or restart on. Made by `Job.train`; every process makes the same one."""
+
+    def __init__(
+        self, session: Session, aids: Aids, model: Model, feed: Feed, *, is_sharded: bool, steps: int, seed: int
+    ) -> None:
+        if steps < 0:
+            raise ParameterError(f"steps is {steps}, expected the number of the last step, at least 0.")
+        self.session = session
+        self.aids = aids
+        self.model = model
+        self.feed = feed
+        self.is_sharded = is_sharded
+        self.last = steps
+        self.is_open = False
+        """Whether a loop over the steps has begun and not ended."""
+        self._data = {"samples": feed.epoch_size, "seed": seed}
+        self._ahead: CompileAhead | None = None
+        self._check_agreement()
+        schedule = session.plan(aids.planner, cache=aids.shared.plans)
+        with session.timeline.timed("compile"):
+            self._compiled = self._build(session.fabric, schedule)
+        layout = self._compiled.layout
+        self._keeper: Keeper | None = Keeper(
+            session,
+            layout,
+            memory_every=aids.memory_every,
+            disk=aids.shared.disk if aids.disk_every else None,
+            disk_every=aids.disk_every or 1,
+        )
+        if aids.memory_every:
+            check_room(self._keeper.memory.folder, layout, session.launch.n_processes)
+        params = place(model.params, session.fabric)
+        self.found = self._keeper.restore(params, self._compiled.init(params), extra=self._extra(Position()))
+        self.params, self._state = self.found.params, self.found.state
+        self.number = self.found.step
+        self._check_found()
+
+    @property
+    def model_state(self) -> Any:
+        """The model's state, as NumPy arrays."""
+        return None if self.model.model_state is None else fetch(self._state[1])
+
+    def steps(self) -> Iterator[JobStep]:
+        """Train, one step after the other."""
+        fabric, timeline, under_way = self.session.fabric, self.session.timeline, deque[JobStep]()
+        keeper, found = self._keeper, self.found
+        assert keeper is not None  # noqa: S101  # it is there until the end of the loop
+        is_recorder = self.aids.ledger and self.session.launch.process == 0
+        ledger = Ledger(self.aids.shared.ledger) if is_recorder else None
+        self.is_open = True
+
+        def settle(step: JobStep) -> None:
+            """Wait for a step's loss, which raises as soon as any of this host's devices has lost its peer."""
+            examples = self.feed.split(fabric).count(step.batch.at)
+            timeline.note("step", step=step.number, loss=step.loss, chips=step.chips, examples=examples)
+
+        try:
+            batches = self.feed.batches(fabric, at=Position(*found.extra["position"]))
+            for number in range(found.step + 1, self.last + 1):
+                batch = next(batches)
+                # Before the step: a step that all hosts have kept must be in the ledger, whichever host dies when.
+                if ledger is not None:
+                    ledger.record(number, epoch=batch.at.epoch, samples=batch.indices)
+                self.params, self._state, *results = self._compiled.step(
+                    self.params, self._state, self._input(batch, fabric)
+                )
+                keeper.keep(number, self.params, self._state, self._extra(batch.after), save=number == self.last)
+                self.number = number
+                recovered = found.source != "start" and number == found.step + 1
+                under_way.append(JobStep(number, fabric.mesh.n_chips, batch, recovered, results, self._params_of))
+                if number == found.step + AHEAD_AFTER and self.aids.compile_ahead:
+                    self._ahead = CompileAhead(self.session, self._build_ahead)
+                yield under_way[-1]
+                if len(under_way) > IN_FLIGHT:
+                    settle(under_way.popleft())
+            while under_way:
+                settle(under_way.popleft())
+        except GeneratorExit:
+            # The loop was left: what is kept so far stays, and the job may go on from there.
+            pass
+        except BaseException as error:
+            self.is_open, self._keeper = False, None
+            self.session.give_up(error)
+        self.finish()
+
+    def finish(self) -> None:
+        """Write what is still to be written, and release the copies' folder."""
+        self.is_open = False
+        if self._ahead is not None:
+            self._ahead.stop()
+            self._ahead = None
+        if self._keeper is not None:
+            keeper, self._keeper = self._keeper, None
+            keeper.close()
+
+    def _build(self, fabric: Fabric, schedule: Schedule) -> CompiledTrainStep:
+        program: Program | ProgramPair
+        try:
+            program = install_pair(schedule, fabric) if self.is_sharded else install(schedule, fabric)
+        except ScheduleError as error:
+            raise ParameterError(
+                f"The update cannot be sharded over {fabric.mesh} with this plan: {error} Give Job a planner whose "
+                "plans can be split, such as planner='row-pairs', or train with update='replicated'."
+            ) from error
+        batch = self._input(next(self.feed.batches(fabric)), fabric)
+        return compile_train_step(self.model.training(fabric), program, self.model.params, batch)
+
+    def _build_ahead(self, fabric: Fabric) -> None:
+        self._build(fabric, plan(fabric.mesh, self.aids.planner, cache=PlanCache(self.aids.shared.plans)))
+
+    def _input(self, batch: Batch, fabric: Fabric) -> Batch:
+        return batch if self.model.rng is None else with_places(batch, fabric)
+
+    def _extra(self, position: Position) -> dict[str, Any]:
+        return {"position": list(position), **self._data}
+
+    def _params_of(self, step: JobStep) -> Any:
+        if step.number != self.number:
+            raise RestartError(
+                f"The parameters of step {step.number} are gone: step {self.number} has overwritten them. Ask for "
+                "step.params inside the loop, before the next step.",
+                step=step.number,
+            )
+        return fetch(self.params)
+
+    def _check_agreement(self) -> None:
+        """Raise on every process if they were not given the same things to do."""
+        mine = {
+            **self._data,
+            "steps": self.last,
+            "batch": repr(self.feed.policy),
+            "sharded": self.is_sharded,
+            "memory_every": self.aids.memory_every,
+            "disk_every": self.aids.disk_every,
+        }
+        everybody = self.session.coordination.exchange(mine)
+        for name in mine:
+            found = [facts[name] for facts in everybody]
+            other = next((process for process, value in enumerate(found) if value != found[0]), None)
+            if other is not None:
+                raise RestartError(
+                    f"Processes were started with different settings: {name} is {found[0]!r} on process 0 and "
+                    f"{found[other]!r} on process {other}. Give all of them the same script, arguments and dataset."
+                )
+
+    def _check_found(self) -> None:
+        """Raise if the data have changed since the state was kept, or if processes begin with different parameters."""
+        if self.found.source != "start":
+            kept = {name: self.found.extra.get(name) for name in self._data}
+            for name, value in self._data.items():
+                if kept[name] != value:
+                    raise RestartError(
+                        f"This job has trained {self.found.step} steps on a dataset whose {name} was {kept[name]}, but "
+                        f"now {name} is {value}, so that its position in the data means something else. Give it the "
+                        f"same dataset and seed, or start over with another shared folder than {self.aids.shared.path}."
+                    )
+            return
+        digests = self.session.coordination.exchange(digest(self.model.params))
+        other = next((process for process, found in enumerate(digests) if found != digests[0]), None)
+        if other is not None:
+            raise RestartError(
+                f"Processes 0 and {other} begin with different parameters, and would never agree. Make them from the "
+                "same seed on every process, as in init(jax.random.key(0))."
+            )
+
+
+def digest(tree: Any) -> str:
+    """Return a digest of the values of all arrays."""
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        found.update(np.ascontiguousarray(np.asarray(leaf)).view(np.uint8).data)
+    return found.hexdigest()
+
+
+def check_room(folder: Path, layout: StateLayout, n_hosts: int) -> None:
+    """Raise if the memory folder has no room for a host's copies of the state."""
+    values = sum(size * np.dtype(dtype).itemsize for dtype, size in layout.outline.vectors.values())
+    needed = COPIES * values * min(2, n_hosts) // n_hosts
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    # An earlier run's copies are replaced one by one.
+    held = sum(path.stat().st_size for path in folder.glob("*") if path.is_file())
+    room = shutil.disk_usage(there).free + held
+    if needed > room:
+        raise RestartError(
+            f"This host's copies of the state need {needed / 1e6:,.0f} MB in {folder}, which has room for "
+            f"{room / 1e6:,.0f} MB. Make it larger (in a container: a larger /dev/shm), name a folder with more room "
+            f"in MESHMEND_MEMORY, or leave the copies out, with Job(…, memory_every=0). This is process {os.getpid()}."
+        )

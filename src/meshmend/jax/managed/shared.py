@@ -1,0 +1,96 @@
+"""The folder that all hosts of a job share: plans, compiled programs, checkpoints, the timelines, and the job's name.
+
+The name is drawn at random when the folder is first used, and stands in it. Copies in memory belong to a name, so a job
+with a new folder starts over, and two jobs never find each other's copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshmend.errors import RestartError
+
+
+@dataclass(frozen=True)
+class SharedFolder:
+    """One job's shared folder. Made by `open_shared`."""
+
+    path: Path
+    name: str
+    """Name of the job, the same on every host and after every restart."""
+
+    @property
+    def plans(self) -> Path:
+        """Plans, which `meshmend prepare --cache` fills, too."""
+        return self.path / "plans"
+
+    @property
+    def compiled(self) -> Path:
+        """JAX's compile cache."""
+        return self.path / "compiled"
+
+    @property
+    def disk(self) -> Path:
+        """Checkpoints."""
+        return self.path / "disk"
+
+    @property
+    def ledger(self) -> Path:
+        """Which samples each step used."""
+        return self.path / "ledger.jsonl"
+
+    def timeline(self, host: str) -> Path:
+        """When everything happened on one host."""
+        return self.path / f"timeline-{host}.jsonl"
+
+
+def open_shared(folder: str | Path) -> SharedFolder:
+    """Return the folder, made and named if it is new; raise `RestartError` if it is missing or cannot be written to."""
+    path = Path(folder).absolute()
+    if not path.parent.is_dir():
+        raise RestartError(
+            f"The shared folder {path} cannot be made, because {path.parent} is missing on this host. Mount the disk "
+            "that all hosts share, or name another folder: Job(shared=…)."
+        )
+    try:
+        path.mkdir(exist_ok=True)
+        return SharedFolder(path, _name(path / "name"))
+    except OSError as error:
+        raise RestartError(
+            f"The shared folder {path} cannot be written to by this process (user {os.getuid()}): {error}. Give that "
+            "user the right to write there, or name another folder: Job(shared=…)."
+        ) from error
+
+
+def _name(path: Path) -> str:
+    """Return the name in a file, which the first process of the first start writes."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".name-") as draft:
+        # Made in any case: a folder that has become read-only is found out here, and not at the first checkpoint.
+        draft.write(f"job-{secrets.token_hex(8)}\n")
+        draft.flush()
+        # A link appears whole or not at all, and fails if there is one: of all processes one names the job.
+        with contextlib.suppress(FileExistsError):
+            os.link(draft.name, path)
+    name = path.read_text(encoding="utf-8", errors="replace")
+    if not re.fullmatch(r"job-[0-9a-f]{16}\n", name):
+        raise RestartError(
+            f"{path} is damaged: expected the job's name, as in job-0123456789abcdef, got {name[:60]!r}. Name "
+            "another folder to start over."
+        )
+    return name.strip()
+
+
+def check_shared(folder: SharedFolder, everybody: list[str]) -> None:
+    """Raise `RestartError` unless all processes have the same folder, by the names that they found in theirs."""
+    if len(set(everybody)) > 1:
+        others = [str(process) for process, name in enumerate(everybody) if name != everybody[0]]
+        raise RestartError(
+            f"{folder.path} is not one folder: processes {', '.join(others)} see another one than process 0. Give "
+            "Job(shared=…) a folder on a disk that all hosts mount."
+        )
