@@ -64,7 +64,7 @@ def test_an_update_is_torchs_adamw() -> None:
     weight.grad = torch.full((1,), 16.0, dtype=torch.float64)
     rate, decay, beta1, beta2, epsilon = ADAMW.values()
     torch.optim.AdamW([weight], lr=rate, betas=(beta1, beta2), eps=epsilon, weight_decay=decay).step()
-    assert updated_weight(16.0) == pytest.approx(float(weight), rel=1e-12)
+    assert updated_weight(16.0) == pytest.approx(weight.item(), rel=1e-12)
 
 
 @needs_lab
