@@ -1,4 +1,4 @@
-"""The table of docs/gather.md: gather against the optimum and against what is split from weave.
+"""The tables of docs/gather.md: gather against the optimum, against what is split from weave, and over slow cables.
 
 python benchmarks/gather.py
 """
@@ -10,8 +10,11 @@ import time
 from rich.console import Console
 from rich.table import Table
 
-from meshmend import Collective, Mesh, Schedule, predict, verify
+from meshmend import Collective, Mesh, Schedule, bound, predict, verify
+from meshmend.cost.hardware import Mode
 from meshmend.planning import Derived, Gather, Weave
+from meshmend.planning.weave.pieces import Pieces
+from rates import HOLE, SHAPE, cases, on_mesh
 
 MESHES = [
     Mesh("8x8", failed=["2x2@2,2"]),
@@ -23,15 +26,23 @@ MESHES = [
 ]
 
 
-def ratio(schedule: Schedule) -> float:
-    return predict(schedule, 1e9, "ideal").ratio_to_bound
+PARTS = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
 
 
-def main() -> None:
-    table = Table(title="time over the optimum", title_justify="left")
-    headings = ("mesh", "chunks", "all-gather", "reduce-scatter", "split from weave", "to plan", "to prove")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "mesh" else "right")
+def ratio(schedule: Schedule, mode: Mode = "lock-step") -> float:
+    return predict(schedule, 1e9, "ideal", mode=mode).ratio_to_bound
+
+
+def make_table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left")
+    return table
+
+
+def against_weave() -> Table:
+    headings = ("chunks", "all-gather", "reduce-scatter", "split from weave", "to plan", "to prove")
+    table = make_table("time over the optimum", "mesh", *headings)
     for mesh in MESHES:
         started = time.process_time()
         gathered = Gather().plan(mesh)
@@ -39,7 +50,7 @@ def main() -> None:
         verify(gathered)
         proven = time.process_time()
         scattered = Gather(collective=Collective.REDUCE_SCATTER).plan(mesh)
-        parts = [Derived(Weave(1024), half).plan(mesh) for half in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)]
+        parts = [Derived(Weave(1024), half).plan(mesh) for half in PARTS]
         table.add_row(
             str(mesh),
             f"{gathered.total_chunks:,}",
@@ -49,7 +60,37 @@ def main() -> None:
             f"{planned - started:.1f} s",
             f"{proven - planned:.1f} s",
         )
-    Console(width=140).print(table)
+    return table
+
+
+def over_slow_cables() -> Table:
+    headings = ("bound, M/b", "chunks", "per step", "asynchronous", "lock-step", "blind", "to plan")
+    table = make_table(f"time over the optimum, {SHAPE} minus {HOLE}: reduce-scatter", "slow cables", *headings)
+    planner = Gather(collective=Collective.REDUCE_SCATTER)
+    blind = planner.plan(Mesh(SHAPE, failed=[HOLE]))
+    for name, rates in cases().items():
+        mesh = Mesh(SHAPE, failed=[HOLE], cable_rates=rates)
+        started = time.process_time()
+        schedule = planner.plan(mesh)
+        planned = time.process_time()
+        verify(schedule)
+        table.add_row(
+            name,
+            f"{bound(mesh, collective=planner.collective).units:.4f}",
+            f"{schedule.total_chunks:,}",
+            str(Pieces.of(mesh).per_chunk),
+            f"{ratio(schedule, 'asynchronous'):.3f}",
+            f"{ratio(schedule):.3f}",
+            f"{ratio(on_mesh(blind, mesh)):.3f}",
+            f"{planned - started:.1f} s",
+        )
+    return table
+
+
+def main() -> None:
+    console = Console(width=140)
+    console.print(against_weave())
+    console.print(over_slow_cables())
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ import optax
 
 import meshmend as mm
 import meshmend.jax as mmj
-from meshmend.jax.job.hosts import Hosts
 from meshmend.jax.state.layout import StateLayout
 from meshmend.jax.state.memory import HostMemory
 from meshmend.jax.state.mirror import copy_of, make_parts_fn
+from meshmend.launch.hosts import Hosts
 
 WIDTH, STEPS = 512, 8
 

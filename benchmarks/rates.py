@@ -35,7 +35,7 @@ def random_rates(mesh: Mesh, seed: int) -> dict[str, str]:
 
 
 def cases() -> dict[str, dict[str, str]]:
-    """Return the slow cables of each row of the table."""
+    """Return the slow cables of each row of the table, here and in benchmarks/gather.py."""
     whole = Mesh(SHAPE, failed=[HOLE])
     return {
         "none": {},
@@ -48,8 +48,9 @@ def cases() -> dict[str, dict[str, str]]:
 
 def on_mesh(schedule: Schedule, mesh: Mesh) -> Schedule:
     """Return a schedule made for other rates, to be priced on this mesh."""
-    columns = ("step", "src", "dst", "first_chunk", "n_chunks", "op", "phase", "owners", "phase_names", "planner")
-    return Schedule(mesh, total_chunks=schedule.total_chunks, **{name: getattr(schedule, name) for name in columns})
+    columns = ("step", "src", "dst", "first_chunk", "n_chunks", "op", "phase", "owners")
+    others = ("total_chunks", "phase_names", "collective", "planner")
+    return Schedule(mesh, **{name: getattr(schedule, name) for name in (*columns, *others)})
 
 
 def lock_step(schedule: Schedule, mesh: Mesh) -> float:

@@ -35,6 +35,7 @@ PUBLIC = [
     "meshmend.study",
     "meshmend.availability",
     "meshmend.lab",
+    "meshmend.launch",
     "meshmend.doctor",
     "meshmend.jax",
     "meshmend.jax.job",

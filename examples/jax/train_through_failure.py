@@ -2,8 +2,8 @@
 
     python examples/jax/train_through_failure.py            # a few minutes on two cores
 
-Needs torch (for torchrun, which restarts the survivors) and meshmend[restart]. Each host is a torchrun agent and its
-worker, one process with eight virtual chips; the rendezvous store is a separate process. A third of the way in, one
+Needs meshmend[launch]. Each host is an agent and its worker, one process with eight virtual chips; the rendezvous
+store is a separate process. A third of the way in, one
 host gets SIGKILL and its memory is wiped. The others restart by themselves: they find the hole, take its plan and its
 compiled program from the caches, restore the state from each other's memory, and continue. You see the mesh and the
 loss while it runs; at the end there is a figure.
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -30,9 +29,7 @@ TEXT = Path(__file__).parents[2] / "LICENSE"
 
 
 def train(folder: Path, steps: int) -> None:
-    """One host's worker: what torchrun starts and restarts."""
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_cpu_multi_thread_eigen=false"
+    """One host's worker: what the launcher starts and restarts."""
     import jax.numpy as jnp
     import optax
 
@@ -73,7 +70,6 @@ def train(folder: Path, steps: int) -> None:
         keeper = Keeper(
             session,
             compiled.layout,
-            memory=Path(os.environ["MESHMEND_MEMORY"]),
             disk=folder / "disk",
             disk_every=10,
         )
@@ -131,7 +127,7 @@ class Story:
 
     def update(self) -> None:
         """Read the timelines."""
-        from meshmend.jax.job.timeline import read_timeline
+        from meshmend.launch.timeline import read_timeline
 
         self.events = {host: read_timeline(self.folder / f"timeline-{host}.jsonl") for host in range(N_HOSTS)}
 
@@ -165,7 +161,7 @@ def view(story: Story, dead: list[int], what: str, steps: int) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    from meshmend.jax.job import Hosts
+    from meshmend.launch import Hosts
 
     host_of = {chip: host for host in range(N_HOSTS) for chip in Hosts.of(SHAPE, HOST).chips(host)}
     grid = Table.grid(padding=(0, 1))
@@ -215,37 +211,29 @@ def main() -> None:
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        from meshmend.lab.torchrun import die_with_launcher
-
-        die_with_launcher()
         train(options.worker, options.steps)
         return
 
     from rich.console import Console
     from rich.live import Live
 
-    from meshmend.jax.job.timeline import split_recovery
-    from meshmend.lab.torchrun import Torchrun
+    from meshmend.launch import Hosts
+    from meshmend.launch.local import LocalJob
+    from meshmend.launch.timeline import split_recovery
 
-    # Host memory: files that outlive a worker, but not its machine. Each host has its own.
-    in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108
     console = Console(quiet=options.no_view)
     with (
         tempfile.TemporaryDirectory(prefix="meshmend-") as name,
-        tempfile.TemporaryDirectory(prefix="meshmend-", dir=in_memory) as memory,
         Live(console=console, auto_refresh=False) as live,
     ):
         folder, story = Path(name), Story(Path(name))
         command = [str(Path(__file__).absolute()), "--worker", name, "--steps", str(options.steps)]
-        with Torchrun(
-            command,
-            N_HOSTS,
-            folder,
-            max_restarts=5,
-            # Eight agents on two cores are easily late without being dead.
-            rendezvous={"last_call_timeout": 2, "keep_alive_max_attempt": 4},
-            environment=lambda host: {"MESHMEND_MEMORY": f"{memory}/host-{host}"},
-        ) as hosts:
+
+        def log(host: int, line: str) -> None:
+            with (folder / f"host-{host}.log").open("a") as file:
+                file.write(line + "\n")
+
+        with LocalJob(command, Hosts.of(SHAPE, HOST), folder, on_line=log) as hosts:
             hosts.start()
 
             def until(condition: Any, dead: list[int], what: str, patience_s: float = 300.0) -> None:
@@ -259,7 +247,7 @@ def main() -> None:
                         for log in folder.glob("host-*.log"):
                             sys.stderr.write(f"== {log.name}\n{log.read_text()[-2000:]}\n")
                         raise SystemExit(f"gave up waiting: {what}")
-                    time.sleep(0.2)
+                    hosts.processes.watch(0.2)
 
             def ready() -> bool:
                 compiled = [e for e in story.events[0] if e["event"] == "compile ahead"]
@@ -269,7 +257,6 @@ def main() -> None:
             until(ready, [], "64 chips train; process 0 compiles for the loss of each host meanwhile")
             killed_step = story.steps[-1]["step"]
             killed_at = hosts.kill(options.victim)
-            shutil.rmtree(f"{memory}/host-{options.victim}", ignore_errors=True)
             until(
                 lambda: story.committed_without(options.victim, killed_at),
                 [options.victim],

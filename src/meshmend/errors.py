@@ -19,6 +19,7 @@ __all__ = [
     "DisagreementError",
     "DrawingError",
     "LabError",
+    "LaunchError",
     "LedgerError",
     "LostChipError",
     "LoweringError",
@@ -217,6 +218,10 @@ class DeadPathError(VerificationError):
 
 class LabError(MeshmendError):
     """A mesh of processes or of network namespaces on this machine cannot be made, or a chip of it failed."""
+
+
+class LaunchError(MeshmendError, RuntimeError):
+    """A job cannot be launched: its store cannot be reached or refuses a host, or an option contradicts another."""
 
 
 class RestartError(MeshmendError, RuntimeError):

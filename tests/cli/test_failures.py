@@ -21,7 +21,7 @@ import typer
 from rich.text import Text
 from typer.testing import CliRunner
 
-from meshmend import Mesh, lab, load, plan, save
+from meshmend import Collective, Mesh, lab, load, plan, save
 from meshmend.cli import app, common, terminal
 from meshmend.cli.common import EXIT_CODES
 from meshmend.cli.terminal import plain
@@ -77,6 +77,12 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("prepare", "no unit", ["4x4", "--host", "2x2", "--payload", "100", "--cache", "c"], "its unit is missing"),
     ("prepare", "unwritable", ["4x4", "--host", "2x2", "--cache", "file/c"], "nothing can be written in file/c"),
     ("prepare", "file in place of folder", ["4x4", "--host", "2x2", "--cache", "file"], "nothing can be written"),
+    (
+        "run",
+        "bad hosts",
+        ["--hosts", "8:5", "--place", "0", "--store", "a:1", "file"],
+        "expected the least and the most",
+    ),
     ("route", "cut mesh", ["4x4", *CUT], ""),
     ("route", "failed chip", ["4x4", "--fail", "1,1", "--from", "1,1", "--to", "0,0"], "(1,1)"),
     ("route", "bad name", ["4x4", "--scheme", "[bold]"], "[bold]"),
@@ -180,8 +186,8 @@ COMMANDS = list(commands(typer.main.get_command(app)))
 WITHOUT_FAILURES = {"doctor", "lab list"}
 """They find what is wrong with a machine and say so; that is no failure of theirs."""
 
-ELSEWHERE = {"lab run", "compile", "bench failures", "bench restart"}
-"""What they refuse takes root or an extra: below."""
+ELSEWHERE = {"lab run", "compile", "bench failures", "bench restart", "run", "store"}
+"""What they refuse takes root or an extra: below. What `run` and `store` refuse is in test_run.py."""
 
 
 def test_every_command_has_its_failures_here() -> None:
@@ -190,8 +196,8 @@ def test_every_command_has_its_failures_here() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_wrong_command_line_is_one_line(command: str) -> None:
-    if command == "lab run":  # whatever follows is the command to run
-        code, out, err = run(["lab", "run"])
+    if command in ("lab run", "run"):  # whatever follows is the command to run
+        code, out, err = run(command.split())
         assert (code, out) == (2, "")
         assert re.fullmatch(r"Error: [^\n]+\n", err)
     else:
@@ -335,6 +341,23 @@ def test_other_collectives_are_compared_with_their_like() -> None:
     assert json.loads(out)["collective"] == "reduce-scatter"
     check(["compare", "half.npz", "--collective", "all-gather", *PAID], "leave out --collective")
     assert run(["predict", "half.npz", *PAID])[0] == 0
+
+
+@pytest.mark.parametrize("collective", list(Collective))
+def test_every_command_takes_every_collective(collective: Collective) -> None:
+    asked = ["1x3", "--collective", str(collective)]
+    code, out, _ = run(["plan", *asked, *PAID, "--save", "asked.npz", "--json"])
+    planned = json.loads(out)
+    assert (code, planned["collective"], planned["verified"]) == (0, str(collective), True)
+    assert all("planner" not in candidate["parameters"] for candidate in planned["considered"])
+    verified = " ".join(run(["verify", "asked.npz"])[1].split())
+    assert ("turns at its owner" in verified) == (collective is Collective.ALL_REDUCE_WITH_TURN)
+    predicted = json.loads(run(["predict", *asked, *PAID, "--json"])[1])
+    assert predicted["seconds"] == pytest.approx(planned["considered"][0]["seconds"])
+    compared = json.loads(run(["compare", *asked, *PAID, "--json"])[1])
+    assert (compared["collective"], compared["mesh"]["bound"]) == (str(collective), predicted["bound"])
+    assert run(["draw", *asked, "--what", "trees", "-o", "trees.svg"])[0] == 0
+    assert run(["draw", *asked, "-o", "steps.html"])[0] == 0
 
 
 @pytest.mark.parametrize("command", ["plan", "predict", "compare", "draw"])

@@ -128,6 +128,36 @@ def test_the_tree_of_a_chunk_spans_the_chips_and_ends_at_its_owner(failed: list[
         assert tree.depth == max(nx.single_source_shortest_path_length(graph, owner).values())
 
 
+@pytest.mark.parametrize("planner", ["weave", "gather", "row-pairs"])
+def test_the_tree_of_an_all_gather_spans_the_chips_and_begins_at_the_owner(planner: str) -> None:
+    schedule = plan(Mesh("4x6", failed=["2x2@0,2"]), planner, collective="all-gather")
+    for chunk in range(0, schedule.total_chunks, 7):
+        tree = chunk_tree(schedule, chunk)
+        graph = nx.DiGraph(list(zip(tree.src.tolist(), tree.dst.tolist(), strict=True)))
+        assert nx.is_arborescence(graph)
+        assert graph.number_of_nodes() == schedule.mesh.n_chips
+        owner = int(schedule.owners[chunk])
+        assert graph.in_degree(owner) == 0
+        assert tree.depth == max(nx.single_source_shortest_path_length(graph, owner).values())
+
+
+@pytest.mark.parametrize(
+    ("collective", "owner"),
+    [
+        ("all-reduce", "owner, where the sum is complete"),
+        ("reduce-scatter", "owner, where the sum is complete"),
+        ("all-gather", "owner, where the chunk comes from"),
+        ("all-reduce-with-turn", "owner, where the sum is complete and may be replaced"),
+    ],
+)
+def test_every_collective_has_trees_that_say_what_an_owner_is(collective: str, owner: str) -> None:
+    schedule = plan(Mesh("4x4", failed=["2x2@2,2"]), "weave", chunks=24, collective=collective)
+    picture = figure(schedule, "trees", chunks=[3])
+    assert sum(n_heads(picture, name) for name in schedule.phase_names) == schedule.mesh.n_chips - 1
+    assert owner in [text.get_text() for legend in picture.legends for text in legend.get_texts()]
+    assert_legible(picture)
+
+
 def test_trees_are_drawn_with_one_arrow_a_chip() -> None:
     schedule = plan(Mesh("8x8", failed=["2x2@2,2"]), "row-pairs")
     picture = figure(schedule, "trees", chunks=[5])

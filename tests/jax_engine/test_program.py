@@ -150,7 +150,10 @@ def test_a_schedule_or_the_other_kind_of_program_is_no_program() -> None:
     w = jnp.ones(())
     calls: list[Callable[[], Any]] = [lambda: init(w, schedule), lambda: step(w, (), jnp.ones(12), schedule)]
     for call in calls:
-        with pytest.raises(ParameterError, match=r"Expected a Program or a ProgramPair, got a Schedule.*mmj\.install"):
+        with pytest.raises(
+            ParameterError,
+            match=r"Expected a Program, a ProgramPair or a ProgramWithTurn, got a Schedule.*mmj\.install",
+        ):
             call()
 
 

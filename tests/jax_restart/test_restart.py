@@ -1,9 +1,8 @@
-"""Jobs under torchrun whose hosts are killed: they come back by themselves, and nothing of what they did is lost."""
+"""Jobs whose hosts are killed: the launcher brings them back, and nothing of what they did is lost."""
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -16,8 +15,9 @@ import pytest
 
 from meshmend.bench.restart import Failure, HostKill, Run, campaign
 from meshmend.bench.trainee import TrainingJob
-from meshmend.errors import LabError
-from meshmend.lab.torchrun import Torchrun, children
+from meshmend.launch.hosts import Hosts
+from meshmend.launch.local import LocalJob
+from meshmend.launch.processes import children
 
 STEPS = 30
 
@@ -76,44 +76,35 @@ def test_a_second_host_may_die_during_recovery(undisturbed: Run, tmp_path: Path)
 def test_survivors_that_are_cut_apart_say_so_everywhere(undisturbed: Run, tmp_path: Path) -> None:
     job = replace(undisturbed.job, folder=str(tmp_path), ahead=False)
     command = ["-m", "meshmend.bench.trainee", str(job.write())]
-    with Torchrun(command, 4, tmp_path, min_hosts=2, max_restarts=0) as hosts:
+    logs = {0: "", 3: ""}
+
+    def keep(host: int, line: str) -> None:
+        logs[host] += line + "\n"
+
+    machine = Hosts.of(job.shape, job.host)
+    with LocalJob(command, machine, tmp_path, max_restarts=0, start_s=1.0, on_line=keep) as hosts:
         hosts.start(0, 3)
         assert set(hosts.wait(90).values()) == {1}
-    for host in (0, 3):
-        log = (tmp_path / f"host-{host}.log").read_text()
+    for log in logs.values():
         assert "The survivors (hosts 0, 3 of 4x4 minus 2x2@0,2, 2x2@2,0) form 2 disconnected groups" in log
         assert "no cable leads from (0,0) to (2,2)" in log
 
 
-def test_two_hosts_of_the_same_place_are_refused_everywhere(undisturbed: Run, tmp_path: Path) -> None:
-    job = replace(undisturbed.job, folder=str(tmp_path), ahead=False)
-    command = ["-m", "meshmend.bench.trainee", str(job.write())]
-    with Torchrun(
-        command, 4, tmp_path, min_hosts=2, max_restarts=0, environment=lambda _: {"MESHMEND_HOST": "2"}
-    ) as hosts:
-        hosts.start(0, 1)
-        assert set(hosts.wait(90).values()) == {1}
-    for host in (0, 1):
-        assert "Processes 0 and 1 both say that they are host 2" in (tmp_path / f"host-{host}.log").read_text()
-
-
 def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path) -> None:
     worker = tmp_path / "worker.py"
-    worker.write_text(
-        "import time; from meshmend.lab.torchrun import die_with_launcher; die_with_launcher(); time.sleep(600)"
-    )
+    worker.write_text("import time; time.sleep(600)")
     code = (
-        "import sys, time; from pathlib import Path; from meshmend.lab.torchrun import Torchrun\n"
-        f"with Torchrun([{str(worker)!r}], 1, Path({str(tmp_path)!r})) as hosts:\n"
-        "    hosts.start(); time.sleep(600)"
+        "import sys, time; from pathlib import Path\n"
+        "from meshmend.launch.hosts import Hosts; from meshmend.launch.local import LocalJob\n"
+        f"with LocalJob([{str(worker)!r}], Hosts.of('2x2', '2x2'), Path({str(tmp_path)!r}), warm=False) as hosts:\n"
+        "    hosts.start(); hosts.wait(600)"
     )
     driver = subprocess.Popen([sys.executable, "-c", code])
     try:
         until = time.monotonic() + 60
-        while len(alive := children(driver.pid)) < 3 and time.monotonic() < until:
+        while len(alive := children(driver.pid)) < 4 and time.monotonic() < until:
             time.sleep(0.2)
-        assert len(alive) == 3  # store, agent, worker
-        time.sleep(2)
+        assert len(alive) == 4  # store, host, what starts workers, worker
     finally:
         driver.send_signal(signal.SIGKILL)
         driver.wait()
@@ -128,13 +119,6 @@ def runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def test_a_store_that_does_not_start_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshmend.lab.torchrun.STORE", "raise SystemExit(3)")
-    with pytest.raises(LabError, match="The rendezvous store does not start"), Torchrun(["x.py"], 1, tmp_path):
-        pass
-    assert not children(os.getpid())
 
 
 @pytest.mark.slow

@@ -1,11 +1,23 @@
-"""How planner tests check a schedule: with the verifier, and with NumPy's own sums."""
+"""How planner tests slow cables down, and check a schedule: with the verifier, and with NumPy's own sums."""
 
 from __future__ import annotations
 
 import numpy as np
 
 import meshmend.numpy as mmn
-from meshmend import Collective, Schedule, verify
+from meshmend import Collective, Mesh, Schedule, verify
+
+QUARTERS = ["1/4", "1/2", "3/4", "1"]
+
+
+def slowed(mesh: Mesh, rates: list[str], part: float, seed: int) -> Mesh:
+    """The mesh with one of these rates on a part of its cables."""
+    rng = np.random.default_rng(seed)
+    slow = {
+        (mesh.chip(int(a)), mesh.chip(int(b))): str(rng.choice(rates))
+        for a, b in mesh.cables[rng.random(mesh.n_cables) < part]
+    }
+    return Mesh(mesh.shape, wrap=mesh.wrap, failed=mesh.holes, failed_cables=mesh.failed_cables, cable_rates=slow)
 
 
 def assert_serves(schedule: Schedule) -> None:

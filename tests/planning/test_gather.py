@@ -4,28 +4,39 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
-from checks import assert_serves
+from checks import QUARTERS, assert_serves, slowed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshmend import Collective, Mesh, PlanError, Schedule, bound, plan, verify
+from meshmend import Collective, Mesh, PlanError, Schedule, bound, plan, predict, verify
 from meshmend.cost import StepDemand, find_hardware
+from meshmend.cost.hardware import Mode
 from meshmend.errors import ParameterError
 from meshmend.planning import Derived, Gather, PlanCache, Weave, make_planner
 from meshmend.planning.gather.spreading import share_out, spread
 from strategies import meshes
 
+MODES: tuple[Mode, ...] = ("lock-step", "asynchronous")
 HALVES = (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
 
 CORRIDOR = Mesh("8x8", failed=["3x1@0,3", "3x1@5,3"])
 
 
-def follow(mesh: Mesh, owners: list[int]) -> int:
-    """Replay the deliveries with sets, by the rules alone; return the number of steps."""
-    found = spread(mesh, np.array(owners))
+def follow(mesh: Mesh, owners: list[int], takes: dict[tuple[int, int], int] | None = None) -> int:
+    """Replay the deliveries with sets, by the rules alone; return the number of steps.
+
+    `takes` is how many chunks each link takes in a step: by default one.
+    """
+    per_link = None
+    if takes is not None:
+        per_link = np.zeros(mesh.n_link_slots, dtype=np.int64)
+        for (src, dst), most in takes.items():
+            per_link[mesh.link(src, dst)] = most
+    found = spread(mesh, np.array(owners), per_link)
     rows = list(zip(*(column.tolist() for column in (found.step, found.src, found.dst, found.chunk)), strict=True))
     holds = [{chunk for chunk, owner in enumerate(owners) if owner == rank} for rank in range(mesh.n_chips)]
     steps = 0
@@ -33,8 +44,8 @@ def follow(mesh: Mesh, owners: list[int]) -> int:
         assert step == steps
         steps += 1
         moves = [row[1:] for row in together]
-        links = {(src, dst) for src, dst, _ in moves}
-        assert len(links) == len(moves), "a link carries two chunks"
+        for link, carried in Counter((src, dst) for src, dst, _ in moves).items():
+            assert carried <= (1 if takes is None else takes[link]), "a link carries too many chunks"
         assert len({(src, chunk) for src, _, chunk in moves}) == len(moves), "a chip sends a chunk twice in a step"
         assert len({(dst, chunk) for _, dst, chunk in moves}) == len(moves), "a chip takes a chunk twice in a step"
         for src, dst, chunk in moves:
@@ -52,6 +63,23 @@ def follow(mesh: Mesh, owners: list[int]) -> int:
 def test_every_chunk_comes_to_every_chip_once_over_live_links(mesh: Mesh, chunks: int) -> None:
     if mesh.is_connected:
         follow(mesh, share_out(mesh.n_chips, chunks).tolist())
+
+
+@settings(max_examples=40, deadline=None)
+@given(meshes(max_side=5, connected=True), st.integers(1, 150), st.integers(0, 1000))
+def test_links_take_as_many_chunks_as_they_may(mesh: Mesh, chunks: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    links = [link for a, b in mesh.cables.tolist() for link in ((a, b), (b, a))]
+    follow(mesh, share_out(mesh.n_chips, chunks).tolist(), {link: int(rng.integers(1, 5)) for link in links})
+
+
+def test_steps_by_hand_over_slow_links() -> None:
+    both_ways = {(0, 1): 3, (1, 0): 3, (1, 2): 1, (2, 1): 1}
+    assert follow(Mesh("1x3"), [0] * 10, both_ways) == 11  # ten over the slow link, one by one, after one step
+    assert follow(Mesh("1x3"), [2] * 9, both_ways) == 10
+    # Nothing goes over a link that takes nothing: the long way round.
+    ring = {(0, 1): 0, (1, 0): 0, (1, 3): 2, (3, 1): 2, (0, 2): 2, (2, 0): 2, (2, 3): 2, (3, 2): 2}
+    assert follow(Mesh("2x2"), [0, 0], ring) == 3
 
 
 @given(st.integers(1, 300), st.integers(1, 2000))
@@ -154,12 +182,57 @@ def test_near_the_optimum_on_random_survivors(n: int) -> None:
         assert ratio(Gather().plan(mesh)) <= 1.05, mesh
 
 
+@pytest.mark.parametrize("collective", HALVES)
+@pytest.mark.parametrize("rates", [["1/2"], QUARTERS, ["1/3", "1/2"], ["0.87"], ["1/100", "1"]], ids=str)
+@pytest.mark.parametrize("chunks", [1, 7, 60])
+def test_it_serves_slow_cables(collective: Collective, rates: list[str], chunks: int) -> None:
+    mesh = slowed(Mesh("5x4", failed=["1,1"], failed_cables=["0,0-0,1"]), rates, 0.5, chunks)
+    assert_serves(plan(mesh, "gather", collective=collective, chunks=chunks))
+
+
+@pytest.mark.parametrize("collective", HALVES)
+def test_a_slow_cable_counts_by_its_rate(collective: Collective) -> None:
+    mesh = Mesh("8x8", failed=["2x2@2,2"], cable_rates={"0,0-0,1": "1/2"})
+    least_s = 59 / 60 / 1.5  # a corner exchanges what 59 others own over a cable and a half
+    schedule = Gather(collective=collective).plan(mesh)
+    for mode in MODES:
+        assert least_s <= predict(schedule, 1e9, "ideal", mode=mode).seconds * (1 + 1e-9) <= 1.01 * least_s
+    assert_serves(schedule)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_near_the_optimum_over_slow_cables(seed: int) -> None:
+    mesh = slowed(Mesh("8x8", failed=["2x2@2,2"]), QUARTERS, 0.2, seed)
+    schedule = Gather().plan(mesh)
+    for mode in MODES:
+        assert predict(schedule, 1e9, "ideal", mode=mode).ratio_to_bound <= 1.04
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("collective", HALVES)
+@pytest.mark.parametrize(
+    "rates",
+    [{"8,15-8,16": "3/4"}, {"8,15-8,16": "1/2"}, {"16x1@0,16": "1/2"}, 1, 2],
+    ids=["one at 3/4", "one at 1/2", "a column at 1/2", "random 1", "random 2"],
+)
+def test_near_the_optimum_over_slow_cables_of_a_large_mesh(rates: dict[str, str] | int, collective: Collective) -> None:
+    whole = Mesh("16x32", failed=["4x2@6,8"])
+    mesh = (
+        slowed(whole, QUARTERS, 0.05, rates)
+        if isinstance(rates, int)
+        else Mesh("16x32", failed=["4x2@6,8"], cable_rates=rates)
+    )
+    schedule = plan(mesh, "gather", collective=collective)
+    for mode in MODES:
+        assert predict(schedule, 1e9, "ideal", mode=mode).ratio_to_bound <= 1.02
+
+
 def test_no_schedule_costs_less_than_its_floor() -> None:
     rng = np.random.default_rng(1)
     ideal = find_hardware("ideal")
     for collective in HALVES:
-        for _ in range(3):
-            mesh = random_survivors(rng)
+        for part in (0.0, 0.0, 0.5):
+            mesh = slowed(random_survivors(rng), QUARTERS, part, seed=1)
             able = [make_planner(name, collective=collective) for name in ("hamiltonian", "two-color", "row-pairs")]
             planners = [p for p in able if p.why_not(mesh) is None] + [Derived(Weave(chunks=50), collective)]
             for planner in [Gather(50, collective), Gather(3, collective), *planners]:

@@ -79,6 +79,21 @@ def test_auto_takes_it_for_short_payloads_and_trees_for_long_ones() -> None:
     assert Auto(1e8, XLA).choose(mesh).planner.name == "weave"
 
 
+def test_auto_leaves_it_where_slow_cables_make_it_slower() -> None:
+    # Its plan is that of equal cables: every exchange along a row crosses the slow columns, whole payloads at a tenth.
+    equal = Mesh("8x8", failed=["2x2@2,2"])
+    slow = Mesh("8x8", failed=["2x2@2,2"], cable_rates={"8x2@0,3": "1/10"})
+    payload = 64e3
+    blind = Latency(1, 2)
+    assert blind.plan(slow).src.tolist() == blind.plan(equal).src.tolist()
+    assert predict(blind.plan(slow), payload, XLA).seconds > 2 * predict(blind.plan(equal), payload, XLA).seconds
+    assert Auto(payload, XLA).choose(equal).planner.name == "latency"
+    taken = Auto(payload, XLA).choose(slow)
+    assert taken.planner.name == "weave"
+    own = plan(slow, "latency", payload_bytes=payload, hardware=XLA)
+    assert predict(taken.schedule, payload, XLA).seconds < predict(own, payload, XLA).seconds
+
+
 def test_between_neighbours_only_another_is_taken() -> None:
     mesh = Mesh("4x6", failed=["2x2@0,2"])
     with pytest.raises(LoweringError):

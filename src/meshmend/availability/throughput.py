@@ -10,9 +10,10 @@ plan for a thousand chips takes seconds, so only these are planned in full:
 
 The cost of other holes is estimated relative to that one from the spanning trees of `weave`, the plan for long
 payloads: growing a few is cheap, and the all-reduce time grows with the load of their busiest cable. The position
-matters much more than the size: near an edge a hole leaves a strip that few cables join to the rest. Several holes add
-up. Where a chip does not drive all its links at once, cables are not the bottleneck, and the host in the middle
-represents any number of holes. `exact` plans a state in full, to check the estimates.
+matters much more than the size: near an edge a hole leaves a strip that few cables join to the rest. Of several holes
+the worst counts: chunks that pass the others in time wait for it anyway. Where a chip does not drive all its links at
+once, cables are not the bottleneck, and the host in the middle represents any number of holes. `exact` plans a state in
+full, to check the estimates.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.availability.assumptions import Assumptions
-from meshmend.planning.auto import Field
+from meshmend.planning.auto import Auto
 from meshmend.planning.weave.trees import grow
 from meshmend.topology import Mesh, Region
 
@@ -37,6 +38,9 @@ INSIDE = 6
 
 N_TREES = 128
 """Trees for an estimate: they resolve the load of a cable to 1/128 of the payload."""
+
+BUDGET_S = 2.0
+"""CPU seconds for each plan: what a job takes for one that it has not prepared."""
 
 
 class Throughput:
@@ -59,13 +63,13 @@ class Throughput:
         return n_chips / self._machine.size * (compute + self.exact(self._machine)) / (compute + all_reduce_s)
 
     def holed_s(self, holes: Sequence[Region]) -> float:
-        """Return the all-reduce time of the machine with these holes, estimated from single holes."""
+        """Return the all-reduce time of the machine with these holes, estimated from the worst of them."""
         whole = self.exact(self._machine)
         if not holes or not self._assumptions.payload_bytes:
             return whole
         if self._assumptions.hardware.links_at_once is not None:
             return whole + self._middle_extra_s
-        return whole + sum(self._extra_s(hole) for hole in holes)
+        return whole + max(self._extra_s(hole) for hole in holes)
 
     def full_s(self, shape: Sequence[int]) -> float:
         """Return the all-reduce time of a full mesh of this shape, cut from the machine."""
@@ -81,8 +85,11 @@ class Throughput:
         """Return the all-reduce time of the fastest plan for exactly this mesh."""
         if mesh not in self._times:
             payload = self._assumptions.payload_bytes
-            alone = mesh.n_chips == 1 or not payload
-            self._times[mesh] = 0.0 if alone else Field(mesh).choose(payload, self._assumptions.hardware).seconds
+            if mesh.n_chips == 1 or not payload:
+                self._times[mesh] = 0.0
+            else:
+                auto = Auto(payload_bytes=payload, hardware=self._assumptions.hardware, budget_s=BUDGET_S)
+                self._times[mesh] = auto.choose(mesh).seconds
         return self._times[mesh]
 
     @property

@@ -8,6 +8,7 @@ once per epoch, no committed step may be lost to one host's death, and the loss 
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import statistics
@@ -21,8 +22,9 @@ from typing import Any
 
 from meshmend.bench.trainee import N_SAMPLES, TrainingJob
 from meshmend.errors import LabError
-from meshmend.jax.job.timeline import STAGES, read_timeline, split_recovery
-from meshmend.lab.torchrun import Torchrun
+from meshmend.launch.hosts import Hosts
+from meshmend.launch.local import LocalJob
+from meshmend.launch.timeline import STAGES, read_timeline, split_recovery
 from meshmend.topology import name_shape, parse_shape
 
 N_HOSTS = 4
@@ -164,7 +166,7 @@ class Run:
         """Run the job through kills, each in its own range of steps, and check its guarantees."""
         found = []
         command = ["-m", "meshmend.bench.trainee", str(self.job.write())]
-        with Torchrun(command, N_HOSTS, self.folder, min_hosts=2, max_restarts=50, revivals=5) as hosts:
+        with self.hosts(command) as hosts:
             hosts.start()
             stretch = self.job.steps // (len(kills) + 1)
             for i, kill in enumerate(kills):
@@ -181,7 +183,25 @@ class Run:
         self._check()
         return found
 
-    def _fail(self, hosts: Torchrun, kill: HostKill) -> Failure:
+    def hosts(self, command: Sequence[str]) -> LocalJob:
+        """Return the job's hosts, each with a log."""
+
+        def log(host: int, line: str) -> None:
+            with (self.folder / f"host-{host}.log").open("a") as file:
+                file.write(f"{time.time():.2f} {line}\n")
+
+        machine = Hosts.of(self.job.shape, self.job.host)
+        return LocalJob(
+            command,
+            machine,
+            self.folder / "launcher",
+            least=2,
+            max_restarts=5,
+            on_line=log,
+            on_event=lambda event: log(event["host"], json.dumps(event)),
+        )
+
+    def _fail(self, hosts: LocalJob, kill: HostKill) -> Failure:
         before, victims = self._attempt(), kill.hosts
         for i, victim in enumerate(victims):
             if i:
@@ -263,13 +283,12 @@ class Run:
                     return attempt, step, kept[last][step], last
         return None
 
-    def _until(self, condition: Callable[[], Any], what: str, hosts: Torchrun) -> None:
+    def _until(self, condition: Callable[[], Any], what: str, hosts: LocalJob) -> None:
         until = time.monotonic() + self.patience_s
         while not condition():
-            hosts.revive()
+            hosts.processes.watch(0.1)
             if time.monotonic() > until or not hosts.running:
                 raise LabError(f"The job never reached {what}; see {self.folder}/host-*.log.")
-            time.sleep(0.1)
 
     def _check(self) -> None:
         from meshmend.jax.ledger import Ledger

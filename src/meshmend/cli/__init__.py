@@ -17,6 +17,8 @@ from meshmend.cli import (
     prepare,
     reproduce,
     route,
+    run,
+    store,
     verify,
 )
 from meshmend.cli import compile as compile_command
@@ -45,6 +47,10 @@ app.command("reproduce")(unbundled(reproduce.command))
 app.command("availability")(unbundled(availability.command))
 app.command("draw")(unbundled(draw.command))
 app.command("compile")(unbundled(compile_command.command))
+app.command(
+    "run", context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
+)(run.command)
+app.command("store")(store.command)
 app.command("doctor")(doctor.command)
 app.add_typer(lab.app, name="lab")
 app.add_typer(bench.app, name="bench")

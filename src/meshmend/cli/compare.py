@@ -24,6 +24,7 @@ from meshmend.cli.outputs import check_plot
 from meshmend.cli.pricing import forecast_facts, hardware_facts
 from meshmend.cli.terminal import plain, print_line, terminal
 from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
+from meshmend.planning import UpdatePlan, UpdateWay, update_plans
 from meshmend.planning.proven import read_collective
 from meshmend.schedule import Collective
 from meshmend.study.compare import COLUMNS, Comparison, PlannerResult, compare
@@ -41,11 +42,15 @@ def command(
     plot_to: Annotated[
         Path | None, typer.Option("--plot", metavar="F", help="Plot time against payload, 1 KB to 10 GB: .png, .svg.")
     ] = None,
+    update: Annotated[
+        bool, typer.Option("--update", help="Also price a weight update: with a turn, in two phases, or replicated.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Compare every planner that can serve a mesh, and the same on the full mesh.
 
-    A saved plan is proven, and compared with the planners for its collective on its mesh.
+    A saved plan is proven, and compared with the planners for its collective on its mesh. With --update, a training
+    step's exchange is priced in each way that the optimizer's state can be kept, by the plans that it would run.
 
     Example: meshmend compare 32x32 --fail 4x2@6,8 --payload 102MB --hardware tpu-v3 --plot times.png
     """
@@ -77,6 +82,8 @@ def command(
                         saved=saved if one is mesh else None,
                     )
                 )
+            status.update(f"weight update on {mesh} …")
+            ways = update_plans(mesh, payload_bytes, chosen) if update else ()
         this, full = found[0], found[1] if len(found) > 1 else None
         if plot_to is not None:
             plot(this, full, plot_to)
@@ -89,10 +96,13 @@ def command(
                     "mode": how,
                     "mesh": _facts(this),
                     "full_mesh": None if full is None else _facts(full),
+                    **({"update": [_way_facts(way) for way in ways]} if update else {}),
                 }
             )
         else:
             _show(this, full)
+            if ways:
+                _show_update(ways, this)
             if plot_to is not None:
                 print_line(f"Drawn to {plain(plot_to)}.")
 
@@ -147,6 +157,40 @@ def _show(this: Comparison, full: Comparison | None) -> None:
     for entry in this.entries:
         if entry.why_not is not None:
             print_line((plain(entry.planner), "dim"), f"  {plain(entry.why_not)}")
+
+
+def _way_facts(way: UpdatePlan) -> dict[str, Any]:
+    return {
+        "way": str(way.way),
+        "plans": [{"planner": s.planner, "collective": str(s.collective), "steps": s.n_steps} for s in way.schedules],
+        "seconds": way.seconds,
+        "state_share": way.state_share,
+    }
+
+
+def _show_update(ways: tuple[UpdatePlan, ...], comparison: Comparison) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("weight update", style="cyan", no_wrap=True)
+    for name in ("time", "× all-reduce", "state per chip"):
+        table.add_column(name, justify="right")
+    table.add_column("plans")
+    all_reduce_s = next(way.seconds for way in ways if way.way is UpdateWay.REPLICATED)
+    for way in ways:
+        table.add_row(
+            str(way.way),
+            name_seconds(way.seconds),
+            f"{way.seconds / all_reduce_s:.3f}" if all_reduce_s else "–",
+            "all" if way.way is UpdateWay.REPLICATED else f"≤ {way.state_share:.2%}",
+            ", ".join(f"{plain(s.planner)} {s.collective}" for s in way.schedules),
+        )
+    console = terminal()
+    console.print()
+    console.print(
+        f"weight update on {comparison.mesh}, {name_bytes(comparison.payload_bytes)} of gradients per chip, lock-step",
+        style="bold",
+        soft_wrap=True,
+    )
+    console.print(table)
 
 
 def _headings() -> list[str]:

@@ -26,7 +26,7 @@ from meshmend.cli.outputs import SCHEDULES, check_output
 from meshmend.cli.terminal import approved, plain, terminal
 from meshmend.cost import busiest_link_load
 from meshmend.cost.units import name_seconds
-from meshmend.planning import Auto, Candidate, Choice, Tuned, choose, plan
+from meshmend.planning import Auto, Candidate, Choice, Derived, Planner, Tuned, choose, plan
 from meshmend.schedule import Collective, Schedule
 from meshmend.schedule.serialize import save
 from meshmend.schedule.verify import Proof, verify
@@ -83,11 +83,20 @@ def command(
 def _candidate_facts(candidate: Candidate) -> dict[str, Any]:
     return {
         "planner": candidate.planner.name,
-        "parameters": asdict(candidate.planner),  # type: ignore[call-overload]  # planners are dataclasses
+        "parameters": _parameters(candidate.planner),
         "seconds": candidate.seconds,
         "at_least_seconds": candidate.floor_seconds,
         "why_not": candidate.why_not,
     }
+
+
+def _parameters(planner: Planner) -> dict[str, Any]:
+    """Return a planner's parameters; of a part of an all-reduce, those of the planner that makes the all-reduce."""
+    own: dict[str, Any] = asdict(planner)  # type: ignore[call-overload]  # planners are dataclasses
+    if isinstance(planner, Derived):
+        own = _parameters(planner.planner)
+    own.pop("collective", None)  # what was asked for, the same in every row
+    return own
 
 
 def _show_considered(choice: Choice) -> None:
@@ -97,7 +106,8 @@ def _show_considered(choice: Choice) -> None:
     table.add_column("")
     for candidate in choice.considered:
         parameters = _candidate_facts(candidate)["parameters"]
-        unsaid = {"budget_s": parameters.get("budget_s"), "owners": "any"}  # the same in every row, or the default
+        owners = "even" if isinstance(candidate.planner, Derived) else "any"
+        unsaid = {"budget_s": parameters.get("budget_s"), "owners": owners}  # the same in every row, or the default
         given = ", ".join(
             f"{name} {value}" for name, value in parameters.items() if value is not None and unsaid.get(name) != value
         )

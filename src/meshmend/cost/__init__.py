@@ -6,6 +6,7 @@ from meshmend.cost.hardware import DEFAULT_HARDWARE, PRESETS, Hardware, find_har
 from meshmend.cost.load import busiest_link_load, link_load
 from meshmend.cost.predict import Forecast, predict
 from meshmend.cost.step_demand import StepDemand
+from meshmend.cost.tiles import between_tiles
 
 __all__ = [
     "DEFAULT_HARDWARE",
@@ -15,6 +16,7 @@ __all__ = [
     "Gap",
     "Hardware",
     "StepDemand",
+    "between_tiles",
     "bound",
     "busiest_link_load",
     "find_hardware",

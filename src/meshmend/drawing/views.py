@@ -40,11 +40,16 @@ from meshmend.drawing.style import (
     phases_in_order,
 )
 from meshmend.errors import DrawingError, name_chip
-from meshmend.schedule import Op, Schedule
+from meshmend.schedule import Collective, Op, Schedule
 from meshmend.topology import Mesh
 
 MAX_TREES = 12
 """Trees on one sheet."""
+OWNERS = {
+    Collective.ALL_GATHER: "owner, where the chunk comes from",
+    Collective.ALL_REDUCE_WITH_TURN: "owner, where the sum is complete and may be replaced",
+}
+"""What an owner is in the legend of trees, where it is more than the chip at which the sum is complete."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +163,8 @@ def draw_load(schedule: Schedule, *, title: str | None = None) -> Figure:
 def draw_trees(schedule: Schedule, chunks: Iterable[int] | None = None, *, title: str | None = None) -> Figure:
     """Draw how the contributions to a chunk come together at its owner, one panel per chunk.
 
-    By default up to four chunks are drawn, evenly spread over the payload.
+    Of an all-gather, which adds nothing, draw how the owner's chunk spreads. By default up to four chunks are drawn,
+    evenly spread over the payload.
     """
     total = schedule.total_chunks
     n_panels = min(4, total)
@@ -172,18 +178,19 @@ def draw_trees(schedule: Schedule, chunks: Iterable[int] | None = None, *, title
     looks = phase_looks(schedule)
     found = [chunk_tree(schedule, chunk) for chunk in asked]
     used = [phase for phase in phases_in_order(schedule) if any((tree.phase == phase).any() for tree in found)]
+    spreads = schedule.collective is Collective.ALL_GATHER
     panels = [
-        f"chunk {chunk}: to {name_chip(schedule.mesh.chip(int(schedule.owners[chunk])))} in {tree.depth} transfers"
+        f"chunk {chunk}: {'from' if spreads else 'to'} {name_chip(schedule.mesh.chip(int(schedule.owners[chunk])))} "
+        f"in {tree.depth} transfers"
         for chunk, tree in zip(asked, found, strict=True)
     ]
     with mpl.rc_context(SETTINGS):
-        root = Line2D(
-            [], [], ls="", marker="*", ms=12, mfc=GREEN, mec="white", label="owner, where the sum is complete"
-        )
+        owner = OWNERS.get(schedule.collective, "owner, where the sum is complete")
+        root = Line2D([], [], ls="", marker="*", ms=12, mfc=GREEN, mec="white", label=owner)
         keys: list[Artist] = [line_key(schedule.phase_names[phase], looks[phase], arrow=True) for phase in used]
         sheet = Sheet(
             layout,
-            title=title or f"{schedule.planner}: how the sums come together",
+            title=title or f"{schedule.planner}: how the {'chunks spread' if spreads else 'sums come together'}",
             subtitle=_describe(schedule),
             panels=panels,
             keys=[*keys, root, *failed_key(layout)],
@@ -204,7 +211,10 @@ def draw_trees(schedule: Schedule, chunks: Iterable[int] | None = None, *, title
 
 @dataclass(frozen=True)
 class Tree:
-    """The distinct transfers that add to one chunk, and the longest chain of them that ends at the owner."""
+    """The distinct transfers that add to one chunk, and the longest chain of them that ends at the owner.
+
+    Of an all-gather, those that copy the owner's chunk, and the longest chain of them.
+    """
 
     src: NDArray[np.int64]
     dst: NDArray[np.int64]
@@ -213,16 +223,20 @@ class Tree:
 
 
 def chunk_tree(schedule: Schedule, chunk: int) -> Tree:
-    """Find the transfers that add to a chunk, and the length of their longest chain."""
+    """Find the transfers that add to a chunk (or copy it, in an all-gather), and the length of their longest chain."""
     first = schedule.first_chunk.astype(np.int64)
-    holds = (schedule.op == Op.REDUCE) & (first <= chunk) & (chunk < first + schedule.n_chunks)
+    spreads = schedule.collective is Collective.ALL_GATHER
+    holds = (
+        (schedule.op == (Op.COPY if spreads else Op.REDUCE)) & (first <= chunk) & (chunk < first + schedule.n_chunks)
+    )
     rows = np.flatnonzero(holds)
     depth = np.zeros(schedule.mesh.n_chips, dtype=np.int64)
     # Rows are in order of step, and reads see the state before the step.
     for step_rows in np.split(rows, np.flatnonzero(np.diff(schedule.step[rows])) + 1):
         np.maximum.at(depth, schedule.dst[step_rows], depth[schedule.src[step_rows]] + 1)
     table = np.unique(np.stack([schedule.src[rows], schedule.dst[rows], schedule.phase[rows]]).astype(np.int64), axis=1)
-    return Tree(table[0], table[1], table[2], int(depth[schedule.owners[chunk]]))
+    longest = depth.max() if spreads else depth[schedule.owners[chunk]]
+    return Tree(table[0], table[1], table[2], int(longest))
 
 
 def draw_routes(mesh: Mesh, src: Sequence[int], dst: Sequence[int], *, title: str | None = None) -> Figure:

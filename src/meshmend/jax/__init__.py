@@ -11,12 +11,22 @@ require("jax", "optax", needed_for="meshmend.jax", extra="jax")
 
 from meshmend.jax.batching import KeepGlobal, KeepPerChip, Position
 from meshmend.jax.collectives import Shards, all_gather, all_reduce, reduce_scatter, shard_of
+from meshmend.jax.differentiate import value_and_grad
 from meshmend.jax.fabric import Fabric, discover
 from meshmend.jax.feed import Batch, Feed
 from meshmend.jax.layerwise import add_decayed_weights, clip_by_global_norm, lamb, lars, scale_by_trust_ratio
 from meshmend.jax.ledger import Ledger
 from meshmend.jax.managed import Job, JobStep
-from meshmend.jax.program import Program, ProgramPair, abstract_program, install, install_pair
+from meshmend.jax.program import (
+    Program,
+    ProgramPair,
+    ProgramWithTurn,
+    abstract_program,
+    install,
+    install_pair,
+    install_turn,
+)
+from meshmend.jax.tiles import TiledFabric, tile
 from meshmend.jax.training import TrainStep, train_step
 
 __all__ = [
@@ -31,7 +41,9 @@ __all__ = [
     "Position",
     "Program",
     "ProgramPair",
+    "ProgramWithTurn",
     "Shards",
+    "TiledFabric",
     "TrainStep",
     "abstract_program",
     "add_decayed_weights",
@@ -41,10 +53,13 @@ __all__ = [
     "discover",
     "install",
     "install_pair",
+    "install_turn",
     "lamb",
     "lars",
     "reduce_scatter",
     "scale_by_trust_ratio",
     "shard_of",
+    "tile",
     "train_step",
+    "value_and_grad",
 ]

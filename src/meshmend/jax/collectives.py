@@ -1,7 +1,7 @@
 """The collectives: `all_reduce`, `reduce_scatter` and `all_gather` of pytrees, inside `jax.shard_map`.
 
-The payload is a matrix of chunks. A step slices out the runs to send, permutes all lanes, and adds or replaces what
-arrives, in place. One `lax.scan` per loop of the program, so the compiled code is the same size for any mesh.
+A pytree is packed into a matrix of chunks per dtype that travels, the program runs over it in place (`loops`), and the
+leaves are cut out of the result.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
-from meshmend.jax.lanes import KEEP, Lane, Repeat
+from meshmend.jax.loops import Chunks, run
 from meshmend.jax.private import varying_axes
 from meshmend.jax.program import ChunkLayout, Program
-from meshmend.schedule import Collective, Op
+from meshmend.schedule import Collective
 
 MAX_CHUNK = 2**31 - 1
 """Elements of a chunk, at most. Chunks, and the elements of a chunk, are counted in 32 bits; elements never are."""
-Chunks = Annotated[jax.Array, "[K, ...]"]
-"""A device's payload as chunks. A chunk is flat, except on TPU, where it fills whole tiles: see `Group.chunk_shape`."""
 Shards = tuple[Annotated[jax.Array, "[R, n]"], ...]
 """What a chip holds between reduce-scatter and all-gather: per dtype that travels, its own chunks, one per row."""
 
@@ -55,8 +53,8 @@ def all_reduce(tree: Any, program: Program, *, mean: bool = False, accumulate_dt
         leaves = [leaf.astype(mean_dtype(leaf.dtype)) for leaf in leaves]
     results: list[Any] = [leaf.astype(_sum_dtype(leaf.dtype)) for leaf in leaves]
     for group in groups_of(leaves, program.layout, accumulate_dtype):
-        chunks = _run(_sum_in_chip(group.pack(leaves), program.layout), program)
-        for i, total in group.unpack(_join_in_chip(chunks, program.layout), leaves):
+        chunks = run(sum_in_chip(group.pack(leaves), program.layout), program)
+        for i, total in group.unpack(join_in_chip(chunks, program.layout), leaves):
             results[i] = _divide(total, _divisor(program, mean)).astype(results[i].dtype)
     return jax.tree.unflatten(structure, results)
 
@@ -80,14 +78,16 @@ def reduce_scatter(
         )
     shards = []
     for group in groups_of(leaves, program.layout, accumulate_dtype):
-        chunks = _run(_sum_in_chip(group.pack(leaves), program.layout), program)
+        chunks = run(sum_in_chip(group.pack(leaves), program.layout), program)
         shards.append(_divide(_take_owned(chunks, program), _divisor(program, mean)))
     return tuple(shards)
 
 
 def shard_of(tree: Any, program: Program, *, accumulate_dtype: DTypeLike | None = None) -> Shards:
     """Cut a pytree that is the same on all chips into shards, as `reduce_scatter` does, without communication."""
-    _expect(program, Collective.REDUCE_SCATTER, "install_pair(schedule, fabric).scatter")
+    has_turn = getattr(program, "collective", None) is Collective.ALL_REDUCE_WITH_TURN
+    expected = Collective.ALL_REDUCE_WITH_TURN if has_turn else Collective.REDUCE_SCATTER
+    _expect(program, expected, "install_pair(schedule, fabric).scatter")
     leaves = jax.tree.leaves(jax.tree.map(jnp.asarray, tree))
     layout = program.layout
     shards = []
@@ -123,11 +123,11 @@ def all_gather(shards: Shards, program: Program, *, like: Any, accumulate_dtype:
                 f"A shard has shape {shard.shape}, expected ({program.owned.shape[-1]}, {group.chunk}): "
                 "it was cut from another tree or by another program."
             )
-        own = shard.astype(_gather_dtype(group, leaves))
+        own = shard.astype(gather_dtype(group, leaves))
         rows = own.reshape(-1, *group.chunk_shape)
         empty = jnp.zeros((layout.shape.total_chunks, *group.chunk_shape), own.dtype)
         chunks = empty.at[program.owned[0]].set(rows, mode="drop")
-        for i, values in group.unpack(_join_in_chip(_run(chunks, program), layout), leaves):
+        for i, values in group.unpack(join_in_chip(run(chunks, program), layout), leaves):
             results[i] = values.astype(leaves[i].dtype)
     return jax.tree.unflatten(structure, results)
 
@@ -224,7 +224,7 @@ def _sum_dtype(own: Any) -> np.dtype[Any]:
     return dtype
 
 
-def _gather_dtype(group: Group, leaves: Sequence[Any]) -> Any:
+def gather_dtype(group: Group, leaves: Sequence[Any]) -> Any:
     """Return the widest dtype of a group's leaves; that of the group where they are too narrow to compare."""
     dtypes = [leaves[i].dtype for i in group.members]
     return group.dtype if any(map(_is_narrow, dtypes)) else jnp.result_type(*dtypes)
@@ -237,7 +237,7 @@ def _is_narrow(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8
 
 
-def _sum_in_chip(packed: Annotated[jax.Array, "[C, K, ...]"], layout: ChunkLayout) -> Chunks:
+def sum_in_chip(packed: Annotated[jax.Array, "[C, K, ...]"], layout: ChunkLayout) -> Chunks:
     """Add up a chip's cores and give each core its part of the chunks; with one core, just that core's chunks."""
     if layout.core_axis is None:
         return packed[0]
@@ -245,89 +245,10 @@ def _sum_in_chip(packed: Annotated[jax.Array, "[C, K, ...]"], layout: ChunkLayou
     return chunks
 
 
-def _join_in_chip(chunks: Chunks, layout: ChunkLayout) -> Annotated[jax.Array, "[S]"]:
+def join_in_chip(chunks: Chunks, layout: ChunkLayout) -> Annotated[jax.Array, "[S]"]:
     """Return the whole payload, flat, from the chunks that this core has."""
     flat = chunks.reshape(-1)
     return flat if layout.core_axis is None else lax.all_gather(flat, layout.core_axis, tiled=True)
-
-
-def _run(chunks: Chunks, program: Program) -> Chunks:
-    """Run the program's loops over the matrix of chunks."""
-    layout = program.layout
-    for tables, lanes in zip(program.tables, layout.shape.lanes, strict=True):
-        rows = tuple(None if table is None else table[0] for table in tables)
-
-        repeat = layout.shape.repeat
-        if repeat is not None:
-            return _run_repeated(chunks, rows, lanes, layout, repeat)
-
-        def step(held: jax.Array, row: Any, lanes: tuple[Lane, ...] = lanes) -> tuple[jax.Array, None]:
-            return _step(held, row, lanes, layout), None
-
-        chunks, _ = lax.scan(step, chunks, rows)
-    return chunks
-
-
-def _run_repeated(
-    chunks: Chunks, rows: tuple[Any, ...], lanes: tuple[Lane, ...], layout: ChunkLayout, repeat: Repeat
-) -> Chunks:
-    """Run a period's rows over and over; in every period they stand for as many chunks further on."""
-    total = layout.shape.total_chunks
-
-    def step(held: jax.Array, now: jax.Array) -> tuple[jax.Array, None]:
-        send, receive, ops = (lax.dynamic_index_in_dim(table, now % repeat.period, keepdims=False) for table in rows)
-        further = now // repeat.period * repeat.n_chunks
-        at = receive + further
-        # Before the first repeat, and after the last one, a row has nothing to do yet, or any more.
-        ops = jnp.where((at >= 0) & (at < total), ops, ops.dtype.type(KEEP))
-        row = jnp.clip(send + further, 0, total - 1), jnp.clip(at, 0, total - 1), ops
-        return _step(held, row, lanes, layout), None
-
-    chunks, _ = lax.scan(step, chunks, jnp.arange(repeat.n_steps, dtype=jnp.int32))
-    return chunks
-
-
-def _step(held: Chunks, row: Any, lanes: tuple[Lane, ...], layout: ChunkLayout) -> Chunks:
-    send, receive, ops = row
-    # The barriers say that all lanes leave together and arrive together, or a TPU's scheduler may take them in turn.
-    leaving = lax.optimization_barrier(
-        [lax.dynamic_slice_in_dim(held, send[i], lane.run) for i, lane in enumerate(lanes)]
-    )
-    arrived = lax.optimization_barrier(
-        [lax.ppermute(run, layout.axis, lane.pairs) for run, lane in zip(leaving, lanes, strict=True)]
-    )
-    after = 0 if layout.platform == "tpu" else _after_all(arrived, receive)
-    for i, (new, lane) in enumerate(zip(arrived, lanes, strict=True)):
-        at = receive[i] + after
-        if lane.ops != (Op.COPY,):
-            old = lax.dynamic_slice_in_dim(held, at, lane.run)
-            outcome = {Op.REDUCE: old + new, Op.COPY: new, KEEP: old}
-            new = outcome[lane.ops[0]]
-            for op in lane.ops[1:]:
-                new = jnp.where(ops[i] == op, outcome[op], new)
-        held = lax.dynamic_update_slice_in_dim(held, new, at, axis=0)
-    return held
-
-
-def _after_all(arrived: list[jax.Array], receive: jax.Array) -> jax.Array | int:
-    """Return a zero that is available only once every lane has arrived.
-
-    Added to the places that a step writes, it orders all of the step's reads before its first write. Without it,
-    XLA on CPU may see a write beside a read of the same buffer, and copy the whole payload to be safe: that made a
-    step thirty times slower. The zero is the sign bit of a table entry, so the compiler cannot fold it. XLA drops
-    optimisation barriers before it decides on copies, so they do not help here.
-    """
-    if len(arrived) == 1:
-        return 0
-    zero = receive[0] >> 31
-    after = jnp.zeros_like(zero)
-    for run in arrived:
-        first = run[(0,) * run.ndim]
-        if jnp.iscomplexobj(first):
-            first = jnp.real(first)
-        bits = lax.bitcast_convert_type(first, np.dtype(f"uint{8 * first.dtype.itemsize}"))
-        after += bits.astype(jnp.int32) & zero
-    return after
 
 
 def _take_owned(chunks: Chunks, program: Program) -> Annotated[jax.Array, "[R, n]"]:

@@ -24,15 +24,22 @@ MIXING = frozenset(
 POSITIONAL = frozenset({"iota", "random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"})
 """Operations whose results depend on an element's position in the array, which differs in a shard."""
 INSTEAD = "or pass a Program from install() instead of a ProgramPair to update all weights on every chip."
+NEEDS_NORMS = (
+    "This optimizer needs norms of layers before it updates the first weight, as LARS and LAMB do; but with a turn "
+    "each weight is updated as soon as its gradient is complete. Pass a ProgramPair from install_pair() instead."
+)
 
 
-def check_elementwise(optimizer: optax.GradientTransformation, shards: Any, whole: Any = None) -> None:
+def check_elementwise(
+    optimizer: optax.GradientTransformation, shards: Any, whole: Any = None, *, with_turn: bool = False
+) -> None:
     """Raise a `ParameterError` that says why, if the optimizer's update of shards is not that of whole layers.
 
-    `shards` and `whole` (the layers as they are, in the dtypes of the shards) are trees of shapes and dtypes.
+    `shards` and `whole` (the layers as they are, in the dtypes of the shards) are trees of shapes and dtypes. With a
+    turn, layers' norms are refused too: they are known only when all turns are over.
     """
     by_layer = (optax.MaskedState, optax.transforms.PartitionState)
-    state, update = _traceable(optimizer, shards, whole)
+    state, update = _traceable(optimizer, shards, whole, with_turn)
     if any(isinstance(leaf, by_layer) for leaf in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, by_layer))):
         raise _by_layer()
     traced = jax.make_jaxpr(update)(shards, state, shards)
@@ -78,11 +85,24 @@ def updates_of(
     return updates, state
 
 
-def _traceable(optimizer: optax.GradientTransformation, shards: Any, whole: Any) -> tuple[Any, Callable[..., Any]]:
+def update_weights(
+    optimizer: optax.GradientTransformation, params: Any, state: Any, gradients: Any, scale: Any, **more: Any
+) -> tuple[Any, Any]:
+    """Apply the optimizer's updates, times `scale` if there is one."""
+    updates, state = updates_of(optimizer, gradients, state, params, **more)
+    if scale is not None:
+        updates = jax.tree.map(lambda update: update * jnp.asarray(scale, update.dtype), updates)
+    return optax.apply_updates(params, updates), state
+
+
+def _traceable(
+    optimizer: optax.GradientTransformation, shards: Any, whole: Any, with_turn: bool
+) -> tuple[Any, Callable[..., Any]]:
     """Return the state for shards, and an update that can be traced; raise if the optimizer needs layers instead."""
 
     def traced(gradients: Any, state: Any, weights: Any) -> Any:
-        return updates_of(optimizer, gradients, state, weights, value=jnp.ones(()), layers=_NoLayers(weights))
+        layers = _NoLayers(weights, with_turn)
+        return updates_of(optimizer, gradients, state, weights, value=jnp.ones(()), layers=layers)
 
     def works(tree: Any) -> Any:
         state = jax.eval_shape(optimizer.init, tree)
@@ -110,14 +130,19 @@ def _by_layer() -> ParameterError:
 class _NoLayers:
     """Stands in for `ShardedLayers` while an update is traced: all of its results are element-wise."""
 
-    def __init__(self, shards: Any) -> None:
+    def __init__(self, shards: Any, with_turn: bool) -> None:
         self.shards = shards
+        self.with_turn = with_turn
 
     def norms(self, *trees: Any) -> list[Any]:
+        if self.with_turn:
+            raise ParameterError(NEEDS_NORMS)
         return list(trees)
 
-    def global_norm(self, tree: Any) -> Any:
+    def global_norm(self, tree: Any, *, limit: Any = None) -> Any:
         del tree
+        if self.with_turn and limit is None:
+            raise ParameterError(NEEDS_NORMS)
         return jnp.ones(())
 
     def chosen(self, mask: Any) -> Any:

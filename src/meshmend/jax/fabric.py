@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from meshmend.cost import Hardware
 from meshmend.errors import MeshError, name_chip
 from meshmend.jax.wraparound import documented_wrap
 from meshmend.topology import Mesh, Region, name_shape, parse_wrap
@@ -47,7 +48,7 @@ class Fabric:
 
     mesh: Mesh
     jax_mesh: jax.sharding.Mesh
-    hardware: str | None
+    hardware: str | Hardware | None
 
     @property
     def axis(self) -> str:
@@ -61,8 +62,13 @@ class Fabric:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All axes: what a batch that is split over every device is split by."""
+        """All axes, over every device."""
         return tuple(str(name) for name in self.jax_mesh.axis_names)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes that a feed splits its batches by."""
+        return self.axes
 
     @property
     def platform(self) -> str:

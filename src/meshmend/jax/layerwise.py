@@ -9,7 +9,7 @@ work on whole layers, as optax's own do.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
 from meshmend.jax.collectives import Group, all_reduce, groups_of
-from meshmend.jax.program import ProgramPair
+from meshmend.jax.program import ShardedProgram
 
 Mask = Any
 """A pytree of bools like the parameters, or a function from the parameters to one; None is all True."""
@@ -33,8 +33,8 @@ class Layers(Protocol):
     def norms(self, *trees: Any) -> list[Any]:
         """Return, for each tree, the norm of the layer that each element belongs to."""
 
-    def global_norm(self, tree: Any) -> Any:
-        """Return the norm over all layers."""
+    def global_norm(self, tree: Any, *, limit: Any = None) -> Any:
+        """Return the norm over all layers; with a `limit`, only whether the norm is more than that has to be right."""
 
     def chosen(self, mask: Mask) -> Any:
         """Return whether each element's layer is chosen by the mask."""
@@ -50,8 +50,9 @@ class WholeLayers:
         """Return one norm per leaf."""
         return [jax.tree.map(lambda leaf: jnp.linalg.norm(jnp.ravel(leaf)), tree) for tree in trees]
 
-    def global_norm(self, tree: Any) -> Any:
+    def global_norm(self, tree: Any, *, limit: Any = None) -> Any:
         """Return the norm over all leaves."""
+        del limit
         return optax.tree.norm(tree)
 
     def chosen(self, mask: Mask) -> Any:
@@ -62,11 +63,11 @@ class WholeLayers:
 class ShardedLayers:
     """The layers of a tree of parameters that is cut into shards; for use inside `jax.shard_map`."""
 
-    def __init__(self, params: Any, pair: ProgramPair, accumulate_dtype: DTypeLike | None) -> None:
+    def __init__(self, params: Any, program: ShardedProgram, accumulate_dtype: DTypeLike | None) -> None:
         self.params = params
-        self.pair = pair
+        self.program = program
         self.leaves = jax.tree.leaves(params)
-        self.groups = groups_of(self.leaves, pair.scatter.layout, accumulate_dtype)
+        self.groups = groups_of(self.leaves, program.sharded_by.layout, accumulate_dtype)
         self.layer_of = [self._layer_of(group) for group in self.groups]
 
     def norms(self, *trees: Any) -> list[Any]:
@@ -77,16 +78,15 @@ class ShardedLayers:
             for tree in squares
         ]
 
-    def global_norm(self, tree: Any) -> Any:
+    def global_norm(self, tree: Any, *, limit: Any = None) -> Any:
         """Return the norm over all layers."""
+        del limit
         (squares,) = self._sums_of_squares(tree)
         return jnp.sqrt(sum(jnp.sum(per_layer) for per_layer in squares))
 
     def chosen(self, mask: Mask) -> Any:
         """Return bools as arrays like the shards."""
-        chosen = jax.tree.leaves(jax.tree.map(lambda _, yes: yes, self.params, _mask_of(mask, self.params)))
-        by_layer = [jnp.array([*(bool(chosen[i]) for i in group.members), False]) for group in self.groups]
-        return tuple(yes[layer] for yes, layer in zip(by_layer, self.layer_of, strict=True))
+        return chosen_elements(mask, self.params, self.groups, self.layer_of)
 
     def _sums_of_squares(self, *trees: Any) -> Any:
         """Return, for each tree and group, each layer's sum of squares over all chips, and a zero for the padding."""
@@ -97,20 +97,34 @@ class ShardedLayers:
             ]
             for tree in trees
         ]
-        return all_reduce(local, self.pair.whole)
+        return all_reduce(local, self.program.few)
 
     def _layer_of(self, group: Group) -> jax.Array:
         """Return the number within the group of each element's layer; padding has the number after the last."""
-        program = self.pair.scatter
-        layout, owned = program.layout, program.owned[0]
-        chunks = owned
-        if layout.core_axis is not None:
-            chunks = chunks + lax.axis_index(layout.core_axis) * layout.shape.total_chunks
-        ends = np.cumsum([math.prod(self.leaves[i].shape) for i in group.members], dtype=np.int64)
-        layer = layer_numbers(chunks, jnp.arange(group.chunk), ends, group.chunk)
+        owned = self.program.sharded_by.owned[0]
+        layer = layers_of_chunks(owned, group, self.leaves)
         # A chip that owns less than others has rows past the last chunk: they must not count as anybody's.
-        mine = (owned < layout.shape.total_chunks)[:, None]
+        mine = (owned < group.layout.shape.total_chunks)[:, None]
         return jnp.where(mine, layer, len(group.members))
+
+
+def chosen_elements(mask: Mask, params: Any, groups: Sequence[Group], layer_of: Sequence[jax.Array]) -> Any:
+    """Return, for each group, whether the mask chooses the layers with these numbers."""
+    chosen = jax.tree.leaves(jax.tree.map(lambda _, yes: yes, params, _mask_of(mask, params)))
+    by_layer = [jnp.array([*(bool(chosen[i]) for i in group.members), False]) for group in groups]
+    return tuple(yes[layer] for yes, layer in zip(by_layer, layer_of, strict=True))
+
+
+def layers_of_chunks(chunks: jax.Array, group: Group, leaves: Sequence[Any]) -> jax.Array:
+    """Return the number within the group of the layer that each element of this core's chunks belongs to.
+
+    What is padding at the end of the payload has the number after the last.
+    """
+    layout = group.layout
+    if layout.core_axis is not None:
+        chunks = chunks + lax.axis_index(layout.core_axis) * layout.shape.total_chunks
+    ends = np.cumsum([math.prod(leaves[i].shape) for i in group.members], dtype=np.int64)
+    return layer_numbers(chunks, jnp.arange(group.chunk), ends, group.chunk)
 
 
 def layer_numbers(chunks: jax.Array, offsets: jax.Array, ends: NDArray[np.int64], chunk: int) -> jax.Array:
@@ -171,7 +185,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
     """Scale all updates so that their norm, over all layers, is at most `max_norm`, for shards too."""
 
     def update(updates: Any, state: Any, params: Any = None, *, layers: Layers | None = None, **_: Any) -> Any:
-        norm = _known(layers, updates if params is None else params).global_norm(updates)
+        norm = _known(layers, updates if params is None else params).global_norm(updates, limit=max_norm)
         factor = jnp.where(norm > max_norm, max_norm / norm, 1.0)
         return jax.tree.map(lambda change: change * factor.astype(change.dtype), updates), state
 

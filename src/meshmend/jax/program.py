@@ -18,9 +18,12 @@ from numpy.typing import NDArray
 
 from meshmend.errors import ParameterError, ScheduleError, name_chip
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.lanes import ProgramShape, lower
+from meshmend.jax.lanes import Lowered, ProgramShape, lower
+from meshmend.jax.turn_tables import turn_tables
 from meshmend.schedule import Collective, Schedule
+from meshmend.schedule.single import single_chunk_of
 from meshmend.schedule.split import all_gather_of, reduce_scatter_of
+from meshmend.schedule.turn import with_turn
 from meshmend.schedule.verify import ensure_proven
 from meshmend.topology import Mesh
 
@@ -114,6 +117,44 @@ class ProgramPair(NamedTuple):
         """How `jax.shard_map` splits all of them."""
         return self.scatter.spec
 
+    @property
+    def sharded_by(self) -> Program:
+        """The program whose chunks and owners say which shards a chip has."""
+        return self.scatter
+
+    @property
+    def few(self) -> Program:
+        """An all-reduce for the few numbers that every chip needs."""
+        return self.whole
+
+
+class ProgramWithTurn(NamedTuple):
+    """An all-reduce in which each chunk is updated at its owner, between its way up and its way down.
+
+    Made by `install_turn`. `turns` says which chunks a chip turns in which step, a table per loop of `through`. `few`
+    is an all-reduce of one chunk, for the few numbers that every chip needs: losses, metrics, norms.
+    """
+
+    through: Program
+    turns: tuple[Annotated[jax.Array, "int32[N, T, S]"], ...]
+    few: Program
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """How `jax.shard_map` splits all of it."""
+        return self.through.spec
+
+    @property
+    def sharded_by(self) -> Program:
+        """The program whose chunks and owners say which shards a chip has."""
+        return self.through
+
+
+ShardedProgram = ProgramPair | ProgramWithTurn
+"""Programs with which each chip updates its own weights only."""
+AnyProgram = Program | ProgramPair | ProgramWithTurn
+"""Programs that a train step takes."""
+
 
 def install(schedule: Schedule, fabric: Fabric) -> Program:
     """Lower a schedule and put its tables on the fabric's devices.
@@ -142,13 +183,32 @@ def install_pair(schedule: Schedule, fabric: Fabric) -> ProgramPair:
     )
 
 
+def install_turn(schedule: Schedule, fabric: Fabric) -> ProgramWithTurn:
+    """Prepare an all-reduce, proven to have a turn, for a sharded weight update on its way: for the price of the whole.
+
+    Plan it with `collective="all-reduce-with-turn"`; any other all-reduce with even owners that has a turn will do.
+
+    >>> import jax, meshmend as mm, meshmend.jax as mmj
+    >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
+    >>> schedule = mm.plan(fabric.mesh, "weave", chunks=24, collective="all-reduce-with-turn")
+    >>> mmj.install_turn(schedule, fabric).through
+    Program(all-reduce-with-turn over 12 chips: 26 steps of 4 lanes)
+    """
+    return _with_turn(schedule, fabric, _put)
+
+
 def abstract_program(schedule: Schedule, fabric: Fabric) -> Program:
     """Return a program of shapes only, to compile for devices that are not here."""
-    return _program(
-        schedule,
-        fabric,
-        lambda table, sharding: jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=sharding),
-    )
+    return _program(schedule, fabric, _abstract)
+
+
+def abstract_turn(schedule: Schedule, fabric: Fabric) -> ProgramWithTurn:
+    """Return what `install_turn` does, of shapes only."""
+    return _with_turn(schedule, fabric, _abstract)
+
+
+def _abstract(table: NDArray[Any], sharding: NamedSharding) -> Any:
+    return jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=sharding)
 
 
 def _put(table: NDArray[Any], sharding: NamedSharding) -> jax.Array:
@@ -159,7 +219,26 @@ def _put(table: NDArray[Any], sharding: NamedSharding) -> jax.Array:
 def _program(schedule: Schedule, fabric: Fabric, place: Place) -> Program:
     _check_fit(schedule, fabric.mesh)
     ensure_proven(schedule)
-    lowered = lower(schedule)
+    return _place(lower(schedule), fabric, place)
+
+
+def _with_turn(schedule: Schedule, fabric: Fabric, place: Place) -> ProgramWithTurn:
+    _check_fit(schedule, fabric.mesh)
+    turned = with_turn(schedule) if schedule.collective is Collective.ALL_REDUCE else schedule
+    if turned.collective is not Collective.ALL_REDUCE_WITH_TURN:
+        raise ParameterError(
+            f"Expected an all-reduce, got a schedule of a {turned.collective}. Plan with "
+            "collective='all-reduce-with-turn'."
+        )
+    ensure_proven(turned)
+    _check_owners(turned)
+    lowered = lower(turned)
+    by_chip = fabric.sharding(fabric.axis)
+    turns = tuple(place(table, by_chip) for table in turn_tables(turned, lowered))
+    return ProgramWithTurn(_place(lowered, fabric, place), turns, _program(single_chunk_of(turned), fabric, place))
+
+
+def _place(lowered: Lowered, fabric: Fabric, place: Place) -> Program:
     by_chip = fabric.sharding(fabric.axis)
     tables = tuple(
         Tables(

@@ -1,11 +1,13 @@
 """Data-parallel training over a holed mesh: a train step for any loss function and optax optimizer.
 
-Two ways to update the weights, chosen by what is passed as the program:
+Three ways to update the weights, chosen by what is passed as the program:
 
 - `Program` (`install`): gradients are all-reduced, and every chip updates all weights.
 - `ProgramPair` (`install_pair`): gradients are reduce-scattered, each chip updates the weights that it owns, with its
   share of the optimizer's state, and the new weights are all-gathered. The same bytes travel, and the optimizer's
   memory and work are divided by the number of chips. Chips that own nothing (for example beside a hole) are supported.
+- `ProgramWithTurn` (`install_turn`): the same within one all-reduce: the owner updates a chunk between its way up and
+  its way down. See `streaming`.
 
 The parts are plain functions of pytrees: jit them, donate to them, scan over them.
 """
@@ -33,11 +35,12 @@ from meshmend.jax.collectives import (
     shard_of,
     travel_dtype,
 )
-from meshmend.jax.elementwise import check_elementwise, updates_of
+from meshmend.jax.elementwise import check_elementwise, update_weights
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.layerwise import ShardedLayers
-from meshmend.jax.program import Program, ProgramPair
-from meshmend.jax.validation import check_batch, check_microbatches, check_program, check_weights
+from meshmend.jax.program import AnyProgram, Program, ProgramWithTurn, ShardedProgram
+from meshmend.jax.streaming import streamed_update
+from meshmend.jax.validation import check_batch, check_data_parallel, check_microbatches, check_program, check_weights
 from meshmend.jax.weighted import divide_by_weight, weighted_sums
 
 LossFunction = Callable[[Any, Any], Any]
@@ -54,7 +57,7 @@ class TrainStep:
     `compile_train_step` take it whole: what they must know of it is said nowhere else.
     """
 
-    init: Callable[[Any, Program | ProgramPair], Any]
+    init: Callable[[Any, AnyProgram], Any]
     """From parameters and a program to the optimizer's state."""
     step: Callable[..., tuple[Any, ...]]
     """From parameters, state, a batch and a program to new parameters, state, loss (and aux).
@@ -96,7 +99,8 @@ def train_step(
     change from step to step without compiling again. Optimizers that take the loss (`value`) get its mean.
 
     With a `ProgramPair` the optimizer must be element-wise, as SGD, momentum, Adam and AdamW do, or get
-    the norms of layers from here: use `mmj.lars`, `mmj.lamb` and `mmj.clip_by_global_norm`. Others are refused.
+    the norms of layers from here: use `mmj.lars`, `mmj.lamb` and `mmj.clip_by_global_norm`. Others are refused. With a
+    `ProgramWithTurn` likewise, but without LARS and LAMB, which need their norms before the first update.
 
     >>> import jax, jax.numpy as jnp, optax, meshmend as mm, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
@@ -110,6 +114,7 @@ def train_step(
     >>> float(value)
     1.0
     """
+    check_data_parallel(fabric)
     check_microbatches(microbatches)
     replicated, by_device = PartitionSpec(), PartitionSpec(fabric.axes)
 
@@ -120,42 +125,50 @@ def train_step(
         # With check_vma JAX would itself sum the gradients of replicated weights.
         return jax.shard_map(function, mesh=fabric.jax_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
-    def state_specs(params: Any, program: Program | ProgramPair) -> Any:
+    def state_specs(params: Any, program: AnyProgram) -> Any:
         """Return how the optimizer's state is split: arrays by owner if the update is sharded, numbers not at all."""
         check_program(program, fabric)
         if isinstance(program, Program):
             return replicated
         shards = _abstract_shards(params, program, accumulate_dtype)
         whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, accumulate_dtype)), params)
-        check_elementwise(optimizer, shards, whole)
+        check_elementwise(optimizer, shards, whole, with_turn=isinstance(program, ProgramWithTurn))
         state = jax.eval_shape(optimizer.init, shards)
         return jax.tree.map(lambda leaf: by_device if leaf.ndim else replicated, state)
 
-    def init(params: Any, program: Program | ProgramPair) -> Any:
-        def local(params: Any, program: Program | ProgramPair) -> Any:
+    def init(params: Any, program: AnyProgram) -> Any:
+        def local(params: Any, program: AnyProgram) -> Any:
             if isinstance(program, Program):
                 return optimizer.init(params)
-            return optimizer.init(shard_of(params, program.scatter, accumulate_dtype=accumulate_dtype))
+            return optimizer.init(shard_of(params, program.sharded_by, accumulate_dtype=accumulate_dtype))
 
         params = jax.tree.map(jnp.asarray, params)
         specs = state_specs(params, program)
         return shard_mapped(local, (replicated, program.spec), specs)(params, program)
 
-    def mean_update(params: Any, state: Any, batch: Any, scale: Any, program: Program | ProgramPair) -> tuple[Any, ...]:
+    def mean_update(params: Any, state: Any, batch: Any, scale: Any, program: AnyProgram) -> tuple[Any, ...]:
         extras, gradients = _gradients(with_aux, params, batch, microbatches, accumulate_dtype)
         if isinstance(program, Program):
             gradients, extras = all_reduce((gradients, extras), program, mean=True, accumulate_dtype=accumulate_dtype)
-            params, state = _update(optimizer, params, state, gradients, scale, value=extras[0])
+            params, state = update_weights(optimizer, params, state, gradients, scale, value=extras[0])
         else:
-            extras = all_reduce(extras, program.whole, mean=True, accumulate_dtype=accumulate_dtype)
-            shards = reduce_scatter(gradients, program.scatter, mean=True, accumulate_dtype=accumulate_dtype)
+            extras = all_reduce(extras, program.few, mean=True, accumulate_dtype=accumulate_dtype)
+            n_devices = int(fabric.jax_mesh.size)
             params, state = _sharded_update(
-                optimizer, params, state, shards, scale, extras[0], program, accumulate_dtype
+                optimizer,
+                params,
+                state,
+                gradients,
+                lambda total: total / n_devices,
+                scale,
+                extras[0],
+                program,
+                accumulate_dtype,
             )
         return params, state, *extras
 
     def true_mean_update(
-        params: Any, state: Any, batch: Any, weights: Any, scale: Any, program: Program | ProgramPair
+        params: Any, state: Any, batch: Any, weights: Any, scale: Any, program: AnyProgram
     ) -> tuple[Any, ...]:
         sums = weighted_sums(with_aux, params, batch, weights, microbatches, accumulate_dtype)
         own = jax.eval_shape(with_aux, params, batch)
@@ -171,19 +184,25 @@ def train_step(
             gradients = jax.tree.map(
                 lambda x, like: divide_by_weight(x, weight, empty=0.0).astype(like.dtype), gradients, params
             )
-            params, state = _update(optimizer, params, state, gradients, scale, value=extras[0])
+            params, state = update_weights(optimizer, params, state, gradients, scale, value=extras[0])
         else:
-            extras, weight = all_reduce((sums.extras, sums.weight), program.whole)
+            extras, weight = all_reduce((sums.extras, sums.weight), program.few)
             extras = means(extras, weight)
-            totals = reduce_scatter(sums.gradients, program.scatter, accumulate_dtype=accumulate_dtype)
-            shards = jax.tree.map(lambda x: divide_by_weight(x, weight, empty=0.0).astype(x.dtype), totals)
             params, state = _sharded_update(
-                optimizer, params, state, shards, scale, extras[0], program, accumulate_dtype
+                optimizer,
+                params,
+                state,
+                sums.gradients,
+                lambda total: divide_by_weight(total, weight, empty=0.0).astype(total.dtype),
+                scale,
+                extras[0],
+                program,
+                accumulate_dtype,
             )
         return params, state, *extras
 
     def step(
-        params: Any, state: Any, batch: Any, program: Program | ProgramPair, *, weights: Any = None, scale: Any = None
+        params: Any, state: Any, batch: Any, program: AnyProgram, *, weights: Any = None, scale: Any = None
     ) -> tuple[Any, ...]:
         params = jax.tree.map(jnp.asarray, params)
         specs = state_specs(params, program)
@@ -209,30 +228,29 @@ def train_step(
     return TrainStep(init, step, fabric, accumulate_dtype)
 
 
-def _update(
-    optimizer: optax.GradientTransformation, params: Any, state: Any, gradients: Any, scale: Any, **more: Any
-) -> tuple[Any, Any]:
-    """Apply the optimizer's updates, times `scale` if there is one."""
-    updates, state = updates_of(optimizer, gradients, state, params, **more)
-    if scale is not None:
-        updates = jax.tree.map(lambda update: update * jnp.asarray(scale, update.dtype), updates)
-    return optax.apply_updates(params, updates), state
-
-
 def _sharded_update(
     optimizer: optax.GradientTransformation,
     params: Any,
     state: Any,
-    own_gradients: Any,
+    gradients: Any,
+    mean: Callable[[Any], Any],
     scale: Any,
     value: Any,
-    pair: ProgramPair,
+    program: ShardedProgram,
     accumulate_dtype: DTypeLike | None,
 ) -> tuple[Any, Any]:
-    """Update the weights that this chip owns, and all-gather the result."""
+    """Sum the gradients, update the weights that this chip owns with their mean, and send the result to all."""
+
+    def means(sums: Any) -> Any:
+        return jax.tree.map(mean, sums)
+
+    if isinstance(program, ProgramWithTurn):
+        return streamed_update(optimizer, params, state, gradients, means, scale, value, program, accumulate_dtype)
+    pair = program
+    own_gradients = means(reduce_scatter(gradients, pair.scatter, accumulate_dtype=accumulate_dtype))
     own_params = shard_of(params, pair.scatter, accumulate_dtype=accumulate_dtype)
     layers = ShardedLayers(params, pair, accumulate_dtype)
-    own_params, state = _update(optimizer, own_params, state, own_gradients, scale, value=value, layers=layers)
+    own_params, state = update_weights(optimizer, own_params, state, own_gradients, scale, value=value, layers=layers)
     return all_gather(own_params, pair.gather, like=params, accumulate_dtype=accumulate_dtype), state
 
 
@@ -268,9 +286,9 @@ def _gradients(
 
 
 def _abstract_shards(
-    params: Any, pair: ProgramPair, accumulate_dtype: DTypeLike | None
+    params: Any, program: ShardedProgram, accumulate_dtype: DTypeLike | None
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Return the shapes of one device's shards of the parameters."""
-    n_rows = pair.scatter.owned.shape[-1]
-    groups = groups_of(jax.tree.leaves(params), pair.scatter.layout, accumulate_dtype)
+    n_rows = program.sharded_by.owned.shape[-1]
+    groups = groups_of(jax.tree.leaves(params), program.sharded_by.layout, accumulate_dtype)
     return tuple(jax.ShapeDtypeStruct((n_rows, group.chunk), group.dtype) for group in groups)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from meshmend.errors import ParameterError
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.program import Program, ProgramPair
+from meshmend.jax.program import AnyProgram, Program
 
 
 def check_microbatches(microbatches: Any) -> None:
@@ -20,20 +20,31 @@ def check_microbatches(microbatches: Any) -> None:
 
 
 def check_program(program: Any, fabric: Fabric) -> None:
-    """Refuse what is neither a program nor a pair of programs (such as a schedule), and those of another fabric."""
-    if not isinstance(program, Program | ProgramPair):
+    """Refuse what is no program, pair of programs or program with a turn, and those of another fabric."""
+    if not isinstance(program, AnyProgram):
         raise ParameterError(
-            f"Expected a Program or a ProgramPair, got a {type(program).__name__}: make one of a schedule with "
-            "mmj.install(schedule, fabric) or mmj.install_pair(schedule, fabric), and pass it as an argument."
+            f"Expected a Program, a ProgramPair or a ProgramWithTurn, got a {type(program).__name__}: make one of a "
+            "schedule with mmj.install(schedule, fabric), mmj.install_pair or mmj.install_turn, and pass it as an "
+            "argument."
         )
-    first = program.scatter if isinstance(program, ProgramPair) else program
+    first = program if isinstance(program, Program) else program.sharded_by
     # Inside jit the tables have no devices: there only the number of chips can be compared.
     where = getattr(first.owned, "sharding", None)
     jax_mesh = where.mesh if isinstance(where, NamedSharding) and isinstance(where.mesh, Mesh) else fabric.jax_mesh
     if first.n_chips != fabric.mesh.n_chips or jax_mesh != fabric.jax_mesh:
         raise ParameterError(
             f"The program is for {first.n_chips} chips of another fabric than the train step's, which is {fabric!r}. "
-            "Give train_step and install (or install_pair) the same fabric."
+            "Give train_step and install (or install_pair, install_turn) the same fabric."
+        )
+
+
+def check_data_parallel(fabric: Fabric) -> None:
+    """Refuse a fabric of tiles: its program sums over tiles only, and a batch would be split inside them too."""
+    inside = [axis for axis in fabric.axes if axis not in (fabric.axis, fabric.core_axis)]
+    if inside or fabric.axes != fabric.batch_axes:
+        raise ParameterError(
+            f"train_step is for data parallelism over single chips, got {fabric!r}. Use "
+            "mmj.value_and_grad(loss, fabric, shardings) and an optimizer of your own on tiles."
         )
 
 
@@ -57,6 +68,32 @@ def check_batch(batch: Any, fabric: Fabric) -> None:
                 f"{name} has {shape[0]} examples, which do not split evenly over the {n_devices} devices of "
                 f"{fabric!r}. The nearest sizes that do are {nearest}. For a batch of any size use mmj.Feed, which "
                 "pads it, and train_step(…, per_example=True) with its weights."
+            )
+
+
+def check_tile_batch(batch: dict[int, Any], fabric: Fabric, microbatches: int) -> None:
+    """Refuse arguments (by number) whose arrays do not split evenly over tiles and microbatches."""
+    n_tiles = fabric.mesh.n_chips
+    n_parts = n_tiles * microbatches
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    if not leaves:
+        raise ParameterError("The batch has no arrays, so there is nothing to split over tiles.")
+    for path, leaf in leaves:
+        number, shape = path[0].key, jnp.shape(leaf)
+        name = f"Argument {number}{jax.tree_util.keystr(path[1:])}"
+        if not shape:
+            raise ParameterError(
+                f"{name} is a single number, but it counts as a batch, whose first axis is split over tiles. List "
+                f"{number} in shared_argnums if it is the same on all tiles, or in key_argnums if it is a random key."
+            )
+        if shape[0] % n_parts or not shape[0]:
+            below = shape[0] // n_parts * n_parts
+            nearest = f"{below} and {below + n_parts}" if below else f"{n_parts} and {2 * n_parts}"
+            pieces = f" and {microbatches} microbatches each" if microbatches > 1 else ""
+            raise ParameterError(
+                f"{name} has {shape[0]} examples, which do not split evenly over {n_tiles} tiles{pieces}. The nearest "
+                f"sizes that do are {nearest}. For a batch of any size use mmj.Feed, which pads it to one of these, "
+                "and value_and_grad(…, per_example=True) with its weights."
             )
 
 

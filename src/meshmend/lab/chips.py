@@ -18,12 +18,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from meshmend.errors import Coordinate, LabError, name_chip
+from meshmend.launch.processes import QUICK_NAMES, die_with_parent
 
 CLONE_NEWNET = 0x40000000
-PR_SET_PDEATHSIG = 1
-QUICK_NAMES = {"RES_OPTIONS": "timeout:1 attempts:1"}
-"""torch looks up the name of every address that it connects to, even of loopback's. A name server that does not
-answer would cost five seconds each time, enough to miss a rendezvous."""
 
 Main = Callable[..., Any]
 
@@ -137,13 +134,6 @@ def _run(pipe: Connection, parent: int, namespace: str | None, main: Main, chip:
         pipe.send(result)
     # Threads of libraries may still run; there is no need to wait for them.
     os._exit(0)
-
-
-def die_with_parent(parent: int | None = None) -> None:
-    """End this process when its parent dies; at once if its parent is no longer `parent`."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent is not None and os.getppid() != parent:
-        os._exit(1)
 
 
 def enter_namespace(name: str) -> None:

@@ -10,6 +10,7 @@ from meshmend.planning.latency import Latency
 from meshmend.planning.proven import PLANNERS, PlanFunction, choose, make_planner, plan
 from meshmend.planning.row_pairs import RowPairs
 from meshmend.planning.two_color import TwoColor
+from meshmend.planning.updates import UpdatePlan, UpdateWay, update_plans
 from meshmend.planning.weave import Weave
 
 __all__ = [
@@ -27,8 +28,11 @@ __all__ = [
     "RowPairs",
     "Tuned",
     "TwoColor",
+    "UpdatePlan",
+    "UpdateWay",
     "Weave",
     "choose",
     "make_planner",
     "plan",
+    "update_plans",
 ]

@@ -27,7 +27,7 @@ from meshmend.schedule.serialize import FORMAT, load, save
 from meshmend.schedule.verify import verify
 from meshmend.topology import Mesh, name_cable, name_cable_rates
 
-RECIPE = 3
+RECIPE = 4
 """Raised whenever a planner's output changes, so that schedules of an older version are not taken for new ones."""
 
 
@@ -133,9 +133,12 @@ def _why_not(schedule: Schedule, mesh: Mesh, planner: Planner, *, neighbours_onl
 
 
 def _without_budget(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Leave out how long planning may take: a job that is in a hurry wants the plan that took a minute beforehand."""
+    """Leave out how long planning may take: a job that is in a hurry wants the plan that took a minute beforehand.
+
+    And what `Derived` keeps of plans that were made on the way: that changes no plan.
+    """
     return {
         name: _without_budget(value) if isinstance(value, dict) else value
         for name, value in parameters.items()
-        if name != "budget_s"
+        if name not in ("budget_s", "made")
     }

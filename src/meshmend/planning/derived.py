@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import final
 
 from meshmend.planning.base import CannotServe, Floor, Planner
@@ -24,6 +24,8 @@ _DERIVE: dict[Collective, Callable[[Schedule], Schedule]] = {
 class Derived(Planner):
     """What another planner makes, as another collective: the reductions of its all-reduce, the copies, or all of it.
 
+    Where several collectives are derived from the same all-reduce, `made` keeps it for all of them.
+
     >>> from meshmend.planning import Hamiltonian
     >>> Derived(Hamiltonian(), Collective.ALL_GATHER).plan(Mesh("4x4"))
     Schedule(hamiltonian all-gather on 4x4: 16 chips, 15 steps, 32 chunks, 480 transfers)
@@ -31,6 +33,7 @@ class Derived(Planner):
 
     planner: Planner
     collective: Collective
+    made: dict[tuple[Planner, Mesh], Schedule] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         # Who owns a chunk keeps a share of the optimizer's state: that is to be the same for all.
@@ -43,7 +46,7 @@ class Derived(Planner):
 
     def variants(self, mesh: Mesh, step_cost: float) -> Sequence[Derived]:
         """Return the planner's variants: what is best for the whole is best for its parts."""
-        return [Derived(variant, self.collective) for variant in self.planner.variants(mesh, step_cost)]
+        return [replace(self, planner=variant) for variant in self.planner.variants(mesh, step_cost)]
 
     def floor(self, mesh: Mesh) -> Floor:
         """Return what the whole costs at least, or half of it: reductions and copies mirror each other."""
@@ -72,4 +75,7 @@ class Derived(Planner):
             raise CannotServe(reason)
 
     def _plan(self, mesh: Mesh) -> Schedule:
-        return _DERIVE[self.collective](self.planner.plan(mesh))
+        made = {} if self.made is None else self.made
+        if (self.planner, mesh) not in made:
+            made[self.planner, mesh] = self.planner.plan(mesh)
+        return _DERIVE[self.collective](made[self.planner, mesh])

@@ -18,7 +18,7 @@ from meshmend.schedule.classes import ChunkClasses
 from meshmend.schedule.collective import Collective, Op
 from meshmend.schedule.schedule import Schedule
 
-__all__ = ["check_turns", "turn_steps", "with_turn"]
+__all__ = ["check_turns", "turn_steps", "turn_windows", "with_turn"]
 
 BLOCK = 2**26
 """Cells, one per chip and class of chunks, that are followed at a time: 64 MB."""
@@ -62,6 +62,29 @@ def turn_steps(schedule: Schedule) -> NDArray[np.int64]:
     classes = ChunkClasses(template)
     sizes = np.diff(classes.starts, append=template.total_chunks)
     return np.repeat(_turn_steps(template, classes), sizes)
+
+
+def turn_windows(schedule: Schedule) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return for each chunk of the template the first and the last step after whose writes its turn may be.
+
+    From the last REDUCE into its owner to the step before the owner first sends it on.
+
+    >>> import meshmend as mm
+    >>> first, last = turn_windows(mm.plan(mm.Mesh("4x4"), "hamiltonian", collective="all-reduce-with-turn"))
+    >>> set(first.tolist()), set(last.tolist())
+    ({14}, {14})
+    """
+    template = schedule.template
+    classes = ChunkClasses(template)
+    turns = _turn_steps(template, classes)
+    sends = np.full(classes.n, template.n_steps, dtype=np.int64)
+    starts = template.step_starts
+    for step in reversed(range(template.n_steps)):
+        rows = slice(int(starts[step]), int(starts[step + 1]))
+        row, column = classes.moves(rows, 0, classes.n, cells=classes.n_moves)
+        sends[column[(template.src[row] == classes.owners[column]) & (turns[column] < step)]] = step
+    sizes = np.diff(classes.starts, append=template.total_chunks)
+    return np.repeat(turns, sizes), np.repeat(sends - 1, sizes)
 
 
 def check_turns(schedule: Schedule, classes: ChunkClasses) -> None:

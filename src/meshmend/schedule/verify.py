@@ -96,10 +96,11 @@ class Proof:
     def __str__(self) -> str:
         up = decimal.Context(prec=1, rounding=decimal.ROUND_CEILING)
         bound = up.create_decimal_from_float(self.false_pass_probability)
+        turn = ", each of which turns at its owner" * (self.collective is Collective.ALL_REDUCE_WITH_TURN)
         how = "counted exactly" if self.method == "exact" else f"error below {bound:.0e}"
         return (
             f"proven {self.collective}: every contribution of {self.chips:,} chips exactly once in "
-            f"{self.chunks:,} chunk{'s' * (self.chunks != 1)} ({how}; {self.seconds:.2f} s)"
+            f"{self.chunks:,} chunk{'s' * (self.chunks != 1)}{turn} ({how}; {self.seconds:.2f} s)"
         )
 
 

@@ -12,6 +12,7 @@ from meshmend.topology.mesh import MAX_AXES, MAX_CHIPS, IntArray, Mesh
 from meshmend.topology.rates import name_cable_rates, parse_cable_rate
 from meshmend.topology.region import Region, all_placements
 from meshmend.topology.text import Cable, name_cable, name_shape, parse_chip, parse_shape, parse_wrap
+from meshmend.topology.tiles import Tiling, cut_into_tiles
 
 __all__ = [
     "MAX_AXES",
@@ -20,7 +21,9 @@ __all__ = [
     "IntArray",
     "Mesh",
     "Region",
+    "Tiling",
     "all_placements",
+    "cut_into_tiles",
     "name_cable",
     "name_cable_rates",
     "name_shape",

@@ -15,7 +15,8 @@ import pytest
 
 from meshmend.errors import PlanError
 from meshmend.jax.compiling import CompileAhead
-from meshmend.jax.job import Session, Timeline, read_timeline
+from meshmend.jax.job import Session
+from meshmend.launch import Timeline, read_timeline
 
 PATIENCE_S = 60.0
 """Far more than anything here takes, for machines that are busy with something else."""
@@ -117,7 +118,7 @@ def test_an_interpreter_that_ends_with_a_build_under_way_does_not_crash() -> Non
     code = """
 import threading, types, jax, jax.numpy as jnp
 from meshmend.jax.compiling import CompileAhead
-from meshmend.jax.job import Timeline
+from meshmend.launch import Timeline
 
 def many(x):
     for i in range(40):

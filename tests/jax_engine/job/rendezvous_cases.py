@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from meshmend.jax.job import Launch, messages
-from meshmend.jax.job.messages import MAGIC, MAX_HELLO_BYTES, MessageError
+from meshmend.jax.job import Launch
 from meshmend.jax.job.rendezvous import rendezvous
 from meshmend.jax.job.rendezvous_host import Fact, RendezvousHost
+from meshmend.launch import messages
+from meshmend.launch.messages import MAGIC, MAX_HELLO_BYTES, MessageError
 
 SECRET = "swordfish"  # noqa: S105  # of these tests
 KEY = messages.make_key(SECRET, "job")

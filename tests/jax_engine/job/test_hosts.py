@@ -15,9 +15,10 @@ import pytest
 import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.errors import RestartError
-from meshmend.jax.job import Hosts, Launch, Timeline, read_launch, read_timeline
+from meshmend.jax.job import Launch, read_launch
 from meshmend.jax.job.session import check_hosts, fabric_of_hosts
-from meshmend.jax.job.timeline import process_started_at
+from meshmend.launch import Hosts, Timeline, read_timeline
+from meshmend.launch.timeline import process_started_at
 
 
 def test_hosts_tile_the_mesh_and_their_chips_are_all_of_it() -> None:
@@ -148,7 +149,7 @@ def test_a_timeline_survives_its_writer_and_a_torn_line(tmp_path: Path) -> None:
 
 
 def test_a_timeline_is_bounded_in_memory_and_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshmend.jax.job.timeline.MAX_EVENTS", 100)
+    monkeypatch.setattr("meshmend.launch.timeline.MAX_EVENTS", 100)
     path = tmp_path / "timeline.jsonl"
     timeline = Timeline(path, max_bytes=20_000, host=3)
     for number in range(2000):
@@ -183,7 +184,7 @@ def test_many_threads_write_one_timeline(tmp_path: Path) -> None:
 
 def test_a_process_knows_when_it_was_started() -> None:
     before = time.time()
-    code = "from meshmend.jax.job.timeline import process_started_at; print(process_started_at())"
+    code = "from meshmend.launch.timeline import process_started_at; print(process_started_at())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert before - 0.1 <= float(done.stdout) <= time.time()
     assert process_started_at() < before

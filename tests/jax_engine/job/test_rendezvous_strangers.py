@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from jax_engine.job.rendezvous_cases import KEY, PATIENCE_S, Attack, Hosting, hello, visitor
-from meshmend.jax.job import messages, rendezvous_host
-from meshmend.jax.job.messages import MAGIC, MessageError
+from meshmend.jax.job import rendezvous_host
 from meshmend.jax.job.rendezvous import _introduce
+from meshmend.launch import messages
+from meshmend.launch.messages import MAGIC, MessageError
 
 
 def test_silent_visitors_are_dropped_one_by_one_and_hold_nobody_up() -> None:

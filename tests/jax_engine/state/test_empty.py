@@ -15,8 +15,8 @@ import meshmend.jax as mmj
 from meshmend.jax.job.coordination import Coordination
 from meshmend.jax.job.launch import Launch
 from meshmend.jax.job.session import Session
-from meshmend.jax.job.timeline import Timeline
 from meshmend.jax.state import Keeper, StateLayout
+from meshmend.launch.timeline import Timeline
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["program", "pair"])

@@ -362,7 +362,7 @@ def test_a_layout_needs_a_program_for_the_fabric_of_its_train_step() -> None:
     for other in (Job(failed=True), Job(n_cores=2)):
         with pytest.raises(ParameterError, match=r"another fabric than the train step's, which is Fabric.*same fabric"):
             StateLayout.of(job.training(), other.program, job.params)
-    with pytest.raises(ParameterError, match=r"Expected a Program or a ProgramPair, got a Schedule"):
+    with pytest.raises(ParameterError, match=r"Expected a Program, a ProgramPair or a ProgramWithTurn, got a Schedule"):
         StateLayout.of(job.training(), job.schedule, job.params)  # type: ignore[arg-type]
 
 
@@ -444,7 +444,7 @@ def test_what_is_no_shard_of_these_parameters_is_refused() -> None:
         message = (
             f"{name} has shape {jax.tree.leaves(moments)[0 if name[-3:] != '[2]' else 2].shape}, which is no shard of "
             f"these parameters (expected one of {shapes}). Use an optimizer whose state has the shapes of the weights "
-            "that it is given, or install(schedule, fabric) in place of install_pair."
+            "that it is given, or install(schedule, fabric), which does not shard it."
         )
         with pytest.raises(RestartError, match=f"^{re.escape(message)}$"):
             job.layout()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from checks import assert_all_reduces
+from checks import QUARTERS, assert_all_reduces, slowed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,18 +14,6 @@ from meshmend.planning import Weave
 from meshmend.planning.weave.pieces import MAX_PIECES, Pieces
 from meshmend.planning.weave.trees import grow
 from strategies import torn_meshes
-
-QUARTERS = ["1/4", "1/2", "3/4", "1"]
-
-
-def slowed(mesh: mm.Mesh, rates: list[str], part: float, seed: int) -> mm.Mesh:
-    """The mesh with one of these rates on a part of its cables."""
-    rng = np.random.default_rng(seed)
-    slow = {
-        (mesh.chip(int(a)), mesh.chip(int(b))): str(rng.choice(rates))
-        for a, b in mesh.cables[rng.random(mesh.n_cables) < part]
-    }
-    return mm.Mesh(mesh.shape, wrap=mesh.wrap, failed=mesh.holes, failed_cables=mesh.failed_cables, cable_rates=slow)
 
 
 def assert_within_rates(schedule: mm.Schedule, pieces: Pieces) -> None:

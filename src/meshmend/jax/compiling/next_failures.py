@@ -22,7 +22,7 @@ from meshmend.errors import PlanError
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.feed import Batch
 from meshmend.jax.job.session import Session, is_orderly
-from meshmend.jax.program import Program, ProgramPair
+from meshmend.jax.program import AnyProgram
 from meshmend.jax.state.layout import StateLayout
 from meshmend.jax.state.mirror import make_parts_fn
 from meshmend.jax.training import TrainStep
@@ -32,7 +32,7 @@ from meshmend.jax.training import TrainStep
 class CompiledTrainStep:
     """A `TrainStep`, compiled for one program, one model and one size of batch. Made by `compile_train_step`."""
 
-    program: Program | ProgramPair
+    program: AnyProgram
     layout: StateLayout
     """The layout of parameters and state on the fabric, which `Keeper` uses."""
     _init: Callable[..., Any] = field(repr=False)
@@ -49,9 +49,7 @@ class CompiledTrainStep:
         return found
 
 
-def compile_train_step(
-    training: TrainStep, program: Program | ProgramPair, params: Any, batch: Batch
-) -> CompiledTrainStep:
+def compile_train_step(training: TrainStep, program: AnyProgram, params: Any, batch: Batch) -> CompiledTrainStep:
     """Compile `train_step(…, per_example=True)` for a feed's batches, and what keeps copies of its state.
 
     `params` may be on any device or on none: only shapes and dtypes count.

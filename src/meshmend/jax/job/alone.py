@@ -17,7 +17,7 @@ from meshmend.jax.job.compile_cache import use_compile_cache
 from meshmend.jax.job.coordination import Coordination
 from meshmend.jax.job.launch import DEFAULT_PORT, Launch
 from meshmend.jax.job.session import Session
-from meshmend.jax.job.timeline import Timeline
+from meshmend.launch.timeline import Timeline
 
 LAUNCHERS = ("RANK", "JAX_COORDINATOR_ADDRESS", "SLURM_PROCID")
 """Each launcher that `read_launch` knows sets one of these."""

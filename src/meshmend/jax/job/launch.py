@@ -1,10 +1,12 @@
 """What the launcher provides: how many processes there are, which one this is, and where the rendezvous is.
 
-Read from the environment that torchrun, Slurm (`srun`) or Kubernetes (JobSet) set. Nothing here needs JAX.
+Read from the environment that `meshmend run`, torchrun, Slurm (`srun`) or Kubernetes (JobSet) set. Nothing here needs
+JAX.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,6 +33,8 @@ class Launch:
     launcher: str = "by hand"
     job: str = "job"
     secret: str = field(default="", repr=False)
+    hosts: tuple[int, ...] = field(default=(), repr=False)
+    """Number of each process's host, in order, where the launcher knows: then there is nothing left to find out."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.process < self.n_processes:
@@ -51,6 +55,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
 
     MESHMEND_JOB names the job, by default the launcher does. MESHMEND_SECRET is the job's secret, by default none.
 
+    - `meshmend run`: MESHMEND_ROUND, with the hosts of the round in order.
     - torchrun: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. The port is a fresh one in every round, found free on the
       machine of rank 0, if TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; otherwise torchrun listens there itself, and after
       the loss of rank 0 still names the lost machine (torch 2.13), which is refused here.
@@ -63,6 +68,8 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
     Launch(coordinator='10.0.0.7:29555', n_processes=4, process=2, attempt=0, launcher='torchrun', job='job')
     """
     env = os.environ if environment is None else environment
+    if "MESHMEND_ROUND" in env:
+        return _read_round(env)
     if "JAX_COORDINATOR_ADDRESS" in env and "JAX_PROCESS_ID" in env:
         address = env["JAX_COORDINATOR_ADDRESS"]
         return Launch(
@@ -102,9 +109,21 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         )
     raise RestartError(
         "No launcher is recognised: expected torchrun's RANK and MASTER_ADDR, JAX_COORDINATOR_ADDRESS and "
-        "JAX_PROCESS_ID, or Slurm's SLURM_PROCID in the environment. Start the script with one of them, or pass "
+        "JAX_PROCESS_ID, or Slurm's SLURM_PROCID in the environment. Start the script with `meshmend run`, or pass "
         "launch=Launch(coordinator='127.0.0.1:8476', n_processes=1, process=0)."
     )
+
+
+def _read_round(env: Mapping[str, str]) -> Launch:
+    try:
+        found = json.loads(env["MESHMEND_ROUND"])
+        hosts = tuple(int(host) for host in found["hosts"])
+        facts = str(found["coordinator"]), len(hosts), int(found["process"]), int(found["number"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise RestartError(
+            f"MESHMEND_ROUND is {env['MESHMEND_ROUND']!r} in the environment, expected what `meshmend run` puts there."
+        ) from error
+    return Launch(*facts, "meshmend run", _job(env, ""), hosts=hosts)
 
 
 def _number(env: Mapping[str, str], name: str, default: str = "") -> int:

@@ -18,7 +18,8 @@ from typing import Any
 
 from meshmend.errors import RestartError
 from meshmend.jax.job.launch import Launch
-from meshmend.jax.job.messages import (
+from meshmend.jax.job.rendezvous_host import VISITOR_S, Fact, RendezvousHost
+from meshmend.launch.messages import (
     CHALLENGE_BYTES,
     MAX_HELLO_BYTES,
     MessageError,
@@ -29,7 +30,6 @@ from meshmend.jax.job.messages import (
     read_frame,
     unpack,
 )
-from meshmend.jax.job.rendezvous_host import VISITOR_S, Fact, RendezvousHost
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 """Interval between attempts to reach process 0: it may still be starting, or an earlier one may still be there."""

@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from meshmend.jax.job.messages import (
+from meshmend.launch.messages import (
     HEADER_BYTES,
     MAX_HELLO_BYTES,
     NONCE_BYTES,

@@ -6,6 +6,7 @@ What is missing is the hole. Every process sees the same hosts, and raises the s
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -23,10 +24,11 @@ from meshmend.errors import MeshError, PlanError, RestartError, name_chip
 from meshmend.jax.fabric import Fabric, discover
 from meshmend.jax.job.compile_cache import use_compile_cache
 from meshmend.jax.job.coordination import Coordination
-from meshmend.jax.job.hosts import Hosts
 from meshmend.jax.job.launch import Launch, read_launch
 from meshmend.jax.job.rendezvous import free_port, rendezvous
-from meshmend.jax.job.timeline import Timeline, process_started_at
+from meshmend.launch.hosts import Hosts
+from meshmend.launch.timeline import Timeline, process_started_at
+from meshmend.launch.warm import PRELOADED, jax_settings
 from meshmend.planning import PlanCache, PlanFunction, Planner
 from meshmend.planning import plan as plan_proven
 from meshmend.schedule import Schedule
@@ -124,7 +126,11 @@ class Session:
     def give_up(self, error: BaseException) -> NoReturn:
         """Record and print an error, and end the process at once, from any thread."""
         self.timeline.note("gave up", why=f"{type(error).__name__}: {error}"[:300])
-        traceback.print_exception(error)
+        if self.launch.hosts and isinstance(error, jax.errors.JaxRuntimeError) and "Gloo" in str(error):
+            # The launcher says which host is lost; where this one stood when it noticed does not matter.
+            sys.stderr.write(f"lost a peer: {str(error).splitlines()[0]}\n")
+        else:
+            traceback.print_exception(error)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(GAVE_UP)
@@ -213,10 +219,23 @@ def initialize(
 
 
 def _configure(compile_cache: str | Path | None) -> None:
+    _check_preloaded()
     use_compile_cache(compile_cache)
     if _platform() in ("", "cpu"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)
+
+
+def _check_preloaded() -> None:
+    """Raise if the script has changed a setting of JAX after `meshmend run` had imported JAX."""
+    loaded = os.environ.get(PRELOADED)
+    before = json.loads(loaded) if loaded is not None else jax_settings()
+    changed = sorted(name for name, value in jax_settings().items() if before.get(name) != value)
+    if changed:
+        raise RestartError(
+            f"The script sets {changed[0]}, but `meshmend run` had imported JAX before, so it has no effect. Set it in "
+            "the environment of `meshmend run`, use jax.config.update, or give `meshmend run` the option --cold."
+        )
 
 
 def _platform() -> str:
@@ -242,6 +261,15 @@ def _join(
     shape = shape if shape is not None else os.environ.get("MESHMEND_SHAPE")
     host = host if host is not None else os.environ.get("MESHMEND_HOST_SHAPE")
     place = place if place is not None else os.environ.get("MESHMEND_HOST")
+    if launch.hosts:
+        # The launcher knows all hosts already, and has checked that they describe the same machine.
+        if shape is None or host is None:
+            raise RestartError(
+                "The devices here report no coordinates, so the machine must be described: give `meshmend run` "
+                "--shape 8x8 and --host 4x2, or initialize() shape and host."
+            )
+        machine = Hosts.of(shape, host)
+        return launch, machine, tuple(machine.number(number) for number in launch.hosts)
     # Errors are exchanged before anyone raises, or the others would wait for this process.
     mine: dict[str, Any] = {"port": free_port()}
     if shape is None or host is None or place is None:

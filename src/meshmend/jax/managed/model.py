@@ -18,7 +18,7 @@ from meshmend.jax.collectives import travel_dtype
 from meshmend.jax.elementwise import check_elementwise
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.managed.data import RandomKey
-from meshmend.jax.program import Program, ProgramPair
+from meshmend.jax.program import AnyProgram
 from meshmend.jax.training import TrainStep, train_step
 
 Update = Literal["auto", "replicated", "sharded"]
@@ -52,11 +52,11 @@ class Model:
             return self._train_step(fabric, self._call, self.has_aux)
         plain = self._train_step(fabric, lambda params, data: self._call(params, data, self.model_state), True)
 
-        def init(params: Any, program: Program | ProgramPair) -> Any:
+        def init(params: Any, program: AnyProgram) -> Any:
             start = jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, fabric.sharding()), self._start())
             return plain.init(params, program), start
 
-        def step(params: Any, state: Any, batch: Any, program: Program | ProgramPair, **more: Any) -> tuple[Any, ...]:
+        def step(params: Any, state: Any, batch: Any, program: AnyProgram, **more: Any) -> tuple[Any, ...]:
             own, model_state = state
             inner = self._train_step(fabric, lambda params, data: self._call(params, data, model_state), True)
             params, own, value, extra = inner.step(params, own, batch, program, **more)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from meshmend.errors import RestartError
 from meshmend.jax.collectives import groups_of
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.program import Program, ProgramPair
+from meshmend.jax.program import AnyProgram, Program
 from meshmend.jax.state.identity import Identity
 from meshmend.jax.training import TrainStep
 from meshmend.jax.validation import check_program
@@ -186,8 +186,10 @@ class StateLayout:
     identity: Identity = field(repr=False)
 
     @classmethod
-    def of(cls, training: TrainStep, program: Program | ProgramPair, params: Any) -> StateLayout:
-        """Describe the state that `training.init` makes; with a `ProgramPair` the optimizer's part is sharded by owner.
+    def of(cls, training: TrainStep, program: AnyProgram, params: Any) -> StateLayout:
+        """Describe the state that `training.init` makes; its optimizer's part is sharded by owner if the update is.
+
+        That is the same for a `ProgramPair` and a `ProgramWithTurn` of one plan.
 
         `params` may be on any device or on none: only shapes and dtypes count.
         """
@@ -203,8 +205,8 @@ class StateLayout:
                     "(jax.random.PRNGKey) in its place."
                 )
         n_params = len(jax.tree.leaves(params))
-        pair = program if isinstance(program, ProgramPair) else None
-        is_sharded = tuple(pair is not None and i >= n_params and leaf.ndim > 0 for i, leaf in enumerate(leaves))
+        by_owner = None if isinstance(program, Program) else program.sharded_by
+        is_sharded = tuple(by_owner is not None and i >= n_params and leaf.ndim > 0 for i, leaf in enumerate(leaves))
         replicated: dict[str, int] = {}
         for leaf, split in zip(leaves, is_sharded, strict=True):
             if not split:
@@ -215,8 +217,8 @@ class StateLayout:
         owned: NDArray[Any] = np.zeros((fabric.mesh.n_chips, 0), int)
         sharded: list[ShardedArray] = []
         total_chunks = 0
-        if pair is not None:
-            layout = pair.scatter.layout
+        if by_owner is not None:
+            layout = by_owner.layout
             total_chunks, owned = layout.shape.total_chunks, np.array(layout.shape.owned)
             groups = groups_of(leaves[:n_params], layout, training.accumulate_dtype)
             for leaf, split, path in zip(leaves, is_sharded, paths, strict=True):
@@ -227,7 +229,7 @@ class StateLayout:
                         raise RestartError(
                             f"{jax.tree_util.keystr(path)} has shape {leaf.shape}, which is no shard of these "
                             f"parameters (expected one of {expected}). Use an optimizer whose state has the shapes of "
-                            "the weights that it is given, or install(schedule, fabric) in place of install_pair."
+                            "the weights that it is given, or install(schedule, fabric), which does not shard it."
                         )
                     sharded.append(ShardedArray(np.dtype(leaf.dtype).name, groups[group].size, groups[group].chunk))
         outline = Outline(

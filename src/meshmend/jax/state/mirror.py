@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from meshmend.errors import RestartError
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.job.timeline import Timeline
 from meshmend.jax.state.fetch import wait_for
 from meshmend.jax.state.layout import StateLayout
 from meshmend.jax.state.memory import Copy, HostMemory
+from meshmend.launch.timeline import Timeline
 
 Parts = dict[str, tuple[Annotated[jax.Array, "[D, P]"], Annotated[jax.Array, "[D, P]"]]]
 """For each dtype every device's own part, and the one of another host that it keeps; one row per device."""

@@ -10,10 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from meshmend.planning.base import MAX_TRANSFERS, CannotServe, Floor, Planner, check_count
 from meshmend.planning.gather.spreading import share_out, spread
+from meshmend.planning.weave.pieces import Pieces
 from meshmend.schedule import Collective, Op, Schedule
 from meshmend.topology import Mesh
 
@@ -23,12 +27,15 @@ DEFAULT_TRANSFERS = 2**21
 """Default limit of transfers. Planning takes about a microsecond per transfer."""
 FILLING_PER_SIDE = 0.5
 """Steps beyond the least for each chip along each side of a mesh: while the farthest chunks are on their way."""
+ROUNDING = 1e-9
 
 
 @final
 @dataclass(frozen=True)
 class Gather(Planner):
     """Reduce-scatters and all-gathers: in every step, every link carries a chunk that its target lacks.
+
+    Where some cables are slow, it carries several: as many as its rate allows in the time that all others take.
 
     `chunks` cuts the payload; each chip owns the same number of them, give or take one. Left out, it is a multiple of
     the number of chips, about a thousand.
@@ -52,19 +59,20 @@ class Gather(Planner):
         """Return this planner and one with about the best number of chunks, as `Weave.variants` does."""
         if self.chunks is not None:
             return [self]
-        load, most = _least_load(mesh), default_chunks(mesh)
-        best = math.sqrt(FILLING_PER_SIDE * sum(mesh.shape) / (load * step_cost)) if load * step_cost > 0 else most
+        load, most, per_step = _least_load(mesh, mesh.rates), default_chunks(mesh), Pieces.of(mesh).per_chunk
+        filling = FILLING_PER_SIDE * sum(mesh.shape)
+        best = per_step * math.sqrt(filling / (load * step_cost)) if load * step_cost > 0 else most
         tuned = max(1, min(round(best), most))
         if tuned > mesh.n_chips:
             tuned -= tuned % mesh.n_chips
         return [self] if tuned == most else [self, replace(self, chunks=tuned)]
 
     def floor(self, mesh: Mesh) -> Floor:
-        """Return what it costs at least: a chip receives what it does not own, a chunk over each link in a step."""
+        """Return what it costs at least: a chip receives what it does not own, no more per step than its links take."""
         chunks, n = self.chunks or default_chunks(mesh), mesh.n_chips
         lacks = 1 - -(-chunks // n) / chunks
-        load = lacks * _least_load(mesh)
-        return Floor(steps=math.ceil(load * chunks - 1e-9), link_load=load, chip_load=lacks)
+        steps = math.ceil(lacks * chunks * _least_load(mesh, Pieces.of(mesh).per_step) - ROUNDING)
+        return Floor(steps=steps, link_load=lacks * _least_load(mesh, mesh.rates), chip_load=lacks)
 
     def n_transfers(self, mesh: Mesh) -> int:
         """Return one transfer for each chunk and each chip that does not own it."""
@@ -85,7 +93,7 @@ class Gather(Planner):
     def _plan(self, mesh: Mesh) -> Schedule:
         """Return the all-gather, or the same backwards in time."""
         owners = share_out(mesh.n_chips, self.chunks or default_chunks(mesh))
-        found = spread(mesh, owners)
+        found = spread(mesh, owners, Pieces.of(mesh).per_link(mesh) if mesh.has_slow_cables else None)
         step, src, dst, op = found.step, found.src, found.dst, Op.COPY
         if self.collective is Collective.REDUCE_SCATTER:
             step, src, dst, op = found.step.max(initial=0) - found.step, found.dst, found.src, Op.REDUCE
@@ -115,7 +123,7 @@ def default_chunks(mesh: Mesh) -> int:
     return min(n * -(-CHUNKS // n), most)
 
 
-def _least_load(mesh: Mesh) -> float:
-    """Return the payload fraction that a chip which owns nothing receives over each of its links, at the narrowest."""
-    degree = (mesh.neighbours >= 0).sum(axis=1)
-    return 1 / max(1, int(degree.min()))
+def _least_load(mesh: Mesh, rates: NDArray[Any]) -> float:
+    """Return how long the narrowest chip receives a payload over its cables of these rates."""
+    width = np.bincount(mesh.cables.ravel(), np.repeat(rates, 2), mesh.n_chips)
+    return 1 / float(width.min()) if mesh.n_chips > 1 else 1.0

@@ -6,6 +6,10 @@ few cables join two parts of the mesh, that keeps two of them from bringing the 
 instead of 1.09 times the optimum where there are two). Among equals it takes any, and each chip looks from another
 place on, so that neighbours do not all ask for the same.
 
+Where cables differ, a step is as long as a full link takes for q chunks, and a link of rate p/q carries p of them
+(`weave.pieces` chooses q). So no step waits for a slow cable, and every link is as busy as any other. Filling is short
+here, so that steps of several chunks cost less than chunks cut into pieces would.
+
 A chip sends a chunk over one link per step only. So the same backwards in time is a reduce-scatter: no chip takes the
 same chunk from two sides at once.
 
@@ -15,6 +19,7 @@ Who has what is kept as bits, 64 chunks per word, and all chips choose at once: 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,8 +53,11 @@ def share_out(n_chips: int, chunks: int) -> Ints:
     return np.asarray(np.arange(chunks, dtype=np.int64) * n_chips // chunks)
 
 
-def spread(mesh: Mesh, owners: Ints) -> Deliveries:
-    """Bring every chunk from its owner to all chips of `mesh`, whose survivors are connected."""
+def spread(mesh: Mesh, owners: Ints, per_link: Ints | None = None) -> Deliveries:
+    """Bring every chunk from its owner to all chips of `mesh`, whose survivors are connected.
+
+    `per_link` says how many chunks each link takes in a step, None for one; links that take some connect all chips.
+    """
     n, chunks = mesh.n_chips, len(owners)
     words = -(-chunks // WORD)
     chunk = np.arange(chunks)
@@ -58,6 +66,7 @@ def spread(mesh: Mesh, owners: Ints) -> Deliveries:
     np.bitwise_or.at(has, (owners, chunk // WORD), _bit(chunk % WORD))
     come_from = mesh.neighbours[:, np.arange(mesh.n_directions) ^ 1]
     sources = [np.where(column >= 0, column, n).astype(np.int64) for column in come_from.T]
+    rounds = _rounds(mesh, sources, per_link)
     later = np.arange(words) >= np.arange(words)[:, None]
     rng = np.random.default_rng(SEED)
     missing, step, rows = chunks * (n - 1), 0, []
@@ -66,12 +75,14 @@ def spread(mesh: Mesh, owners: Ints) -> Deliveries:
         lacks = ~has[:n]
         keeps = np.full_like(has, ~np.uint64(0))  # what a chip has not yet sent in this step
         scarce = _scarce(has, held, sources)
-        first_word = rng.integers(0, words, n)
+        from_first = later[rng.integers(0, words, n)]
         first_bit = rng.integers(0, WORD, n).astype(np.uint64)
-        for direction in rng.permutation(len(sources)).tolist():
+        order = rng.permutation(len(sources)).tolist()
+        for idle, direction in product(rounds, order):
             source = sources[direction]
             able = held[direction] & lacks & keeps[source]
-            dst, word, found = _take(able, scarce, later[first_word])
+            able[idle[direction]] = 0
+            dst, word, found = _take(able, scarce, from_first)
             bit = _lowest_from(found, first_bit[dst])
             src = source[dst]
             lacks[dst, word] ^= bit
@@ -83,6 +94,16 @@ def spread(mesh: Mesh, owners: Ints) -> Deliveries:
     if not rows:
         return Deliveries(*(np.empty(0, dtype=np.int64) for _ in range(4)))
     return Deliveries(*(np.concatenate(column) for column in zip(*rows, strict=True)))
+
+
+def _rounds(mesh: Mesh, sources: list[Ints], per_link: Ints | None) -> list[list[Ints]]:
+    """Return, for each chunk that a link takes in a step and each direction, the chips whose link takes no more."""
+    if per_link is None:
+        return [[np.empty(0, dtype=np.int64)] * len(sources)]
+    by_chip = per_link.reshape(mesh.n_chips, len(sources))
+    # Where there is no link any number will do: nobody has nothing to send.
+    takes = [by_chip[np.minimum(source, mesh.n_chips - 1), direction] for direction, source in enumerate(sources)]
+    return [[np.flatnonzero(taken <= turn) for taken in takes] for turn in range(int(by_chip.max()))]
 
 
 def _scarce(has: Words, held: list[Words], sources: list[Ints]) -> Words:

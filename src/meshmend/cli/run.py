@@ -1,0 +1,273 @@
+"""`meshmend run`: a training script on this host of a job, or on all virtual hosts of a job on this machine."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from meshmend.cli.common import exit_on_error
+from meshmend.cli.store import JobOption, SecretOption
+from meshmend.cli.terminal import plain, print_line
+from meshmend.errors import LaunchError, require
+from meshmend.launch.host import HostDescription
+from meshmend.launch.hosts import Hosts
+from meshmend.launch.job import Event, HostProcesses
+from meshmend.launch.local import LocalJob, timeline_of, worker_environment
+from meshmend.launch.places import find_hosts, find_job, find_place, find_secret, find_store
+from meshmend.launch.story import Story
+
+COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
+WATCH_S = 0.1
+CHATTER = re.compile(r"\[Gloo\] Rank \d+ is connected to")
+"""What libraries write at every start, one line per device."""
+
+
+def command(
+    script: Annotated[
+        list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its arguments; or -m MODULE.")
+    ],
+    local: Annotated[
+        str | None, typer.Option("--local", metavar="SHAPE", help="A whole job here: a mesh of virtual chips.")
+    ] = None,
+    shape: Annotated[str | None, typer.Option("--shape", metavar="SHAPE", help="The whole machine's mesh.")] = None,
+    host: Annotated[str | None, typer.Option("--host", metavar="HxW", help="Chips that one host drives.")] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option("--hosts", metavar="MIN:MAX", help="How many hosts to start with, and how many there are."),
+    ] = None,
+    store: Annotated[
+        str | None, typer.Option("--store", metavar="ADDR:PORT", help="Where `meshmend store` listens.")
+    ] = None,
+    shared: Annotated[
+        Path | None, typer.Option("--shared", metavar="DIR", help="A folder that all hosts see: caches, timelines.")
+    ] = None,
+    place: Annotated[
+        str | None, typer.Option("--place", metavar="N|r,c", help="Which host this is. [default: Slurm's, JobSet's]")
+    ] = None,
+    kill: Annotated[
+        list[str] | None,
+        typer.Option("--kill", metavar="HOST@STEP", help="With --local: kill a host after a step. Repeatable."),
+    ] = None,
+    job: JobOption = None,
+    secret_file: SecretOption = None,
+    address: Annotated[
+        str | None, typer.Option("--address", metavar="ADDR", help="Under which other hosts reach this one.")
+    ] = None,
+    restarts: Annotated[
+        int, typer.Option("--restarts", min=0, help="Failures of the script itself, without a new step between them.")
+    ] = 3,
+    cold: Annotated[
+        bool, typer.Option("--cold", help="Start each worker as a new Python, without JAX imported beforehand.")
+    ] = False,
+) -> None:
+    """Run a training script that survives the loss of hosts.
+
+    On a cluster, the same command on every host, and one `meshmend store`. When a host is lost, the others start the
+    script again at once, on the chips that are left; when it comes back, with it. With --local, everything on this
+    machine: virtual hosts, each a process with virtual CPU devices, the store, and a host that --kill kills for you.
+
+    Example: meshmend run --local 4x8 --host 4x2 --kill 1@20 train.py
+    """
+    with exit_on_error(as_json=False):
+        argv = check_script(script)
+        if local is not None:
+            if store or place or shape:
+                raise LaunchError(
+                    "--local brings its own store, places and shape: leave out --store, --place, --shape."
+                )
+            machine = Hosts.of(local, host or local)
+            kills = [parse_kill(text, len(machine)) for text in kill or ()]
+            least, most = find_hosts(hosts, len(machine))
+            if most != len(machine):
+                raise LaunchError(f"--hosts is {hosts!r}, but --local {local} makes {len(machine)} hosts.")
+            _require()
+            _run_locally(argv, machine, shared, kills, {"least": least, "max_restarts": restarts, "warm": not cold})
+            return
+        if kill:
+            raise LaunchError("--kill is for jobs on this machine: give --local, or kill a host by hand.")
+        if (shape is None) != (host is None):
+            raise LaunchError("--shape and --host belong together: the machine's mesh, and the chips of one host.")
+        machine_or_none = None if shape is None or host is None else Hosts.of(shape, host)
+        here = find_place(place)
+        number = machine_or_none.number(here) if machine_or_none is not None else _number(here)
+        what = HostDescription(
+            argv=argv,
+            store=find_store(store),
+            host=number,
+            hosts=find_hosts(hosts, None if machine_or_none is None else len(machine_or_none)),
+            job=find_job(job),
+            machine="" if machine_or_none is None else str(machine_or_none),
+            environment=worker_environment(machine_or_none, number, shared and shared.absolute()),
+            timeline="" if shared is None else str(timeline_of(shared.absolute(), number)),
+            address=address or "",
+            max_restarts=restarts,
+            warm=not cold,
+        )
+        _require()
+        _run_here(what, find_secret(secret_file))
+
+
+def _require() -> None:
+    require("torch", "jax", "orbax", "grain", needed_for="`meshmend run`", extra="launch")
+
+
+def check_script(words: list[str]) -> list[str]:
+    """Return a script and its arguments, if the script is there."""
+    if words[0] == "-m":
+        if len(words) < 2:
+            raise LaunchError("-m needs a module, as in: meshmend run --local 4x4 --host 2x2 -m package.train.")
+    elif not Path(words[0]).is_file():
+        raise LaunchError(
+            f"There is no script {words[0]!r}. Options of `meshmend run` come before it, its own after it."
+        )
+    return words
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A host to kill when it has done a step."""
+
+    host: int
+    step: int
+
+
+def parse_kill(text: str, n_hosts: int) -> Kill:
+    """Read a host and a step, as in 1@20.
+
+    >>> parse_kill("1@20", 4)
+    Kill(host=1, step=20)
+    """
+    found = re.fullmatch(r"(\d+)@(\d+)", text)
+    if found is None:
+        raise LaunchError(f"--kill is {text!r}, expected a host and a step, as in 1@20.")
+    host, step = int(found[1]), int(found[2])
+    if host >= n_hosts:
+        raise LaunchError(f"--kill {text}: there is no host {host}, the job has hosts 0 to {n_hosts - 1}.")
+    return Kill(host, step)
+
+
+def _number(place: str) -> int:
+    if not place.isdecimal():
+        raise LaunchError(f"--place is {place!r}: without --shape and --host, a host is given by its number, as in 5.")
+    return int(place)
+
+
+class Screen:
+    """One stream of lines: those of the workers, each with its host, and what happened between them."""
+
+    def __init__(self, n_hosts: int) -> None:
+        self._width = len(str(n_hosts - 1))
+        self._said: set[str] = set()
+        self.errors: list[str] = []
+        self.over: Event | None = None
+
+    def line(self, host: int, text: str) -> None:
+        """Show a line of a worker."""
+        if CHATTER.match(text):
+            return
+        print_line((f"host {host:>{self._width}} │ ", COLOURS[host % len(COLOURS)]), plain(text))
+
+    def say(self, text: str, style: str = "bold") -> None:
+        """Show what happened, once, though every host reports it."""
+        if text not in self._said:
+            self._said.add(text)
+            print_line((f"meshmend │ {plain(text)}", style))
+
+    def event(self, event: Event) -> None:
+        """Show what a host's agent reports."""
+        kind, host = event["event"], event["host"]
+        if kind == "round":
+            self.say(f"round {event['number']}: hosts {', '.join(map(str, event['hosts']))} start")
+        elif kind == "store" and event["say"] == "stop":
+            self.say(f"round {event['number']} ends: {event['why']}", "bold yellow")
+        elif kind == "store" and event["say"] == "unreachable":
+            self.say(f"host {host} cannot reach the store ({event['why']}); training continues", "bold yellow")
+        elif kind == "failed":
+            code = event["code"]
+            self.say(f"host {host}: the script ended with exit code {code}, {event['left']} restarts left", "bold red")
+        elif kind == "error":
+            self.errors.append(f"Host {host}: {event['message']}")
+        elif kind == "over":
+            self.over = event
+
+
+def _run_here(what: HostDescription, secret: str) -> None:
+    screen = Screen(what.hosts[1])
+    with HostProcesses(secret=secret, on_line=screen.line, on_event=screen.event) as processes:
+        processes.start(what)
+        while processes.running:
+            processes.watch(1.0)
+        status = processes.statuses[what.host]
+    if status:
+        raise LaunchError(_why(screen, {what.host: status}))
+    screen.say(f"host {what.host} is done: {screen.over['why'] if screen.over else 'the job is over'}")
+
+
+def _why(screen: Screen, statuses: dict[int, int]) -> str:
+    if screen.errors:
+        return screen.errors[0]
+    host, status = next((host, status) for host, status in statuses.items() if status)
+    return f"Host {host} ended with status {status}; what it wrote is above."
+
+
+def _run_locally(argv: list[str], machine: Hosts, shared: Path | None, kills: list[Kill], options: Any) -> None:
+    screen = Screen(len(machine))
+    with ExitStack() as stack:
+        folder = shared or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshmend-")))
+        story = Story(timeline_of(folder.absolute(), host) for host in range(len(machine)))
+        story.read()
+        screen.say(f"{machine}: {len(machine)} hosts on this machine, files in {folder}")
+        running = stack.enter_context(
+            LocalJob(argv, machine, folder.absolute(), on_line=screen.line, on_event=screen.event, **options)
+        )
+        running.start()
+        left, killed = list(kills), list[tuple[Kill, float]]()
+
+        def watch() -> None:
+            story.read()
+            for one in [each for each in left if story.step_of(each.host) >= each.step]:
+                left.remove(one)
+                if one.host in running.running:
+                    killed.append((one, running.kill(one.host)))
+                    screen.say(
+                        f"host {one.host} is killed after step {story.step_of(one.host)}, its memory is lost",
+                        "bold red",
+                    )
+
+        while running.running:
+            watch()
+            running.processes.watch(WATCH_S)
+        story.read()
+        statuses = running.processes.statuses
+        _summarise(screen, story, machine, killed, left)
+        if any(statuses.values()):
+            raise LaunchError(_why(screen, statuses))
+
+
+def _summarise(
+    screen: Screen, story: Story, machine: Hosts, killed: list[tuple[Kill, float]], left: list[Kill]
+) -> None:
+    dead: set[int] = set()
+    for one, at in killed:
+        dead.add(one.host)
+        recovery = story.recovery(set(range(len(machine))) - dead, at)
+        if recovery is None:
+            screen.say(f"host {one.host} was killed after step {one.step}; no step was done without it", "bold red")
+            continue
+        stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in recovery.stages_s.items() if seconds >= 0.05)
+        screen.say(
+            f"host {one.host} was killed after step {one.step}: the others resumed from step {recovery.resumed} "
+            f"({recovery.source}) and had done step {recovery.step} {recovery.total_s:.1f} s later ({stages})"
+        )
+    for one in left:
+        screen.say(f"host {one.host} was not killed: it had done {story.step_of(one.host)} steps", "bold yellow")
+    if story.step:
+        chips = ", then ".join(map(str, story.meshes))
+        screen.say(f"{story.step} steps on {chips} chips in {time.time() - story.began:.0f} s")

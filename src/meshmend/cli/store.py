@@ -1,0 +1,53 @@
+"""`meshmend store`: the rendezvous store of a job."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshmend.cli.common import exit_on_error
+from meshmend.cli.terminal import plain, print_line
+from meshmend.errors import LaunchError
+from meshmend.launch.membership import Membership
+from meshmend.launch.places import check_address, find_job, find_secret
+from meshmend.launch.store import DEFAULT_PORT, Store
+
+JobOption = Annotated[
+    str | None,
+    typer.Option("--job", metavar="NAME", help="The job's name. [default: MESHMEND_JOB, Slurm's number, or job]"),
+]
+SecretOption = Annotated[
+    Path | None,
+    typer.Option("--secret-file", metavar="FILE", help="The job's secret, the same everywhere. [or MESHMEND_SECRET]"),
+]
+
+
+def command(
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="ADDR:PORT", help="Where to listen; 0.0.0.0 for the whole network.")
+    ] = f"127.0.0.1:{DEFAULT_PORT}",
+    job: JobOption = None,
+    secret_file: SecretOption = None,
+) -> None:
+    """Serve a job's hosts: they meet here, and hear from here when one of them is lost.
+
+    Run it on a machine that does not die with a host. It ends when the job is over. Beyond this machine it needs a
+    secret: openssl rand -hex 32 > secret; chmod 600 secret.
+
+    Example: meshmend store --listen 10.0.0.7:29400 --secret-file secret
+    """
+    with exit_on_error(as_json=False):
+        address, port = check_address(listen, "--listen").rsplit(":", 1)
+        name, secret = find_job(job), find_secret(secret_file)
+
+        def tell(line: str) -> None:
+            print_line((time.strftime("%H:%M:%S"), "dim"), f" {plain(line)}")
+
+        with Store(Membership(), job=name, secret=secret, address=address, port=int(port), tell=tell) as store:
+            tell(f"the store of {name} listens on {address}:{store.port}")
+            over = store.serve()
+        if not over["ok"]:
+            raise LaunchError(f"The job failed: {over['why']}.")

@@ -1,0 +1,155 @@
+"""Running a program: its loops over the payload, a matrix of chunks, and the turns between the way up and the way down.
+
+A step slices out the runs to send, permutes all lanes, and adds or replaces what arrives, in place. One `lax.scan` per
+loop of the program, so the compiled code is the same size for any mesh. A turn is an inner loop of as many rounds as
+this chip has turns in this step, mostly none: a chip without one touches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from meshmend.jax.lanes import KEEP, Lane
+from meshmend.jax.program import ChunkLayout, Program, ProgramWithTurn, Tables
+from meshmend.schedule import Op
+
+Chunks = Annotated[jax.Array, "[K, ...]"]
+"""A device's payload as chunks. A chunk is flat, except on TPU, where it fills whole tiles: see `Group.chunk_shape`."""
+Turn = Callable[[tuple[Chunks, ...], Any, jax.Array], tuple[tuple[Chunks, ...], Any]]
+"""From the sums of one chunk (a matrix of one chunk per payload), what is carried along and the chunk's number to what
+goes down in their place, and what is carried on."""
+
+
+def run(chunks: Chunks, program: Program) -> Chunks:
+    """Run the program's loops over the matrix of chunks."""
+    layout = program.layout
+    for tables, lanes in zip(program.tables, layout.shape.lanes, strict=True):
+
+        def step(held: Chunks, row: Any, _: None, lanes: tuple[Lane, ...] = lanes) -> Chunks:
+            return _move(held, row, lanes, layout)
+
+        chunks = _scan(chunks, tables, None, layout, step)
+    return chunks
+
+
+def run_with_turn(
+    payload: tuple[Chunks, ...], carried: Any, program: ProgramWithTurn, turn: Turn, down: tuple[Any, ...]
+) -> tuple[tuple[Chunks, ...], Any]:
+    """Run all matrices of chunks through the program together, with a turn of each chunk at its owner.
+
+    What goes down has the dtypes `down`. Where sums and turned chunks share a loop they share its permutes too, and
+    all travel in the dtypes of the sums; the loops after the last turn carry `down`.
+    """
+    through, layout = program.through, program.through.layout
+    total = layout.shape.total_chunks
+    if not through.tables:  # a single chip owns everything, and has it complete
+        return _take_turns(payload, carried, jnp.arange(total), total, turn)
+    last = max(i for i, due in enumerate(program.turns) if due.shape[-1])
+    for i, (tables, due, lanes) in enumerate(zip(through.tables, program.turns, layout.shape.lanes, strict=True)):
+
+        def step(held: Any, row: Any, due: jax.Array, lanes: tuple[Lane, ...] = lanes) -> Any:
+            payload, carried = held
+            payload = tuple(_move(chunks, row, lanes, layout) for chunks in payload)
+            return _take_turns(payload, carried, due, total, turn)
+
+        payload, carried = _scan((payload, carried), tables, due, layout, step)
+        if i == last:
+            payload = tuple(chunks.astype(dtype) for chunks, dtype in zip(payload, down, strict=True))
+    return payload, carried
+
+
+def _take_turns(
+    payload: tuple[Chunks, ...], carried: Any, due: Annotated[jax.Array, "int32[S]"], total: int, turn: Turn
+) -> tuple[tuple[Chunks, ...], Any]:
+    """Turn the chunks that are due. Those of repeats that are over come first, those not begun yet (or none) last."""
+    if not due.shape[-1]:
+        return payload, carried
+
+    def one(i: jax.Array, held: Any) -> Any:
+        payload, carried = held
+        chunk = lax.dynamic_index_in_dim(due, i, keepdims=False)
+        sums = tuple(lax.dynamic_slice_in_dim(chunks, chunk, 1) for chunks in payload)
+        values, carried = turn(sums, carried, chunk)
+        payload = tuple(
+            lax.dynamic_update_slice_in_dim(chunks, new.astype(chunks.dtype), chunk, axis=0)
+            for chunks, new in zip(payload, values, strict=True)
+        )
+        return payload, carried
+
+    first, last = jnp.sum(due >= total), due.shape[-1] - jnp.sum(due < 0)
+    held: tuple[tuple[Chunks, ...], Any] = lax.fori_loop(first, last, one, (payload, carried))
+    return held
+
+
+def _scan(
+    held: Any, tables: Tables, due: jax.Array | None, layout: ChunkLayout, step: Callable[[Any, Any, Any], Any]
+) -> Any:
+    """Run one loop: `step(held, row, due)` for each of its rows."""
+    rows = tuple(None if table is None else table[0] for table in (*tables, due))
+    repeat = layout.shape.repeat
+    if repeat is None:
+        return lax.scan(lambda held, row: (step(held, row[:-1], row[-1]), None), held, rows)[0]
+    total = layout.shape.total_chunks
+
+    def repeated(held: Any, now: jax.Array) -> tuple[Any, None]:
+        """Run a period's rows over and over; in every period they stand for as many chunks further on."""
+        send, receive, ops, due = jax.tree.map(
+            lambda table: lax.dynamic_index_in_dim(table, now % repeat.period, keepdims=False), rows
+        )
+        further = now // repeat.period * repeat.n_chunks
+        at = receive + further
+        # Before the first repeat, and after the last one, a row has nothing to do yet, or any more.
+        ops = jnp.where((at >= 0) & (at < total), ops, ops.dtype.type(KEEP))
+        row = jnp.clip(send + further, 0, total - 1), jnp.clip(at, 0, total - 1), ops
+        return step(held, row, None if due is None else due + further), None
+
+    return lax.scan(repeated, held, jnp.arange(repeat.n_steps, dtype=jnp.int32))[0]
+
+
+def _move(held: Chunks, row: Any, lanes: tuple[Lane, ...], layout: ChunkLayout) -> Chunks:
+    send, receive, ops = row
+    # The barriers say that all lanes leave together and arrive together, or a TPU's scheduler may take them in turn.
+    leaving = lax.optimization_barrier(
+        [lax.dynamic_slice_in_dim(held, send[i], lane.run) for i, lane in enumerate(lanes)]
+    )
+    arrived = lax.optimization_barrier(
+        [lax.ppermute(part, layout.axis, lane.pairs) for part, lane in zip(leaving, lanes, strict=True)]
+    )
+    after = 0 if layout.platform == "tpu" else _after_all(arrived, receive)
+    for i, (new, lane) in enumerate(zip(arrived, lanes, strict=True)):
+        at = receive[i] + after
+        if lane.ops != (Op.COPY,):
+            old = lax.dynamic_slice_in_dim(held, at, lane.run)
+            outcome = {Op.REDUCE: old + new, Op.COPY: new, KEEP: old}
+            new = outcome[lane.ops[0]]
+            for op in lane.ops[1:]:
+                new = jnp.where(ops[i] == op, outcome[op], new)
+        held = lax.dynamic_update_slice_in_dim(held, new, at, axis=0)
+    return held
+
+
+def _after_all(arrived: list[jax.Array], receive: jax.Array) -> jax.Array | int:
+    """Return a zero that is available only once every lane has arrived.
+
+    Added to the places that a step writes, it orders all of the step's reads before its first write. Without it,
+    XLA on CPU may see a write beside a read of the same buffer, and copy the whole payload to be safe: that made a
+    step thirty times slower. The zero is the sign bit of a table entry, so the compiler cannot fold it. XLA drops
+    optimisation barriers before it decides on copies, so they do not help here.
+    """
+    if len(arrived) == 1:
+        return 0
+    zero = receive[0] >> 31
+    after = jnp.zeros_like(zero)
+    for part in arrived:
+        first = part[(0,) * part.ndim]
+        if jnp.iscomplexobj(first):
+            first = jnp.real(first)
+        bits = lax.bitcast_convert_type(first, np.dtype(f"uint{8 * first.dtype.itemsize}"))
+        after += bits.astype(jnp.int32) & zero
+    return after

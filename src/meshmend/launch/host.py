@@ -1,0 +1,142 @@
+"""One host of a job: its agent and its worker, in a process of their own.
+
+    python -m meshmend.launch.host DESCRIPTOR        # how `meshmend run` starts it
+
+The description comes as JSON on standard input, and what happens goes out as JSON lines over the descriptor. Standard
+output and standard error are the worker's alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from dataclasses import asdict, dataclass, field
+from types import FrameType
+from typing import Any
+
+from meshmend.errors import LaunchError, MeshmendError
+from meshmend.launch.member import Member, Place
+from meshmend.launch.membership import SILENT_S
+from meshmend.launch.processes import die_with_parent
+from meshmend.launch.timeline import read_timeline
+from meshmend.launch.worker import Workers
+
+DONE, FAILED, STOPPED = 0, 1, 143
+
+
+@dataclass(frozen=True)
+class HostDescription:
+    """What one host runs, and as which host of which machine."""
+
+    argv: list[str]
+    """The script and its arguments; or -m, a module and its arguments."""
+    store: str
+    host: int
+    hosts: tuple[int, int]
+    """How many hosts a round needs, and how many there are."""
+    job: str
+    machine: str = ""
+    """As all hosts must describe it; empty where the devices report their coordinates."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """For the worker."""
+    timeline: str = ""
+    address: str = ""
+    """Under which other hosts reach this one; by default the one that it reaches the store from."""
+    max_restarts: int = 3
+    reach_s: float = 60.0
+    silent_s: float = SILENT_S
+    warm: bool = True
+
+    def to_json(self) -> str:
+        """Return the description as JSON. The secret is not part of it: it stays in the environment."""
+        return json.dumps(asdict(self))
+
+
+def main(descriptor: int) -> int:
+    """Run a host until the job is over; return the exit status."""
+    die_with_parent()
+    os.set_inheritable(descriptor, False)
+    what = HostDescription(**json.loads(sys.stdin.read()))
+    os.environ.update(what.environment)
+    secret = os.environ.pop("MESHMEND_SECRET", "")  # the worker has no use for it
+
+    def report(event: str, **facts: Any) -> None:
+        with contextlib.suppress(OSError):
+            os.write(descriptor, json.dumps({"event": event, "host": what.host, **facts}).encode() + b"\n")
+
+    # Importing JAX, importing torch and reaching the store take seconds each: they run side by side.
+    workers = Workers(warm=what.warm)
+    member = Member(
+        what.store,
+        host=what.host,
+        hosts=(what.hosts[0], what.hosts[1]),
+        machine=what.machine,
+        job=what.job,
+        secret=secret,
+        address=what.address or None,
+        reach_s=what.reach_s,
+        silent_s=what.silent_s,
+    )
+    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGINT, _leave)
+    try:
+        return _run(what, member, workers, report)
+    except MeshmendError as error:
+        report("error", message=str(error))
+        return FAILED
+    except _LeaveError:
+        return STOPPED
+    finally:
+        member.close()
+        workers.close()
+
+
+def _run(what: HostDescription, member: Member, workers: Workers, report: Any) -> int:
+    from meshmend.launch.agent import HostAgent, StoreRendezvous
+
+    def progress() -> int:
+        events = read_timeline(what.timeline) if what.timeline else []
+        return max((event["step"] for event in events if event["event"] in ("kept", "step")), default=0)
+
+    def environment(place: Place) -> dict[str, str]:
+        report("round", number=place.number, hosts=place.hosts, process=place.process)
+        return {"MESHMEND_JOB": what.job, **({"MESHMEND_TIMELINE": what.timeline} if what.timeline else {})}
+
+    agent = HostAgent(
+        what.argv,
+        StoreRendezvous(member, what.job),
+        workers,
+        max_restarts=what.max_restarts,
+        environment=environment,
+        progress=progress,
+        report=report,
+    )
+    result = agent.run()
+    if result is None or result.is_failed():
+        code = workers.code
+        raise LaunchError(f"The worker of host {what.host} failed again and again; the last exit code was {code}.")
+    over = member.over
+    report("over", **(over or {"ok": True, "why": ""}))
+    return DONE if over is None or over["ok"] else FAILED
+
+
+class _LeaveError(BaseException):
+    """Somebody asks this host to leave the job."""
+
+
+def _leave(number: int, _: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    raise _LeaveError
+
+
+if __name__ == "__main__":
+    # torch's agent logs what this host reports itself.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    status = main(int(sys.argv[1]))
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    # Threads of libraries may still run; there is no need to wait for them.
+    os._exit(status)

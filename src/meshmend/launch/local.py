@@ -1,0 +1,193 @@
+"""A whole job on one machine: a store, and hosts with virtual chips, each of which can be killed.
+
+This is a cluster in miniature, for a first try, for tests and for measurements. The store is a process of its own, and
+each host one with its agent and its worker below it, which die as a whole. Each worker has virtual CPU devices, as many
+as its host has chips.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from meshmend.errors import LaunchError
+from meshmend.launch.host import HostDescription
+from meshmend.launch.hosts import Hosts
+from meshmend.launch.job import Event, HostProcesses
+from meshmend.launch.membership import SILENT_S, START_S
+from meshmend.launch.processes import die_with_parent
+
+LOOPBACK = "127.0.0.1"
+STORE_S = 30.0
+"""How long the store's process may take to start."""
+
+
+class LocalJob:
+    """A job of virtual hosts that run `argv`, a script and its arguments. Leaving the `with` block ends everything.
+
+    `shared` is the folder that all hosts see. A round needs `least` hosts, by default half of them. `environment`
+    returns what a host's worker gets besides. A host that is killed loses its memory, which is a folder of its own.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        hosts: Hosts,
+        shared: Path,
+        *,
+        least: int | None = None,
+        max_restarts: int = 3,
+        warm: bool = True,
+        silent_s: float = SILENT_S,
+        start_s: float = START_S,
+        environment: Callable[[int], Mapping[str, str]] = lambda _: {},
+        on_line: Callable[[int, str], None] = lambda *_: None,
+        on_event: Callable[[Event], None] = lambda _: None,
+    ) -> None:
+        self.argv = list(argv)
+        self.hosts = hosts
+        self.shared = shared
+        self.least = (len(hosts) + 1) // 2 if least is None else least
+        self.job = f"local-{secrets.token_hex(4)}"
+        self._max_restarts = max_restarts
+        self._warm = warm
+        self._silent_s = silent_s
+        self._start_s = start_s
+        self._environment = environment
+        self._secret = secrets.token_hex(32)
+        self._port = 0
+        self._store: subprocess.Popen[bytes] | None = None
+        self.processes = HostProcesses(secret=self._secret, on_line=on_line, on_event=on_event)
+        in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108
+        self._memory = tempfile.mkdtemp(prefix="meshmend-", dir=in_memory)
+
+    def __enter__(self) -> Self:
+        self.shared.mkdir(parents=True, exist_ok=True)
+        try:
+            self.start_store()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all hosts and the store, and remove the hosts' memory."""
+        try:
+            self.processes.__exit__(None, None, None)
+            self.kill_store()
+        finally:
+            shutil.rmtree(self._memory, ignore_errors=True)
+
+    def start(self, *hosts: int) -> None:
+        """Start hosts, including ones that have been killed; without arguments, all of them."""
+        for host in hosts or range(len(self.hosts)):
+            flags = f"--xla_force_host_platform_device_count={self.hosts.chips_per_host}"
+            self.processes.start(
+                HostDescription(
+                    argv=self.argv,
+                    store=f"{LOOPBACK}:{self._port}",
+                    host=host,
+                    hosts=(self.least, len(self.hosts)),
+                    job=self.job,
+                    machine=str(self.hosts),
+                    timeline=str(timeline_of(self.shared, host)),
+                    max_restarts=self._max_restarts,
+                    silent_s=self._silent_s,
+                    warm=self._warm,
+                    environment={
+                        **worker_environment(self.hosts, host, self.shared),
+                        "JAX_PLATFORMS": "cpu",
+                        # Hosts share this machine's cores, so threads within an operation would only be in the way.
+                        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags} --xla_cpu_multi_thread_eigen=false",
+                        "OMP_NUM_THREADS": "1",
+                        "MESHMEND_MEMORY": str(Path(self._memory) / f"host-{host}"),
+                        **self._environment(host),
+                    },
+                )
+            )
+
+    def kill(self, host: int) -> float:
+        """Kill a host as a power cut would, and wipe its memory; return when, as seconds since the epoch."""
+        at = self.processes.kill(host)
+        shutil.rmtree(Path(self._memory) / f"host-{host}", ignore_errors=True)
+        return at
+
+    def start_store(self) -> None:
+        """Start the store, or start it again where it was."""
+        if not self._port:
+            with socket.socket() as one:
+                one.bind((LOOPBACK, 0))
+                self._port = int(one.getsockname()[1])
+        self._store = subprocess.Popen(  # noqa: S603  # our own interpreter and module
+            [
+                *(sys.executable, "-m", "meshmend.launch.store"),
+                *(f"{LOOPBACK}:{self._port}", self.job, str(self._silent_s), str(self._start_s)),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+            env={**os.environ, "MESHMEND_SECRET": self._secret},
+        )
+        until = time.monotonic() + STORE_S
+        while True:
+            with suppress(OSError), socket.create_connection((LOOPBACK, self._port), timeout=1):
+                return
+            if self._store.poll() is not None or time.monotonic() > until:
+                raise LaunchError(f"The rendezvous store does not start at {LOOPBACK}:{self._port}.")
+            time.sleep(0.05)
+
+    def kill_store(self) -> None:
+        """Kill the store."""
+        if self._store is not None:
+            self._store.kill()
+            self._store.wait()
+            self._store = None
+
+    @property
+    def running(self) -> list[int]:
+        """Hosts that have not ended."""
+        return self.processes.running
+
+    def wait(self, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> dict[int, int]:
+        """Wait until all hosts have ended; return their exit statuses. Raise `LaunchError` on timeout."""
+        until = time.monotonic() + timeout_s
+        while self.running:
+            meanwhile()
+            if time.monotonic() > until:
+                raise LaunchError(f"Hosts {self.running} still run after {timeout_s:g} s.")
+            self.processes.watch(0.05)
+        return dict(self.processes.statuses)
+
+
+def timeline_of(shared: Path, host: int) -> Path:
+    """Return where a host records what happened, in the shared folder."""
+    return shared / "timeline" / f"host-{host}.jsonl"
+
+
+def worker_environment(hosts: Hosts | None, host: int, shared: Path | None) -> dict[str, str]:
+    """Return what every launched worker finds in its environment: where it is, and where the job keeps its files."""
+    found: dict[str, str] = {}
+    if hosts is not None:
+        shape, tile = ("x".join(map(str, sides)) for sides in (hosts.shape, hosts.tile))
+        found |= {"MESHMEND_SHAPE": shape, "MESHMEND_HOST_SHAPE": tile, "MESHMEND_HOST": str(host)}
+    if shared is not None:
+        compiled = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(shared / "compiled"))
+        found |= {"MESHMEND_SHARED": str(shared), "JAX_COMPILATION_CACHE_DIR": compiled}
+    return found

@@ -1,0 +1,276 @@
+"""A host's connection to the store: a thread that keeps it up, and what the host's agent asks of it.
+
+The agent must not wait for the network while its worker trains, so a thread reads what the store says and sends the
+heartbeats. A connection that breaks is made again, for as long as it takes, and the worker continues meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from meshmend.errors import LaunchError
+from meshmend.launch.membership import BEAT_S, SILENT_S, Message
+from meshmend.launch.messages import (
+    CHALLENGE_BYTES,
+    MAX_HELLO_BYTES,
+    MessageError,
+    Talk,
+    make_key,
+    make_nonce,
+    pack,
+    read_challenge,
+    read_frame,
+)
+
+AGAIN_S = 0.5
+"""Interval between attempts to reach the store."""
+REFUSED_FOR_S = 15.0
+"""How long a host that is refused for now tries again."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A round as one host sees it: who runs, and which process this host's worker is."""
+
+    number: int
+    name: str
+    hosts: tuple[int, ...]
+    process: int
+    coordinator: str
+
+
+class Member:
+    """A host's membership in a job. `close` it at the end.
+
+    `reach_s` is how long the store may be unreachable at the start, before this host has ever reached it.
+    """
+
+    def __init__(
+        self,
+        store: str,
+        *,
+        host: int,
+        hosts: tuple[int, int],
+        machine: str,
+        job: str,
+        secret: str,
+        address: str | None = None,
+        reach_s: float = 60.0,
+        silent_s: float = SILENT_S,
+    ) -> None:
+        name, _, port = store.rpartition(":")
+        self._store = (name.strip("[]"), int(port))
+        self._where = store
+        self._hello: Message = {"host": host, "hosts": hosts, "machine": machine}
+        self._address = address
+        self._key = make_key(secret, job)
+        self._reach_s = reach_s
+        self._silent_s = max(silent_s, 3 * BEAT_S)
+        self._changed = threading.Condition()
+        self._talk: Talk | None = None
+        self._connection: socket.socket | None = None
+        self._place: Place | None = None
+        self._number = 0
+        self._asked: Message | None = None
+        """What was said last and has to be said again to a store that has been replaced."""
+        self._stop: Message | None = None
+        self._over: Message | None = None
+        self._error: LaunchError | None = None
+        self._closed = threading.Event()
+        self._reached = False
+        """Whether the store has ever admitted this host."""
+        self._news: list[Message] = []
+        self._reader = threading.Thread(target=self._run, name="meshmend-store", daemon=True)
+        self._reader.start()
+        self._beater = threading.Thread(target=self._beat, name="meshmend-beat", daemon=True)
+        self._beater.start()
+
+    def join(self, port: int, why: str = "") -> Place:
+        """Ask for the next round, and return it when it starts. Raises `LaunchError`, also when the job is over."""
+        with self._changed:
+            self._place = self._stop = None
+            self._asked = {"say": "join", "port": port, "why": why}
+            self._say(self._asked)
+            while self._place is None:
+                self._check()
+                self._changed.wait(BEAT_S)
+            return self._place
+
+    @property
+    def stopped(self) -> Message | None:
+        """Why the round has ended for this host; None while it runs."""
+        with self._changed:
+            if self._error is not None:
+                return {"why": str(self._error), "lost": None}
+            return self._stop or self._over
+
+    @property
+    def over(self) -> Message | None:
+        """How the job has ended, if it has."""
+        with self._changed:
+            return self._over
+
+    def news(self) -> list[Message]:
+        """Return what has happened since the last call: messages of the store, and what became of it."""
+        with self._changed:
+            news, self._news = self._news, []
+            return news
+
+    def wait_stopped(self, timeout_s: float) -> Message | None:
+        """Return why the round has ended, as soon as it has; None if it still runs then."""
+        until = time.monotonic() + timeout_s
+        with self._changed:
+            while (stopped := self.stopped) is None and (left := until - time.monotonic()) > 0:
+                self._changed.wait(left)
+            return stopped
+
+    def finish(self, timeout_s: float) -> Message:
+        """Report that this host's worker has finished; return how the job ended when all others have, too."""
+        with self._changed:
+            self._asked = {"say": "done"}
+            self._say(self._asked)
+            until = time.monotonic() + timeout_s
+            while self._over is None and time.monotonic() < until:
+                self._check()
+                self._changed.wait(BEAT_S)
+            return self._over or {"ok": True, "why": f"the others had not finished after {timeout_s:g} s"}
+
+    def fail(self, why: str) -> None:
+        """Report that this host gives up, which ends the job."""
+        with self._changed:
+            self._say({"say": "failed", "why": why[:2000]})
+
+    def close(self) -> None:
+        """Leave the job."""
+        self._closed.set()
+        with self._changed:
+            self._changed.notify_all()
+            connection = self._connection
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self._reader.join(5)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._over is not None:
+            raise LaunchError(f"The job is over: {self._over['why']}.")
+
+    def _say(self, message: Message) -> None:
+        """Send to the store, if it can be reached; otherwise the next connection repeats what matters."""
+        if self._connection is not None and self._talk is not None:
+            with contextlib.suppress(OSError):
+                self._connection.sendall(self._talk.pack(message))
+
+    def _beat(self) -> None:
+        with self._changed:
+            while not self._closed.is_set():
+                self._say({"say": "beat"})
+                self._changed.wait(BEAT_S)
+
+    def _run(self) -> None:
+        """Keep a connection to the store, and read what it says."""
+        began, refused_at = time.monotonic(), None
+        while self._goes_on():
+            why = "the connection was closed"
+            try:
+                with socket.create_connection(self._store, timeout=self._silent_s) as connection:
+                    self._converse(connection)
+                refused_at = None
+            except _RefusedError as error:
+                refused_at = refused_at or time.monotonic()
+                if not error.for_now or time.monotonic() > refused_at + REFUSED_FOR_S:
+                    self._fail(f"The store at {self._where} refuses this host: {error}.")
+            except MessageError as error:
+                self._fail(f"The store at {self._where} turns this host away: {error}.")
+            except (OSError, ValueError) as error:
+                why = str(error)
+            if self._reached:
+                self._say_unreachable(why)
+            elif refused_at is None and time.monotonic() > began + self._reach_s:
+                self._fail(
+                    f"No store answers at {self._where} ({why}). Start one with `meshmend store` on a machine that "
+                    "does not die with a host, and give its address as --store."
+                )
+            if self._goes_on():
+                self._closed.wait(AGAIN_S)
+
+    def _goes_on(self) -> bool:
+        with self._changed:
+            return not self._closed.is_set() and self._over is None and self._error is None
+
+    def _say_unreachable(self, why: str) -> None:
+        if self._goes_on():
+            with self._changed:
+                if not self._news or self._news[-1]["say"] != "unreachable":
+                    self._news.append({"say": "unreachable", "why": why})
+
+    def _fail(self, message: str) -> None:
+        with self._changed:
+            self._error = LaunchError(message)
+            self._changed.notify_all()
+
+    def _converse(self, connection: socket.socket) -> None:
+        """Introduce this host, and take messages until the connection ends."""
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(self._silent_s)
+        challenge = bytearray()
+        while len(challenge) < CHALLENGE_BYTES:
+            more = connection.recv(CHALLENGE_BYTES - len(challenge))
+            if not more:
+                raise ConnectionError("whoever listens there closed the connection")
+            challenge += more
+        try:
+            theirs = read_challenge(bytes(challenge))
+        except MessageError:
+            raise ConnectionError("what listens there is not a store of this version of meshmend") from None
+        mine = make_nonce()
+        address = self._address or str(connection.getsockname()[0])
+        with self._changed:
+            place = self._place if self._stop is None else None
+            running = None if place is None else {"number": place.number, "name": place.name, "hosts": place.hosts}
+            hello = {**self._hello, "address": address, "nonce": mine.hex(), "running": running, "number": self._number}
+            connection.sendall(pack("hello to a store", hello, self._key, theirs, limit=MAX_HELLO_BYTES))
+            self._talk = Talk(self._key, mine, theirs, to="the store", of="a host")
+            self._connection = connection
+            if self._asked is not None:
+                self._say(self._asked)
+        try:
+            while True:
+                self._take(self._talk.unpack(read_frame(connection.recv, MAX_HELLO_BYTES)))
+                self._reached = True
+        finally:
+            with self._changed:
+                self._connection = self._talk = None
+
+    def _take(self, message: dict[str, Any]) -> None:
+        say = message["say"]
+        if say == "refused":
+            raise _RefusedError(str(message["why"]), for_now=bool(message["for_now"]))
+        with self._changed:
+            if say == "round":
+                hosts = tuple(int(host) for host in message["hosts"])
+                self._stop = self._asked = None
+                self._number = int(message["number"])
+                self._place = Place(
+                    self._number, message["name"], hosts, int(message["process"]), message["coordinator"]
+                )
+            elif say in ("stop", "dropped"):
+                self._stop = {"why": "the store had not heard from this host", "lost": None, **message}
+            elif say == "over":
+                self._over = message
+            if say != "beat":
+                self._news.append(message)
+                self._changed.notify_all()
+
+
+class _RefusedError(Exception):
+    def __init__(self, why: str, *, for_now: bool) -> None:
+        self.for_now = for_now
+        super().__init__(why)

@@ -1,0 +1,41 @@
+"""Processes that never outlive the one that started them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+QUICK_NAMES = {"RES_OPTIONS": "timeout:1 attempts:1"}
+"""torch looks up the name of every address that it connects to, even of loopback's. A name server that does not
+answer would cost five seconds each time, enough to miss a rendezvous."""
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """End this process when its parent dies; at once if its parent is no longer `parent`."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
+
+
+def children(pid: int) -> list[int]:
+    """Return all descendants of a process."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, task.read_text().split()):
+                found += [child, *children(child)]
+    return found
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process and all its descendants as a power cut would, by SIGKILL."""
+    # It is stopped first, so that it cannot react to the death of its children before it is killed too.
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)
+    for each in (*children(pid), pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)

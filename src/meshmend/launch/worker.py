@@ -1,0 +1,107 @@
+"""The worker of a host, as its agent sees it: started from a warm process, watched, and stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from meshmend.errors import LaunchError
+from meshmend.launch.processes import die_with_parent
+
+STOP_S = 3.0
+"""How long a worker may take to end after SIGTERM, before it gets SIGKILL."""
+START_S = 120.0
+"""How long the warm process may take to import everything, on an overloaded machine."""
+
+
+class Workers:
+    """Starts one worker at a time, with the output of this process. All that it has started dies with this process."""
+
+    def __init__(self, *, warm: bool = True) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "meshmend.launch.warm", str(theirs.fileno()), *([] if warm else ["--cold"])]
+        # OpenBLAS would start threads when NumPy is imported; a process with threads must not fork workers.
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS", "1")}
+        self._process = subprocess.Popen(  # noqa: S603  # our own interpreter and module
+            command,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            preexec_fn=die_with_parent,
+        )
+        theirs.close()
+        self._socket = ours
+        self._lines = b""
+        self.pid = 0
+        """Of the worker that runs; 0 if none does."""
+        self.code: int | None = None
+        """Exit code of the last worker, below zero for a signal; None while it runs."""
+        self._ready = False
+
+    def start(self, argv: Sequence[str], environment: Mapping[str, str]) -> int:
+        """Start a worker that runs a script and its arguments; return its process id."""
+        self._until(lambda: self._ready, START_S, "is not ready")
+        self.code, self.pid = None, 0
+        self._say({"start": {"argv": list(argv), "environment": dict(environment)}})
+        self._until(lambda: bool(self.pid), START_S, "does not start a worker")
+        return self.pid
+
+    def poll(self) -> int | None:
+        """Return the exit code of the worker, None while it runs."""
+        self._read(0.0)
+        return self.code
+
+    def stop(self) -> None:
+        """End the worker: SIGTERM, and SIGKILL if that does not help."""
+        for number, patience_s in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, START_S)):
+            if not self.pid or self.poll() is not None:
+                return
+            self._say({"signal": int(number)})
+            until = time.monotonic() + patience_s
+            while self.code is None and time.monotonic() < until:
+                self._read(until - time.monotonic())
+
+    def close(self) -> None:
+        """End the worker and the warm process."""
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _until(self, condition: Callable[[], bool], patience_s: float, what: str) -> None:
+        until = time.monotonic() + patience_s
+        while not condition():
+            if time.monotonic() > until or self._process.poll() is not None:
+                raise LaunchError(
+                    f"The process that starts workers {what} (exit status {self._process.poll()}). Its output is "
+                    "above; --cold starts each worker as a Python of its own."
+                )
+            self._read(0.5)
+
+    def _say(self, message: object) -> None:
+        self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def _read(self, timeout_s: float) -> None:
+        """Take what the warm process has said; wait for something for so long."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            if not selector.select(max(0.0, timeout_s)):
+                return
+        data = self._socket.recv(1 << 16)
+        if not data:
+            self._process.wait()
+            if self.pid and self.code is None:
+                self.code = -signal.SIGKILL  # it died with its parent
+            return
+        *lines, self._lines = (self._lines + data).split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            self._ready = self._ready or "ready" in message
+            self.pid = message.get("pid", self.pid)
+            self.code = message.get("ended", self.code)

@@ -1,0 +1,230 @@
+"""`value_and_grad` over tiles, against JAX's own on the whole batch, and what its compiled code sends where."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import meshmend as mm
+import meshmend.jax as mmj
+from meshmend.errors import ParameterError
+from meshmend.jax.compiling.reach import ACROSS, INSIDE, STRAIGHT, reach_of_collectives
+
+N_TILES, WIDTH, HIDDEN = 3, 8, 16
+SPECS = {"up": P(None, "model"), "down": P("model", None), "scale": P()}
+
+
+@cache
+def fabric() -> mmj.TiledFabric:
+    """Three of four tiles: one chip of the first is lost."""
+    return mmj.tile(mmj.discover(jax.devices()[:16], shape="4x4", failed=["0,1"]), "2x2", model=4)
+
+
+@cache
+def program() -> mmj.Program:
+    return mmj.install(mm.plan(fabric().mesh, "weave", chunks=4), fabric())
+
+
+def params(dtype: Any = np.float32) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    shapes = {"up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH), "scale": (WIDTH,)}
+    return {name: jnp.asarray(rng.normal(0, 0.5, shape), dtype) for name, shape in shapes.items()}
+
+
+def examples(n: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.random.default_rng(1).normal(0, 1, (n, WIDTH)).astype(np.float32)
+
+
+def per_example(w: Any, x: Any) -> Any:
+    hidden = jax.lax.with_sharding_constraint(jnp.tanh(x @ w["up"]), P(None, "model"))
+    return jnp.mean((hidden @ w["down"] * w["scale"] - x) ** 2, axis=1)
+
+
+def loss(w: Any, x: Any) -> Any:
+    return jnp.mean(per_example(w, x))
+
+
+def plain(w: Any, x: Any) -> Any:
+    return jnp.mean((jnp.tanh(x @ w["up"]) @ w["down"] * w["scale"] - x) ** 2)
+
+
+def run(function: Any, *args: Any, **more: Any) -> Any:
+    with jax.set_mesh(fabric().jax_mesh):
+        return jax.jit(function)(*args, program=program(), **more)
+
+
+def check_close(got: Any, want: Any, rtol: float = 1e-5) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), got, want)
+
+
+@pytest.mark.parametrize("way", ["vmap", "manual"])
+def test_gradients_are_those_of_the_whole_batch_and_only_shards_travel(way: str) -> None:
+    w, x = params(), examples(6)
+    function = jax.jit(mmj.value_and_grad(loss, fabric(), SPECS, way=way))
+    on = {name: jax.device_put(leaf, fabric().sharding(*SPECS[name])) for name, leaf in w.items()}
+    with jax.set_mesh(fabric().jax_mesh):
+        compiled = function.lower(on, jax.device_put(x, fabric().sharding("tile")), program=program()).compile()
+        value, gradients = compiled(on, jax.device_put(x, fabric().sharding("tile")), program=program())
+    check_close((value, gradients), jax.value_and_grad(plain)(w, x))
+    assert {name: leaf.sharding.spec for name, leaf in gradients.items()} == SPECS
+    reach = reach_of_collectives(str(compiled.as_text()), 4)
+    assert reach["collective-permute", STRAIGHT] == sum(map(len, program().layout.shape.lanes))
+    # Tensor parallelism adds up what chips have of the output and of the gradient; nothing else joins chips.
+    assert set(reach) == {("collective-permute", STRAIGHT), ("all-reduce", INSIDE)}
+
+
+def test_a_batch_that_is_split_inside_tiles_stays_split() -> None:
+    two = mmj.tile(fabric().chips, "2x2", fsdp=2, tensor=2)
+    there = mmj.install(mm.plan(two.mesh, "weave", chunks=4), two)
+    specs = {"up": P("fsdp", "tensor"), "down": P("tensor", "fsdp"), "scale": P()}
+    w, x = params(), examples(12)
+    on = {name: jax.device_put(leaf, two.sharding(*specs[name])) for name, leaf in w.items()}
+    split = jax.device_put(x, two.sharding(("tile", "fsdp")))
+
+    def model(w: Any, x: Any) -> Any:
+        hidden = jax.lax.with_sharding_constraint(jnp.tanh(x @ w["up"]), P("fsdp", "tensor"))
+        return jnp.mean((hidden @ w["down"] * w["scale"] - x) ** 2)
+
+    with jax.set_mesh(two.jax_mesh):
+        function = jax.jit(mmj.value_and_grad(model, two, specs, microbatches=2))
+        compiled = function.lower(on, split, program=there).compile()
+        got = compiled(on, split, program=there)
+    check_close(got, jax.value_and_grad(plain)(w, x))
+    reach = reach_of_collectives(str(compiled.as_text()), 4)
+    assert not [kind for kind, where in reach if where == ACROSS]
+    assert [kind for kind, where in reach if where == STRAIGHT] == ["collective-permute"]
+
+
+def test_arguments_have_their_roles() -> None:
+    """Two differentiated arguments, one that is shared, keys, rows per tile, aux of both kinds; in two microbatches."""
+
+    def rich(w: Any, step: Any, x: Any, bias: Any, key: Any, seen: Any) -> Any:
+        noise = jax.random.uniform(key, (2,))
+        value = loss(w, x + bias) + step
+        return value, {"mean": jnp.mean(x, axis=0), "noise": noise, "seen": seen + 1.0}
+
+    bias = jnp.full(WIDTH, 0.25)
+    w, x, seen = params(), examples(12), jnp.arange(3.0)
+    roles: dict[str, Any] = {"argnums": (0, 3), "shared_argnums": 1, "key_argnums": 4, "per_tile_argnums": 5}
+    shardings = (SPECS, None)
+    kinds = {"mean": "mean", "noise": "per tile", "seen": "per tile"}
+    once = mmj.value_and_grad(rich, fabric(), shardings, has_aux=True, aux=kinds, **roles)
+    twice = mmj.value_and_grad(rich, fabric(), shardings, has_aux=True, aux=kinds, microbatches=2, **roles)
+    key = jax.random.key(7)
+    want, wanted = jax.value_and_grad(lambda w, b: plain(w, x + b) + 0.5, argnums=(0, 1))(w, bias)
+    for function in (once, twice):
+        (value, aux), gradients = run(function, w, 0.5, x, bias, key, seen)
+        check_close((value, gradients), (want, wanted))
+        check_close(aux["mean"], x.mean(axis=0))
+        assert aux["seen"].tolist() == [1, 2, 3]
+        keys = [jax.random.fold_in(key, tile) for tile in range(N_TILES)]
+        if function is once:
+            drawn = [jax.random.uniform(k, (2,)) for k in keys]
+        else:
+            drawn = [
+                np.mean([jax.random.uniform(jax.random.fold_in(k, i), (2,)) for i in range(2)], axis=0) for k in keys
+            ]
+        check_close(aux["noise"], np.stack(drawn))
+
+
+def test_weights_make_a_true_mean() -> None:
+    w, x = params(), examples(12)
+    weights = np.array([1, 0, 2, 1, 1, 0, 0, 0, 3, 1, 1, 1], np.float32)
+    x[1] = np.nan  # of weight 0, so that it must have no influence
+
+    def with_aux(w: Any, x: Any) -> Any:
+        return per_example(w, x), {"first": x[:, 0]}
+
+    function = mmj.value_and_grad(with_aux, fabric(), SPECS, has_aux=True, per_example=True, microbatches=2)
+    (value, aux), gradients = run(function, w, x, weights=weights)
+    used = np.nan_to_num(x)
+
+    def mean(w: Any) -> Any:
+        values = jnp.mean((jnp.tanh(used @ w["up"]) @ w["down"] * w["scale"] - used) ** 2, axis=1)
+        return jnp.sum(weights * values) / weights.sum()
+
+    check_close((value, gradients), jax.value_and_grad(mean)(w))
+    check_close(aux["first"], (weights * used[:, 0]).sum() / weights.sum())
+
+
+def test_bfloat16_gradients_are_summed_in_float32() -> None:
+    """256 + 1 is 256 in bfloat16: whatever the order, the sum of 256, 1 and 4 would be even, and the mean not 87."""
+    w = {"w": jnp.ones((4,), jnp.bfloat16)}
+    x = np.array([[256.0] * 4, [1.0] * 4, [4.0] * 4], np.float32)
+
+    def linear(w: Any, x: Any) -> Any:
+        return jnp.sum(w["w"] * x.astype(jnp.bfloat16))
+
+    _, gradients = run(mmj.value_and_grad(linear, fabric(), {"w": P("model")}), w, x)
+    assert gradients["w"].dtype == jnp.bfloat16
+    assert gradients["w"].tolist() == [87.0] * 4
+
+
+WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "a batch that does not divide": ({}, {"x": examples(7)}, r"Argument 1 has 7 .* nearest sizes that do are 6 and 9"),
+    "too few examples": (
+        {},
+        {"x": examples(2)},
+        r"nearest sizes that do are 3 and 6\. For a batch of any size use mmj",
+    ),
+    "microbatches": ({"microbatches": 2}, {"x": examples(9)}, r"3 tiles and 2 microbatches each\..* 6 and 12"),
+    "a number for a batch": ({}, {"x": 3.0}, "List 1 in shared_argnums"),
+    "an unknown axis": ({"shardings": P("tensor")}, {}, r"there is no such axis: .*inside a tile, of \('model',\)"),
+    "the axis of tiles": ({"shardings": P("tile")}, {}, "parameters are the same on all tiles"),
+    "an axis that does not divide": (
+        {"shardings": {**SPECS, "scale": P(("model",))}},
+        {"w": {**params(), "scale": jnp.ones(6)}},
+        r"scale.*6 elements.*Pad it to 8",
+    ),
+    "too many axes": ({"shardings": {**SPECS, "scale": P(None, "model")}}, {}, "it has fewer axes"),
+    "another tree": ({"shardings": [P(), P()]}, {}, "2 shardings for 3 parameters"),
+    "no sharding": ({"shardings": "model"}, {}, "expected a PartitionSpec or a NamedSharding"),
+    "weights": ({}, {"weights": np.ones(6)}, "make it with per_example=True"),
+    "an argument twice": ({"shared_argnums": 0}, {}, "each in one of them"),
+    "no batch": ({"shared_argnums": 1}, {}, "No argument of the loss is a batch"),
+    "no key": ({"key_argnums": 1, "argnums": 0}, {"more": (examples(6),)}, "expected random keys"),
+    "rows": ({"per_tile_argnums": 2}, {"more": (np.ones(4),)}, "one row for each of 3 tiles"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_right_is_refused(name: str) -> None:
+    made, called, message = WRONG[name]
+    made = dict(made)
+    function = mmj.value_and_grad(loss, fabric(), made.pop("shardings", SPECS), **made)
+    w, x = called.get("w", params()), called.get("x", examples(6))
+    more = {"weights": called["weights"]} if "weights" in called else {}
+    with pytest.raises(ParameterError, match=message):
+        run(function, w, x, *called.get("more", ()), **more)
+
+
+def test_what_cannot_be_made_is_refused() -> None:
+    with pytest.raises(ParameterError, match=r"mmj\.tile\(fabric, '1x1'\)"):
+        mmj.value_and_grad(loss, fabric().chips, SPECS)  # type: ignore[arg-type]
+    with pytest.raises(ParameterError, match="expected one of: vmap, manual"):
+        mmj.value_and_grad(loss, fabric(), SPECS, way="pmap")
+    with pytest.raises(ParameterError, match="aux is for a loss with has_aux"):
+        mmj.value_and_grad(loss, fabric(), SPECS, aux="per tile")
+    with pytest.raises(ParameterError, match="expected 'mean' or 'per tile'"):
+        run(
+            mmj.value_and_grad(lambda w, x: (loss(w, x), x), fabric(), SPECS, has_aux=True, aux="max"),
+            params(),
+            examples(3),
+        )
+    pair = mmj.install_pair(mm.plan(fabric().mesh, "weave", chunks=6), fabric())
+    with pytest.raises(ParameterError, match="not sharded over tiles"):
+        mmj.value_and_grad(loss, fabric(), SPECS)(params(), examples(3), program=pair)
+
+
+def test_a_train_step_does_not_take_tiles() -> None:
+    """Its batch would be split inside tiles, where nothing sums."""
+    import optax
+
+    with pytest.raises(ParameterError, match="data parallelism over single chips"):
+        mmj.train_step(loss, optax.sgd(0.1), fabric())

@@ -1,0 +1,309 @@
+"""Who is in a round, and when one starts and ends: decisions of the store, with a clock of our own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable
+from typing import Any
+
+import pytest
+
+from meshmend.launch.membership import Membership, Message, RefusedError
+
+
+class Job:
+    """Hosts that talk to a membership and do as they are told, unless a test says otherwise."""
+
+    def __init__(self, n_hosts: int, *, least: int = 1, **settings: float) -> None:
+        self.now = 100.0
+        self.n_hosts = n_hosts
+        self.least = least
+        self.membership = Membership(**settings)
+        self.heard: dict[Hashable, list[Message]] = {}
+
+    def hello(self, host: int, **more: Any) -> Message:
+        return {"host": host, "hosts": [self.least, self.n_hosts], "machine": "4x4 in hosts of 2x2", **more}
+
+    def arrive(self, *hosts: int, **more: Any) -> None:
+        for host in hosts:
+            self.heard[host] = []
+            self.membership.arrive(host, self.hello(host, **more), f"10.0.0.{host}", self.now)
+        self.deliver()
+
+    def say(self, host: int, **message: Any) -> None:
+        self.membership.hear(host, message, self.now)
+        self.deliver()
+
+    def join(self, *hosts: int) -> None:
+        for host in hosts:
+            self.say(host, say="join", port=7000 + host)
+
+    def leave(self, host: int) -> None:
+        self.membership.leave(host, "its connection to the store broke", self.now)
+        self.deliver()
+
+    def wait(self, seconds: float, *, silent: tuple[int, ...] = ()) -> None:
+        """Let time pass, with heartbeats of all but the silent ones."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now = min(until, self.now + 0.5)
+            for host in list(self.membership.members):
+                if host not in silent:
+                    self.membership.hear(host, {"say": "beat"}, self.now)
+            self.membership.tick(self.now)
+        self.deliver()
+
+    def deliver(self) -> None:
+        for key, message in self.membership.outbox:
+            self.heard[key].append(message)
+        self.membership.outbox.clear()
+
+    def last(self, host: int) -> Message:
+        return self.heard[host][-1]
+
+    def started(self, *hosts: int) -> None:
+        """Check that just these hosts run in one round, and that all of them know it."""
+        rounds = [self.last(host) for host in hosts]
+        assert {message["say"] for message in rounds} == {"round"}
+        assert all(tuple(message["hosts"]) == hosts for message in rounds)
+        assert [message["process"] for message in rounds] == list(range(len(hosts)))
+        first = f"10.0.0.{hosts[0]}:{7000 + hosts[0]}"
+        assert {message["coordinator"] for message in rounds} == {first}
+        assert len({message["name"] for message in rounds}) == 1
+
+
+def running(n_hosts: int, **settings: float) -> Job:
+    job = Job(n_hosts, **settings)
+    job.arrive(*range(n_hosts))
+    job.join(*range(n_hosts))
+    job.started(*range(n_hosts))
+    return job
+
+
+def test_the_first_round_starts_when_all_hosts_have_come_in_any_order() -> None:
+    job = Job(4)
+    job.arrive(2, 0, 3)
+    job.join(3, 0, 2)
+    assert all(not heard for heard in job.heard.values())
+    job.arrive(1)
+    job.join(1)
+    job.started(0, 1, 2, 3)
+
+
+def test_the_first_round_goes_without_hosts_that_do_not_come() -> None:
+    job = Job(4, least=2, start_s=30)
+    job.arrive(3)
+    job.join(3)
+    job.wait(60)
+    assert not job.heard[3]  # one is not enough, however long it waits
+    job.arrive(1)
+    job.join(1)
+    job.wait(29)
+    assert not job.heard[1]
+    job.wait(2)
+    job.started(1, 3)
+
+
+def test_a_lost_host_ends_the_round_at_once_and_the_next_waits_for_nobody() -> None:
+    job = running(4)
+    job.leave(0)
+    for host in (1, 2, 3):
+        assert job.last(host)["say"] == "stop"
+        assert job.last(host)["lost"] == 0
+        assert "host 0 is lost: its connection to the store broke" in job.last(host)["why"]
+    job.join(3, 1)
+    assert job.last(1)["say"] == "stop"  # host 2 has not stopped its worker yet
+    job.join(2)
+    job.started(1, 2, 3)
+    assert job.last(1)["number"] == 2
+
+
+def test_a_second_host_may_be_lost_while_the_others_ask_for_a_round() -> None:
+    job = running(4)
+    job.leave(0)
+    job.join(1, 2)
+    job.leave(3)
+    job.started(1, 2)
+
+
+def test_a_worker_that_fails_starts_everybody_again() -> None:
+    job = running(3)
+    job.say(1, say="join", port=7001, why="its worker ended with SIGKILL")
+    assert "host 1 starts again: its worker ended with SIGKILL" in job.last(0)["why"]
+    job.join(0, 2)
+    job.started(0, 1, 2)
+
+
+def test_hosts_that_come_together_cause_one_restart() -> None:
+    job = running(4)
+    job.leave(2)
+    job.leave(3)
+    job.join(0, 1)
+    job.started(0, 1)
+    job.arrive(3)
+    job.join(3)
+    job.wait(0.5)
+    job.arrive(2)
+    job.join(2)
+    job.wait(0.5)
+    assert job.last(0)["say"] == "round"
+    job.wait(1)
+    assert job.last(0)["why"] == "host 3, 2 has come"
+    job.join(0, 1)
+    job.started(0, 1, 2, 3)
+
+
+def test_a_silent_host_is_dropped_and_one_that_beats_is_not() -> None:
+    job = running(3, silent_s=5)
+    job.wait(4, silent=(1,))
+    assert job.last(0)["say"] == "round"
+    job.wait(2, silent=(1,))
+    assert job.last(1)["say"] == "dropped"
+    assert "host 1 is lost: not heard from for" in job.last(0)["why"]
+    job.join(0, 2)
+    job.started(0, 2)
+
+
+def test_a_store_that_slept_drops_nobody() -> None:
+    job = running(3, silent_s=5)
+    job.membership.tick(job.now)
+    job.now += 60
+    job.membership.tick(job.now)
+    job.deliver()
+    assert [job.last(host)["say"] for host in range(3)] == ["round"] * 3
+
+
+def test_a_new_store_takes_over_a_round_that_runs() -> None:
+    old = running(3)
+    claim = {"number": 7, "name": old.last(0)["name"], "hosts": [0, 1, 2]}
+    job = Job(3, silent_s=5)
+    job.arrive(0, 1, 2, running=claim, number=7)
+    job.wait(20)
+    assert all(not heard for heard in job.heard.values())  # nobody was disturbed
+    job.leave(1)
+    job.join(0, 2)
+    job.started(0, 2)
+    assert job.last(0)["number"] == 8
+
+
+def test_a_new_store_ends_a_round_whose_host_does_not_come_back() -> None:
+    claim = {"number": 7, "name": "abc", "hosts": [0, 1, 2]}
+    job = Job(3, silent_s=5)
+    job.arrive(0, 2, running=claim, number=7)
+    job.wait(6)
+    assert "host 1 is lost: it did not come back to the store" in job.last(0)["why"]
+    job.join(0, 2)
+    job.started(0, 2)
+
+
+def test_a_host_that_was_cut_off_is_stopped_before_it_may_take_part_again() -> None:
+    job = running(3)
+    claim = {"number": 1, "name": job.last(1)["name"], "hosts": [0, 1, 2]}
+    job.leave(1)
+    job.join(0, 2)
+    job.started(0, 2)
+    job.arrive(1, running=claim, number=1)
+    assert job.last(1)["say"] == "stop"
+    assert job.last(0)["say"] == "round"
+    job.join(1)
+    job.wait(2)
+    job.join(0, 2)
+    job.started(0, 1, 2)
+
+
+def test_the_job_is_over_when_all_have_finished() -> None:
+    job = running(3)
+    job.say(0, say="done")
+    job.say(2, say="done")
+    assert job.membership.over is None
+    job.say(1, say="done")
+    assert job.membership.over == {"ok": True, "why": "all hosts have finished"}
+    assert [job.last(host)["say"] for host in range(3)] == ["over"] * 3
+    with pytest.raises(RefusedError, match="this job is over: all hosts have finished"):
+        job.arrive(0)
+
+
+def test_a_host_that_is_lost_after_the_last_step_starts_nothing_again() -> None:
+    job = running(3)
+    job.say(0, say="done")
+    job.leave(1)
+    job.say(2, say="done")
+    assert job.membership.over is not None
+    assert job.membership.over["ok"]
+
+
+def test_a_host_that_fails_after_others_have_finished_ends_the_job() -> None:
+    job = running(3)
+    job.say(0, say="done")
+    job.say(1, say="join", port=7001, why="its worker ended with exit code 1")
+    assert job.membership.over is not None
+    assert not job.membership.over["ok"]
+    assert job.membership.over["why"] == "host 1: its worker ended with exit code 1, after host 0 had finished"
+
+
+def test_a_host_that_gives_up_ends_the_job_for_all() -> None:
+    job = running(3)
+    job.say(1, say="failed", why="no")
+    assert [job.last(host)["why"] for host in range(3)] == ["host 1 gave up: no"] * 3
+
+
+@pytest.mark.parametrize(
+    ("hello", "message"),
+    [
+        ({"machine": "8x8 in hosts of 4x2"}, "it describes its machine as 8x8 in hosts of 4x2, but host 0 as 4x4"),
+        ({"hosts": [2, 4]}, "it wants 2 to 4 hosts, the others 1 to 3. Give all the same --hosts"),
+        ({"host": 3}, "the job has 3 hosts already"),
+        ({"host": 1}, "another process, at 10.0.0.1, is host 1 already. Give each host its own --place"),
+    ],
+)
+def test_hosts_that_do_not_belong_are_refused(hello: Message, message: str) -> None:
+    job = running(3)
+    with pytest.raises(RefusedError, match=message) as caught:
+        job.membership.arrive("new", {**job.hello(2), **hello}, "10.0.0.9", job.now)
+    assert caught.value.for_now == (hello == {"host": 1})
+    assert job.last(0)["say"] == "round"
+
+
+def test_a_host_that_was_switched_off_and_on_replaces_what_is_left_of_it() -> None:
+    job = running(3, silent_s=5)
+    job.wait(3, silent=(1,))
+    job.membership.arrive("again", job.hello(1), "10.0.0.1", job.now)
+    job.heard["again"] = []
+    job.deliver()
+    assert "host 1 is lost: its process was replaced by a new one" in job.last(0)["why"]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_hosts_of_a_round_always_agree_on_it(seed: int) -> None:
+    """Whatever is lost and comes back in whatever order: hosts that run the same round know the same hosts."""
+    rng = random.Random(seed)
+    job = Job(5, least=2, start_s=1, silent_s=5)
+    here: set[int] = set()
+    for _ in range(200):
+        host = rng.randrange(5)
+        if host not in here:
+            job.arrive(host)
+            job.join(host)
+            here.add(host)
+        elif rng.random() < 0.3:
+            job.leave(host)
+            here.remove(host)
+        elif rng.random() < 0.3:
+            job.join(host)
+        for other in sorted(here):
+            if job.heard[other] and job.last(other)["say"] == "stop" and rng.random() < 0.7:
+                job.join(other)
+        job.wait(rng.choice([0.0, 0.5, 2.0]))
+        current = job.membership.round
+        if current is not None:
+            running_now = {key for key, member in job.membership.members.items() if member.state == "running"}
+            assert running_now == set(current.hosts)
+            job.started(*current.hosts)
+    for other in sorted(here):
+        if job.heard[other] and job.last(other)["say"] == "stop":
+            job.join(other)
+    job.wait(3)
+    while job.membership.round is None and len(here) >= 2:
+        job.join(*[host for host in sorted(here) if job.membership.members[host].state == "idle"])
+        job.wait(2)
+    assert (job.membership.round is not None) == (len(here) >= 2)

@@ -1,0 +1,260 @@
+"""The store and its hosts over real sockets: who is let in, who is heard, and what happens when one of them is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from meshmend.errors import LaunchError
+from meshmend.launch.member import Member, Place
+from meshmend.launch.membership import Membership
+from meshmend.launch.messages import (
+    CHALLENGE_BYTES,
+    HEADER_BYTES,
+    MAGIC,
+    MAX_HELLO_BYTES,
+    MessageError,
+    Talk,
+    make_key,
+    make_nonce,
+    pack,
+    read_challenge,
+    read_frame,
+)
+from meshmend.launch.store import Store
+
+SECRET, JOB, MACHINE = "swordfish", "job", "4x4 in hosts of 2x2"
+
+
+class Serving:
+    """A store in a thread, and its hosts."""
+
+    def __init__(self, port: int = 0, **settings: float) -> None:
+        self.lines: list[str] = []
+        self._stop = threading.Event()
+        self.store = Store(Membership(**settings), job=JOB, secret=SECRET, port=port, tell=self.lines.append)
+        self.port = self.store.port
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+        self.over: Any = None
+
+    def _serve(self) -> None:
+        with self.store:
+            self.over = self.store.serve(self._stop.is_set)
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+    def member(self, host: int, **more: Any) -> Member:
+        settings = {"machine": MACHINE, "hosts": (1, 2), "secret": SECRET, "job": JOB, **more}
+        return Member(f"127.0.0.1:{self.port}", host=host, **settings)
+
+    def wait_for(self, words: str) -> None:
+        until = time.monotonic() + 10
+        while not any(words in line for line in self.lines):
+            assert time.monotonic() < until, self.lines
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def serving() -> Iterator[Serving]:
+    one = Serving()
+    yield one
+    one.stop()
+
+
+@contextlib.contextmanager
+def running(serving: Serving) -> Iterator[tuple[Member, Member]]:
+    """Two hosts in a round."""
+    members = serving.member(0), serving.member(1)
+    places = joined(*members)
+    assert [place.process for place in places] == [0, 1]
+    assert {place.coordinator for place in places} == {"127.0.0.1:7000"}
+    try:
+        yield members
+    finally:
+        for member in members:
+            member.close()
+
+
+def joined(*members: Member) -> list[Place]:
+    """Have hosts ask for a round at the same time, and return it."""
+    with ThreadPoolExecutor(len(members)) as pool:
+        asked: list[Future[Place]] = [pool.submit(member.join, 7000 + i) for i, member in enumerate(members)]
+        return [future.result(timeout=20) for future in asked]
+
+
+def test_hosts_meet_and_hear_of_a_death_at_once(serving: Serving) -> None:
+    with running(serving) as (first, second):
+        died_at = time.monotonic()
+        second.close()
+        stopped = first.wait_stopped(10)
+        assert time.monotonic() - died_at < 0.5  # no heartbeat had to be missed
+        assert stopped is not None
+        assert stopped["lost"] == 1
+        assert joined(first)[0].hosts == (0,)
+
+
+def test_training_goes_on_while_the_store_is_lost_and_a_new_one_takes_over() -> None:
+    serving = Serving()
+    with running(serving) as (first, second):
+        serving.stop()
+        again = Serving(port=serving.port)
+        try:
+            again.wait_for("host 0 has come")
+            again.wait_for("host 1 has come")
+            assert first.wait_stopped(1.5) is None  # nobody was stopped
+            assert [news["say"] for news in second.news()] == ["round", "unreachable"]
+            second.close()
+            stopped = first.wait_stopped(10)
+            assert stopped is not None
+            assert stopped["lost"] == 1
+        finally:
+            again.stop()
+
+
+def test_a_frozen_host_is_dropped_and_may_come_back() -> None:
+    serving = Serving(silent_s=1.5)
+    try:
+        with running(serving) as (first, second):
+            with second._changed:  # its heartbeats need this lock
+                stopped = first.wait_stopped(10)
+                assert stopped is not None
+                assert "host 1 is lost: not heard from for" in stopped["why"]
+                assert joined(first)[0].hosts == (0,)
+            assert second.wait_stopped(10) is not None
+            with ThreadPoolExecutor(1) as pool:
+                back = pool.submit(second.join, 7001)
+                assert first.wait_stopped(10) is not None
+                assert joined(first)[0].hosts == back.result(timeout=10).hosts == (0, 1)
+    finally:
+        serving.stop()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"secret": "other"}, "turns this host away: its secret or its job is another one"),
+        ({"job": "other"}, "turns this host away: its secret or its job is another one"),
+        ({"machine": "8x8 in hosts of 4x2"}, "refuses this host: it describes its machine as 8x8"),
+        ({"hosts": (2, 3)}, "refuses this host: it wants 2 to 3 hosts, the others 1 to 2"),
+    ],
+)
+def test_hosts_that_do_not_belong_are_told_why(serving: Serving, settings: dict[str, Any], message: str) -> None:
+    with running(serving) as (first, _):
+        stranger = serving.member(1, **settings)
+        with pytest.raises(LaunchError, match=message):
+            stranger.join(7001)
+        stranger.close()
+        assert first.wait_stopped(0.2) is None
+
+
+def test_two_hosts_of_the_same_place_are_told_so(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshmend.launch.member.REFUSED_FOR_S", 1.0)
+    with running(serving) as (first, _):
+        twin = serving.member(1)
+        with pytest.raises(LaunchError, match=r"another process, at 127\.0\.0\.1, is host 1 already"):
+            twin.join(7001)
+        twin.close()
+        assert first.wait_stopped(0.2) is None
+
+
+def test_a_host_without_a_store_says_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    alone = Member(f"127.0.0.1:{port}", host=0, hosts=(1, 1), machine=MACHINE, job=JOB, secret=SECRET, reach_s=0.2)
+    with pytest.raises(
+        LaunchError, match=rf"No store answers at 127\.0\.0\.1:{port} .*Connection refused.*meshmend store"
+    ):
+        alone.join(7000)
+    alone.close()
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"Port {port} of 127.0.0.1 is in use.*--listen 127.0.0.1:{port + 1}"):
+            Store(Membership(), job=JOB, secret=SECRET, port=port)
+
+
+def test_beyond_this_machine_a_secret_is_asked_for() -> None:
+    with pytest.raises(LaunchError, match=r"would listen on 0\.0\.0\.0 without a secret.*openssl rand -hex 32"):
+        Store(Membership(), job=JOB, secret="", address="0.0.0.0")  # noqa: S104  # which is refused
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        MAGIC,
+        MAGIC + b"\xff" * 200,
+        b"",
+        bytes(40_000),
+        MAGIC + b"\0\0\0\2" + bytes(32) + b"{}",
+    ],
+)
+def test_strangers_disturb_nobody(serving: Serving, data: bytes) -> None:
+    with running(serving) as (first, _):
+        stranger = socket.create_connection(("127.0.0.1", serving.port), timeout=5)
+        with stranger, contextlib.suppress(OSError):
+            stranger.sendall(data)
+            stranger.shutdown(socket.SHUT_WR)
+            while stranger.recv(1 << 16):
+                pass
+        assert first.wait_stopped(0.1) is None
+    serving.stop()
+
+
+def test_no_frame_can_be_repeated_left_out_or_sent_back() -> None:
+    key, store, host = make_key(SECRET, JOB), make_nonce(), make_nonce()
+    talk = Talk(key, store, host, to="a host", of="the store")
+    frames = [talk.pack({"say": str(i)}) for i in range(3)]
+
+    def ear() -> Talk:
+        return Talk(key, host, store, to="the store", of="a host")
+
+    listener = ear()
+    assert [listener.unpack(frame)["say"] for frame in frames] == ["0", "1", "2"]
+    for order in ([1], [0, 0], [0, 2]):
+        listener = ear()
+        for i in order[:-1]:
+            listener.unpack(frames[i])
+        with pytest.raises(MessageError, match="its secret or its job is another one"):
+            listener.unpack(frames[order[-1]])
+    with pytest.raises(MessageError):
+        Talk(key, store, host, to="a host", of="the store").unpack(frames[0])
+
+
+def test_a_message_that_makes_no_sense_costs_its_sender_the_connection(serving: Serving) -> None:
+    key, mine = make_key(SECRET, JOB), make_nonce()
+    with socket.create_connection(("127.0.0.1", serving.port), timeout=5) as connection:
+        theirs = read_challenge(connection.recv(CHALLENGE_BYTES, socket.MSG_WAITALL))
+        hello = {"host": 0, "hosts": [1, 2], "machine": MACHINE, "nonce": mine.hex()}
+        connection.sendall(pack("hello to a store", hello, key, theirs))
+        talk = Talk(key, mine, theirs, to="the store", of="a host")
+        connection.sendall(talk.pack({"say": "join"}))  # without a port
+        said = []
+        while not said or "refused" not in said[-1]:
+            frame = read_frame(connection.recv, MAX_HELLO_BYTES)
+            said.append(json.loads(frame[HEADER_BYTES:]))
+        assert said[-1] == {"refused": "malformed"}
+        assert connection.recv(1) == b""
+    serving.wait_for("turned away: its message was malformed")
+
+
+def test_the_job_ends_for_all_at_the_same_time(serving: Serving) -> None:
+    with running(serving) as (first, second), ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(member.finish, 10) for member in (first, second)]
+        assert [end.result(timeout=10)["why"] for end in ends] == ["all hosts have finished"] * 2
+        with pytest.raises(LaunchError, match="The job is over: all hosts have finished"):
+            first.join(7000)
