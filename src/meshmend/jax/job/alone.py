@@ -19,7 +19,7 @@ from meshmend.jax.job.launch import DEFAULT_PORT, Launch
 from meshmend.jax.job.session import Session
 from meshmend.launch.timeline import Timeline
 
-LAUNCHERS = ("RANK", "JAX_COORDINATOR_ADDRESS", "SLURM_PROCID")
+LAUNCHERS = ("MESHMEND_ROUND", "RANK", "JAX_COORDINATOR_ADDRESS", "SLURM_PROCID")
 """Each launcher that `read_launch` knows sets one of these."""
 
 
