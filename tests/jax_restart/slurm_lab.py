@@ -196,7 +196,7 @@ class SlurmJob:
                 self._jobs[host] = self.lab.run(*words).strip()
                 continue
             # Slurm waits for two minutes before it starts a job again; nobody has to wait for that here.
-            wait_until(lambda host=host: "PENDING" in self._state(host), "the lost host's job in the queue")  # type: ignore[misc]
+            wait_until(lambda host=host: "PENDING" in self._state(host), "the lost host's job in the queue")
             self.lab.start_node(host)
             self.lab.run("scontrol", "update", f"JobId={self._jobs[host]}", "StartTime=now")
 

@@ -14,7 +14,7 @@ from meshmend.launch.membership import Membership, Message, RefusedError
 class Job:
     """Hosts that talk to a membership and do as they are told, unless a test says otherwise."""
 
-    def __init__(self, n_hosts: int, *, least: int = 1, **settings: float) -> None:
+    def __init__(self, n_hosts: int, *, least: int = 1, **settings: Any) -> None:
         self.now = 100.0
         self.n_hosts = n_hosts
         self.least = least
@@ -72,7 +72,7 @@ class Job:
         assert len({message["name"] for message in rounds}) == 1
 
 
-def running(n_hosts: int, **settings: float) -> Job:
+def running(n_hosts: int, **settings: Any) -> Job:
     job = Job(n_hosts, **settings)
     job.arrive(*range(n_hosts))
     job.join(*range(n_hosts))
