@@ -14,7 +14,7 @@ from meshmend.schedule import Schedule
 from meshmend.shapes import AXES
 
 SOURCE = Path(meshmend.__file__).parent
-DTYPES = {"", "int32", "uint8", "float32"}
+DTYPES = {"", "int32", "uint8", "uint32", "float32"}
 BOUNDARIES = [
     "numpy.py",
     "jax/collectives.py",
@@ -43,7 +43,7 @@ def axes_of(shape: str) -> list[str]:
     match = re.fullmatch(r"(\w*)\[(.*)\]", shape)
     assert match is not None, f"expected dtype[axes], as in int32[N, R], got {shape}"
     assert match[1] in DTYPES
-    return [axis for axis in match[2].split(", ") if axis]
+    return [axis for axis in match[2].split(", ") if axis and not axis.isdigit()]
 
 
 @pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))

@@ -1,8 +1,9 @@
 """The axes of arrays that cross a boundary, each with one letter.
 
 Signatures say an array's dtype and axes as JAX prints them: `Annotated[jax.Array, "int32[N, R]"]` is a table with a row
-per chip; `"[N, ...]"` has any dtype and any further axes, `"[]"` is a number. `tests/test_shapes.py` holds all of them
-to the letters below. They are for readers: what the engines are given they check themselves.
+per chip; `"[N, ...]"` has any dtype and any further axes, `"[]"` is a number, and an axis whose length never changes is
+that length. `tests/test_shapes.py` holds all of them to the letters below. They are for readers: what the engines are
+given they check themselves.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,11 @@ from meshmend.cli.terminal import terminal
 from meshmend.cost.units import parse_bytes
 from meshmend.errors import ParameterError, require
 from meshmend.planning import Auto, plan
+from meshmend.topology import name_shape
+
+if TYPE_CHECKING:
+    from meshmend.jax.compiling.ahead_of_time import Compiled
+    from meshmend.jax.tiles import TiledFabric
 
 
 def command(
@@ -36,13 +41,23 @@ def command(
     cores: Annotated[
         int | None, typer.Option("--cores", min=1, max=2, help="Cores used per chip; default: all.")
     ] = None,
+    tile: Annotated[
+        str | None,
+        typer.Option(
+            "--tile", metavar="SHAPE", help="Cut the slice into tiles, as in 2x2; only tiles exchange gradients."
+        ),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Compile the all-reduce for a TPU slice with its real compiler, without a TPU.
 
     The chip (x, y) of the slice is row x, column y: --fail 4x2@6,8 is x from 6 to 9, y from 8 to 9.
 
+    With --tile the plan is for the mesh of tiles, the payload is what each device has of it, and a workload's weights
+    are split inside a tile. The compiler then runs in a process of its own, as it aborts on some programs.
+
     Example: meshmend compile --topology v3:32x32 --fail 4x2@6,8 --planner row-pairs
+    Example: meshmend compile --topology v6e:8x8 --fail 2x2@2,2 --tile 2x2
     """
     with exit_on_error(json):
         require("jax", "optax", "libtpu", needed_for="meshmend compile", extra="tpu")
@@ -51,24 +66,44 @@ def command(
         # Compiling needs no device, and searching for a TPU that is not there takes minutes.
         os.environ["JAX_PLATFORMS"] = "cpu"
         from meshmend.jax.compiling.ahead_of_time import compile_for, slice_fabric
+        from meshmend.jax.compiling.apart import TileJob, compile_apart
+        from meshmend.jax.tiles import tile as cut_slice
 
         if dtype not in ("float32", "bfloat16"):
             raise ParameterError(f"--dtype is {dtype!r}, expected float32 or bfloat16.")
         payload_bytes = round(parse_bytes(payload))
         fabric = slice_fabric(topology, failed=fail or (), wrap=_read_wrap(wrap), cores=cores)
+        cut = None if tile is None else cut_slice(fabric, tile)
+        fabric = fabric if cut is None else cut
         target = (payload, fabric.hardware) if planner == Auto.name else (None, None)
         schedule = plan(fabric.mesh, tuning.planner(planner, *target))
-        if workload is None:
-            what = "all-reduce"
-            report = compile_for(topology, schedule, fabric, payload_bytes=payload_bytes, dtype=dtype)
-            facts: dict[str, Any] = {"payload_bytes": payload_bytes, "dtype": dtype}
-        else:
-            from meshmend.jax.workloads import compile_workload, find_workload
+        what = "all-reduce" if workload is None else f"{workload} step"
+        facts: dict[str, Any] = (
+            {"payload_bytes": payload_bytes, "dtype": dtype}
+            if workload is None
+            else {"workload": workload, "batch_per_device": batch}
+        )
+        with terminal(stderr=True).status(f"Compiling the {what}" + (": this takes minutes" if workload else "")):
+            if cut is not None:
+                facts |= {"tile": tile, "devices_per_tile": cut.devices_per_tile, "wasted_chips": cut.tiling.n_wasted}
+                job = TileJob(
+                    topology,
+                    name_shape(cut.tiling.side),
+                    list(fail or ()),
+                    _read_wrap(wrap),
+                    cores,
+                    payload_bytes,
+                    dtype,
+                    workload,
+                    batch,
+                )
+                report = compile_apart(job, schedule)
+            elif workload is None:
+                report = compile_for(topology, schedule, fabric, payload_bytes=payload_bytes, dtype=dtype)
+            else:
+                from meshmend.jax.workloads import compile_workload, find_workload
 
-            what = f"{workload} step"
-            with terminal(stderr=True).status(f"Compiling {workload}: this takes minutes"):
                 report = compile_workload(topology, find_workload(workload), schedule, fabric, batch=batch)
-            facts = {"workload": workload, "batch_per_device": batch}
         facts = {
             **mesh_facts(fabric.mesh),
             "planner": schedule.planner,
@@ -83,11 +118,14 @@ def command(
         print_facts(
             f"{schedule.planner} {what} on {topology}, {fabric.mesh}",
             {
-                "chips": f"{report.chips:,} × {report.cores_per_chip} core{'s' * (report.cores_per_chip > 1)} "
-                f"({report.device_kind})",
+                **_size_of(report, cut),
                 "program": f"{schedule.n_steps:,} steps in {report.loops} loops of up to {report.lanes} lanes",
                 "collectives": f"{report.permutes} permutes, {report.in_flight} in flight at once"
-                + (f", {report.other_collectives} inside the chips" if report.other_collectives else ""),
+                + (
+                    f", {report.other_collectives} inside the {'chips' if cut is None else 'tiles'}"
+                    if report.other_collectives
+                    else ""
+                ),
                 "HLO": f"{report.hlo_chars_without_pairs:,} characters, and "
                 f"{report.hlo_chars - report.hlo_chars_without_pairs:,} of lists of chips",
                 "memory per device": f"{megabytes['argument_bytes']:.1f} MB arguments, "
@@ -97,6 +135,15 @@ def command(
                 "compiled in": f"{report.compile_seconds:.1f} s (lowered in {report.lower_seconds:.1f} s)",
             },
         )
+
+
+def _size_of(report: Compiled, cut: TiledFabric | None) -> dict[str, str]:
+    if cut is None:
+        cores = f"{report.cores_per_chip} core{'s' * (report.cores_per_chip > 1)}"
+        return {"chips": f"{report.chips:,} × {cores} ({report.device_kind})"}
+    side, wasted = name_shape(cut.tiling.side), cut.tiling.n_wasted
+    of = f"{side} chips, {cut.devices_per_tile} devices ({report.device_kind})"
+    return {"tiles": f"{report.chips:,} of {of}; {wasted} live chip{'s' * (wasted != 1)} unused"}
 
 
 def _read_wrap(text: str) -> bool | list[bool] | None:

@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 
 from meshmend.errors import MeshmendError, ParameterError, install_hint
 from meshmend.jax.collectives import all_reduce
+from meshmend.jax.compiling.reach import ACROSS, reach_of_collectives
 from meshmend.jax.fabric import Fabric, discover
 from meshmend.jax.program import abstract_program
 from meshmend.schedule import Schedule
@@ -60,6 +61,8 @@ class Compiled:
     permutes: int
     """Collective permutes in the compiled code, an asynchronous pair counted once."""
     other_collectives: int
+    across_tiles: int
+    """Collectives that join different chips (or tiles) without being permutes of the plan: more than 0 is a mistake."""
     in_flight: int
     """Most permutes that have started before one is waited for: how many links a chip drives at once."""
     hlo_chars: int
@@ -115,11 +118,11 @@ def compile_for(
 ) -> Compiled:
     """Compile the schedule's all-reduce of `payload_bytes` per device for a slice, and report on it."""
     program = abstract_program(schedule, fabric)
-    by_device = PartitionSpec(program.axes)
+    by_device = PartitionSpec(fabric.axes)
     itemsize = jnp.dtype(dtype).itemsize
     size = max(1, -(-payload_bytes // itemsize))
     n_devices = int(fabric.jax_mesh.devices.size)
-    payload = jax.ShapeDtypeStruct((n_devices * size,), dtype, sharding=fabric.sharding(program.axes))
+    payload = jax.ShapeDtypeStruct((n_devices * size,), dtype, sharding=fabric.sharding(fabric.axes))
     mapped = jax.shard_map(
         all_reduce, mesh=fabric.jax_mesh, in_specs=(by_device, program.spec), out_specs=by_device, check_vma=False
     )
@@ -141,6 +144,7 @@ def compile_step(topology: str, jitted: Any, fabric: Fabric, *arguments: Any) ->
     lanes = [loop for program in programs for loop in program.layout.shape.lanes]
     device = fabric.jax_mesh.devices.flat[0]
     permutes, others = count_collectives(text)
+    reach = reach_of_collectives(text, int(fabric.jax_mesh.size) // fabric.mesh.n_chips)
     report = Compiled(
         topology=topology,
         device_kind=str(device.device_kind),
@@ -150,6 +154,7 @@ def compile_step(topology: str, jitted: Any, fabric: Fabric, *arguments: Any) ->
         lanes=max((len(loop) for loop in lanes), default=0),
         permutes=permutes,
         other_collectives=others,
+        across_tiles=sum(n for (_, where), n in reach.items() if where == ACROSS),
         in_flight=most_in_flight(text),
         hlo_chars=len(text),
         hlo_chars_without_pairs=len(without_pairs(text)),

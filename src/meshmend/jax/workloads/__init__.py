@@ -1,6 +1,8 @@
 """The paper's workloads, whole train steps to be compiled: ResNet-50 with LARS, BERT-large with LAMB.
 
-Forward, backward, the plan's all-reduce of the gradients, and the optimizer, as one jitted function.
+Forward, backward, the plan's all-reduce of the gradients, and the optimizer, as one jitted function. On a fabric of
+tiles the weights and the optimizer's state are split inside a tile, each array along its longest axis that divides, and
+the batch is split over all devices, so that XLA gathers weights inside tiles as it needs them.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ from jax.typing import DTypeLike
 from meshmend.errors import ParameterError
 from meshmend.jax.collectives import all_reduce
 from meshmend.jax.compiling.ahead_of_time import Compiled, compile_step
+from meshmend.jax.differentiate import value_and_grad
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.program import Program, abstract_program
+from meshmend.jax.tiles import TiledFabric
 from meshmend.jax.workloads import bert, resnet
 from meshmend.schedule import Schedule
 
@@ -82,6 +86,8 @@ def train_step(workload: Workload, fabric: Fabric, *, accumulate_dtype: DTypeLik
 
     The latter is what a chip computes, to be counted apart from what it communicates.
     """
+    if isinstance(fabric, TiledFabric):
+        return _tiled_step(workload, fabric, accumulate_dtype)
     none, every = PartitionSpec(), PartitionSpec(fabric.axes)
 
     def local(params: Any, statistics: Any, state: Any, batch: Any, program: Program | None) -> Any:
@@ -107,15 +113,40 @@ def train_step(workload: Workload, fabric: Fabric, *, accumulate_dtype: DTypeLik
     return step
 
 
+def _tiled_step(workload: Workload, fabric: TiledFabric, accumulate_dtype: DTypeLike | None) -> Callable[..., Any]:
+    def step(params: Any, statistics: Any, state: Any, batch: Any, program: Program) -> Any:
+        specs = jax.tree.map(lambda leaf: _split_longest(leaf.shape, fabric), params)
+        differentiate = value_and_grad(
+            workload.loss, fabric, specs, shared_argnums=1, has_aux=True, accumulate_dtype=accumulate_dtype
+        )
+        (value, statistics), gradients = differentiate(params, statistics, batch, program=program)
+        updates, state = workload.optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), statistics, state, value
+
+    return step
+
+
+def _split_longest(shape: tuple[int, ...], fabric: Fabric) -> PartitionSpec:
+    """Return how an array is split inside a tile: along its longest axis that divides, or not at all."""
+    if not isinstance(fabric, TiledFabric):
+        return PartitionSpec()
+    axes = [axis for axis, n in enumerate(shape) if n % fabric.devices_per_tile == 0]
+    if not axes or not fabric.inner_axes:
+        return PartitionSpec()
+    longest = max(axes, key=lambda axis: shape[axis])
+    return PartitionSpec(*[None] * longest, fabric.inner_axes)
+
+
 def abstract_arguments(workload: Workload, fabric: Fabric, *, batch: int) -> tuple[Any, Any, Any, Any]:
     """Return shapes of the weights, statistics, optimizer state and global batch, placed on the fabric."""
     params, statistics = workload.variables(batch)
     state = jax.eval_shape(workload.optimizer.init, params)
-    everywhere, split = fabric.sharding(), fabric.sharding(fabric.axes)
+    split = fabric.sharding(fabric.axes)
     n_devices = int(fabric.jax_mesh.devices.size)
 
     def placed(leaf: Any) -> Any:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
+        spec = _split_longest(leaf.shape, fabric)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=fabric.sharding(*spec))
 
     def global_batch(leaf: Any) -> Any:
         return jax.ShapeDtypeStruct((n_devices * leaf.shape[0], *leaf.shape[1:]), leaf.dtype, sharding=split)
@@ -131,4 +162,5 @@ def compile_workload(
     program = None if schedule is None else abstract_program(schedule, fabric)
     arguments = abstract_arguments(workload, fabric, batch=batch)
     jitted = jax.jit(train_step(workload, fabric), donate_argnums=(0, 1, 2))
-    return compile_step(topology, jitted, fabric, *arguments, program)[0]
+    with jax.set_mesh(fabric.jax_mesh):
+        return compile_step(topology, jitted, fabric, *arguments, program)[0]

@@ -1,0 +1,140 @@
+"""Steps on tiles through the real TPU compiler: what crosses tiles, and what becomes of a compiler that aborts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from typer.testing import CliRunner
+
+import meshmend as mm
+from meshmend.cli import app
+from meshmend.jax.compiling import ahead_of_time, apart
+from meshmend.jax.compiling.ahead_of_time import CompilerError
+from meshmend.jax.compiling.apart import TileJob, compile_apart
+from meshmend.jax.compiling.reach import ACROSS, INSIDE, STRAIGHT, reach_of_collectives
+
+needs_libtpu = pytest.mark.skipif(
+    not ahead_of_time.has_libtpu(), reason="needs the TPU compiler: pip install 'meshmend[tpu]'"
+)
+SCHEDULE = mm.plan(mm.Mesh("4x4", failed=["1,1"]), "weave", chunks=16)
+
+STEP = """
+import sys, json, jax, jax.numpy as jnp, meshmend as mm, meshmend.jax as mmj
+from jax.sharding import PartitionSpec as P
+from meshmend.jax.compiling.ahead_of_time import compile_step, slice_fabric
+from meshmend.jax.compiling.reach import reach_of_collectives
+
+topology, side, hole = sys.argv[1:]
+fabric = mmj.tile(slice_fabric(topology, failed=[hole]), side)
+program = mmj.abstract_program(mm.plan(fabric.mesh, "weave", chunks=16), fabric)
+specs = {"up": P(None, "model"), "down": P("model", None), "scale": P()}
+shapes = {"up": (256, 1024), "down": (1024, 256), "scale": (256,)}
+
+def loss(w, x):
+    hidden = jax.lax.with_sharding_constraint(jax.nn.gelu(x @ w["up"]), P(None, "model"))
+    return jnp.mean((hidden @ w["down"] * w["scale"] - x) ** 2)
+
+on = lambda shape, *spec: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=fabric.sharding(*spec))
+w = {name: on(shape, *specs[name]) for name, shape in shapes.items()}
+differentiate = mmj.value_and_grad(loss, fabric, specs)
+step = jax.jit(lambda w, x, program: differentiate(w, x, program=program))
+with jax.set_mesh(fabric.jax_mesh):
+    report, compiled = compile_step(topology, step, fabric, w, on((fabric.mesh.n_chips * 8, 256), "tile"), program)
+reach = reach_of_collectives(compiled.as_text(), fabric.devices_per_tile)
+lanes = sum(map(len, program.layout.shape.lanes))
+print(json.dumps({"reach": [[*key, n] for key, n in reach.items()], "lanes": lanes, "across": report.across_tiles}))
+"""
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("topology", "side", "hole"),
+    [
+        ("v6e:8x8", "2x2", "2,2"),
+        pytest.param("v3:8x8", "2x2", "2,2", marks=pytest.mark.slow),
+        pytest.param("v4:4x4x4", "2x2x1", "1,1,1", marks=pytest.mark.slow),
+        pytest.param("v5p:4x4x4", "2x2x1", "1,1,1", marks=pytest.mark.slow),
+        pytest.param("v6e:8x8", "4x2", "2,2", marks=pytest.mark.slow),
+    ],
+)
+def test_only_the_plans_permutes_cross_tiles(topology: str, side: str, hole: str) -> None:
+    """Each between corresponding chips, and nothing is gathered inside a tile: the model's all-reduces are all."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", STEP, topology, side, hole], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    answer = json.loads(done.stdout.splitlines()[-1])
+    reach = {(kind, where): n for kind, where, n in answer["reach"]}
+    assert reach["collective-permute", STRAIGHT] == answer["lanes"]
+    assert set(reach) == {("collective-permute", STRAIGHT), ("all-reduce", INSIDE)}
+    assert answer["across"] == 0
+
+
+@needs_libtpu
+def test_the_command_compiles_for_tiles() -> None:
+    words = ["compile", "--topology", "v6e:4x4", "--fail", "0,1", "--tile", "2x2", "--payload", "1MB", "--json"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    assert (facts["tile"], facts["devices_per_tile"], facts["wasted_chips"], facts["chips"]) == ("2x2", 4, 3, 3)
+    assert facts["other_collectives"] == facts["across_tiles"] == 0
+    assert facts["permutes"] > 0
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_workload_compiles_with_its_weights_split_inside_tiles() -> None:
+    pytest.importorskip("flax", reason="needs flax: pip install 'meshmend[workloads]'")
+    words = ["compile", "--topology", "v6e:4x4", "--fail", "0,1", "--tile", "2x2", "--workload", "resnet-50"]
+    done = CliRunner().invoke(app, [*words, "--batch", "4", "--json"])
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    assert facts["across_tiles"] == 0
+    # 25.6 M weights and as much momentum in float32, split over four chips, and a batch of four images.
+    assert 2 * 25.6e6 < facts["argument_bytes"] < 2 * 25.6e6 * 1.2
+
+
+@pytest.mark.parametrize(
+    ("says", "advice"),
+    [
+        ("F0101 x.cc:7] Check failed: id < 60 Unexpected device_id 61, target has 60", "ring_reordering=false"),
+        ("F0101 y.cc:9] Check failed: a == b", "docs/adopt.md"),
+    ],
+)
+def test_a_compiler_that_aborts_is_an_error_that_says_what_to_do(
+    says: str, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(apart, "CHILD", f"import os, sys; sys.stderr.write({says + chr(10)!r}); os.abort()")
+    with pytest.raises(CompilerError, match=r"its compiler aborted \(ended by signal 6\): F0101") as caught:
+        compile_apart(TileJob("v6e:8x8", "2x2"), SCHEDULE)
+    assert advice in str(caught.value)
+
+
+def test_what_the_child_refuses_is_an_error_too() -> None:
+    with pytest.raises(CompilerError, match=r"'v6e' is not a TPU slice"):
+        compile_apart(TileJob("v6e", "2x2"), SCHEDULE)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("x = f32[4] all-gather(y), replica_groups={{0,1,2,3},{4,5,6,7}}", ("all-gather", INSIDE)),
+        ("x = f32[4] all-reduce(y), replica_groups={{0,4},{1,5}}, to_apply=add", ("all-reduce", ACROSS)),
+        ("x = f32[4] all-reduce-start(y), replica_groups=[2,4]<=[8]", ("all-reduce", INSIDE)),
+        ("x = f32[4] reduce-scatter(y), replica_groups=[4,2]<=[2,4]T(1,0)", ("reduce-scatter", ACROSS)),
+        ("x = f32[4] all-to-all(y), replica_groups=mesh['tile'=2,'model'=4] {'model'}", ("all-to-all", INSIDE)),
+        ("x = f32[4] all-to-all(y), replica_groups=mesh['tile'=2,'model'=4] {'tile'}", ("all-to-all", ACROSS)),
+        ("x = f32[4] collective-permute(y), source_target_pairs={{0,4},{4,0}}", ("collective-permute", STRAIGHT)),
+        ("x = f32[4] collective-permute(y), source_target_pairs={{0,1},{5,4}}", ("collective-permute", INSIDE)),
+        ("x = f32[4] collective-permute(y), source_target_pairs={{0,4},{1,6}}", ("collective-permute", ACROSS)),
+        ("x = f32[4] collective-permute(y), source_target_pairs={{0,4},{1,0}}", ("collective-permute", ACROSS)),
+    ],
+)
+def test_whom_a_collective_joins(line: str, expected: tuple[str, str]) -> None:
+    assert reach_of_collectives(f"  {line}\n  z = f32[4] add(x, x)", 4) == Counter({expected: 1})
