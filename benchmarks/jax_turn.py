@@ -126,7 +126,7 @@ def measure_compiled(topology: str, hole: str, megabytes: float, optimizer: str)
             jax.eval_shape(training.init, weights, program),
         )
         lowered = jax.jit(training.step, donate_argnums=(0, 1)).lower(weights, state, batch, program)
-        memory = lowered.compile(compiler_options=fabric.compiler_options).memory_analysis()
+        memory: Any = lowered.compile(compiler_options={**fabric.compiler_options}).memory_analysis()
         runs.append(
             {
                 "name": name,

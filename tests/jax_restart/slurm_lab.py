@@ -166,11 +166,12 @@ class SlurmJob:
         self._store: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        self._store = subprocess.Popen(
-            [sys.executable, "-m", "meshmend", "store", "--listen", self._where, *self._options],
-            stdout=(self.folder / "store.log").open("wb"),
-            preexec_fn=die_with_parent,
-        )
+        with (self.folder / "store.log").open("wb") as log:
+            self._store = subprocess.Popen(
+                [sys.executable, "-m", "meshmend", "store", "--listen", self._where, *self._options],
+                stdout=log,
+                preexec_fn=die_with_parent,
+            )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -195,10 +196,11 @@ class SlurmJob:
                 ]
                 self._jobs[host] = self.lab.run(*words).strip()
                 continue
-            # Slurm waits for two minutes before it starts a job again; nobody has to wait for that here.
-            wait_until(lambda host=host: "PENDING" in self._state(host), "the lost host's job in the queue")  # type: ignore[misc]
+            # Slurm waits for two minutes before it starts a job again. Twenty seconds are enough here; without any,
+            # the node's registration, which does not know of the job yet, ends what has just been started.
+            wait_until(lambda host=host: "PENDING" in self._state(host), "the lost host's job in the queue")
             self.lab.start_node(host)
-            self.lab.run("scontrol", "update", f"JobId={self._jobs[host]}", "StartTime=now")
+            self.lab.run("scontrol", "update", f"JobId={self._jobs[host]}", "StartTime=now+20")
 
     def kill(self, host: int) -> float:
         at = time.time()

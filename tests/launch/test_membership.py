@@ -14,12 +14,12 @@ from meshmend.launch.membership import Membership, Message, RefusedError
 class Job:
     """Hosts that talk to a membership and do as they are told, unless a test says otherwise."""
 
-    def __init__(self, n_hosts: int, *, least: int = 1, machine: str = "", **settings: float) -> None:
+    def __init__(self, n_hosts: int, *, least: int = 1, machine: str = "", **settings: Any) -> None:
         self.now = 100.0
         self.machine = machine
         self.n_hosts = n_hosts
         self.least = least
-        self.membership = Membership(**settings)  # type: ignore[arg-type]
+        self.membership = Membership(**settings)
         self.heard: dict[Hashable, list[Message]] = {}
 
     def hello(self, host: int, **more: Any) -> Message:
@@ -73,8 +73,8 @@ class Job:
         assert len({message["name"] for message in rounds}) == 1
 
 
-def running(n_hosts: int, *, machine: str = "", **settings: float) -> Job:
-    job = Job(n_hosts, machine=machine, **settings)
+def running(n_hosts: int, **settings: Any) -> Job:
+    job = Job(n_hosts, **settings)
     job.arrive(*range(n_hosts))
     job.join(*range(n_hosts))
     job.started(*range(n_hosts))
