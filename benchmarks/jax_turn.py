@@ -148,8 +148,8 @@ def measure_compiled(topology: str, hole: str, cores: int | None, megabytes: flo
 
 def print_compiled(facts: dict[str, Any]) -> None:
     print(
-        f"\n{facts['topology']}: {facts['chips']} chips of {facts['cores_per_chip']} cores, "
-        f"{facts['payload_bytes'] / 1e6:.1f} MB of weights in {facts['chunks']} chunks, {facts['optimizer']}; MB per device"
+        f"\n{facts['topology']}, {facts['chips']} chips of {facts['cores_per_chip']} cores: {facts['optimizer']}, "
+        f"{facts['payload_bytes'] / 1e6:.1f} MB of weights in {facts['chunks']} chunks; MB per device"
     )
     print(f"{'':32}{'arguments':>11}{'in place':>10}{'temporaries':>13}")
     for run in facts["runs"]:
