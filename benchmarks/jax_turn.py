@@ -92,7 +92,7 @@ def measure(shape: str, hole: str, chunks: int, megabytes: float, rounds: int, o
     }
 
 
-def measure_compiled(topology: str, hole: str, megabytes: float, optimizer: str) -> dict[str, Any]:
+def measure_compiled(topology: str, hole: str, cores: int | None, megabytes: float, optimizer: str) -> dict[str, Any]:
     """Compile both kinds of step for a slice, by one plan, and return bytes per device."""
     import jax
     import jax.numpy as jnp
@@ -102,7 +102,7 @@ def measure_compiled(topology: str, hole: str, megabytes: float, optimizer: str)
     from meshmend.jax.compiling.ahead_of_time import slice_fabric
     from meshmend.jax.program import abstract_program, abstract_turn
 
-    fabric = slice_fabric(topology, failed=[hole], wrap=False)
+    fabric = slice_fabric(topology, failed=[hole], wrap=False, cores=cores)
     schedule = mm.plan(
         fabric.mesh, "weave", chunks=2 * fabric.mesh.n_chips, collective="all-reduce-with-turn", verify=False
     )
@@ -138,6 +138,7 @@ def measure_compiled(topology: str, hole: str, megabytes: float, optimizer: str)
     return {
         "topology": topology,
         "chips": fabric.mesh.n_chips,
+        "cores_per_chip": int(fabric.jax_mesh.size) // fabric.mesh.n_chips,
         "chunks": schedule.total_chunks,
         "payload_bytes": 4 * size,
         "optimizer": optimizer,
@@ -147,8 +148,8 @@ def measure_compiled(topology: str, hole: str, megabytes: float, optimizer: str)
 
 def print_compiled(facts: dict[str, Any]) -> None:
     print(
-        f"\n{facts['topology']}: {facts['chips']} chips, {facts['payload_bytes'] / 1e6:.1f} MB of weights in "
-        f"{facts['chunks']} chunks, {facts['optimizer']}; MB per device"
+        f"\n{facts['topology']}, {facts['chips']} chips of {facts['cores_per_chip']} cores: {facts['optimizer']}, "
+        f"{facts['payload_bytes'] / 1e6:.1f} MB of weights in {facts['chunks']} chunks; MB per device"
     )
     print(f"{'':32}{'arguments':>11}{'in place':>10}{'temporaries':>13}")
     for run in facts["runs"]:
@@ -167,11 +168,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--optimizer", choices=["adamw", "momentum", "clipped", "clipping"], default="adamw")
     parser.add_argument("--topology", help="compile for this TPU slice instead, as in v6e:16x16")
+    parser.add_argument("--cores", type=int, help="use so many of a TPU chip's cores; by default all")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.topology:
         os.environ["JAX_PLATFORMS"] = "cpu"
-        facts = measure_compiled(options.topology, options.hole, options.megabytes, options.optimizer)
+        facts = measure_compiled(options.topology, options.hole, options.cores, options.megabytes, options.optimizer)
         print(json.dumps(facts, indent=2)) if options.json else print_compiled(facts)
         return
     rows, columns = map(int, options.shape.split("x"))

@@ -105,7 +105,12 @@ def check_same(got: Any, wanted: Any, tolerance: float) -> None:
 def check_as_two_phases(
     where: tuple[str, str], schedule: mm.Schedule, optimizer: Any, tolerance: float, params: Any = None, **more: Any
 ) -> None:
-    fabric = fabric_of(*where)
+    check_as_two_phases_on(fabric_of(*where), schedule, optimizer, tolerance, params, **more)
+
+
+def check_as_two_phases_on(
+    fabric: mmj.Fabric, schedule: mm.Schedule, optimizer: Any, tolerance: float, params: Any = None, **more: Any
+) -> None:
     got, wanted = (
         trained(fabric, optimizer, install(schedule, fabric), params or make_params(), **more)
         for install in (mmj.install_turn, mmj.install_pair)
@@ -143,6 +148,19 @@ def test_on_60_of_64_chips(name: str) -> None:
 def test_with_any_planner(where: tuple[str, str], planner: str) -> None:
     """Rings complete several chunks of a chip in one step, and beside a hole row-pairs leaves chips without any."""
     check_as_two_phases(where, plan_of(where, planner), *OPTIMIZERS["adamw, clipped"])
+
+
+@pytest.mark.parametrize(("shape", "n_cores"), [("1x2", 2), pytest.param("1x1", 1, marks=pytest.mark.slow)])
+def test_two_cores_per_chip_and_a_chip_by_itself(shape: str, n_cores: int) -> None:
+    """Each core has its part of the payload, and its own shard; a single chip has all sums without a transfer."""
+    mesh = mm.Mesh(shape)
+    devices = np.array(jax.devices()[: mesh.n_chips * n_cores]).reshape(mesh.n_chips, n_cores)
+    if n_cores == 1:
+        fabric = mmj.discover(list(devices.ravel()), shape=shape)
+    else:
+        fabric = mmj.Fabric(mesh, jax.sharding.Mesh(devices, ("chip", "core")), None)
+    schedule = mm.plan(mesh, "weave", chunks=4, collective="all-reduce-with-turn")
+    check_as_two_phases_on(fabric, schedule, *OPTIMIZERS["adamw, clipped"])
 
 
 def test_clipping_on_the_way_is_clipping_first() -> None:

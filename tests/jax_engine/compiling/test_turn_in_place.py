@@ -19,11 +19,18 @@ BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "jax_turn.py"
 @pytest.mark.skipif(not ahead_of_time.has_libtpu(), reason="needs the TPU compiler: pip install 'meshmend[tpu]'")
 @pytest.mark.parametrize("optimizer", ["adamw", "clipped"])
 @pytest.mark.parametrize(
-    ("topology", "hole"), [("v3:32x32", "4x2@6,8"), ("v5p:4x4x4", "1x1x1@1,1,1"), ("v6e:16x16", "4x2@6,8")]
+    ("topology", "hole", "cores"),
+    [
+        ("v3:32x32", "4x2@6,8", 1),
+        ("v3:32x32", "4x2@6,8", 2),
+        ("v5p:4x4x4", "1x1x1@1,1,1", 1),
+        ("v6e:16x16", "4x2@6,8", 1),
+    ],
 )
-def test_a_step_with_a_turn_is_compiled_in_place(topology: str, hole: str, optimizer: str) -> None:
+def test_a_step_with_a_turn_is_compiled_in_place(topology: str, hole: str, cores: int, optimizer: str) -> None:
     # Where the compiler aborts, it takes its process with it.
-    words = ["--topology", topology, "--hole", hole, "--optimizer", optimizer, "--megabytes", "100", "--json"]
+    words = ["--topology", topology, "--hole", hole, "--cores", str(cores)]
+    words += ["--optimizer", optimizer, "--megabytes", "100", "--json"]
     done = subprocess.run(
         [sys.executable, str(BENCHMARK), *words],
         check=True,
@@ -34,6 +41,7 @@ def test_a_step_with_a_turn_is_compiled_in_place(topology: str, hole: str, optim
     facts = json.loads(done.stdout)
     (whole, turn), payload = facts["runs"], facts["payload_bytes"]
     assert turn["temporary_bytes"] <= 1.1 * whole["temporary_bytes"]
-    assert turn["temporary_bytes"] < payload / 4, "no second buffer of the payload"
+    if cores == 1:  # two cores sum and join what each of them has, in buffers of their own
+        assert turn["temporary_bytes"] < payload / 4, "no second buffer of the payload"
     assert turn["aliased_bytes"] >= payload, "new weights and state are written over the old"
     assert turn["argument_bytes"] < 1.2 * payload, "the moments are a chip's own share"
