@@ -107,8 +107,8 @@ def lightest_trees(mesh: Mesh, n_trees: int, weigh: Weigh) -> Trees:
         axis[i], weight = weigh(load, i * (n_chips - 1) / max(n_cables, 1))
         # SciPy takes a weight of zero for an absent cable.
         weight += 1.0 - weight.min(initial=0.0)
-        graph = csr_array((weight[by_ends], far_ends, bounds), shape=(n_chips, n_chips))
-        tree = minimum_spanning_tree(graph)
+        graph = csr_array((weight[by_ends], far_ends.copy(), bounds.copy()), shape=(n_chips, n_chips))
+        tree = minimum_spanning_tree(graph, overwrite=True)  # saves it a slower copy
         near = np.repeat(np.arange(n_chips), np.diff(tree.indptr))
         used[i] = by_ends[np.searchsorted(ends, near * n_chips + tree.indices)]
         load[used[i]] += 1.0
