@@ -113,7 +113,7 @@ def check(tiling: Tiling) -> None:
     assert cables == {frozenset(edge) for edge in graph.subgraph(tiles).edges}
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(small_meshes())
 def test_no_placement_in_lines_keeps_more_tiles(case: tuple[Mesh, Chip]) -> None:
     mesh, side = case
