@@ -43,7 +43,7 @@ def _scanned(p: Any, x: Any) -> Any:
 def _cases(mesh: Any) -> dict[str, tuple[Callable[[Any, Any], Any], P]]:
     spec, rows = P("fsdp", "tensor"), P("tensor", None)
     mapped: dict[str, Any] = {"in_specs": spec, "out_specs": P("fsdp"), "check_vma": False}
-    constrain = jax.lax.with_sharding_constraint
+    constrain: Any = jax.lax.with_sharding_constraint
     return {
         "no constraints": (_lookup, rows),
         "constraint, PartitionSpec": (lambda p, x: constrain(_one_hot(p, x), spec), rows),

@@ -19,7 +19,7 @@ WAYS = ("vmap", "manual")
 def table() -> dict[tuple[str, str], str]:
     page = (ROOT / "docs" / "adopt.md").read_text(encoding="utf-8")
     _, _, rows = page.partition("| inside a tile |")
-    found = {}
+    found: dict[tuple[str, str], str] = {}
     for line in rows.split("\n\n")[0].splitlines()[2:]:
         _, name, *outcomes, _ = (cell.strip().replace("`", "") for cell in line.split("|"))
         found |= {(name, way): outcome for way, outcome in zip(WAYS, outcomes, strict=True)}

@@ -177,7 +177,7 @@ def _maximal_cuts(length: int, side: int, wrap: bool) -> Iterator[tuple[int, ...
 
     def extend(first: int, end: int) -> Iterator[tuple[int, ...]]:
         """Continue up to `end`, where the first line begins again, or the axis ends."""
-        stack = [(first,)]
+        stack: list[tuple[int, ...]] = [(first,)]
         while stack:
             line = stack.pop()
             if end - line[-1] < 2 * side:
