@@ -19,7 +19,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 # These need torch or a lab, and are run by the tests of those.
 WITH_TORCH = {"lab.md", "torch.md"}
 BLOCKS = [block for page in PAGES for block in read(page)]
-HERE = [block for block in BLOCKS if block.page.name not in WITH_TORCH and block.kind != "text"]
+HERE = [block for block in BLOCKS if block.page.name not in WITH_TORCH and block.kind not in ("text", "diff")]
 
 
 @pytest.mark.parametrize("block", [block for block in HERE if not block.slow], ids=lambda block: block.name)

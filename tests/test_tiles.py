@@ -113,7 +113,7 @@ def check(tiling: Tiling) -> None:
     assert cables == {frozenset(edge) for edge in graph.subgraph(tiles).edges}
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(small_meshes())
 def test_no_placement_in_lines_keeps_more_tiles(case: tuple[Mesh, Chip]) -> None:
     mesh, side = case
@@ -126,12 +126,24 @@ def test_no_placement_in_lines_keeps_more_tiles(case: tuple[Mesh, Chip]) -> None
     check(tiling)
     assert tiling.tiles.n_chips == most
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "MAX_TRIED", len(every_cuts(mesh.shape[0], side[0], mesh.wrap[0])))
+        counts = [module.bound_on_cuts(n, s, w) for n, s, w in zip(mesh.shape, side, mesh.wrap, strict=True)]
+        patch.setattr(module, "MAX_TRIED", min(counts))
         tiling = cut_into_tiles(mesh, side)
     check(tiling)
     # Counting whole tiles alone may prefer many that are cut off to fewer that hang together.
     if len(straight_graph(mesh, side, tiling.cuts)) == tiling.tiles.n_chips:
         assert tiling.tiles.n_chips == most
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_sets_of_lines_are_counted(wrap: bool) -> None:
+    for length, side in product(range(1, 9), range(1, 4)):
+        if length < side:
+            continue
+        every = [set(cuts) for cuts in every_cuts(length, side, wrap)]
+        maximal = [cuts for cuts in every if not any(cuts < other for other in every)]
+        count = module.bound_on_cuts(length, side, wrap)
+        assert len(maximal) <= count if wrap else len(maximal) == count
 
 
 @settings(max_examples=20)
@@ -204,6 +216,12 @@ def test_tiles_that_nothing_reaches_are_given_up() -> None:
     tiling = cut_into_tiles(Mesh("2x8", failed=["0,5"]), "2x2")
     assert tiling.tiles.n_chips == 2
     assert tiling.n_wasted == 15 - 8
+
+
+def test_long_meshes_are_cut_too() -> None:
+    tiling = cut_into_tiles(Mesh((1, 5001), failed=[(0, 2501)]), "1x2")
+    assert tiling.tiles.n_chips == 1250
+    assert cut_into_tiles(Mesh("64x64", failed=["5,5"]), "2x2").tiles.n_chips == 32 * 32 - 1
 
 
 def test_tiles_of_one_chip_are_the_mesh() -> None:

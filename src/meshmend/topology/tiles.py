@@ -135,19 +135,19 @@ def _most(mesh: Mesh, side: tuple[int, ...]) -> int:
 
 def _candidates(mesh: Mesh, side: tuple[int, ...]) -> Iterator[tuple[int, Cuts]]:
     """Return placements of lines and how many whole tiles they have: all that matter, or the promising ones."""
+    if any(n < s for n, s in zip(mesh.shape, side, strict=True)):
+        return
     whole = _whole(mesh, side)
     axes = range(mesh.n_axes)
-    sets = [list(islice(_maximal_cuts(mesh.shape[a], side[a], mesh.wrap[a]), MAX_TRIED + 1)) for a in axes]
-    if any(not found for found in sets):
-        return
-    last = max(axes, key=lambda a: len(sets[a]))
+    counts = [bound_on_cuts(mesh.shape[a], side[a], mesh.wrap[a]) for a in axes]
+    last = max(axes, key=lambda a: counts[a])
+    enumerated = [a for a in axes if prod(counts) <= MAX_TRIED or a != last]
     cuts: Cuts
-    if prod(map(len, sets)) <= MAX_TRIED:
-        yield from ((int(whole[np.ix_(*cuts)].sum()), cuts) for cuts in product(*sets))
-        return
-    if prod(len(sets[a]) for a in axes if a != last) <= MAX_TRIED:
-        for others in product(*(sets[a] if a != last else [()] for a in axes)):
-            cuts = _with_best_lines(whole, others, last, mesh, side)
+    if prod(counts[a] for a in enumerated) <= MAX_TRIED:
+        sets = [list(_maximal_cuts(mesh.shape[a], side[a], mesh.wrap[a])) if a in enumerated else [(0,)] for a in axes]
+        for cuts in product(*sets):
+            if last not in enumerated:
+                cuts = _with_best_lines(whole, cuts, last, mesh, side)
             yield int(whole[np.ix_(*cuts)].sum()), cuts
         return
     starts = [range(s if mesh.wrap[a] else min(s, mesh.shape[a] - s + 1)) for a, s in enumerate(side)]
@@ -164,27 +164,36 @@ def _candidates(mesh: Mesh, side: tuple[int, ...]) -> Iterator[tuple[int, Cuts]]
                 cuts = _with_best_lines(whole, cuts, axis, mesh, side)
 
 
+def bound_on_cuts(length: int, side: int, wrap: bool) -> int:
+    """Return how many sets of lines `_maximal_cuts` has, at most; on an axis that wraps it meets some of them twice."""
+    ways = [0] * side + [1] * side
+    for left in range(2 * side, length + 1):
+        ways.append(sum(ways[max(side, left - 2 * side + 1) : left - side + 1]))
+    return ways[length] * min(2 * side - 1, length) if wrap else sum(ways[length - side + 1 : length + 1])
+
+
 def _maximal_cuts(length: int, side: int, wrap: bool) -> Iterator[tuple[int, ...]]:
     """Return every set of lines to which no line can be added; a set that has fewer lines has no more tiles."""
 
-    def extend(line: tuple[int, ...], end: int) -> Iterator[tuple[int, ...]]:
+    def extend(first: int, end: int) -> Iterator[tuple[int, ...]]:
         """Continue up to `end`, where the first line begins again, or the axis ends."""
-        if end - line[-1] < 2 * side:
-            yield line
-            return
-        for at in range(line[-1] + side, min(line[-1] + 2 * side, end - side + 1)):
-            yield from extend((*line, at), end)
+        stack: list[tuple[int, ...]] = [(first,)]
+        while stack:
+            line = stack.pop()
+            if end - line[-1] < 2 * side:
+                yield line
+                continue
+            after = range(line[-1] + side, min(line[-1] + 2 * side, end - side + 1))
+            stack += [(*line, at) for at in reversed(after)]
 
-    if length < side:
-        return
     if not wrap:
         for first in range(min(side, length - side + 1)):
-            yield from extend((first,), length)
+            yield from extend(first, length)
         return
     seen = set()
     # Neighbouring lines begin at most 2·side − 1 apart, so one of them begins here.
     for first in range(min(2 * side - 1, length)):
-        for line in extend((first,), first + length):
+        for line in extend(first, first + length):
             cuts = tuple(sorted(at % length for at in line))
             if cuts not in seen:
                 seen.add(cuts)
@@ -253,7 +262,7 @@ def _tiling(mesh: Mesh, side: tuple[int, ...], cuts: Cuts) -> Tiling | None:
             length = (second - first) % mesh.shape[axis] + side[axis] - 1
             windows[axis] = (first + np.arange(length)[None, :]) % mesh.shape[axis]
             crossed = _least(onward, windows)
-            for other in np.ndindex(*crossed.shape):
+            for other in map(tuple, np.argwhere(crossed * slowest != side[axis]).tolist()):
                 a = (*other[:axis], i, *other[axis + 1 :])
                 b = (*other[:axis], (i + 1) % shape[axis], *other[axis + 1 :])
                 rate = Fraction(float(crossed[other])).limit_denominator(1000)
