@@ -360,6 +360,18 @@ def test_a_turn_that_returns_something() -> None:
     assert sum(isinstance(error, LostChipError) for error in found) == 2
 
 
+def test_a_turn_that_calls_its_own_engine() -> None:
+    schedule = plan(LINE, "weave", chunks=3, collective=WITH_TURN)
+
+    def main(rank: int, group: Any) -> Any:
+        engine = mmt.Engine(schedule, rank, group, timeout=SOON)
+        engine.all_reduce(torch.ones(30), turn=lambda _, values: engine.all_reduce(values))
+
+    found = on_every_thread(3, main)
+    assert all(isinstance(error, ParameterError | LostChipError) for error in found)
+    assert any("would wait for ever" in str(error) for error in found)
+
+
 def test_a_turn_that_only_some_pass_is_refused_by_all() -> None:
     schedule = plan(LINE, "weave", chunks=3, collective=WITH_TURN)
 

@@ -75,6 +75,8 @@ class Channel:
         self.rank = int(self._group.rank())
         self.size = int(self._group.size())
         self.error: Exception | None = None
+        self.turning_thread: int | None = None
+        """The thread that runs a caller's turn now, inside a call of this channel."""
         self._first_tag = _numbers.claim(self) * TAGS_PER_CHANNEL + FIRST_TAG
         self._turns = threading.Condition()
         self._n_tickets = 0

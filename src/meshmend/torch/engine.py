@@ -183,6 +183,11 @@ class Engine:
 
     def _need(self, collective: Collective) -> None:
         """Raise `ScheduleError` unless the schedule is of that collective; one with a turn is an all-reduce too."""
+        if self._channel.turning_thread == threading.get_ident():
+            raise ParameterError(
+                "A turn called an engine whose call it is a part of: calls run one after the other, so this one would "
+                "wait for ever. Call it once all_reduce has returned."
+            )
         ours = self.schedule.collective
         if ours is not collective and not (ours.is_all_reduce and collective is Collective.ALL_REDUCE):
             raise self._other_collective(f"is no {collective}", collective)
@@ -219,7 +224,11 @@ class Engine:
         def finish(where: slice, values: torch.Tensor) -> None:
             if kind == dist.ReduceOp.AVG:
                 values /= self.schedule.mesh.n_chips
-            result = turn(where, values)  # type: ignore[func-returns-value]  # people forget
+            self._channel.turning_thread = threading.get_ident()
+            try:
+                result = turn(where, values)  # type: ignore[func-returns-value]  # people forget
+            finally:
+                self._channel.turning_thread = None
             if result is not None:
                 raise ParameterError(
                     f"A turn changes its values in place and returns nothing, got a {type(result).__name__} from "
