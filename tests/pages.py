@@ -3,7 +3,7 @@
 `python tests/pages.py docs/jax.md` runs one page. Every block gets a fresh process and a fresh folder that looks like a
 checkout, so a block that needs a name, an import or a file of another one fails here as it would fail for its reader.
 
-A block is `python` or `bash` (run), `yaml` (parsed) or `text` (shown). A comment above it can say more:
+A block is `python` or `bash` (run), `yaml` (parsed), `text` or `diff` (shown). A comment above it can say more:
 
 - `<!-- output -->` above a text block: the block above it prints these lines, in this order; … stands for anything.
 - `<!-- run: slow -->` leaves it to the slow tests.
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-KINDS = ("python", "bash", "yaml", "text")
+KINDS = ("python", "bash", "yaml", "text", "diff")
 MARK = re.compile(r"(?P<output>output)|run: (?:(?P<slow>slow)|by (?P<by>\S+))|not run: (?P<reason>\S.*)")
 BLOCK = re.compile(
     r"(?:^(?P<indent> *)<!-- (?P<mark>(?:output|run|not run)\b[^\n]*?) -->\n)?"

@@ -109,7 +109,7 @@ def test_a_loop_that_is_left_goes_on_from_disk_to_the_same_bits(tmp_path: Path, 
             assert_same_bits(step.params, after_six)
     assert (again.resumed.source, again.resumed.step) == ("disk", 4)
     assert repeated[:2] == losses[4:]
-    # The last step is on disk, though its number is not divisible by 4: no copies stay behind, and nothing is left to do.
+    # The last step is on disk, though 4 does not divide its number: no copies stay behind, and nothing is left to do.
     assert not list(memory.glob("*"))
     finished = job(tmp_path / "shared", disk_every=4)
     assert train(finished, STEPS)[0] == []
