@@ -247,7 +247,7 @@ def main() -> None:
                         for log in folder.glob("host-*.log"):
                             sys.stderr.write(f"== {log.name}\n{log.read_text()[-2000:]}\n")
                         raise SystemExit(f"gave up waiting: {what}")
-                    hosts.processes.watch(0.2)
+                    hosts.watch(0.2)
 
             def ready() -> bool:
                 compiled = [e for e in story.events[0] if e["event"] == "compile ahead"]

@@ -15,8 +15,6 @@ import pytest
 
 from meshmend.bench.restart import Failure, HostKill, Run, campaign
 from meshmend.bench.trainee import TrainingJob
-from meshmend.launch.hosts import Hosts
-from meshmend.launch.local import LocalJob
 from meshmend.launch.processes import children
 
 STEPS = 30
@@ -71,23 +69,6 @@ def test_a_second_host_may_die_during_recovery(undisturbed: Run, tmp_path: Path)
     assert failure.source == "memory"
     assert failure.lost_steps == 0
     assert_same_trajectory(run, undisturbed)
-
-
-def test_survivors_that_are_cut_apart_say_so_everywhere(undisturbed: Run, tmp_path: Path) -> None:
-    job = replace(undisturbed.job, folder=str(tmp_path), ahead=False)
-    command = ["-m", "meshmend.bench.trainee", str(job.write())]
-    logs = {0: "", 3: ""}
-
-    def keep(host: int, line: str) -> None:
-        logs[host] += line + "\n"
-
-    machine = Hosts.of(job.shape, job.host)
-    with LocalJob(command, machine, tmp_path, max_restarts=0, start_s=1.0, on_line=keep) as hosts:
-        hosts.start(0, 3)
-        assert set(hosts.wait(90).values()) == {1}
-    for log in logs.values():
-        assert "The survivors (hosts 0, 3 of 4x4 minus 2x2@0,2, 2x2@2,0) form 2 disconnected groups" in log
-        assert "no cable leads from (0,0) to (2,2)" in log
 
 
 def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path) -> None:

@@ -14,15 +14,16 @@ from meshmend.launch.membership import Membership, Message, RefusedError
 class Job:
     """Hosts that talk to a membership and do as they are told, unless a test says otherwise."""
 
-    def __init__(self, n_hosts: int, *, least: int = 1, **settings: float) -> None:
+    def __init__(self, n_hosts: int, *, least: int = 1, machine: str = "", **settings: Any) -> None:
         self.now = 100.0
+        self.machine = machine
         self.n_hosts = n_hosts
         self.least = least
         self.membership = Membership(**settings)
         self.heard: dict[Hashable, list[Message]] = {}
 
     def hello(self, host: int, **more: Any) -> Message:
-        return {"host": host, "hosts": [self.least, self.n_hosts], "machine": "4x4 in hosts of 2x2", **more}
+        return {"host": host, "hosts": [self.least, self.n_hosts], "machine": self.machine, **more}
 
     def arrive(self, *hosts: int, **more: Any) -> None:
         for host in hosts:
@@ -72,7 +73,7 @@ class Job:
         assert len({message["name"] for message in rounds}) == 1
 
 
-def running(n_hosts: int, **settings: float) -> Job:
+def running(n_hosts: int, **settings: Any) -> Job:
     job = Job(n_hosts, **settings)
     job.arrive(*range(n_hosts))
     job.join(*range(n_hosts))
@@ -148,7 +149,7 @@ def test_hosts_that_come_together_cause_one_restart() -> None:
     job.wait(0.5)
     assert job.last(0)["say"] == "round"
     job.wait(1)
-    assert job.last(0)["why"] == "host 3, 2 has come"
+    assert job.last(0)["why"] == "host 2, 3 has come"
     job.join(0, 1)
     job.started(0, 1, 2, 3)
 
@@ -257,7 +258,7 @@ def test_a_host_that_gives_up_ends_the_job_for_all() -> None:
     ],
 )
 def test_hosts_that_do_not_belong_are_refused(hello: Message, message: str) -> None:
-    job = running(3)
+    job = running(3, machine="4x4 in hosts of 2x2")
     with pytest.raises(RefusedError, match=message) as caught:
         job.membership.arrive("new", {**job.hello(2), **hello}, "10.0.0.9", job.now)
     assert caught.value.for_now == (hello == {"host": 1})
@@ -307,3 +308,45 @@ def test_hosts_of_a_round_always_agree_on_it(seed: int) -> None:
         job.join(*[host for host in sorted(here) if job.membership.members[host].state == "idle"])
         job.wait(2)
     assert (job.membership.round is not None) == (len(here) >= 2)
+
+
+def test_where_the_mesh_is_cut_the_larger_part_trains_and_the_other_waits() -> None:
+    """Hosts 0 to 3 in a row: without host 1, no cable joins host 0 to the others."""
+    job = Job(4, least=2, machine="4x8 in hosts of 4x2")
+    job.arrive(0, 1, 2, 3)
+    job.join(0, 1, 2, 3)
+    job.started(0, 1, 2, 3)
+    job.leave(1)
+    job.join(0, 2, 3)
+    job.started(2, 3)
+    assert job.last(2)["cut_off"] == [0]
+    n_messages = len(job.heard[2])
+    job.wait(60)
+    assert len(job.heard[2]) == n_messages  # a host that waits does not end the round over and over
+    job.arrive(1)
+    job.join(1)
+    job.wait(5)
+    assert "host 0, 1 has come" in job.last(2)["why"]
+    job.join(2, 3)
+    job.started(0, 1, 2, 3)
+
+
+def test_a_part_that_is_too_small_waits() -> None:
+    job = Job(3, least=2, machine="2x6 in hosts of 2x2")
+    job.arrive(0, 1, 2)
+    job.join(0, 1, 2)
+    job.leave(1)
+    job.join(0, 2)
+    job.wait(60)
+    assert job.last(0)["say"] == job.last(2)["say"] == "stop"
+
+
+def test_a_host_that_is_cut_off_does_not_keep_the_job_from_ending() -> None:
+    job = Job(4, least=1, machine="2x8 in hosts of 2x2")
+    job.arrive(0, 1, 2, 3)
+    job.join(0, 1, 2, 3)
+    job.leave(1)
+    job.join(0, 2, 3)
+    job.say(2, say="done")
+    job.say(3, say="done")
+    assert [job.last(host)["ok"] for host in (0, 2, 3)] == [True] * 3

@@ -37,7 +37,7 @@ SECRET, JOB, MACHINE = "swordfish", "job", "4x4 in hosts of 2x2"
 class Serving:
     """A store in a thread, and its hosts."""
 
-    def __init__(self, port: int = 0, **settings: float) -> None:
+    def __init__(self, port: int = 0, **settings: Any) -> None:
         self.lines: list[str] = []
         self._stop = threading.Event()
         self.store = Store(Membership(**settings), job=JOB, secret=SECRET, port=port, tell=self.lines.append)
@@ -243,7 +243,7 @@ def test_a_message_that_makes_no_sense_costs_its_sender_the_connection(serving: 
         connection.sendall(pack("hello to a store", hello, key, theirs))
         talk = Talk(key, mine, theirs, to="the store", of="a host")
         connection.sendall(talk.pack({"say": "join"}))  # without a port
-        said = []
+        said: list[dict[str, Any]] = []
         while not said or "refused" not in said[-1]:
             frame = read_frame(connection.recv, MAX_HELLO_BYTES)
             said.append(json.loads(frame[HEADER_BYTES:]))

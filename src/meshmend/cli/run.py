@@ -184,7 +184,8 @@ class Screen:
         """Show what a host's agent reports."""
         kind, host = event["event"], event["host"]
         if kind == "round":
-            self.say(f"round {event['number']}: hosts {', '.join(map(str, event['hosts']))} start")
+            waits = f"; host {', '.join(map(str, event['cut_off']))} waits, cut off from them" * bool(event["cut_off"])
+            self.say(f"round {event['number']}: hosts {', '.join(map(str, event['hosts']))} start{waits}")
         elif kind == "store" and event["say"] == "stop":
             self.say(f"round {event['number']} ends: {event['why']}", "bold yellow")
         elif kind == "store" and event["say"] == "unreachable":
@@ -257,7 +258,7 @@ def _summarise(
     dead: set[int] = set()
     for one, at in killed:
         dead.add(one.host)
-        recovery = story.recovery(set(range(len(machine))) - dead, at)
+        recovery = story.recovery(machine.largest_group(set(range(len(machine))) - dead), at)
         if recovery is None:
             screen.say(f"host {one.host} was killed after step {one.step}; no step was done without it", "bold red")
             continue

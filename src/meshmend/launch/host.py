@@ -1,7 +1,5 @@
 """One host of a job: its agent and its worker, in a process of their own.
 
-    python -m meshmend.launch.host DESCRIPTOR        # how `meshmend run` starts it
-
 The description comes as JSON on standard input, and what happens goes out as JSON lines over the descriptor. Standard
 output and standard error are the worker's alone.
 """
@@ -102,7 +100,7 @@ def _run(what: HostDescription, member: Member, workers: Workers, report: Any) -
         return max((event["step"] for event in events if event["event"] in ("kept", "step")), default=0)
 
     def environment(place: Place) -> dict[str, str]:
-        report("round", number=place.number, hosts=place.hosts, process=place.process)
+        report("round", number=place.number, hosts=place.hosts, process=place.process, cut_off=place.cut_off)
         return {"MESHMEND_JOB": what.job, **({"MESHMEND_TIMELINE": what.timeline} if what.timeline else {})}
 
     agent = HostAgent(
@@ -114,7 +112,13 @@ def _run(what: HostDescription, member: Member, workers: Workers, report: Any) -
         progress=progress,
         report=report,
     )
-    result = agent.run()
+    try:
+        result = agent.run()
+    except LaunchError:
+        if member.over is None or not member.over["ok"]:
+            raise
+        report("over", **member.over)  # cut off from the others, it waited until they had finished
+        return DONE
     if result is None or result.is_failed():
         code = workers.code
         raise LaunchError(f"The worker of host {what.host} failed again and again; the last exit code was {code}.")
@@ -132,7 +136,8 @@ def _leave(number: int, _: FrameType | None) -> None:
     raise _LeaveError
 
 
-if __name__ == "__main__":
+def run_host() -> None:
+    """Be a host: the entry point of the process that `meshmend run` starts, with a descriptor as its argument."""
     # torch's agent logs what this host reports itself.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     status = main(int(sys.argv[1]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -31,6 +31,12 @@ class Hosts:
         if len(chips) != len(whole) or any(n % h for n, h in zip(whole, chips, strict=True)):
             raise RestartError(f"Hosts of {name_shape(chips)} chips do not tile a {name_shape(whole)} mesh.")
         return cls(whole, chips, tuple(all_placements(whole, chips, align=chips)))
+
+    @classmethod
+    def read(cls, text: str) -> Hosts:
+        """Return the hosts that `str` describes, as in "8x8 in hosts of 4x2"."""
+        shape, _, tile = text.partition(" in hosts of ")
+        return cls.of(shape, tile)
 
     def __len__(self) -> int:
         return len(self.tiles)
@@ -61,6 +67,22 @@ class Hosts:
         """Return the coordinates of a host's chips, in row-major order: the order of its devices."""
         tile = self.tiles[number]
         return [tuple(a + x for a, x in zip(tile.at, chip, strict=True)) for chip in _row_major(tile.shape)]
+
+    def largest_group(self, numbers: Iterable[int]) -> tuple[int, ...]:
+        """Return the most of these hosts that cables join to each other; of equally large groups, the first.
+
+        >>> Hosts.of("4x8", "4x2").largest_group([0, 2, 3])
+        (2, 3)
+        """
+        grid = [n // h for n, h in zip(self.shape, self.tile, strict=True)]
+        places = _row_major(tuple(grid))
+        here = sorted(set(numbers))
+        mesh = Mesh(grid, failed=[place for number, place in enumerate(places) if number not in here])
+        groups: dict[int, list[int]] = {}
+        for number, group in zip(here, mesh.component_of.tolist(), strict=True):
+            groups.setdefault(group, []).append(number)
+        largest = max(groups.values(), key=len)
+        return tuple(largest)
 
     def check_devices(self, held: Mapping[int, int]) -> None:
         """Raise a `RestartError` if a host (its number) has another number of devices than a tile has chips."""

@@ -78,7 +78,7 @@ class HostProcesses:
             raise LaunchError(f"Host {what.host} is already running.")
         (events, write), (output, their_output) = os.pipe(), os.pipe()
         process = subprocess.Popen(  # noqa: S603  # our own interpreter and module
-            [sys.executable, "-m", "meshmend.launch.host", str(write)],
+            [sys.executable, "-c", "from meshmend.launch.host import run_host; run_host()", str(write)],
             stdin=subprocess.PIPE,
             stdout=their_output,
             stderr=their_output,

@@ -165,6 +165,10 @@ class LocalJob:
         """Hosts that have not ended."""
         return self.processes.running
 
+    def watch(self, timeout_s: float) -> None:
+        """Pass on what the hosts write and report for so long, or until one of them has ended."""
+        self.processes.watch(timeout_s)
+
     def wait(self, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> dict[int, int]:
         """Wait until all hosts have ended; return their exit statuses. Raise `LaunchError` on timeout."""
         until = time.monotonic() + timeout_s
@@ -172,7 +176,7 @@ class LocalJob:
             meanwhile()
             if time.monotonic() > until:
                 raise LaunchError(f"Hosts {self.running} still run after {timeout_s:g} s.")
-            self.processes.watch(0.05)
+            self.watch(0.05)
         return dict(self.processes.statuses)
 
 

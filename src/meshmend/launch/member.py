@@ -42,6 +42,8 @@ class Place:
     hosts: tuple[int, ...]
     process: int
     coordinator: str
+    cut_off: tuple[int, ...] = ()
+    """Hosts that are there, but that no cable joins to these: they wait."""
 
 
 class Member:
@@ -258,8 +260,9 @@ class Member:
                 hosts = tuple(int(host) for host in message["hosts"])
                 self._stop = self._asked = None
                 self._number = int(message["number"])
+                cut_off = tuple(int(host) for host in message["cut_off"])
                 self._place = Place(
-                    self._number, message["name"], hosts, int(message["process"]), message["coordinator"]
+                    self._number, message["name"], hosts, int(message["process"]), message["coordinator"], cut_off
                 )
             elif say in ("stop", "dropped"):
                 self._stop = {"why": "the store had not heard from this host", "lost": None, **message}

@@ -7,6 +7,9 @@ A round is the time from one start of the workers to the next. It ends when a ho
 new round (its worker has failed), or when another host has come. Its hosts then stop their workers and ask for the next
 round, which starts as soon as all hosts that are there have asked: no keep-alive has to run out and nobody is waited
 for, because a host that dies breaks its connection. Only hosts that freeze or lose their network are found by silence.
+
+Where lost hosts cut the mesh in two, the larger part trains, and the hosts of the other wait until they are joined to
+it again: gradients cannot be summed over parts that no cable joins.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import secrets
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
+
+from meshmend.launch.hosts import Hosts
 
 Message = dict[str, Any]
 
@@ -133,7 +138,7 @@ class Membership:
             member.state, member.port = "waiting", int(message["port"])
         elif say == "done":
             member.state = "done"
-            if all(each.state == "done" for each in self.members.values()):
+            if self._is_done:
                 self._end_job({"ok": True, "why": "all hosts have finished"})
         elif say == "failed":
             self._end_job({"ok": False, "why": f"host {member.host} gave up: {message.get('why', '')}"})
@@ -146,7 +151,7 @@ class Membership:
             return
         if any(each.state == "done" for each in self.members.values()):
             # The last step is done: there is nothing to start again for.
-            if all(each.state == "done" for each in self.members.values()):
+            if self._is_done:
                 self._end_job({"ok": True, "why": f"all hosts have finished, except host {member.host}: {why}"})
         elif self.round is not None and member.host in self.round.hosts and member.state == "running":
             self._end_round(f"host {member.host} is lost: {why}", lost=member.host)
@@ -166,13 +171,14 @@ class Membership:
                 self.outbox.append((key, {"say": "dropped"}))
                 self.leave(key, f"not heard from for {now - member.heard_at:.0f} s", now)
                 return
-        waiting = [member for member in self.members.values() if member.state == "waiting"]
+        waiting = [member.host for member in self.members.values() if member.state == "waiting"]
         if self.round is not None:
             self._check_adopted(now)
-            if waiting and now >= self._arrived_at + self.settle_s:
-                names = ", ".join(str(member.host) for member in waiting)
-                self._end_round(f"host {names} has come")
-        elif waiting and len(waiting) >= self.least and len(waiting) == len(self.members):
+        if self.round is not None:
+            joined = set(self._group([*self.round.hosts, *waiting])) - set(self.round.hosts)
+            if joined and now >= self._arrived_at + self.settle_s:
+                self._end_round(f"host {', '.join(map(str, sorted(joined)))} has come")
+        elif waiting and len(self._group(waiting)) >= self.least and len(waiting) == len(self.members):
             # A store that knows the job knows who is missing and why; a new one gives the others time to come.
             wait_s = (self.silent_s if self.number else self.start_s) if self._fresh else 0.0
             if len(waiting) == self.most or now >= self._arrived_at + wait_s:
@@ -184,21 +190,33 @@ class Membership:
         times += [self._arrived_at + self.settle_s, self._arrived_at + self.start_s, self._missing_until or 0.0]
         return min(max(0.01, min((at - now for at in times if at > now), default=BEAT_S)), self.silent_s / 2)
 
+    @property
+    def _is_done(self) -> bool:
+        """Whether every host that trained has finished; those that are cut off wait for nothing more."""
+        trained = [member for member in self.members.values() if member.state != "waiting"]
+        return all(member.state == "done" for member in trained)
+
+    def _group(self, hosts: list[int]) -> tuple[int, ...]:
+        """Return the hosts that can train together."""
+        machine = next((member.machine for member in self.members.values()), "")
+        return Hosts.read(machine).largest_group(hosts) if machine else tuple(sorted(hosts))
+
     def _start_round(self) -> None:
-        members = sorted(self.members.items(), key=lambda item: item[1].host)
+        here = {member.host: key for key, member in self.members.items()}
+        hosts = self._group(list(here))
         self.number, self._fresh = self.number + 1, False
-        hosts = tuple(member.host for _, member in members)
         self.round = Round(self.number, secrets.token_hex(8), hosts)
-        first = members[0][1]
-        for key, member in members:
-            member.state = "running"
-            facts = {
-                "number": self.number,
-                "name": self.round.name,
-                "hosts": hosts,
-                "process": hosts.index(member.host),
-            }
-            self.outbox.append((key, {"say": "round", **facts, "coordinator": f"{first.address}:{first.port}"}))
+        first = self.members[here[hosts[0]]]
+        facts = {
+            "number": self.number,
+            "name": self.round.name,
+            "hosts": hosts,
+            "cut_off": sorted(here.keys() - set(hosts)),
+            "coordinator": f"{first.address}:{first.port}",
+        }
+        for process, host in enumerate(hosts):
+            self.members[here[host]].state = "running"
+            self.outbox.append((here[host], {"say": "round", **facts, "process": process}))
 
     def _end_round(self, why: str, lost: int | None = None) -> None:
         ended, self.round, self._missing_until = self.round, None, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -16,9 +17,10 @@ import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.errors import RestartError
 from meshmend.jax.job import Launch, read_launch
-from meshmend.jax.job.session import check_hosts, fabric_of_hosts
+from meshmend.jax.job.session import check_connected, check_hosts, check_preloaded, fabric_of_hosts
 from meshmend.launch import Hosts, Timeline, read_timeline
 from meshmend.launch.timeline import process_started_at
+from meshmend.launch.warm import jax_settings
 
 
 def test_hosts_tile_the_mesh_and_their_chips_are_all_of_it() -> None:
@@ -128,6 +130,38 @@ def test_the_fabric_has_the_missing_hosts_as_its_hole(monkeypatch: pytest.Monkey
     assert fabric.mesh == mm.Mesh("8x8", failed=["4x2@4,2"])
     # Host 6 begins at (4,4), and is the sixth process: its first device sits there.
     assert fabric.jax_mesh.devices.flat[fabric.mesh.rank((4, 4))] == devices[40].device
+
+
+def test_survivors_that_are_cut_apart_are_named() -> None:
+    chips = [chip for host in (0, 3) for chip in Hosts.of("4x4", "2x2").chips(host)]
+    fabric = mmj.discover(jax.devices()[:8], shape="4x4", coords=chips)
+    message = (
+        r"The survivors \(hosts 0, 3 of 4x4 minus 2x2@0,2, 2x2@2,0\) form 2 disconnected groups: "
+        r"no cable leads from \(0,0\) to \(2,2\)"
+    )
+    with pytest.raises(RestartError, match=message):
+        check_connected(fabric, (0, 3))
+
+
+def test_what_meshmend_run_provides_is_read() -> None:
+    facts = {"number": 4, "coordinator": "10.0.0.7:5000", "hosts": [0, 2, 3], "process": 1}
+    launch = read_launch({"MESHMEND_ROUND": json.dumps(facts), "MESHMEND_JOB": "train", "RANK": "7"})
+    assert launch == Launch("10.0.0.7:5000", 3, 1, 4, "meshmend run", "train", hosts=(0, 2, 3))
+    with pytest.raises(RestartError, match="expected what `meshmend run` puts there"):
+        read_launch({"MESHMEND_ROUND": "{}"})
+
+
+def test_a_setting_of_jax_that_comes_too_late_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_ENABLE_X64", "0")
+    monkeypatch.setenv("MESHMEND_PRELOADED", json.dumps(jax_settings()))
+    check_preloaded()
+    monkeypatch.setenv("JAX_ENABLE_X64", "1")
+    with pytest.raises(
+        RestartError, match="The script sets JAX_ENABLE_X64, but `meshmend run` had imported JAX before"
+    ):
+        check_preloaded()
+    monkeypatch.delenv("MESHMEND_PRELOADED")
+    check_preloaded()
 
 
 def test_a_timeline_survives_its_writer_and_a_torn_line(tmp_path: Path) -> None:

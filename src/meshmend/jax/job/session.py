@@ -207,7 +207,7 @@ def initialize(
         )
         joined = time.time()
         fabric = _find(shape, hosts, numbers)
-        _check_connected(fabric, numbers)
+        check_connected(fabric, numbers)
     except RestartError as error:
         notes.note("gave up", why=str(error))
         raise
@@ -219,14 +219,14 @@ def initialize(
 
 
 def _configure(compile_cache: str | Path | None) -> None:
-    _check_preloaded()
+    check_preloaded()
     use_compile_cache(compile_cache)
     if _platform() in ("", "cpu"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)
 
 
-def _check_preloaded() -> None:
+def check_preloaded() -> None:
     """Raise if the script has changed a setting of JAX after `meshmend run` had imported JAX."""
     loaded = os.environ.get(PRELOADED)
     before = json.loads(loaded) if loaded is not None else jax_settings()
@@ -331,7 +331,8 @@ def check_hosts(everybody: Sequence[dict[str, Any]]) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _check_connected(fabric: Fabric, numbers: Sequence[int]) -> None:
+def check_connected(fabric: Fabric, numbers: Sequence[int]) -> None:
+    """Raise if the survivors cannot sum their gradients: the same on every process."""
     mesh = fabric.mesh
     if not mesh.is_connected:
         apart = name_chip(mesh.chip(int((mesh.component_of != mesh.component_of[0]).argmax())))

@@ -76,7 +76,7 @@ class TrainingRun:
         self._data = {"samples": feed.epoch_size, "seed": seed}
         self._ahead: CompileAhead | None = None
         self._check_agreement()
-        self._collective = {"collective": Collective.ALL_REDUCE_WITH_TURN} if is_sharded else {}
+        self._collective: dict[str, Any] = {"collective": Collective.ALL_REDUCE_WITH_TURN} if is_sharded else {}
         schedule = session.plan(aids.planner, cache=aids.shared.plans, **self._collective)
         with session.timeline.timed("compile"):
             self._compiled = self._build(session.fabric, schedule)
