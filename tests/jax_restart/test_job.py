@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -122,3 +123,18 @@ def test_a_host_dies(comes_back: bool, alone: Path, tmp_path: Path, monkeypatch:
     expected = losses(read_timeline(alone / "shared/timeline/host-0.jsonl"))
     # The same samples in the same steps; sums in another order round differently, and training carries that on.
     assert max(abs(found[step] / expected[step] - 1) for step in found) < 1e-3
+
+
+@pytest.mark.slow
+def test_the_command_of_the_page(tmp_path: Path) -> None:
+    page = (ROOT / "docs/job.md").read_text(encoding="utf-8")
+    (words,) = re.findall(r"```bash\nmeshmend (.*?)\n```", page)
+    *options, script = words.split()
+    command = [sys.executable, "-m", "meshmend", *options, str(ROOT / script)]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    chips = {step: int(n) for step, n in re.findall(r"step (\d+): loss [\d.]+ on (\d+) chips", done.stdout)}
+    assert chips["20"] == 32
+    assert set(chips.values()) == {24, 32}
+    assert "200" in chips

@@ -1,0 +1,63 @@
+"""The script of docs/job.md runs as it stands, and a plain script becomes one that survives by a few lines."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs/job.md").read_text(encoding="utf-8")
+PLAIN, SURVIVING = (
+    (ROOT / "examples/jax" / name).read_text(encoding="utf-8")
+    for name in ("data_parallel.py", "data_parallel_survives.py")
+)
+
+
+def run(script: str, folder: Path) -> list[list[float]]:
+    """Run the first 20 steps of a script on 8 devices; return the numbers of each line that it prints."""
+    shorter, count = re.subn(
+        r"steps=200|range\(1, 201\)", lambda found: {"s": "steps=20"}.get(found[0][0], "range(1, 21)"), script
+    )
+    assert count == 1
+    folder.mkdir()
+    (folder / "train.py").write_text(shorter, encoding="utf-8")
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "MESHMEND_MEMORY": str(folder / "memory"),
+    }
+    command = [sys.executable, "train.py"]
+    done = subprocess.run(command, cwd=folder, env=environment, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [[float(number) for number in re.findall(r"[\d.]+", line)] for line in done.stdout.splitlines()]
+
+
+def test_the_script_of_the_page_is_short_and_is_the_example(tmp_path: Path) -> None:
+    (script,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    code = [line for line in script.splitlines() if line and not line.startswith(("import", "from"))]
+    assert len(code) <= 15
+    example = (ROOT / "examples/jax/survive.py").read_text(encoding="utf-8")
+    assert [line for line in code[:-1] if line.partition("  #")[0] not in example] == []
+    ((number, loss, chips),) = run(script, tmp_path / "page")
+    assert (number, chips) == (20, 8)
+    assert loss < 3.2  # from the logarithm of 256, about 5.5
+
+
+def test_a_plain_script_survives_after_a_few_changed_lines(tmp_path: Path) -> None:
+    # Without the docstrings that say which of the two it is.
+    difference = list(difflib.unified_diff(PLAIN.splitlines()[1:], SURVIVING.splitlines()[1:], lineterm="", n=1))[2:]
+    shown = [line for line in difference if not line.startswith("@@")]
+    assert "```diff\n" + "\n".join(shown) + "\n```" in PAGE
+    new = [line for line in shown if line.startswith("+") and line != "+"]
+    gone = [line for line in shown if line.startswith("-") and line != "-"]
+    assert len(new) <= 10
+    assert (len(new), len(gone)) == (5, 15)
+    assert "five lines are new, and fifteen" in " ".join(PAGE.split())
+    ((_, plain),), ((_, surviving),) = run(PLAIN, tmp_path / "plain"), run(SURVIVING, tmp_path / "surviving")
+    # Other samples in other steps, but the same model after as many.
+    assert abs(surviving / plain - 1) < 0.15
