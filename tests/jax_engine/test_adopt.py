@@ -78,7 +78,7 @@ def test_other_tiles_train_the_same(side: str, inner: dict[str, int], n_examples
     recipe: Any = importlib.import_module("transformer")
     fabric = mmj.tile(mmj.discover(shape="8x8", failed=["2x2@2,2"]), side, **inner)
     program = mmj.install(mm.plan(fabric.mesh, "weave", chunks=32), fabric)
-    optimizer = optax.adamw(1e-2)
+    optimizer = optax.adamw(3e-3)
     with jax.set_mesh(fabric.jax_mesh):
         graph, start = nnx.split(nnx.eval_shape(lambda: recipe.Transformer(nnx.Rngs(0))))
     specs = nnx.get_partition_spec(start)

@@ -153,6 +153,37 @@ def test_weights_make_a_true_mean() -> None:
     check_close(aux["first"], (weights * used[:, 0]).sum() / weights.sum())
 
 
+def test_a_feed_pads_what_does_not_divide() -> None:
+    """Eight examples over three tiles: rows of three, one of them padding, shared by the devices of a tile."""
+    pytest.importorskip("grain", reason="needs grain: pip install 'meshmend[restart]'")
+    x = examples(8)
+    feed = mmj.Feed(x, mmj.KeepGlobal(8))
+    (batch,) = feed.batches(fabric(), epochs=1)
+    assert batch.data.shape == (9, WIDTH)
+    assert batch.data.sharding.spec == P(("tile",))
+    assert batch.weights.sum() == 8
+    function = mmj.value_and_grad(per_example, fabric(), SPECS, per_example=True)
+    value, gradients = run(function, params(), batch.data, weights=batch.weights)
+    check_close((value, gradients), jax.value_and_grad(plain)(params(), x))
+
+
+def test_each_tile_drops_out_by_a_key_of_its_own() -> None:
+    def dropped(w: Any, x: Any, key: Any) -> Any:
+        return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0) * 2
+
+    def with_dropout(w: Any, x: Any, key: Any) -> Any:
+        return plain(w, dropped(w, x, key))
+
+    w, x, key = params(), examples(6), jax.random.PRNGKey(3)
+
+    def by_hand(w: Any) -> Any:
+        parts = [with_dropout(w, x[2 * t : 2 * t + 2], jax.random.fold_in(key, t)) for t in range(N_TILES)]
+        return sum(parts) / N_TILES
+
+    got = run(mmj.value_and_grad(with_dropout, fabric(), SPECS, key_argnums=2), w, x, key)
+    check_close(got, jax.value_and_grad(by_hand)(w))
+
+
 def test_bfloat16_gradients_are_summed_in_float32() -> None:
     """256 + 1 is 256 in bfloat16: whatever the order, the sum of 256, 1 and 4 would be even, and the mean not 87."""
     w = {"w": jnp.ones((4,), jnp.bfloat16)}

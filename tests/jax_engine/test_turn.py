@@ -14,14 +14,22 @@ from numpy.typing import NDArray
 
 import meshmend as mm
 import meshmend.jax as mmj
+import meshmend.numpy as mmn
+from meshmend.errors import ParameterError
+from meshmend.jax.lanes import lower
 from meshmend.jax.state.layout import StateLayout, vectors_from_leaves
+from meshmend.jax.turn_tables import turn_tables
+from meshmend.schedule.single import single_chunk_of
+from meshmend.schedule.split import reduce_scatter_of
+from meshmend.schedule.turn import turn_windows, with_turn
 
-TURN = "all-reduce-with-turn"
 EIGHT = ("3x3", "1,1")
+TWELVE = ("4x4", "2x2@0,2")
 SIXTY = ("8x8", "2x2@2,2")
-N_STEPS = 4
-LIMIT = 2000.0
-"""Between the norms of the second step's gradients and of the others'."""
+MEANS = [(3, -2, 1), (1024, 256, -64), (-5, 4, 2), (7, 0, -3)]
+"""What the examples' three columns are on average, step by step: the gradients of the second step are large."""
+LIMIT = 128.0
+"""Of the gradients' norm, which is a sixty-fourth of the second step's if the last two columns are zero."""
 
 Params = dict[str, jax.Array]
 
@@ -33,76 +41,76 @@ def fabric_of(shape: str, failed: str) -> mmj.Fabric:
 
 
 @cache
-def plan_of(shape: str, failed: str, planner: str, **more: Any) -> mm.Schedule:
-    return mm.plan(fabric_of(shape, failed).mesh, planner, collective=TURN, **more)
+def plan_of(where: tuple[str, str], planner: str, **more: Any) -> mm.Schedule:
+    return mm.plan(fabric_of(*where).mesh, planner, collective="all-reduce-with-turn", **more)
 
 
-def make_params(dtype: Any = jnp.float32) -> Params:
+def make_params() -> Params:
     rng = np.random.default_rng(0)
-    whole = {"w": rng.integers(-8, 9, (9, 11)), "b": rng.integers(-8, 9, (7,)), "scale": np.array(1)}
-    return {name: jnp.asarray(values, dtype) for name, values in whole.items()} | {"none": jnp.zeros((0, 3), dtype)}
+    shapes = {"w": (9, 11), "b": (7,), "scale": (), "none": (0, 3)}
+    return {name: jnp.asarray(rng.integers(-8, 9, shape), jnp.float32) for name, shape in shapes.items()}
 
 
-def batches(n_devices: int) -> list[NDArray[np.float32]]:
-    """Whole numbers whose means over the examples are whole; the second step's are a hundred times the others'."""
+def batches(n_devices: int, columns: int = 3) -> list[NDArray[np.float32]]:
+    """Whole numbers with exactly these means, however differently spread over the devices."""
     rng = np.random.default_rng(1)
-    rows = 2 * n_devices
-    found = [rng.integers(-4, 5, (rows, 3)).astype(np.float32) * rows for _ in range(N_STEPS)]
-    found[1] *= 100
+    found = []
+    for means in MEANS:
+        batch = rng.integers(-4, 5, (2 * n_devices, 3))
+        batch[-1] += np.array(means) * len(batch) - batch.sum(axis=0)
+        batch[:, columns:] = 0
+        found.append(batch.astype(np.float32))
     return found
 
 
-def coefficients(params: Any) -> Any:
-    return np.arange(params["w"].size).reshape(params["w"].shape) % 5
+def losses_of(params: Any, batch: Any) -> Any:
+    """Linear in each weight: 64 of `w` count as much as the first column, `b` as the second, `scale` as the third."""
+    counts = (np.arange(99) < 64).reshape(9, 11)
+    wide = {name: leaf.astype(jnp.float32) for name, leaf in params.items()}
+    return batch @ jnp.stack([jnp.sum(wide["w"] * counts), jnp.sum(wide["b"]), wide["scale"]])
 
 
-def loss(params: Params, batch: Any) -> Any:
-    """Linear in each weight, with coefficients from the batch: the gradients are whole, and known to NumPy too."""
-    x, y, z = batch.mean(axis=0)
-    return x * jnp.sum(params["w"] * coefficients(params)) + y * jnp.sum(params["b"]) + z * params["scale"]
+def loss(params: Any, batch: Any) -> Any:
+    return jnp.mean(losses_of(params, batch))
 
 
-def gradients(params: Any, batch: NDArray[np.float32]) -> dict[str, NDArray[np.float64]]:
-    x, y, z = batch.astype(np.float64).mean(axis=0)
-    return {"w": x * coefficients(params), "b": np.full(7, y), "scale": np.array(z), "none": np.zeros((0, 3))}
-
-
-def train(fabric: mmj.Fabric, optimizer: Any, program: Any, params: Any, **more: Any) -> tuple[Any, Any, list[Any]]:
+def trained(
+    fabric: mmj.Fabric, optimizer: Any, program: Any, params: Any, *, loss: Any = loss, columns: int = 3, **more: Any
+) -> tuple[Any, Any]:
+    """Return the final parameters and state as a checkpoint has them, without padding; and what each step returned."""
     training = mmj.train_step(loss, optimizer, fabric, **more)
     state = jax.jit(training.init)(params, program)
-    step = jax.jit(training.step)
-    losses = []
-    for batch in batches(int(fabric.jax_mesh.size)):
-        params, state, value = step(params, state, batch, program)
-        losses.append(value)
-    return params, state, losses
-
-
-def vectors(fabric: mmj.Fabric, optimizer: Any, program: Any, params: Params, state: Any) -> Any:
-    """Return parameters and state as a checkpoint has them: without padding, and independent of the mesh."""
-    layout = StateLayout.of(mmj.train_step(loss, optimizer, fabric), program, params)
+    step = jax.jit(training.step, donate_argnums=1)
+    values = []
+    for batch in batches(int(fabric.jax_mesh.size), columns):
+        weights = {"weights": np.arange(len(batch)) % 3} if more.get("per_example") else {}
+        params, state, *value = step(params, state, batch, program, scale=0.5, **weights)
+        values.append(value)
+    for leaf in jax.tree.leaves(params):
+        first, *others = (np.asarray(shard.data) for shard in leaf.addressable_shards)
+        assert all(np.array_equal(first, other) for other in others), "every chip ends with the same bits"
+    layout = StateLayout.of(training, program, params)
+    layout.check(params, state)
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves((params, state))]
-    return vectors_from_leaves(layout.outline, layout.is_sharded, leaves)
+    return vectors_from_leaves(layout.outline, layout.is_sharded, leaves), values
 
 
 def check_same(got: Any, wanted: Any, tolerance: float) -> None:
-    assert str(jax.tree.structure(got)) == str(jax.tree.structure(wanted))
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
         assert a.dtype == b.dtype
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=jax.tree_util.keystr(path))
+        ours, theirs = (np.asarray(x).astype(np.float64) for x in (a, b))
+        np.testing.assert_allclose(ours, theirs, tolerance, tolerance, err_msg=jax.tree_util.keystr(path))
 
 
-def check_against_two_phases(where: tuple[str, str], optimizer: Any, tolerance: float, **plan: Any) -> None:
-    fabric, schedule = fabric_of(*where), plan_of(*where, **plan)
-    found = []
-    for program in (mmj.install_pair(schedule, fabric), mmj.install_turn(schedule, fabric)):
-        params, state, losses = train(fabric, optimizer, program, make_params())
-        assert all(
-            np.ptp([np.asarray(x.data) for x in leaf.addressable_shards], axis=0).max(initial=0) == 0
-            for leaf in jax.tree.leaves(params)
-        ), "chips differ"
-        found.append((vectors(fabric, optimizer, program, params, state), losses))
-    check_same(found[1], found[0], tolerance)
+def check_as_two_phases(
+    where: tuple[str, str], schedule: mm.Schedule, optimizer: Any, tolerance: float, params: Any = None, **more: Any
+) -> None:
+    fabric = fabric_of(*where)
+    got, wanted = (
+        trained(fabric, optimizer, install(schedule, fabric), params or make_params(), **more)
+        for install in (mmj.install_turn, mmj.install_pair)
+    )
+    check_same(got, wanted, tolerance)
 
 
 def matrices(params: Any) -> Any:
@@ -115,31 +123,146 @@ OPTIMIZERS = {
         optax.chain(optax.scale_by_adam(), mmj.add_decayed_weights(0.1, matrices), optax.scale_by_learning_rate(1e-2)),
         1e-6,
     ),
-    "clipped adamw": (optax.chain(mmj.clip_by_global_norm(LIMIT), optax.adamw(1e-2)), 1e-6),
+    "adamw, clipped": (optax.chain(mmj.clip_by_global_norm(LIMIT), optax.adamw(1e-2)), 1e-6),
 }
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_turn_gives_what_two_phases_give(name: str) -> None:
-    check_against_two_phases(EIGHT, *OPTIMIZERS[name], planner="weave", chunks=19)
+    check_as_two_phases(EIGHT, plan_of(EIGHT, "weave", chunks=19), *OPTIMIZERS[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_turn_gives_what_two_phases_give_on_60_chips(name: str) -> None:
-    check_against_two_phases(SIXTY, *OPTIMIZERS[name], planner="weave", chunks=120)
+def test_on_60_of_64_chips(name: str) -> None:
+    check_as_two_phases(SIXTY, plan_of(SIXTY, "weave", chunks=120), *OPTIMIZERS[name])
 
 
-def test_clipping_at_the_turn_is_clipping_first() -> None:
-    """SGD with a clipped second step, in NumPy: the factor is a power of two, so that all is exact."""
-    fabric = fabric_of(*EIGHT)
+@pytest.mark.slow
+@pytest.mark.parametrize(("where", "planner"), [(EIGHT, "hamiltonian"), (TWELVE, "row-pairs"), (TWELVE, "weave")])
+def test_with_any_planner(where: tuple[str, str], planner: str) -> None:
+    """Rings complete several chunks of a chip in one step, and beside a hole row-pairs leaves chips without any."""
+    check_as_two_phases(where, plan_of(where, planner), *OPTIMIZERS["adamw, clipped"])
+
+
+def test_clipping_on_the_way_is_clipping_first() -> None:
+    """In NumPy, to the bit: the one factor that is not 1 is a sixty-fourth."""
+    fabric, params = fabric_of(*EIGHT), make_params()
+    optimizer = optax.chain(mmj.clip_by_global_norm(LIMIT), optax.sgd(0.5))
+    program = mmj.install_turn(plan_of(EIGHT, "weave", chunks=19), fabric)
+    found, _ = trained(fabric, optimizer, program, params, columns=1)
+    firsts = [first for first, *_ in MEANS]
+    norms = [8.0 * abs(first) for first in firsts]
+    assert [norm > LIMIT for norm in norms] == [False, True, False, False], "steps that are clipped, and that are not"
+    change = sum(first * min(1.0, LIMIT / norm) for first, norm in zip(firsts, norms, strict=True))
+    w = np.asarray(params["w"]) - 0.25 * change * (np.arange(99) < 64).reshape(9, 11)
+    expected = jax.tree.leaves({**params, "w": w})
+    assert np.array_equal(found["replicated float32"], np.concatenate([np.ravel(leaf) for leaf in expected]))
+
+
+def test_everything_a_train_step_does_in_repeats_of_a_short_plan() -> None:
+    """Weights of examples, aux, microbatches, a scale; and two dtypes, of which one is sent wider than it is."""
+
+    def with_aux(params: Any, batch: Any) -> Any:
+        values = losses_of(params, batch)
+        return values, {"positive": values > 0}
+
+    short = plan_of(EIGHT, "weave", chunks=8)
+    schedule = short.repeated(3, period=short.n_steps // 2)
     params = make_params()
-    steps = [gradients(params, batch) for batch in batches(8)]
-    norms = [np.sqrt(sum(np.sum(g**2) for g in step.values())) for step in steps]
-    limit = norms[1] / 64
-    assert [bool(norm > limit) for norm in norms] == [False, True, False, False], "one step is clipped, others are not"
-    optimizer = optax.chain(mmj.clip_by_global_norm(float(limit)), optax.sgd(0.5))
-    got, *_ = train(fabric, optimizer, mmj.install_turn(plan_of(*EIGHT, "weave", chunks=19), fabric), params)
-    for name, value in params.items():
-        change = sum(step[name] * min(1.0, limit / norm) for step, norm in zip(steps, norms, strict=True))
-        np.testing.assert_allclose(got[name], np.asarray(value) - 0.5 * change, rtol=1e-6, atol=1e-6)
+    params["b"] = params["b"].astype(jnp.bfloat16)
+    more = {"loss": with_aux, "has_aux": True, "microbatches": 2, "per_example": True}
+    check_as_two_phases(EIGHT, schedule, optax.adam(1e-2), 1e-6, params, **more)
+
+
+@pytest.mark.slow
+def test_weights_are_sent_down_in_their_own_dtype_where_sums_are_over() -> None:
+    """A ring goes up first and down afterwards: there bfloat16 weights travel as such, and in float32 up."""
+    schedule, fabric = plan_of(EIGHT, "hamiltonian"), fabric_of(*EIGHT)
+    params = {name: leaf.astype(jnp.bfloat16) for name, leaf in make_params().items()}
+    check_as_two_phases(EIGHT, schedule, optax.adam(1e-2), 0.0, params)
+    training, program = mmj.train_step(loss, optax.adam(1e-2), fabric), mmj.install_turn(schedule, fabric)
+    state = jax.eval_shape(training.init, params, program)
+    text = jax.jit(training.step).lower(params, state, batches(8)[0], program).as_text()
+    chunk = -(-sum(leaf.size for leaf in params.values()) // schedule.total_chunks)
+    sent = [line for line in text.splitlines() if "collective_permute" in line and f"<1x{chunk}x" in line]
+    assert {line.count(f"<1x{chunk}xbf16>") for line in sent} == {0, 2}
+
+
+@pytest.mark.parametrize("repeats", [1, 4])
+@pytest.mark.parametrize(("where", "planner"), [(EIGHT, "weave"), (TWELVE, "row-pairs"), (SIXTY, "weave")])
+def test_each_chunk_has_one_turn_at_its_owner_while_it_may(where: tuple[str, str], planner: str, repeats: int) -> None:
+    template = plan_of(where, planner)
+    schedule = template.repeated(repeats, period=template.n_steps // 3)
+    lowered = lower(schedule)
+    tables = np.concatenate([np.pad(table, [(0, 0), (0, 0), (0, 3)], constant_values=-(2**31))[:, :, :3]
+                             for table in turn_tables(schedule, lowered)], axis=1)  # fmt: skip
+    first, last = turn_windows(template)
+    period = schedule.period or template.n_steps
+    found = []
+    for now in range(schedule.n_steps):
+        at = tables[:, now % period].astype(np.int64) + now // period * template.total_chunks
+        for chip, place in np.argwhere((at >= 0) & (at < schedule.total_chunks)):
+            repeat, chunk = divmod(int(at[chip, place]), template.total_chunks)
+            assert chip == template.owners[chunk]
+            assert first[chunk] <= now - repeat * schedule.period <= last[chunk]
+            found.append(int(at[chip, place]))
+        # The engine turns what lies between those that are over and those that are still to come.
+        over, open_ = at >= schedule.total_chunks, at < 0
+        assert not np.any(over[:, 1:] & ~over[:, :-1])
+        assert not np.any(open_[:, :-1] & ~open_[:, 1:])
+    assert sorted(found) == list(range(schedule.total_chunks))
+
+
+def test_windows_are_from_the_last_sum_to_the_first_copy() -> None:
+    schedule = plan_of(EIGHT, "weave", chunks=19)
+    for chunk, (first, last) in enumerate(zip(*turn_windows(schedule), strict=True)):
+        mine = (schedule.first_chunk <= chunk) & (chunk < schedule.first_chunk + schedule.n_chunks)
+        into = mine & (schedule.dst == schedule.owners[chunk]) & (schedule.op == 0)
+        assert first == schedule.step[into].max()
+        assert last == schedule.step[mine & (schedule.src == schedule.owners[chunk])].min() - 1
+
+
+@pytest.mark.parametrize(("planner", "fewest"), [("weave", 30), ("row-pairs", 60), ("hamiltonian", 118)])
+def test_a_single_chunk_of_an_all_reduce_is_one(planner: str, fewest: int) -> None:
+    whole = plan_of(SIXTY, planner)
+    single = single_chunk_of(whole)
+    payload = np.random.default_rng(0).integers(-99, 100, (60, 3))
+    assert np.array_equal(mmn.run(single, payload), np.broadcast_to(payload.sum(axis=0), payload.shape))
+    assert single.n_steps <= min(fewest, whole.n_steps)
+    mm.verify(single)
+
+
+def test_a_chip_keeps_its_share_of_the_state_only() -> None:
+    fabric, schedule = fabric_of(*SIXTY), plan_of(SIXTY, "weave", chunks=120)
+    training = mmj.train_step(lambda w, batch: jnp.sum(w) * jnp.mean(batch), optax.adamw(1e-2), fabric)
+    program = mmj.install_turn(schedule, fabric)
+    weights = jnp.zeros(100_000)
+    layout = StateLayout.of(training, program, weights)
+    assert layout == StateLayout.of(training, mmj.install_pair(schedule, fabric), weights)
+    state = jax.jit(training.init)(weights, program)
+    on_one = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+    chunk = -(-100_000 // 120)
+    assert on_one == 2 * 2 * chunk * 4 + 4, "two chunks of both moments, and the count of steps"
+    assert on_one <= (8 * 100_000 + 4) * (1 / 60 + 0.001)
+
+
+def test_what_does_not_go_with_a_turn_is_refused() -> None:
+    fabric, schedule = fabric_of(*EIGHT), plan_of(EIGHT, "weave", chunks=19)
+    program = mmj.install_turn(schedule, fabric)
+    params = make_params()
+    for optimizer, why in [
+        (mmj.lamb(0.1), r"norms of layers.*LARS and LAMB.*install_pair\(\)"),
+        (mmj.lars(0.1), r"norms of layers.*LARS and LAMB.*install_pair\(\)"),
+        (optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), r"combines values.*mmj\.clip_by_global_norm"),
+        (optax.adamw(0.1, mask=matrices), r"treats some layers differently"),
+    ]:
+        with pytest.raises(ParameterError, match=why):
+            mmj.train_step(loss, optimizer, fabric).init(params, program)
+    with pytest.raises(ParameterError, match=r"Expected an all-reduce, got a schedule of a reduce-scatter"):
+        mmj.install_turn(reduce_scatter_of(schedule), fabric)
+    with pytest.raises(ParameterError, match=r"for all-reduce, expected one for reduce-scatter|got a ProgramWithTurn"):
+        mmj.reduce_scatter(params, program)  # type: ignore[arg-type]  # not a program
+    plain = mm.plan(fabric.mesh, "weave", chunks=19, owners="even")
+    assert mmj.install_turn(plain, fabric).through.layout == program.through.layout, "any all-reduce that has a turn"
+    assert with_turn(plain) == schedule

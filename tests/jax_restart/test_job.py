@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from meshmend.jax.managed.run import IN_FLIGHT
-from meshmend.launch import Hosts, LocalJob, read_timeline
-from meshmend.launch.local import timeline_of
+from meshmend.launch.hosts import Hosts
+from meshmend.launch.local import LocalJob
+from meshmend.launch.timeline import read_timeline
 
 ROOT = Path(__file__).parents[2]
-STEPS, HOSTS = 40, 3
+STEPS = 40
 
 
 def write_script(folder: Path, pause_on_hole_s: float = 0.0) -> Path:
@@ -74,7 +75,7 @@ def account(folder: Path) -> Any:
 
 
 def test_the_script_alone_learns(alone: Path) -> None:
-    found = losses(read_timeline(alone / "shared/timeline-0.jsonl"))
+    found = losses(read_timeline(alone / "shared/timeline/host-0.jsonl"))
     assert list(found) == list(range(1, STEPS + 1))
     assert found[STEPS] < 0.6 * found[1]
     assert account(alone).steps == STEPS
@@ -84,23 +85,21 @@ def test_the_script_alone_learns(alone: Path) -> None:
 def test_a_host_dies(comes_back: bool, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     script = write_script(tmp_path, pause_on_hole_s=0.5 * comes_back)
+    shared = tmp_path / "shared"
 
     def events(host: int) -> list[dict[str, Any]]:
-        return read_timeline(timeline_of(tmp_path / "launcher", host))
-
-    def log(host: int, line: str) -> None:
-        with (tmp_path / f"host-{host}.log").open("a") as file:
-            file.write(line + "\n")
+        return read_timeline(shared / f"timeline/host-{host}.jsonl")
 
     def until(condition: Callable[[], Any], what: str) -> None:
         give_up_at = time.monotonic() + 120
         while not condition():
-            logs = "".join(path.read_text()[-1500:] for path in tmp_path.glob("host-*.log"))
-            assert time.monotonic() < give_up_at, f"never: {what}\n{logs}"
-            assert hosts.running, f"ended before: {what}\n{logs}"
-            hosts.watch(0.1)
+            hosts.processes.watch(0.1)
+            assert time.monotonic() < give_up_at, f"never: {what}\n{log}"
+            assert hosts.running, f"ended before: {what}\n{log}"
 
-    with LocalJob([str(script)], Hosts.of("3x2", "1x2"), tmp_path / "launcher", on_line=log) as hosts:
+    log: list[str] = []
+    machine = Hosts.of("3x2", "1x2")
+    with LocalJob([str(script)], machine, shared, on_line=lambda host, line: log.append(f"{host}: {line}")) as hosts:
         hosts.start()
         until(lambda: max(losses(events(1)), default=0) >= 8, "step 8")
         hosts.kill(0)
@@ -108,7 +107,7 @@ def test_a_host_dies(comes_back: bool, alone: Path, tmp_path: Path, monkeypatch:
             until(lambda: any(e["event"] == "step" and e["chips"] == 4 for e in events(1)), "a step on 4 chips")
             hosts.start(0)
         statuses = hosts.wait(240)
-    assert statuses == dict.fromkeys(range(HOSTS) if comes_back else (1, 2), 0)
+    assert {host: statuses[host] for host in (1, 2)} == {1: 0, 2: 0}, log
     for host in (1, 2):
         restored = [(e["source"], e["step"]) for e in events(host) if e["event"] == "restore"]
         assert [source for source, _ in restored] == ["start", "memory", "memory"][: 2 + comes_back]
@@ -120,6 +119,6 @@ def test_a_host_dies(comes_back: bool, alone: Path, tmp_path: Path, monkeypatch:
     # The losses of the last steps before a failure may not have been noted.
     assert len(found) >= STEPS - 2 * (1 + comes_back) * IN_FLIGHT
     assert STEPS in found
-    expected = losses(read_timeline(alone / "shared/timeline-0.jsonl"))
+    expected = losses(read_timeline(alone / "shared/timeline/host-0.jsonl"))
     # The same samples in the same steps; sums in another order round differently, and training carries that on.
     assert max(abs(found[step] / expected[step] - 1) for step in found) < 1e-3

@@ -181,14 +181,26 @@ def test_predictions_are_exactly_those_of_the_expanded_schedule() -> None:
     assert checked > 100
 
 
-def test_asynchronous_forecasts_of_long_schedules_go_on_at_their_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    template = mm.plan(Mesh("4x4", failed=["1,1"]), "weave", chunks=16)
-    whole = template.repeated(40, 12)
+@pytest.mark.parametrize(
+    ("mesh", "trees"),
+    [
+        (Mesh("4x4", failed=["1,1"]), 4),
+        (Mesh("6x8", failed=["2x2@2,2"]), 7),
+        (Mesh("5x5", wrap=True, failed=["2,2"]), 5),
+        (Mesh("3x3x3", failed=["1,1,1"]), 6),
+        (Mesh("1x7"), 3),
+    ],
+    ids=str,
+)
+def test_asynchronous_forecasts_of_long_schedules_go_on_at_their_pace(
+    mesh: Mesh, trees: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = mm.plan(mesh, "weave", trees=trees, chunks=60 * trees)
     for hardware in ("ideal", "tpu-v4-xla"):
         exact = mm.predict(whole, 1e8, hardware, mode="asynchronous").seconds
         assert exact == pytest.approx(mm.predict(whole.expanded(), 1e8, hardware, mode="asynchronous").seconds)
         with monkeypatch.context() as patch:
-            patch.setattr(sys.modules["meshmend.cost.predict"], "MAX_FOLLOWED", 10 * template.n_transfers)
+            patch.setattr(sys.modules["meshmend.cost.predict"], "MAX_FOLLOWED", 10 * whole.template.n_transfers)
             assert mm.predict(whole, 1e8, hardware, mode="asynchronous").seconds == pytest.approx(exact, rel=0.01)
 
 

@@ -129,7 +129,6 @@ def test_weave_turns_round_some_holes(hole: str) -> None:
 @pytest.mark.parametrize("hole", HOLES)
 def test_every_planner_turns_round_every_hole(hole: str) -> None:
     mesh = Mesh("8x8", failed=[hole])
-    assert_turns(mm.plan(mesh, collective=WITH_TURN, payload_bytes=1e8, hardware="tpu-v6e", budget_s=1))
     for planner in ("weave", "hamiltonian", "row-pairs"):
         try:
             schedule = mm.plan(mesh, planner, collective=WITH_TURN)

@@ -206,6 +206,7 @@ def test_a_run_of_billions_of_chunks_is_followed_as_one() -> None:
 
         total_chunks = 2**30
         repeats, period = 1, 0
+        collective = Collective.ALL_REDUCE
 
     long: Any = Long()
     long.template = long

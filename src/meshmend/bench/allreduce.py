@@ -1,5 +1,7 @@
 """All-reduce times over real links: Gloo's own, and every plan's, on the same mesh in the same run.
 
+With updates, each plan is also timed as a training step's exchange with a turn: owners apply AdamW on the way.
+
 Each live chip is a process, in a lab inside its own network namespace. The cases alternate, so that other load on
 the machine affects all of them alike. All processes read the same clock, so a run lasts from the first chip's
 start to the last chip's end.
@@ -8,10 +10,11 @@ start to the last chip's end.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,7 +27,7 @@ from meshmend.errors import Coordinate, LabError, PlanError, name_chip
 from meshmend.lab import Chips, Lab
 from meshmend.lab.namespaces import INTERFACE
 from meshmend.planning import PLANNERS, plan
-from meshmend.schedule import Schedule
+from meshmend.schedule import Collective, Schedule
 from meshmend.topology import Mesh
 from meshmend.torch.engine import Engine
 from meshmend.torch.private import gloo_backend
@@ -32,13 +35,18 @@ from meshmend.torch.private import gloo_backend
 GLOO = "gloo"
 PROCESS_GROUP = "process group"
 """`MeshProcessGroup` with the plan that it chooses itself: over loopback, where its overhead is visible."""
+UPDATE = ", update"
+"""After a planner's name: its all-reduce with a turn, in which owners update their weights with AdamW."""
 PORT = 29400
 TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
 class Result:
-    """One case on one mesh: the best run in seconds, in units of M/b, and in ratios."""
+    """One case on one mesh: the best run in seconds, in units of M/b, and in ratios.
+
+    `to_plain` is there for an update: its best run over that of the same planner's all-reduce.
+    """
 
     mesh: str
     chips: int
@@ -49,21 +57,32 @@ class Result:
     units: float | None
     to_bound: float | None
     to_gloo: float
+    to_plain: float | None = None
 
     def facts(self) -> dict[str, Any]:
         """Return the figures."""
         return dict(vars(self))
 
 
-def applicable(mesh: Mesh, payload_bytes: int, names: Sequence[str] | None = None) -> dict[str, Schedule]:
-    """Return the proven plan of every planner that serves a mesh, with chunks that suit the payload."""
+def applicable(
+    mesh: Mesh, payload_bytes: int, names: Sequence[str] | None = None, *, update: bool = False
+) -> dict[str, Schedule]:
+    """Return the proven plan of every planner that serves a mesh, with chunks that suit the payload.
+
+    With `update`, also that of an all-reduce with a turn, where the planner has one.
+    """
     schedules = {}
+    collectives = [Collective.ALL_REDUCE] + [Collective.ALL_REDUCE_WITH_TURN] * update
     for name in names or [name for name in PLANNERS if name != "auto"]:
-        try:
-            schedules[name] = plan(mesh, name, payload_bytes=payload_bytes, hardware="gloo-loopback")
-        except PlanError:
-            if names:
-                raise
+        for collective in collectives:
+            turns = collective is Collective.ALL_REDUCE_WITH_TURN
+            try:
+                made = plan(mesh, name, collective=collective, payload_bytes=payload_bytes, hardware="gloo-loopback")
+            except PlanError:
+                if names and not turns:
+                    raise
+            else:
+                schedules[name + UPDATE * turns] = made
     return schedules
 
 
@@ -74,10 +93,11 @@ def measure(
     lab: Lab | None = None,
     planners: Sequence[str] | None = None,
     repeat: int = 3,
+    update: bool = False,
     patience_s: float = 900.0,
 ) -> list[Result]:
     """Time Gloo and the planners on one mesh, in a lab or (without one) over loopback."""
-    schedules = applicable(mesh, payload_bytes, planners)
+    schedules = applicable(mesh, payload_bytes, planners, update=update)
     port = PORT if lab is not None else _free_port()
     with Chips(None if lab is None else lab.namespaces) as chips:
         for rank in range(mesh.n_chips):
@@ -111,6 +131,7 @@ def measure(
                 units=units,
                 to_bound=None if units is None else units / bound(mesh).units,
                 to_gloo=best / min(seconds[GLOO]),
+                to_plain=best / min(seconds[case.removesuffix(UPDATE)]) if case.endswith(UPDATE) else None,
             )
         )
     return results
@@ -135,7 +156,8 @@ def _time_cases(
     group = gloo_backend(store, rank, mesh.n_chips, timeout=TIMEOUT, interface=interface)
     ways: dict[str, Callable[[torch.Tensor], Any]] = {GLOO: lambda payload: group.allreduce([payload]).wait()}
     for name, schedule in schedules.items():
-        ways[name] = Engine(schedule, rank, group, timeout=TIMEOUT).all_reduce
+        engine = Engine(schedule, rank, group, timeout=TIMEOUT)
+        ways[name] = _update_with(engine, payload_bytes // 4) if name.endswith(UPDATE) else engine.all_reduce
     if process_group:
         from meshmend.torch.process_group import MeshProcessGroup
 
@@ -152,12 +174,49 @@ def _time_cases(
             started = time.monotonic()
             ways[case](payload)
             runs.append((started, time.monotonic()))
-            if not bool((payload == mesh.n_chips).all()):
+            if case.endswith(UPDATE):
+                if not torch.allclose(payload, torch.tensor(updated_weight(mesh.n_chips)), rtol=1e-6, atol=0.0):
+                    raise LabError(f"{case} gave wrong weights on {mesh}.")
+            elif not bool((payload == mesh.n_chips).all()):
                 raise LabError(f"{case} gave a wrong sum on {mesh}.")
     group.barrier().wait()
     # Rank 0 hosts the store, so the others leave first.
     time.sleep(0.2 if rank == 0 else 0)
     return spans
+
+
+ADAMW: Mapping[str, float] = {"rate": 0.003, "decay": 0.01, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8}
+
+
+def _update_with(engine: Engine, n_weights: int) -> Callable[[torch.Tensor], None]:
+    """Return a first step of AdamW on weights of one, with the state of what this chip owns."""
+    rate, decay, beta1, beta2, epsilon = ADAMW.values()
+    owned = engine.owned(n_weights)
+    state = {where.start: [torch.zeros(where.stop - where.start) for _ in range(3)] for where in owned}
+
+    def turn(where: slice, values: torch.Tensor) -> None:
+        weights, mean, square = state[where.start]
+        mean.mul_(beta1).add_(values, alpha=1 - beta1)
+        square.mul_(beta2).addcmul_(values, values, value=1 - beta2)
+        weights.mul_(1 - rate * decay)
+        weights.addcdiv_(mean, (square / (1 - beta2)).sqrt_().add_(epsilon), value=-rate / (1 - beta1))
+        values.copy_(weights)
+
+    def update(gradients: torch.Tensor) -> None:
+        for weights, *moments in state.values():
+            weights.fill_(1.0)
+            for moment in moments:
+                moment.zero_()
+        engine.all_reduce(gradients, turn=turn)
+
+    return update
+
+
+def updated_weight(gradient: float) -> float:
+    """Return what that step makes of a weight, by the formula."""
+    rate, decay, beta1, beta2, epsilon = ADAMW.values()
+    mean, square = (1 - beta1) * gradient / (1 - beta1), (1 - beta2) * gradient**2 / (1 - beta2)
+    return 1 - rate * decay - rate * mean / (math.sqrt(square) + epsilon)
 
 
 def _free_port() -> int:

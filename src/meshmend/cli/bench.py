@@ -42,6 +42,9 @@ def allreduce(
         list[str] | None, typer.Option("--planner", metavar="NAME", help="Only these. Repeatable. [default: all]")
     ] = None,
     repeat: Annotated[int, typer.Option("--repeat", min=1, help="Runs per case; the best counts.")] = 3,
+    update: Annotated[
+        bool, typer.Option("--update", help="Also time a sharded update: each plan with a turn, AdamW at the owners.")
+    ] = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="F", help="Draw the times into F: .svg, .png or .pdf.")
     ] = None,
@@ -63,7 +66,7 @@ def allreduce(
         _require("torch")
         whole = Mesh(shape)
         meshes = [whole] + ([whole.fail(*fail)] if fail else [])
-        results = _measure_all(meshes, sizes, rate if lab_shape else None, planner, repeat)
+        results = _measure_all(meshes, sizes, rate if lab_shape else None, planner, repeat, update)
         if plot is not None:
             from meshmend.bench.plot import draw_times
 
@@ -153,7 +156,7 @@ def _require(*modules: str, extra: str = "torch") -> None:
 
 
 def _measure_all(
-    meshes: list[Mesh], sizes: list[int], rate: str | None, planners: list[str] | None, repeat: int
+    meshes: list[Mesh], sizes: list[int], rate: str | None, planners: list[str] | None, repeat: int, update: bool
 ) -> list[Result]:
     from meshmend.bench.allreduce import measure
 
@@ -163,14 +166,14 @@ def _measure_all(
         for mesh in meshes:
             for size in sizes:
                 with status(f"{mesh}, {size / 1e6:g} MB over loopback"):
-                    results += measure(mesh, size, planners=planners, repeat=repeat)
+                    results += measure(mesh, size, planners=planners, repeat=repeat, update=update)
         return results
     with Lab.temporary(meshes[0], rate=rate) as lab:
         for mesh in meshes:
             left = lab if mesh == lab.mesh else lab.kill(*mesh.holes)
             for size in sizes:
                 with status(f"{mesh}, {size / 1e6:g} MB over links of {rate}"):
-                    results += measure(mesh, size, lab=left, planners=planners, repeat=repeat)
+                    results += measure(mesh, size, lab=left, planners=planners, repeat=repeat, update=update)
     return results
 
 
@@ -178,7 +181,8 @@ def _show_times(results: list[Result]) -> None:
     table = Table(title="all-reduce, best run", title_justify="left", title_style="bold", box=None, pad_edge=False)
     for name in ("mesh", "payload", "case"):
         table.add_column(name, style="cyan", no_wrap=True)
-    for name in ("seconds", "M/b", "× bound", "× Gloo"):
+    updates = any(result.to_plain is not None for result in results)
+    for name in ("seconds", "M/b", "× bound", "× Gloo", *["× all-reduce"] * updates):
         table.add_column(name, justify="right")
     for result in results:
         table.add_row(
@@ -189,6 +193,7 @@ def _show_times(results: list[Result]) -> None:
             "–" if result.units is None else f"{result.units:.3f}",
             "–" if result.to_bound is None else f"{result.to_bound:.2f}",
             f"{result.to_gloo:.2f}",
+            *(["" if result.to_plain is None else f"{result.to_plain:.2f}"] * updates),
         )
     terminal().print(table)
 

@@ -174,7 +174,9 @@ def _phase_ends(demand: StepDemand, payload_bytes: float, hardware: Hardware) ->
         return _ends(schedule, paths, payload_bytes, hardware)
     template, period = schedule.template, schedule.period
     overlapping = -(-template.n_steps // period)
-    long = min(schedule.repeats, max(2 * overlapping, MAX_FOLLOWED // template.n_transfers))
+    follow = MAX_FOLLOWED // template.n_transfers
+    # Where latency counts, the pace goes up and down for about four times as many repeats as overlap.
+    long = min(schedule.repeats, max(2 * overlapping, min(4 * overlapping, 4 * follow), follow))
     short = max(1, long // 2)
     ends = []
     for repeats in (short, long):

@@ -8,6 +8,7 @@ any number of them restores from it.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ class Batch:
     """
 
     data: Any
-    """A pytree of arrays, the first axis split over all devices; padding repeats a sample of the same step."""
+    """A pytree of arrays, the first axis split over all devices or tiles; padding repeats a sample of the same step."""
     weights: jax.Array
     """1.0 for each example that counts and 0.0 for padding, split like the data."""
     learning_rate_factor: float
@@ -93,9 +94,13 @@ class Feed:
         return np.array([self._order[first + place] for place in places], dtype=np.int64)
 
     def split(self, fabric: Fabric) -> BatchSplit:
-        """Return how this feed's samples are split over a fabric's devices: sizes of batches, steps per epoch."""
+        """Return how this feed's samples are split over a fabric's devices: sizes of batches, steps per epoch.
+
+        On a fabric of tiles a tile counts as one chip and one device: its devices share its part of a batch.
+        """
         n_chips = fabric.mesh.n_chips
-        return BatchSplit(self.epoch_size, self.policy.global_batch(n_chips), n_chips, fabric.jax_mesh.size // n_chips)
+        n_cores = math.prod(fabric.jax_mesh.shape[axis] for axis in fabric.batch_axes) // n_chips
+        return BatchSplit(self.epoch_size, self.policy.global_batch(n_chips), n_chips, n_cores)
 
     def batches(self, fabric: Fabric, at: Position | None = None, *, epochs: int | None = None) -> Iterator[Batch]:
         """Return the batches from a position on (by default the beginning), for this fabric.
@@ -110,9 +115,10 @@ class Feed:
                 "another source."
             )
         split = self.split(fabric)
-        mine = [
-            i for i, device in enumerate(fabric.jax_mesh.devices.flat) if device.process_index == jax.process_index()
-        ]
+        # The devices of a tile share its part of the batch, and may belong to several processes.
+        parts = fabric.jax_mesh.devices.reshape(split.n_devices, -1)
+        here = jax.process_index()
+        mine = [i for i, part in enumerate(parts) if any(device.process_index == here for device in part)]
         if not mine:
             raise ParameterError(
                 f"Process {jax.process_index()} has no device in {fabric!r}, so it has nothing to feed."
@@ -134,7 +140,7 @@ class Feed:
         self, fabric: Fabric, split: BatchSplit, at: Position, steps: int, mine: list[int], reader: Any, factor: float
     ) -> Iterator[Batch]:
         place_of = {device: i * split.rows for i, device in enumerate(mine)}
-        sharding = fabric.sharding(fabric.axes)
+        sharding = fabric.sharding(fabric.batch_axes)
 
         def spread(local: NDArray[Any]) -> jax.Array:
             """Make one array over all devices of the rows of this process's own."""

@@ -28,7 +28,6 @@ from meshmend.jax.collectives import (
     gather_dtype,
     groups_of,
     join_in_chip,
-    shard_of,
     sum_in_chip,
 )
 from meshmend.jax.elementwise import NEEDS_NORMS, update_weights
@@ -51,6 +50,7 @@ class Streamed(NamedTuple):
 def streamed_update(
     optimizer: optax.GradientTransformation,
     params: Any,
+    own_params: Shards,
     state: Any,
     gradients: Any,
     mean: Callable[[Shards], Shards],
@@ -61,9 +61,6 @@ def streamed_update(
 ) -> tuple[Any, Any]:
     """Return new parameters and state; `mean` makes the mean gradients of the sums of what all devices give."""
     layout, owned = program.through.layout, program.through.owned[0]
-    own_params = shard_of(params, program.through, accumulate_dtype=accumulate_dtype)
-    # To cut the shards the weights are packed: that is over, and its buffer free, before the gradients are.
-    gradients, own_params = lax.optimization_barrier((gradients, own_params))
     leaves, like = jax.tree.leaves(gradients), jax.tree.leaves(params)
     groups = groups_of(leaves, layout, accumulate_dtype)
     split = _SplitState(state, groups, len(owned))

@@ -146,7 +146,19 @@ def train_step(
         specs = state_specs(params, program)
         return shard_mapped(local, (replicated, program.spec), specs)(params, program)
 
+    def cut_own(params: Any, batch: Any, program: AnyProgram) -> tuple[Any, Any]:
+        """Return this chip's shard of the parameters if the update is sharded, and the batch.
+
+        To be cut, the parameters are packed. That is over, and its buffer free, before anything is made of the batch.
+        """
+        if isinstance(program, Program):
+            return None, batch
+        own_params = shard_of(params, program.sharded_by, accumulate_dtype=accumulate_dtype)
+        found: tuple[Any, Any] = lax.optimization_barrier((own_params, batch))
+        return found
+
     def mean_update(params: Any, state: Any, batch: Any, scale: Any, program: AnyProgram) -> tuple[Any, ...]:
+        own_params, batch = cut_own(params, batch, program)
         extras, gradients = _gradients(with_aux, params, batch, microbatches, accumulate_dtype)
         if isinstance(program, Program):
             gradients, extras = all_reduce((gradients, extras), program, mean=True, accumulate_dtype=accumulate_dtype)
@@ -157,6 +169,7 @@ def train_step(
             params, state = _sharded_update(
                 optimizer,
                 params,
+                own_params,
                 state,
                 gradients,
                 lambda total: total / n_devices,
@@ -170,6 +183,7 @@ def train_step(
     def true_mean_update(
         params: Any, state: Any, batch: Any, weights: Any, scale: Any, program: AnyProgram
     ) -> tuple[Any, ...]:
+        own_params, batch = cut_own(params, batch, program)
         sums = weighted_sums(with_aux, params, batch, weights, microbatches, accumulate_dtype)
         own = jax.eval_shape(with_aux, params, batch)
 
@@ -191,6 +205,7 @@ def train_step(
             params, state = _sharded_update(
                 optimizer,
                 params,
+                own_params,
                 state,
                 sums.gradients,
                 lambda total: divide_by_weight(total, weight, empty=0.0).astype(total.dtype),
@@ -231,6 +246,7 @@ def train_step(
 def _sharded_update(
     optimizer: optax.GradientTransformation,
     params: Any,
+    own_params: Any,
     state: Any,
     gradients: Any,
     mean: Callable[[Any], Any],
@@ -245,10 +261,11 @@ def _sharded_update(
         return jax.tree.map(mean, sums)
 
     if isinstance(program, ProgramWithTurn):
-        return streamed_update(optimizer, params, state, gradients, means, scale, value, program, accumulate_dtype)
+        return streamed_update(
+            optimizer, params, own_params, state, gradients, means, scale, value, program, accumulate_dtype
+        )
     pair = program
     own_gradients = means(reduce_scatter(gradients, pair.scatter, accumulate_dtype=accumulate_dtype))
-    own_params = shard_of(params, pair.scatter, accumulate_dtype=accumulate_dtype)
     layers = ShardedLayers(params, pair, accumulate_dtype)
     own_params, state = update_weights(optimizer, own_params, state, own_gradients, scale, value=value, layers=layers)
     return all_gather(own_params, pair.gather, like=params, accumulate_dtype=accumulate_dtype), state

@@ -50,8 +50,13 @@ def weighted_sums(
     def piece_sums(batch: Any, weights: jax.Array) -> Sums:
         # A cotangent of 0 times a derivative of NaN is NaN, so examples that don't count must not be computed with.
         used = weights != 0
-        rows = jnp.where(used, jnp.arange(len(weights)), jnp.argmax(used))
-        batch = jax.tree.map(lambda x: jnp.take(x, rows, axis=0), batch)
+        first = jnp.argmax(used)
+
+        def used_or_first(x: jax.Array) -> jax.Array:
+            # Not a gather of rows: where the batch is split inside a tile, that would collect all of it on each chip.
+            return jnp.where(used.reshape(-1, *[1] * (x.ndim - 1)), x, lax.dynamic_index_in_dim(x, first, 0))
+
+        batch = jax.tree.map(used_or_first, batch)
 
         def total(params: Any) -> tuple[jax.Array, Any]:
             extras = jax.tree.map(

@@ -31,8 +31,7 @@ from meshmend.topology import Mesh, Region, name_cable, name_cable_rates, name_s
 
 __all__ = ["from_text", "load", "save", "to_text"]
 
-FORMAT = 1
-REPEATED_FORMAT = 2
+FORMAT, REPEATED_FORMAT = 1, 2
 """Versions of both forms: 2 is for a repeated schedule, whose rows are the template's, so that readers of 1 do not take
 them for the whole. A reader refuses the versions that it does not know."""
 
@@ -246,7 +245,8 @@ def _read_header(data: bytes) -> dict[str, Any]:
         raise ScheduleFileError(f"its header is not JSON ({error}).") from error
     found = header.get("format") if isinstance(header, dict) else type(header).__name__
     if type(found) is not int or found not in (FORMAT, REPEATED_FORMAT):
-        raise ScheduleFileError(f"its format is {found!r}; this version of meshmend reads {FORMAT}.")
+        known = f"{FORMAT} and {REPEATED_FORMAT}"
+        raise ScheduleFileError(f"its format is {found!r}; this version of meshmend reads {known}.")
 
     def listed(key: str, kind: type) -> list[Any]:
         values = header.get(key)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Annotated, Any
@@ -21,18 +21,22 @@ import torch.distributed as dist
 
 from meshmend import __version__
 from meshmend.errors import Coordinate, DisagreementError, LostChipError, MeshmendError, ParameterError, ScheduleError
-from meshmend.schedule import Schedule
+from meshmend.schedule import Collective, Schedule
 from meshmend.schedule.verify import ensure_proven
 from meshmend.torch.channel import MAX_MESSAGES, Channel, Deadline, TransportError
-from meshmend.torch.payload import check_payload, combine_of, describe, kind_of, memory_of, overwrite
+from meshmend.torch.payload import Flat, check_payload, combine_of, describe, kind_of, memory_of, overwrite
 from meshmend.torch.program import ChipProgram, compile_program
 from meshmend.torch.run import ProgramRun
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
 
+Turn = Callable[[slice, Flat], None]
+"""What an owner does with a part of the payload at its turn: from its place among the payload's elements and its sums,
+which it replaces in place by what every chip shall end with."""
+
 
 class Engine:
-    """Runs one schedule on one rank, any number of times.
+    """Runs one schedule on one rank, any number of times: `all_reduce`, `reduce_scatter` or `all_gather`, as it is for.
 
     `group` is a process group with one member per chip; `group_ranks[r]` is the group's number for the schedule's
     rank r (the same number where it is left out). Making an engine is a collective call, as making a group is: all
@@ -85,8 +89,6 @@ class Engine:
         """Check the schedule against the group, prove it, and return this rank's program."""
         schedule, channel = self.schedule, self._channel
         n_chips = schedule.mesh.n_chips
-        if not schedule.collective.is_all_reduce:
-            raise ScheduleError(f"The engine runs all-reduce schedules: got {schedule.collective}.")
         if len(self._members) != n_chips:
             raise ScheduleError(
                 f"{schedule!r} needs a group rank for each of {n_chips} chips: got {len(self._members)}."
@@ -115,28 +117,91 @@ class Engine:
         """The error that broke this engine, if any."""
         return self._channel.error
 
-    def all_reduce(self, payload: Annotated[torch.Tensor, "[...]"], op: Any = dist.ReduceOp.SUM) -> None:
+    def owned(self, n_elements: int) -> tuple[slice, ...]:
+        """Return which elements of a payload of that size this chip owns, in ascending order.
+
+        Of an all-reduce with a turn, they are what the turn is called with, one call for each. A chip may own none:
+        there may be fewer chunks than chips, or fewer elements than chunks.
+        """
+        if self.schedule.collective is Collective.ALL_REDUCE:
+            raise self._other_collective("has no owners", Collective.ALL_REDUCE_WITH_TURN)
+        total = self._program.total_chunks
+        cuts = [(n_elements * run.first // total, n_elements * run.last // total) for run in self._program.owned]
+        return tuple(slice(start, stop) for start, stop in cuts if start < stop)
+
+    def all_reduce(
+        self, payload: Annotated[torch.Tensor, "[...]"], op: Any = dist.ReduceOp.SUM, *, turn: Turn | None = None
+    ) -> None:
         """Reduce a contiguous tensor in place over all chips; every chip ends with the same bits.
+
+        An all-reduce with a turn may be given one. `turn(where, values)` is called on the owner of each part of the
+        payload when its sum (or mean, …) is complete: `where` is its place among the payload's elements, one of
+        `owned(payload.numel())`, and `values` those elements, to be changed in place. Every chip ends with what the
+        owner put there. Calls come in any order, one at a time, without autograd, perhaps from another thread; their
+        time counts towards the engine's timeout. Keep what a turn changes elsewhere (an optimizer's state) aside until
+        `all_reduce` has returned: if it raises, other turns may not have happened. An error in a turn is raised here
+        and breaks the engine; no other chip can finish without that part, so each of them raises `LostChipError`.
 
         Raises `PayloadError` for a tensor that cannot be reduced, and `DisagreementError` on every chip if they do not
         pass equal ones: nothing has been sent then. Raises `LostChipError` within the engine's timeout if a chip does
         not respond; the payload is then invalid. Calls run in the order in which they and `start` were called.
         """
+        kind, words = self._checked(payload, op, turn)
+        self._run(payload, kind, words, self._channel.ticket(), turn)
+
+    def reduce_scatter(self, payload: Annotated[torch.Tensor, "[...]"], op: Any = dist.ReduceOp.SUM) -> None:
+        """Reduce a contiguous tensor over all chips; this chip ends with the sums of `owned(payload.numel())`.
+
+        They are in their place in the payload. All other elements are scratch then: partial sums that mean nothing.
+        Raises as `all_reduce` does.
+        """
+        self._need(Collective.REDUCE_SCATTER)
         kind = kind_of(op)
         check_payload(payload, kind)
-        self.reduce(payload, kind, describe([payload], kind))
+        self._run(payload, kind, describe([payload], kind), self._channel.ticket())
+
+    def all_gather(self, payload: Annotated[torch.Tensor, "[...]"]) -> None:
+        """Fill a contiguous tensor with what each of its elements is at its owner: here `owned(payload.numel())`.
+
+        Elements of any dtype are moved as they are. Raises as `all_reduce` does.
+        """
+        self._need(Collective.ALL_GATHER)
+        check_payload(payload, None)
+        self._run(payload, None, describe([payload], None), self._channel.ticket())
 
     def reduce(self, payload: Annotated[torch.Tensor, "[...]"], kind: Any, words: str) -> None:
-        """Reduce a payload that has been checked; `words` say what it is, and members agree on them."""
-        self._reduce(payload, kind, words, self._channel.ticket())
+        """All-reduce a payload that has been checked; `words` say what it is, and members agree on them."""
+        self._need(Collective.ALL_REDUCE)
+        self._run(payload, kind, words, self._channel.ticket())
 
-    def _reduce(self, payload: torch.Tensor, kind: Any, words: str, ticket: int) -> None:
+    def _checked(self, payload: torch.Tensor, op: Any, turn: Turn | None) -> tuple[Any, str]:
+        """Check the arguments of an all-reduce; return the kind of reduction, and what members agree on."""
+        self._need(Collective.ALL_REDUCE if turn is None else Collective.ALL_REDUCE_WITH_TURN)
+        kind = kind_of(op)
+        check_payload(payload, kind)
+        return kind, describe([payload], kind) + " with a turn" * (turn is not None)
+
+    def _need(self, collective: Collective) -> None:
+        """Raise `ScheduleError` unless the schedule is of that collective; one with a turn is an all-reduce too."""
+        ours = self.schedule.collective
+        if ours is not collective and not (ours.is_all_reduce and collective is Collective.ALL_REDUCE):
+            raise self._other_collective(f"is no {collective}", collective)
+
+    def _other_collective(self, why: str, wanted: Collective) -> ScheduleError:
+        return ScheduleError(
+            f"This engine runs {self.schedule!r}, which {why}. Make an engine with "
+            f"meshmend.plan(mesh, collective={wanted.value!r})."
+        )
+
+    def _run(self, payload: torch.Tensor, kind: Any, words: str, ticket: int, turn: Turn | None = None) -> None:
         # In inference mode other threads could not write to what is made here.
         with self._channel.turn(ticket), torch.inference_mode(False), torch.no_grad():
             deadline = Deadline(self.timeout)
             self._agree(f"call {ticket}, {words}, {self._plan}", deadline)
             flat = memory_of(payload)
-            run = ProgramRun(self._program, self._channel, self._members, flat, combine_of(kind), deadline)
+            combine = torch.Tensor.copy_ if kind is None else combine_of(kind)
+            own_turn = None if turn is None else self._finished_turn(turn, kind)
+            run = ProgramRun(self._program, self._channel, self._members, flat, combine, deadline, own_turn)
             try:
                 run.go()
             except TransportError as error:
@@ -144,9 +209,24 @@ class Engine:
             except BaseException as error:
                 self._break(error)
                 raise
-            if kind == dist.ReduceOp.AVG:
+            if kind == dist.ReduceOp.AVG and turn is None:
                 flat /= self.schedule.mesh.n_chips
             overwrite(payload, flat)
+
+    def _finished_turn(self, turn: Turn, kind: Any) -> Turn:
+        """Return a turn that is given means where means are asked for, and that refuses a result."""
+
+        def finish(where: slice, values: torch.Tensor) -> None:
+            if kind == dist.ReduceOp.AVG:
+                values /= self.schedule.mesh.n_chips
+            result = turn(where, values)  # type: ignore[func-returns-value]  # people forget
+            if result is not None:
+                raise ParameterError(
+                    f"A turn changes its values in place and returns nothing, got a {type(result).__name__} from "
+                    f"{turn!r}. Write values.copy_(…)."
+                )
+
+        return finish
 
     def _agree(self, words: str, deadline: Deadline) -> None:
         try:
@@ -180,17 +260,15 @@ class Engine:
         return mesh.chip(rank) if rank < mesh.n_chips else (member,)
 
     def start(
-        self, payload: Annotated[torch.Tensor, "[...]"], op: Any = dist.ReduceOp.SUM
+        self, payload: Annotated[torch.Tensor, "[...]"], op: Any = dist.ReduceOp.SUM, *, turn: Turn | None = None
     ) -> torch.futures.Future[torch.Tensor]:
         """Start `all_reduce` and return a future of the payload. A payload that is refused is refused at once."""
-        kind = kind_of(op)
-        check_payload(payload, kind)
-        words = describe([payload], kind)
+        kind, words = self._checked(payload, op, turn)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
 
         def work(ticket: int) -> None:
             try:
-                self._reduce(payload, kind, words, ticket)
+                self._run(payload, kind, words, ticket, turn)
             except Exception as error:
                 future.set_exception(error)
             else:
@@ -227,9 +305,11 @@ def digest_of(schedule: Schedule, members: Sequence[int]) -> str:
     """Return a digest of all that decides which messages an engine sends, and what they mean."""
     mesh = schedule.mesh
     facts: list[object] = [mesh.shape, mesh.wrap, mesh.coords.tolist(), schedule.total_chunks, list(members)]
-    facts += [schedule.repeats, schedule.period]
+    facts += [schedule.repeats, schedule.period, str(schedule.collective)]
     found = hashlib.blake2b(repr(facts).encode(), digest_size=16)
     schedule = schedule.template
     for column in (schedule.step, schedule.src, schedule.dst, schedule.first_chunk, schedule.n_chunks, schedule.op):
         found.update(column.tobytes())
+    if schedule.collective is not Collective.ALL_REDUCE:  # which owners mean nothing to
+        found.update(schedule.owners.tobytes())
     return found.hexdigest()

@@ -43,7 +43,7 @@ def combine_of(kind: Any) -> Combine:
 
 
 def check_tensor(tensor: Any, kind: Any) -> None:
-    """Raise `PayloadError` for a tensor that cannot be reduced in place."""
+    """Raise `PayloadError` for a tensor that cannot be reduced in place; without a kind, only moved."""
     if not isinstance(tensor, torch.Tensor):
         raise PayloadError("a torch.Tensor", type(tensor).__name__, "Convert it with torch.as_tensor.")
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
@@ -69,7 +69,7 @@ def check_tensor(tensor: Any, kind: Any) -> None:
             f"shape {tuple(tensor.shape)} with strides {tensor.stride()}",
             "Elements of an expanded tensor share memory: reduce tensor.clone().",
         )
-    why = _cannot(kind, tensor.dtype)
+    why = _cannot(kind, tensor.dtype) if kind is not None else ""
     if why:
         raise PayloadError(f"a dtype that {NAMES[kind]} is right for", str(tensor.dtype), why)
 
@@ -114,13 +114,14 @@ def _cannot(kind: Any, dtype: torch.dtype) -> str:
 
 def describe(tensors: Sequence[torch.Tensor], kind: Any, names: Any = None) -> str:
     """Describe what is reduced: members agree on this before any data moves."""
+    name = NAMES.get(kind, "all-gather")
     shapes = [tuple(tensor.shape) for tensor in tensors]
     dtype = str(tensors[0].dtype).removeprefix("torch.")
     if len(shapes) == 1:
-        return f"{NAMES[kind]} of {dtype} {list(shapes[0])}"
+        return f"{name} of {dtype} {list(shapes[0])}"
     digest = hashlib.blake2b(repr((shapes, names)).encode(), digest_size=8).hexdigest()
     n_elements = sum(tensor.numel() for tensor in tensors)
-    return f"{NAMES[kind]} of {len(shapes)} {dtype} tensors, {n_elements:,} elements, names and shapes {digest}"
+    return f"{name} of {len(shapes)} {dtype} tensors, {n_elements:,} elements, names and shapes {digest}"
 
 
 def memory_of(payload: Annotated[torch.Tensor, "[...]"]) -> Flat:

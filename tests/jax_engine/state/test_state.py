@@ -347,6 +347,22 @@ def test_every_chip_keeps_one_part_of_another_host(sizes: list[int]) -> None:
     assert all(host_of_chip[chip] != host_of_chip[kept_by] for chip, kept_by in enumerate(keeper))
 
 
+@pytest.mark.parametrize(("shape", "tile"), [("4x8", "4x2"), ("2x12", "2x2"), ("8x8", "4x2"), ("4x4", "2x2")])
+def test_hosts_that_one_failure_takes_together_do_not_keep_each_others_parts(shape: str, tile: str) -> None:
+    hosts = Hosts.of(shape, tile)
+    mesh = mm.Mesh(shape)
+    host_of_chip = [
+        next(number for number in range(len(hosts)) if chip in hosts.chips(number))
+        for chip in map(tuple, mesh.coords.tolist())
+    ]
+    keeper = backup_chips(host_of_chip, mesh)
+    assert sorted(keeper) == list(range(mesh.n_chips))
+    for lost in range(len(hosts)):
+        left = hosts.largest_group(set(range(len(hosts))) - {lost})
+        for chip, kept_by in enumerate(keeper):
+            assert host_of_chip[chip] in left or host_of_chip[kept_by] in left
+
+
 def test_one_host_alone_keeps_its_own() -> None:
     assert backup_chips([0, 0, 0]) == [0, 1, 2]
     with pytest.raises(RestartError, match="3 of 4 chips"):

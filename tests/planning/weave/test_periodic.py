@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import networkx as nx
 import numpy as np
@@ -15,6 +16,7 @@ import meshmend as mm
 from meshmend.errors import ParameterError, ScheduleError
 from meshmend.planning import Weave
 from meshmend.planning.weave import Owners
+from meshmend.planning.weave.lanes import MAX_PHASES, _Taken, find_lanes
 from meshmend.planning.weave.packing import pack
 from meshmend.planning.weave.periodic import choose_trees, least_period
 from meshmend.planning.weave.runs import MeshLines
@@ -126,6 +128,52 @@ def test_runs_are_straight_and_hold_every_cable_once(mesh: mm.Mesh) -> None:
                     assert parent[chips[position]] == chips[towards]
                     seen.add(chips[position])
         assert seen == set(range(mesh.n_chips)) - {runs.root}
+
+
+def test_lanes_take_no_more_turns_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = mm.Mesh("12x12", failed=["4x2@4,4"])
+    trees = pack(mesh, 12, least_period(mesh, 12), moves=200)
+    period = int(np.bincount(trees.cables.ravel()).max())
+    eccentricity, somewhere = measure(trees)
+    rooted = reroot(somewhere, np.arange(12), eccentricity.argmin(axis=1))
+    lines = MeshLines(mesh)
+    runs = [lines.runs(trees.cables[tree], rooted, tree) for tree in range(12)]
+    calls = Counter[str]()
+    turn = _Taken._turn
+
+    def counted(self: _Taken, *arguments: Any) -> Any:
+        calls["turns"] += 1
+        return turn(self, *arguments)
+
+    monkeypatch.setattr(_Taken, "_turn", counted)
+
+    def search(turns: int) -> tuple[int, int]:
+        calls.clear()
+        steps = find_lanes(lines, runs, period, swap=False, turns=turns)
+        together = np.stack([steps.up, steps.down])
+        return calls["turns"], int(together.max() - together.min())
+
+    first, longest = search(0)
+    most_of_a_tree = MAX_PHASES * 3 * max(len(tree.runs) for tree in runs)
+    for turns in (first + 1, 2 * first, 4 * first):
+        took, n_steps = search(turns)
+        assert first <= took <= turns + most_of_a_tree
+        assert n_steps <= longest
+    assert took > 2 * first, "nothing was left to search for"
+
+
+def test_a_template_costs_no_less_than_its_floor() -> None:
+    for mesh in (
+        mm.Mesh("8x8", failed=["2x2@2,2"]),
+        mm.Mesh("6x6", wrap=True),
+        mm.Mesh("5x7", failed_cables=["0,0-0,1"]),
+    ):
+        for trees in (3, 8):
+            planner = Weave(chunks=10 * trees, trees=trees)
+            schedule, floor = planner.plan(mesh), planner.floor(mesh)
+            load = Counter(zip(schedule.src.tolist(), schedule.dst.tolist(), strict=True))
+            assert max(load.values()) / schedule.total_chunks >= floor.link_load
+            assert schedule.n_steps >= floor.steps == round(floor.link_load * schedule.total_chunks)
 
 
 def test_what_makes_no_sense_is_refused() -> None:

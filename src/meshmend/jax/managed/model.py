@@ -23,8 +23,8 @@ from meshmend.jax.training import TrainStep, train_step
 
 Update = Literal["auto", "replicated", "sharded"]
 SHARDED_FROM_BYTES = 1 << 28
-"""Bytes of optimizer state from which "auto" shards it. Less of it fits beside the model on any accelerator (256 MiB of
-the 8 GB and more that they have), and a whole all-reduce is then faster than a reduce-scatter and an all-gather."""
+"""Bytes of optimizer state from which "auto" shards it, for the price of the same all-reduce (`install_turn`). Less of
+it fits beside the model on any accelerator: 256 MiB of the 8 GB and more that they have."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshmend.errors import ParameterError, RestartError, ScheduleError
+from meshmend.errors import ParameterError, RestartError
 from meshmend.jax.batching import Position
 from meshmend.jax.compiling import CompileAhead, CompiledTrainStep, compile_train_step
 from meshmend.jax.fabric import Fabric
@@ -25,11 +25,11 @@ from meshmend.jax.managed.data import with_places
 from meshmend.jax.managed.model import Model
 from meshmend.jax.managed.shared import SharedFolder
 from meshmend.jax.managed.step import JobStep
-from meshmend.jax.program import Program, ProgramPair, install, install_pair
+from meshmend.jax.program import AnyProgram, install, install_turn
 from meshmend.jax.state import Keeper, fetch, place
 from meshmend.jax.state.layout import StateLayout
 from meshmend.planning import PlanCache, Planner, plan
-from meshmend.schedule import Schedule
+from meshmend.schedule import Collective, Schedule
 
 AHEAD_AFTER = 3
 """Steps after a start before it compiles for the next failures: earlier, that would slow down a restart."""
@@ -76,7 +76,8 @@ class TrainingRun:
         self._data = {"samples": feed.epoch_size, "seed": seed}
         self._ahead: CompileAhead | None = None
         self._check_agreement()
-        schedule = session.plan(aids.planner, cache=aids.shared.plans)
+        self._collective: dict[str, Any] = {"collective": Collective.ALL_REDUCE_WITH_TURN} if is_sharded else {}
+        schedule = session.plan(aids.planner, cache=aids.shared.plans, **self._collective)
         with session.timeline.timed("compile"):
             self._compiled = self._build(session.fabric, schedule)
         layout = self._compiled.layout
@@ -154,19 +155,13 @@ class TrainingRun:
             keeper.close()
 
     def _build(self, fabric: Fabric, schedule: Schedule) -> CompiledTrainStep:
-        program: Program | ProgramPair
-        try:
-            program = install_pair(schedule, fabric) if self.is_sharded else install(schedule, fabric)
-        except ScheduleError as error:
-            raise ParameterError(
-                f"The update cannot be sharded over {fabric.mesh} with this plan: {error} Give Job a planner whose "
-                "plans can be split, such as planner='row-pairs', or train with update='replicated'."
-            ) from error
+        program: AnyProgram = (install_turn if self.is_sharded else install)(schedule, fabric)
         batch = self._input(next(self.feed.batches(fabric)), fabric)
         return compile_train_step(self.model.training(fabric), program, self.model.params, batch)
 
     def _build_ahead(self, fabric: Fabric) -> None:
-        self._build(fabric, plan(fabric.mesh, self.aids.planner, cache=PlanCache(self.aids.shared.plans)))
+        cache = PlanCache(self.aids.shared.plans)
+        self._build(fabric, plan(fabric.mesh, self.aids.planner, cache=cache, **self._collective))
 
     def _input(self, batch: Batch, fabric: Fabric) -> Batch:
         return batch if self.model.rng is None else with_places(batch, fabric)

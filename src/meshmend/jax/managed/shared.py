@@ -47,7 +47,7 @@ class SharedFolder:
 
     def timeline(self, host: str) -> Path:
         """When everything happened on one host."""
-        return self.path / f"timeline-{host}.jsonl"
+        return self.path / "timeline" / f"host-{host}.jsonl"
 
 
 def open_shared(folder: str | Path) -> SharedFolder:

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
 
 from meshmend.errors import RestartError
 from meshmend.jax.fabric import Fabric
@@ -25,32 +26,59 @@ from meshmend.jax.state.fetch import wait_for
 from meshmend.jax.state.layout import StateLayout
 from meshmend.jax.state.memory import Copy, HostMemory
 from meshmend.launch.timeline import Timeline
+from meshmend.topology import Mesh
 
 Parts = dict[str, tuple[Annotated[jax.Array, "[D, P]"], Annotated[jax.Array, "[D, P]"]]]
 """For each dtype every device's own part, and the one of another host that it keeps; one row per device."""
 
 
-def backup_chips(host_of_chip: Sequence[int]) -> list[int]:
+def backup_chips(host_of_chip: Sequence[int], mesh: Mesh | None = None) -> list[int]:
     """Return for each chip the chip of another host that keeps its part; every chip keeps one.
 
     Chips are taken host by host and moved on by as many as the largest host has, so they always land on another host,
-    and the same chip of the next one where all hosts are alike.
+    and the same chip of the next one where all hosts are alike. If they are and `mesh` is given, two hosts that one
+    failure takes out of the job together, as it cuts the mesh in two, do not keep each other's parts, where possible.
 
     >>> backup_chips([0, 0, 1, 1, 2, 2])
     [2, 3, 4, 5, 0, 1]
+    >>> backup_chips([0, 1, 2, 3], Mesh("1x4"))  # the loss of host 1 cuts off host 0
+    [2, 3, 0, 1]
     """
     order = sorted(range(len(host_of_chip)), key=lambda chip: (host_of_chip[chip], chip))
-    shift = max(host_of_chip.count(host) for host in set(host_of_chip))
-    if len(set(host_of_chip)) < 2:
+    sizes = np.unique(host_of_chip, return_counts=True)[1]
+    shift, n_hosts = int(sizes.max()), len(sizes)
+    if n_hosts < 2:
         return list(range(len(host_of_chip)))
     if 2 * shift > len(order):
         raise RestartError(
             f"One host has {shift} of {len(order)} chips: the others cannot keep a copy of all that it holds."
         )
     keeper = [0] * len(order)
+    if mesh is not None and sizes.min() == shift:
+        of_host = np.array(order).reshape(n_hosts, shift)
+        for chips, kept_by in zip(of_host, _backup_hosts(of_host, mesh), strict=True):
+            for chip, other in zip(chips.tolist(), of_host[kept_by].tolist(), strict=True):
+                keeper[chip] = other
+        return keeper
     for at, chip in enumerate(order):
         keeper[chip] = order[(at + shift) % len(order)]
     return keeper
+
+
+def _backup_hosts(chips: NDArray[np.int64], mesh: Mesh) -> NDArray[np.int64]:
+    """Return for each host the one that keeps its parts; `chips` has a row of ranks per host."""
+    n = len(chips)
+    numbers = np.arange(n)
+    cost = (numbers[None, :] - numbers[:, None] - 1) % n / n**2  # the next host is the natural one
+    np.fill_diagonal(cost, n * n)
+    for lost in range(n):
+        left = mesh.fail(*mesh.coords[chips[lost]].tolist())
+        if left.n_components < 2:
+            continue
+        groups = left.component_of[left.rank_of[tuple(mesh.coords[np.delete(chips, lost, axis=0)[:, 0]].T)]]
+        gone = np.union1d(lost, np.delete(numbers, lost)[groups != np.bincount(groups).argmax()])
+        cost[np.ix_(gone, gone)] += 1
+    return np.asarray(linear_sum_assignment(cost)[1])
 
 
 class Mirror:
@@ -124,7 +152,7 @@ def copy_of(
 ) -> Copy:
     """Return what a host keeps of the parts: those of its own devices, and those that its devices have received."""
     n_cores = layout.outline.n_cores
-    kept = _backed_up_by(host_of_chip)
+    kept = _backed_up_by(host_of_chip, layout.fabric.mesh)
     mine = [c * n_cores + core for c, owner in enumerate(host_of_chip) if owner == host for core in range(n_cores)]
     theirs = {d: int(kept[d // n_cores]) * n_cores + d % n_cores for d in mine if kept[d // n_cores] != d // n_cores}
     rows = {dtype: np.zeros((len(mine) + len(theirs), 0), jnp.dtype(dtype)) for dtype in layout.outline.dtypes}
@@ -136,9 +164,9 @@ def copy_of(
     return Copy(attempt, step, layout.outline, (*mine, *theirs.values()), rows, extra, layout.identity, run)
 
 
-def _backed_up_by(host_of_chip: Sequence[int]) -> NDArray[np.int32]:
+def _backed_up_by(host_of_chip: Sequence[int], mesh: Mesh) -> NDArray[np.int32]:
     """Return for each chip the chip whose part it keeps beside its own; itself where there is no other host."""
-    keeper = backup_chips(list(host_of_chip))
+    keeper = backup_chips(list(host_of_chip), mesh)
     kept = np.empty(len(keeper), np.int32)
     kept[keeper] = np.arange(len(keeper), dtype=np.int32)
     return kept
@@ -153,7 +181,7 @@ def hosts_of_chips(fabric: Fabric) -> list[int]:
 def make_parts_fn(layout: StateLayout, host_of_chip: Sequence[int] | None = None) -> Any:
     """Return the function from (params, state) to parts: for each dtype, every device's own and the one it keeps."""
     fabric, outline = layout.fabric, layout.outline
-    kept = _backed_up_by(hosts_of_chips(fabric) if host_of_chip is None else host_of_chip)
+    kept = _backed_up_by(hosts_of_chips(fabric) if host_of_chip is None else host_of_chip, fabric.mesh)
     pairs = [(int(chip), keeper) for keeper, chip in enumerate(kept) if chip != keeper]
     by_device = PartitionSpec(fabric.axes)
     specs = tuple(by_device if split else PartitionSpec() for split in layout.is_sharded)

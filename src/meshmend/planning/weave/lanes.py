@@ -8,7 +8,8 @@ w + a multiple of the period, where w follows from the tree, so a turn costs hal
 no lane is free along all of it is cut in two, which costs a turn.
 
 Trees are placed one after the other, each at the phase that suits it best. The trees that were placed worst go earlier
-in the next attempt. How many attempts are made is counted, not timed: every host must find the same plan.
+in the next attempt. How long that goes on is counted in runs that are given lanes, not timed: every host must find the
+same plan.
 
 With `swap` the two chips of a tree's middle cable exchange their halves in one step, so that both hold the sum at once:
 neither side waits for the other, and lanes run straight through. Such a chunk has no owner that it turns at.
@@ -33,8 +34,9 @@ LATE = 1000.0
 """Cost of each step beyond that, in steps of waiting."""
 FRESH_LANE = 3.0
 """Cost of a lane that is free on its whole line: those are kept for runs along whole lines."""
-MAX_PHASES = 8
-"""Phases at which a tree is tried."""
+MAX_PHASES, ENOUGH_PHASES, MAX_ATTEMPTS = 8, 2, 6
+"""Phases at which a tree is tried; how many are enough if it begins and ends in time; attempts beyond which little is
+gained."""
 
 
 @dataclass(frozen=True)
@@ -82,25 +84,31 @@ class _Placement:
     swap_at: int | None
 
 
-def find_lanes(lines: MeshLines, trees: Sequence[TreeRuns], period: int, *, swap: bool, attempts: int) -> Steps:
-    """Return steps for all trees, with as few from the first to the last as so many attempts find.
+def find_lanes(lines: MeshLines, trees: Sequence[TreeRuns], period: int, *, swap: bool, turns: int) -> Steps:
+    """Return steps for all trees, with as few from the first to the last as are found in so many turns.
 
-    No cable may be in more trees than the period has steps: then every run, cut or not, finds a lane.
+    A turn is the choice of a run's lanes. The first attempt is always finished, in however many. No cable may be in
+    more trees than the period has steps: then every run, cut or not, finds a lane.
     """
     radius = np.array([max(tree.below) for tree in trees])
     hardness = 100.0 * np.array([tree.turns for tree in trees]) + radius
     # Where sums turn at a root, waiting before a top and after it add up to about a period.
     limit = int(radius.max()) + SLACK + (0 if swap else period // 2)
     chance = np.random.default_rng(0)
-    best = _attempt(lines, trees, period, np.argsort(-hardness, kind="stable"), limit, swap)
-    if isinstance(best, int):
+    taken = _Taken(lines, period)
+    best = _attempt(taken, trees, np.argsort(-hardness, kind="stable"), limit, swap)
+    if not isinstance(best, list):
         raise AssertionError(f"tree {best} finds no lane although its cables have room: this is a bug in meshmend")
     best_hardness = hardness
-    for _ in range(attempts - 1):
+    for _ in range(MAX_ATTEMPTS - 1):
+        turns -= taken.turns
         extents = np.array([placement.extent for placement in best])
-        if int(extents.max()) <= limit:
+        if turns <= 0 or int(extents.max()) <= limit:
             break
-        found = _attempt(lines, trees, period, np.argsort(-hardness, kind="stable"), limit, swap, int(extents.max()))
+        taken = _Taken(lines, period, most_turns=turns)
+        found = _attempt(taken, trees, np.argsort(-hardness, kind="stable"), limit, swap, int(extents.max()))
+        if found is None:
+            break
         if isinstance(found, int):
             spread = float(best_hardness.std())
             hardness = best_hardness + chance.normal(0, 0.2 * spread + 1, len(trees))
@@ -112,16 +120,9 @@ def find_lanes(lines: MeshLines, trees: Sequence[TreeRuns], period: int, *, swap
 
 
 def _attempt(
-    lines: MeshLines,
-    trees: Sequence[TreeRuns],
-    period: int,
-    order: Ints,
-    limit: int,
-    swap: bool,
-    least: int | None = None,
-) -> list[_Placement] | int:
-    """Place the trees in that order; or say which one could not be placed, or not nearer to step 0 than `least`."""
-    taken = _Taken(lines, period)
+    taken: _Taken, trees: Sequence[TreeRuns], order: Ints, limit: int, swap: bool, least: int | None = None
+) -> list[_Placement] | int | None:
+    """Place the trees in that order; or say which one could not be, or not nearer to step 0 than `least`; or stop."""
     found: dict[int, _Placement] = {}
     for tree in order.tolist():
         best = taken.place(trees[tree], limit, swap)
@@ -129,6 +130,8 @@ def _attempt(
             best = taken.place(trees[tree], limit, swap=False)
         if best is None or (least is not None and best.extent >= least):
             return int(tree)
+        if taken.turns > taken.most_turns:
+            return None
         taken.add(best)
         found[tree] = best
     return [found[tree] for tree in range(len(trees))]
@@ -137,8 +140,9 @@ def _attempt(
 class _Taken:
     """The lanes that are taken: for each line and direction a mask for every link, a bit for every lane."""
 
-    def __init__(self, lines: MeshLines, period: int) -> None:
+    def __init__(self, lines: MeshLines, period: int, *, most_turns: float = np.inf) -> None:
         self.period = period
+        self.turns, self.most_turns = 0, most_turns
         self._full = (1 << period) - 1
         self._chips = lines.chips
         self._links = [([0] * len(chips), [0] * len(chips)) for chips in lines.chips]
@@ -172,7 +176,7 @@ class _Taken:
             if best is None or placement.cost < best.cost:
                 best = placement
             tried += 1
-            if tried == MAX_PHASES:
+            if tried == MAX_PHASES or (tried >= ENOUGH_PHASES and best.extent <= limit):
                 break
         return best
 
@@ -298,6 +302,7 @@ class _Taken:
         self, tree: TreeRuns, run: TreeRun, free: tuple[int, int], meetings: _Meetings, limit: int
     ) -> tuple[_Placed, int, int] | None:
         """Choose a run's lanes; return it with them, how far from step 0 it reaches, and how long it waits."""
+        self.turns += 1
         chips, period, top = self._chips[run.line], self.period, run.top
         last, soonest, meeting = meetings.at(chips[top])
         slack = (last + 1 - soonest) % period

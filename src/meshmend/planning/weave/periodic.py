@@ -26,16 +26,15 @@ MAX_TEMPLATE_TRANSFERS = 2**22
 ROOM, WIDE_ROOM = 0.025, 0.05
 """Part of the cables' mean load by which the period is longer: with less, packing takes for ever. Where survivors are
 oddly shaped the busiest cable must carry more than the mean, and the wide one fits better."""
-MAX_ATTEMPTS = 6
-"""Attempts at lanes beyond which little is gained."""
 PACKING_SHARE = 0.6
 """Part of the time that may go into packing; what it leaves is for finding lanes."""
 GROW_SECONDS = 3e-6
 MOVE_SECONDS, MOVE_SECONDS_PER_CHIP = 2.5e-3, 5e-7
-RUN_SECONDS, RUN_SECONDS_PER_CHIP = 1e-4, 5e-6
-"""What it takes, as measured on a small virtual machine that was busy: to grow a tree, for each chip; to move an
-overload; and to place a run, for each chip along the longest side. Work is limited by these, not by a clock: every host
-must come to the same plan."""
+TURN_SECONDS, TURN_SECONDS_PER_CHIP = 2e-5, 6e-7
+TURNS_PER_RUN = 7
+"""What it takes, as measured on a small virtual machine: to grow a tree, for each chip; to move an overload; and to
+choose the lanes of a run, for each chip along a side, so many times in the first attempt. Work is limited by these, not
+by a clock: every host must come to the same plan."""
 
 
 def choose_trees(mesh: Mesh, room: float = ROOM) -> int:
@@ -69,12 +68,13 @@ def least_period(mesh: Mesh, n_trees: int) -> int:
 
 def least_seconds(mesh: Mesh, n_trees: int) -> float:
     """Return about how many CPU seconds a template takes at least."""
-    runs = n_trees * max(mesh.shape) * 1.3
-    return n_trees * mesh.n_chips * GROW_SECONDS + runs * _run_seconds(mesh)
+    # A comb has a run for each line, and some are broken.
+    runs = 1.3 * n_trees * mesh.n_chips / min((n for n in mesh.shape if n > 1), default=1)
+    return n_trees * mesh.n_chips * GROW_SECONDS + runs * TURNS_PER_RUN * _turn_seconds(mesh)
 
 
-def _run_seconds(mesh: Mesh) -> float:
-    return RUN_SECONDS + max(mesh.shape) * RUN_SECONDS_PER_CHIP
+def _turn_seconds(mesh: Mesh) -> float:
+    return TURN_SECONDS + sum(mesh.shape) / mesh.n_axes * TURN_SECONDS_PER_CHIP
 
 
 def make_template(
@@ -93,8 +93,8 @@ def make_template(
     rooted = reroot(somewhere, np.arange(n_trees), roots)
     lines = MeshLines(mesh)
     runs = [lines.runs(trees.cables[tree], rooted, tree) for tree in range(n_trees)]
-    attempts = (1 - PACKING_SHARE) * seconds / (_run_seconds(mesh) * sum(len(tree.runs) for tree in runs))
-    steps = find_lanes(lines, runs, period, swap=swap, attempts=max(1, min(int(attempts), MAX_ATTEMPTS)))
+    turns = int((1 - PACKING_SHARE) * seconds / _turn_seconds(mesh))
+    steps = find_lanes(lines, runs, period, swap=swap, turns=turns)
     return _schedule(mesh, rooted.parent, steps, roots, planner, phases), period
 
 

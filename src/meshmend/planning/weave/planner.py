@@ -43,6 +43,8 @@ UNEVEN = 1.006
 """Busiest link over the mean where chunks are planned one by one, as measured."""
 TRANSFER_SECONDS = 2e-6
 """CPU seconds for each transfer that is planned by itself, as measured on a small virtual machine that was busy."""
+START_SECONDS = 0.4
+"""CPU seconds besides: importing SciPy, and pricing what was planned."""
 THOROUGH = 1.4
 """What one more pass over the steps adds to that."""
 TEMPLATE_SHARE = 0.3
@@ -119,8 +121,8 @@ class Weave(Planner):
             # Steps of the square root of two, so that few plans serve all payloads.
             return max(1, min(round(2 ** (round(2 * math.log2(max(1.0, min(best, most)))) / 2)), most))
 
-        affordable = int(self.budget_s / TRANSFER_SECONDS)
-        most = min(MOST_CHUNKS, _most_chunks(mesh, min(affordable, MAX_TRANSFERS)))
+        left_s = max(self.budget_s - START_SECONDS, self.budget_s / 2)
+        most = min(MOST_CHUNKS, _most_chunks(mesh, min(int(left_s / TRANSFER_SECONDS), MAX_TRANSFERS)))
         found = [self, replace(self, chunks=best_chunks(FILLING_PER_SIDE, most))]
         if self.owners != "even" and mesh.n_chips > 1 and not mesh.has_slow_cables:
             for trees in sorted({choose_trees(mesh, room) for room in (ROOM, WIDE_ROOM)}):
@@ -130,7 +132,7 @@ class Weave(Planner):
                     found.append(replace(self, trees=trees, chunks=trees * repeats))
         if found[1].chunks == default_chunks(mesh):
             del found[1]
-        return _within_budget(found, mesh, step_cost, self.budget_s)
+        return _within_budget(found, mesh, step_cost, left_s)
 
     @property
     def is_splittable(self) -> bool:  # type: ignore[override]  # of other planners it is known of the class
@@ -142,8 +144,15 @@ class Weave(Planner):
         return replace(self, owners="even") if self.owners == "any" and self.trees is None else self
 
     def floor(self, mesh: Mesh) -> Floor:
-        """Return what trees cost at least: each uses P−1 of the cables, and a link carries one chunk per step."""
+        """Return what trees cost at least: each uses P−1 of the cables, and a link carries one chunk per step.
+
+        In a template the busiest link carries a whole number of chunks, and as many again in every repeat.
+        """
         load, n = _least_load(mesh), mesh.n_chips
+        if self.trees is not None:
+            period = least_period(mesh, self.trees)
+            repeats = self._n_chunks(mesh) // self.trees
+            return Floor(steps=repeats * period, link_load=period / self.trees, chip_load=2 * (n - 1) / n)
         per_chunk = load * mesh.rates.sum() / Pieces.of(mesh).rates.sum() if mesh.has_slow_cables else load
         steps = math.ceil(self._n_chunks(mesh) * per_chunk - 1e-9)
         return Floor(steps=steps, link_load=load, chip_load=2 * (n - 1) / n)
