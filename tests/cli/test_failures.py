@@ -221,7 +221,7 @@ def test_usage_is_one_line(words: list[str]) -> None:
         (["compile", "--topology", "v3:4x4", "--workload", "bert-large"], "flax", "workloads"),
         (["bench", "allreduce", "--loopback", "1x2"], "torch", "torch"),
         (["bench", "failures"], "torchft", "torch"),
-        (["bench", "restart"], "orbax", "restart"),
+        (["bench", "restart"], "orbax", "launch"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value[:2]),
 )
