@@ -30,6 +30,7 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("run", "no store", ["--hosts", "2", "--place", "0", "file"], "Where is the store?"),
     ("run", "bad store", ["--hosts", "2", "--place", "0", "--store", "a:b", "file"], "expected an address and a port"),
     ("run", "no hosts", ["--place", "0", "--store", "a:1", "file"], "How many hosts?"),
+    ("run", "bad hosts", ["--hosts", "8:5", "--place", "0", "--store", "a", "file"], "the least and the most"),
     ("store", "no secret", ["--listen", "0.0.0.0:29999"], "would listen on 0.0.0.0 without a secret"),
     ("store", "bad address", ["--listen", "here:there"], "expected an address and a port"),
     ("store", "empty secret", ["--secret-file", "file"], "file is empty"),

@@ -120,9 +120,9 @@ def restart(
 ) -> None:
     """Kill hosts of a JAX job at random moments; time each recovery by stage and check the results.
 
-    Four hosts, two by two, under the launcher; some die while the others recover. No step may be missing, each sample must
-    be used once per epoch, no committed step may be lost, and the loss must be that of an undisturbed run. Needs the
-    extra named launch.
+    Four hosts, two by two; some die while the others recover. No step may be missing, each sample must be used once
+    per epoch, no committed step may be lost, and the loss must be that of an undisturbed run. Needs the extra named
+    launch.
 
     Example: meshmend bench restart --failures 20 --unaided 4
     """
