@@ -89,7 +89,7 @@ def test_a_kill_is_a_host_and_a_step() -> None:
 def test_what_all_hosts_report_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen(12)
     for host in range(3):
-        screen.event({"event": "round", "host": host, "number": 2, "hosts": [0, 1, 2]})
+        screen.event({"event": "round", "host": host, "number": 2, "hosts": [0, 1, 2], "cut_off": []})
         screen.line(host, f"step 1\x1b[2J of {host}")
         screen.line(
             host, "[Gloo] Rank 3 is connected to 15 peer ranks. Expected number of connected peer ranks is : 15"
