@@ -77,12 +77,6 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("prepare", "no unit", ["4x4", "--host", "2x2", "--payload", "100", "--cache", "c"], "its unit is missing"),
     ("prepare", "unwritable", ["4x4", "--host", "2x2", "--cache", "file/c"], "nothing can be written in file/c"),
     ("prepare", "file in place of folder", ["4x4", "--host", "2x2", "--cache", "file"], "nothing can be written"),
-    (
-        "run",
-        "bad hosts",
-        ["--hosts", "8:5", "--place", "0", "--store", "a:1", "file"],
-        "expected the least and the most",
-    ),
     ("route", "cut mesh", ["4x4", *CUT], ""),
     ("route", "failed chip", ["4x4", "--fail", "1,1", "--from", "1,1", "--to", "0,0"], "(1,1)"),
     ("route", "bad name", ["4x4", "--scheme", "[bold]"], "[bold]"),
@@ -221,7 +215,7 @@ def test_usage_is_one_line(words: list[str]) -> None:
         (["compile", "--topology", "v3:4x4", "--workload", "bert-large"], "flax", "workloads"),
         (["bench", "allreduce", "--loopback", "1x2"], "torch", "torch"),
         (["bench", "failures"], "torchft", "torch"),
-        (["bench", "restart"], "orbax", "restart"),
+        (["bench", "restart"], "orbax", "launch"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value[:2]),
 )

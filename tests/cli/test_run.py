@@ -30,6 +30,7 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("run", "no store", ["--hosts", "2", "--place", "0", "file"], "Where is the store?"),
     ("run", "bad store", ["--hosts", "2", "--place", "0", "--store", "a:b", "file"], "expected an address and a port"),
     ("run", "no hosts", ["--place", "0", "--store", "a:1", "file"], "How many hosts?"),
+    ("run", "bad hosts", ["--hosts", "8:5", "--place", "0", "--store", "a", "file"], "the least and the most"),
     ("store", "no secret", ["--listen", "0.0.0.0:29999"], "would listen on 0.0.0.0 without a secret"),
     ("store", "bad address", ["--listen", "here:there"], "expected an address and a port"),
     ("store", "empty secret", ["--secret-file", "file"], "file is empty"),
@@ -88,7 +89,7 @@ def test_a_kill_is_a_host_and_a_step() -> None:
 def test_what_all_hosts_report_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen(12)
     for host in range(3):
-        screen.event({"event": "round", "host": host, "number": 2, "hosts": [0, 1, 2]})
+        screen.event({"event": "round", "host": host, "number": 2, "hosts": [0, 1, 2], "cut_off": []})
         screen.line(host, f"step 1\x1b[2J of {host}")
         screen.line(
             host, "[Gloo] Rank 3 is connected to 15 peer ranks. Expected number of connected peer ranks is : 15"

@@ -29,7 +29,7 @@ class SlurmRun(Run):
 
 
 def test_three_nodes_die_and_come_back(tmp_path: Path) -> None:
-    job = TrainingJob(str(tmp_path / "job"), steps=120, planner="row-pairs", pause_on_hole_s=1.0)
+    job = TrainingJob(str(tmp_path / "job"), steps=400, planner="row-pairs", pause_on_hole_s=1.0)
     run = SlurmRun(job, patience_s=240)
     with SlurmLab(4, tmp_path / "slurm") as lab:
         run.lab = lab

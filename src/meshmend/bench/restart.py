@@ -1,9 +1,9 @@
 """The restart campaign: kill hosts of a JAX job at random moments, and check its guarantees.
 
-Each run trains on 4 hosts, two by two, under torchrun. A host gets SIGKILL, agent and worker, and loses its memory; the
-survivors must commit a step round the hole; then the host comes back empty, and the mesh must be whole again. In some
-failures a second host dies while the survivors recover. At the end no step may be missing, every sample must be used
-once per epoch, no committed step may be lost to one host's death, and the loss must be that of an undisturbed run.
+Each run trains on 4 hosts, two by two, under the launcher. A host gets SIGKILL, agent and worker, and loses its memory;
+the survivors must commit a step round the hole; then the host comes back empty, and the mesh must be whole again. In
+some failures a second host dies while the survivors recover. At the end no step may be missing, every sample must be
+used once per epoch, no committed step may be lost to one host's death, and the loss must be that of an undisturbed run.
 """
 
 from __future__ import annotations

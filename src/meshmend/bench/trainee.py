@@ -1,6 +1,6 @@
-"""A small training job for the restart campaign: what each host's worker runs, under torchrun.
+"""A small training job for the restart campaign: what each host's worker runs, under the launcher.
 
-    torchrun … -m meshmend.bench.trainee job.json
+    meshmend run … -m meshmend.bench.trainee job.json
 
 It is the complete script of docs/restart.md with a few switches, so that the campaign can switch off one aid at a time.
 """

@@ -120,15 +120,14 @@ def restart(
 ) -> None:
     """Kill hosts of a JAX job at random moments; time each recovery by stage and check the results.
 
-    Four hosts, two by two, under torchrun; some die while the others recover. No step may be missing, each sample must
-    be used once per epoch, no committed step may be lost, and the loss must be that of an undisturbed run. Needs torch,
-    and the extra named restart.
+    Four hosts, two by two; some die while the others recover. No step may be missing, each sample must be used once
+    per epoch, no committed step may be lost, and the loss must be that of an undisturbed run. Needs the extra named
+    launch.
 
     Example: meshmend bench restart --failures 20 --unaided 4
     """
     with exit_on_error(json):
-        _require("torch")
-        _require("jax", "orbax", "grain", extra="restart")
+        _require("torch", "jax", "orbax", "grain", extra="launch")
         from meshmend.bench.restart import Failure, campaign
 
         def show(failure: Failure) -> None:

@@ -66,7 +66,7 @@ def initialize_alone(
     if jax.process_count() > 1:
         raise RestartError(
             f"JAX has {jax.process_count()} processes, but no launcher is recognised in the environment. Start them "
-            "with torchrun, Slurm or Kubernetes, and leave jax.distributed.initialize() to the job."
+            "with `meshmend run`, and leave jax.distributed.initialize() to the job."
         )
     use_compile_cache(compile_cache)
     if fabric is None:

@@ -33,7 +33,7 @@ from meshmend.planning import Planner
 class Job:
     """A training job that survives the loss of hosts: it joins its processes, trains, and resumes after a restart.
 
-    Make it before anything touches a device. Started by a launcher (`torchrun`, Slurm, Kubernetes) it joins the other
+    Make it before anything touches a device. Started by a launcher (`meshmend run`) it joins the other
     processes; without one, it is a job of this process alone, on all of its devices. `shared` is a folder that all
     hosts see: plans, compiled programs, checkpoints and timelines are in it, and it is what the job is known by. The
     same folder resumes the job, a new one starts over. `global_batch` is the number of samples per step, on

@@ -1,0 +1,139 @@
+"""torch's agent with our rendezvous and our workers: real processes that are killed, frozen and left without a store.
+
+The workers here do nothing but wait, so these tests take seconds. They also say what breaks when torch moves one of the
+hooks that `launch/agent.py` overrides.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshmend.launch import Hosts, LocalJob
+
+WORKER = """
+import json, os, sys, time
+from pathlib import Path
+folder, host = Path(sys.argv[1]), os.environ["MESHMEND_HOST"]
+facts = json.loads(os.environ["MESHMEND_ROUND"])
+assert facts["hosts"][facts["process"]] == int(host)
+print("hosts", *facts["hosts"], "in", facts["number"], "pid", os.getpid())
+while not (folder / "end").exists():
+    time.sleep(0.05)
+    if (folder / f"fail-{host}").exists():
+        (folder / f"fail-{host}").unlink()
+        sys.exit(3)
+    if (folder / f"always-{host}").exists():
+        sys.exit(4)
+"""
+
+
+class Watched:
+    """A job of three hosts, and what it has said so far."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        script = folder / "worker.py"
+        script.write_text(WORKER)
+        self.folder = folder
+        self.lines: list[tuple[int, str]] = []
+        self.events: list[dict[str, Any]] = []
+        machine = Hosts.of("6x2", "2x2")
+        self.job = LocalJob(
+            [str(script), str(folder)],
+            machine,
+            folder / "shared",
+            warm=False,
+            on_line=lambda host, line: self.lines.append((host, line)),
+            on_event=self.events.append,
+            **settings,
+        )
+
+    def rounds(self, host: int) -> list[str]:
+        """The hosts that a host's workers ran with, one entry per start."""
+        return [line.split(" in ")[0].removeprefix("hosts ") for h, line in self.lines if h == host and " in " in line]
+
+    def until(self, condition: Callable[[], Any], timeout_s: float = 60.0) -> float:
+        began = time.monotonic()
+        while not condition():
+            assert time.monotonic() - began < timeout_s, (self.lines, self.events)
+            self.job.watch(0.05)
+        return time.monotonic() - began
+
+    def until_together(self, *hosts: int) -> float:
+        names = " ".join(map(str, hosts))
+        return self.until(lambda: all(self.rounds(host)[-1:] == [names] for host in hosts))
+
+    def finish(self) -> dict[int, int]:
+        (self.folder / "end").touch()
+        return self.job.wait(30)
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[Watched]:
+    one = Watched(tmp_path, silent_s=3.0)
+    with one.job:
+        one.job.start()
+        one.until_together(0, 1, 2)
+        yield one
+
+
+def test_killed_frozen_failing_and_without_a_store(watched: Watched) -> None:
+    job = watched.job
+    # A host is killed: the others start again at once. It comes back: all start again with it.
+    job.kill(0)
+    assert watched.until_together(1, 2) < 5.0
+    job.start(0)
+    watched.until_together(0, 1, 2)
+    # A host freezes: it is dropped when it has been silent for too long, and taken back when it thaws.
+    job.processes.freeze(2)
+    assert watched.until_together(0, 1) > 1.0
+    assert any("host 2 is lost: not heard from for" in event.get("why", "") for event in watched.events)
+    job.processes.thaw(2)
+    watched.until_together(0, 1, 2)
+    # A worker fails: everybody starts again, and nobody is lost.
+    starts = [len(watched.rounds(host)) for host in range(3)]
+    (watched.folder / "fail-1").touch()
+    watched.until(lambda: [len(watched.rounds(host)) for host in range(3)] == [n + 1 for n in starts])
+    watched.until_together(0, 1, 2)
+    assert any("host 1 starts again: its worker ended with exit code 3" in e.get("why", "") for e in watched.events)
+    # The store is lost: the workers do not notice. The new one knows them, and hears of the next death.
+    starts = [len(watched.rounds(host)) for host in range(3)]
+    job.kill_store()
+    watched.until(lambda: sum(e.get("say") == "unreachable" for e in watched.events) >= 3)
+    job.start_store()
+    time.sleep(4.0)  # longer than a new store waits for the hosts of a round
+    job.watch(0.2)
+    assert [len(watched.rounds(host)) for host in range(3)] == starts
+    job.kill(0)
+    watched.until_together(1, 2)
+    assert watched.finish() == {1: 0, 2: 0}
+
+
+def test_a_script_that_always_fails_ends_the_job_everywhere(tmp_path: Path) -> None:
+    one = Watched(tmp_path, max_restarts=1)
+    (tmp_path / "always-1").touch()
+    with one.job:
+        one.job.start()
+        assert set(one.job.wait(90).values()) == {1}
+    assert len(one.rounds(1)) == 2
+    errors = [event["message"] for event in one.events if event["event"] == "error"]
+    assert any("its worker ended with exit code 4 again and again, without a new step" in error for error in errors)
+
+
+def test_torch_still_has_the_hooks_that_are_overridden() -> None:
+    from torch.distributed.elastic.agent.server import SimpleElasticAgent, api
+
+    for hook in ("_start_workers", "_stop_workers", "_monitor_workers", "_shutdown", "_exit_barrier"):
+        assert hook in vars(SimpleElasticAgent), f"torch has no {hook} any more: see launch/agent.py"
+    loop = inspect.getsource(SimpleElasticAgent)
+    # What the loop must do with them: count a failure, but not a change of hosts; and assign ranks without a store.
+    assert "self._remaining_restarts -= 1" in loop
+    assert "num_nodes_waiting > 0" in loop
+    assert 'os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL"' in loop
+    assert {"WorkerSpec", "WorkerState", "RunResult"} <= vars(api).keys()
+    assert "exit_barrier_timeout" in inspect.signature(SimpleElasticAgent.__init__).parameters

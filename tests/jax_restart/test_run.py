@@ -1,0 +1,125 @@
+"""`meshmend run` as a user starts it: one command, a host that is killed, and a job that goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from meshmend.launch.processes import children
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import jax, jax.numpy as jnp, numpy as np, optax
+import meshmend.jax as mmj
+
+job = mmj.Job(shared="shared", global_batch=64)
+x = np.random.default_rng(0).normal(size=(512, 8)).astype(np.float32)
+data = [{"x": row, "y": row.sum()} for row in x]
+
+
+def loss(params, batch):
+    return (batch["x"] @ params["w"] - batch["y"]) ** 2
+
+
+for step in job.train(loss, optax.adam(0.05), {"w": jnp.zeros(8)}, data, steps=30):
+    if step.number in (1, 30):
+        print(f"step {step.number} on {step.chips} chips")
+"""
+
+
+def environment() -> dict[str, str]:
+    hidden = ("XLA_FLAGS", "MESHMEND_SHAPE", "MESHMEND_HOST")
+    kept = {name: value for name, value in os.environ.items() if name not in hidden}
+    return kept | {"PYTHONPATH": os.pathsep.join(sys.path), "NO_COLOR": "1", "COLUMNS": "200"}
+
+
+def meshmend(*words: str, folder: Path) -> list[str]:
+    command = [sys.executable, "-m", "meshmend", *words]
+    done = subprocess.run(command, cwd=folder, env=environment(), check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+def test_a_job_goes_on_when_a_host_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    lines = meshmend("run", "--local", "2x4", "--host", "2x2", "--kill", "1@10", "train.py", folder=tmp_path)
+    assert "meshmend │ round 1: hosts 0, 1 start" in lines
+    assert "host 0 │ step 1 on 8 chips" in lines
+    killed = next(i for i, line in enumerate(lines) if re.match(r"meshmend │ host 1 is killed after step 1\d", line))
+    started = lines.index("meshmend │ round 2: hosts 0 start")
+    assert killed < started < lines.index("host 0 │ step 30 on 4 chips")
+    assert "meshmend │ round 1 ends: host 1 is lost: its connection to the store broke" in lines
+    assert "host 1 │ step 30 on 4 chips" not in lines
+    told = next(line for line in lines if line.startswith("meshmend │ host 1 was killed after step 10: "))
+    # The copies of the last two steps may be under way when a host dies.
+    found = re.search(r"the others resumed from step (\d+) \(memory\) and had done step (\d+) ([\d.]+) s later", told)
+    assert found is not None
+    assert 8 <= int(found[1]) < int(found[2]) <= int(found[1]) + 1
+    assert re.fullmatch(r"meshmend │ 30 steps on 8, then 4 chips in \d+ s", lines[-1])
+
+
+def test_control_c_ends_everything(tmp_path: Path) -> None:
+    (tmp_path / "wait.py").write_text("import time; print('waiting'); time.sleep(600)")
+    words = ["run", "--local", "2x4", "--host", "2x2", "--cold", "wait.py"]
+    command = [sys.executable, "-m", "meshmend", *words]
+    driver = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert driver.stdout is not None
+    assert driver.stderr is not None
+    with driver:
+        for line in driver.stdout:
+            if b"waiting" in line:
+                break
+        below = children(driver.pid)
+        assert len(below) >= 7  # the store; two hosts, what starts their workers, and at least one worker of theirs
+        driver.send_signal(signal.SIGINT)
+        assert driver.stderr.read().splitlines()[-1] == b"Error: Interrupted."
+        assert driver.wait(30) == 130
+    until = time.monotonic() + 10
+    while [pid for pid in below if Path(f"/proc/{pid}").exists()] and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not [pid for pid in below if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.slow
+def test_the_command_of_the_page_runs_as_it_stands(tmp_path: Path) -> None:
+    page = (ROOT / "docs/restart.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^meshmend (run --local .*)$", page, re.M)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    lines = meshmend(*command.split(), folder=tmp_path)
+    assert any(line.startswith("meshmend │ host 1 was killed after step 20: the others resumed") for line in lines)
+    assert re.fullmatch(r"meshmend │ 200 steps on 16, then 12 chips in \d+ s", lines[-1])
+
+
+def test_the_manifest_starts_what_the_command_line_has() -> None:
+    """A JobSet has no schema here; its structure is that of its documentation, its commands are parsed by ours."""
+    from typer.main import get_command
+
+    from meshmend.cli import app
+
+    page = (ROOT / "docs/restart.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.S)
+    manifest = yaml.safe_load(text)
+    assert manifest["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+    jobs = {job["name"]: job for job in manifest["spec"]["replicatedJobs"]}
+    assert jobs["hosts"]["replicas"] == 8
+    assert set(manifest["spec"]["successPolicy"]["targetReplicatedJobs"]) <= jobs.keys()
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    for job in jobs.values():
+        pod = job["template"]["spec"]["template"]["spec"]
+        assert pod["restartPolicy"] in ("OnFailure", "Never")  # all that a Job allows
+        (container,) = pod["containers"]
+        mounted = {mount["name"] for mount in container.get("volumeMounts", [])}
+        assert mounted == {volume["name"] for volume in pod.get("volumes", [])}
+        words = container["command"]
+        if words[0] == "bash":
+            words = words[2].replace("$(cat /etc/meshmend/host)", "3").removeprefix("exec ").split()
+        assert words[0] == "meshmend"
+        commands[words[1]].make_context(words[1], list(words[2:]))
