@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_engine.inside_tiles import CASES, worst_difference
+from jax_engine.inside_tiles import CASES
 
 ROOT = Path(__file__).parents[2]
 WAYS = ("vmap", "manual")
@@ -29,11 +29,6 @@ def table() -> dict[tuple[str, str], str]:
 def test_the_table_has_a_row_for_each_case() -> None:
     assert list(table()) == [(name, way) for name in CASES for way in WAYS]
     assert set(table().values()) <= {"works", "JAX refuses", "XLA aborts"}
-
-
-def test_a_kernel_that_names_the_mesh_works_by_default() -> None:
-    assert table()["shard_map(mesh=mesh)", "vmap"] == "works"
-    assert worst_difference("shard_map(mesh=mesh)", "vmap") < 1e-5
 
 
 @pytest.mark.slow

@@ -77,6 +77,7 @@ def test_only_the_plans_permutes_cross_tiles(topology: str, side: str, hole: str
 
 
 @needs_libtpu
+@pytest.mark.slow  # the command itself runs with docs/adopt.md
 def test_the_command_compiles_for_tiles() -> None:
     words = ["compile", "--topology", "v6e:4x4", "--fail", "0,1", "--tile", "2x2", "--payload", "1MB", "--json"]
     done = CliRunner().invoke(app, words)
