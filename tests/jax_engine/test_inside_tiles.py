@@ -41,8 +41,9 @@ def test_a_row_says_what_happens(name: str, way: str) -> None:
     expected = table()[name, way]
     if expected == "works":
         assert done.returncode == 0, done.stderr[-2000:]
-        (off,) = re.findall(r"off by (\S+)", done.stdout)
+        (off,) = re.findall(r"off by (\S+);", done.stdout)
         assert float(off) < 1e-5
+        assert "across tiles: the plan alone" in done.stdout
     elif expected == "JAX refuses":
         assert done.returncode == 1, done.stderr[-2000:]
         assert "Error" in done.stderr
