@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshmend as mm
 import meshmend.jax as mmj
+from meshmend.jax.compiling.reach import ACROSS, reach_of_collectives
 
 ROWS, WIDTH = 24, 16
 INNER = {"fsdp", "tensor"}
@@ -63,8 +64,11 @@ def _cases(mesh: Any) -> dict[str, tuple[Callable[[Any, Any], Any], P]]:
 CASES = list(_cases(None))
 
 
-def worst_difference(name: str, way: str) -> float:
-    """Return the largest difference of the gradients from those of plain jit, relative to the largest."""
+def try_out(name: str, way: str) -> tuple[float, list[str]]:
+    """Return the largest difference of the gradients from plain jit's, relative to the largest, and what crosses tiles.
+
+    The latter are the kinds of collectives that join different tiles, apart from the plan's permutes.
+    """
     chips = mmj.discover(jax.devices()[:16], shape="4x4", failed=["0,1"])
     fabric = mmj.tile(chips, "2x2", fsdp=2, tensor=2)
     program = mmj.install(mm.plan(fabric.mesh, "weave", chunks=4), fabric)
@@ -89,12 +93,17 @@ def worst_difference(name: str, way: str) -> float:
     differentiate = mmj.value_and_grad(loss, fabric, specs, way=way)
     step = jax.jit(lambda p, x, program: differentiate(p, x, program=program))
     with jax.set_mesh(fabric.jax_mesh):
-        _, got = step(params, jax.device_put(tokens, fabric.sharding(("tile", "fsdp"))), program)
+        arguments = params, jax.device_put(tokens, fabric.sharding(("tile", "fsdp"))), program
+        compiled = step.lower(*arguments).compile()
+        _, got = compiled(*arguments)
+    reach = reach_of_collectives(str(compiled.as_text()), fabric.devices_per_tile)
     _, want = jax.value_and_grad(plain)(host, tokens)
-    return max(float(np.abs(got[key] - want[key]).max() / np.abs(want[key]).max()) for key in host)
+    off = max(float(np.abs(got[key] - want[key]).max() / np.abs(want[key]).max()) for key in host)
+    return off, [kind for kind, where in reach if where == ACROSS]
 
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 16)
-    print(f"off by {worst_difference(*sys.argv[1:]):.0e}")  # noqa: T201
+    difference, crossing = try_out(*sys.argv[1:])
+    print(f"off by {difference:.0e}; across tiles: {', '.join(crossing) or 'the plan alone'}")  # noqa: T201

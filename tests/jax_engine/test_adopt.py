@@ -47,7 +47,8 @@ def changed_lines(pair: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(("pair", "steps"), [("nnx", 20), ("jit", 4), ("data_parallel", 4)])
+@pytest.mark.parametrize("steps", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pair", PAIRS)
 def test_losses_are_those_of_plain_jit(pair: str, steps: int) -> None:
     """NNX: 8×8 chips, 2×2 tiles, one lost. The batches are the same; the plain script has all chips."""
     plain, tiles = train_of(f"{pair}_plain")(steps), train_of(f"{pair}_tiles")(steps)

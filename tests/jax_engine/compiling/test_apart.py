@@ -77,6 +77,7 @@ def test_only_the_plans_permutes_cross_tiles(topology: str, side: str, hole: str
 
 
 @needs_libtpu
+@pytest.mark.slow  # the command itself runs with docs/adopt.md
 def test_the_command_compiles_for_tiles() -> None:
     words = ["compile", "--topology", "v6e:4x4", "--fail", "0,1", "--tile", "2x2", "--payload", "1MB", "--json"]
     done = CliRunner().invoke(app, words)
@@ -130,6 +131,18 @@ def test_what_the_child_refuses_is_an_error_too() -> None:
         ("x = f32[4] reduce-scatter(y), replica_groups=[4,2]<=[2,4]T(1,0)", ("reduce-scatter", ACROSS)),
         ("x = f32[4] all-to-all(y), replica_groups=mesh['tile'=2,'model'=4] {'model'}", ("all-to-all", INSIDE)),
         ("x = f32[4] all-to-all(y), replica_groups=mesh['tile'=2,'model'=4] {'tile'}", ("all-to-all", ACROSS)),
+        (
+            "x = f32[4] all-reduce(y), replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}",
+            ("all-reduce", INSIDE),
+        ),
+        (
+            "x = f32[4] all-reduce(y), replica_groups=mesh['a'=2,'b'=2], device_ids=(0,4,1,5) {'b'}",
+            ("all-reduce", ACROSS),
+        ),
+        (
+            "x = f32[4] all-reduce(y), replica_groups=mesh['a'=2,'b'=2], device_ids=(0,4,1,5) {'a'}",
+            ("all-reduce", INSIDE),
+        ),
         ("x = f32[4] collective-permute(y), source_target_pairs={{0,4},{4,0}}", ("collective-permute", STRAIGHT)),
         ("x = f32[4] collective-permute(y), source_target_pairs={{0,1},{5,4}}", ("collective-permute", INSIDE)),
         ("x = f32[4] collective-permute(y), source_target_pairs={{0,4},{1,6}}", ("collective-permute", ACROSS)),

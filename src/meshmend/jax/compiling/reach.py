@@ -57,24 +57,28 @@ def _groups(line: str) -> list[list[int]]:
     explicit = re.search(r"replica_groups=\{(\{.*?\})\}", line)
     if explicit:
         return [[int(device) for device in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", explicit[1])]
-    named = re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\S+)? \{(.*?)\}", line)
+    named = re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}", line)
     if named:
         sizes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", named[1])}
-        joined = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", named[2])]
+        joined = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", named[3])]
         kept = [axis for axis in range(len(sizes)) if axis not in joined]
-        ids = _numbered(list(sizes.values())).transpose(kept + joined)
+        order = np.arange(int(np.prod(list(sizes.values())))) if named[2] is None else _ids(named[2])
+        ids = order.reshape(list(sizes.values())).transpose(kept + joined)
         return _as_lists(ids, int(np.prod([list(sizes.values())[axis] for axis in joined])))
-    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
+    iota = re.search(r"replica_groups=\[\d+,(\d+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", line)
     if iota is None:
         raise ValueError(f"Unknown form of replica groups: {line.strip()[:300]}")
-    ids = _numbered([int(n) for n in iota[3].split(",")])
-    if iota[4]:
-        ids = ids.transpose([int(axis) for axis in iota[4].split(",")])
-    return _as_lists(ids, int(iota[2]))
+    return _as_lists(_ids(iota[2]), int(iota[1]))
 
 
-def _numbered(shape: list[int]) -> NDArray[np.int64]:
-    return np.arange(int(np.prod(shape))).reshape(shape)
+def _ids(text: str) -> NDArray[np.int64]:
+    """Read a list of devices: as it is, or as [6,2]T(1,0), which is 0 to 11 in six rows, transposed."""
+    short = re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\)?)?", text)
+    if short is None:
+        return np.array([int(device) for device in text.split(",")])
+    shape = [int(n) for n in short[1].split(",")]
+    ids = np.arange(int(np.prod(shape))).reshape(shape)
+    return (ids.transpose([int(axis) for axis in short[2].split(",")]) if short[2] else ids).ravel()
 
 
 def _as_lists(ids: NDArray[np.int64], size: int) -> list[list[int]]:
