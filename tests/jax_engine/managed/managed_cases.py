@@ -20,7 +20,10 @@ DATASET = {
     "x": _rng.normal(size=(N_SAMPLES, 6)).astype(np.float32),
     "y": _rng.normal(size=N_SAMPLES).astype(np.float32),
 }
-PARAMS = {"w": _rng.normal(size=(6, 5)).astype(np.float32) / 2, "out": _rng.normal(size=5).astype(np.float32)}
+PARAMS: dict[str, Any] = {
+    "w": _rng.normal(size=(6, 5)).astype(np.float32) / 2,
+    "out": _rng.normal(size=5).astype(np.float32),
+}
 WHOLE, HOLED, ONE = "2x4", "4x4 minus 2x2@2,2", "1x1"
 
 
