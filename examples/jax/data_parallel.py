@@ -37,7 +37,7 @@ params = init(jax.random.key(0))
 state = optimizer.init(params)
 by_device = NamedSharding(Mesh(jax.devices(), "data"), PartitionSpec("data"))
 order = np.random.default_rng(0).permutation(len(dataset))
-for number in range(1, 201):
+for number in range(1, 101):
     rows = order[256 * (number - 1) : 256 * number]
     params, state, value = update(params, state, jax.device_put(dataset[rows], by_device))
     if number % 20 == 0:

@@ -28,6 +28,6 @@ def loss(params, batch):
 
 optimizer = optax.adamw(1e-2)
 params = init(jax.random.key(0))
-for step in job.train(loss, optimizer, params, dataset, steps=200):
+for step in job.train(loss, optimizer, params, dataset, steps=100):
     if step.number % 20 == 0:
         print(f"step {step.number}: loss {step.loss:.3f}")

@@ -32,6 +32,6 @@ def loss(params, batch):
     return optax.softmax_cross_entropy_with_integer_labels(hidden @ params["read"], batch[:, -1])
 
 
-for step in job.train(loss, optax.adamw(1e-2), init(jax.random.key(0)), dataset, steps=200):
+for step in job.train(loss, optax.adamw(1e-2), init(jax.random.key(0)), dataset, steps=100):
     if step.number % 20 == 0:
         print(f"step {step.number}: loss {step.loss:.3f} on {step.chips} chips")

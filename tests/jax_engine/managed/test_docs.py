@@ -20,7 +20,7 @@ PLAIN, SURVIVING = (
 def run(script: str, folder: Path) -> list[list[float]]:
     """Run the first 20 steps of a script on 8 devices; return the numbers of each line that it prints."""
     shorter, count = re.subn(
-        r"steps=200|range\(1, 201\)", lambda found: {"s": "steps=20"}.get(found[0][0], "range(1, 21)"), script
+        r"steps=100|range\(1, 101\)", lambda found: {"s": "steps=20"}.get(found[0][0], "range(1, 21)"), script
     )
     assert count == 1
     folder.mkdir()

@@ -51,7 +51,7 @@ def test_steps_say_what_they_are(tmp_path: Path) -> None:
     with job(tmp_path / "shared", ledger=True) as surviving:
         running = surviving.train(loss, optax.adam(0.02), PARAMS, DATASET, steps=STEPS)
         first = next(running)
-        with pytest.raises(RestartError, match="already training"):
+        with pytest.raises(RestartError, match=r"already training.* call job\.close\(\)"):
             train(surviving, 2)
         after_first, steps = first.params, [first, *running]
         assert surviving.resumed.source == "start"
@@ -115,6 +115,11 @@ def test_a_loop_that_is_left_goes_on_from_disk_to_the_same_bits(tmp_path: Path, 
     assert train(finished, STEPS)[0] == []
     assert finished.resumed.step == STEPS
     assert_same_bits(finished.params, again.params)
+    # In a notebook an error leaves its loop behind: closing the job ends it.
+    abandoned = finished.train(loss, optax.adam(0.02), PARAMS, DATASET, steps=STEPS + 2)
+    next(abandoned)
+    finished.close()
+    assert len(train(finished, STEPS + 2)[0]) == 1
 
 
 @pytest.mark.parametrize("update", ["replicated", pytest.param("sharded", marks=pytest.mark.slow)])

@@ -58,7 +58,7 @@ def changed(name: str, value: Any) -> Callable[[Any], Any]:
     ],
 )
 def test_wrong_arguments_of_a_job(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"global_batch": 32, "session": alone(WHOLE), **options}
+    given: dict[str, Any] = {"global_batch": 32, "session": alone(WHOLE)} | options
     with pytest.raises(ParameterError, match=message):
         mmj.Job(tmp_path / "shared", **given)
 

@@ -133,7 +133,10 @@ class Job:
         this process; the launcher starts it again, and then the steps continue with the first that was not committed.
         """
         if self._is_training:
-            raise RestartError("This job is already training: finish or leave the loop over its steps first.")
+            raise RestartError(
+                "This job is already training: finish or leave the loop over its steps first. Where an error has ended "
+                "that loop, as in a notebook, call job.close() and make the job again."
+            )
         if self._run is not None:
             self._run.finish()
         model = Model(
@@ -163,6 +166,8 @@ class Job:
 
     def close(self) -> None:
         """Leave the job, once all processes have come to this point. The end of the script does it, too."""
+        if self._run is not None and self.session.launch.n_processes == 1:
+            self._run.finish()
         if self._ending is not None:
             self._ending.close()
 
