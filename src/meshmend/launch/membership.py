@@ -29,8 +29,8 @@ START_S = 30.0
 SETTLE_S = 1.0
 """How long after a host's arrival a running round ends: several that come together cause one restart."""
 SILENT_S = 10.0
-"""A host that was not heard from for so long is lost; each sends a heartbeat every second. Only hosts that freeze or lose
-their network are found in this way, and one that is merely overloaded must not be taken for one of them."""
+"""A host that was not heard from for so long is lost; each sends a heartbeat every second. Only hosts that freeze or
+lose their network are found in this way, and one that is merely overloaded must not be taken for one of them."""
 BEAT_S = 1.0
 
 
