@@ -252,6 +252,8 @@ def test_a_host_that_gives_up_ends_the_job_for_all() -> None:
     ("hello", "message"),
     [
         ({"machine": "8x8 in hosts of 4x2"}, "it describes its machine as 8x8 in hosts of 4x2, but host 0 as 4x4"),
+        ({"machine": "a machine"}, "it describes a machine that cannot be: 'a machine' is not a shape"),
+        ({"machine": "4x4 in hosts of 2x2", "host": 4}, "it describes a machine that cannot be: There is no host 4"),
         ({"hosts": [2, 4]}, "it wants 2 to 4 hosts, the others 1 to 3. Give all the same --hosts"),
         ({"host": 3}, "the job has 3 hosts already"),
         ({"host": 1}, "another process, at 10.0.0.1, is host 1 already. Give each host its own --place"),

@@ -72,7 +72,7 @@ class Member:
         self._address = address
         self._key = make_key(secret, job)
         self._reach_s = reach_s
-        self._silent_s = max(silent_s, 3 * BEAT_S)
+        self._silent_s = 3 * max(silent_s, BEAT_S)  # a lost store does no harm, so there is no hurry to give it up
         self._changed = threading.Condition()
         self._talk: Talk | None = None
         self._connection: socket.socket | None = None

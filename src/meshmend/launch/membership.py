@@ -19,6 +19,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshmend.errors import MeshmendError
 from meshmend.launch.hosts import Hosts
 
 Message = dict[str, Any]
@@ -27,8 +28,9 @@ START_S = 30.0
 """How long the first round waits for further hosts once it has enough: they rarely start in the same second."""
 SETTLE_S = 1.0
 """How long after a host's arrival a running round ends: several that come together cause one restart."""
-SILENT_S = 5.0
-"""A host that was not heard from for so long is lost; each sends a heartbeat every second."""
+SILENT_S = 10.0
+"""A host that was not heard from for so long is lost; each sends a heartbeat every second. Only hosts that freeze or
+lose their network are found in this way, and one that is merely overloaded must not be taken for one of them."""
 BEAT_S = 1.0
 
 
@@ -95,6 +97,11 @@ class Membership:
         least, most = (int(n) for n in hello["hosts"])
         if self.over is not None:
             raise RefusedError(f"this job is over: {self.over['why']}. Start a new store for a new job")
+        if machine:
+            try:
+                Hosts.read(machine).number(host)
+            except MeshmendError as error:
+                raise RefusedError(f"it describes a machine that cannot be: {error}") from error
         if not self.members:
             self.least, self.most = least, most
         if (least, most) != (self.least, self.most):

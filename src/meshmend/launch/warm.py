@@ -82,21 +82,20 @@ def main(descriptor: int, *, preload: Sequence[str] = MODULES) -> None:
                 if "signal" in command and worker:
                     os.kill(worker, command["signal"])
                 elif "start" in command:
+                    mine = os.getpid()
                     worker = os.fork()
                     if worker == 0:
-                        _become_worker(control, bool(preload), loaded, **command["start"])
+                        die_with_parent(mine)
+                        control.close()
+                        _become_worker(bool(preload), loaded, **command["start"])
                         return
                     watch = os.pidfd_open(worker)
                     selector.register(watch, selectors.EVENT_READ)
                     _say(control, {"pid": worker})
 
 
-def _become_worker(
-    control: socket.socket, warm: bool, loaded: dict[str, str], argv: list[str], environment: dict[str, str]
-) -> None:
+def _become_worker(warm: bool, loaded: dict[str, str], argv: list[str], environment: dict[str, str]) -> None:
     """Be the worker: run the script as Python would. What it raises, and how it exits, leaves `main`."""
-    die_with_parent()
-    control.close()
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
