@@ -45,10 +45,12 @@ class Job:
     the samples of each step to ledger.jsonl, for `Ledger.check`. `session` is for scripts that call `initialize`
     themselves, and end it, too.
 
-    >>> import tempfile, jax.numpy as jnp, numpy as np, optax, meshmend.jax as mmj
+    >>> import tempfile, jax, numpy as np, optax, meshmend.jax as mmj
+    >>> from meshmend.jax.job import initialize_alone
     >>> x = np.arange(64, dtype=np.float32) / 64
     >>> loss = lambda w, batch: (w * batch["x"] - batch["y"]) ** 2  # one value per example
-    >>> with mmj.Job(tempfile.mkdtemp(), global_batch=32) as job:
+    >>> four = initialize_alone(mmj.discover(jax.devices()[:4], shape="2x2"))  # without it, on all devices
+    >>> with mmj.Job(tempfile.mkdtemp(), global_batch=32, session=four, disk_every=0) as job:
     ...     for step in job.train(loss, optax.sgd(0.5), np.float32(0), {"x": x, "y": 2 * x}, steps=40):
     ...         pass
     >>> round(float(job.params), 3)
