@@ -126,7 +126,8 @@ def measure_compiled(topology: str, hole: str, cores: int | None, megabytes: flo
             jax.eval_shape(training.init, weights, program),
         )
         lowered = jax.jit(training.step, donate_argnums=(0, 1)).lower(weights, state, batch, program)
-        memory: Any = lowered.compile(compiler_options={**fabric.compiler_options}).memory_analysis()
+        compiled: Any = lowered.compile(compiler_options=dict(fabric.compiler_options))
+        memory = compiled.memory_analysis()
         runs.append(
             {
                 "name": name,

@@ -115,7 +115,8 @@ def check_as_two_phases_on(
         trained(fabric, optimizer, install(schedule, fabric), params or make_params(), **more)
         for install in (mmj.install_turn, mmj.install_pair)
     )
-    check_same(got, wanted, tolerance)
+    check_same(got[0], wanted[0], tolerance)
+    check_same(got[1], wanted[1], 1e-6)  # losses are added up along another way, and are no whole numbers
 
 
 def matrices(params: Any) -> Any:
