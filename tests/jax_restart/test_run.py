@@ -66,7 +66,8 @@ def test_a_job_goes_on_when_a_host_is_killed(tmp_path: Path) -> None:
     assert re.fullmatch(r"meshmend │ 30 steps on 8, then 4 chips in \d+ s", lines[-1])
 
 
-def test_control_c_ends_everything(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_control_c_ends_everything(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "wait.py").write_text("import time; print('waiting'); time.sleep(600)")
     words = ["run", "--local", "2x4", "--host", "2x2", "--cold", "wait.py"]
     command = [sys.executable, "-m", "meshmend", *words]
@@ -79,7 +80,7 @@ def test_control_c_ends_everything(tmp_path: Path) -> None:
                 break
         below = children(driver.pid)
         assert len(below) >= 7  # the store; two hosts, what starts their workers, and at least one worker of theirs
-        driver.send_signal(signal.SIGINT)
+        driver.send_signal(number)
         assert driver.stderr.read().splitlines()[-1] == b"Error: Interrupted."
         assert driver.wait(30) == 130
     until = time.monotonic() + 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import tempfile
 import time
 from contextlib import ExitStack
@@ -87,7 +88,7 @@ def command(
             least, most = find_hosts(hosts, len(machine))
             if most != len(machine):
                 raise LaunchError(f"--hosts is {hosts!r}, but --local {local} makes {len(machine)} hosts.")
-            _require()
+            _prepare()
             _run_locally(argv, machine, shared, kills, {"least": least, "max_restarts": restarts, "warm": not cold})
             return
         if kill:
@@ -110,12 +111,14 @@ def command(
             max_restarts=restarts,
             warm=not cold,
         )
-        _require()
+        _prepare()
         _run_here(what, find_secret(secret_file))
 
 
-def _require() -> None:
+def _prepare() -> None:
     require("torch", "jax", "orbax", "grain", needed_for="`meshmend run`", extra="launch")
+    # Schedulers end a job by SIGTERM: it leaves in order then, as after Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def check_script(words: list[str]) -> list[str]:
