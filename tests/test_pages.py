@@ -56,6 +56,8 @@ def test_pages_spell_all_reduce_in_one_way() -> None:
 def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
     by = {(block.page.name, block.kind, block.by) for block in BLOCKS if block.by}
     assert by == {
+        ("README.md", "python", "tests/jax_engine/managed/test_docs.py"),
+        ("README.md", "bash", "tests/jax_restart/test_job.py"),
         ("job.md", "python", "tests/jax_engine/managed/test_docs.py"),
         ("job.md", "bash", "tests/jax_restart/test_job.py"),
         ("restart.md", "python", "tests/jax_engine/job/test_docs.py"),
