@@ -20,6 +20,7 @@ ORDER = [
     "errors",
     "shapes",
     "topology",
+    "machines",
     "routing",
     "schedule",
     "cost",

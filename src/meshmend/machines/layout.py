@@ -1,0 +1,396 @@
+"""Where each chip of a machine lies, from its cables alone.
+
+Most descriptions list chips and cables and no coordinates. A layout puts each chip on a position of a grid such that
+cables join neighbours. The search places chips one by one, next to those that are placed, and counts what does not
+fit: cables of the grid between two chips that have none (**missing** cables), and cables between chips that are not
+neighbours (**extra** cables, which some machines have for other purposes). What remains of the grid are missing chips.
+
+A wrong layout is worse than none: plans would use cables that are not there. So a layout is returned only if it is
+the only one, up to the symmetries of the grid. Another one is a rival if it explains the same cables with up to
+`SLACK_CHIPS` missing chips and `SLACK_CABLES` missing cables: a machine on which no more than that has failed since it
+was whole is therefore never laid out wrongly.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from meshmend.errors import LayoutError
+from meshmend.machines.grid import Grid, likely_grids
+
+SLACK_CHIPS, SLACK_CABLES = 2, 3
+MOST_MISSING_CABLES = 24
+MOST_EXTRA_CABLES = 12
+MOST_STEPS = 20_000
+"""How many chips the search may place: a few seconds. Real machines take hundreds to thousands."""
+MOST_CHIPS = 1024
+"""Larger machines say where their chips are."""
+
+Chip = TypeVar("Chip", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Layout(Generic[Chip]):
+    """A grid, the coordinate of each chip on it, and the cables that join no neighbours."""
+
+    grid: Grid
+    place_of: Mapping[Chip, tuple[int, ...]]
+    extra: tuple[tuple[Chip, Chip], ...]
+    n_missing_cables: int
+
+    @property
+    def n_missing_chips(self) -> int:
+        """Positions of the grid without a chip."""
+        return self.grid.size - len(self.place_of)
+
+
+@dataclass
+class _Fit:
+    """A placement of all chips, by their number, and what does not fit."""
+
+    grid: Grid
+    at: tuple[int, ...]
+    missing: int
+    extra: int
+
+    @property
+    def missing_chips(self) -> int:
+        return self.grid.size - len(self.at)
+
+
+class _GaveUp(Exception):  # noqa: N818  # control flow, never seen outside
+    pass
+
+
+def find_layout(
+    chips: Sequence[Chip], cables: Iterable[tuple[Chip, Chip]], grids: Sequence[Grid] | None = None
+) -> Layout[Chip]:
+    """Return the only layout of the chips on one of the grids; by default on any mesh or torus of about their number.
+
+    Raises `LayoutError` if there is none, or more than one.
+
+    >>> square = [("a", "b"), ("b", "c"), ("c", "d"), ("d", "a"), ("b", "e"), ("e", "f"), ("f", "c")]
+    >>> layout = find_layout("abcdef", square, [Grid.of((2, 3), (False, False))])
+    >>> layout.place_of["a"], layout.place_of["b"], layout.place_of["e"]
+    ((0, 0), (0, 1), (0, 2))
+    """
+    numbers = {chip: number for number, chip in enumerate(chips)}
+    near = _neighbours(numbers, cables)
+    if not chips:
+        raise LayoutError("The description has no chips.", "nothing")
+    if len(chips) > MOST_CHIPS:
+        raise LayoutError(
+            f"{len(chips):,} chips without coordinates: a layout is searched for at most {MOST_CHIPS:,}. Say where "
+            f"they are, in a description of your own.",
+            "too large",
+        )
+    check_connected(chips, near)
+    wanted = list(grids) if grids is not None else likely_grids(len(chips), SLACK_CHIPS)
+    budget = _Budget()
+    fits = _fits(wanted, near, budget)
+    if budget.is_spent:
+        raise LayoutError(
+            f"The layout is ambiguous: {len(chips)} chips and {_count(near)} cables have too many layouts to compare. "
+            f"{_ADVICE}",
+            "ambiguous",
+        )
+    if not fits:
+        raise LayoutError(_no_fit(chips, near, wanted if grids is not None else None), "not a mesh")
+    return _made(_only_one(fits, len(chips)), list(chips), near)
+
+
+_ADVICE = "Say what was intended: --shape and --wrap, or --intended FILE, such as a description from when it was whole."
+
+
+def _neighbours(numbers: Mapping[Chip, int], cables: Iterable[tuple[Chip, Chip]]) -> list[set[int]]:
+    near: list[set[int]] = [set() for _ in numbers]
+    for a, b in cables:
+        near[numbers[a]].add(numbers[b])
+        near[numbers[b]].add(numbers[a])
+    for number, others in enumerate(near):
+        others.discard(number)
+    return near
+
+
+def check_connected(chips: Sequence[object], near: Sequence[set[int]]) -> None:
+    """Raise `LayoutError` with the parts, if cables do not join all chips; `near` has each chip's neighbours."""
+    left, parts = set(range(len(chips))), []
+    while left:
+        part, edge = set(), {min(left)}
+        while edge:
+            part |= edge
+            edge = set().union(*(near[chip] for chip in edge)) - part
+        parts.append(sorted(part))
+        left -= part
+    if len(parts) > 1:
+        named = " and ".join(f"{{{_some([str(chips[chip]) for chip in part])}}}" for part in parts[:4])
+        more = f" and {len(parts) - 4} others" * (len(parts) > 4)
+        raise LayoutError(
+            f"No cable joins the {len(parts)} parts {named}{more}, so they do not form one mesh. Check the cables "
+            f"between them, or describe each part as a machine of its own.",
+            "in parts",
+        )
+
+
+def _some(names: Sequence[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + f" and {len(names) - most} more" * (len(names) > most)
+
+
+@dataclass
+class _Budget:
+    """What is left of the steps that the search may take on all grids together."""
+
+    steps: int = MOST_STEPS
+
+    def spend(self) -> None:
+        self.steps -= 1
+        if self.steps < 0:
+            raise _GaveUp
+
+    @property
+    def is_spent(self) -> bool:
+        return self.steps < 0
+
+
+def _count(near: Sequence[set[int]]) -> int:
+    return sum(map(len, near)) // 2
+
+
+def _fits(grids: Sequence[Grid], near: Sequence[set[int]], budget: _Budget) -> list[_Fit]:
+    """Return the plausible placements, one of each class of equivalent ones.
+
+    Extra cables are allowed as far as no placement on any grid does without them, or, where more cables are missing
+    than SLACK_CABLES, as they explain at least as many. Of missing cables, up to SLACK_CABLES are, or one more than in
+    the best placement.
+    """
+    most = min(MOST_EXTRA_CABLES, _count(near) // 8 + 1)
+    for extra in range(most + 1):
+        for missing in (SLACK_CABLES, 2 * SLACK_CABLES, MOST_MISSING_CABLES):
+            found = _fits_within(grids, near, missing, extra, budget)
+            if found and (least := min(fit.missing for fit in found)) >= missing > SLACK_CABLES:
+                found = _fits_within(grids, near, least + 1, extra, budget)
+            if found and least > SLACK_CABLES:
+                for more in range(1, min(least, most - extra) + 1):
+                    others = _fits_within(grids, near, least - more, extra + more, budget)
+                    found += [fit for fit in others if fit.extra == extra + more]
+            if found or budget.is_spent:
+                return found
+    return []
+
+
+def _fits_within(
+    grids: Sequence[Grid], near: Sequence[set[int]], missing: int, extra: int, budget: _Budget
+) -> list[_Fit]:
+    """Return the placements on all grids that need no more missing and extra cables than that."""
+    found: list[_Fit] = []
+    for grid in grids:
+        # A chip with more cables than any chip of the grid has some to spare, and every cable of the grid is there,
+        # missing, or lost with a missing chip.
+        excess = sum(max(0, len(others) - grid.degree) for others in near)
+        least_extra = max((excess + 1) // 2, _count(near) - grid.n_cables)
+        lost = (grid.size - len(near)) * grid.degree
+        if len(near) > grid.size or least_extra > extra:
+            continue
+        if grid.n_cables - lost - (_count(near) - least_extra) > missing:
+            continue
+        try:
+            found += _Search(grid, near, missing, extra, budget).run()
+        except _GaveUp:
+            break
+    return found
+
+
+@dataclass
+class _Search:
+    """All placements on one grid with at most that many missing and extra cables, each class once."""
+
+    grid: Grid
+    near: Sequence[set[int]]
+    most_missing: int
+    most_extra: int
+    budget: _Budget
+    found: list[_Fit] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.at = [-1] * len(self.near)
+        self.chip_at: dict[int, int] = {}
+        self.placed: set[int] = set()
+        self.near = [set(others) for others in self.near]
+        # Cables that a chip has beyond those of any position: at least that many of them are extra.
+        self.spare = [max(0, len(others) - self.grid.degree) for others in self.near]
+
+    def run(self) -> list[_Fit]:
+        # The start has the most cables; its choices stand for all others that symmetries of the grid exchange.
+        start = min(range(len(self.near)), key=lambda chip: (self.spare[chip], -len(self.near[chip])))
+        for position in self.grid.orbits:
+            symmetries = self.grid.fixing(position)
+            here: list[_Fit] = []
+            self._put(start, position)
+            for fit in self._place(1 << position, 0, 0):
+                if not any(_equivalent(fit, other, symmetries) for other in here):
+                    here.append(fit)
+                if len(here) > 8:  # more than enough to call it ambiguous
+                    break
+            self._take(start)
+            self.found += here
+        return self.found
+
+    def _put(self, chip: int, position: int) -> None:
+        self.at[chip] = position
+        self.chip_at[position] = chip
+        self.placed.add(chip)
+
+    def _take(self, chip: int) -> None:
+        del self.chip_at[self.at[chip]]
+        self.at[chip] = -1
+        self.placed.discard(chip)
+
+    def _place(self, used: int, missing: int, extra: int) -> Iterator[_Fit]:
+        chip = self._next()
+        if chip is None:
+            yield _Fit(self.grid, tuple(self.at), missing, extra)
+            return
+        mine = self.near[chip] & self.placed
+        for position in self._candidates(chip, mine, used, self.most_extra - extra):
+            self.budget.spend()
+            around = {self.chip_at[p] for p in _bits(self.grid.near[position] & used)}
+            now_missing, strays = missing + len(around - mine), mine - around
+            now_extra = extra + len(strays)
+            free = (self.grid.near[position] & ~used).bit_count()
+            # More cables to come than neighbours are left means more extra cables to come.
+            to_come = len(self.near[chip]) - len(mine) - free
+            if now_missing > self.most_missing or max(now_extra, now_extra + to_come) > self.most_extra:
+                continue
+            spared = [other for other in strays if self.spare[other]] + [chip] * min(self.spare[chip], len(strays))
+            for other in spared:
+                self.spare[other] -= 1
+            if now_extra + (sum(self.spare) + 1) // 2 <= self.most_extra:
+                self._put(chip, position)
+                yield from self._place(used | 1 << position, now_missing, now_extra)
+                self._take(chip)
+            for other in spared:
+                self.spare[other] += 1
+        if 0 < len(mine) <= self.most_extra - extra and mine != self.near[chip]:
+            yield from self._without(chip, mine, used, missing, extra + len(mine))
+
+    def _without(self, chip: int, strays: set[int], used: int, missing: int, extra: int) -> Iterator[_Fit]:
+        """Go on as if these cables of a chip were not there: the chip is placed later, next to its other neighbours."""
+        self.budget.spend()
+        spared = [other for other in strays if self.spare[other]] + [chip] * min(self.spare[chip], len(strays))
+        for other in spared:
+            self.spare[other] -= 1
+        if extra + (sum(self.spare) + 1) // 2 <= self.most_extra:
+            self.near[chip] -= strays
+            for other in strays:
+                self.near[other].discard(chip)
+            yield from self._place(used, missing, extra)
+            self.near[chip] |= strays
+            for other in strays:
+                self.near[other].add(chip)
+        for other in spared:
+            self.spare[other] += 1
+
+    def _next(self) -> int | None:
+        """Return the chip that is joined to most of those that are placed: it has the fewest positions to choose."""
+        best, most = None, (-1, 0, 0)
+        for chip, others in enumerate(self.near):
+            if self.at[chip] < 0:
+                rank = (len(others & self.placed), -self.spare[chip], len(others))
+                if rank > most:
+                    best, most = chip, rank
+        return best
+
+    def _candidates(self, chip: int, mine: set[int], used: int, extra_left: int) -> list[int]:
+        """Return the positions next to most of the placed neighbours first."""
+        times: dict[int, int] = {}
+        for other in mine:
+            for position in _bits(self.grid.near[self.at[other]] & ~used):
+                times[position] = times.get(position, 0) + 1
+        if mine == self.near[chip] and len(mine) <= extra_left:  # no other cable will say where it is
+            for position in range(self.grid.size):
+                if not used >> position & 1:
+                    times.setdefault(position, 0)
+        fitting = [position for position, n in times.items() if len(mine) - n <= extra_left]
+        return sorted(fitting, key=lambda position: (-times[position], position))
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+def _equivalent(one: _Fit, other: _Fit, symmetries: Sequence[tuple[int, ...]]) -> bool:
+    return any(all(image[a] == b for a, b in zip(one.at, other.at, strict=True)) for image in symmetries)
+
+
+def _only_one(fits: Sequence[_Fit], n_chips: int) -> _Fit:
+    """Return the placement that no other is a rival of."""
+    chips = max(min(fit.missing_chips for fit in fits), SLACK_CHIPS)
+    kept = [fit for fit in fits if fit.missing_chips <= chips]
+    cables = max(min(fit.missing for fit in kept) + 1, SLACK_CABLES)
+    kept = sorted(
+        (fit for fit in kept if fit.missing <= cables),
+        key=lambda fit: (fit.missing_chips, fit.missing, len(fit.grid.shape)),
+    )
+    if len(kept) == 1:
+        return kept[0]
+    ways = list(dict.fromkeys(_name_fit(fit) for fit in kept))
+    if len(ways) == 1:
+        ways = [f"{ways[0]}, in {len(kept)} ways that differ"]
+    raise LayoutError(
+        f"The layout is ambiguous: the cables of {n_chips} chips fit {'; or '.join(ways[:4])}. {_ADVICE}", "ambiguous"
+    )
+
+
+def _name_fit(fit: _Fit) -> str:
+    off = ((fit.missing_chips, "missing chip"), (fit.missing, "missing cable"), (fit.extra, "extra cable"))
+    named = [f"{n} {what}{'s' * (n > 1)}" for n, what in off if n]
+    return f"{fit.grid} with {' and '.join(named)}" if named else f"{fit.grid}, complete"
+
+
+def _made(fit: _Fit, chips: Sequence[Chip], near: Sequence[set[int]]) -> Layout[Chip]:
+    """Return the layout, turned so that chips that come first lie near the first corner."""
+    grid = fit.grid
+    turned = min((tuple(image[p] for p in fit.at) for image in _turns(grid, fit.at[0])), default=fit.at)
+    extra = tuple(
+        (chips[a], chips[b])
+        for a in range(len(chips))
+        for b in sorted(near[a])
+        if a < b and not grid.near[turned[a]] >> turned[b] & 1
+    )
+    place_of = {chip: grid.coordinate(position) for chip, position in zip(chips, turned, strict=True)}
+    return Layout(grid, place_of, extra, fit.missing)
+
+
+def _turns(grid: Grid, first: int) -> Iterator[tuple[int, ...]]:
+    """Yield the reflections and shifts of the axes that may bring the first chip nearer to the first corner."""
+    corner = grid.coordinate(first)
+    options = []
+    for x, n, w in zip(corner, grid.shape, grid.wrap, strict=True):
+        if w:
+            options.append([[(y - x) % n for y in range(n)], [(x - y) % n for y in range(n)]])
+        else:
+            options.append([list(range(n)), list(range(n - 1, -1, -1))])
+    strides = [1]
+    for n in reversed(grid.shape[1:]):
+        strides.insert(0, strides[0] * n)
+
+    for maps in itertools.product(*options):
+        yield tuple(
+            sum(m[x] * stride for m, x, stride in zip(maps, grid.coordinate(p), strides, strict=True))
+            for p in range(grid.size)
+        )
+
+
+def _no_fit(chips: Sequence[Chip], near: Sequence[set[int]], grids: Sequence[Grid] | None) -> str:
+    widest = max(range(len(chips)), key=lambda chip: len(near[chip]))
+    where = " or ".join(str(grid) for grid in grids[:4]) if grids else "any mesh or torus of about that size"
+    return (
+        f"The cables do not form a mesh: {len(chips)} chips and {_count(near)} cables fit {where} in no way "
+        f"(chip {chips[widest]} has {len(near[widest])} neighbours). {_ADVICE}"
+    )
