@@ -232,9 +232,9 @@ meshmend: 1
 hardware: tpu-v3
 shape: 4x8
 wrap: "1"
-hosts: {node0: 4x4@0,0, node1: 4x4@0,4}
+hosts: {node0: "4x4@0,0", node1: "4x4@0,4"}
 chips: {tray1.chip3: {at: [0, 3]}}
-failed: [2x2@2,0, "1,1-1,2", tray1.chip3]
+failed: ["2x2@2,0", "1,1-1,2", tray1.chip3]
 rates: {"0,0-0,1": 1/2}
 links: {"0,0-0,1": [tray0.chip0.ici0.int, tray0.chip1.ici1.int]}
 """

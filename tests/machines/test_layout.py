@@ -79,14 +79,12 @@ def test_500_hurt_machines_are_found_again_or_refused(name: str) -> None:
     assert check(SAMPLES[name], 500, seed=2)["found"] > 50
 
 
-@pytest.mark.parametrize(
-    ("shape", "wrap"), [((2, 3), (False, False)), ((2, 4), (False, True)), ((1, 6), (False, True))]
-)
+@pytest.mark.parametrize(("shape", "wrap"), [((2, 3), (False, False)), ((1, 6), (False, True))])
 def test_layouts_are_those_of_brute_force(shape: tuple[int, int], wrap: tuple[bool, bool]) -> None:
     graph, rng = grid_graph(shape, wrap), random.Random(3)
     every = [dict(match) for match in nx.isomorphism.GraphMatcher(graph, graph).isomorphisms_iter()]
     found = ambiguous = 0
-    for _ in range(3 if graph.number_of_nodes() > 6 else 15):
+    for _ in range(15):
         kept = graph.copy()
         kept.remove_nodes_from(rng.sample(sorted(graph), rng.choice((0, 1, 2))))
         kept.remove_edges_from(rng.sample(sorted(kept.edges), rng.choice((0, 0, 1))))

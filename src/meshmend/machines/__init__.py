@@ -3,7 +3,7 @@
 >>> text = """
 ... meshmend: 1
 ... shape: 4x8
-... failed: [2x2@0,0]
+... failed: ["2x2@0,0"]
 ... rates: {"3,0-3,1": 1/2}
 ... """
 >>> machine_of(parse_description(text, "mine.yaml")).mesh

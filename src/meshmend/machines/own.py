@@ -5,9 +5,9 @@ Either a shape, of which parts have failed or are slow:
     meshmend: 1
     shape: 4x8
     wrap: "1"
-    hosts: {node0: 4x4@0,0, node1: 4x4@0,4}
+    hosts: {node0: "4x4@0,0", node1: "4x4@0,4"}
     chips: {tray1.chip3: {at: [0, 3], host: node0}}
-    failed: [node1, "0,3", 2x2@2,0, "1,1-1,2"]
+    failed: [node1, "0,3", "2x2@2,0", "1,1-1,2"]
     rates: {"0,0-0,1": 1/2}
 
 or cables between named chips, from which the layout is found:

@@ -74,7 +74,7 @@ def parse_description(text: str, file: str) -> Description:
         return tenstorrent.read(root)
     raise MachineError(
         f"{file}: not a description of a machine that is known here. Expected one of: {', '.join(FORMATS)}. For "
-        f"others, write one of your own, as in: meshmend: 1, shape: 4x8, failed: [2x2@0,0].",
+        f'others, write one of your own, as in: meshmend: 1, shape: 4x8, failed: ["2x2@0,0"].',
         file=file,
         expected=", ".join(FORMATS),
     )
