@@ -184,11 +184,11 @@ SAMPLES = {
         ),
         _sample("trainium2", grid_cables((4, 4), (True, True)), write_neuron, shape=(4, 4), wrap=(True, True)),
         _sample(
-            "two galaxies",
-            grid_cables((4, 16), (True, False), 2),
+            "galaxy of four hosts",
+            grid_cables((4, 8), PLAIN, 2),
             write_physical,
-            shape=(4, 16),
-            wrap=(True, False),
+            shape=(4, 8),
+            wrap=PLAIN,
         ),
     )
 }
@@ -196,7 +196,7 @@ MESH_GRAPH = """
 mesh_descriptors {
   name: "M0"  # what was ordered
   arch: WORMHOLE_B0
-  device_topology { dims: [ 4, 16 ], dim_types: [ RING, LINE ] }
+  device_topology { dims: [ 4, 8 ], dim_types: [ LINE, LINE ] }
   host_topology { dims: [ 1, 2 ] }
   channels { count: 2 policy: STRICT }
 }

@@ -26,6 +26,7 @@ def test_symmetries_are_those_that_networkx_finds(shape: tuple[int, ...], wrap: 
     grid, graph = Grid.of(shape, wrap), grid_graph(shape, wrap)
     assert (grid.size, grid.n_cables) == (graph.number_of_nodes(), graph.number_of_edges())
     assert grid.degree == max(dict(graph.degree).values())
+    assert grid.least_degree == min(dict(graph.degree).values())
     numbers = {grid.coordinate(p): p for p in range(grid.size)}
     edges = {frozenset((numbers[a], numbers[b])) for a, b in graph.edges}
     assert {frozenset((p, q)) for p in range(grid.size) for q in range(grid.size) if grid.near[p] >> q & 1} == edges

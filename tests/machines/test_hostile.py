@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from descriptions import GKE, LIBTPU, MESH_GRAPH, OWN, OWN_CABLES, SAMPLES
+from descriptions import LIBTPU, MESH_GRAPH, OWN, OWN_CABLES, SAMPLES, nodes
 from meshmend.errors import LayoutError, MachineError
 from meshmend.machines import machine_of, parse_description, read_machine
 from meshmend.machines.entries import MAX_BYTES
@@ -16,9 +16,9 @@ from meshmend.machines.entries import MAX_BYTES
 TEXTS = {
     "cluster descriptor": SAMPLES["t3000"].text,
     "mesh graph": MESH_GRAPH,
-    "physical system": SAMPLES["two galaxies"].without(chips=range(12, 64)).text,
+    "physical system": SAMPLES["galaxy of four hosts"].without(chips=range(12, 32)).text,
     "neuron-ls": SAMPLES["trainium2"].text,
-    "gke": GKE[: GKE.index("gke-tpu-2") - 30].rsplit(", {", 1)[0] + "]}",
+    "gke": nodes(["gke-tpu-0", "gke-tpu-1"], topology="2x2x2"),
     "libtpu": LIBTPU,
     "own": OWN,
     "own cables": OWN_CABLES,
@@ -87,6 +87,7 @@ def attack(kind: str, rounds: int, seed: int) -> int:
 
 @pytest.mark.parametrize("kind", TEXTS)
 def test_100_mutated_descriptions(kind: str) -> None:
+    assert parse_description(TEXTS[kind], "whole")
     # Cables alone leave a layout to be searched for, which may take a second.
     rounds = 10 if kind == "own cables" else 100
     assert attack(kind, rounds, seed=0) > rounds // 10

@@ -57,14 +57,18 @@ def test_a_lost_channel_is_a_slow_cable_and_a_lost_cable_has_failed() -> None:
 
 
 def test_intended_minus_observed() -> None:
-    sample = SAMPLES["two galaxies"]
+    sample = SAMPLES["galaxy of four hosts"]
     whole = read(sample.text, MESH_GRAPH)
-    assert str(whole.mesh) == "4x16 wrapped on axis 0"
-    hurt = removed(sample, random.Random(0), 1, 1)
-    cables = {edge: 1 if number == 7 else n for number, (edge, n) in enumerate(hurt.cables.items())}
-    machine = read(type(hurt)(**{**hurt.__dict__, "cables": cables}).text, MESH_GRAPH)
-    assert (machine.mesh.n_chips, len(machine.mesh.failed_cables)) == (63, 1)
+    assert str(whole.mesh) == "4x8"
+    hurt = sample.without(chips=[10], cables=[(20, 21)])
+    cables = {**hurt.cables, (28, 29): 1}
+    text = type(hurt)(**{**hurt.__dict__, "cables": cables}).text
+    machine = read(text, MESH_GRAPH)
+    assert (machine.mesh.n_chips, len(machine.mesh.failed_cables)) == (31, 1)
     assert list(machine.mesh.cable_rates.values()) == [Fraction(1, 2)]
+    by_names = read(text, sample.text)
+    assert [by_names.host(at) for at in by_names.failed_chips] == ["host1"]
+    assert by_names.mesh.n_cables == machine.mesh.n_cables
 
 
 @pytest.mark.parametrize("name", ["galaxy", "t3000", "trainium2"])

@@ -58,6 +58,11 @@ class Grid:
         """The most cables that a chip has."""
         return sum(2 if n > 2 else n - 1 for n in self.shape)
 
+    @property
+    def least_degree(self) -> int:
+        """The fewest cables that a chip has."""
+        return sum((2 if w else 1) if n > 1 else 0 for n, w in zip(self.shape, self.wrap, strict=True))
+
     @cached_property
     def near(self) -> tuple[int, ...]:
         """For each position, its neighbours as a set of bits."""

@@ -15,17 +15,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from meshmend.errors import LayoutError
 from meshmend.machines.grid import Grid, likely_grids
+from meshmend.machines.search import Budget, Fit, GaveUp, Search
 
 SLACK_CHIPS, SLACK_CABLES = 2, 3
 MOST_MISSING_CABLES = 24
 MOST_EXTRA_CABLES = 12
-MOST_STEPS = 20_000
-"""How many chips the search may place: a few seconds. Real machines take hundreds to thousands."""
 MOST_CHIPS = 1024
 """Larger machines say where their chips are."""
 
@@ -45,24 +44,6 @@ class Layout(Generic[Chip]):
     def n_missing_chips(self) -> int:
         """Positions of the grid without a chip."""
         return self.grid.size - len(self.place_of)
-
-
-@dataclass
-class _Fit:
-    """A placement of all chips, by their number, and what does not fit."""
-
-    grid: Grid
-    at: tuple[int, ...]
-    missing: int
-    extra: int
-
-    @property
-    def missing_chips(self) -> int:
-        return self.grid.size - len(self.at)
-
-
-class _GaveUp(Exception):  # noqa: N818  # control flow, never seen outside
-    pass
 
 
 def find_layout(
@@ -89,7 +70,7 @@ def find_layout(
         )
     check_connected(chips, near)
     wanted = list(grids) if grids is not None else likely_grids(len(chips), SLACK_CHIPS)
-    budget = _Budget()
+    budget = Budget()
     fits = _fits(wanted, near, budget)
     if budget.is_spent:
         raise LayoutError(
@@ -139,27 +120,11 @@ def _some(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + f" and {len(names) - most} more" * (len(names) > most)
 
 
-@dataclass
-class _Budget:
-    """What is left of the steps that the search may take on all grids together."""
-
-    steps: int = MOST_STEPS
-
-    def spend(self) -> None:
-        self.steps -= 1
-        if self.steps < 0:
-            raise _GaveUp
-
-    @property
-    def is_spent(self) -> bool:
-        return self.steps < 0
-
-
 def _count(near: Sequence[set[int]]) -> int:
     return sum(map(len, near)) // 2
 
 
-def _fits(grids: Sequence[Grid], near: Sequence[set[int]], budget: _Budget) -> list[_Fit]:
+def _fits(grids: Sequence[Grid], near: Sequence[set[int]], budget: Budget) -> list[Fit]:
     """Return the plausible placements, one of each class of equivalent ones.
 
     Extra cables are allowed as far as no placement on any grid does without them, or, where more cables are missing
@@ -182,10 +147,10 @@ def _fits(grids: Sequence[Grid], near: Sequence[set[int]], budget: _Budget) -> l
 
 
 def _fits_within(
-    grids: Sequence[Grid], near: Sequence[set[int]], missing: int, extra: int, budget: _Budget
-) -> list[_Fit]:
+    grids: Sequence[Grid], near: Sequence[set[int]], missing: int, extra: int, budget: Budget
+) -> list[Fit]:
     """Return the placements on all grids that need no more missing and extra cables than that."""
-    found: list[_Fit] = []
+    found: list[Fit] = []
     for grid in grids:
         # A chip with more cables than any chip of the grid has some to spare, and every cable of the grid is there,
         # missing, or lost with a missing chip.
@@ -196,139 +161,20 @@ def _fits_within(
             continue
         if grid.n_cables - lost - (_count(near) - least_extra) > missing:
             continue
+        # Missing chips take at least these cables along, and what then remains of the grid is there or missing.
+        gone = grid.size - len(near)
+        taken = max(0, gone * grid.least_degree - gone * (gone - 1) // 2)
+        within = min(missing, grid.n_cables - taken - (_count(near) - extra))
+        if within < 0:
+            continue
         try:
-            found += _Search(grid, near, missing, extra, budget).run()
-        except _GaveUp:
+            found += Search(grid, near, within, extra, budget).run()
+        except GaveUp:
             break
     return found
 
 
-@dataclass
-class _Search:
-    """All placements on one grid with at most that many missing and extra cables, each class once."""
-
-    grid: Grid
-    near: Sequence[set[int]]
-    most_missing: int
-    most_extra: int
-    budget: _Budget
-    found: list[_Fit] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.at = [-1] * len(self.near)
-        self.chip_at: dict[int, int] = {}
-        self.placed: set[int] = set()
-        self.near = [set(others) for others in self.near]
-        # Cables that a chip has beyond those of any position: at least that many of them are extra.
-        self.spare = [max(0, len(others) - self.grid.degree) for others in self.near]
-
-    def run(self) -> list[_Fit]:
-        # The start has the most cables; its choices stand for all others that symmetries of the grid exchange.
-        start = min(range(len(self.near)), key=lambda chip: (self.spare[chip], -len(self.near[chip])))
-        for position in self.grid.orbits:
-            symmetries = self.grid.fixing(position)
-            here: list[_Fit] = []
-            self._put(start, position)
-            for fit in self._place(1 << position, 0, 0):
-                if not any(_equivalent(fit, other, symmetries) for other in here):
-                    here.append(fit)
-                if len(here) > 8:  # more than enough to call it ambiguous
-                    break
-            self._take(start)
-            self.found += here
-        return self.found
-
-    def _put(self, chip: int, position: int) -> None:
-        self.at[chip] = position
-        self.chip_at[position] = chip
-        self.placed.add(chip)
-
-    def _take(self, chip: int) -> None:
-        del self.chip_at[self.at[chip]]
-        self.at[chip] = -1
-        self.placed.discard(chip)
-
-    def _place(self, used: int, missing: int, extra: int) -> Iterator[_Fit]:
-        chip = self._next()
-        if chip is None:
-            yield _Fit(self.grid, tuple(self.at), missing, extra)
-            return
-        mine = self.near[chip] & self.placed
-        for position in self._candidates(chip, mine, used, self.most_extra - extra):
-            self.budget.spend()
-            around = {self.chip_at[p] for p in _bits(self.grid.near[position] & used)}
-            now_missing, strays = missing + len(around - mine), mine - around
-            now_extra = extra + len(strays)
-            free = (self.grid.near[position] & ~used).bit_count()
-            # More cables to come than neighbours are left means more extra cables to come.
-            to_come = len(self.near[chip]) - len(mine) - free
-            if now_missing > self.most_missing or max(now_extra, now_extra + to_come) > self.most_extra:
-                continue
-            spared = [other for other in strays if self.spare[other]] + [chip] * min(self.spare[chip], len(strays))
-            for other in spared:
-                self.spare[other] -= 1
-            if now_extra + (sum(self.spare) + 1) // 2 <= self.most_extra:
-                self._put(chip, position)
-                yield from self._place(used | 1 << position, now_missing, now_extra)
-                self._take(chip)
-            for other in spared:
-                self.spare[other] += 1
-        if 0 < len(mine) <= self.most_extra - extra and mine != self.near[chip]:
-            yield from self._without(chip, mine, used, missing, extra + len(mine))
-
-    def _without(self, chip: int, strays: set[int], used: int, missing: int, extra: int) -> Iterator[_Fit]:
-        """Go on as if these cables of a chip were not there: the chip is placed later, next to its other neighbours."""
-        self.budget.spend()
-        spared = [other for other in strays if self.spare[other]] + [chip] * min(self.spare[chip], len(strays))
-        for other in spared:
-            self.spare[other] -= 1
-        if extra + (sum(self.spare) + 1) // 2 <= self.most_extra:
-            self.near[chip] -= strays
-            for other in strays:
-                self.near[other].discard(chip)
-            yield from self._place(used, missing, extra)
-            self.near[chip] |= strays
-            for other in strays:
-                self.near[other].add(chip)
-        for other in spared:
-            self.spare[other] += 1
-
-    def _next(self) -> int | None:
-        """Return the chip that is joined to most of those that are placed: it has the fewest positions to choose."""
-        best, most = None, (-1, 0, 0)
-        for chip, others in enumerate(self.near):
-            if self.at[chip] < 0:
-                rank = (len(others & self.placed), -self.spare[chip], len(others))
-                if rank > most:
-                    best, most = chip, rank
-        return best
-
-    def _candidates(self, chip: int, mine: set[int], used: int, extra_left: int) -> list[int]:
-        """Return the positions next to most of the placed neighbours first."""
-        times: dict[int, int] = {}
-        for other in mine:
-            for position in _bits(self.grid.near[self.at[other]] & ~used):
-                times[position] = times.get(position, 0) + 1
-        if mine == self.near[chip] and len(mine) <= extra_left:  # no other cable will say where it is
-            for position in range(self.grid.size):
-                if not used >> position & 1:
-                    times.setdefault(position, 0)
-        fitting = [position for position, n in times.items() if len(mine) - n <= extra_left]
-        return sorted(fitting, key=lambda position: (-times[position], position))
-
-
-def _bits(mask: int) -> Iterator[int]:
-    while mask:
-        low = mask & -mask
-        yield low.bit_length() - 1
-        mask ^= low
-
-
-def _equivalent(one: _Fit, other: _Fit, symmetries: Sequence[tuple[int, ...]]) -> bool:
-    return any(all(image[a] == b for a, b in zip(one.at, other.at, strict=True)) for image in symmetries)
-
-
-def _only_one(fits: Sequence[_Fit], n_chips: int) -> _Fit:
+def _only_one(fits: Sequence[Fit], n_chips: int) -> Fit:
     """Return the placement that no other is a rival of."""
     chips = max(min(fit.missing_chips for fit in fits), SLACK_CHIPS)
     kept = [fit for fit in fits if fit.missing_chips <= chips]
@@ -347,13 +193,13 @@ def _only_one(fits: Sequence[_Fit], n_chips: int) -> _Fit:
     )
 
 
-def _name_fit(fit: _Fit) -> str:
+def _name_fit(fit: Fit) -> str:
     off = ((fit.missing_chips, "missing chip"), (fit.missing, "missing cable"), (fit.extra, "extra cable"))
     named = [f"{n} {what}{'s' * (n > 1)}" for n, what in off if n]
     return f"{fit.grid} with {' and '.join(named)}" if named else f"{fit.grid}, complete"
 
 
-def _made(fit: _Fit, chips: Sequence[Chip], near: Sequence[set[int]]) -> Layout[Chip]:
+def _made(fit: Fit, chips: Sequence[Chip], near: Sequence[set[int]]) -> Layout[Chip]:
     """Return the layout, turned so that chips that come first lie near the first corner."""
     grid = fit.grid
     turned = min((tuple(image[p] for p in fit.at) for image in _turns(grid, fit.at[0])), default=fit.at)
