@@ -46,7 +46,7 @@ def test_json_has_the_same_facts(mine: Path) -> None:
 
 
 def test_plan_takes_the_machine_and_more_holes(mine: Path) -> None:
-    code, out = run("plan", "--machine", mine, "--fail", "0,7", "--planner", "weave", "--json")
+    code, out = run("plan", "--machine", mine, "--fail", "0,7", "--planner", "weave", "--chunks", 8, "--json")
     facts = json.loads(out)
     assert code == 0
     assert facts["chips"] == 26
@@ -79,5 +79,5 @@ def test_an_ambiguous_machine_is_settled_by_its_shape_or_by_what_was_intended(tm
     code, out = run("machine", hurt, "--intended", whole)
     assert code == 0
     assert "chip 6" in out
-    code, out = run("plan", "--machine", hurt, "--intended", whole, "--planner", "weave")
+    code, out = run("plan", "--machine", hurt, "--intended", whole, "--planner", "weave", "--chunks", 8)
     assert code == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import networkx as nx
 
@@ -22,15 +22,15 @@ def grid_graph(shape: Sequence[int], wrap: Sequence[bool]) -> nx.Graph[Place]:
 
 
 def same_layout(
-    one: tuple[Sequence[int], Sequence[bool], Mapping[Hashable, Place]],
-    other: tuple[Sequence[int], Sequence[bool], Mapping[Hashable, Place]],
+    one: tuple[Sequence[int], Sequence[bool], Mapping[str, Place]],
+    other: tuple[Sequence[int], Sequence[bool], Mapping[str, Place]],
 ) -> bool:
     """Whether some isomorphism of the two grids puts every chip of the first where the second has it."""
     graphs = []
     for shape, wrap, places in (one, other):
         graph = grid_graph(shape, wrap)
-        nx.set_node_attributes(graph, "", "chip")
+        nx.set_node_attributes(graph, dict.fromkeys(graph, ""), "chip")
         for chip, place in places.items():
-            graph.nodes[place]["chip"] = str(chip)
+            graph.nodes[place]["chip"] = chip
         graphs.append(graph)
-    return bool(nx.vf2pp_is_isomorphic(*graphs, node_label="chip"))
+    return bool(nx.vf2pp_is_isomorphic(graphs[0], graphs[1], node_label="chip"))

@@ -12,16 +12,16 @@ Mesh(4x8 minus 2x2@0,0 with 1 slow cable: 28 of 32 chips)
 
 from meshmend.machines.description import Chip, Description
 from meshmend.machines.grid import Grid
-from meshmend.machines.layout import Layout, find_layout
+from meshmend.machines.layout import ChipLayout, find_layout
 from meshmend.machines.machine import Machine, machine_of
 from meshmend.machines.read import FORMATS, parse_description, read_description, read_machine
 
 __all__ = [
     "FORMATS",
     "Chip",
+    "ChipLayout",
     "Description",
     "Grid",
-    "Layout",
     "Machine",
     "find_layout",
     "machine_of",

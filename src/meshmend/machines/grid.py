@@ -186,7 +186,7 @@ def _shapes(size: int, most_axes: int) -> list[tuple[int, ...]]:
 
 def _products(size: int, most: int, least: int) -> list[tuple[int, ...]]:
     """Return the ways to write a number as a product of that many factors or fewer, in ascending order."""
-    found = [(size,)] if size >= least else []
+    found: list[tuple[int, ...]] = [(size,)] if size >= least else []
     if most > 1:
         for n in range(least, math.isqrt(size) + 1):
             if size % n == 0:

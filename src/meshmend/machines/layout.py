@@ -32,7 +32,7 @@ Chip = TypeVar("Chip", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Layout(Generic[Chip]):
+class ChipLayout(Generic[Chip]):
     """A grid, the coordinate of each chip on it, and the cables that join no neighbours."""
 
     grid: Grid
@@ -48,7 +48,7 @@ class Layout(Generic[Chip]):
 
 def find_layout(
     chips: Sequence[Chip], cables: Iterable[tuple[Chip, Chip]], grids: Sequence[Grid] | None = None
-) -> Layout[Chip]:
+) -> ChipLayout[Chip]:
     """Return the only layout of the chips on one of the grids; by default on any mesh or torus of about their number.
 
     Raises `LayoutError` if there is none, or more than one.
@@ -199,7 +199,7 @@ def _name_fit(fit: Fit) -> str:
     return f"{fit.grid} with {' and '.join(named)}" if named else f"{fit.grid}, complete"
 
 
-def _made(fit: Fit, chips: Sequence[Chip], near: Sequence[set[int]]) -> Layout[Chip]:
+def _made(fit: Fit, chips: Sequence[Chip], near: Sequence[set[int]]) -> ChipLayout[Chip]:
     """Return the layout, turned so that chips that come first lie near the first corner."""
     grid = fit.grid
     turned = min((tuple(image[p] for p in fit.at) for image in _turns(grid, fit.at[0])), default=fit.at)
@@ -210,7 +210,7 @@ def _made(fit: Fit, chips: Sequence[Chip], near: Sequence[set[int]]) -> Layout[C
         if a < b and not grid.near[turned[a]] >> turned[b] & 1
     )
     place_of = {chip: grid.coordinate(position) for chip, position in zip(chips, turned, strict=True)}
-    return Layout(grid, place_of, extra, fit.missing)
+    return ChipLayout(grid, place_of, extra, fit.missing)
 
 
 def _turns(grid: Grid, first: int) -> Iterator[tuple[int, ...]]:
