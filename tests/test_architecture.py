@@ -20,6 +20,7 @@ ORDER = [
     "errors",
     "shapes",
     "topology",
+    "machines",
     "routing",
     "schedule",
     "cost",
@@ -105,7 +106,7 @@ def test_nothing_right_of_the_schedule_imports_a_planner(path: Path) -> None:
 def test_importing_meshmend_brings_no_extra() -> None:
     code = (
         "import sys, meshmend, meshmend.cli, meshmend.drawing, meshmend.schedule.split, meshmend.numpy; "
-        "extras = 'jax jaxlib optax flax grain torch matplotlib simgrid simpy'; "
+        "extras = 'jax jaxlib optax flax grain torch matplotlib simgrid simpy yaml'; "
         "print([m for m in extras.split() if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

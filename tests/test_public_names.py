@@ -21,6 +21,7 @@ PUBLIC = [
     "meshmend.errors",
     "meshmend.numpy",
     "meshmend.topology",
+    "meshmend.machines",
     "meshmend.schedule",
     "meshmend.schedule.verify",
     "meshmend.schedule.serialize",

@@ -20,9 +20,11 @@ __all__ = [
     "DrawingError",
     "LabError",
     "LaunchError",
+    "LayoutError",
     "LedgerError",
     "LostChipError",
     "LoweringError",
+    "MachineError",
     "MeshError",
     "MeshmendError",
     "MissingExtraError",
@@ -64,6 +66,39 @@ def _made_again(kind: type[MeshmendError], args: tuple[Any, ...], fields: dict[s
 
 class MeshError(MeshmendError, ValueError):
     """The description of a mesh, a hole or a cable is invalid."""
+
+
+class MachineError(MeshmendError, ValueError):
+    """The description of a machine cannot be read; nothing in it was executed.
+
+    Fields, each None where it does not apply: `file`, `line` (counted from 1), `expected`, `got`.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        file: str | None = None,
+        line: int | None = None,
+        expected: str | None = None,
+        got: str | None = None,
+    ) -> None:
+        self.file = file
+        self.line = line
+        self.expected = expected
+        self.got = got
+        super().__init__(message)
+
+
+class LayoutError(MeshmendError, ValueError):
+    """The cables of a machine do not say where its chips are.
+
+    Field `why`: "ambiguous", "not a mesh", "in parts", "too large" or "nothing".
+    """
+
+    def __init__(self, message: str, why: str) -> None:
+        self.why = why
+        super().__init__(message)
 
 
 class ScheduleError(MeshmendError, ValueError):

@@ -11,10 +11,11 @@ import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine.test_fabric import FakeTpu
 from meshmend.jax.fabric import HARDWARE
-from meshmend.jax.wraparound import WIRING, documented_wrap
+from meshmend.jax.wraparound import documented_wrap
+from meshmend.machines.wiring import WIRING
 
 PODS = ("TPU v2", "TPU v3")
-CUBES = ("TPU v4", "TPU v5", "TPU v5p")
+CUBES = ("TPU v4", "TPU v5", "TPU v5p", "TPU7x")
 LITE = ("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e")
 
 

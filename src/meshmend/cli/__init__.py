@@ -12,6 +12,7 @@ from meshmend.cli import (
     doctor,
     draw,
     lab,
+    machine,
     plan,
     predict,
     prepare,
@@ -37,6 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     epilog="Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items()) + ".",
 )
+app.command("machine")(machine.command)
 app.command("plan")(unbundled(plan.command))
 app.command("prepare")(unbundled(prepare.command))
 app.command("route")(unbundled(route.command))

@@ -18,7 +18,14 @@ from meshmend.availability.plot import plot, sweep
 from meshmend.availability.simulate import LOSSES
 from meshmend.availability.throughput import Throughput
 from meshmend.cli.common import exit_on_error, print_json
-from meshmend.cli.options import HardwareOption, JsonOption, ShapeArgument, WrapOption, read_wrap
+from meshmend.cli.options import (
+    HardwareOption,
+    HoleOptions,
+    JsonOption,
+    MachineOptions,
+    OptionalShapeArgument,
+    WrapOption,
+)
 from meshmend.cli.outputs import check_plot
 from meshmend.cli.pricing import hardware_facts
 from meshmend.cli.terminal import plain, print_line, shows_progress, terminal
@@ -40,7 +47,8 @@ def _seconds(what: str, name: str) -> Any:
 
 
 def command(
-    shape: ShapeArgument,
+    machine: MachineOptions,
+    shape: OptionalShapeArgument = None,
     host: Annotated[str, typer.Option("--host", metavar="HxW", help="Chips per host; hosts tile the mesh.")] = "4x2",
     board: Annotated[
         str, typer.Option("--board", metavar="HxW", help="Chips per board; boards tile a host. Or none.")
@@ -97,11 +105,12 @@ def command(
         check_plot("--plot", plot_to)
         if not 0 < days <= MAX_DAYS:
             raise ParameterError(f"--days {days:g}: expected more than 0, and at most {MAX_DAYS:,}.")
+        mesh = machine.mesh(shape, HoleOptions(wrap=wrap))
         others: dict[str, Any] = {} if payload is None else {"payload_bytes": parse_bytes(payload)}
         if compute_seconds is not None:
             others["compute_s"] = compute_seconds
         assumptions = Assumptions.of(
-            Mesh(shape, wrap=read_wrap(wrap, Mesh(shape).n_axes)),
+            Mesh(mesh.shape, wrap=mesh.wrap),  # the simulation makes failures of its own
             host=parse_shape(host),
             board=None if board == "none" else parse_shape(board),
             mtbf_chip_h=mtbf_chip,

@@ -13,8 +13,8 @@ from meshmend.cli.options import (
     CollectiveOption,
     HoleOptions,
     JsonOption,
+    MachineOptions,
     PayloadOption,
-    PlanArgument,
     PriceOptions,
     given_options,
     is_file,
@@ -33,9 +33,17 @@ from meshmend.topology import Mesh
 
 
 def command(
-    plan_of: PlanArgument,
     payload: PayloadOption,
+    plan_of: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[SHAPE|FILE]",
+            help="Chips along each axis, as in 16x32; or a plan that `plan --save` wrote; or --machine.",
+            show_default=False,
+        ),
+    ] = None,
     *,
+    machine: MachineOptions,
     collective: CollectiveOption = Collective.ALL_REDUCE,
     holes: HoleOptions,
     price: PriceOptions,
@@ -57,9 +65,11 @@ def command(
     with exit_on_error(json):
         check_plot("--plot", plot_to)
         named = [] if collective == Collective.ALL_REDUCE else ["--collective"]
-        saved = load_plan(plan_of, *given_options(holes), *named) if is_file(plan_of) else None
+        saved = None
+        if plan_of is not None and is_file(plan_of):
+            saved = load_plan(plan_of, *given_options(holes, machine), *named)
         wanted = read_collective(collective) if saved is None else saved.collective
-        mesh = holes.mesh(plan_of) if saved is None else saved.mesh
+        mesh = machine.mesh(plan_of, holes) if saved is None else saved.mesh
         chosen = price.read_hardware()
         payload_bytes, how = parse_bytes(payload), price.read_mode()
         payloads = PAYLOADS if plot_to is not None else ()

@@ -15,6 +15,7 @@ from meshmend.cli.options import (
     CollectiveOption,
     HoleOptions,
     JsonOption,
+    MachineOptions,
     TuningOptions,
     given_options,
     is_file,
@@ -29,13 +30,14 @@ from meshmend.errors import DrawingError, require
 from meshmend.planning import PLANNERS, Auto, plan
 from meshmend.schedule import Collective, Schedule
 from meshmend.study.figures import FIGURES
-from meshmend.topology import parse_chip
+from meshmend.topology import Mesh, parse_chip
 
 
 def command(
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="F", help="Output file: .svg .png .pdf, or .gif .html for steps.")
     ],
+    machine: MachineOptions,
     holes: HoleOptions,
     tuning: TuningOptions,
     auto: AutoOptions,
@@ -84,7 +86,7 @@ def command(
         if plan_of is not None and is_file(plan_of):
             _refuse("FILE", file)
             plan_of, file = None, plan_of
-        given = given_options(holes, tuning, auto) + ([] if planner is None else ["--planner"])
+        given = given_options(machine, holes, tuning, auto) + ([] if planner is None else ["--planner"])
         given += [] if collective == Collective.ALL_REDUCE else ["--collective"]
         if figure is not None:
             _refuse("--figure", plan_of, file, route, what, chunk, steps, *given)
@@ -92,7 +94,7 @@ def command(
             facts: dict[str, Any] = {**mesh_facts(FIGURES[figure].mesh), "planner": FIGURES[figure].planner or None}
         elif route is not None:
             _refuse("--route", planner, what, chunk, steps)
-            mesh = holes.mesh(_needed(plan_of)) if file is None else load_plan(file, *given, proven=False).mesh
+            mesh = _mesh(machine, plan_of, holes) if file is None else load_plan(file, *given, proven=False).mesh
             drawing = draw_routes(mesh, [_read_route(text) for text in route], output)
             facts = {**mesh_facts(mesh), "planner": None}
         else:
@@ -100,7 +102,7 @@ def command(
                 _refuse("--schedule", plan_of)
                 schedule = load_plan(file, *given, proven=False)
             else:
-                mesh = holes.mesh(_needed(plan_of))
+                mesh = _mesh(machine, plan_of, holes)
                 check_size(mesh)
                 chosen = tuning.planner(planner or Auto.name, auto.payload, auto.hardware, collective=collective)
                 schedule = plan(mesh, chosen)
@@ -136,10 +138,10 @@ def _refuse(option: str, *others: object) -> None:
         raise DrawingError(f"{option} already determines the plan: leave out the other options of the plan.")
 
 
-def _needed(shape: str | None) -> str:
-    if shape is None:
+def _mesh(machine: MachineOptions, shape: str | None, holes: HoleOptions) -> Mesh:
+    if shape is None and machine.machine is None:
         raise DrawingError("Say which mesh to draw, as in: meshmend draw 8x8 --planner row-pairs -o rings.svg.")
-    return shape
+    return machine.mesh(shape, holes)
 
 
 def _read_route(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:

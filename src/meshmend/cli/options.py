@@ -21,6 +21,7 @@ from meshmend.cost import DEFAULT_HARDWARE, PRESETS, Hardware, find_hardware
 from meshmend.cost.hardware import MODES, Mode, adjusted
 from meshmend.cost.units import parse_bytes, parse_rate, parse_seconds
 from meshmend.errors import ParameterError
+from meshmend.machines import read_machine
 from meshmend.planning import PLANNERS, Planner, make_planner
 from meshmend.schedule import Collective, Schedule
 from meshmend.schedule.serialize import load
@@ -33,6 +34,14 @@ PlanArgument = Annotated[
     typer.Argument(
         metavar="SHAPE|FILE", help="Chips along each axis, as in 16x32; or a plan that `plan --save` wrote."
     ),
+]
+OptionalShapeArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="[SHAPE]", help="Chips along each axis, as in 16x32; or --machine.", show_default=False),
+]
+IntendedOption = Annotated[
+    Path | None,
+    typer.Option("--intended", metavar="FILE", help="The machine as it should be: what it lacks has failed."),
 ]
 FailOption = Annotated[
     list[str] | None,
@@ -86,6 +95,37 @@ class HoleOptions:
             failed=self.fail or (),
             failed_cables=self.fail_cable or (),
             cable_rates=[parse_cable_rate(text) for text in self.cable_rate or ()],
+        )
+
+
+@dataclass(frozen=True)
+class MachineOptions:
+    """A machine as its own tools describe it, in place of a shape."""
+
+    machine: Annotated[
+        Path | None,
+        typer.Option("--machine", metavar="FILE", help="In place of SHAPE, a description: see `meshmend machine`."),
+    ] = None
+    intended: IntendedOption = None
+
+    def mesh(self, shape: str | None, holes: HoleOptions) -> Mesh:
+        """Return the machine's mesh with further holes, or the mesh of the shape."""
+        if self.machine is None:
+            if self.intended is not None:
+                raise ParameterError("--intended goes with --machine: give the description of what is there, too.")
+            if shape is None:
+                raise typer.BadParameter("Missing argument 'SHAPE': give a shape, or --machine FILE")
+            return holes.mesh(shape)
+        if shape is not None or holes.wrap != "none":
+            said = shape if shape is not None else f"--wrap {holes.wrap}"
+            raise ParameterError(f"{self.machine} already says what mesh it is: leave out {said}.")
+        mesh = read_machine(self.machine, intended=self.intended).usable_mesh
+        return Mesh(
+            mesh.shape,
+            wrap=mesh.wrap,
+            failed=[*mesh.holes, *(holes.fail or ())],
+            failed_cables=[*mesh.failed_cables, *(holes.fail_cable or ())],
+            cable_rates=[*mesh.cable_rates.items(), *(parse_cable_rate(text) for text in holes.cable_rate or ())],
         )
 
 
@@ -195,7 +235,7 @@ def read_wrap(text: str, n_axes: int) -> list[bool]:
     return parse_wrap(text, n_axes, given=f"--wrap {text}:")
 
 
-def given_options(*bundles: HoleOptions | TuningOptions | AutoOptions) -> list[str]:
+def given_options(*bundles: HoleOptions | MachineOptions | TuningOptions | AutoOptions) -> list[str]:
     """Return the options of these bundles that were given.
 
     >>> given_options(HoleOptions(fail_cable=["0,0-0,1"]), TuningOptions())

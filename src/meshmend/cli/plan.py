@@ -17,9 +17,10 @@ from meshmend.cli.options import (
     CollectiveOption,
     HoleOptions,
     JsonOption,
+    MachineOptions,
     NeighboursOption,
+    OptionalShapeArgument,
     PlannerOption,
-    ShapeArgument,
     TuningOptions,
 )
 from meshmend.cli.outputs import SCHEDULES, check_output
@@ -33,8 +34,9 @@ from meshmend.schedule.verify import Proof, verify
 
 
 def command(
-    shape: ShapeArgument,
+    shape: OptionalShapeArgument = None,
     *,
+    machine: MachineOptions,
     planner: PlannerOption = Auto.name,
     collective: CollectiveOption = Collective.ALL_REDUCE,
     holes: HoleOptions,
@@ -52,7 +54,7 @@ def command(
     """
     with exit_on_error(json):
         check_output("--save", save_to, SCHEDULES)
-        mesh = holes.mesh(shape)
+        mesh = machine.mesh(shape, holes)
         chosen = tuning.planner(planner, auto.payload, auto.hardware, collective=collective)
         started = time.perf_counter()
         choice = choose(mesh, chosen) if isinstance(chosen, Auto | Tuned) and not neighbours_only else None

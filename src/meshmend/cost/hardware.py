@@ -107,10 +107,37 @@ _V6E_RATE = (
     "the 32 cables that halve a 16x16 torus agrees (cloud.google.com/tpu/docs/v6e; earlier editions of that page "
     "said 3,584 Gbit/s per chip, which would be 112 GB/s)",
 )
+_V5E_RATE = (
+    "link_bytes_per_s",
+    "400 GB/s per chip, 'bidirectional', over 4 ports: 50 GB/s per link and direction, and 1.6 TB/s of bisection over "
+    "the 32 cables that halve a 16x16 torus agrees (cloud.google.com/tpu/docs/v5e)",
+)
+_V7X_RATE = (
+    "link_bytes_per_s",
+    "published: 1,200 GB/s per chip, 'bidirectional' (docs.cloud.google.com/tpu/docs/tpu7x). Inferred: over 6 links, "
+    "as on v5p, which gives 100 GB/s per link and direction",
+)
+_TRAINIUM2_RATE = (
+    "link_bytes_per_s",
+    "published: 1.28 TB/s of NeuronLink-v3 per chip and 4 links (awsdocs-neuron.readthedocs-hosted.com, Trainium2 "
+    "architecture and its guide for NKI). Inferred: the figure counts both directions and all four links are equal, "
+    "which gives 160 GB/s per link and direction",
+)
+_CHANNELS = "channels per cable: counted in a cluster descriptor of tenstorrent/tt-umd. "
+_WORMHOLE_CHANNEL = "Published: 100 Gbit/s per Ethernet channel and direction (docs.tenstorrent.com/aibs/wormhole)"
+_BLACKHOLE_CHANNEL = (
+    "Published: 800 Gbit/s per QSFP-DD port (docs.tenstorrent.com, tt-system-firmware, Blackhole cards). Inferred: a "
+    "port is two channels of 400 Gbit/s, and cables inside the machine have the rate of a port"
+)
+_ETHERNET_LATENCY = (
+    ("step_latency_s", "none: nothing is published"),
+    ("hop_latency_s", "an estimate, 1 µs, as for other links between chips: nothing is published"),
+    ("links_at_once", "inferred, all: each channel has its own core and buffers"),
+)
 _ASYNCHRONOUS = (
     "links_at_once",
     "all: on v4, v5p and v6e permutes in different directions are asynchronous and in flight together, seen by "
-    "compiling ahead of time with libtpu",
+    "compiling ahead of time with libtpu; inferred for v5e and 7x",
 )
 
 
@@ -129,6 +156,15 @@ def _tpu(
     )
 
 
+def _tenstorrent(name: str, channels: int, channel_bytes_per_s: float, source: str) -> Hardware:
+    return Hardware(
+        name,
+        link_bytes_per_s=channels * channel_bytes_per_s,
+        hop_latency_s=1e-6,
+        sources=(("link_bytes_per_s", f"{channels} {_CHANNELS}{source}"), *_ETHERNET_LATENCY),
+    )
+
+
 PRESETS: dict[str, Hardware] = {
     hardware.name: hardware
     for hardware in (
@@ -139,10 +175,28 @@ PRESETS: dict[str, Hardware] = {
         _tpu("tpu-v3-xla", 82e9, _V3_RATE, xla=True, one_at_a_time=True),
         _tpu("tpu-v4", 50e9, _V4_RATE),
         _tpu("tpu-v4-xla", 50e9, _V4_RATE, xla=True),
+        _tpu("tpu-v5e", 50e9, _V5E_RATE),
+        _tpu("tpu-v5e-xla", 50e9, _V5E_RATE, xla=True),
         _tpu("tpu-v5p", 100e9, _V5P_RATE),
         _tpu("tpu-v5p-xla", 100e9, _V5P_RATE, xla=True),
         _tpu("tpu-v6e", 100e9, _V6E_RATE),
         _tpu("tpu-v6e-xla", 100e9, _V6E_RATE, xla=True),
+        _tpu("tpu-v7x", 100e9, _V7X_RATE),
+        _tpu("tpu-v7x-xla", 100e9, _V7X_RATE, xla=True),
+        Hardware(
+            "trainium2",
+            link_bytes_per_s=160e9,
+            hop_latency_s=1e-6,
+            sources=(
+                _TRAINIUM2_RATE,
+                ("step_latency_s", "none: nothing is published"),
+                ("hop_latency_s", "an estimate, 1 µs, as for other links between chips: nothing is published"),
+                ("links_at_once", "inferred, all: 20 cores of the chip serve collectives alone"),
+            ),
+        ),
+        _tenstorrent("tenstorrent-wormhole-galaxy", 4, 12.5e9, _WORMHOLE_CHANNEL),
+        _tenstorrent("tenstorrent-t3000", 2, 12.5e9, _WORMHOLE_CHANNEL),
+        _tenstorrent("tenstorrent-blackhole-galaxy", 2, 50e9, _BLACKHOLE_CHANNEL),
         Hardware(
             "ethernet-10g",
             link_bytes_per_s=1.25e9,

@@ -1,0 +1,158 @@
+"""`meshmend machine`: what a description of a machine says is there, what is missing, and whom to call."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
+from meshmend.cli.options import IntendedOption, JsonOption, WrapOption, read_wrap
+from meshmend.cli.terminal import plain, print_line, terminal
+from meshmend.errors import ParameterError
+from meshmend.machines import Machine, read_machine
+from meshmend.topology import Mesh, name_cable, parse_shape
+
+MOST_ROWS = 32
+"""Pictures of larger meshes do not fit a terminal; `draw` makes those."""
+MOST_LISTED = 12
+
+
+def command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A description of the machine, from its own tools.")],
+    intended: IntendedOption = None,
+    shape: Annotated[
+        str | None,
+        typer.Option("--shape", metavar="SHAPE", help="What the machine is, if the file leaves it open: 4x8."),
+    ] = None,
+    wrap: WrapOption = "none",
+    json: JsonOption = False,
+) -> None:
+    """Read a machine's own description: its mesh, the hole, the slow cables, and whom to call.
+
+    Reads Tenstorrent cluster, mesh graph and physical system descriptors, neuron-ls JSON, kubectl get nodes -o json of
+    TPU pools, libtpu's ici_link_health, and a YAML of our own. Example: meshmend machine cluster.yaml
+    """
+    with exit_on_error(json):
+        if shape is None and wrap != "none":
+            raise ParameterError("--wrap goes with --shape: give both, or neither.")
+        wraps = False if shape is None else read_wrap(wrap, len(parse_shape(shape)))
+        machine = read_machine(file, intended=intended, shape=shape, wrap=wraps)
+        if json:
+            print_json(_facts(machine, _next(machine, file, intended)))
+        else:
+            _show(machine, _next(machine, file, intended))
+
+
+def _next(machine: Machine, file: Path, intended: Path | None) -> str | None:
+    """Return the command to go on with; none as long as the place of a failure is not known."""
+    if machine.unplaced:
+        return None
+    words = ["meshmend", "plan", "--machine", str(file)]
+    words += [] if intended is None else ["--intended", str(intended)]
+    words += ["--payload", "100MB"] + ([] if machine.hardware is None else ["--hardware", machine.hardware])
+    return shlex.join(words)
+
+
+def _facts(machine: Machine, then: str | None) -> dict[str, Any]:
+    mesh = machine.mesh
+    return {
+        **mesh_facts(mesh),
+        "format": machine.format,
+        "file": machine.file,
+        "hardware": machine.hardware,
+        "failed_chips": [
+            {"at": list(at), "name": _name(machine, at), "host": machine.host(at)} for at in machine.failed_chips
+        ],
+        "names": {",".join(map(str, at)): chip.name for at, chip in sorted(machine.chips.items())},
+        "hosts": sorted({chip.host for chip in machine.chips.values() if chip.host is not None}),
+        "call": _hosts_to_call(machine),
+        "unplaced": dict(machine.unplaced),
+        "notes": list(machine.notes),
+        "next": then,
+    }
+
+
+def _name(machine: Machine, at: tuple[int, ...]) -> str | None:
+    return machine.chips[at].name if at in machine.chips else None
+
+
+def _hosts_to_call(machine: Machine) -> list[str]:
+    """Return the hosts of what is failed or slow; of a chip without a name, those of its neighbours."""
+    mesh, found = machine.mesh, set(machine.unplaced)
+    ends = [end for cable in (*mesh.failed_cables, *mesh.cable_rates) for end in cable]
+    whole = Mesh(mesh.shape, wrap=mesh.wrap)
+    for at in machine.failed_chips:
+        ends.append(at)
+        if machine.host(at) is None:
+            ends += [whole.chip(int(rank)) for rank in whole.neighbours[whole.rank(at)] if rank >= 0]
+    found |= {host for end in ends if (host := machine.host(end)) is not None}
+    return sorted(found)
+
+
+def _show(machine: Machine, then: str | None) -> None:
+    mesh = machine.mesh
+    failed = [machine.name(at) + _on(machine.host(at)) for at in machine.failed_chips]
+    cables = [f"{name_cable(cable)}{_between(machine, cable)}" for cable in mesh.failed_cables]
+    slow = [f"{name_cable(c)} at {rate}{_between(machine, c)}" for c, rate in mesh.cable_rates.items()]
+    facts: dict[str, str | Text] = {
+        "format": machine.format,
+        "mesh": str(mesh),
+        "chips": f"{mesh.n_chips:,} live of {mesh.size:,}",
+        "cables": f"{mesh.n_cables:,} live",
+        "failed chips": _listed(failed),
+        "failed cables": _listed(cables),
+        "slow cables": _listed(slow),
+        "place unknown": _listed([f"{name}: {why}" for name, why in machine.unplaced.items()]),
+        "call": _listed(_hosts_to_call(machine)),
+        "notes": "\n".join(plain(note) for note in machine.notes),
+    }
+    print_facts(f"{machine.file}", {name: value for name, value in facts.items() if value})
+    if mesh.n_axes == 2 and max(mesh.shape) <= MOST_ROWS:
+        terminal().print(Text(f"\n{picture(mesh)}\n"))
+    if then is not None:
+        print_line(("next: ", "dim"), plain(then))
+
+
+def _on(host: str | None) -> str:
+    return "" if host is None else f" on {host}"
+
+
+def _between(machine: Machine, cable: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
+    names = [machine.chips[end].name for end in cable if end in machine.chips]
+    return f" ({' – '.join(names)})" if len(names) == 2 else ""
+
+
+def _listed(rows: list[str]) -> str:
+    more = [f"and {len(rows) - MOST_LISTED} more (--json lists all)"] if len(rows) > MOST_LISTED else []
+    return "\n".join(plain(row) for row in [*rows[:MOST_LISTED], *more])
+
+
+def picture(mesh: Mesh) -> str:
+    """Return a 2-D mesh in characters: o is a chip, x a failed one, = and " a slow cable; wrap cables are not shown.
+
+    >>> print(picture(Mesh("2x3", failed=["0,2"], cable_rates={"0,0-0,1": 0.5, "0,1-1,1": 0.5})))
+    o===o   x
+    |   "
+    o---o---o
+    """
+    rows, columns = mesh.shape
+    marks = {True: ("---", "|"), False: ("===", '"')}
+
+    def mark(a: tuple[int, int], b: tuple[int, int], down: bool) -> str:
+        if not (mesh.live[a] and mesh.live[b]) or (a, b) in mesh.failed_cables:
+            return " " if down else "   "
+        return marks[(a, b) not in mesh.cable_rates][down]
+
+    lines = []
+    for r in range(rows):
+        line, below = "", ""
+        for c in range(columns):
+            line += "o" if mesh.live[r, c] else "x"
+            line += mark((r, c), (r, c + 1), False) if c + 1 < columns else ""
+            below += (mark((r, c), (r + 1, c), True) + "   ") if r + 1 < rows else ""
+        lines += [line.rstrip(), below.rstrip()]
+    return "\n".join(lines[:-1])

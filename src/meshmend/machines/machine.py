@@ -1,0 +1,264 @@
+"""A machine: the mesh that a description amounts to, with the names that its operator knows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from meshmend.errors import Coordinate, LayoutError, MachineError, MeshError, name_chip
+from meshmend.machines.description import Chip, Description
+from meshmend.machines.grid import Grid
+from meshmend.machines.layout import SLACK_CHIPS, check_connected, find_layout
+from meshmend.topology import Cable, Mesh, name_cable
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A mesh or torus with what has failed and what is slow, as read from a description. Made by `read_machine`.
+
+    `chips` has the chips that the description names, by coordinate, failed ones included. `notes` says what was
+    assumed and what was not understood. `unplaced` are failures whose place nothing tells, with their reason: as long
+    as there are any, `mesh` is not the machine, and `usable_mesh` refuses it. `hardware` is the preset that fits.
+    """
+
+    mesh: Mesh
+    format: str
+    file: str
+    chips: Mapping[Coordinate, Chip]
+    hardware: str | None = None
+    notes: tuple[str, ...] = ()
+    unplaced: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def usable_mesh(self) -> Mesh:
+        """The mesh, if the place of every failure is known."""
+        if self.unplaced:
+            listed = "; ".join(f"{name} ({why})" for name, why in list(self.unplaced.items())[:4])
+            raise MachineError(
+                f"{self.file}: failed, but nothing says where in the mesh: {listed}. Give each host its place in a "
+                f"description of your own (--intended), or plan with --fail.",
+                file=self.file,
+            )
+        return self.mesh
+
+    def name(self, chip: Coordinate) -> str:
+        """Return a chip's coordinate with the name that its operator knows."""
+        known = self.chips.get(chip)
+        return name_chip(chip) if known is None else f"{name_chip(chip)} {known.name}"
+
+    def host(self, chip: Coordinate) -> str | None:
+        """Return the host or board of a chip."""
+        known = self.chips.get(chip)
+        return None if known is None else known.host
+
+    @property
+    def failed_chips(self) -> list[Coordinate]:
+        """Coordinates of the failed chips."""
+        return [tuple(place) for place in np.argwhere(~self.mesh.live).tolist()]
+
+
+Places = dict[str, Coordinate]
+
+
+def machine_of(found: Description, intended: Description | None = None) -> Machine:
+    """Return the machine that a description amounts to; with `intended`, what is missing of that one."""
+    try:
+        if intended is None:
+            return _alone(found)[0]
+        if not intended.chips and not intended.lists_cables:
+            return _alone(_narrowed(found, intended))[0]
+        return _minus(intended, found)
+    except LayoutError as error:
+        raise LayoutError(f"{found.file}: {error}", error.why) from None
+    except MeshError as error:
+        raise MachineError(f"{found.file}: {error}", file=found.file) from None
+
+
+def _narrowed(found: Description, intended: Description) -> Description:
+    """Return the description with the grid and the channels that were intended."""
+    return dataclasses.replace(
+        found,
+        grids=intended.grids,
+        channels=intended.channels or found.channels,
+        hardware=found.hardware or intended.hardware,
+        notes=[*intended.notes, *found.notes],
+    )
+
+
+def _alone(found: Description) -> tuple[Machine, Places]:
+    if found.links is not None:
+        bad = [name for name, health in found.links.items() if health]
+        raise MachineError(
+            f"{found.file}: {len(bad)} of {len(found.links)} links are not healthy ({', '.join(bad[:6]) or 'none'}), "
+            f"but the lines do not say what a link joins. Give --intended, a description of your own with the "
+            f"names of its links or its chips.",
+            file=found.file,
+        )
+    notes = list(found.notes)
+    if not found.lists_cables:
+        (grid,) = found.grids or [Grid((1,), (False,))]
+        places = {key: chip.place for key, chip in found.chips.items() if chip.place is not None}
+        failed, cables, rates = list(found.failed_places), list(found.failed_cables), dict(found.rates)
+    else:
+        grid, places, notes = _placed(found)
+        live = {place for key, place in places.items() if not found.chips[key].failed}
+        failed = [place for place in map(grid.coordinate, range(grid.size)) if place not in live]
+        cables, rates, more = _observed_cables(found, grid, places)
+        notes += more
+    mesh = Mesh(grid.shape, wrap=grid.wrap, failed=failed, failed_cables=cables, cable_rates=rates)
+    chips = {place: found.chips[key] for key, place in places.items()}
+    machine = Machine(mesh, found.format, found.file, chips, found.hardware, tuple(notes), dict(found.bad_hosts))
+    return machine, places
+
+
+def _placed(found: Description) -> tuple[Grid, Places, list[str]]:
+    """Return where the chips are: by their coordinates where they agree with the cables, else by the cables."""
+    notes = list(found.notes)
+    keys = list(found.chips)
+    number = {key: i for i, key in enumerate(keys)}
+    near: list[set[int]] = [set() for _ in keys]
+    for a, b in found.cables:
+        near[number[a]].add(number[b])
+        near[number[b]].add(number[a])
+    check_connected([found.chips[key].name for key in keys], near)
+    grids = found.grids
+    if grids is not None:
+        fitting = [grid for grid in grids if grid.size >= max(len(keys), found.least_chips)]
+        if not fitting:
+            raise MachineError(
+                f"{found.file}: expected at most {max(grid.size for grid in grids)} chips ({grids[-1]}), got "
+                f"{len(keys)}.",
+                file=found.file,
+            )
+        grids = fitting
+        direct = _by_coordinates(found, fitting)
+        if direct is not None:
+            return *direct, notes
+        if all(chip.place is not None for chip in found.chips.values()):
+            notes.append("The chips' coordinates do not settle the layout; it was found from the cables.")
+    layout = find_layout(keys, found.cables, grids)
+    if layout.extra:
+        listed = ", ".join(f"{found.chips[a].name} – {found.chips[b].name}" for a, b in layout.extra[:6])
+        notes.append(
+            f"{len(layout.extra)} cables join chips that are not neighbours in {layout.grid}, and are not used: "
+            f"{listed}{' and others' * (len(layout.extra) > 6)}."
+        )
+    return layout.grid, dict(layout.place_of), notes
+
+
+def _by_coordinates(found: Description, grids: Sequence[Grid]) -> tuple[Grid, Places] | None:
+    """Return the layout that coordinates give, if it spans the only grid that fits and every cable joins neighbours."""
+    given = {key: chip.place for key, chip in found.chips.items() if chip.place is not None}
+    if len(given) < len(found.chips) or len(set(given.values())) < len(given):
+        return None
+    low = [min(axis) for axis in zip(*given.values(), strict=True)]
+    places = {key: tuple(x - least for x, least in zip(place, low, strict=True)) for key, place in given.items()}
+    box = tuple(max(axis) + 1 for axis in zip(*places.values(), strict=True))
+    # A machine of the next size that has lost some chips may have the same coordinates.
+    near_size = max(min(grid.size for grid in grids), len(given) + SLACK_CHIPS)
+    same = [grid for grid in grids if grid.size <= near_size]
+    if len(same) != 1 or same[0].shape != box:
+        return None
+    position = {same[0].coordinate(p): p for p in range(same[0].size)}
+    fits = all(same[0].near[position[places[a]]] >> position[places[b]] & 1 for a, b in found.cables)
+    return (same[0], places) if fits else None
+
+
+def _observed_cables(
+    found: Description, grid: Grid, places: Places, whole_of: Mapping[tuple[str, str], int] | None = None
+) -> tuple[list[Cable], dict[Cable, Fraction], list[str]]:
+    """Return the cables that are missing and the rates of those that have lost channels."""
+    key_at = {place: key for key, place in places.items() if not found.chips[key].failed}
+    counts = Counter(found.cables.values())
+    usual = found.channels or max(counts, key=lambda n: (counts[n], n), default=1)
+    missing: list[Cable] = []
+    rates: dict[Cable, Fraction] = {}
+    wider = 0
+    full = Mesh(grid.shape, wrap=grid.wrap)
+    for a, b in full.cables.tolist():
+        ends = (full.chip(a), full.chip(b))
+        if not (ends[0] in key_at and ends[1] in key_at):
+            continue
+        first, second = sorted((key_at[ends[0]], key_at[ends[1]]))
+        channels = found.cables.get((first, second), 0)
+        whole = usual if whole_of is None else whole_of.get((first, second), usual)
+        cable = (min(ends), max(ends))
+        if channels == 0:
+            missing.append(cable)
+        elif channels < whole:
+            rates[cable] = Fraction(channels, whole)
+        wider += channels > whole
+    notes = []
+    if wider:
+        notes.append(f"{wider} cables have more than the usual {usual} channels; they are planned with as the others.")
+    return missing, rates, notes
+
+
+def _minus(intended: Description, found: Description) -> Machine:
+    """Return the intended machine without what is not found, or has failed."""
+    whole, places = _alone(intended)
+    notes = [*whole.notes, *found.notes]
+    failed, cables, rates = list(whole.failed_chips), list(whole.mesh.failed_cables), dict(whole.mesh.cable_rates)
+    unplaced = dict(whole.unplaced)
+    if found.links is not None:
+        more_failed, more_cables, more = _by_links(intended, found, places)
+        failed, cables, notes = failed + more_failed, cables + more_cables, notes + more
+    elif found.chips:
+        here = {key: places[key] for key in found.chips if key in places}
+        strange = [chip.name for key, chip in found.chips.items() if key not in places]
+        if strange:
+            raise MachineError(
+                f"{found.file}: expected chips of {intended.file}, got {', '.join(strange[:4])}, which it does not "
+                f"have. If parts were replaced, describe the machine again while it is whole.",
+                file=found.file,
+            )
+        gone = [place for key, place in places.items() if key not in found.chips or found.chips[key].failed]
+        failed += gone
+        grid = Grid.of(whole.mesh.shape, whole.mesh.wrap)
+        if found.lists_cables:
+            lost, slow, more = _observed_cables(found, grid, here, intended.cables if intended.lists_cables else None)
+            cables, rates, notes = cables + lost, {**rates, **slow}, notes + more
+        else:
+            failed, cables, rates = failed + found.failed_places, cables + found.failed_cables, {**rates, **found.rates}
+    for host, why in found.bad_hosts.items():
+        of_host = [place for place, chip in whole.chips.items() if chip.host == host]
+        failed += of_host
+        if of_host:
+            notes.append(f"{host}: {why}.")
+        else:
+            unplaced[host] = why
+    rates = {cable: rate for cable, rate in rates.items() if cable not in set(cables)}
+    mesh = Mesh(whole.mesh.shape, wrap=whole.mesh.wrap, failed=failed, failed_cables=cables, cable_rates=rates)
+    hardware = found.hardware or intended.hardware
+    return Machine(mesh, found.format, found.file, whole.chips, hardware, tuple(notes), unplaced)
+
+
+def _by_links(
+    intended: Description, found: Description, places: Places
+) -> tuple[list[Coordinate], list[Cable], list[str]]:
+    """Return what unusable links amount to: their cables where they are named, else their whole chips."""
+    failed: list[Coordinate] = []
+    cables: list[Cable] = []
+    notes: list[str] = []
+    for link, health in (found.links or {}).items():
+        chip = ".".join(link.split(".")[:2])
+        if 0 < health < 10:
+            notes.append(f"Link {link} retries (health {health} of 10); it is used as it is.")
+        elif health and link in intended.link_names:
+            cables.append(intended.link_names[link])
+            notes.append(f"Link {link} is unusable: cable {name_cable(intended.link_names[link])}.")
+        elif health and chip in places:
+            failed.append(places[chip])
+            notes.append(f"Link {link} is unusable, and nothing says which cable it is: chip {chip} is left out.")
+        elif health:
+            raise MachineError(
+                f"{found.file}: link {link} is unusable, but {intended.file} names neither it (links) nor {chip} "
+                f"(chips).",
+                file=found.file,
+            )
+    return failed, cables, notes

@@ -1,0 +1,175 @@
+"""A description of your own, in YAML, for machines whose tools write none of the other formats.
+
+Either a shape, of which parts have failed or are slow:
+
+    meshmend: 1
+    shape: 4x8
+    wrap: "1"
+    hosts: {node0: "4x4@0,0", node1: "4x4@0,4"}
+    chips: {tray1.chip3: {at: [0, 3], host: node0}}
+    failed: [node1, "0,3", "2x2@2,0", "1,1-1,2"]
+    rates: {"0,0-0,1": 1/2}
+
+or cables between named chips, from which the layout is found:
+
+    meshmend: 1
+    channels: 4
+    cables: [[a, b], [b, c, 3]]
+    failed: [c]
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+
+from meshmend.errors import Coordinate, MachineError, MeshError
+from meshmend.machines.description import MAX_CHIPS, Chip, Description, read_topology
+from meshmend.machines.entries import Entry
+from meshmend.machines.grid import Grid
+from meshmend.topology import MAX_AXES, Region, parse_chip, parse_wrap
+from meshmend.topology.rates import check_rate
+
+FORMAT, MARK, VERSION = "meshmend machine", "meshmend", 1
+FIELDS = (MARK, "name", "hardware", "shape", "wrap", "channels", "chips", "hosts", "cables", "failed", "rates", "links")
+
+
+def read(root: Entry) -> Description:
+    """Return what a description of our own says."""
+    if root.need(MARK).value != VERSION:
+        root.need(MARK).refuse(f"version {VERSION}", advice="Start the file with: meshmend: 1")
+    unknown = [key for key in root.mapping() if key not in FIELDS]
+    if unknown:
+        root.refuse(f"only the fields {', '.join(FIELDS)}", f"{str(unknown[0])[:40]!r}")
+    found = Description(FORMAT, root.file)
+    if (hardware := root.get("hardware")) is not None:
+        found.hardware = hardware.text(64)
+    if (channels := root.get("channels")) is not None:
+        found.channels = channels.whole(least=1, most=1024)
+    try:
+        if root.get("shape") is not None:
+            _read_shape(root, found)
+        else:
+            _read_cables(root, found)
+    except MeshError as error:
+        raise MachineError(f"{root.file}: {error}", file=root.file) from None
+    return found
+
+
+def _read_cables(root: Entry, found: Description) -> None:
+    for name in ("wrap", "hosts", "rates", "links"):
+        if (entry := root.get(name)) is not None:
+            entry.refuse("a field 'shape' beside it", f"{name} alone")
+    chips = root.get("chips")
+    for name, chip in chips.items() if chips is not None else ():
+        host = chip.get("host") if isinstance(chip.value, dict) else None
+        found.add_chip(str(name)[:256], Chip(str(name)[:256], None if host is None else host.text()))
+    for cable in root.need("cables").rows():
+        ends = list(cable.rows())
+        if len(ends) not in (2, 3):
+            cable.refuse("[chip, chip] or [chip, chip, channels]")
+        a, b = ends[0].text(), ends[1].text()
+        if a == b:
+            cable.refuse("two different chips", a)
+        for name in (a, b):
+            if name not in found.chips:
+                found.add_chip(name, Chip(name))
+        found.add_channel(a, b, ends[2].whole(least=1, most=1024) if len(ends) == 3 else found.channels or 1)
+    failed = root.get("failed")
+    for entry in failed.rows() if failed is not None else ():
+        name = entry.text()
+        hit = [key for key, chip in found.chips.items() if name in (chip.name, chip.host)]
+        if not hit:
+            entry.refuse("the name of a chip or a host of this file")
+        for key in hit:
+            found.chips[key] = Chip(found.chips[key].name, found.chips[key].host, failed=True)
+
+
+def _read_shape(root: Entry, found: Description) -> None:
+    if (cables := root.get("cables")) is not None:
+        cables.refuse("either a shape or cables", "both", "With a shape, list what is missing: failed and rates.")
+    shape = read_topology(root.need("shape").text(64), root.file)
+    if not 1 <= len(shape) <= MAX_AXES or not 1 <= math.prod(shape) <= MAX_CHIPS:
+        root.need("shape").refuse(f"1 to {MAX_AXES} axes and at most {MAX_CHIPS:,} chips")
+    wrap = root.get("wrap")
+    wraps = [False] * len(shape) if wrap is None else parse_wrap(wrap.text(64), len(shape), f"wrap: {wrap.text(64)}:")
+    found.grids, found.lists_cables = [Grid.of(shape, wraps)], False
+    hosts = root.get("hosts")
+    host_of: dict[Coordinate, str] = {}
+    for name, region in hosts.items() if hosts is not None else ():
+        for place in _chips_of(region, shape):
+            host_of[place] = str(name)[:256]
+    chips = root.get("chips")
+    named: dict[Coordinate, str] = {}
+    for name, chip in chips.items() if chips is not None else ():
+        at = chip.need("at") if isinstance(chip.value, dict) else chip
+        place = _place(at, shape)
+        if place in named:
+            at.refuse("each place once", f"that of {named[place]}")
+        named[place] = str(name)[:256]
+        if isinstance(chip.value, dict) and (host := chip.get("host")) is not None:
+            host_of[place] = host.text()
+    for place in sorted({*named, *host_of}):
+        name = named.get(place, ",".join(map(str, place)))
+        found.add_chip(name, Chip(name, host_of.get(place), place=place))
+    failed = root.get("failed")
+    for entry in failed.rows() if failed is not None else ():
+        _read_failed(entry, found, shape)
+    rates = root.get("rates")
+    for text, rate in rates.items() if rates is not None else ():
+        found.rates[_cable(str(text), rate, shape)] = check_rate(
+            rate.value if _is_number(rate.value) else rate.text(32)
+        )
+    links = root.get("links")
+    for text, names in links.items() if links is not None else ():
+        for name in names.rows():
+            found.link_names[name.text(128)] = _cable(str(text), names, shape)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _read_failed(entry: Entry, found: Description, shape: tuple[int, ...]) -> None:
+    if isinstance(entry.value, list):
+        found.failed_places.append(_place(entry, shape))
+        return
+    name = entry.text()
+    hit = [chip.place for chip in found.chips.values() if name in (chip.name, chip.host) and chip.place is not None]
+    if hit:
+        found.failed_places += hit
+    elif re.fullmatch(r"[\d,]+-[\d,]+", name):
+        found.failed_cables.append(_cable(name, entry, shape))
+    elif "@" in name or re.fullmatch(r"[\d,]+", name):
+        found.failed_places += _chips_of(entry, shape)
+    else:
+        entry.refuse("a chip, a host or a cable of this machine, as in 0,3 or 2x2@0,0 or 0,0-0,1 or a name")
+
+
+def _chips_of(entry: Entry, shape: tuple[int, ...]) -> list[Coordinate]:
+    """Return the places of a box such as 2x2@0,0, or of one chip."""
+    text = entry.text(128)
+    region = Region.parse(text)
+    if len(region.at) != len(shape) or any(
+        a + n > length for a, n, length in zip(region.at, region.shape, shape, strict=True)
+    ):
+        entry.refuse(f"a box inside {'x'.join(map(str, shape))}")
+    return list(itertools.product(*(range(a, a + n) for a, n in zip(region.at, region.shape, strict=True))))
+
+
+def _place(entry: Entry, shape: tuple[int, ...]) -> Coordinate:
+    parts = list(entry.rows())
+    if len(parts) != len(shape):
+        entry.refuse(f"{len(shape)} coordinates")
+    return tuple(part.whole(most=n - 1) for part, n in zip(parts, shape, strict=True))
+
+
+def _cable(text: str, entry: Entry, shape: tuple[int, ...]) -> tuple[Coordinate, Coordinate]:
+    ends = text.split("-")
+    if len(text) > 128 or len(ends) != 2:
+        entry.refuse("a cable as the key, as in 0,0-0,1", repr(text[:40]))
+    a, b = sorted(parse_chip(end) for end in ends)
+    if any(len(end) != len(shape) for end in (a, b)):
+        entry.refuse(f"a cable between chips of {len(shape)} coordinates", repr(text[:40]))
+    return a, b

@@ -1,0 +1,80 @@
+"""Reading a machine's description, whichever format it has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshmend.errors import MachineError
+from meshmend.machines import gke, libtpu, mesh_graph, neuron, own, tenstorrent
+from meshmend.machines.description import Description, read_topology
+from meshmend.machines.entries import read_json, read_text, read_yaml
+from meshmend.machines.grid import Grid
+from meshmend.machines.machine import Machine, machine_of
+from meshmend.machines.text_proto import read_text_proto
+from meshmend.topology import Mesh
+
+FORMATS = (
+    tenstorrent.FORMAT,
+    mesh_graph.INTENDED,
+    mesh_graph.OBSERVED,
+    neuron.FORMAT,
+    gke.FORMAT,
+    libtpu.FORMAT,
+    own.FORMAT,
+)
+
+
+def read_machine(
+    file: Path | str,
+    *,
+    intended: Path | str | None = None,
+    shape: Sequence[int] | str | None = None,
+    wrap: bool | Sequence[bool] = False,
+) -> Machine:
+    """Return the machine that a file describes.
+
+    `intended` is a description of the machine as it should be: a mesh graph descriptor, one of your own, or what the
+    same tool wrote while the machine was whole. `shape` and `wrap` say what grid it is where the file does not.
+    """
+    found = read_description(file)
+    wanted = None if intended is None else read_description(intended)
+    if shape is not None:
+        if wanted is not None:
+            raise MachineError("Give either a shape or an intended machine, not both.", file=str(file))
+        dims = read_topology(shape, str(file)) if isinstance(shape, str) else tuple(shape)
+        mesh = Mesh(dims, wrap=wrap)
+        wanted = Description("shape", str(file), grids=[Grid.of(mesh.shape, mesh.wrap)], lists_cables=False)
+    return machine_of(found, wanted)
+
+
+def read_description(file: Path | str) -> Description:
+    """Return what a file says, in whichever of `FORMATS` it is."""
+    path = Path(file)
+    return parse_description(read_text(path), str(path))
+
+
+def parse_description(text: str, file: str) -> Description:
+    """Return what the text of a file says."""
+    start = text.lstrip()[:1]
+    if libtpu.LINE.match(text) or re.search(r"^[\s\['\"]*tray\d+\.chip\d+\.ici", text[:4096], re.MULTILINE):
+        return libtpu.read(text, file)
+    if start in ("{", "["):
+        root = read_json(text, file)
+        return neuron.read(root) if neuron.find_devices(root) is not None else gke.read(root)
+    if re.search(r"^\s*(mesh_descriptors|device_topology)\s*:?\s*\{", text, re.MULTILINE):
+        return mesh_graph.read_intended(read_text_proto(text, file))
+    if re.search(r"^\s*(system_graph|asic_descriptors)\s*:?\s*\{", text, re.MULTILINE):
+        return mesh_graph.read_observed(read_text_proto(text, file))
+    root = read_yaml(text, file)
+    if isinstance(root.value, dict) and own.MARK in root.value:
+        return own.read(root)
+    if isinstance(root.value, dict) and {"arch", "ethernet_connections"} & set(root.value):
+        return tenstorrent.read(root)
+    raise MachineError(
+        f"{file}: not a description of a machine that is known here. Expected one of: {', '.join(FORMATS)}. For "
+        f'others, write one of your own, as in: meshmend: 1, shape: 4x8, failed: ["2x2@0,0"].',
+        file=file,
+        expected=", ".join(FORMATS),
+    )

@@ -1,0 +1,212 @@
+"""Every format: what its files say, and what is refused with which words."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from descriptions import (
+    GKE,
+    LIBTPU,
+    MESH_GRAPH,
+    OWN,
+    OWN_CABLES,
+    SAMPLES,
+    nodes,
+    removed,
+    write_umd,
+)
+from meshmend.errors import LayoutError, MachineError
+from meshmend.machines import Machine, machine_of, parse_description, read_machine
+from meshmend.planning import plan
+from meshmend.schedule.verify import verify
+
+
+def read(text: str, intended: str | None = None) -> Machine:
+    wanted = None if intended is None else parse_description(intended, "intended")
+    return machine_of(parse_description(text, "file"), wanted)
+
+
+def test_cluster_descriptor_has_boards_and_a_preset() -> None:
+    machine = read(SAMPLES["t3000"].text)
+    assert (str(machine.mesh), machine.hardware) == ("2x4", "tenstorrent-t3000")
+    assert machine.chips[0, 1].name == "chip 0"
+    assert machine.chips[0, 1].host == "n300 70000000000000000"
+    assert machine.chips[0, 0].host == machine.chips[0, 1].host
+
+
+def test_a_lost_channel_is_a_slow_cable_and_a_lost_cable_has_failed() -> None:
+    galaxy = SAMPLES["galaxy"]
+    cables = {**galaxy.cables, (0, 1): 3, (9, 10): 1}
+    del cables[17, 18]
+    text = write_umd(type(galaxy)(**{**galaxy.__dict__, "cables": cables}))
+    machine = read(text)
+    at = {chip.name: place for place, chip in machine.chips.items()}
+    rates = {frozenset(cable): rate for cable, rate in machine.mesh.cable_rates.items()}
+    assert rates == {
+        frozenset((at["chip 0"], at["chip 1"])): Fraction(3, 4),
+        frozenset((at["chip 9"], at["chip 10"])): Fraction(1, 4),
+    }
+    assert [set(cable) for cable in machine.mesh.failed_cables] == [{at["chip 17"], at["chip 18"]}]
+
+
+def test_intended_minus_observed() -> None:
+    sample = SAMPLES["galaxy of four hosts"]
+    whole = read(sample.text, MESH_GRAPH)
+    assert str(whole.mesh) == "4x8"
+    hurt = sample.without(chips=[10], cables=[(20, 21)])
+    cables = {**hurt.cables, (28, 29): 1}
+    text = type(hurt)(**{**hurt.__dict__, "cables": cables}).text
+    machine = read(text, MESH_GRAPH)
+    assert (machine.mesh.n_chips, len(machine.mesh.failed_cables)) == (31, 1)
+    assert list(machine.mesh.cable_rates.values()) == [Fraction(1, 2)]
+    by_names = read(text, sample.text)
+    assert [by_names.host(at) for at in by_names.failed_chips] == ["host1"]
+    assert by_names.mesh.n_cables == machine.mesh.n_cables
+
+
+@pytest.mark.parametrize("name", ["galaxy", "t3000", "trainium2"])
+def test_a_description_from_when_it_was_whole_settles_everything(name: str) -> None:
+    sample, rng = SAMPLES[name], random.Random(4)
+    whole = read(sample.text)
+    for _ in range(3):
+        hurt = removed(sample, rng, 2, 1)
+        machine = read(hurt.text, sample.text)
+        lost = set(sample.chips) - set(hurt.chips)
+        names = {machine.chips[at].name.split(" (")[0] for at in machine.failed_chips}
+        assert {int(n.split()[1]) for n in names} == lost
+        assert machine.mesh.n_cables == len(hurt.cables)
+        assert machine.chips.keys() == whole.chips.keys()
+    stranger = sample.text.replace("100000000000000031", "5").replace('"neuron_device": 3,', '"neuron_device": 99,')
+    if stranger != sample.text:
+        with pytest.raises(MachineError, match="expected chips of intended, got"):
+            read(stranger, sample.text)
+
+
+def test_neuron_ls_in_both_forms() -> None:
+    rows = json.loads(SAMPLES["trainium2"].text)
+    wrapped = json.dumps({"instance_id": "i-0abc", "instance_type": "trn2.48xlarge", "neuron_devices": rows})
+    machine = read(wrapped)
+    assert (str(machine.mesh), machine.hardware, machine.host((0, 0))) == ("4x4 torus", "trainium2", "i-0abc")
+    gone = [row for row in rows if row["neuron_device"] != 5]  # its neighbours still list it
+    holed = read(json.dumps(gone))
+    assert holed.mesh.n_chips == 15
+    assert [holed.chips[at].name for at in holed.failed_chips] == ["device 5"]
+    rows[2]["connected_to"].remove(3)
+    one_way = read(json.dumps(rows))
+    assert len(one_way.mesh.failed_cables) == 1
+    assert "Device 3 lists 2" in one_way.notes[0]
+
+
+def test_gke_nodes() -> None:
+    machine = read(GKE)
+    assert (str(machine.mesh), machine.hardware, machine.unplaced) == ("4x4x4 torus", "tpu-v5p", {})
+    names = [f"gke-tpu-{n}" for n in range(16)]
+    sick = nodes(names, bad=["gke-tpu-3"])
+    machine = read(sick)
+    assert dict(machine.unplaced) == {"gke-tpu-3": "not Ready: NodeStatusUnknown"}
+    with pytest.raises(MachineError, match="nothing says where in the mesh: gke-tpu-3"):
+        _ = machine.usable_mesh
+    hosts = "".join(f"  {name}: 2x2x1@{n % 2 * 2},{n // 2 % 2 * 2},{n // 4}\n" for n, name in enumerate(names))
+    placed = read(sick, f"meshmend: 1\nshape: 4x4x4\nwrap: all\nhosts:\n{hosts}")
+    assert str(placed.usable_mesh) == "4x4x4 torus minus 2x2x1@2,2,0"
+    assert "12 of 64 chips" in str(read(nodes(names[:3])).unplaced)
+    two = json.loads(GKE)
+    two["items"][0]["metadata"]["labels"]["cloud.google.com/gke-nodepool"] = "other"
+    with pytest.raises(MachineError, match="expected the nodes of one slice, got 2 pools: other"):
+        read(json.dumps(two))
+    with pytest.raises(MachineError, match=r"'4x4x8_twisted' is a twisted torus"):
+        read(nodes(names, topology="4x4x8_twisted"))
+    long = read(nodes([f"n{n}" for n in range(32)], topology="4x4x8"))
+    assert long.mesh.wrap == (False, False, True)
+    assert "may be a twisted torus" in long.notes[0]
+    state = {"cloud.google.com/gke-tpu-partition-4x4x4-state": "UNHEALTHY"}
+    assert "UNHEALTHY" in read(nodes(names, **state)).unplaced["gke-tpu-0"]
+
+
+def test_link_health_needs_names() -> None:
+    sick = LIBTPU.replace("tray0.chip1.ici1.int: 0", "tray0.chip1.ici1.int: 10")
+    with pytest.raises(MachineError, match=r"1 of 32 links are not healthy \(tray0.chip1.ici1.int\)"):
+        read(sick)
+    by_cable = read(sick, OWN)
+    assert ((0, 0), (0, 1)) in by_cable.mesh.failed_cables
+    by_chip = read(LIBTPU.replace("tray1.chip2.ici1.int: 0", "tray1.chip2.ici1.int: 10"), OWN.replace("chip3", "chip2"))
+    assert "chip tray1.chip2 is left out" in by_chip.notes[-1]
+    retries = read(LIBTPU.replace("tray0.chip0.ici0.int: 0", "tray0.chip0.ici0.int: 4"), OWN)
+    assert "retries (health 4 of 10)" in retries.notes[-1]
+    with pytest.raises(MachineError, match="names neither it"):
+        read(LIBTPU.replace("tray1.chip0.ici1.int: 0", "tray1.chip0.ici1.int: 10"), OWN)
+
+
+def test_a_description_of_our_own() -> None:
+    machine = read(OWN)
+    assert str(machine.mesh) == "4x8 wrapped on axis 1 minus 1x1@0,3, 2x2@2,0, 1 cable with 1 slow cable"
+    assert (machine.hardware, machine.host((0, 5))) == ("tpu-v3", "node1")
+    assert read(OWN.replace("failed: [", "failed: [node1, ")).mesh.n_chips == 16 - 5
+    cables = parse_description(OWN_CABLES, "file")
+    assert machine_of(cables, parse_description("meshmend: 1\nshape: 3x4\nwrap: '0'", "x")).mesh.is_full
+    for text, words in {
+        "meshmend: 2": "expected version 1 at meshmend, got 2",
+        "meshmend: 1\nshap: 4x4": "expected only the fields .* got 'shap'",
+        "meshmend: 1\nshape: 4x4\nfailed: [node9]": r"line 3: expected a chip, a host or a cable .* got 'node9'",
+        "meshmend: 1\nshape: 4x4\nfailed: ['3x3@2,2']": "expected a box inside 4x4",
+        "meshmend: 1\nshape: 4x4\nrates: {'0,0-0,1': 7}": "from 0 to 1",
+        "meshmend: 1\nshape: 4x4\nrates: {'0,0-1,1': 1/2}": "not neighbours in 4x4",
+        "meshmend: 1\nshape: 4x4x8_twisted": "twisted torus",
+        "meshmend: 1\nshape: 99999x99999": "at most 65,536 chips",
+        "meshmend: 1": "expected a field 'cables'",
+        "meshmend: 1\ncables: [[a, a]]": "two different chips",
+    }.items():
+        with pytest.raises(MachineError, match=words):
+            read(text)
+
+
+def test_what_is_not_a_description_is_refused() -> None:
+    with pytest.raises(MachineError, match="not a description of a machine that is known here"):
+        read("hello: world")
+    with pytest.raises(MachineError, match="line 3: expected YAML"):
+        read("arch:\n  - {")
+    with pytest.raises(MachineError, match="expected a chip that `arch` lists"):
+        read("arch: {0: wormhole_b0}\nethernet_connections: [[{chip: 0, chan: 1}, {chip: 7, chan: 1}]]")
+    with pytest.raises(LayoutError, match=r"the 2 parts \{chip 0, chip 1\} and \{chip 2, chip 3\}"):
+        read(SAMPLES["2 n300"].without(cables=[(0, 3), (1, 2)]).text)
+    with pytest.raises(MachineError, match="line 3: expected LINE or RING"):
+        read('mesh_descriptors {\n name: "M"\n device_topology { dims: [2] dim_types: [TORUS] } }')
+
+
+@pytest.mark.parametrize("name", ["galaxy", "blackhole galaxy", "trainium2"])
+def test_a_proven_plan_comes_out(name: str) -> None:
+    machine = read(SAMPLES[name].without(chips=[10]).text)
+    started = time.process_time()
+    schedule = plan(machine.usable_mesh, payload_bytes=1e8, hardware=machine.hardware)
+    assert time.process_time() - started < 3
+    assert verify(schedule)
+
+
+FOLDER = os.environ.get("MESHMEND_MACHINES")
+EXPECTED = {
+    "tt_umd_6u_cluster_desc.yaml": "4x8",
+    "tt_umd_blackhole_galaxy.yaml": "4x8 torus",
+    "tt_umd_blackhole_8xP150.yaml": "2x4 wrapped on axis 1",
+    "tt_umd_t3k_cluster_desc.yaml": "2x4",
+    "tt_umd_2x2_n300_cluster_desc.yaml": "2x2",
+    "neuron_ls_trn2.json": "4x4 torus",
+    "tt_umd_wormhole_2xN300_unconnected.yaml": None,
+}
+
+
+@pytest.mark.skipif(FOLDER is None, reason="MESHMEND_MACHINES names no folder of descriptors")
+@pytest.mark.parametrize("name", EXPECTED)
+def test_descriptors_of_real_machines(name: str) -> None:
+    assert FOLDER is not None
+    if EXPECTED[name] is None:
+        with pytest.raises(LayoutError, match="No cable joins the 2 parts"):
+            read_machine(Path(FOLDER) / name)
+    else:
+        assert str(read_machine(Path(FOLDER) / name).mesh) == EXPECTED[name]
