@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from meshmend.jax.job.rendezvous import free_port
 from meshmend.jax.private import KeyValueStore, key_value_store, share_cache_keys_on_cpu, varying_axes
+from meshmend.launch.processes import free_port
 
 NO_STORE = (
     "JAX's coordination service has moved or speaks otherwise: processes of a restarting job cannot tell each other "

@@ -26,6 +26,7 @@ from meshmend.cost import bound
 from meshmend.errors import Coordinate, LabError, PlanError, name_chip
 from meshmend.lab import Chips, Lab
 from meshmend.lab.namespaces import INTERFACE
+from meshmend.launch.processes import free_port
 from meshmend.planning import PLANNERS, plan
 from meshmend.schedule import Collective, Schedule
 from meshmend.topology import Mesh
@@ -98,7 +99,7 @@ def measure(
 ) -> list[Result]:
     """Time Gloo and the planners on one mesh, in a lab or (without one) over loopback."""
     schedules = applicable(mesh, payload_bytes, planners, update=update)
-    port = PORT if lab is not None else _free_port()
+    port = PORT if lab is not None else free_port("127.0.0.1")
     with Chips(None if lab is None else lab.namespaces) as chips:
         for rank in range(mesh.n_chips):
             host = "127.0.0.1" if lab is None else lab.address(mesh.chip(0))
@@ -217,11 +218,3 @@ def updated_weight(gradient: float) -> float:
     rate, decay, beta1, beta2, epsilon = ADAMW.values()
     mean, square = (1 - beta1) * gradient / (1 - beta1), (1 - beta2) * gradient**2 / (1 - beta2)
     return 1 - rate * decay - rate * mean / (math.sqrt(square) + epsilon)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

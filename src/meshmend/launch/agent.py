@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,6 +37,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from meshmend.errors import LaunchError
 from meshmend.launch.member import Member, Place
+from meshmend.launch.processes import free_port
 from meshmend.launch.worker import Workers
 
 MONITOR_S = 0.05
@@ -185,10 +185,3 @@ def name_code(code: int) -> str:
     ('exit code 1', 'SIGKILL')
     """
     return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-
-
-def free_port() -> int:
-    """Return a port that is currently free."""
-    with socket.socket() as one:
-        one.bind(("", 0))
-        return int(one.getsockname()[1])

@@ -26,7 +26,7 @@ from meshmend.launch.host import HostDescription
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.job import Event, HostProcesses
 from meshmend.launch.membership import SILENT_S, START_S
-from meshmend.launch.processes import die_with_parent
+from meshmend.launch.processes import die_with_parent, free_port
 
 LOOPBACK = "127.0.0.1"
 STORE_S = 30.0
@@ -131,9 +131,7 @@ class LocalJob:
     def start_store(self) -> None:
         """Start the store, or start it again where it was."""
         if not self._port:
-            with socket.socket() as one:
-                one.bind((LOOPBACK, 0))
-                self._port = int(one.getsockname()[1])
+            self._port = free_port(LOOPBACK)
         self._store = subprocess.Popen(  # noqa: S603  # our own interpreter and module
             [
                 *(sys.executable, "-m", "meshmend.launch.store"),

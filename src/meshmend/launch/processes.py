@@ -1,4 +1,4 @@
-"""Processes that never outlive the one that started them."""
+"""Processes that never outlive the one that started them, and ports for them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -39,3 +40,10 @@ def kill_tree(pid: int) -> None:
     for each in (*children(pid), pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
+
+
+def free_port(address: str = "") -> int:
+    """Return a port of this machine that is currently free."""
+    with socket.socket() as one:
+        one.bind((address, 0))
+        return int(one.getsockname()[1])

@@ -20,8 +20,8 @@ import meshmend as mm
 from meshmend.errors import PlanError, RestartError
 from meshmend.jax.job import Launch, Session
 from meshmend.jax.job.coordination import Coordination
-from meshmend.jax.job.rendezvous import free_port
 from meshmend.launch import Timeline
+from meshmend.launch.processes import free_port
 from meshmend.planning import PlanCache
 
 PATIENCE_S = 60.0

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from meshmend.jax.job.rendezvous import free_port
+from meshmend.launch.processes import free_port
 
 ROOT = Path(__file__).parents[3]
 

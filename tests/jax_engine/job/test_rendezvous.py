@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from jax_engine.job.rendezvous_cases import KEY, PATIENCE_S, SECRET, Hosting, answer, hello, visitor
 from meshmend.errors import RestartError
 from meshmend.jax.job import Launch
-from meshmend.jax.job.rendezvous import free_port, rendezvous
+from meshmend.jax.job.rendezvous import rendezvous
 from meshmend.jax.job.rendezvous_host import Fact
 from meshmend.launch import messages
 from meshmend.launch.messages import MAGIC, MAX_HELLO_BYTES, MessageError
+from meshmend.launch.processes import free_port
 
 WRONG_NUMBERS: tuple[Any, ...] = (0, 4, -1, True, 1.0, "1", None, [])
 WRONG_NONCES: tuple[Any, ...] = ("", "zz", "00" * 31, 7)

@@ -60,13 +60,6 @@ def rendezvous(launch: Launch, fact: Fact, *, timeout_s: float) -> list[Fact]:
         ) from error
 
 
-def free_port() -> int:
-    """Return a port that is currently free."""
-    with socket.socket() as one:
-        one.bind(("", 0))
-        return int(one.getsockname()[1])
-
-
 def _host(launch: Launch, name: str, port: int, mine: Fact, until: float) -> list[Fact]:
     local = _is_loopback(name)
     if not launch.secret and not local:

@@ -25,8 +25,9 @@ from meshmend.jax.fabric import Fabric, discover
 from meshmend.jax.job.compile_cache import use_compile_cache
 from meshmend.jax.job.coordination import Coordination
 from meshmend.jax.job.launch import Launch, read_launch
-from meshmend.jax.job.rendezvous import free_port, rendezvous
+from meshmend.jax.job.rendezvous import rendezvous
 from meshmend.launch.hosts import Hosts
+from meshmend.launch.processes import free_port
 from meshmend.launch.timeline import Timeline, process_started_at
 from meshmend.launch.warm import PRELOADED, jax_settings
 from meshmend.planning import PlanCache, PlanFunction, Planner
