@@ -138,4 +138,5 @@ def test_the_command_of_the_readme(tmp_path: Path) -> None:
     assert chips[20] == 32
     assert chips[100] == 16
     assert "hosts 2, 3 start; host 0 waits, cut off from them" in done.stdout
-    assert int(re.findall(r"resumed from step (\d+) \(memory\)", done.stdout)[0]) >= 19
+    # The copies of the last two steps may be under way when a host dies.
+    assert int(re.findall(r"resumed from step (\d+) \(memory\)", done.stdout)[0]) >= 18
