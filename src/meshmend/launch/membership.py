@@ -181,11 +181,13 @@ class Membership:
         waiting = [member.host for member in self.members.values() if member.state == "waiting"]
         if self.round is not None:
             self._check_adopted(now)
+        if not waiting:
+            return
         if self.round is not None:
             joined = set(self._group([*self.round.hosts, *waiting])) - set(self.round.hosts)
             if joined and now >= self._arrived_at + self.settle_s:
                 self._end_round(f"host {', '.join(map(str, sorted(joined)))} has come")
-        elif waiting and len(self._group(waiting)) >= self.least and len(waiting) == len(self.members):
+        elif len(waiting) == len(self.members) and len(self._group(waiting)) >= self.least:
             # A store that knows the job knows who is missing and why; a new one gives the others time to come.
             wait_s = (self.silent_s if self.number else self.start_s) if self._fresh else 0.0
             if len(waiting) == self.most or now >= self._arrived_at + wait_s:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from typing import Annotated, Any
 
 import jax
@@ -152,7 +153,7 @@ def copy_of(
 ) -> Copy:
     """Return what a host keeps of the parts: those of its own devices, and those that its devices have received."""
     n_cores = layout.outline.n_cores
-    kept = _backed_up_by(host_of_chip, layout.fabric.mesh)
+    kept = _backed_up_by(tuple(host_of_chip), layout.fabric.mesh)
     mine = [c * n_cores + core for c, owner in enumerate(host_of_chip) if owner == host for core in range(n_cores)]
     theirs = {d: int(kept[d // n_cores]) * n_cores + d % n_cores for d in mine if kept[d // n_cores] != d // n_cores}
     rows = {dtype: np.zeros((len(mine) + len(theirs), 0), jnp.dtype(dtype)) for dtype in layout.outline.dtypes}
@@ -164,11 +165,16 @@ def copy_of(
     return Copy(attempt, step, layout.outline, (*mine, *theirs.values()), rows, extra, layout.identity, run)
 
 
-def _backed_up_by(host_of_chip: Sequence[int], mesh: Mesh) -> NDArray[np.int32]:
-    """Return for each chip the chip whose part it keeps beside its own; itself where there is no other host."""
+@lru_cache(maxsize=64)
+def _backed_up_by(host_of_chip: tuple[int, ...], mesh: Mesh) -> NDArray[np.int32]:
+    """Return for each chip the chip whose part it keeps beside its own; itself where there is no other host.
+
+    Every step's copy asks for it, and it takes a look at the loss of every host.
+    """
     keeper = backup_chips(list(host_of_chip), mesh)
     kept = np.empty(len(keeper), np.int32)
     kept[keeper] = np.arange(len(keeper), dtype=np.int32)
+    kept.flags.writeable = False
     return kept
 
 
@@ -181,7 +187,7 @@ def hosts_of_chips(fabric: Fabric) -> list[int]:
 def make_parts_fn(layout: StateLayout, host_of_chip: Sequence[int] | None = None) -> Any:
     """Return the function from (params, state) to parts: for each dtype, every device's own and the one it keeps."""
     fabric, outline = layout.fabric, layout.outline
-    kept = _backed_up_by(hosts_of_chips(fabric) if host_of_chip is None else host_of_chip, fabric.mesh)
+    kept = _backed_up_by(tuple(hosts_of_chips(fabric) if host_of_chip is None else host_of_chip), fabric.mesh)
     pairs = [(int(chip), keeper) for keeper, chip in enumerate(kept) if chip != keeper]
     by_device = PartitionSpec(fabric.axes)
     specs = tuple(by_device if split else PartitionSpec() for split in layout.is_sharded)
