@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -16,6 +17,7 @@ import yaml
 from meshmend.launch.processes import children
 
 ROOT = Path(__file__).parents[2]
+CRD = os.environ.get("JOBSET_CRD")
 SCRIPT = """
 import jax, jax.numpy as jnp, numpy as np, optax
 import meshmend.jax as mmj
@@ -99,15 +101,48 @@ def test_the_command_of_the_page_runs_as_it_stands(tmp_path: Path) -> None:
     assert re.fullmatch(r"meshmend │ 200 steps on 16, then 12 chips in \d+ s", lines[-1])
 
 
+def manifest_of_the_page() -> Any:
+    page = (ROOT / "docs/restart.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.S)
+    return yaml.safe_load(text)
+
+
+def refuse_unknown_fields(schema: Any) -> None:
+    """Make a CRD's schema as strict as `kubectl --validate=strict`: a field it does not name is an error."""
+    if isinstance(schema, dict):
+        open_ended = {"additionalProperties", "x-kubernetes-preserve-unknown-fields", "x-kubernetes-embedded-resource"}
+        if schema.get("properties") and not open_ended & schema.keys():
+            schema["additionalProperties"] = False
+        for part in schema.values():
+            refuse_unknown_fields(part)
+    elif isinstance(schema, list):
+        for part in schema:
+            refuse_unknown_fields(part)
+
+
+@pytest.mark.skipif(CRD is None, reason="set JOBSET_CRD to jobset.x-k8s.io_jobsets.yaml of a JobSet release")
+def test_the_manifest_is_one_that_jobset_takes() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    (version,) = yaml.safe_load(Path(str(CRD)).read_text(encoding="utf-8"))["spec"]["versions"]
+    schema = version["schema"]["openAPIV3Schema"]
+    refuse_unknown_fields(schema)
+    schema["properties"]["metadata"] = {"type": "object"}  # the API server's own, not in a CRD
+    validator = jsonschema.Draft7Validator(schema)
+    manifest = manifest_of_the_page()
+    assert manifest["apiVersion"].split("/")[1] == version["name"]
+    assert [error.message for error in validator.iter_errors(manifest)] == []
+    # A schema that takes everything would prove nothing.
+    manifest["spec"]["replicatedJobs"][1]["template"]["spec"]["backoffLimits"] = 1
+    assert [list(error.path)[-1] for error in validator.iter_errors(manifest)] == ["spec"]
+
+
 def test_the_manifest_starts_what_the_command_line_has() -> None:
-    """A JobSet has no schema here; its structure is that of its documentation, its commands are parsed by ours."""
+    """The commands in the manifest are parsed by ours."""
     from typer.main import get_command
 
     from meshmend.cli import app
 
-    page = (ROOT / "docs/restart.md").read_text(encoding="utf-8")
-    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.S)
-    manifest = yaml.safe_load(text)
+    manifest = manifest_of_the_page()
     assert manifest["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
     jobs = {job["name"]: job for job in manifest["spec"]["replicatedJobs"]}
     assert jobs["hosts"]["replicas"] == 8
