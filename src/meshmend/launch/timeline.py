@@ -1,8 +1,8 @@
 """The timeline: a small log of when everything happened, to break a restart down into stages.
 
 One line of JSON per event, in one file per host that later attempts append to. A line is written atomically, and
-survives the process that wrote it. Its size is bounded: a full file is renamed and replaces the previous one. A log
-that cannot be written never stops the job.
+survives the process that wrote it. Its size is bounded: a full file is renamed, and what it replaces goes into a
+history in which a thousand steps are one line. A log that cannot be written never stops the job.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from meshmend.launch.history import MARK, is_taken_in, take_in
+
 Event = dict[str, Any]
 
 STAGES = ("detect", "rendezvous", "start", "plan", "compile", "restore", "first step")
@@ -25,8 +27,8 @@ STAGES = ("detect", "rendezvous", "start", "plan", "compile", "restore", "first 
 
 MAX_EVENTS = 10_000
 """Events that are remembered in memory."""
-MAX_FILE_BYTES = 64 << 20
-"""Both files together: about 200,000 steps with their copies."""
+MAX_FILE_BYTES = 48 << 20
+"""All files of a host together: the current one, the one before it (about 60,000 steps in both), and the history."""
 MAX_LINE_BYTES = 64 << 10
 """Of one event; what is longer keeps its time and name only."""
 
@@ -50,12 +52,13 @@ class Timeline:
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._lock = threading.Lock()
         self._warned = False
+        self._turning: threading.Thread | None = None
 
     def note(self, event: str, *, at: float | None = None, **facts: Any) -> Event:
         """Record an event; `at` is its time, by default now."""
         line: Event = {"at": time.time() if at is None else at, "event": event, **self.facts, **facts}
         text = json.dumps(line).encode() + b"\n"
-        if len(text) > min(MAX_LINE_BYTES, self.max_bytes // 2):
+        if len(text) > min(MAX_LINE_BYTES, self.max_bytes // 5):
             line = {"at": line["at"], "event": event[:100], "left_out_bytes": len(text)}
             text = json.dumps(line).encode() + b"\n"
         with self._lock:
@@ -69,8 +72,8 @@ class Timeline:
 
     def _append(self, path: Path, text: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and path.stat().st_size + len(text) >= self.max_bytes // 2:
-            path.replace(_older(path))
+        if path.exists() and path.stat().st_size + len(text) >= self.max_bytes // 5:
+            self._turn_over(path)
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             size = os.fstat(handle).st_size
@@ -81,6 +84,27 @@ class Timeline:
                 raise OSError("the disk took only a part of a line")
         finally:
             os.close(handle)
+
+    def _turn_over(self, path: Path) -> None:
+        """Begin a new file; the one before the last goes into the history, in a thread: that may take a second."""
+        if self._turning is not None:
+            self._turning.join()
+        older, full = _older(path), _full(path)
+        if full.exists():  # of a process that was killed before it had condensed it
+            self._condense(path, full)
+        if older.exists():
+            older.replace(full)
+            self._turning = threading.Thread(target=self._condense, args=(path, full), daemon=True)
+            self._turning.start()
+        path.replace(older)
+
+    def _condense(self, path: Path, full: Path) -> None:
+        try:
+            if not is_taken_in(_read_file(_history(path)), full):
+                take_in(_history(path), full, _read_file, max_bytes=self.max_bytes // 5)
+            full.unlink()
+        except OSError as error:
+            self._warn(error)
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:
@@ -100,12 +124,25 @@ class Timeline:
 
 
 def read_timeline(path: str | Path) -> list[Event]:
-    """Return the events of a file and of the one before it; torn lines (of a killed writer) are left out."""
-    events: list[Event] = []
-    for part in (_older(Path(path)), Path(path)):
-        lines = part.read_bytes().splitlines(keepends=True) if part.exists() else []
-        events += [event for line in lines if (event := _parse(line)) is not None]
-    return events
+    """Return the events of a host, oldest first; torn lines (of a killed writer) are left out.
+
+    What is older than the last two files comes from the history, where an event called "steps" stands for many.
+    """
+    path, full = Path(path), _full(Path(path))
+    while True:
+        history = _read_file(_history(path))
+        parts = (_older(path), path) if is_taken_in(history, full) else (full, _older(path), path)
+        events = [event for part in parts for event in _read_file(part)]
+        if len(_read_file(_history(path))) == len(history):  # else a file was condensed meanwhile
+            return [*(event for event in history if event["event"] != MARK), *events]
+
+
+def _read_file(path: Path) -> list[Event]:
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    return [event for line in lines if (event := _parse(line)) is not None]
 
 
 def _parse(line: bytes) -> Event | None:
@@ -121,6 +158,16 @@ def _parse(line: bytes) -> Event | None:
 def _older(path: Path) -> Path:
     """Return the path of the previous file of a log."""
     return path.with_name(path.name + ".1")
+
+
+def _full(path: Path) -> Path:
+    """Return the path of the file before that, while it is being condensed."""
+    return path.with_name(path.name + ".full")
+
+
+def _history(path: Path) -> Path:
+    """Return the path of what is kept of all files before that."""
+    return path.with_name(path.name + ".history")
 
 
 def split_recovery(

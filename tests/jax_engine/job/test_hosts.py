@@ -187,14 +187,17 @@ def test_a_timeline_is_bounded_in_memory_and_on_disk(tmp_path: Path, monkeypatch
     path = tmp_path / "timeline.jsonl"
     timeline = Timeline(path, max_bytes=20_000, host=3)
     for number in range(2000):
-        timeline.note("step", number=number)
+        timeline.note("other", number=number)
+        if timeline._turning is not None:
+            timeline._turning.join()
         assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 20_000
     assert [event["number"] for event in timeline.events] == list(range(1900, 2000))
     read = [event["number"] for event in read_timeline(path)]
     # What is there is the newest part without a gap, and more than a third of the room is used.
     assert read == list(range(read[0], 2000))
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) > 20_000 / 3
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["timeline.jsonl", "timeline.jsonl.1"]
+    names = ["timeline.jsonl", "timeline.jsonl.1", "timeline.jsonl.history"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == names
     timeline.note("huge", what="x" * 1_000_000)
     huge = read_timeline(path)[-1]
     assert (huge["event"], huge["left_out_bytes"] > 1_000_000) == ("huge", True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -104,6 +105,7 @@ class TrainingRun:
     def steps(self) -> Iterator[JobStep]:
         """Train, one step after the other."""
         fabric, timeline, under_way = self.session.fabric, self.session.timeline, deque[JobStep]()
+        waited = deque[float]()
         keeper, found = self._keeper, self.found
         assert keeper is not None  # noqa: S101  # it is there until the end of the loop
         is_recorder = self.aids.ledger and self.session.launch.process == 0
@@ -113,12 +115,15 @@ class TrainingRun:
         def settle(step: JobStep) -> None:
             """Wait for a step's loss, which raises as soon as any of this host's devices has lost its peer."""
             examples = self.feed.split(fabric).count(step.batch.at)
-            timeline.note("step", step=step.number, loss=step.loss, chips=step.chips, examples=examples)
+            facts = {"step": step.number, "loss": step.loss, "chips": step.chips, "examples": examples}
+            timeline.note("step", **facts, waited_s=round(waited.popleft(), 6))
 
         try:
             batches = self.feed.batches(fabric, at=Position(*found.extra["position"]))
             for number in range(found.step + 1, self.last + 1):
+                asked = time.monotonic()
                 batch = next(batches)
+                waited.append(time.monotonic() - asked)
                 # Before the step: a step that all hosts have kept must be in the ledger, whichever host dies when.
                 if ledger is not None:
                     ledger.record(number, epoch=batch.at.epoch, samples=batch.indices)

@@ -149,8 +149,11 @@ class Keeper:
         if self.disk is None:
             return
         if is_save:
-            self._note_saved(wait=True)
-            why_not = self.disk.save(self.layout, self.attempt, step, params, state, extra)
+            with self.session.timeline.timed(
+                "checkpoint", step=step
+            ):  # training waits for this; the rest is written beside it
+                self._note_saved(wait=True)
+                why_not = self.disk.save(self.layout, self.attempt, step, params, state, extra)
             if why_not:
                 self.session.timeline.note("not saved", step=step, why=why_not)
                 self._warn(f"Step {step} is not saved on disk: {why_not}. The job continues without it.")

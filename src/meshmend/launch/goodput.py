@@ -1,0 +1,267 @@
+"""Where a job's time went: goodput, and badput by cause, from the timelines of its hosts.
+
+Goodput is the share of the time that went into steps that count. All other time has a cause: a stage of a start or
+recovery, a checkpoint that training waited for, data that it waited for, or steps that had to be done again. The
+causes and the training add up to the time from the first start to the last event, so nothing is left out.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from meshmend.launch.timeline import STAGES, read_timeline
+
+Event = dict[str, Any]
+
+CAUSES = (*STAGES, "checkpoint", "data", "steps done again", "under way")
+"""What time is spent on that is not training. "under way" is a step, or a recovery, that has not ended yet."""
+MAX_MARKS = 4096
+"""Steps of one attempt whose times are remembered; in a longer one every second is dropped, again and again."""
+START = ("process", "join", "fabric")
+"""Events that make up the stage "start"."""
+
+
+@dataclass
+class Attempt:
+    """One start of a host's process, and the steps it has done. `Host` fills it."""
+
+    started: float
+    number: int = 0
+    """The same on all hosts, and later ones are larger; 0 if it ended before it was given one."""
+    chips: int = 0
+    hosts: tuple[int, ...] = ()
+    ended: float = 0.0
+    """Time of the last event."""
+    gave_up: float | None = None
+    resumed: int = 0
+    source: str = ""
+    stages_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    marks: list[tuple[int, float]] = field(default_factory=list)
+    """Steps and when they were done, in order."""
+    checkpoint_s: float = 0.0
+    data_s: float = 0.0
+    loss: float | None = None
+
+    def done_at(self, step: int) -> float:
+        """Return when a step was done, between marks in proportion."""
+        (before, since), *rest = self.marks
+        for after, until in rest:
+            if step <= after:
+                return since + (until - since) * max(0, step - before) / (after - before)
+            before, since = after, until
+        return since
+
+    @property
+    def last(self) -> int:
+        """The last step that is done; that of the restored state if there is none."""
+        return self.marks[-1][0] if self.marks else self.resumed
+
+    def mark(self, step: int, at: float) -> None:
+        """Remember when a step was done."""
+        if self.marks and step <= self.marks[-1][0]:
+            return
+        self.marks.append((step, at))
+        if len(self.marks) > MAX_MARKS:
+            del self.marks[1:-1:2]
+
+
+class HostBook:
+    """The attempts of one host, from its events in order. Its size does not grow with the number of steps."""
+
+    def __init__(self, events: Iterable[Event] = ()) -> None:
+        self.attempts: list[Attempt] = []
+        for event in events:
+            self.add(event)
+
+    def add(self, event: Event) -> None:
+        """Take in the next event."""
+        kind, at, seconds = event["event"], event["at"], event.get("seconds", 0.0)
+        if kind == "process" or not self.attempts:
+            self.attempts.append(Attempt(at))
+        now = self.attempts[-1]
+        now.ended = max(now.ended, at + seconds)
+        now.number = event.get("attempt", now.number)
+        if kind in START:
+            now.stages_s["start"] += seconds
+            now.chips = event.get("chips", now.chips)
+            now.hosts = tuple(event.get("hosts", now.hosts))
+        elif kind in ("plan", "compile", "restore") and not now.marks:
+            now.stages_s[kind] += seconds
+            if kind == "restore":
+                now.resumed, now.source = event.get("step", 0), event.get("source", "")
+        elif kind in ("step", "steps"):
+            if kind == "steps":
+                now.mark(event["first"], event["since"])
+            now.mark(event["step"], at)
+            now.data_s += event.get("waited_s", 0.0) if len(now.marks) > 1 else 0.0
+            now.loss = event.get("loss", now.loss)
+        elif kind == "checkpoint" and now.marks:
+            now.checkpoint_s += seconds
+        elif kind == "gave up":
+            now.gave_up = at
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How a job came back: from the last step before to the first after it."""
+
+    at: float
+    step: int
+    """The last step before it."""
+    resumed: int
+    source: str
+    chips: int
+    hosts: tuple[int, ...]
+    lost: tuple[int, ...]
+    joined: tuple[int, ...]
+    stages_s: dict[str, float]
+
+    @property
+    def total_s(self) -> float:
+        """From the last step before to the first after it."""
+        return sum(self.stages_s.values())
+
+
+@dataclass(frozen=True)
+class Account:
+    """What a job's time was spent on."""
+
+    began: float
+    until: float
+    training_s: float
+    badput_s: dict[str, float]
+    step: int
+    loss: float | None
+    step_s: float
+    """Median time of a step, over the last attempt."""
+    chips: int
+    hosts: tuple[int, ...]
+    """In the last attempt."""
+    recoveries: tuple[Recovery, ...]
+
+    @property
+    def total_s(self) -> float:
+        """From the first start to the last event."""
+        return self.until - self.began
+
+    @property
+    def goodput(self) -> float:
+        """Share of the time that went into steps that count."""
+        return self.training_s / self.total_s if self.total_s else 0.0
+
+    def facts(self) -> dict[str, Any]:
+        """Return everything as JSON can write it."""
+        return {
+            "goodput": self.goodput,
+            "badput": {cause: seconds / self.total_s for cause, seconds in self.badput_s.items() if self.total_s},
+            "total_s": self.total_s,
+            "training_s": self.training_s,
+            "badput_s": self.badput_s,
+            "began": self.began,
+            "until": self.until,
+            "step": self.step,
+            "loss": self.loss,
+            "step_s": self.step_s,
+            "chips": self.chips,
+            "hosts": list(self.hosts),
+            "recoveries": [{**vars(one), "total_s": one.total_s} for one in self.recoveries],
+        }
+
+
+def settle(books: Sequence[HostBook], until: float | None = None) -> Account | None:
+    """Return the account of a job from its hosts' books; None if none of them has started.
+
+    Of each attempt the host that got furthest speaks for all: they train in step. `until` is the time of the account,
+    by default that of the last event.
+    """
+    attempts = _attempts(books)
+    if not attempts:
+        return None
+    gave_up = sorted(one.gave_up for book in books for one in book.attempts if one.gave_up is not None)
+    badput = dict.fromkeys(CAUSES, 0.0)
+    training, recoveries = 0.0, []
+    began = min(book.attempts[0].started for book in books if book.attempts)
+    before: Attempt | None = None
+    for i, now in enumerate(attempts):
+        stages = _stages(began if before is None else before.marks[-1][1], now, gave_up)
+        for stage, seconds in stages.items():
+            badput[stage] += seconds
+        if before is not None:
+            recoveries.append(_recovery(before, now, stages))
+        following = attempts[i + 1] if i + 1 < len(attempts) else None
+        counted = now.last if following is None else min(now.last, following.resumed)
+        spent = now.marks[-1][1] - now.marks[0][1]
+        again = now.marks[-1][1] - now.done_at(max(counted, now.marks[0][0]))
+        badput["checkpoint"] += min(now.checkpoint_s, spent)
+        badput["data"] += min(now.data_s, spent)
+        badput["steps done again"] += again
+        training += spent - again - min(now.checkpoint_s, spent) - min(now.data_s, spent)
+        before = now
+    last = attempts[-1]
+    end = max([last.marks[-1][1], until or 0.0, *(one.ended for book in books for one in book.attempts[-1:])])
+    badput["under way"] = end - last.marks[-1][1]
+    return Account(
+        began=began,
+        until=end,
+        training_s=max(0.0, training),
+        badput_s=badput,
+        step=last.last,
+        loss=last.loss,
+        step_s=_median_step(last),
+        chips=last.chips,
+        hosts=last.hosts,
+        recoveries=tuple(recoveries),
+    )
+
+
+def read_account(paths: Mapping[int, Path] | Sequence[Path], until: float | None = None) -> Account | None:
+    """Return the account of a job from its hosts' timelines."""
+    files = list(paths.values()) if isinstance(paths, Mapping) else list(paths)
+    return settle([HostBook(read_timeline(path)) for path in files], until)
+
+
+def _attempts(books: Sequence[HostBook]) -> list[Attempt]:
+    """Return one host's part of each attempt that has done a step: that of the host that got furthest."""
+    found: dict[float, Attempt] = {}
+    for book in books:
+        for one in book.attempts:
+            if one.marks:
+                key = one.number or one.started
+                if key not in found or one.marks[-1] > found[key].marks[-1]:
+                    found[key] = one
+    return sorted(found.values(), key=lambda one: one.started)
+
+
+def _stages(since: float, now: Attempt, gave_up: Sequence[float]) -> dict[str, float]:
+    """Split the time from the last step before an attempt to its first one. The stages add up to it."""
+    done = now.marks[0][1]
+    noticed = min((at for at in gave_up if since < at < now.started), default=since)
+    stages = now.stages_s | {"detect": noticed - since, "rendezvous": max(0.0, now.started - noticed)}
+    stages["first step"] = max(0.0, done - since - sum(stages[stage] for stage in STAGES if stage != "first step"))
+    return stages
+
+
+def _recovery(before: Attempt, now: Attempt, stages: dict[str, float]) -> Recovery:
+    was, is_now = set(before.hosts), set(now.hosts)
+    return Recovery(
+        at=before.marks[-1][1],
+        step=before.last,
+        resumed=now.resumed,
+        source=now.source,
+        chips=now.chips,
+        hosts=now.hosts,
+        lost=tuple(sorted(was - is_now)),
+        joined=tuple(sorted(is_now - was)),
+        stages_s=stages,
+    )
+
+
+def _median_step(attempt: Attempt) -> float:
+    marks = attempt.marks
+    steps = [(after - before) / (b - a) for (a, before), (b, after) in pairwise(marks)]
+    return statistics.median(steps) if steps else 0.0

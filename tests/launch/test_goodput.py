@@ -1,0 +1,203 @@
+"""The account of a job's time, against jobs that are made up second by second."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshmend.launch.goodput import CAUSES, MAX_MARKS, HostBook, read_account, settle
+from meshmend.launch.history import condense
+from meshmend.launch.timeline import STAGES, Timeline, read_timeline
+
+Event = dict[str, Any]
+
+
+class MadeUpJob:
+    """A job whose every second is known: what each was spent on, and what its hosts would have written."""
+
+    def __init__(self, seed: int, n_hosts: int = 4) -> None:
+        self.random = random.Random(seed)
+        self.n_hosts = n_hosts
+        self.truth = dict.fromkeys((*CAUSES, "training"), 0.0)
+        self.events: list[list[Event]] = [[] for _ in range(n_hosts)]
+        self.now = 1_000_000.0
+        self.step = 0
+        self.attempt = 0
+
+    def spend(self, cause: str, longest_s: float = 5.0) -> float:
+        seconds = self.random.uniform(0.01, longest_s)
+        self.truth[cause] += seconds
+        self.now += seconds
+        return seconds
+
+    def say(self, hosts: list[int], event: str, **facts: Any) -> None:
+        for host in hosts:
+            self.events[host].append({"at": self.now, "event": event, "host": host, **facts})
+
+    def train(self, hosts: list[int], steps: int, lose: int) -> None:
+        """Start on some hosts and do some steps, of which the last `lose` will have to be done again."""
+        self.attempt += 1
+        for event in ("process", "join", "fabric"):
+            at = self.now
+            seconds = self.spend("start")
+            facts = {"chips": 4 * len(hosts), "hosts": hosts} if event == "fabric" else {}
+            for host in hosts:
+                self.events[host].append({"at": at, "event": event, "seconds": seconds, **facts})
+        for event in ("plan", "compile", "restore"):
+            at = self.now
+            seconds = self.spend(event)
+            facts = {"step": self.step, "source": "memory"} if event == "restore" else {}
+            for host in hosts:
+                self.events[host].append(
+                    {"at": at, "event": event, "seconds": seconds, "attempt": self.attempt, **facts}
+                )
+        resumed = self.step
+        for number in range(resumed + 1, resumed + steps + 1):
+            if number == resumed + 1:
+                self.spend("first step")
+                waited = 0.0
+            else:
+                waited = self.spend("data", 0.1)
+                if number % 7 == 0:
+                    at = self.now
+                    seconds = self.spend("checkpoint", 1.0)
+                    for host in hosts:
+                        self.events[host].append({"at": at, "event": "checkpoint", "seconds": seconds})
+                if number > resumed + steps - lose:
+                    self.truth["data"] -= waited
+                    self.truth["steps done again"] += waited
+                    waited = 0.0
+                self.spend("training" if number <= resumed + steps - lose else "steps done again")
+            self.say(hosts, "step", step=number, loss=1 / number, attempt=self.attempt, waited_s=waited)
+            self.say(hosts, "kept", step=number, attempt=self.attempt)
+        self.step = resumed + steps - lose
+
+
+def lived_through(seed: int, most_lost: int = 3) -> MadeUpJob:
+    job = MadeUpJob(seed)
+    everybody = list(range(job.n_hosts))
+    for _ in range(job.random.randint(1, 5)):
+        steps = job.random.randint(8, 40)
+        hosts = sorted(job.random.sample(everybody, job.random.randint(2, job.n_hosts)))
+        job.train(hosts, steps, job.random.randint(0, most_lost))
+        job.spend("detect")
+        job.say(hosts[1:], "gave up", why="lost a peer")  # the first one is dead
+        job.spend("rendezvous")
+    job.train(everybody, 20, 0)
+    return job
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_second_of_a_job_is_accounted_for(seed: int) -> None:
+    job = lived_through(seed)
+    account = settle([HostBook(events) for events in job.events])
+    assert account is not None
+    assert account.training_s + sum(account.badput_s.values()) == pytest.approx(account.total_s, rel=1e-9)
+    assert account.total_s == pytest.approx(sum(job.truth.values()), rel=1e-9)
+    for cause in CAUSES:
+        # A checkpoint or a wait for data among steps that are done again counts as either: here, as itself.
+        if cause not in ("steps done again", "checkpoint", "data"):
+            assert account.badput_s[cause] == pytest.approx(job.truth[cause], abs=1e-6), cause
+    assert account.step == job.step
+    assert len(account.recoveries) == job.attempt - 1
+    assert all(sum(one.stages_s[stage] for stage in STAGES) == pytest.approx(one.total_s) for one in account.recoveries)
+
+
+def test_goodput_is_the_share_of_steps_that_count() -> None:
+    """By hand: 2 s to start, steps of 1 s; 10 done, 2 of them lost, a recovery of 3 s, 5 more."""
+    first = [
+        {"at": 0.0, "event": "process", "seconds": 1.0},
+        {"at": 1.0, "event": "restore", "seconds": 0.5, "step": 0},
+    ]
+    steps = [{"at": 1.0 + n, "event": "step", "step": n, "attempt": 1} for n in range(1, 11)]
+    again = [{"at": 12.0, "event": "process", "seconds": 1.0, "attempt": 2}]
+    again += [{"at": 13.0, "event": "restore", "seconds": 0.5, "step": 8, "source": "memory"}]
+    again += [{"at": 14.0 + n, "event": "step", "step": 8 + n, "attempt": 2} for n in range(5)]
+    account = settle([HostBook([*first, *steps, {"at": 11.5, "event": "gave up"}, *again])])
+    assert account is not None
+    # Steps 2 to 8 (7 s), and after the recovery 9 to 13, of which the second and later ones take 1 s each.
+    assert account.training_s == pytest.approx(7.0 + 3.0 + 1.0)
+    assert account.badput_s["steps done again"] == pytest.approx(2.0)
+    assert account.badput_s["detect"] == pytest.approx(0.5)
+    assert account.badput_s["rendezvous"] == pytest.approx(0.5)
+    assert account.total_s == pytest.approx(18.0)
+    assert account.goodput == pytest.approx(11.0 / 18.0)
+    (recovery,) = account.recoveries
+    assert (recovery.step, recovery.resumed, recovery.source) == (10, 8, "memory")
+    assert recovery.total_s == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_condensed_timelines_give_the_same_account(seed: int) -> None:
+    job = lived_through(seed, most_lost=0)  # within a line steps count as equally long, which matters for lost ones
+    books = [HostBook(events) for events in job.events]
+    short = [list(condense(events)) for events in job.events]
+    whole, condensed = settle(books), settle([HostBook(events) for events in short])
+    assert whole is not None
+    assert condensed is not None
+    assert sum(map(len, short)) < 0.4 * sum(map(len, job.events))
+    assert condensed.total_s == pytest.approx(whole.total_s)
+    assert condensed.badput_s == pytest.approx(whole.badput_s)
+    assert condensed.goodput == pytest.approx(whole.goodput)
+    assert condensed.step == whole.step
+
+
+def test_a_million_steps_stay_small(tmp_path: Path) -> None:
+    """The same code with a hundredth of the bytes and of the steps: 10,000 steps in 480 KB."""
+    path = tmp_path / "host-0.jsonl"
+    timeline = Timeline(path, max_bytes=480_000, host=0, attempt=1)
+    timeline.note("process", at=0.0, seconds=1.0)
+    for number in range(1, 10_001):
+        timeline.note("step", at=float(number), step=number, loss=0.5, chips=16, examples=512, waited_s=0.001)
+        timeline.note("kept", at=float(number), step=number, bytes=123456)
+    if timeline._turning is not None:
+        timeline._turning.join()
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 480_000
+    account = read_account([path])
+    assert account is not None
+    assert account.step == 10_000
+    assert account.total_s == pytest.approx(10_000.0)
+    assert account.training_s == pytest.approx(9_999.0 - 9.999, rel=1e-3)
+    assert len(timeline.events) <= 10_000
+    assert len(HostBook(read_timeline(path)).attempts[0].marks) <= MAX_MARKS
+
+
+def test_a_killed_writer_loses_no_more_than_its_last_record(tmp_path: Path) -> None:
+    """Processes that write as fast as they can, with files that are full every few hundred lines, are killed."""
+    path = tmp_path / "host-0.jsonl"
+    code = (
+        "import sys; from meshmend.launch.timeline import Timeline\n"
+        "timeline = Timeline(sys.argv[1], max_bytes=30_000)\n"
+        "for n in range(int(sys.argv[2]) + 1, 10**9):\n"
+        "    timeline.note('step', step=n); print(n, flush=True)\n"
+    )
+    last, chance = 0, random.Random(3)
+    for _ in range(8):
+        process = subprocess.Popen([sys.executable, "-c", code, str(path), str(last)], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        said = [int(process.stdout.readline()) for _ in range(chance.randint(200, 600))]
+        process.send_signal(signal.SIGKILL)
+        said += map(int, process.communicate()[0].split())
+        covered: list[int] = []
+        for event in read_timeline(path):
+            covered += range(event.get("first", event["step"]), event["step"] + 1)
+        assert covered == list(range(1, covered[-1] + 1))
+        assert covered[-1] - said[-1] in (0, 1)  # a line may be written though its writer had no time to say so
+        last = covered[-1]
+    assert Path(f"{path}.history").exists()
+
+
+def test_lines_that_are_no_events_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "host-0.jsonl"
+    lines = ["nonsense", json.dumps([1]), json.dumps({"at": 1.0, "event": "process"}), '{"at": 2.0, "eve']
+    path.write_text("\n".join(lines))
+    assert [event["event"] for event in read_timeline(path)] == ["process"]
+    assert read_account([path]) is None  # started, but no step yet
+    assert read_account([tmp_path / "missing.jsonl"]) is None
