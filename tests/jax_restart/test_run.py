@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from meshmend.launch.processes import children
+from meshmend.launch.processes import children, free_port
 
 ROOT = Path(__file__).parents[2]
 CRD = os.environ.get("JOBSET_CRD")
@@ -50,9 +55,61 @@ def meshmend(*words: str, folder: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
+@contextmanager
+def scraping(port: int, scraped: list[str]) -> Iterator[None]:
+    """Ask for a job's metrics all the time, as Prometheus does; the last answer is what counts."""
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.wait(0.1):
+            with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+                scraped.append(answer.read().decode())
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def check_accounts(watched: dict[str, Any], scraped: str) -> None:
+    """What is watched adds up, and the metrics say the same as far as they got."""
+    assert watched["state"] == "over"
+    assert watched["step"] == 30
+    (recovery,) = watched["recoveries"]
+    assert (recovery["lost"], recovery["joined"], recovery["source"]) == ([1], [], "memory")
+    assert watched["training_s"] + sum(watched["badput_s"].values()) == pytest.approx(watched["total_s"])
+    found = dict(re.findall(r"^(meshmend_\w+(?:{[^}]*})?) (\S+)$", scraped, re.M))
+    assert float(found["meshmend_steps_total"]) > 20  # it is asked ten times a second
+    assert float(found['meshmend_chips{state="failed"}']) == 4
+    assert float(found["meshmend_hosts_needed"]) == 1
+    total = float(found['meshmend_recovery_seconds_sum{stage="total"}'])
+    assert total == pytest.approx(recovery["total_s"])
+    parts = [float(value) for name, value in found.items() if name.startswith("meshmend_badput_seconds_total")]
+    in_all = float(found["meshmend_training_seconds_total"]) + sum(parts)
+    assert in_all == pytest.approx(float(found["meshmend_job_seconds_total"]))
+
+
 def test_a_job_goes_on_when_a_host_is_killed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    lines = meshmend("run", "--local", "2x4", "--host", "2x2", "--kill", "1@10", "train.py", folder=tmp_path)
+    port, scraped = free_port(), [""]
+    words = [
+        "--local",
+        "2x4",
+        "--host",
+        "2x2",
+        "--kill",
+        "1@10",
+        "--shared",
+        "shared",
+        "--metrics",
+        f"127.0.0.1:{port}",
+    ]
+    with scraping(port, scraped):
+        lines = meshmend("run", *words, "train.py", folder=tmp_path)
+    check_accounts(json.loads("".join(meshmend("watch", "shared", "--once", "--json", folder=tmp_path))), scraped[-1])
     assert "meshmend │ round 1: hosts 0, 1 start" in lines
     assert "host 0 │ step 1 on 8 chips" in lines
     killed = next(i for i, line in enumerate(lines) if re.match(r"meshmend │ host 1 is killed after step 1\d", line))

@@ -21,6 +21,7 @@ from meshmend.cli import (
     run,
     store,
     verify,
+    watch,
 )
 from meshmend.cli import compile as compile_command
 from meshmend.cli.common import EXIT_CODES
@@ -53,6 +54,7 @@ app.command(
     "run", context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
 )(run.command)
 app.command("store")(store.command)
+app.command("watch")(watch.command)
 app.command("doctor")(doctor.command)
 app.add_typer(lab.app, name="lab")
 app.add_typer(bench.app, name="bench")

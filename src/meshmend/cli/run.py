@@ -6,7 +6,8 @@ import re
 import signal
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +22,8 @@ from meshmend.launch.host import HostDescription
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.job import Event, HostProcesses
 from meshmend.launch.local import LocalJob, timeline_of, worker_environment
-from meshmend.launch.places import find_hosts, find_job, find_place, find_secret, find_store
+from meshmend.launch.metrics import serve_metrics
+from meshmend.launch.places import check_address, find_hosts, find_job, find_place, find_secret, find_store
 from meshmend.launch.story import Story
 
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
@@ -56,6 +58,10 @@ def command(
         list[str] | None,
         typer.Option("--kill", metavar="HOST@STEP", help="With --local: kill a host after a step. Repeatable."),
     ] = None,
+    metrics: Annotated[
+        str | None,
+        typer.Option("--metrics", metavar="ADDR:PORT", help="Serve the job's metrics to Prometheus; needs --shared."),
+    ] = None,
     job: JobOption = None,
     secret_file: SecretOption = None,
     address: Annotated[
@@ -78,6 +84,7 @@ def command(
     """
     with exit_on_error(as_json=False):
         argv = check_script(script)
+        metrics = check_metrics(metrics, shared)
         if local is not None:
             if store or place or shape:
                 raise LaunchError(
@@ -89,7 +96,9 @@ def command(
             if most != len(machine):
                 raise LaunchError(f"--hosts is {hosts!r}, but --local {local} makes {len(machine)} hosts.")
             _prepare()
-            _run_locally(argv, machine, shared, kills, {"least": least, "max_restarts": restarts, "warm": not cold})
+            options = {"least": least, "max_restarts": restarts, "warm": not cold}
+            with serving(metrics, shared):
+                _run_locally(argv, machine, shared, kills, options)
             return
         if kill:
             raise LaunchError("--kill is for jobs on this machine: give --local, or kill a host by hand.")
@@ -112,13 +121,36 @@ def command(
             warm=not cold,
         )
         _prepare()
-        _run_here(what, find_secret(secret_file))
+        with serving(metrics, shared):
+            _run_here(what, find_secret(secret_file))
 
 
 def _prepare() -> None:
     require("torch", "jax", "orbax", "grain", needed_for="`meshmend run`", extra="launch")
     # Schedulers end a job by SIGTERM: it leaves in order then, as after Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def check_metrics(where: str | None, shared: Path | None) -> str | None:
+    """Return where to serve metrics, if that is possible."""
+    if where is None:
+        return None
+    if shared is None:
+        raise LaunchError("--metrics reads the job's timelines: give --shared DIR, too.")
+    require("prometheus_client", needed_for="--metrics", extra="operate")
+    return check_address(where, "--metrics")
+
+
+@contextmanager
+def serving(where: str | None, shared: Path | None) -> Iterator[None]:
+    """Serve the job's metrics meanwhile, if that was asked for."""
+    if where is None or shared is None:
+        yield
+        return
+    shared.mkdir(parents=True, exist_ok=True)
+    address, port = where.rsplit(":", 1)
+    with serve_metrics(shared, address, int(port)):
+        yield
 
 
 def check_script(words: list[str]) -> list[str]:

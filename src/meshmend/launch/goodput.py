@@ -8,6 +8,7 @@ causes and the training add up to the time from the first start to the last even
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -22,6 +23,8 @@ CAUSES = (*STAGES, "checkpoint", "data", "steps done again", "under way")
 """What time is spent on that is not training. "under way" is a step, or a recovery, that has not ended yet."""
 MAX_MARKS = 4096
 """Steps of one attempt whose times are remembered; in a longer one every second is dropped, again and again."""
+RECENT = 60
+"""Losses of the last steps that are remembered."""
 START = ("process", "join", "fabric")
 """Events that make up the stage "start"."""
 
@@ -38,6 +41,8 @@ class Attempt:
     ended: float = 0.0
     """Time of the last event."""
     gave_up: float | None = None
+    over: bool = False
+    """Whether the job is done."""
     resumed: int = 0
     source: str = ""
     stages_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
@@ -45,7 +50,17 @@ class Attempt:
     """Steps and when they were done, in order."""
     checkpoint_s: float = 0.0
     data_s: float = 0.0
-    loss: float | None = None
+    machine: str = ""
+    """As `Hosts.read` reads it; empty where devices report their coordinates."""
+    examples: int = 0
+    """Per step."""
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    covered: set[int] = field(default_factory=set)
+    """Hosts whose loss is planned and compiled for."""
+    kept: int = 0
+    kept_at: float = 0.0
+    saved: int = 0
+    saved_at: float = 0.0
 
     def done_at(self, step: int) -> float:
         """Return when a step was done, between marks in proportion."""
@@ -75,6 +90,8 @@ class HostBook:
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self.attempts: list[Attempt] = []
+        self.least = self.most = 0
+        """How many hosts a round needs, and how many there are."""
         for event in events:
             self.add(event)
 
@@ -90,6 +107,7 @@ class HostBook:
             now.stages_s["start"] += seconds
             now.chips = event.get("chips", now.chips)
             now.hosts = tuple(event.get("hosts", now.hosts))
+            now.machine = str(event.get("machine", now.machine))
         elif kind in ("plan", "compile", "restore") and not now.marks:
             now.stages_s[kind] += seconds
             if kind == "restore":
@@ -99,11 +117,23 @@ class HostBook:
                 now.mark(event["first"], event["since"])
             now.mark(event["step"], at)
             now.data_s += event.get("waited_s", 0.0) if len(now.marks) > 1 else 0.0
-            now.loss = event.get("loss", now.loss)
+            now.examples = event.get("examples", now.examples)
+            if isinstance(event.get("loss"), int | float):
+                now.losses.append(float(event["loss"]))
         elif kind == "checkpoint" and now.marks:
             now.checkpoint_s += seconds
+        elif kind == "compile ahead" and "lost" in event and "why_not" not in event:
+            now.covered.add(event["lost"])
+        elif kind == "round":
+            self.least, self.most = event.get("least", 0), event.get("most", 0)
+        elif kind == "kept":
+            now.kept, now.kept_at = event["step"], at
+        elif kind == "saved":
+            now.saved, now.saved_at = event["step"], at
         elif kind == "gave up":
             now.gave_up = at
+        elif kind == "done":
+            now.over = True
 
 
 @dataclass(frozen=True)
@@ -142,6 +172,12 @@ class Account:
     chips: int
     hosts: tuple[int, ...]
     """In the last attempt."""
+    machine: str
+    examples: int
+    last_step_at: float
+    least_hosts: int
+    most_hosts: int
+    """How many hosts the job needs, and how many there are; 0 if nobody has said so."""
     recoveries: tuple[Recovery, ...]
 
     @property
@@ -153,6 +189,11 @@ class Account:
     def goodput(self) -> float:
         """Share of the time that went into steps that count."""
         return self.training_s / self.total_s if self.total_s else 0.0
+
+    @property
+    def examples_per_s(self) -> float:
+        """Samples per second, at the median time of a step."""
+        return self.examples / self.step_s if self.step_s else 0.0
 
     def facts(self) -> dict[str, Any]:
         """Return everything as JSON can write it."""
@@ -169,6 +210,8 @@ class Account:
             "step_s": self.step_s,
             "chips": self.chips,
             "hosts": list(self.hosts),
+            "machine": self.machine,
+            "examples_per_s": self.examples_per_s,
             "recoveries": [{**vars(one), "total_s": one.total_s} for one in self.recoveries],
         }
 
@@ -211,10 +254,15 @@ def settle(books: Sequence[HostBook], until: float | None = None) -> Account | N
         training_s=max(0.0, training),
         badput_s=badput,
         step=last.last,
-        loss=last.loss,
+        loss=last.losses[-1] if last.losses else None,
         step_s=_median_step(last),
         chips=last.chips,
         hosts=last.hosts,
+        machine=last.machine,
+        examples=last.examples,
+        last_step_at=last.marks[-1][1],
+        least_hosts=max(book.least for book in books),
+        most_hosts=max(book.most for book in books),
         recoveries=tuple(recoveries),
     )
 

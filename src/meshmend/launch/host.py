@@ -19,7 +19,7 @@ from meshmend.errors import LaunchError, MeshmendError
 from meshmend.launch.member import Member, Place
 from meshmend.launch.membership import SILENT_S
 from meshmend.launch.processes import die_with_parent
-from meshmend.launch.timeline import read_timeline
+from meshmend.launch.timeline import Timeline, read_timeline
 from meshmend.launch.worker import Workers
 
 DONE, FAILED, STOPPED = 0, 1, 143
@@ -99,8 +99,12 @@ def _run(what: HostDescription, member: Member, workers: Workers, report: Any) -
         events = read_timeline(what.timeline) if what.timeline else []
         return max((event["step"] for event in events if event["event"] in ("kept", "step")), default=0)
 
+    notes = Timeline(what.timeline or None, host=what.host)
+
     def environment(place: Place) -> dict[str, str]:
         report("round", number=place.number, hosts=place.hosts, process=place.process, cut_off=place.cut_off)
+        least, most = what.hosts
+        notes.note("round", number=place.number, hosts=list(place.hosts), least=least, most=most)
         return {"MESHMEND_JOB": what.job, **({"MESHMEND_TIMELINE": what.timeline} if what.timeline else {})}
 
     agent = HostAgent(

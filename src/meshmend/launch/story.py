@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshmend.launch.timeline import split_recovery
+from meshmend.launch.timeline import earlier_files, parse, split_recovery
 
 Event = dict[str, Any]
 
@@ -17,38 +17,40 @@ STEPS = ("kept", "step")
 """Events that say that a host has done a step: its copy is in memory, or the script says so."""
 
 
-@dataclass
 class Tail:
-    """The events of one timeline; `read` adds those that have been written since."""
+    """The events of one timeline; `read` adds those that have been written since.
 
-    path: Path
-    events: list[Event] = field(default_factory=list)
-    _offset: int = 0
+    A file that was full and has been renamed is read to its end first. `remember=False` is for readers that keep what
+    they need themselves.
+    """
+
+    def __init__(self, path: Path, *, remember: bool = True) -> None:
+        self.path = path
+        self.events: list[Event] = []
+        self._remember = remember
+        self._inode = 0
+        self._offset = 0
 
     def read(self) -> list[Event]:
         """Return the events that are new. A line that is not whole yet is left for the next time."""
-        try:
-            size = self.path.stat().st_size
-            if size < self._offset:
-                self._offset = 0  # the file was full and has been replaced
-            if size == self._offset:
-                return []
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except OSError:
-            return []
-        whole = data.rfind(b"\n") + 1
-        self._offset += whole
-        new = []
-        for line in data[:whole].splitlines():
+        new: list[Event] = []
+        for path in (*earlier_files(self.path), self.path):
             try:
-                event = json.loads(line)
-            except ValueError:
+                with path.open("rb") as file:
+                    inode = os.fstat(file.fileno()).st_ino
+                    if inode != self._inode:
+                        if path != self.path:
+                            continue  # read to its end already, or older than what is followed here
+                        self._inode, self._offset = inode, 0
+                    file.seek(self._offset)
+                    data = file.read()
+            except OSError:
                 continue
-            if isinstance(event, dict) and {"at", "event"} <= event.keys():
-                new.append(event)
-        self.events += new
+            whole = data.rfind(b"\n") + 1
+            self._offset += whole
+            new += [event for line in data[:whole].splitlines(keepends=True) if (event := parse(line)) is not None]
+        if self._remember:
+            self.events += new
         return new
 
 

@@ -128,10 +128,15 @@ def read_timeline(path: str | Path) -> list[Event]:
 
     What is older than the last two files comes from the history, where an event called "steps" stands for many.
     """
+    return [*read_before(path), *_read_file(Path(path))]
+
+
+def read_before(path: str | Path) -> list[Event]:
+    """Return the events of a host that are older than its current file."""
     path, full = Path(path), _full(Path(path))
     while True:
         history = _read_file(_history(path))
-        parts = (_older(path), path) if is_taken_in(history, full) else (full, _older(path), path)
+        parts = (_older(path),) if is_taken_in(history, full) else (full, _older(path))
         events = [event for part in parts for event in _read_file(part)]
         if len(_read_file(_history(path))) == len(history):  # else a file was condensed meanwhile
             return [*(event for event in history if event["event"] != MARK), *events]
@@ -142,10 +147,11 @@ def _read_file(path: Path) -> list[Event]:
         lines = path.read_bytes().splitlines(keepends=True)
     except FileNotFoundError:
         return []
-    return [event for line in lines if (event := _parse(line)) is not None]
+    return [event for line in lines if (event := parse(line)) is not None]
 
 
-def _parse(line: bytes) -> Event | None:
+def parse(line: bytes) -> Event | None:
+    """Return the event of a whole line, None if it is none."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -153,6 +159,11 @@ def _parse(line: bytes) -> Event | None:
     except (ValueError, RecursionError):
         return None
     return event if isinstance(event, dict) and {"at", "event"} <= event.keys() else None
+
+
+def earlier_files(path: Path) -> tuple[Path, Path]:
+    """Return where a timeline's current file may be once it is full, the earlier one first."""
+    return _full(path), _older(path)
 
 
 def _older(path: Path) -> Path:

@@ -214,7 +214,12 @@ def initialize(
         raise
     notes.note("process", at=started, seconds=joining - started)
     notes.note("join", at=joining, seconds=joined - joining)
-    notes.note("fabric", at=joined, seconds=time.time() - joined, chips=fabric.mesh.n_chips, hosts=sorted(numbers))
+    found = {
+        "chips": fabric.mesh.n_chips,
+        "hosts": sorted(numbers),
+        **({} if hosts is None else {"machine": str(hosts)}),
+    }
+    notes.note("fabric", at=joined, seconds=time.time() - joined, **found)
     coordination = Coordination(launched.process, launched.n_processes, timeout_s=timeout_s)
     return Session(fabric, launched, hosts, numbers, coordination, notes)
 

@@ -141,6 +141,7 @@ class TrainingRun:
                     settle(under_way.popleft())
             while under_way:
                 settle(under_way.popleft())
+            timeline.note("done", step=self.number)
         except GeneratorExit:
             # The loop was left: what is kept so far stays, and the job may go on from there.
             pass

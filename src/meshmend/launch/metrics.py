@@ -1,0 +1,143 @@
+"""A job's metrics for Prometheus, made from its timelines each time they are asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshmend.errors import LaunchError, require
+from meshmend.launch.goodput import Account, Attempt
+from meshmend.launch.hosts import Hosts
+from meshmend.launch.timeline import STAGES
+from meshmend.launch.watching import Watch
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+BUCKETS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0, 1800.0)
+"""Upper ends of the histogram of a recovery's stages, in seconds."""
+STATES = ("starting", "training", "recovering", "stalled", "over")
+
+
+class JobMetrics:
+    """The metrics of one job: a collector for `prometheus_client`."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.watch = Watch(folder)
+        self._lock = threading.Lock()
+
+    def collect(self) -> Iterator[Metric]:
+        """Return the metrics as they are now."""
+        with self._lock:
+            self.watch.read()
+            account, state = self.watch.account(), self.watch.state()
+            latest = self.watch.latest
+        yield _gauge("meshmend_job_state", "1 for what the job does now.", "state", {s: s == state for s in STATES})
+        if account is not None:
+            yield from _of_time(account)
+            yield from _of_mesh(account, latest)
+            yield from _of_state(latest)
+            yield _of_recoveries(account)
+
+
+def _of_time(account: Account) -> Iterator[Metric]:
+    yield _gauge("meshmend_goodput_ratio", "Share of the job's time that went into steps that count.", account.goodput)
+    yield _counter("meshmend_training_seconds", "Time that went into steps that count.", account.training_s)
+    yield _counter(
+        "meshmend_badput_seconds", "Time that went into anything else, by cause.", account.badput_s, label="cause"
+    )
+    yield _counter("meshmend_job_seconds", "Time since the job's first start.", account.total_s)
+    yield _counter("meshmend_steps", "The last step that is done.", account.step)
+    yield _gauge("meshmend_step_seconds", "Median time of a step since the last restart.", account.step_s)
+    yield _gauge("meshmend_last_step_timestamp_seconds", "When the last step was done.", account.last_step_at)
+    if account.loss is not None:
+        yield _gauge("meshmend_loss", "Loss of the last step.", account.loss)
+
+
+def _of_mesh(account: Account, latest: dict[str, Attempt]) -> Iterator[Metric]:
+    n_chips, n_hosts, most = account.chips, len(account.hosts), account.most_hosts
+    if account.machine:
+        hosts = Hosts.read(account.machine)
+        n_chips, most = len(hosts) * hosts.chips_per_host, len(hosts)
+    live = {"live": account.chips, "failed": n_chips - account.chips}
+    yield _gauge("meshmend_chips", "Chips of the machine.", "state", live)
+    yield _gauge("meshmend_hosts", "Hosts of the machine.", "state", {"live": n_hosts, "lost": max(0, most - n_hosts)})
+    if account.least_hosts:
+        yield _gauge("meshmend_hosts_needed", "Hosts below which the job waits.", account.least_hosts)
+    covered = {host for one in latest.values() for host in one.covered} & set(account.hosts)
+    ratio = len(covered) / n_hosts if n_hosts else 0.0
+    yield _gauge("meshmend_compiled_ahead_ratio", "Share of the hosts whose loss is planned and compiled for.", ratio)
+
+
+def _of_state(latest: dict[str, Attempt]) -> Iterator[Metric]:
+    trained = [one for one in latest.values() if one.number == max(other.number for other in latest.values())]
+    if kept := [one for one in trained if one.kept]:
+        oldest = min(kept, key=lambda one: one.kept)
+        yield _gauge("meshmend_copies_step", "Last step of which every host has a copy in memory.", oldest.kept)
+        yield _gauge("meshmend_copies_timestamp_seconds", "When that copy was written.", oldest.kept_at)
+    if saved := [one for one in latest.values() if one.saved]:
+        newest = max(saved, key=lambda one: one.saved)
+        yield _gauge("meshmend_checkpoint_step", "Step of the last checkpoint on disk.", newest.saved)
+        yield _gauge("meshmend_checkpoint_timestamp_seconds", "When it was complete.", newest.saved_at)
+
+
+def _of_recoveries(account: Account) -> Metric:
+    from prometheus_client.core import HistogramMetricFamily
+
+    family = HistogramMetricFamily(
+        "meshmend_recovery_seconds", "Stages of recoveries; stage=total is all of one.", labels=["stage"]
+    )
+    for stage in (*STAGES, "total"):
+        took = [one.total_s if stage == "total" else one.stages_s[stage] for one in account.recoveries]
+        counts = [(str(edge), sum(seconds <= edge for seconds in took)) for edge in BUCKETS]
+        family.add_metric([stage], buckets=[*counts, ("+Inf", len(took))], sum_value=sum(took))
+    return family
+
+
+def _gauge(name: str, help_: str, *value: Any) -> Metric:
+    """Return a gauge: of one value, or with a label and its values."""
+    from prometheus_client.core import GaugeMetricFamily
+
+    if len(value) == 1:
+        return GaugeMetricFamily(name, help_, value=float(value[0]))
+    family = GaugeMetricFamily(name, help_, labels=[value[0]])
+    for label, number in value[1].items():
+        family.add_metric([label], float(number))
+    return family
+
+
+def _counter(name: str, help_: str, value: float | dict[str, float], label: str = "") -> Metric:
+    from prometheus_client.core import CounterMetricFamily
+
+    if not isinstance(value, dict):
+        return CounterMetricFamily(name, help_, value=float(value))
+    family = CounterMetricFamily(name, help_, labels=[label])
+    for word, number in value.items():
+        family.add_metric([word], float(number))
+    return family
+
+
+@contextmanager
+def serve_metrics(folder: str | Path, address: str, port: int) -> Iterator[None]:
+    """Serve a job's metrics at http://ADDRESS:PORT/metrics, from a thread, inside the `with` block."""
+    require("prometheus_client", needed_for="Serving metrics", extra="operate")
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(JobMetrics(folder))
+    try:
+        server, thread = start_http_server(port, addr=address, registry=registry)
+    except OSError as error:
+        raise LaunchError(
+            f"Metrics cannot be served at {address}:{port}: {error.strerror}. Give another port, as in "
+            f"--metrics {address}:{port + 1}."
+        ) from error
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,100 @@
+"""What Prometheus would scrape from a job, against the job's own account."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from launch.test_goodput import MadeUpJob, lived_through
+from meshmend.errors import LaunchError
+from meshmend.launch.goodput import CAUSES, read_account
+from meshmend.launch.metrics import serve_metrics
+from meshmend.launch.processes import free_port
+from meshmend.launch.timeline import STAGES, Timeline
+from meshmend.launch.watching import Watch
+
+prometheus = pytest.importorskip("prometheus_client.parser")
+
+
+def write(job: MadeUpJob, folder: Path) -> list[Path]:
+    """Write a job's timelines, as its hosts would."""
+    paths = [folder / "timeline" / f"host-{host}.jsonl" for host in range(job.n_hosts)]
+    for path, events in zip(paths, job.events, strict=True):
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    return paths
+
+
+def scrape(port: int) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in prometheus.text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_metrics_are_those_of_the_account(seed: int, tmp_path: Path) -> None:
+    job = lived_through(seed)
+    account = read_account(write(job, tmp_path))
+    assert account is not None
+    port = free_port()
+    with serve_metrics(tmp_path, "127.0.0.1", port):
+        found = scrape(port)
+    assert found["meshmend_goodput_ratio", ()] == pytest.approx(account.goodput)
+    assert found["meshmend_steps_total", ()] == job.step
+    for cause in CAUSES:
+        seconds = found["meshmend_badput_seconds_total", (("cause", cause),)]
+        assert seconds == pytest.approx(account.badput_s[cause], abs=1e-6)
+    parts = found["meshmend_training_seconds_total", ()] + sum(
+        value for (name, _), value in found.items() if name == "meshmend_badput_seconds_total"
+    )
+    assert parts == pytest.approx(found["meshmend_job_seconds_total", ()])
+    for stage in (*STAGES, "total"):
+        assert found["meshmend_recovery_seconds_count", (("stage", stage),)] == job.attempt - 1
+    everything = found["meshmend_recovery_seconds_sum", (("stage", "total"),)]
+    assert everything == pytest.approx(sum(one.total_s for one in account.recoveries))
+
+
+def test_a_job_without_a_step_is_starting(tmp_path: Path) -> None:
+    port = free_port()
+    with serve_metrics(tmp_path, "127.0.0.1", port):
+        found = scrape(port)
+        assert found["meshmend_job_state", (("state", "starting"),)] == 1
+        assert ("meshmend_goodput_ratio", ()) not in found
+        refused = pytest.raises(LaunchError, match=f"--metrics 127.0.0.1:{port + 1}")
+        with refused, serve_metrics(tmp_path, "127.0.0.1", port):
+            pass
+
+
+def test_a_watch_follows_files_that_are_full_and_hosts_that_come_later(tmp_path: Path) -> None:
+    """What is followed event by event, through renamed files, is what is read in one go."""
+    job = lived_through(1)
+    (tmp_path / "timeline").mkdir()
+    lines = {host: [json.dumps(event) for event in events] for host, events in enumerate(job.events)}
+    timelines = [
+        Timeline(tmp_path / "timeline" / f"host-{host}.jsonl", max_bytes=20_000) for host in range(job.n_hosts)
+    ]
+    watch = Watch(tmp_path)
+    for host, timeline in enumerate(timelines):
+        for number, line in enumerate(lines[host]):
+            event = json.loads(line)
+            timeline.note(event.pop("event"), at=event.pop("at"), **event)
+            if number % 5 == 0:
+                watch.read()
+    watch.read()
+    account = watch.account()
+    assert account is not None
+    assert account.total_s == pytest.approx(sum(job.truth.values()))
+    assert account.step == job.step
+    assert any(path.name.endswith(".history") for path in (tmp_path / "timeline").iterdir())
+
+
+def test_there_must_be_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="Give the job's shared folder"):
+        Watch(tmp_path / "missing")
