@@ -155,7 +155,7 @@ def test_the_command_of_the_page_runs_as_it_stands(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     lines = meshmend(*command.split(), folder=tmp_path)
     assert any(line.startswith("meshmend │ host 1 was killed after step 20: the others resumed") for line in lines)
-    assert re.fullmatch(r"meshmend │ 200 steps on 16, then 12 chips in \d+ s", lines[-1])
+    assert re.fullmatch(r"meshmend │ 100 steps on 16, then 12 chips in \d+ s", lines[-1])
 
 
 def manifest_of_the_page() -> Any:
