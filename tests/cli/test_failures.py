@@ -138,6 +138,7 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("bench allreduce", "bad unit", ["--loopback", "1x2", "--payload", "much"], "is not a payload"),
     ("bench allreduce", "no unit", ["--loopback", "1x2", "--payload", "100"], "its unit is missing"),
     ("bench allreduce", "unwritable", ["--loopback", "1x2", "--plot", "nowhere/a.svg"], "nothing can be written"),
+    ("watch", "no folder", ["nowhere"], "There is no folder nowhere. Give the job's shared folder"),
 ]
 
 
@@ -184,8 +185,8 @@ COMMANDS = list(commands(typer.main.get_command(app)))
 WITHOUT_FAILURES = {"doctor", "lab list"}
 """They find what is wrong with a machine and say so; that is no failure of theirs."""
 
-ELSEWHERE = {"lab run", "compile", "bench failures", "bench restart", "run", "store", "watch"}
-"""What they refuse takes root or an extra: below. What `run`, `store` and `watch` refuse is in test_run.py."""
+ELSEWHERE = {"lab run", "compile", "bench failures", "bench restart", "run", "store"}
+"""What they refuse takes root or an extra: below. What `run` and `store` refuse is in test_run.py."""
 
 
 def test_every_command_has_its_failures_here() -> None:

@@ -1,4 +1,4 @@
-"""`meshmend run`, `watch` and `store`: everything that a user can get wrong is one line that says what to do."""
+"""`meshmend run` and `store`: everything that a user can get wrong is one line that says what to do."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("run", "bad hosts", ["--hosts", "8:5", "--place", "0", "--store", "a", "file"], "the least and the most"),
     ("run", "metrics of nothing", ["--local", "4x4", "--metrics", "a:1", "file"], "give --shared DIR, too"),
     ("run", "bad metrics", ["--local", "4x4", "--shared", "s", "--metrics", "a:b", "file"], "--metrics is 'a:b'"),
-    ("watch", "no folder", ["nowhere"], "There is no folder nowhere"),
-    ("watch", "JSON forever", [".", "--json"], "give --once, too"),
     ("store", "no secret", ["--listen", "0.0.0.0:29999"], "would listen on 0.0.0.0 without a secret"),
     ("store", "bad address", ["--listen", "here:there"], "expected an address and a port"),
     ("store", "empty secret", ["--secret-file", "file"], "file is empty"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import urllib.request
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from launch.test_goodput import MadeUpJob, lived_through
 from meshmend.errors import LaunchError
 from meshmend.launch.goodput import CAUSES, read_account
-from meshmend.launch.metrics import serve_metrics
+from meshmend.launch.metrics import JobMetrics, serve_metrics
 from meshmend.launch.processes import free_port
 from meshmend.launch.timeline import STAGES, Timeline
 from meshmend.launch.watching import Watch
@@ -59,6 +60,18 @@ def test_metrics_are_those_of_the_account(seed: int, tmp_path: Path) -> None:
         assert found["meshmend_recovery_seconds_count", (("stage", stage),)] == job.attempt - 1
     everything = found["meshmend_recovery_seconds_sum", (("stage", "total"),)]
     assert everything == pytest.approx(sum(one.total_s for one in account.recoveries))
+
+
+def test_the_page_names_every_metric(tmp_path: Path) -> None:
+    job = lived_through(0)
+    for events in job.events:
+        events.append({"at": job.now, "event": "saved", "step": 1})
+        events.append({"at": job.now, "event": "round", "least": 2, "most": 4})
+    write(job, tmp_path)
+    served = {metric.name for metric in JobMetrics(tmp_path).collect()}
+    page = (Path(__file__).parents[2] / "docs/operate.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"`(meshmend_\w+?)(?:_total)?(?:\{\w+\})?`", page)) == served
+    assert set(re.findall(r"^\| ([a-z ]+) \| .* \| .* \|$", page, re.M)) - {"cause"} == set(CAUSES)
 
 
 def test_a_job_without_a_step_is_starting(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from rich.text import Text
 
 from meshmend.cli.common import exit_on_error, print_json
 from meshmend.cli.terminal import plain, terminal
-from meshmend.errors import Coordinate, LaunchError
-from meshmend.launch.goodput import Account, Recovery
+from meshmend.errors import Coordinate
+from meshmend.launch.goodput import Account, Restart
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.watching import Watch
 
@@ -31,7 +31,7 @@ def command(
         float, typer.Option("--every", metavar="S", min=0.1, help="Seconds between two looks at the folder.")
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; with --once.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, once.")] = False,
 ) -> None:
     """Watch a job: its mesh and the hole in it, step, loss, goodput, and what each recovery took.
 
@@ -40,15 +40,13 @@ def command(
     Example: meshmend watch shared
     """
     with exit_on_error(as_json):
-        if as_json and not once:
-            raise LaunchError("--json prints one object: give --once, too.")
         watch = Watch(folder)
         watch.read()
+        if as_json:
+            print_json(watch.facts())
+            return
         if once:
-            if as_json:
-                print_json(watch.facts())
-            else:
-                terminal().print(view(watch))
+            terminal().print(view(watch))
             return
         with Live(console=terminal(), auto_refresh=False, transient=False) as live:
             while True:
@@ -131,7 +129,7 @@ def time_bar(account: Account) -> RenderableType:
     return Text.assemble(("badput ", "cyan"), " " + (" · ".join(words) or "none"))
 
 
-def recoveries(found: tuple[Recovery, ...]) -> Table:
+def recoveries(found: tuple[Restart, ...]) -> Table:
     """Return the last recoveries and their stages."""
     table = Table(box=None, pad_edge=False, header_style="cyan")
     for name in ("recovery", "hosts", "resumed", "seconds", "stages"):

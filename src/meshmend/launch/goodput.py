@@ -137,7 +137,7 @@ class HostBook:
 
 
 @dataclass(frozen=True)
-class Recovery:
+class Restart:
     """How a job came back: from the last step before to the first after it."""
 
     at: float
@@ -178,7 +178,7 @@ class Account:
     least_hosts: int
     most_hosts: int
     """How many hosts the job needs, and how many there are; 0 if nobody has said so."""
-    recoveries: tuple[Recovery, ...]
+    recoveries: tuple[Restart, ...]
 
     @property
     def total_s(self) -> float:
@@ -294,9 +294,9 @@ def _stages(since: float, now: Attempt, gave_up: Sequence[float]) -> dict[str, f
     return stages
 
 
-def _recovery(before: Attempt, now: Attempt, stages: dict[str, float]) -> Recovery:
+def _recovery(before: Attempt, now: Attempt, stages: dict[str, float]) -> Restart:
     was, is_now = set(before.hosts), set(now.hosts)
-    return Recovery(
+    return Restart(
         at=before.marks[-1][1],
         step=before.last,
         resumed=now.resumed,
