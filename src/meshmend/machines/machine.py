@@ -50,7 +50,7 @@ class Machine:
     def name(self, chip: Coordinate) -> str:
         """Return a chip's coordinate with the name that its operator knows."""
         known = self.chips.get(chip)
-        return name_chip(chip) if known is None else f"{name_chip(chip)} {known.name}"
+        return name_chip(chip) if known is None or _is_unnamed(chip, known) else f"{name_chip(chip)} {known.name}"
 
     def host(self, chip: Coordinate) -> str | None:
         """Return the host or board of a chip."""
@@ -82,12 +82,17 @@ class Machine:
     @property
     def n_named(self) -> int:
         """Number of chips that have a name besides their coordinate."""
-        return sum(chip.name != ",".join(map(str, at)) for at, chip in self.chips.items())
+        return sum(not _is_unnamed(at, chip) for at, chip in self.chips.items())
 
     @property
     def failed_chips(self) -> list[Coordinate]:
         """Coordinates of the failed chips."""
         return [tuple(place) for place in np.argwhere(~self.mesh.live).tolist()]
+
+
+def _is_unnamed(at: Coordinate, chip: Chip) -> bool:
+    """Return whether a chip is known by its host alone; its coordinate then stands for its name."""
+    return chip.name == ",".join(map(str, at))
 
 
 Places = dict[str, Coordinate]
