@@ -9,7 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from descriptions import OWN, SAMPLES, nodes
+from meshmend import Mesh
 from meshmend.cli import app
+from meshmend.cli.machine import coloured, picture
 
 CLI = CliRunner()
 
@@ -43,6 +45,29 @@ def test_json_has_the_same_facts(mine: Path) -> None:
     assert (facts["mesh"], facts["chips"], facts["call"]) == ("4x8", 27, ["node0"])
     assert facts["cable_rates"] == {"0,0-0,1": "1/2"}
     assert {"at": [0, 3], "name": "tray1.chip3", "host": "node0"} in facts["failed_chips"]
+
+
+def test_it_draws_the_machine(mine: Path, tmp_path: Path) -> None:
+    code, out = run("machine", mine, "-o", tmp_path / "mine.svg")
+    assert code == 0
+    assert "mine.svg" in out
+    assert (tmp_path / "mine.svg").read_text(encoding="utf-8").startswith("<?xml")
+    facts = json.loads(run("machine", mine, "-o", tmp_path / "mine.png", "--json")[1])
+    assert facts["bytes"] == (tmp_path / "mine.png").stat().st_size
+    code, out = run("machine", mine, "-o", tmp_path / "mine.txt")
+    assert code == 1
+    assert "expected .png, .svg or .pdf" in out
+
+
+def test_the_terminals_picture_tells_what_has_failed_and_what_is_slow(mine: Path) -> None:
+    done = CLI.invoke(app, ["machine", str(mine)], env={"COLUMNS": "200"}, color=True)
+    assert "o===o---o   x   o---o---o---o\n" in done.output
+    assert "o---o-x-o---o---o---o---o---o\n" in done.output
+    assert 'o chip; x failed chip, -x- failed cable; = and " slow cables; wrap cables are not shown' in done.output
+    drawn = coloured(picture(Mesh("1x3", failed_cables=["0,0-0,1"], cable_rates={"0,1-0,2": 0.5})))
+    assert drawn.plain == "\no-x-o===o"
+    styles = {drawn.plain[span.start]: str(span.style) for span in drawn.spans}
+    assert styles == {"-": "dim", "x": "bold red", "=": "yellow"}
 
 
 def test_plan_takes_the_machine_and_more_holes(mine: Path) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -8,7 +10,8 @@ import pytest
 
 import meshmend as mm
 import meshmend.jax as mmj
-from meshmend.errors import MeshError
+from meshmend.errors import MachineError, MeshError
+from meshmend.machines import read_machine
 
 
 @dataclass(frozen=True)
@@ -122,3 +125,99 @@ def test_shardings_and_devices_agree() -> None:
     rows = jax.device_put(np.arange(15), fabric.sharding("chip"))
     for shard in rows.addressable_shards:
         assert fabric.jax_mesh.devices[int(shard.data[0])] is shard.device
+
+
+MINE = """
+meshmend: 1
+shape: 4x4
+wrap: "1"
+hardware: tpu-v3
+failed: ["2x2@0,0", "2,2-2,3"]
+rates: {"3,0-3,1": 1/2}
+"""
+NAMED = """
+meshmend: 1
+shape: 2x2
+chips: {north: [0, 0], east: [0, 1], south: [1, 1], west: [1, 0]}
+"""
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_machine_brings_its_holes_cables_rates_and_hardware(tmp_path: Path) -> None:
+    file = written(tmp_path, MINE)
+    devices = jax.devices()
+    for machine in (file, str(file), read_machine(file)):
+        fabric = mmj.discover(devices[:12], machine=machine)
+        assert fabric.mesh == mm.Mesh(
+            "4x4",
+            wrap=[False, True],
+            failed=["0,0", "0,1", "1,0", "1,1"],
+            failed_cables=["2,2-2,3"],
+            cable_rates={"3,0-3,1": Fraction(1, 2)},
+        )
+        assert list(fabric.jax_mesh.devices) == devices[:12]
+        assert fabric.hardware == "tpu-v3"
+    more = mmj.discover(devices[:16], machine=file, failed=["3,3"])
+    assert (more.mesh.n_chips, more.mesh.failed_cables) == (11, (((2, 2), (2, 3)),))
+    assert list(more.jax_mesh.devices) == [devices[n] for n in (2, 3, 6, 7, 8, 9, 10, 11, 12, 13, 14)]
+
+
+def test_the_sum_on_a_described_machine_is_numpys(tmp_path: Path) -> None:
+    file = written(tmp_path, 'meshmend: 1\nshape: 2x2\nfailed: ["0,0-0,1"]\nrates: {"1,0-1,1": 1/2}')
+    fabric = mmj.discover(jax.devices()[:4], machine=file)
+    program = mmj.install(mm.plan(fabric.mesh, "weave", chunks=4), fabric)
+    gradients = np.random.default_rng(0).integers(-9, 9, size=(4, 50), dtype=np.int32)
+    spec = jax.sharding.PartitionSpec("chip")
+    step = jax.shard_map(
+        mmj.all_reduce, mesh=fabric.jax_mesh, in_specs=(spec, program.spec), out_specs=spec, check_vma=False
+    )
+    found = np.asarray(jax.jit(step)(gradients, program))
+    assert (found == gradients.sum(axis=0)).all()
+
+
+def test_devices_with_coordinates_are_matched_with_the_machine(tmp_path: Path) -> None:
+    devices = [d for d in slice_of((4, 4)) if d.coords[:2] != (3, 3)]
+    fabric = mmj.discover(list(reversed(devices)), machine=written(tmp_path, MINE))
+    gone = {(0, 0), (0, 1), (1, 0), (1, 1), (3, 3)}
+    assert coords_in_order(fabric) == [(x, y, 0) for x in range(4) for y in range(4) if (x, y) not in gone]
+    assert fabric.mesh.wrap == (False, True), "as described, whatever is documented for the kind of TPU"
+    assert fabric.hardware == "tpu-v3-xla", "what the devices say goes first"
+    flat = written(tmp_path, "meshmend: 1\nshape: 2x2x1")
+    assert mmj.discover(slice_of((2, 2)), machine=flat).mesh == mm.Mesh("2x2x1")
+
+
+def test_devices_are_matched_by_the_names_of_their_chips(tmp_path: Path) -> None:
+    file, devices = written(tmp_path, NAMED), jax.devices()
+    fabric = mmj.discover(devices[:4], machine=file, coords=["south", "west", (0, 1), "north"])
+    assert list(fabric.jax_mesh.devices) == [devices[n] for n in (3, 2, 1, 0)]
+    without = mmj.discover(devices[:3], machine=file, coords=["south", "west", "north"])
+    assert without.mesh == mm.Mesh("2x2", failed=["0,1"])
+
+
+def test_machines_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file, devices = written(tmp_path, MINE), jax.devices()
+    with pytest.raises(MeshError, match=r"64 devices do not fit Mesh.* of .*mine.yaml: give 16 .* or 12 "):
+        mmj.discover(machine=file)
+    with pytest.raises(
+        MeshError, match=r"A device is at \(7,0\), outside the 4x4 mesh of .*mine.yaml.*another machine"
+    ):
+        mmj.discover(slice_of((8, 4)), machine=file)
+    with pytest.raises(MeshError, match="already says its shape and which axes wrap: leave out wrap"):
+        mmj.discover(devices[:12], machine=file, wrap=True)
+    with pytest.raises(MeshError, match="leave out shape"):
+        mmj.discover(devices[:12], machine=file, shape="4x4")
+    with pytest.raises(MeshError, match="'south' is the name of a chip: give the machine"):
+        mmj.discover(devices[:1], coords=["south"])
+    file = written(tmp_path, NAMED)
+    with pytest.raises(MeshError, match=r"names its chips. Say which device is which: .*coords=\['north', 'east', …\]"):
+        mmj.discover(devices[:4], machine=file)
+    with pytest.raises(MachineError, match=r"no chip is named 'sooth'. Its chips are named south"):
+        mmj.discover(devices[:2], machine=file, coords=["sooth", "west"])
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.yaml"):
+        mmj.discover(devices[:2], machine="nowhere.yaml")

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from meshmend import Mesh, PlanError, plan
-from meshmend.errors import DisagreementError, MeshError, MeshmendError, PayloadError, WaitTimeoutError
+from meshmend.errors import DisagreementError, MachineError, MeshError, MeshmendError, PayloadError, WaitTimeoutError
+from meshmend.machines import read_machine
 from meshmend.planning import PlanCache
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
@@ -135,6 +136,73 @@ def test_members_that_do_not_fit_together_are_refused(mine: Any, theirs: Any, me
     told = with_store([(0,), (1,)], main)
     assert message in told[0,]
     assert message in told[1,]
+
+
+MINE = """
+meshmend: 1
+shape: 2x4
+chips: {north: [0, 0], south: [1, 0]}
+failed: ["0,3", "0,0-0,1"]
+rates: {"1,1-1,2": 1/2}
+"""
+
+
+def test_a_machine_brings_its_holes_cables_and_rates(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(MINE)
+    known = Mesh("2x4", failed=["0,3"], failed_cables=["0,0-0,1"], cable_rates={"1,1-1,2": 0.5})
+    members: Members = [known.chip(rank) for rank in (4, 0, 6, 2, 1, 5, 3)]
+    left = [chip for chip in members if chip != (1, 3)]
+
+    def main(chip: tuple[int, ...], number: int, address: str) -> Any:
+        named = "north" if chip == (0, 0) else "south" if chip == (1, 0) else chip
+        machine = file if number % 2 else read_machine(file)
+        group = mmt.MeshProcessGroup(machine=machine, chip=named, interface="lo", timeout=timedelta(seconds=20))
+        group.configure(f"{address}/1", "x", number, len(members))
+        found = {"mesh": group.mesh, "sum": summed(group, number), "planned": group.schedule(4000).mesh}
+        if chip in left:
+            group.configure(f"{address}/2", "x", left.index(chip), len(left))
+            found |= {"hole": group.mesh, "left": summed(group, 1.0)}
+        return found
+
+    for chip, found in with_store(members, main).items():
+        assert found["mesh"] == found["planned"] == known
+        assert found["sum"] == [sum(range(7))]
+        if chip in left:
+            assert found["hole"] == known.fail("1,3")
+            assert found["left"] == [6.0]
+
+
+def test_members_with_different_machines_are_refused(tmp_path: Path) -> None:
+    for name, rate in (("one", "1/2"), ("other", "1/4")):
+        (tmp_path / name).write_text(MINE.replace("1/2", rate))
+
+    def main(_: Any, number: int, address: str) -> str:
+        machine = tmp_path / ("one" if number == 0 else "other")
+        group = mmt.MeshProcessGroup(machine=machine, chip=(1, number), interface="lo")
+        with pytest.raises(MeshError) as caught:
+            group.configure(address, "x", number, 2)
+        return str(caught.value)
+
+    for told in with_store([(0,), (1,)], main).values():
+        assert "Every member needs the same shape or machine, plan and version" in told
+
+
+def test_machines_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(MINE)
+    for options, message in (
+        ({"chip": "noth"}, r"no chip is named 'noth'. Its chips are named north"),
+        ({"chip": (0, 3)}, r"mine.yaml: Chip \(0,3\) has failed.*as it is now"),
+        ({"chip": (5, 5)}, r"mine.yaml: Chip \(5,5\) lies outside the 2x4 mesh"),
+        ({"chip": (0, 0), "shape": (2, 4)}, "leave out shape"),
+        ({"chip": (0, 0), "wrap": True}, "leave out wrap"),
+        ({}, "Say which chip this process is"),
+        ({"chip": (0, 0), "machine": None}, "Say which mesh the chip is in"),
+        ({"chip": "north", "machine": None, "shape": (2, 4)}, "'north' is the name of a chip: give the machine"),
+    ):
+        with pytest.raises((MeshError, MachineError), match=message):
+            mmt.MeshProcessGroup(**({"machine": file} | options))
 
 
 def test_before_configure_there_is_no_mesh() -> None:

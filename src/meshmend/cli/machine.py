@@ -11,13 +11,15 @@ from rich.text import Text
 
 from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
 from meshmend.cli.options import IntendedOption, JsonOption, WrapOption, read_wrap
+from meshmend.cli.outputs import check_plot
 from meshmend.cli.terminal import plain, print_line, terminal
-from meshmend.errors import ParameterError
+from meshmend.drawing import Drawing, draw_machine
+from meshmend.errors import ParameterError, name_chip
 from meshmend.machines import Machine, read_machine
 from meshmend.topology import Mesh, name_cable, parse_shape
 
 MOST_ROWS = 32
-"""Pictures of larger meshes do not fit a terminal; `draw` makes those."""
+"""Pictures of larger meshes do not fit a terminal; `--output` makes those."""
 MOST_LISTED = 12
 
 
@@ -29,6 +31,9 @@ def command(
         typer.Option("--shape", metavar="SHAPE", help="What the machine is, if the file leaves it open: 4x8."),
     ] = None,
     wrap: WrapOption = "none",
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="F", help="Draw the machine to this file: .svg .png .pdf.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Read a machine's own description: its mesh, the hole, the slow cables, and whom to call.
@@ -37,14 +42,17 @@ def command(
     TPU pools, libtpu's ici_link_health, and a YAML of our own. Example: meshmend machine cluster.yaml
     """
     with exit_on_error(json):
+        check_plot("--output", output)
         if shape is None and wrap != "none":
             raise ParameterError("--wrap goes with --shape: give both, or neither.")
         wraps = False if shape is None else read_wrap(wrap, len(parse_shape(shape)))
         machine = read_machine(file, intended=intended, shape=shape, wrap=wraps)
+        drawing = None if output is None else draw_machine(machine, output)
         if json:
-            print_json(_facts(machine, _next(machine, file, intended)))
+            written = {} if drawing is None else {"drawing": str(drawing.path), "bytes": drawing.n_bytes}
+            print_json({**_facts(machine, _next(machine, file, intended)), **written})
         else:
-            _show(machine, _next(machine, file, intended))
+            _show(machine, _next(machine, file, intended), drawing)
 
 
 def _next(machine: Machine, file: Path, intended: Path | None) -> str | None:
@@ -93,7 +101,7 @@ def _hosts_to_call(machine: Machine) -> list[str]:
     return sorted(found)
 
 
-def _show(machine: Machine, then: str | None) -> None:
+def _show(machine: Machine, then: str | None, drawing: Drawing | None) -> None:
     mesh = machine.mesh
     failed = [machine.name(at) + _on(machine.host(at)) for at in machine.failed_chips]
     cables = [f"{name_cable(cable)}{_between(machine, cable)}" for cable in mesh.failed_cables]
@@ -109,10 +117,11 @@ def _show(machine: Machine, then: str | None) -> None:
         "place unknown": _listed([f"{name}: {why}" for name, why in machine.unplaced.items()]),
         "call": _listed(_hosts_to_call(machine)),
         "notes": "\n".join(plain(note) for note in machine.notes),
+        "picture": "" if drawing is None else f"{plain(drawing.path)}, {drawing.n_bytes / 1000:,.0f} kB",
     }
     print_facts(f"{machine.file}", {name: value for name, value in facts.items() if value})
     if mesh.n_axes == 2 and max(mesh.shape) <= MOST_ROWS:
-        terminal().print(Text(f"\n{picture(mesh)}\n"))
+        terminal().print(coloured(picture(mesh)), "", Text(_legend(mesh), style="dim"), sep="\n")
     if then is not None:
         print_line(("next: ", "dim"), plain(then))
 
@@ -122,8 +131,8 @@ def _on(host: str | None) -> str:
 
 
 def _between(machine: Machine, cable: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
-    names = [machine.chips[end].name for end in cable if end in machine.chips]
-    return f" ({' – '.join(names)})" if len(names) == 2 else ""
+    names = [machine.name(end).removeprefix(name_chip(end)).strip() for end in cable]
+    return f" ({' – '.join(names)})" if all(names) else ""
 
 
 def _listed(rows: list[str]) -> str:
@@ -132,20 +141,23 @@ def _listed(rows: list[str]) -> str:
 
 
 def picture(mesh: Mesh) -> str:
-    """Return a 2-D mesh in characters: o is a chip, x a failed one, = and " a slow cable; wrap cables are not shown.
+    """Return a 2-D mesh in characters: o is a chip, = and " a slow cable, x what has failed; wrap cables are not shown.
 
-    >>> print(picture(Mesh("2x3", failed=["0,2"], cable_rates={"0,0-0,1": 0.5, "0,1-1,1": 0.5})))
-    o===o   x
-    |   "
-    o---o---o
+    >>> print(picture(Mesh("2x4", failed=["0,3"], failed_cables=["0,1-0,2"], cable_rates={"0,0-0,1": 0.5})))
+    o===o-x-o   x
+    |   |   |
+    o---o---o---o
     """
     rows, columns = mesh.shape
-    marks = {True: ("---", "|"), False: ("===", '"')}
 
     def mark(a: tuple[int, int], b: tuple[int, int], down: bool) -> str:
-        if not (mesh.live[a] and mesh.live[b]) or (a, b) in mesh.failed_cables:
+        if not (mesh.live[a] and mesh.live[b]):
             return " " if down else "   "
-        return marks[(a, b) not in mesh.cable_rates][down]
+        if (a, b) in mesh.failed_cables:
+            return "x" if down else "-x-"
+        if (a, b) in mesh.cable_rates:
+            return '"' if down else "==="
+        return "|" if down else "---"
 
     lines = []
     for r in range(rows):
@@ -156,3 +168,21 @@ def picture(mesh: Mesh) -> str:
             below += (mark((r, c), (r + 1, c), True) + "   ") if r + 1 < rows else ""
         lines += [line.rstrip(), below.rstrip()]
     return "\n".join(lines[:-1])
+
+
+def coloured(drawn: str) -> Text:
+    """Return a picture in characters with what has failed in red and slow cables in yellow."""
+    text = Text(f"\n{drawn}")
+    text.highlight_regex("[-|]", "dim")
+    text.highlight_regex("x", "bold red")
+    text.highlight_regex('[="]', "yellow")
+    return text
+
+
+def _legend(mesh: Mesh) -> str:
+    """Say what the picture's characters mean, and what it leaves out."""
+    words = ["o chip"]
+    words += [] if mesh.is_full else ["x failed chip, -x- failed cable"]
+    words += ['= and " slow cables'] if mesh.has_slow_cables else []
+    words += ["wrap cables are not shown"] if any(mesh.wrap) else []
+    return "; ".join(words) + "\n"

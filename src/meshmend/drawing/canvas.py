@@ -23,7 +23,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.transforms import AffineDeltaTransform
 
-from meshmend.drawing.geometry import FigureLayout, Points, Stroke, cables, head, shorten
+from meshmend.drawing.geometry import FigureLayout, Points, Stroke, cables, failed_cable_marks, head, shorten
 from meshmend.drawing.style import BLUE_CHIP, CABLE, CHIP, CHIP_EDGE, GREY, INK, RED, SLOW_CABLE, YELLOW, Look
 
 TITLE_PT, TEXT_PT, SMALL_PT = 12.0, 9.0, 7.0
@@ -181,10 +181,19 @@ class Sheet:
             legend.remove()
         return legend, box.height / self.figure.dpi + 0.06
 
-    def draw_mesh(self, axes: Axes, fills: Sequence[str] = (CHIP,), *, unnamed: int | None = None) -> None:
+    def draw_mesh(
+        self,
+        axes: Axes,
+        fills: Sequence[str] = (CHIP,),
+        *,
+        unnamed: int | None = None,
+        names: Sequence[str] | None = None,
+        name_pt: float | None = None,
+    ) -> None:
         """Draw cables, chips and the hole; `fills` is one colour for all live chips, or one per chip.
 
-        The rank `unnamed` gets no coordinate written into it, because something else will be drawn there.
+        The rank `unnamed` gets no coordinate written into it, because something else will be drawn there. `names` are
+        written in place of coordinates, one per live chip, `name_pt` high; a chip without one keeps its coordinate.
         """
         layout, scale = self.layout, self.scale
         width = float(np.clip(0.018 * scale.cell_pt, 0.4, 1.0))
@@ -195,12 +204,11 @@ class Sheet:
                 axes.add_line(
                     Line2D(x, y, color=colour, lw=2.6 * scale.line_pt if slow else width, ls=dash, zorder=1, label=name)
                 )
-        broken = [(layout.mesh.rank(a), layout.mesh.rank(b)) for a, b in layout.mesh.failed_cables]
-        if broken:
-            middles = np.array([(layout.live[a] + layout.live[b]) / 2 for a, b in broken])
+        broken = failed_cable_marks(layout)
+        if len(broken):
             axes.add_line(
                 Line2D(
-                    *middles.T, ls="", marker="x", ms=0.16 * scale.cell_pt, mew=1.4, color=RED, zorder=4, label="broken"
+                    *broken.T, ls="", marker="x", ms=0.16 * scale.cell_pt, mew=1.4, color=RED, zorder=4, label="broken"
                 )
             )
         for places, fill, edge, name in (
@@ -231,7 +239,7 @@ class Sheet:
             ]
             crosses = LineCollection(arms, colors="white", linewidths=0.8 * scale.line_pt, zorder=3.1, label="crosses")
             self.add(axes, crosses)
-        self._number(axes, unnamed)
+        self._number(axes, unnamed, names, name_pt)
 
     def add(self, axes: Axes, artist: Collection) -> None:
         """Add lines or shapes to a panel. Nothing is clipped: nothing reaches out of it, and clips bloat an SVG."""
@@ -266,8 +274,8 @@ class Sheet:
                 ),
             )
 
-    def _number(self, axes: Axes, unnamed: int | None) -> None:
-        """Write coordinates into the chips, or along the edges where chips are too small."""
+    def _number(self, axes: Axes, unnamed: int | None, names: Sequence[str] | None, name_pt: float | None) -> None:
+        """Write names or coordinates into the chips, or numbers along the edges where chips are too small."""
         layout, scale = self.layout, self.scale
         mesh = layout.mesh
         if scale.names_chips:
@@ -276,7 +284,18 @@ class Sheet:
             if size >= 4.5:
                 for rank, ((x, y), chip) in enumerate(zip(layout.live, mesh.coords.tolist(), strict=True)):
                     name = ",".join(map(str, chip)) if rank != unnamed else ""
-                    axes.text(x, y, name, size=size, color=INK, ha="center", va="center_baseline", zorder=6)
+                    given = names is not None and names[rank]
+                    axes.text(
+                        x,
+                        y,
+                        given or name,
+                        size=name_pt if given else size,
+                        color=INK,
+                        ha="center",
+                        va="center" if given else "center_baseline",
+                        linespacing=0.95,
+                        zorder=6,
+                    )
             return
         if not layout.is_plane:
             return

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Literal, get_args
 
 from meshmend.errors import DrawingError, MissingExtraError, install_hint
+from meshmend.machines import Machine
 from meshmend.schedule import Schedule
 from meshmend.topology import Mesh, name_shape
 
@@ -136,6 +137,18 @@ def draw_routes(
         raise DrawingError("A route joins two different chips; name at least one, as in --route 0,0-3,5.")
     canvas.write(views.draw_routes(mesh, [a for a, _ in pairs], [b for _, b in pairs], title=title), path)
     return Drawing(path, "routes", path.stat().st_size)
+
+
+def draw_machine(machine: Machine, path: str | Path, *, title: str | None = None) -> Drawing:
+    """Draw a machine to .svg, .png or .pdf: its chips by name, what has failed, and the rates of slow cables."""
+    path = Path(path)
+    check_ending(path, STILL)
+    check_size(machine.mesh)
+    canvas = _canvas()
+    from meshmend.drawing import machine_view
+
+    canvas.write(machine_view.draw_machine(machine, title=title), path)
+    return Drawing(path, "machine", path.stat().st_size)
 
 
 def default_what(schedule: Schedule, kind: str) -> What:

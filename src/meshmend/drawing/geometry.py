@@ -107,6 +107,19 @@ def cables(layout: FigureLayout, *, slow: bool = False) -> list[Points]:
     return found
 
 
+def failed_cable_marks(layout: FigureLayout) -> Points:
+    """Return where failed cables are marked: in their middle, or where they leave the picture and re-enter it."""
+    marks: list[Points] = []
+    for a, b in layout.mesh.failed_cables:
+        pieces = _one_hop(layout, layout.mesh.rank(a), layout.mesh.rank(b))
+        if len(pieces) == 2:
+            marks += [pieces[0][-1], pieces[1][0]]
+        else:
+            (piece,) = pieces
+            marks.append(piece[[(len(piece) - 1) // 2, len(piece) // 2]].mean(axis=0))
+    return np.array(marks).reshape(-1, 2)
+
+
 def strokes(
     layout: FigureLayout,
     src: ArrayLike,

@@ -5,14 +5,15 @@ axis 2 is z, so that the slice `v3:16x32` is `Mesh("16x32")` and the hole `4x2@6
 A last axis of one chip is left out, and axes wrap as documented for the kind of TPU. This has not been tried on a TPU.
 On Cloud TPU a slice comes up whole or not at all, so the only holes there today are healthy chips that are left out
 of `devices`. Elsewhere (virtual CPU devices) the mesh is described by arguments or by the environment:
-`MESHMEND_SHAPE=8x8`, `MESHMEND_FAILED="2x2@2,2 5,7"` and `MESHMEND_WRAP=0,1`.
+`MESHMEND_SHAPE=8x8`, `MESHMEND_FAILED="2x2@2,2 5,7"` and `MESHMEND_WRAP=0,1`; or by the machine's own description.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +23,8 @@ from numpy.typing import NDArray
 from meshmend.cost import Hardware
 from meshmend.errors import MeshError, name_chip
 from meshmend.jax.wraparound import documented_wrap
+from meshmend.machines import Machine
+from meshmend.machines.read import as_machine
 from meshmend.topology import Mesh, Region, name_shape, parse_wrap
 
 CHIP_AXIS = "chip"
@@ -95,9 +98,10 @@ class Fabric:
 def discover(
     devices: Sequence[Any] | None = None,
     *,
+    machine: Machine | Path | str | None = None,
     shape: Sequence[int] | str | None = None,
     failed: Iterable[Region | Sequence[int] | str] | None = None,
-    coords: Sequence[Sequence[int]] | None = None,
+    coords: Sequence[Sequence[int] | str] | None = None,
     wrap: bool | Sequence[bool] | None = None,
 ) -> Fabric:
     """Return the fabric that `devices` (by default all of JAX's) form: mesh, holes, device order.
@@ -107,6 +111,11 @@ def discover(
     `shape` alone, devices are laid out in row-major order over all chips, if there is one for each, of which the
     failed ones are not used; or over the live chips, if there is one for each of those. Arguments that are not
     given come from the environment: MESHMEND_SHAPE, MESHMEND_FAILED, MESHMEND_WRAP.
+
+    `machine`, or the file that describes it (`meshmend.machines.read_machine`), takes the place of `shape` and `wrap`
+    and brings its failed chips, its failed and slow cables, and its hardware where the devices' kind says none. Chips
+    without a device are a hole as well. Where devices report no coordinates and the machine's chips have names,
+    `coords` says which device is which: a name or a coordinate for each.
 
     `wrap` says which axes wrap. By default that is what is documented for the kind of TPU and the shape of the slice
     (see `meshmend.jax.wraparound`; a kind that is not known warns and does not wrap), and none where the mesh is
@@ -119,9 +128,14 @@ def discover(
     found = list(jax.devices() if devices is None else devices)
     if not found:
         raise MeshError("There are no devices to build a fabric from.")
+    if machine is not None and (shape is not None or wrap is not None):
+        said = "wrap" if shape is None else "shape"
+        raise MeshError(f"A machine already says its shape and which axes wrap: leave out {said}.")
     if shape is None:
         shape = os.environ.get("MESHMEND_SHAPE")
     holes = list(os.environ.get("MESHMEND_FAILED", "").split() if failed is None else failed)
+    if machine is not None:
+        return _on_machine(found, as_machine(machine), holes, coords)
     where = _coordinates(found, coords)
     kind = None if where is None or coords is not None else str(found[0].device_kind)
     if where is not None:
@@ -132,9 +146,35 @@ def discover(
     else:
         raise MeshError(
             f"{found[0].device_kind} devices do not report coordinates. Say which mesh they form: "
-            "discover(devices, shape='8x8'), or MESHMEND_SHAPE=8x8 in the environment."
+            "discover(devices, shape='8x8'), or MESHMEND_SHAPE=8x8 in the environment, or machine= and its description."
         )
     return _fabric(found, where, mesh)
+
+
+def _on_machine(
+    devices: list[Any],
+    machine: Machine,
+    holes: list[Region | Sequence[int] | str],
+    coords: Sequence[Sequence[int] | str] | None,
+) -> Fabric:
+    """Return the fabric of a machine that is described: what has failed there, or has no device, is the hole."""
+    mesh = machine.usable_mesh.fail(*holes)
+    places = None if coords is None else [machine.place(at) if isinstance(at, str) else at for at in coords]
+    where = _coordinates(devices, places, mesh.n_axes)
+    if where is not None:
+        _check_inside(where, mesh, f" of {machine.file}. Is that the description of another machine?")
+        mesh = mesh.fail(*_without_device(where, mesh))
+    elif machine.n_named:
+        # Where a layout was found from cables, row-major order would put devices on chips that they are not.
+        names = ", ".join(repr(chip.name) for _, chip in sorted(machine.chips.items())[:2])
+        raise MeshError(
+            f"{devices[0].device_kind} devices do not report coordinates, and {machine.file} names its chips. Say "
+            f"which device is which: discover(…, coords=[{names}, …]), one name or coordinate per device."
+        )
+    else:
+        where = _lay_out(len(devices), mesh, f" of {machine.file}")
+    fabric = _fabric(devices, where, mesh)
+    return replace(fabric, hardware=fabric.hardware or machine.hardware)
 
 
 def _read_wrap(wrap: bool | Sequence[bool] | None, mesh: Mesh, kind: str | None) -> bool | Sequence[bool]:
@@ -147,17 +187,22 @@ def _read_wrap(wrap: bool | Sequence[bool] | None, mesh: Mesh, kind: str | None)
     return parse_wrap(text, mesh.n_axes, given=f"MESHMEND_WRAP is {text!r},")
 
 
-def _coordinates(devices: list[Any], coords: Sequence[Sequence[int]] | None) -> NDArray[np.int64] | None:
-    """Return one coordinate per device: given, or the device's own, without a last axis of one chip."""
+def _coordinates(
+    devices: list[Any], coords: Sequence[Sequence[int] | str] | None, n_axes: int = 2
+) -> NDArray[np.int64] | None:
+    """Return one coordinate per device: given, or the device's own, without a last axis of one chip beyond `n_axes`."""
     if coords is not None:
         if len(coords) != len(devices):
             raise MeshError(f"There are {len(devices)} devices and {len(coords)} coordinates; give one for each.")
+        names = [at for at in coords if isinstance(at, str)]
+        if names:
+            raise MeshError(f"{names[0]!r} is the name of a chip: give the machine that has it, as machine=.")
         return np.array(coords, dtype=np.int64).reshape(len(devices), -1)
     own = [getattr(device, "coords", None) for device in devices]
     if any(coord is None for coord in own):
         return None
     where = np.array(own, dtype=np.int64)
-    if where.shape[1] == 3 and (where[:, 2] == where[0, 2]).all():
+    if where.shape[1] == 3 > n_axes and (where[:, 2] == where[0, 2]).all():
         where = where[:, :2]
     return where
 
@@ -175,21 +220,30 @@ def _bounding_mesh(
         where -= where.min(axis=0)
         shape = [int(n) for n in where.max(axis=0) + 1]
     full = Mesh(shape)
-    if full.n_axes != where.shape[1] or (where < 0).any() or (where >= full.shape).any():
+    _check_inside(where, full, ".")
+    return Mesh(full.shape, wrap=_read_wrap(wrap, full, kind), failed=[*holes, *_without_device(where, full)])
+
+
+def _check_inside(where: NDArray[np.int64], mesh: Mesh, end: str) -> None:
+    if mesh.n_axes != where.shape[1] or (where < 0).any() or (where >= mesh.shape).any():
         worst = where[(where.max(axis=1)).argmax()]
-        raise MeshError(f"A device is at {name_chip(worst)}, outside the {name_shape(full.shape)} mesh.")
-    missing = np.ones(full.shape, dtype=np.bool_)
+        raise MeshError(f"A device is at {name_chip(worst)}, outside the {name_shape(mesh.shape)} mesh{end}")
+
+
+def _without_device(where: NDArray[np.int64], mesh: Mesh) -> list[list[int]]:
+    missing = np.ones(mesh.shape, dtype=np.bool_)
     missing[tuple(where.T)] = False
-    return Mesh(full.shape, wrap=_read_wrap(wrap, full, kind), failed=[*holes, *np.argwhere(missing).tolist()])
+    places: list[list[int]] = np.argwhere(missing).tolist()
+    return places
 
 
-def _lay_out(n_devices: int, mesh: Mesh) -> NDArray[np.int64]:
+def _lay_out(n_devices: int, mesh: Mesh, of: str = "") -> NDArray[np.int64]:
     if n_devices == mesh.size:
         return np.argwhere(np.ones(mesh.shape))
     if n_devices == mesh.n_chips:
         return mesh.coords.astype(np.int64)
     raise MeshError(
-        f"{n_devices} devices do not fit {mesh!r}: give {mesh.size} (one per chip, failed ones unused) or "
+        f"{n_devices} devices do not fit {mesh!r}{of}: give {mesh.size} (one per chip, failed ones unused) or "
         f"{mesh.n_chips} (one per live chip)."
     )
 

@@ -83,6 +83,10 @@ def find_layout(
     return _made(_only_one(fits, len(chips)), list(chips), near)
 
 
+_ADVICE_ON_ONE_GRID = (
+    "The cables do not tell which chips and cables are missing. Give --intended FILE: what the same tool wrote while "
+    "the machine was whole."
+)
 _ADVICE = "Say what was intended: --shape and --wrap, or --intended FILE, such as a description from when it was whole."
 
 
@@ -188,8 +192,10 @@ def _only_one(fits: Sequence[Fit], n_chips: int) -> Fit:
     ways = list(dict.fromkeys(_name_fit(fit) for fit in kept))
     if len(ways) == 1:
         ways = [f"{ways[0]}, in {len(kept)} ways that differ"]
+    # Where all of them are the same grid, to name it settles nothing.
+    advice = _ADVICE if len({fit.grid for fit in kept}) > 1 else _ADVICE_ON_ONE_GRID
     raise LayoutError(
-        f"The layout is ambiguous: the cables of {n_chips} chips fit {'; or '.join(ways[:4])}. {_ADVICE}", "ambiguous"
+        f"The layout is ambiguous: the cables of {n_chips} chips fit {'; or '.join(ways[:4])}. {advice}", "ambiguous"
     )
 
 

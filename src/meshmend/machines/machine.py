@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class Machine:
             listed = "; ".join(f"{name} ({why})" for name, why in list(self.unplaced.items())[:4])
             raise MachineError(
                 f"{self.file}: failed, but nothing says where in the mesh: {listed}. Give each host its place in a "
-                f"description of your own (--intended), or plan with --fail.",
+                f"description of your own, as what was intended (--intended FILE), or plan for the shape with --fail.",
                 file=self.file,
             )
         return self.mesh
@@ -49,17 +50,49 @@ class Machine:
     def name(self, chip: Coordinate) -> str:
         """Return a chip's coordinate with the name that its operator knows."""
         known = self.chips.get(chip)
-        return name_chip(chip) if known is None else f"{name_chip(chip)} {known.name}"
+        return name_chip(chip) if known is None or _is_unnamed(chip, known) else f"{name_chip(chip)} {known.name}"
 
     def host(self, chip: Coordinate) -> str | None:
         """Return the host or board of a chip."""
         known = self.chips.get(chip)
         return None if known is None else known.host
 
+    def place(self, name: str) -> Coordinate:
+        """Return the coordinate of the chip with that name; what a tool adds in brackets may be left out."""
+        known = {at: chip.name for at, chip in self.chips.items()}
+        hits = [at for at, full in known.items() if name in (full, full.partition(" (")[0])]
+        if len(hits) == 1:
+            return hits[0]
+        if hits:
+            listed = ", ".join(f"{known[at]} at {name_chip(at)}" for at in hits[:4])
+            raise MachineError(
+                f"{self.file}: {len(hits)} chips are named {name!r}: {listed}. Give the coordinate of the one.",
+                file=self.file,
+                got=name,
+            )
+        near = difflib.get_close_matches(name, known.values(), 3, 0.4) or sorted(known.values())[:3]
+        listed = f"Its chips are named {', '.join(near)}, …" if near else "It names no chips"
+        raise MachineError(
+            f"{self.file}: no chip is named {name[:80]!r}. {listed}. Write a name as this file does, or a coordinate.",
+            file=self.file,
+            expected="the name of a chip",
+            got=name[:80],
+        )
+
+    @property
+    def n_named(self) -> int:
+        """Number of chips that have a name besides their coordinate."""
+        return sum(not _is_unnamed(at, chip) for at, chip in self.chips.items())
+
     @property
     def failed_chips(self) -> list[Coordinate]:
         """Coordinates of the failed chips."""
         return [tuple(place) for place in np.argwhere(~self.mesh.live).tolist()]
+
+
+def _is_unnamed(at: Coordinate, chip: Chip) -> bool:
+    """Return whether a chip is known by its host alone; its coordinate then stands for its name."""
+    return chip.name == ",".join(map(str, at))
 
 
 Places = dict[str, Coordinate]

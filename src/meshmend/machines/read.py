@@ -49,6 +49,11 @@ def read_machine(
     return machine_of(found, wanted)
 
 
+def as_machine(machine: Machine | Path | str) -> Machine:
+    """Return a machine, read from its file if that is what was given."""
+    return machine if isinstance(machine, Machine) else read_machine(machine)
+
+
 def read_description(file: Path | str) -> Description:
     """Return what a file says, in whichever of `FORMATS` it is."""
     path = Path(file)

@@ -4,14 +4,15 @@ torchft forms the quorum, redoes steps that failed and heals chips that come bac
 calls `configure`: the chips exchange their coordinates through the store, so each of them finds the same hole
 and makes the same plan.
 
-The guarantee assumes that every member has the same shape, `plan` and meshmend version (checked); that no two live
-members have the same coordinate (checked); that the survivors are connected (otherwise `PlanError`, and no step commits
-until enough chips are back); and that members call the same all-reduces in the same order with equal shapes, dtypes and
-operations (checked at each call, before data moves).
+The guarantee assumes that every member has the same shape or machine, `plan` and meshmend version (checked); that no
+two live members have the same coordinate (checked); that the survivors are connected (otherwise `PlanError`, and no
+step commits until enough chips are back); and that members call the same all-reduces in the same order with equal
+shapes, dtypes and operations (checked at each call, before data moves).
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import time
@@ -19,12 +20,15 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from meshmend import __version__
 from meshmend.errors import Coordinate, MeshError, MeshmendError, WaitTimeoutError, name_chip
+from meshmend.machines import Machine
+from meshmend.machines.read import as_machine
 from meshmend.planning import PlanFunction
 from meshmend.schedule import Schedule
 from meshmend.topology import Mesh, Region, name_shape, parse_chip
@@ -57,9 +61,12 @@ class Timings:
 class MeshProcessGroup(ReconfiguredGroup):
     """One chip of a mesh, for torchft's `Manager`, its `DistributedDataParallel` and its optimizer wrappers.
 
-    `shape` and `wrap` describe the whole machine, `chip` is this process's coordinate in it. `plan` makes the plans: by
-    default `meshmend.plan`, which takes the fastest for the survivors and the payload. Bind parameters to it for
-    others, as in `functools.partial(meshmend.plan, planner="row-pairs", cache=PlanCache())`.
+    `shape` and `wrap` describe the whole machine, `chip` is this process's coordinate in it. In their place, `machine`
+    or the file that describes it (`meshmend.machines.read_machine`) also brings the failed and slow cables, and `chip`
+    may be a name that it has. A chip that it calls failed cannot join.
+
+    `plan` makes the plans: by default `meshmend.plan`, which takes the fastest for the survivors and the payload. Bind
+    parameters to it for others, as in `functools.partial(meshmend.plan, planner="row-pairs", cache=PlanCache())`.
 
     A chip that dies during an all-reduce raises an error on every survivor: within a fraction of a second if its
     process ended, within `timeout` if its cables were cut.
@@ -70,18 +77,17 @@ class MeshProcessGroup(ReconfiguredGroup):
 
     def __init__(
         self,
-        shape: Sequence[int] | str,
-        chip: Sequence[int],
+        shape: Sequence[int] | str | None = None,
+        chip: Sequence[int] | str | None = None,
         *,
+        machine: Machine | Path | str | None = None,
         wrap: bool | Sequence[bool] = False,
         plan: PlanFunction = DEFAULT_PLAN,
         timeout: timedelta = timedelta(seconds=10),
         interface: str | None = None,
     ) -> None:
         super().__init__(timeout)
-        self._whole = Mesh(shape, wrap=wrap)
-        self._chip = tuple(int(x) for x in chip)
-        self._whole.rank(self._chip)
+        self._whole, self._chip = _place(shape, chip, machine, wrap)
         self._plans = Plans(plan)
         self._interface = interface or os.environ.get(INTERFACE_ENV)
         self._mesh: Mesh | None = None
@@ -170,7 +176,7 @@ class MeshProcessGroup(ReconfiguredGroup):
     def _exchange(self, store: Any, rank: int, world_size: int) -> list[Coordinate]:
         """Exchange coordinates with the other members."""
         wrap = "".join(str(int(w)) for w in self._whole.wrap)
-        terms = f"meshmend {__version__}, {name_shape(self._whole.shape)}, wrap {wrap}, {self._plans}"
+        terms = f"meshmend {__version__}, {_describe(self._whole)}, wrap {wrap}, {self._plans}"
         store.set(f"chip/{rank}", f"{','.join(map(str, self._chip))}|{terms}")
         keys = [f"chip/{member}" for member in range(world_size)]
         store.wait(keys, min(self._timeout, MEETING_TIMEOUT))
@@ -181,7 +187,7 @@ class MeshProcessGroup(ReconfiguredGroup):
             if theirs != terms:
                 raise MeshError(
                     f"Chip {name_chip(self._chip)} runs {terms}, but chip ({place}) runs {theirs}. "
-                    f"Every member needs the same shape, plan and version."
+                    f"Every member needs the same shape or machine, plan and version."
                 )
             chips.append(parse_chip(place))
         return chips
@@ -282,6 +288,46 @@ class MeshProcessGroup(ReconfiguredGroup):
     def shutdown(self) -> None:
         """Close all connections and end the background thread."""
         self.abort()
+
+
+def _place(
+    shape: Sequence[int] | str | None,
+    chip: Sequence[int] | str | None,
+    machine: Machine | Path | str | None,
+    wrap: bool | Sequence[bool],
+) -> tuple[Mesh, Coordinate]:
+    """Return the whole machine and the coordinate of this process's chip in it."""
+    if chip is None:
+        raise MeshError("Say which chip this process is, as in chip=(0, 3).")
+    if machine is None:
+        if shape is None:
+            raise MeshError("Say which mesh the chip is in: shape='4x8', or machine= with the machine's description.")
+        if isinstance(chip, str):
+            raise MeshError(f"{chip!r} is the name of a chip: give the machine that has it, as machine=.")
+        whole, place = Mesh(shape, wrap=wrap), tuple(int(x) for x in chip)
+        whole.rank(place)
+        return whole, place
+    if shape is not None or wrap is not False:
+        said = "wrap" if shape is None else "shape"
+        raise MeshError(f"A machine already says its shape and which axes wrap: leave out {said}.")
+    described = as_machine(machine)
+    whole = described.usable_mesh
+    place = described.place(chip) if isinstance(chip, str) else tuple(int(x) for x in chip)
+    try:
+        whole.rank(place)
+    except MeshError as error:
+        raise MeshError(
+            f"{described.file}: {error} A process that runs on it needs a description of the machine as it is now."
+        ) from None
+    return whole, place
+
+
+def _describe(whole: Mesh) -> str:
+    """Describe a machine such that two that differ in any chip, cable or rate have different texts."""
+    if whole.is_full and not whole.has_slow_cables:
+        return name_shape(whole.shape)
+    exact = repr((whole.holes, whole.failed_cables, sorted(whole.cable_rates.items())))
+    return f"{whole} [{hashlib.sha256(exact.encode()).hexdigest()[:12]}]"
 
 
 class _MeshWork(Work):
