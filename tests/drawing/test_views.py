@@ -19,8 +19,9 @@ from drawing.pictures import (
 )
 from meshmend import Mesh, Op, Schedule, plan
 from meshmend.drawing import draw, figure
-from meshmend.drawing.style import BLUE_CHIP, RED, YELLOW, phase_looks
-from meshmend.drawing.views import chunk_tree, draw_routes
+from meshmend.drawing.style import AT_BOUND, BLUE, BLUE_CHIP, DETOURS, RED, VERMILION, YELLOW, phase_looks
+from meshmend.drawing.trees import chunk_tree
+from meshmend.drawing.views import draw_routes
 from meshmend.errors import DrawingError
 
 CASES = [
@@ -115,6 +116,69 @@ def test_load_colours_and_widens_what_each_link_carries() -> None:
     assert_legible(picture)
 
 
+def test_load_is_grey_at_the_bound_blue_below_it_and_red_above() -> None:
+    # Four chips and four cables: the bound is (P − 1)/E = 3/4. By hand, six links carry all of it and two nothing.
+    mesh = Mesh("2x2")
+    rows = [(0, 1, Op.REDUCE, 0), (2, 3, Op.REDUCE, 0), (1, 3, Op.REDUCE, 1)]
+    rows += [(b, a, Op.COPY, 3 - step) for a, b, _, step in rows]
+    rows.sort(key=lambda row: row[3])
+    src, dst, op, step = zip(*rows, strict=True)
+    schedule = Schedule(mesh, total_chunks=1, step=step, src=src, dst=dst, op=op, owners=[3])
+    picture = figure(schedule, "load")
+    assert any(
+        "busiest link 1.000 of the payload, mean 0.750, bound 0.750" in text.get_text() for text in picture.texts
+    )
+    (lines,) = named(picture, "load")
+    colours = Counter(to_hex(colour, keep_alpha=False).upper() for colour in lines.get_colors())
+    assert colours[BLUE] == 2
+    (above,) = set(colours) - {BLUE}
+    red, green, blue = (int(above[i : i + 2], 16) for i in (1, 3, 5))
+    assert red > green > blue
+    # A third of the way from the bound to twice the bound, where it is vermilion.
+    for part, at, full in zip((red, green, blue), AT_BOUND_RGB, VERMILION_RGB, strict=True):
+        assert abs(part - (at + (full - at) / 3)) <= 2
+    flat = figure(plan(mesh, "two-color"), "load")
+    for colour in named(flat, "load")[0].get_colors():
+        assert np.abs(np.round(255 * np.asarray(colour[:3])) - AT_BOUND_RGB).max() <= 1
+
+
+AT_BOUND_RGB, VERMILION_RGB = ([int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in (AT_BOUND, VERMILION))
+
+
+def test_the_halves_of_two_color_change_places_between_the_panels() -> None:
+    picture = figure(plan(Mesh("4x4"), "two-color"))
+    seen_in = []
+    for axes in picture.axes:
+        lines = [artist for artist in axes.get_children() if "both ways" in str(artist.get_label())]
+        seen_in.append(
+            {str(line.get_label())[:7]: to_hex(line.get_colors()[0], keep_alpha=False).upper() for line in lines}
+        )
+    assert seen_in == [{"along X": VERMILION, "along Y": BLUE}, {"along Y": VERMILION, "along X": BLUE}]
+    words = [text.get_text() for legend in picture.legends for text in legend.get_texts()]
+    assert words == ["along X, then along Y (both ways)", "along Y, then along X (both ways)"]
+
+
+def test_rings_round_the_hole_have_a_colour_each() -> None:
+    schedule = plan(Mesh("16x32", failed=["4x2@6,8"]), "row-pairs", verify=False)
+    picture = figure(schedule)
+    heads = [heads for heads in named(picture, "row rings of shards: reduce-scatter: heads") if len(heads.get_paths())]
+    colours = Counter(to_hex(c, keep_alpha=False).upper() for one in heads for c in one.get_facecolor())
+    # The rings of rows 6 to 9 go round; each crosses the hole twice, in both directions.
+    assert len(set(colours) & set(DETOURS)) == 4
+    assert "round the hole: a colour per ring" in [
+        t.get_text() for legend in picture.legends for t in legend.get_texts()
+    ]
+    assert_legible(picture)
+
+
+def test_large_trees_are_few_and_wide() -> None:
+    schedule = plan(Mesh("32x32", failed=["4x2@6,8"]), "row-pairs", verify=False)
+    picture = figure(schedule, "trees")
+    assert len(picture.axes) == 1
+    assert not any("heads" in str(artist.get_label()) for artist in picture.axes[0].get_children())
+    assert_legible(picture)
+
+
 @pytest.mark.parametrize("failed", [[], ["2x2@2,2"], ["4x2@2,2"]])
 def test_the_tree_of_a_chunk_spans_the_chips_and_ends_at_its_owner(failed: list[str]) -> None:
     schedule = plan(Mesh("8x8", failed=failed), "row-pairs")
@@ -126,6 +190,8 @@ def test_the_tree_of_a_chunk_spans_the_chips_and_ends_at_its_owner(failed: list[
         owner = int(schedule.owners[chunk])
         assert graph.in_degree(owner) == 0
         assert tree.depth == max(nx.single_source_shortest_path_length(graph, owner).values())
+        for src, carries in zip(tree.src.tolist(), tree.carries.tolist(), strict=True):
+            assert carries == len(nx.descendants(graph, src)) + 1
 
 
 @pytest.mark.parametrize("planner", ["weave", "gather", "row-pairs"])
@@ -139,6 +205,8 @@ def test_the_tree_of_an_all_gather_spans_the_chips_and_begins_at_the_owner(plann
         owner = int(schedule.owners[chunk])
         assert graph.in_degree(owner) == 0
         assert tree.depth == max(nx.single_source_shortest_path_length(graph, owner).values())
+        for dst, serves in zip(tree.dst.tolist(), tree.carries.tolist(), strict=True):
+            assert serves == len(nx.descendants(graph, dst)) + 1
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_a_job_goes_on_when_a_host_is_killed(tmp_path: Path) -> None:
     assert "meshmend │ round 1: hosts 0, 1 start" in lines
     assert "host 0 │ step 1 on 8 chips" in lines
     killed = next(i for i, line in enumerate(lines) if re.match(r"meshmend │ host 1 is killed after step 1\d", line))
-    started = lines.index("meshmend │ round 2: hosts 0 start")
+    started = lines.index("meshmend │ round 2: host 0 starts")
     assert killed < started < lines.index("host 0 │ step 30 on 4 chips")
     assert "meshmend │ round 1 ends: host 1 is lost: its connection to the store broke" in lines
     assert "host 1 │ step 30 on 4 chips" not in lines

@@ -149,7 +149,7 @@ def test_hosts_that_come_together_cause_one_restart() -> None:
     job.wait(0.5)
     assert job.last(0)["say"] == "round"
     job.wait(1)
-    assert job.last(0)["why"] == "host 2, 3 has come"
+    assert job.last(0)["why"] == "hosts 2, 3 have joined"
     job.join(0, 1)
     job.started(0, 1, 2, 3)
 
@@ -328,7 +328,7 @@ def test_where_the_mesh_is_cut_the_larger_part_trains_and_the_other_waits() -> N
     job.arrive(1)
     job.join(1)
     job.wait(5)
-    assert "host 0, 1 has come" in job.last(2)["why"]
+    assert "hosts 0, 1 have joined" in job.last(2)["why"]
     job.join(2, 3)
     job.started(0, 1, 2, 3)
 

@@ -111,8 +111,8 @@ def test_training_goes_on_while_the_store_is_lost_and_a_new_one_takes_over() -> 
         serving.stop()
         again = Serving(port=serving.port)
         try:
-            again.wait_for("host 0 has come")
-            again.wait_for("host 1 has come")
+            again.wait_for("host 0 has joined")
+            again.wait_for("host 1 has joined")
             assert first.wait_stopped(1.5) is None  # nobody was stopped
             assert [news["say"] for news in second.news()] == ["round", "unreachable"]
             second.close()

@@ -26,7 +26,7 @@ from meshmend.cli import (
 from meshmend.cli import compile as compile_command
 from meshmend.cli.common import EXIT_CODES
 from meshmend.cli.options import unbundled
-from meshmend.cli.root import OneLine
+from meshmend.cli.root import Command, OneLine
 
 __all__ = ["app", "main"]
 
@@ -35,27 +35,29 @@ app = typer.Typer(
     cls=OneLine,
     help="Plan, prove and run an all-reduce over whatever chips of a mesh survive.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items()) + ".",
 )
-app.command("machine")(machine.command)
-app.command("plan")(unbundled(plan.command))
-app.command("prepare")(unbundled(prepare.command))
-app.command("route")(unbundled(route.command))
-app.command("verify")(unbundled(verify.command))
-app.command("predict")(unbundled(predict.command))
-app.command("compare")(unbundled(compare.command))
-app.command("reproduce")(unbundled(reproduce.command))
-app.command("availability")(unbundled(availability.command))
-app.command("draw")(unbundled(draw.command))
-app.command("compile")(unbundled(compile_command.command))
+app.command("machine", cls=Command)(machine.command)
+app.command("plan", cls=Command)(unbundled(plan.command))
+app.command("prepare", cls=Command)(unbundled(prepare.command))
+app.command("route", cls=Command)(unbundled(route.command))
+app.command("verify", cls=Command)(unbundled(verify.command))
+app.command("predict", cls=Command)(unbundled(predict.command))
+app.command("compare", cls=Command)(unbundled(compare.command))
+app.command("reproduce", cls=Command)(unbundled(reproduce.command))
+app.command("availability", cls=Command)(unbundled(availability.command))
+app.command("draw", cls=Command)(unbundled(draw.command))
+app.command("compile", cls=Command)(unbundled(compile_command.command))
 app.command(
-    "run", context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
+    "run",
+    cls=Command,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False},
 )(run.command)
-app.command("store")(store.command)
-app.command("watch")(watch.command)
-app.command("doctor")(doctor.command)
+app.command("store", cls=Command)(store.command)
+app.command("watch", cls=Command)(watch.command)
+app.command("doctor", cls=Command)(doctor.command)
 app.add_typer(lab.app, name="lab")
 app.add_typer(bench.app, name="bench")
 

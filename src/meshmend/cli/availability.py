@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from meshmend.availability import Assumptions, Estimate, Outcome, Study, simulate
@@ -28,7 +27,7 @@ from meshmend.cli.options import (
 )
 from meshmend.cli.outputs import check_plot
 from meshmend.cli.pricing import hardware_facts
-from meshmend.cli.terminal import plain, print_line, shows_progress, terminal
+from meshmend.cli.terminal import plain, print_line, print_table, terminal, working
 from meshmend.cost import DEFAULT_HARDWARE
 from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
 from meshmend.errors import ParameterError
@@ -54,9 +53,9 @@ def command(
         str, typer.Option("--board", metavar="HxW", help="Chips per board; boards tile a host. Or none.")
     ] = "2x2",
     wrap: WrapOption = "none",
-    days: Annotated[float, typer.Option("--days", min=0.0, help="Length of a run.")] = 365.0,
+    days: Annotated[float, typer.Option("--days", metavar="DAYS", min=0.0, help="Length of a run.")] = 365.0,
     runs: Annotated[
-        int, typer.Option("--runs", min=1, help="Independent runs; more runs give narrower intervals.")
+        int, typer.Option("--runs", metavar="N", min=1, help="Independent runs; more runs give narrower intervals.")
     ] = 20,
     mtbf_chip: Annotated[float, _hours("Mean time between failures of a chip; inf: never.", "mtbf-chip")] = 85_000,
     mtbf_board: Annotated[float, _hours("The same of a board, not counting its chips.", "mtbf-board")] = 150_000,
@@ -66,7 +65,7 @@ def command(
     repair_host: Annotated[float, _hours("Mean time to repair a host.", "repair-host")] = 24.0,
     quick_repair: Annotated[float, _hours("quick repair: mean time to repair anything.", "quick-repair")] = 4.0,
     checkpoint_minutes: Annotated[
-        float, typer.Option("--checkpoint-minutes", help="Training time between checkpoints.")
+        float, typer.Option("--checkpoint-minutes", metavar="MINUTES", help="Training time between checkpoints.")
     ] = 60.0,
     save_seconds: Annotated[float, _seconds("How long training pauses for a checkpoint.", "save-seconds")] = 30.0,
     detect_seconds: Annotated[float, _seconds("Time from a failure to a decision.", "detect-seconds")] = 60.0,
@@ -74,12 +73,16 @@ def command(
     swap_seconds: Annotated[float, _seconds("hot spares: time to wire a spare in.", "swap-seconds")] = 60.0,
     replan_seconds: Annotated[float, _seconds("fault-tolerant: time to plan round the hole.", "replan-seconds")] = 10.0,
     grow: Annotated[
-        str, typer.Option("--grow", help=f"When a smaller job takes repaired chips back: {', '.join(GROWS)}.")
+        str,
+        typer.Option(
+            "--grow", metavar="NAME", help=f"When a smaller job takes repaired chips back: {', '.join(GROWS)}."
+        ),
     ] = "worth",
-    spares: Annotated[int, typer.Option("--spares", min=0, help="hot spares: hosts kept ready.")] = 2,
+    spares: Annotated[int, typer.Option("--spares", metavar="N", min=0, help="hot spares: hosts kept ready.")] = 2,
     price: Annotated[float, typer.Option("--price", min=0.0, metavar="$", help="Price per chip-hour.")] = 2.0,
     crew_price: Annotated[
-        float, typer.Option("--crew-price", min=0.0, metavar="$", help="quick repair: price of the crew per hour.")
+        float,
+        typer.Option("--crew-price", min=0.0, metavar="$", help="quick repair: price of the crew per hour."),
     ] = 0.0,
     payload: Annotated[
         str | None, typer.Option("--payload", metavar="SIZE", help="Gradients per step; default: BERT, 668MB.")
@@ -89,8 +92,10 @@ def command(
         typer.Option("--compute-seconds", metavar="S", help="A step without its all-reduce; default: BERT, 0.132."),
     ] = None,
     hardware: HardwareOption = DEFAULT_HARDWARE,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed.")] = 0,
-    checks: Annotated[int, typer.Option("--checks", min=0, help="States to plan in full, to check the estimates.")] = 2,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Random seed.")] = 0,
+    checks: Annotated[
+        int, typer.Option("--checks", metavar="N", min=0, help="States to plan in full, to check the estimates.")
+    ] = 2,
     plot_to: Annotated[
         Path | None, typer.Option("--plot", metavar="F", help="Plot it, with a sweep of failure rates: .png, .svg.")
     ] = None,
@@ -98,7 +103,9 @@ def command(
 ) -> None:
     """Simulate months of operation under the four answers to a failure, and report what each is worth.
 
-    Quick repair, sub-mesh, hot spares, fault-tolerant. Example: meshmend availability 32x32 --plot worth.svg
+    Quick repair, sub-mesh, hot spares, fault-tolerant.
+
+    Example: meshmend availability 32x32 --plot worth.svg
     """
     with exit_on_error(json):
         require_simpy()
@@ -134,9 +141,7 @@ def command(
             **others,
         )
         throughput = Throughput(assumptions)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=terminal(stderr=True), disable=not shows_progress(json), transient=True) as bar:
-            task = bar.add_task("planning, then simulating", total=runs)
+        with working("planning, then simulating", json, total=runs) as tell:
             study = simulate(
                 assumptions,
                 days=days,
@@ -144,10 +149,10 @@ def command(
                 seed=seed,
                 checks=checks,
                 throughput=throughput,
-                on_run=lambda _: bar.advance(task),
+                on_run=lambda _: tell(advance=1),
             )
             if plot_to is not None:
-                bar.update(task, description="sweeping failure rates")
+                tell("sweeping failure rates")
                 plot(study, sweep(study, throughput), plot_to)
         if json:
             print_json(_facts(study))
@@ -246,7 +251,7 @@ def _show(study: Study) -> None:
             style="bold" if outcome.goodput.mean == best else None,
         )
     console.print(title, style="bold", soft_wrap=True)
-    console.print(table)
+    print_table(table)
     step = assumptions.compute_s + study.all_reduce_s
     notes = [
         "goodput: work kept, relative to a machine that never fails or saves. gain: goodput above that of quick "

@@ -12,8 +12,9 @@ from rich.table import Table
 from meshmend.cli.common import exit_on_error, print_facts, print_json
 from meshmend.cli.options import FailOption, JsonOption
 from meshmend.cli.outputs import check_plot
-from meshmend.cli.terminal import approved, terminal
-from meshmend.cost.units import parse_bytes
+from meshmend.cli.root import Command, Group
+from meshmend.cli.terminal import approved, print_table, terminal
+from meshmend.cost.units import name_bytes, parse_bytes
 from meshmend.errors import ParameterError, require
 from meshmend.lab import Lab
 from meshmend.topology import Mesh
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
     from meshmend.bench.allreduce import Result
     from meshmend.bench.failures import FailuresReport
 
-app = typer.Typer(help="Measure on real processes and real links. Needs torch.", no_args_is_help=True)
+app = typer.Typer(cls=Group, help="Measure on real processes and real links. Needs torch.", no_args_is_help=True)
 
 
-@app.command("allreduce")
+@app.command("allreduce", cls=Command)
 def allreduce(
     lab_shape: Annotated[
         str | None, typer.Option("--lab", metavar="SHAPE", help="Create a lab of this shape for the run. Needs root.")
@@ -41,7 +42,7 @@ def allreduce(
     planner: Annotated[
         list[str] | None, typer.Option("--planner", metavar="NAME", help="Only these. Repeatable. [default: all]")
     ] = None,
-    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Runs per case; the best counts.")] = 3,
+    repeat: Annotated[int, typer.Option("--repeat", metavar="N", min=1, help="Runs per case; the best counts.")] = 3,
     update: Annotated[
         bool, typer.Option("--update", help="Also time a sharded update: each plan with a turn, AdamW at the owners.")
     ] = False,
@@ -77,11 +78,13 @@ def allreduce(
             _show_times(results)
 
 
-@app.command("failures")
+@app.command("failures", cls=Command)
 def failures(
     shape: Annotated[str, typer.Argument(metavar="SHAPE", help="Chips along each axis.")] = "4x4",
-    kills: Annotated[int, typer.Option("--kills", min=1, help="How many times to kill a chip or a board.")] = 50,
-    seed: Annotated[int, typer.Option("--seed", help="Random seed: which chips, and when.")] = 0,
+    kills: Annotated[
+        int, typer.Option("--kills", metavar="N", min=1, help="How many times to kill a chip or a board.")
+    ] = 50,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Random seed: which chips, and when.")] = 0,
     json: JsonOption = False,
 ) -> None:
     """Kill chips and boards of a training job at random moments; time each recovery and check the results.
@@ -108,14 +111,17 @@ def failures(
             _show_report(report)
 
 
-@app.command("restart")
+@app.command("restart", cls=Command)
 def restart(
-    failures: Annotated[int, typer.Option("--failures", min=1, help="How many times to kill hosts.")] = 20,
+    failures: Annotated[int, typer.Option("--failures", metavar="N", min=1, help="How many times to kill hosts.")] = 20,
     unaided: Annotated[
-        int, typer.Option("--unaided", min=0, help="This many more from disk only, without caches, to compare.")
+        int,
+        typer.Option(
+            "--unaided", metavar="N", min=0, help="This many more from disk only, without caches, to compare."
+        ),
     ] = 0,
     host: Annotated[str, typer.Option("--host", metavar="HxW", help="Chips per host.")] = "4x2",
-    seed: Annotated[int, typer.Option("--seed", help="Random seed: which hosts, and when.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Random seed: which hosts, and when.")] = 0,
     json: JsonOption = False,
 ) -> None:
     """Kill hosts of a JAX job at random moments; time each recovery by stage and check the results.
@@ -164,14 +170,14 @@ def _measure_all(
     if rate is None:
         for mesh in meshes:
             for size in sizes:
-                with status(f"{mesh}, {size / 1e6:g} MB over loopback"):
+                with status(f"{mesh}, {name_bytes(size)} over loopback"):
                     results += measure(mesh, size, planners=planners, repeat=repeat, update=update)
         return results
     with Lab.temporary(meshes[0], rate=rate) as lab:
         for mesh in meshes:
             left = lab if mesh == lab.mesh else lab.kill(*mesh.holes)
             for size in sizes:
-                with status(f"{mesh}, {size / 1e6:g} MB over links of {rate}"):
+                with status(f"{mesh}, {name_bytes(size)} over links of {rate}"):
                     results += measure(mesh, size, lab=left, planners=planners, repeat=repeat, update=update)
     return results
 
@@ -186,7 +192,7 @@ def _show_times(results: list[Result]) -> None:
     for result in results:
         table.add_row(
             result.mesh,
-            f"{result.payload_bytes / 1e6:g} MB",
+            name_bytes(result.payload_bytes),
             result.case,
             f"{result.seconds:.3f}",
             "–" if result.units is None else f"{result.units:.3f}",
@@ -194,7 +200,7 @@ def _show_times(results: list[Result]) -> None:
             f"{result.to_gloo:.2f}",
             *(["" if result.to_plain is None else f"{result.to_plain:.2f}"] * updates),
         )
-    terminal().print(table)
+    print_table(table)
 
 
 def _show_restarts(aided: dict[str, Any], plain: dict[str, Any] | None) -> None:
@@ -208,7 +214,7 @@ def _show_restarts(aided: dict[str, Any], plain: dict[str, Any] | None) -> None:
     for stage in (*aided["stages_s"], "total"):
         figures = [facts["recovery_s"] if stage == "total" else facts["stages_s"][stage] for _, facts in columns]
         table.add_row(stage, *(f"{figure[which]:.1f}" for figure in figures for which in ("median", "worst")))
-    terminal().print(table)
+    print_table(table)
     print_facts(
         "promises",
         {

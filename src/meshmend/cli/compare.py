@@ -22,7 +22,7 @@ from meshmend.cli.options import (
 )
 from meshmend.cli.outputs import check_plot
 from meshmend.cli.pricing import forecast_facts, hardware_facts
-from meshmend.cli.terminal import plain, print_line, terminal
+from meshmend.cli.terminal import plain, print_line, print_table, terminal, working
 from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
 from meshmend.planning import UpdatePlan, UpdateWay, update_plans
 from meshmend.planning.proven import read_collective
@@ -37,7 +37,7 @@ def command(
     plan_of: Annotated[
         str | None,
         typer.Argument(
-            metavar="[SHAPE|FILE]",
+            metavar="SHAPE|FILE",
             help="Chips along each axis, as in 16x32; or a plan that `plan --save` wrote; or --machine.",
             show_default=False,
         ),
@@ -74,11 +74,11 @@ def command(
         payload_bytes, how = parse_bytes(payload), price.read_mode()
         payloads = PAYLOADS if plot_to is not None else ()
         found: list[Comparison] = []
-        with terminal(stderr=True).status("") as status:
+        with working(f"planning {mesh}", json) as working_on:
             for one in (mesh,) if mesh.is_full else (mesh, Mesh(mesh.shape, wrap=mesh.wrap)):
 
                 def tell(name: str, one: Mesh = one) -> None:
-                    status.update(f"{name} on {one} …")
+                    working_on(f"{name} on {one}")
 
                 found.append(
                     compare(
@@ -92,7 +92,7 @@ def command(
                         saved=saved if one is mesh else None,
                     )
                 )
-            status.update(f"weight update on {mesh} …")
+            working_on(f"weight update on {mesh}")
             ways = update_plans(mesh, payload_bytes, chosen) if update else ()
         this, full = found[0], found[1] if len(found) > 1 else None
         if plot_to is not None:
@@ -159,9 +159,9 @@ def _show(this: Comparison, full: Comparison | None) -> None:
     table.add_row("bound", *least, style="dim")
     console = terminal()
     console.print(title, style="bold", soft_wrap=True)
-    console.print(table)
+    print_table(table)
     console.print()
-    console.print(_gaps(this))
+    print_table(_gaps(this))
     console.print()
     print_line(("bound", "dim"), f"  {this.bound}")
     for entry in this.entries:
@@ -183,7 +183,7 @@ def _show_update(ways: tuple[UpdatePlan, ...], comparison: Comparison) -> None:
     table.add_column("weight update", style="cyan", no_wrap=True)
     for name in ("time", "× all-reduce", "state per chip"):
         table.add_column(name, justify="right")
-    table.add_column("plans")
+    table.add_column("plans", min_width=24)
     all_reduce_s = next(way.seconds for way in ways if way.way is UpdateWay.REPLICATED)
     for way in ways:
         table.add_row(
@@ -200,7 +200,7 @@ def _show_update(ways: tuple[UpdatePlan, ...], comparison: Comparison) -> None:
         style="bold",
         soft_wrap=True,
     )
-    console.print(table)
+    print_table(table)
 
 
 def _headings() -> list[str]:

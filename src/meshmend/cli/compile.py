@@ -11,11 +11,12 @@ import typer
 
 from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
 from meshmend.cli.options import FailOption, JsonOption, PlannerOption, TuningOptions, WrapOption
-from meshmend.cli.terminal import terminal
-from meshmend.cost.units import parse_bytes
+from meshmend.cli.terminal import working
+from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
 from meshmend.errors import ParameterError, require
 from meshmend.planning import Auto, plan
-from meshmend.topology import name_shape
+from meshmend.topology import name_shape, parse_shape
+from meshmend.topology.text import is_shape
 
 if TYPE_CHECKING:
     from meshmend.jax.compiling.ahead_of_time import Compiled
@@ -33,13 +34,16 @@ def command(
     payload: Annotated[
         str, typer.Option("--payload", metavar="SIZE", help="Payload per device, as in 102.4MB.")
     ] = "102.4MB",
-    dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
+    dtype: Annotated[str, typer.Option("--dtype", metavar="NAME", help="float32 or bfloat16.")] = "float32",
     workload: Annotated[
-        str | None, typer.Option("--workload", help="Compile a whole train step instead: resnet-50 or bert-large.")
+        str | None,
+        typer.Option("--workload", metavar="NAME", help="Compile a whole train step instead: resnet-50 or bert-large."),
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Examples per device, for a workload.")] = 16,
+    batch: Annotated[
+        int, typer.Option("--batch", metavar="N", min=1, help="Examples per device, for a workload.")
+    ] = 16,
     cores: Annotated[
-        int | None, typer.Option("--cores", min=1, max=2, help="Cores used per chip; default: all.")
+        int | None, typer.Option("--cores", metavar="N", min=1, max=2, help="Cores used per chip; default: all.")
     ] = None,
     tile: Annotated[
         str | None,
@@ -72,18 +76,22 @@ def command(
         if dtype not in ("float32", "bfloat16"):
             raise ParameterError(f"--dtype is {dtype!r}, expected float32 or bfloat16.")
         payload_bytes = round(parse_bytes(payload))
+        generation, _, chips = topology.partition(":")
+        if is_shape(chips):  # libtpu knows one way to write it
+            topology = f"{generation}:{name_shape(parse_shape(chips))}"
         fabric = slice_fabric(topology, failed=fail or (), wrap=_read_wrap(wrap), cores=cores)
         cut = None if tile is None else cut_slice(fabric, tile)
         fabric = fabric if cut is None else cut
         target = (payload, fabric.hardware) if planner == Auto.name else (None, None)
-        schedule = plan(fabric.mesh, tuning.planner(planner, *target))
+        with working(f"planning and proving {fabric.mesh}", json):
+            schedule = plan(fabric.mesh, tuning.planner(planner, *target))
         what = "all-reduce" if workload is None else f"{workload} step"
         facts: dict[str, Any] = (
             {"payload_bytes": payload_bytes, "dtype": dtype}
             if workload is None
             else {"workload": workload, "batch_per_device": batch}
         )
-        with terminal(stderr=True).status(f"Compiling the {what}" + (": this takes minutes" if workload else "")):
+        with working(f"compiling the {what}" + (": this takes minutes" if workload else ""), json):
             if cut is not None:
                 facts |= {"tile": tile, "devices_per_tile": cut.devices_per_tile, "wasted_chips": cut.tiling.n_wasted}
                 job = TileJob(
@@ -114,7 +122,7 @@ def command(
         if json:
             print_json(facts)
             return
-        megabytes = {name: facts[name] / 1e6 for name in facts if name.endswith("_bytes")}
+        sizes = {name: name_bytes(facts[name]) for name in facts if name.endswith("_bytes")}
         print_facts(
             f"{schedule.planner} {what} on {topology}, {fabric.mesh}",
             {
@@ -128,11 +136,12 @@ def command(
                 ),
                 "HLO": f"{report.hlo_chars_without_pairs:,} characters, and "
                 f"{report.hlo_chars - report.hlo_chars_without_pairs:,} of lists of chips",
-                "memory per device": f"{megabytes['argument_bytes']:.1f} MB arguments, "
-                f"{megabytes['temporary_bytes']:.1f} MB temporaries, {megabytes['aliased_bytes']:.1f} MB in place",
-                "work per device": f"{report.flops / 1e9:,.1f} GFLOP, {megabytes['accessed_bytes']:,.0f} MB read and "
+                "memory per device": f"{sizes['argument_bytes']} arguments, "
+                f"{sizes['temporary_bytes']} temporaries, {sizes['aliased_bytes']} in place",
+                "work per device": f"{report.flops / 1e9:,.1f} GFLOP, {sizes['accessed_bytes']} read and "
                 "written (a loop's body counted once)",
-                "compiled in": f"{report.compile_seconds:.1f} s (lowered in {report.lower_seconds:.1f} s)",
+                "compiled in": f"{name_seconds(report.compile_seconds)}, "
+                f"lowered in {name_seconds(report.lower_seconds)}",
             },
         )
 

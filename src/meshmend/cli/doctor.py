@@ -10,7 +10,7 @@ import typer
 from meshmend import __version__
 from meshmend.cli.common import exit_on_error, print_json
 from meshmend.cli.options import JsonOption
-from meshmend.cli.terminal import plain, print_line, terminal
+from meshmend.cli.terminal import plain, print_line, working
 from meshmend.doctor import Finding, Status, examine
 from meshmend.doctor.examine import TIMEOUT_S
 
@@ -29,8 +29,8 @@ def command(
     says what to do. The exit code is 1 if a line is red.
     """
     with exit_on_error(json):
-        with terminal(stderr=True).status("") as status:
-            findings = examine(timeout_s=timeout, on_trial=lambda name: status.update(f"trying {name} …"))
+        with working("looking around", json) as working_on:
+            findings = examine(timeout_s=timeout, on_trial=lambda name: working_on(f"trying {name}"))
         broken = [finding for finding in findings if finding.status == "broken"]
         if json:
             print_json(

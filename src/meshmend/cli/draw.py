@@ -17,12 +17,15 @@ from meshmend.cli.options import (
     JsonOption,
     MachineOptions,
     TuningOptions,
+    complete_planner,
+    completing,
     given_options,
     is_file,
     load_plan,
 )
 from meshmend.cli.outputs import check_output
-from meshmend.cli.terminal import plain, shows_progress, terminal
+from meshmend.cli.terminal import plain, shows_progress, terminal, working
+from meshmend.cost.units import name_bytes
 from meshmend.drawing import WHAT, Drawing, draw, draw_routes
 from meshmend.drawing.draw import MOVING, STILL, check_ending, check_size
 from meshmend.drawing.paper import draw_paper_figure
@@ -44,17 +47,31 @@ def command(
     plan_of: Annotated[
         str | None,
         typer.Argument(
-            metavar="[SHAPE|FILE]",
+            metavar="SHAPE|FILE",
             help="Chips along each axis, as in 16x32; or a plan that `plan --save` wrote.",
             show_default=False,
         ),
     ] = None,
     planner: Annotated[
-        str | None, typer.Option("--planner", metavar="NAME", help=f"One of: {', '.join(PLANNERS)} (the default).")
+        str | None,
+        typer.Option(
+            "--planner",
+            metavar="NAME",
+            help=f"One of: {', '.join(PLANNERS)}.",
+            show_default=Auto.name,
+            autocompletion=complete_planner,
+        ),
     ] = None,
     collective: CollectiveOption = Collective.ALL_REDUCE,
     what: Annotated[
-        str | None, typer.Option("--what", metavar="WHAT", help=f"One of: {', '.join(WHAT)}. Default: what fits best.")
+        str | None,
+        typer.Option(
+            "--what",
+            metavar="WHAT",
+            help=f"One of: {', '.join(WHAT)}.",
+            show_default="what fits best",
+            autocompletion=completing(*WHAT),
+        ),
     ] = None,
     chunk: Annotated[
         list[int] | None, typer.Option("--chunk", metavar="K", help="trees: a chunk whose tree is drawn. Repeatable.")
@@ -105,7 +122,8 @@ def command(
                 mesh = _mesh(machine, plan_of, holes)
                 check_size(mesh)
                 chosen = tuning.planner(planner or Auto.name, auto.payload, auto.hardware, collective=collective)
-                schedule = plan(mesh, chosen)
+                with working(f"planning and proving {mesh}", json):
+                    schedule = plan(mesh, chosen)
             drawing = _draw(schedule, output, what, chunk, _read_steps(steps), shows_progress(json))
             facts = {**mesh_facts(schedule.mesh), "planner": schedule.planner}
         _show(drawing, facts, json)
@@ -127,7 +145,7 @@ def _show(drawing: Drawing, facts: dict[str, Any], json: bool) -> None:
         written = {"what": drawing.what, "file": str(drawing.path), "bytes": drawing.n_bytes, "note": drawing.note}
         print_json({**facts, **written})
         return
-    facts = {"shows": drawing.what, "file": plain(drawing.path), "size": f"{drawing.n_bytes / 1000:,.0f} kB"}
+    facts = {"shows": drawing.what, "file": plain(drawing.path), "size": name_bytes(drawing.n_bytes)}
     if drawing.note:
         facts["note"] = drawing.note
     print_facts("Drawing", facts)

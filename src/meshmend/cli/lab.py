@@ -12,22 +12,24 @@ from rich.text import Text
 
 from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
 from meshmend.cli.options import HoleOptions, JsonOption, ShapeArgument, unbundled
-from meshmend.cli.terminal import plain, print_line, terminal
+from meshmend.cli.root import Command, Group
+from meshmend.cli.terminal import plain, print_line, print_table
 from meshmend.errors import LabError, ParameterError
 from meshmend.lab import FoundLab, Lab, find_labs, take_down, take_down_all
 from meshmend.topology import parse_chip
 
 app = typer.Typer(
+    cls=Group,
     help="A mesh on this machine: one network namespace per chip, cables of a given rate. Needs root.",
     no_args_is_help=True,
 )
 
 NameOption = Annotated[str, typer.Option("--name", metavar="NAME", help="Which lab, if there are several.")]
-NameArgument = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Which lab.", show_default="lab")]
+NameArgument = Annotated[str | None, typer.Argument(metavar="NAME", help="Which lab.", show_default="lab")]
 RateOption = Annotated[str, typer.Option("--rate", metavar="RATE", help="Rate of a link, as tc writes it.")]
 
 
-@app.command("up")
+@app.command("up", cls=Command)
 @unbundled
 def up(
     shape: ShapeArgument,
@@ -44,9 +46,9 @@ def up(
         _show(Lab.up(holes.mesh(shape), rate=rate, name=name), json)
 
 
-@app.command("kill")
+@app.command("kill", cls=Command)
 def kill(
-    holes: Annotated[list[str], typer.Argument(metavar="HxW@r,c...", help="Holes: rows x columns @ row,column.")],
+    holes: Annotated[list[str], typer.Argument(metavar="HxW@r,c", help="Holes: rows x columns @ row,column.")],
     name: NameOption = "lab",
     json: JsonOption = False,
 ) -> None:
@@ -58,14 +60,14 @@ def kill(
         _show(Lab.find(name).kill(*holes), json)
 
 
-@app.command("show")
+@app.command("show", cls=Command)
 def show(name: NameArgument = None, named: NameOption = "lab", json: JsonOption = False) -> None:
     """Describe a lab."""
     with exit_on_error(json):
         _show(Lab.find(name or named), json)
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 def list_labs(json: JsonOption = False) -> None:
     """List the labs on this machine, including what is left of half-built and orphaned ones."""
     with exit_on_error(json):
@@ -78,7 +80,7 @@ def list_labs(json: JsonOption = False) -> None:
             print_line("No lab is up. Create one: meshmend lab up 4x4")
 
 
-@app.command("down")
+@app.command("down", cls=Command)
 def down(
     name: NameArgument = None,
     named: NameOption = "lab",
@@ -104,10 +106,12 @@ def down(
 
 
 @app.command(
-    "run", context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
+    "run",
+    cls=Command,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False},
 )
 def run(
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What to run, with its arguments.")],
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="What to run, with its arguments.")],
     chip: Annotated[
         list[str] | None, typer.Option("--chip", metavar="r,c", help="Only on this chip. Repeatable.")
     ] = None,
@@ -189,6 +193,6 @@ def _show_found(labs: list[FoundLab]) -> None:
             f"{len(lab.namespaces)}{expected}",
             "–" if lab.pid is None else f"process {lab.pid}",
         )
-    terminal().print(table)
+    print_table(table)
     if any(lab.condition in ("half-built", "orphaned", "damaged") for lab in labs):
         print_line("Remove incomplete labs with: meshmend lab down NAME, or meshmend lab down --all")

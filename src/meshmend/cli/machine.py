@@ -39,7 +39,9 @@ def command(
     """Read a machine's own description: its mesh, the hole, the slow cables, and whom to call.
 
     Reads Tenstorrent cluster, mesh graph and physical system descriptors, neuron-ls JSON, kubectl get nodes -o json of
-    TPU pools, libtpu's ici_link_health, and a YAML of our own. Example: meshmend machine cluster.yaml
+    TPU pools, libtpu's ici_link_health, and a YAML of our own.
+
+    Example: meshmend machine cluster.yaml
     """
     with exit_on_error(json):
         check_plot("--output", output)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
@@ -27,7 +26,20 @@ from meshmend.schedule import Collective, Schedule
 from meshmend.schedule.serialize import load
 from meshmend.schedule.verify import ensure_proven
 from meshmend.topology import Mesh, parse_cable_rate, parse_wrap
+from meshmend.topology.text import is_shape
 
+
+def completing(*names: str) -> Callable[[str], list[str]]:
+    """Return what a shell calls to complete one of these names.
+
+    >>> completing("weave", "row-pairs")("we")
+    ['weave']
+    """
+    return lambda incomplete: [name for name in names if name.startswith(incomplete)]
+
+
+complete_planner = completing(*PLANNERS)
+complete_hardware = completing(*PRESETS)
 ShapeArgument = Annotated[str, typer.Argument(metavar="SHAPE", help="Chips along each axis, as in 16x32.")]
 PlanArgument = Annotated[
     str,
@@ -37,7 +49,7 @@ PlanArgument = Annotated[
 ]
 OptionalShapeArgument = Annotated[
     str | None,
-    typer.Argument(metavar="[SHAPE]", help="Chips along each axis, as in 16x32; or --machine.", show_default=False),
+    typer.Argument(metavar="SHAPE", help="Chips along each axis, as in 16x32; or --machine.", show_default=False),
 ]
 IntendedOption = Annotated[
     Path | None,
@@ -52,19 +64,33 @@ WrapOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 PlannerOption = Annotated[
-    str, typer.Option("--planner", metavar="NAME", help=f"One of: {', '.join(PLANNERS)} (the fastest of them).")
+    str,
+    typer.Option(
+        "--planner",
+        metavar="NAME",
+        help=f"One of: {', '.join(PLANNERS)} (the fastest of them).",
+        autocompletion=complete_planner,
+    ),
 ]
 NeighboursOption = Annotated[
     bool, typer.Option("--neighbours-only", help="Hops between neighbours only: for routers that know no hole.")
 ]
 CollectiveOption = Annotated[
     str,
-    typer.Option("--collective", metavar="NAME", help=f"What to plan: {', '.join(Collective)}. Default all-reduce."),
+    typer.Option(
+        "--collective",
+        metavar="NAME",
+        help=f"What to plan: {', '.join(Collective)}.",
+        autocompletion=completing(*Collective),
+    ),
 ]
 PayloadOption = Annotated[
     str, typer.Option("--payload", metavar="SIZE", help="Payload per chip: 102MB, 1.34GB, 64MiB.")
 ]
-HardwareOption = Annotated[str, typer.Option("--hardware", metavar="NAME", help=f"One of: {', '.join(PRESETS)}.")]
+HardwareOption = Annotated[
+    str,
+    typer.Option("--hardware", metavar="NAME", help=f"One of: {', '.join(PRESETS)}.", autocompletion=complete_hardware),
+]
 
 
 @dataclass(frozen=True)
@@ -134,14 +160,23 @@ class TuningOptions:
     """The parameters of planners."""
 
     orientation: Annotated[
-        str | None, typer.Option("--orientation", help="row-pairs: pair rows, columns, or auto (fewer yellow chips).")
+        str | None,
+        typer.Option(
+            "--orientation",
+            metavar="NAME",
+            help="row-pairs: pair rows, columns, or auto (fewer yellow chips).",
+            autocompletion=completing("rows", "columns", "auto"),
+        ),
     ] = None
     segments: Annotated[
         int | None,
-        typer.Option("--segments", min=1, help="row-pairs: number of pieces that the payload is pipelined in."),
+        typer.Option(
+            "--segments", metavar="N", min=1, help="row-pairs: number of pieces that the payload is pipelined in."
+        ),
     ] = None
     chunks: Annotated[
-        int | None, typer.Option("--chunks", min=1, help="weave, gather: number of chunks; more for long payloads.")
+        int | None,
+        typer.Option("--chunks", metavar="N", min=1, help="weave, gather: number of chunks; more for long payloads."),
     ] = None
     budget: Annotated[
         float | None,
@@ -176,7 +211,7 @@ class AutoOptions:
     payload: Annotated[
         str | None,
         typer.Option(
-            "--payload", metavar="SIZE", help="Payload per chip to plan for: 102MB, 64MiB. Default: auto 100MB."
+            "--payload", metavar="SIZE", help="Payload per chip to plan for: 102MB, 64MiB.", show_default="100MB"
         ),
     ] = None
     hardware: Annotated[
@@ -184,7 +219,9 @@ class AutoOptions:
         typer.Option(
             "--hardware",
             metavar="NAME",
-            help=f"Hardware to plan for: one of {', '.join(PRESETS)}. Default {DEFAULT_HARDWARE}.",
+            help=f"Hardware to plan for: one of {', '.join(PRESETS)}.",
+            show_default=DEFAULT_HARDWARE,
+            autocompletion=complete_hardware,
         ),
     ] = None
 
@@ -205,11 +242,17 @@ class PriceOptions:
         str | None, typer.Option("--hop-latency", metavar="TIME", help="Latency per link of a route: 1us.")
     ] = None
     links_at_once: Annotated[
-        int | None, typer.Option("--links-at-once", min=1, help="Links that a chip can drive at once, if not all.")
+        int | None,
+        typer.Option("--links-at-once", metavar="N", min=1, help="Links that a chip can drive at once, if not all."),
     ] = None
     mode: Annotated[
         str,
-        typer.Option("--mode", help="How the engine synchronizes: lock-step (a barrier per step), or asynchronous."),
+        typer.Option(
+            "--mode",
+            metavar="NAME",
+            help="How the engine synchronizes: lock-step (a barrier per step), or asynchronous.",
+            autocompletion=completing(*MODES),
+        ),
     ] = "lock-step"
 
     def read_hardware(self) -> Hardware:
@@ -255,7 +298,7 @@ def is_file(argument: str) -> bool:
     >>> is_file("16x32"), is_file("plan.npz"), is_file("plans/today"), is_file("8y8")
     (False, True, True, False)
     """
-    if re.fullmatch(r"[0-9x]+", argument):
+    if is_shape(argument):
         return False
     return Path(argument).suffix in (".npz", ".txt") or "/" in argument or Path(argument).exists()
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
 from meshmend.cli.options import (
@@ -24,10 +25,12 @@ from meshmend.cli.options import (
     TuningOptions,
 )
 from meshmend.cli.outputs import SCHEDULES, check_output
-from meshmend.cli.terminal import approved, plain, terminal
-from meshmend.cost import busiest_link_load
-from meshmend.cost.units import name_seconds
+from meshmend.cli.pricing import hardware_facts
+from meshmend.cli.terminal import approved, plain, print_table, working
+from meshmend.cost import DEFAULT_HARDWARE, Forecast, busiest_link_load, predict
+from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
 from meshmend.planning import Auto, Candidate, Choice, Derived, Planner, Tuned, choose, plan
+from meshmend.planning.auto import DEFAULT_PAYLOAD_BYTES
 from meshmend.schedule import Collective, Schedule
 from meshmend.schedule.serialize import save
 from meshmend.schedule.verify import Proof, verify
@@ -56,30 +59,51 @@ def command(
         check_output("--save", save_to, SCHEDULES)
         mesh = machine.mesh(shape, holes)
         chosen = tuning.planner(planner, auto.payload, auto.hardware, collective=collective)
-        started = time.perf_counter()
-        choice = choose(mesh, chosen) if isinstance(chosen, Auto | Tuned) and not neighbours_only else None
-        if choice is not None:
-            schedule = choice.schedule
-        else:
-            schedule = plan(mesh, chosen, verify=False, neighbours_only=neighbours_only)
-        plan_seconds = time.perf_counter() - started
-        proof = verify(schedule)
+        payload_bytes = DEFAULT_PAYLOAD_BYTES if auto.payload is None else parse_bytes(auto.payload)
+        with working(f"planning {mesh}", json) as tell:
+            started = time.perf_counter()
+            choice = choose(mesh, chosen) if isinstance(chosen, Auto | Tuned) and not neighbours_only else None
+            if choice is not None:
+                schedule = choice.schedule
+            else:
+                schedule = plan(mesh, chosen, verify=False, neighbours_only=neighbours_only)
+            plan_seconds = time.perf_counter() - started
+            tell(f"proving {schedule.n_transfers:,} transfers")
+            proof = verify(schedule)
+            tell("predicting its time, and the bound")
+            forecast = predict(schedule, payload_bytes, auto.hardware or DEFAULT_HARDWARE)
         if save_to is not None:
             save(schedule, save_to)
         if json:
-            facts = schedule_facts(schedule, proof) | {"plan_seconds": plan_seconds}
-            print_json(
-                facts
-                | (
-                    {}
-                    if choice is None
-                    else {"considered": [_candidate_facts(candidate) for candidate in choice.considered]}
-                )
-            )
+            facts = schedule_facts(schedule, proof) | _time_facts(forecast) | {"plan_seconds": plan_seconds}
+            if choice is not None:
+                facts["considered"] = [_candidate_facts(candidate) for candidate in choice.considered]
+            print_json(facts)
         else:
-            show_schedule(schedule, proof, {"planned in": f"{plan_seconds:.2f} s"})
+            more = {"planned in": name_seconds(plan_seconds)} | ({} if save_to is None else {"saved": plain(save_to)})
+            show_schedule(schedule, proof, more, {"time": _name_time(forecast)})
             if choice is not None:
                 _show_considered(choice)
+
+
+def _time_facts(forecast: Forecast) -> dict[str, Any]:
+    return {
+        "payload_bytes": forecast.payload_bytes,
+        "hardware": hardware_facts(forecast.hardware),
+        "seconds": forecast.seconds,
+        "bound_seconds": forecast.bound_seconds,
+        "ratio_to_bound": forecast.ratio_to_bound,
+    }
+
+
+def _name_time(forecast: Forecast) -> Text:
+    """Return the predicted time, how far it is from the bound, and for what."""
+    return Text.assemble(
+        (name_seconds(forecast.seconds), "bold"),
+        f" for {name_bytes(forecast.payload_bytes)} per chip on {forecast.hardware.name}: ",
+        (f"{forecast.ratio_to_bound:.3f}×", "bold"),
+        f" the bound of {name_seconds(forecast.bound_seconds)}",
+    )
 
 
 def _candidate_facts(candidate: Candidate) -> dict[str, Any]:
@@ -105,7 +129,7 @@ def _show_considered(choice: Choice) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("considered", style="cyan", no_wrap=True)
     table.add_column("time", justify="right", no_wrap=True)
-    table.add_column("")
+    table.add_column("", min_width=16)
     for candidate in choice.considered:
         parameters = _candidate_facts(candidate)["parameters"]
         owners = "even" if isinstance(candidate.planner, Derived) else "any"
@@ -120,7 +144,7 @@ def _show_considered(choice: Choice) -> None:
             table.add_row(name, name_seconds(candidate.seconds), "taken" if candidate is choice.considered[0] else "")
         elif candidate.floor_seconds is not None:
             table.add_row(name, f"≥ {name_seconds(candidate.floor_seconds)}", "ruled out")
-    terminal().print(table)
+    print_table(table)
 
 
 def schedule_facts(schedule: Schedule, proof: Proof) -> dict[str, Any]:
@@ -144,12 +168,15 @@ def schedule_facts(schedule: Schedule, proof: Proof) -> dict[str, Any]:
     }
 
 
-def show_schedule(schedule: Schedule, proof: Proof, more: Mapping[str, str]) -> None:
-    """Print the same facts as a table."""
+def show_schedule(
+    schedule: Schedule, proof: Proof, more: Mapping[str, str], first: Mapping[str, Text] | None = None
+) -> None:
+    """Print the same facts as a table, after what a reader wants to know `first`."""
     phases = [f"steps {p.first_step:>4} – {p.last_step:<4}  {plain(p.name)}" for p in schedule.phases]
     print_facts(
         f"{schedule.planner} {schedule.collective} on {schedule.mesh}",
         {
+            **(first or {}),
             "chips": f"{schedule.mesh.n_chips:,} live of {schedule.mesh.size:,}",
             "steps": f"{schedule.n_steps:,}",
             "chunks": f"{schedule.total_chunks:,}",

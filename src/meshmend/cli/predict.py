@@ -19,7 +19,7 @@ from meshmend.cli.options import (
     load_plan,
 )
 from meshmend.cli.pricing import forecast_facts, hardware_facts
-from meshmend.cli.terminal import plain
+from meshmend.cli.terminal import plain, working
 from meshmend.cost import Forecast, predict
 from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
 from meshmend.planning import Auto, plan
@@ -51,8 +51,11 @@ def command(
             named += [] if collective == Collective.ALL_REDUCE else ["--collective"]
             schedule = load_plan(plan_of, *given_options(holes, tuning), *named)
         else:
-            schedule = plan(holes.mesh(plan_of), tuning.planner(planner, payload, chosen, collective=collective))
-        forecast = predict(schedule, payload_bytes, chosen, mode=mode)
+            mesh, wanted = holes.mesh(plan_of), tuning.planner(planner, payload, chosen, collective=collective)
+            with working(f"planning and proving {mesh}", json):
+                schedule = plan(mesh, wanted)
+        with working("predicting its time, and the bound", json):
+            forecast = predict(schedule, payload_bytes, chosen, mode=mode)
         if json:
             print_json(
                 {
@@ -80,13 +83,15 @@ def _show(schedule: Schedule, forecast: Forecast) -> None:
     print_facts(
         f"{schedule.planner} {schedule.collective} on {schedule.mesh}, {name_bytes(forecast.payload_bytes)} per chip",
         {
-            "hardware": str(forecast.hardware),
             "time": Text.assemble(
-                (name_seconds(forecast.seconds), "bold"), f" ({forecast.mode}, {schedule.n_steps:,} steps)"
+                (name_seconds(forecast.seconds), "bold"),
+                ": ",
+                (f"{forecast.ratio_to_bound:.3f}×", "bold"),
+                f" the bound ({forecast.mode}, {schedule.n_steps:,} steps)",
             ),
             "bound": f"{name_seconds(forecast.bound_seconds)} = {forecast.bound}",
             "with latency": f"at least {name_seconds(forecast.least_seconds)}: {_floor(forecast)}",
-            "ratio": f"{forecast.ratio_to_bound:.3f}× the bound",
+            "hardware": str(forecast.hardware),
             "busiest links": f"{forecast.busiest_link_load:.4f} of the payload{over_rate}: {busiest}",
             "by phase": _listed(forecast, forecast.by_phase),
             "by cause": _listed(forecast, forecast.gap.parts),

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
@@ -23,7 +22,8 @@ from meshmend.cli.options import (
     TuningOptions,
 )
 from meshmend.cli.outputs import check_folder
-from meshmend.cli.terminal import plain, shows_progress, terminal
+from meshmend.cli.terminal import plain, working
+from meshmend.cost.units import name_seconds
 from meshmend.errors import CacheWarning, LoweringError, MeshError, PlanError
 from meshmend.planning import Auto, PlanCache, plan
 from meshmend.topology import Mesh, Region, all_placements, name_shape, parse_shape
@@ -48,7 +48,9 @@ def command(
 ) -> None:
     """Plan ahead for the loss of every single host, in addition to what has already failed.
 
-    A job that loses a host then finds its plan in the cache. Example: meshmend prepare 16x32 --host 4x2
+    A job that loses a host then finds its plan in the cache.
+
+    Example: meshmend prepare 16x32 --host 4x2
     """
     with exit_on_error(json):
         mesh = holes.mesh(shape)
@@ -59,18 +61,9 @@ def command(
         chosen = unhurried.planner(planner, auto.payload, auto.hardware)
         ready, refused = 0, {}
         started = time.perf_counter()
-        columns = (TextColumn("planning for the loss of"), TextColumn("{task.description}"), BarColumn())
-        with Progress(
-            *columns,
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=terminal(stderr=True),
-            disable=not shows_progress(json),
-            transient=True,
-        ) as bar:
-            task = bar.add_task("", total=len(hosts) + 1)
+        with working("planning", json, total=len(hosts) + 1) as tell:
             for lost in (None, *hosts):
-                bar.update(task, description=str(lost or "nothing"))
+                tell(f"planning for the loss of {lost}" if lost else "planning the healthy mesh")
                 try:
                     survivors = mesh.fail(lost) if lost else mesh
                     # The table reports the cache's warnings: a plan that is in the cache is ready, whatever they say.
@@ -83,7 +76,8 @@ def command(
                         refused[str(lost or "nothing")] = " ".join(str(word.message) for word in warned)
                 except (LoweringError, MeshError, PlanError) as error:
                     refused[str(lost or "nothing")] = error.why if isinstance(error, PlanError) else str(error)
-                bar.advance(task)
+                tell(advance=1)
+        seconds = time.perf_counter() - started
         facts = {
             **mesh_facts(mesh),
             "host": host,
@@ -91,7 +85,7 @@ def command(
             "plans": ready,
             "refused": refused,
             "cache": str(store.folder),
-            "seconds": time.perf_counter() - started,
+            "seconds": seconds,
         }
         if json:
             print_json(facts)
@@ -103,7 +97,7 @@ def command(
                     "ready": Text.assemble((f"{ready}", "green"), f" of {len(hosts) + 1}"),
                     "no plan": "\n".join(shown) or "none",
                     "kept in": plain(store.folder),
-                    "took": f"{facts['seconds']:.1f} s",
+                    "took": name_seconds(seconds),
                 },
             )
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from meshmend.cli.common import exit_on_error, print_json
 from meshmend.cli.options import JsonOption
 from meshmend.cli.pricing import hardware_facts
-from meshmend.cli.terminal import terminal
+from meshmend.cli.terminal import print_table, terminal, working
 from meshmend.cost.units import name_rate, name_seconds, parse_seconds
 from meshmend.study.reproduce import CaseResult, Reproduction, Timed, reproduce
 
@@ -32,11 +32,11 @@ def command(
     Example: meshmend reproduce --resnet-compute 29.5ms
     """
     with exit_on_error(json):
-        with terminal(stderr=True).status("") as status:
+        with working("planning", json) as working_on:
             found = reproduce(
                 resnet_compute_s=None if resnet_compute is None else parse_seconds(resnet_compute),
                 bert_compute_s=None if bert_compute is None else parse_seconds(bert_compute),
-                on_plan=lambda what: status.update(f"{what} …"),
+                on_plan=working_on,
             )
         if json:
             print_json(
@@ -90,9 +90,8 @@ def _timed_facts(timed: Timed) -> dict[str, Any]:
 
 def _show(found: Reproduction) -> None:
     console = terminal()
-    console.print(_table_2(found))
-    console.print(_table_1(found))
-    console.print(_table_fit(found))
+    for table in (_table_2(found), _table_1(found), _table_fit(found)):
+        print_table(table)
     hardware = found.hardware
     console.print(
         f"Fitted to the full-mesh columns only: {name_rate(hardware.link_bytes_per_s)} per link, "
@@ -103,13 +102,18 @@ def _show(found: Reproduction) -> None:
     inputs = _table("Inputs", "input", "value", "source")
     for row in found.inputs:
         inputs.add_row(*row)
-    console.print(inputs)
+    print_table(inputs)
 
 
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for number, column in enumerate(columns):
-        table.add_column(column, style="cyan" if number == 0 else None, no_wrap=number == 0)
+        table.add_column(
+            column,
+            style="cyan" if number == 0 else None,
+            no_wrap=number == 0,
+            min_width=24 if column == "source" else None,
+        )
     return table
 
 

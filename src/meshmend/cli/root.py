@@ -1,13 +1,15 @@
-"""The root of the commands, which turns every error into one line and an exit code."""
+"""What every command is made of: its help, and the root, which turns every error into one line and an exit code."""
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from meshmend.cli.common import INTERRUPTED, USAGE, exit_on_error, tell_error
 from meshmend.cli.terminal import write_what_the_encoding_lacks
@@ -16,7 +18,45 @@ _ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.
 """The class that typer raises for a wrong command line: click's, or that of typer's own copy of click."""
 
 
-class OneLine(TyperGroup):
+def reflowed(text: str | None) -> str | None:
+    r"""Return a docstring with each paragraph on one line, to be wrapped to the terminal; examples keep their lines.
+
+    >>> reflowed("Draw a plan,\nor its steps.\n\nExample: one\nExample: two")
+    'Draw a plan, or its steps.\n\nExample: one\nExample: two'
+    """
+    if text is None:
+        return None
+    return re.sub(r"(?<!\n)\n(?!\n|Example:)", " ", inspect.cleandoc(text))
+
+
+def _without_types(params: list[Any]) -> list[Any]:
+    """Let the help show flags as flags: typer would write <bool> beside them, as if they took a value."""
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
+    return params
+
+
+class Command(TyperCommand):
+    """A command, with help that is wrapped to the terminal."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings | {"help": reflowed(settings.get("help"))})
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return what it takes, with `--help`."""
+        return _without_types(super().get_params(ctx))
+
+
+class Group(TyperGroup):
+    """A command that has commands."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return what it takes, with `--help`."""
+        return _without_types(super().get_params(ctx))
+
+
+class OneLine(Group):
     """The root of the commands: reports every error in one line, with an exit code of `EXIT_CODES`."""
 
     def main(

@@ -19,7 +19,8 @@ SchemeOption = Annotated[
     str | None, typer.Option("--scheme", metavar="NAME", help=f"One of: {', '.join(SCHEMES)}. Default: the best.")
 ]
 ChannelsOption = Annotated[
-    int | None, typer.Option("--channels", min=1, help="Virtual channels of the network; limits the choice.")
+    int | None,
+    typer.Option("--channels", metavar="N", min=1, help="Virtual channels of the network; limits the choice."),
 ]
 
 

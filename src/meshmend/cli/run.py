@@ -19,7 +19,7 @@ from meshmend.cli.store import JobOption, SecretOption
 from meshmend.cli.terminal import plain, print_line
 from meshmend.errors import LaunchError, require
 from meshmend.launch.host import HostDescription
-from meshmend.launch.hosts import Hosts
+from meshmend.launch.hosts import Hosts, name_hosts
 from meshmend.launch.job import Event, HostProcesses
 from meshmend.launch.local import LocalJob, timeline_of, worker_environment
 from meshmend.launch.metrics import serve_metrics
@@ -34,7 +34,7 @@ CHATTER = re.compile(r"\[Gloo\] Rank \d+ is connected to")
 
 def command(
     script: Annotated[
-        list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its arguments; or -m MODULE.")
+        list[str], typer.Argument(metavar="SCRIPT [ARGS]", help="The script and its arguments; or -m MODULE.")
     ],
     local: Annotated[
         str | None, typer.Option("--local", metavar="SHAPE", help="A whole job here: a mesh of virtual chips.")
@@ -68,7 +68,10 @@ def command(
         str | None, typer.Option("--address", metavar="ADDR", help="Under which other hosts reach this one.")
     ] = None,
     restarts: Annotated[
-        int, typer.Option("--restarts", min=0, help="Failures of the script itself, without a new step between them.")
+        int,
+        typer.Option(
+            "--restarts", metavar="N", min=0, help="Failures of the script itself, without a new step between them."
+        ),
     ] = 3,
     cold: Annotated[
         bool, typer.Option("--cold", help="Start each worker as a new Python, without JAX imported beforehand.")
@@ -219,15 +222,17 @@ class Screen:
         """Show what a host's agent reports."""
         kind, host = event["event"], event["host"]
         if kind == "round":
-            waits = f"; host {', '.join(map(str, event['cut_off']))} waits, cut off from them" * bool(event["cut_off"])
-            self.say(f"round {event['number']}: hosts {', '.join(map(str, event['hosts']))} start{waits}")
+            starting, waiting = event["hosts"], event["cut_off"]
+            said = f"round {event['number']}: {name_hosts(starting)} {'starts' if len(starting) == 1 else 'start'}"
+            waits = f"; {name_hosts(waiting)} {'waits' if len(waiting) == 1 else 'wait'}, cut off from them"
+            self.say(said + waits * bool(waiting))
         elif kind == "store" and event["say"] == "stop":
             self.say(f"round {event['number']} ends: {event['why']}", "bold yellow")
         elif kind == "store" and event["say"] == "unreachable":
             self.say(f"host {host} cannot reach the store ({event['why']}); training continues", "bold yellow")
         elif kind == "failed":
-            code = event["code"]
-            self.say(f"host {host}: the script ended with exit code {code}, {event['left']} restarts left", "bold red")
+            left = f"{event['left']} restart{'s' * (event['left'] != 1)} left"
+            self.say(f"host {host}: the script ended with exit code {event['code']}, {left}", "bold red")
         elif kind == "error":
             self.errors.append(f"Host {host}: {event['message']}")
         elif kind == "over":
@@ -259,7 +264,7 @@ def _run_locally(argv: list[str], machine: Hosts, shared: Path | None, kills: li
         folder = shared or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshmend-")))
         story = Story(timeline_of(folder.absolute(), host) for host in range(len(machine)))
         story.read()
-        screen.say(f"{machine}: {len(machine)} hosts on this machine, files in {folder}")
+        screen.say(f"{machine}: {len(machine)} host{'s' * (len(machine) != 1)} on this machine, files in {folder}")
         running = stack.enter_context(
             LocalJob(argv, machine, folder.absolute(), on_line=screen.line, on_event=screen.event, **options)
         )
@@ -303,7 +308,7 @@ def _summarise(
             f"({recovery.source}) and had done step {recovery.step} {recovery.total_s:.1f} s later ({stages})"
         )
     for one in left:
-        screen.say(f"host {one.host} was not killed: it had done {story.step_of(one.host)} steps", "bold yellow")
+        screen.say(f"host {one.host} was not killed: the job ended after step {story.step_of(one.host)}", "bold yellow")
     if story.step:
         chips = ", then ".join(map(str, story.meshes))
-        screen.say(f"{story.step} steps on {chips} chips in {time.time() - story.began:.0f} s")
+        screen.say(f"{story.step} step{'s' * (story.step != 1)} on {chips} chips in {time.time() - story.began:.0f} s")

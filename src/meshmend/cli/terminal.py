@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import codecs
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
+from rich.table import Column, Table
 from rich.text import Text
 
 
@@ -61,6 +65,54 @@ def approved(text: object) -> Text:
 def shows_progress(as_json: bool) -> bool:
     """Return whether to show progress; if nobody is watching, standard error is for errors only."""
     return not as_json and terminal(stderr=True).is_terminal
+
+
+@contextmanager
+def working(words: str, as_json: bool, total: int | None = None) -> Iterator[Callable[..., None]]:
+    """Show on standard error what takes long, and for how long it has; what is yielded changes the words or advances.
+
+    With a `total`, the bar shows how much of it is done; without, that there is work. It leaves nothing behind.
+    """
+    columns: list[str | ProgressColumn] = [TextColumn("{task.description}", markup=False), BarColumn(bar_width=24)]
+    columns += [] if total is None else [MofNCompleteColumn()]
+    console = terminal(stderr=True)
+    with Progress(
+        *columns, TimeElapsedColumn(), console=console, disable=not shows_progress(as_json), transient=True
+    ) as bar:
+        task = bar.add_task(plain(words), total=total)
+
+        def tell(now: str | None = None, advance: int = 0) -> None:
+            bar.update(task, advance=advance, description=None if now is None else plain(now))
+
+        yield tell
+
+
+def print_table(table: Table) -> None:
+    """Print a table; where its columns do not fit a narrow terminal, each row as a list of its own.
+
+    Only columns with a `min_width` are text that may be wrapped: a number that is cut or split over lines is no number.
+    """
+    console = terminal()
+    if sum(_least_width(column) for column in table.columns) + 2 * (len(table.columns) - 1) <= console.width:
+        console.print(table)
+        return
+    if table.title:
+        console.print(Text(str(table.title).strip(), style=table.title_style))
+    headings = [str(column.header) for column in table.columns]
+    columns = [list(column.cells) for column in table.columns]
+    width = max(map(len, headings[1:]))
+    for row in zip(*columns, strict=True):
+        console.print(row[0], style="cyan")
+        for heading, cell in zip(headings[1:], row[1:], strict=True):
+            if str(cell):
+                console.print(Text.assemble(f"  {heading:<{width}}  ", cell if isinstance(cell, Text) else str(cell)))
+
+
+def _least_width(column: Column) -> int:
+    cells = (
+        [cell_len(line) for cell in column.cells for line in str(cell).split("\n")] if column.min_width is None else []
+    )
+    return max([column.min_width or 0, *cells, *(cell_len(word) for word in str(column.header).split())])
 
 
 _NEAREST = {"✓": "ok", "✗": "no", "×": "x", "–": "-", "−": "-", "—": "-", "…": "...", "→": "->", "≥": ">=", "≤": "<="}

@@ -10,6 +10,7 @@ import typer
 from meshmend.cli.common import exit_on_error, print_json
 from meshmend.cli.options import JsonOption
 from meshmend.cli.plan import schedule_facts, show_schedule
+from meshmend.cli.terminal import working
 from meshmend.schedule.serialize import load
 from meshmend.schedule.verify import verify
 
@@ -24,7 +25,8 @@ def command(
     """
     with exit_on_error(json):
         schedule = load(file)
-        proof = verify(schedule)
+        with working(f"proving {schedule.n_transfers:,} transfers", json):
+            proof = verify(schedule)
         if json:
             print_json(schedule_facts(schedule, proof))
         else:

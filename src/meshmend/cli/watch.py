@@ -16,7 +16,7 @@ from rich.text import Text
 from meshmend.cli.common import exit_on_error, print_json
 from meshmend.cli.terminal import plain, terminal
 from meshmend.errors import Coordinate
-from meshmend.launch.goodput import Account, Restart
+from meshmend.launch.goodput import TimeAccount, Restart
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.watching import Watch
 
@@ -75,7 +75,7 @@ def view(watch: Watch) -> RenderableType:
     return Group(*parts)
 
 
-def mesh_view(account: Account) -> RenderableType:
+def mesh_view(account: TimeAccount) -> RenderableType:
     """Return the mesh, with the chips of hosts that are not there as its hole."""
     if not account.machine:
         return Text(f"{account.chips} chips on hosts {', '.join(map(str, account.hosts))}")
@@ -95,7 +95,7 @@ def mesh_view(account: Account) -> RenderableType:
     return picture
 
 
-def numbers(account: Account, losses: list[float]) -> Table:
+def numbers(account: TimeAccount, losses: list[float]) -> Table:
     """Return the figures of a job."""
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="cyan", no_wrap=True)
@@ -122,7 +122,7 @@ def spark(values: list[float], width: int = 30) -> str:
     return "".join(BARS[round((value - low) / span * 7)] for value in shown)
 
 
-def time_bar(account: Account) -> RenderableType:
+def time_bar(account: TimeAccount) -> RenderableType:
     """Return what the time was spent on, the largest cause of badput first."""
     causes = sorted(((s, cause) for cause, s in account.badput_s.items() if s > 0.0005 * account.total_s), reverse=True)
     words = [f"{cause} {seconds / account.total_s:.1%}" for seconds, cause in causes]

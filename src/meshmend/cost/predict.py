@@ -125,7 +125,7 @@ def predict(
 
     return Forecast(
         seconds=seconds,
-        bound=_bound_of(schedule, chosen, mode),
+        bound=bound_of(schedule, chosen, mode),
         payload_bytes=payload_bytes,
         hardware=chosen,
         mode=mode,
@@ -135,13 +135,13 @@ def predict(
         gap=decompose(
             seconds_on,
             chosen,
-            bound_seconds=_bound_of(schedule).seconds(payload_bytes, chosen.link_bytes_per_s),
+            bound_seconds=bound_of(schedule).seconds(payload_bytes, chosen.link_bytes_per_s),
             busiest_seconds=busiest[0].time * payload_bytes / chosen.link_bytes_per_s if busiest else 0.0,
         ),
     )
 
 
-def _bound_of(schedule: Schedule, hardware: Hardware | None = None, mode: Mode = "lock-step") -> Bound:
+def bound_of(schedule: Schedule, hardware: Hardware | None = None, mode: Mode = "lock-step") -> Bound:
     """Return the bound of a schedule's collective; only that of an all-reduce does not depend on the owners' shares."""
     shares: tuple[int, ...] | None = None
     if not schedule.collective.is_all_reduce:

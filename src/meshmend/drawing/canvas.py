@@ -247,27 +247,48 @@ class Sheet:
         artist.set_clip_on(False)
 
     def draw_strokes(
-        self, axes: Axes, strokes: Sequence[Stroke], look: Look, *, arrows: bool, name: str, behind_chips: bool = False
+        self,
+        axes: Axes,
+        strokes: Sequence[Stroke],
+        look: Look,
+        *,
+        arrows: bool,
+        name: str,
+        behind_chips: bool = False,
+        colours: Sequence[str] | None = None,
+        widths: Sequence[float] | None = None,
     ) -> None:
-        """Draw lines in one style, with or without arrow heads."""
+        """Draw lines in one style, with or without arrow heads; `colours` and `widths`, one per line, replace its own.
+
+        A width is in line widths.
+        """
         length, width = self.scale.head
         pieces: list[Points] = []
-        for stroke in strokes:
-            pieces += shorten(stroke, 0.7 * length) if arrows else stroke.pieces
+        of_stroke: list[int] = []
+        for number, stroke in enumerate(strokes):
+            mine = shorten(stroke, 0.7 * length) if arrows else stroke.pieces
+            pieces += mine
+            of_stroke += [number] * len(mine)
         lw = self.scale.line_pt
-        lines = LineCollection(pieces, colors=look.colour, linewidths=lw, label=name, capstyle="butt")
+        own = [look.colour] * len(strokes) if colours is None else list(colours)
+        lines = LineCollection(
+            pieces,
+            colors=[own[i] for i in of_stroke],
+            linewidths=lw if widths is None else [lw * widths[i] for i in of_stroke],
+            label=name,
+            capstyle="butt" if widths is None else "round",
+        )
         lines.set_zorder(2 if behind_chips else 5)
         lines.set_linestyle((0, look.dash) if look.dash else "solid")
         self.add(axes, lines)
         if arrows:
             heads = [head(stroke, length, width) for stroke in strokes]
-            fill = "white" if look.open_head else look.colour
             self.add(
                 axes,
                 PolyCollection(
                     heads,
-                    facecolors=fill,
-                    edgecolors=look.colour,
+                    facecolors="white" if look.open_head else own,
+                    edgecolors=own,
                     linewidths=0.5 * lw,
                     zorder=5.1,
                     label=f"{name}: heads",

@@ -100,7 +100,7 @@ def figure(
 ) -> Figure:
     """Return a picture as a matplotlib figure, for a notebook or for more drawing; see `draw`."""
     _canvas()
-    from meshmend.drawing import views
+    from meshmend.drawing import trees, views
 
     check_size(schedule.mesh)
     match what:
@@ -113,7 +113,7 @@ def figure(
         case "routes":
             return views.draw_schedule_routes(schedule, title=title)
         case "trees":
-            return views.draw_trees(schedule, chunks, title=title)
+            return trees.draw_trees(schedule, chunks, title=title)
         case other:
             raise DrawingError(f"There is no still picture {other!r}. Stills: {', '.join(WHAT[:-1])}.")
 

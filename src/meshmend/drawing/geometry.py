@@ -163,6 +163,11 @@ def same_way_back(mesh: Mesh, src: NDArray[np.int64], dst: NDArray[np.int64]) ->
     return same
 
 
+def bends(mesh: Mesh, src: NDArray[np.int64], dst: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return, for each pair of ranks, whether its route leaves the axis that both lie on."""
+    return np.array([(np.ptp(mesh.coords[way], axis=0) > 0).sum() > 1 for way in _routes(mesh, src, dst)], np.bool_)
+
+
 def head(stroke: Stroke, length: float, width: float) -> Points:
     """Return the triangle of an arrow head whose tip is the end of the line."""
     end = stroke.pieces[-1]
@@ -209,7 +214,7 @@ def _routes(mesh: Mesh, src: NDArray[np.int64], dst: NDArray[np.int64]) -> list[
 def _lanes(ways: list[list[int]], chip: float, kind: Literal["beside", "behind"]) -> list[float]:
     """Give routes that share a cable different distances from it; a ring stays on one side where two share cables."""
     crossed = [{frozenset(pair) for pair in pairwise(way)} for way in ways]
-    ring_of = _components([(way[0], way[-1]) for way in ways])
+    ring_of = components([(way[0], way[-1]) for way in ways])
     rings_on: defaultdict[frozenset[int], set[int]] = defaultdict(set)
     for ring, on in zip(ring_of, crossed, strict=True):
         for cable in on:
@@ -235,7 +240,7 @@ def _lanes(ways: list[list[int]], chip: float, kind: Literal["beside", "behind"]
         for cable in crossed[i]:
             used[cable].add(lanes[i])
     # Rings that share cables share the room beside them; others need not be as narrow.
-    crowd_of = dict(zip(ring_of, _components([(ring, min({ring, *meets[ring]})) for ring in ring_of]), strict=True))
+    crowd_of = dict(zip(ring_of, components([(ring, min({ring, *meets[ring]})) for ring in ring_of]), strict=True))
     most: defaultdict[int, int] = defaultdict(int)
     for ring, lane in zip(ring_of, lanes, strict=True):
         most[crowd_of[ring]] = max(most[crowd_of[ring]], abs(lane))
@@ -251,7 +256,7 @@ def _distance(lane: int, most: int, chip: float, kind: Literal["beside", "behind
     return float(np.sign(lane)) * (nearest + step * (abs(lane) - 1))
 
 
-def _components(pairs: Sequence[tuple[int, int]]) -> list[int]:
+def components(pairs: Sequence[tuple[int, int]]) -> list[int]:
     """Return, for each pair, the number of its connected component in the graph of all pairs."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components

@@ -32,6 +32,12 @@ BLUE_CHIP = "#CFE3F1"
 RED = "#CC3311"
 """Failed chips. A red that looks darker than every other fill to readers who do not see red."""
 
+AT_BOUND = "#9AA0A6"
+"""A link that is as busy as the bound says; less busy ones are blue and busier ones vermilion."""
+
+DETOURS = (VERMILION, BLUE, PURPLE, INK)
+"""For rings that go round a hole, in turn: all of them differ from the green of the rings of shards."""
+
 SEQUENCE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, INK)
 """For things without a fixed colour, in this order."""
 
@@ -39,6 +45,18 @@ DASHES: tuple[tuple[float, ...], ...] = ((), (5, 1.6), (1.2, 1.2), (6, 1.4, 1.2,
 """Dash patterns in line widths, for things that share a picture; the first is a solid line."""
 
 COPY_DASH = (2.4, 1.4)
+
+OTHER_HALF = {"along X": "along Y", "along Y": "along X"}
+"""Whose shards a phase of two-color moves: what went along one axis first is a shard along the other."""
+
+
+def lighter(colour: str, by: float) -> str:
+    """Return a colour mixed with white.
+
+    >>> lighter("#000000", 0.5)
+    '#808080'
+    """
+    return "#" + "".join(f"{round(int(colour[i : i + 2], 16) * (1 - by) + 255 * by):02X}" for i in (1, 3, 5))
 
 
 @dataclass(frozen=True)
@@ -54,16 +72,18 @@ def phase_looks(schedule: Schedule) -> tuple[Look, ...]:
     """Return the style of each of `phase_names`.
 
     The part of a phase's name before the colon is its family, which shares a colour: the rings of the first phase
-    are blue and rings of shards green, the yellow blocks orange, and transfers between yellow and blue black; along X
-    is red and along Y is blue, as in the paper. Other families take colours in turn.
+    are blue and rings of shards green, the yellow blocks orange, and transfers between yellow and blue black. Of the
+    two halves of two-color's payload, the one that goes along X first is red and the other blue, as in the paper.
+    Other families take colours in turn.
     """
     copies = _copying_phases(schedule)
     taken: dict[str, str] = {}
     looks = []
     for index, name in enumerate(schedule.phase_names):
         family = name.split(":")[0].strip()
-        colour = _own_colour(family) or taken.setdefault(family, SEQUENCE[len(taken) % len(SEQUENCE)])
-        dash = DASHES[1] if family == "along Y" else ()
+        half = OTHER_HALF.get(family, family) if "of shards" in name else family
+        colour = _own_colour(half) or taken.setdefault(family, SEQUENCE[len(taken) % len(SEQUENCE)])
+        dash = DASHES[1] if half == "along Y" else ()
         looks.append(Look(colour, COPY_DASH if index in copies else dash, index in copies))
     return tuple(looks)
 
@@ -103,3 +123,21 @@ def _own_colour(family: str) -> str | None:
 def _copying_phases(schedule: Schedule) -> set[int]:
     adds = set(schedule.phase[schedule.op == Op.REDUCE].tolist())
     return {int(phase) for phase in set(schedule.phase.tolist()) - adds}
+
+
+def describe(schedule: Schedule) -> str:
+    """Return what is under a title: what the schedule does, where, and its size."""
+    mesh = schedule.mesh
+    return (
+        f"{schedule.collective} on {mesh}: {count(mesh.n_chips, 'live chip')}, "
+        f"{count(schedule.n_steps, 'step')}, {count(schedule.total_chunks, 'chunk')}"
+    )
+
+
+def count(n: int, noun: str) -> str:
+    """Write a number of things.
+
+    >>> count(1, "chunk"), count(1200, "step")
+    ('1 chunk', '1,200 steps')
+    """
+    return f"{n:,} {noun}{'s' * (n != 1)}"

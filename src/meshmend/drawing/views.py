@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,12 +11,13 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
-from matplotlib.colors import ListedColormap, Normalize
+from matplotlib.colors import LinearSegmentedColormap, Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
 from meshmend.cost.load import link_time
+from meshmend.cost.predict import bound_of
 from meshmend.drawing.canvas import (
     SETTINGS,
     TEXT_PT,
@@ -25,31 +26,29 @@ from meshmend.drawing.canvas import (
     failed_key,
     line_key,
 )
-from meshmend.drawing.geometry import ASIDE, FigureLayout, Points, same_way_back, strokes
+from meshmend.drawing.geometry import ASIDE, FigureLayout, Points, bends, components, same_way_back, strokes
 from meshmend.drawing.style import (
+    AT_BOUND,
+    BLUE,
     COPY_DASH,
     DASHES,
-    GREEN,
+    DETOURS,
     GREY,
     INK,
     SEQUENCE,
+    VERMILION,
     YELLOW,
     Look,
     chip_fills,
+    count,
+    describe,
+    lighter,
     phase_looks,
     phases_in_order,
 )
 from meshmend.errors import DrawingError, name_chip
-from meshmend.schedule import Collective, Op, Schedule
+from meshmend.schedule import Op, Schedule
 from meshmend.topology import Mesh
-
-MAX_TREES = 12
-"""Trees on one sheet."""
-OWNERS = {
-    Collective.ALL_GATHER: "owner, where the chunk comes from",
-    Collective.ALL_REDUCE_WITH_TURN: "owner, where the sum is complete and may be replaced",
-}
-"""What an owner is in the legend of trees, where it is more than the chip at which the sum is complete."""
 
 
 @dataclass(frozen=True)
@@ -122,26 +121,32 @@ def draw_phases(schedule: Schedule, *, title: str | None = None) -> Figure:
 
 
 def draw_load(schedule: Schedule, *, title: str | None = None) -> Figure:
-    """Draw what each link carries over the whole schedule, by colour and width."""
+    """Draw what each link carries over the whole schedule, by width, and by colour against the bound.
+
+    No schedule of this collective on this mesh can keep its busiest link below the bound. So a link at the bound is
+    grey, one that is busy for less blue, and one that makes this schedule slower than the bound red.
+    """
     layout = FigureLayout(schedule.mesh)
     load = link_time(schedule)
     exists = np.flatnonzero(schedule.mesh.neighbours.ravel() >= 0)
     peak = float(load.max(initial=0.0))
     mean = float(load[exists].mean()) if len(exists) else 0.0
+    least = bound_of(schedule).units if schedule.mesh.is_connected else mean
     with mpl.rc_context(SETTINGS):
         keys = failed_key(layout)
+        figures = f"busiest link {peak:.3f} of the payload, mean {mean:.3f}, bound {least:.3f}"
         sheet = Sheet(
             layout,
             title=title or f"{schedule.planner}: load of the links",
-            subtitle=f"{_describe(schedule)}\nbusiest link {peak:.3f} of the payload, mean {mean:.3f}; "
-            "each direction of a cable on its own right-hand side"
+            subtitle=f"{describe(schedule)}\n{figures}; each direction of a cable on its own right-hand side"
             + ("; the load of a slow one counts over its rate" if schedule.mesh.has_slow_cables else ""),
             keys=keys,
             colour_bar=True,
         )
         axes = sheet.panels[0]
         sheet.draw_mesh(axes)
-        colours, scale = ListedColormap(mpl.colormaps["viridis_r"](np.linspace(0.1, 1, 256))), Normalize(0, peak or 1)
+        colours = LinearSegmentedColormap.from_list("about the bound", [BLUE, AT_BOUND, VERMILION])
+        scale = TwoSlopeNorm(least, 0, max(2 * least, peak)) if least else Normalize(0, peak or 1)
         src, direction = np.divmod(exists, schedule.mesh.n_directions)
         lines = strokes(layout, src, schedule.mesh.neighbours[src, direction], chip=sheet.scale.chip, aside=ASIDE)
         pieces: list[Points] = []
@@ -155,88 +160,13 @@ def draw_load(schedule: Schedule, *, title: str | None = None) -> Figure:
         links = LineCollection(pieces, colors=shades, linewidths=widths, zorder=5, label="load", capstyle="butt")
         sheet.add(axes, links)
         bar = sheet.figure.colorbar(mpl.cm.ScalarMappable(scale, colours), cax=sheet.colour_axes)
-        bar.set_label("fraction of the payload", size=TEXT_PT, color=INK)
+        bar.set_label("payloads (grey: the bound)", size=TEXT_PT, color=INK)
+        if least:
+            bar.set_ticks([0, least / 2, least, *np.linspace(least, scale.vmax or least, 3)[1:]])
+            bar.ax.yaxis.set_major_formatter("{x:.2f}")
+            bar.ax.axhline(least, color=INK, lw=1.2)
         bar.ax.tick_params(labelsize=TEXT_PT - 1)
     return sheet.figure
-
-
-def draw_trees(schedule: Schedule, chunks: Iterable[int] | None = None, *, title: str | None = None) -> Figure:
-    """Draw how the contributions to a chunk come together at its owner, one panel per chunk.
-
-    Of an all-gather, which adds nothing, draw how the owner's chunk spreads. By default up to four chunks are drawn,
-    evenly spread over the payload.
-    """
-    total = schedule.total_chunks
-    n_panels = min(4, total)
-    asked = [total * i // n_panels for i in range(n_panels)] if chunks is None else list(chunks)
-    for chunk in asked:
-        if not 0 <= chunk < total:
-            raise DrawingError(f"There is no chunk {chunk}: the schedule has chunks 0 to {total - 1}.")
-    if not 1 <= len(asked) <= MAX_TREES:
-        raise DrawingError(f"A sheet holds 1 to {MAX_TREES} trees: got {len(asked)} chunks.")
-    layout = FigureLayout(schedule.mesh)
-    looks = phase_looks(schedule)
-    found = [chunk_tree(schedule, chunk) for chunk in asked]
-    used = [phase for phase in phases_in_order(schedule) if any((tree.phase == phase).any() for tree in found)]
-    spreads = schedule.collective is Collective.ALL_GATHER
-    panels = [
-        f"chunk {chunk}: {'from' if spreads else 'to'} {name_chip(schedule.mesh.chip(int(schedule.owners[chunk])))} "
-        f"in {tree.depth} transfers"
-        for chunk, tree in zip(asked, found, strict=True)
-    ]
-    with mpl.rc_context(SETTINGS):
-        owner = OWNERS.get(schedule.collective, "owner, where the sum is complete")
-        root = Line2D([], [], ls="", marker="*", ms=12, mfc=GREEN, mec="white", label=owner)
-        keys: list[Artist] = [line_key(schedule.phase_names[phase], looks[phase], arrow=True) for phase in used]
-        sheet = Sheet(
-            layout,
-            title=title or f"{schedule.planner}: how the {'chunks spread' if spreads else 'sums come together'}",
-            subtitle=_describe(schedule),
-            panels=panels,
-            keys=[*keys, root, *failed_key(layout)],
-        )
-        for axes, chunk, tree in zip(sheet.panels, asked, found, strict=True):
-            sheet.draw_mesh(axes, unnamed=int(schedule.owners[chunk]))
-            for phase in used:
-                rows = tree.phase == phase
-                lines = strokes(layout, tree.src[rows], tree.dst[rows], chip=sheet.scale.chip)
-                sheet.draw_strokes(axes, lines, looks[phase], arrows=True, name=schedule.phase_names[phase])
-            x, y = layout.live[schedule.owners[chunk]]
-            size = float(np.clip(0.6 * sheet.scale.cell_pt, 13, 24))
-            axes.add_line(
-                Line2D([x], [y], ls="", marker="*", ms=size, mfc=GREEN, mec="white", mew=0.7, zorder=7, label="owner")
-            )
-    return sheet.figure
-
-
-@dataclass(frozen=True)
-class Tree:
-    """The distinct transfers that add to one chunk, and the longest chain of them that ends at the owner.
-
-    Of an all-gather, those that copy the owner's chunk, and the longest chain of them.
-    """
-
-    src: NDArray[np.int64]
-    dst: NDArray[np.int64]
-    phase: NDArray[np.int64]
-    depth: int
-
-
-def chunk_tree(schedule: Schedule, chunk: int) -> Tree:
-    """Find the transfers that add to a chunk (or copy it, in an all-gather), and the length of their longest chain."""
-    first = schedule.first_chunk.astype(np.int64)
-    spreads = schedule.collective is Collective.ALL_GATHER
-    holds = (
-        (schedule.op == (Op.COPY if spreads else Op.REDUCE)) & (first <= chunk) & (chunk < first + schedule.n_chunks)
-    )
-    rows = np.flatnonzero(holds)
-    depth = np.zeros(schedule.mesh.n_chips, dtype=np.int64)
-    # Rows are in order of step, and reads see the state before the step.
-    for step_rows in np.split(rows, np.flatnonzero(np.diff(schedule.step[rows])) + 1):
-        np.maximum.at(depth, schedule.dst[step_rows], depth[schedule.src[step_rows]] + 1)
-    table = np.unique(np.stack([schedule.src[rows], schedule.dst[rows], schedule.phase[rows]]).astype(np.int64), axis=1)
-    longest = depth.max() if spreads else depth[schedule.owners[chunk]]
-    return Tree(table[0], table[1], table[2], int(longest))
 
 
 def draw_routes(mesh: Mesh, src: Sequence[int], dst: Sequence[int], *, title: str | None = None) -> Figure:
@@ -255,7 +185,7 @@ def draw_routes(mesh: Mesh, src: Sequence[int], dst: Sequence[int], *, title: st
         sheet = Sheet(
             layout,
             title=title or "Routes",
-            subtitle=f"{mesh}, {_count(mesh.n_chips, 'live chip')}",
+            subtitle=f"{mesh}, {count(mesh.n_chips, 'live chip')}",
             keys=[*keys, *failed_key(layout)],
         )
         axes = sheet.panels[0]
@@ -282,7 +212,7 @@ def draw_schedule_routes(schedule: Schedule, *, title: str | None = None) -> Fig
         sheet = Sheet(
             layout,
             title=title or f"{schedule.planner}: routes of transfers between chips that are not neighbours",
-            subtitle=_describe(schedule),
+            subtitle=describe(schedule),
             panels=[schedule.phase_names[phase] for phase in phases] if len(phases) > 1 else [""],
             keys=[*_phase_keys(schedule, lines, looks), *failed_key(layout)],
         )
@@ -313,7 +243,7 @@ def _phase_panels(
         sheet = Sheet(
             layout,
             title=title,
-            subtitle="\n".join(filter(None, (_describe(schedule), note))),
+            subtitle="\n".join(filter(None, (describe(schedule), note))),
             panels=panels or [""],
             keys=[*keys, *failed_key(layout)],
         )
@@ -332,10 +262,14 @@ def _phase_keys(schedule: Schedule, lines: dict[int, Lines], looks: tuple[Look, 
         alike.setdefault((looks[phase], bool(pairs.both.all())), []).append(schedule.phase_names[phase])
     keys: list[Artist] = []
     for (look, both), names in alike.items():
-        name = names[0] if len(names) == 1 else ", ".join(dict.fromkeys(name.split(":")[0] for name in names))
+        families = dict.fromkeys(name.split(":")[0] for name in names)
+        # Families that share a look are the stages of one part of the payload.
+        name = names[0] if len(names) == 1 else ", then ".join(families)
         keys.append(line_key(name + " (both ways)" * both, look, arrow=not both))
     if mixed:
         keys.append(line_key("without a head: both ways", Look(GREY), arrow=False))
+    if any(_detours(schedule.mesh, pairs).any() for pairs in lines.values()):
+        keys.append(line_key("round the hole: a colour per ring", Look(DETOURS[0]), arrow=True))
     return keys
 
 
@@ -343,10 +277,37 @@ def _draw_lines(sheet: Sheet, axes: Axes, schedule: Schedule, lines: Lines, look
     """Draw a phase: arrows where transfers go one way, plain lines where they go both ways."""
     name = schedule.phase_names[lines.phase]
     found = strokes(sheet.layout, lines.src, lines.dst, chip=sheet.scale.chip)
+    colours = _line_colours(schedule.mesh, lines, look)
     for arrows, label in ((False, f"{name}, both ways"), (True, name)):
-        some = [line for line, both in zip(found, lines.both, strict=True) if both != arrows]
+        some = [i for i, both in enumerate(lines.both.tolist()) if both != arrows]
         if some:
-            sheet.draw_strokes(axes, some, look, arrows=arrows, name=label)
+            sheet.draw_strokes(
+                axes, [found[i] for i in some], look, arrows=arrows, name=label, colours=[colours[i] for i in some]
+            )
+
+
+def _detours(mesh: Mesh, lines: Lines) -> NDArray[np.bool_]:
+    """Return which pairs lie on one axis and still cannot be joined by a straight line: a hole is between them."""
+    apart = mesh.coords[lines.src].astype(np.int64) != mesh.coords[lines.dst]
+    straight = np.flatnonzero((apart.sum(axis=1) == 1) & (mesh.link(lines.src, lines.dst) < 0))
+    found = np.zeros(len(lines.src), dtype=np.bool_)
+    if not mesh.is_full and len(straight):
+        found[straight] = bends(mesh, lines.src[straight], lines.dst[straight])
+    return found
+
+
+def _line_colours(mesh: Mesh, lines: Lines, look: Look) -> list[str]:
+    """Return the phase's colour for every line; beside detours, which get a colour per ring, it is paler."""
+    round_the_hole = _detours(mesh, lines)
+    if not round_the_hole.any():
+        return [look.colour] * len(lines.src)
+    colours = [lighter(look.colour, 0.55)] * len(lines.src)
+    ring = components(list(zip(lines.src.tolist(), lines.dst.tolist(), strict=True)))
+    numbers = {ring[i]: n for n, i in reversed(list(enumerate(np.flatnonzero(round_the_hole).tolist())))}
+    order = {one: n for n, one in enumerate(sorted(numbers, key=numbers.__getitem__))}
+    for i in np.flatnonzero(round_the_hole).tolist():
+        colours[i] = DETOURS[order[ring[i]] % len(DETOURS)]
+    return colours
 
 
 def _comes_back_mirrored(schedule: Schedule) -> bool:
@@ -372,15 +333,3 @@ def _panel_name(schedule: Schedule, phases: list[int], number: int, n_panels: in
 
 def _name_steps(first: int, last: int) -> str:
     return f"steps {first} to {last}" if first < last else f"step {first}"
-
-
-def _describe(schedule: Schedule) -> str:
-    mesh = schedule.mesh
-    return (
-        f"{schedule.collective} on {mesh}: {_count(mesh.n_chips, 'live chip')}, "
-        f"{_count(schedule.n_steps, 'step')}, {_count(schedule.total_chunks, 'chunk')}"
-    )
-
-
-def _count(n: int, noun: str) -> str:
-    return f"{n:,} {noun}{'s' * (n != 1)}"

@@ -158,7 +158,7 @@ class Restart:
 
 
 @dataclass(frozen=True)
-class Account:
+class TimeAccount:
     """What a job's time was spent on."""
 
     began: float
@@ -216,7 +216,7 @@ class Account:
         }
 
 
-def settle(books: Sequence[HostBook], until: float | None = None) -> Account | None:
+def settle(books: Sequence[HostBook], until: float | None = None) -> TimeAccount | None:
     """Return the account of a job from its hosts' books; None if none of them has started.
 
     Of each attempt the host that got furthest speaks for all: they train in step. `until` is the time of the account,
@@ -248,7 +248,7 @@ def settle(books: Sequence[HostBook], until: float | None = None) -> Account | N
     last = attempts[-1]
     end = max([last.marks[-1][1], until or 0.0, *(one.ended for book in books for one in book.attempts[-1:])])
     badput["under way"] = end - last.marks[-1][1]
-    return Account(
+    return TimeAccount(
         began=began,
         until=end,
         training_s=max(0.0, training),
@@ -267,7 +267,7 @@ def settle(books: Sequence[HostBook], until: float | None = None) -> Account | N
     )
 
 
-def read_account(paths: Mapping[int, Path] | Sequence[Path], until: float | None = None) -> Account | None:
+def read_account(paths: Mapping[int, Path] | Sequence[Path], until: float | None = None) -> TimeAccount | None:
     """Return the account of a job from its hosts' timelines."""
     files = list(paths.values()) if isinstance(paths, Mapping) else list(paths)
     return settle([HostBook(read_timeline(path)) for path in files], until)

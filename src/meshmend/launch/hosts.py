@@ -104,3 +104,13 @@ def _row_major(shape: Coordinate) -> list[Coordinate]:
     for n in shape:
         chips = [(*chip, x) for chip in chips for x in range(n)]
     return chips
+
+
+def name_hosts(numbers: Iterable[int]) -> str:
+    """Write hosts by their numbers.
+
+    >>> name_hosts([3, 2]), name_hosts([1])
+    ('hosts 2, 3', 'host 1')
+    """
+    listed = sorted(numbers)
+    return f"host{'s' * (len(listed) != 1)} {', '.join(map(str, listed))}"

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshmend.errors import MeshmendError
-from meshmend.launch.hosts import Hosts
+from meshmend.launch.hosts import Hosts, name_hosts
 
 Message = dict[str, Any]
 
@@ -186,7 +186,7 @@ class Membership:
         if self.round is not None:
             joined = set(self._group([*self.round.hosts, *waiting])) - set(self.round.hosts)
             if joined and now >= self._arrived_at + self.settle_s:
-                self._end_round(f"host {', '.join(map(str, sorted(joined)))} has come")
+                self._end_round(f"{name_hosts(joined)} {'has' if len(joined) == 1 else 'have'} joined")
         elif len(waiting) == len(self.members) and len(self._group(waiting)) >= self.least:
             # A store that knows the job knows who is missing and why; a new one gives the others time to come.
             wait_s = (self.silent_s if self.number else self.start_s) if self._fresh else 0.0

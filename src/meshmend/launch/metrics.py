@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshmend.errors import LaunchError, require
-from meshmend.launch.goodput import Account, Attempt
+from meshmend.launch.goodput import TimeAccount, Attempt
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.timeline import STAGES
 from meshmend.launch.watching import Watch
@@ -43,7 +43,7 @@ class JobMetrics:
             yield _of_recoveries(account)
 
 
-def _of_time(account: Account) -> Iterator[Metric]:
+def _of_time(account: TimeAccount) -> Iterator[Metric]:
     yield _gauge("meshmend_goodput_ratio", "Share of the job's time that went into steps that count.", account.goodput)
     yield _counter("meshmend_training_seconds", "Time that went into steps that count.", account.training_s)
     yield _counter(
@@ -57,7 +57,7 @@ def _of_time(account: Account) -> Iterator[Metric]:
         yield _gauge("meshmend_loss", "Loss of the last step.", account.loss)
 
 
-def _of_mesh(account: Account, latest: dict[str, Attempt]) -> Iterator[Metric]:
+def _of_mesh(account: TimeAccount, latest: dict[str, Attempt]) -> Iterator[Metric]:
     n_chips, n_hosts, most = account.chips, len(account.hosts), account.most_hosts
     if account.machine:
         hosts = Hosts.read(account.machine)
@@ -84,7 +84,7 @@ def _of_state(latest: dict[str, Attempt]) -> Iterator[Metric]:
         yield _gauge("meshmend_checkpoint_timestamp_seconds", "When it was complete.", newest.saved_at)
 
 
-def _of_recoveries(account: Account) -> Metric:
+def _of_recoveries(account: TimeAccount) -> Metric:
     from prometheus_client.core import HistogramMetricFamily
 
     family = HistogramMetricFamily(

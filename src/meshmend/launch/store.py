@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from meshmend.errors import LaunchError
+from meshmend.launch.hosts import name_hosts
 from meshmend.launch.membership import BEAT_S, Membership, Message, RefusedError
 from meshmend.launch.messages import (
     HEADER_BYTES,
@@ -197,7 +198,7 @@ class Store:
         caller.talk = Talk(self._key, caller.nonce, theirs, to="a host", of="the store")
         try:
             self.membership.arrive(caller, hello, caller.address, now)
-            self._tell(f"host {int(hello['host'])} has come from {caller.address}")
+            self._tell(f"host {int(hello['host'])} has joined from {caller.address}")
         except RefusedError as error:
             self._tell(f"a host from {caller.address} was refused: {error}")
             self._send(caller, caller.talk.pack({"say": "refused", "why": str(error), "for_now": error.for_now}))
@@ -217,7 +218,7 @@ class Store:
     def _tell_people(self, message: Message, key: Caller) -> None:
         """Report a message once, though it goes to all."""
         if message["say"] == "round" and message["process"] == 0:
-            self._tell(f"round {message['number']}: hosts {', '.join(map(str, message['hosts']))}")
+            self._tell(f"round {message['number']}: {name_hosts(message['hosts'])}")
         elif message["say"] in ("stop", "over") and key is next(iter(self.membership.members), None):
             self._tell(message["why"])
 

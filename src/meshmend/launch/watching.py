@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshmend.errors import LaunchError
-from meshmend.launch.goodput import Account, Attempt, HostBook, settle
+from meshmend.launch.goodput import TimeAccount, Attempt, HostBook, settle
 from meshmend.launch.story import Tail
 from meshmend.launch.timeline import read_before
 
@@ -39,7 +39,7 @@ class Watch:
             for event in tail.read():
                 self.books[name].add(event)
 
-    def account(self, until: float | None = None) -> Account | None:
+    def account(self, until: float | None = None) -> TimeAccount | None:
         """Return where the time went so far; None before the first step."""
         return settle(list(self.books.values()), until)
 

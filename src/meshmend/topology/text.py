@@ -9,17 +9,28 @@ from collections.abc import Sequence
 from meshmend.errors import Coordinate, MeshError
 
 Cable = tuple[Coordinate, Coordinate]
+TIMES = "[xX×]"
+"""What stands between the sides of a shape. We write x, which every keyboard has."""
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    """Read a shape such as `16x32` or `4x4x8`.
+    """Read a shape such as `16x32` or `4x4x8`; `16X32` and `16×32`, as people and papers write it, are the same.
 
-    >>> parse_shape("16x32")
-    (16, 32)
+    >>> parse_shape("16x32"), parse_shape("16×32")
+    ((16, 32), (16, 32))
     """
-    if not re.fullmatch(r"\d{1,9}(x\d{1,9})*", text.strip(), re.ASCII):
+    if not is_shape(text):
         raise MeshError(f"{text!r} is not a shape. Write rows x columns without spaces, as in 16x32.")
-    return tuple(int(n) for n in text.strip().split("x"))
+    return tuple(int(n) for n in re.split(TIMES, text.strip()))
+
+
+def is_shape(text: str) -> bool:
+    """Return whether a text is written as a shape.
+
+    >>> is_shape("8X8"), is_shape("8y8")
+    (True, False)
+    """
+    return re.fullmatch(rf"\d{{1,9}}({TIMES}\d{{1,9}})*", text.strip(), re.ASCII) is not None
 
 
 def parse_chip(text: str) -> Coordinate:

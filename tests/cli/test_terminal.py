@@ -1,0 +1,147 @@
+"""What people see: help that shows flags as flags, tables on narrow terminals, colours that can be switched off."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer
+from rich.table import Table
+from typer.testing import CliRunner
+
+from meshmend.cli import app, terminal
+from meshmend.cost import bound
+from meshmend.topology import Mesh
+
+
+def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every command, by its words."""
+    group = group or typer.main.get_command(app)
+    yield path
+    for name, command in getattr(group, "commands", {}).items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+        else:
+            yield (*path, name)
+
+
+def shown(*words: str, width: int = 100) -> str:
+    result = CliRunner(env={"COLUMNS": str(width)}).invoke(app, list(words))
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.parametrize("words", list(commands()), ids=" ".join)
+def test_help_shows_flags_as_flags(words: tuple[str, ...]) -> None:
+    help_ = shown(*words, "-h")
+    assert help_ == shown(*words, "--help")
+    assert "Usage" in help_
+    options = help_.partition("Options")[2]
+    assert not re.search(r"<\w+|BOOLEAN|INTEGER|TEXT|--no-", options)
+    assert re.search(r"--help +-h +Show this message", options)
+    # A line break of a docstring is not one of the terminal's: paragraphs are wrapped to its width.
+    assert max(len(line.rstrip()) for line in shown(*words, "-h", width=60).splitlines()) <= 60
+
+
+@pytest.mark.parametrize("shape", ["4X6", "4×6", "4x6"])
+def test_shapes_are_written_in_three_ways(shape: str) -> None:
+    hole = f"2{shape[1]}2@0,0"
+    facts = json.loads(shown("plan", shape, "--fail", hole, "--planner", "hamiltonian", "--json"))
+    assert (facts["mesh"], facts["failed"]) == ("4x6", ["2x2@0,0"])
+
+
+def test_plan_leads_with_its_time_and_the_bound() -> None:
+    words = ("plan", "4x6", "--planner", "hamiltonian", "--payload", "10MB", "--hardware", "tpu-v3")
+    facts = json.loads(shown(*words, "--json"))
+    limit = bound(Mesh("4x6")).units * 10e6 / 82e9
+    assert facts["bound_seconds"] == pytest.approx(limit)
+    assert facts["ratio_to_bound"] == pytest.approx(facts["seconds"] / limit)
+    lines = shown(*words).splitlines()
+    assert lines[0] == "hamiltonian all-reduce on 4x6"
+    time = re.fullmatch(
+        r"time +([\d.]+) µs for 10 MB per chip on tpu-v3: ([\d.]+)× the bound of ([\d.]+) µs", lines[1].strip()
+    )
+    assert time
+    assert float(time[1]) == pytest.approx(facts["seconds"] * 1e6, rel=1e-3)
+    assert float(time[2]) == pytest.approx(facts["ratio_to_bound"], abs=5e-4)
+    assert float(time[3]) == pytest.approx(limit * 1e6, rel=1e-3)
+
+
+def table_of(n: int) -> Table:
+    table = Table("planner", "why not", title="\nAll of them", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.columns[1].min_width = 16
+    for i in range(n):
+        table.add_column(f"heading {i}", justify="right")
+    table.add_row("weave", "words that may be wrapped where they have to be", *(f"{i},234.5 ms" for i in range(n)))
+    return table
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 80, 120])
+@pytest.mark.parametrize("n", [1, 3, 6])
+def test_no_number_is_ever_cut(n: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setenv("COLUMNS", str(width))
+    terminal.print_table(table_of(n))
+    printed = out.getvalue()
+    assert "…" not in printed
+    for i in range(n):
+        assert f"{i},234.5 ms" in printed
+    # Side by side where there is room: all numbers are on one line then.
+    fits = width >= len("planner") + 2 + 16 + n * (2 + len("0,234.5 ms"))
+    assert any(all(f"{i},234.5 ms" in line for i in range(n)) for line in printed.splitlines()) == (fits or n == 1)
+    assert all(heading in printed for heading in ("All of them", "planner") if fits or heading != "planner")
+
+
+@pytest.mark.parametrize(("settings", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)], ids=["colour", "NO_COLOR"])
+def test_colours_can_be_switched_off(settings: dict[str, str], coloured: bool) -> None:
+    code = (
+        "from meshmend.cli.common import print_facts\nfrom meshmend.cli.terminal import approved\n"
+        "print_facts('title', {'name': approved('it')})"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    environment |= {"FORCE_COLOR": "1", "TERM": "xterm-256color"} | settings
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True, timeout=120)
+    assert (b"\x1b[32m" in done.stdout or b"\x1b[36m" in done.stdout) == coloured
+
+
+def test_progress_is_for_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def words_on_screen(is_terminal: bool, as_json: bool = False) -> str:
+        out = io.StringIO()
+        monkeypatch.setattr(out, "isatty", lambda: is_terminal, raising=False)
+        monkeypatch.setattr(sys, "stderr", out)
+        with terminal.working("planning [/bold]\x1b[2J", as_json, total=2) as tell:
+            tell(advance=1)
+            tell("proving")
+        return out.getvalue()
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    watched = words_on_screen(True)
+    assert "proving" in watched
+    assert "1/2" in watched
+    assert "\x1b[2J" not in watched
+    assert words_on_screen(False) == ""
+    assert words_on_screen(True, as_json=True) == ""
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("meshmend pl", {"plan"}),
+        ("meshmend plan 8x8 --planner we", {"weave"}),
+        ("meshmend plan 8x8 --hardware tpu-v6", {"tpu-v6e", "tpu-v6e-xla"}),
+        ("meshmend draw 8x8 --what lo", {"load"}),
+        ("meshmend compare 8x8 --mode a", {"asynchronous"}),
+    ],
+)
+def test_the_shell_completes(typed: str, offered: set[str]) -> None:
+    settings = {"_MESHMEND_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    result = CliRunner(env=settings).invoke(app, [], prog_name="meshmend")
+    assert set(result.stdout.split()) == offered
