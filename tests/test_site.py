@@ -111,6 +111,9 @@ def browsing(profile: Path) -> Iterator[webdriver.Chrome]:
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     with webdriver.Chrome(options=options, service=Service(driver)) as chrome:
+        # Every visit is a first one: the theme would remember the scheme of the last.
+        first = {"source": "try { localStorage.clear(); } catch {}"}
+        chrome.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", first)
         yield chrome
 
 
@@ -123,8 +126,6 @@ def show(browser: webdriver.Chrome, address: str, size: tuple[int, int], scheme:
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     screen = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size == NARROW}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
-    # The theme remembers the scheme of an earlier visit, and the browser its pictures.
-    browser.execute_cdp_cmd("Storage.clearDataForOrigin", {"origin": address, "storageTypes": "all"})
     browser.execute_cdp_cmd("Network.setCacheDisabled", {"cacheDisabled": True})
     browser.get("about:blank")
     for log in ("browser", "performance"):

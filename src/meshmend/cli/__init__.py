@@ -16,6 +16,7 @@ from meshmend.cli import (
     plan,
     predict,
     prepare,
+    report,
     reproduce,
     route,
     run,
@@ -47,6 +48,7 @@ app.command("predict")(unbundled(predict.command))
 app.command("compare")(unbundled(compare.command))
 app.command("reproduce")(unbundled(reproduce.command))
 app.command("availability")(unbundled(availability.command))
+app.command("report")(unbundled(report.command))
 app.command("draw")(unbundled(draw.command))
 app.command("compile")(unbundled(compile_command.command))
 app.command(
