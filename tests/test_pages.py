@@ -58,6 +58,8 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
     assert by == {
         ("README.md", "python", "tests/jax_engine/managed/test_docs.py"),
         ("README.md", "bash", "tests/jax_restart/test_job.py"),
+        ("index.md", "python", "tests/jax_engine/managed/test_docs.py"),
+        ("index.md", "bash", "tests/jax_restart/test_job.py"),
         ("job.md", "python", "tests/jax_engine/managed/test_docs.py"),
         ("job.md", "bash", "tests/jax_restart/test_job.py"),
         ("operate.md", "bash", "tests/jax_restart/test_run.py"),

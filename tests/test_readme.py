@@ -43,7 +43,7 @@ def rows() -> list[Row]:
 def prose(text: str) -> str:
     """What a page says in words: no code, no addresses, and none of the numbers that only name something."""
     text = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
-    text = re.sub(r"`[^`]*`|!\[[^\]]*\]\([^)]*\)", "", text)
+    text = re.sub(r"`[^`]*`|!\[[^\]]*\]\([^)]*\)|<[^>]+>", "", text)
     text = re.sub(r"\]\([^)]*\)", "]", text)
     names = [
         r"\d+(?:×\d+)+ (?:blocks|minus)",  # a shape

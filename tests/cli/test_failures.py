@@ -116,6 +116,10 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("availability", "bad host", ["4x4", "--host", "3x3"], ""),
     ("availability", "too long", ["4x4", "--days", "1e308"], "at most 36,500"),
     ("availability", "unwritable", ["4x4", "--plot", "nowhere/a.svg"], "--plot: nothing can be written in nowhere"),
+    ("report", "bad unit", ["4x4", "--payload", "much"], "is not a payload"),
+    ("report", "bad host", ["4x4", "--host", "3x3"], "does not tile"),
+    ("report", "unwritable", ["4x4", "--out", "nowhere/a.html"], "--out: nothing can be written in nowhere"),
+    ("report", "bad ending", ["4x4", "--out", "a.pdf"], "expected .html or .htm"),
     ("draw", "nothing to draw", ["-o", "a.svg"], "Say which mesh to draw"),
     ("draw", "cut mesh", ["4x4", *CUT, "-o", "a.svg"], "cannot plan"),
     ("draw", "missing", ["nowhere.npz", "-o", "a.svg"], "nowhere.npz"),
@@ -214,6 +218,7 @@ def test_usage_is_one_line(words: list[str]) -> None:
         (["draw", "4x4", "-o", "a.svg"], "matplotlib", "draw"),
         (["compare", "4x4", *PAID, "--plot", "a.svg"], "matplotlib", "draw"),
         (["availability", "4x4"], "simpy", "availability"),
+        (["report", "4x4"], "simpy", "availability"),
         (["availability", "4x4", "--plot", "a.svg"], "matplotlib", "draw"),
         (["compile", "--topology", "v3:4x4"], "jax", "tpu"),
         (["compile", "--topology", "v3:4x4"], "libtpu", "tpu"),
@@ -244,6 +249,7 @@ def test_a_missing_extra_is_one_line(
         ["prepare", "4x4", "--host", "2x2", "--cache", "file"],
         ["compare", "4x4", *PAID, "--plot", "nowhere/a.svg"],
         ["availability", "4x4", "--plot", "nowhere/a.svg"],
+        ["report", "4x4", "--out", "nowhere/a.html"],
     ],
     ids=lambda words: words[0],
 )
@@ -251,7 +257,7 @@ def test_where_results_go_is_checked_before_the_work(words: list[str], monkeypat
     def work(*_: object, **__: object) -> None:
         raise AssertionError("the work has begun")
 
-    for place in ("plan.plan", "plan.choose", "draw.plan", "prepare.plan", "compare.compare", "availability.simulate"):
+    for place in ("plan.plan", "plan.choose", "draw.plan", "prepare.plan", "compare.compare", "studies.simulate"):
         module, _, name = place.partition(".")
         monkeypatch.setattr(f"meshmend.cli.{module}.{name}", work)
     check(words, "nothing can be written")

@@ -5,6 +5,7 @@ from collections import Counter
 import networkx as nx
 import numpy as np
 import pytest
+from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex
 
 from drawing.pictures import (
@@ -149,7 +150,8 @@ def test_the_halves_of_two_color_change_places_between_the_panels() -> None:
     picture = figure(plan(Mesh("4x4"), "two-color"))
     seen_in = []
     for axes in picture.axes:
-        lines = [artist for artist in axes.get_children() if "both ways" in str(artist.get_label())]
+        found = [artist for artist in axes.collections if isinstance(artist, LineCollection)]
+        lines = [artist for artist in found if "both ways" in str(artist.get_label())]
         seen_in.append(
             {str(line.get_label())[:7]: to_hex(line.get_colors()[0], keep_alpha=False).upper() for line in lines}
         )

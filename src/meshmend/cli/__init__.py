@@ -16,6 +16,7 @@ from meshmend.cli import (
     plan,
     predict,
     prepare,
+    report,
     reproduce,
     route,
     run,
@@ -48,6 +49,7 @@ app.command("predict", cls=Command)(unbundled(predict.command))
 app.command("compare", cls=Command)(unbundled(compare.command))
 app.command("reproduce", cls=Command)(unbundled(reproduce.command))
 app.command("availability", cls=Command)(unbundled(availability.command))
+app.command("report", cls=Command)(unbundled(report.command))
 app.command("draw", cls=Command)(unbundled(draw.command))
 app.command("compile", cls=Command)(unbundled(compile_command.command))
 app.command(

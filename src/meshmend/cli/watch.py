@@ -16,7 +16,7 @@ from rich.text import Text
 from meshmend.cli.common import exit_on_error, print_json
 from meshmend.cli.terminal import plain, terminal
 from meshmend.errors import Coordinate
-from meshmend.launch.goodput import TimeAccount, Restart
+from meshmend.launch.goodput import Restart, TimeAccount
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.watching import Watch
 

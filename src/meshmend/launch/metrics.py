@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshmend.errors import LaunchError, require
-from meshmend.launch.goodput import TimeAccount, Attempt
+from meshmend.launch.goodput import Attempt, TimeAccount
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.timeline import STAGES
 from meshmend.launch.watching import Watch

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshmend.errors import LaunchError
-from meshmend.launch.goodput import TimeAccount, Attempt, HostBook, settle
+from meshmend.launch.goodput import Attempt, HostBook, TimeAccount, settle
 from meshmend.launch.story import Tail
 from meshmend.launch.timeline import read_before
 

@@ -12,6 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/job.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+HOME = (ROOT / "docs/index.md").read_text(encoding="utf-8")
 PLAIN, SURVIVING = (
     (ROOT / "examples/jax" / name).read_text(encoding="utf-8")
     for name in ("data_parallel.py", "data_parallel_survives.py")
@@ -40,7 +41,8 @@ def run(script: str, folder: Path) -> list[list[float]]:
 
 def test_the_script_of_the_page_is_short_and_is_the_example(tmp_path: Path) -> None:
     (script,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0] == script
+    for other in (README, HOME):
+        assert re.findall(r"```python\n(.*?)```", other, re.DOTALL)[0] == script
     code = [line for line in script.splitlines() if line and not line.startswith(("import", "from"))]
     assert len(code) <= 15
     example = (ROOT / "examples/jax/survive.py").read_text(encoding="utf-8")

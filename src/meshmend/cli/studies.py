@@ -1,0 +1,141 @@
+"""What `meshmend availability` and `meshmend report` share: the options of a study, and running it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from meshmend.availability import Assumptions, Study, simulate
+from meshmend.availability.assumptions import GROWS
+from meshmend.availability.job import require_simpy
+from meshmend.availability.plot import sweep
+from meshmend.availability.throughput import Throughput
+from meshmend.cli.options import HardwareOption, HoleOptions, MachineOptions, WrapOption
+from meshmend.cli.terminal import working
+from meshmend.cost import DEFAULT_HARDWARE
+from meshmend.cost.units import parse_bytes
+from meshmend.errors import ParameterError
+from meshmend.topology import Mesh, parse_shape
+
+MAX_DAYS = 36_500
+"""A century: longer than any machine runs, and short enough to simulate."""
+
+
+def _hours(what: str, name: str) -> Any:
+    return typer.Option(f"--{name}", metavar="HOURS", help=what)
+
+
+def _seconds(what: str, name: str) -> Any:
+    return typer.Option(f"--{name}", metavar="S", min=0.0, help=what)
+
+
+@dataclass(frozen=True)
+class StudyOptions:
+    """The machine's parts, how they fail, how a job restarts, what it trains, and how long to simulate."""
+
+    host: Annotated[str, typer.Option("--host", metavar="HxW", help="Chips per host; hosts tile the mesh.")] = "4x2"
+    board: Annotated[
+        str, typer.Option("--board", metavar="HxW", help="Chips per board; boards tile a host. Or none.")
+    ] = "2x2"
+    wrap: WrapOption = "none"
+    days: Annotated[float, typer.Option("--days", metavar="DAYS", min=0.0, help="Length of a run.")] = 365.0
+    runs: Annotated[
+        int, typer.Option("--runs", metavar="N", min=1, help="Independent runs; more runs give narrower intervals.")
+    ] = 20
+    mtbf_chip: Annotated[float, _hours("Mean time between failures of a chip; inf: never.", "mtbf-chip")] = 85_000
+    mtbf_board: Annotated[float, _hours("The same of a board, not counting its chips.", "mtbf-board")] = 150_000
+    mtbf_host: Annotated[float, _hours("The same of a host, not counting its boards.", "mtbf-host")] = 19_000
+    repair_chip: Annotated[float, _hours("Mean time to repair a chip.", "repair-chip")] = 24.0
+    repair_board: Annotated[float, _hours("Mean time to repair a board.", "repair-board")] = 24.0
+    repair_host: Annotated[float, _hours("Mean time to repair a host.", "repair-host")] = 24.0
+    quick_repair: Annotated[float, _hours("quick repair: mean time to repair anything.", "quick-repair")] = 4.0
+    checkpoint_minutes: Annotated[
+        float, typer.Option("--checkpoint-minutes", metavar="MINUTES", help="Training time between checkpoints.")
+    ] = 60.0
+    save_seconds: Annotated[float, _seconds("How long training pauses for a checkpoint.", "save-seconds")] = 30.0
+    detect_seconds: Annotated[float, _seconds("Time from a failure to a decision.", "detect-seconds")] = 60.0
+    restart_seconds: Annotated[float, _seconds("Time from a decision to the first step.", "restart-seconds")] = 300.0
+    swap_seconds: Annotated[float, _seconds("hot spares: time to wire a spare in.", "swap-seconds")] = 60.0
+    replan_seconds: Annotated[float, _seconds("fault-tolerant: time to plan round the hole.", "replan-seconds")] = 10.0
+    grow: Annotated[
+        str,
+        typer.Option(
+            "--grow", metavar="NAME", help=f"When a smaller job takes repaired chips back: {', '.join(GROWS)}."
+        ),
+    ] = "worth"
+    spares: Annotated[int, typer.Option("--spares", metavar="N", min=0, help="hot spares: hosts kept ready.")] = 2
+    price: Annotated[float, typer.Option("--price", min=0.0, metavar="$", help="Price per chip-hour.")] = 2.0
+    crew_price: Annotated[
+        float, typer.Option("--crew-price", min=0.0, metavar="$", help="quick repair: price of the crew per hour.")
+    ] = 0.0
+    payload: Annotated[
+        str | None, typer.Option("--payload", metavar="SIZE", help="Gradients per step; default: BERT, 668MB.")
+    ] = None
+    compute_seconds: Annotated[
+        float | None,
+        typer.Option("--compute-seconds", metavar="S", help="A step without its all-reduce; default: BERT, 0.132."),
+    ] = None
+    hardware: HardwareOption = DEFAULT_HARDWARE
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Random seed.")] = 0
+    checks: Annotated[
+        int, typer.Option("--checks", metavar="N", min=0, help="States to plan in full, to check the estimates.")
+    ] = 2
+
+    def check(self) -> None:
+        """Raise an error if no study can be made; called before the work."""
+        require_simpy()
+        if not 0 < self.days <= MAX_DAYS:
+            raise ParameterError(f"--days {self.days:g}: expected more than 0, and at most {MAX_DAYS:,}.")
+
+    def assumptions(self, machine: MachineOptions, shape: str | None) -> Assumptions:
+        """Return what the options assume, of the machine with nothing failed."""
+        mesh = machine.mesh(shape, HoleOptions(wrap=self.wrap))
+        others: dict[str, Any] = {} if self.payload is None else {"payload_bytes": parse_bytes(self.payload)}
+        if self.compute_seconds is not None:
+            others["compute_s"] = self.compute_seconds
+        return Assumptions.of(
+            Mesh(mesh.shape, wrap=mesh.wrap),  # the simulation makes failures of its own
+            host=parse_shape(self.host),
+            board=None if self.board == "none" else parse_shape(self.board),
+            mtbf_chip_h=self.mtbf_chip,
+            mtbf_board_h=self.mtbf_board,
+            mtbf_host_h=self.mtbf_host,
+            repair_chip_h=self.repair_chip,
+            repair_board_h=self.repair_board,
+            repair_host_h=self.repair_host,
+            hardware=self.hardware,
+            quick_repair_h=self.quick_repair,
+            checkpoint_min=self.checkpoint_minutes,
+            save_s=self.save_seconds,
+            detect_s=self.detect_seconds,
+            restart_s=self.restart_seconds,
+            swap_s=self.swap_seconds,
+            replan_s=self.replan_seconds,
+            spares=self.spares,
+            price=self.price,
+            crew_price=self.crew_price,
+            grow=self.grow,
+            **others,
+        )
+
+    def simulate(
+        self, assumptions: Assumptions, *, swept: bool, as_json: bool
+    ) -> tuple[Study, list[tuple[float, Study]]]:
+        """Return the study and, if wanted, those of machines that fail more and less often; with a bar to watch."""
+        throughput = Throughput(assumptions)
+        with working("planning, then simulating", as_json, total=self.runs) as tell:
+            study = simulate(
+                assumptions,
+                days=self.days,
+                runs=self.runs,
+                seed=self.seed,
+                checks=self.checks,
+                throughput=throughput,
+                on_run=lambda _: tell(advance=1),
+            )
+            if not swept:
+                return study, []
+            tell("sweeping failure rates")
+            return study, sweep(study, throughput)

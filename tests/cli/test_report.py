@@ -1,0 +1,173 @@
+"""`meshmend report`: one page, for the person who signs."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from meshmend.availability import ANSWERS, Assumptions, simulate
+from meshmend.availability.assumptions import SOURCES
+from meshmend.availability.report import DOES, write_report
+from meshmend.cli import app
+
+SMALL = ("8x8", "--days", "60", "--runs", "3", "--payload", "1MB", "--price", "3", "--crew-price", "40")
+HOSTILE = "<script>alert(1)</script>\"><img src=x onerror='alert(2)'>&{{lead}}"
+VOID = {"meta", "link", "br", "rect", "line"}
+
+
+class Page(HTMLParser):
+    """What a page says, and what it is made of; raises AssertionError where tags do not match."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.rows: list[list[str]] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.words.append(data)
+        if "td" in self.open or "th" in self.open:
+            self.rows[-1][-1] += data
+
+    def row(self, begins: str, length: int) -> list[str]:
+        (found,) = (row for row in self.rows if row[0].startswith(begins) and len(row) == length)
+        return found
+
+
+def run(*words: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = tmp_path_factory.mktemp("facts") / "report.html"
+    found = json.loads(run("report", *SMALL, "--out", str(path), "--json"))
+    assert found.pop("out") == str(path)
+    assert path.is_file()
+    assert found == json.loads(run("availability", *SMALL, "--json"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    assert f"Written to {path}" in run("report", *SMALL, "--name", HOSTILE, "--out", str(path)).replace("\n", "")
+    return Page(path.read_text(encoding="utf-8"))
+
+
+def test_it_has_what_availability_says(page: Page, facts: Any) -> None:
+    """The same options give the same study."""
+    first = facts["answers"][0]
+    for one in facts["answers"]:
+        row = page.row(one["answer"], 7)
+        goodput, cost = one["goodput"], one["cost_per_useful_chip_hour"]["mean"]
+        assert row[1] == f"{100 * goodput['mean']:.2f} ± {100 * goodput['half_width_95']:.2f} %"
+        assert row[4] == f"${cost:.3f}"
+        assert DOES[one["answer"]] in row[0]
+        # What a year is worth, by hand: 64 chips at $3, 16 more of two spare hosts, a crew at $40 an hour.
+        paid_h = 3 * 64 + (3 * 16) * (one["answer"] == "hot spares") + 40 * (one is first)
+        value = (3 * 64 * goodput["mean"] - paid_h) * 8760
+        if one is first:
+            start = value
+            assert row[3] == ""
+        else:
+            said = float(row[3].replace("$", "").replace(",", "").replace("−", "-"))
+            assert said == pytest.approx(value - start, rel=0.006)
+
+
+def test_what_a_failure_costs(page: Page, facts: Any) -> None:
+    for one in facts["answers"]:
+        stops = one["interruptions_per_year"]["mean"]
+        lost = sum(share["mean"] for cause, share in one["losses"].items() if cause != "checkpoints")
+        hours = lost * 8760 / stops
+        row = page.row(one["answer"], 5)
+        assert row[1] == f"{stops:,.0f}"
+        assert row[2] == f"{hours:.2f} h"
+        assert float(row[4].strip("$").replace(",", "")) == pytest.approx(hours * 64 * 3, rel=0.006)
+
+
+def test_every_assumption_is_there_with_its_option_and_source(page: Page) -> None:
+    help_text = run("report", "--help")
+    options = [row[2] for row in page.rows if len(row) == 4 and row[2].startswith("--")]
+    assert len(options) == len(set(options)) == 18
+    for option in options:
+        assert option in help_text, option
+    said = " ".join(page.words)
+    for source in SOURCES.values():
+        assert source in said
+
+
+def test_the_sweep_has_every_answer_at_every_rate(page: Page) -> None:
+    rows = [row for row in page.rows if "×)" in row[0]]
+    assert [re.findall(r"\(([\d.]+) ×\)", row[0])[0] for row in rows] == ["0.25", "0.5", "1", "2", "4"]
+    assert all(len(row) == 1 + len(ANSWERS) for row in rows)
+
+
+def test_a_hostile_name_stays_a_name(page: Page) -> None:
+    assert any(HOSTILE in words for words in page.words)
+    assert not {tag for tag, _ in page.tags} & {"script", "img", "iframe", "object"}
+
+
+def test_it_needs_nothing_else(page: Page) -> None:
+    for tag, attributes in page.tags:
+        assert not any(name.startswith("on") or name == "src" for name in attributes), tag
+        assert (attributes.get("href") or "data:").startswith("data:")
+    policy = next(a["content"] for tag, a in page.tags if tag == "meta" and "http-equiv" in a)
+    assert policy is not None
+    assert "default-src 'none'" in policy
+
+
+def test_a_machine_that_never_fails() -> None:
+    study = simulate(
+        Assumptions.of("4x4", board=None, mtbf_chip_h=float("inf"), mtbf_host_h=float("inf")), days=5, runs=1, checks=0
+    )
+    shown = Page(write_report(study, []))
+    assert ["a failure", "never"] in shown.rows
+    assert "Nothing fails." in shown.words
+    assert shown.row("quick repair", 5)[1:] == ["0", "–", "–", "–"]
+
+
+def test_a_tie_is_called_a_tie() -> None:
+    study = simulate(Assumptions.of("8x8", payload_bytes=1e6), days=30, runs=2, checks=0)
+    assert "too close to" in write_report(study, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("8x8", "--out", "report.pdf"), "the name ends in '.pdf', expected .html or .htm"),
+        (("8x8", "--out", "nowhere/report.html"), "nothing can be written in nowhere"),
+        (("8x8", "--days", "0"), "--days 0: expected more than 0"),
+    ],
+)
+def test_mistakes_are_reported(words: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert message in run("report", *words, code=1).replace("\n", " ")

@@ -1,0 +1,64 @@
+"""The animated picture of the first page is what its script draws from the record that is kept beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+import meshmend as mm
+
+FIGURES = Path(__file__).parents[1] / "docs" / "figures"
+SCRIPT = runpy.run_path(str(FIGURES / "survive.py"))
+FOUND: dict[str, Any] = json.loads((FIGURES / "survive.json").read_text(encoding="utf-8"))
+PARTS = {"svg", "style", "rect", "line", "circle", "path", "text", "g"}
+DRAWN: dict[Path, str] = SCRIPT["pictures"]()
+
+
+@pytest.mark.parametrize("path", DRAWN, ids=lambda path: path.name)
+def test_it_is_drawn_from_the_record(path: Path) -> None:
+    assert path.read_text(encoding="utf-8") == DRAWN[path], "run: python docs/figures/survive.py"
+    assert len(DRAWN[path].encode()) < 150_000
+
+
+@pytest.mark.parametrize("path", DRAWN, ids=lambda path: path.name)
+def test_it_plays_anywhere_and_stands_still_when_asked(path: Path) -> None:
+    """Shown by <img>, a picture may not load anything nor run a script."""
+    root = ElementTree.fromstring(DRAWN[path])  # noqa: S314  # our own
+    assert {element.tag.rpartition("}")[2] for element in root.iter()} <= PARTS
+    assert not re.search(r"url\(|href|@import", DRAWN[path])
+    style = "".join(root.itertext()).partition("@media (prefers-reduced-motion: no-preference)")
+    assert "animation:" in style[2]
+    assert "animation:" not in style[0]
+    assert "prefers-color-scheme: dark" in style[0]
+    assert root.get("aria-label")
+
+
+@pytest.mark.parametrize("path", DRAWN, ids=lambda path: path.name)
+def test_what_it_says_is_what_was_recorded(path: Path) -> None:
+    said = " ".join(re.findall(r"<text[^>]*>([^<]*)</text>", DRAWN[path]))
+    holed = mm.Mesh(FOUND["mesh"], failed=[FOUND["failed"]])
+    assert f"{holed.size} chips train" in said
+    assert f"{holed.n_chips} chips keep training" in said
+    assert f"resumed at step {FOUND['resumed']['step']} from memory, {FOUND['resumed']['after_s']:.0f} s later" in said
+    assert FOUND["command"].removeprefix("meshmend ") in said
+
+
+def test_the_record_is_of_the_readmes_command_and_of_a_job_that_went_on() -> None:
+    readme = (FIGURES.parents[1] / "README.md").read_text(encoding="utf-8")
+    assert f"\n{FOUND['command']}\n" in readme
+    holed = mm.Mesh(FOUND["mesh"], failed=[FOUND["failed"]])
+    steps, killed = FOUND["steps"], FOUND["killed"]
+    assert [one["step"] for one in steps] == sorted({one["step"] for one in steps})
+    assert all(one["chips"] == (holed.size if one["step"] <= killed["step"] else holed.n_chips) for one in steps)
+    assert all(one["at_s"] > killed["at_s"] for one in steps if one["chips"] == holed.n_chips)
+    assert steps[-1]["loss"] < next(one["loss"] for one in reversed(steps) if one["step"] <= killed["step"])
+    for name, mesh in (("before", mm.Mesh(FOUND["mesh"])), ("after", holed)):
+        cables = {tuple(sorted(mesh.rank_of[tuple(end)] for end in ends)) for ends in FOUND["trees"][name]}
+        assert len(cables) == mesh.n_chips - 1
+        assert cables <= {tuple(sorted(pair)) for pair in mesh.cables.tolist()}
