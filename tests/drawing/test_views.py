@@ -153,7 +153,7 @@ def test_the_halves_of_two_color_change_places_between_the_panels() -> None:
         found = [artist for artist in axes.collections if isinstance(artist, LineCollection)]
         lines = [artist for artist in found if "both ways" in str(artist.get_label())]
         seen_in.append(
-            {str(line.get_label())[:7]: to_hex(line.get_colors()[0], keep_alpha=False).upper() for line in lines}
+            {str(line.get_label())[:7]: to_hex(tuple(np.asarray(line.get_colors())[0][:3])).upper() for line in lines}
         )
     assert seen_in == [{"along X": VERMILION, "along Y": BLUE}, {"along Y": VERMILION, "along X": BLUE}]
     words = [text.get_text() for legend in picture.legends for text in legend.get_texts()]
