@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -85,7 +86,7 @@ def test_a_description_from_when_it_was_whole_settles_everything(name: str) -> N
         assert machine.chips.keys() == whole.chips.keys()
     stranger = sample.text.replace("100000000000000031", "5").replace('"neuron_device": 3,', '"neuron_device": 99,')
     if stranger != sample.text:
-        with pytest.raises(MachineError, match="expected chips of intended, got"):
+        with pytest.raises(MachineError, match=r"expected chips of intended \(.*\), got"):
             read(stranger, sample.text)
 
 
@@ -160,7 +161,7 @@ def test_a_description_of_our_own() -> None:
         "meshmend: 1\nshape: 4x4\nrates: {'0,0-1,1': 1/2}": "not neighbours in 4x4",
         "meshmend: 1\nshape: 4x4x8_twisted": "twisted torus",
         "meshmend: 1\nshape: 99999x99999": "at most 65,536 chips",
-        "meshmend: 1": "expected a field 'cables'",
+        "meshmend: 1": "expected a field 'shape' or 'cables'",
         "meshmend: 1\ncables: [[a, a]]": "two different chips",
     }.items():
         with pytest.raises(MachineError, match=words):
@@ -210,3 +211,48 @@ def test_descriptors_of_real_machines(name: str) -> None:
             read_machine(Path(FOLDER) / name)
     else:
         assert str(read_machine(Path(FOLDER) / name).mesh) == EXPECTED[name]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("meshmend: 1\nshape: 4x4\nfaild: []", "got 'faild'. Is failed meant"),
+        ("meshmend: 1\nshape: 4x4\nfailed: [0,3]", r"line 3: .* got 0. Quote what has a comma in it: .0,3."),
+        ("meshmend: 1\nshape: 4x4\nrates: {0,0-0,1: 1/2}", "expected a rate at rates.0, got nothing. Quote what has"),
+        (
+            "meshmend: 1\nshape: 4x4\nhosts: {a: '2x2@0,0', b: '2x2@1,1'}",
+            r"one host at hosts.b, got \(1,1\), which a has",
+        ),
+        ('{"a": 1}', "not a description of a machine that is known here"),
+        ("[]", "not a description of a machine that is known here"),
+    ],
+)
+def test_mistakes_are_told_with_their_remedy(text: str, words: str) -> None:
+    with pytest.raises(MachineError, match=words):
+        read(text)
+
+
+def test_another_shape_than_the_files_own_is_refused(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("meshmend: 1\nshape: 4x8\nwrap: '1'\nfailed: ['0,3']")
+    with pytest.raises(
+        MachineError, match="says that it is 4x8 wrapped on axis 1, got a 4x4 mesh as what was intended"
+    ):
+        read_machine(mine, shape="4x4")
+    with pytest.raises(MachineError, match="got a 4x8 mesh as what was intended"):
+        read_machine(mine, shape="4x8")
+    assert read_machine(mine, shape="4x8", wrap=[False, True]).mesh == read_machine(mine).mesh
+    for intended in ("meshmend: 1\nshape: 2x2", "meshmend: 1\nshape: 2x2\nhosts: {gke-tpu-0: '2x2@0,0'}"):
+        with pytest.raises(MachineError, match="is a 4x4x4 torus, got a 2x2 mesh as what was intended"):
+            read(GKE, intended)
+
+
+def test_cables_that_were_plugged_in_elsewhere_are_told() -> None:
+    sample = SAMPLES["galaxy"]
+    cables = {edge: n for edge, n in sample.cables.items() if edge != (0, 1)} | {(0, 18): 4}
+    machine = read(dataclasses.replace(sample, cables=cables).text, sample.text)
+    assert [sorted(machine.chips[end].name for end in c) for c in machine.mesh.failed_cables] == [["chip 0", "chip 1"]]
+    assert machine.mesh.n_cables == 51
+    assert any("1 cables are not in intended" in note and "chip 0 – chip 18" in note for note in machine.notes)
+    with pytest.raises(MachineError, match=r"expected chips of intended \(a, b, …\), got chip 0.*matched by the ids"):
+        read(sample.text, "meshmend: 1\nshape: 4x8\nchips: {a: [0, 0], b: [0, 1]}")

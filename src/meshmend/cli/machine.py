@@ -13,6 +13,7 @@ from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_js
 from meshmend.cli.options import IntendedOption, JsonOption, WrapOption, read_wrap
 from meshmend.cli.outputs import check_plot
 from meshmend.cli.terminal import plain, print_line, terminal
+from meshmend.cost import find_hardware
 from meshmend.drawing import Drawing, draw_machine
 from meshmend.errors import ParameterError, name_chip
 from meshmend.machines import Machine, read_machine
@@ -49,6 +50,8 @@ def command(
             raise ParameterError("--wrap goes with --shape: give both, or neither.")
         wraps = False if shape is None else read_wrap(wrap, len(parse_shape(shape)))
         machine = read_machine(file, intended=intended, shape=shape, wrap=wraps)
+        if machine.hardware is not None:
+            find_hardware(machine.hardware)  # a name that is not known would fail in the next command
         drawing = None if output is None else draw_machine(machine, output)
         if json:
             written = {} if drawing is None else {"drawing": str(drawing.path), "bytes": drawing.n_bytes}

@@ -195,7 +195,9 @@ def _only_one(fits: Sequence[Fit], n_chips: int) -> Fit:
     # Where all of them are the same grid, to name it settles nothing.
     advice = _ADVICE if len({fit.grid for fit in kept}) > 1 else _ADVICE_ON_ONE_GRID
     raise LayoutError(
-        f"The layout is ambiguous: the cables of {n_chips} chips fit {'; or '.join(ways[:4])}. {advice}", "ambiguous"
+        f"The layout is ambiguous: the cables of {n_chips} chip{'s' * (n_chips > 1)} fit {'; or '.join(ways[:4])}. "
+        f"{advice}",
+        "ambiguous",
     )
 
 

@@ -12,6 +12,7 @@ from fractions import Fraction
 import numpy as np
 
 from meshmend.errors import Coordinate, LayoutError, MachineError, MeshError, name_chip
+from meshmend.machines import own
 from meshmend.machines.description import Chip, Description
 from meshmend.machines.grid import Grid
 from meshmend.machines.layout import SLACK_CHIPS, check_connected, find_layout
@@ -104,12 +105,31 @@ def machine_of(found: Description, intended: Description | None = None) -> Machi
         if intended is None:
             return _alone(found)[0]
         if not intended.chips and not intended.lists_cables:
+            _check_same_grid(found, intended.grids)
             return _alone(_narrowed(found, intended))[0]
         return _minus(intended, found)
     except LayoutError as error:
         raise LayoutError(f"{found.file}: {error}", error.why) from None
     except MeshError as error:
         raise MachineError(f"{found.file}: {error}", file=found.file) from None
+
+
+def _check_same_grid(found: Description, intended: Sequence[Grid] | None) -> None:
+    """Refuse another grid than that of a description which has its own: its places would be those of another mesh.
+
+    Whether axes wrap is compared only where the description itself says so: GKE's labels leave it to be inferred.
+    """
+    if found.lists_cables or not found.grids or not intended:
+        return
+    mine, theirs = found.grids[0], intended[0]
+    if mine.shape != theirs.shape or (found.format == own.FORMAT and mine.wrap != theirs.wrap):
+        raise MachineError(
+            f"{found.file} says that it is {mine}, got {theirs} as what was intended. Leave that out, or correct the "
+            f"file.",
+            file=found.file,
+            expected=str(mine),
+            got=str(theirs),
+        )
 
 
 def _narrowed(found: Description, intended: Description) -> Description:
@@ -235,6 +255,7 @@ def _observed_cables(
 def _minus(intended: Description, found: Description) -> Machine:
     """Return the intended machine without what is not found, or has failed."""
     whole, places = _alone(intended)
+    _check_same_grid(found, [Grid.of(whole.mesh.shape, whole.mesh.wrap)])
     notes = [*whole.notes, *found.notes]
     failed, cables, rates = list(whole.failed_chips), list(whole.mesh.failed_cables), dict(whole.mesh.cable_rates)
     unplaced = dict(whole.unplaced)
@@ -245,9 +266,12 @@ def _minus(intended: Description, found: Description) -> Machine:
         here = {key: places[key] for key in found.chips if key in places}
         strange = [chip.name for key, chip in found.chips.items() if key not in places]
         if strange:
+            theirs = ", ".join([chip.name for chip in intended.chips.values()][:4])
             raise MachineError(
-                f"{found.file}: expected chips of {intended.file}, got {', '.join(strange[:4])}, which it does not "
-                f"have. If parts were replaced, describe the machine again while it is whole.",
+                f"{found.file}: expected chips of {intended.file} ({theirs}, …), got {', '.join(strange[:4])}, which "
+                f"it does not have. Chips are matched by the ids that their tool gives them: both files come from the "
+                f"same tool and machine, or {intended.file} has only a shape. If parts were replaced, describe the "
+                f"machine again while it is whole.",
                 file=found.file,
             )
         gone = [place for key, place in places.items() if key not in found.chips or found.chips[key].failed]
@@ -255,7 +279,7 @@ def _minus(intended: Description, found: Description) -> Machine:
         grid = Grid.of(whole.mesh.shape, whole.mesh.wrap)
         if found.lists_cables:
             lost, slow, more = _observed_cables(found, grid, here, intended.cables if intended.lists_cables else None)
-            cables, rates, notes = cables + lost, {**rates, **slow}, notes + more
+            cables, rates, notes = cables + lost, {**rates, **slow}, notes + more + _moved(found, intended, grid, here)
         else:
             failed, cables, rates = failed + found.failed_places, cables + found.failed_cables, {**rates, **found.rates}
     for host, why in found.bad_hosts.items():
@@ -269,6 +293,20 @@ def _minus(intended: Description, found: Description) -> Machine:
     mesh = Mesh(whole.mesh.shape, wrap=whole.mesh.wrap, failed=failed, failed_cables=cables, cable_rates=rates)
     hardware = found.hardware or intended.hardware
     return Machine(mesh, found.format, found.file, whole.chips, hardware, tuple(notes), unplaced)
+
+
+def _moved(found: Description, intended: Description, grid: Grid, places: Places) -> list[str]:
+    """Return a note on cables that were not intended and join no neighbours: somebody has plugged them in elsewhere."""
+    number = {grid.coordinate(position): position for position in range(grid.size)}
+    new = [(a, b) for a, b in found.cables if (a, b) not in intended.cables and intended.lists_cables]
+    far = [(a, b) for a, b in new if not grid.near[number[places[a]]] >> number[places[b]] & 1]
+    if not far:
+        return []
+    listed = ", ".join(f"{found.chips[a].name} – {found.chips[b].name}" for a, b in far[:6])
+    return [
+        f"{len(far)} cables are not in {intended.file} and join chips that are not neighbours; they are not used: "
+        f"{listed}{' and others' * (len(far) > 6)}. Is this the same machine, cabled as it was?"
+    ]
 
 
 def _by_links(

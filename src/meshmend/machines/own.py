@@ -20,11 +20,12 @@ or cables between named chips, from which the layout is found:
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import math
 import re
 
-from meshmend.errors import Coordinate, MachineError, MeshError
+from meshmend.errors import Coordinate, MachineError, MeshError, name_chip
 from meshmend.machines.description import MAX_CHIPS, Chip, Description, read_topology
 from meshmend.machines.entries import Entry
 from meshmend.machines.grid import Grid
@@ -32,6 +33,7 @@ from meshmend.topology import MAX_AXES, Region, parse_chip, parse_wrap
 from meshmend.topology.rates import check_rate
 
 FORMAT, MARK, VERSION = "meshmend machine", "meshmend", 1
+QUOTE = 'Quote what has a comma in it: "0,3", "0,0-0,1".'
 FIELDS = (MARK, "name", "hardware", "shape", "wrap", "channels", "chips", "hosts", "cables", "failed", "rates", "links")
 
 
@@ -41,7 +43,9 @@ def read(root: Entry) -> Description:
         root.need(MARK).refuse(f"version {VERSION}", advice="Start the file with: meshmend: 1")
     unknown = [key for key in root.mapping() if key not in FIELDS]
     if unknown:
-        root.refuse(f"only the fields {', '.join(FIELDS)}", f"{str(unknown[0])[:40]!r}")
+        near = difflib.get_close_matches(str(unknown[0])[:40], FIELDS, 1)
+        meant = f"Is {near[0]} meant?" if near else ""
+        root.refuse(f"only the fields {', '.join(FIELDS)}", f"{str(unknown[0])[:40]!r}", meant)
     found = Description(FORMAT, root.file)
     if (hardware := root.get("hardware")) is not None:
         found.hardware = hardware.text(64)
@@ -50,8 +54,12 @@ def read(root: Entry) -> Description:
     try:
         if root.get("shape") is not None:
             _read_shape(root, found)
-        else:
+        elif root.get("cables") is not None:
             _read_cables(root, found)
+        else:
+            root.refuse(
+                "a field 'shape' or 'cables'", f"only {', '.join(map(str, root.mapping()))}", "As in: shape: 4x8"
+            )
     except MeshError as error:
         raise MachineError(f"{root.file}: {error}", file=root.file) from None
     return found
@@ -99,6 +107,8 @@ def _read_shape(root: Entry, found: Description) -> None:
     host_of: dict[Coordinate, str] = {}
     for name, region in hosts.items() if hosts is not None else ():
         for place in _chips_of(region, shape):
+            if place in host_of:
+                region.refuse("each chip on one host", f"{name_chip(place)}, which {host_of[place]} has")
             host_of[place] = str(name)[:256]
     chips = root.get("chips")
     named: dict[Coordinate, str] = {}
@@ -118,6 +128,8 @@ def _read_shape(root: Entry, found: Description) -> None:
         _read_failed(entry, found, shape)
     rates = root.get("rates")
     for text, rate in rates.items() if rates is not None else ():
+        if rate.value is None:
+            rate.refuse("a rate", advice=QUOTE)
         found.rates[_cable(str(text), rate, shape)] = check_rate(
             rate.value if _is_number(rate.value) else rate.text(32)
         )
@@ -135,6 +147,8 @@ def _read_failed(entry: Entry, found: Description, shape: tuple[int, ...]) -> No
     if isinstance(entry.value, list):
         found.failed_places.append(_place(entry, shape))
         return
+    if _is_number(entry.value):
+        entry.refuse("a chip, a host or a cable of this machine", advice=QUOTE)
     name = entry.text()
     hit = [chip.place for chip in found.chips.values() if name in (chip.name, chip.host) and chip.place is not None]
     if hit:

@@ -67,7 +67,11 @@ def parse_description(text: str, file: str) -> Description:
         return libtpu.read(text, file)
     if start in ("{", "["):
         root = read_json(text, file)
-        return neuron.read(root) if neuron.find_devices(root) is not None else gke.read(root)
+        if neuron.find_devices(root) is not None:
+            return neuron.read(root)
+        if isinstance(root.value, dict) and {"items", "metadata"} & set(root.value):
+            return gke.read(root)
+        raise _unknown(file)
     if re.search(r"^\s*(mesh_descriptors|device_topology)\s*:?\s*\{", text, re.MULTILINE):
         return mesh_graph.read_intended(read_text_proto(text, file))
     if re.search(r"^\s*(system_graph|asic_descriptors)\s*:?\s*\{", text, re.MULTILINE):
@@ -77,7 +81,11 @@ def parse_description(text: str, file: str) -> Description:
         return own.read(root)
     if isinstance(root.value, dict) and {"arch", "ethernet_connections"} & set(root.value):
         return tenstorrent.read(root)
-    raise MachineError(
+    raise _unknown(file)
+
+
+def _unknown(file: str) -> MachineError:
+    return MachineError(
         f"{file}: not a description of a machine that is known here. Expected one of: {', '.join(FORMATS)}. For "
         f'others, write one of your own, as in: meshmend: 1, shape: 4x8, failed: ["2x2@0,0"].',
         file=file,
