@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import networkx as nx
 import numpy as np
@@ -149,7 +150,7 @@ def test_the_halves_of_two_color_change_places_between_the_panels() -> None:
     picture = figure(plan(Mesh("4x4"), "two-color"))
     seen_in = []
     for axes in picture.axes:
-        lines = [artist for artist in axes.get_children() if "both ways" in str(artist.get_label())]
+        lines: list[Any] = [a for a in axes.get_children() if "both ways" in str(a.get_label())]
         seen_in.append(
             {str(line.get_label())[:7]: to_hex(line.get_colors()[0], keep_alpha=False).upper() for line in lines}
         )

@@ -97,7 +97,7 @@ def print_table(table: Table) -> None:
         console.print(table)
         return
     if table.title:
-        console.print(Text(str(table.title).strip(), style=table.title_style))
+        console.print(Text(str(table.title).strip(), style=table.title_style or ""))
     headings = [str(column.header) for column in table.columns]
     columns = [list(column.cells) for column in table.columns]
     width = max(map(len, headings[1:]))
