@@ -45,7 +45,7 @@ def test_schedules_of_trees_are_drawn_as_trees() -> None:
         ("a.svg", {"what": "mess"}, "There is no picture 'mess'. What can be drawn: rings, phases"),
         ("a.svg", {"what": "steps"}, r"a.svg cannot show steps: steps go into .gif or .html"),
         ("a.gif", {"what": "load"}, r"a.gif cannot show load: load go into .svg or .png or .pdf"),
-        ("a.svg", {"chunks": [1]}, "Chunks can be chosen for trees, not for rings"),
+        ("a.svg", {"chunks": [1]}, "Chunks can be chosen for trees and steps, not for rings"),
         ("a.svg", {"steps": (0, 1)}, "Steps can be chosen for .gif and .html, not for rings"),
     ],
 )

@@ -10,7 +10,7 @@ from meshmend import Mesh, Schedule, plan
 from meshmend.drawing import draw
 from meshmend.drawing.film import film
 from meshmend.drawing.gif import MAX_FRAMES, shown_steps
-from meshmend.drawing.style import BLUE_CHIP, INK, ORANGE, RED, YELLOW
+from meshmend.drawing.style import BLUE_CHIP, FULL, INK, ORANGE, RED, YELLOW
 from meshmend.errors import DrawingError
 
 
@@ -67,3 +67,19 @@ def test_steps_outside_the_schedule_and_empty_schedules_are_refused() -> None:
         film(plan(Mesh("4x4"), "hamiltonian"), (3, 99))
     with pytest.raises(DrawingError, match="nothing to show step by step"):
         film(Schedule(Mesh("1x1"), total_chunks=1, step=[], src=[], dst=[], op=[], owners=[0]))
+
+
+def test_a_gif_follows_one_chunk(tmp_path: Path) -> None:
+    schedule = plan(Mesh("4x4", failed=["2x2@0,0"]), "hamiltonian")
+    draw(schedule, tmp_path / "steps.gif", chunks=[3])
+    with Image.open(tmp_path / "steps.gif") as image:
+        image.seek(0)
+        start = np.asarray(image.convert("RGB"))
+        image.seek(schedule.n_steps - 1)
+        end = np.asarray(image.convert("RGB"))
+    full = [int(FULL[i : i + 2], 16) for i in (1, 3, 5)]
+    filled = [int((picture == full).all(axis=2).sum()) for picture in (start, end)]
+    # Twelve chips: at first each holds a twelfth, in the end all of it. The legend has the colour in both.
+    assert filled[1] > 4 * filled[0] > 0
+    with pytest.raises(DrawingError, match="A GIF follows one chunk: got 2"):
+        draw(schedule, tmp_path / "steps.gif", chunks=[3, 4])

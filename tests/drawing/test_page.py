@@ -20,7 +20,10 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from meshmend import Mesh, Op, Schedule, plan
-from meshmend.drawing import draw, page
+from meshmend.cost import predict
+from meshmend.cost.units import name_seconds
+from meshmend.drawing import draw, draw_race, page
+from meshmend.drawing.fullness import follow
 from meshmend.drawing.page import leb128
 from meshmend.errors import DrawingError
 
@@ -37,10 +40,10 @@ FLAGS = [
 ]
 
 
-def data_of(path: Path) -> dict[str, Any]:
+def data_of(path: Path, number: int = 0) -> dict[str, Any]:
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(encoding="utf-8"))
     assert found
-    return dict(json.loads(found[1]))
+    return dict(json.loads(found[1])["films"][number])
 
 
 def numbers_of(data: bytes) -> list[int]:
@@ -65,6 +68,84 @@ def frames_of(data: dict[str, Any]) -> list[set[tuple[int, int, int]]]:
         now = now ^ set(changed.tolist())
         frames.append({(data["src"][i], data["dst"][i], data["phase"][i]) for i in now})
     return frames
+
+
+def held_after(schedule: Schedule) -> Iterator[np.ndarray[tuple[int, int], np.dtype[np.float64]]]:
+    """After each step, the part of each chunk's sum that each chip holds, from sets of contributors."""
+    n, total = schedule.mesh.n_chips, schedule.total_chunks
+    gathers = str(schedule.collective) == "all-gather"
+    held = [[{chip} if not gathers or schedule.owners[k] == chip else set() for k in range(total)] for chip in range(n)]
+    for step in range(schedule.n_steps):
+        written = {}
+        for i in np.flatnonzero(schedule.step == step).tolist():
+            src, dst, first = int(schedule.src[i]), int(schedule.dst[i]), int(schedule.first_chunk[i])
+            for k in range(first, first + int(schedule.n_chunks[i])):
+                kept = held[dst][k] if schedule.op[i] == Op.REDUCE else set()
+                written[dst, k] = kept | held[src][k]
+        for (dst, k), now in written.items():
+            held[dst][k] = now
+        yield np.array([[len(one) for one in row] for row in held]) / (1 if gathers else n)
+
+
+FILLED = [
+    ("4x4", "row-pairs", ["2x2@2,2"], "all-reduce"),
+    ("3x4", "weave", ["0,0"], "all-reduce"),
+    ("4x4", "hamiltonian", [], "reduce-scatter"),
+    ("3x4", "gather", [], "all-gather"),
+]
+
+
+@pytest.mark.parametrize(("shape", "planner", "failed", "collective"), FILLED, ids=str)
+def test_chips_fill_as_their_sums_become_complete(
+    shape: str, planner: str, failed: list[str], collective: str, tmp_path: Path
+) -> None:
+    schedule = plan(Mesh(shape, failed=failed), planner, collective=collective)
+    draw(schedule, tmp_path / "steps.html")
+    data = data_of(tmp_path / "steps.html")
+    numbers = iter(numbers_of(base64.b64decode(data["filling"])))
+    level = np.zeros(schedule.mesh.n_chips, dtype=int)
+    for held in held_after(schedule):
+        chip = 0
+        for _ in range(next(numbers)):
+            code = next(numbers)
+            chip += code // 32
+            level[chip] ^= code % 32
+        exact = held.mean(axis=1) * data["levels"]
+        assert ((level <= exact + 1e-9) & (exact < level + 1 + 1e-9)).all()
+        assert ((level == data["levels"]) == (held == 1).all(axis=1)).all()
+    assert next(numbers, None) is None
+    if collective != "reduce-scatter":
+        assert (level == data["levels"]).all()
+
+
+def test_a_chunk_can_be_followed(tmp_path: Path) -> None:
+    schedule = plan(Mesh("3x4", failed=["0,0"]), "weave")
+    for chunk in (0, 5):
+        path = follow(schedule, chunk)
+        for step, held in enumerate(held_after(schedule)):
+            assert path.share_after(schedule, step) == pytest.approx(held[:, chunk])
+    draw(schedule, tmp_path / "steps.html", chunks=[5, 0])
+    assert [one["chunk"] for one in data_of(tmp_path / "steps.html")["chunks"]] == [5, 0]
+    draw(schedule, tmp_path / "all.html")
+    assert len(data_of(tmp_path / "all.html")["chunks"]) == 4
+    with pytest.raises(DrawingError, match="There is no chunk 999"):
+        draw(schedule, tmp_path / "steps.html", chunks=[999])
+
+
+def test_a_race_is_run_on_the_predicted_clock(tmp_path: Path) -> None:
+    mesh = Mesh("8x8", failed=["2x2@2,2"])
+    both = [plan(mesh, name, verify=False) for name in ("row-pairs", "hamiltonian")]
+    drawing = draw_race(both, tmp_path / "race.html", payload_bytes=1e8, hardware="tpu-v3")
+    assert drawing.what == "race"
+    for number, schedule in enumerate(both):
+        data = data_of(tmp_path / "race.html", number)
+        assert (data["name"], len(data["ends"])) == (schedule.planner, schedule.n_steps)
+        assert data["ends"][-1] == pytest.approx(predict(schedule, 1e8, "tpu-v3").seconds, rel=1e-5)
+        assert data["ends"] == sorted(data["ends"])
+    with pytest.raises(DrawingError, match="between two schedules of one mesh: got 2 of"):
+        draw_race([both[0], plan(Mesh("4x4"), "hamiltonian")], tmp_path / "race.html", payload_bytes=1e8)
+    with pytest.raises(DrawingError, match=r"ends in '.gif'; a drawing is"):
+        draw_race(both, tmp_path / "race.gif", payload_bytes=1e8)
 
 
 @pytest.mark.parametrize(
@@ -294,6 +375,95 @@ def test_pointing_at_an_arrow_names_it(shown: Page) -> None:
         canvas, round(x - canvas.size["width"] / 2), round(y - canvas.size["height"] / 2)
     ).perform()
     assert shown.text("tip") == "(0,0) → (0,1): row rings: reduce-scatter, adds"
+
+
+def test_following_a_chunk_in_the_browser(browser: webdriver.Chrome, schedule: Schedule, tmp_path: Path) -> None:
+    draw(schedule, tmp_path / "steps.html", chunks=[7])
+    shown = Page(browser, tmp_path / "steps.html")
+    everything = (*held_after(schedule),)
+    for place in (0.0, 0.4, 0.7, 1.0):
+        shown.slide_to(place)
+        full = int((everything[shown.step][:, 7] == 1).sum())
+        assert shown.text("now").endswith(f"{full} of 60 chips hold the sum of chunk 7")
+    followed = shown.pixels
+    shown.browser.find_element(By.CSS_SELECTOR, "#follow option[value='-1']").click()
+    assert shown.text("now").endswith("60 of 60 chips hold all sums")
+    assert shown.pixels != followed
+    label = shown.browser.find_element(By.ID, "mesh").get_attribute("aria-label")
+    assert label is not None
+    assert shown.text("now") in label
+    shown.assert_quiet()
+
+
+def test_a_race_in_the_browser(browser: webdriver.Chrome, schedule: Schedule, tmp_path: Path) -> None:
+    other = plan(schedule.mesh, "hamiltonian")
+    draw_race([schedule, other], tmp_path / "race.html", payload_bytes=1e8, hardware="tpu-v3")
+    shown = Page(browser, tmp_path / "race.html")
+    times = [predict(one, 1e8, "tpu-v3").seconds for one in (schedule, other)]
+    headings = [heading.text for heading in shown.browser.find_elements(By.TAG_NAME, "h2")]
+    assert headings == [
+        f"{one.planner}: {name_seconds(time)}, {one.n_steps} steps"
+        for one, time in zip((schedule, other), times, strict=True)
+    ]
+    shown.press(Keys.END)
+    for name in ("now", "now2"):
+        assert shown.text(name).endswith("60 of 60 chips hold all sums")
+    assert shown.text("clock").endswith("done: row-pairs, hamiltonian")
+    # Three quarters of the time of the slower one: the faster one is done first.
+    shown.slide_to(0.75)
+    slower, faster = sorted((schedule, other), key=lambda one: -times[(schedule, other).index(one)])
+    assert shown.text("clock").endswith(f"done: {faster.planner}")
+    assert slower.planner not in shown.text("clock")
+    shown.press(Keys.HOME)
+    assert shown.step == 0
+    shown.assert_quiet()
+
+
+def luminance(colour: str) -> float:
+    rgb = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_every_word_can_be_read_in_both_themes_and_on_a_phone(
+    browser: webdriver.Chrome, schedule: Schedule, tmp_path: Path, theme: str, width: int
+) -> None:
+    draw(schedule, tmp_path / "steps.html")
+    features = [{"name": "prefers-color-scheme", "value": theme}, {"name": "prefers-reduced-motion", "value": "reduce"}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        shown = Page(browser, tmp_path / "steps.html")
+        assert browser.execute_script("return document.documentElement.scrollWidth") == width
+        assert shown.browser.find_element(By.ID, "speed").get_attribute("value") == "1200"  # less motion was asked for
+        found = browser.execute_script(
+            """return [...document.querySelectorAll('h1, p, button, select, label, td, .now, .tip, kbd')]
+            .filter(e => e.innerText.trim()).map(e => {
+              let under = e, back;
+              do {
+                back = getComputedStyle(under).backgroundColor;
+                under = under.parentElement;
+              } while (/, 0\\)$/.test(back) && under);
+              return [e.innerText, getComputedStyle(e).color, back];
+            });"""
+        )
+        assert len(found) > 15
+        for words, colour, back in found:
+            light, dark = sorted((luminance(colour), luminance(back)), reverse=True)
+            assert (light + 0.05) / (dark + 0.05) >= 4.5, (words, colour, back)
+        assert (luminance(found[0][2]) < 0.1) == (theme == "dark")
+        small = browser.execute_script(
+            """return [...document.querySelectorAll('button, select')]
+            .filter(e => e.offsetHeight < 38 || e.offsetWidth < 38).length;"""
+        )
+        assert small == 0
+        shown.assert_quiet()
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_a_hostile_name_stays_a_name(browser: webdriver.Chrome, tmp_path: Path) -> None:

@@ -25,12 +25,14 @@ from meshmend.cli.options import (
 )
 from meshmend.cli.outputs import check_output
 from meshmend.cli.terminal import plain, shows_progress, terminal, working
-from meshmend.cost.units import name_bytes
-from meshmend.drawing import WHAT, Drawing, draw, draw_routes
+from meshmend.cost import DEFAULT_HARDWARE
+from meshmend.cost.units import name_bytes, parse_bytes
+from meshmend.drawing import WHAT, Drawing, draw, draw_race, draw_routes
 from meshmend.drawing.draw import MOVING, STILL, check_ending, check_size
 from meshmend.drawing.paper import draw_paper_figure
 from meshmend.errors import DrawingError, require
 from meshmend.planning import PLANNERS, Auto, plan
+from meshmend.planning.auto import DEFAULT_PAYLOAD_BYTES
 from meshmend.schedule import Collective, Schedule
 from meshmend.study.figures import FIGURES
 from meshmend.topology import Mesh, parse_chip
@@ -74,7 +76,17 @@ def command(
         ),
     ] = None,
     chunk: Annotated[
-        list[int] | None, typer.Option("--chunk", metavar="K", help="trees: a chunk whose tree is drawn. Repeatable.")
+        list[int] | None,
+        typer.Option("--chunk", metavar="K", help="trees: a chunk to draw; steps: a chunk to follow. Repeatable."),
+    ] = None,
+    race: Annotated[
+        str | None,
+        typer.Option(
+            "--race",
+            metavar="NAME",
+            help="Two planners side by side on one clock: --planner, and this one. To .html.",
+            autocompletion=complete_planner,
+        ),
     ] = None,
     steps: Annotated[str | None, typer.Option("--steps", metavar="A-B", help="steps: show only steps A to B.")] = None,
     route: Annotated[
@@ -106,11 +118,11 @@ def command(
         given = given_options(machine, holes, tuning, auto) + ([] if planner is None else ["--planner"])
         given += [] if collective == Collective.ALL_REDUCE else ["--collective"]
         if figure is not None:
-            _refuse("--figure", plan_of, file, route, what, chunk, steps, *given)
+            _refuse("--figure", plan_of, file, route, what, chunk, steps, race, *given)
             drawing = draw_paper_figure(figure, output)
             facts: dict[str, Any] = {**mesh_facts(FIGURES[figure].mesh), "planner": FIGURES[figure].planner or None}
         elif route is not None:
-            _refuse("--route", planner, what, chunk, steps)
+            _refuse("--route", planner, what, chunk, steps, race)
             mesh = _mesh(machine, plan_of, holes) if file is None else load_plan(file, *given, proven=False).mesh
             drawing = draw_routes(mesh, [_read_route(text) for text in route], output)
             facts = {**mesh_facts(mesh), "planner": None}
@@ -124,8 +136,21 @@ def command(
                 chosen = tuning.planner(planner or Auto.name, auto.payload, auto.hardware, collective=collective)
                 with working(f"planning and proving {mesh}", json):
                     schedule = plan(mesh, chosen)
-            drawing = _draw(schedule, output, what, chunk, _read_steps(steps), shows_progress(json))
             facts = {**mesh_facts(schedule.mesh), "planner": schedule.planner}
+            if race is None:
+                drawing = _draw(schedule, output, what, chunk, _read_steps(steps), shows_progress(json))
+            else:
+                if what is not None or chunk is not None or steps is not None:
+                    raise DrawingError(
+                        "--race shows all steps of both planners: leave out --what, --chunk and --steps."
+                    )
+                target = (auto.payload, auto.hardware)
+                with working(f"planning and proving {schedule.mesh} with {race}", json):
+                    other = plan(schedule.mesh, tuning.planner(race, *target, collective=schedule.collective))
+                payload_bytes = DEFAULT_PAYLOAD_BYTES if auto.payload is None else parse_bytes(auto.payload)
+                hardware = auto.hardware or DEFAULT_HARDWARE
+                drawing = draw_race([schedule, other], output, payload_bytes=payload_bytes, hardware=hardware)
+                facts["race"] = other.planner
         _show(drawing, facts, json)
 
 

@@ -8,6 +8,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, get_args
 
+import numpy as np
+from numpy.typing import NDArray
+
+from meshmend.cost import DEFAULT_HARDWARE, Hardware, StepDemand, find_hardware
 from meshmend.errors import DrawingError, MissingExtraError, install_hint
 from meshmend.machines import Machine
 from meshmend.schedule import Schedule
@@ -53,7 +57,8 @@ def draw(
     - "load": a heat map of what each link carries.
     - "routes": the routes of transfers between chips that are not neighbours.
     - "trees": how the contributions to each of `chunks` come together; four chunks by default.
-    - "steps": the transfers of every step, or of `steps` = (first, last). For .gif and .html.
+    - "steps": the transfers of every step, or of `steps` = (first, last), and how complete each chip's sums are. For
+      .gif and .html. A page can follow any of `chunks`, and a GIF follows one, if it is given.
 
     >>> import meshmend as mm, tempfile
     >>> schedule = mm.plan(mm.Mesh("4x4", failed=["2x2@2,2"]), "row-pairs")
@@ -69,8 +74,8 @@ def draw(
     if (chosen == "steps") != (kind in MOVING):
         forms = MOVING if chosen == "steps" else STILL
         raise DrawingError(f"{path.name} cannot show {chosen}: {chosen} go into {' or '.join(forms)}.")
-    if chunks is not None and chosen != "trees":
-        raise DrawingError(f"Chunks can be chosen for trees, not for {chosen}.")
+    if chunks is not None and chosen not in ("trees", "steps"):
+        raise DrawingError(f"Chunks can be chosen for trees and steps, not for {chosen}.")
     if steps is not None and chosen != "steps":
         raise DrawingError(f"Steps can be chosen for .gif and .html, not for {chosen}.")
     note = ""
@@ -79,12 +84,14 @@ def draw(
     else:
         from meshmend.drawing.film import film
 
-        scenes = film(schedule, steps)
+        scenes = film(schedule, steps, chunks, n_chunks=4 if kind == ".html" else 0)
         if kind == ".html":
             from meshmend.drawing.page import write_page
 
-            write_page(scenes, path, title=title)
+            write_page([scenes], path, title=title, followed=-1 if chunks is None else 0)
         else:
+            if len(scenes.chunks) > 1:
+                raise DrawingError(f"A GIF follows one chunk: got {len(scenes.chunks)}. An .html page lets you choose.")
             _canvas()
             from meshmend.drawing.gif import shown_steps, write_gif
 
@@ -93,6 +100,45 @@ def draw(
                 note = f"shows {shown} of {scenes.n_frames:,} steps; an .html page shows them all"
             write_gif(scenes, path, title=title, on_frame=on_frame)
     return Drawing(path, chosen, path.stat().st_size, note)
+
+
+def draw_race(
+    schedules: Sequence[Schedule],
+    path: str | Path,
+    *,
+    payload_bytes: float,
+    hardware: str | Hardware = DEFAULT_HARDWARE,
+    title: str | None = None,
+) -> Drawing:
+    """Draw two schedules of one mesh side by side to an .html page, on one clock: the lock-step prediction.
+
+    >>> import meshmend as mm, tempfile
+    >>> mesh = mm.Mesh("4x4", failed=["2x2@2,2"])
+    >>> both = [mm.plan(mesh, name) for name in ("weave", "hamiltonian")]
+    >>> draw_race(both, f"{tempfile.mkdtemp()}/race.html", payload_bytes=1e8).what
+    'race'
+    """
+    path = Path(path)
+    check_ending(path, (".html",))
+    meshes = {schedule.mesh for schedule in schedules}
+    if len(schedules) != 2 or len(meshes) != 1:
+        raise DrawingError(
+            f"A race is between two schedules of one mesh: got {len(schedules)} of {', '.join(map(str, meshes))}."
+        )
+    check_size(schedules[0].mesh)
+    from meshmend.drawing.film import film
+    from meshmend.drawing.page import write_page
+
+    seconds = [step_seconds(schedule, payload_bytes, find_hardware(hardware)) for schedule in schedules]
+    write_page([film(one, n_chunks=0) for one in schedules], path, title=title, seconds=seconds)
+    return Drawing(path, "race", path.stat().st_size)
+
+
+def step_seconds(schedule: Schedule, payload_bytes: float, hardware: Hardware) -> NDArray[np.float64]:
+    """Return how long each step lasts; a step without transfers takes no time."""
+    seconds = np.zeros(schedule.n_steps)
+    seconds[np.unique(schedule.step)] = StepDemand(schedule).step_seconds(payload_bytes, hardware)
+    return seconds
 
 
 def figure(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshmend.drawing.fullness import ChunkPath, fullness
 from meshmend.drawing.geometry import ASIDE, FigureLayout, Stroke, strokes
+from meshmend.drawing.style import some_chunks
 from meshmend.errors import DrawingError
 from meshmend.schedule import Schedule
 
@@ -20,6 +23,8 @@ class Film:
     schedule: Schedule
     first: int
     last: int
+    chunks: tuple[int, ...] = ()
+    """Chunks that can be followed."""
 
     @cached_property
     def layout(self) -> FigureLayout:
@@ -54,6 +59,18 @@ class Film:
         starts, origin = self.schedule.step_starts, self.schedule.step_starts[self.first]
         return np.unique(self._arrow_of_row[1][starts[step] - origin : starts[step + 1] - origin])
 
+    def carries(self, arrows: NDArray[np.int64], path: ChunkPath, step: int) -> NDArray[np.bool_]:
+        """Return which of these arrows carry the chunk in a step."""
+        src, dst, _ = self.arrows
+        n = self.schedule.mesh.n_chips
+        now = path.step == step
+        return np.isin(src[arrows] * n + dst[arrows], path.src[now] * n + path.dst[now])
+
+    @cached_property
+    def levels(self) -> NDArray[np.uint8]:
+        """How complete the sums of each chip (column) are after each step (row), from 0 to `LEVELS`."""
+        return fullness(self.schedule, self.first, self.last)
+
     def strokes(self, chip: float) -> list[Stroke]:
         """Return the line of each arrow; the two directions of a cable lie beside each other."""
         src, dst, _ = self.arrows
@@ -63,8 +80,10 @@ class Film:
         return [lines[i] for i in pair]
 
 
-def film(schedule: Schedule, steps: tuple[int, int] | None = None) -> Film:
-    """Return the film of all steps, or of `steps` = (first, last)."""
+def film(
+    schedule: Schedule, steps: tuple[int, int] | None = None, chunks: Iterable[int] | None = None, *, n_chunks: int = 4
+) -> Film:
+    """Return the film of all steps, or of `steps` = (first, last), with up to `n_chunks` chunks to follow."""
     if not schedule.n_steps:
         raise DrawingError(f"There is nothing to show step by step: {schedule!r} has no transfers.")
     first, last = steps if steps is not None else (0, schedule.n_steps - 1)
@@ -72,4 +91,4 @@ def film(schedule: Schedule, steps: tuple[int, int] | None = None) -> Film:
         raise DrawingError(
             f"Steps {first} to {last} are not in the schedule, which has steps 0 to {schedule.n_steps - 1}."
         )
-    return Film(schedule, first, last)
+    return Film(schedule, first, last, some_chunks(schedule, chunks, n_chunks))

@@ -11,13 +11,27 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.colors import to_rgb
+from matplotlib.patches import Patch
 from numpy.typing import NDArray
 from PIL import Image
 
 from meshmend.drawing.canvas import SETTINGS, Sheet, chip_keys, failed_key, line_key
 from meshmend.drawing.film import Film
+from meshmend.drawing.fullness import LEVELS, follow
 from meshmend.drawing.geometry import Points, head, shorten
-from meshmend.drawing.style import CABLE, CHIP_EDGE, GREY, INK, RED, YELLOW, chip_fills, phase_looks, phases_in_order
+from meshmend.drawing.style import (
+    CABLE,
+    CHIP_EDGE,
+    FULL,
+    GREY,
+    INK,
+    RED,
+    YELLOW,
+    chip_fills,
+    phase_looks,
+    phases_in_order,
+)
+from meshmend.schedule import Collective
 
 MAX_FRAMES = 150
 """Frames of a GIF. Of a longer schedule every n-th step is shown, and the picture says so."""
@@ -37,12 +51,17 @@ def write_gif(film: Film, path: Path, *, title: str | None = None, on_frame: Cal
     schedule = film.schedule
     looks = phase_looks(schedule)
     fills = chip_fills(schedule)
+    path_of = follow(schedule, film.chunks[0]) if film.chunks else None
     _, _, phase = film.arrows
     phases = [p for p in phases_in_order(schedule) if (phase == p).any()]
     steps = shown_steps(film)
     every = f", one step in {steps[1] - steps[0]}" if len(steps) < film.n_frames else ""
     with mpl.rc_context(SETTINGS):
         keys: list[Artist] = [line_key(schedule.phase_names[p], looks[p], arrow=True) for p in phases]
+        sums = "the sums" if path_of is None else f"the sum of chunk {path_of.chunk}"
+        if schedule.collective is Collective.ALL_GATHER:
+            sums = "all chunks" if path_of is None else f"chunk {path_of.chunk}"
+        keys.append(Patch(facecolor=FULL, edgecolor=CHIP_EDGE, label=f"fills as it gets {sums}"))
         if YELLOW in fills:
             keys += chip_keys()
         sheet = Sheet(
@@ -64,8 +83,20 @@ def write_gif(film: Film, path: Path, *, title: str | None = None, on_frame: Cal
         shafts = [shorten(line, 0.7 * length) for line in lines]
         heads = [head(line, length, width) for line in lines]
 
-        def picture(arrows: NDArray[np.int64], words: str) -> Image.Image:
+        def picture(arrows: NDArray[np.int64], share: NDArray[np.float64], words: str) -> Image.Image:
             canvas.restore_region(background)
+            # A chip fills from below; its edge and its name are drawn again over that.
+            half, full = sheet.scale.chip, np.flatnonzero(share)
+            bars = [
+                place + half * np.array([[-1, 1], [1, 1], [1, 1 - 2 * part], [-1, 1 - 2 * part]])
+                for place, part in zip(film.layout.live[full], share[full], strict=True)
+            ]
+            gauges = PolyCollection(bars, facecolors=FULL, edgecolors=CHIP_EDGE, linewidths=0.4)
+            sheet.add(axes, gauges)
+            axes.draw_artist(gauges)
+            gauges.remove()
+            for name in axes.texts:
+                axes.draw_artist(name)
             sheet.subtitle.set_text(words)
             sheet.figure.draw_artist(sheet.subtitle)
             for p in phases:
@@ -86,12 +117,15 @@ def write_gif(film: Film, path: Path, *, title: str | None = None, on_frame: Cal
                     artist.remove()
             return Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3].copy())
 
-        palette = _palette([*(looks[p].colour for p in phases), *fills])
+        palette = _palette([*(looks[p].colour for p in phases), *fills, FULL])
         frames = []
         for step in steps.tolist():
             arrows = film.frame(step)
+            share = film.levels[step - film.first] / LEVELS
+            if path_of is not None:
+                share, arrows = path_of.share_after(schedule, step), arrows[film.carries(arrows, path_of, step)]
             words = f"step {step} of 0 to {schedule.n_steps - 1}: {len(arrows):,} arrow{'s' * (len(arrows) != 1)}"
-            frames.append(picture(arrows, words).quantize(palette=palette, dither=Image.Dither.NONE))
+            frames.append(picture(arrows, share, words).quantize(palette=palette, dither=Image.Dither.NONE))
             on_frame()
     durations = [FRAME_MS] * (len(frames) - 1) + [LAST_FRAME_MS]
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=durations, loop=0, optimize=False)

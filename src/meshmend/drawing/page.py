@@ -1,7 +1,7 @@
 """Page: the steps of a schedule as one HTML file that plays, pauses, steps and slides, and needs nothing else.
 
-The file contains the mesh, one line per arrow, and for each step only the arrows that appear or disappear: rings
-repeat themselves, so even thousands of steps stay small. Stepping back undoes the same changes.
+The file contains the mesh, one line per arrow, and for each step only the arrows that appear or disappear and the chips
+that fill: rings repeat themselves, so even thousands of steps stay small. Stepping back undoes the same changes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import html
 import json
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,54 +17,48 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshmend.cost.units import name_seconds
 from meshmend.drawing.film import Film
+from meshmend.drawing.fullness import LEVELS, follow
 from meshmend.drawing.geometry import Stroke, cables
-from meshmend.drawing.style import RED, SLOW_CABLE, YELLOW, chip_fills, phase_looks, phases_in_order
+from meshmend.drawing.style import FULL, INK, RED, SLOW_CABLE, YELLOW, chip_fills, phase_looks, phases_in_order
 from meshmend.errors import DrawingError, name_chip
-from meshmend.schedule import Op
+from meshmend.schedule import Collective, Op, Schedule
 
 MAX_PAGE_BYTES = 32_000_000
 """Largest page that is written: browsers open this in about a second."""
 CHIP_HALF = 0.24
 
 
-def write_page(film: Film, path: Path, *, title: str | None = None) -> None:
-    """Write the film as one HTML file."""
-    schedule = film.schedule
+def write_page(
+    films: Sequence[Film],
+    path: Path,
+    *,
+    title: str | None = None,
+    seconds: Sequence[NDArray[np.float64]] | None = None,
+    followed: int = -1,
+) -> None:
+    """Write one film as one HTML file, or several side by side, which `seconds`, how long each step lasts, let race.
+
+    `followed` is the number of the chunk, among the film's, that is followed at first; -1 for none.
+    """
+    shown = [_facts(film) for film in films]
+    schedule = films[0].schedule
     heading = title or f"{schedule.planner} {schedule.collective} on {schedule.mesh}"
-    fills = chip_fills(schedule)
-    changes = _changes(film)
-    facts: dict[str, Any] = {
-        "first": film.first,
-        "last": film.last,
-        "steps": schedule.n_steps,
-        "box": film.layout.box,
-        "chip": CHIP_HALF,
-        "live": film.layout.live.ravel().astype(int).tolist(),
-        "failed": film.layout.failed.ravel().astype(int).tolist(),
-        "fill": fills,
-        "red": RED,
-        "names": [name_chip(chip) for chip in schedule.mesh.coords.tolist()],
-        "cables": [_short(line) for line in cables(film.layout)],
-        "slow": [_short(line) for line in cables(film.layout, slow=True)],
-        "slowColour": SLOW_CABLE,
-        "broken": [[int(schedule.mesh.rank_of[end]) for end in cable] for cable in schedule.mesh.failed_cables],
-        "colours": "Blue: its pair is intact. Yellow: its pair has a hole." if YELLOW in fills else "",
-        "phases": _phases(film),
-        "order": [phase for phase in phases_in_order(schedule) if (film.arrows[2] == phase).any()],
-        **_arrows(film),
-        "changes": base64.b64encode(changes).decode(),
-    }
+    facts = (
+        f"{schedule.mesh.n_chips:,} live chips, {schedule.n_steps:,} steps, {schedule.n_transfers:,} transfers, "
+        f"{schedule.total_chunks:,} chunks"
+    )
+    if seconds is not None:
+        ends = [np.cumsum(one) for one in seconds]
+        heading = title or f"{schedule.collective} on {schedule.mesh}: {' against '.join(f['name'] for f in shown)}"
+        facts = f"{schedule.mesh.n_chips:,} live chips, both on the same clock: lock-step, as predicted"
+        for one, end in zip(shown, ends, strict=True):
+            one["ends"] = [float(f"{at:.6g}") for at in end]
+            one["title"] = f"{one['name']}: {name_seconds(float(end[-1]))}, {len(end):,} steps"
     # No "<" inside the script element: a phase name from a file must not end it.
-    data = json.dumps(facts, separators=(",", ":")).replace("<", "\\u003c")
-    words = {
-        "title": html.escape(heading),
-        "facts": html.escape(
-            f"{schedule.mesh.n_chips:,} live chips, {schedule.n_steps:,} steps, {schedule.n_transfers:,} transfers, "
-            f"{schedule.total_chunks:,} chunks"
-        ),
-        "data": data,
-    }
+    data = json.dumps({"ink": INK, "followed": followed, "films": shown}, separators=(",", ":"))
+    words = {"title": html.escape(heading), "facts": html.escape(facts), "data": data.replace("<", "\\u003c")}
     text = (files("meshmend.drawing") / "page.html").read_text(encoding="utf-8")
     for name, value in words.items():
         text = text.replace("{{" + name + "}}", value)
@@ -74,6 +69,53 @@ def write_page(film: Film, path: Path, *, title: str | None = None) -> None:
             f"Show fewer steps (this schedule has {schedule.n_steps:,}), as in --steps 0-100, or plan fewer chunks."
         )
     path.write_text(text, encoding="utf-8")
+
+
+def _facts(film: Film) -> dict[str, Any]:
+    """Return all that the page knows of a film."""
+    schedule = film.schedule
+    fills = chip_fills(schedule)
+    return {
+        "name": schedule.planner,
+        "title": f"{schedule.planner} {schedule.collective} on {schedule.mesh}",
+        "first": film.first,
+        "last": film.last,
+        "steps": schedule.n_steps,
+        "box": film.layout.box,
+        "chip": CHIP_HALF,
+        "live": film.layout.live.ravel().astype(int).tolist(),
+        "failed": film.layout.failed.ravel().astype(int).tolist(),
+        "fill": fills,
+        "full": FULL,
+        "levels": LEVELS,
+        "gathers": schedule.collective is Collective.ALL_GATHER,
+        "red": RED,
+        "names": [name_chip(chip) for chip in schedule.mesh.coords.tolist()],
+        "cables": [_short(line) for line in cables(film.layout)],
+        "slow": [_short(line) for line in cables(film.layout, slow=True)],
+        "slowColour": SLOW_CABLE,
+        "broken": [[int(schedule.mesh.rank_of[end]) for end in cable] for cable in schedule.mesh.failed_cables],
+        "colours": "Blue: its pair is intact. Yellow: its pair has a hole." if YELLOW in fills else "",
+        "phases": _phases(film),
+        "order": [phase for phase in phases_in_order(schedule) if (film.arrows[2] == phase).any()],
+        **_arrows(film),
+        "changes": base64.b64encode(_changes(film)).decode(),
+        "filling": base64.b64encode(_filling(film)).decode(),
+        "chunks": [_path(schedule, chunk) for chunk in film.chunks],
+    }
+
+
+def _path(schedule: Schedule, chunk: int) -> dict[str, Any]:
+    """Return the transfers of a chunk."""
+    path = follow(schedule, chunk)
+    return {
+        "chunk": chunk,
+        "owner": path.owner,
+        "step": path.step.tolist(),
+        "src": path.src.tolist(),
+        "dst": path.dst.tolist(),
+        "adds": path.adds.astype(int).tolist(),
+    }
 
 
 def _arrows(film: Film) -> dict[str, Any]:
@@ -134,6 +176,17 @@ def _changes(film: Film) -> bytes:
         now = film.frame(step)
         changed = np.setxor1d(before, now, assume_unique=True)
         numbers += [np.array([len(changed)]), np.diff(changed, prepend=0)]
+        before = now
+    return leb128(np.concatenate(numbers))
+
+
+def _filling(film: Film) -> bytes:
+    """Return, for every step, how many chips change their level, and for each its number and the bits that change."""
+    numbers: list[NDArray[np.int64]] = []
+    before = np.zeros(film.schedule.mesh.n_chips, dtype=np.int64)
+    for now in film.levels.astype(np.int64):
+        chips = np.flatnonzero(now != before)
+        numbers += [np.array([len(chips)]), np.diff(chips, prepend=0) * 32 + (now ^ before)[chips]]
         before = now
     return leb128(np.concatenate(numbers))
 

@@ -7,10 +7,12 @@ arrow heads, copies are dashed lines with open ones, and a failed chip is crosse
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
+from meshmend.errors import DrawingError
 from meshmend.schedule import Op, Schedule
 
 BLUE = "#0072B2"
@@ -31,6 +33,9 @@ CHIP_EDGE = "#4A4F55"
 BLUE_CHIP = "#CFE3F1"
 RED = "#CC3311"
 """Failed chips. A red that looks darker than every other fill to readers who do not see red."""
+
+FULL = "#7FDBC3"
+"""What fills a chip as its sums become complete: light enough for the chip's name on it."""
 
 AT_BOUND = "#9AA0A6"
 """A link that is as busy as the bound says; less busy ones are blue and busier ones vermilion."""
@@ -123,6 +128,17 @@ def _own_colour(family: str) -> str | None:
 def _copying_phases(schedule: Schedule) -> set[int]:
     adds = set(schedule.phase[schedule.op == Op.REDUCE].tolist())
     return {int(phase) for phase in set(schedule.phase.tolist()) - adds}
+
+
+def some_chunks(schedule: Schedule, asked: Iterable[int] | None, n: int) -> tuple[int, ...]:
+    """Return the chunks asked for, if the schedule has them; by default up to `n`, evenly spread over the payload."""
+    total = schedule.total_chunks
+    n = min(n, total)
+    chosen = [total * i // n for i in range(n)] if asked is None else list(asked)
+    for chunk in chosen:
+        if not 0 <= chunk < total:
+            raise DrawingError(f"There is no chunk {chunk}: the schedule has chunks 0 to {total - 1}.")
+    return tuple(chosen)
 
 
 def describe(schedule: Schedule) -> str:

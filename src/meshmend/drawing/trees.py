@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from meshmend.drawing.canvas import SETTINGS, Sheet, failed_key, line_key
 from meshmend.drawing.geometry import FigureLayout, strokes
-from meshmend.drawing.style import GREEN, describe, phase_looks, phases_in_order
+from meshmend.drawing.style import GREEN, describe, phase_looks, phases_in_order, some_chunks
 from meshmend.errors import DrawingError, name_chip
 from meshmend.schedule import Collective, Op, Schedule
 
@@ -36,12 +36,8 @@ def draw_trees(schedule: Schedule, chunks: Iterable[int] | None = None, *, title
     the more chips it serves), the wider it is. By default up to four chunks are drawn, fewer of a large mesh, evenly
     spread over the payload.
     """
-    total = schedule.total_chunks
-    n_panels = min(4 if schedule.mesh.size <= 256 else 2 if schedule.mesh.size <= 576 else 1, total)
-    asked = [total * i // n_panels for i in range(n_panels)] if chunks is None else list(chunks)
-    for chunk in asked:
-        if not 0 <= chunk < total:
-            raise DrawingError(f"There is no chunk {chunk}: the schedule has chunks 0 to {total - 1}.")
+    n_panels = 4 if schedule.mesh.size <= 256 else 2 if schedule.mesh.size <= 576 else 1
+    asked = some_chunks(schedule, chunks, n_panels)
     if not 1 <= len(asked) <= MAX_TREES:
         raise DrawingError(f"A sheet holds 1 to {MAX_TREES} trees: got {len(asked)} chunks.")
     layout = FigureLayout(schedule.mesh)

@@ -214,7 +214,7 @@ def draw_schedule_routes(schedule: Schedule, *, title: str | None = None) -> Fig
             title=title or f"{schedule.planner}: routes of transfers between chips that are not neighbours",
             subtitle=describe(schedule),
             panels=[schedule.phase_names[phase] for phase in phases] if len(phases) > 1 else [""],
-            keys=[*_phase_keys(schedule, lines, looks), *failed_key(layout)],
+            keys=[*_phase_keys(schedule, lines, looks), *_detour_key(schedule.mesh, lines), *failed_key(layout)],
         )
         for axes, phase in zip(sheet.panels, phases, strict=True):
             sheet.draw_mesh(axes)
@@ -245,7 +245,7 @@ def _phase_panels(
             title=title,
             subtitle="\n".join(filter(None, (describe(schedule), note))),
             panels=panels or [""],
-            keys=[*keys, *failed_key(layout)],
+            keys=[*keys, *_detour_key(schedule.mesh, lines), *failed_key(layout)],
         )
         for axes, group in zip(sheet.panels, groups or [[]], strict=True):
             sheet.draw_mesh(axes, fills)
@@ -268,9 +268,14 @@ def _phase_keys(schedule: Schedule, lines: dict[int, Lines], looks: tuple[Look, 
         keys.append(line_key(name + " (both ways)" * both, look, arrow=not both))
     if mixed:
         keys.append(line_key("without a head: both ways", Look(GREY), arrow=False))
-    if any(_detours(schedule.mesh, pairs).any() for pairs in lines.values()):
-        keys.append(line_key("round the hole: a colour per ring", Look(DETOURS[0]), arrow=True))
     return keys
+
+
+def _detour_key(mesh: Mesh, lines: dict[int, Lines]) -> list[Artist]:
+    """Return the legend entry for rings that go round a hole, if there are any."""
+    if not any(_detours(mesh, pairs).any() for pairs in lines.values()):
+        return []
+    return [line_key("round the hole: a colour per ring", Look(DETOURS[0]), arrow=False)]
 
 
 def _draw_lines(sheet: Sheet, axes: Axes, schedule: Schedule, lines: Lines, look: Look) -> None:
