@@ -49,6 +49,7 @@ TARGETS = {
     "program": Target("src/meshmend/torch/program.py", ("tests/torch_engine/test_program.py",)),
     "lanes": Target("src/meshmend/jax/lanes.py", ("tests/jax_engine/test_lanes.py",)),
     "layout": Target("src/meshmend/jax/state/layout.py", ("tests/jax_engine/state/test_layout.py",)),
+    "outline": Target("src/meshmend/jax/state/outline.py", ("tests/jax_engine/state/test_layout.py",)),
 }
 
 

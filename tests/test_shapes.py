@@ -22,6 +22,7 @@ BOUNDARIES = [
     "jax/program.py",
     "jax/weighted.py",
     "jax/state/layout.py",
+    "jax/state/outline.py",
     "torch/engine.py",
     "torch/payload.py",
 ]

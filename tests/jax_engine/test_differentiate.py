@@ -249,13 +249,14 @@ def test_what_cannot_be_made_is_refused() -> None:
             examples(3),
         )
     pair = mmj.install_pair(mm.plan(fabric().mesh, "weave", chunks=6), fabric())
-    with pytest.raises(ParameterError, match="not sharded over tiles"):
+    with pytest.raises(
+        ParameterError, match="got a ProgramPair: with that each tile has the sums of its own weights only"
+    ):
         mmj.value_and_grad(loss, fabric(), SPECS)(params(), examples(3), program=pair)
 
 
-def test_a_train_step_does_not_take_tiles() -> None:
-    """Its batch would be split inside tiles, where nothing sums."""
+def test_a_train_step_takes_shardings_on_tiles_only() -> None:
     import optax
 
-    with pytest.raises(ParameterError, match="data parallelism over single chips"):
-        mmj.train_step(loss, optax.sgd(0.1), fabric())
+    with pytest.raises(ParameterError, match="shardings say how a model is split inside tiles, got Fabric"):
+        mmj.train_step(loss, optax.sgd(0.1), fabric().chips, shardings=SPECS)

@@ -27,7 +27,8 @@ from meshmend.jax.program import (
     install_turn,
 )
 from meshmend.jax.tiles import TiledFabric, tile
-from meshmend.jax.training import TrainStep, train_step
+from meshmend.jax.training import train_step
+from meshmend.jax.updates import TrainStep
 
 __all__ = [
     "Batch",

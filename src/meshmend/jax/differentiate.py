@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
 from meshmend.jax.collectives import all_reduce, mean_dtype, travel_dtype
-from meshmend.jax.program import Program, ProgramPair
+from meshmend.jax.program import AnyProgram, Program
 from meshmend.jax.shardings import match_specs
 from meshmend.jax.tiles import TILE_AXIS, TiledFabric
 from meshmend.jax.validation import check_microbatches, check_program, check_tile_batch, check_weights
@@ -103,31 +103,14 @@ def value_and_grad(
     check_microbatches(microbatches)
     roles = Roles(_numbers(argnums), _numbers(shared_argnums), _numbers(key_argnums), _numbers(per_tile_argnums))
     part = TileLoss(loss, roles, has_aux, aux, microbatches, per_example, accumulate_dtype)
-    apart = _by_vmap if way == "vmap" else _by_manual
-    n_tiles = fabric.mesh.n_chips
+    given = (shardings,) if isinstance(argnums, int) else tuple(shardings)
 
     def mean_gradients(*args: Any, program: Program, weights: Any = None) -> tuple[Any, Any]:
         check_program(program, fabric)
         _check_whole(program)
-        batch = roles.batch(args)
-        check_tile_batch(batch, fabric, microbatches)
-        if per_example:
-            n_examples = jnp.shape(jax.tree.leaves(batch)[0])[0]
-            weights = jnp.ones(n_examples) if weights is None else jnp.asarray(weights)
-            check_weights(weights, list(batch.values()))
-        elif weights is not None:
-            raise ParameterError("This function does not take weights: make it with per_example=True.")
-        params = tuple(args[i] for i in roles.params)
-        specs = match_specs((shardings,) if isinstance(argnums, int) else tuple(shardings), params, fabric)
-        by_tile = (
-            {i: _key_per_tile(args[i], n_tiles) for i in roles.keys},
-            {i: _check_rows(args[i], n_tiles, i) for i in roles.per_tile},
-            _split((batch, weights), n_tiles),
-        )
-        shared = {i: args[i] for i in roles.shared}
-        sums, kept = apart(part.sums, fabric)((params, shared), _on_tiles(by_tile, fabric))
+        params, specs, sums, kept = sums_by_tile(part, fabric, given, args, weights, way=way)
         summed, extras, weight = _sum_over_tiles(sums, specs, program, fabric)
-        count = jnp.asarray(n_tiles * microbatches, jnp.float32) if weight is None else weight
+        count = weight_of(weight, fabric, microbatches)
         value, averaged = jax.tree.map(lambda x: divide_by_weight(x, count, empty=jnp.nan), extras)
         gradients = jax.tree.map(
             lambda x, like: divide_by_weight(x, count, empty=0.0).astype(jnp.result_type(like)), summed, params
@@ -219,6 +202,54 @@ class TileLoss:
         return x.astype(travel_dtype(mean_dtype(x.dtype), self.accumulate_dtype))
 
 
+class SumsByTile(NamedTuple):
+    """What tiles have before anything is summed over them, one row per tile, and how parameters are split inside."""
+
+    params: tuple[Any, ...]
+    specs: Any
+    sums: TileSums
+    kept: Any
+    """Aux that stays with its tile."""
+
+
+def sums_by_tile(
+    part: TileLoss, fabric: TiledFabric, shardings: tuple[Any, ...], args: Sequence[Any], weights: Any, *, way: str
+) -> SumsByTile:
+    """Check the arguments of a loss, and let each tile differentiate its part of the batch."""
+    roles, n_tiles = part.roles, fabric.mesh.n_chips
+    batch = roles.batch(args)
+    check_tile_batch(batch, fabric, part.microbatches)
+    if part.per_example:
+        n_examples = jnp.shape(jax.tree.leaves(batch)[0])[0]
+        weights = jnp.ones(n_examples) if weights is None else jnp.asarray(weights)
+        check_weights(weights, list(batch.values()))
+    elif weights is not None:
+        raise ParameterError("This function does not take weights: make it with per_example=True.")
+    params = tuple(args[i] for i in roles.params)
+    specs = match_specs(shardings, params, fabric)
+    by_tile = (
+        {i: _key_per_tile(args[i], n_tiles) for i in roles.keys},
+        {i: _check_rows(args[i], n_tiles, i) for i in roles.per_tile},
+        _split((batch, weights), n_tiles),
+    )
+    shared = {i: args[i] for i in roles.shared}
+    apart = _by_vmap if way == "vmap" else _by_manual
+    sums, kept = apart(part.sums, fabric)((params, shared), _on_tiles(by_tile, fabric))
+    return SumsByTile(params, specs, sums, kept)
+
+
+def weight_of(weight: Any, fabric: TiledFabric, microbatches: int) -> jax.Array:
+    """Return what sums over tiles are divided by: their weight, or the number of means that were added up."""
+    return jnp.asarray(fabric.mesh.n_chips * microbatches, jnp.float32) if weight is None else weight
+
+
+def stacked_specs(specs: Any) -> Any:
+    """Return the specs of arrays that have one row per tile, each split inside its tile by `specs`."""
+    return jax.tree.map(
+        lambda spec: PartitionSpec(TILE_AXIS, *spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
+
+
 def _by_vmap(function: Callable[..., Any], fabric: TiledFabric) -> Callable[..., Any]:
     del fabric
     return jax.vmap(function, in_axes=(None, 0), spmd_axis_name=TILE_AXIS)
@@ -245,13 +276,10 @@ def _sum_over_tiles(sums: TileSums, specs: Any, program: Program, fabric: TiledF
         return all_reduce(jax.tree.map(lambda x: x[0], sums), program)
 
     by_tile, whole = PartitionSpec(TILE_AXIS), PartitionSpec()
-    stacked = jax.tree.map(
-        lambda spec: PartitionSpec(TILE_AXIS, *spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
-    )
     total: TileSums = jax.shard_map(
         local,
         mesh=fabric.jax_mesh,
-        in_specs=((stacked, by_tile, by_tile), program.spec),
+        in_specs=((stacked_specs(specs), by_tile, by_tile), program.spec),
         out_specs=(specs, whole, whole),
         check_vma=False,
     )(sums, program)
@@ -320,10 +348,12 @@ def _join_aux(averaged: Any, kept: Any) -> Any:
     return jax.tree.map(lambda a, b: b if a is None else a, averaged, kept, is_leaf=lambda x: x is None)
 
 
-def _check_whole(program: Program | ProgramPair) -> None:
-    if isinstance(program, ProgramPair):
+def _check_whole(program: AnyProgram) -> None:
+    if not isinstance(program, Program):
         raise ParameterError(
-            "Expected a Program, got a ProgramPair: updates are not sharded over tiles. Make one with mmj.install."
+            f"Expected a Program, as mmj.install makes, got a {type(program).__name__}: with that each tile has the "
+            "sums of its own weights only. For an update that is sharded over tiles use mmj.train_step(loss, "
+            "optimizer, fabric, shardings=…)."
         )
 
 

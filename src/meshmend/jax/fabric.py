@@ -10,6 +10,7 @@ of `devices`. Elsewhere (virtual CPU devices) the mesh is described by arguments
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -72,6 +73,21 @@ class Fabric:
     def batch_axes(self) -> tuple[str, ...]:
         """The axes that a feed splits its batches by."""
         return self.axes
+
+    @property
+    def inner_axes(self) -> tuple[str, ...]:
+        """The axes inside a tile, over which a model may be split; none where chips are not cut into tiles."""
+        return ()
+
+    @property
+    def devices_per_tile(self) -> int:
+        """Devices of a tile, its chips times their cores, each with shards of its own; 1 where there are no tiles."""
+        return math.prod(self.jax_mesh.shape[axis] for axis in self.inner_axes)
+
+    @property
+    def n_chips(self) -> int:
+        """Chips that compute."""
+        return self.mesh.n_chips
 
     @property
     def platform(self) -> str:

@@ -40,6 +40,26 @@ def match_specs(shardings: Any, params: Any, fabric: TiledFabric) -> Any:
     return jax.tree.unflatten(structure, specs)
 
 
+def specs_of_state(state: Any, params: Any, specs: Any) -> Any:
+    """Return one PartitionSpec for each array of an optimizer's state: that of the parameter that it belongs to.
+
+    An array belongs to the parameter whose path its own ends with, if it has the same shape, as a moment in optax does;
+    anything else has one copy per chip.
+    """
+    known = {
+        (path, jnp.shape(leaf)): spec
+        for (path, leaf), spec in zip(
+            jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(specs, is_leaf=_is_sharding), strict=True
+        )
+    }
+
+    def spec_of(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+        suffixes = (path[start:] for start in range(len(path) + 1))
+        return next((known[end, leaf.shape] for end in suffixes if (end, leaf.shape) in known), PartitionSpec())
+
+    return jax.tree_util.tree_map_with_path(spec_of, state)
+
+
 def _is_sharding(value: Any) -> bool:
     return value is None or isinstance(value, PartitionSpec | NamedSharding)
 

@@ -55,9 +55,9 @@ class TiledFabric(Fabric):
         return (TILE_AXIS,)
 
     @property
-    def devices_per_tile(self) -> int:
-        """Devices of a tile: its chips, times their cores."""
-        return int(self.jax_mesh.size) // self.mesh.n_chips
+    def n_chips(self) -> int:
+        """Chips that compute: those of all tiles."""
+        return self.mesh.n_chips * self.tiling.n_places
 
     @property
     def compiler_options(self) -> dict[str, str]:

@@ -14,8 +14,7 @@ The parts are plain functions of pytrees: jit them, donate to them, scan over th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,20 +25,13 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
-from meshmend.jax.collectives import (
-    all_gather,
-    all_reduce,
-    groups_of,
-    mean_dtype,
-    reduce_scatter,
-    shard_of,
-    travel_dtype,
-)
+from meshmend.jax.collectives import all_reduce, mean_dtype, shard_of, travel_dtype
 from meshmend.jax.elementwise import check_elementwise, update_weights
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.layerwise import ShardedLayers
-from meshmend.jax.program import AnyProgram, Program, ProgramWithTurn, ShardedProgram
-from meshmend.jax.streaming import streamed_update
+from meshmend.jax.program import AnyProgram, Program, ProgramWithTurn
+from meshmend.jax.tiled_training import tiled_train_step
+from meshmend.jax.tiles import TiledFabric
+from meshmend.jax.updates import TrainStep, abstract_shards, sharded_update
 from meshmend.jax.validation import check_batch, check_data_parallel, check_microbatches, check_program, check_weights
 from meshmend.jax.weighted import divide_by_weight, weighted_sums
 
@@ -49,32 +41,12 @@ LossFunction = Callable[[Any, Any], Any]
 With `per_example`, to one value for each example of the batch (and arrays whose first axis is the examples)."""
 
 
-@dataclass(frozen=True)
-class TrainStep:
-    """The two functions of a training loop, both to be jitted, and what they were made for. Made by `train_step`.
-
-    Unpack it (`init, step = mmj.train_step(…)`) where the functions are all you need. `StateLayout.of` and
-    `compile_train_step` take it whole: what they must know of it is said nowhere else.
-    """
-
-    init: Callable[[Any, AnyProgram], Any]
-    """From parameters and a program to the optimizer's state."""
-    step: Callable[..., tuple[Any, ...]]
-    """From parameters, state, a batch and a program to new parameters, state, loss (and aux).
-
-    Keywords: `weights` (with `per_example`) and `scale`, by which the optimizer's updates are multiplied."""
-    fabric: Fabric
-    accumulate_dtype: DTypeLike | None
-
-    def __iter__(self) -> Iterator[Callable[..., Any]]:
-        return iter((self.init, self.step))
-
-
 def train_step(
     loss: LossFunction,
     optimizer: optax.GradientTransformation,
     fabric: Fabric,
     *,
+    shardings: Any = None,
     has_aux: bool = False,
     microbatches: int = 1,
     accumulate_dtype: DTypeLike | None = jnp.float32,
@@ -102,6 +74,10 @@ def train_step(
     the norms of layers from here: use `mmj.lars`, `mmj.lamb` and `mmj.clip_by_global_norm`. Others are refused. With a
     `ProgramWithTurn` likewise, but without LARS and LAMB, which need their norms before the first update.
 
+    On a fabric of tiles (`mmj.tile`) a batch is split over tiles, and `shardings` says how each parameter is split
+    inside one, as in `value_and_grad`; the optimizer's state is split as its parameters are. With a `ProgramPair` or a
+    `ProgramWithTurn`, each chip updates its part of its own shards, for the chips in the same place of all tiles.
+
     >>> import jax, jax.numpy as jnp, optax, meshmend as mm, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
     >>> pair = mmj.install_pair(mm.plan(fabric.mesh, "hamiltonian"), fabric)
@@ -114,8 +90,19 @@ def train_step(
     >>> float(value)
     1.0
     """
-    check_data_parallel(fabric)
     check_microbatches(microbatches)
+    if isinstance(fabric, TiledFabric):
+        return tiled_train_step(
+            loss,
+            optimizer,
+            fabric,
+            shardings,
+            has_aux=has_aux,
+            microbatches=microbatches,
+            accumulate_dtype=accumulate_dtype,
+            per_example=per_example,
+        )
+    check_data_parallel(fabric, shardings)
     replicated, by_device = PartitionSpec(), PartitionSpec(fabric.axes)
 
     def with_aux(params: Any, batch: Any) -> tuple[Any, Any]:
@@ -130,7 +117,7 @@ def train_step(
         check_program(program, fabric)
         if isinstance(program, Program):
             return replicated
-        shards = _abstract_shards(params, program, accumulate_dtype)
+        shards = abstract_shards(params, program, accumulate_dtype)
         whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, accumulate_dtype)), params)
         check_elementwise(optimizer, shards, whole, with_turn=isinstance(program, ProgramWithTurn))
         state = jax.eval_shape(optimizer.init, shards)
@@ -166,7 +153,7 @@ def train_step(
         else:
             extras = all_reduce(extras, program.few, mean=True, accumulate_dtype=accumulate_dtype)
             n_devices = int(fabric.jax_mesh.size)
-            params, state = _sharded_update(
+            params, state = sharded_update(
                 optimizer,
                 params,
                 own_params,
@@ -202,7 +189,7 @@ def train_step(
         else:
             extras, weight = all_reduce((sums.extras, sums.weight), program.few)
             extras = means(extras, weight)
-            params, state = _sharded_update(
+            params, state = sharded_update(
                 optimizer,
                 params,
                 own_params,
@@ -243,34 +230,6 @@ def train_step(
     return TrainStep(init, step, fabric, accumulate_dtype)
 
 
-def _sharded_update(
-    optimizer: optax.GradientTransformation,
-    params: Any,
-    own_params: Any,
-    state: Any,
-    gradients: Any,
-    mean: Callable[[Any], Any],
-    scale: Any,
-    value: Any,
-    program: ShardedProgram,
-    accumulate_dtype: DTypeLike | None,
-) -> tuple[Any, Any]:
-    """Sum the gradients, update the weights that this chip owns with their mean, and send the result to all."""
-
-    def means(sums: Any) -> Any:
-        return jax.tree.map(mean, sums)
-
-    if isinstance(program, ProgramWithTurn):
-        return streamed_update(
-            optimizer, params, own_params, state, gradients, means, scale, value, program, accumulate_dtype
-        )
-    pair = program
-    own_gradients = means(reduce_scatter(gradients, pair.scatter, accumulate_dtype=accumulate_dtype))
-    layers = ShardedLayers(params, pair, accumulate_dtype)
-    own_params, state = update_weights(optimizer, own_params, state, own_gradients, scale, value=value, layers=layers)
-    return all_gather(own_params, pair.gather, like=params, accumulate_dtype=accumulate_dtype), state
-
-
 def _gradients(
     with_aux: LossFunction, params: Any, batch: Any, microbatches: int, accumulate_dtype: DTypeLike | None
 ) -> tuple[Any, Any]:
@@ -300,12 +259,3 @@ def _gradients(
     total, _ = lax.scan(add, start, pieces)
     value, gradients = jax.tree.map(lambda x, like: (x / microbatches).astype(mean_dtype(like.dtype)), total, shapes)
     return value, gradients
-
-
-def _abstract_shards(
-    params: Any, program: ShardedProgram, accumulate_dtype: DTypeLike | None
-) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Return the shapes of one device's shards of the parameters."""
-    n_rows = program.sharded_by.owned.shape[-1]
-    groups = groups_of(jax.tree.leaves(params), program.sharded_by.layout, accumulate_dtype)
-    return tuple(jax.ShapeDtypeStruct((n_rows, group.chunk), group.dtype) for group in groups)

@@ -38,13 +38,12 @@ def check_program(program: Any, fabric: Fabric) -> None:
         )
 
 
-def check_data_parallel(fabric: Fabric) -> None:
-    """Refuse a fabric of tiles: its program sums over tiles only, and a batch would be split inside them too."""
-    inside = [axis for axis in fabric.axes if axis not in (fabric.axis, fabric.core_axis)]
-    if inside or fabric.axes != fabric.batch_axes:
+def check_data_parallel(fabric: Fabric, shardings: Any) -> None:
+    """Refuse shardings where each chip has the whole model."""
+    if shardings is not None:
         raise ParameterError(
-            f"train_step is for data parallelism over single chips, got {fabric!r}. Use "
-            "mmj.value_and_grad(loss, fabric, shardings) and an optimizer of your own on tiles."
+            f"shardings say how a model is split inside tiles, got {fabric!r}, whose chips each have all of it. Cut it "
+            "into tiles first, with mmj.tile(fabric, '2x2', model=4), or leave out shardings."
         )
 
 

@@ -27,9 +27,9 @@ import pytest
 from jax_engine.restart_cases import Started, assert_is_step, elements
 from meshmend.errors import RestartError
 from meshmend.jax.state.keeper import Keeper
-from meshmend.jax.state.layout import Vectors
 from meshmend.jax.state.memory import MAGIC, HostMemory
 from meshmend.jax.state.mirror import copy_of, make_parts_fn
+from meshmend.jax.state.outline import Vectors
 from meshmend.jax.state.sources import offer_copy, rank_sources
 
 # Orbax reads many arrays at once; when one of them fails, the others' results come to an event loop that has ended.

@@ -23,15 +23,8 @@ from jax.sharding import PartitionSpec
 import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.errors import ParameterError, RestartError
-from meshmend.jax.state.layout import (
-    Outline,
-    ShardedArray,
-    StateLayout,
-    _device_number,
-    dtype_named,
-    place,
-    vectors_from_leaves,
-)
+from meshmend.jax.state.layout import StateLayout, _device_number, place, vectors_from_leaves
+from meshmend.jax.state.outline import Outline, ShardedArray, dtype_named
 from meshmend.schedule.split import reduce_scatter_of
 
 Place = tuple[int, int]

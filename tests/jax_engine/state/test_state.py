@@ -18,9 +18,10 @@ import meshmend.jax as mmj
 from meshmend.errors import RestartError
 from meshmend.jax.state.disk import Disk
 from meshmend.jax.state.identity import Identity
-from meshmend.jax.state.layout import Outline, ShardedArray, StateLayout, Vectors, vectors_from_leaves
+from meshmend.jax.state.layout import StateLayout, vectors_from_leaves
 from meshmend.jax.state.memory import Copy, HostMemory, read_copy
 from meshmend.jax.state.mirror import backup_chips, copy_of, make_parts_fn
+from meshmend.jax.state.outline import Outline, ShardedArray, Vectors
 from meshmend.jax.state.sources import Source, offer_copy, rank_sources
 from meshmend.launch.hosts import Hosts
 

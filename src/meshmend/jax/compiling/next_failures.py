@@ -25,7 +25,7 @@ from meshmend.jax.job.session import Session, is_orderly
 from meshmend.jax.program import AnyProgram
 from meshmend.jax.state.layout import StateLayout
 from meshmend.jax.state.mirror import make_parts_fn
-from meshmend.jax.training import TrainStep
+from meshmend.jax.updates import TrainStep
 
 
 @dataclass(frozen=True)

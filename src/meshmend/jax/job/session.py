@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import jax
 
@@ -26,6 +26,7 @@ from meshmend.jax.job.compile_cache import use_compile_cache
 from meshmend.jax.job.coordination import Coordination
 from meshmend.jax.job.launch import Launch, read_launch
 from meshmend.jax.job.rendezvous import rendezvous
+from meshmend.jax.tiles import TiledFabric, tile
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.processes import free_port
 from meshmend.launch.timeline import Timeline, process_started_at
@@ -38,6 +39,17 @@ RECOVERY_BUDGET_S = 2.0
 """CPU seconds for a plan that nobody prepared."""
 GAVE_UP = 13
 """Exit status of a process that lost its peers or failed: anything but 0 makes a launcher restart it."""
+
+
+class Cut(NamedTuple):
+    """A tile's side, and the axes inside it, as `tile` takes them."""
+
+    side: str
+    inner: dict[str, int]
+
+    def of(self, fabric: Fabric) -> TiledFabric:
+        """Cut a fabric into these tiles."""
+        return tile(fabric, self.side, **self.inner)
 
 
 @dataclass(frozen=True)
@@ -57,11 +69,32 @@ class Session:
     """Number of each process's host; on TPU, where hosts have no number, that of the process."""
     coordination: Coordination
     timeline: Timeline
+    cut: Cut | None = None
+    """How the chips are cut into tiles, by `in_tiles`."""
 
     @property
     def host(self) -> int:
         """Number of this process's host."""
         return self.host_of_process[self.launch.process]
+
+    def in_tiles(self, side: str, **inner: int) -> Self:
+        """Return this session with its chips cut into tiles, as by `mmj.tile(session.fabric, side, **inner)`.
+
+        Every process makes the same tiles, of whichever chips are left, so after a restart they may lie elsewhere.
+        A host without a chip of any tile has no part in the training, and is refused.
+        """
+        cut = Cut(side, inner)
+        fabric = cut.of(self.fabric)
+        used = {device.process_index for device in fabric.jax_mesh.devices.flat}
+        idle = [host for process, host in enumerate(self.host_of_process) if process not in used]
+        if idle:
+            raise RestartError(
+                f"Host {idle[0]} has no chip in any of the {fabric.mesh.n_chips} tiles of {side} chips that "
+                f"{self.fabric.mesh!r} has room for. Start the job without it, or cut smaller tiles.",
+                host=idle[0],
+            )
+        self.timeline.note("tiles", tiles=fabric.mesh.n_chips, chips=fabric.n_chips, wasted=fabric.tiling.n_wasted)
+        return replace(self, fabric=fabric, cut=cut)
 
     def plan(
         self,
@@ -101,7 +134,8 @@ class Session:
 
         Its devices are there only to compile for, and only on process 0: those of the first processes stand in for
         the survivors, with the numbers that theirs would have. What is compiled for them goes into the compile cache
-        under the key that the restarted job will look up. Losses that cut the mesh in two are left out.
+        under the key that the restarted job will look up. Losses that cut the mesh in two are left out, and those that
+        leave no tile whole.
         """
         if self.hosts is None or self.launch.process != 0:
             return
@@ -109,8 +143,14 @@ class Session:
             left = [number for number in self.host_of_process if number != lost]
             if left:
                 fabric = fabric_of_hosts(self.hosts, left, jax.devices())
-                if fabric.mesh.is_connected:
-                    yield lost, fabric
+                if not fabric.mesh.is_connected:
+                    continue
+                if self.cut is not None:
+                    try:
+                        fabric = self.cut.of(fabric)
+                    except MeshError:
+                        continue
+                yield lost, fabric
 
     def __enter__(self) -> Self:
         return self

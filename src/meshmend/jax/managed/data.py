@@ -76,7 +76,7 @@ def with_places(batch: Batch, fabric: Fabric) -> Batch:
     """
     places: NDArray[np.int64] = batch.feed.split(fabric).places().ravel() + batch.at.sample
     table = np.stack([np.full_like(places, batch.at.epoch), places], axis=1).astype(np.uint32)
-    put = jax.make_array_from_callback(table.shape, fabric.sharding(fabric.axes), lambda index: table[index])
+    put = jax.make_array_from_callback(table.shape, fabric.sharding(fabric.batch_axes), lambda index: table[index])
     return replace(batch, data=(batch.data, put))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +39,10 @@ class Job:
     same folder resumes the job, a new one starts over. `global_batch` is the number of samples per step, on
     any number of chips, or a policy such as `KeepPerChip(8)`.
 
+    `tile`, as in "2x2", is for a model that is split over the chips of a tile, over the axis "model" or over those that
+    `inner` names, as in {"fsdp": 2, "tensor": 2}; `train` then takes its `shardings`. Tiles are cut anew after each
+    restart, and one that lost a chip is a hole.
+
     After each step (or every `memory_every`) hosts keep copies of the state in memory, and every `disk_every` steps and
     at the end there is a checkpoint in `shared`; 0 leaves either out. `planner` is as in `meshmend.plan`.
     With `compile_ahead`, process 0 compiles for the loss of each host while the job trains. With `ledger`, it writes
@@ -62,6 +66,8 @@ class Job:
         shared: str | Path,
         global_batch: int | Policy,
         *,
+        tile: str | None = None,
+        inner: Mapping[str, int] | None = None,
         session: Session | None = None,
         planner: str | Planner = "auto",
         memory_every: int = 1,
@@ -73,14 +79,17 @@ class Job:
         self.policy = _policy(global_batch)
         self.aids = Aids(self.shared, planner, memory_every, disk_every, compile_ahead, ledger)
         self._run: TrainingRun | None = None
+        if inner is not None and tile is None:
+            raise ParameterError("inner names the axes inside a tile: give tile='2x2' as well.")
         joined = _join(self.shared) if session is None else session
-        self.session = replace(joined, launch=replace(joined.launch, job=self.shared.name))
+        joined = replace(joined, launch=replace(joined.launch, job=self.shared.name))
+        self.session = joined if tile is None else joined.in_tiles(tile, **(inner or {}))
         self._ending = Ending(self.session, lambda: self._is_training) if session is None else None
         check_shared(self.shared, self.session.coordination.exchange(self.shared.name))
 
     @property
     def fabric(self) -> Fabric:
-        """The live chips."""
+        """The live chips, or the tiles that they are cut into."""
         return self.session.fabric
 
     @property
@@ -106,6 +115,7 @@ class Job:
         dataset: Any,
         *,
         steps: int,
+        shardings: Any = None,
         model_state: Any = None,
         rng: jax.Array | int | None = None,
         has_aux: bool = False,
@@ -121,6 +131,8 @@ class Job:
         every process. `dataset` is anything that `Feed` takes (a `grain.MapDataset`, or anything with `len` and `[i]`),
         or an array, or a dict or tuple of arrays with one row per sample. `seed` is that of its order.
 
+        - `shardings`: how each parameter is split inside a tile, as in `value_and_grad`, for a job with tiles. The
+          loss sees one tile's part of a batch.
         - `model_state`: `loss(params, model_state, batch)` returns (values, new state), each array of the new state
           with one row per example. Their mean is the next state, such as running statistics.
         - `rng`: `loss` gets one random key per example as its last argument. They depend on `rng`, the epoch and the
@@ -150,6 +162,7 @@ class Job:
             has_aux=has_aux,
             microbatches=microbatches,
             accumulate_dtype=accumulate_dtype,
+            shardings=shardings,
         )
         feed = make_feed(dataset, self.policy, seed=seed, n_chips=self.fabric.mesh.n_chips)
         self._run = TrainingRun(

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
@@ -19,7 +20,8 @@ from meshmend.jax.elementwise import check_elementwise
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.managed.data import RandomKey
 from meshmend.jax.program import AnyProgram
-from meshmend.jax.training import TrainStep, train_step
+from meshmend.jax.training import train_step
+from meshmend.jax.updates import TrainStep
 
 Update = Literal["auto", "replicated", "sharded"]
 SHARDED_FROM_BYTES = 1 << 28
@@ -45,6 +47,8 @@ class Model:
     has_aux: bool = False
     microbatches: int = 1
     accumulate_dtype: DTypeLike | None = jnp.float32
+    shardings: Any = None
+    """How parameters are split inside tiles, where there are any."""
 
     def training(self, fabric: Fabric) -> TrainStep:
         """Return the train step, whose state is the optimizer's, and the model's beside it if there is one."""
@@ -65,7 +69,15 @@ class Model:
             new = jax.tree.map(lambda mean, old: mean.astype(old.dtype), new, model_state)
             return (params, (own, new), value, aux) if self.has_aux else (params, (own, new), value)
 
-        return TrainStep(init, step, fabric, self.accumulate_dtype)
+        inner_specs = plain.specs
+        if inner_specs is None:
+            return TrainStep(init, step, fabric, self.accumulate_dtype)
+
+        def specs(params: Any, program: AnyProgram) -> tuple[Any, Any]:
+            inside, of_state = inner_specs(params, program)
+            return inside, (of_state, jax.tree.map(lambda _: PartitionSpec(), self._start()))
+
+        return TrainStep(init, step, fabric, self.accumulate_dtype, specs)
 
     def is_sharded(self, update: Update) -> bool:
         """Whether each chip updates only its own share of the weights.
@@ -109,6 +121,7 @@ class Model:
             microbatches=self.microbatches,
             accumulate_dtype=self.accumulate_dtype,
             per_example=True,
+            shardings=self.shardings,
         )
 
     def _call(self, params: Any, data: Any, *model_state: Any) -> Any:

@@ -91,7 +91,7 @@ class TrainingRun:
         )
         if aids.memory_every:
             check_room(self._keeper.memory.folder, layout, session.launch.n_processes)
-        params = place(model.params, session.fabric)
+        params = place(model.params, session.fabric, model.shardings)
         self.found = self._keeper.restore(params, self._compiled.init(params), extra=self._extra(Position()))
         self.params, self._state = self.found.params, self.found.state
         self.number = self.found.step
@@ -133,7 +133,7 @@ class TrainingRun:
                 keeper.keep(number, self.params, self._state, self._extra(batch.after), save=number == self.last)
                 self.number = number
                 recovered = found.source != "start" and number == found.step + 1
-                under_way.append(JobStep(number, fabric.mesh.n_chips, batch, recovered, results, self._params_of))
+                under_way.append(JobStep(number, fabric.n_chips, batch, recovered, results, self._params_of))
                 if number == found.step + AHEAD_AFTER and self.aids.compile_ahead:
                     self._ahead = CompileAhead(self.session, self._build_ahead)
                 yield under_way[-1]
@@ -193,6 +193,7 @@ class TrainingRun:
             "sharded": self.is_sharded,
             "memory_every": self.aids.memory_every,
             "disk_every": self.aids.disk_every,
+            "tile": self.session.cut,
         }
         everybody = self.session.coordination.exchange(mine)
         for name in mine:

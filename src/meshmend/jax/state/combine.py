@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.state.layout import Vectors
+from meshmend.jax.state.outline import Vectors
 
 BLOCK_BYTES = 16 << 20
 """Bytes sent at a time, which bounds the device memory that this needs."""

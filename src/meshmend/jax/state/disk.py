@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
 import numpy as np
@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from meshmend.errors import MissingExtraError, RestartError, install_hint
 from meshmend.jax.state.fetch import wait_for, with_timeout
 from meshmend.jax.state.identity import Identity
-from meshmend.jax.state.layout import Outline, StateLayout, Vectors, dtype_named, vectors_from_leaves
+from meshmend.jax.state.layout import Boxes, StateLayout, by_place, vectors_from_leaves
+from meshmend.jax.state.outline import Outline, Vectors, dtype_named
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
@@ -171,7 +172,8 @@ class Disk:
         """
         leaves = jax.tree.leaves((params, state))
         wait_for(leaves)
-        checksums = checksums_of(leaves, layout.is_sharded, jax.process_index(), jax.process_count())
+        tiles = layout.fabric.jax_mesh.devices.reshape(-1, layout.outline.n_places)
+        checksums = checksums_of(leaves, layout.is_sharded, jax.process_index(), jax.process_count(), tiles)
         told = self.exchange({"out_of_reach": self.out_of_reach(), "checksums": checksums})
         reasons = [mine["out_of_reach"] for mine in told if mine["out_of_reach"]]
         if reasons:
@@ -186,6 +188,7 @@ class Disk:
             "identity": layout.identity.as_json(),
             "outline": layout.outline.as_json(),
             "is_sharded": layout.is_sharded,
+            "boxes": layout.boxes,
             "leaves": [(leaf.shape, np.dtype(leaf.dtype).name) for leaf in leaves],
             "checksums": {number: sorted(runs) for number, runs in merged.items()},
             "extra": extra,
@@ -233,12 +236,13 @@ class Disk:
         try:
             seconds = self.timeout_s + saved.n_bytes / SLOWEST_BYTES_PER_S
             leaves = with_timeout(seconds, self._read, saved)
-            check_checksums(leaves, saved.facts["leaves"], saved.facts["checksums"])
+            boxes = saved.facts.get("boxes") or [None] * len(leaves)
+            check_checksums(leaves, saved.facts["leaves"], saved.facts["checksums"], boxes)
             its_outline = Outline.from_json(saved.facts["outline"])
             its_outline.check()
             if outline is not None and its_outline.vectors != outline.vectors:
                 raise RestartError(f"expected vectors {outline.vectors}, got {its_outline.vectors}")
-            return saved, vectors_from_leaves(its_outline, saved.facts["is_sharded"], leaves)
+            return saved, vectors_from_leaves(its_outline, saved.facts["is_sharded"], leaves, boxes)
         except MissingExtraError:
             raise
         except Exception as error:  # a damaged file makes Orbax raise almost anything
@@ -303,9 +307,20 @@ def check_files(folder: Path, n_bytes: int) -> None:
         raise RestartError(f"{folder}: expected about {n_bytes} bytes of arrays, got {total}")
 
 
-def checksums_of(leaves: Sequence[jax.Array], is_sharded: Sequence[bool], process: int, n_processes: int) -> Checksums:
-    """Return the checksums of this process: of its own shards, and of its share of replicated leaves."""
+def checksums_of(
+    leaves: Sequence[jax.Array],
+    is_sharded: Sequence[bool],
+    process: int,
+    n_processes: int,
+    tiles: Annotated[NDArray[Any], "[T, P]"] | None = None,
+) -> Checksums:
+    """Return the checksums of this process: of its own shards, and of its share of replicated leaves.
+
+    `tiles` has the devices of each tile, where leaves are split inside them: one tile provides a leaf, and each of its
+    devices the checksum of its shard, as elements of one shard after the other.
+    """
     found: Checksums = {}
+    n_places = 1 if tiles is None else tiles.shape[1]
     for number, (leaf, split) in enumerate(zip(leaves, is_sharded, strict=True)):
         if split:
             width = math.prod(leaf.shape[1:])
@@ -314,6 +329,14 @@ def checksums_of(leaves: Sequence[jax.Array], is_sharded: Sequence[bool], proces
                 for shard in leaf.addressable_shards
                 for values in [np.asarray(shard.data)]
             ]
+        elif tiles is not None and n_places > 1:
+            held = {shard.device: shard.data for shard in leaf.addressable_shards}
+            found[str(number)] = [
+                [place * values.size, (place + 1) * values.size, _crc(values)]
+                for place, device in enumerate(tiles[number % len(tiles)])
+                if device in held
+                for values in [np.asarray(held[device])]
+            ]
         elif number % n_processes == process:
             values = np.asarray(leaf.addressable_shards[0].data)
             found[str(number)] = [[0, values.size, _crc(values)]]
@@ -321,13 +344,17 @@ def checksums_of(leaves: Sequence[jax.Array], is_sharded: Sequence[bool], proces
 
 
 def check_checksums(
-    leaves: Sequence[NDArray[Any]], expected: Sequence[tuple[Sequence[int], str]], sums: Checksums
+    leaves: Sequence[NDArray[Any]],
+    expected: Sequence[tuple[Sequence[int], str]],
+    sums: Checksums,
+    boxes: Sequence[Boxes | None] | None = None,
 ) -> None:
     """Raise `RestartError` unless all elements of all leaves have the checksums that were taken before the save."""
-    for number, (leaf, (shape, dtype)) in enumerate(zip(leaves, expected, strict=True)):
+    boxes = [None] * len(leaves) if boxes is None else boxes
+    for number, (leaf, (shape, dtype), box) in enumerate(zip(leaves, expected, boxes, strict=True)):
         if leaf.shape != tuple(shape) or leaf.dtype.name != dtype:
             raise RestartError(f"array {number}: expected {dtype}{shape}, got {leaf.dtype.name}{list(leaf.shape)}")
-        flat, at = np.ascontiguousarray(leaf).reshape(-1), 0
+        flat, at = np.ascontiguousarray(by_place(leaf, box)).reshape(-1), 0
         for start, end, checksum in sums[str(number)]:
             if start != at or end < start:
                 raise RestartError(f"array {number}: expected the checksum of elements from {at} on, got {start}")

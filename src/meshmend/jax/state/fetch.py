@@ -15,19 +15,40 @@ from typing import Any
 
 import jax
 import numpy as np
+from numpy.typing import NDArray
+
+from meshmend.errors import RestartError
 
 POLL_S = 0.001
 """Seconds between looks."""
 
 
 def fetch(tree: Any) -> Any:
-    """Return replicated arrays as NumPy arrays, once all of this process's devices have them.
+    """Return arrays as NumPy arrays, once all of this process's devices have them.
 
+    They are replicated, or split inside tiles of which this process has a whole one: nothing is asked of other hosts.
     Raises as soon as any device has failed, which `float(loss)` and `jax.block_until_ready` may not: they can block
     until heartbeats end the process.
     """
     wait_for(tree)
-    return jax.tree.map(lambda leaf: np.asarray(leaf.addressable_shards[0].data), tree)
+    return jax.tree.map(_whole, tree)
+
+
+def _whole(leaf: jax.Array) -> NDArray[Any]:
+    shards = {str(shard.index): shard for shard in leaf.addressable_shards}
+    if leaf.is_fully_replicated:
+        return np.asarray(next(iter(shards.values())).data)
+    n_here = sum(shard.data.size for shard in shards.values())
+    if n_here < leaf.size:
+        raise RestartError(
+            f"This process has {n_here} of the {leaf.size} elements of an array of shape {leaf.shape}: it is split "
+            "over devices of several hosts. Gather it on all of them first, in a jitted function with replicated "
+            "out_shardings."
+        )
+    whole = np.empty(leaf.shape, leaf.dtype)
+    for shard in shards.values():
+        whole[shard.index] = np.asarray(shard.data)
+    return whole
 
 
 def wait_for(tree: Any) -> None:

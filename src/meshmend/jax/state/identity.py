@@ -28,14 +28,19 @@ class Identity:
     entries: tuple[tuple[str, str], ...]
 
     @classmethod
-    def of(cls, params: Any, state: Any, split_sizes: Sequence[int | None]) -> Identity:
+    def of(
+        cls, params: Any, state: Any, split_sizes: Sequence[int | None], in_tiles: Sequence[str] | None = None
+    ) -> Identity:
         """Describe a state; `split_sizes` has for each leaf its elements if it is split over the devices, else None.
+
+        `in_tiles` has for each leaf how it is split inside tiles, "" where there are none: what is kept of it
+        is kept place by place.
 
         >>> Identity.of({"w": np.zeros((2, 3), np.float32)}, (), [None]).entries
         (('params', 'dict'), ("params['w']", 'float32[2,3]'), ('state', 'tuple'))
         """
-        sizes = iter(split_sizes)
-        return cls((*_walk("params", params, sizes), *_walk("state", state, sizes)))
+        splits = zip(split_sizes, in_tiles or [""] * len(split_sizes), strict=True)
+        return cls((*_walk("params", params, splits), *_walk("state", state, splits)))
 
     @cached_property
     def digest(self) -> str:
@@ -74,18 +79,18 @@ class Identity:
         return cls(tuple((path, what) for path, what in facts))
 
 
-def _walk(path: str, tree: Any, split_sizes: Iterator[int | None]) -> Iterator[tuple[str, str]]:
+def _walk(path: str, tree: Any, splits: Iterator[tuple[int | None, str]]) -> Iterator[tuple[str, str]]:
     """Yield a node and all that is below it; nodes without leaves count too: an optimizer's stateless parts."""
     if jax.tree_util.all_leaves([tree]):
-        yield path, _describe(tree, next(split_sizes))
+        yield path, _describe(tree, *next(splits))
         return
     yield path, type(tree).__qualname__
     for key, child in jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]:
-        yield from _walk(path + jax.tree_util.keystr(key), child, split_sizes)
+        yield from _walk(path + jax.tree_util.keystr(key), child, splits)
 
 
-def _describe(leaf: Any, split_size: int | None) -> str:
-    dtype = np.dtype(leaf.dtype).name
+def _describe(leaf: Any, split_size: int | None, in_tiles: str) -> str:
+    dtype, inside = np.dtype(leaf.dtype).name, f", {in_tiles}" if in_tiles else ""
     if split_size is not None:
-        return f"{dtype}, {split_size} elements split over the devices"
-    return f"{dtype}[{','.join(map(str, leaf.shape))}]"
+        return f"{dtype}, {split_size} elements split over the devices{inside}"
+    return f"{dtype}[{','.join(map(str, leaf.shape))}]{inside}"

@@ -17,9 +17,10 @@ from meshmend.jax.state.disk import Disk
 from meshmend.jax.state.fetch import with_timeout
 from meshmend.jax.state.folders import default_folder, delete_stale
 from meshmend.jax.state.identity import Identity
-from meshmend.jax.state.layout import StateLayout, Vectors
+from meshmend.jax.state.layout import StateLayout
 from meshmend.jax.state.memory import Copy, HostMemory
 from meshmend.jax.state.mirror import Mirror
+from meshmend.jax.state.outline import Vectors
 from meshmend.jax.state.sources import Source, offer_copy, rank_sources
 
 

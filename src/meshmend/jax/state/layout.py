@@ -1,17 +1,13 @@
-"""A job's state independent of any mesh: flat vectors of elements, and which of them each device holds.
+"""How a job's state lies on the devices of one fabric, leaf by leaf, and how it gets there from flat vectors.
 
-Which chunk of a sharded state lies on which chip depends on the plan, and so on the hole. An `Outline` says where the
-elements of every device's part belong in vectors that are the same for every mesh: the replicated arrays of one dtype
-one after the other, and for each sharded array the elements of its weights in order. From those, any other mesh's
-parts are cut. Bits are moved, never computed with.
+`outline` says which elements of the vectors each device has; a `StateLayout` has the leaves themselves, their shardings
+and their identity, and cuts the one into the other.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any
@@ -19,155 +15,22 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from meshmend.errors import RestartError
 from meshmend.jax.collectives import groups_of
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.program import AnyProgram, Program
+from meshmend.jax.shardings import match_specs
 from meshmend.jax.state.identity import Identity
-from meshmend.jax.training import TrainStep
+from meshmend.jax.state.outline import Outline, ShardedArray, Vectors
+from meshmend.jax.tiles import TiledFabric
+from meshmend.jax.updates import TrainStep
 from meshmend.jax.validation import check_program
 
-Vectors = dict[str, Annotated[NDArray[Any], "[S]"]]
-"""The whole state, independent of any mesh: flat vectors by name."""
-
-
-@dataclass(frozen=True)
-class ShardedArray:
-    """One sharded array of the state: the elements of its group of weights, in chunks that devices own."""
-
-    dtype: str
-    size: int
-    """Elements, without padding."""
-    chunk: int
-
-
-def dtype_named(name: Any) -> np.dtype[Any]:
-    """Return the dtype of that name; raise `RestartError` for any other text.
-
-    `np.dtype` reads little formulas, too, and fails in many ways on text from a damaged file.
-    """
-    try:
-        found = np.dtype(name) if isinstance(name, str) and name.isidentifier() else None
-    except TypeError:
-        found = None
-    if found is None or found.name != name or found.hasobject:
-        raise RestartError(f"{name!r} is not the name of a dtype.")
-    return found
-
-
-@dataclass(frozen=True)
-class Outline:
-    """How a job's state is split over the devices of one mesh. Small, and kept with every copy of the state."""
-
-    n_devices: int
-    n_cores: int
-    total_chunks: int
-    owned: tuple[tuple[int, ...], ...]
-    """For each chip the chunks that its rows hold; `total_chunks` marks a row that it does not need."""
-    replicated: dict[str, int]
-    """Elements of the replicated arrays, by dtype."""
-    sharded: tuple[ShardedArray, ...]
-
-    @cached_property
-    def dtypes(self) -> list[str]:
-        """Dtypes of the state, in the order in which a part has them."""
-        return sorted({*self.replicated, *(array.dtype for array in self.sharded)})
-
-    @property
-    def n_rows(self) -> int:
-        """Chunks that a device has room for."""
-        return len(self.owned[0]) if self.owned else 0
-
-    def share(self, dtype: str) -> int:
-        """Elements of the replicated arrays that each device is responsible for."""
-        return -(-self.replicated.get(dtype, 0) // self.n_devices)
-
-    def part_size(self, dtype: str) -> int:
-        """Elements of a device's part."""
-        rows = sum(self.n_rows * array.chunk for array in self.sharded if array.dtype == dtype)
-        return self.share(dtype) + rows
-
-    @property
-    def vectors(self) -> dict[str, tuple[str, int]]:
-        """Dtype and elements of the vectors, by name: the same for one state on every mesh."""
-        whole = {f"replicated {dtype}": (dtype, size) for dtype, size in self.replicated.items()}
-        return whole | {f"sharded {i}": (array.dtype, array.size) for i, array in enumerate(self.sharded)}
-
-    def empty(self) -> Vectors:
-        """Return vectors of zeros."""
-        return {name: np.zeros(size, dtype_named(dtype)) for name, (dtype, size) in self.vectors.items()}
-
-    def runs(self, device: int, dtype: str) -> Iterator[tuple[str, int, int, int]]:
-        """Return where a device's part belongs: (vector, first element of it, first element of the part, length)."""
-        share = self.share(dtype)
-        length = min(share, self.replicated.get(dtype, 0) - device * share)
-        if length > 0:
-            yield f"replicated {dtype}", device * share, 0, length
-        at = share
-        for i, array in enumerate(self.sharded):
-            if array.dtype != dtype:
-                continue
-            for row, start, length in self.rows(i, device):
-                yield f"sharded {i}", start, at + row * array.chunk, length
-            at += self.n_rows * array.chunk
-
-    def rows(self, which: int, device: int) -> Iterator[tuple[int, int, int]]:
-        """Return which elements of a sharded array a device's rows hold: (row, first element, length)."""
-        array = self.sharded[which]
-        chip, core = divmod(device, self.n_cores)
-        for row, chunk in enumerate(self.owned[chip]):
-            start = (core * self.total_chunks + chunk) * array.chunk
-            length = min(array.chunk, array.size - start)
-            if chunk < self.total_chunks and length > 0:
-                yield row, start, length
-
-    def collect(self, device: int, dtype: str, part: Annotated[NDArray[Any], "[P]"], into: Vectors) -> None:
-        """Put a device's part where it belongs in the vectors."""
-        for name, start, at, length in self.runs(device, dtype):
-            into[name][start : start + length] = part[at : at + length]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the outline as plain values."""
-        facts = {name: getattr(self, name) for name in ("n_devices", "n_cores", "total_chunks", "owned", "replicated")}
-        return facts | {"sharded": [(array.dtype, array.size, array.chunk) for array in self.sharded]}
-
-    @classmethod
-    def from_json(cls, facts: dict[str, Any]) -> Outline:
-        """Return the outline that `as_json` wrote."""
-        return cls(
-            n_devices=int(facts["n_devices"]),
-            n_cores=int(facts["n_cores"]),
-            total_chunks=int(facts["total_chunks"]),
-            owned=tuple(tuple(int(chunk) for chunk in row) for row in facts["owned"]),
-            replicated={str(dtype): int(size) for dtype, size in facts["replicated"].items()},
-            sharded=tuple(ShardedArray(str(dtype), int(size), int(chunk)) for dtype, size, chunk in facts["sharded"]),
-        )
-
-    def check(self) -> None:
-        """Raise `RestartError` unless the parts of all devices together are every element, once."""
-        if self.n_cores < 1 or self.n_devices != self.n_cores * len(self.owned):
-            raise RestartError(
-                f"expected {self.n_cores} × {len(self.owned)} devices (cores × chips), got {self.n_devices}"
-            )
-        if len({len(row) for row in self.owned}) != 1:
-            raise RestartError("expected chips with room for equally many chunks")
-        chunks = sorted(chunk for row in self.owned for chunk in row if chunk != self.total_chunks)
-        if len(chunks) != self.total_chunks or chunks != list(range(len(chunks))):
-            raise RestartError(f"expected each of {self.total_chunks} chunks with one chip, got {chunks[:20]} …")
-        room = self.n_cores * self.total_chunks
-        for array in self.sharded:
-            if not 0 <= array.size <= room * array.chunk:
-                raise RestartError(f"expected at most {room} × {array.chunk} elements, got {array.size}")
-        if any(size < 0 for size in self.replicated.values()):
-            raise RestartError(f"expected no negative sizes, got {self.replicated}")
-
-    @cached_property
-    def digest(self) -> str:
-        """A name for the content."""
-        return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()[:16]
+Boxes = list[list[list[int]]]
+"""For each place of a tile, its shard of a leaf: first element and end along each axis."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +45,9 @@ class StateLayout:
     structure: Any
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     is_sharded: tuple[bool, ...]
+    """Which leaves are split by owner, over all devices."""
+    specs: tuple[PartitionSpec, ...]
+    """How each leaf lies on the devices."""
     outline: Outline = field(repr=False)
     identity: Identity = field(repr=False)
 
@@ -207,20 +73,32 @@ class StateLayout:
         n_params = len(jax.tree.leaves(params))
         by_owner = None if isinstance(program, Program) else program.sharded_by
         is_sharded = tuple(by_owner is not None and i >= n_params and leaf.ndim > 0 for i, leaf in enumerate(leaves))
+        inside = _specs_inside_tiles(training, program, params, len(leaves))
+        specs = tuple(
+            PartitionSpec(fabric.axes) if split else spec for split, spec in zip(is_sharded, inside, strict=True)
+        )
+        shard_shapes = [
+            tuple(leaf.shape) if split else NamedSharding(fabric.jax_mesh, spec).shard_shape(tuple(leaf.shape))
+            for leaf, split, spec in zip(leaves, is_sharded, specs, strict=True)
+        ]
         replicated: dict[str, int] = {}
-        for leaf, split in zip(leaves, is_sharded, strict=True):
+        for leaf, split, shape in zip(leaves, is_sharded, shard_shapes, strict=True):
             if not split:
                 dtype = np.dtype(leaf.dtype).name
-                replicated[dtype] = replicated.get(dtype, 0) + math.prod(leaf.shape)
-        n_devices = int(fabric.jax_mesh.devices.size)
-        n_cores = n_devices // fabric.mesh.n_chips
+                replicated[dtype] = replicated.get(dtype, 0) + math.prod(shape)
+        n_devices, n_places = int(fabric.jax_mesh.devices.size), fabric.devices_per_tile
+        n_cores = n_devices // (fabric.mesh.n_chips * n_places)
         owned: NDArray[Any] = np.zeros((fabric.mesh.n_chips, 0), int)
         sharded: list[ShardedArray] = []
         total_chunks = 0
         if by_owner is not None:
             layout = by_owner.layout
             total_chunks, owned = layout.shape.total_chunks, np.array(layout.shape.owned)
-            groups = groups_of(leaves[:n_params], layout, training.accumulate_dtype)
+            shards = [
+                jax.ShapeDtypeStruct(shape, leaf.dtype)
+                for leaf, shape in zip(leaves[:n_params], shard_shapes, strict=False)
+            ]
+            groups = groups_of(shards, layout, training.accumulate_dtype)
             for leaf, split, path in zip(leaves, is_sharded, paths, strict=True):
                 if split:
                     group = getattr(path[-1], "idx", None)
@@ -233,12 +111,14 @@ class StateLayout:
                         )
                     sharded.append(ShardedArray(np.dtype(leaf.dtype).name, groups[group].size, groups[group].chunk))
         outline = Outline(
-            n_devices, n_cores, total_chunks, tuple(map(tuple, owned.tolist())), replicated, tuple(sharded)
+            n_devices, n_cores, total_chunks, tuple(map(tuple, owned.tolist())), replicated, tuple(sharded), n_places
         )
         shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
         sizes = iter(sharded)
-        identity = Identity.of(params, state, [next(sizes).size if split else None for split in is_sharded])
-        return cls(fabric, structure, shapes, is_sharded, outline, identity)
+        tiles = ", ".join(f"{axis}={fabric.jax_mesh.shape[axis]}" for axis in fabric.inner_axes)
+        in_tiles = [f"{tuple(spec)} of tiles with {tiles}" if tiles else "" for spec in specs]
+        identity = Identity.of(params, state, [next(sizes).size if split else None for split in is_sharded], in_tiles)
+        return cls(fabric, structure, shapes, is_sharded, specs, outline, identity)
 
     def check(self, params: Any, state: Any) -> None:
         """Raise `RestartError` if a state does not have this layout, for example because another train step made it."""
@@ -260,7 +140,23 @@ class StateLayout:
 
     def sharding(self, number: int) -> NamedSharding:
         """How leaf `number` lies on the devices."""
-        return self.fabric.sharding(self.fabric.axes) if self.is_sharded[number] else self.fabric.sharding()
+        return NamedSharding(self.fabric.jax_mesh, self.specs[number])
+
+    @cached_property
+    def boxes(self) -> list[Boxes | None]:
+        """For each leaf what the places of a tile have of it; None where one place has all, or it is split by owner."""
+        tile = self.fabric.jax_mesh.devices.reshape(-1)[: self.outline.n_places].tolist()
+        if len(tile) == 1:
+            return [None] * len(self.leaves)
+        found: list[Boxes | None] = []
+        for i, leaf in enumerate(self.leaves):
+            index_of = self.sharding(i).devices_indices_map(tuple(leaf.shape))
+            boxes = [
+                [list(cut.indices(n)[:2]) for cut, n in zip(index_of[device], leaf.shape, strict=True)]
+                for device in tile
+            ]
+            found.append(None if self.is_sharded[i] else boxes)
+        return found
 
     def to_devices(self, vectors: Vectors, like: Any) -> tuple[Any, Any]:
         """Return (params, state) on this fabric's devices, with their elements from the vectors.
@@ -275,12 +171,23 @@ class StateLayout:
                 found.append(self._shards_to_devices(which, old, vectors[f"sharded {which}"]))
                 which += 1
                 continue
-            dtype = np.dtype(leaf.dtype).name
-            start, used[dtype] = used[dtype], used[dtype] + math.prod(leaf.shape)
-            values = vectors[f"replicated {dtype}"][start : used[dtype]].reshape(leaf.shape)
-            found.append(_put(values, self.sharding(i)))
+            dtype, sharding = np.dtype(leaf.dtype).name, self.sharding(i)
+            shape = sharding.shard_shape(tuple(leaf.shape))
+            start, used[dtype] = used[dtype], used[dtype] + math.prod(shape)
+            by_place = vectors[f"replicated {dtype}"].reshape(self.outline.n_places, -1)[:, start : used[dtype]]
+            parts = [
+                jax.device_put(by_place[place].reshape(shape), device) for device, place in self._own_devices.items()
+            ]
+            found.append(jax.make_array_from_single_device_arrays(tuple(leaf.shape), sharding, parts))
         params, state = jax.tree.unflatten(self.structure, found)
         return params, state
+
+    @cached_property
+    def _own_devices(self) -> dict[Any, int]:
+        """Devices of this process, and the place of a tile that each is."""
+        n_places, me = self.outline.n_places, jax.process_index()
+        every = self.fabric.jax_mesh.devices.flat
+        return {device: i % n_places for i, device in enumerate(every) if device.process_index == me}
 
     def _shards_to_devices(self, which: int, old: jax.Array, vector: Annotated[NDArray[Any], "[S]"]) -> jax.Array:
         parts = []
@@ -293,24 +200,45 @@ class StateLayout:
         return jax.make_array_from_single_device_arrays(old.shape, old.sharding, parts)
 
 
-def place(tree: Any, fabric: Fabric) -> Any:
+def place(tree: Any, fabric: Fabric, shardings: Any = None) -> Any:
     """Put arrays that every process has alike on all devices, without communication.
 
-    (`jax.device_put` would first compare what all processes have, with one collective per array.)
+    On a fabric of tiles `shardings` says how they are split inside a tile, as in `value_and_grad`. (`jax.device_put`
+    would first compare what all processes have, with one collective per array.)
     """
-    return jax.tree.map(lambda leaf: _put(np.asarray(leaf), fabric.sharding()), tree)
+
+    def put(leaf: Any, spec: PartitionSpec) -> jax.Array:
+        values = np.asarray(leaf)
+        where = NamedSharding(fabric.jax_mesh, spec)
+        return jax.make_array_from_callback(values.shape, where, lambda index: values[index])
+
+    if not isinstance(fabric, TiledFabric):
+        return jax.tree.map(lambda leaf: put(leaf, PartitionSpec()), tree)
+    return jax.tree.map(put, tree, match_specs((shardings,), (tree,), fabric)[0])
 
 
-def _put(values: NDArray[Any], sharding: NamedSharding) -> jax.Array:
-    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+def by_place(leaf: NDArray[Any], boxes: Boxes | None) -> Annotated[NDArray[Any], "[P, S]"]:
+    """Return what each place of a tile has of a leaf, one row per place."""
+    if boxes is None:
+        return leaf.reshape(1, -1)
+    return np.stack([leaf[tuple(slice(*ends) for ends in box)].reshape(-1) for box in boxes])
 
 
-def vectors_from_leaves(outline: Outline, is_sharded: Sequence[bool], leaves: Sequence[NDArray[Any]]) -> Vectors:
-    """Return the vectors of a whole state that is in this host's memory, leaf by leaf as it lay on its devices."""
+def vectors_from_leaves(
+    outline: Outline,
+    is_sharded: Sequence[bool],
+    leaves: Sequence[NDArray[Any]],
+    boxes: Sequence[Boxes | None] | None = None,
+) -> Vectors:
+    """Return the vectors of a whole state that is in this host's memory, leaf by leaf as it lay on its devices.
+
+    `boxes` is `StateLayout.boxes` of the state, where it was split inside tiles.
+    """
     vectors = outline.empty()
+    boxes = [None] * len(leaves) if boxes is None else boxes
     used = dict.fromkeys(outline.replicated, 0)
     which = 0
-    for split, leaf in zip(is_sharded, leaves, strict=True):
+    for split, leaf, box in zip(is_sharded, leaves, boxes, strict=True):
         if split:
             for device in range(outline.n_devices):
                 rows = leaf[device * outline.n_rows : (device + 1) * outline.n_rows]
@@ -318,10 +246,17 @@ def vectors_from_leaves(outline: Outline, is_sharded: Sequence[bool], leaves: Se
                     vectors[f"sharded {which}"][start : start + length] = rows[row, :length]
             which += 1
         else:
-            dtype = leaf.dtype.name
-            start, used[dtype] = used[dtype], used[dtype] + leaf.size
-            vectors[f"replicated {dtype}"][start : used[dtype]] = leaf.ravel()
+            dtype, rows = leaf.dtype.name, by_place(leaf, box)
+            start, used[dtype] = used[dtype], used[dtype] + rows.shape[1]
+            vectors[f"replicated {dtype}"].reshape(outline.n_places, -1)[:, start : used[dtype]] = rows
     return vectors
+
+
+def _specs_inside_tiles(training: TrainStep, program: AnyProgram, params: Any, n_leaves: int) -> list[PartitionSpec]:
+    """Return how the leaves of (params, state) are split inside tiles; where there are none, each is whole."""
+    if training.specs is None:
+        return [PartitionSpec()] * n_leaves
+    return jax.tree.leaves(training.specs(params, program), is_leaf=lambda spec: isinstance(spec, PartitionSpec))
 
 
 def _name(path: tuple[Any, ...], leaf: Any) -> str:

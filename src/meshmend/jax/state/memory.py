@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from meshmend.errors import RestartError
 from meshmend.jax.state.folders import FolderLock
 from meshmend.jax.state.identity import Identity
-from meshmend.jax.state.layout import Outline, dtype_named
+from meshmend.jax.state.outline import Outline, dtype_named
 
 MAGIC = b"meshmend state 2\n"
 WITHOUT_IDENTITY = b"meshmend state 1\n"

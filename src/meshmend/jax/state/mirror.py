@@ -151,7 +151,10 @@ def copy_of(
     extra: Any,
     run: str,
 ) -> Copy:
-    """Return what a host keeps of the parts: those of its own devices, and those that its devices have received."""
+    """Return what a host keeps of the parts: those of its own devices, and those that its devices have received.
+
+    `host_of_chip` is as `hosts_of_chips` has it.
+    """
     n_cores = layout.outline.n_cores
     kept = _backed_up_by(tuple(host_of_chip), layout.fabric.mesh)
     mine = [c * n_cores + core for c, owner in enumerate(host_of_chip) if owner == host for core in range(n_cores)]
@@ -169,19 +172,23 @@ def copy_of(
 def _backed_up_by(host_of_chip: tuple[int, ...], mesh: Mesh) -> NDArray[np.int32]:
     """Return for each chip the chip whose part it keeps beside its own; itself where there is no other host.
 
-    Every step's copy asks for it, and it takes a look at the loss of every host.
+    In tiles, it is one in the same place of another tile. Every step's copy asks for this, and it takes a look at the
+    loss of every host.
     """
-    keeper = backup_chips(list(host_of_chip), mesh)
-    kept = np.empty(len(keeper), np.int32)
-    kept[keeper] = np.arange(len(keeper), dtype=np.int32)
+    n_places = len(host_of_chip) // mesh.n_chips
+    kept = np.empty(len(host_of_chip), np.int32)
+    tiles = np.arange(mesh.n_chips, dtype=np.int32)
+    for place in range(n_places):
+        keeper = np.array(backup_chips(host_of_chip[place::n_places], mesh))
+        kept[keeper * n_places + place] = tiles * n_places + place
     kept.flags.writeable = False
     return kept
 
 
 def hosts_of_chips(fabric: Fabric) -> list[int]:
-    """Return for each chip the process that drives it."""
-    devices = fabric.jax_mesh.devices
-    return [int(device.process_index) for device in devices.reshape(len(devices), -1)[:, 0]]
+    """Return for each chip the process that drives it; in tiles, for each device, one tile after the other."""
+    devices = fabric.jax_mesh.devices.reshape(fabric.mesh.n_chips * fabric.devices_per_tile, -1)
+    return [int(device.process_index) for device in devices[:, 0]]
 
 
 def make_parts_fn(layout: StateLayout, host_of_chip: Sequence[int] | None = None) -> Any:
@@ -190,12 +197,14 @@ def make_parts_fn(layout: StateLayout, host_of_chip: Sequence[int] | None = None
     kept = _backed_up_by(tuple(hosts_of_chips(fabric) if host_of_chip is None else host_of_chip), fabric.mesh)
     pairs = [(int(chip), keeper) for keeper, chip in enumerate(kept) if chip != keeper]
     by_device = PartitionSpec(fabric.axes)
-    specs = tuple(by_device if split else PartitionSpec() for split in layout.is_sharded)
+    over_chips = tuple(axis for axis in fabric.axes if axis != fabric.core_axis)
 
     def local(*leaves: jax.Array) -> Parts:
-        chip = lax.axis_index(fabric.axis)
+        chip = lax.axis_index(over_chips)
         core = lax.axis_index(fabric.core_axis) if fabric.core_axis else 0
         device, kept_device = chip * outline.n_cores + core, jnp.asarray(kept)[chip] * outline.n_cores + core
+        # All tiles have the same in this place, and a device's share of it depends on its tile.
+        turn, kept_turn = device // outline.n_places, kept_device // outline.n_places
         parts = {}
         for dtype in outline.dtypes:
             mine = [(x, s) for x, s in zip(leaves, layout.is_sharded, strict=True) if np.dtype(x.dtype).name == dtype]
@@ -206,17 +215,18 @@ def make_parts_fn(layout: StateLayout, host_of_chip: Sequence[int] | None = None
                 continue  # only layers without elements have this dtype
             if shards:
                 joined = jnp.concatenate(shards)
-                own, other = [joined], [lax.ppermute(joined, fabric.axis, pairs) if pairs else joined]
+                own, other = [joined], [lax.ppermute(joined, over_chips, pairs) if pairs else joined]
             if share:
                 whole = [jnp.ravel(leaf) for leaf, split in mine if not split]
-                whole.append(jnp.zeros(share * outline.n_devices - outline.replicated[dtype], whole[0].dtype))
+                n_shares = outline.n_devices // outline.n_places
+                whole.append(jnp.zeros(share * n_shares - outline.replicated[dtype], whole[0].dtype))
                 flat = jnp.concatenate(whole)
-                own.insert(0, lax.dynamic_slice_in_dim(flat, device * share, share))
-                other.insert(0, lax.dynamic_slice_in_dim(flat, kept_device * share, share))
+                own.insert(0, lax.dynamic_slice_in_dim(flat, turn * share, share))
+                other.insert(0, lax.dynamic_slice_in_dim(flat, kept_turn * share, share))
             parts[dtype] = (jnp.concatenate(own)[None], jnp.concatenate(other)[None])
         return parts
 
-    mapped = jax.shard_map(local, mesh=fabric.jax_mesh, in_specs=specs, out_specs=by_device, check_vma=False)
+    mapped = jax.shard_map(local, mesh=fabric.jax_mesh, in_specs=layout.specs, out_specs=by_device, check_vma=False)
 
     def cut(params: Any, state: Any) -> Any:
         return mapped(*jax.tree.leaves((params, state)))

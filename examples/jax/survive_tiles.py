@@ -1,0 +1,37 @@
+"""The job of survive.py with its model split over tiles of 2×2 chips: a host dies, and the tiles that are whole go on.
+
+Run it under `meshmend run --local 8x4 --host 4x2 --kill 1@20 examples/jax/survive_tiles.py`.
+"""
+
+import argparse
+import inspect
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+import meshmend.jax as mmj
+
+job = mmj.Job(shared="shared", global_batch=256, tile="2x2")
+text = np.frombuffer(inspect.getsource(argparse).encode(), np.uint8)
+dataset = np.lib.stride_tricks.sliding_window_view(text, 9)
+
+SHARDINGS = {"embed": P(), "hidden": P(None, "model"), "read": P("model")}  # "hidden" by columns, "read" by rows
+
+
+def init(key):
+    """Return the weights of a small model of text."""
+    shapes = {"embed": (256, 16), "hidden": (128, 128), "read": (128, 256)}
+    return {name: jax.random.normal(key, shape) / shape[0] ** 0.5 for name, shape in shapes.items()}
+
+
+def loss(params, batch):
+    """Return one value per example; a tile's four chips compute it together."""
+    hidden = jax.nn.relu(params["embed"][batch[:, :-1]].reshape(len(batch), -1) @ params["hidden"])
+    return optax.softmax_cross_entropy_with_integer_labels(hidden @ params["read"], batch[:, -1])
+
+
+for step in job.train(loss, optax.adamw(1e-2), init(jax.random.key(0)), dataset, steps=100, shardings=SHARDINGS):
+    if step.number % 20 == 0:
+        print(f"step {step.number}: loss {step.loss:.3f} on {step.chips} chips")

@@ -1,0 +1,172 @@
+"""A job's state independent of any mesh: flat vectors of elements, and which of them each device holds.
+
+Which chunk of a sharded state lies on which chip depends on the plan, and so on the hole. An `Outline` says where the
+elements of every device's part belong in vectors that are the same for every mesh: the replicated arrays of one dtype
+one after the other, and for each sharded array the elements of its weights in order. From those, any other mesh's
+parts are cut. Bits are moved, never computed with.
+
+Where a model is split inside tiles, each place of a tile has shards of its own, and tiles have them alike. Vectors then
+have the shards of one place after the other, whichever tiles there are and wherever they lie.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshmend.errors import RestartError
+
+Vectors = dict[str, Annotated[NDArray[Any], "[S]"]]
+"""The whole state, independent of any mesh: flat vectors by name."""
+
+
+@dataclass(frozen=True)
+class ShardedArray:
+    """One sharded array of the state: the elements of its group of weights, in chunks that devices own."""
+
+    dtype: str
+    size: int
+    """Elements, without padding."""
+    chunk: int
+
+
+def dtype_named(name: Any) -> np.dtype[Any]:
+    """Return the dtype of that name; raise `RestartError` for any other text.
+
+    `np.dtype` reads little formulas, too, and fails in many ways on text from a damaged file.
+    """
+    try:
+        found = np.dtype(name) if isinstance(name, str) and name.isidentifier() else None
+    except TypeError:
+        found = None
+    if found is None or found.name != name or found.hasobject:
+        raise RestartError(f"{name!r} is not the name of a dtype.")
+    return found
+
+
+@dataclass(frozen=True)
+class Outline:
+    """How a job's state is split over the devices of one mesh. Small, and kept with every copy of the state."""
+
+    n_devices: int
+    n_cores: int
+    total_chunks: int
+    owned: tuple[tuple[int, ...], ...]
+    """For each chip the chunks that its rows hold; `total_chunks` marks a row that it does not need."""
+    replicated: dict[str, int]
+    """Elements of the replicated arrays, by dtype; in tiles, of the shards that each place has of them."""
+    sharded: tuple[ShardedArray, ...]
+    n_places: int = 1
+    """Devices of a tile, whose shards differ."""
+
+    @cached_property
+    def dtypes(self) -> list[str]:
+        """Dtypes of the state, in the order in which a part has them."""
+        return sorted({*self.replicated, *(array.dtype for array in self.sharded)})
+
+    @property
+    def n_rows(self) -> int:
+        """Chunks that a device has room for."""
+        return len(self.owned[0]) if self.owned else 0
+
+    def share(self, dtype: str) -> int:
+        """Elements of the replicated arrays that each device is responsible for."""
+        return -(-self.replicated.get(dtype, 0) * self.n_places // self.n_devices)
+
+    def part_size(self, dtype: str) -> int:
+        """Elements of a device's part."""
+        rows = sum(self.n_rows * array.chunk for array in self.sharded if array.dtype == dtype)
+        return self.share(dtype) + rows
+
+    @property
+    def vectors(self) -> dict[str, tuple[str, int]]:
+        """Dtype and elements of the vectors, by name: the same for one state on every mesh."""
+        n = self.n_places
+        whole = {f"replicated {dtype}": (dtype, n * size) for dtype, size in self.replicated.items()}
+        return whole | {f"sharded {i}": (array.dtype, n * array.size) for i, array in enumerate(self.sharded)}
+
+    def empty(self) -> Vectors:
+        """Return vectors of zeros."""
+        return {name: np.zeros(size, dtype_named(dtype)) for name, (dtype, size) in self.vectors.items()}
+
+    def runs(self, device: int, dtype: str) -> Iterator[tuple[str, int, int, int]]:
+        """Return where a device's part belongs: (vector, first element of it, first element of the part, length)."""
+        share, size = self.share(dtype), self.replicated.get(dtype, 0)
+        turn, place = divmod(device, self.n_places)
+        length = min(share, size - turn * share)
+        if length > 0:
+            yield f"replicated {dtype}", place * size + turn * share, 0, length
+        at = share
+        for i, array in enumerate(self.sharded):
+            if array.dtype != dtype:
+                continue
+            for row, start, length in self.rows(i, device):
+                yield f"sharded {i}", start, at + row * array.chunk, length
+            at += self.n_rows * array.chunk
+
+    def rows(self, which: int, device: int) -> Iterator[tuple[int, int, int]]:
+        """Return which elements of a sharded array a device's rows hold: (row, first element, length)."""
+        array = self.sharded[which]
+        turn, place = divmod(device, self.n_places)
+        chip, core = divmod(turn, self.n_cores)
+        for row, chunk in enumerate(self.owned[chip]):
+            start = (core * self.total_chunks + chunk) * array.chunk
+            length = min(array.chunk, array.size - start)
+            if chunk < self.total_chunks and length > 0:
+                yield row, place * array.size + start, length
+
+    def collect(self, device: int, dtype: str, part: Annotated[NDArray[Any], "[P]"], into: Vectors) -> None:
+        """Put a device's part where it belongs in the vectors."""
+        for name, start, at, length in self.runs(device, dtype):
+            into[name][start : start + length] = part[at : at + length]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the outline as plain values."""
+        facts = {name: getattr(self, name) for name in ("n_devices", "n_cores", "total_chunks", "owned", "replicated")}
+        if self.n_places > 1:
+            facts["n_places"] = self.n_places
+        return facts | {"sharded": [(array.dtype, array.size, array.chunk) for array in self.sharded]}
+
+    @classmethod
+    def from_json(cls, facts: dict[str, Any]) -> Outline:
+        """Return the outline that `as_json` wrote."""
+        return cls(
+            n_devices=int(facts["n_devices"]),
+            n_cores=int(facts["n_cores"]),
+            total_chunks=int(facts["total_chunks"]),
+            owned=tuple(tuple(int(chunk) for chunk in row) for row in facts["owned"]),
+            replicated={str(dtype): int(size) for dtype, size in facts["replicated"].items()},
+            sharded=tuple(ShardedArray(str(dtype), int(size), int(chunk)) for dtype, size, chunk in facts["sharded"]),
+            n_places=int(facts.get("n_places", 1)),
+        )
+
+    def check(self) -> None:
+        """Raise `RestartError` unless the parts of all devices together are every element, once."""
+        if min(self.n_cores, self.n_places) < 1 or self.n_devices != self.n_cores * self.n_places * len(self.owned):
+            places = f"{self.n_places} × " if self.n_places != 1 else ""
+            raise RestartError(
+                f"expected {places}{self.n_cores} × {len(self.owned)} devices (cores × chips), got {self.n_devices}"
+            )
+        if len({len(row) for row in self.owned}) != 1:
+            raise RestartError("expected chips with room for equally many chunks")
+        chunks = sorted(chunk for row in self.owned for chunk in row if chunk != self.total_chunks)
+        if len(chunks) != self.total_chunks or chunks != list(range(len(chunks))):
+            raise RestartError(f"expected each of {self.total_chunks} chunks with one chip, got {chunks[:20]} …")
+        room = self.n_cores * self.total_chunks
+        for array in self.sharded:
+            if not 0 <= array.size <= room * array.chunk:
+                raise RestartError(f"expected at most {room} × {array.chunk} elements, got {array.size}")
+        if any(size < 0 for size in self.replicated.values()):
+            raise RestartError(f"expected no negative sizes, got {self.replicated}")
+
+    @cached_property
+    def digest(self) -> str:
+        """A name for the content."""
+        return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,212 @@
+"""The state of a model that is split inside tiles: shards survive a lost host, and find their places on other tiles."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from numpy.typing import NDArray
+
+import meshmend as mm
+import meshmend.jax as mmj
+from meshmend.errors import RestartError
+from meshmend.jax.state import fetch, place
+from meshmend.jax.state.disk import Disk
+from meshmend.jax.state.layout import StateLayout, vectors_from_leaves
+from meshmend.jax.state.memory import Copy
+from meshmend.jax.state.mirror import copy_of, hosts_of_chips, make_parts_fn
+from meshmend.jax.state.outline import Outline, ShardedArray, Vectors
+from meshmend.jax.state.sources import offer_copy, rank_sources
+from meshmend.launch.hosts import Hosts
+
+HOSTS = Hosts.of("4x4", "2x2")
+SPECS = {"columns": P(None, ("fsdp", "tensor")), "rows": P("tensor"), "whole": P(), "half": P("fsdp")}
+SHAPES = {"columns": (3, 8), "rows": (6, 2), "whole": (5,), "half": (4,)}
+
+
+def params_tree() -> dict[str, NDArray[Any]]:
+    """Whole numbers, no two of them alike, in two dtypes."""
+    first = 1
+    tree = {}
+    for name, shape in SHAPES.items():
+        n = int(np.prod(shape))
+        tree[name] = np.arange(first, first + n).reshape(shape).astype(jnp.bfloat16 if name == "half" else np.float32)
+        first += n
+    return tree
+
+
+class OnTiles:
+    """A state on 4×4 chips, without those that failed, in tiles of 2×1 or 2×2 chips of two axes."""
+
+    def __init__(self, failed: tuple[str, ...], side: str, sharded: bool, inner: dict[str, int]) -> None:
+        chips = mmj.discover(jax.devices()[:16], shape="4x4", failed=failed)
+        self.fabric = mmj.tile(chips, side, **inner)
+        owners: dict[str, Any] = {"collective": "all-reduce-with-turn"} if sharded else {}
+        schedule = mm.plan(self.fabric.mesh, "weave", chunks=2 * self.fabric.mesh.n_chips, **owners)
+        self.program: Any = (mmj.install_turn if sharded else mmj.install)(schedule, self.fabric)
+        self.training = mmj.train_step(
+            lambda params, batch: jnp.mean(batch) * sum(jnp.sum(x) for x in jax.tree.leaves(params)),
+            optax.adam(0.25),
+            self.fabric,
+            shardings=SPECS,
+        )
+        params = place(params_tree(), self.fabric, SPECS)
+        self.fresh = params, jax.jit(self.training.init)(params, self.program)
+        self.layout = StateLayout.of(self.training, self.program, params)
+
+    def hosts(self) -> list[int]:
+        """Pretend that this process were all the hosts: the host of each device, tile after tile."""
+        where = {chip: host for host in range(len(HOSTS)) for chip in HOSTS.chips(host)}
+        tiling = self.fabric.tiling
+        return [where[tiling.chips.chip(int(rank))] for rank in tiling.ranks.ravel()]
+
+    def values(self, vectors: Vectors) -> Any:
+        return self.layout.to_devices(vectors, self.fresh)
+
+
+INNER = {"fsdp": 2, "tensor": 2}
+
+
+@cache
+def tiles(failed: tuple[str, ...], sharded: bool) -> OnTiles:
+    return OnTiles(failed, "2x2", sharded, INNER)
+
+
+def numbers(layout: StateLayout) -> Vectors:
+    """A state in which hardly two elements of an array are alike."""
+    leaves = [
+        ((np.arange(np.prod(leaf.shape)).reshape(leaf.shape) + 17 * i) % 251 + 1).astype(leaf.dtype)
+        for i, leaf in enumerate(layout.leaves)
+    ]
+    return vectors_from_leaves(layout.outline, layout.is_sharded, leaves, layout.boxes)
+
+
+def copies_of(job: OnTiles, state: Any) -> dict[int, Copy]:
+    hosts = job.hosts()
+    parts = jax.jit(make_parts_fn(job.layout, hosts))(*state)
+    return {host: copy_of(parts, job.layout, hosts, host, 1, 7, None, "run") for host in sorted(set(hosts))}
+
+
+def collected(copies: dict[int, Copy], layout: StateLayout) -> Vectors:
+    """What the survivors' copies have between them, as `combine` puts it together."""
+    (source,) = rank_sources([[offer_copy(copy, layout.identity)] for copy in copies.values()])
+    assert source.is_whole
+    assert not source.differs
+    vectors = layout.outline.empty()
+    for process, copy in enumerate(copies.values()):
+        for i, device in enumerate(copy.devices):
+            if source.providers[device] == process:
+                for dtype, rows in copy.parts.items():
+                    copy.outline.collect(device, dtype, rows[i], vectors)
+    return vectors
+
+
+def same_bits(found: Any, expected: Any) -> bool:
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
+
+
+@pytest.mark.parametrize("n_places", [2, 4])
+def test_parts_of_tiles_cover_every_element_once(n_places: int) -> None:
+    owned = ((0, 3, 5), (1, 4, 6), (2, 6, 6))
+    outline = Outline(
+        3 * n_places, 1, 6, owned, {"float32": 17, "int8": 2}, (ShardedArray("float32", 16, 3),), n_places
+    )
+    outline.check()
+    counts = {name: np.zeros(vector.size, int) for name, vector in outline.empty().items()}
+    assert {name: count.size // n_places for name, count in counts.items()} == {
+        "replicated float32": 17,
+        "replicated int8": 2,
+        "sharded 0": 16,
+    }
+    for device in range(outline.n_devices):
+        for dtype in outline.dtypes:
+            for name, start, at, length in outline.runs(device, dtype):
+                counts[name][start : start + length] += 1
+                assert at + length <= outline.part_size(dtype)
+                place, size = device % n_places, counts[name].size // n_places
+                assert place * size <= start < start + length <= (place + 1) * size
+    assert all((count == 1).all() for count in counts.values())
+    assert Outline.from_json(outline.as_json()) == outline
+    with pytest.raises(RestartError, match="devices"):
+        Outline.from_json(outline.as_json() | {"n_places": n_places + 1}).check()
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["program", "turn"])
+def test_what_is_put_on_devices_are_the_shards_of_their_places(sharded: bool) -> None:
+    job = tiles((), sharded)
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(job.fresh)]
+    vectors = vectors_from_leaves(job.layout.outline, job.layout.is_sharded, leaves, job.layout.boxes)
+    # The oracle: JAX's own shards, of the four devices of the first tile.
+    params = job.fresh[0]
+    flat = vectors["replicated float32"].reshape(4, -1)
+    for number, device in enumerate(job.fabric.jax_mesh.devices[0].ravel()):
+        own = [
+            next(np.asarray(shard.data).ravel() for shard in params[name].addressable_shards if shard.device == device)
+            for name in sorted(SHAPES)
+            if params[name].dtype == np.float32
+        ]
+        expected = np.concatenate(own)
+        assert flat[number, : len(expected)].tolist() == expected.tolist()
+    back, state = job.values(vectors)
+    assert same_bits((back, state), job.fresh)
+    assert jax.tree.map(lambda x: x.sharding, back) == jax.tree.map(lambda x: x.sharding, params)
+    assert same_bits(fetch(back), params_tree())
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["program", "turn"])
+@pytest.mark.parametrize("lost", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_what_a_lost_host_had_is_found_and_goes_to_other_tiles(lost: int, sharded: bool) -> None:
+    job = tiles((), sharded)
+    vectors = numbers(job.layout)
+    copies = copies_of(job, job.values(vectors))
+    assert sorted(copies) == [0, 1, 2, 3]
+    del copies[lost]
+    found = collected(copies, job.layout)
+    assert {name: v.tobytes() for name, v in found.items()} == {name: v.tobytes() for name, v in vectors.items()}
+    # Tiles that span hosts, and lie in other lines, take it up.
+    smaller = OnTiles(("0,0",), "2x2", sharded, INNER)
+    assert smaller.layout.identity == job.layout.identity
+    params, _ = smaller.values(found)
+    assert same_bits(fetch(params), fetch(job.values(vectors)[0]))
+    again = collected(copies_of(smaller, smaller.values(found)), smaller.layout)
+    assert {name: v.tobytes() for name, v in again.items()} == {name: v.tobytes() for name, v in vectors.items()}
+
+
+def test_another_way_to_split_is_another_state() -> None:
+    job, other = tiles((), False), OnTiles((), "2x2", False, {"tensor": 2, "fsdp": 2})
+    why = job.layout.identity.difference(other.layout.identity)
+    assert why.startswith("params['columns']: expected float32[3,8], (None, ('fsdp', 'tensor')) of tiles with fsdp=2")
+
+
+def test_each_device_keeps_a_part_of_the_same_place_on_another_host() -> None:
+    job = tiles((), False)
+    hosts = job.hosts()
+    for host, copy in copies_of(job, job.fresh).items():
+        own = [device for device in copy.devices if hosts[device] == host]
+        kept = [device for device in copy.devices if hosts[device] != host]
+        assert [device % 4 for device in own] == [device % 4 for device in kept]
+        assert len(own) == len(kept) == 4
+    assert hosts_of_chips(job.fabric) == [0] * 16
+
+
+@pytest.mark.parametrize("sharded", [pytest.param(False, marks=pytest.mark.slow), True], ids=["program", "turn"])
+def test_a_checkpoint_of_one_tiling_is_read_by_another(sharded: bool, tmp_path: Path) -> None:
+    pytest.importorskip("orbax.checkpoint")
+    job, smaller = tiles((), sharded), OnTiles(("0,0",), "2x2", sharded, INNER)
+    vectors = numbers(job.layout)
+    disk = Disk(tmp_path)
+    params, state = job.values(vectors)
+    assert disk.save(job.layout, 1, 40, params, state, [3]) == ""
+    assert disk.finished(wait=True) == 40
+    saved, found = disk.load(40, smaller.layout.outline)
+    disk.close()
+    assert saved.identity == smaller.layout.identity
+    assert {name: v.tobytes() for name, v in found.items()} == {name: v.tobytes() for name, v in vectors.items()}
