@@ -20,6 +20,7 @@ from meshmend.cli import (
     route,
     run,
     store,
+    studio,
     verify,
 )
 from meshmend.cli import compile as compile_command
@@ -47,6 +48,7 @@ app.command("predict")(unbundled(predict.command))
 app.command("compare")(unbundled(compare.command))
 app.command("reproduce")(unbundled(reproduce.command))
 app.command("availability")(unbundled(availability.command))
+app.command("studio")(unbundled(studio.command))
 app.command("draw")(unbundled(draw.command))
 app.command("compile")(unbundled(compile_command.command))
 app.command(

@@ -31,9 +31,34 @@ def write_page(film: Film, path: Path, *, title: str | None = None) -> None:
     """Write the film as one HTML file."""
     schedule = film.schedule
     heading = title or f"{schedule.planner} {schedule.collective} on {schedule.mesh}"
+    # No "<" inside the script element: a phase name from a file must not end it.
+    data = json.dumps(film_facts(film), separators=(",", ":")).replace("<", "\\u003c")
+    words = {
+        "title": html.escape(heading),
+        "facts": html.escape(
+            f"{schedule.mesh.n_chips:,} live chips, {schedule.n_steps:,} steps, {schedule.n_transfers:,} transfers, "
+            f"{schedule.total_chunks:,} chunks"
+        ),
+        "data": data,
+    }
+    text = (files("meshmend.drawing") / "page.html").read_text(encoding="utf-8")
+    for name, value in words.items():
+        text = text.replace("{{" + name + "}}", value)
+    size = len(text.encode())
+    if size > MAX_PAGE_BYTES:
+        raise DrawingError(
+            f"The page would have {size / 1e6:.0f} MB; the limit is {MAX_PAGE_BYTES / 1e6:.0f} MB. "
+            f"Show fewer steps (this schedule has {schedule.n_steps:,}), as in --steps 0-100, or plan fewer chunks."
+        )
+    path.write_text(text, encoding="utf-8")
+
+
+def film_facts(film: Film) -> dict[str, Any]:
+    """Return what a page needs to show the film: the mesh, one line per arrow, and the changes of every step."""
+    schedule = film.schedule
     fills = chip_fills(schedule)
     changes = _changes(film)
-    facts: dict[str, Any] = {
+    return {
         "first": film.first,
         "last": film.last,
         "steps": schedule.n_steps,
@@ -54,26 +79,6 @@ def write_page(film: Film, path: Path, *, title: str | None = None) -> None:
         **_arrows(film),
         "changes": base64.b64encode(changes).decode(),
     }
-    # No "<" inside the script element: a phase name from a file must not end it.
-    data = json.dumps(facts, separators=(",", ":")).replace("<", "\\u003c")
-    words = {
-        "title": html.escape(heading),
-        "facts": html.escape(
-            f"{schedule.mesh.n_chips:,} live chips, {schedule.n_steps:,} steps, {schedule.n_transfers:,} transfers, "
-            f"{schedule.total_chunks:,} chunks"
-        ),
-        "data": data,
-    }
-    text = (files("meshmend.drawing") / "page.html").read_text(encoding="utf-8")
-    for name, value in words.items():
-        text = text.replace("{{" + name + "}}", value)
-    size = len(text.encode())
-    if size > MAX_PAGE_BYTES:
-        raise DrawingError(
-            f"The page would have {size / 1e6:.0f} MB; the limit is {MAX_PAGE_BYTES / 1e6:.0f} MB. "
-            f"Show fewer steps (this schedule has {schedule.n_steps:,}), as in --steps 0-100, or plan fewer chunks."
-        )
-    path.write_text(text, encoding="utf-8")
 
 
 def _arrows(film: Film) -> dict[str, Any]:
