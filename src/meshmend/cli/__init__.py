@@ -21,6 +21,7 @@ from meshmend.cli import (
     route,
     run,
     store,
+    studio,
     verify,
     watch,
 )
@@ -50,6 +51,7 @@ app.command("compare", cls=Command)(unbundled(compare.command))
 app.command("reproduce", cls=Command)(unbundled(reproduce.command))
 app.command("availability", cls=Command)(unbundled(availability.command))
 app.command("report", cls=Command)(unbundled(report.command))
+app.command("studio", cls=Command)(unbundled(studio.command))
 app.command("draw", cls=Command)(unbundled(draw.command))
 app.command("compile", cls=Command)(unbundled(compile_command.command))
 app.command(

@@ -42,7 +42,7 @@ def write_page(
 
     `followed` is the number of the chunk, among the film's, that is followed at first; -1 for none.
     """
-    shown = [_facts(film) for film in films]
+    shown = [film_facts(film) for film in films]
     schedule = films[0].schedule
     heading = title or f"{schedule.planner} {schedule.collective} on {schedule.mesh}"
     facts = (
@@ -71,8 +71,8 @@ def write_page(
     path.write_text(text, encoding="utf-8")
 
 
-def _facts(film: Film) -> dict[str, Any]:
-    """Return all that the page knows of a film."""
+def film_facts(film: Film) -> dict[str, Any]:
+    """Return what a page needs to show the film: the mesh, one line per arrow, and the changes of every step."""
     schedule = film.schedule
     fills = chip_fills(schedule)
     return {

@@ -55,15 +55,15 @@ def find_store(given: str | None, environment: Mapping[str, str] | None = None) 
     return check_address(where, "--store")
 
 
-def check_address(where: str, option: str) -> str:
+def check_address(where: str, option: str, default_port: int = DEFAULT_PORT) -> str:
     """Return an address with its port, by default the store's.
 
     >>> check_address("node7:5000", "--store"), check_address("node7", "--store")
     ('node7:5000', 'node7:29400')
     """
-    name, _, port = where.rpartition(":") if ":" in where else (where, "", str(DEFAULT_PORT))
+    name, _, port = where.rpartition(":") if ":" in where else (where, "", str(default_port))
     if not name or not port.isdecimal() or int(port) >= 1 << 16:
-        raise LaunchError(f"{option} is {where!r}, expected an address and a port, as in 10.0.0.7:{DEFAULT_PORT}.")
+        raise LaunchError(f"{option} is {where!r}, expected an address and a port, as in 10.0.0.7:{default_port}.")
     return f"{name}:{port}"
 
 

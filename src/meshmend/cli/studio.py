@@ -1,0 +1,90 @@
+"""`meshmend studio`: a local web page to play with a machine."""
+
+from __future__ import annotations
+
+import socket
+import webbrowser
+from typing import Annotated
+
+import typer
+
+from meshmend.cli.common import exit_on_error, print_json
+from meshmend.cli.options import HardwareOption, HoleOptions, JsonOption, MachineOptions, PlannerOption
+from meshmend.cli.terminal import plain, print_line
+from meshmend.cost import DEFAULT_HARDWARE
+from meshmend.errors import LaunchError, require
+from meshmend.launch.places import check_address
+from meshmend.planning import Auto
+from meshmend.studio import State
+
+DEFAULT_PORT = 8737
+
+
+def command(
+    shape: Annotated[
+        str | None,
+        typer.Argument(metavar="[SHAPE]", help="Chips along each axis, as in 16x32. Default 8x8.", show_default=False),
+    ] = None,
+    *,
+    machine: MachineOptions,
+    holes: HoleOptions,
+    payload: Annotated[
+        str, typer.Option("--payload", metavar="SIZE", help="Payload per chip: 102MB, 1.34GB, 64MiB.")
+    ] = "100MB",
+    hardware: HardwareOption = DEFAULT_HARDWARE,
+    planner: PlannerOption = Auto.name,
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="ADDR:PORT", help="Where to listen; 0.0.0.0 for the whole network.")
+    ] = f"127.0.0.1:{DEFAULT_PORT}",
+    open_browser: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Serve a page to play with a machine: fail chips and cables, and see plan, proof and predicted time at once.
+
+    The options say what the page shows first. It ends with Ctrl-C. Nothing is loaded from the network.
+
+    Example: meshmend studio 16x32 --fail 4x2@6,8 --payload 1GB --hardware tpu-v6e
+    """
+    with exit_on_error(json):
+        address, port = check_address(listen, "--listen", DEFAULT_PORT).rsplit(":", 1)
+        require("starlette", "uvicorn", needed_for="meshmend studio", extra="studio")
+        mesh = machine.mesh(shape if shape is not None or machine.machine is not None else "8x8", holes)
+        state = State.of(mesh, payload=payload, hardware=hardware, planner=planner)
+        state.mesh, state.payload_bytes, state.made_planner()  # whatever is wrong with them is said here
+        with _listening(address.strip("[]"), int(port)) as server:
+            port = str(server.getsockname()[1])
+            url = f"http://{address}:{port}/#{state.fragment}"
+            if json:
+                print_json({"url": url, "address": address, "port": int(port)})
+            else:
+                print_line(("meshmend studio", "bold"), f"  {plain(url)}")
+                print_line(("Ctrl-C ends it.", "dim"))
+                if not _is_loopback(server):
+                    print_line(("Everybody who can reach this address can use this machine to plan.", "yellow"))
+            if open_browser:
+                webbrowser.open(url)
+            _serve(server, address)
+
+
+def _listening(address: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    except OSError as error:
+        raise LaunchError(
+            f"--listen {address}:{port}: {error.strerror or error}. Choose another port, or 0 for any that is free."
+        ) from None
+
+
+def _is_loopback(server: socket.socket) -> bool:
+    address = str(server.getsockname()[0])
+    return address.startswith("127.") or address == "::1"
+
+
+def _serve(server: socket.socket, address: str) -> None:
+    # Extras are imported by the commands that need them.
+    import uvicorn
+
+    from meshmend.studio.server import make_app
+
+    config = uvicorn.Config(make_app(address), log_level="warning", access_log=False, ws="none", server_header=False)
+    uvicorn.Server(config).run(sockets=[server])

@@ -1,0 +1,60 @@
+// Questions to the server. An answer comes as one JSON object per line; a refusal is an error with its kind.
+
+export class Refusal extends Error {
+  constructor({error, message}) {
+    super(message);
+    this.kind = error;
+  }
+}
+
+async function refused(response) {
+  let facts = {error: "HTTPError", message: `The studio answered ${response.status}. Is it still running?`};
+  try { facts = await response.json(); } catch { /* no JSON: not from the studio */ }
+  return new Refusal(facts);
+}
+
+export async function get(path) {
+  const response = await fetch(path);
+  if (!response.ok) throw await refused(response);
+  return response.json();
+}
+
+function post(path, body, signal, type = "application/json") {
+  return fetch(path, {method: "POST", body: type === "application/json" ? JSON.stringify(body) : body, headers: {"Content-Type": type}, signal});
+}
+
+// Yields every line of an answer as soon as it is here. Aborting the signal ends the work on the server too.
+export async function* ask(path, question, signal) {
+  const response = await post(path, question, signal);
+  if (!response.ok) throw await refused(response);
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const {value, done} = await reader.read();
+    if (done) return;
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      const facts = JSON.parse(line);
+      if (facts.error) throw new Refusal(facts);
+      yield facts;
+    }
+  }
+}
+
+export async function askOnce(path, question, signal) {
+  for await (const facts of ask(path, question, signal)) return facts;
+  throw new DOMException("superseded", "AbortError");
+}
+
+export async function download(path, question) {
+  const response = await post(path, question);
+  if (!response.ok) throw await refused(response);
+  return response.blob();
+}
+
+export async function upload(file) {
+  const response = await post("upload?name=" + encodeURIComponent(file.name), file, undefined, "application/octet-stream");
+  if (!response.ok) throw await refused(response);
+  return JSON.parse((await response.text()).split("\n")[0]);
+}

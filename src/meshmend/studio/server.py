@@ -1,0 +1,329 @@
+"""Server: the page, and answers to its questions, over HTTP.
+
+Whoever can reach it can use this machine's processors, so it listens on loopback by default, and other web sites cannot
+reach through a visitor's browser: the Host header must name this machine by an address (a name that is rebound to
+127.0.0.1 is refused), and what is posted must come from the page itself. It serves the page's own files, which it has
+read when it started, and what was uploaded to it, under names of its own; it opens nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import ipaddress
+import json
+import tempfile
+from collections.abc import AsyncGenerator, AsyncIterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from meshmend import __version__
+from meshmend.cost import PRESETS
+from meshmend.errors import MeshmendError, ParameterError
+from meshmend.planning import Auto
+from meshmend.planning.auto import CHOICES
+from meshmend.studio import answers
+from meshmend.studio.answers import UploadedPlan
+from meshmend.studio.state import MAX_WORD, State
+from meshmend.studio.workers import AnswerProcesses, NoAnswerError
+
+MAX_QUESTION_BYTES = 2**20
+MAX_UPLOAD_BYTES = 2**25
+MAX_UPLOADS = 16
+"""Plans that are kept for the page; the oldest makes room."""
+PAGE = {
+    "": ("index.html", "text/html; charset=utf-8"),
+    "studio.css": ("studio.css", "text/css; charset=utf-8"),
+    "icon.svg": ("icon.svg", "image/svg+xml"),
+    **{
+        f"{name}.js": (f"{name}.js", "text/javascript; charset=utf-8")
+        for name in ("studio", "state", "mesh", "player", "panels", "client", "theme")
+    },
+}
+"""What is served, by path. There is no way to any other file."""
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+LINES = "application/x-ndjson"
+DEFAULTS = ("shape", "wrap", "hardware", "payload", "planner", "budget", "saved")
+"""Fields of a state that have one value each."""
+
+
+def make_app(listens_on: str = "127.0.0.1") -> Starlette:
+    """Return the application. `listens_on` is the host that it was told to listen on, which may be named as such."""
+    page = files("meshmend.studio") / "page"
+    contents = {path: (page / name).read_bytes() for path, (name, _) in PAGE.items()}
+
+    async def show(request: Request) -> Response:
+        path = request.url.path.lstrip("/")
+        return Response(contents[path], media_type=PAGE[path][1])
+
+    studio = _Studio()
+    return Starlette(
+        routes=[
+            *(Route(f"/{path}", show, methods=["GET"]) for path in PAGE),
+            Route("/about", studio.about, methods=["GET"]),
+            Route("/layout", studio.layout, methods=["GET"]),
+            Route("/upload", studio.upload, methods=["POST"]),
+            Route("/plan", studio.plan, methods=["POST"]),
+            *(
+                Route(f"/{job}", studio.answer, name=job, methods=["POST"])
+                for job in ("answer", "alternatives", "steps", "availability")
+            ),
+        ],
+        middleware=[Middleware(_Guard, listens_on=listens_on)],
+        exception_handlers={MeshmendError: _refuse, NoAnswerError: _refuse, 404: _not_found, 405: _not_found},
+        lifespan=studio.lifespan,
+    )
+
+
+class _Guard:
+    """Refuses requests that do not come from the page or the address bar, and adds the headers to every response."""
+
+    def __init__(self, app: ASGIApp, listens_on: str) -> None:
+        self._app = app
+        self._listens_on = listens_on
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        headers = Headers(scope=scope)
+        why = self._why_not(headers, scope["method"])
+        if why is None:
+            await self._app(scope, receive, send_guarded)
+        else:
+            await _error("ForbiddenError", why, 403)(scope, receive, send_guarded)
+
+    def _why_not(self, headers: Headers, method: str) -> str | None:
+        host = headers.get("host", "")
+        if not is_own_name(host, self._listens_on):
+            return (
+                f"The Host header is {host[:MAX_WORD]!r}, expected an IP address or localhost: other names may be "
+                "rebound to this machine by a web site. Open the address that meshmend studio prints."
+            )
+        origin = headers.get("origin")
+        if method != "GET" and origin is not None and origin != f"http://{host}":
+            return f"This came from {origin[:MAX_WORD]!r}, expected the studio's own page at http://{host}."
+        kind = headers.get("content-type", "").split(";")[0]
+        if method != "GET" and kind not in ("application/json", "application/octet-stream"):
+            return f"The content type is {kind[:MAX_WORD]!r}, expected application/json or application/octet-stream."
+        return None
+
+
+def is_own_name(host: str, listens_on: str) -> bool:
+    """Return whether a Host header names this machine in a way that no web site can forge by DNS.
+
+    >>> [is_own_name(host, "127.0.0.1") for host in ("127.0.0.1:8737", "localhost", "[::1]:80", "evil.example:8737")]
+    [True, True, True, False]
+    """
+    name, colon, port = host.rpartition(":")
+    if not colon or not port.isdecimal():
+        name = host
+    if name in ("localhost", listens_on):
+        return True
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(name[1:-1] if name.startswith("[") and name.endswith("]") else name)
+        return True
+    return False
+
+
+class _Studio:
+    """What the routes share: the workers and the uploaded plans."""
+
+    _workers: AnswerProcesses
+    _folder: Path
+
+    def __init__(self) -> None:
+        self._uploads: dict[str, UploadedPlan] = {}
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        with tempfile.TemporaryDirectory(prefix="meshmend-studio-") as folder:
+            self._folder, self._workers = Path(folder), AnswerProcesses()
+            yield
+
+    async def about(self, _: Request) -> Response:
+        """Say what there is to choose from."""
+        return JSONResponse(
+            {
+                "version": __version__,
+                "defaults": {name: getattr(State(), name) for name in DEFAULTS},
+                "planners": [Auto.name, *(kind.name for kind in CHOICES)],
+                "hardware": {name: str(hardware) for name, hardware in PRESETS.items()},
+            }
+        )
+
+    async def layout(self, request: Request) -> Response:
+        """Say where the chips and cables of a machine lie."""
+        shape, wrap = request.query_params.get("shape", ""), request.query_params.get("wrap", "none")
+        return JSONResponse(await asyncio.to_thread(answers.layout, shape, wrap))
+
+    async def answer(self, request: Request) -> Response:
+        """Answer a question about a state, one JSON object per line as soon as it is known."""
+        job = request.url.path.lstrip("/")
+        question = _parse(await _body(request, MAX_QUESTION_BYTES))
+        more: dict[str, Any] = {}
+        if job == "availability":
+            host = question.pop("host", "4x2")
+            if not isinstance(host, str) or len(host) > MAX_WORD:
+                raise ParameterError("host is not a shape, expected one as in 4x2.")
+            more["host"] = host
+        state = State.read(question)
+        if job != "availability":
+            more["saved"] = self._saved(state)
+        return await _stream(request, self._workers.run(job, state=state, **more))
+
+    async def plan(self, request: Request) -> Response:
+        """Return the plan as a file."""
+        state = State.read(_parse(await _body(request, MAX_QUESTION_BYTES)))
+        async with contextlib.aclosing(self._workers.run("plan_file", state=state, saved=self._saved(state))) as found:
+            async for data in found:
+                return Response(data, media_type="application/octet-stream")
+        raise NoAnswerError("RuntimeError", "The plan was not made.")
+
+    async def upload(self, request: Request) -> Response:
+        """Read a machine's description or a saved plan, and return the state that shows it."""
+        name = request.query_params.get("name", "")[:MAX_WORD]
+        if not name.isprintable() or not name.strip():
+            raise ParameterError("The upload has no name. Give the file's, as in machine.yaml or plan.npz.")
+        data = await _body(request, MAX_UPLOAD_BYTES)
+        if not data:
+            raise ParameterError(f"{name} is empty, expected a machine's description or a saved plan.")
+        if name.endswith(".npz") or data.lstrip().startswith(b"meshmend schedule"):
+            return await self._upload_plan(data, name)
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            raise ParameterError(
+                f"{name} is neither text nor .npz, expected a machine's description or a plan that `meshmend plan "
+                "--save` wrote."
+            ) from None
+        return await _stream(request, self._workers.run("read_machine", text=text, name=name))
+
+    async def _upload_plan(self, data: bytes, name: str) -> Response:
+        key = hashlib.sha256(data).hexdigest()[:16]
+        path = self._folder / f"{key}{'.npz' if name.endswith('.npz') else '.txt'}"
+        path.write_bytes(data)
+        saved = UploadedPlan(path, name)
+        async with contextlib.aclosing(self._workers.run("read_plan", saved=saved)) as found:
+            async for facts in found:
+                while len(self._uploads) >= MAX_UPLOADS and key not in self._uploads:
+                    self._uploads.pop(next(iter(self._uploads))).path.unlink(missing_ok=True)
+                self._uploads[key] = saved
+                return JSONResponse({**facts, "state": {**facts["state"], "saved": key}})
+        raise NoAnswerError("RuntimeError", "The plan was not read.")
+
+    def _saved(self, state: State) -> UploadedPlan | None:
+        if state.saved and state.saved not in self._uploads:
+            raise ParameterError(
+                "The saved plan of this link is not here: it was uploaded to a studio that has ended, or made room for "
+                "others. Open its file again."
+            )
+        return self._uploads.get(state.saved)
+
+
+async def _body(request: Request, most: int) -> bytes:
+    """Return what was posted, and stop reading where it is too long."""
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > most:
+            raise NoAnswerError(
+                "PayloadTooLargeError", f"The request has more than {most:,} bytes, which is the limit."
+            )
+    return bytes(data)
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    try:
+        question = json.loads(data)
+    except (ValueError, RecursionError):
+        raise ParameterError("The question is not JSON, expected one object with the fields of a state.") from None
+    if not isinstance(question, dict):
+        raise ParameterError("The question is not an object, expected the fields of a state.")
+    return question
+
+
+async def _stream(request: Request, found: AsyncGenerator[Any, None]) -> Response:
+    """Send what a worker finds, line by line; stop the worker when the page no longer listens.
+
+    The first line is awaited before anything is sent, so that an error has the status of one.
+    """
+    gone = asyncio.ensure_future(_gone(request))
+    iterator = aiter(found)
+
+    async def following() -> Any:
+        ahead = asyncio.ensure_future(anext(iterator, None))
+        await asyncio.wait({ahead, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if ahead.done():
+            return ahead.result()
+        ahead.cancel()
+        with contextlib.suppress(asyncio.CancelledError, NoAnswerError):
+            await ahead
+        return None
+
+    async def stop() -> None:
+        gone.cancel()
+        await found.aclose()
+
+    try:
+        first = await following()
+    except BaseException:
+        await stop()
+        raise
+
+    async def lines() -> AsyncIterator[bytes]:
+        try:
+            item = first
+            while item is not None:
+                yield json.dumps(item, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+                item = await following()
+        except NoAnswerError as error:
+            yield json.dumps({"error": error.kind, "message": str(error)}).encode() + b"\n"
+        finally:
+            await stop()
+
+    return StreamingResponse(lines(), media_type=LINES)
+
+
+async def _gone(request: Request) -> None:
+    """Wait until the page has closed the connection, as it does when it asks something newer."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _error(kind: str, message: str, status: int) -> Response:
+    return JSONResponse({"error": kind, "message": message}, status_code=status)
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    kind = error.kind if isinstance(error, NoAnswerError) else type(error).__name__
+    return _error(kind, str(error), 413 if kind == "PayloadTooLargeError" else 422)
+
+
+async def _not_found(request: Request, _: Exception) -> Response:
+    path = request.url.path[:MAX_WORD]
+    return _error("NotFoundError", f"There is nothing at {request.method} {path}. The page is at /.", 404)

@@ -1,0 +1,264 @@
+"""The server: what it answers, what it refuses, and that no other web site or path gets past it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from starlette.testclient import TestClient
+
+import meshmend as mm
+from meshmend.studio import server
+from meshmend.studio.server import MAX_QUESTION_BYTES, MAX_UPLOAD_BYTES, PAGE, make_app
+from meshmend.studio.state import State
+from meshmend.studio.workers import AnswerProcesses, NoAnswerError
+
+SMALL = {"shape": "4x4", "fail": ["2x2@0,0"], "payload": "1MB", "hardware": "tpu-v6e"}
+OCTETS = {"Content-Type": "application/octet-stream"}
+
+
+@pytest.fixture(scope="module")
+def studio() -> Iterator[TestClient]:
+    with TestClient(make_app(), base_url="http://127.0.0.1:8737") as client:
+        yield client
+
+
+def lines(response: httpx2.Response) -> list[dict[str, Any]]:
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == "application/x-ndjson"
+    return [json.loads(line) for line in response.text.splitlines()]
+
+
+def refused(response: httpx2.Response, status: int, message: str) -> None:
+    assert response.status_code == status
+    assert message in response.json()["message"]
+    assert response.json()["error"].endswith("Error")
+    guarded(response)
+
+
+def guarded(response: httpx2.Response) -> None:
+    policy = dict(part.strip().split(" ", 1) for part in response.headers["content-security-policy"].split(";"))
+    assert policy["default-src"] == "'none'"
+    assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+    assert policy["frame-ancestors"] == policy["base-uri"] == policy["form-action"] == "'none'"
+    assert response.headers["x-content-type-options"] == "nosniff"
+    assert response.headers["cache-control"] == "no-store"
+
+
+@pytest.mark.parametrize("path", PAGE)
+def test_the_page_is_served_whole(studio: TestClient, path: str) -> None:
+    response = studio.get(f"/{path}")
+    assert response.status_code == 200
+    name, kind = PAGE[path]
+    assert response.content == (Path(server.__file__).parent / "page" / name).read_bytes()
+    assert response.headers["content-type"] == kind
+    guarded(response)
+
+
+def test_the_page_names_no_other_origin() -> None:
+    for name, _ in PAGE.values():
+        text = (Path(server.__file__).parent / "page" / name).read_text(encoding="utf-8")
+        assert "://" not in text.replace("http://www.w3.org/2000/svg", ""), name
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/../server.py",
+        "/%2e%2e/server.py",
+        "/..%2f..%2fserver.py",
+        "/page/studio.css",
+        "/studio.css/",
+        "//etc/passwd",
+        "/studio.css%00",
+    ],
+)
+def test_no_path_leads_anywhere_else(studio: TestClient, path: str) -> None:
+    request = studio.build_request("GET", "/")
+    request.url = request.url.copy_with(raw_path=path.encode())
+    response = studio.send(request, follow_redirects=False)
+    assert response.status_code in (307, 404)
+    assert "import" not in response.text
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8737", "localhost:8737", "localhost", "[::1]:8737", "10.0.0.7:80"])
+def test_an_address_is_served(studio: TestClient, host: str) -> None:
+    assert studio.get("/about", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8737", "127.0.0.1.evil.example:8737", "", "localhost.evil"]
+)
+def test_a_name_that_may_be_rebound_is_refused(studio: TestClient, host: str) -> None:
+    refused(studio.get("/about", headers={"Host": host}), 403, "expected an IP address or localhost")
+
+
+def test_a_name_that_was_given_is_served() -> None:
+    with TestClient(make_app("node7"), base_url="http://node7:8737") as studio:
+        assert studio.get("/about").status_code == 200
+
+
+def test_other_sites_cannot_post(studio: TestClient) -> None:
+    evil = {"Origin": "http://evil.example"}
+    refused(studio.post("/answer", json=SMALL, headers=evil), 403, "expected the studio's own page")
+    plain = {"Content-Type": "text/plain"}
+    refused(studio.post("/answer", content=json.dumps(SMALL), headers=plain), 403, "expected application/json")
+    own = {"Origin": "http://127.0.0.1:8737"}
+    assert lines(studio.post("/answer", json=SMALL, headers=own))[0]["verified"]
+
+
+def test_answers_travel(studio: TestClient) -> None:
+    (found,) = lines(studio.post("/answer", json=SMALL))
+    schedule = mm.plan(mm.Mesh("4x4", failed=["2x2@0,0"]), payload_bytes=1e6, hardware="tpu-v6e", budget_s=0.5)
+    assert found["seconds"] == mm.predict(schedule, 1e6, "tpu-v6e").seconds
+    rows = lines(studio.post("/alternatives", json=SMALL))
+    assert [row["name"] for row in rows if row][-2:] == ["sub-mesh", "no failures"]
+    assert lines(studio.post("/steps", json=SMALL))[0]["steps"] == schedule.n_steps
+    assert studio.get("/layout?shape=4x4&wrap=none").json()["shape"] == [4, 4]
+    about = studio.get("/about").json()
+    assert State.read(about["defaults"]) == State()
+    assert "auto" in about["planners"]
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "message"),
+    [
+        ("/answer", b"nonsense", "is not JSON"),
+        ("/answer", b"[" * 100_000, "is not JSON"),
+        ("/answer", b"[]", "is not an object"),
+        ("/answer", b'{"colour": 1}', "has no field 'colour'"),
+        ("/answer", b'{"shape": "4y4"}', "'4y4' is not a shape"),
+        ("/answer", b'{"shape": "99x99"}', "has 9,801 chips; the studio shows up to 2,048"),
+        ("/answer", b'{"shape": "4x4", "fail": ["4x1@0,1"]}', "disconnected groups"),
+        ("/answer", b'{"planner": "guess"}', "There is no planner 'guess'"),
+        ("/answer", b'{"hardware": "abacus"}', "There is no hardware 'abacus'"),
+        ("/answer", b'{"payload": "much"}', "is not a payload"),
+        ("/answer", b'{"saved": "../../x"}', "The saved plan of this link is not here"),
+        ("/plan", b'{"shape": "4y4"}', "'4y4' is not a shape"),
+        ("/availability", b'{"shape": "4x4", "host": 3}', "host is not a shape"),
+        ("/availability", b'{"shape": "4x4", "host": "3x3"}', "does not tile"),
+    ],
+)
+def test_what_cannot_be_answered_says_why(studio: TestClient, path: str, content: bytes, message: str) -> None:
+    response = studio.post(path, content=content, headers={"Content-Type": "application/json"})
+    refused(response, 422, message)
+
+
+def test_layouts_have_limits(studio: TestClient) -> None:
+    refused(studio.get("/layout?shape=99x99"), 422, "the studio shows up to 2,048")
+    refused(studio.get("/layout"), 422, "is not a shape")
+    refused(studio.get("/layout?shape=" + "1x" * 100), 422, "at most 64 characters")
+
+
+def test_requests_have_limits(studio: TestClient) -> None:
+    large = b" " * (MAX_QUESTION_BYTES + 1)
+    refused(studio.post("/answer", content=large, headers={"Content-Type": "application/json"}), 413, "1,048,576 bytes")
+    upload = studio.post("/upload?name=a.npz", content=b" " * (MAX_UPLOAD_BYTES + 1), headers=OCTETS)
+    refused(upload, 413, "33,554,432 bytes")
+
+
+def test_unknown_places_say_where_the_page_is(studio: TestClient) -> None:
+    refused(studio.get("/nothing"), 404, "The page is at /.")
+    refused(studio.get("/answer"), 404, "nothing at GET /answer")
+
+
+def test_a_plan_goes_out_and_comes_back(studio: TestClient, tmp_path: Path) -> None:
+    data = studio.post("/plan", json=SMALL).content
+    (tmp_path / "plan.npz").write_bytes(data)
+    assert mm.load(tmp_path / "plan.npz").mesh == mm.Mesh("4x4", failed=["2x2@0,0"])
+    state = studio.post("/upload?name=plan.npz", content=data, headers=OCTETS).json()["state"]
+    assert (state["shape"], state["fail"]) == ("4x4", ["2x2@0,0"])
+    (found,) = lines(studio.post("/answer", json={**state, "payload": "1MB"}))
+    assert found["command"].startswith("meshmend predict plan.npz ")
+
+
+def test_a_machine_is_read(studio: TestClient) -> None:
+    text = b'meshmend: 1\nshape: 4x8\nfailed: ["2x2@0,0"]\n'
+    (found,) = lines(studio.post("/upload?name=mine.yaml", content=text, headers=OCTETS))
+    assert (found["state"]["shape"], found["state"]["fail"]) == ("4x8", ["2x2@0,0"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.npz", b"PK\x03\x04 nothing", "x.npz is damaged or is not a schedule"),
+        ("x.txt", b"meshmend schedule 1\nnonsense", "x.txt is damaged or is not a schedule"),
+        ("x.yaml", b"what: [is, this", "x.yaml"),
+        ("x.yaml", b"\xff\xfe\x00", "is neither text nor .npz"),
+        ("x.yaml", b"", "x.yaml is empty"),
+        ("", b"x", "has no name"),
+        ("../../x.yaml", b"meshmend: 1\nshape: 64x64\n", "describes 4,096 chips"),
+    ],
+)
+def test_a_file_that_cannot_be_read_says_why(studio: TestClient, name: str, content: bytes, message: str) -> None:
+    refused(studio.post("/upload", params={"name": name}, content=content, headers=OCTETS), 422, message)
+
+
+def test_uploads_make_room_for_others(studio: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_UPLOADS", 1)
+    keys = []
+    for shape in ("2x2", "2x4"):
+        mm.save(mm.plan(mm.Mesh(shape), "hamiltonian"), tmp_path / "plan.npz")
+        data = (tmp_path / "plan.npz").read_bytes()
+        keys.append(studio.post("/upload?name=plan.npz", content=data, headers=OCTETS).json()["state"]["saved"])
+    refused(studio.post("/answer", json={"saved": keys[0]}), 422, "made room for others")
+    assert lines(studio.post("/answer", json={"saved": keys[1]}))[0]["size"] == 8
+
+
+def test_an_answer_that_nobody_waits_for_is_stopped() -> None:
+    async def click_on() -> None:
+        workers = AnswerProcesses()
+        first = workers.run("availability", state=State(shape="16x32"))
+        assert await anext(first) == {"run": 0, "runs": 4}
+        assert len(multiprocessing.active_children()) == 1
+        await first.aclose()
+        assert not multiprocessing.active_children()
+
+    asyncio.run(click_on())
+
+
+def test_a_closed_connection_stops_the_work() -> None:
+    async def leave() -> list[dict[str, Any]]:
+        sent: list[dict[str, Any]] = []
+        body = json.dumps({"shape": "32x64", "budget": 10, "hardware": "tpu-v6e", "payload": "1GB"}).encode()
+        inbox = [{"type": "http.request", "body": body}]
+
+        async def receive() -> dict[str, Any]:
+            return inbox.pop() if inbox else {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        app = make_app()
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/answer",
+            "query_string": b"",
+            "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
+        }
+        async with app.router.lifespan_context(app):
+            await app(scope, receive, send)  # type: ignore[arg-type]
+        return sent
+
+    sent = asyncio.run(asyncio.wait_for(leave(), 60))
+    assert not multiprocessing.active_children()
+    assert b"".join(message.get("body", b"") for message in sent) == b""
+
+
+def test_a_job_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshmend.studio.workers.TIME_LIMIT_S", 0.01)
+
+    async def wait() -> None:
+        async for _ in AnswerProcesses().run("answer", state=State(shape="32x32")):
+            pass
+
+    with pytest.raises(NoAnswerError, match="Choose a smaller mesh or a shorter search"):
+        asyncio.run(wait())
+    assert not multiprocessing.active_children()
