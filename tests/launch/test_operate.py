@@ -1,0 +1,108 @@
+"""What an operator copies from examples/operate: it names what is served, and the real Prometheus takes it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.test_goodput import lived_through
+from launch.test_metrics import write
+from meshmend.launch.goodput import read_account
+from meshmend.launch.metrics import JobMetrics, serve_metrics
+from meshmend.launch.processes import die_with_parent, free_port
+
+pytest.importorskip("prometheus_client")
+
+FOLDER = Path(__file__).parents[2] / "examples/operate"
+needs_prometheus = pytest.mark.skipif(
+    shutil.which("prometheus") is None, reason="Prometheus is not installed: apt-get install prometheus"
+)
+
+
+def served(folder: Path) -> set[str]:
+    """Names of all series of a job that has everything."""
+    job = lived_through(0)
+    for events in job.events:
+        events.append({"at": job.now, "event": "saved", "step": 1})
+        events.append({"at": job.now, "event": "round", "least": 2, "most": 4})
+    write(job, folder)
+    return {sample.name for metric in JobMetrics(folder).collect() for sample in metric.samples}
+
+
+@pytest.mark.parametrize("name", ["alerts.yml", "alerts_test.yml", "dashboard.json"])
+def test_only_what_is_served_is_asked_for(name: str, tmp_path: Path) -> None:
+    asked = set(re.findall(r"\bmeshmend_\w+", (FOLDER / name).read_text(encoding="utf-8")))
+    assert asked
+    assert asked <= served(tmp_path)
+
+
+def test_the_dashboard_has_no_two_panels_in_one_place() -> None:
+    panels = json.loads((FOLDER / "dashboard.json").read_text(encoding="utf-8"))["panels"]
+    places: set[tuple[int, int]] = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not cells & places, panel["title"]
+        assert max(x for x, _ in cells) < 24
+        places |= cells
+    assert len({panel["id"] for panel in panels}) == len(panels)
+
+
+@needs_prometheus
+def test_promtool_takes_the_rules_and_their_tests() -> None:
+    for words in (["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]):
+        done = subprocess.run(["promtool", *words], cwd=FOLDER, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def ask(port: int, query: str) -> list[dict[str, Any]]:
+    address = f"http://127.0.0.1:{port}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
+    with suppress(urllib.error.URLError, ConnectionError), urllib.request.urlopen(address, timeout=10) as answer:
+        return list(json.load(answer)["data"]["result"])
+    return []
+
+
+@needs_prometheus
+def test_a_real_prometheus_scrapes_a_job(tmp_path: Path) -> None:
+    account = read_account(write(lived_through(2), tmp_path / "job"))
+    assert account is not None
+    metrics, port = free_port(), free_port()
+    configuration = (FOLDER / "prometheus.yml").read_text(encoding="utf-8")
+    configuration = configuration.replace("127.0.0.1:9464", f"127.0.0.1:{metrics}").replace("10s", "1s")
+    (tmp_path / "prometheus.yml").write_text(configuration)
+    shutil.copy(FOLDER / "alerts.yml", tmp_path)
+    command = ["prometheus", "--config.file=prometheus.yml", "--storage.tsdb.path=data"]
+    with (
+        serve_metrics(tmp_path / "job", "127.0.0.1", metrics),
+        subprocess.Popen(
+            [*command, f"--web.listen-address=127.0.0.1:{port}"],
+            cwd=tmp_path,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=die_with_parent,
+        ) as prometheus,
+    ):
+        try:
+            until = time.monotonic() + 60
+            while not (found := ask(port, "meshmend_goodput_ratio")) and time.monotonic() < until:
+                time.sleep(0.2)
+            (goodput,) = found
+            assert float(goodput["value"][1]) == pytest.approx(account.goodput)
+            # The job has been silent for years, and says so.
+            while not (fired := ask(port, 'ALERTS{alertname="MeshmendNoStep"}')) and time.monotonic() < until:
+                time.sleep(0.2)
+            assert fired[0]["metric"]["alertstate"] == "firing"
+            assert ask(port, 'ALERTS{alertname="MeshmendHostLost"}') == []
+        finally:
+            prometheus.terminate()
