@@ -13,21 +13,21 @@ from jax.sharding import PartitionSpec as P
 
 import meshmend.jax as mmj
 
-job = mmj.Job(shared="shared", global_batch=256, tile="2x2")
+job = mmj.Job(shared="shared", global_batch=256, tile="2x2")  # first of all: it joins the other hosts
 text = np.frombuffer(inspect.getsource(argparse).encode(), np.uint8)
-dataset = np.lib.stride_tricks.sliding_window_view(text, 9)
+dataset = np.lib.stride_tricks.sliding_window_view(text, 9)  # eight letters, and the one that follows
 
 SHARDINGS = {"embed": P(), "hidden": P(None, "model"), "read": P("model")}  # "hidden" by columns, "read" by rows
 
 
 def init(key):
-    """Return the weights of a small model of text."""
+    """Return the parameters to begin with, the same on every host."""
     shapes = {"embed": (256, 16), "hidden": (128, 128), "read": (128, 256)}
     return {name: jax.random.normal(key, shape) / shape[0] ** 0.5 for name, shape in shapes.items()}
 
 
 def loss(params, batch):
-    """Return one value per example; a tile's four chips compute it together."""
+    """Return one value per example, without a mean over the batch."""
     hidden = jax.nn.relu(params["embed"][batch[:, :-1]].reshape(len(batch), -1) @ params["hidden"])
     return optax.softmax_cross_entropy_with_integer_labels(hidden @ params["read"], batch[:, -1])
 

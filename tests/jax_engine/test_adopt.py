@@ -19,13 +19,14 @@ import meshmend.jax as mmj
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "examples" / "jax" / "adopt"
-PAIRS = ["nnx", "jit", "data_parallel"]
+PAIRS = [("nnx_plain", "nnx_tiles"), ("jit_plain", "jit_tiles"), ("data_parallel_plain", "data_parallel_tiles")]
+SHARDED = ("nnx_tiles", "nnx_sharded")
 
 
 @pytest.fixture(autouse=True)
 def _beside_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(RECIPES))
-    for name in ("transformer", "nnx_plain", "nnx_tiles"):
+    for name in ("transformer", "nnx_plain", "nnx_tiles", "nnx_sharded"):
         sys.modules.pop(name, None)
 
 
@@ -36,10 +37,8 @@ def train_of(script: str) -> Callable[..., list[float]]:
     return train
 
 
-def changed_lines(pair: str) -> list[str]:
-    plain, tiles = (
-        (RECIPES / f"{pair}_{which}.py").read_text(encoding="utf-8").splitlines() for which in ("plain", "tiles")
-    )
+def changed_lines(pair: tuple[str, str]) -> list[str]:
+    plain, tiles = ((RECIPES / f"{script}.py").read_text(encoding="utf-8").splitlines() for script in pair)
     return [
         line
         for line in difflib.unified_diff(plain, tiles, lineterm="", n=0)
@@ -48,16 +47,22 @@ def changed_lines(pair: str) -> list[str]:
 
 
 @pytest.mark.parametrize("steps", [2, pytest.param(20, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("pair", PAIRS)
-def test_losses_are_those_of_plain_jit(pair: str, steps: int) -> None:
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[1])
+def test_losses_are_those_of_plain_jit(pair: tuple[str, str], steps: int) -> None:
     """NNX: 8×8 chips, 2×2 tiles, one lost. The batches are the same; the plain script has all chips."""
-    plain, tiles = train_of(f"{pair}_plain")(steps), train_of(f"{pair}_tiles")(steps)
+    plain, tiles = (train_of(script)(steps) for script in pair)
     assert plain[-1] < plain[0], "it learns"
     np.testing.assert_allclose(tiles, plain, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("pair", PAIRS)
-def test_few_lines_change_and_the_page_shows_them(pair: str) -> None:
+@pytest.mark.slow
+def test_losses_with_a_sharded_update_are_those_of_plain_jit() -> None:
+    plain, sharded = train_of("nnx_plain")(20), train_of("nnx_sharded")(20)
+    np.testing.assert_allclose(sharded, plain, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("pair", [*PAIRS, SHARDED], ids=lambda pair: pair[1])
+def test_few_lines_change_and_the_page_shows_them(pair: tuple[str, str]) -> None:
     changed = changed_lines(pair)
     assert len([line for line in changed if line.startswith("+")]) <= 17
     page = (ROOT / "docs" / "adopt.md").read_text(encoding="utf-8")
