@@ -225,6 +225,12 @@ def test_descriptors_of_real_machines(name: str) -> None:
         ),
         ('{"a": 1}', "not a description of a machine that is known here"),
         ("[]", "not a description of a machine that is known here"),
+        (
+            nodes(["n0"]).replace("gke-tpu-topology", "x"),
+            "expected nodes with the label cloud.google.com/gke-tpu-topology",
+        ),
+        (nodes(["n0"], topology="4by4"), "^file: '4by4' is not a shape"),
+        (nodes(["n0"], topology="0x4"), "^file: "),
     ],
 )
 def test_mistakes_are_told_with_their_remedy(text: str, words: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from meshmend.errors import Coordinate, MachineError
+from meshmend.errors import Coordinate, MachineError, MeshError
 from meshmend.machines.grid import Grid
 from meshmend.topology import parse_shape
 
@@ -78,4 +78,7 @@ def read_topology(text: str, file: str) -> tuple[int, ...]:
             expected="a mesh or a torus",
             got=text[:40],
         )
-    return parse_shape(text)
+    try:
+        return parse_shape(text)
+    except MeshError as error:
+        raise MachineError(f"{file}: {error}", file=file, expected="a shape", got=text[:40]) from None

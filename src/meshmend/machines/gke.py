@@ -46,6 +46,8 @@ def read(root: Entry) -> Description:
             f"Choose one: kubectl get nodes -l {POOL}={pools[0][0]} -o json",
         )
     _, accelerator, topology = pools[0]
+    if not topology:
+        root.refuse(f"nodes with the label {TOPOLOGY}", "nodes without it")
     shape = read_topology(topology, root.file)
     if math.prod(shape) > MAX_CHIPS:
         root.refuse(f"a slice of at most {MAX_CHIPS:,} chips", name_shape(shape)[:60])
