@@ -22,4 +22,6 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     # The page has its title; a list of commands cut off after a few words helps nobody.
     text = text.partition("**Commands**")[2].partition("\n## ")[2]
     text = re.sub(r"^(\*\*Commands\*\*:\n\n(\* .*\n)+)", "", "## " + text, flags=re.M)
+    # A usage line is to be read, not pasted: it has no prompt that would be copied.
+    text = re.sub(r"^```console\n\$ ", "```text\n", text, flags=re.M)
     return markdown.replace(PLACE, text)

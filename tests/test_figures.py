@@ -1,4 +1,4 @@
-"""The animated picture of the first page is what its script draws from the record that is kept beside it."""
+"""The pictures of the first page and of the benchmarks are what their scripts draw from the data that are kept."""
 
 from __future__ import annotations
 
@@ -62,3 +62,53 @@ def test_the_record_is_of_the_readmes_command_and_of_a_job_that_went_on() -> Non
         cables = {tuple(sorted(mesh.rank_of[tuple(end)] for end in ends)) for ends in FOUND["trees"][name]}
         assert len(cables) == mesh.n_chips - 1
         assert cables <= {tuple(sorted(pair)) for pair in mesh.cables.tolist()}
+
+
+CHARTS = runpy.run_path(str(FIGURES / "benchmarks.py"))
+PLOTS: dict[Path, str] = CHARTS["pictures"]()
+GAPS: list[dict[str, str]] = CHARTS["read"]("lab_gaps.csv")
+
+
+@pytest.mark.parametrize("path", PLOTS, ids=lambda path: path.name)
+def test_a_plot_is_drawn_from_its_data(path: Path) -> None:
+    assert path.read_text(encoding="utf-8") == PLOTS[path], "run: python docs/figures/benchmarks.py"
+
+
+def test_the_measured_data_are_those_of_the_lab() -> None:
+    page = (FIGURES.parent / "lab.md").read_text(encoding="utf-8")
+    said = re.findall(r"^\| (\d×\d[^|]*) \| ([\w-]+) \| ([\d.]+) \|", page, re.M)
+    rows = CHARTS["read"]("lab.csv")
+    names = [row["mesh"] + (f" minus {row['failed']}" if row["failed"] else "") for row in rows]
+    assert said == [
+        (name.replace("x", "×"), row["case"], row["seconds"]) for name, row in zip(names, rows, strict=True)
+    ]
+
+
+def test_the_parts_of_a_measured_time_add_up_to_it() -> None:
+    assert [(row["mesh"], row["failed"], row["case"]) for row in GAPS] == [
+        (row["mesh"], row["failed"], row["case"]) for row in CHARTS["read"]("lab.csv")
+    ]
+    for row in GAPS:
+        parts = [float(value) for name, value in row.items() if name.endswith("_s")]
+        assert len(parts) == len(CHARTS["PARTS"])
+        assert sum(parts) == pytest.approx(float(row["seconds"]), abs=0.003)
+        assert min(parts) >= 0
+        mesh = mm.Mesh(row["mesh"], failed=[row["failed"]] if row["failed"] else [])
+        assert float(row["bandwidth_s"]) == pytest.approx(mm.bound(mesh).units * 32e6 / 5e6, abs=0.001)
+
+
+def test_the_page_shows_the_data() -> None:
+    page = (FIGURES.parent / "benchmarks.md").read_text(encoding="utf-8")
+    for row in GAPS:
+        cells = [f"{float(value):.2f}" for name, value in row.items() if name.endswith("_s")]
+        if row["case"] == "Gloo":
+            cells[1:4] = ["–"] * 3
+        assert f"| {row['case']} | {row['seconds']} | {' | '.join(cells)} |" in page
+    worst = max(float(row["over_least"]) for row in CHARTS["read"]("payloads.csv") if row["planner"] == "auto")
+    assert f"up to {worst:.1f} times the least possible" in page
+
+
+@pytest.mark.slow
+def test_the_predicted_data_are_what_is_predicted_now() -> None:
+    assert CHARTS["gaps"]() == GAPS
+    assert CHARTS["payloads"]() == CHARTS["read"]("payloads.csv")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import runpy
+import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -84,6 +87,47 @@ def test_a_command_can_be_copied() -> None:
     for block in BLOCKS:
         if block.kind == "bash":
             assert not re.search(r"^\$ ", block.body, re.M), f"{block.name} has a prompt, which would be copied with it"
+
+
+NEEDS = runpy.run_path(str(ROOT / "docs" / "needs.py"))
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("meshmend plan 8x8\n", ""),
+        ("import jax\nimport meshmend.jax as mmj\n", "needs pip install '.[jax]'"),
+        ("meshmend run --local 4x4 --host 2x2 train.py\n", "needs pip install '.[launch]'"),
+        ("meshmend compare 4x4 --payload 1MB --plot a.svg\n", "needs pip install '.[draw]'"),
+        ("python benchmarks/weave.py\n", "needs a checkout"),
+        ("pip install '.[tpu]'\nmeshmend compile --topology v6e:4x4\n", "needs a checkout"),
+        ("sudo meshmend lab up 4x4\n", "needs root"),
+        ("meshmend compile --topology v6e:4x4 --workload bert\n", "needs pip install '.[workloads]'"),
+    ],
+)
+def test_the_site_says_what_a_block_needs(body: str, said: str) -> None:
+    assert NEEDS["needs"](body) == said
+    page = SimpleNamespace(file=SimpleNamespace(src_path="page.md"))
+    title = f' title="{said}"' if said else ""
+    assert NEEDS["on_page_markdown"](f"Text.\n\n```bash\n{body}```\n", page=page) == (
+        f"Text.\n\n```bash{title}\n{body}```\n"
+    )
+
+
+def test_what_blocks_need_can_be_installed() -> None:
+    extras = set(
+        tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    )
+    assert set(NEEDS["EXTRAS"]) <= extras
+    for block in BLOCKS:
+        if block.kind == "python" and block.runs and re.search(r"^(?:import|from) (?:jax|optax)\b", block.body, re.M):
+            assert re.search(r"\[.*(jax|restart)", NEEDS["needs"](block.body)), block.name
+
+
+def test_a_block_that_is_not_run_says_so_on_the_site() -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_path="restart.md"))
+    shown = NEEDS["on_page_markdown"]((ROOT / "docs/restart.md").read_text(encoding="utf-8"), page=page)
+    assert '```bash title="not to paste alone: it needs eight hosts and a store"\n' in shown
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -177,13 +178,26 @@ def test_the_first_screen_has_everything(scheme: str, site: str, browser: webdri
         assert box["bottom"] <= WIDE[1], what
 
 
-def test_a_copied_block_is_a_command_and_no_more(site: str, browser: webdriver.Chrome) -> None:
-    """What the copy button takes is the text of its block."""
-    for page in PAGES:
-        show(browser, site + page, WIDE, "light")
-        blocks = "[...document.querySelectorAll('.highlight code')].map(block => block.textContent)"
-        for text in browser.execute_script(f"return {blocks}"):
-            assert not text.lstrip().startswith("$"), text
+BLOCKS = """
+return [...document.querySelectorAll(".highlight")].map(block => {
+  const button = block.querySelector(".md-clipboard, .md-code__button");
+  const shown = button !== null && button.checkVisibility();
+  return [block.className, shown, block.querySelector("code").textContent];
+});
+"""
+
+
+@pytest.mark.parametrize("page", [*PAGES, "api/"])
+def test_what_is_copied_can_be_pasted(page: str, site: str, browser: webdriver.Chrome) -> None:
+    """The button takes the whole text of its block: a command or a program, no prompt and nothing that was printed."""
+    show(browser, site + page, WIDE, "light")
+    blocks = browser.execute_script(BLOCKS)
+    for look, shown, text in blocks:
+        if shown:
+            assert re.search(r"language-(bash|python|yaml)", look), (look, text)
+            assert not re.search(r"^(\$|>>>) ", text, re.M), text
+    if page in ("start/", "job/"):
+        assert any(shown for _, shown, _ in blocks)
 
 
 if __name__ == "__main__":
