@@ -166,7 +166,13 @@ class Job:
         )
         feed = make_feed(dataset, self.policy, seed=seed, n_chips=self.fabric.mesh.n_chips)
         self._run = TrainingRun(
-            self.session, self.aids, model, feed, is_sharded=model.is_sharded(update), steps=steps, seed=seed
+            self.session,
+            self.aids,
+            model,
+            feed,
+            is_sharded=model.is_sharded(update, in_tiles=bool(self.fabric.inner_axes)),
+            steps=steps,
+            seed=seed,
         )
         return self._run.steps()
 
