@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections import Counter
 
 import networkx as nx
@@ -12,6 +13,8 @@ import pytest
 from descriptions import SAMPLES, Sample, removed
 from meshmend.errors import LayoutError
 from meshmend.machines import Grid, find_layout, machine_of, parse_description
+from meshmend.planning import plan
+from meshmend.schedule.verify import verify
 from oracle import grid_graph, same_layout
 
 LOSSES = [(1, 0), (2, 0), (0, 3), (1, 3), (2, 3)]
@@ -75,6 +78,24 @@ def test_a_hurt_machine_is_found_again_or_refused(name: str) -> None:
 @pytest.mark.parametrize("name", QUICK)
 def test_500_hurt_machines_are_found_again_or_refused(name: str) -> None:
     assert check(SAMPLES[name], 500, seed=2)["found"] > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUICK)
+def test_from_a_hurt_machines_file_to_a_proven_plan_in_three_seconds(name: str) -> None:
+    rng, planned = random.Random(5), 0
+    for number in range(10):
+        hurt = removed(SAMPLES[name], rng, *LOSSES[number % len(LOSSES)])
+        started = time.process_time()
+        try:
+            machine = machine_of(parse_description(hurt.text, name))
+        except LayoutError:
+            continue
+        schedule = plan(machine.usable_mesh, payload_bytes=1e8, hardware=machine.hardware)
+        assert time.process_time() - started < 3, number
+        assert verify(schedule).method
+        planned += 1
+    assert planned
 
 
 @pytest.mark.parametrize(("shape", "wrap"), [((2, 3), (False, False)), ((1, 6), (False, True))])
