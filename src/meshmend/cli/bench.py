@@ -12,7 +12,7 @@ from rich.table import Table
 from meshmend.cli.common import exit_on_error, print_facts, print_json
 from meshmend.cli.options import FailOption, JsonOption
 from meshmend.cli.outputs import check_plot
-from meshmend.cli.root import Command, Group
+from meshmend.cli.root import Command, CommandGroup
 from meshmend.cli.terminal import approved, print_table, terminal
 from meshmend.cost.units import name_bytes, parse_bytes
 from meshmend.errors import ParameterError, require
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from meshmend.bench.allreduce import Result
     from meshmend.bench.failures import FailuresReport
 
-app = typer.Typer(cls=Group, help="Measure on real processes and real links. Needs torch.", no_args_is_help=True)
+app = typer.Typer(cls=CommandGroup, help="Measure on real processes and real links. Needs torch.", no_args_is_help=True)
 
 
 @app.command("allreduce", cls=Command)

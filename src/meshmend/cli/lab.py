@@ -12,14 +12,14 @@ from rich.text import Text
 
 from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
 from meshmend.cli.options import HoleOptions, JsonOption, ShapeArgument, unbundled
-from meshmend.cli.root import Command, Group
+from meshmend.cli.root import Command, CommandGroup
 from meshmend.cli.terminal import plain, print_line, print_table
 from meshmend.errors import LabError, ParameterError
 from meshmend.lab import FoundLab, Lab, find_labs, take_down, take_down_all
 from meshmend.topology import parse_chip
 
 app = typer.Typer(
-    cls=Group,
+    cls=CommandGroup,
     help="A mesh on this machine: one network namespace per chip, cables of a given rate. Needs root.",
     no_args_is_help=True,
 )

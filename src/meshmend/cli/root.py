@@ -48,7 +48,7 @@ class Command(TyperCommand):
         return _without_types(super().get_params(ctx))
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """A command that has commands."""
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -56,7 +56,7 @@ class Group(TyperGroup):
         return _without_types(super().get_params(ctx))
 
 
-class OneLine(Group):
+class OneLine(CommandGroup):
     """The root of the commands: reports every error in one line, with an exit code of `EXIT_CODES`."""
 
     def main(
