@@ -95,7 +95,7 @@ def print_table(table: Table) -> None:
     """
     console = terminal()
     least = [_least_width(column) for column in table.columns]
-    if sum(least) + 2 * (len(least) - 1) <= console.width:
+    if sum(least) + 2 * len(least) <= console.width:
         if Measurement.get(console, console.options, table).maximum > console.width:
             # Left to itself, it would narrow all columns alike.
             for column, width in zip(table.columns, least, strict=True):
@@ -115,10 +115,10 @@ def print_table(table: Table) -> None:
 
 
 def _least_width(column: Column) -> int:
-    cells = (
-        [cell_len(line) for cell in column.cells for line in str(cell).split("\n")] if column.min_width is None else []
-    )
-    return max([column.min_width or 0, *cells, *(cell_len(word) for word in str(column.header).split())])
+    heading = str(column.header)
+    words = [heading] if column.no_wrap else heading.split()
+    cells = [line for cell in column.cells for line in str(cell).split("\n")] if column.min_width is None else []
+    return max([column.min_width or 0, *map(cell_len, [*words, *cells])])
 
 
 _NEAREST = {"✓": "ok", "✗": "no", "×": "x", "–": "-", "−": "-", "—": "-", "…": "...", "→": "->", "≥": ">=", "≤": "<="}
