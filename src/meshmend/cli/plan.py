@@ -135,7 +135,9 @@ def _show_considered(choice: Choice) -> None:
         owners = "even" if isinstance(candidate.planner, Derived) else "any"
         unsaid = {"budget_s": parameters.get("budget_s"), "owners": owners}  # the same in every row, or the default
         given = ", ".join(
-            f"{name} {value}" for name, value in parameters.items() if value is not None and unsaid.get(name) != value
+            str(value) if name == "orientation" else f"{name} {value}"
+            for name, value in parameters.items()
+            if value is not None and unsaid.get(name) != value
         )
         name = f"{candidate.planner.name}, {given}" if given else candidate.planner.name
         if candidate.why_not is not None:

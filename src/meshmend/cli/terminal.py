@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 from rich.table import Column, Table
@@ -93,26 +94,31 @@ def print_table(table: Table) -> None:
     Only columns with a `min_width` are text that may be wrapped: a number that is cut or split over lines is no number.
     """
     console = terminal()
-    if sum(_least_width(column) for column in table.columns) + 2 * (len(table.columns) - 1) <= console.width:
+    least = [_least_width(column) for column in table.columns]
+    if sum(least) + 2 * len(least) <= console.width:
+        if Measurement.get(console, console.options, table).maximum > console.width:
+            # Left to itself, it would narrow all columns alike.
+            for column, width in zip(table.columns, least, strict=True):
+                column.width = width if column.min_width is None else None
         console.print(table)
         return
-    if table.title:
-        console.print(Text(str(table.title).strip(), style=table.title_style or ""))
     headings = [str(column.header) for column in table.columns]
-    columns = [list(column.cells) for column in table.columns]
-    width = max(map(len, headings[1:]))
-    for row in zip(*columns, strict=True):
-        console.print(row[0], style="cyan")
-        for heading, cell in zip(headings[1:], row[1:], strict=True):
+    title = str(table.title).strip() if table.title else headings[0]
+    console.print(Text(title, style=table.title_style or "bold"))
+    for first, *others in zip(*(list(column.cells) for column in table.columns), strict=True):
+        console.print(first, style="cyan")
+        listed = Table.grid(padding=(0, 2, 0, 0))
+        for heading, cell in zip(headings[1:], others, strict=True):
             if str(cell):
-                console.print(Text.assemble(f"  {heading:<{width}}  ", cell if isinstance(cell, Text) else str(cell)))
+                listed.add_row(f"  {heading}", cell)
+        console.print(listed)
 
 
 def _least_width(column: Column) -> int:
-    cells = (
-        [cell_len(line) for cell in column.cells for line in str(cell).split("\n")] if column.min_width is None else []
-    )
-    return max([column.min_width or 0, *cells, *(cell_len(word) for word in str(column.header).split())])
+    heading = str(column.header)
+    words = [heading] if column.no_wrap else heading.split()
+    cells = [line for cell in column.cells for line in str(cell).split("\n")] if column.min_width is None else []
+    return max([column.min_width or 0, *map(cell_len, [*words, *cells])])
 
 
 _NEAREST = {"✓": "ok", "✗": "no", "×": "x", "–": "-", "−": "-", "—": "-", "…": "...", "→": "->", "≥": ">=", "≤": "<="}
