@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
+from chromium import open_chromium, read_log, requests
 from meshmend import Mesh, Op, Schedule, plan
 from meshmend.cost import predict
 from meshmend.cost.units import name_seconds
@@ -26,18 +25,6 @@ from meshmend.drawing import draw, draw_race, page
 from meshmend.drawing.fullness import follow
 from meshmend.drawing.page import leb128
 from meshmend.errors import DrawingError
-
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--window-size=1300,950",
-]
 
 
 def data_of(path: Path, number: int = 0) -> dict[str, Any]:
@@ -196,16 +183,7 @@ def test_a_page_that_would_be_too_large_is_refused(tmp_path: Path, monkeypatch: 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    driver = shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        pytest.skip("no Chromium here: apt-get install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    with webdriver.Chrome(options=options, service=Service(driver)) as chrome:
+    with open_chromium(tmp_path_factory.mktemp("profile")) as chrome:
         yield chrome
 
 
@@ -216,7 +194,7 @@ class Page:
         self.browser = browser
         browser.get("about:blank")
         for log in ("browser", "performance"):
-            browser.get_log(log)  # type: ignore[no-untyped-call]  # what was before is not this page's
+            read_log(browser, log)  # what was before is not this page's
         browser.get(path.as_uri())
 
     def click(self, name: str) -> None:
@@ -250,11 +228,8 @@ class Page:
 
     def assert_quiet(self) -> None:
         """No word on the console, and no request but for the page itself."""
-        assert self.browser.get_log("browser") == []  # type: ignore[no-untyped-call]
-        for entry in self.browser.get_log("performance"):  # type: ignore[no-untyped-call]
-            message = json.loads(entry["message"])["message"]
-            if message["method"] == "Network.requestWillBeSent":
-                assert message["params"]["request"]["url"].startswith(("file:", "data:"))
+        assert read_log(self.browser, "browser") == []
+        assert all(url.startswith(("file:", "data:")) for url in requests(self.browser))
 
 
 @pytest.fixture(scope="module")

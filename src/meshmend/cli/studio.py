@@ -86,5 +86,7 @@ def _serve(server: socket.socket, address: str) -> None:
 
     from meshmend.studio.server import make_app
 
-    config = uvicorn.Config(make_app(address), log_level="warning", access_log=False, ws="none", server_header=False)
+    config = uvicorn.Config(
+        make_app(address), log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=1
+    )
     uvicorn.Server(config).run(sockets=[server])

@@ -268,43 +268,29 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 async def _stream(request: Request, found: AsyncGenerator[Any, None]) -> Response:
-    """Send what a worker finds, line by line; stop the worker when the page no longer listens.
-
-    The first line is awaited before anything is sent, so that an error has the status of one.
-    """
+    """Send what a worker finds, line by line; stop the worker when the page no longer listens."""
     gone = asyncio.ensure_future(_gone(request))
-    iterator = aiter(found)
-
-    async def following() -> Any:
-        ahead = asyncio.ensure_future(anext(iterator, None))
-        await asyncio.wait({ahead, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if ahead.done():
-            return ahead.result()
-        ahead.cancel()
-        with contextlib.suppress(asyncio.CancelledError, NoAnswerError):
-            await ahead
-        return None
-
-    async def stop() -> None:
-        gone.cancel()
-        await found.aclose()
-
-    try:
-        first = await following()
-    except BaseException:
-        await stop()
-        raise
+    ahead: asyncio.Future[Any] | None = None
 
     async def lines() -> AsyncIterator[bytes]:
+        nonlocal ahead
         try:
-            item = first
-            while item is not None:
-                yield json.dumps(item, separators=(",", ":"), allow_nan=False).encode() + b"\n"
-                item = await following()
+            while not gone.done():
+                ahead = asyncio.ensure_future(anext(found, None))
+                await asyncio.wait({ahead, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if not ahead.done() or ahead.result() is None:
+                    break
+                yield json.dumps(ahead.result(), separators=(",", ":"), allow_nan=False).encode() + b"\n"
         except NoAnswerError as error:
             yield json.dumps({"error": error.kind, "message": str(error)}).encode() + b"\n"
         finally:
-            await stop()
+            gone.cancel()
+            if ahead is not None and not ahead.done():
+                ahead.cancel()  # the worker is ended where it waits
+                with contextlib.suppress(asyncio.CancelledError):
+                    await ahead
+            else:
+                await found.aclose()
 
     return StreamingResponse(lines(), media_type=LINES)
 
@@ -320,8 +306,13 @@ def _error(kind: str, message: str, status: int) -> Response:
 
 
 async def _refuse(_: Request, error: Exception) -> Response:
+    """Answer with the reason why there is no answer.
+
+    That is an answer like others, with their status: a mesh in two parts is a state that a visitor clicks together, and
+    browsers report every other status on their console as a failure of the page.
+    """
     kind = error.kind if isinstance(error, NoAnswerError) else type(error).__name__
-    return _error(kind, str(error), 413 if kind == "PayloadTooLargeError" else 422)
+    return _error(kind, str(error), 413 if kind == "PayloadTooLargeError" else 200)
 
 
 async def _not_found(request: Request, _: Exception) -> Response:

@@ -7,16 +7,16 @@ export class Refusal extends Error {
   }
 }
 
-async function refused(response) {
+// The facts of a response. A question that has no answer is answered with its reason.
+async function read(response) {
   let facts = {error: "HTTPError", message: `The studio answered ${response.status}. Is it still running?`};
-  try { facts = await response.json(); } catch { /* no JSON: not from the studio */ }
-  return new Refusal(facts);
+  try { facts = JSON.parse((await response.text()).split("\n")[0]); } catch { /* no JSON: not from the studio */ }
+  if (facts.error) throw new Refusal(facts);
+  return facts;
 }
 
 export async function get(path) {
-  const response = await fetch(path);
-  if (!response.ok) throw await refused(response);
-  return response.json();
+  return read(await fetch(path));
 }
 
 function post(path, body, signal, type = "application/json") {
@@ -26,7 +26,7 @@ function post(path, body, signal, type = "application/json") {
 // Yields every line of an answer as soon as it is here. Aborting the signal ends the work on the server too.
 export async function* ask(path, question, signal) {
   const response = await post(path, question, signal);
-  if (!response.ok) throw await refused(response);
+  if (!response.ok) await read(response);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
@@ -49,12 +49,10 @@ export async function askOnce(path, question, signal) {
 
 export async function download(path, question) {
   const response = await post(path, question);
-  if (!response.ok) throw await refused(response);
+  if (response.headers.get("Content-Type") !== "application/octet-stream") await read(response);
   return response.blob();
 }
 
 export async function upload(file) {
-  const response = await post("upload?name=" + encodeURIComponent(file.name), file, undefined, "application/octet-stream");
-  if (!response.ok) throw await refused(response);
-  return JSON.parse((await response.text()).split("\n")[0]);
+  return read(await post("upload?name=" + encodeURIComponent(file.name), file, undefined, "application/octet-stream"));
 }
