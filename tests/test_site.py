@@ -1,4 +1,5 @@
-"""The site as a reader sees it: built, served on loopback, and looked at in Chromium, wide and narrow, light and dark.
+"""The site and a report as a reader sees them, in Chromium: wide and narrow, light and dark. The site is built, and
+served on loopback.
 
 These take about a minute, so they are slow tests. `python tests/test_site.py FOLDER` writes a screenshot of every
 view.
@@ -25,6 +26,9 @@ from typing import Any
 import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
+
+from meshmend.availability import Assumptions, simulate
+from meshmend.availability.report import write_report
 
 pytestmark = pytest.mark.slow
 
@@ -198,6 +202,22 @@ def test_what_is_copied_can_be_pasted(page: str, site: str, browser: webdriver.C
             assert not re.search(r"^(\$|>>>) ", text, re.M), text
     if page in ("start/", "job/"):
         assert any(shown for _, shown, _ in blocks)
+
+
+@pytest.mark.parametrize(
+    ("size", "scheme"), [(size, scheme) for size in (WIDE, NARROW) for scheme in ("light", "dark")]
+)
+def test_a_report_can_be_read(size: tuple[int, int], scheme: str, tmp_path: Path, browser: webdriver.Chrome) -> None:
+    """The page of `meshmend report`, opened as a file."""
+    study = simulate(Assumptions.of("8x8", payload_bytes=1e6), days=30, runs=2, checks=1)
+    path = tmp_path / "report.html"
+    path.write_text(write_report(study, [(1.0, study)], name="A machine"), encoding="utf-8")
+    show(browser, path.as_uri(), size, scheme)
+    assert browser.execute_script("return getComputedStyle(document.documentElement).colorScheme") == "light dark"
+    assert browser.execute_script(CONTRAST) == []
+    assert browser.execute_script(TOO_WIDE) == []
+    assert browser.get_log("browser") == []  # type: ignore[no-untyped-call]
+    assert [url for url in requests(browser) if not url.startswith(("file:", "data:"))] == []
 
 
 if __name__ == "__main__":
