@@ -463,10 +463,12 @@ def test_a_large_page_steps_quickly(browser: webdriver.Chrome, tmp_path: Path) -
     shown.click("end")
     assert shown.step == 90
     assert shown.n_arrows == arrows_in(schedule, 90)
-    started = time.perf_counter()
-    for _ in range(10):
-        shown.click("back")
-    assert time.perf_counter() - started < 10
+    took = browser.execute_script(  # in the page's own time: what drives the browser takes longer than a step
+        "const started = performance.now(); for (let i = 0; i < 10; i++) document.getElementById('back').click();"
+        "return performance.now() - started;"
+    )
+    assert shown.step == 80
+    assert took < 5000
     shown.assert_quiet()
 
 

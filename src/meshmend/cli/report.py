@@ -25,7 +25,7 @@ def command(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="F", help="Where to write the page: .html.")] = Path(
         "report.html"
     ),
-    name: Annotated[str, typer.Option("--name", metavar="TEXT", help="What the machine is called on the page.")] = "",
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="What the machine is called on the page.")] = "",
     json: JsonOption = False,
 ) -> None:
     """Write one HTML page on what failures of a machine cost, and what each of the four answers is worth.
