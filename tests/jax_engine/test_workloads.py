@@ -21,11 +21,7 @@ from meshmend.jax.workloads import (
 
 
 # ResNet-50: as torchvision counts it. BERT-large: 334 M in its layers and embeddings, as published, and its two heads.
-# GPT-2 medium: 354,823,168 as published, and 47 words of padding.
-@pytest.mark.parametrize(
-    ("name", "n_weights"),
-    [("resnet-50", 25_557_032), ("bert-large", 336_226_108), ("gpt-2", 354_823_168 + 47 * 1024)],
-)
+@pytest.mark.parametrize(("name", "n_weights"), [("resnet-50", 25_557_032), ("bert-large", 336_226_108)])
 def test_the_models_are_the_published_ones(name: str, n_weights: int) -> None:
     params, _ = find_workload(name).variables(2)
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == n_weights
@@ -50,7 +46,7 @@ def test_a_step_keeps_shapes_and_sends_by_the_plan_only(name: str) -> None:
 
 
 def test_an_unknown_workload_is_refused() -> None:
-    with pytest.raises(ParameterError, match=r"no workload 'gpt'\. Workloads: resnet-50, bert-large, gpt-2"):
+    with pytest.raises(ParameterError, match=r"no workload 'gpt'\. Workloads: resnet-50, bert-large"):
         find_workload("gpt")
 
 
