@@ -200,6 +200,7 @@ def test_clicks_fail_and_slow_and_a_link_keeps_it(studio: Studio) -> None:
     assert told(studio) == predicted(mm.Mesh("4x4"))
 
 
+@pytest.mark.slow
 def test_boards_and_rectangles_fail_together(studio: Studio) -> None:
     studio.open()
     studio.find("[data-tool='2x2']").click()
@@ -239,6 +240,7 @@ def test_the_keyboard_is_enough(studio: Studio) -> None:
     assert studio.fragment == BASE
 
 
+@pytest.mark.slow
 def test_the_last_of_many_clicks_is_answered(studio: Studio) -> None:
     studio.open()
     for name in ("0,0", "1,1", "2,3", "3,3"):
@@ -268,6 +270,7 @@ def test_a_wrong_shape_is_explained(studio: Studio) -> None:
     assert len(studio.browser.find_elements(By.CSS_SELECTOR, ".chip")) == 6
 
 
+@pytest.mark.slow
 def test_everything_else_is_shown(studio: Studio) -> None:
     studio.open(f"{BASE}&fail=2x2@0,0")
     studio.wait("compared")
@@ -335,6 +338,7 @@ def test_every_text_can_be_read(studio: Studio, theme: str) -> None:
     assert [one for one in found if one[0] < 4.5] == []
 
 
+@pytest.mark.slow
 def test_a_theme_can_be_chosen(studio: Studio) -> None:
     studio.open()
     before = studio.run("return document.documentElement.dataset.theme")
