@@ -8,10 +8,8 @@ view.
 from __future__ import annotations
 
 import base64
-import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -25,8 +23,8 @@ from typing import Any
 
 import pytest
 from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
 
+from chromium import open_chromium, read_log, requests
 from meshmend.availability import Assumptions, simulate
 from meshmend.availability.report import write_report
 
@@ -36,7 +34,6 @@ ROOT = Path(__file__).parents[1]
 PAGES = ("", "start/", "job/", "availability/", "benchmarks/", "cli/")
 WIDE, NARROW = (1280, 800), (390, 844)
 VIEWS = [(page, size, scheme) for page in PAGES for size in (WIDE, NARROW) for scheme in ("light", "dark")]
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars")
 
 # The contrast of every run of text with what is behind it, as WCAG 2 defines it: the colours of all ancestors are laid
 # over each other, opacity included. Returns the texts below the limit.
@@ -106,16 +103,7 @@ def served(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def browsing(profile: Path) -> Iterator[webdriver.Chrome]:
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    driver = shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        pytest.skip("no Chromium here: apt-get install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for flag in (*FLAGS, f"--user-data-dir={profile}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    with webdriver.Chrome(options=options, service=Service(driver)) as chrome:
+    with open_chromium(profile) as chrome:
         # Every visit is a first one: the theme would remember the scheme of the last.
         first = {"source": "try { localStorage.clear(); } catch {}"}
         chrome.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", first)
@@ -134,13 +122,8 @@ def show(browser: webdriver.Chrome, address: str, size: tuple[int, int], scheme:
     browser.execute_cdp_cmd("Network.setCacheDisabled", {"cacheDisabled": True})
     browser.get("about:blank")
     for log in ("browser", "performance"):
-        browser.get_log(log)  # type: ignore[no-untyped-call]
+        read_log(browser, log)
     browser.get(address)
-
-
-def requests(browser: webdriver.Chrome) -> list[str]:
-    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]  # type: ignore[no-untyped-call]
-    return [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +150,7 @@ def test_a_page_can_be_read(
     assert browser.execute_script(CONTRAST) == []
     assert browser.execute_script(WITHOUT_WORDS) == []
     assert browser.execute_script(TOO_WIDE) == []
-    assert browser.get_log("browser") == []  # type: ignore[no-untyped-call]
+    assert read_log(browser, "browser") == []
     sent = requests(browser)
     assert any(url.startswith(site) for url in sent)
     assert [url for url in sent if not url.startswith((site, "data:", "blob:"))] == []
@@ -216,7 +199,7 @@ def test_a_report_can_be_read(size: tuple[int, int], scheme: str, tmp_path: Path
     assert browser.execute_script("return getComputedStyle(document.documentElement).colorScheme") == "light dark"
     assert browser.execute_script(CONTRAST) == []
     assert browser.execute_script(TOO_WIDE) == []
-    assert browser.get_log("browser") == []  # type: ignore[no-untyped-call]
+    assert read_log(browser, "browser") == []
     assert [url for url in requests(browser) if not url.startswith(("file:", "data:"))] == []
 
 
