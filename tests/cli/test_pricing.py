@@ -118,7 +118,7 @@ def test_compare_on_a_full_mesh_has_no_second_mesh() -> None:
     assert "holed" not in CliRunner().invoke(app, ["compare", "4x4", "--payload", "1MB"]).output
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
+@pytest.mark.parametrize("suffix", [pytest.param("png", marks=pytest.mark.slow), "svg"])
 def test_plot_is_drawn(tmp_path: Path, suffix: str) -> None:
     target = tmp_path / f"times.{suffix}"
     result = CliRunner().invoke(app, ["compare", *HOLED, "--hardware", "tpu-v3", "--plot", str(target)])

@@ -147,7 +147,7 @@ def duration(seconds: float) -> str:
     """Return a length of time in the largest units that say it.
 
     >>> duration(42.4), duration(3_725), duration(200_000)
-    ('42 s', '1 h 2 min', '2 d 8 h')
+    ('42 s', '1 h 2 min', '2 d 7 h')
     """
     whole = round(seconds)
     for large, small, size, part in (("d", "h", 86400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
