@@ -46,20 +46,21 @@ def command(
             print_json(watch.facts())
             return
         if once:
-            terminal().print(view(watch))
+            terminal().print(view(watch, watch.account()))
             return
         with Live(console=terminal(), auto_refresh=False, transient=False) as live:
             while True:
-                live.update(view(watch), refresh=True)
-                if watch.state() == "over":
+                account = watch.account()
+                live.update(view(watch, account), refresh=True)
+                if watch.state(account) == "over":
                     return
                 time.sleep(every)
                 watch.read()
 
 
-def view(watch: Watch) -> RenderableType:
+def view(watch: Watch, account: TimeAccount | None) -> RenderableType:
     """Return what there is to see of a job now."""
-    account, state = watch.account(), watch.state()
+    state = watch.state(account)
     head = Text.assemble((state, STYLES.get(state, "bold")), "  ", (plain(watch.folder), "dim"))
     if account is None:
         hosts = ", ".join(plain(name) for name in watch.latest) or "none yet"

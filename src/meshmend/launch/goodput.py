@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -31,7 +31,7 @@ START = ("process", "join", "fabric")
 
 @dataclass
 class Attempt:
-    """One start of a host's process, and the steps it has done. `Host` fills it."""
+    """One start of a host's process, and the steps it has done. `HostBook` fills it."""
 
     started: float
     number: int = 0
@@ -267,10 +267,9 @@ def settle(books: Sequence[HostBook], until: float | None = None) -> TimeAccount
     )
 
 
-def read_account(paths: Mapping[int, Path] | Sequence[Path], until: float | None = None) -> TimeAccount | None:
+def read_account(paths: Iterable[Path]) -> TimeAccount | None:
     """Return the account of a job from its hosts' timelines."""
-    files = list(paths.values()) if isinstance(paths, Mapping) else list(paths)
-    return settle([HostBook(read_timeline(path)) for path in files], until)
+    return settle([HostBook(read_timeline(path)) for path in paths])
 
 
 def _attempts(books: Sequence[HostBook]) -> list[Attempt]:

@@ -12,14 +12,13 @@ from meshmend.errors import LaunchError, require
 from meshmend.launch.goodput import Attempt, TimeAccount
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.timeline import STAGES
-from meshmend.launch.watching import Watch
+from meshmend.launch.watching import STATES, Watch
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 BUCKETS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0, 1800.0)
 """Upper ends of the histogram of a recovery's stages, in seconds."""
-STATES = ("starting", "training", "recovering", "stalled", "over")
 
 
 class JobMetrics:
@@ -33,8 +32,8 @@ class JobMetrics:
         """Return the metrics as they are now."""
         with self._lock:
             self.watch.read()
-            account, state = self.watch.account(), self.watch.state()
-            latest = self.watch.latest
+            account = self.watch.account()
+            state, latest = self.watch.state(account), self.watch.latest
         yield _gauge("meshmend_job_state", "1 for what the job does now.", "state", {s: s == state for s in STATES})
         if account is not None:
             yield from _of_time(account)

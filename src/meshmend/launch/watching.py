@@ -13,6 +13,7 @@ from meshmend.launch.story import Tail
 from meshmend.launch.timeline import read_before
 
 NAMES = re.compile(r"host-(\w+)\.jsonl")
+STATES = ("starting", "training", "recovering", "stalled", "over")
 QUIET_STEPS = 10
 """A job that has committed nothing for so many times its median step is stalled."""
 
@@ -48,10 +49,8 @@ class Watch:
         """The last attempt of each host."""
         return {name: book.attempts[-1] for name, book in self.books.items() if book.attempts}
 
-    def state(self, now: float | None = None) -> str:
-        """Return what the job does: "starting", "training", "recovering", "stalled" or "over"."""
-        now = time.time() if now is None else now
-        account = self.account()
+    def state(self, account: TimeAccount | None) -> str:
+        """Return what the job with this account does now: one of `STATES`."""
         if account is None:
             return "starting"
         latest = list(self.latest.values())
@@ -60,14 +59,14 @@ class Watch:
         last = max(one.marks[-1][1] for one in latest if one.marks) if any(one.marks for one in latest) else 0.0
         if any((one.gave_up or 0.0) > last or one.started > last for one in latest):
             return "recovering"
-        return "stalled" if now - last > max(QUIET_STEPS * account.step_s, 1.0) else "training"
+        return "stalled" if time.time() - last > max(QUIET_STEPS * account.step_s, 1.0) else "training"
 
     def facts(self) -> dict[str, Any]:
         """Return everything as JSON can write it."""
         account = self.account()
         return {
             "folder": str(self.folder),
-            "state": self.state(),
+            "state": self.state(account),
             **({} if account is None else account.facts()),
             "copies": {name: one.kept for name, one in self.latest.items()},
             "checkpoint": max((one.saved for one in self.latest.values()), default=0),
