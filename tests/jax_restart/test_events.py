@@ -79,7 +79,7 @@ class RunningJob:
 
 def longest_gap(steps: list[Event]) -> float:
     """The longest time between two steps of one attempt."""
-    return max(b["at"] - a["at"] for a, b in pairwise(steps) if a["launch"] == b["launch"])
+    return max(float(b["at"] - a["at"]) for a, b in pairwise(steps) if a["launch"] == b["launch"])
 
 
 @pytest.mark.slow
