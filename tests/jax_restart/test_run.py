@@ -70,7 +70,7 @@ def scraping(port: int, scraped: list[str]) -> Iterator[None]:
             with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
                 scraped.append(answer.read().decode())
             with suppress(LaunchError):
-                account = RemoteWatch(f"http://127.0.0.1:{port}").look().account
+                account = RemoteWatch(f"http://127.0.0.1:{port}").snapshot().account
                 seen.append(0 if account is None else account.chips)
 
     thread = threading.Thread(target=ask)

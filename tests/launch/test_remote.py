@@ -19,7 +19,7 @@ from meshmend.cli import app
 from meshmend.errors import LaunchError
 from meshmend.launch.metrics import serve_metrics
 from meshmend.launch.processes import free_port
-from meshmend.launch.remote import RemoteWatch, read_look
+from meshmend.launch.remote import RemoteWatch, read_snapshot
 from meshmend.launch.timeline import Timeline
 from meshmend.launch.watching import Watch
 
@@ -65,7 +65,7 @@ def test_by_its_address_a_job_looks_as_in_its_folder(seed: int, tmp_path: Path) 
     port = free_port()
     with serve_metrics(tmp_path, "127.0.0.1", port):
         url = f"http://127.0.0.1:{port}"
-        assert RemoteWatch(url).look() == Watch(tmp_path).look()
+        assert RemoteWatch(url).snapshot() == Watch(tmp_path).snapshot()
         assert json.loads(printed(url, "--json")) == json.loads(printed(str(tmp_path), "--json"))
         lines = printed(f"{url}/metrics", "--once").splitlines()
         assert lines[1:] == printed(str(tmp_path), "--once").splitlines()[1:]
@@ -77,8 +77,8 @@ def test_a_job_without_a_step_can_be_watched(tmp_path: Path) -> None:
     Timeline(tmp_path / "timeline" / "host-3.jsonl").note("process", seconds=1.0)
     port = free_port()
     with serve_metrics(tmp_path, "127.0.0.1", port):
-        look = RemoteWatch(f"http://127.0.0.1:{port}/watch.json").look()
-    assert (look.state, look.account, look.started) == ("starting", None, ("3",))
+        now = RemoteWatch(f"http://127.0.0.1:{port}/watch.json").snapshot()
+    assert (now.state, now.account, now.started) == ("starting", None, ("3",))
 
 
 @pytest.mark.parametrize(
@@ -87,16 +87,16 @@ def test_a_job_without_a_step_can_be_watched(tmp_path: Path) -> None:
 )
 def test_what_is_no_job_is_refused(body: bytes) -> None:
     with answering(body) as url, pytest.raises(LaunchError, match="does not serve a job of this version of meshmend"):
-        RemoteWatch(url).look()
+        RemoteWatch(url).snapshot()
 
 
 def test_nobody_and_somebody_else_are_told_apart() -> None:
     with answering(b"", 404) as url, pytest.raises(LaunchError, match="answers 404: what serves there is no job"):
-        RemoteWatch(url).look()
+        RemoteWatch(url).snapshot()
     with pytest.raises(
         LaunchError, match=r"does not answer \(Connection refused\)\. The job serves there while it runs"
     ):
-        RemoteWatch(f"http://127.0.0.1:{free_port()}").look()
+        RemoteWatch(f"http://127.0.0.1:{free_port()}").snapshot()
     with pytest.raises(LaunchError, match=r"begins with 'ftp', not with http:// or https://: give one as in http://10"):
         RemoteWatch("ftp://127.0.0.1:9464")
 
@@ -107,10 +107,10 @@ def test_nobody_and_somebody_else_are_told_apart() -> None:
 )
 def test_every_value_is_checked(name: str, value: Any, tmp_path: Path) -> None:
     write(lived_through(0), tmp_path)
-    facts = json.loads(json.dumps(Watch(tmp_path).look().facts()))
-    assert read_look(facts) == Watch(tmp_path).look()
+    facts = json.loads(json.dumps(Watch(tmp_path).snapshot().facts()))
+    assert read_snapshot(facts) == Watch(tmp_path).snapshot()
     with pytest.raises((TypeError, ValueError)):
-        read_look(facts | {name: value})
+        read_snapshot(facts | {name: value})
 
 
 def test_hosts_that_are_lost_are_shown_before_the_job_has_recovered(tmp_path: Path) -> None:
@@ -120,24 +120,24 @@ def test_hosts_that_are_lost_are_shown_before_the_job_has_recovered(tmp_path: Pa
         timeline.note("fabric", at=2.0, seconds=1.0, chips=16, hosts=[0, 1, 2, 3], machine="4x4 in hosts of 2x2")
         timeline.note("step", at=4.0, step=1)
     watch = Watch(tmp_path)
-    assert (watch.look().state, watch.look().account.hosts) == ("stalled", (0, 1, 2, 3))  # type: ignore[union-attr]
+    assert (watch.snapshot().state, watch.snapshot().account.hosts) == ("stalled", (0, 1, 2, 3))  # type: ignore[union-attr]
     for host in (0, 2):
         timelines[host].note("host lost", at=5.0, lost=[1])
         timelines[host].note("gave up", at=5.0)
-    look = watch.look()
-    assert look.account is not None
-    assert (look.state, look.account.hosts, look.account.chips) == ("recovering", (0, 2, 3), 12)
+    now = watch.snapshot()
+    assert now.account is not None
+    assert (now.state, now.account.hosts, now.account.chips) == ("recovering", (0, 2, 3), 12)
     timelines[0].note("host lost", at=6.0, lost=[3])
     timelines[0].note("below minimum", at=6.0, hosts=[0, 2], least=3)
-    look = watch.look()
-    assert look.account is not None
-    assert (look.state, look.account.hosts, look.account.chips) == ("waiting", (0, 2), 8)
+    now = watch.snapshot()
+    assert now.account is not None
+    assert (now.state, now.account.hosts, now.account.chips) == ("waiting", (0, 2), 8)
     for host, timeline in enumerate(timelines):
         if host != 1:
             timeline.facts["attempt"] = 2
             timeline.note("process", at=7.0, seconds=1.0)
             timeline.note("fabric", at=8.0, seconds=1.0, chips=12, hosts=[0, 2, 3])
             timeline.note("step", at=9.0, step=2)
-    look = watch.look()
-    assert look.account is not None
-    assert (look.account.hosts, look.account.chips) == ((0, 2, 3), 12)
+    now = watch.snapshot()
+    assert now.account is not None
+    assert (now.account.hosts, now.account.chips) == ((0, 2, 3), 12)

@@ -21,7 +21,7 @@ from meshmend.launch.goodput import Restart, TimeAccount
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.places import find_webhook
 from meshmend.launch.remote import RemoteWatch
-from meshmend.launch.watching import Look, Watch
+from meshmend.launch.watching import JobSnapshot, Watch
 from meshmend.launch.webhook import Webhook
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -61,42 +61,42 @@ def command(
                 "--webhook follows the events in a job's shared folder: give that folder, without --once and --json."
             )
         if as_json:
-            print_json(watch.look().facts())
+            print_json(watch.snapshot().facts())
         elif once:
-            terminal().print(view(watch.look(), where))
+            terminal().print(view(watch.snapshot(), where))
         else:
             _follow(watch, where, every, webhook)
 
 
 def _follow(watch: Watch | RemoteWatch, where: str, every: float, webhook: str | None) -> None:
     with ExitStack() as stack:
-        sender, look, missed = None, watch.look(), 0
+        sender, now, missed = None, watch.snapshot(), 0
         if isinstance(watch, Watch) and (url := find_webhook(webhook)) is not None:
             sender = stack.enter_context(Webhook(watch.folder, url, tell=lambda text: print_line((plain(text), ""))))
         live = stack.enter_context(Live(console=terminal(), auto_refresh=False, transient=False))
         while True:
-            live.update(Group(view(look, where), *([] if sender is None else [sending(sender)])), refresh=True)
-            if look.state == "over":
+            live.update(Group(view(now, where), *([] if sender is None else [sending(sender)])), refresh=True)
+            if now.state == "over":
                 return
             time.sleep(every)
             try:
-                look, missed = watch.look(), 0
+                now, missed = watch.snapshot(), 0
             except LaunchError:
                 missed += 1
                 if missed == MAX_MISSED:
                     raise
 
 
-def view(look: Look, where: str) -> RenderableType:
+def view(now: JobSnapshot, where: str) -> RenderableType:
     """Return what there is to see of a job."""
-    account = look.account
-    head = Text.assemble((look.state, STYLES.get(look.state, "bold")), "  ", (plain(where), "dim"))
+    account = now.account
+    head = Text.assemble((now.state, STYLES.get(now.state, "bold")), "  ", (plain(where), "dim"))
     if account is None:
-        hosts = ", ".join(plain(name) for name in look.started) or "none yet"
+        hosts = ", ".join(plain(name) for name in now.started) or "none yet"
         return Group(head, Text(f"No step so far. Hosts that have started: {hosts}"))
     parts: list[RenderableType] = [
         head,
-        Columns([mesh_view(account), numbers(account, list(look.losses))], padding=(0, 3)),
+        Columns([mesh_view(account), numbers(account, list(now.losses))], padding=(0, 3)),
         time_bar(account),
     ]
     if account.recoveries:

@@ -46,9 +46,9 @@ class AgentLog:
         self._placed_at = 0.0
         self._step, self._step_at = 0, 0.0
         self._interrupted: tuple[int, float, tuple[int, ...]] | None = None
-        """The last step before the round ended, when it was done and by which hosts; None while the job trains."""
+        """The last step before this round, when it was done and by which hosts; None once there is another."""
         self._lost: set[int] = set()
-        """Hosts that were lost since then."""
+        """Hosts of the round that are lost."""
         self._lock = threading.RLock()
         self._closed = threading.Event()
         if self._tail is not None:
@@ -58,9 +58,14 @@ class AgentLog:
     def start_round(self, place: Place) -> None:
         """Record that a round starts."""
         with self._lock:
-            if self._place is not None and place.number == self._place.number + 1:
+            self.look()  # the last worker has ended: these are its last steps
+            if self._place is None or place.number != self._place.number + 1:
+                self._interrupted = None  # the others know what happened before: this host was not there
+            else:
                 self._note_missing({*place.hosts, *place.cut_off})
-            self._place, self._placed_at = place, time.time()
+                if self._step_at > self._placed_at:
+                    self._interrupted = self._step, self._step_at, self._place.hosts
+            self._place, self._placed_at, self._lost = place, time.time(), set()
             self._timeline.facts["launch"] = place.number
             self._timeline.note(
                 "round",
@@ -75,10 +80,8 @@ class AgentLog:
         """Record what the store says, if it is worth it."""
         with self._lock:
             if message["say"] == "stop" and self._place is not None:
-                self.look()
-                if self._step_at > self._placed_at:
-                    self._interrupted, self._lost = (self._step, self._step_at, self._place.hosts), set()
                 if message["lost"] is not None:
+                    self.look()
                     self._note_lost(int(message["lost"]), str(message["why"]))
             elif message["say"] == "short":
                 self._note_missing(message["hosts"])
@@ -145,4 +148,4 @@ class AgentLog:
             lost=sorted({*before} - {*hosts}),
             joined=sorted({*hosts} - {*before}),
         )
-        self._interrupted, self._lost = None, set()
+        self._interrupted = None

@@ -17,7 +17,7 @@ from meshmend.launch.goodput import Attempt, TimeAccount
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.remote import WATCH_PATH
 from meshmend.launch.timeline import STAGES
-from meshmend.launch.watching import STATES, Look, Watch
+from meshmend.launch.watching import STATES, JobSnapshot, Watch
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -33,10 +33,10 @@ class JobMetrics:
         self.watch = Watch(folder)
         self._lock = threading.Lock()
 
-    def look(self) -> Look:
+    def snapshot(self) -> JobSnapshot:
         """Return the job as it is now."""
         with self._lock:
-            return self.watch.look()
+            return self.watch.snapshot()
 
     def collect(self) -> Iterator[Metric]:
         """Return the metrics as they are now."""
@@ -146,7 +146,7 @@ def serve_metrics(folder: str | Path, address: str, port: int) -> Iterator[None]
     def answer(environ: dict[str, Any], start_response: Any) -> Any:
         if environ.get("PATH_INFO") != WATCH_PATH:
             return serve_rest(environ, start_response)
-        body = json.dumps(job.look().facts()).encode()
+        body = json.dumps(job.snapshot().facts()).encode()
         start_response("200 OK", [("Content-Type", "application/json"), ("Content-Length", str(len(body)))])
         return [body]
 

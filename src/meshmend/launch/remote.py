@@ -13,7 +13,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from meshmend.errors import LaunchError
 from meshmend.launch.goodput import TimeAccount
 from meshmend.launch.places import check_url
-from meshmend.launch.watching import STATES, Look
+from meshmend.launch.watching import STATES, JobSnapshot
 
 WATCH_PATH = "/watch.json"
 ANSWER_S = 10.0
@@ -29,11 +29,11 @@ class RemoteWatch:
         checked = check_url(url, "The address of a job", "http://10.0.0.7:9464, for --metrics 10.0.0.7:9464")
         self.url = checked.rstrip("/").removesuffix("/metrics").removesuffix(WATCH_PATH)
 
-    def look(self) -> Look:
+    def snapshot(self) -> JobSnapshot:
         """Return the job as it is now. Raises `LaunchError` if nobody answers, or somebody else does."""
         try:
             with urllib.request.urlopen(self.url + WATCH_PATH, timeout=ANSWER_S) as answer:  # noqa: S310  # http(s)
-                return read_look(json.loads(answer.read(MAX_ANSWER_BYTES)))
+                return read_snapshot(json.loads(answer.read(MAX_ANSWER_BYTES)))
         except urllib.error.HTTPError as error:
             error.close()
             raise LaunchError(f"{self.url} answers {error.code}: what serves there is no job of meshmend.") from error
@@ -47,12 +47,12 @@ class RemoteWatch:
             raise LaunchError(f"{self.url} does not serve a job of this version of meshmend.") from error
 
 
-def read_look(facts: Any) -> Look:
-    """Return what `Look.facts` has written; raise `KeyError`, `TypeError` or `ValueError` if it is something else."""
+def read_snapshot(facts: Any) -> JobSnapshot:
+    """Return what `JobSnapshot.facts` has written; raise `KeyError`, `TypeError` or `ValueError` for anything else."""
     if facts["state"] not in STATES:
         raise ValueError(f"{facts['state']!r} is no state of a job")
     account = _read_all(TimeAccount, facts) if "began" in facts else None
-    return _read_all(Look, {**facts, "account": None}, account=account)
+    return _read_all(JobSnapshot, {**facts, "account": None}, account=account)
 
 
 def _read_all(kind: type[_Facts], facts: dict[str, Any], **known: Any) -> _Facts:

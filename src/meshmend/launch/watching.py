@@ -88,11 +88,11 @@ class Watch:
             return "recovering"
         return "stalled" if time.time() - last > max(QUIET_STEPS * account.step_s, 1.0) else "training"
 
-    def look(self) -> Look:
+    def snapshot(self) -> JobSnapshot:
         """Read what is new, and return the job as it is now."""
         self.read()
         account, latest = self.account(), self.latest
-        return Look(
+        return JobSnapshot(
             folder=str(self.folder),
             state=self.state(account),
             account=account,
@@ -104,7 +104,7 @@ class Watch:
 
 
 @dataclass(frozen=True)
-class Look:
+class JobSnapshot:
     """A job at one moment: what `meshmend watch` shows, and what a job serves to those who watch it from elsewhere."""
 
     folder: str
@@ -121,7 +121,7 @@ class Look:
     """The last one on disk."""
 
     def facts(self) -> dict[str, Any]:
-        """Return everything as JSON can write it; `read_look` reads it."""
+        """Return everything as JSON can write it; `read_snapshot` reads it."""
         account = {} if self.account is None else asdict(self.account) | self.account.facts()
         own = {name: value for name, value in vars(self).items() if name != "account"}
         return own | account
