@@ -132,12 +132,15 @@ def test_hosts_that_are_lost_are_shown_before_the_job_has_recovered(tmp_path: Pa
     now = watch.snapshot()
     assert now.account is not None
     assert (now.state, now.account.hosts, now.account.chips) == ("waiting", (0, 2), 8)
-    for host, timeline in enumerate(timelines):
-        if host != 1:
-            timeline.facts["attempt"] = 2
-            timeline.note("process", at=7.0, seconds=1.0)
-            timeline.note("fabric", at=8.0, seconds=1.0, chips=12, hosts=[0, 2, 3])
-            timeline.note("step", at=9.0, step=2)
+    for host in (0, 2, 3):
+        timelines[host].facts["attempt"] = 2
+        timelines[host].note("process", at=7.0, seconds=1.0)
+    now = watch.snapshot()
+    assert now.account is not None
+    assert (now.state, now.account.hosts) == ("recovering", (0, 2))  # host 3 is back, but has done no step
+    for host in (0, 2, 3):
+        timelines[host].note("fabric", at=8.0, seconds=1.0, chips=12, hosts=[0, 2, 3])
+        timelines[host].note("step", at=9.0, step=2)
     now = watch.snapshot()
     assert now.account is not None
     assert (now.account.hosts, now.account.chips) == ((0, 2, 3), 12)

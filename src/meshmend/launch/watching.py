@@ -55,10 +55,13 @@ class Watch:
     def account(self, until: float | None = None) -> TimeAccount | None:
         """Return where the time went so far; None before the first step."""
         account = settle(list(self.books.values()), until)
-        lost = {host for one in self._newest for host in one.lost}
-        if account is None or not lost.intersection(account.hosts):
+        if account is None:
+            return None
+        # Lost since the last step: nobody has done one without them yet.
+        attempts = [one for book in self.books.values() for one in book.attempts if one.ended >= account.last_step_at]
+        lost = {host for one in attempts for host in one.lost}
+        if not lost.intersection(account.hosts):
             return account
-        # Lost since the last step: nobody has started without them yet.
         left = tuple(host for host in account.hosts if host not in lost)
         chips = account.chips * len(left) // len(account.hosts)
         return replace(account, hosts=left, chips=chips)
@@ -67,12 +70,6 @@ class Watch:
     def latest(self) -> dict[str, Attempt]:
         """The last attempt of each host."""
         return {name: book.attempts[-1] for name, book in self.books.items() if book.attempts}
-
-    @property
-    def _newest(self) -> list[Attempt]:
-        """The hosts' parts of the newest attempt."""
-        latest = self.latest.values()
-        return [one for one in latest if one.number == max(other.number for other in latest)]
 
     def state(self, account: TimeAccount | None) -> str:
         """Return what the job with this account does now: one of `STATES`."""
