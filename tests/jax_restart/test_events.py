@@ -96,7 +96,7 @@ def train_through_two_losses(job: RunningJob, endpoint: Endpoint) -> None:
     until(lambda: len(job.events(0, "step")) > 50)
     pids = hosts_of(job.process)
     kill_tree(pids[2])
-    until(lambda: job.events(0, "recovered"))
+    until(lambda: job.events(0, "recovered") and job.events(1, "recovered"))
     until(lambda: endpoint.tries)
     (lost,), (recovered,) = job.events(0, "host lost"), job.events(0, "recovered")
     assert (lost["lost"], lost["chips"]) == ([2], [[0, 4], [0, 5], [1, 4], [1, 5]])
