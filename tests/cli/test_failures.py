@@ -157,6 +157,9 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("bench allreduce", "no unit", ["--loopback", "1x2", "--payload", "100"], "its unit is missing"),
     ("bench allreduce", "unwritable", ["--loopback", "1x2", "--plot", "nowhere/a.svg"], "nothing can be written"),
     ("watch", "no folder", ["nowhere"], "There is no folder nowhere. Give the job's shared folder"),
+    ("watch", "no web", ["ftp://10.0.0.7:9464"], "not with http:// or https://: give one as in http://10.0.0.7:9464"),
+    ("watch", "nobody", ["http://127.0.0.1:1"], "http://127.0.0.1:1 does not answer (Connection refused)"),
+    ("watch", "webhook elsewhere", ["http://127.0.0.1:1", "--webhook", "http://a/b"], "follows the events in a job's"),
 ]
 
 

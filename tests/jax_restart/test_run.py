@@ -19,7 +19,11 @@ from typing import Any
 import pytest
 import yaml
 
+from launch.test_webhook import serving as receiving
+from meshmend.errors import LaunchError
 from meshmend.launch.processes import children, free_port
+from meshmend.launch.remote import RemoteWatch
+from meshmend.launch.timeline import read_timeline
 
 ROOT = Path(__file__).parents[2]
 CRD = os.environ.get("JOBSET_CRD")
@@ -43,7 +47,7 @@ for step in job.train(loss, optax.adam(0.05), {"w": jnp.zeros(8)}, data, steps=3
 
 
 def environment() -> dict[str, str]:
-    hidden = ("XLA_FLAGS", "MESHMEND_SHAPE", "MESHMEND_HOST")
+    hidden = ("XLA_FLAGS", "MESHMEND_SHAPE", "MESHMEND_HOST", "http_proxy", "HTTP_PROXY")
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
     return kept | {"PYTHONPATH": os.pathsep.join(sys.path), "NO_COLOR": "1", "COLUMNS": "200"}
 
@@ -57,13 +61,17 @@ def meshmend(*words: str, folder: Path) -> list[str]:
 
 @contextmanager
 def scraping(port: int, scraped: list[str]) -> Iterator[None]:
-    """Ask for a job's metrics all the time, as Prometheus does; the last answer is what counts."""
+    """Ask for a job's metrics all the time, as Prometheus does; the last answer is what counts. Watch it, too."""
     over = threading.Event()
+    seen: list[int] = []
 
     def ask() -> None:
         while not over.wait(0.1):
             with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
                 scraped.append(answer.read().decode())
+            with suppress(LaunchError):
+                account = RemoteWatch(f"http://127.0.0.1:{port}").look().account
+                seen.append(0 if account is None else account.chips)
 
     thread = threading.Thread(target=ask)
     thread.start()
@@ -72,6 +80,18 @@ def scraping(port: int, scraped: list[str]) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+    assert {0, 8, 4} <= set(seen)
+
+
+def check_lines(path: Path) -> None:
+    """Every line says of which job, round and host it is, and those of steps which step."""
+    events = read_timeline(path)
+    assert {"process", "step", "kept", "host lost", "recovered"} <= {event["event"] for event in events}
+    for event in events:
+        assert {"job", "launch", "host"} <= event.keys(), event
+        assert event["event"] not in ("step", "kept", "saved", "host lost", "recovered") or "step" in event
+    assert {event["launch"] for event in events} == {1, 2}
+    assert {event.get("attempt") for event in events if event["event"] in ("step", "recovered")} == {1, 2}
 
 
 def check_accounts(watched: dict[str, Any], scraped: str) -> None:
@@ -107,8 +127,12 @@ def test_a_job_goes_on_when_a_host_is_killed(tmp_path: Path) -> None:
         "--metrics",
         f"127.0.0.1:{port}",
     ]
-    with scraping(port, scraped):
-        lines = meshmend("run", *words, "train.py", folder=tmp_path)
+    with scraping(port, scraped), receiving() as endpoint:
+        lines = meshmend("run", *words, "--webhook", endpoint.url, "train.py", folder=tmp_path)
+    assert [message["kind"] for message in endpoint.accepted] == ["host lost", "recovered"]
+    assert endpoint.accepted[0]["hosts"] == [1]
+    assert endpoint.accepted[0]["chips"] == [[0, 2], [0, 3], [1, 2], [1, 3]]
+    check_lines(tmp_path / "shared" / "timeline" / "host-0.jsonl")
     check_accounts(json.loads("".join(meshmend("watch", "shared", "--once", "--json", folder=tmp_path))), scraped[-1])
     assert "meshmend │ round 1: hosts 0, 1 start" in lines
     assert "host 0 │ step 1 on 8 chips" in lines

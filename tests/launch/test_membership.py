@@ -340,7 +340,7 @@ def test_a_part_that_is_too_small_waits() -> None:
     job.leave(1)
     job.join(0, 2)
     job.wait(60)
-    assert job.last(0)["say"] == job.last(2)["say"] == "stop"
+    assert job.last(0) == job.last(2) == {"say": "short", "hosts": [0, 2], "least": 2, "number": 1}
 
 
 def test_a_host_that_is_cut_off_does_not_keep_the_job_from_ending() -> None:
@@ -352,3 +352,28 @@ def test_a_host_that_is_cut_off_does_not_keep_the_job_from_ending() -> None:
     job.say(2, say="done")
     job.say(3, say="done")
     assert [job.last(host)["ok"] for host in (0, 2, 3)] == [True] * 3
+
+
+def test_a_job_with_too_few_hosts_says_so_once() -> None:
+    job = Job(4, least=3)
+    job.arrive(0, 1)
+    job.join(0, 1)
+    job.wait(60.0)
+    assert all(message["say"] != "short" for host in (0, 1) for message in job.heard[host])  # it has not started yet
+    job.arrive(2, 3)
+    job.join(2, 3)
+    job.leave(3)
+    job.join(0, 1, 2)
+    job.leave(2)
+    job.leave(1)
+    assert all(message["say"] != "short" for message in job.heard[0])  # host 0 stops its worker first
+    job.join(0)
+    job.wait(60.0)
+    said = [message for message in job.heard[0] if message["say"] == "short"]
+    assert said == [{"say": "short", "hosts": [0], "least": 3, "number": 2}]
+    job.arrive(1, 2)
+    job.join(1, 2)
+    assert [message["number"] for message in job.heard[0] if message["say"] == "round"] == [1, 2, 3]
+    job.leave(2)
+    job.join(0, 1)
+    assert [message["number"] for message in job.heard[0] if message["say"] == "short"] == [2, 3]

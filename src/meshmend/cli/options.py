@@ -62,6 +62,15 @@ FailOption = Annotated[
 WrapOption = Annotated[
     str, typer.Option("--wrap", metavar="AXES", help="Axes that wrap (torus): none, all, or numbers as in 0,1.")
 ]
+WebhookOption = Annotated[
+    str | None,
+    typer.Option(
+        "--webhook",
+        metavar="URL",
+        help="Post the job's events (a host is lost, the job waits, it trains again) there as JSON. "
+        "[or MESHMEND_WEBHOOK]",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 PlannerOption = Annotated[
     str,

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from meshmend.cli.common import exit_on_error
+from meshmend.cli.options import WebhookOption
 from meshmend.cli.store import JobOption, SecretOption
 from meshmend.cli.terminal import plain, print_line
 from meshmend.errors import LaunchError, require
@@ -23,8 +24,17 @@ from meshmend.launch.hosts import Hosts, name_hosts
 from meshmend.launch.job import Event, HostProcesses
 from meshmend.launch.local import LocalJob, timeline_of, worker_environment
 from meshmend.launch.metrics import serve_metrics
-from meshmend.launch.places import check_address, find_hosts, find_job, find_place, find_secret, find_store
+from meshmend.launch.places import (
+    check_address,
+    find_hosts,
+    find_job,
+    find_place,
+    find_secret,
+    find_store,
+    find_webhook,
+)
 from meshmend.launch.story import Story
+from meshmend.launch.webhook import Webhook
 
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
 WATCH_S = 0.1
@@ -62,6 +72,7 @@ def command(
         str | None,
         typer.Option("--metrics", metavar="ADDR:PORT", help="Serve the job's metrics to Prometheus; needs --shared."),
     ] = None,
+    webhook: WebhookOption = None,
     job: JobOption = None,
     secret_file: SecretOption = None,
     address: Annotated[
@@ -88,6 +99,9 @@ def command(
     with exit_on_error(as_json=False):
         argv = check_script(script)
         metrics = check_metrics(metrics, shared)
+        webhook = find_webhook(webhook)
+        if webhook is not None and shared is None:
+            raise LaunchError("--webhook reads the job's timelines: give --shared DIR, too.")
         if local is not None:
             if store or place or shape:
                 raise LaunchError(
@@ -100,7 +114,7 @@ def command(
                 raise LaunchError(f"--hosts is {hosts!r}, but --local {local} makes {len(machine)} hosts.")
             _prepare()
             options = {"least": least, "max_restarts": restarts, "warm": not cold}
-            with serving(metrics, shared):
+            with serving(metrics, shared), sending(webhook, shared):
                 _run_locally(argv, machine, shared, kills, options)
             return
         if kill:
@@ -124,7 +138,7 @@ def command(
             warm=not cold,
         )
         _prepare()
-        with serving(metrics, shared):
+        with serving(metrics, shared), sending(webhook, shared):
             _run_here(what, find_secret(secret_file))
 
 
@@ -153,6 +167,17 @@ def serving(where: str | None, shared: Path | None) -> Iterator[None]:
     shared.mkdir(parents=True, exist_ok=True)
     address, port = where.rsplit(":", 1)
     with serve_metrics(shared, address, int(port)):
+        yield
+
+
+@contextmanager
+def sending(url: str | None, shared: Path | None) -> Iterator[None]:
+    """Send the job's events meanwhile, if that was asked for."""
+    if url is None or shared is None:
+        yield
+        return
+    shared.mkdir(parents=True, exist_ok=True)
+    with Webhook(shared, url, tell=lambda text: print_line((f"meshmend │ {plain(text)}", "bold yellow"))):
         yield
 
 
@@ -230,6 +255,10 @@ class Screen:
             self.say(f"round {event['number']} ends: {event['why']}", "bold yellow")
         elif kind == "store" and event["say"] == "unreachable":
             self.say(f"host {host} cannot reach the store ({event['why']}); training continues", "bold yellow")
+        elif kind == "short":
+            here = event["hosts"]
+            waits = f"{name_hosts(here)} wait{'s' * (len(here) == 1)}"
+            self.say(f"after round {event['number']} {waits}: the job needs {event['least']} hosts", "bold yellow")
         elif kind == "failed":
             left = f"{event['left']} restart{'s' * (event['left'] != 1)} left"
             self.say(f"host {host}: the script ended with exit code {event['code']}, {left}", "bold red")

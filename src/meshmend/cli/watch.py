@@ -1,9 +1,9 @@
-"""`meshmend watch`: a running job on a terminal, from its shared folder."""
+"""`meshmend watch`: a running job on a terminal, from its shared folder or from one of its hosts."""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Annotated
 
 import typer
@@ -14,66 +14,103 @@ from rich.table import Table
 from rich.text import Text
 
 from meshmend.cli.common import exit_on_error, print_json
-from meshmend.cli.terminal import plain, terminal
-from meshmend.errors import Coordinate
+from meshmend.cli.options import WebhookOption
+from meshmend.cli.terminal import plain, print_line, terminal
+from meshmend.errors import Coordinate, LaunchError
 from meshmend.launch.goodput import Restart, TimeAccount
 from meshmend.launch.hosts import Hosts
-from meshmend.launch.watching import Watch
+from meshmend.launch.places import find_webhook
+from meshmend.launch.remote import RemoteWatch
+from meshmend.launch.watching import Look, Watch
+from meshmend.launch.webhook import Webhook
 
 BARS = "▁▂▃▄▅▆▇█"
-STYLES = {"training": "bold green", "over": "bold green", "recovering": "bold yellow", "stalled": "bold red"}
+STYLES = {
+    "training": "bold green",
+    "over": "bold green",
+    "recovering": "bold yellow",
+    "waiting": "bold red",
+    "stalled": "bold red",
+}
 MOST_RECOVERIES = 6
+MAX_MISSED = 5
+"""Looks in a row at which a job's host may fail to answer: it may be busy."""
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The job's shared folder, as in --shared.")],
-    every: Annotated[
-        float, typer.Option("--every", metavar="S", min=0.1, help="Seconds between two looks at the folder.")
-    ] = 1.0,
+    where: Annotated[
+        str, typer.Argument(metavar="DIR|URL", help="The job's shared folder, or the address of its --metrics.")
+    ],
+    every: Annotated[float, typer.Option("--every", metavar="S", min=0.1, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, once.")] = False,
+    webhook: WebhookOption = None,
 ) -> None:
     """Watch a job: its mesh and the hole in it, step, loss, goodput, and what each recovery took.
 
     It only reads the timelines in the shared folder, so it may run anywhere that sees it, and costs the job nothing.
+    Elsewhere, watch a host that serves --metrics: http://10.0.0.7:9464. With --webhook it also sends the job's events,
+    as long as it watches.
 
     Example: meshmend watch shared
     """
     with exit_on_error(as_json):
-        watch = Watch(folder)
-        watch.read()
+        watch = RemoteWatch(where) if "://" in where else Watch(where)
+        if webhook is not None and (once or as_json or isinstance(watch, RemoteWatch)):
+            raise LaunchError(
+                "--webhook follows the events in a job's shared folder: give that folder, without --once and --json."
+            )
         if as_json:
-            print_json(watch.facts())
-            return
-        if once:
-            terminal().print(view(watch, watch.account()))
-            return
-        with Live(console=terminal(), auto_refresh=False, transient=False) as live:
-            while True:
-                account = watch.account()
-                live.update(view(watch, account), refresh=True)
-                if watch.state(account) == "over":
-                    return
-                time.sleep(every)
-                watch.read()
+            print_json(watch.look().facts())
+        elif once:
+            terminal().print(view(watch.look(), where))
+        else:
+            _follow(watch, where, every, webhook)
 
 
-def view(watch: Watch, account: TimeAccount | None) -> RenderableType:
-    """Return what there is to see of a job now."""
-    state = watch.state(account)
-    head = Text.assemble((state, STYLES.get(state, "bold")), "  ", (plain(watch.folder), "dim"))
+def _follow(watch: Watch | RemoteWatch, where: str, every: float, webhook: str | None) -> None:
+    with ExitStack() as stack:
+        sender, look, missed = None, watch.look(), 0
+        if isinstance(watch, Watch) and (url := find_webhook(webhook)) is not None:
+            sender = stack.enter_context(Webhook(watch.folder, url, tell=lambda text: print_line((plain(text), ""))))
+        live = stack.enter_context(Live(console=terminal(), auto_refresh=False, transient=False))
+        while True:
+            live.update(Group(view(look, where), *([] if sender is None else [sending(sender)])), refresh=True)
+            if look.state == "over":
+                return
+            time.sleep(every)
+            try:
+                look, missed = watch.look(), 0
+            except LaunchError:
+                missed += 1
+                if missed == MAX_MISSED:
+                    raise
+
+
+def view(look: Look, where: str) -> RenderableType:
+    """Return what there is to see of a job."""
+    account = look.account
+    head = Text.assemble((look.state, STYLES.get(look.state, "bold")), "  ", (plain(where), "dim"))
     if account is None:
-        hosts = ", ".join(plain(name) for name in watch.latest) or "none yet"
+        hosts = ", ".join(plain(name) for name in look.started) or "none yet"
         return Group(head, Text(f"No step so far. Hosts that have started: {hosts}"))
-    losses = next((list(one.losses) for one in watch.latest.values() if one.losses), [])
     parts: list[RenderableType] = [
         head,
-        Columns([mesh_view(account), numbers(account, losses)], padding=(0, 3)),
+        Columns([mesh_view(account), numbers(account, list(look.losses))], padding=(0, 3)),
         time_bar(account),
     ]
     if account.recoveries:
         parts.append(recoveries(account.recoveries))
     return Group(*parts)
+
+
+def sending(sender: Webhook) -> Text:
+    """Return what has become of the events."""
+    if not sender.is_sender:
+        return Text.assemble(("webhook ", "cyan"), "another process sends the events of this folder")
+    waiting = f", {sender.n_waiting} waiting" if sender.n_waiting else ""
+    problem = f" ({plain(sender.problem)})" if sender.problem else ""
+    return Text.assemble(("webhook ", "cyan"), f"{sender.n_sent} sent{waiting}{problem}")
 
 
 def mesh_view(account: TimeAccount) -> RenderableType:

@@ -57,6 +57,10 @@ class Attempt:
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     covered: set[int] = field(default_factory=set)
     """Hosts whose loss is planned and compiled for."""
+    lost: set[int] = field(default_factory=set)
+    """Hosts that were lost since it started."""
+    is_short: bool = False
+    """Whether the job waits since then, with too few hosts."""
     kept: int = 0
     kept_at: float = 0.0
     saved: int = 0
@@ -134,6 +138,12 @@ class HostBook:
             now.gave_up = at
         elif kind == "done":
             now.over = True
+        elif kind == "host lost":
+            now.lost.update(event.get("lost", ()))
+        elif kind == "below minimum":
+            now.is_short = True
+        if kind == "restore" and event.get("source") == "memory":
+            now.kept, now.kept_at = now.resumed, at
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from meshmend.errors import LaunchError, MeshmendError
+from meshmend.launch.events import AgentLog
 from meshmend.launch.member import Member, Place
 from meshmend.launch.membership import SILENT_S
 from meshmend.launch.processes import die_with_parent
@@ -67,6 +68,8 @@ def main(descriptor: int) -> int:
 
     # Importing JAX, importing torch and reaching the store take seconds each: they run side by side.
     workers = Workers(warm=what.warm)
+    timeline = Timeline(what.timeline or None, job=what.job, host=what.host)
+    log = AgentLog(timeline, hosts=(what.hosts[0], what.hosts[1]), machine=what.machine, report=report)
     member = Member(
         what.store,
         host=what.host,
@@ -77,11 +80,12 @@ def main(descriptor: int) -> int:
         address=what.address or None,
         reach_s=what.reach_s,
         silent_s=what.silent_s,
+        heard=log.hear,
     )
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, _leave)
     try:
-        return _run(what, member, workers, report)
+        return _run(what, member, workers, log, report)
     except MeshmendError as error:
         report("error", message=str(error))
         return FAILED
@@ -90,21 +94,19 @@ def main(descriptor: int) -> int:
     finally:
         member.close()
         workers.close()
+        log.close()
 
 
-def _run(what: HostDescription, member: Member, workers: Workers, report: Any) -> int:
+def _run(what: HostDescription, member: Member, workers: Workers, log: AgentLog, report: Any) -> int:
     from meshmend.launch.agent import HostAgent, StoreRendezvous
 
     def progress() -> int:
         events = read_timeline(what.timeline) if what.timeline else []
         return max((event["step"] for event in events if event["event"] in ("kept", "step")), default=0)
 
-    notes = Timeline(what.timeline or None, host=what.host)
-
     def environment(place: Place) -> dict[str, str]:
         report("round", number=place.number, hosts=place.hosts, process=place.process, cut_off=place.cut_off)
-        least, most = what.hosts
-        notes.note("round", number=place.number, hosts=list(place.hosts), least=least, most=most)
+        log.start_round(place)
         return {"MESHMEND_JOB": what.job, **({"MESHMEND_TIMELINE": what.timeline} if what.timeline else {})}
 
     agent = HostAgent(

@@ -10,6 +10,7 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,8 @@ class Place:
 class Member:
     """A host's membership in a job. `close` it at the end.
 
-    `reach_s` is how long the store may be unreachable at the start, before this host has ever reached it.
+    `reach_s` is how long the store may be unreachable at the start, before this host has ever reached it. `heard` is
+    called with each message of the store, except its heartbeats, from the thread that reads them.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Member:
         address: str | None = None,
         reach_s: float = 60.0,
         silent_s: float = SILENT_S,
+        heard: Callable[[Message], None] = lambda _: None,
     ) -> None:
         name, _, port = store.rpartition(":")
         self._store = (name.strip("[]"), int(port))
@@ -71,6 +74,7 @@ class Member:
         self._hello: Message = {"host": host, "hosts": hosts, "machine": machine}
         self._address = address
         self._key = make_key(secret, job)
+        self._heard = heard
         self._reach_s = reach_s
         self._silent_s = 3 * max(silent_s, BEAT_S)  # a lost store does no harm, so there is no hurry to give it up
         self._changed = threading.Condition()
@@ -268,9 +272,11 @@ class Member:
                 self._stop = {"why": "the store had not heard from this host", "lost": None, **message}
             elif say == "over":
                 self._over = message
-            if say != "beat":
+            if say not in ("beat", "short"):
                 self._news.append(message)
                 self._changed.notify_all()
+        if say != "beat":
+            self._heard(message)
 
 
 class _RefusedError(Exception):

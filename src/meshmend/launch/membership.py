@@ -90,6 +90,8 @@ class Membership:
     _ticked_at: float | None = None
     _missing_until: float | None = None
     """Until when the hosts of an adopted round may come back."""
+    _short: bool = False
+    """Whether the hosts know that they wait because they are too few."""
 
     def arrive(self, key: Hashable, hello: Message, address: str, now: float) -> None:
         """Admit a host; raise `RefusedError` if it cannot be."""
@@ -187,11 +189,17 @@ class Membership:
             joined = set(self._group([*self.round.hosts, *waiting])) - set(self.round.hosts)
             if joined and now >= self._arrived_at + self.settle_s:
                 self._end_round(f"{name_hosts(joined)} {'has' if len(joined) == 1 else 'have'} joined")
-        elif len(waiting) == len(self.members) and len(self._group(waiting)) >= self.least:
+        elif len(waiting) == len(self.members):
             # A store that knows the job knows who is missing and why; a new one gives the others time to come.
             wait_s = (self.silent_s if self.number else self.start_s) if self._fresh else 0.0
-            if len(waiting) == self.most or now >= self._arrived_at + wait_s:
+            if len(waiting) < self.most and now < self._arrived_at + wait_s:
+                return
+            if len(self._group(waiting)) >= self.least:
                 self._start_round()
+            elif self.number and not self._short:
+                self._short = True
+                short: Message = {"say": "short", "hosts": sorted(waiting), "least": self.least, "number": self.number}
+                self.outbox += [(key, dict(short)) for key in self.members]
 
     def due(self, now: float) -> float:
         """Return how many seconds may pass until `tick` is due."""
@@ -213,7 +221,7 @@ class Membership:
     def _start_round(self) -> None:
         here = {member.host: key for key, member in self.members.items()}
         hosts = self._group(list(here))
-        self.number, self._fresh = self.number + 1, False
+        self.number, self._fresh, self._short = self.number + 1, False, False
         self.round = Round(self.number, secrets.token_hex(8), hosts)
         first = self.members[here[hosts[0]]]
         facts = {

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from meshmend.errors import LaunchError, require
 from meshmend.launch.goodput import Attempt, TimeAccount
 from meshmend.launch.hosts import Hosts
+from meshmend.launch.remote import WATCH_PATH
 from meshmend.launch.timeline import STAGES
-from meshmend.launch.watching import STATES, Watch
+from meshmend.launch.watching import STATES, Look, Watch
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -27,6 +32,11 @@ class JobMetrics:
     def __init__(self, folder: str | Path) -> None:
         self.watch = Watch(folder)
         self._lock = threading.Lock()
+
+    def look(self) -> Look:
+        """Return the job as it is now."""
+        with self._lock:
+            return self.watch.look()
 
     def collect(self) -> Iterator[Metric]:
         """Return the metrics as they are now."""
@@ -66,9 +76,12 @@ def _of_mesh(account: TimeAccount, latest: dict[str, Attempt]) -> Iterator[Metri
     yield _gauge("meshmend_hosts", "Hosts of the machine.", "state", {"live": n_hosts, "lost": max(0, most - n_hosts)})
     if account.least_hosts:
         yield _gauge("meshmend_hosts_needed", "Hosts below which the job waits.", account.least_hosts)
-    covered = {host for one in latest.values() for host in one.covered} & set(account.hosts)
-    ratio = len(covered) / n_hosts if n_hosts else 0.0
-    yield _gauge("meshmend_compiled_ahead_ratio", "Share of the hosts whose loss is planned and compiled for.", ratio)
+    if n_hosts > 1:  # nobody would go on after the loss of the only one
+        covered = {host for one in latest.values() for host in one.covered} & set(account.hosts)
+        ratio = len(covered) / n_hosts
+        yield _gauge(
+            "meshmend_compiled_ahead_ratio", "Share of the hosts whose loss is planned and compiled for.", ratio
+        )
 
 
 def _of_state(latest: dict[str, Attempt]) -> Iterator[Metric]:
@@ -121,22 +134,48 @@ def _counter(name: str, help_: str, value: float | dict[str, float], label: str 
 
 @contextmanager
 def serve_metrics(folder: str | Path, address: str, port: int) -> Iterator[None]:
-    """Serve a job's metrics at http://ADDRESS:PORT/metrics, from a thread, inside the `with` block."""
+    """Serve a job inside the `with` block, from a thread: http://ADDRESS:PORT/metrics and, to watch it, /watch.json."""
     require("prometheus_client", needed_for="Serving metrics", extra="operate")
-    from prometheus_client import CollectorRegistry, start_http_server
+    from prometheus_client import CollectorRegistry, make_wsgi_app
 
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(JobMetrics(folder))
+    job = JobMetrics(folder)
+    registry.register(job)
+    serve_rest = make_wsgi_app(registry)
+
+    def answer(environ: dict[str, Any], start_response: Any) -> Any:
+        if environ.get("PATH_INFO") != WATCH_PATH:
+            return serve_rest(environ, start_response)
+        body = json.dumps(job.look().facts()).encode()
+        start_response("200 OK", [("Content-Type", "application/json"), ("Content-Length", str(len(body)))])
+        return [body]
+
+    server_class = _ServerV6 if ":" in address else _Server
     try:
-        server, thread = start_http_server(port, addr=address, registry=registry)
+        server = make_server(address.strip("[]"), port, answer, server_class, _QuietHandler)
     except OSError as error:
         raise LaunchError(
             f"Metrics cannot be served at {address}:{port}: {error.strerror}. Give another port, as in "
             f"--metrics {address}:{port + 1}."
         ) from error
+    thread = threading.Thread(target=server.serve_forever, name="meshmend-metrics", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _ServerV6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _QuietHandler(WSGIRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        """Say nothing: the standard error output is the workers'."""

@@ -219,6 +219,8 @@ class Store:
         """Report a message once, though it goes to all."""
         if message["say"] == "round" and message["process"] == 0:
             self._tell(f"round {message['number']}: {name_hosts(message['hosts'])}")
+        elif message["say"] == "short" and key is next(iter(self.membership.members), None):
+            self._tell(f"the job waits: it needs {message['least']} hosts, and has {name_hosts(message['hosts'])}")
         elif message["say"] in ("stop", "over") and key is next(iter(self.membership.members), None):
             self._tell(message["why"])
 

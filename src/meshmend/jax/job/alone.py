@@ -74,7 +74,7 @@ def initialize_alone(
         reports = "MESHMEND_SHAPE" in os.environ or getattr(jax.devices()[0], "coords", None) is not None
         fabric = discover(shape=None if reports else squarest(n_devices))
     launch = Launch(f"127.0.0.1:{DEFAULT_PORT}", 1, 0, launcher="no launcher", job=job)
-    notes = Timeline(timeline or os.environ.get("MESHMEND_TIMELINE"), launch=0, process=0, host=0)
+    notes = Timeline(timeline or os.environ.get("MESHMEND_TIMELINE"), job=job, launch=0, process=0, host=0)
     notes.note("fabric", chips=fabric.mesh.n_chips, hosts=[0])
     return LoneSession(fabric, launch, None, (0,), Coordination(0, 1), notes)
 

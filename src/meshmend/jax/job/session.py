@@ -230,7 +230,9 @@ def initialize(
     """
     started, joining = process_started_at(), time.time()
     launched = read_launch() if launch is None else launch
-    notes = Timeline(timeline or os.environ.get("MESHMEND_TIMELINE"), launch=launched.attempt)
+    notes = Timeline(timeline or os.environ.get("MESHMEND_TIMELINE"), job=launched.job, launch=launched.attempt)
+    if launched.hosts:
+        notes.facts["host"] = launched.hosts[launched.process]
     _configure(compile_cache)
     hosts, numbers = None, tuple(range(launched.n_processes))
     try:

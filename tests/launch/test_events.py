@@ -1,0 +1,130 @@
+"""What a host's agent writes down of its job: messages of the store in, lines of the timeline out."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshmend.launch.events import BELOW_MINIMUM, LOST, RECOVERED, AgentLog
+from meshmend.launch.member import Place
+from meshmend.launch.timeline import Timeline, read_timeline
+
+MACHINE = "4x4 in hosts of 2x2"
+
+
+class Agents:
+    """The agents of a job's hosts, and what their workers write."""
+
+    def __init__(self, folder: Path, n_hosts: int = 4, machine: str = MACHINE) -> None:
+        self.paths = [folder / f"host-{host}.jsonl" for host in range(n_hosts)]
+        self.logs = [
+            AgentLog(Timeline(path, job="night", host=host), hosts=(2, n_hosts), machine=machine)
+            for host, path in enumerate(self.paths)
+        ]
+        self.number = 0
+
+    def start(self, *hosts: int, cut_off: tuple[int, ...] = ()) -> None:
+        self.number += 1
+        for process, host in enumerate(hosts):
+            self.logs[host].start_round(Place(self.number, f"name{self.number}", hosts, process, "a:1", cut_off))
+
+    def train(self, *hosts: int, step: int, at: float) -> None:
+        for host in hosts:
+            Timeline(self.paths[host], job="night", launch=self.number, attempt=self.number + 7, host=host).note(
+                "step", at=at, step=step
+            )
+
+    def hear(self, *hosts: int, **message: Any) -> None:
+        for host in hosts:
+            self.logs[host].hear({"number": self.number, **message})
+
+    def events(self, host: int, *kinds: str) -> list[dict[str, Any]]:
+        self.logs[host].close()
+        return [event for event in read_timeline(self.paths[host]) if event["event"] in kinds]
+
+
+def test_a_lost_host_and_the_recovery_are_written_by_every_survivor(tmp_path: Path) -> None:
+    agents, now = Agents(tmp_path), time.time()
+    agents.start(0, 1, 2, 3)
+    agents.train(0, 1, 2, 3, step=40, at=now + 1)
+    agents.hear(0, 2, 3, say="stop", lost=1, why="host 1 is lost: its connection to the store broke")
+    agents.start(0, 2, 3)
+    agents.train(0, 2, 3, step=40, at=now + 24.5)
+    agents.train(0, 2, 3, step=41, at=now + 25.0)
+    said = []
+    for host in (0, 2, 3):
+        lost, recovered = agents.events(host, LOST, RECOVERED)
+        assert {name: lost[name] for name in ("job", "launch", "attempt", "host", "step", "lost")} == {
+            "job": "night",
+            "launch": 1,
+            "attempt": 8,
+            "host": host,
+            "step": 40,
+            "lost": [1],
+        }
+        assert lost["chips"] == [[0, 2], [0, 3], [1, 2], [1, 3]]
+        assert (recovered["at"], recovered["seconds"]) == (now + 1, pytest.approx(23.5))
+        assert (recovered["step"], recovered["launch"], recovered["attempt"]) == (40, 2, 9)
+        assert (recovered["hosts"], recovered["lost"], recovered["joined"]) == ([0, 2, 3], [1], [])
+        said.append((lost["id"], lost["text"], recovered["id"], recovered["text"]))
+    assert len(set(said)) == 1
+    assert said[0] == (
+        "name1/host lost 1",
+        "night: host 1 is lost: its connection to the store broke (after step 40, 4 chips)",
+        "name2/recovered",
+        "night: training again on hosts 0, 2, 3: step 40 is done, 23.5 s after step 40",
+    )
+
+
+def test_hosts_that_die_at_once_are_all_lost(tmp_path: Path) -> None:
+    """The store names the first of them; the others are missing in the next round, or when it cannot start."""
+    agents = Agents(tmp_path)
+    agents.start(0, 1, 2, 3)
+    now = time.time()
+    agents.train(0, 1, 2, 3, step=5, at=now)
+    agents.hear(0, 2, say="stop", lost=3, why="host 3 is lost: its connection to the store broke")
+    agents.start(0, 2)
+    agents.hear(0, say="stop", lost=2, why="host 2 is lost: not heard from for 10 s")
+    agents.hear(0, say="short", hosts=[0], least=2)
+    lost = agents.events(0, LOST)
+    assert [event["lost"] for event in lost] == [[3], [1], [2]]
+    assert len({event["id"] for event in lost}) == 3
+    (short,) = agents.events(0, BELOW_MINIMUM)
+    assert (short["hosts"], short["least"], short["step"]) == ([0], 2, 5)
+    assert short["text"] == "night: the job waits after step 5: it needs 2 hosts, and has host 0"
+    assert agents.events(0, RECOVERED) == []
+    # The time that the job has waited is part of its recovery, and so are both losses.
+    agents.start(0, 3)
+    agents.train(0, 3, step=6, at=now + 600)
+    (recovered,) = agents.events(0, RECOVERED)
+    assert recovered["seconds"] == pytest.approx(600)
+    assert (recovered["lost"], recovered["joined"]) == ([1, 2], [])
+
+
+def test_hosts_that_are_cut_off_or_come_back_are_not_lost(tmp_path: Path) -> None:
+    agents, now = Agents(tmp_path, machine="1x8 in hosts of 1x2"), time.time()
+    agents.start(0, 1, 2, 3)
+    agents.train(0, 1, 2, 3, step=3, at=now + 1)
+    agents.hear(0, 2, 3, say="stop", lost=1, why="host 1 is lost: its connection to the store broke")
+    agents.start(2, 3, cut_off=(0,))
+    assert [event["lost"] for event in agents.events(2, LOST)] == [[1]]
+    agents.train(2, 3, step=4, at=time.time() + 1)
+    agents.logs[2].look()
+    agents.hear(2, 3, say="stop", lost=None, why="host 1 has joined")
+    agents.start(0, 1, 2, 3)
+    agents.train(0, 1, 2, 3, step=5, at=time.time() + 2)
+    assert [event["lost"] for event in agents.events(2, LOST)] == [[1]]
+    assert [event["joined"] for event in agents.events(2, RECOVERED)] == [[], [0, 1]]
+    assert agents.events(1, LOST, RECOVERED) == []  # it was not there
+
+
+def test_an_earlier_job_in_the_folder_does_not_count(tmp_path: Path) -> None:
+    Timeline(tmp_path / "host-0.jsonl", job="yesterday", host=0).note("step", step=900)
+    agents = Agents(tmp_path, 2, machine="")
+    agents.start(0, 1)
+    agents.hear(0, say="stop", lost=1, why="host 1 is lost: its connection to the store broke")
+    (lost,) = agents.events(0, LOST)
+    assert (lost["step"], lost["chips"]) == (0, [])
