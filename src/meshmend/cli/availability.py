@@ -1,4 +1,4 @@
-"""`meshmend availability`: what each of the four answers to a failure is worth over months."""
+"""`meshmend availability`: what each answer to a failure is worth over months."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def command(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Simulate months of operation under the four answers to a failure, and report what each is worth.
+    """Simulate months of operation under each answer to a failure, and report what each is worth.
 
-    Quick repair, sub-mesh, hot spares, fault-tolerant.
+    Quick repair, sub-mesh, hot spares, optical cubes, elastic slices, fault-tolerant.
 
     Example: meshmend availability 32x32 --plot worth.svg
     """
@@ -57,8 +57,11 @@ def command(
 def study_facts(study: Study) -> dict[str, Any]:
     """Return the JSON description of a study."""
     assumptions = study.assumptions
+    shapes = ("host", "cube", "slice_shape")
     numbers = {
-        name: value for name, value in asdict(assumptions).items() if name not in ("mesh", "host", "levels", "hardware")
+        name: _finite(value) if isinstance(value, float) else value
+        for name, value in asdict(assumptions).items()
+        if name not in ("mesh", "levels", "hardware", *shapes)
     }
     return {
         "mesh": name_shape(assumptions.mesh.shape),
@@ -68,7 +71,7 @@ def study_facts(study: Study) -> dict[str, Any]:
         "runs": study.runs,
         "seed": study.seed,
         "assumptions": {
-            "host": name_shape(assumptions.host),
+            **{name: name_shape(getattr(assumptions, name)) for name in shapes},
             "levels": [
                 {
                     "name": one.name,
@@ -153,8 +156,9 @@ def _show(study: Study) -> None:
         f"A step on the whole machine: {name_seconds(step)}, of which the all-reduce of "
         f"{name_bytes(assumptions.payload_bytes)} takes {name_seconds(study.all_reduce_s)} on "
         f"{assumptions.hardware.name}.",
-        f"{assumptions.spares} spare hosts cost ${assumptions.price:g} per chip-hour like all others. Every assumption "
-        "is an option (--help), with its source in --json.",
+        f"{assumptions.spares} spare hosts, or {assumptions.spare_cubes} spare cubes of "
+        f"{name_shape(assumptions.cube)}, cost ${assumptions.price:g} per chip-hour like all others; slices are "
+        f"{name_shape(assumptions.slice_shape)}. Every assumption is an option (--help), with its source in --json.",
     ]
     if study.checks:
         worst = max(abs(check.error) for check in study.checks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -55,6 +56,9 @@ class StudyOptions:
         float, typer.Option("--checkpoint-minutes", metavar="MINUTES", help="Training time between checkpoints.")
     ] = 60.0
     save_seconds: Annotated[float, _seconds("How long training pauses for a checkpoint.", "save-seconds")] = 30.0
+    copies_seconds: Annotated[
+        float, _seconds("With copies in memory, training that a failure loses at most.", "copies-seconds")
+    ] = math.inf
     detect_seconds: Annotated[float, _seconds("Time from a failure to a decision.", "detect-seconds")] = 60.0
     restart_seconds: Annotated[float, _seconds("Time from a decision to the first step.", "restart-seconds")] = 300.0
     swap_seconds: Annotated[float, _seconds("hot spares: time to wire a spare in.", "swap-seconds")] = 60.0
@@ -66,6 +70,24 @@ class StudyOptions:
         ),
     ] = "worth"
     spares: Annotated[int, typer.Option("--spares", metavar="N", min=0, help="hot spares: hosts kept ready.")] = 2
+    cube: Annotated[
+        str | None,
+        typer.Option("--cube", metavar="DxHxW", help="optical cubes: chips replaced together; default: about 64."),
+    ] = None
+    spare_cubes: Annotated[
+        int, typer.Option("--spare-cubes", metavar="N", min=0, help="optical cubes: cubes kept ready.")
+    ] = 2
+    ocs_seconds: Annotated[float, _seconds("optical cubes: time to reconfigure the switches.", "ocs-seconds")] = 10.0
+    slice_shape: Annotated[
+        str | None,
+        typer.Option("--slice", metavar="HxW", help="elastic slices: chips of a slice; default: half of two axes."),
+    ] = None
+    elastic_seconds: Annotated[
+        float, _seconds("elastic slices: time to go on without a slice, or with it.", "elastic-seconds")
+    ] = 30.0
+    replace_slice: Annotated[
+        float | None, _hours("elastic slices: mean time to replace one; default: as a repair.", "replace-slice")
+    ] = None
     price: Annotated[float, typer.Option("--price", min=0.0, metavar="$", help="Price per chip-hour.")] = 2.0
     crew_price: Annotated[
         float, typer.Option("--crew-price", min=0.0, metavar="$", help="quick repair: price of the crew per hour.")
@@ -117,6 +139,13 @@ class StudyOptions:
             price=self.price,
             crew_price=self.crew_price,
             grow=self.grow,
+            cube=() if self.cube is None else parse_shape(self.cube),
+            spare_cubes=self.spare_cubes,
+            ocs_s=self.ocs_seconds,
+            slice_shape=() if self.slice_shape is None else parse_shape(self.slice_shape),
+            elastic_s=self.elastic_seconds,
+            replace_h=self.replace_slice,
+            copies_s=self.copies_seconds,
             **others,
         )
 
