@@ -44,7 +44,10 @@ class TimeSpent:
 
 
 def live_through(answer: Answer, strikes: Sequence[Strike], hours: float, *, first_start_h: float = 0.0) -> TimeSpent:
-    """Simulate one run: `hours` of a machine with these strikes, under one answer; the job starts at first."""
+    """Simulate one run: `hours` of a machine with these strikes, under one answer.
+
+    The job takes `first_start_h` to its first step. What is struck at 0 is down before it starts.
+    """
     answer.reset()
     return _Life(answer, strikes, hours, first_start_h).play()
 
@@ -67,6 +70,9 @@ class _Life:
         self._interval_h = assumptions.checkpoint_min / 60
         self._save_h = assumptions.save_s / 3600
         self._detect_h = assumptions.detect_s / 3600
+        for strike in strikes:
+            if strike.at_h <= 0 and answer.strike(strike) is not None:
+                self._env.process(self._repair(strike))
         self._job = self._env.process(self._train_forever(first_start_h))
 
     def play(self) -> TimeSpent:
@@ -81,6 +87,8 @@ class _Life:
 
     def _fail(self) -> Process:
         for strike in self._strikes:
+            if strike.at_h <= 0:
+                continue
             yield self._env.timeout(strike.at_h - self._env.now)
             chips = self._answer.strike(strike)
             if chips is None:
