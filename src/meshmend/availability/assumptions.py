@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from meshmend.availability.log import Rates
 from meshmend.cost.hardware import DEFAULT_HARDWARE, Hardware, find_hardware
 from meshmend.errors import MeshError, ParameterError
 from meshmend.study.paper import BYTES_PER_GRADIENT, CASES, WORKLOADS
@@ -124,6 +125,8 @@ class Assumptions:
     elastic_s: float = 30.0
     replace_h: float | None = None
     copies_s: float = math.inf
+    rates_from: str = ""
+    """Where the failure and repair rates come from, if not from `SOURCES`."""
 
     @classmethod
     def of(
@@ -207,6 +210,18 @@ class Assumptions:
     def parts(self, level: Level) -> int:
         """Return how many parts of a level the machine has."""
         return self.mesh.size // math.prod(level.shape)
+
+    def with_rates(self, rates: Sequence[Rates], source: str) -> Assumptions:
+        """Return these assumptions with the rates of a log. Parts that it has no rates for never fail by themselves."""
+        known = {one.kind: one for one in rates}
+        levels = []
+        for level in self.levels:
+            mtbf_h, repair_h = math.inf, level.repair_h
+            if level.name in known:
+                mtbf_h = known[level.name].failures.mean_h
+                repair_h = known[level.name].repairs.mean_h if known[level.name].repairs.count else repair_h
+            levels.append(dataclasses.replace(level, mtbf_h=mtbf_h, repair_h=repair_h))
+        return dataclasses.replace(self, levels=tuple(levels), rates_from=source)
 
     def scaled(self, factor: float) -> Assumptions:
         """Return these assumptions with every mean time between failures scaled."""

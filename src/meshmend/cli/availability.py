@@ -15,6 +15,7 @@ from meshmend.availability.assumptions import SOURCES
 from meshmend.availability.plot import plot
 from meshmend.availability.simulate import LOSSES
 from meshmend.cli.common import exit_on_error, print_json
+from meshmend.cli.logs import log_facts, show_log
 from meshmend.cli.options import JsonOption, MachineOptions, OptionalShapeArgument
 from meshmend.cli.outputs import check_plot
 from meshmend.cli.pricing import hardware_facts
@@ -64,9 +65,12 @@ def command(
         study, swept = options.simulate(assumptions, swept=plot_to is not None, as_json=json)
         if plot_to is not None:
             plot(study, swept, plot_to)
+        logged = options.read_log(assumptions)
         if json:
-            print_json(study_facts(study))
+            print_json(study_facts(study) | ({} if logged is None else {"log": log_facts(*logged)}))
         else:
+            if logged is not None:
+                show_log(*logged)
             _show(study)
             if plot_to is not None:
                 print_line(f"Drawn to {plain(plot_to)}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,6 +12,7 @@ import typer
 from meshmend.availability import Assumptions, Study, simulate
 from meshmend.availability.assumptions import GROWS
 from meshmend.availability.job import require_simpy
+from meshmend.availability.log import FailureLog, Rates, read_log
 from meshmend.availability.plot import sweep
 from meshmend.availability.throughput import Throughput
 from meshmend.cli.options import HardwareOption, HoleOptions, MachineOptions, WrapOption
@@ -22,6 +24,10 @@ from meshmend.topology import Mesh, parse_shape
 
 MAX_DAYS = 36_500
 """A century: longer than any machine runs, and short enough to simulate."""
+
+
+RATES = ("mtbf_chip", "mtbf_board", "mtbf_host", "repair_chip", "repair_board", "repair_host")
+"""Options that a log replaces; of parts that it has no repairs of, the time to repair stays."""
 
 
 def _hours(what: str, name: str) -> Any:
@@ -51,6 +57,14 @@ class StudyOptions:
     repair_chip: Annotated[float, _hours("Mean time to repair a chip.", "repair-chip")] = 24.0
     repair_board: Annotated[float, _hours("Mean time to repair a board.", "repair-board")] = 24.0
     repair_host: Annotated[float, _hours("Mean time to repair a host.", "repair-host")] = 24.0
+    log: Annotated[
+        Path | None,
+        typer.Option("--log", metavar="CSV", help="Take failure and repair rates from your own log: see the docs."),
+    ] = None
+    log_chips: Annotated[
+        int | None,
+        typer.Option("--log-chips", metavar="N", min=1, help="Chips the log is about; default: those of the machine."),
+    ] = None
     quick_repair: Annotated[float, _hours("quick repair: mean time to repair anything.", "quick-repair")] = 4.0
     checkpoint_minutes: Annotated[
         float, typer.Option("--checkpoint-minutes", metavar="MINUTES", help="Training time between checkpoints.")
@@ -113,6 +127,33 @@ class StudyOptions:
 
     def assumptions(self, machine: MachineOptions, shape: str | None) -> Assumptions:
         """Return what the options assume, of the machine with nothing failed."""
+        found = self._without_log(machine, shape)
+        logged = self.read_log(found)
+        if logged is None:
+            return found
+        log, rates = logged
+        return found.with_rates(rates, f"{log.path.name}: {log.n_failures:,} failures in {log.hours / 24:,.1f} days")
+
+    def read_log(self, assumptions: Assumptions) -> tuple[FailureLog, tuple[Rates, ...]] | None:
+        """Return the log, and the rates of the parts that it has a column for; None without a log."""
+        if self.log is None:
+            if self.log_chips is not None:
+                raise ParameterError("--log-chips goes with --log: give the log, or leave it out.")
+            return None
+        for name in RATES:
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise ParameterError(f"--{name.replace('_', '-')} and --log both give a rate: leave out one of them.")
+        chips = assumptions.mesh.size if self.log_chips is None else self.log_chips
+        log = read_log(self.log)
+        sizes = {level.name: math.prod(level.shape) for level in assumptions.levels}
+        for kind in log.outages:
+            if kind not in sizes:
+                raise ParameterError(f"{self.log} has a column {kind!r}, but the machine has no {kind}s: see --{kind}.")
+            if chips % sizes[kind]:
+                raise ParameterError(f"--log-chips {chips}: {sizes[kind]} chips per {kind} do not divide them.")
+        return log, log.rates({kind: chips // sizes[kind] for kind in log.outages})
+
+    def _without_log(self, machine: MachineOptions, shape: str | None) -> Assumptions:
         mesh = machine.mesh(shape, HoleOptions(wrap=self.wrap))
         others: dict[str, Any] = {} if self.payload is None else {"payload_bytes": parse_bytes(self.payload)}
         if self.compute_seconds is not None:
