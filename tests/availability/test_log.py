@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,10 @@ def test_by_hand(tmp_path: Path) -> None:
     log = read_log(written(tmp_path, BY_HAND))
     assert (log.hours, log.n_failures) == (240, 3)
     host, chip = log.rates({"host": 8, "chip": 64})
-    assert (host.failures.count, host.failures.mean_h) == (2, pytest.approx((8 * 240 - 26) / 2))
-    assert (host.repairs.count, host.repairs.mean_h) == (2, pytest.approx(13))
+    assert (host.failures.count, host.failures.mean_h) == pytest.approx((2, (8 * 240 - 26) / 2))
+    assert (host.repairs.count, host.repairs.mean_h) == pytest.approx((2, 13))
     # Down from 22:00 on the 4th, UTC, to the end: 146 h, which are not over.
-    assert (chip.failures.count, chip.failures.mean_h) == (1, pytest.approx(64 * 240 - 146))
+    assert (chip.failures.count, chip.failures.mean_h) == pytest.approx((1, 64 * 240 - 146))
     assert (chip.repairs.count, chip.repairs.mean_h) == (0, math.inf)
     assumed = Assumptions.of("8x8").with_rates([host, chip], "mine")
     assert [(one.name, one.mtbf_h, one.repair_h) for one in assumed.levels] == [
@@ -124,7 +125,14 @@ def test_a_study_with_the_rates_of_a_log(tmp_path: Path) -> None:
     assert got == pytest.approx([one.goodput.mean for one in study.outcomes], rel=1e-6)
 
 
-def test_people_see_the_rates(tmp_path: Path) -> None:
+def test_people_see_the_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log and the table of docs/availability.md, as they stand."""
+    page = (Path(__file__).parents[2] / "docs" / "availability.md").read_text(encoding="utf-8")
+    table, log = re.findall(r"```text\n((?:failures\.csv|time,).*?)```", page, re.S)
+    assert log == BY_HAND
+    written(tmp_path, BY_HAND)
+    monkeypatch.chdir(tmp_path)
+    assert run("availability", *SMALL, "--log", "failures.csv").startswith(table)
     shown = run("availability", *SMALL, "--log", str(written(tmp_path, BY_HAND)))
     assert "3 failures, 2026-01-01 to 2026-01-11, 10.0 days" in shown.replace("\n", " ")
     (line,) = (line for line in shown.splitlines() if line.startswith("host "))
