@@ -63,11 +63,11 @@ class RecordedJob:
     """Median of the steps that are done again after a failure."""
     steps_on_start: float
     """Median of the steps that a recovery itself brings: its first one, and those whose end nobody could record."""
-    measured: Run
+    measured: RunAccount
 
 
 @dataclass(frozen=True)
-class Run:
+class RunAccount:
     """How a job spent its time on the clock, in seconds by cause; `TRAINING` is one of them."""
 
     steps: float
@@ -85,7 +85,7 @@ class ReplayedAnswer:
     """What an answer gives for the failures of a job. `work` is relative to the whole machine without any failure."""
 
     name: str
-    run: Run
+    run: RunAccount
     work: float
 
 
@@ -98,7 +98,7 @@ class Replay:
     answers: tuple[ReplayedAnswer, ...]
 
     @property
-    def predicted(self) -> Run:
+    def predicted(self) -> RunAccount:
         """What the simulator predicts for the job as it ran."""
         return next(one.run for one in self.answers if one.name == FaultTolerant.name)
 
@@ -170,7 +170,7 @@ def step_time(step_s: Mapping[int, float], chips: int) -> float:
     return step_s[nearest] * nearest / chips
 
 
-def _as_run(job: RecordedJob, answer: Answer, spent: TimeSpent) -> Run:
+def _as_run(job: RecordedJob, answer: Answer, spent: TimeSpent) -> RunAccount:
     """Return a simulated run as a timeline's account has it: by the clock, with the stages of recoveries."""
     training_s, data_s, steps = 0.0, 0.0, 0.0
     for chips, hours in spent.kept_h.items():
@@ -188,7 +188,7 @@ def _as_run(job: RecordedJob, answer: Answer, spent: TimeSpent) -> Run:
     # What is left of the clock's time was trained and thrown away.
     again_s = max(0.0, job.until_s - training_s - math.fsum(parts.values()))
     # The first start brings one step; a later one brings those, too, whose end nobody could record.
-    return Run(
+    return RunAccount(
         steps + 1 + starts * job.steps_on_start,
         {TRAINING: training_s, **parts, "steps done again": again_s},
         starts,

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from meshmend.availability.answers import FaultTolerant
 from meshmend.availability.job import require_simpy
-from meshmend.availability.replay import TRAINING, RecordedJob, Replay, Run, replay
+from meshmend.availability.replay import TRAINING, RecordedJob, Replay, RunAccount, replay
 from meshmend.cli.options import MachineOptions
 from meshmend.cli.studies import StudyOptions
 from meshmend.cli.terminal import plain, print_line, print_table, terminal
@@ -80,7 +80,7 @@ def replay_facts(folder: Path, found: Replay) -> dict[str, Any]:
     }
 
 
-def _run_facts(run: Run) -> dict[str, Any]:
+def _run_facts(run: RunAccount) -> dict[str, Any]:
     badput = {cause: seconds for cause, seconds in run.spent_s.items() if cause != TRAINING}
     return {
         "steps": run.steps,
@@ -117,7 +117,7 @@ def _title(folder: Path, job: RecordedJob) -> str:
     )
 
 
-def _beside(job: RecordedJob, predicted: Run) -> Table:
+def _beside(job: RecordedJob, predicted: RunAccount) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("", style="cyan", no_wrap=True)
     for name in ("measured", "predicted", "difference"):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from meshmend.availability.replay import TRAINING, HostFailure, RecordedJob, Run
+from meshmend.availability.replay import TRAINING, HostFailure, RecordedJob, RunAccount
 from meshmend.errors import LaunchError
 from meshmend.launch.goodput import HostBook, Restart, TimeAccount
 from meshmend.launch.hosts import Hosts
@@ -63,7 +63,7 @@ def read_record(folder: str | Path, machine: Hosts | None = None) -> RecordedJob
         checkpoint_s=pause_s,
         steps_again=statistics.median(max(0, steps) for steps in again),
         steps_on_start=1 + statistics.median(max(0, -steps) for steps in again),
-        measured=Run(account.step, {TRAINING: account.training_s, **causes}, len(account.recoveries)),
+        measured=RunAccount(account.step, {TRAINING: account.training_s, **causes}, len(account.recoveries)),
     )
 
 
