@@ -107,8 +107,7 @@ class Webhook:
         self._opener = urllib.request.build_opener(_NoRedirect)
 
     def __enter__(self) -> Self:
-        if not self._claim():
-            self._read_record()
+        self._claim()
         self._thread.start()
         return self
 
@@ -145,7 +144,7 @@ class Webhook:
                     return
                 self._closing.wait(LOOK_S)
                 continue
-            if self._send(next(iter(self._waiting.values()))):
+            if self._send(min(self._waiting.values(), key=_time)):
                 retry_s = FIRST_RETRY_S
                 continue
             if time.monotonic() + FIRST_RETRY_S > self._until:
@@ -157,11 +156,13 @@ class Webhook:
                 retry_s = min(2 * retry_s, LAST_RETRY_S)
 
     def _has_work(self) -> bool:
-        """Read what is new in the folder; return whether there is something to send, and this is the one to do it."""
+        """Read what is new in the folder, unless another one sends; return whether there is something to send."""
         try:
+            if self._lock is None and not self._claim():
+                return False
             self._watch.read()
             self._forget_old()
-            return bool(self._waiting) and (self._lock is not None or self._claim()) and bool(self._waiting)
+            return bool(self._waiting)
         except OSError as error:  # the folder may come back
             self.problem = str(error)
             return False
@@ -173,7 +174,7 @@ class Webhook:
 
     def _forget_old(self) -> None:
         oldest = time.time() - KEEP_S
-        for message in list(self._waiting.values()):
+        for message in sorted(self._waiting.values(), key=_time):
             if message["time"] < oldest or len(self._waiting) > MAX_WAITING:
                 del self._waiting[message["id"]]
 
@@ -199,8 +200,6 @@ class Webhook:
             self._since, self._sent = float(found["since"]), {str(k): float(v) for k, v in found["sent"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
-        for known in self._sent:
-            self._waiting.pop(known, None)
         return True
 
     def _write_record(self) -> None:
@@ -255,6 +254,10 @@ class Webhook:
             return str(getattr(error.reason, "strerror", None) or error.reason), False
         except (OSError, HTTPException, ValueError) as error:
             return str(error) or type(error).__name__, False
+
+
+def _time(message: dict[str, Any]) -> float:
+    return float(message["time"])
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
