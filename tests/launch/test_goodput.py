@@ -134,6 +134,65 @@ def test_goodput_is_the_share_of_steps_that_count() -> None:
     assert recovery.total_s == pytest.approx(3.0)
 
 
+def test_quorums_of_a_job_whose_processes_go_on() -> None:
+    """By hand, as torchft's chips write it: a loss, a refused step, and a chip that comes back."""
+
+    def quorum(at: float, number: int, step: int, hosts: list[int], seconds: float = 0.5) -> list[Event]:
+        """A quorum, then 0.25 s to connect and 0.25 s to plan."""
+        facts = {"attempt": number, "step": step, "chips": len(hosts), "hosts": hosts}
+        return [
+            {"at": at, "event": "quorum", "seconds": seconds, "source": "in place", **facts},
+            {"at": at + seconds, "event": "join", "seconds": 0.25, "attempt": number},
+            {"at": at + seconds + 0.25, "event": "plan", "seconds": 0.25, "attempt": number},
+        ]
+
+    def steps(first_at: float, first: int, last: int, number: int) -> list[Event]:
+        found = range(first, last + 1)
+        return [{"at": first_at + n - first, "event": "step", "step": n, "attempt": number} for n in found]
+
+    started = [{"at": 0.0, "event": "process", "seconds": 2.0}]
+    stays = [
+        *started,
+        *quorum(3.0, 100, 0, [0, 1]),
+        *steps(6.0, 1, 5, 100),  # to 10 s
+        {"at": 11.5, "event": "gave up", "why": "lost"},
+        {"at": 12.0, "event": "refused", "seconds": 2.0},  # too few take part
+        *quorum(14.0, 200, 5, [0]),
+        *steps(16.0, 6, 10, 200),  # to 20 s
+        *quorum(20.5, 300, 10, [0, 1]),
+        *steps(22.5, 11, 15, 300),  # to 26.5 s
+        {"at": 27.0, "event": "refused", "seconds": 0.5},
+        *steps(28.5, 16, 17, 300),
+    ]
+    # The other one dies at 10 s, and its second life speaks for the last attempt: it writes a moment later.
+    back = [{"at": 17.0, "event": "process", "seconds": 2.0}, *quorum(19.0, 300, 0, [0, 1], seconds=2.0)]
+    back += [{"at": 21.5, "event": "restore", "seconds": 0.5, "step": 10, "source": "peers"}]
+    back += [dict(event, at=event["at"] + 0.001) for event in steps(22.5, 11, 15, 300)]
+    back += [{"at": 27.0, "event": "refused", "seconds": 0.5}]
+    back += [dict(event, at=event["at"] + 0.001) for event in steps(28.5, 16, 17, 300)]
+    leaves = [*started, *quorum(3.0, 100, 0, [0, 1]), *steps(6.0, 1, 5, 100), *back]
+    account = settle([HostBook(stays), HostBook(leaves)])
+    assert account is not None
+    assert account.total_s == pytest.approx(29.501)
+    assert account.training_s + sum(account.badput_s.values()) == pytest.approx(account.total_s)
+    # Steps 2 to 5, 7 to 10 and 12 to 17; of the last ones, 0.5 s had to be done again.
+    assert account.training_s == pytest.approx(4.0 + 4.0 + 7.0 - 0.5)
+    assert account.badput_s["steps done again"] == pytest.approx(2.0 + 0.5)
+    lost, joined = account.recoveries
+    assert (lost.lost, lost.joined, lost.step, lost.resumed) == ((1,), (), 5, 5)
+    assert lost.stages_s == pytest.approx(
+        {"detect": 1.5, "rendezvous": 1.0, "start": 0.25, "plan": 0.25, "compile": 0.0, "restore": 0.0}
+        | {"first step": 1.0, "steps done again": 2.0}
+    )
+    assert (joined.lost, joined.joined, joined.step, joined.resumed) == ((), (1,), 10, 10)
+    assert joined.source == "peers"
+    # What the chip did before the others' last step is nobody's badput.
+    assert joined.stages_s["start"] == pytest.approx(0.25)
+    assert joined.stages_s["rendezvous"] == pytest.approx(1.0)
+    assert joined.stages_s["restore"] == pytest.approx(0.5)
+    assert joined.total_s == pytest.approx(2.501)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_condensed_timelines_give_the_same_account(seed: int) -> None:
     job = lived_through(seed, most_lost=0)  # within a line steps count as equally long, which matters for lost ones
