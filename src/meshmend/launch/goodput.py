@@ -11,6 +11,7 @@ attempt begins with a quorum.
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ CAUSES = (*STAGES, "checkpoint", "data", AGAIN, "under way")
 """What time is spent on that is not training. "under way" is a step, or a recovery, that has not ended yet."""
 MAX_MARKS = 4096
 """Steps of one attempt whose times are remembered; in a longer one every second is dropped, again and again."""
+MEDIAN_MARKS = 256
+"""Of these, the last ones that make up the median time of a step."""
 RECENT = 60
 """Losses of the last steps that are remembered."""
 START = ("process", "join", "fabric")
@@ -71,12 +74,11 @@ class Attempt:
 
     def done_at(self, step: int) -> float:
         """Return when a step was done, between marks in proportion."""
-        (before, since), *rest = self.marks
-        for after, until in rest:
-            if step <= after:
-                return since + (until - since) * max(0, step - before) / (after - before)
-            before, since = after, until
-        return since
+        place = bisect_left(self.marks, step, key=lambda mark: mark[0])
+        if place in (0, len(self.marks)):
+            return self.marks[max(0, place - 1)][1]
+        (before, since), (after, until) = self.marks[place - 1 : place + 1]
+        return since + (until - since) * (step - before) / (after - before)
 
     @property
     def last(self) -> int:
@@ -194,7 +196,7 @@ class TimeAccount:
     step: int
     loss: float | None
     step_s: float
-    """Median time of a step, over the last attempt."""
+    """Median time of a step, over the last of them since the last restart."""
     chips: int
     hosts: tuple[int, ...]
     """In the last attempt."""
@@ -341,6 +343,7 @@ def _recovery(before: Attempt, now: Attempt, stages: dict[str, float]) -> Restar
 
 
 def _median_step(attempt: Attempt) -> float:
-    marks = attempt.marks
+    # Not all of them: this is asked for at every scrape.
+    marks = attempt.marks[-MEDIAN_MARKS:]
     steps = [(after - before) / (b - a) for (a, before), (b, after) in pairwise(marks)]
     return statistics.median(steps) if steps else 0.0
