@@ -14,6 +14,7 @@ from meshmend.jax.collectives import Shards, all_gather, all_reduce, reduce_scat
 from meshmend.jax.differentiate import value_and_grad
 from meshmend.jax.fabric import Fabric, discover
 from meshmend.jax.feed import Batch, Feed
+from meshmend.jax.layer_scan import scan_layers
 from meshmend.jax.layerwise import add_decayed_weights, clip_by_global_norm, lamb, lars, scale_by_trust_ratio
 from meshmend.jax.ledger import Ledger
 from meshmend.jax.managed import Job, JobStep
@@ -25,6 +26,15 @@ from meshmend.jax.program import (
     install,
     install_pair,
     install_turn,
+)
+from meshmend.jax.sharded_params import (
+    ShardedParams,
+    gather_params,
+    init_sharded,
+    reshard_params,
+    shard_params,
+    sharded_specs,
+    unshard_params,
 )
 from meshmend.jax.tiles import TiledFabric, tile
 from meshmend.jax.training import train_step
@@ -43,6 +53,7 @@ __all__ = [
     "Program",
     "ProgramPair",
     "ProgramWithTurn",
+    "ShardedParams",
     "Shards",
     "TiledFabric",
     "TrainStep",
@@ -52,15 +63,22 @@ __all__ = [
     "all_reduce",
     "clip_by_global_norm",
     "discover",
+    "gather_params",
+    "init_sharded",
     "install",
     "install_pair",
     "install_turn",
     "lamb",
     "lars",
     "reduce_scatter",
+    "reshard_params",
     "scale_by_trust_ratio",
+    "scan_layers",
     "shard_of",
+    "shard_params",
+    "sharded_specs",
     "tile",
     "train_step",
+    "unshard_params",
     "value_and_grad",
 ]

@@ -95,6 +95,12 @@ class Program:
         """What the program does."""
         return self.layout.shape.collective
 
+    @property
+    def n_steps(self) -> int:
+        """Steps of all loops."""
+        repeat = self.layout.shape.repeat
+        return repeat.n_steps if repeat else sum(table.send.shape[-2] for table in self.tables)
+
     def __repr__(self) -> str:
         repeat = self.layout.shape.repeat
         steps = [repeat.n_steps] if repeat else [t.send.shape[-2] for t in self.tables]
@@ -175,12 +181,7 @@ def install_pair(schedule: Schedule, fabric: Fabric) -> ProgramPair:
 
     Every chip makes room for as many chunks as the chip that owns most, so a plan that leaves them to a few is refused.
     """
-    _check_fit(schedule, fabric.mesh)
-    ensure_proven(schedule)
-    _check_owners(schedule)
-    return ProgramPair(
-        *(install(part, fabric) for part in (reduce_scatter_of(schedule), all_gather_of(schedule), schedule))
-    )
+    return _pair(schedule, fabric, _put)
 
 
 def install_turn(schedule: Schedule, fabric: Fabric) -> ProgramWithTurn:
@@ -202,6 +203,11 @@ def abstract_program(schedule: Schedule, fabric: Fabric) -> Program:
     return _program(schedule, fabric, _abstract)
 
 
+def abstract_pair(schedule: Schedule, fabric: Fabric) -> ProgramPair:
+    """Return what `install_pair` does, of shapes only."""
+    return _pair(schedule, fabric, _abstract)
+
+
 def abstract_turn(schedule: Schedule, fabric: Fabric) -> ProgramWithTurn:
     """Return what `install_turn` does, of shapes only."""
     return _with_turn(schedule, fabric, _abstract)
@@ -220,6 +226,14 @@ def _program(schedule: Schedule, fabric: Fabric, place: Place) -> Program:
     _check_fit(schedule, fabric.mesh)
     ensure_proven(schedule)
     return _place(lower(schedule), fabric, place)
+
+
+def _pair(schedule: Schedule, fabric: Fabric, place: Place) -> ProgramPair:
+    _check_fit(schedule, fabric.mesh)
+    ensure_proven(schedule)
+    _check_owners(schedule)
+    parts = (reduce_scatter_of(schedule), all_gather_of(schedule), schedule)
+    return ProgramPair(*(_program(part, fabric, place) for part in parts))
 
 
 def _with_turn(schedule: Schedule, fabric: Fabric, place: Place) -> ProgramWithTurn:
