@@ -37,12 +37,16 @@ def layer(w: Any, x: Any) -> Any:
 
 @cache
 def programs(shape: str = "4x4", failed: str = "2x2@0,0") -> tuple[mmj.Fabric, mmj.ProgramPair]:
-    """A ring round the hole, or, on few chips, trees whose chunks do not divide by the number of chips."""
+    """A ring round the hole, or, on five chips, seven chunks that are gathered and scattered by plans of their own."""
     n_devices = int(np.prod([int(n) for n in shape.split("x")]))
     fabric = mmj.discover(jax.devices()[:n_devices], shape=shape, failed=[failed] if failed else [])
-    tuning: dict[str, Any] = {"chunks": 7, "owners": "even"} if n_devices == 6 else {}
-    schedule = mm.plan(fabric.mesh, "weave" if tuning else "hamiltonian", **tuning)
-    return fabric, mmj.install_pair(schedule, fabric)
+    whole = mm.plan(fabric.mesh, "hamiltonian" if n_devices != 6 else "weave")
+    if n_devices != 6:
+        return fabric, mmj.install_pair(whole, fabric)
+    scatter, gather = (
+        mm.plan(fabric.mesh, "gather", chunks=7, collective=what) for what in ("reduce-scatter", "all-gather")
+    )
+    return fabric, mmj.install_pair(whole, fabric, scatter=scatter, gather=gather)
 
 
 def batch(n_chips: int, per_chip: int = 2) -> Any:
@@ -56,7 +60,8 @@ def mapped(fabric: mmj.Fabric, function: Any, in_specs: Any, out_specs: Any) -> 
 
 
 def check_close(got: Any, wanted: Any, rounding: float = ROUNDING) -> None:
-    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    structures: list[Any] = [jax.tree.structure(got), jax.tree.structure(wanted)]
+    assert structures[0] == structures[1]
     for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
         a, b = np.asarray(one, np.float64), np.asarray(other, np.float64)
         assert a.shape == b.shape
@@ -95,7 +100,7 @@ def test_gradients_are_those_of_plain_jax(shape: str, failed: str, n_layers: int
     check_close((value, mmj.unshard_params(gradients, fabric, pair)), wanted)
 
 
-def test_unrolled_steps_and_sums_instead_of_means() -> None:
+def test_unrolled_steps_sums_instead_of_means_and_nothing_hidden() -> None:
     """Of four chips: to divide by four rounds nothing."""
     fabric, pair = programs("2x2", "")
     layers, x = layers_tree(2), batch(4)
@@ -104,6 +109,7 @@ def test_unrolled_steps_and_sums_instead_of_means() -> None:
         value, gradients = gradients_over_chips(fabric, given, x, program)
         sums = jax.tree.map(lambda leaf: 4 * leaf, gradients)
         check_close(gradients_over_chips(fabric, given, x, program, unroll=True, mean=False), (value, sums), rounding=0)
+        check_close(gradients_over_chips(fabric, given, x, program, hide=False), (value, gradients), rounding=0)
 
 
 def test_whatever_a_layer_closes_over_has_its_gradient_and_integers_pass_through() -> None:
@@ -162,6 +168,21 @@ def test_bfloat16_weights_are_summed_in_float32_and_kept_as_float32() -> None:
     assert [shard.dtype for shard in params.shards] == [shard.dtype for shard in gradients.shards] == [jnp.float32]
     np.testing.assert_array_equal(mmj.unshard_params(gradients, fabric, pair)["w"], np.full((2, 3), 52.0))
     np.testing.assert_array_equal(mmj.unshard_params(params, fabric, pair)["w"], whole["w"])
+
+
+def test_halves_that_do_not_fit_each_other_are_refused() -> None:
+    fabric, _ = programs("2x3", "0,0")
+    whole = mm.plan(fabric.mesh, "weave")
+    scatter, gather = (
+        mm.plan(fabric.mesh, "gather", chunks=chunks, collective=what)
+        for chunks, what in ((7, "reduce-scatter"), (8, "all-gather"))
+    )
+    with pytest.raises(ParameterError, match="do not have the same chunks with the same owners"):
+        mmj.install_pair(whole, fabric, scatter=scatter, gather=gather)
+    with pytest.raises(ParameterError, match="Expected a schedule for all-gather, got one for reduce-scatter"):
+        mmj.install_pair(whole, fabric, scatter=scatter, gather=scatter)
+    with pytest.raises(ParameterError, match="there is no schedule for all-gather"):
+        mmj.install_pair(whole, fabric, scatter=scatter)
 
 
 def test_what_does_not_fit_is_refused() -> None:

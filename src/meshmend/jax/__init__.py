@@ -11,6 +11,7 @@ require("jax", "optax", needed_for="meshmend.jax", extra="jax")
 
 from meshmend.jax.batching import KeepGlobal, KeepPerChip, Position
 from meshmend.jax.collectives import Shards, all_gather, all_reduce, reduce_scatter, shard_of
+from meshmend.jax.cut_params import init_sharded, reshard_params, shard_params, unshard_params
 from meshmend.jax.differentiate import value_and_grad
 from meshmend.jax.fabric import Fabric, discover
 from meshmend.jax.feed import Batch, Feed
@@ -27,15 +28,8 @@ from meshmend.jax.program import (
     install_pair,
     install_turn,
 )
-from meshmend.jax.sharded_params import (
-    ShardedParams,
-    gather_params,
-    init_sharded,
-    reshard_params,
-    shard_params,
-    sharded_specs,
-    unshard_params,
-)
+from meshmend.jax.sharded_params import ShardedParams, gather_params, sharded_specs
+from meshmend.jax.sharded_training import ShardedTrainStep, sharded_train_step
 from meshmend.jax.tiles import TiledFabric, tile
 from meshmend.jax.training import train_step
 from meshmend.jax.updates import TrainStep
@@ -54,6 +48,7 @@ __all__ = [
     "ProgramPair",
     "ProgramWithTurn",
     "ShardedParams",
+    "ShardedTrainStep",
     "Shards",
     "TiledFabric",
     "TrainStep",
@@ -77,6 +72,7 @@ __all__ = [
     "shard_of",
     "shard_params",
     "sharded_specs",
+    "sharded_train_step",
     "tile",
     "train_step",
     "unshard_params",

@@ -38,6 +38,7 @@ def scan_layers(
     *,
     mean: bool = True,
     accumulate_dtype: DTypeLike | None = jnp.float32,
+    hide: bool = True,
     unroll: bool | None = None,
 ) -> Any:
     """Return `x` after all layers, `x = layer(weights, x)` in sequence, with communication behind the computing.
@@ -53,8 +54,10 @@ def scan_layers(
     `accumulate_dtype` where that is wider, those of sharded ones in the dtype of their shards. The gradient of `x`, and
     of whatever the layer closes over, is this device's own. Only layers' inputs are kept for the backward pass.
 
-    `x` is any tree; a layer returns one of the same shapes and dtypes. `unroll` writes the steps of the plan out one by
-    one, so that the TPU's scheduler sees each permute: by default on TPUs, for plans of at most 96 steps. Compile with
+    `x` is any tree; a layer returns one of the same shapes and dtypes. Without `hide` each layer is gathered when it is
+    needed and its gradients are summed at once: nothing hides, and a chip needs the memory of one layer's weights and
+    one layer's gradients less. `unroll` writes the steps of the plan out one by one, so that the TPU's scheduler sees
+    each permute: by default on TPUs, where there is something to hide, for plans of at most 96 steps. Compile with
     `fabric.overlap_options`.
 
     >>> import jax, jax.numpy as jnp, meshmend as mm, meshmend.jax as mmj
@@ -74,13 +77,13 @@ def scan_layers(
     stack: _Stack
     if is_sharded(params):
         params.check(program, stacked=True)
-        stack = _Sharded(params, mean, _unrolls(program, unroll))
+        stack = _Sharded(params, mean, _unrolls(program, hide, unroll))
     else:
         _check_replicated(params, program)
-        stack = _Replicated(params, mean, accumulate_dtype, _unrolls(program, unroll))
+        stack = _Replicated(params, mean, accumulate_dtype, _unrolls(program, hide, unroll))
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
     one, outer = _pure(layer, stack.like, jax.tree.unflatten(structure, leaves))
-    found = _scan(one, stack.n_layers, params, leaves, outer, program, stack)
+    found = _scan(one, params, leaves, outer, program, stack, hide)
     return jax.tree.unflatten(structure, found)
 
 
@@ -163,9 +166,17 @@ OneLayer = Callable[[Any, Sequence[Any], Sequence[Any]], Flat]
 """From a layer's weights, its input and what it closes over, the latter two as lists, to its output as a list."""
 
 
-def _scan(one: OneLayer, n_layers: int, params: Any, x: Flat, outer: Flat, program: Any, stack: _Stack) -> Flat:
+def _scan(one: OneLayer, params: Any, x: Flat, outer: Flat, program: Any, stack: _Stack, hide: bool) -> Flat:
     """Run the layers, with a backward pass that is written out."""
+    n_layers = stack.n_layers
     numbers = jnp.arange(n_layers)
+
+    def ahead(params: Any, number: Any, program: Any) -> Any:
+        """Fetch a layer before it is its time; without `hide`, nothing."""
+        return stack.fetch(params, jnp.clip(number, 0, n_layers - 1), program) if hide else None
+
+    def weights(held: Any, params: Any, number: Any, program: Any) -> Any:
+        return stack.weights(held if hide else stack.fetch(params, number, program), params, number)
 
     @jax.custom_vjp
     def run(params: Any, x: Flat, outer: Flat, program: Any) -> Flat:
@@ -174,11 +185,11 @@ def _scan(one: OneLayer, n_layers: int, params: Any, x: Flat, outer: Flat, progr
     def forward(params: Any, x: Flat, outer: Flat, program: Any) -> tuple[Flat, Any]:
         def layer(carry: Any, number: Any) -> Any:
             x, held = carry
-            y = one(stack.weights(held, params, number), x, outer)
+            y = one(weights(held, params, number, program), x, outer)
             # Nothing follows the last layer, which is fetched again: the backward pass begins with it.
-            return (y, stack.fetch(params, jnp.minimum(number + 1, n_layers - 1), program)), x
+            return (y, ahead(params, number + 1, program)), x
 
-        (y, held), inputs = lax.scan(layer, (x, stack.fetch(params, 0, program)), numbers)
+        (y, held), inputs = lax.scan(layer, (x, ahead(params, 0, program)), numbers)
         return y, (params, inputs, held, outer, program)
 
     def backward(kept: Any, dy: Flat) -> tuple[Any, Flat, Flat, None]:
@@ -195,18 +206,21 @@ def _scan(one: OneLayer, n_layers: int, params: Any, x: Flat, outer: Flat, progr
                 y = one(w, x_parts.join(x, fixed_x), outer_parts.join(outer, fixed_outer))
                 return x_parts.varied(y)
 
-            w = stack.weights(held, params, number)
+            w = weights(held, params, number, program)
             dw, dx, more = jax.vjp(varied, w, x_parts.varied(x), outer_parts.varied(outer))[1](dx)
-            held = stack.fetch(params, jnp.maximum(number - 1, 0), program)
-            # The layer above is summed while this one computes. In the first round there is none: what is written
-            # to the last place then is replaced in the second.
-            sums = _put(sums, stack.send(waiting, program), number + 1)
-            return (dx, held, dw, jax.tree.map(jnp.add, d_outer, more), sums), None
+            d_outer = jax.tree.map(jnp.add, d_outer, more)
+            held = ahead(params, number - 1, program)
+            if hide:
+                # The layer above is summed while this one computes. In the first round there is none: what is
+                # written to the last place then is replaced in the second.
+                return (dx, held, dw, d_outer, _put(sums, stack.send(waiting, program), number + 1)), None
+            return (dx, held, None, d_outer, _put(sums, stack.send(dw, program), number)), None
 
-        none = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), stack.like)
+        none = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), stack.like) if hide else None
         start = (x_parts.varied(dy), held, none, _zeros(outer_parts.varied(outer)), _zeros(params))
         (dx, _, first, d_outer, sums), _ = lax.scan(layer, start, numbers, reverse=True)
-        sums = _put(sums, stack.send(first, program), 0)
+        if hide:
+            sums = _put(sums, stack.send(first, program), 0)
         return sums, x_parts.join(dx, None), outer_parts.join(d_outer, None), None
 
     run.defvjp(forward, backward)
@@ -271,11 +285,11 @@ def _zeros(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf), jnp.result_type(leaf)), tree)
 
 
-def _unrolls(program: Program | ProgramPair, unroll: bool | None) -> bool:
+def _unrolls(program: Program | ProgramPair, hide: bool, unroll: bool | None) -> bool:
     if unroll is not None:
         return unroll
     programs = [program] if isinstance(program, Program) else [program.scatter, program.gather]
-    return all(one.layout.platform == "tpu" and one.n_steps <= MAX_UNROLLED for one in programs)
+    return hide and all(one.layout.platform == "tpu" and one.n_steps <= MAX_UNROLLED for one in programs)
 
 
 def _check_replicated(params: Any, program: Any) -> None:

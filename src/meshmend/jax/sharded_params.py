@@ -1,11 +1,15 @@
 """Parameters sharded by owner: each chip keeps its own chunks, and a layer is whole only while it is needed (ZeRO-3).
 
-`shard_params` cuts a tree, `init_sharded` makes one without ever having all of it, `unshard_params` puts it together
-again. Inside `jax.shard_map`, `gather_params` returns the whole tree on every chip; its gradient is reduce-scattered,
-so that `jax.grad` returns shards like those of the parameters. `scan_layers` does the same for a stack of layers.
+`gather_params` returns the whole tree on every chip; its gradient is reduce-scattered, so that `jax.grad` returns
+shards like those of the parameters. `scan_layers` does the same for a stack of layers; `cut_params` has the way from
+whole trees to shards and back.
 
 Any number of chips will do, and chips may own different numbers of chunks: all make room for as many as the chip that
 owns most, and what one does not need is zero.
+
+On chips alone this runs inside `jax.shard_map`. On tiles a loss runs under `jax.vmap` over tiles, whose inner axes are
+XLA's, so that gathering and scattering are `shard_map`s of their own, over all axes: each chip exchanges its own shards
+of the arrays with the chips in its place of the other tiles. vmap would refuse those; a rule of ours says what they do.
 """
 
 from __future__ import annotations
@@ -20,14 +24,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
+from jax.custom_batching import custom_vmap
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshmend.errors import ParameterError
-from meshmend.jax.collectives import Shards, all_gather, reduce_scatter, shard_of, travel_dtype
+from meshmend.jax.collectives import Shards, all_gather, reduce_scatter
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.program import Program, ProgramPair
-from meshmend.jax.validation import check_program
+from meshmend.jax.tiles import TILE_AXIS
+
+
+@dataclass(frozen=True)
+class InsideTiles:
+    """How the arrays are split inside tiles, before each chip's part of them is cut into chunks."""
+
+    jax_mesh: Mesh
+    specs: tuple[PartitionSpec, ...]
 
 
 @dataclass(frozen=True)
@@ -43,12 +55,32 @@ class ShardedOutline:
     accumulate_dtype: np.dtype[Any] | None
     cut_by: str
     """A name for the chunks and owners of the plan."""
+    inside: InsideTiles | None = None
+    """None where there are no tiles."""
 
     @property
     def like(self) -> Any:
         """The tree (of one layer), as shapes and dtypes."""
         leaves = [jax.ShapeDtypeStruct(*facts) for facts in zip(self.shapes, self.dtypes, strict=True)]
         return jax.tree.unflatten(self.structure, leaves)
+
+    @property
+    def own_like(self) -> Any:
+        """What one chip has of that tree before it is cut into chunks: all of it, or its part inside a tile."""
+        if self.inside is None:
+            return self.like
+        mesh, specs = self.inside.jax_mesh, self.specs_inside
+        return jax.tree.map(
+            lambda x, spec: jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype),
+            self.like,
+            specs,
+        )
+
+    @property
+    def specs_inside(self) -> Any:
+        """How the tree (of one layer) is split inside a tile."""
+        specs = [PartitionSpec()] * len(self.shapes) if self.inside is None else self.inside.specs
+        return jax.tree.unflatten(self.structure, specs)
 
 
 @jax.tree_util.register_dataclass
@@ -78,22 +110,80 @@ class ShardedParams:
         return tuple(lax.dynamic_index_in_dim(shard, number, keepdims=False) for shard in self.shards)
 
     def gather(self, shards: Shards, program: ProgramPair, *, unroll: bool = False) -> Any:
-        """Return the tree (of one layer) on every chip; inside `jax.shard_map`."""
+        """Return the tree (of one layer) on every chip, or split inside every tile."""
         outline = self.outline
-        return all_gather(
-            shards, program.gather, like=outline.like, accumulate_dtype=outline.accumulate_dtype, unroll=unroll
+
+        def local(shards: Shards, program: ProgramPair) -> Any:
+            return all_gather(
+                shards, program.gather, like=outline.own_like, accumulate_dtype=outline.accumulate_dtype, unroll=unroll
+            )
+
+        if outline.inside is None:
+            return local(shards, program)
+        mesh = outline.inside.jax_mesh
+        mapped: Any = custom_vmap(
+            jax.shard_map(
+                local,
+                mesh=mesh,
+                in_specs=(PartitionSpec(mesh.axis_names), program.spec),
+                out_specs=outline.specs_inside,
+                check_vma=False,
+            )
         )
 
+        def refuse(*_: Any) -> Any:
+            raise ParameterError("Shards are the same for all tiles: give vmap's in_axes None for sharded parameters.")
+
+        mapped.def_vmap(refuse)
+        return mapped(shards, program)
+
     def scatter(self, tree: Any, program: ProgramPair, *, mean: bool, unroll: bool = False) -> Shards:
-        """Sum a tree (of one layer) over all chips, and return this chip's shards of it; inside `jax.shard_map`."""
-        return reduce_scatter(
-            tree, program.scatter, mean=mean, accumulate_dtype=self.outline.accumulate_dtype, unroll=unroll
+        """Sum a tree (of one layer) over all chips, or over tiles, and return this chip's shards of it."""
+        outline = self.outline
+
+        def local(tree: Any, program: ProgramPair) -> Shards:
+            return reduce_scatter(
+                tree, program.scatter, mean=mean, accumulate_dtype=outline.accumulate_dtype, unroll=unroll
+            )
+
+        if outline.inside is None:
+            return local(tree, program)
+        mesh = outline.inside.jax_mesh
+        stacked = jax.tree.map(
+            lambda spec: PartitionSpec(TILE_AXIS, *spec),
+            outline.specs_inside,
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
         )
+        sum_rows: Callable[..., Shards] = jax.shard_map(
+            lambda tree, program: local(jax.tree.map(lambda x: x[0], tree), program),
+            mesh=mesh,
+            in_specs=(stacked, program.spec),
+            out_specs=PartitionSpec(mesh.axis_names),
+            check_vma=False,
+        )
+
+        def row_per_tile(x: Any) -> Any:
+            return jnp.broadcast_to(x, (mesh.shape[TILE_AXIS], *x.shape))
+
+        def sum_same(tree: Any, program: ProgramPair) -> Shards:
+            """Sum what is the same on all tiles."""
+            return sum_rows(jax.tree.map(row_per_tile, tree), program)
+
+        def sum_batched(axis_size: int, in_batched: Any, tree: Any, program: ProgramPair) -> tuple[Shards, Any]:
+            del axis_size
+            rows = jax.tree.map(lambda x, batched: x if batched else row_per_tile(x), tree, in_batched[0])
+            shards = sum_rows(rows, program)
+            return shards, jax.tree.map(lambda _: False, shards)
+
+        over_tiles: Any = custom_vmap(sum_same)
+        over_tiles.def_vmap(sum_batched)
+        found: Shards = over_tiles(tree, program)
+        return found
 
     def check(self, program: Any, *, stacked: bool) -> None:
         """Refuse a program that did not cut these, and a stack where one tree is expected or the reverse."""
-        _check_pair(program)
-        if self.outline.cut_by != _name_cut(program.scatter):
+        check_pair(program)
+        if self.outline.cut_by != name_cut(program.scatter):
             raise ParameterError(
                 "These parameters were cut by another plan, for other chunks or other owners. Put them together with "
                 "unshard_params and the programs that cut them, and cut them again with shard_params."
@@ -115,161 +205,11 @@ class ShardedParams:
         return f"ShardedParams({layers}{self.n_params:,} parameters in shards of {dtypes})"
 
 
-def shard_params(
-    params: Any,
-    fabric: Fabric,
-    program: ProgramPair,
-    *,
-    stacked: bool = False,
-    gather_dtype: DTypeLike | None = None,
-    accumulate_dtype: DTypeLike | None = jnp.float32,
-) -> ShardedParams:
-    """Cut a tree of parameters so that each chip keeps the chunks that it owns; with `stacked`, layer by layer.
-
-    `stacked` says that the first axis of every array is the layers of a stack, for `scan_layers`. The shards have the
-    dtype of sums, which is the wider of a parameter's own and `accumulate_dtype`: bfloat16 parameters get float32
-    master weights. They are gathered in the parameters' own dtype or, where that is given, as `gather_dtype`.
-
-    >>> import jax, jax.numpy as jnp, meshmend as mm, meshmend.jax as mmj
-    >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
-    >>> pair = mmj.install_pair(mm.plan(fabric.mesh, "hamiltonian"), fabric)
-    >>> layers = {"w": jnp.ones((6, 8, 8)), "b": jnp.ones((6, 8))}
-    >>> mmj.shard_params(layers, fabric, pair, stacked=True)
-    ShardedParams(6 layers, 432 parameters in shards of float32)
-    """
-    params = jax.tree.map(jnp.asarray, params)
-    return _made(lambda tree: tree, params, fabric, program, stacked, gather_dtype, accumulate_dtype)
-
-
-def init_sharded(
-    make: Callable[[Any], Any],
-    key: Any,
-    fabric: Fabric,
-    program: ProgramPair,
-    *,
-    stacked: bool = False,
-    gather_dtype: DTypeLike | None = None,
-    accumulate_dtype: DTypeLike | None = jnp.float32,
-) -> ShardedParams:
-    """Make parameters as `make(key)` and keep only shards of them; with `stacked`, one layer per key of `key`.
-
-    No more than one layer (or the one tree) is ever whole on a chip. The options are those of `shard_params`.
-    """
-    return _made(make, key, fabric, program, stacked, gather_dtype, accumulate_dtype)
-
-
-def _made(
-    make: Callable[[Any], Any],
-    given: Any,
-    fabric: Fabric,
-    program: ProgramPair,
-    stacked: bool,
-    gather_dtype: DTypeLike | None,
-    accumulate_dtype: DTypeLike | None,
-) -> ShardedParams:
-    _check_pair(program)
-    check_program(program, fabric)
-    n_layers = _count_layers(given) if stacked else None
-    first = jax.tree.map(lambda x: x[0], given) if stacked else given
-    leaves, structure = jax.tree.flatten(jax.eval_shape(make, first))
-    outline = ShardedOutline(
-        structure,
-        tuple(tuple(leaf.shape) for leaf in leaves),
-        tuple(_gather_dtype(leaf.dtype, gather_dtype, accumulate_dtype) for leaf in leaves),
-        n_layers,
-        None if accumulate_dtype is None else np.dtype(accumulate_dtype),
-        _name_cut(program.scatter),
-    )
-
-    def local(given: Any, program: ProgramPair) -> Shards:
-        def cut(one: Any) -> Shards:
-            return shard_of(make(one), program.scatter, accumulate_dtype=accumulate_dtype)
-
-        found: Shards = lax.map(cut, given) if stacked else cut(given)
-        return found
-
-    mapped = jax.shard_map(
-        local,
-        mesh=fabric.jax_mesh,
-        in_specs=(PartitionSpec(), program.spec),
-        out_specs=_spec(outline, fabric),
-        check_vma=False,
-    )
-    return ShardedParams(jax.jit(mapped)(given, program), outline)
-
-
-def unshard_params(tree: Any, fabric: Fabric, program: ProgramPair) -> Any:
-    """Return a tree with all `ShardedParams` in it put together on every chip, in the dtypes of their shards.
-
-    Nothing is rounded, so that `shard_params`, with these programs or with those of other chips, gives the same
-    shards' elements again: this is how parameters and an optimizer's state move from one set of survivors to another.
-    """
-
-    def whole(params: ShardedParams) -> Any:
-        params.check(program, stacked=params.n_layers is not None)
-        outline, leaves = params.outline, jax.tree.leaves(params.outline.like)
-        wide = [jax.ShapeDtypeStruct(leaf.shape, travel_dtype(leaf.dtype, outline.accumulate_dtype)) for leaf in leaves]
-        like = jax.tree.unflatten(outline.structure, wide)
-
-        def local(shards: Shards, program: ProgramPair) -> Any:
-            def join(one: Shards) -> Any:
-                return all_gather(one, program.gather, like=like)
-
-            return join(shards) if outline.n_layers is None else lax.map(join, shards)
-
-        mapped = jax.shard_map(
-            local,
-            mesh=fabric.jax_mesh,
-            in_specs=(_spec(outline, fabric), program.spec),
-            out_specs=PartitionSpec(),
-            check_vma=False,
-        )
-        return jax.jit(mapped)(params.shards, program)
-
-    return jax.tree.map(lambda x: whole(x) if is_sharded(x) else x, tree, is_leaf=is_sharded)
-
-
-def reshard_params(whole: Any, like: Any, fabric: Fabric, program: ProgramPair) -> Any:
-    """Cut what `unshard_params` put together as `like` was cut, for this fabric; `like` may be of other chips.
-
-    Both are any trees, such as (parameters, optimizer's state). Where `like` has a `ShardedParams`, `whole` has the
-    tree that it is of; everything else is returned as it is.
-    """
-
-    def cut(like: Any, whole: Any) -> Any:
-        if not is_sharded(like):
-            return whole
-        found = shard_params(
-            whole,
-            fabric,
-            program,
-            stacked=like.n_layers is not None,
-            accumulate_dtype=like.outline.accumulate_dtype,
-        )
-        outline = like.outline
-        if (found.outline.structure, found.outline.shapes) != (outline.structure, outline.shapes):
-            raise ParameterError(
-                f"Expected parameters of shapes {outline.shapes} in {outline.structure}, got {found.outline.shapes} in "
-                f"{found.outline.structure}: `whole` is not what `like` was cut from."
-            )
-        own = ShardedOutline(
-            outline.structure,
-            outline.shapes,
-            outline.dtypes,
-            found.n_layers,
-            outline.accumulate_dtype,
-            found.outline.cut_by,
-        )
-        return ShardedParams(found.shards, own)
-
-    return jax.tree.map(cut, like, whole, is_leaf=is_sharded)
-
-
 def gather_params(params: ShardedParams, program: ProgramPair, *, mean: bool = True, unroll: bool = False) -> Any:
-    """Return the whole tree on every chip, inside `jax.shard_map`; its gradient is the shards of the chips' mean.
+    """Return the whole tree on every chip; its gradient is the shards of the chips' mean.
 
     For what is not in a stack of layers: embeddings, heads, norms. Without `mean` the gradient is the sum. `unroll` is
-    as in `all_reduce`.
+    as in `all_reduce`. Call it inside `jax.shard_map` or, on tiles, in the loss of `sharded_train_step`.
     """
     if not is_sharded(params):
         raise ParameterError(f"Expected ShardedParams, as shard_params makes, got a {type(params).__name__}.")
@@ -292,7 +232,7 @@ def gather_params(params: ShardedParams, program: ProgramPair, *, mean: bool = T
 def sharded_specs(tree: Any, fabric: Fabric) -> Any:
     """Return how `jax.shard_map` splits a tree that has `ShardedParams` in it; other leaves are whole on each chip."""
     return jax.tree.map(
-        lambda x: _spec(x.outline, fabric) if is_sharded(x) else PartitionSpec(), tree, is_leaf=is_sharded
+        lambda x: spec_of(x.outline, fabric) if is_sharded(x) else PartitionSpec(), tree, is_leaf=is_sharded
     )
 
 
@@ -301,11 +241,13 @@ def is_sharded(value: Any) -> bool:
     return isinstance(value, ShardedParams)
 
 
-def _spec(outline: ShardedOutline, fabric: Fabric) -> PartitionSpec:
+def spec_of(outline: ShardedOutline, fabric: Fabric) -> PartitionSpec:
+    """Return how the shards are split over all devices."""
     return PartitionSpec(fabric.axes) if outline.n_layers is None else PartitionSpec(None, fabric.axes)
 
 
-def _check_pair(program: Any) -> None:
+def check_pair(program: Any) -> None:
+    """Refuse what is no pair of programs."""
     if not isinstance(program, ProgramPair):
         raise ParameterError(
             f"Parameters are sharded by a ProgramPair, got a {type(program).__name__}: make one with "
@@ -313,33 +255,8 @@ def _check_pair(program: Any) -> None:
         )
 
 
-def _count_layers(params: Any) -> int:
-    shapes = [tuple(leaf.shape) for leaf in jax.tree.leaves(params)]
-    counts = {shape[0] if shape else 0 for shape in shapes}
-    if len(counts) != 1 or counts == {0}:
-        raise ParameterError(
-            f"The arrays of a stack have shapes {shapes}: expected the same first axis for all, the layers."
-        )
-    return int(counts.pop())
-
-
-def _gather_dtype(own: Any, wanted: DTypeLike | None, accumulate_dtype: DTypeLike | None) -> np.dtype[Any]:
-    """Return what a parameter is gathered as; refuse what has no gradient, and gradients of other sums than shards."""
-    if not jnp.issubdtype(own, jnp.inexact):
-        raise ParameterError(
-            f"A parameter has dtype {own}, which has no gradient. Shard real numbers only, and close over the rest."
-        )
-    dtype: np.dtype[Any] = np.dtype(own if wanted is None else wanted)
-    sums = travel_dtype(own, accumulate_dtype)
-    if travel_dtype(dtype, accumulate_dtype) != sums:
-        raise ParameterError(
-            f"Parameters of {np.dtype(own)} have shards of {sums}, but their gradients as {dtype} would be summed in "
-            f"{travel_dtype(dtype, accumulate_dtype)}. Give accumulate_dtype=jnp.{sums}."
-        )
-    return dtype
-
-
-def _name_cut(program: Program) -> str:
+def name_cut(program: Program) -> str:
+    """Return a name for the chunks and owners of a plan: shards of another name do not fit."""
     shape = program.layout.shape
     facts = (shape.n_chips, program.layout.n_cores, shape.total_chunks, shape.owned)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
