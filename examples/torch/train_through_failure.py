@@ -69,7 +69,9 @@ def spirals(seed: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return points + 0.02 * torch.randn(size, 2, generator=random), label
 
 
-def train(chip: tuple[int, ...], life: int, mesh: mm.Mesh, folder: Path, steps: int) -> None:
+def train(
+    chip: tuple[int, ...], life: int, mesh: mm.Mesh, folder: Path, steps: int, shared: Path | None = None
+) -> None:
     """One chip: a plain torchft training loop with a mesh process group. Writes one line per step."""
     quiet(folder / f"{mesh.rank(chip)}.{life}.err")
     torch.set_num_threads(1)
@@ -89,8 +91,9 @@ def train(chip: tuple[int, ...], life: int, mesh: mm.Mesh, folder: Path, steps: 
 
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     group = mmt.MeshProcessGroup(mesh.shape, chip, timeout=timedelta(seconds=10), interface="lo")
-    manager = torchft.Manager(
+    manager = mmt.Manager(
         pg=group,
+        shared=shared,
         state_dict=state,
         load_state_dict=restore,
         min_replica_size=2,
@@ -113,6 +116,7 @@ def train(chip: tuple[int, ...], life: int, mesh: mm.Mesh, folder: Path, steps: 
         loss = torch.nn.functional.cross_entropy(parallel(points), labels)
         log.write(json.dumps({"at": "backward", "step": step}) + "\n")
         loss.backward()
+        manager.note(loss=loss.item(), examples=64 * manager.num_participants())
         optimizer.step()
         committed = manager.current_step() > step
         weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
@@ -120,6 +124,7 @@ def train(chip: tuple[int, ...], life: int, mesh: mm.Mesh, folder: Path, steps: 
         log.write(json.dumps({"at": "end", "committed": committed, "weights": weights, **facts}) + "\n")
     # The last step's peers may still be reading from this chip.
     time.sleep(2)
+    manager.shutdown()
 
 
 class Story:
@@ -206,6 +211,7 @@ def main() -> None:
     parser.add_argument("--board", default="2x2@0,2", help="what is killed")
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--figure", type=Path, default=Path("train_through_failure.svg"))
+    parser.add_argument("--shared", type=Path, help="folder for the chips' timelines, for `meshmend watch`")
     parser.add_argument("--no-view", action="store_true", help="print one JSON object at the end instead")
     options = parser.parse_args()
     mesh = mm.Mesh(options.shape)
@@ -223,11 +229,11 @@ def main() -> None:
         chips.start(LIGHTHOUSE, lighthouse, folder, holed.n_chips)
         wait_for(lambda: (folder / "port").exists())
         for rank in range(mesh.n_chips):
-            chips.start(mesh.chip(rank), train, 0, mesh, folder, options.steps)
+            chips.start(mesh.chip(rank), train, 0, mesh, folder, options.steps, options.shared)
 
         def until(condition: Any, dead: list[tuple[int, ...]], what: str) -> None:
             def look() -> bool:
-                chips.poll()
+                chips.poll()  # raises what a chip has raised
                 story.update()
                 live.update(view(story, mesh, dead, what, options.steps), refresh=not options.no_view)
                 return bool(condition())
@@ -249,10 +255,9 @@ def main() -> None:
         until(lambda: story.step >= 2 * options.steps // 3, board, f"{holed.n_chips} chips continue training")
         back_at = time.time()
         for chip in board:
-            chips.start(chip, train, 1, mesh, folder, options.steps)
+            chips.start(chip, train, 1, mesh, folder, options.steps, options.shared)
         until(lambda: story.step >= options.steps - 1, [], "the board is back: torchft sends it the weights")
-        time.sleep(1)
-        story.update()
+        until(lambda: chips.alive == [LIGHTHOUSE], [], "done")
     draw(story, killed_at, back_at, options.figure)
     agree = all(len(weights) == 1 for weights in story.weights.values())
     result = {

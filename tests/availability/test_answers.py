@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from itertools import product
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshmend.availability import Assumptions, Outcome, Study, simulate
+from meshmend.availability import ANSWERS, Assumptions, Outcome, Study, simulate
 from meshmend.availability.answers import Answer, make_answers
 from meshmend.availability.assumptions import GROWS
 from meshmend.availability.history import Strike
@@ -37,8 +38,10 @@ def by_name(study: Study) -> dict[str, Outcome]:
     return {outcome.name: outcome for outcome in study.outcomes}
 
 
-def long_life(assumptions: Assumptions, hours: float, runs: int = 4) -> dict[str, Outcome]:
-    return by_name(simulate(assumptions, days=hours / 24, runs=runs, checks=0))
+def long_life(assumptions: Assumptions, answer: str, hours: float) -> Outcome:
+    kinds = [kind for kind in ANSWERS if kind.name == answer]
+    (outcome,) = simulate(assumptions, days=hours / 24, runs=4, checks=0, answers=kinds).outcomes
+    return outcome
 
 
 def kept_per_failure(rate: float, interval: float, save: float) -> float:
@@ -60,8 +63,9 @@ def test_one_host_that_waits_for_its_repair() -> None:
             checkpoint_min=interval * 60,
             save_s=save * 3600,
         ),
+        "quick repair",
         hours=500_000,
-    )["quick repair"]
+    )
     # A cycle begins as the host comes up. It must outlive the restart to train at all; it fails after mtbf on
     # average, and is down until it is both noticed and repaired.
     up = mtbf
@@ -74,13 +78,13 @@ def test_one_host_that_waits_for_its_repair() -> None:
 
 def test_availability_is_mtbf_over_mtbf_and_mttr_where_nothing_else_costs() -> None:
     machine = Assumptions.of("4x2", **ONLY_HOSTS, **FREE, mtbf_host_h=100.0, quick_repair_h=25.0)
-    assert long_life(machine, hours=400_000)["quick repair"].goodput.mean == pytest.approx(100 / 125, rel=0.01)
+    assert long_life(machine, "quick repair", hours=400_000).goodput.mean == pytest.approx(100 / 125, rel=0.01)
 
 
 def test_daly_loses_half_an_interval_a_failure() -> None:
     """Young and Daly: with rare failures, half an interval is lost at each, and save / interval to saving."""
     machine = Assumptions.of("4x2", **ONLY_HOSTS, mtbf_host_h=500.0, spares=10**6, checkpoint_min=60, save_s=36)
-    outcome = long_life(machine, hours=1_000_000)["hot spares"]
+    outcome = long_life(machine, "hot spares", hours=1_000_000)
     assert outcome.losses["lost work"].mean == pytest.approx(0.5 / 500, rel=0.03)
     assert outcome.losses["checkpoints"].mean == pytest.approx(0.01 / 1.01, rel=0.01)
 
@@ -89,7 +93,7 @@ def test_a_whole_machine_is_up_when_every_part_is() -> None:
     rates: dict[str, Any] = {"mtbf_chip_h": 2000.0, "mtbf_board_h": 3000.0, "mtbf_host_h": 1500.0}
     machine = Assumptions.of("8x4", **rates, **FREE, quick_repair_h=5.0)
     up = (2000 / 2005) ** 32 * (3000 / 3005) ** 8 * (1500 / 1505) ** 4
-    assert long_life(machine, hours=100_000)["quick repair"].goodput.mean == pytest.approx(up, rel=0.01)
+    assert long_life(machine, "quick repair", hours=100_000).goodput.mean == pytest.approx(up, rel=0.01)
 
 
 def test_fault_tolerant_trains_on_every_live_chip() -> None:
@@ -98,7 +102,7 @@ def test_fault_tolerant_trains_on_every_live_chip() -> None:
     repairs: dict[str, Any] = {"repair_chip_h": 10.0, "repair_board_h": 60.0, "repair_host_h": 30.0}
     machine = Assumptions.of("16x16", **rates, **repairs, **FREE)
     live = (1500 / 1510) * (4000 / 4060) * (2500 / 2530)
-    assert long_life(machine, hours=5_000)["fault-tolerant"].goodput.mean == pytest.approx(live, rel=0.002)
+    assert long_life(machine, "fault-tolerant", hours=5_000).goodput.mean == pytest.approx(live, rel=0.002)
 
 
 def test_plenty_of_spares_lose_only_the_swap() -> None:
@@ -114,7 +118,7 @@ def test_plenty_of_spares_lose_only_the_swap() -> None:
         checkpoint_min=interval * 60,
         save_s=save * 3600,
     )
-    outcome = long_life(machine, hours=200_000)["hot spares"]
+    outcome = long_life(machine, "hot spares", hours=200_000)
     rate = 4 / mtbf
     # Between two failures there are 1/rate hours, of which the first detect + swap + restart bring nothing.
     kept = math.exp(-rate * (detect + swap + restart)) * kept_per_failure(rate, interval, save)
@@ -132,7 +136,40 @@ def test_spares_run_out_as_a_birth_and_death_chain_says(spares: int) -> None:
         births = (hosts - max(0, n - spares)) / mtbf
         weights.append(weights[-1] * births * repair / (n + 1))
     up = sum(weights[: spares + 1]) / sum(weights)
-    assert long_life(machine, hours=200_000)["hot spares"].goodput.mean == pytest.approx(up, rel=0.01)
+    assert long_life(machine, "hot spares", hours=200_000).goodput.mean == pytest.approx(up, rel=0.01)
+
+
+@pytest.mark.parametrize("spares", [0, 2])
+def test_spare_cubes_run_out_as_a_birth_and_death_chain_says(spares: int) -> None:
+    """Two cubes of two hosts each: any failure of a host sends its whole cube away."""
+    cubes, mtbf, repair = 2, 100.0, 12.0
+    machine = Assumptions.of(
+        "8x4",
+        **ONLY_HOSTS,
+        **FREE,
+        ocs_s=0.0,
+        cube=(8, 2),
+        mtbf_host_h=mtbf,
+        repair_host_h=repair,
+        spare_cubes=spares,
+        spares=0,
+    )
+    weights = [1.0]
+    for n in range(cubes + spares):
+        births = 2 * (cubes - max(0, n - spares)) / mtbf
+        weights.append(weights[-1] * births * repair / (n + 1))
+    up = sum(weights[: spares + 1]) / sum(weights)
+    assert long_life(machine, "optical cubes", hours=100_000).goodput.mean == pytest.approx(up, rel=0.01)
+
+
+def test_elastic_slices_train_on_the_slices_that_are_up() -> None:
+    """A slice of two hosts is up when both are; nothing is lost at a failure, unless it was the last slice."""
+    machine = Assumptions.of(
+        "8x8", **ONLY_HOSTS, **FREE, elastic_s=0.0, slice_shape=(4, 4), mtbf_host_h=200.0, repair_host_h=20.0
+    )
+    assert long_life(machine, "elastic slices", hours=50_000).goodput.mean == pytest.approx((200 / 220) ** 2, rel=0.01)
+    replaced = long_life(dataclasses.replace(machine, replace_h=2.0), "elastic slices", hours=50_000)
+    assert replaced.goodput.mean == pytest.approx((200 / 202) ** 2, rel=0.005)
 
 
 def test_sub_mesh_is_the_longest_run_of_live_hosts() -> None:
@@ -143,7 +180,7 @@ def test_sub_mesh_is_the_longest_run_of_live_hosts() -> None:
     for states in product([True, False], repeat=4):
         runs = "".join("x" if state else " " for state in states).split()
         mean += math.prod(up if state else 1 - up for state in states) * max(map(len, runs), default=0) / 4
-    assert long_life(machine, hours=100_000)["sub-mesh"].goodput.mean == pytest.approx(mean, rel=0.01)
+    assert long_life(machine, "sub-mesh", hours=100_000).goodput.mean == pytest.approx(mean, rel=0.01)
 
 
 def test_nothing_fails() -> None:
@@ -159,9 +196,9 @@ def test_nothing_fails() -> None:
 @settings(max_examples=15)
 def test_where_restarts_are_free_nothing_beats_going_on_with_all_survivors(seed: int) -> None:
     rates: dict[str, Any] = {"mtbf_chip_h": 3000.0, "mtbf_board_h": 5000.0, "mtbf_host_h": 3000.0}
-    machine = Assumptions.of("8x8", **rates, **FREE, quick_repair_h=24.0, spares=0)
+    machine = Assumptions.of("8x8", **rates, **FREE, quick_repair_h=24.0, spares=0, spare_cubes=0)
     got = {name: o.goodput.mean for name, o in by_name(simulate(machine, days=60, runs=1, seed=seed, checks=0)).items()}
-    for other in ("quick repair", "sub-mesh", "hot spares"):
+    for other in ("quick repair", "sub-mesh", "hot spares", "optical cubes", "elastic slices"):
         # Training in flight at a failure is lost: a few milliseconds of an interval for each.
         assert got["fault-tolerant"] >= got[other] - 1e-5
 
@@ -178,6 +215,8 @@ BY_HAND: dict[str, Any] = {
     "swap_s": 0.2 * 3600,
     "replan_s": 0.3 * 3600,
     "quick_repair_h": 5.0,
+    "ocs_s": 0.05 * 3600,
+    "elastic_s": 0.02 * 3600,
 }
 
 
@@ -206,6 +245,49 @@ def test_hot_spares_by_hand() -> None:
     none = play("hot spares", [STRIKE], spares=0)
     assert none.waiting_h == pytest.approx(24 - 0.1)
     assert none.restarting_h == pytest.approx(0.1 + 0.2 + 0.4)
+
+
+def test_optical_cubes_by_hand() -> None:
+    """On a 4x4 machine of 4x2 hosts a cube is half of it when asked for, and a spare one costs eight chips."""
+    got = play("optical cubes", [STRIKE], cube=(4, 2), spare_cubes=1)
+    assert got.lost_h == pytest.approx(0.25)
+    assert got.restarting_h == pytest.approx(0.1 + 0.05 + 0.4)
+    assert got.useful_h == pytest.approx(100 - 0.25 - 0.55)
+    # The whole machine is one cube of 4x4: with no spare it waits for the host's repair.
+    none = play("optical cubes", [STRIKE], spare_cubes=0)
+    assert none.waiting_h == pytest.approx(24 - 0.1)
+
+
+def test_elastic_slices_by_hand() -> None:
+    got = play("elastic slices", [STRIKE], grow="failure")
+    assert got.lost_h == 0
+    assert got.restarting_h == pytest.approx(0.1 + 0.02)
+    assert got.useful_h == pytest.approx(10.25 + (100 - 10.25 - 0.12) / 2)
+    assert got.kept_h == pytest.approx({16: 10.25, 8: 100 - 10.25 - 0.12})
+    # Back at 34.25: an extra checkpoint takes no time here, then the slice is taken in.
+    again = play("elastic slices", [STRIKE], grow="at-once")
+    assert again.regrowths == 1
+    assert again.useful_h == pytest.approx(10.25 + (34.25 - 10.37) / 2 + 100 - 34.27)
+    # Replaced after an hour and a half instead.
+    soon = play("elastic slices", [STRIKE], grow="at-once", replace_h=1.5)
+    assert soon.useful_h == pytest.approx(10.25 + (11.75 - 10.37) / 2 + 100 - 11.77)
+
+
+def test_without_any_slice_left_the_state_is_that_of_the_checkpoint() -> None:
+    other = Strike(at_h=20.5, level=0, part=0, repair_factor=1.0)
+    got = play("elastic slices", [STRIKE, other], grow="failure")
+    # On half the machine from 10.37, with checkpoints at 11.37, …, 20.37: 0.13 h of half the machine are lost.
+    assert got.lost_h == pytest.approx(0.13 / 2)
+    assert got.waiting_h == pytest.approx(34.25 - 20.6)
+
+
+def test_copies_in_memory_bound_what_a_failure_loses() -> None:
+    got = play("fault-tolerant", [STRIKE], grow="failure", copies_s=36)
+    assert got.lost_h == pytest.approx(0.01)
+    assert got.useful_h == pytest.approx(10.24 + (100 - 10.25 - 0.8) / 2)
+    # A failure right after a checkpoint loses less.
+    soon = play("fault-tolerant", [STRIKE._replace(at_h=10.002)], grow="failure", copies_s=36)
+    assert soon.lost_h == pytest.approx(0.002)
 
 
 @pytest.mark.parametrize(
@@ -310,6 +392,7 @@ def test_every_hour_is_booked_once(
         save_s=save_s,
         checkpoint_min=checkpoint_min,
         spares=spares,
+        spare_cubes=spares,
     )
     for outcome in simulate(machine, days=20, runs=1, seed=seed, checks=0).outcomes:
         parts = [outcome.goodput.mean, *(loss.mean for loss in outcome.losses.values())]

@@ -75,23 +75,26 @@ def test_defaults_are_what_their_sources_say() -> None:
 
 def test_money() -> None:
     machine = Assumptions.of("8x8", mtbf_host_h=500, payload_bytes=1e6, price=3.0, crew_price=100.0, spares=2)
-    quick, _, spares, tolerant = simulate(machine, days=100, runs=1, checks=0).outcomes
+    quick, _, spares, cubes, slices, tolerant = simulate(machine, days=100, runs=1, checks=0).outcomes
     assert quick.cost.mean == pytest.approx((3 * 64 + 100) / (64 * quick.goodput.mean))
     assert spares.cost.mean == pytest.approx(3 * (64 + 16) / (64 * spares.goodput.mean))
     assert spares.utilisation.mean == pytest.approx(spares.goodput.mean * 64 / 80)
+    # Two spare cubes of 8x8 are twice the machine again.
+    assert cubes.cost.mean == pytest.approx(3 * (64 + 128) / (64 * cubes.goodput.mean))
+    assert slices.cost.mean == pytest.approx(3 / slices.goodput.mean)
     assert tolerant.cost.mean == pytest.approx(3 / tolerant.goodput.mean)
 
 
 def test_a_machine_of_one_host_whose_states_have_nothing_to_check() -> None:
     study = simulate(Assumptions.of("4x2", mtbf_host_h=300, payload_bytes=1e6), days=100, runs=2)
     assert all(check.mesh != "4x2" for check in study.checks)
-    assert study.outcomes[3].losses["waiting"].mean > 0
+    assert study.outcomes[-1].losses["waiting"].mean > 0
 
 
 def test_three_axes() -> None:
     machine = Assumptions.of("4x4x4", host=(2, 2, 1), board=None, mtbf_host_h=300, payload_bytes=1e6)
     study = simulate(machine, days=60, runs=2, checks=1)
-    assert [0 < outcome.goodput.mean < 1 for outcome in study.outcomes] == [True] * 4
+    assert [0 < outcome.goodput.mean < 1 for outcome in study.outcomes] == [True] * 6
 
 
 @pytest.mark.parametrize(
@@ -101,11 +104,30 @@ def test_three_axes() -> None:
         ("32x32", {"host": (4, 3)}, "host of 4x3 chips does not tile"),
         ("8x8", {"board": (2, 4)}, "host of 4x2 chips is not made of boards of 2x4"),
         ("4x4x4", {}, "host of 4x2 chips does not tile a 4x4x4 mesh"),
+        ("8x8", {"cube": (4, 4, 4)}, "cube of 4x4x4 chips does not tile a 8x8 mesh"),
+        ("8x8", {"slice_shape": (2, 4)}, "slice of 2x4 chips is not made of hosts of 4x2"),
     ],
 )
 def test_parts_that_do_not_fit(shape: str, given: dict[str, tuple[int, ...]], message: str) -> None:
     with pytest.raises(MeshError, match=message):
         Assumptions.of(shape, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("shape", "host", "cube", "slice_shape"),
+    [
+        ("32x32", (4, 2), (8, 8), (16, 16)),
+        ("16x16x16", (2, 2, 1), (4, 4, 4), (8, 8, 16)),
+        ("4x2", (4, 2), (4, 2), (4, 2)),
+        ("12x10", (4, 2), (4, 2), (4, 2)),
+        ("24x20", (4, 2), (8, 4), (12, 10)),
+    ],
+)
+def test_cubes_and_slices_fit_hosts_and_machine(
+    shape: str, host: tuple[int, ...], cube: tuple[int, ...], slice_shape: tuple[int, ...]
+) -> None:
+    machine = Assumptions.of(shape, host=host, board=None)
+    assert (machine.cube, machine.slice_shape) == (cube, slice_shape)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +137,8 @@ def test_parts_that_do_not_fit(shape: str, given: dict[str, tuple[int, ...]], me
         ({"restart_s": -1.0}, "restart_s is -1.0, expected 0 or more"),
         ({"mtbf_host_h": 0.0}, "host's mean time between failures is 0.0 h"),
         ({"repair_chip_h": math.inf}, "chip's mean time to repair is inf h"),
+        ({"copies_s": -1.0}, "copies_s is -1.0, expected 0 or more"),
+        ({"replace_h": -1.0}, "replace_h is -1.0, expected 0 or more"),
         ({"grow": "soon"}, "grow is 'soon', expected one of: worth"),
     ],
 )

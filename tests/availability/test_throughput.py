@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from meshmend.availability import Assumptions
-from meshmend.availability.throughput import Throughput, largest_part, outermost, step_error, whole_hosts
+from meshmend.availability.throughput import Throughput, largest_part, outermost, step_error, whole_parts
 from meshmend.topology import Mesh, Region, all_placements
 
 SHORT: dict[str, Any] = {"payload_bytes": 50e6, "compute_s": 0.012}
@@ -93,6 +93,6 @@ def test_largest_part() -> None:
 def test_whole_hosts_and_outermost_holes() -> None:
     live = np.ones((8, 4), dtype=bool)
     live[5, 3] = False
-    assert whole_hosts(live, (4, 2)).tolist() == [[True, True], [True, False]]
+    assert whole_parts(live, (4, 2)).tolist() == [[True, True], [True, False]]
     host, board, chip = Region((4, 2), (4, 2)), Region((4, 2), (2, 2)), Region((0, 0), (1, 1))
     assert outermost([chip, board, host]) == [host, chip]

@@ -26,7 +26,7 @@ def facts_of(*words: str) -> Any:
     return json.loads(run(*words, "--json"))
 
 
-def test_people_see_the_four_answers() -> None:
+def test_people_see_every_answer() -> None:
     shown = run(*SMALL)
     for kind in ANSWERS:
         assert kind.name in shown
@@ -47,6 +47,8 @@ def test_programs_get_the_same_and_every_assumption() -> None:
     assert assumed["host"] == "4x2"
     assert [level["name"] for level in assumed["levels"]] == ["host", "board", "chip"]
     assert assumed["payload_bytes"] == 1e6
+    assert (assumed["cube"], assumed["slice_shape"], assumed["copies_s"]) == ("8x8", "4x4", None)
+    assert assumed.keys() - {"levels", "host", "hardware", "grow", "rates_from"} <= facts["sources"].keys()
     assert "Llama 3" in facts["sources"]["mtbf_host_h"]
 
 
@@ -67,14 +69,30 @@ def test_every_assumption_is_an_option() -> None:
         ),
         *("--checkpoint-minutes", "15", "--save-seconds", "5", "--detect-seconds", "6", "--restart-seconds", "7"),
         *("--swap-seconds", "8", "--replan-seconds", "9", "--grow", "failure", "--spares", "1", "--price", "4"),
-        *("--crew-price", "50", "--payload", "2MB", "--compute-seconds", "0.01", "--hardware", "tpu-v2"),
+        *("--cube", "4x8", "--spare-cubes", "3", "--ocs-seconds", "11", "--slice", "2x4", "--elastic-seconds", "12"),
+        *(
+            "--replace-slice",
+            "5",
+            "--copies-seconds",
+            "13",
+            "--crew-price",
+            "50",
+            "--payload",
+            "2MB",
+            "--compute-seconds",
+            "0.01",
+            "--hardware",
+            "tpu-v2",
+        ),
     )
     assumed = facts["assumptions"]
     assert {name: assumed[name] for name in ("host", "grow", "spares", "price", "crew_price", "compute_s")} == {
         "host": "2x4", "grow": "failure", "spares": 1, "price": 4, "crew_price": 50, "compute_s": 0.01,
     }  # fmt: skip
-    seconds = ("save_s", "detect_s", "restart_s", "swap_s", "replan_s")
-    assert [assumed[name] for name in seconds] == [5, 6, 7, 8, 9]
+    seconds = ("save_s", "detect_s", "restart_s", "swap_s", "replan_s", "ocs_s", "elastic_s", "copies_s")
+    assert [assumed[name] for name in seconds] == [5, 6, 7, 8, 9, 11, 12, 13]
+    larger = ("cube", "spare_cubes", "slice_shape", "replace_h")
+    assert [assumed[name] for name in larger] == ["4x8", 3, "2x4", 5]
     assert (assumed["checkpoint_min"], assumed["quick_repair_h"], assumed["payload_bytes"]) == (15, 3, 2e6)
     assert assumed["hardware"]["name"] == "tpu-v2"
     assert [(level["name"], level["mtbf_h"], level["repair_h"]) for level in assumed["levels"]] == [

@@ -92,8 +92,9 @@ def test_it_has_what_availability_says(page: Page, facts: Any) -> None:
         assert row[1] == f"{100 * goodput['mean']:.2f} ± {100 * goodput['half_width_95']:.2f} %"
         assert row[4] == f"${cost:.3f}"
         assert DOES[one["answer"]] in row[0]
-        # What a year is worth, by hand: 64 chips at $3, 16 more of two spare hosts, a crew at $40 an hour.
-        paid_h = 3 * 64 + (3 * 16) * (one["answer"] == "hot spares") + 40 * (one is first)
+        # What a year is worth, by hand: 64 chips at $3, 16 more of two spare hosts or 128 of two cubes, a crew at $40.
+        spares = {"hot spares": 16, "optical cubes": 128}.get(one["answer"], 0)
+        paid_h = 3 * (64 + spares) + 40 * (one is first)
         value = (3 * 64 * goodput["mean"] - paid_h) * 8760
         if one is first:
             start = value
@@ -117,7 +118,7 @@ def test_what_a_failure_costs(page: Page, facts: Any) -> None:
 def test_every_assumption_is_there_with_its_option_and_source(page: Page) -> None:
     help_text = run("report", "--help")
     options = [row[2] for row in page.rows if len(row) == 4 and row[2].startswith("--")]
-    assert len(options) == len(set(options)) == 18
+    assert len(options) == len(set(options)) == 25
     for option in options:
         assert option in help_text, option
     said = " ".join(page.words)

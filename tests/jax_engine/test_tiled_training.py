@@ -19,6 +19,7 @@ from meshmend.jax.shardings import specs_of_state
 
 SPECS = {"up": P(None, "model"), "down": P("model"), "scale": P()}
 STEPS = 4
+ADAMW = optax.adamw(1e-2)
 
 
 def params_tree() -> dict[str, Any]:
@@ -39,9 +40,10 @@ def mean_loss(params: Any, batch: Any) -> Any:
 
 
 @cache
-def fabric_of(shape: str, failed: str) -> mmj.TiledFabric:
+def fabric_of(shape: str, failed: str, **inner: int) -> mmj.TiledFabric:
     n_devices = int(np.prod([int(n) for n in shape.split("x")]))
-    return mmj.tile(mmj.discover(jax.devices()[:n_devices], shape=shape, failed=[failed]), "2x2", model=4)
+    chips = mmj.discover(jax.devices()[:n_devices], shape=shape, failed=[failed])
+    return mmj.tile(chips, "2x2", **inner or {"model": 4})
 
 
 def program_of(kind: str, fabric: mmj.TiledFabric) -> Any:
@@ -58,9 +60,9 @@ def batches(n_examples: int) -> Any:
     return [rng.normal(size=(n_examples, 8)).astype(np.float32) for _ in range(STEPS)]
 
 
-def one_device(n_examples: int, weights: Any = None) -> tuple[list[float], Any]:
+def one_device(n_examples: int, weights: Any = None, optimizer: Any = ADAMW) -> tuple[list[float], Any]:
     """Plain optax."""
-    optimizer, params, found = optax.adamw(1e-2), params_tree(), []
+    params, found = params_tree(), []
     state = optimizer.init(params)
 
     def loss(params: Any, batch: Any) -> Any:
@@ -74,11 +76,20 @@ def one_device(n_examples: int, weights: Any = None) -> tuple[list[float], Any]:
     return found, params
 
 
-def train(fabric: mmj.TiledFabric, kind: str, n_examples: int, weights: Any = None, **options: Any) -> Any:
+def train(
+    fabric: mmj.TiledFabric,
+    kind: str,
+    n_examples: int,
+    weights: Any = None,
+    *,
+    optimizer: Any = ADAMW,
+    shardings: Any = SPECS,
+    **options: Any,
+) -> Any:
     program = program_of(kind, fabric)
     loss = mean_loss if weights is None else values
     init, step = mmj.train_step(
-        loss, optax.adamw(1e-2), fabric, shardings=SPECS, has_aux=True, per_example=weights is not None, **options
+        loss, optimizer, fabric, shardings=shardings, has_aux=True, per_example=weights is not None, **options
     )
     params: Any = params_tree()
     state, found = jax.jit(init)(params, program), []
@@ -132,17 +143,119 @@ def test_a_sharded_update_on_fifteen_tiles(kind: str) -> None:
     assert elements_per_chip(state) == 2 * -(-52 // 30)  # two chunks of 30, each rounded up to whole elements
 
 
+def long_ones(params: Any) -> Any:
+    """Choose "down" by its shape: a chip's shard of it, (4, 4) or less, would not be chosen."""
+    return jax.tree.map(lambda leaf: leaf.shape[0] >= 16, params)
+
+
+LIMIT = 1.2
+NORMS = {
+    "lamb": (mmj.lamb(0.05, weight_decay=0.1, mask=long_ones), optax.lamb(0.05, weight_decay=0.1, mask=long_ones)),
+    "lars": (
+        mmj.lars(0.1, 0.1, long_ones, trust_coefficient=0.3, trust_ratio_mask=long_ones),
+        optax.lars(0.1, 0.1, long_ones, trust_coefficient=0.3, trust_ratio_mask=long_ones),
+    ),
+    "clipping": (
+        optax.chain(mmj.clip_by_global_norm(LIMIT), optax.sgd(0.1, momentum=0.9)),
+        optax.chain(optax.clip_by_global_norm(LIMIT), optax.sgd(0.1, momentum=0.9)),
+    ),
+    "a mask": (
+        optax.chain(mmj.add_decayed_weights(0.1, long_ones), optax.adam(0.1)),
+        optax.chain(optax.add_decayed_weights(0.1, long_ones), optax.adam(0.1)),
+    ),
+}
+"""Ours, which know how layers are split inside a tile and over tiles, and optax's own, for whole layers."""
+
+
 @pytest.mark.parametrize(
-    "optimizer",
-    [mmj.lamb(0.1), optax.chain(mmj.clip_by_global_norm(1.0), optax.sgd(0.1))],
-    ids=["lamb", "clipping"],
+    ("name", "kind"),
+    [
+        ("lamb", "pair"),
+        *(
+            pytest.param(name, kind, marks=pytest.mark.slow)
+            for name, kind in [
+                *[("lars", "pair"), ("clipping", "pair"), ("clipping", "turn"), ("a mask", "pair"), ("a mask", "turn")],
+                *[("lamb", "program"), ("lars", "program"), ("clipping", "program")],
+            ]
+        ),
+    ],
 )
-def test_norms_are_refused_where_a_chip_has_shards_of_shards(optimizer: Any) -> None:
+def test_norms_are_of_whole_layers(name: str, kind: str) -> None:
+    """Two axes inside a tile: "up" is split by both, "down" by one and has two copies, "scale" has four."""
+    fabric = fabric_of("4x4", "0,1", fsdp=2, tensor=2)
+    shardings = {"up": P("fsdp", "tensor"), "down": P("tensor"), "scale": P()}
+    ours, optaxs = NORMS[name]
+    losses, params, _ = train(fabric, kind, 24, optimizer=ours, shardings=shardings)
+    want, expected = one_device(24, optimizer=optaxs)
+    np.testing.assert_allclose(losses, want, rtol=2e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), params, expected)
+    for leaf in jax.tree.leaves(params):
+        by_place: dict[Any, Any] = {}
+        for shard in leaf.addressable_shards:
+            first = by_place.setdefault(str(shard.index), np.asarray(shard.data))
+            assert np.array_equal(first, shard.data), "all copies end with the same bits"
+
+
+def test_some_of_these_steps_are_clipped_and_some_are_not() -> None:
+    params: Any = params_tree()
+    optimizer = NORMS["clipping"][1]
+    state, norms = optimizer.init(params), []
+    differentiate = jax.jit(jax.grad(mean_loss, has_aux=True))
+    for batch in batches(24):
+        gradients, _ = differentiate(params, batch)
+        norms.append(float(optax.tree.norm(gradients)))
+        updates, state = optimizer.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+    assert min(norms) < LIMIT < max(norms), norms
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kind"), [("lamb", "pair"), ("lars", "pair"), ("clipping", "turn")])
+def test_norms_on_fifteen_tiles(name: str, kind: str) -> None:
+    fabric = fabric_of("8x8", "2x2@2,2")
+    ours, optaxs = NORMS[name]
+    losses, params, _ = train(fabric, kind, 60, optimizer=ours, microbatches=2)
+    want, expected = one_device(60, optimizer=optaxs)
+    np.testing.assert_allclose(losses, want, rtol=2e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), params, expected)
+
+
+REFUSED = {
+    "optax.lamb": (optax.lamb(0.1), "pair", r"combines values of several weights.*mmj\.lamb"),
+    "optax.lars": (optax.lars(0.1), "pair", r"treats some layers differently.*mmj\.lars.*Program from install\(\)"),
+    "optax.clip_by_global_norm": (
+        optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+        "turn",
+        r"combines values of several weights.*mmj\.clip_by_global_norm.*Program from install\(\)",
+    ),
+    "adafactor": (optax.adafactor(0.1), "pair", r"or pass a Program from install\(\)"),
+    "adaptive clipping": (
+        optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)),
+        "pair",
+        r"combines values of several weights.*Program from install\(\)",
+    ),
+    "mmj.lamb with a turn": (
+        mmj.lamb(0.1),
+        "turn",
+        r"needs norms of layers before .*ProgramPair from install_pair\(\)",
+    ),
+    "mmj.lars with a turn": (
+        mmj.lars(0.1),
+        "turn",
+        r"needs norms of layers before .*ProgramPair from install_pair\(\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_update_shards_of_shards_is_refused(name: str) -> None:
+    optimizer, kind, message = REFUSED[name]
     fabric = fabric_of("4x4", "0,1")
-    init, _ = mmj.train_step(mean_loss, optimizer, fabric, shardings=SPECS, has_aux=True)
-    for kind in ("turn", "pair"):
-        with pytest.raises(ParameterError, match=r"sharded over tiles a chip has shards of both\. Pass a Program"):
-            jax.eval_shape(init, params_tree(), program_of(kind, fabric))
+    init, step = mmj.train_step(mean_loss, optimizer, fabric, shardings=SPECS, has_aux=True)
+    with pytest.raises(ParameterError, match=message):
+        jax.eval_shape(init, params_tree(), program_of(kind, fabric))
+    with pytest.raises(ParameterError, match=message):
+        jax.eval_shape(step, params_tree(), None, batches(24)[0], program_of(kind, fabric))
 
 
 def test_value_and_grad_takes_no_program_for_a_sharded_update() -> None:

@@ -125,21 +125,26 @@ def test_a_host_dies(comes_back: bool, alone: Path, tmp_path: Path, monkeypatch:
     assert max(abs(found[step] / expected[step] - 1) for step in found) < 1e-3
 
 
-def test_the_command_of_the_readme(tmp_path: Path) -> None:
-    """Host 1 is killed: the others resume from their copies, and lose no step that was kept."""
+@pytest.mark.parametrize("steps", [60, pytest.param(100, marks=pytest.mark.slow)])
+def test_the_command_of_the_readme(steps: int, tmp_path: Path) -> None:
+    """Host 1 is killed: the others resume from their copies, and lose no kept step. 100 steps: as it stands."""
     readme, home, page = (
         (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/index.md", "docs/job.md")
     )
     (words,) = re.findall(r"```bash\nmeshmend (run .*?) train.py\n```", readme)
     assert f"meshmend {words} examples/jax/survive.py" in page
     assert f"meshmend {words} train.py" in " ".join(home.replace("\\\n", " ").split())
-    command = [sys.executable, "-m", "meshmend", *words.split(), str(ROOT / "examples/jax/survive.py")]
+    text = (ROOT / "examples/jax/survive.py").read_text(encoding="utf-8")
+    assert "steps=100" in text
+    script = tmp_path / "train.py"
+    script.write_text(text.replace("steps=100", f"steps={steps}"), encoding="utf-8")
+    command = [sys.executable, "-m", "meshmend", *words.split(), str(script)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, cwd=tmp_path, env=env, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     chips = {int(step): int(n) for step, n in re.findall(r"step (\d+): loss [\d.]+ on (\d+) chips", done.stdout)}
     assert chips[40] == 24
-    assert chips[100] == 20
+    assert chips[steps] == 20
     assert "round 2: hosts 0, 2, 3, 4, 5 start" in done.stdout
     # The copies of the last two steps may be under way when a host dies.
     assert int(re.findall(r"resumed from step (\d+) \(memory\)", done.stdout)[0]) >= 38

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,65 @@ def test_goodput_is_the_share_of_steps_that_count() -> None:
     assert recovery.total_s == pytest.approx(3.0)
 
 
+def test_quorums_of_a_job_whose_processes_go_on() -> None:
+    """By hand, as torchft's chips write it: a loss, a refused step, and a chip that comes back."""
+
+    def quorum(at: float, number: int, step: int, hosts: list[int], seconds: float = 0.5) -> list[Event]:
+        """A quorum, then 0.25 s to connect and 0.25 s to plan."""
+        facts = {"attempt": number, "step": step, "chips": len(hosts), "hosts": hosts}
+        return [
+            {"at": at, "event": "quorum", "seconds": seconds, "source": "in place", **facts},
+            {"at": at + seconds, "event": "join", "seconds": 0.25, "attempt": number},
+            {"at": at + seconds + 0.25, "event": "plan", "seconds": 0.25, "attempt": number},
+        ]
+
+    def steps(first_at: float, first: int, last: int, number: int) -> list[Event]:
+        found = range(first, last + 1)
+        return [{"at": first_at + n - first, "event": "step", "step": n, "attempt": number} for n in found]
+
+    started = [{"at": 0.0, "event": "process", "seconds": 2.0}]
+    stays = [
+        *started,
+        *quorum(3.0, 100, 0, [0, 1]),
+        *steps(6.0, 1, 5, 100),  # to 10 s
+        {"at": 11.5, "event": "gave up", "why": "lost"},
+        {"at": 12.0, "event": "refused", "seconds": 2.0},  # too few take part
+        *quorum(14.0, 200, 5, [0]),
+        *steps(16.0, 6, 10, 200),  # to 20 s
+        *quorum(20.5, 300, 10, [0, 1]),
+        *steps(22.5, 11, 15, 300),  # to 26.5 s
+        {"at": 27.0, "event": "refused", "seconds": 0.5},
+        *steps(28.5, 16, 17, 300),
+    ]
+    # The other one dies at 10 s, and its second life speaks for the last attempt: it writes a moment later.
+    back = [{"at": 17.0, "event": "process", "seconds": 2.0}, *quorum(19.0, 300, 0, [0, 1], seconds=2.0)]
+    back += [{"at": 21.5, "event": "restore", "seconds": 0.5, "step": 10, "source": "peers"}]
+    back += [dict(event, at=event["at"] + 0.001) for event in steps(22.5, 11, 15, 300)]
+    back += [{"at": 27.0, "event": "refused", "seconds": 0.5}]
+    back += [dict(event, at=event["at"] + 0.001) for event in steps(28.5, 16, 17, 300)]
+    leaves = [*started, *quorum(3.0, 100, 0, [0, 1]), *steps(6.0, 1, 5, 100), *back]
+    account = settle([HostBook(stays), HostBook(leaves)])
+    assert account is not None
+    assert account.total_s == pytest.approx(29.501)
+    assert account.training_s + sum(account.badput_s.values()) == pytest.approx(account.total_s)
+    # Steps 2 to 5, 7 to 10 and 12 to 17; of the last ones, 0.5 s had to be done again.
+    assert account.training_s == pytest.approx(4.0 + 4.0 + 7.0 - 0.5)
+    assert account.badput_s["steps done again"] == pytest.approx(2.0 + 0.5)
+    lost, joined = account.recoveries
+    assert (lost.lost, lost.joined, lost.step, lost.resumed) == ((1,), (), 5, 5)
+    assert lost.stages_s == pytest.approx(
+        {"detect": 1.5, "rendezvous": 1.0, "start": 0.25, "plan": 0.25, "compile": 0.0, "restore": 0.0}
+        | {"first step": 1.0, "steps done again": 2.0}
+    )
+    assert (joined.lost, joined.joined, joined.step, joined.resumed) == ((), (1,), 10, 10)
+    assert joined.source == "peers"
+    # What the chip did before the others' last step is nobody's badput.
+    assert joined.stages_s["start"] == pytest.approx(0.25)
+    assert joined.stages_s["rendezvous"] == pytest.approx(1.0)
+    assert joined.stages_s["restore"] == pytest.approx(0.5)
+    assert joined.total_s == pytest.approx(2.501)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_condensed_timelines_give_the_same_account(seed: int) -> None:
     job = lived_through(seed, most_lost=0)  # within a line steps count as equally long, which matters for lost ones
@@ -169,7 +229,76 @@ def test_a_million_steps_stay_small(tmp_path: Path) -> None:
     assert len(HostBook(read_timeline(path)).attempts[0].marks) <= MAX_MARKS
 
 
-def test_a_killed_writer_loses_no_more_than_its_last_record(tmp_path: Path) -> None:
+MILLION = """
+import os, sys, threading, time
+from pathlib import Path
+from meshmend.launch.timeline import Timeline
+
+steps, path = int(sys.argv[1]), Path(sys.argv[2])
+most, over = 0, threading.Event()
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def size():
+    found = 0
+    for name in os.listdir(path.parent):
+        try:
+            found += os.stat(path.parent / name).st_size
+        except FileNotFoundError:  # renamed meanwhile
+            pass
+    return found
+
+
+def look():
+    global most
+    while not over.wait(0.01):
+        most = max(most, size())
+
+
+watcher = threading.Thread(target=look)
+watcher.start()
+timeline = Timeline(path, host=0, attempt=1, launch=0, process=0)
+timeline.note("process", at=0.0, seconds=1.0)
+resident = []
+for number in range(1, steps + 1):
+    facts = {"loss": 1.0 / number, "chips": 16, "examples": 512, "waited_s": 0.000123}
+    timeline.note("step", at=number / 10, step=number, **facts)
+    timeline.note("kept", at=number / 10, step=number, bytes=12345678)
+    if number % (steps // 100) == 0:
+        resident.append(resident_bytes())
+over.set()
+watcher.join()
+print(max(most, size()), *resident)
+"""
+
+
+@pytest.mark.slow
+def test_a_million_steps_take_less_than_50_mb_and_no_more_memory(tmp_path: Path) -> None:
+    """Every line goes through the real writer, and the folder's size is looked at a hundred times a second."""
+    path = tmp_path / "host-0.jsonl"
+    done = subprocess.run(
+        [sys.executable, "-c", MILLION, "1000000", str(path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    most, *resident = map(int, done.stdout.split())
+    tenth, last = max(resident[:10]), max(resident[90:])
+    sizes = [f"{n / 1e6:.1f} MB" for n in (most, tenth, last)]
+    sys.stderr.write(f"files at most {sizes[0]}, resident {sizes[1]}, then {sizes[2]}\n")
+    assert most < 50e6
+    # By the tenth part its memory of events is full, and files have been condensed.
+    assert last < tenth + 5e6
+    account = read_account([path])
+    assert account is not None
+    assert account.step == 10**6
+    assert account.total_s == pytest.approx(10**5)
+    assert account.training_s == pytest.approx(10**5 - 0.1 - 123.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("kills", [8, pytest.param(50, marks=pytest.mark.slow)])
+def test_a_killed_writer_loses_no_more_than_its_last_record(kills: int, tmp_path: Path) -> None:
     """Processes that write as fast as they can, with files that are full every few hundred lines, are killed."""
     path = tmp_path / "host-0.jsonl"
     code = (
@@ -179,10 +308,11 @@ def test_a_killed_writer_loses_no_more_than_its_last_record(tmp_path: Path) -> N
         "    timeline.note('step', step=n); print(n, flush=True)\n"
     )
     last, chance = 0, random.Random(3)
-    for _ in range(8):
+    for _ in range(kills):
         process = subprocess.Popen([sys.executable, "-c", code, str(path), str(last)], stdout=subprocess.PIPE)
         assert process.stdout is not None
         said = [int(process.stdout.readline()) for _ in range(chance.randint(200, 600))]
+        time.sleep(chance.random() * 0.02)  # also inside a line, a renaming, or the thread that condenses
         process.send_signal(signal.SIGKILL)
         said += map(int, process.communicate()[0].split())
         covered: list[int] = []

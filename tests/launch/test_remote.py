@@ -49,7 +49,7 @@ def answering(body: bytes, status: int = 200) -> Iterator[str]:
 
 
 def printed(*words: str) -> str:
-    done = CliRunner().invoke(app, ["watch", *words])
+    done = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["watch", *words])  # wide enough for any folder
     assert done.exit_code == 0, done.output
     return done.stdout
 

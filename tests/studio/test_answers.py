@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import meshmend as mm
+from meshmend.availability import ANSWERS
 from meshmend.availability.rectangle import largest_box
 from meshmend.cost.units import name_seconds
 from meshmend.errors import MachineError, MeshmendError, ParameterError, ScheduleFileError, VerificationError
@@ -192,7 +193,7 @@ def test_availability_tells_its_progress() -> None:
     told: list[dict[str, Any]] = []
     found = answers.availability(State(shape="4x4", payload="1MB", hardware="tpu-v6e"), told.append)
     assert [line["run"] for line in told] == [0, 1, 2, 3, 4]
-    assert [row["answer"] for row in found["answers"]] == ["quick repair", "sub-mesh", "hot spares", "fault-tolerant"]
+    assert [row["answer"] for row in found["answers"]] == [kind.name for kind in ANSWERS]
     assert all(0 < row["goodput"]["mean"] <= 1 for row in found["answers"])
     assert found["command"] == "meshmend availability 4x4 --host 4x2 --payload 1MB --hardware tpu-v6e"
     with pytest.raises(MeshmendError, match="host of 3x3 chips does not tile"):

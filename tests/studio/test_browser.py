@@ -295,8 +295,21 @@ def test_everything_else_is_shown(studio: Studio) -> None:
     studio.find("[data-view='load']").click()
 
 
+def test_nothing_moves_away_from_the_pointer_while_alternatives_come_in(studio: Studio) -> None:
+    places = (
+        "return [...document.querySelectorAll('button, select, input, .chip')].map(node => "
+        "[node.id, ...Object.values(node.getBoundingClientRect().toJSON())])"
+    )
+    studio.open(f"{BASE}&fail=2x2@0,0")
+    studio.run("document.querySelector('#alternatives tbody').replaceChildren()")  # as if none had come yet
+    before = studio.run(places)
+    studio.wait("compared")
+    assert len(studio.browser.find_elements(By.CSS_SELECTOR, "#alternatives tbody tr")) > 5
+    assert studio.run(places) == before
+
+
 def test_files_go_out_and_come_in(studio: Studio, tmp_path: Path) -> None:
-    studio.browser.execute_cdp_cmd("Page.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    studio.browser.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
     studio.open(f"{BASE}&fail=2x2@0,0&fail-cable=3,0-3,1")
     studio.find("#export-svg").click()
     picture = studio.until(lambda: next(tmp_path.glob("meshmend-4x4.svg"), None))

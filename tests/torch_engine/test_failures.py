@@ -13,6 +13,9 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
 pytest.importorskip("torchft", reason="torchft is not installed: pip install 'meshmend[torch]'")
 
+from meshmend.launch.timeline import read_timeline
+from meshmend.launch.watching import Watch
+
 EXAMPLE = Path(__file__).parents[2] / "examples/torch/train_through_failure.py"
 
 
@@ -44,6 +47,7 @@ def test_fifty_kills_at_random_moments() -> None:
 
 def test_the_example_trains_through_the_loss_of_a_board(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLE), "--steps", "30", "--no-view", "--figure", str(tmp_path / "loss.svg")]
+    command += ["--shared", str(tmp_path / "shared")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout)
@@ -54,3 +58,29 @@ def test_the_example_trains_through_the_loss_of_a_board(tmp_path: Path) -> None:
     assert result["chips"][-1] == 16
     assert result["last_loss"] < result["first_loss"]
     assert (tmp_path / "loss.svg").stat().st_size > 1000
+    where_the_time_went(tmp_path / "shared", result)
+
+
+def where_the_time_went(shared: Path, result: dict[str, Any]) -> None:
+    """Hold the job's account, from its timelines, against what the example has seen itself."""
+    watch = Watch(shared)
+    watch.read()
+    account = watch.account()
+    assert account is not None
+    assert sorted(watch.books, key=int) == [str(number) for number in range(16)]
+    assert watch.state(account) == "over"
+    assert (account.step, account.chips, account.machine) == (30, 16, "4x4 in hosts of 1x1")
+    assert account.training_s + sum(account.badput_s.values()) == pytest.approx(account.total_s, rel=1e-6)
+    assert 0 < account.goodput < 1
+    (loss,) = [one for one in account.recoveries if one.lost]
+    assert loss.lost == (2, 3, 6, 7)
+    assert (loss.chips, loss.step, loss.resumed) == (12, result["killed_after_step"] + 1, loss.step)
+    # The example measures from the kill, the account from the last step before it.
+    assert loss.total_s <= result["recovered_s"] + 5 * account.step_s + 1
+    assert loss.stages_s["detect"] > 0
+    assert loss.stages_s["rendezvous"] > 0
+    back = [one for one in account.recoveries if one.at > loss.at]
+    assert {host for one in back for host in one.joined} == {2, 3, 6, 7}
+    healed = [event for event in read_timeline(shared / "timeline/host-2.jsonl") if event["event"] == "restore"]
+    assert healed[-1]["source"] == "peers"
+    assert healed[-1]["step"] > loss.step

@@ -15,9 +15,11 @@ pytest.importorskip("torchft")
 import torch
 import torch.distributed as dist
 import torchft
+from torchft.manager import ExceptionWithTraceback
 from torchft.process_group import ProcessGroupWrapper
 
 from meshmend.torch.ddp import DistributedDataParallel
+from meshmend.torch.manager import Manager
 from meshmend.torch.private import Work, cpu_backend, gloo_backend, gloo_group, leaves_with_paths
 from meshmend.torch.private_torchft import HookedDataParallel, ReconfiguredGroup
 from meshmend.torch.process_group import MeshProcessGroup
@@ -86,6 +88,13 @@ def test_torchft_forms_groups_and_reduces_buckets_through_the_hooks() -> None:
     assert parameters[1].annotation is dist.GradBucket, "DDP refuses a hook without this annotation"
 
 
+def test_torchft_says_when_it_has_received_a_state_and_what_went_wrong() -> None:
+    calls = "self.load_state_dict(self._pending_state_dict"
+    assert calls in inspect.getsource(torchft.Manager), "timelines would miss states from peers: see torch/manager.py"
+    wrapped = ExceptionWithTraceback(ValueError("why"))
+    assert isinstance(wrapped.original_exception, ValueError), "timelines would not say why a step was given up"
+
+
 def test_configure_calls_form_and_buckets_go_to_reduce_bucket() -> None:
     class Group(ReconfiguredGroup):
         def form(self, store: Any, rank: int, world_size: int) -> Any:
@@ -100,7 +109,7 @@ def test_configure_calls_form_and_buckets_go_to_reduce_bucket() -> None:
     assert Parallel._comm_hook("manager", "bucket") == ("manager", "bucket")
 
 
-@pytest.mark.parametrize("ours", [MeshProcessGroup, DistributedDataParallel])
+@pytest.mark.parametrize("ours", [MeshProcessGroup, DistributedDataParallel, Manager])
 def test_no_private_method_of_torchft_is_overridden_elsewhere(ours: type) -> None:
     theirs = {
         name

@@ -1,4 +1,4 @@
-"""The four answers to a failure that the paper's introduction lists, as policies of a job.
+"""The answers to a failure, as policies of a job: four of the paper's introduction, and two of later machines.
 
 An answer tracks what is down and decides what the job runs on. The job asks it after each change; it keeps no clock.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from meshmend.availability.assumptions import Assumptions, Level
 from meshmend.availability.history import Strike, regions
 from meshmend.availability.rectangle import largest_box
-from meshmend.availability.throughput import Throughput, chips_of, largest_part, outermost, whole_hosts
+from meshmend.availability.throughput import Throughput, chips_of, largest_part, outermost, whole_parts
 from meshmend.topology import Mesh, Region
 
 Part = tuple[int, int]
@@ -64,6 +65,10 @@ class Answer(ABC):
     def repair_h(self, level: Level) -> float:
         """Return the mean time to repair a part."""
         return level.repair_h
+
+    def lost_h(self, trained_h: float) -> float:
+        """Return how much training a failure loses that has just been recorded, of that since the last checkpoint."""
+        return min(trained_h, self.assumptions.copies_s / 3600)
 
     def strike(self, strike: Strike) -> Region | None:
         """Record a failure; return the chips that are lost, or None if the part was already down."""
@@ -133,7 +138,7 @@ class SubMesh(Answer):
 
     def _choose(self) -> Footing:
         host = self.assumptions.host
-        box = largest_box(whole_hosts(self._live(), host))
+        box = largest_box(whole_parts(self._live(), host))
         if box is None:
             return self._nothing
         chips = chips_of(box, host)
@@ -142,36 +147,48 @@ class SubMesh(Answer):
         return Footing(self._throughput.rate(chips.n_chips, self._throughput.full_s(chips.shape)), inside)
 
 
-@final
-class HotSpares(Answer):
-    """A spare host replaces a failed one; with none left, the job waits for a repair."""
-
-    name = "hot spares"
+class Spares(Answer):
+    """A spare replaces the unit with the failure; with none left, the job waits for a repair."""
 
     def __init__(self, assumptions: Assumptions, throughput: Throughput, parts: list[list[Region]]) -> None:
         super().__init__(assumptions, throughput, parts)
-        self._left = assumptions.spares
+        self._left = self.n_spares
         self._empty: deque[int] = deque()
+
+    @property
+    @abstractmethod
+    def unit(self) -> tuple[int, ...]:
+        """The chips that are replaced together."""
+
+    @property
+    @abstractmethod
+    def n_spares(self) -> int:
+        """How many units are kept ready."""
+
+    @property
+    @abstractmethod
+    def swap_s(self) -> float:
+        """Time to put a spare in place."""
 
     @property
     def owned_chips(self) -> int:
         """Spares are paid for whether they are needed or not."""
-        return super().owned_chips + self.assumptions.spares * math.prod(self.assumptions.host)
+        return super().owned_chips + self.n_spares * math.prod(self.unit)
 
     @property
     def start_h(self) -> float:
         """Swapping comes before the restart."""
-        return (self.assumptions.swap_s + self.assumptions.restart_s) / 3600
+        return (self.swap_s + self.assumptions.restart_s) / 3600
 
     def reset(self) -> None:
         """Start another run with all spares in the pool."""
         super().reset()
-        self._left = self.assumptions.spares
+        self._left = self.n_spares
         self._empty.clear()
 
     def strike(self, strike: Strike) -> Region | None:
-        """Send the part's host to repair; return its chips, or None if its place is empty."""
-        place = self._place(self._parts[strike.level][strike.part])
+        """Send the part's unit to repair; return the part's chips, or None if its place is empty."""
+        place = _place(self._parts[strike.level][strike.part], self.assumptions.mesh.shape, self.unit)
         if place in self._empty:
             return None
         if self._left:
@@ -180,24 +197,100 @@ class HotSpares(Answer):
             self._empty.append(place)
         return self._parts[strike.level][strike.part]
 
-    def mend(self, strike: Strike) -> None:  # noqa: ARG002  # hosts are interchangeable
-        """Put the repaired host where one has been missing longest, or into the pool."""
+    def mend(self, strike: Strike) -> None:  # noqa: ARG002  # units are interchangeable
+        """Put the repaired unit where one has been missing longest, or into the pool."""
         if self._empty:
             self._empty.popleft()
         else:
             self._left += 1
 
     def footing(self) -> Footing:
-        """Return the whole machine, or nothing while a host is missing."""
+        """Return the whole machine, or nothing while a unit is missing."""
         return self._nothing if self._empty else self._whole
-
-    def _place(self, chips: Region) -> int:
-        shape, host = self.assumptions.mesh.shape, self.assumptions.host
-        grid = tuple(n // h for n, h in zip(shape, host, strict=True))
-        return int(np.ravel_multi_index([a // h for a, h in zip(chips.at, host, strict=True)], grid))
 
     def _choose(self) -> Footing:
         return self._nothing
+
+
+@final
+class HotSpares(Spares):
+    """A spare host replaces a failed one."""
+
+    name = "hot spares"
+
+    @property
+    def unit(self) -> tuple[int, ...]:
+        """A host."""
+        return self.assumptions.host
+
+    @property
+    def n_spares(self) -> int:
+        """Hosts that are kept ready."""
+        return self.assumptions.spares
+
+    @property
+    def swap_s(self) -> float:
+        """Time to wire a spare host in."""
+        return self.assumptions.swap_s
+
+
+@final
+class OpticalCubes(Spares):
+    """Optical switches put a spare cube in the place of the one with the failure, as in TPU v4 and v5p."""
+
+    name = "optical cubes"
+
+    @property
+    def unit(self) -> tuple[int, ...]:
+        """A cube: cables inside it are fixed, so it is replaced as a whole."""
+        return self.assumptions.cube
+
+    @property
+    def n_spares(self) -> int:
+        """Cubes that are kept ready."""
+        return self.assumptions.spare_cubes
+
+    @property
+    def swap_s(self) -> float:
+        """Time to reconfigure the switches."""
+        return self.assumptions.ocs_s
+
+
+@final
+class ElasticSlices(Answer):
+    """The job trains data-parallel over slices; without those that failed, until they are replaced.
+
+    Each slice has the whole state, so nothing is trained again while one is left. The all-reduce over all slices is
+    taken to be as fast as that of the whole mesh, whatever joins them.
+    """
+
+    name = "elastic slices"
+
+    @property
+    def start_h(self) -> float:
+        """The other slices go on in the same process."""
+        return self.assumptions.elastic_s / 3600
+
+    def repair_h(self, level: Level) -> float:
+        """Return the mean time until the slice is there again."""
+        return level.repair_h if self.assumptions.replace_h is None else self.assumptions.replace_h
+
+    def lost_h(self, trained_h: float) -> float:
+        """Return nothing while another slice has the state, else what other jobs lose."""
+        return 0.0 if self.footing().rate > 0 else super().lost_h(trained_h)
+
+    def _choose(self) -> Footing:
+        part = self.assumptions.slice_shape
+        live = whole_parts(self._live(), part)
+        for axis, n in enumerate(part):
+            live = np.repeat(live, n, axis=axis)
+        return Footing(float(live.mean()), live) if live.any() else self._nothing
+
+
+def _place(chips: Region, shape: tuple[int, ...], unit: tuple[int, ...]) -> int:
+    """Return the number of the unit that these chips are in."""
+    grid = tuple(n // u for n, u in zip(shape, unit, strict=True))
+    return int(np.ravel_multi_index([a // u for a, u in zip(chips.at, unit, strict=True)], grid))
 
 
 @final
@@ -234,10 +327,19 @@ class FaultTolerant(Answer):
         return found
 
 
-ANSWERS: tuple[type[Answer], ...] = (QuickRepair, SubMesh, HotSpares, FaultTolerant)
+ANSWERS: tuple[type[Answer], ...] = (
+    QuickRepair,
+    SubMesh,
+    HotSpares,
+    OpticalCubes,
+    ElasticSlices,
+    FaultTolerant,
+)
 
 
-def make_answers(assumptions: Assumptions, throughput: Throughput) -> list[Answer]:
-    """Return the four answers for one machine."""
+def make_answers(
+    assumptions: Assumptions, throughput: Throughput, kinds: Sequence[type[Answer]] = ANSWERS
+) -> list[Answer]:
+    """Return the answers for one machine."""
     parts = regions(assumptions)
-    return [kind(assumptions, throughput, parts) for kind in ANSWERS]
+    return [kind(assumptions, throughput, parts) for kind in kinds]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from meshmend.availability.log import Rates
 from meshmend.cost.hardware import DEFAULT_HARDWARE, Hardware, find_hardware
 from meshmend.errors import MeshError, ParameterError
 from meshmend.study.paper import BYTES_PER_GRADIENT, CASES, WORKLOADS
@@ -15,6 +16,11 @@ from meshmend.topology import Mesh, name_shape
 
 Grow = Literal["worth", "checkpoint", "at-once", "failure"]
 GROWS: tuple[Grow, ...] = get_args(Grow)
+
+CUBES: Mapping[int, tuple[int, ...]] = {1: (64,), 2: (8, 8), 3: (4, 4, 4)}
+"""The 64 chips of a cube, by the axes of the machine."""
+CUBE_SIDE = 4
+"""On machines of more axes."""
 
 _BERT = WORKLOADS["BERT"]
 _BERT_OVERHEAD = next(case.overhead for case in CASES if case.model == "BERT" and case.chips == 1024)
@@ -37,6 +43,18 @@ SOURCES: Mapping[str, str] = {
     "swap_s": "an estimate: wire a spare host into the mesh and test its links",
     "replan_s": "an estimate: plan and prove for a 32x32 mesh takes a few seconds (`meshmend plan`)",
     "spares": "a choice: two hosts; that any spare can replace any host favours this answer",
+    "cube": "a choice: 64 chips, as in TPU v4 and v5p, whose cubes are 4x4x4 (Jouppi et al., ISCA 2023), or as near to "
+    "it as hosts and mesh allow. No 2-D machine is built of cubes: there it shows what optical switches would be worth",
+    "spare_cubes": "a choice: two, as of hosts. Gemini's report (2023) has 'a small number of cubes' per pod ready",
+    "ocs_s": "optical switches join cubes to another torus 'in around 10 seconds': Gemini's report (2023), on TPU v4",
+    "slice_shape": "a choice: half of each of the first two axes, so quarters; of 32x32 they are 16x16, the largest "
+    "slice of TPU v5e and v6e",
+    "elastic_s": "an estimate within the 'tens of seconds of lost training time per interruption' of slice-granularity "
+    "elasticity: Gemini 2.5's report (2025)",
+    "replace_h": "not assumed unless given: a lost slice is back when it is repaired. To be given other machines takes "
+    "'10 or more' minutes (Gemini 2.5's report); they are not paid for here",
+    "copies_s": "not assumed unless given: a failure falls back to the last checkpoint. A job with copies of its state "
+    "in memory, as under `meshmend run`, loses a few steps",
     "price": "list price of TPU v3: $8 per hour for a v3-8, which is four chips; set your own",
     "crew_price": "not counted unless given: the cost of a crew that is always on site",
     "compute_s": f"BERT on 1024 chips of TPU v3, as in `meshmend reproduce`: {_BERT.step_source}, less the 6.0 % that "
@@ -74,6 +92,10 @@ class Assumptions:
     at the end of the next checkpoint if that is `worth` the restart, at every next `checkpoint`, `at-once` (saving a
     checkpoint first), or only when the next `failure` interrupts it anyway.
 
+    A `cube` is what optical switches replace as a whole, a slice of `slice_shape` what elastic training loses as a
+    whole; left empty, they are chosen to fit the machine. `replace_h` is the mean time to replace a lost slice, None
+    for that of a repair. Of the training since the last checkpoint, a failure loses at most `copies_s`.
+
     >>> a = Assumptions.of("32x32")
     >>> round(a.failures_per_h * 24, 2), "failures per day"
     (0.49, 'failures per day')
@@ -96,6 +118,15 @@ class Assumptions:
     payload_bytes: float = _BERT.parameters * BYTES_PER_GRADIENT
     hardware: Hardware = dataclasses.field(default_factory=lambda: find_hardware(DEFAULT_HARDWARE))
     grow: Grow = "worth"
+    cube: tuple[int, ...] = ()
+    spare_cubes: int = 2
+    ocs_s: float = 10.0
+    slice_shape: tuple[int, ...] = ()
+    elastic_s: float = 30.0
+    replace_h: float | None = None
+    copies_s: float = math.inf
+    rates_from: str = ""
+    """Where the failure and repair rates come from, if not from `SOURCES`."""
 
     @classmethod
     def of(
@@ -135,17 +166,41 @@ class Assumptions:
                 raise MeshError(
                     f"A host of {name_shape(self.host)} chips is not made of {name}s of {name_shape(shape)}."
                 )
+        self._fit_larger_parts()
         for field in ("checkpoint_min", "compute_s"):
             if not 0 < getattr(self, field) < math.inf:
                 raise ParameterError(f"{field} is {getattr(self, field)}, expected a positive number.")
         for field in (
             *("quick_repair_h", "save_s", "detect_s", "restart_s", "swap_s", "replan_s", "spares", "price"),
-            *("crew_price", "payload_bytes"),
+            *("crew_price", "payload_bytes", "spare_cubes", "ocs_s", "elastic_s"),
         ):
             if not 0 <= getattr(self, field) < math.inf:
                 raise ParameterError(f"{field} is {getattr(self, field)}, expected 0 or more.")
         if self.grow not in GROWS:
             raise ParameterError(f"grow is {self.grow!r}, expected one of: {', '.join(GROWS)}.")
+
+        if not self.copies_s >= 0:
+            raise ParameterError(f"copies_s is {self.copies_s}, expected 0 or more.")
+        if self.replace_h is not None and not 0 <= self.replace_h < math.inf:
+            raise ParameterError(f"replace_h is {self.replace_h}, expected 0 or more.")
+
+    def _fit_larger_parts(self) -> None:
+        """Check cubes and slices, and choose those that are not given."""
+        sides = CUBES.get(self.mesh.n_axes, (CUBE_SIDE,) * self.mesh.n_axes)
+        halves = tuple(n // 2 if axis < 2 else n for axis, n in enumerate(self.mesh.shape))
+        for field, given, wanted in (("cube", self.cube, sides), ("slice_shape", self.slice_shape, halves)):
+            name = field.removesuffix("_shape")
+            if not given:
+                object.__setattr__(self, field, _fitting(self.mesh.shape, self.host, wanted))
+                continue
+            if len(given) != self.mesh.n_axes or any(n % g for n, g in zip(self.mesh.shape, given, strict=True)):
+                raise MeshError(
+                    f"A {name} of {name_shape(given)} chips does not tile a {name_shape(self.mesh.shape)} mesh."
+                )
+            if any(g % h for g, h in zip(given, self.host, strict=True)):
+                raise MeshError(
+                    f"A {name} of {name_shape(given)} chips is not made of hosts of {name_shape(self.host)}."
+                )
 
     @property
     def failures_per_h(self) -> float:
@@ -156,7 +211,31 @@ class Assumptions:
         """Return how many parts of a level the machine has."""
         return self.mesh.size // math.prod(level.shape)
 
+    def with_rates(self, rates: Sequence[Rates], source: str) -> Assumptions:
+        """Return these assumptions with the rates of a log. Parts that it has no rates for never fail by themselves."""
+        known = {one.kind: one for one in rates}
+        levels = []
+        for level in self.levels:
+            mtbf_h, repair_h = math.inf, level.repair_h
+            if level.name in known:
+                mtbf_h = known[level.name].failures.mean_h
+                repair_h = known[level.name].repairs.mean_h if known[level.name].repairs.count else repair_h
+            levels.append(dataclasses.replace(level, mtbf_h=mtbf_h, repair_h=repair_h))
+        return dataclasses.replace(self, levels=tuple(levels), rates_from=source)
+
     def scaled(self, factor: float) -> Assumptions:
         """Return these assumptions with every mean time between failures scaled."""
         levels = tuple(dataclasses.replace(level, mtbf_h=level.mtbf_h * factor) for level in self.levels)
         return dataclasses.replace(self, levels=levels)
+
+
+def _fitting(shape: tuple[int, ...], host: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the largest part of whole hosts that tiles the mesh and is on no axis longer than wanted, or a host.
+
+    >>> _fitting((32, 12), (4, 2), (8, 8))
+    (8, 6)
+    """
+    return tuple(
+        max(part for part in range(h, max(h, most) + 1, h) if n % part == 0)
+        for n, h, most in zip(shape, host, wanted, strict=True)
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshmend.availability.answers import Answer, Footing
@@ -28,7 +28,8 @@ class TimeSpent:
     `useful_h` was trained and kept, `lost_h` was trained and thrown away, `short_h` is what the missing chips and the
     slower steps cost while training, `saving_h` was spent on checkpoints, `restarting_h` on detecting a failure and
     restarting, `waiting_h` with nothing to run on. `interruptions` counts failures that stopped the job,
-    `regrowths` the restarts to take repaired chips back.
+    `regrowths` the restarts to take repaired chips back. `kept_h` has the training that was kept once more, as time on
+    the clock, by the number of chips that it ran on.
     """
 
     useful_h: float = 0.0
@@ -39,16 +40,20 @@ class TimeSpent:
     waiting_h: float = 0.0
     interruptions: int = 0
     regrowths: int = 0
+    kept_h: dict[int, float] = field(default_factory=dict)
 
 
-def live_through(answer: Answer, strikes: Sequence[Strike], hours: float) -> TimeSpent:
-    """Simulate one run: `hours` of a machine with these strikes, under one answer."""
+def live_through(answer: Answer, strikes: Sequence[Strike], hours: float, *, first_start_h: float = 0.0) -> TimeSpent:
+    """Simulate one run: `hours` of a machine with these strikes, under one answer.
+
+    The job takes `first_start_h` to its first step. What is struck at 0 is down before it starts.
+    """
     answer.reset()
-    return _Life(answer, strikes, hours).play()
+    return _Life(answer, strikes, hours, first_start_h).play()
 
 
 class _Life:
-    def __init__(self, answer: Answer, strikes: Sequence[Strike], hours: float) -> None:
+    def __init__(self, answer: Answer, strikes: Sequence[Strike], hours: float, first_start_h: float) -> None:
         library = require_simpy()
         self._env: simpy.Environment = library.Environment()
         self._interrupt: type[simpy.Interrupt] = library.Interrupt
@@ -65,7 +70,10 @@ class _Life:
         self._interval_h = assumptions.checkpoint_min / 60
         self._save_h = assumptions.save_s / 3600
         self._detect_h = assumptions.detect_s / 3600
-        self._job = self._env.process(self._train_forever())
+        for strike in strikes:
+            if strike.at_h <= 0 and answer.strike(strike) is not None:
+                self._env.process(self._repair(strike))
+        self._job = self._env.process(self._train_forever(first_start_h))
 
     def play(self) -> TimeSpent:
         self._env.process(self._fail())
@@ -79,6 +87,8 @@ class _Life:
 
     def _fail(self) -> Process:
         for strike in self._strikes:
+            if strike.at_h <= 0:
+                continue
             yield self._env.timeout(strike.at_h - self._env.now)
             chips = self._answer.strike(strike)
             if chips is None:
@@ -97,8 +107,7 @@ class _Life:
         if self._doing == "training" and self._footing is not None:
             self._job.interrupt(_REPAIR)
 
-    def _train_forever(self) -> Process:
-        start_h = 0.0
+    def _train_forever(self, start_h: float) -> Process:
         while True:
             footing = self._answer.footing()
             if footing.rate <= 0:
@@ -168,7 +177,7 @@ class _Life:
         self._doing, self._since = what, self._env.now
 
     def _book(self, footing: Footing, *, kept: bool, saved_last_h: float = 0.0) -> None:
-        """Count the training that ends now. If it is not kept, the work since the last checkpoint is lost.
+        """Count the training that ends now. If it is not kept, what the answer says is lost since the last checkpoint.
 
         The last `saved_last_h` went into an extra checkpoint.
         """
@@ -179,8 +188,11 @@ class _Life:
         checkpoints = math.floor(regular / cycle)
         safe = checkpoints * self._interval_h
         trained = max(0.0, min(regular - 1e-9 - checkpoints * cycle, self._interval_h))
-        self._spent.useful_h += (safe + (trained if kept else 0.0)) * footing.rate
-        self._spent.lost_h += (0.0 if kept else trained) * footing.rate
+        lost = 0.0 if kept else self._answer.lost_h(trained)
+        chips = int(footing.chips.sum())
+        self._spent.kept_h[chips] = self._spent.kept_h.get(chips, 0.0) + safe + trained - lost
+        self._spent.useful_h += (safe + trained - lost) * footing.rate
+        self._spent.lost_h += lost * footing.rate
         self._spent.short_h += (safe + trained) * (1 - footing.rate)
         self._spent.saving_h += took - safe - trained
         self._doing, self._since = "restarting", self._env.now

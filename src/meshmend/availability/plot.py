@@ -27,6 +27,8 @@ _ANSWER_LOOKS = {
     "quick repair": ("#0072B2", "o"),
     "sub-mesh": ("#E69F00", "s"),
     "hot spares": ("#CC79A7", "^"),
+    "optical cubes": ("#882255", "v"),
+    "elastic slices": ("#6B5B3E", "P"),
     "fault-tolerant": ("#009E73", "D"),
 }
 _LOSS_LOOKS = {

@@ -1,6 +1,6 @@
 """Report: a study as one HTML page for the person who signs, which needs no other file and no network.
 
-It says what the four answers are worth in goodput and money, what one failure costs, and every assumption with its
+It says what the answers are worth in goodput and money, what one failure costs, and every assumption with its
 source. Nothing in it runs; names from outside are escaped.
 """
 
@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
 
-from meshmend.availability.answers import HotSpares, QuickRepair
 from meshmend.availability.assumptions import SOURCES, Assumptions
 from meshmend.availability.simulate import LOSSES, Estimate, Outcome, Study
 from meshmend.cost.units import name_bytes, name_rate, name_seconds
@@ -24,6 +23,8 @@ DOES = {
     "quick repair": "wait until everything is repaired, by a crew on site",
     "sub-mesh": "train on the largest healthy rectangle of whole hosts",
     "hot spares": "swap in a spare host; with none left, wait",
+    "optical cubes": "switch a spare cube in; with none left, wait",
+    "elastic slices": "train on the other slices, until the lost one is replaced",
     "fault-tolerant": "train on all remaining chips, round the hole",
 }
 """What a job does under each answer."""
@@ -98,6 +99,7 @@ def _machine(study: Study) -> str:
         ("chips", f"{html.escape(str(assumptions.mesh))}: {assumptions.mesh.size:,}"),
         ("parts that fail", ", ".join(f"{assumptions.parts(one):,} {one.name}s" for one in assumptions.levels)),
         ("a failure", f"every {1 / rate:,.1f} h: {rate * HOURS:,.0f} per year" if rate else "never"),
+        *([("failure rates", html.escape(assumptions.rates_from))] if assumptions.rates_from else []),
         ("network", f"{html.escape(hardware.name)}, {name_rate(hardware.link_bytes_per_s)} per link and direction"),
         (
             "a training step",
@@ -138,13 +140,8 @@ def _answers(study: Study) -> str:
 
 def _worth(study: Study, outcome: Outcome) -> float:
     """Return the value of a year's work less what is paid for it."""
-    assumptions = study.assumptions
-    paid = assumptions.price * assumptions.mesh.size
-    if outcome.name == HotSpares.name:
-        paid += assumptions.price * assumptions.spares * math.prod(assumptions.host)
-    if outcome.name == QuickRepair.name:
-        paid += assumptions.crew_price
-    return (outcome.goodput.mean * assumptions.mesh.size * assumptions.price - paid) * HOURS
+    earned = outcome.goodput.mean * study.assumptions.mesh.size * study.assumptions.price
+    return (earned - outcome.price_h) * HOURS
 
 
 def _failure(study: Study) -> str:
@@ -204,22 +201,37 @@ def _assumptions(assumptions: Assumptions) -> str:
                 *_source("repair_h", f"repair-{level.name}"),
             )
         )
-    for field, what, value in (
-        ("quick_repair_h", "quick repair: mean time to repair anything", f"{assumptions.quick_repair_h:g} h"),
-        ("checkpoint_min", "training between checkpoints", f"{assumptions.checkpoint_min:g} min"),
-        ("save_s", "training pauses for a checkpoint", f"{assumptions.save_s:g} s"),
-        ("detect_s", "from a failure to a decision", f"{assumptions.detect_s:g} s"),
-        ("restart_s", "from a decision to the first step", f"{assumptions.restart_s:g} s"),
-        ("swap_s", "hot spares: to wire a spare in", f"{assumptions.swap_s:g} s"),
-        ("replan_s", "fault-tolerant: to plan round the hole", f"{assumptions.replan_s:g} s"),
-        ("spares", "hot spares: hosts kept ready", f"{assumptions.spares}"),
-        ("price", "price of a chip-hour", _money(assumptions.price)),
-        ("crew_price", "quick repair: price of the crew per hour", _money(assumptions.crew_price)),
-        ("compute_s", "a step without its all-reduce", name_seconds(assumptions.compute_s)),
-        ("payload_bytes", "gradients per step", name_bytes(assumptions.payload_bytes)),
+    for field, option, what, value in (
+        ("quick_repair_h", "", "quick repair: mean time to repair anything", f"{assumptions.quick_repair_h:g} h"),
+        ("checkpoint_min", "", "training between checkpoints", f"{assumptions.checkpoint_min:g} min"),
+        ("save_s", "", "training pauses for a checkpoint", f"{assumptions.save_s:g} s"),
+        ("copies_s", "", "training that a failure loses at most, with copies in memory", _limit(assumptions.copies_s)),
+        ("detect_s", "", "from a failure to a decision", f"{assumptions.detect_s:g} s"),
+        ("restart_s", "", "from a decision to the first step", f"{assumptions.restart_s:g} s"),
+        ("swap_s", "", "hot spares: to wire a spare in", f"{assumptions.swap_s:g} s"),
+        ("spares", "", "hot spares: hosts kept ready", f"{assumptions.spares}"),
+        ("cube", "", "optical cubes: chips that are replaced together", html.escape(name_shape(assumptions.cube))),
+        ("spare_cubes", "", "optical cubes: cubes kept ready", f"{assumptions.spare_cubes}"),
+        ("ocs_s", "", "optical cubes: to reconfigure the switches", f"{assumptions.ocs_s:g} s"),
+        ("slice_shape", "slice", "elastic slices: chips of a slice", html.escape(name_shape(assumptions.slice_shape))),
+        ("elastic_s", "", "elastic slices: to go on without a slice, or with it", f"{assumptions.elastic_s:g} s"),
+        ("replace_h", "replace-slice", "elastic slices: mean time to replace one", _hours(assumptions.replace_h)),
+        ("replan_s", "", "fault-tolerant: to plan round the hole", f"{assumptions.replan_s:g} s"),
+        ("price", "", "price of a chip-hour", _money(assumptions.price)),
+        ("crew_price", "", "quick repair: price of the crew per hour", _money(assumptions.crew_price)),
+        ("compute_s", "", "a step without its all-reduce", name_seconds(assumptions.compute_s)),
+        ("payload_bytes", "", "gradients per step", name_bytes(assumptions.payload_bytes)),
     ):
-        rows.append((what, (value, "n"), *_source(field)))
+        rows.append((what, (value, "n"), *_source(field, option)))
     return _table(("what", ("value", "n"), "option", "source of the default"), rows)
+
+
+def _limit(seconds: float) -> str:
+    return f"{seconds:g} s" if math.isfinite(seconds) else "no copies"
+
+
+def _hours(hours: float | None) -> str:
+    return "as a repair" if hours is None else f"{hours:g} h"
 
 
 def _source(field: str, option: str = "") -> tuple[str, str]:

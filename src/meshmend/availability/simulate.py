@@ -1,7 +1,7 @@
-"""Simulate: the four answers side by side, over independent runs.
+"""Simulate: the answers side by side, over independent runs.
 
 Every run draws one history and simulates it under each answer, so the differences between answers are paired: all
-four have the same luck. Intervals are Student's t, over the runs.
+have the same luck. Intervals are Student's t, over the runs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshmend.availability.answers import Answer, FaultTolerant, make_answers
+from meshmend.availability.answers import ANSWERS, Answer, FaultTolerant, make_answers
 from meshmend.availability.assumptions import Assumptions
 from meshmend.availability.history import draw
 from meshmend.availability.job import TimeSpent, live_through, require_simpy
@@ -50,11 +50,12 @@ class Outcome:
     """The results of one answer. Fractions are of the hours of a machine that never fails and never saves.
 
     `goodput` is the work that was kept; it and `losses` (by cause) add up to 1. `utilisation` is the same work relative
-    to all chips that are owned, spares included. `cost` is money per useful chip-hour. `gain` is the goodput above
-    that of the first answer, run by run.
+    to all chips that are owned, spares included. `cost` is money per useful chip-hour, `price_h` money per hour. `gain`
+    is the goodput above that of the first answer, run by run.
     """
 
     name: str
+    price_h: float
     goodput: Estimate
     utilisation: Estimate
     cost: Estimate
@@ -110,34 +111,36 @@ def simulate(
     seed: int = 0,
     checks: int = 2,
     throughput: Throughput | None = None,
+    answers: Sequence[type[Answer]] = ANSWERS,
     on_run: Callable[[int], None] | None = None,
 ) -> Study:
-    """Simulate `runs` runs of `days` days under the four answers. `checks` states are planned in full for comparison.
+    """Simulate `runs` runs of `days` days under every answer. `checks` states are planned in full for comparison.
 
-    `throughput` may be passed to share the results for a machine's states among several studies.
+    `throughput` may be passed to share the results for a machine's states among several studies, and `answers` to
+    simulate only some.
 
     >>> study = simulate(Assumptions.of("8x8", payload_bytes=1e6), days=30, runs=2, checks=0)
     >>> [outcome.name for outcome in study.outcomes]
-    ['quick repair', 'sub-mesh', 'hot spares', 'fault-tolerant']
+    ['quick repair', 'sub-mesh', 'hot spares', 'optical cubes', 'elastic slices', 'fault-tolerant']
     """
     if not 0 < days < math.inf or runs < 1:
         raise ParameterError(f"A study needs at least one run of some days: got {runs} runs of {days} days.")
     require_simpy()
     hours = days * 24
     known = throughput or Throughput(assumptions)
-    answers = make_answers(assumptions, known)
-    spent: list[list[TimeSpent]] = [[] for _ in answers]
+    policies = make_answers(assumptions, known, answers)
+    spent: list[list[TimeSpent]] = [[] for _ in policies]
     for run in range(runs):
         strikes = draw(assumptions, hours, seed, run)
-        for answer, played in zip(answers, spent, strict=True):
+        for answer, played in zip(policies, spent, strict=True):
             played.append(live_through(answer, strikes, hours))
         if on_run is not None:
             on_run(run)
     first = [run.useful_h / hours for run in spent[0]]
-    outcomes = tuple(_outcome(answer, played, hours, first) for answer, played in zip(answers, spent, strict=True))
+    outcomes = tuple(_outcome(answer, played, hours, first) for answer, played in zip(policies, spent, strict=True))
     checked = [
         Check(str(mesh), estimated, exact, step_error(assumptions, estimated, exact))
-        for answer in answers
+        for answer in policies
         if isinstance(answer, FaultTolerant)
         for mesh, estimated, exact in answer.check(checks)
     ]
@@ -157,6 +160,7 @@ def _outcome(answer: Answer, played: list[TimeSpent], hours: float, first: list[
     }
     return Outcome(
         answer.name,
+        answer.price_h,
         goodput=Estimate.over(goodput),
         utilisation=Estimate.over([g * size / answer.owned_chips for g in goodput]),
         cost=Estimate.over([answer.price_h / (g * size) if g else math.inf for g in goodput]),

@@ -175,9 +175,9 @@ def largest_part(live: NDArray[np.bool_], machine: Mesh) -> NDArray[np.bool_]:
     return np.asarray(parts == int(sizes.argmax()))
 
 
-def whole_hosts(live: NDArray[np.bool_], host: Sequence[int]) -> NDArray[np.bool_]:
-    """Return a grid of hosts, True where every chip of the host is live."""
-    split = [n for side, length in zip(live.shape, host, strict=True) for n in (side // length, length)]
+def whole_parts(live: NDArray[np.bool_], part: Sequence[int]) -> NDArray[np.bool_]:
+    """Return a grid of parts, such as hosts, True where every chip of the part is live."""
+    split = [n for side, length in zip(live.shape, part, strict=True) for n in (side // length, length)]
     inner = tuple(range(1, 2 * live.ndim, 2))
     return np.asarray(live.reshape(split).all(axis=inner))
 

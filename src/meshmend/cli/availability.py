@@ -1,4 +1,4 @@
-"""`meshmend availability`: what each of the four answers to a failure is worth over months."""
+"""`meshmend availability`: what each answer to a failure is worth over months."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from meshmend.availability.assumptions import SOURCES
 from meshmend.availability.plot import plot
 from meshmend.availability.simulate import LOSSES
 from meshmend.cli.common import exit_on_error, print_json
+from meshmend.cli.logs import log_facts, show_log
 from meshmend.cli.options import JsonOption, MachineOptions, OptionalShapeArgument
 from meshmend.cli.outputs import check_plot
 from meshmend.cli.pricing import hardware_facts
+from meshmend.cli.replay import replay_facts, replay_folder, show_replay
 from meshmend.cli.studies import StudyOptions
 from meshmend.cli.terminal import plain, print_line, print_table, terminal
 from meshmend.cost.units import name_bytes, name_seconds
+from meshmend.errors import ParameterError
 from meshmend.topology import Mesh, name_shape
 
 
@@ -31,24 +34,43 @@ def command(
     plot_to: Annotated[
         Path | None, typer.Option("--plot", metavar="F", help="Plot it, with a sweep of failure rates: .png, .svg.")
     ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option("--replay", metavar="DIR", help="In place of SHAPE, the folder of a job that ran: replay it."),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Simulate months of operation under the four answers to a failure, and report what each is worth.
+    """Simulate months of operation under each answer to a failure, and report what each is worth.
 
-    Quick repair, sub-mesh, hot spares, fault-tolerant.
+    Quick repair, sub-mesh, hot spares, optical cubes, elastic slices, fault-tolerant.
 
     Example: meshmend availability 32x32 --plot worth.svg
+
+    With --replay, the failures of a job that ran under `meshmend run`: what happened beside what the simulator
+    predicts for them, and what other answers would have given.
     """
     with exit_on_error(json):
+        if replay is not None:
+            if plot_to is not None:
+                raise ParameterError("--plot draws a study, not a replay: leave out one of them.")
+            found = replay_folder(replay, shape, machine, options)
+            if json:
+                print_json(replay_facts(replay, found))
+            else:
+                show_replay(replay, found)
+            return
         options.check()
         check_plot("--plot", plot_to)
         assumptions = options.assumptions(machine, shape)
         study, swept = options.simulate(assumptions, swept=plot_to is not None, as_json=json)
         if plot_to is not None:
             plot(study, swept, plot_to)
+        logged = options.read_log(assumptions)
         if json:
-            print_json(study_facts(study))
+            print_json(study_facts(study) | ({} if logged is None else {"log": log_facts(*logged)}))
         else:
+            if logged is not None:
+                show_log(*logged)
             _show(study)
             if plot_to is not None:
                 print_line(f"Drawn to {plain(plot_to)}.")
@@ -57,8 +79,11 @@ def command(
 def study_facts(study: Study) -> dict[str, Any]:
     """Return the JSON description of a study."""
     assumptions = study.assumptions
+    shapes = ("host", "cube", "slice_shape")
     numbers = {
-        name: value for name, value in asdict(assumptions).items() if name not in ("mesh", "host", "levels", "hardware")
+        name: _finite(value) if isinstance(value, float) else value
+        for name, value in asdict(assumptions).items()
+        if name not in ("mesh", "levels", "hardware", *shapes)
     }
     return {
         "mesh": name_shape(assumptions.mesh.shape),
@@ -68,7 +93,7 @@ def study_facts(study: Study) -> dict[str, Any]:
         "runs": study.runs,
         "seed": study.seed,
         "assumptions": {
-            "host": name_shape(assumptions.host),
+            **{name: name_shape(getattr(assumptions, name)) for name in shapes},
             "levels": [
                 {
                     "name": one.name,
@@ -153,8 +178,9 @@ def _show(study: Study) -> None:
         f"A step on the whole machine: {name_seconds(step)}, of which the all-reduce of "
         f"{name_bytes(assumptions.payload_bytes)} takes {name_seconds(study.all_reduce_s)} on "
         f"{assumptions.hardware.name}.",
-        f"{assumptions.spares} spare hosts cost ${assumptions.price:g} per chip-hour like all others. Every assumption "
-        "is an option (--help), with its source in --json.",
+        f"{assumptions.spares} spare hosts, or {assumptions.spare_cubes} spare cubes of "
+        f"{name_shape(assumptions.cube)}, cost ${assumptions.price:g} per chip-hour like all others; slices are "
+        f"{name_shape(assumptions.slice_shape)}. Every assumption is an option (--help), with its source in --json.",
     ]
     if study.checks:
         worst = max(abs(check.error) for check in study.checks)

@@ -28,7 +28,7 @@ def command(
     name: Annotated[str, typer.Option("--name", metavar="NAME", help="What the machine is called on the page.")] = "",
     json: JsonOption = False,
 ) -> None:
-    """Write one HTML page on what failures of a machine cost, and what each of the four answers is worth.
+    """Write one HTML page on what failures of a machine cost, and what each answer to them is worth.
 
     The study of `meshmend availability`, with the same options: the machine, the answers, the price of a failure, a
     sweep of failure rates, and every assumption with its source. The page needs no other file and no network, and

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,6 +12,7 @@ import typer
 from meshmend.availability import Assumptions, Study, simulate
 from meshmend.availability.assumptions import GROWS
 from meshmend.availability.job import require_simpy
+from meshmend.availability.log import FailureLog, Rates, read_log
 from meshmend.availability.plot import sweep
 from meshmend.availability.throughput import Throughput
 from meshmend.cli.options import HardwareOption, HoleOptions, MachineOptions, WrapOption
@@ -21,6 +24,10 @@ from meshmend.topology import Mesh, parse_shape
 
 MAX_DAYS = 36_500
 """A century: longer than any machine runs, and short enough to simulate."""
+
+
+RATES = ("mtbf_chip", "mtbf_board", "mtbf_host", "repair_chip", "repair_board", "repair_host")
+"""Options that a log replaces; of parts that it has no repairs of, the time to repair stays."""
 
 
 def _hours(what: str, name: str) -> Any:
@@ -50,11 +57,22 @@ class StudyOptions:
     repair_chip: Annotated[float, _hours("Mean time to repair a chip.", "repair-chip")] = 24.0
     repair_board: Annotated[float, _hours("Mean time to repair a board.", "repair-board")] = 24.0
     repair_host: Annotated[float, _hours("Mean time to repair a host.", "repair-host")] = 24.0
+    log: Annotated[
+        Path | None,
+        typer.Option("--log", metavar="CSV", help="Take failure and repair rates from your own log: see the docs."),
+    ] = None
+    log_chips: Annotated[
+        int | None,
+        typer.Option("--log-chips", metavar="N", min=1, help="Chips the log is about; default: those of the machine."),
+    ] = None
     quick_repair: Annotated[float, _hours("quick repair: mean time to repair anything.", "quick-repair")] = 4.0
     checkpoint_minutes: Annotated[
         float, typer.Option("--checkpoint-minutes", metavar="MINUTES", help="Training time between checkpoints.")
     ] = 60.0
     save_seconds: Annotated[float, _seconds("How long training pauses for a checkpoint.", "save-seconds")] = 30.0
+    copies_seconds: Annotated[
+        float, _seconds("With copies in memory, training that a failure loses at most.", "copies-seconds")
+    ] = math.inf
     detect_seconds: Annotated[float, _seconds("Time from a failure to a decision.", "detect-seconds")] = 60.0
     restart_seconds: Annotated[float, _seconds("Time from a decision to the first step.", "restart-seconds")] = 300.0
     swap_seconds: Annotated[float, _seconds("hot spares: time to wire a spare in.", "swap-seconds")] = 60.0
@@ -66,6 +84,24 @@ class StudyOptions:
         ),
     ] = "worth"
     spares: Annotated[int, typer.Option("--spares", metavar="N", min=0, help="hot spares: hosts kept ready.")] = 2
+    cube: Annotated[
+        str | None,
+        typer.Option("--cube", metavar="DxHxW", help="optical cubes: chips replaced together; default: about 64."),
+    ] = None
+    spare_cubes: Annotated[
+        int, typer.Option("--spare-cubes", metavar="N", min=0, help="optical cubes: cubes kept ready.")
+    ] = 2
+    ocs_seconds: Annotated[float, _seconds("optical cubes: time to reconfigure the switches.", "ocs-seconds")] = 10.0
+    slice_shape: Annotated[
+        str | None,
+        typer.Option("--slice", metavar="HxW", help="elastic slices: chips of a slice; default: half of two axes."),
+    ] = None
+    elastic_seconds: Annotated[
+        float, _seconds("elastic slices: time to go on without a slice, or with it.", "elastic-seconds")
+    ] = 30.0
+    replace_slice: Annotated[
+        float | None, _hours("elastic slices: mean time to replace one; default: as a repair.", "replace-slice")
+    ] = None
     price: Annotated[float, typer.Option("--price", min=0.0, metavar="$", help="Price per chip-hour.")] = 2.0
     crew_price: Annotated[
         float, typer.Option("--crew-price", min=0.0, metavar="$", help="quick repair: price of the crew per hour.")
@@ -91,6 +127,33 @@ class StudyOptions:
 
     def assumptions(self, machine: MachineOptions, shape: str | None) -> Assumptions:
         """Return what the options assume, of the machine with nothing failed."""
+        found = self._without_log(machine, shape)
+        logged = self.read_log(found)
+        if logged is None:
+            return found
+        log, rates = logged
+        return found.with_rates(rates, f"{log.path.name}: {log.n_failures:,} failures in {log.hours / 24:,.1f} days")
+
+    def read_log(self, assumptions: Assumptions) -> tuple[FailureLog, tuple[Rates, ...]] | None:
+        """Return the log, and the rates of the parts that it has a column for; None without a log."""
+        if self.log is None:
+            if self.log_chips is not None:
+                raise ParameterError("--log-chips goes with --log: give the log, or leave it out.")
+            return None
+        for name in RATES:
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise ParameterError(f"--{name.replace('_', '-')} and --log both give a rate: leave out one of them.")
+        chips = assumptions.mesh.size if self.log_chips is None else self.log_chips
+        log = read_log(self.log)
+        sizes = {level.name: math.prod(level.shape) for level in assumptions.levels}
+        for kind in log.outages:
+            if kind not in sizes:
+                raise ParameterError(f"{self.log} has a column {kind!r}, but the machine has no {kind}s: see --{kind}.")
+            if chips % sizes[kind]:
+                raise ParameterError(f"--log-chips {chips}: {sizes[kind]} chips per {kind} do not divide them.")
+        return log, log.rates({kind: chips // sizes[kind] for kind in log.outages})
+
+    def _without_log(self, machine: MachineOptions, shape: str | None) -> Assumptions:
         mesh = machine.mesh(shape, HoleOptions(wrap=self.wrap))
         others: dict[str, Any] = {} if self.payload is None else {"payload_bytes": parse_bytes(self.payload)}
         if self.compute_seconds is not None:
@@ -117,6 +180,13 @@ class StudyOptions:
             price=self.price,
             crew_price=self.crew_price,
             grow=self.grow,
+            cube=() if self.cube is None else parse_shape(self.cube),
+            spare_cubes=self.spare_cubes,
+            ocs_s=self.ocs_seconds,
+            slice_shape=() if self.slice_shape is None else parse_shape(self.slice_shape),
+            elastic_s=self.elastic_seconds,
+            replace_h=self.replace_slice,
+            copies_s=self.copies_seconds,
             **others,
         )
 

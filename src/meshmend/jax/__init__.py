@@ -11,9 +11,11 @@ require("jax", "optax", needed_for="meshmend.jax", extra="jax")
 
 from meshmend.jax.batching import KeepGlobal, KeepPerChip, Position
 from meshmend.jax.collectives import Shards, all_gather, all_reduce, reduce_scatter, shard_of
+from meshmend.jax.cut_params import init_sharded, reshard_params, shard_params, unshard_params
 from meshmend.jax.differentiate import value_and_grad
 from meshmend.jax.fabric import Fabric, discover
 from meshmend.jax.feed import Batch, Feed
+from meshmend.jax.layer_scan import scan_layers
 from meshmend.jax.layerwise import add_decayed_weights, clip_by_global_norm, lamb, lars, scale_by_trust_ratio
 from meshmend.jax.ledger import Ledger
 from meshmend.jax.managed import Job, JobStep
@@ -26,6 +28,8 @@ from meshmend.jax.program import (
     install_pair,
     install_turn,
 )
+from meshmend.jax.sharded_params import ShardedParams, gather_params, sharded_specs
+from meshmend.jax.sharded_training import ShardedTrainStep, sharded_train_step
 from meshmend.jax.tiles import TiledFabric, tile
 from meshmend.jax.training import train_step
 from meshmend.jax.updates import TrainStep
@@ -43,6 +47,8 @@ __all__ = [
     "Program",
     "ProgramPair",
     "ProgramWithTurn",
+    "ShardedParams",
+    "ShardedTrainStep",
     "Shards",
     "TiledFabric",
     "TrainStep",
@@ -52,15 +58,23 @@ __all__ = [
     "all_reduce",
     "clip_by_global_norm",
     "discover",
+    "gather_params",
+    "init_sharded",
     "install",
     "install_pair",
     "install_turn",
     "lamb",
     "lars",
     "reduce_scatter",
+    "reshard_params",
     "scale_by_trust_ratio",
+    "scan_layers",
     "shard_of",
+    "shard_params",
+    "sharded_specs",
+    "sharded_train_step",
     "tile",
     "train_step",
+    "unshard_params",
     "value_and_grad",
 ]

@@ -29,14 +29,22 @@ Shards = tuple[Annotated[jax.Array, "[R, n]"], ...]
 """What a chip holds between reduce-scatter and all-gather: per dtype that travels, its own chunks, one per row."""
 
 
-def all_reduce(tree: Any, program: Program, *, mean: bool = False, accumulate_dtype: DTypeLike | None = None) -> Any:
+def all_reduce(
+    tree: Any,
+    program: Program,
+    *,
+    mean: bool = False,
+    accumulate_dtype: DTypeLike | None = None,
+    unroll: bool = False,
+) -> Any:
     """Sum a pytree of arrays over all live chips; every chip ends with the same bits.
 
     Call it inside `jax.shard_map` over `fabric.jax_mesh`, with the program as an argument split by `program.spec` and
     `check_vma=False`. `mean` divides by the number of devices. `accumulate_dtype` is the dtype in which sums are sent
     and accumulated, as in `accumulate_dtype=jnp.float32` for bfloat16 gradients; results have their own dtypes. Sums of
     integers wrap as `lax.psum`'s do; means of integers are computed in float32 and cannot wrap. Leaves are packed
-    together by the dtype that travels, so one loop serves all leaves of a dtype.
+    together by the dtype that travels, so one loop serves all leaves of a dtype. `unroll` writes the steps out one by
+    one, so that a TPU's scheduler can put other computing beside each permute: for plans of few steps.
 
     >>> import jax, jax.numpy as jnp, meshmend as mm, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
@@ -53,19 +61,25 @@ def all_reduce(tree: Any, program: Program, *, mean: bool = False, accumulate_dt
         leaves = [leaf.astype(mean_dtype(leaf.dtype)) for leaf in leaves]
     results: list[Any] = [leaf.astype(_sum_dtype(leaf.dtype)) for leaf in leaves]
     for group in groups_of(leaves, program.layout, accumulate_dtype):
-        chunks = run(sum_in_chip(group.pack(leaves), program.layout), program)
+        chunks = run(sum_in_chip(group.pack(leaves), program.layout), program, unroll=unroll)
         for i, total in group.unpack(join_in_chip(chunks, program.layout), leaves):
             results[i] = _divide(total, _divisor(program, mean)).astype(results[i].dtype)
     return jax.tree.unflatten(structure, results)
 
 
 def reduce_scatter(
-    tree: Any, program: Program, *, mean: bool = False, accumulate_dtype: DTypeLike | None = None
+    tree: Any,
+    program: Program,
+    *,
+    mean: bool = False,
+    accumulate_dtype: DTypeLike | None = None,
+    unroll: bool = False,
 ) -> Shards:
     """Sum a pytree over all chips and leave each chip with its own chunks of the sum.
 
     Returns one array per dtype that is sent, of shape (chunks, elements of a chunk). Every chip has as many rows as
-    the chip that owns most; the rows that it does not need are zero. `shard_of` cuts any pytree the same way.
+    the chip that owns most; the rows that it does not need are zero. `shard_of` cuts any pytree the same way. `unroll`
+    is as in `all_reduce`.
     """
     _expect(program, Collective.REDUCE_SCATTER, "install_pair(schedule, fabric).scatter")
     leaves = jax.tree.leaves(jax.tree.map(jnp.asarray, tree))
@@ -78,7 +92,7 @@ def reduce_scatter(
         )
     shards = []
     for group in groups_of(leaves, program.layout, accumulate_dtype):
-        chunks = run(sum_in_chip(group.pack(leaves), program.layout), program)
+        chunks = run(sum_in_chip(group.pack(leaves), program.layout), program, unroll=unroll)
         shards.append(_divide(_take_owned(chunks, program), _divisor(program, mean)))
     return tuple(shards)
 
@@ -101,11 +115,19 @@ def shard_of(tree: Any, program: Program, *, accumulate_dtype: DTypeLike | None 
     return tuple(shards)
 
 
-def all_gather(shards: Shards, program: Program, *, like: Any, accumulate_dtype: DTypeLike | None = None) -> Any:
+def all_gather(
+    shards: Shards,
+    program: Program,
+    *,
+    like: Any,
+    accumulate_dtype: DTypeLike | None = None,
+    unroll: bool = False,
+) -> Any:
     """Send every chip's shards to all chips and return them as a pytree with the shapes and dtypes of `like`.
 
     `accumulate_dtype` must be what the shards were cut with. They travel in the widest dtype of the leaves of `like`,
-    not in `accumulate_dtype`: float32 master weights of a bfloat16 model are gathered as bfloat16.
+    not in `accumulate_dtype`: float32 master weights of a bfloat16 model are gathered as bfloat16. `unroll` is as in
+    `all_reduce`.
     """
     _expect(program, Collective.ALL_GATHER, "install_pair(schedule, fabric).gather")
     leaves, structure = jax.tree.flatten(like)
@@ -127,7 +149,7 @@ def all_gather(shards: Shards, program: Program, *, like: Any, accumulate_dtype:
         rows = own.reshape(-1, *group.chunk_shape)
         empty = jnp.zeros((layout.shape.total_chunks, *group.chunk_shape), own.dtype)
         chunks = empty.at[program.owned[0]].set(rows, mode="drop")
-        for i, values in group.unpack(join_in_chip(run(chunks, program), layout), leaves):
+        for i, values in group.unpack(join_in_chip(run(chunks, program, unroll=unroll), layout), leaves):
             results[i] = values.astype(leaves[i].dtype)
     return jax.tree.unflatten(structure, results)
 

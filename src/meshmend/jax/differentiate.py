@@ -238,6 +238,11 @@ def sums_by_tile(
     return SumsByTile(params, specs, sums, kept)
 
 
+def rows_by_tile(batch: Any, fabric: TiledFabric) -> Any:
+    """Return a batch with one row per tile, each on its tile."""
+    return _on_tiles(_split(batch, fabric.mesh.n_chips), fabric)
+
+
 def weight_of(weight: Any, fabric: TiledFabric, microbatches: int) -> jax.Array:
     """Return what sums over tiles are divided by: their weight, or the number of means that were added up."""
     return jnp.asarray(fabric.mesh.n_chips * microbatches, jnp.float32) if weight is None else weight

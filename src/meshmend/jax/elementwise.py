@@ -30,28 +30,16 @@ NEEDS_NORMS = (
 )
 
 
-IN_TILES = (
-    "This optimizer needs norms of layers or of all gradients, but in an update that is sharded over tiles a chip has "
-    "shards of both. Pass a Program from install() instead of one for a sharded update: then mmj.lars, mmj.lamb, "
-    "mmj.clip_by_global_norm and optax's own work on whole layers."
-)
-
-
 def check_elementwise(
-    optimizer: optax.GradientTransformation,
-    shards: Any,
-    whole: Any = None,
-    *,
-    with_turn: bool = False,
-    in_tiles: bool = False,
+    optimizer: optax.GradientTransformation, shards: Any, whole: Any = None, *, with_turn: bool = False
 ) -> None:
     """Raise a `ParameterError` that says why, if the optimizer's update of shards is not that of whole layers.
 
     `shards` and `whole` (the layers as they are, in the dtypes of the shards) are trees of shapes and dtypes. With a
-    turn, layers' norms are refused too: they are known only when all turns are over. In tiles, so are all norms.
+    turn, layers' norms are refused too: they are known only when all turns are over.
     """
     by_layer = (optax.MaskedState, optax.transforms.PartitionState)
-    state, update = _traceable(optimizer, shards, whole, with_turn, in_tiles)
+    state, update = _traceable(optimizer, shards, whole, with_turn)
     if any(isinstance(leaf, by_layer) for leaf in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, by_layer))):
         raise _by_layer()
     traced = jax.make_jaxpr(update)(shards, state, shards)
@@ -108,12 +96,12 @@ def update_weights(
 
 
 def _traceable(
-    optimizer: optax.GradientTransformation, shards: Any, whole: Any, with_turn: bool, in_tiles: bool
+    optimizer: optax.GradientTransformation, shards: Any, whole: Any, with_turn: bool
 ) -> tuple[Any, Callable[..., Any]]:
     """Return the state for shards, and an update that can be traced; raise if the optimizer needs layers instead."""
 
     def traced(gradients: Any, state: Any, weights: Any) -> Any:
-        layers = _NoLayers(weights, with_turn, in_tiles)
+        layers = _NoLayers(weights, with_turn)
         return updates_of(optimizer, gradients, state, weights, value=jnp.ones(()), layers=layers)
 
     def works(tree: Any) -> Any:
@@ -142,22 +130,17 @@ def _by_layer() -> ParameterError:
 class _NoLayers:
     """Stands in for `ShardedLayers` while an update is traced: all of its results are element-wise."""
 
-    def __init__(self, shards: Any, with_turn: bool, in_tiles: bool) -> None:
+    def __init__(self, shards: Any, with_turn: bool) -> None:
         self.shards = shards
         self.with_turn = with_turn
-        self.in_tiles = in_tiles
 
     def norms(self, *trees: Any) -> list[Any]:
-        if self.in_tiles:
-            raise ParameterError(IN_TILES)
         if self.with_turn:
             raise ParameterError(NEEDS_NORMS)
         return list(trees)
 
     def global_norm(self, tree: Any, *, limit: Any = None) -> Any:
         del tree
-        if self.in_tiles:
-            raise ParameterError(IN_TILES)
         if self.with_turn and limit is None:
             raise ParameterError(NEEDS_NORMS)
         return jnp.ones(())

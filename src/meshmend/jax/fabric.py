@@ -102,6 +102,15 @@ class Fabric:
         """
         return {"xla_max_concurrent_async_collective_permutes": "16"} if self.platform == "tpu" else {}
 
+    @property
+    def overlap_options(self) -> dict[str, str]:
+        """`compiler_options`, and those with which the TPU's scheduler puts computing beside unrolled permutes.
+
+        For steps in which communication is to hide behind computing, as in `scan_layers`.
+        """
+        hide = {"xla_tpu_use_aggressive_scheduling": "true"} if self.platform == "tpu" else {}
+        return {**self.compiler_options, **hide}
+
     def sharding(self, *axes: str | tuple[str, ...] | None) -> jax.sharding.NamedSharding:
         """Return the sharding that splits an array's axes by axes of this fabric; none means one copy per device."""
         return jax.sharding.NamedSharding(self.jax_mesh, jax.sharding.PartitionSpec(*axes))

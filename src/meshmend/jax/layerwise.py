@@ -4,12 +4,16 @@ A shard is a flat piece of all layers, so the norm of a layer is a sum over chip
 its own elements, layer by layer, and these few numbers (two per layer) are all-reduced. The transformations here take
 what they need from an extra argument `layers`, which `train_step` passes when the update is sharded. Without it they
 work on whole layers, as optax's own do.
+
+In an update that is sharded over tiles a chip has a part of its own shards of layers. `InsideTile` says how those lie
+in a tile: the squares are added up inside the tile first, a layer's copies counted once, and then over tiles.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
@@ -60,12 +64,38 @@ class WholeLayers:
         return jax.tree.map(lambda _, yes: yes, self.params, _mask_of(mask, self.params))
 
 
+@dataclass(frozen=True)
+class InsideTile:
+    """How layers lie inside a tile, of which a chip has its shards only: what norms and masks of whole layers need."""
+
+    whole: Any
+    """The parameters as they are outside of `jax.shard_map`, with the shapes that a mask may look at."""
+    axes: tuple[str, ...]
+    copies: tuple[int, ...]
+    """For each parameter, how many devices of a tile have the same elements of it."""
+
+    def shares(self, group: Group) -> NDArray[np.float32]:
+        """Return how much of each layer's squares a device counts, so that a tile counts each element once."""
+        return np.array([*(1 / self.copies[i] for i in group.members), 0], np.float32)
+
+    def total(self, tree: Any) -> Any:
+        """Add up what the devices of a tile have.
+
+        This comes before the sum over tiles: then chips in the same place of all tiles end with the same bits, whatever
+        the order in which a tile's devices are added up, and so do all devices of a tile.
+        """
+        return lax.psum(tree, self.axes) if self.axes else tree
+
+
 class ShardedLayers:
     """The layers of a tree of parameters that is cut into shards; for use inside `jax.shard_map`."""
 
-    def __init__(self, params: Any, program: ShardedProgram, accumulate_dtype: DTypeLike | None) -> None:
+    def __init__(
+        self, params: Any, program: ShardedProgram, accumulate_dtype: DTypeLike | None, tile: InsideTile | None = None
+    ) -> None:
         self.params = params
         self.program = program
+        self.tile = tile
         self.leaves = jax.tree.leaves(params)
         self.groups = groups_of(self.leaves, program.sharded_by.layout, accumulate_dtype)
         self.layer_of = [self._layer_of(group) for group in self.groups]
@@ -86,7 +116,7 @@ class ShardedLayers:
 
     def chosen(self, mask: Mask) -> Any:
         """Return bools as arrays like the shards."""
-        return chosen_elements(mask, self.params, self.groups, self.layer_of)
+        return chosen_elements(mask, self.params, self.groups, self.layer_of, self.tile)
 
     def _sums_of_squares(self, *trees: Any) -> Any:
         """Return, for each tree and group, each layer's sum of squares over all chips, and a zero for the padding."""
@@ -97,6 +127,11 @@ class ShardedLayers:
             ]
             for tree in trees
         ]
+        if self.tile is not None:
+            shares = [self.tile.shares(group) for group in self.groups]
+            local = self.tile.total(
+                [[x * s.astype(x.dtype) for x, s in zip(tree, shares, strict=True)] for tree in local]
+            )
         return all_reduce(local, self.program.few)
 
     def _layer_of(self, group: Group) -> jax.Array:
@@ -108,8 +143,11 @@ class ShardedLayers:
         return jnp.where(mine, layer, len(group.members))
 
 
-def chosen_elements(mask: Mask, params: Any, groups: Sequence[Group], layer_of: Sequence[jax.Array]) -> Any:
+def chosen_elements(
+    mask: Mask, params: Any, groups: Sequence[Group], layer_of: Sequence[jax.Array], tile: InsideTile | None = None
+) -> Any:
     """Return, for each group, whether the mask chooses the layers with these numbers."""
+    params = params if tile is None else tile.whole
     chosen = jax.tree.leaves(jax.tree.map(lambda _, yes: yes, params, _mask_of(mask, params)))
     by_layer = [jnp.array([*(bool(chosen[i]) for i in group.members), False]) for group in groups]
     return tuple(yes[layer] for yes, layer in zip(by_layer, layer_of, strict=True))

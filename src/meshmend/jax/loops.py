@@ -26,15 +26,15 @@ Turn = Callable[[tuple[Chunks, ...], Any, jax.Array], tuple[tuple[Chunks, ...], 
 goes down in their place, and what is carried on."""
 
 
-def run(chunks: Chunks, program: Program) -> Chunks:
-    """Run the program's loops over the matrix of chunks."""
+def run(chunks: Chunks, program: Program, *, unroll: bool = False) -> Chunks:
+    """Run the program's loops over the matrix of chunks; `unroll` writes their steps out one by one."""
     layout = program.layout
     for tables, lanes in zip(program.tables, layout.shape.lanes, strict=True):
 
         def step(held: Chunks, row: Any, _: None, lanes: tuple[Lane, ...] = lanes) -> Chunks:
             return _move(held, row, lanes, layout)
 
-        chunks = _scan(chunks, tables, None, layout, step)
+        chunks = _scan(chunks, tables, None, layout, step, unroll=unroll)
     return chunks
 
 
@@ -88,13 +88,19 @@ def _take_turns(
 
 
 def _scan(
-    held: Any, tables: Tables, due: jax.Array | None, layout: ChunkLayout, step: Callable[[Any, Any, Any], Any]
+    held: Any,
+    tables: Tables,
+    due: jax.Array | None,
+    layout: ChunkLayout,
+    step: Callable[[Any, Any, Any], Any],
+    *,
+    unroll: bool = False,
 ) -> Any:
     """Run one loop: `step(held, row, due)` for each of its rows."""
     rows = tuple(None if table is None else table[0] for table in (*tables, due))
     repeat = layout.shape.repeat
     if repeat is None:
-        return lax.scan(lambda held, row: (step(held, row[:-1], row[-1]), None), held, rows)[0]
+        return lax.scan(lambda held, row: (step(held, row[:-1], row[-1]), None), held, rows, unroll=unroll)[0]
     total = layout.shape.total_chunks
 
     def repeated(held: Any, now: jax.Array) -> tuple[Any, None]:
@@ -109,7 +115,7 @@ def _scan(
         row = jnp.clip(send + further, 0, total - 1), jnp.clip(at, 0, total - 1), ops
         return step(held, row, None if due is None else due + further), None
 
-    return lax.scan(repeated, held, jnp.arange(repeat.n_steps, dtype=jnp.int32))[0]
+    return lax.scan(repeated, held, jnp.arange(repeat.n_steps, dtype=jnp.int32), unroll=unroll)[0]
 
 
 def _move(held: Chunks, row: Any, lanes: tuple[Lane, ...], layout: ChunkLayout) -> Chunks:

@@ -95,6 +95,12 @@ class Program:
         """What the program does."""
         return self.layout.shape.collective
 
+    @property
+    def n_steps(self) -> int:
+        """Steps of all loops."""
+        repeat = self.layout.shape.repeat
+        return repeat.n_steps if repeat else sum(table.send.shape[-2] for table in self.tables)
+
     def __repr__(self) -> str:
         repeat = self.layout.shape.repeat
         steps = [repeat.n_steps] if repeat else [t.send.shape[-2] for t in self.tables]
@@ -170,17 +176,25 @@ def install(schedule: Schedule, fabric: Fabric) -> Program:
     return _program(schedule, fabric, _put)
 
 
-def install_pair(schedule: Schedule, fabric: Fabric) -> ProgramPair:
+def install_pair(
+    schedule: Schedule, fabric: Fabric, *, scatter: Schedule | None = None, gather: Schedule | None = None
+) -> ProgramPair:
     """Prepare an all-reduce's reduce-scatter and all-gather, each proven first, for a sharded weight update.
 
     Every chip makes room for as many chunks as the chip that owns most, so a plan that leaves them to a few is refused.
+
+    `scatter` and `gather` take their place where they were planned as such, with `collective="reduce-scatter"` and
+    `"all-gather"`: the planner "gather" needs about two thirds of the steps of weave's. They must cut the payload into
+    the same chunks with the same owners. The all-reduce then serves the few numbers that every chip needs.
+
+    >>> import jax, meshmend as mm, meshmend.jax as mmj
+    >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
+    >>> scatter, gather = (mm.plan(fabric.mesh, "gather", chunks=12, collective=what)
+    ...                    for what in ("reduce-scatter", "all-gather"))
+    >>> mmj.install_pair(mm.plan(fabric.mesh), fabric, scatter=scatter, gather=gather).gather
+    Program(all-gather over 12 chips: 7 steps of 4 lanes)
     """
-    _check_fit(schedule, fabric.mesh)
-    ensure_proven(schedule)
-    _check_owners(schedule)
-    return ProgramPair(
-        *(install(part, fabric) for part in (reduce_scatter_of(schedule), all_gather_of(schedule), schedule))
-    )
+    return _pair(schedule, fabric, _put, scatter, gather)
 
 
 def install_turn(schedule: Schedule, fabric: Fabric) -> ProgramWithTurn:
@@ -202,6 +216,13 @@ def abstract_program(schedule: Schedule, fabric: Fabric) -> Program:
     return _program(schedule, fabric, _abstract)
 
 
+def abstract_pair(
+    schedule: Schedule, fabric: Fabric, *, scatter: Schedule | None = None, gather: Schedule | None = None
+) -> ProgramPair:
+    """Return what `install_pair` does, of shapes only."""
+    return _pair(schedule, fabric, _abstract, scatter, gather)
+
+
 def abstract_turn(schedule: Schedule, fabric: Fabric) -> ProgramWithTurn:
     """Return what `install_turn` does, of shapes only."""
     return _with_turn(schedule, fabric, _abstract)
@@ -220,6 +241,19 @@ def _program(schedule: Schedule, fabric: Fabric, place: Place) -> Program:
     _check_fit(schedule, fabric.mesh)
     ensure_proven(schedule)
     return _place(lower(schedule), fabric, place)
+
+
+def _pair(
+    schedule: Schedule, fabric: Fabric, place: Place, scatter: Schedule | None, gather: Schedule | None
+) -> ProgramPair:
+    _check_fit(schedule, fabric.mesh)
+    ensure_proven(schedule)
+    if scatter is None and gather is None:
+        halves = reduce_scatter_of(schedule), all_gather_of(schedule)
+    else:
+        halves = _check_halves(scatter, gather, fabric)
+    _check_owners(halves[0])
+    return ProgramPair(*(_program(part, fabric, place) for part in (*halves, schedule)))
 
 
 def _with_turn(schedule: Schedule, fabric: Fabric, place: Place) -> ProgramWithTurn:
@@ -275,6 +309,23 @@ def _check_fit(schedule: Any, mesh: Mesh) -> None:
             f"The schedule is for {planned!r}, which has {len(absent)} cables that the fabric, {mesh!r}, lacks: one "
             f"joins {a} and {b}. Plan for fabric.mesh; or, if the machine has them, give discover() its wrap."
         )
+
+
+def _check_halves(scatter: Schedule | None, gather: Schedule | None, fabric: Fabric) -> tuple[Schedule, Schedule]:
+    """Return both; refuse schedules of other collectives, and shards that one of them leaves and the other misses."""
+    if scatter is None or gather is None:
+        missing = Collective.REDUCE_SCATTER if scatter is None else Collective.ALL_GATHER
+        raise ParameterError(f"Give both scatter and gather, or neither: there is no schedule for {missing}.")
+    for given, collective in ((scatter, Collective.REDUCE_SCATTER), (gather, Collective.ALL_GATHER)):
+        _check_fit(given, fabric.mesh)
+        if given.collective is not collective:
+            raise ParameterError(f"Expected a schedule for {collective}, got one for {given.collective}.")
+    if not np.array_equal(scatter.owners, gather.owners):
+        raise ParameterError(
+            f"{scatter!r} and {gather!r} do not have the same chunks with the same owners. Plan both with one planner "
+            "and the same options."
+        )
+    return scatter, gather
 
 
 def _check_owners(schedule: Schedule) -> None:

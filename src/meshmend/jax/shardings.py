@@ -40,6 +40,16 @@ def match_specs(shardings: Any, params: Any, fabric: TiledFabric) -> Any:
     return jax.tree.unflatten(structure, specs)
 
 
+def copies_in_tile(specs: Any, fabric: TiledFabric) -> tuple[int, ...]:
+    """Return, for each of the specs in a tree, how many devices of a tile have the same elements."""
+
+    def parts(spec: PartitionSpec) -> int:
+        names = [one for names in spec if names is not None for one in ((names,) if isinstance(names, str) else names)]
+        return prod(fabric.jax_mesh.shape[one] for one in names)
+
+    return tuple(fabric.devices_per_tile // parts(spec) for spec in jax.tree.leaves(specs, is_leaf=_is_sharding))
+
+
 def specs_of_state(state: Any, params: Any, specs: Any) -> Any:
     """Return one PartitionSpec for each array of an optimizer's state: that of the parameter that it belongs to.
 

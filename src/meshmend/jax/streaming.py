@@ -31,7 +31,7 @@ from meshmend.jax.collectives import (
     sum_in_chip,
 )
 from meshmend.jax.elementwise import NEEDS_NORMS, update_weights
-from meshmend.jax.layerwise import Mask, ShardedLayers, chosen_elements, layers_of_chunks
+from meshmend.jax.layerwise import InsideTile, Mask, ShardedLayers, chosen_elements, layers_of_chunks
 from meshmend.jax.loops import Chunks, run_with_turn
 from meshmend.jax.program import ProgramWithTurn
 
@@ -58,6 +58,7 @@ def streamed_update(
     value: Any,
     program: ProgramWithTurn,
     accumulate_dtype: DTypeLike | None,
+    tile: InsideTile | None = None,
 ) -> tuple[Any, Any]:
     """Return new parameters and state; `mean` makes the mean gradients of the sums of what all devices give."""
     layout, owned = program.through.layout, program.through.owned[0]
@@ -73,13 +74,13 @@ def streamed_update(
         )
 
     # One update of nothing: it has the new numbers (such as the count of steps), which no weight has influence on.
-    first = StreamedLayers(params, groups, jnp.zeros((), jnp.int32))
+    first = StreamedLayers(params, groups, jnp.zeros((), jnp.int32), tile)
     numbers, _ = split.parts(update(_zeros(rows), _zeros(before), _zeros(rows), first)[1])
     limits = first.limits
 
     def turn(sums: tuple[Chunks, ...], held: Streamed, chunk: jax.Array) -> tuple[tuple[Chunks, ...], Streamed]:
         row = jnp.sum(owned < chunk)
-        layers = StreamedLayers(params, groups, chunk)
+        layers = StreamedLayers(params, groups, chunk, tile)
         weights, after = update(
             tuple(_flat(lax.dynamic_slice_in_dim(x, row, 1)) for x in rows),
             tuple(_flat(lax.dynamic_slice_in_dim(x, row, 1)) for x in held.state),
@@ -101,12 +102,12 @@ def streamed_update(
     payload, held = run_with_turn(payload, start, program, turn, down)
 
     if limits:
-        totals = all_reduce(held.squares, program.few)
+        totals = all_reduce(held.squares if tile is None else tile.total(held.squares), program.few)
         exceeded = jnp.any(jnp.stack([jnp.sqrt(total) > limit for total, limit in zip(totals, limits, strict=True)]))
 
         def again(_: Any, now: tuple[Any, Any]) -> tuple[Any, Any]:
             payload, _ = now
-            layers = ShardedLayers(params, program, accumulate_dtype)
+            layers = ShardedLayers(params, program, accumulate_dtype, tile)
             weights, after = update(own_params, split.arrays, tuple(map(_shards, held.sums)), layers)
             _, arrays = split.parts(after)
             new = _as_rows(weights, groups)
@@ -131,10 +132,11 @@ def streamed_update(
 class StreamedLayers:
     """Stands in for `ShardedLayers` at the turn of one chunk: no norm is over its limit, and squares are noted."""
 
-    def __init__(self, params: Any, groups: Sequence[Group], chunk: jax.Array) -> None:
+    def __init__(self, params: Any, groups: Sequence[Group], chunk: jax.Array, tile: InsideTile | None = None) -> None:
         self.params = params
         self.groups = groups
         self.chunk = chunk
+        self.tile = tile
         self.limits: list[Any] = []
         self.squares: list[jax.Array] = []
 
@@ -151,14 +153,17 @@ class StreamedLayers:
         for part, group, layer in zip(tree, self.groups, self._layer_of(), strict=True):
             wide = part.astype(jnp.promote_types(part.dtype, jnp.float32))
             counts = (layer < len(group.members)).reshape(part.shape)
-            squares.append(jnp.sum(jnp.square(wide), where=counts))
+            own = jnp.square(wide)
+            if self.tile is not None:
+                own = own * jnp.asarray(self.tile.shares(group))[layer].reshape(part.shape)
+            squares.append(jnp.sum(own, where=counts))
         self.limits.append(limit)
         self.squares.append(sum(squares, start=jnp.zeros((), jnp.float32)))
         return jnp.zeros(())
 
     def chosen(self, mask: Mask) -> Any:
         """Return bools as arrays like the chunk."""
-        chosen = chosen_elements(mask, self.params, self.groups, self._layer_of())
+        chosen = chosen_elements(mask, self.params, self.groups, self._layer_of(), self.tile)
         return tuple(_flat(yes.reshape(1, *group.chunk_shape)) for yes, group in zip(chosen, self.groups, strict=True))
 
     def _layer_of(self) -> list[jax.Array]:

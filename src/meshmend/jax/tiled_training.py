@@ -10,6 +10,7 @@ T-th of its shards, where there are T tiles.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -31,8 +32,9 @@ from meshmend.jax.differentiate import (
     weight_of,
 )
 from meshmend.jax.elementwise import check_elementwise, update_weights
+from meshmend.jax.layerwise import InsideTile
 from meshmend.jax.program import AnyProgram, Program, ProgramWithTurn, ShardedProgram
-from meshmend.jax.shardings import match_specs, specs_of_state
+from meshmend.jax.shardings import copies_in_tile, match_specs, specs_of_state
 from meshmend.jax.tiles import TILE_AXIS, TiledFabric
 from meshmend.jax.updates import TrainStep, abstract_shards, sharded_update
 from meshmend.jax.validation import check_program
@@ -76,7 +78,7 @@ def tiled_train_step(
 
         own = abstract_shards(jax.tree.map(shard, params, inside), program, accumulate_dtype)
         wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, accumulate_dtype)), params)
-        check_elementwise(optimizer, own, wide, with_turn=isinstance(program, ProgramWithTurn), in_tiles=True)
+        check_elementwise(optimizer, own, wide, with_turn=isinstance(program, ProgramWithTurn))
         state = jax.eval_shape(optimizer.init, own)
         return inside, jax.tree.map(lambda leaf: by_device if leaf.ndim else whole, state)
 
@@ -111,8 +113,9 @@ def tiled_train_step(
             params, state = placed(params, inside), placed(state, of_state)
         else:
             sums = sums_by_tile(part, fabric, (shardings,), (params, batch), weights, way="vmap").sums
+            tile = InsideTile(params, fabric.inner_axes, copies_in_tile(inside, fabric))
             params, state, value, aux = jax.shard_map(
-                update_own,
+                partial(update_own, tile),
                 mesh=fabric.jax_mesh,
                 in_specs=(inside, of_state, ((stacked_specs(inside),), by_tile, by_tile), whole, program.spec),
                 out_specs=(inside, of_state, whole, whole),
@@ -121,7 +124,7 @@ def tiled_train_step(
         return (params, state, value, aux) if has_aux else (params, state, value)
 
     def update_own(
-        params: Any, state: Any, sums: TileSums, scale: Any, program: ShardedProgram
+        tile: InsideTile, params: Any, state: Any, sums: TileSums, scale: Any, program: ShardedProgram
     ) -> tuple[Any, Any, Any, Any]:
         """Update this chip's part of its shards, and return all of them as their owners have updated them."""
         (gradients,), extras, weight = jax.tree.map(lambda x: x[0], sums)
@@ -139,6 +142,7 @@ def tiled_train_step(
             value,
             program,
             accumulate_dtype,
+            tile,
         )
         return params, state, value, aux
 

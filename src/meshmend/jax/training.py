@@ -146,7 +146,7 @@ def train_step(
 
     def mean_update(params: Any, state: Any, batch: Any, scale: Any, program: AnyProgram) -> tuple[Any, ...]:
         own_params, batch = cut_own(params, batch, program)
-        extras, gradients = _gradients(with_aux, params, batch, microbatches, accumulate_dtype)
+        extras, gradients = mean_gradients(with_aux, params, batch, microbatches, accumulate_dtype)
         if isinstance(program, Program):
             gradients, extras = all_reduce((gradients, extras), program, mean=True, accumulate_dtype=accumulate_dtype)
             params, state = update_weights(optimizer, params, state, gradients, scale, value=extras[0])
@@ -230,7 +230,7 @@ def train_step(
     return TrainStep(init, step, fabric, accumulate_dtype)
 
 
-def _gradients(
+def mean_gradients(
     with_aux: LossFunction, params: Any, batch: Any, microbatches: int, accumulate_dtype: DTypeLike | None
 ) -> tuple[Any, Any]:
     """Return the mean loss with its aux, and the mean gradients, over this device's microbatches."""

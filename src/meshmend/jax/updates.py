@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from meshmend.jax.collectives import all_gather, groups_of, reduce_scatter
 from meshmend.jax.elementwise import update_weights
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.layerwise import ShardedLayers
+from meshmend.jax.layerwise import InsideTile, ShardedLayers
 from meshmend.jax.program import AnyProgram, ProgramWithTurn, ShardedProgram
 from meshmend.jax.streaming import streamed_update
 
@@ -52,19 +52,23 @@ def sharded_update(
     value: Any,
     program: ShardedProgram,
     accumulate_dtype: DTypeLike | None,
+    tile: InsideTile | None = None,
 ) -> tuple[Any, Any]:
-    """Sum the gradients, update the weights that this chip owns with their mean, and send the result to all."""
+    """Sum the gradients, update the weights that this chip owns with their mean, and send the result to all.
+
+    With tiles, `params` and `gradients` are this chip's shards of them, and `tile` says of what.
+    """
 
     def means(sums: Any) -> Any:
         return jax.tree.map(mean, sums)
 
     if isinstance(program, ProgramWithTurn):
         return streamed_update(
-            optimizer, params, own_params, state, gradients, means, scale, value, program, accumulate_dtype
+            optimizer, params, own_params, state, gradients, means, scale, value, program, accumulate_dtype, tile
         )
     pair = program
     own_gradients = means(reduce_scatter(gradients, pair.scatter, accumulate_dtype=accumulate_dtype))
-    layers = ShardedLayers(params, pair, accumulate_dtype)
+    layers = ShardedLayers(params, pair, accumulate_dtype, tile)
     own_params, state = update_weights(optimizer, own_params, state, own_gradients, scale, value=value, layers=layers)
     return all_gather(own_params, pair.gather, like=params, accumulate_dtype=accumulate_dtype), state
 

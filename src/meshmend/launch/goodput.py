@@ -3,11 +3,15 @@
 Goodput is the share of the time that went into steps that count. All other time has a cause: a stage of a start or
 recovery, a checkpoint that training waited for, data that it waited for, or steps that had to be done again. The
 causes and the training add up to the time from the first start to the last event, so nothing is left out.
+
+Under `meshmend run` every attempt begins with new processes. Under torchft the survivors' processes go on, and an
+attempt begins with a quorum.
 """
 
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,10 +23,13 @@ from meshmend.launch.timeline import STAGES, read_timeline
 
 Event = dict[str, Any]
 
-CAUSES = (*STAGES, "checkpoint", "data", "steps done again", "under way")
+AGAIN = "steps done again"
+CAUSES = (*STAGES, "checkpoint", "data", AGAIN, "under way")
 """What time is spent on that is not training. "under way" is a step, or a recovery, that has not ended yet."""
 MAX_MARKS = 4096
 """Steps of one attempt whose times are remembered; in a longer one every second is dropped, again and again."""
+MEDIAN_MARKS = 256
+"""Of these, the last ones that make up the median time of a step."""
 RECENT = 60
 """Losses of the last steps that are remembered."""
 START = ("process", "join", "fabric")
@@ -31,7 +38,7 @@ START = ("process", "join", "fabric")
 
 @dataclass
 class Attempt:
-    """One start of a host's process, and the steps it has done. `HostBook` fills it."""
+    """One start of a host's process, or one quorum, and the steps it has done. `HostBook` fills it."""
 
     started: float
     number: int = 0
@@ -45,11 +52,14 @@ class Attempt:
     """Whether the job is done."""
     resumed: int = 0
     source: str = ""
-    stages_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    stages: list[tuple[str, float, float]] = field(default_factory=list)
+    """What was done before the first step: a stage, its start and its end."""
     marks: list[tuple[int, float]] = field(default_factory=list)
     """Steps and when they were done, in order."""
     checkpoint_s: float = 0.0
     data_s: float = 0.0
+    again_s: float = 0.0
+    """Steps that were refused and done again, without a new quorum."""
     machine: str = ""
     """As `Hosts.read` reads it; empty where devices report their coordinates."""
     examples: int = 0
@@ -68,17 +78,22 @@ class Attempt:
 
     def done_at(self, step: int) -> float:
         """Return when a step was done, between marks in proportion."""
-        (before, since), *rest = self.marks
-        for after, until in rest:
-            if step <= after:
-                return since + (until - since) * max(0, step - before) / (after - before)
-            before, since = after, until
-        return since
+        place = bisect_left(self.marks, step, key=lambda mark: mark[0])
+        if place in (0, len(self.marks)):
+            return self.marks[max(0, place - 1)][1]
+        (before, since), (after, until) = self.marks[place - 1 : place + 1]
+        return since + (until - since) * (step - before) / (after - before)
 
     @property
     def last(self) -> int:
         """The last step that is done; that of the restored state if there is none."""
         return self.marks[-1][0] if self.marks else self.resumed
+
+    def consists_of(self, event: Event) -> None:
+        """Take from an event which hosts take part."""
+        self.chips = event.get("chips", self.chips)
+        self.hosts = tuple(event.get("hosts", self.hosts))
+        self.machine = str(event.get("machine", self.machine))
 
     def mark(self, step: int, at: float) -> None:
         """Remember when a step was done."""
@@ -94,6 +109,8 @@ class HostBook:
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self.attempts: list[Attempt] = []
+        self.began = 0.0
+        self._refused: list[tuple[str, float, float]] = []
         self.least = self.most = 0
         """How many hosts a round needs, and how many there are."""
         for event in events:
@@ -102,18 +119,27 @@ class HostBook:
     def add(self, event: Event) -> None:
         """Take in the next event."""
         kind, at, seconds = event["event"], event["at"], event.get("seconds", 0.0)
-        if kind == "process" or not self.attempts:
+        if not self.attempts:
+            self.began = at
+        # A process's first quorum belongs to its start.
+        is_new_quorum = kind == "quorum" and self.attempts and self.attempts[-1].number
+        if kind == "process" or is_new_quorum or not self.attempts:
             self.attempts.append(Attempt(at))
         now = self.attempts[-1]
         now.ended = max(now.ended, at + seconds)
         now.number = event.get("attempt", now.number)
         if kind in START:
-            now.stages_s["start"] += seconds
-            now.chips = event.get("chips", now.chips)
-            now.hosts = tuple(event.get("hosts", now.hosts))
-            now.machine = str(event.get("machine", now.machine))
+            now.stages.append(("start", at, at + seconds))
+            now.consists_of(event)
+        elif kind == "quorum":
+            now.started, now.resumed, now.source = at, event.get("step", 0), event.get("source", "")
+            now.stages += [("rendezvous", at, at + seconds), *self._refused]
+            self._refused = []
+            now.consists_of(event)
+        elif kind == "refused":
+            self._refused.append((AGAIN, at, at + seconds))
         elif kind in ("plan", "compile", "restore") and not now.marks:
-            now.stages_s[kind] += seconds
+            now.stages.append((kind, at, at + seconds))
             if kind == "restore":
                 now.resumed, now.source = event.get("step", 0), event.get("source", "")
         elif kind in ("step", "steps"):
@@ -121,6 +147,8 @@ class HostBook:
                 now.mark(event["first"], event["since"])
             now.mark(event["step"], at)
             now.data_s += event.get("waited_s", 0.0) if len(now.marks) > 1 else 0.0
+            now.again_s += sum(end - begin for _, begin, end in self._refused) if len(now.marks) > 1 else 0.0
+            self._refused = []
             now.examples = event.get("examples", now.examples)
             if isinstance(event.get("loss"), int | float):
                 now.losses.append(float(event["loss"]))
@@ -178,7 +206,7 @@ class TimeAccount:
     step: int
     loss: float | None
     step_s: float
-    """Median time of a step, over the last attempt."""
+    """Median time of a step, over the last of them since the last restart."""
     chips: int
     hosts: tuple[int, ...]
     """In the last attempt."""
@@ -238,7 +266,7 @@ def settle(books: Sequence[HostBook], until: float | None = None) -> TimeAccount
     gave_up = sorted(one.gave_up for book in books for one in book.attempts if one.gave_up is not None)
     badput = dict.fromkeys(CAUSES, 0.0)
     training, recoveries = 0.0, []
-    began = min(book.attempts[0].started for book in books if book.attempts)
+    began = min(book.began for book in books if book.attempts)
     before: Attempt | None = None
     for i, now in enumerate(attempts):
         stages = _stages(began if before is None else before.marks[-1][1], now, gave_up)
@@ -249,10 +277,10 @@ def settle(books: Sequence[HostBook], until: float | None = None) -> TimeAccount
         following = attempts[i + 1] if i + 1 < len(attempts) else None
         counted = now.last if following is None else min(now.last, following.resumed)
         spent = now.marks[-1][1] - now.marks[0][1]
-        again = now.marks[-1][1] - now.done_at(max(counted, now.marks[0][0]))
+        again = min(spent, now.again_s + now.marks[-1][1] - now.done_at(max(counted, now.marks[0][0])))
         badput["checkpoint"] += min(now.checkpoint_s, spent)
         badput["data"] += min(now.data_s, spent)
-        badput["steps done again"] += again
+        badput[AGAIN] += again
         training += spent - again - min(now.checkpoint_s, spent) - min(now.data_s, spent)
         before = now
     last = attempts[-1]
@@ -298,8 +326,14 @@ def _stages(since: float, now: Attempt, gave_up: Sequence[float]) -> dict[str, f
     """Split the time from the last step before an attempt to its first one. The stages add up to it."""
     done = now.marks[0][1]
     noticed = min((at for at in gave_up if since < at < now.started), default=since)
-    stages = now.stages_s | {"detect": noticed - since, "rendezvous": max(0.0, now.started - noticed)}
-    stages["first step"] = max(0.0, done - since - sum(stages[stage] for stage in STAGES if stage != "first step"))
+    stages = dict.fromkeys(STAGES, 0.0) | {"detect": noticed - since}
+    for stage, begin, end in now.stages:
+        # A chip that joins a running job has started while the others trained, or were still unaware of a loss.
+        if (seconds := min(end, done) - max(begin, noticed)) > 0.0:
+            stages[stage] = stages.get(stage, 0.0) + seconds
+    before = sum(max(0.0, min(end, now.started) - max(begin, noticed)) for _, begin, end in now.stages)
+    stages["rendezvous"] += max(0.0, now.started - noticed - before)
+    stages["first step"] = max(0.0, done - since - sum(stages.values()))
     return stages
 
 
@@ -319,6 +353,7 @@ def _recovery(before: Attempt, now: Attempt, stages: dict[str, float]) -> Restar
 
 
 def _median_step(attempt: Attempt) -> float:
-    marks = attempt.marks
+    # Not all of them: this is asked for at every scrape.
+    marks = attempt.marks[-MEDIAN_MARKS:]
     steps = [(after - before) / (b - a) for (a, before), (b, after) in pairwise(marks)]
     return statistics.median(steps) if steps else 0.0

@@ -67,7 +67,7 @@ def _line(run: list[Event], kept: Event | None) -> Iterator[Event]:
         yield kept
 
 
-def take_in(history: Path, full: Path, read: Callable[[Path], list[Event]], *, max_bytes: int) -> None:
+def take_in(history: Path, full: Path, read: Callable[[Path], Iterable[Event]], *, max_bytes: int) -> None:
     """Add a full file to the history, as a whole or not at all, and leave it where it is.
 
     The history's last line names the file, by its first line: a reader that finds both counts it once. If the

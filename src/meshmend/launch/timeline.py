@@ -71,17 +71,23 @@ class Timeline:
         return line
 
     def _append(self, path: Path, text: bytes) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and path.stat().st_size + len(text) >= self.max_bytes // 5:
+        if not self._write(path, text):
             self._turn_over(path)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            self._write(path, text)
+
+    def _write(self, path: Path, text: bytes) -> bool:
+        """Add a line to the current file; return False, and add nothing, if the file is full."""
+        handle = _open(path)
         try:
             size = os.fstat(handle).st_size
+            if size and size + len(text) >= self.max_bytes // 5:
+                return False
             if size and os.pread(handle, 1, size - 1) != b"\n":
                 # A writer that was killed, or a full disk, has left a torn line: it must not spoil this one.
                 text = b"\n" + text
             if os.write(handle, text) < len(text):
                 raise OSError("the disk took only a part of a line")
+            return True
         finally:
             os.close(handle)
 
@@ -101,7 +107,7 @@ class Timeline:
     def _condense(self, path: Path, full: Path) -> None:
         try:
             if not is_taken_in(_read_file(_history(path)), full):
-                take_in(_history(path), full, _read_file, max_bytes=self.max_bytes // 5)
+                take_in(_history(path), full, _events, max_bytes=self.max_bytes // 5)
             full.unlink()
         except OSError as error:
             self._warn(error)
@@ -121,6 +127,16 @@ class Timeline:
         started, more = time.time(), dict(facts)
         yield more
         self.note(event, at=started, seconds=time.time() - started, **more)
+
+
+def _open(path: Path) -> int:
+    """Open a log to be added to. It is opened for each line: others add to it and rename it, too."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+    try:
+        return os.open(path, flags, 0o644)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, flags, 0o644)
 
 
 def read_timeline(path: str | Path) -> list[Event]:
@@ -143,11 +159,18 @@ def read_before(path: str | Path) -> list[Event]:
 
 
 def _read_file(path: Path) -> list[Event]:
+    return list(_events(path))
+
+
+def _events(path: Path) -> Iterator[Event]:
+    """Return the events of one file, each as it is read: a full file's events would take a hundred megabytes."""
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        with path.open("rb") as file:
+            for line in file:
+                if (event := parse(line)) is not None:
+                    yield event
     except FileNotFoundError:
-        return []
-    return [event for line in lines if (event := parse(line)) is not None]
+        return
 
 
 def parse(line: bytes) -> Event | None:

@@ -16,19 +16,24 @@ from meshmend.torch.engine import Engine
 
 if TYPE_CHECKING:
     from meshmend.torch.ddp import DistributedDataParallel
+    from meshmend.torch.manager import Manager
     from meshmend.torch.process_group import MeshProcessGroup
 
-__all__ = ["DistributedDataParallel", "Engine", "MeshProcessGroup", "all_reduce", "comm_hook"]
+__all__ = ["DistributedDataParallel", "Engine", "Manager", "MeshProcessGroup", "all_reduce", "comm_hook"]
 
 
 def __getattr__(name: str) -> Any:
     """Import torchft only for those who use it."""
-    if name in ("DistributedDataParallel", "MeshProcessGroup"):
+    if name in ("DistributedDataParallel", "Manager", "MeshProcessGroup"):
         require("torchft", needed_for=f"meshmend.torch.{name}", extra="torch")
     if name == "DistributedDataParallel":
         from meshmend.torch.ddp import DistributedDataParallel
 
         return DistributedDataParallel
+    if name == "Manager":
+        from meshmend.torch.manager import Manager
+
+        return Manager
     if name == "MeshProcessGroup":
         from meshmend.torch.process_group import MeshProcessGroup
 

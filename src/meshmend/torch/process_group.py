@@ -56,6 +56,9 @@ class Timings:
     plan_s: float = 0.0
     configured_at: float = 0.0
     failed_at: float = 0.0
+    formed_ms: int = 0
+    """When the first member began to form the group, in milliseconds: the same on all members, and later ones are
+    larger, also after the lighthouse has begun to count its quorums from one again."""
 
 
 class MeshProcessGroup(ReconfiguredGroup):
@@ -101,6 +104,16 @@ class MeshProcessGroup(ReconfiguredGroup):
         self._guard = threading.Lock()
         self._worker: ThreadPoolExecutor | None = None
         self.timings = Timings()
+
+    @property
+    def chip(self) -> Coordinate:
+        """Where this process's chip is."""
+        return self._chip
+
+    @property
+    def whole(self) -> Mesh:
+        """The machine with all of its chips."""
+        return self._whole
 
     @property
     def mesh(self) -> Mesh:
@@ -177,10 +190,13 @@ class MeshProcessGroup(ReconfiguredGroup):
         """Exchange coordinates with the other members."""
         wrap = "".join(str(int(w)) for w in self._whole.wrap)
         terms = f"meshmend {__version__}, {_describe(self._whole)}, wrap {wrap}, {self._plans}"
+        if rank == 0:
+            store.set("formed_ms", str(time.time_ns() // 10**6))
         store.set(f"chip/{rank}", f"{','.join(map(str, self._chip))}|{terms}")
-        keys = [f"chip/{member}" for member in range(world_size)]
+        keys = ["formed_ms", *(f"chip/{member}" for member in range(world_size))]
         store.wait(keys, min(self._timeout, MEETING_TIMEOUT))
-        told = [bytes(word).decode() for word in store.multi_get(keys)]
+        formed_ms, *told = (bytes(word).decode() for word in store.multi_get(keys))
+        self.timings.formed_ms = int(formed_ms)
         chips = []
         for word in told:
             place, _, theirs = word.partition("|")

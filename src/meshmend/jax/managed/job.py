@@ -170,7 +170,7 @@ class Job:
             self.aids,
             model,
             feed,
-            is_sharded=model.is_sharded(update, in_tiles=bool(self.fabric.inner_axes)),
+            is_sharded=model.is_sharded(update),
             steps=steps,
             seed=seed,
         )

@@ -79,7 +79,7 @@ class Model:
 
         return TrainStep(init, step, fabric, self.accumulate_dtype, specs)
 
-    def is_sharded(self, update: Update, *, in_tiles: bool = False) -> bool:
+    def is_sharded(self, update: Update) -> bool:
         """Whether each chip updates only its own share of the weights.
 
         "auto" decides by the model and the optimizer alone. It must not depend on the chips that are left: a state
@@ -107,7 +107,7 @@ class Model:
             sizes[leaf.dtype] = sizes.get(leaf.dtype, 0) + math.prod(leaf.shape)
         shards = tuple(jax.ShapeDtypeStruct((1, size), dtype) for dtype, size in sizes.items())
         try:
-            check_elementwise(self.optimizer, shards, whole, with_turn=True, in_tiles=in_tiles)
+            check_elementwise(self.optimizer, shards, whole, with_turn=True)
         except ParameterError:
             return False
         return True

@@ -1,0 +1,141 @@
+"""A job that ran, as a replay needs it: its failures and typical durations, from the timelines of its hosts."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from meshmend.availability.replay import TRAINING, HostFailure, RecordedJob, RunAccount
+from meshmend.errors import LaunchError
+from meshmend.launch.goodput import HostBook, Restart, TimeAccount
+from meshmend.launch.hosts import Hosts
+from meshmend.launch.timeline import read_timeline
+from meshmend.launch.watching import Watch
+
+
+def read_record(folder: str | Path, machine: Hosts | None = None) -> RecordedJob:
+    """Read a job's timelines from its shared folder.
+
+    `machine` is for jobs whose timelines do not say what mesh they ran on, where devices report their coordinates.
+    """
+    watch = Watch(folder)
+    watch.read()
+    account = watch.account()
+    if not watch.books:
+        raise LaunchError(
+            f"There are no timelines in {folder}. Give the folder that the job was started with, as in "
+            "`meshmend run --shared DIR`."
+        )
+    if account is None:
+        raise LaunchError(f"The job in {folder} has not done a step: there is nothing to replay yet.")
+    hosts = _machine(account, machine, folder)
+    if not account.recoveries:
+        raise LaunchError(
+            f"The job in {folder} has not been interrupted in its {account.step:,} steps: there is no failure to "
+            "replay. `meshmend watch` shows where its time went."
+        )
+    books = list(watch.books.values())
+    inner = Path(folder) / "timeline"
+    every, pause_s = _checkpoints(sorted((inner if inner.is_dir() else Path(folder)).glob("host-*.jsonl")))
+    stages = list(dict.fromkeys(stage for one in account.recoveries for stage in one.stages_s))
+    again = [one.step - one.resumed for one in account.recoveries]
+    causes = {cause: seconds for cause, seconds in account.badput_s.items() if cause != "under way"}
+    return RecordedJob(
+        shape=hosts.shape,
+        host=hosts.tile,
+        until_s=account.last_step_at - account.began,
+        failures=tuple(_failures(account, watch, len(hosts))),
+        first_start_s={
+            stage: max(
+                0.0, causes.get(stage, 0.0) - math.fsum(one.stages_s.get(stage, 0.0) for one in account.recoveries)
+            )
+            for stage in stages
+        },
+        stages_s={
+            stage: statistics.median(one.stages_s.get(stage, 0.0) for one in account.recoveries) for stage in stages
+        },
+        step_s=_step_times(books),
+        data_s=_data_wait(books),
+        checkpoint_steps=every,
+        checkpoint_s=pause_s,
+        steps_again=statistics.median(max(0, steps) for steps in again),
+        steps_on_start=1 + statistics.median(max(0, -steps) for steps in again),
+        measured=RunAccount(account.step, {TRAINING: account.training_s, **causes}, len(account.recoveries)),
+    )
+
+
+def _machine(account: TimeAccount, given: Hosts | None, folder: str | Path) -> Hosts:
+    if not account.hosts:
+        raise LaunchError(
+            f"The timelines in {folder} do not say which hosts trained: only jobs under `meshmend run` can be replayed."
+        )
+    if not account.machine:
+        if given is None:
+            raise LaunchError(
+                f"The timelines in {folder} do not say what mesh the job ran on. Give its shape and its hosts', as in: "
+                f"meshmend availability 8x8 --host 4x2 --replay {folder}."
+            )
+        return given
+    found = Hosts.read(account.machine)
+    if given is not None and (found.shape, found.tile) != (given.shape, given.tile):
+        raise LaunchError(f"The job in {folder} ran on {found}, got {given}. Leave the shape out.")
+    return found
+
+
+def _failures(account: TimeAccount, watch: Watch, n_hosts: int) -> Iterable[HostFailure]:
+    """Return when each host was lost, and for how long it was away."""
+    first = account.recoveries[0]
+    there = (set(first.hosts) - set(first.joined)) | set(first.lost)
+    lost_at = dict.fromkeys(set(range(n_hosts)) - there, 0.0)
+    for one in account.recoveries:
+        at = one.at - account.began
+        for host in one.joined:
+            if host in lost_at:
+                began = lost_at.pop(host)
+                yield HostFailure(began, host, at - began)
+        if not one.lost and not one.joined:
+            yield HostFailure(at, one.hosts[0], 0.0)
+        lost_at |= {host: at + later for host, later in _in_turn(one, watch).items()}
+    for host, began in lost_at.items():
+        yield HostFailure(began, host, None)
+
+
+def _in_turn(one: Restart, watch: Watch) -> dict[int, float]:
+    """Return how much later than the first each lost host was lost, by its last sign of life; within the recovery."""
+    ended = {}
+    for host in one.lost:
+        book = watch.books.get(str(host))
+        before = [part.ended for part in book.attempts if part.started <= one.at] if book is not None else []
+        ended[host] = max([one.at, *before[-1:]])
+    earliest = min(ended.values(), default=0.0)
+    return {host: min(at - earliest, one.total_s) for host, at in ended.items()}
+
+
+def _step_times(books: Sequence[HostBook]) -> dict[int, float]:
+    """Return the median time of a step by the number of chips, over all hosts: they train in step."""
+    found: dict[int, list[float]] = {}
+    for one in (attempt for book in books for attempt in book.attempts):
+        times = [(until - since) / (after - before) for (before, since), (after, until) in pairwise(one.marks)]
+        found.setdefault(one.chips, []).extend(times)
+    return {chips: statistics.median(times) for chips, times in found.items() if times}
+
+
+def _data_wait(books: Sequence[HostBook]) -> float:
+    """Return how long a step typically waits for its data: the median over the attempts of their mean."""
+    attempts = [one for book in books for one in book.attempts if len(one.marks) > 1]
+    return statistics.median([one.data_s / (one.marks[-1][0] - one.marks[0][0]) for one in attempts] or [0.0])
+
+
+def _checkpoints(paths: Sequence[Path]) -> tuple[float, float]:
+    """Return how many steps are between two checkpoints, and how long training waits for one."""
+    events = max(
+        ([event for event in read_timeline(path) if event["event"] == "checkpoint"] for path in paths), key=len
+    )
+    if not events:
+        return math.inf, 0.0
+    steps = sorted({0, *(event["step"] for event in events)})
+    every = statistics.median(after - before for before, after in pairwise(steps))
+    return float(every), statistics.median(event.get("seconds", 0.0) for event in events)

@@ -1,0 +1,282 @@
+"""Training with sharded parameters is training: the losses of one device, on any number of survivors."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import meshmend as mm
+import meshmend.jax as mmj
+from meshmend.errors import ParameterError
+
+WORDS, WIDTH, LAYERS = 11, 8, 3
+STEPS = 20
+EXAMPLES = 48
+"""Of 12 and of 16 chips."""
+
+
+@cache
+def programs(shape: str = "4x4", failed: str = "2x2@0,0") -> tuple[mmj.Fabric, mmj.ProgramPair]:
+    fabric = mmj.discover(jax.devices()[:16], shape=shape, failed=[failed] if failed else [])
+    return fabric, mmj.install_pair(mm.plan(fabric.mesh, "hamiltonian"), fabric)
+
+
+def make_ends(key: Any) -> Any:
+    """Small enough for losses of order one, so that 1e-6 is a few roundings of them."""
+    return {"embed": jax.random.normal(key, (WORDS, WIDTH)) / 4, "norm": jnp.ones(WIDTH)}
+
+
+def make_layer(key: Any) -> Any:
+    up, down = jax.random.split(key)
+    return {
+        "up": jax.random.normal(up, (WIDTH, 2 * WIDTH)) / 4,
+        "down": jax.random.normal(down, (2 * WIDTH, WIDTH)) / 4,
+        "bias": jnp.zeros(2 * WIDTH),
+    }
+
+
+def layer(w: Any, x: Any) -> Any:
+    return x + jnp.tanh(x @ w["up"] + w["bias"]) @ w["down"]
+
+
+def predict(ends: Any, x: Any) -> Any:
+    return jax.nn.log_softmax((x * ends["norm"]) @ ends["embed"].T)
+
+
+def cost(log_chances: Any, words: Any) -> Any:
+    return -jnp.mean(jnp.take_along_axis(log_chances, words[:, None], axis=-1))
+
+
+def whole_loss(params: Any, batch: Any) -> Any:
+    """The usual way: all parameters whole, layers under scan and remat."""
+    x = params["ends"]["embed"][batch["from"]]
+    x, _ = lax.scan(jax.checkpoint(lambda x, w: (layer(w, x), None)), x, params["layers"])
+    return cost(predict(params["ends"], x), batch["to"])
+
+
+def sharded_loss(params: Any, batch: Any, pair: mmj.ProgramPair) -> Any:
+    ends = mmj.gather_params(params["ends"], pair)
+    x = mmj.scan_layers(layer, params["layers"], ends["embed"][batch["from"]], pair)
+    return cost(predict(ends, x), batch["to"])
+
+
+def whole_params() -> Any:
+    keys = jax.random.split(jax.random.key(0), LAYERS + 1)
+    return {"ends": make_ends(keys[0]), "layers": jax.vmap(make_layer)(keys[1:])}
+
+
+def sharded_params(fabric: mmj.Fabric, pair: mmj.ProgramPair) -> Any:
+    keys = jax.random.split(jax.random.key(0), LAYERS + 1)
+    return {
+        "ends": mmj.init_sharded(make_ends, keys[0], fabric, pair),
+        "layers": mmj.init_sharded(make_layer, keys[1:], fabric, pair, stacked=True),
+    }
+
+
+def abstract_params(fabric: mmj.Fabric, pair: mmj.ProgramPair) -> Any:
+    return jax.eval_shape(lambda pair: sharded_params(fabric, pair), pair)
+
+
+@cache
+def batches() -> Any:
+    words = np.random.default_rng(1).integers(WORDS, size=(STEPS, EXAMPLES))
+    return [{"from": row, "to": (3 * row + 1) % WORDS} for row in words]
+
+
+def train_on_one_device(optimizer: optax.GradientTransformation, steps: int = STEPS) -> tuple[list[float], Any]:
+    params, losses = whole_params(), []
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        value, gradients = jax.value_and_grad(whole_loss)(params, batch)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    for batch in batches()[:steps]:
+        params, state, value = step(params, state, batch)
+        losses.append(float(value))
+    return losses, params
+
+
+def train(
+    optimizer: optax.GradientTransformation, steps: int = STEPS, fabric_and_pair: Any = None, **options: Any
+) -> tuple[list[float], Any, Any]:
+    fabric, pair = fabric_and_pair or programs()
+    init, step = mmj.sharded_train_step(sharded_loss, optimizer, fabric, **options)
+    params, losses = sharded_params(fabric, pair), []
+    state, step = jax.jit(init)(params, pair), jax.jit(step, donate_argnums=(0, 1))
+    for batch in batches()[:steps]:
+        params, state, value = step(params, state, batch, pair)
+        losses.append(float(value))
+    return losses, params, state
+
+
+@cache
+def tiles() -> tuple[mmj.TiledFabric, mmj.ProgramPair]:
+    """Three tiles of four chips."""
+    fabric = mmj.tile(mmj.discover(jax.devices()[:16], shape="4x4", failed=["0,1"]), "2x2", model=4)
+    return fabric, mmj.install_pair(mm.plan(fabric.mesh, "weave", chunks=7, owners="even"), fabric)
+
+
+INSIDE = {
+    "ends": {"embed": P(None, "model"), "norm": P()},
+    "layers": {"up": P(None, "model"), "down": P("model"), "bias": P("model")},
+}
+
+
+def test_on_tiles_the_losses_are_those_of_replicated_parameters_too() -> None:
+    fabric, pair = tiles()
+    optimizer = optax.chain(optax.scale_by_adam(), mmj.add_decayed_weights(0.1, matrices_only), optax.scale(-1e-2))
+    theirs = optax.adamw(1e-2, weight_decay=0.1, mask=matrices_only)
+    wanted, whole = per_layer(theirs, STEPS)
+    assert wanted[-1] < 0.9 * wanted[0]
+    init, step = mmj.sharded_train_step(sharded_loss, optimizer, fabric)
+    params = {
+        name: mmj.shard_params(tree, fabric, pair, stacked=name == "layers", shardings=INSIDE[name])
+        for name, tree in whole_params().items()
+    }
+    state, step, losses = jax.jit(init)(params, pair), jax.jit(step, donate_argnums=(0, 1)), []
+    for batch in batches():
+        params, state, value = step(params, state, batch, pair)
+        losses.append(float(value))
+    np.testing.assert_allclose(losses, wanted, rtol=0, atol=1e-6)
+    found = mmj.unshard_params(params, fabric, pair)
+    check_close(found["ends"], whole["ends"])
+    assert found["layers"]["up"].sharding.spec == P(None, None, "model")
+    (moments,) = state[0].mu["layers"].shards
+    assert len({str(shard.index) for shard in moments.addressable_shards}) == 12, "each chip has its own"
+
+
+def check_close(got: Any, wanted: Any, tolerance: float = 1e-5) -> None:
+    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, atol=tolerance, err_msg=jax.tree_util.keystr(path))
+
+
+def test_twenty_steps_have_the_losses_of_replicated_parameters() -> None:
+    fabric, pair = programs()
+    optimizer = optax.adamw(1e-2, weight_decay=0.1)
+    wanted, whole = train_on_one_device(optimizer)
+    assert wanted[-1] < 0.9 * wanted[0], "a run that learns nothing shows nothing"
+    losses, params, state = train(optimizer)
+    np.testing.assert_allclose(losses, wanted, rtol=0, atol=1e-6)
+    check_close(mmj.unshard_params(params, fabric, pair), whole)
+    (moments,) = state[0].mu["layers"].shards
+    largest = max(len(owned) for owned in pair.scatter.layout.shape.owned)
+    assert len(moments.addressable_shards) == 12
+    assert moments.addressable_shards[0].data.shape[:2] == (LAYERS, largest), "a chip has its own chunks only"
+    assert moments.addressable_shards[0].data.size <= 2 * LAYERS * (5 * WIDTH + 2) * WIDTH / 12
+
+
+def test_microbatches_and_aux() -> None:
+    def with_aux(params: Any, batch: Any, pair: mmj.ProgramPair) -> Any:
+        return sharded_loss(params, batch, pair), {"words": jnp.mean(batch["from"])}
+
+    fabric, pair = programs()
+    wanted, _, _ = train(optax.sgd(0.1), 2)
+    init, step = mmj.sharded_train_step(with_aux, optax.sgd(0.1), fabric, has_aux=True, microbatches=2)
+    params, step = sharded_params(fabric, pair), jax.jit(step)
+    state = jax.jit(init)(params, pair)
+    for batch, expected in zip(batches(), wanted, strict=False):
+        params, state, value, aux = step(params, state, batch, pair)
+        assert value == pytest.approx(expected, abs=1e-6)
+        assert aux["words"] == pytest.approx(batch["from"].mean(), rel=1e-6)
+
+
+def matrices_only(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+def per_layer(optimizer: optax.GradientTransformation, steps: int) -> tuple[list[float], Any]:
+    """Train whole parameters with the layers of the stack apart, so that each has norms of its own."""
+    params, losses = whole_params(), []
+    split = {f"{n}": jax.tree.map(lambda leaf, n=n: leaf[n], params["layers"]) for n in range(LAYERS)}
+
+    def loss(split: Any, batch: Any) -> Any:
+        layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(split[f"{n}"] for n in range(LAYERS)))
+        return whole_loss({"ends": split["ends"], "layers": layers}, batch)
+
+    split["ends"] = params["ends"]
+    state = optimizer.init(split)
+
+    @jax.jit
+    def step(split: Any, state: Any, batch: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss)(split, batch)
+        updates, state = optimizer.update(gradients, state, split)
+        return optax.apply_updates(split, updates), state, value
+
+    for batch in batches()[:steps]:
+        split, state, value = step(split, state, batch)
+        losses.append(float(value))
+    return losses, split
+
+
+def test_norms_are_summed_over_chips_and_each_layer_has_its_own() -> None:
+    clip = 0.05
+    ours = optax.chain(mmj.clip_by_global_norm(clip), mmj.lamb(0.05, weight_decay=0.1, mask=matrices_only))
+    theirs = optax.chain(optax.clip_by_global_norm(clip), optax.lamb(0.05, weight_decay=0.1, mask=matrices_only))
+    wanted, _ = per_layer(theirs, 4)
+    assert wanted[-1] < 0.95 * wanted[0]
+    losses, _, _ = train(ours, 4)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "why"),
+    [
+        (optax.clip_by_global_norm(1.0), "combines values of several weights"),
+        (optax.lamb(0.1), "combines values of several weights"),
+        (optax.adamw(0.1, mask=matrices_only), "treats some layers differently"),
+        (optax.adafactor(0.1), "combines values of several weights|treats some layers|not sharded as the parameters"),
+    ],
+    ids=["optax's clipping", "optax's LAMB", "a mask", "Adafactor"],
+)
+def test_optimizers_that_need_whole_layers_are_refused(optimizer: optax.GradientTransformation, why: str) -> None:
+    fabric, pair = programs()
+    init, _ = mmj.sharded_train_step(sharded_loss, optimizer, fabric)
+    with pytest.raises(ParameterError, match=why):
+        jax.eval_shape(init, abstract_params(fabric, pair), pair)
+
+
+def test_parameters_and_state_move_to_other_survivors_bit_for_bit() -> None:
+    fabric, pair = programs()
+    _, params, state = train(optax.adam(1e-2), 1)
+    whole = jax.tree.map(np.asarray, mmj.unshard_params((params, state), fabric, pair))
+    healthy, all_pair = programs("4x4", "")
+    moved = mmj.reshard_params(whole, (params, state), healthy, all_pair)
+    again = mmj.unshard_params(moved, healthy, all_pair)
+    for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(one, other)
+    back = mmj.reshard_params(again, moved, fabric, pair)
+    assert {leaf.sharding.device_set == set(fabric.jax_mesh.devices.flat) for leaf in jax.tree.leaves(back)} == {True}
+    for one, other in zip(jax.tree.leaves(back), jax.tree.leaves((params, state)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    structures: list[Any] = [jax.tree.structure(back), jax.tree.structure((params, state))]
+    assert structures[0] == structures[1]
+    with pytest.raises(ParameterError, match="is not what `like` was cut from"):
+        mmj.reshard_params({"norm": jnp.ones(3)}, params["ends"], fabric, pair)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    fabric, pair = programs()
+    params = abstract_params(fabric, pair)
+    init, step = mmj.sharded_train_step(sharded_loss, optax.sgd(0.1), fabric)
+    state = jax.eval_shape(init, params, pair)
+    with pytest.raises(ParameterError, match=r"params\['more'\] is a .*, expected ShardedParams"):
+        jax.eval_shape(init, {**params, "more": jnp.ones(3)}, pair)
+    with pytest.raises(ParameterError, match="a stack of 3 layers, expected one tree: use scan_layers"):
+        mmj.gather_params(params["layers"], pair)
+    with pytest.raises(ParameterError, match="Expected ShardedParams, as shard_params makes, got a dict"):
+        mmj.gather_params(whole_params()["ends"], pair)
+    with pytest.raises(ParameterError, match="has 13 examples, which do not split evenly"):
+        jax.eval_shape(step, params, state, {"from": np.zeros(13), "to": np.zeros(13)}, pair)
+    with pytest.raises(ParameterError, match="shardings say how a model is split inside tiles"):
+        mmj.shard_params(whole_params()["ends"], fabric, pair, shardings=P())

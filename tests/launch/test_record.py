@@ -1,0 +1,254 @@
+"""Replays of jobs that are made up second by second: what is read of them, and what the simulator makes of it."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from meshmend.availability.replay import HostFailure, replay
+from meshmend.cli import app
+from meshmend.errors import LaunchError, ParameterError
+from meshmend.launch.hosts import Hosts
+from meshmend.launch.record import read_record
+
+Event = dict[str, Any]
+FIRST = {"start": 4.0, "plan": 2.0, "compile": 3.0, "restore": 0.5, "first step": 1.0}
+STEP_S = {16: 1.0, 12: 1.25, 8: 2.0, 4: 3.5}
+
+
+class WrittenJob:
+    """Writes what the hosts of a job would have, from the seconds that each thing took."""
+
+    def __init__(self, machine: str = "4x4 in hosts of 2x2", step_s: dict[int, float] = STEP_S) -> None:
+        self.machine = machine
+        self.step_s = step_s
+        self.now = 1_000_000.0
+        self.step = self.attempt = 0
+        self.events: dict[int, list[Event]] = {}
+
+    def say(self, speakers: list[int], event: str, **facts: Any) -> None:
+        for host in speakers:
+            self.events.setdefault(host, []).append({"at": self.now, "event": event, "host": host, **facts})
+
+    def fail(self, survivors: list[int], detect_s: float, rendezvous_s: float) -> None:
+        self.now += detect_s
+        self.say(survivors, "gave up", why="lost a peer")
+        self.now += rendezvous_s
+
+    def train(self, hosts: list[int], stages: dict[str, float], steps: int, lose: int = 0, save_every: int = 0) -> None:
+        self.attempt += 1
+        for event in ("process", "fabric", "plan", "compile", "restore"):
+            seconds = stages["start"] / 2 if event in ("process", "fabric") else stages[event]
+            facts: Event = {"fabric": {"chips": 4 * len(hosts), "hosts": hosts, "machine": self.machine}}.get(event, {})
+            if event == "restore":
+                facts = {"step": self.step, "source": "memory"}
+            self.say(hosts, event, seconds=seconds, attempt=self.attempt, **facts)
+            self.now += seconds
+        resumed = self.step
+        for number in range(resumed + 1, resumed + steps + 1):
+            self.now += stages["first step"] if number == resumed + 1 else self.step_s[4 * len(hosts)]
+            if save_every and number % save_every == 0 and number > resumed + 1:
+                self.say(hosts, "checkpoint", seconds=0.5, step=number)
+                self.now += 0.5
+            self.say(hosts, "step", step=number, loss=0.5, attempt=self.attempt, waited_s=0.0)
+        self.step = resumed + steps - lose
+
+    def save(self, folder: Path) -> Path:
+        (folder / "timeline").mkdir(parents=True)
+        for host, events in self.events.items():
+            lines = "".join(json.dumps(event) + "\n" for event in events)
+            (folder / "timeline" / f"host-{host}.jsonl").write_text(lines)
+        return folder
+
+
+def by_hand(folder: Path) -> Path:
+    """Lose host 3 for good, then host 2, which comes back, then host 1: four stops, each of another length."""
+    job = WrittenJob()
+    job.train([0, 1, 2, 3], FIRST, 101)  # 10.5 s to the first step, then 100 s
+    job.fail([0, 1, 2], 2.0, 1.0)  # at 110.5
+    job.train(
+        [0, 1, 2], {"start": 2.0, "plan": 1.0, "compile": 1.0, "restore": 1.0, "first step": 2.0}, 81
+    )  # 10, 100 s
+    job.fail([0, 1], 4.0, 1.0)  # at 220.5
+    job.train([0, 1], {"start": 2.0, "plan": 1.0, "compile": 2.0, "restore": 1.0, "first step": 3.0}, 51)  # 14, 100 s
+    job.fail([0, 1], 0.0, 1.0)  # at 334.5, as host 2 comes back
+    job.train([0, 1, 2], {"start": 3.0, "plan": 1.0, "compile": 1.0, "restore": 1.0, "first step": 2.0}, 81)  # 9, 100 s
+    job.fail([0, 2], 2.0, 1.0)  # at 443.5
+    job.train([0, 2], {"start": 2.0, "plan": 1.0, "compile": 1.0, "restore": 1.0, "first step": 2.0}, 31)  # 10, 60 s
+    return job.save(folder)
+
+
+def test_what_is_read(tmp_path: Path) -> None:
+    job = read_record(by_hand(tmp_path))
+    assert (job.shape, job.host) == ((4, 4), (2, 2))
+    assert job.until_s == pytest.approx(513.5)
+    failures = sorted(job.failures, key=lambda one: one.at_s)
+    assert [one.at_s for one in failures] == pytest.approx([110.5, 220.5, 443.5])
+    assert [one.host for one in failures] == [3, 2, 1]
+    assert [one.away_s for one in failures] == [None, pytest.approx(114.0), None]
+    assert dict(job.first_start_s) == pytest.approx({"detect": 0.0, "rendezvous": 0.0, **FIRST})
+    medians = {"detect": 2.0, "rendezvous": 1.0, "start": 2.0, "plan": 1.0, "compile": 1.0, "restore": 1.0}
+    assert dict(job.stages_s) == pytest.approx(medians | {"first step": 2.0})
+    assert dict(job.step_s) == pytest.approx({16: 1.0, 12: 1.25, 8: 2.0})
+    assert (job.steps_again, job.steps_on_start) == (0, 1)
+    assert job.measured.steps == 101 + 81 + 51 + 81 + 31
+    assert job.measured.goodput == pytest.approx(460 / 513.5)
+
+
+def test_what_is_predicted_by_hand(tmp_path: Path) -> None:
+    """A typical failure takes 2 s to detect and 8 s to restart, of which one to plan; taking a host back takes 8 s."""
+    found = replay(read_record(by_hand(tmp_path)))
+    # Training: to 110.5; from 120.5 to 220.5; from 230.5 to 334.5; from 342.5 to 443.5; from 453.5 to the end.
+    spans = {16: [100.0], 12: [100.0, 101.0], 8: [104.0, 60.0]}
+    trained = sum(map(sum, spans.values()))
+    assert found.predicted.spent_s["training"] == pytest.approx(trained)
+    assert found.predicted.goodput == pytest.approx(trained / 513.5)
+    assert found.goodput_error == pytest.approx(trained / 460 - 1)
+    steps = 100 / 1.0 + 201 / 1.25 + 164 / 2.0
+    assert found.predicted.steps == pytest.approx(steps + 5)  # and the first of each start
+    assert found.predicted.spent_s["detect"] == pytest.approx(3 * 2.0)
+    assert found.predicted.spent_s["compile"] == pytest.approx(3.0 + 4 * 1.0)
+    assert sum(found.predicted.spent_s.values()) == pytest.approx(513.5)
+    work = {one.name: one.work for one in found.answers}
+    assert work["fault-tolerant"] == pytest.approx((100 + 201 * 12 / 16 + 164 * 8 / 16) / 513.5)
+    # Waiting for host 3, which never came back, nothing but the first 100 s is done.
+    assert work["quick repair"] == pytest.approx(100 / 513.5)
+    # A spare takes a minute and 7 s of restart: from 179.5 to 220.5 and from 289.5 to 443.5. Host 2 is back in the pool
+    # by then, so that the third failure finds it there: from 512.5 to the end.
+    assert work["hot spares"] == pytest.approx((100 + 41 + 154 + 1) / 513.5)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_where_every_recovery_takes_equally_long_the_prediction_is_what_happened(seed: int, tmp_path: Path) -> None:
+    """Any number of losses and returns, in any order: an exact oracle.
+
+    The simulator counts a return as a planned stop: nothing to detect, and nothing lost. So jobs have either returns,
+    or something to detect and steps to do again.
+    """
+    chance, returns = random.Random(seed), seed % 2 == 0
+    stages = {stage: chance.uniform(0.1, 3.0) for stage in FIRST}
+    lose, detect_s = (0, 0.0) if returns else (2, chance.uniform(0.1, 4.0))
+    job = WrittenJob(step_s=STEP_S if returns else dict.fromkeys(STEP_S, 1.5))
+    hosts, rendezvous_s = [0, 1, 2, 3], chance.uniform(0.1, 2.0)
+    for _ in range(chance.randint(2, 6) if returns else chance.randint(1, 3)):
+        job.train(hosts, stages, chance.randint(10, 60), lose)
+        if returns and len(hosts) < 4 and chance.random() < 0.5:
+            hosts = [*hosts, len(hosts)]
+        elif len(hosts) > 1:
+            hosts = hosts[:-1]  # nobody is cut off
+        job.fail(hosts, detect_s, rendezvous_s)
+    job.train(hosts, stages, 40)
+    found = replay(read_record(job.save(tmp_path)))
+    assert found.predicted.stops == found.job.measured.stops
+    assert found.goodput_error == pytest.approx(0, abs=1e-6)
+    assert found.predicted.steps == pytest.approx(found.job.measured.steps, rel=1e-6)
+    for cause, seconds in found.job.measured.spent_s.items():
+        assert found.predicted.spent_s[cause] == pytest.approx(seconds, abs=1e-3), cause
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    """Every 20 steps, for half a second: five in 101 steps, and four of 91 more."""
+    job = WrittenJob(step_s=dict.fromkeys(STEP_S, 1.0))
+    stages = dict.fromkeys(FIRST, 1.0)
+    job.train([0, 1, 2, 3], stages, 101, save_every=20)
+    job.fail([0, 1, 2], 1.0, 1.0)
+    job.train([0, 1, 2], stages, 91, save_every=20)
+    found = replay(read_record(job.save(tmp_path)))
+    assert (found.job.checkpoint_steps, found.job.checkpoint_s) == (20, 0.5)
+    assert found.job.measured.spent_s["checkpoint"] == pytest.approx(9 * 0.5)
+    assert found.predicted.spent_s["checkpoint"] == pytest.approx(9 * 0.5)
+    assert found.goodput_error == pytest.approx(0, abs=1e-6)
+
+
+def test_a_stop_without_a_loss_and_two_losses_at_once(tmp_path: Path) -> None:
+    stages = dict.fromkeys(FIRST, 1.0)
+    job = WrittenJob()
+    job.train([0, 1, 2, 3], stages, 50)
+    job.fail([0, 1, 2, 3], 1.0, 1.0)  # the script failed
+    job.train([0, 1, 2, 3], stages, 50)
+    job.fail([0, 1], 1.0, 1.0)
+    job.train([0, 1], stages, 50)
+    found = replay(read_record(job.save(tmp_path)))
+    assert [(one.host, one.away_s) for one in found.job.failures] == [(0, 0.0), (2, None), (3, None)]
+    assert found.predicted.stops == 2
+    assert found.goodput_error == pytest.approx(0, abs=1e-6)
+
+
+def test_a_host_that_was_missing_from_the_start(tmp_path: Path) -> None:
+    stages = dict.fromkeys(FIRST, 1.0)
+    job = WrittenJob()
+    job.train([0, 1, 2], stages, 50)
+    job.fail([0, 1], 1.0, 1.0)
+    job.train([0, 1], stages, 50)
+    found = replay(read_record(job.save(tmp_path)))
+    assert found.job.failures[-1] == HostFailure(found.job.failures[-1].at_s, 2, None)
+    assert found.job.failures[0] == HostFailure(0.0, 3, None)
+    assert found.predicted.stops == 1
+    assert found.goodput_error == pytest.approx(0, abs=1e-6)
+
+
+def run(*words: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["availability", *words], env={"COLUMNS": "80"})
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    by_hand(tmp_path / "job")
+    facts = json.loads(run("--replay", str(tmp_path / "job"), "--json", "--spares", "0"))
+    assert facts["goodput_error"] == pytest.approx(465 / 460 - 1)
+    assert facts["inputs"]["failures"][0]["host"] in (1, 2, 3)
+    assert facts["inputs"]["steps_between_checkpoints"] is None
+    spares = next(one for one in facts["answers"] if one["answer"] == "hot spares")
+    assert spares["work"] == pytest.approx(100 / 513.5)
+    shown = run("--replay", str(tmp_path / "job"))
+    assert "goodput      89.58 %    90.56 %      +1.1 %" in shown
+    assert "4x4 in hosts of 2x2, 8 min 34 s, 3 losses of a host" in shown
+    assert "elastic slices" in shown
+
+
+def test_mistakes_are_explained(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="There is no folder"):
+        read_record(tmp_path / "none")
+    with pytest.raises(LaunchError, match=r"no timelines in .*meshmend run --shared DIR"):
+        read_record(tmp_path)
+    job = WrittenJob()
+    job.train([0, 1, 2, 3], FIRST, 30)
+    with pytest.raises(LaunchError, match="has not been interrupted in its 30 steps"):
+        read_record(job.save(tmp_path / "fine"))
+    job.say([0, 1], "process", seconds=1.0)
+    started = WrittenJob()
+    started.say([0], "process", seconds=1.0)
+    with pytest.raises(LaunchError, match="has not done a step"):
+        read_record(started.save(tmp_path / "started"))
+    unknown = WrittenJob(machine="")
+    unknown.train([0, 1], FIRST, 20)
+    unknown.fail([0], 1.0, 1.0)
+    unknown.train([0], FIRST, 20)
+    folder = unknown.save(tmp_path / "unknown")
+    with pytest.raises(LaunchError, match="meshmend availability 8x8 --host 4x2 --replay"):
+        read_record(folder)
+    assert read_record(folder, Hosts.of("2x4", "2x2")).shape == (2, 4)
+    with pytest.raises(ParameterError, match="Host 1 was lost, but 2x2 has hosts 0 to 0 only"):
+        replay(read_record(folder, Hosts.of("2x2", "2x2")))
+    by_hand(tmp_path / "known")
+    with pytest.raises(LaunchError, match=r"ran on 4x4 in hosts of 2x2, got 8x8 in hosts of 2x2\. Leave the shape out"):
+        read_record(tmp_path / "known", Hosts.of("8x8", "2x2"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--days", "3"), "--days is for studies: a replay takes it from the timelines"),
+        (("--host", "2x2"), "--host goes with SHAPE"),
+        (("--plot", "a.svg"), "--plot draws a study, not a replay"),
+        (("--machine", "m.yaml"), "leave out --machine"),
+    ],
+)
+def test_options_that_a_replay_has_no_use_for(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    assert message in run("--replay", str(tmp_path), *words, code=1).replace("\n", " ")

@@ -1,0 +1,119 @@
+"""What a chip under torchft writes down, alone in its quorum: every kind of event, and the account of them."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("torchft")
+
+import torch
+import torch.distributed as dist
+from torchft.coordination import LighthouseServer
+
+import meshmend.torch as mmt
+from meshmend.launch.timeline import read_timeline
+from meshmend.launch.watching import Watch
+from torch_engine.processes import with_store
+
+PAUSE_S = 0.2
+
+
+def step(manager: Any, **facts: Any) -> bool:
+    manager.start_quorum()
+    manager.allreduce(torch.ones(3)).wait()
+    time.sleep(PAUSE_S)
+    manager.note(**facts)
+    return bool(manager.should_commit())
+
+
+def life(shared: Path | None, use_async_quorum: bool, disk_step: int) -> list[str]:
+    """Do three steps, lose one to an error, save, do another; return the events."""
+    warnings.simplefilter("ignore", DeprecationWarning)  # torchft's own logging would fail each quorum
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=100)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group = mmt.MeshProcessGroup("2x2", (1, 0), interface="lo", timeout=timedelta(seconds=20))
+    manager = mmt.Manager(
+        group,
+        lambda _: None,
+        dict,
+        1,
+        use_async_quorum=use_async_quorum,
+        shared=shared,
+        rank=0,
+        world_size=1,
+        replica_id="chip2",
+        hostname="127.0.0.1",
+        lighthouse_addr=f"http://127.0.0.1:{lighthouse.address().rsplit(':', 1)[1]}",
+        store_addr="127.0.0.1",
+        store_port=store.port,
+    )
+    if disk_step:
+        manager.load_state_dict({"step": disk_step, "batches_committed": disk_step})
+    assert all(step(manager, loss=1 / n, examples=8, waited_s=0.01) for n in (1, 2, 3))
+    manager.start_quorum()
+    manager.wait_quorum()
+    time.sleep(PAUSE_S)
+    manager.report_error(ValueError("a bad batch"))
+    assert not manager.should_commit()
+    assert step(manager)
+    with manager.timeline.timed("checkpoint", step=manager.current_step()):
+        time.sleep(PAUSE_S)
+    manager.timeline.note("saved", step=manager.current_step())
+    assert step(manager)
+    manager.shutdown()
+    lighthouse.shutdown()
+    return [event["event"] for event in manager.timeline.events]
+
+
+@pytest.mark.parametrize("use_async_quorum", [False, True])
+def test_a_chip_writes_down_what_a_host_does(tmp_path: Path, use_async_quorum: bool) -> None:
+    def main(chip: tuple[int, ...], number: int, address: str) -> list[str]:
+        return life(tmp_path, use_async_quorum, disk_step=0) + life(tmp_path, use_async_quorum, disk_step=4)
+
+    (events,) = with_store([(1, 0)], main).values()
+    begins = ["quorum", "join", "plan", "step"]
+    once = ["process", "round", *begins, "step", "step", "gave up", *begins, "checkpoint", "saved", "step", "done"]
+    assert events == once * 2
+    (path,) = (tmp_path / "timeline").iterdir()
+    assert path.name == "host-2.jsonl"  # chip (1, 0) of 2×2
+    written = read_timeline(path)
+    assert [event["event"] for event in written] == events
+    quorums = [event for event in written if event["event"] == "quorum"]
+    assert [(one["step"], one["source"]) for one in quorums] == [
+        (0, "in place"),
+        (3, "in place"),
+        (4, "disk"),
+        (7, "in place"),
+    ]
+    assert sorted({one["attempt"] for one in quorums}) == [one["attempt"] for one in quorums]
+    assert all(one["hosts"] == [2] and one["chips"] == 1 for one in quorums)
+    watch = Watch(tmp_path)
+    watch.read()
+    account = watch.account()
+    assert account is not None
+    assert watch.state(account) == "over"
+    assert (account.step, account.machine, len(account.recoveries)) == (9, "2x2 in hosts of 1x1", 3)
+    assert account.training_s + sum(account.badput_s.values()) == pytest.approx(account.total_s)
+    # The second life began at step 4, and did the fifth of the first again.
+    assert account.badput_s["steps done again"] >= PAUSE_S
+    assert account.badput_s["checkpoint"] >= 2 * PAUSE_S
+    assert account.badput_s["data"] == pytest.approx(2 * 2 * 0.01)
+    assert all(account.recoveries[i].stages_s["detect"] >= PAUSE_S for i in (0, 2))
+
+
+def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def main(chip: tuple[int, ...], number: int, address: str) -> list[str]:
+        return life(None, use_async_quorum=False, disk_step=0)
+
+    (events,) = with_store([(1, 0)], main).values()
+    assert events.count("step") == 5
+    assert list(tmp_path.iterdir()) == []
