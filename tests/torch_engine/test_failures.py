@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
 pytest.importorskip("torchft", reason="torchft is not installed: pip install 'meshmend[torch]'")
 
+from meshmend.launch.events import KINDS
 from meshmend.launch.timeline import read_timeline
 from meshmend.launch.watching import Watch
 
@@ -81,6 +83,15 @@ def where_the_time_went(shared: Path, result: dict[str, Any]) -> None:
     assert loss.stages_s["rendezvous"] > 0
     back = [one for one in account.recoveries if one.at > loss.at]
     assert {host for one in back for host in one.joined} == {2, 3, 6, 7}
+    told: dict[str, str] = {}
+    for path in (shared / "timeline").iterdir():
+        told |= {event["id"]: event["event"] for event in read_timeline(path) if event["event"] in KINDS}
+    assert Counter(told.values())["host lost"] == 4  # each once, though twelve chips have seen it
+    lost = [event for event in read_timeline(shared / "timeline/host-0.jsonl") if event["event"] == "host lost"]
+    assert sorted(event["chips"] for event in lost) == [[[0, 2]], [[0, 3]], [[1, 2]], [[1, 3]]]
+    (again,) = [event for event in read_timeline(shared / "timeline/host-0.jsonl") if event["event"] == "recovered"]
+    assert again["lost"] == [2, 3, 6, 7]
+    assert again["seconds"] == pytest.approx(loss.total_s, abs=1.0)
     healed = [event for event in read_timeline(shared / "timeline/host-2.jsonl") if event["event"] == "restore"]
     assert healed[-1]["source"] == "peers"
     assert healed[-1]["step"] > loss.step

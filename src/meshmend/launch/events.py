@@ -1,9 +1,9 @@
 """What an operator wants to hear of a job: hosts that are lost, a job that waits for hosts, one that trains again.
 
-The agent of each host writes these events into the host's timeline. It lives on when its worker dies, and hears from
-the store what has happened; from the worker's own lines it knows when the first step is done again. So each event is
-written by every host that lives through it, with the same `id`: a reader that knows the id counts it once, and needs
-only one of them to have survived.
+Under `meshmend run` the agent of each host writes these events into the host's timeline. It lives on when its worker
+dies, and hears from the store what has happened; from the worker's own lines it knows when the first step is done
+again. Under torchft the processes that train go on, and write them. So each event is written by every host that lives
+through it, with the same `id`: a reader that knows the id counts it once, and needs only one of them to have survived.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from meshmend.launch.hosts import Hosts, name_hosts
 from meshmend.launch.member import Place
@@ -24,6 +23,8 @@ KINDS = (LOST, RECOVERED, BELOW_MINIMUM, QUARANTINED)
 """Events with an `id` and a `text` for people."""
 LOOK_S = 1.0
 """Interval at which an agent looks for its worker's steps."""
+Done = tuple[int, float, tuple[int, ...]]
+"""A step, when it was done, and the hosts that did it."""
 
 
 class AgentLog:
@@ -45,7 +46,7 @@ class AgentLog:
         self._place: Place | None = None
         self._placed_at = 0.0
         self._step, self._step_at = 0, 0.0
-        self._interrupted: tuple[int, float, tuple[int, ...]] | None = None
+        self._interrupted: Done | None = None
         """The last step before this round, when it was done and by which hosts; None once there is another."""
         self._lost: set[int] = set()
         """Hosts of the round that are lost."""
@@ -108,11 +109,6 @@ class AgentLog:
         while not self._closed.wait(LOOK_S):
             self.look()
 
-    def _note(self, kind: str, key: str, text: str, **facts: Any) -> Event:
-        round_name = self._place.name if self._place is not None else ""
-        text = f"{self._timeline.facts.get('job', 'job')}: {text}"
-        return self._timeline.note(kind, id=f"{round_name}/{key}", text=text, **facts)
-
     def _note_missing(self, here: Iterable[int]) -> None:
         """Record the loss of hosts that died while the others were between two rounds: the store names only one."""
         if self._place is not None:
@@ -121,31 +117,71 @@ class AgentLog:
 
     def _note_lost(self, host: int, why: str) -> None:
         self._lost.add(host)
-        chips = [] if self._machine is None else [list(chip) for chip in self._machine.chips(host)]
-        text = f"{why} (after step {self._step}{f', {len(chips)} chips' if chips else ''})"
-        self._note(LOST, f"{LOST} {host}", text, step=self._step, lost=[host], chips=chips, why=why)
+        note_lost(self._timeline, self._name, host, self._step, self._machine, why)
 
     def _note_short(self, here: list[int], least: int) -> None:
         text = f"the job waits after step {self._step}: it needs {least} hosts, and has {name_hosts(here)}"
         text += ", which no cables join" * (len(here) >= least)
-        self._note(BELOW_MINIMUM, BELOW_MINIMUM, text, step=self._step, hosts=here, least=least)
+        facts = {"step": self._step, "hosts": here, "least": least}
+        _note(self._timeline, BELOW_MINIMUM, f"{self._name}/{BELOW_MINIMUM}", text, facts)
 
     def _note_recovered(self) -> None:
-        assert self._interrupted is not None  # noqa: S101  # its caller has seen to it
-        assert self._place is not None  # noqa: S101  # so has whoever interrupted it
-        step, since, before = self._interrupted
-        hosts = self._place.hosts
-        seconds = self._step_at - since
-        text = f"training again on {name_hosts(hosts)}: step {self._step} is done, {seconds:.1f} s after step {step}"
-        self._note(
-            RECOVERED,
-            RECOVERED,
-            text,
-            at=since,
-            seconds=seconds,
-            step=self._step,
-            hosts=list(hosts),
-            lost=sorted({*before} - {*hosts}),
-            joined=sorted({*hosts} - {*before}),
-        )
+        if self._interrupted is not None and self._place is not None:
+            note_recovered(
+                self._timeline, self._name, self._interrupted, (self._step, self._step_at, self._place.hosts)
+            )
         self._interrupted = None
+
+    @property
+    def _name(self) -> str:
+        """The name of the round, the same on all hosts and for no other."""
+        return self._place.name if self._place is not None else ""
+
+
+class QuorumLog:
+    """Writes the events of a job whose survivors go on by themselves, under torchft: its quorums say who is left."""
+
+    def __init__(self, timeline: Timeline, machine: Hosts) -> None:
+        self._timeline = timeline
+        self._machine = machine
+        self._name = ""
+        self._hosts: tuple[int, ...] = ()
+        self._last: Done | None = None
+        self._interrupted: Done | None = None
+
+    def form(self, name: str, hosts: Iterable[int]) -> None:
+        """Record a quorum, by a name that is the same on all its hosts."""
+        before, self._name, self._hosts = self._hosts, name, tuple(hosts)
+        lost = sorted({*before} - {*self._hosts})
+        if self._last is not None and lost:  # a host that joins interrupts nobody
+            self._interrupted = self._interrupted or self._last
+            for host in lost:
+                why = f"host {host} is lost: it is not in the next quorum"
+                note_lost(self._timeline, name, host, self._last[0], self._machine, why)
+
+    def step(self, number: int) -> None:
+        """Record that a step is done."""
+        self._last = number, time.time(), self._hosts
+        if self._interrupted is not None:
+            note_recovered(self._timeline, self._name, self._interrupted, self._last)
+            self._interrupted = None
+
+
+def note_lost(timeline: Timeline, name: str, host: int, step: int, machine: Hosts | None, why: str) -> None:
+    """Record that a host is lost; `name` is the same for all that do, and for no other round."""
+    chips = [] if machine is None else [list(chip) for chip in machine.chips(host)]
+    text = f"{why} (after step {step}{f', {len(chips)} chip' + 's' * (len(chips) != 1) if chips else ''})"
+    _note(timeline, LOST, f"{name}/{LOST} {host}", text, {"step": step, "lost": [host], "chips": chips, "why": why})
+
+
+def note_recovered(timeline: Timeline, name: str, before: Done, now: Done) -> None:
+    """Record the first step after an interruption, and since which one."""
+    (last, since, were), (step, at, hosts) = before, now
+    text = f"training again on {name_hosts(hosts)}: step {step} is done, {at - since:.1f} s after step {last}"
+    facts = {"seconds": at - since, "step": step, "hosts": list(hosts)}
+    changed = {"lost": sorted({*were} - {*hosts}), "joined": sorted({*hosts} - {*were})}
+    _note(timeline, RECOVERED, f"{name}/{RECOVERED}", text, facts | changed, at=since)
+
+
+def _note(timeline: Timeline, kind: str, key: str, text: str, facts: Event, at: float | None = None) -> None:
+    timeline.note(kind, at=at, id=key, text=f"{timeline.facts.get('job', 'job')}: {text}", **facts)

@@ -15,8 +15,10 @@ from typing import Any
 
 import torchft
 
+from meshmend.launch.events import QuorumLog
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.local import timeline_of
+from meshmend.launch.places import find_job
 from meshmend.launch.timeline import Timeline, process_started_at
 from meshmend.torch.process_group import MeshProcessGroup
 
@@ -46,7 +48,9 @@ class Manager(torchft.Manager):
         hosts = Hosts.of(pg.whole.shape, (1,) * len(pg.whole.shape))
         self._hosts, self._group = hosts, pg
         number = hosts.number(pg.chip)
-        self.timeline = Timeline(None if shared is None else timeline_of(Path(shared), number), host=number)
+        path = None if shared is None else timeline_of(Path(shared), number)
+        self.timeline = Timeline(path, job=find_job(None), host=number)
+        self._events = QuorumLog(self.timeline, hosts)
         self._facts: dict[str, Any] = {}
         self._in_step, self._source = False, "in place"
         self._asked_at = self._ready_at = self._received_at = 0.0
@@ -90,6 +94,7 @@ class Manager(torchft.Manager):
         problem = self.errored()
         if committed:
             self.timeline.note("step", step=self.current_step(), **facts, chips=self._group.mesh.n_chips)
+            self._events.step(self.current_step())
         elif problem is not None:
             self._give_up(problem.original_exception)
         else:
@@ -123,6 +128,7 @@ class Manager(torchft.Manager):
                 hosts=members,
                 machine=str(self._hosts),
             )
+            self._events.form(str(spent.formed_ms), members)
             self.timeline.note("join", at=formed_at, seconds=spent.configure_s - spent.plan_s)
             self.timeline.note("plan", at=spent.configured_at - spent.plan_s, seconds=spent.plan_s)
             self._noted_at, self._source = spent.configured_at, "in place"
