@@ -23,7 +23,7 @@ from meshmend.topology import Mesh
 
 DETECT, PLAN = "detect", "plan"
 """The stages of a recovery that the simulator knows by name; all others are its restart."""
-TRAINING = "training"
+TRAINING, AGAIN = "training", "steps done again"
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def _as_run(job: RecordedJob, answer: Answer, spent: TimeSpent) -> RunAccount:
     # The first start brings one step; a later one brings those, too, whose end nobody could record.
     return RunAccount(
         steps + 1 + starts * job.steps_on_start,
-        {TRAINING: training_s, **parts, "steps done again": again_s},
+        {TRAINING: training_s, **parts, AGAIN: parts.get(AGAIN, 0.0) + again_s},
         starts,
     )
 

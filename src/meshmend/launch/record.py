@@ -12,7 +12,7 @@ from meshmend.availability.replay import TRAINING, HostFailure, RecordedJob, Run
 from meshmend.errors import LaunchError
 from meshmend.launch.goodput import HostBook, Restart, TimeAccount
 from meshmend.launch.hosts import Hosts
-from meshmend.launch.timeline import Event, read_timeline
+from meshmend.launch.timeline import STAGES, Event, read_timeline
 from meshmend.launch.watching import Watch
 
 
@@ -43,7 +43,7 @@ def read_record(folder: str | Path, machine: Hosts | None = None) -> RecordedJob
         raise LaunchError(f"The job in {folder} has nowhere done two steps in a row: how long one takes is not known.")
     inner = Path(folder) / "timeline"
     every, pause_s = _checkpoints(sorted((inner if inner.is_dir() else Path(folder)).glob("host-*.jsonl")))
-    stages = list(dict.fromkeys(stage for one in account.recoveries for stage in one.stages_s))
+    stages = list(dict.fromkeys((*STAGES, *(stage for one in account.recoveries for stage in one.stages_s))))
     again = [one.step - one.resumed for one in account.recoveries]
     causes = {cause: seconds for cause, seconds in account.badput_s.items() if cause != "under way"}
     return RecordedJob(
@@ -55,7 +55,7 @@ def read_record(folder: str | Path, machine: Hosts | None = None) -> RecordedJob
             stage: max(
                 0.0, causes.get(stage, 0.0) - math.fsum(one.stages_s.get(stage, 0.0) for one in account.recoveries)
             )
-            for stage in stages
+            for stage in STAGES
         },
         stages_s={
             stage: statistics.median(one.stages_s.get(stage, 0.0) for one in account.recoveries) for stage in stages
