@@ -73,7 +73,7 @@ def read_record(folder: str | Path, machine: Hosts | None = None) -> RecordedJob
 def _machine(account: TimeAccount, given: Hosts | None, folder: str | Path) -> Hosts:
     if not account.hosts:
         raise LaunchError(
-            f"The timelines in {folder} do not say which hosts trained: only jobs under `meshmend run` can be replayed."
+            f"The timelines in {folder} do not say which hosts trained, so their failures cannot be replayed."
         )
     if not account.machine:
         if given is None:
