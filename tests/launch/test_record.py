@@ -221,11 +221,16 @@ def test_mistakes_are_explained(tmp_path: Path) -> None:
     job.train([0, 1, 2, 3], FIRST, 30)
     with pytest.raises(LaunchError, match="has not been interrupted in its 30 steps"):
         read_record(job.save(tmp_path / "fine"))
-    job.say([0, 1], "process", seconds=1.0)
     started = WrittenJob()
     started.say([0], "process", seconds=1.0)
     with pytest.raises(LaunchError, match="has not done a step"):
         read_record(started.save(tmp_path / "started"))
+    short = WrittenJob()
+    short.train([0, 1], FIRST, 1)
+    short.fail([0], 1.0, 1.0)
+    short.train([0], FIRST, 1)
+    with pytest.raises(LaunchError, match="nowhere done two steps in a row"):
+        read_record(short.save(tmp_path / "short"))
     unknown = WrittenJob(machine="")
     unknown.train([0, 1], FIRST, 20)
     unknown.fail([0], 1.0, 1.0)

@@ -23,7 +23,7 @@ from meshmend.topology import Mesh
 
 DETECT, PLAN = "detect", "plan"
 """The stages of a recovery that the simulator knows by name; all others are its restart."""
-TRAINING = "training"
+TRAINING, AGAIN = "training", "steps done again"
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def _as_run(job: RecordedJob, answer: Answer, spent: TimeSpent) -> RunAccount:
     # The first start brings one step; a later one brings those, too, whose end nobody could record.
     return RunAccount(
         steps + 1 + starts * job.steps_on_start,
-        {TRAINING: training_s, **parts, "steps done again": again_s},
+        {TRAINING: training_s, **parts, AGAIN: parts.get(AGAIN, 0.0) + again_s},
         starts,
     )
 
@@ -198,7 +198,8 @@ def _as_run(job: RecordedJob, answer: Answer, spent: TimeSpent) -> RunAccount:
 def _stages(job: RecordedJob, answer: Answer, spent: TimeSpent) -> dict[str, float]:
     """Split the simulated time in starts among stages, in the proportions in which they were given."""
     start_s = answer.start_h * 3600
-    usual = {stage: s for stage, s in job.stages_s.items() if stage != DETECT and (stage != PLAN or start_s)}
+    left_out = (DETECT,) if isinstance(answer, FaultTolerant) else (DETECT, PLAN)
+    usual = {stage: seconds for stage, seconds in job.stages_s.items() if stage not in left_out}
     total = math.fsum(usual.values())
     weights = dict.fromkeys((*job.first_start_s, *job.stages_s), 0.0)
     for stage, seconds in job.first_start_s.items():
