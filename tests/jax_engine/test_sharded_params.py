@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -133,21 +134,27 @@ INSIDE = {
 }
 
 
-def test_on_tiles_the_losses_are_those_of_replicated_parameters_too() -> None:
+def train_on_tiles(optimizer: optax.GradientTransformation, steps: int = STEPS) -> tuple[list[float], Any, Any]:
     fabric, pair = tiles()
-    optimizer = optax.chain(optax.scale_by_adam(), mmj.add_decayed_weights(0.1, matrices_only), optax.scale(-1e-2))
-    theirs = optax.adamw(1e-2, weight_decay=0.1, mask=matrices_only)
-    wanted, whole = per_layer(theirs, STEPS)
-    assert wanted[-1] < 0.9 * wanted[0]
     init, step = mmj.sharded_train_step(sharded_loss, optimizer, fabric)
     params = {
         name: mmj.shard_params(tree, fabric, pair, stacked=name == "layers", shardings=INSIDE[name])
         for name, tree in whole_params().items()
     }
     state, step, losses = jax.jit(init)(params, pair), jax.jit(step, donate_argnums=(0, 1)), []
-    for batch in batches():
+    for batch in batches()[:steps]:
         params, state, value = step(params, state, batch, pair)
         losses.append(float(value))
+    return losses, params, state
+
+
+def test_on_tiles_the_losses_are_those_of_replicated_parameters_too() -> None:
+    fabric, pair = tiles()
+    optimizer = optax.chain(optax.scale_by_adam(), mmj.add_decayed_weights(0.1, matrices_only), optax.scale(-1e-2))
+    theirs = optax.adamw(1e-2, weight_decay=0.1, mask=matrices_only)
+    wanted, whole = per_layer(theirs, STEPS)
+    assert wanted[-1] < 0.9 * wanted[0]
+    losses, params, state = train_on_tiles(optimizer)
     np.testing.assert_allclose(losses, wanted, rtol=0, atol=1e-6)
     found = mmj.unshard_params(params, fabric, pair)
     check_close(found["ends"], whole["ends"])
@@ -219,13 +226,14 @@ def per_layer(optimizer: optax.GradientTransformation, steps: int) -> tuple[list
     return losses, split
 
 
-def test_norms_are_summed_over_chips_and_each_layer_has_its_own() -> None:
+@pytest.mark.parametrize("trained", [train, train_on_tiles])
+def test_norms_are_summed_over_chips_and_each_layer_has_its_own(trained: Callable[..., Any]) -> None:
     clip = 0.05
     ours = optax.chain(mmj.clip_by_global_norm(clip), mmj.lamb(0.05, weight_decay=0.1, mask=matrices_only))
     theirs = optax.chain(optax.clip_by_global_norm(clip), optax.lamb(0.05, weight_decay=0.1, mask=matrices_only))
     wanted, _ = per_layer(theirs, 4)
     assert wanted[-1] < 0.95 * wanted[0]
-    losses, _, _ = train(ours, 4)
+    losses, _, _ = trained(ours, 4)
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
 
 
