@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from meshmend.availability.replay import TRAINING, HostFailure, RecordedJob, RunAccount
+from meshmend.availability.replay import DETECT, TRAINING, HostFailure, RecordedJob, RunAccount
 from meshmend.errors import LaunchError
 from meshmend.launch.goodput import HostBook, Restart, TimeAccount
 from meshmend.launch.hosts import Hosts
@@ -44,6 +44,8 @@ def read_record(folder: str | Path, machine: Hosts | None = None) -> RecordedJob
     inner = Path(folder) / "timeline"
     every, pause_s = _checkpoints(sorted((inner if inner.is_dir() else Path(folder)).glob("host-*.jsonl")))
     stages = list(dict.fromkeys((*STAGES, *(stage for one in account.recoveries for stage in one.stages_s))))
+    returns = [one for one in account.recoveries if one.joined and not one.lost]
+    losses = [one for one in account.recoveries if one not in returns]
     again = [one.step - one.resumed for one in account.recoveries]
     causes = {cause: seconds for cause, seconds in account.badput_s.items() if cause != "under way"}
     return RecordedJob(
@@ -57,9 +59,8 @@ def read_record(folder: str | Path, machine: Hosts | None = None) -> RecordedJob
             )
             for stage in STAGES
         },
-        stages_s={
-            stage: statistics.median(one.stages_s.get(stage, 0.0) for one in account.recoveries) for stage in stages
-        },
+        stages_s=_medians(losses or returns, stages),
+        returns_s=_medians(returns, stages) if returns else _medians(losses, stages) | {DETECT: 0.0},
         step_s=step_s,
         data_s=_data_wait(books),
         checkpoint_steps=every,
@@ -115,6 +116,10 @@ def _in_turn(one: Restart, watch: Watch) -> dict[int, float]:
         ended[host] = max([one.at, *before[-1:]])
     earliest = min(ended.values(), default=0.0)
     return {host: min(at - earliest, one.total_s) for host, at in ended.items()}
+
+
+def _medians(restarts: Sequence[Restart], stages: Sequence[str]) -> dict[str, float]:
+    return {stage: statistics.median(one.stages_s.get(stage, 0.0) for one in restarts) for stage in stages}
 
 
 def _step_times(books: Sequence[HostBook]) -> dict[int, float]:
