@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshmend.errors import LaunchError, require
-from meshmend.launch.goodput import Attempt, TimeAccount
+from meshmend.launch.goodput import Attempt, Restart, TimeAccount
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.timeline import STAGES
 from meshmend.launch.watching import STATES, Watch
@@ -26,6 +26,7 @@ class JobMetrics:
 
     def __init__(self, folder: str | Path) -> None:
         self.watch = Watch(folder)
+        self._recoveries: tuple[tuple[Restart, ...], Metric] | None = None
         self._lock = threading.Lock()
 
     def collect(self) -> Iterator[Metric]:
@@ -39,7 +40,10 @@ class JobMetrics:
             yield from _of_time(account)
             yield from _of_mesh(account, latest)
             yield from _of_state(latest)
-            yield _of_recoveries(account)
+            # Most of the samples, and seldom new ones.
+            if self._recoveries is None or self._recoveries[0] != account.recoveries:
+                self._recoveries = account.recoveries, _of_recoveries(account)
+            yield self._recoveries[1]
 
 
 def _of_time(account: TimeAccount) -> Iterator[Metric]:
