@@ -75,7 +75,7 @@ class Overhead:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Where the median lies with a probability of at least 95 %, by order statistics."""
+        """Where the median lies with a probability of 95 %, by order statistics; of few groups, the whole range."""
         ordered, n = sorted(self.groups), len(self.groups)
         below, tail = 0, 0.0
         while below < n // 2 and (tail := tail + math.comb(n, below) / 2**n) <= 0.025:
