@@ -81,6 +81,7 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
     reasons = [(block.page.name, block.reason) for block in BLOCKS if block.reason]
     assert reasons == [
         ("CONTRIBUTING.md", "it makes an environment and installs into it"),
+        ("operate.md", "the lines that differ from the program in torch.md"),
         ("restart.md", "it needs eight hosts and a store"),
         ("restart.md", "it is a server that never ends"),
         ("restart.md", "it needs Slurm and eight nodes"),
