@@ -61,6 +61,7 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
     assert by == {
         ("README.md", "python", "tests/jax_engine/managed/test_docs.py"),
         ("README.md", "bash", "tests/jax_restart/test_job.py"),
+        ("adopt.md", "bash", "tests/jax_engine/compiling/test_apart.py"),
         ("availability.md", "bash", "tests/availability/test_log.py"),
         ("availability.md", "bash", "tests/jax_restart/test_run.py"),
         ("doctor.md", "bash", "tests/cli/test_doctor.py"),

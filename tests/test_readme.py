@@ -111,6 +111,10 @@ def test_the_table_of_alternatives_has_what_is_predicted(row: str) -> None:
     assert re.findall(r"(?<= )\**(\d\.\d\d)\**(?= M/b)", line) == [f"{units:.2f}"]
 
 
+ON_ITS_PAGE_ONLY = ("optical cubes", "elastic slices")
+"""Answers that need other machines: the README has those of a mesh, the page all."""
+
+
 def goodputs_said() -> list[float]:
     return sorted(float(found) for found in re.findall(r"(\d\d\.\d)(?= %)", prose(README)))
 
@@ -125,8 +129,10 @@ def test_recovery_is_what_its_page_says() -> None:
 
 def test_goodput_is_what_its_page_says() -> None:
     text = (ROOT / "docs" / "availability.md").read_text(encoding="utf-8")
-    table = [float(found) for found in re.findall(r"^\| [^|]+ \| \**(\d\d\.\d\d) ± ", text, re.M)]
+    rows = re.findall(r"^\| ([^|]+) \| \**(\d\d\.\d\d) ± ", text, re.M)
+    table = [float(value) for name, value in rows if not name.startswith(ON_ITS_PAGE_ONLY)]
     assert sorted(round(value, 1) for value in table) == goodputs_said()
+    assert len(rows) == len(table) + len(ON_ITS_PAGE_ONLY)
 
 
 def test_the_measured_ratios_are_those_of_the_lab() -> None:
@@ -141,5 +147,6 @@ def test_the_measured_ratios_are_those_of_the_lab() -> None:
 def test_a_simulated_year_is_what_it_says() -> None:
     done = CliRunner().invoke(app, ["availability", "32x32", "--json"])
     assert done.exit_code == 0, done.output
-    goodputs = [outcome["goodput"]["mean"] for outcome in json.loads(done.stdout)["answers"]]
+    answers = json.loads(done.stdout)["answers"]
+    goodputs = [one["goodput"]["mean"] for one in answers if one["answer"] not in ON_ITS_PAGE_ONLY]
     assert sorted(round(100 * value, 1) for value in goodputs) == goodputs_said()

@@ -12,6 +12,7 @@ from meshmend.availability.history import draw
 from meshmend.errors import MeshError, ParameterError
 
 
+@pytest.mark.slow
 def test_a_year_of_the_papers_machine_takes_five_plans() -> None:
     """Plans are what takes the time. Seconds are no measure here: on a busy machine the same work takes three times."""
     study = simulate(Assumptions.of("32x32"))

@@ -212,7 +212,7 @@ COMMANDS = list(commands(typer.main.get_command(app)))
 WITHOUT_FAILURES = {"doctor", "lab list"}
 """They find what is wrong with a machine and say so; that is no failure of theirs."""
 
-ELSEWHERE = {"lab run", "compile", "bench failures", "bench restart", "run", "store"}
+ELSEWHERE = {"lab run", "compile", "bench failures", "bench overhead", "bench restart", "run", "store"}
 """What they refuse takes root or an extra: below. What `run` and `store` refuse is in test_run.py."""
 
 
@@ -249,6 +249,7 @@ def test_usage_is_one_line(words: list[str]) -> None:
         (["bench", "allreduce", "--loopback", "1x2"], "torch", "torch"),
         (["bench", "failures"], "torchft", "torch"),
         (["bench", "restart"], "orbax", "launch"),
+        (["bench", "overhead"], "prometheus_client", "operate"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value[:2]),
 )

@@ -21,8 +21,16 @@ from meshmend.jax.workloads import (
 
 
 # ResNet-50: as torchvision counts it. BERT-large: 334 M in its layers and embeddings, as published, and its two heads.
-@pytest.mark.parametrize(("name", "n_weights"), [("resnet-50", 25_557_032), ("bert-large", 336_226_108)])
-def test_the_models_are_the_published_ones(name: str, n_weights: int) -> None:
+# The small GPT, by hand: words, positions, twelve layers (two norms, four matrices with biases) and the last norm.
+@pytest.mark.parametrize(
+    ("name", "n_weights"),
+    [
+        ("resnet-50", 25_557_032),
+        ("bert-large", 336_226_108),
+        ("gpt-small", (8192 + 256) * 256 + 12 * (4 * 256 + 12 * 256**2 + 9 * 256) + 2 * 256),
+    ],
+)
+def test_the_models_have_their_weights(name: str, n_weights: int) -> None:
     params, _ = find_workload(name).variables(2)
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == n_weights
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.float32)}
@@ -46,7 +54,7 @@ def test_a_step_keeps_shapes_and_sends_by_the_plan_only(name: str) -> None:
 
 
 def test_an_unknown_workload_is_refused() -> None:
-    with pytest.raises(ParameterError, match=r"no workload 'gpt'\. Workloads: resnet-50, bert-large"):
+    with pytest.raises(ParameterError, match=r"no workload 'gpt'\. Workloads: resnet-50, bert-large, gpt-small"):
         find_workload("gpt")
 
 

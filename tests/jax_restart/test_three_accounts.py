@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,15 +77,15 @@ def through_five_losses(job: LocalJob, paths: list[Path]) -> list[dict[str, Any]
     job.start()
     everybody, now = set(range(N_HOSTS)), time.time()
     for number in range(KILLS):
-        wait_for(lambda since=now: is_on(everybody, since), job)
+        wait_for(partial(is_on, everybody, now), job)
         victim = number % N_HOSTS
         now = job.kill(victim)
-        wait_for(lambda since=now, left=everybody - {victim}: is_on(left, since), job)
+        wait_for(partial(is_on, everybody - {victim}, now), job)
         words = ["watch", str(job.shared), "--once", "--json"]
         shown.append(json.loads("".join(meshmend(*words, folder=job.shared))))
         now = time.time()
         job.start(victim)
-    wait_for(lambda: is_on(everybody, now), job)
+    wait_for(partial(is_on, everybody, now), job)
     return shown
 
 

@@ -43,23 +43,34 @@ class TimeSpent:
     kept_h: dict[int, float] = field(default_factory=dict)
 
 
-def live_through(answer: Answer, strikes: Sequence[Strike], hours: float, *, first_start_h: float = 0.0) -> TimeSpent:
+def live_through(
+    answer: Answer,
+    strikes: Sequence[Strike],
+    hours: float,
+    *,
+    first_start_h: float = 0.0,
+    regrow_h: float | None = None,
+) -> TimeSpent:
     """Simulate one run: `hours` of a machine with these strikes, under one answer.
 
-    The job takes `first_start_h` to its first step. What is struck at 0 is down before it starts.
+    The job takes `first_start_h` to its first step, and `regrow_h` to take chips back, by default as long as to
+    restart. What is struck at 0 is down before it starts.
     """
     answer.reset()
-    return _Life(answer, strikes, hours, first_start_h).play()
+    return _Life(answer, strikes, hours, first_start_h, answer.start_h if regrow_h is None else regrow_h).play()
 
 
 class _Life:
-    def __init__(self, answer: Answer, strikes: Sequence[Strike], hours: float, first_start_h: float) -> None:
+    def __init__(
+        self, answer: Answer, strikes: Sequence[Strike], hours: float, first_start_h: float, regrow_h: float
+    ) -> None:
         library = require_simpy()
         self._env: simpy.Environment = library.Environment()
         self._interrupt: type[simpy.Interrupt] = library.Interrupt
         self._answer = answer
         self._strikes = strikes
         self._hours = hours
+        self._regrow_h = regrow_h
         self._spent = TimeSpent()
         self._footing: Footing | None = None
         """What the job runs on or is starting on: a failure elsewhere does not affect it."""
@@ -123,7 +134,7 @@ class _Life:
                 failed = True
             if not failed:
                 failed = yield from self._train(footing)
-            start_h = self._answer.start_h
+            start_h = self._answer.start_h if failed else self._regrow_h
             if failed:
                 self._spent.interruptions += 1
                 self._turn_to("restarting")

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshmend.availability.answers import ANSWERS, Answer, FaultTolerant, make_answers
+from meshmend.availability.answers import ANSWERS, Answer, FaultTolerant, SubMesh, make_answers
 from meshmend.availability.assumptions import Assumptions, Level
 from meshmend.availability.history import Strike
 from meshmend.availability.job import TimeSpent, live_through
@@ -23,7 +23,7 @@ from meshmend.topology import Mesh
 
 DETECT, PLAN = "detect", "plan"
 """The stages of a recovery that the simulator knows by name; all others are its restart."""
-TRAINING = "training"
+TRAINING, AGAIN = "training", "steps done again"
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,9 @@ class RecordedJob:
     first_start_s: Mapping[str, float]
     """From the first start to the first step, by stage."""
     stages_s: Mapping[str, float]
-    """Median of each stage of a recovery."""
+    """Median of each stage of a recovery from a loss."""
+    returns_s: Mapping[str, float]
+    """Median of each stage of taking hosts back; as after a loss, without its detection, if none came back."""
     step_s: Mapping[int, float]
     """Median time between two steps, by the number of chips."""
     data_s: float
@@ -120,7 +122,9 @@ def replay(job: RecordedJob, kinds: Sequence[type[Answer]] = ANSWERS, **others: 
     hours, start_h = job.until_s / 3600, math.fsum(job.first_start_s.values()) / 3600
     found = []
     for answer in policies:
-        spent = live_through(answer, strikes, hours, first_start_h=start_h)
+        # What a spare takes, or a slice, is assumed; those that go on with what is left take hosts back as the job did.
+        regrow_h = math.fsum(job.returns_s.values()) / 3600 if isinstance(answer, (SubMesh, FaultTolerant)) else None
+        spent = live_through(answer, strikes, hours, first_start_h=start_h, regrow_h=regrow_h)
         found.append(ReplayedAnswer(answer.name, _as_run(job, answer, spent), spent.useful_h / hours))
     return Replay(job, assumptions, tuple(found))
 
@@ -190,7 +194,7 @@ def _as_run(job: RecordedJob, answer: Answer, spent: TimeSpent) -> RunAccount:
     # The first start brings one step; a later one brings those, too, whose end nobody could record.
     return RunAccount(
         steps + 1 + starts * job.steps_on_start,
-        {TRAINING: training_s, **parts, "steps done again": again_s},
+        {TRAINING: training_s, **parts, AGAIN: parts.get(AGAIN, 0.0) + again_s},
         starts,
     )
 
@@ -198,13 +202,18 @@ def _as_run(job: RecordedJob, answer: Answer, spent: TimeSpent) -> RunAccount:
 def _stages(job: RecordedJob, answer: Answer, spent: TimeSpent) -> dict[str, float]:
     """Split the simulated time in starts among stages, in the proportions in which they were given."""
     start_s = answer.start_h * 3600
-    usual = {stage: s for stage, s in job.stages_s.items() if stage != DETECT and (stage != PLAN or start_s)}
+    left_out = (DETECT,) if isinstance(answer, FaultTolerant) else (DETECT, PLAN)
+    usual = {stage: seconds for stage, seconds in job.stages_s.items() if stage not in left_out}
     total = math.fsum(usual.values())
-    weights = dict.fromkeys((*job.first_start_s, *job.stages_s), 0.0)
+    weights = dict.fromkeys((*job.first_start_s, *job.stages_s, *job.returns_s), 0.0)
     for stage, seconds in job.first_start_s.items():
         weights[stage] += seconds
     weights[DETECT] = weights.get(DETECT, 0.0) + spent.interruptions * job.stages_s.get(DETECT, 0.0)
+    regrown = job.returns_s if isinstance(answer, (SubMesh, FaultTolerant)) else {}
+    restarts = spent.interruptions + (0 if regrown else spent.regrowths)
     for stage, seconds in usual.items():
-        weights[stage] += (spent.interruptions + spent.regrowths) * start_s * (seconds / total if total else 0.0)
+        weights[stage] += restarts * start_s * (seconds / total if total else 0.0)
+    for stage, seconds in regrown.items():
+        weights[stage] += spent.regrowths * seconds
     whole = math.fsum(weights.values())
     return {stage: spent.restarting_h * 3600 * (one / whole if whole else 0.0) for stage, one in weights.items()}

@@ -76,14 +76,16 @@ def _lead(study: Study) -> str:
     cheapest = min(study.outcomes, key=lambda outcome: outcome.cost.mean)
     others = [outcome for outcome in study.outcomes if outcome is not best]
     close = [one.name for one in others if _overlap(one.goodput, best.goodput)]
-    said = f"<b>{best.name.capitalize()}</b> keeps the most work: {_percent(best.goodput)} goodput"
+    said = f"Most work is kept by <b>{best.name}</b>: {_percent(best.goodput)} goodput"
     if close:
-        said += f", too close to {' and '.join(close)} to tell them apart with {study.runs} runs"
+        *others_close, last = close
+        listed = f"{', '.join(others_close)} and {last}" if others_close else last
+        said += f", too close to {listed} to tell them apart with {study.runs} runs"
     if best is cheapest:
-        return f"{said}. It is also the cheapest, at {_money(cheapest.cost.mean, 3)} per useful chip-hour."
+        return f"{said}. That is also the cheapest, at {_money(cheapest.cost.mean, 3)} per useful chip-hour."
     return (
-        f"{said}. <b>{cheapest.name.capitalize()}</b> is the cheapest, at {_money(cheapest.cost.mean, 3)} per useful "
-        f"chip-hour against {_money(best.cost.mean, 3)}, with {_percent(cheapest.goodput)} goodput."
+        f"{said}. Cheapest is <b>{cheapest.name}</b>, at {_money(cheapest.cost.mean, 3)} per useful chip-hour "
+        f"against {_money(best.cost.mean, 3)}, with {_percent(cheapest.goodput)} goodput."
     )
 
 

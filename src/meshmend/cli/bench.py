@@ -154,6 +154,41 @@ def restart(
             _show_restarts(aided, plain)
 
 
+@app.command("overhead", cls=Command)
+def overhead(
+    hosts: Annotated[int, typer.Option("--hosts", metavar="N", min=1, help="Hosts whose lines a scrape reads.")] = 4,
+    groups: Annotated[int, typer.Option("--groups", metavar="N", min=1, help="Groups of ten steps to compare.")] = 20,
+    json: JsonOption = False,
+) -> None:
+    """Measure what the timeline and the metrics cost a step of 100 ms, in CPU time.
+
+    Directly, as the cost of a step's lines and of a scrape each second; and in pairs, as steps with and without them
+    that take turns. Needs the extra named operate.
+
+    Example: meshmend bench overhead --groups 20
+    """
+    with exit_on_error(json):
+        require("prometheus_client", needed_for="This measurement", extra="operate")
+        from meshmend.bench.overhead import measure
+
+        with terminal(stderr=True).status("measuring"):
+            found = measure(n_hosts=hosts, n_groups=groups)
+        if json:
+            print_json(found.facts())
+            return
+        low, high = found.interval
+        print_facts(
+            "timeline and metrics, CPU time of a host",
+            {
+                "lines of a step": f"{found.lines_s * 1e6:.0f} µs",
+                "a scrape": f"{found.scrape_s * 1e3:.1f} ms for {hosts} hosts, every ten steps",
+                "a step without them": f"{found.step_s * 1e3:.0f} ms",
+                "share of a step": f"{found.direct:.2%}",
+                "in pairs": f"{found.paired:+.2%} ({low:+.2%} to {high:+.2%}) over {groups} groups of ten steps",
+            },
+        )
+
+
 def _require(*modules: str, extra: str = "torch") -> None:
     require(*modules, needed_for="This measurement", extra=extra)
     # Read when torch is imported: without it, torch warns about every namespace without a name server.

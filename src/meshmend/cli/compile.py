@@ -37,7 +37,9 @@ def command(
     dtype: Annotated[str, typer.Option("--dtype", metavar="NAME", help="float32 or bfloat16.")] = "float32",
     workload: Annotated[
         str | None,
-        typer.Option("--workload", metavar="NAME", help="Compile a whole train step instead: resnet-50 or bert-large."),
+        typer.Option(
+            "--workload", metavar="NAME", help="Compile a whole train step instead: resnet-50, bert-large or gpt-small."
+        ),
     ] = None,
     batch: Annotated[
         int, typer.Option("--batch", metavar="N", min=1, help="Examples per device, for a workload.")
@@ -62,6 +64,7 @@ def command(
 
     Example: meshmend compile --topology v3:32x32 --fail 4x2@6,8 --planner row-pairs
     Example: meshmend compile --topology v6e:8x8 --fail 2x2@2,2 --tile 2x2
+    Example: meshmend compile --topology v6e:4x4 --fail 0,1 --tile 2x2 --workload gpt-small --batch 1
     """
     with exit_on_error(json):
         require("jax", "optax", "libtpu", needed_for="meshmend compile", extra="tpu")

@@ -65,6 +65,7 @@ def replay_facts(folder: Path, found: Replay) -> dict[str, Any]:
             "failures": [dataclasses.asdict(one) for one in job.failures],
             "first_start_s": dict(job.first_start_s),
             "median_stages_s": dict(job.stages_s),
+            "median_stages_of_returns_s": dict(job.returns_s),
             "step_s_by_chips": {str(chips): seconds for chips, seconds in sorted(job.step_s.items())},
             "data_s_per_step": job.data_s,
             "steps_between_checkpoints": job.checkpoint_steps if math.isfinite(job.checkpoint_steps) else None,
@@ -110,7 +111,7 @@ def show_replay(folder: Path, found: Replay) -> None:
 
 
 def _title(folder: Path, job: RecordedJob) -> str:
-    lost = sum(one.away_s != 0 for one in job.failures)
+    lost = sum(one.at_s > 0 and one.away_s != 0 for one in job.failures)
     hosts = f"{lost} loss{'es' * (lost != 1)} of a host"
     return (
         f"{plain(folder)}: {name_shape(job.shape)} in hosts of {name_shape(job.host)}, {duration(job.until_s)}, {hosts}"

@@ -59,7 +59,9 @@ class StudyOptions:
     repair_host: Annotated[float, _hours("Mean time to repair a host.", "repair-host")] = 24.0
     log: Annotated[
         Path | None,
-        typer.Option("--log", metavar="CSV", help="Take failure and repair rates from your own log: see the docs."),
+        typer.Option(
+            "--log", metavar="CSV", help="Failure and repair rates from your log: time, host (board, chip), event."
+        ),
     ] = None
     log_chips: Annotated[
         int | None,

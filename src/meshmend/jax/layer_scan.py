@@ -169,7 +169,6 @@ OneLayer = Callable[[Any, Sequence[Any], Sequence[Any]], Flat]
 def _scan(one: OneLayer, params: Any, x: Flat, outer: Flat, program: Any, stack: _Stack, hide: bool) -> Flat:
     """Run the layers, with a backward pass that is written out."""
     n_layers = stack.n_layers
-    numbers = jnp.arange(n_layers)
 
     def ahead(params: Any, number: Any, program: Any) -> Any:
         """Fetch a layer before it is its time; without `hide`, nothing."""
@@ -189,7 +188,7 @@ def _scan(one: OneLayer, params: Any, x: Flat, outer: Flat, program: Any, stack:
             # Nothing follows the last layer, which is fetched again: the backward pass begins with it.
             return (y, ahead(params, number + 1, program)), x
 
-        (y, held), inputs = lax.scan(layer, (x, ahead(params, 0, program)), numbers)
+        (y, held), inputs = lax.scan(layer, (x, ahead(params, 0, program)), jnp.arange(n_layers))
         return y, (params, inputs, held, outer, program)
 
     def backward(kept: Any, dy: Flat) -> tuple[Any, Flat, Flat, None]:
@@ -218,7 +217,7 @@ def _scan(one: OneLayer, params: Any, x: Flat, outer: Flat, program: Any, stack:
 
         none = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), stack.like) if hide else None
         start = (x_parts.varied(dy), held, none, _zeros(outer_parts.varied(outer)), _zeros(params))
-        (dx, _, first, d_outer, sums), _ = lax.scan(layer, start, numbers, reverse=True)
+        (dx, _, first, d_outer, sums), _ = lax.scan(layer, start, jnp.arange(n_layers), reverse=True)
         if hide:
             sums = _put(sums, stack.send(first, program), 0)
         return sums, x_parts.join(dx, None), outer_parts.join(d_outer, None), None

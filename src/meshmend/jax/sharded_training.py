@@ -22,9 +22,10 @@ from meshmend.jax.collectives import all_reduce, travel_dtype
 from meshmend.jax.differentiate import rows_by_tile
 from meshmend.jax.elementwise import check_elementwise, update_weights
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.layerwise import Mask, ShardedLayers, chosen_elements
+from meshmend.jax.layerwise import InsideTile, Mask, ShardedLayers, chosen_elements
 from meshmend.jax.program import ProgramPair
-from meshmend.jax.sharded_params import ShardedParams, is_sharded, sharded_specs
+from meshmend.jax.sharded_params import ShardedOutline, ShardedParams, is_sharded, sharded_specs
+from meshmend.jax.shardings import copies_in_tile
 from meshmend.jax.tiles import TILE_AXIS, TiledFabric
 from meshmend.jax.training import mean_gradients
 from meshmend.jax.validation import check_batch, check_microbatches, check_program, check_tile_batch
@@ -103,7 +104,7 @@ def sharded_train_step(
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, sums)), one.outline.like)
 
         shards, layer_shapes = (jax.tree.map(f, params, is_leaf=is_sharded) for f in (own, layers))
-        check_elementwise(optimizer, shards, layer_shapes, in_tiles=isinstance(fabric, TiledFabric))
+        check_elementwise(optimizer, shards, layer_shapes)
         state = jax.eval_shape(optimizer.init, shards)
         _check_state(state)
         return sharded_specs(state, fabric)
@@ -128,7 +129,7 @@ def sharded_train_step(
         params: Any, state: Any, gradients: Any, extras: Any, scale: Any, program: ProgramPair
     ) -> tuple[Any, ...]:
         value, aux = all_reduce(extras, program.few, mean=True, accumulate_dtype=accumulate_dtype)
-        layers = LayersOfTrees(params, program)
+        layers = LayersOfTrees(params, program, fabric)
         params, state = update_weights(optimizer, params, state, gradients, scale, value=value, layers=layers)
         return params, state, value, aux
 
@@ -173,11 +174,17 @@ def sharded_train_step(
 class LayersOfTrees:
     """The layers of sharded parameters, for transformations that ask for norms or masks (`layerwise.Layers`)."""
 
-    def __init__(self, params: Any, program: ProgramPair) -> None:
+    def __init__(self, params: Any, program: ProgramPair, fabric: Fabric) -> None:
         self.program = program
         self.structure: Any
         self.trees, self.structure = jax.tree.flatten(params, is_leaf=is_sharded)
-        self.layers = [ShardedLayers(one.outline.own_like, program, one.outline.accumulate_dtype) for one in self.trees]
+        self.layers = [self._layers_of(one.outline, fabric) for one in self.trees]
+
+    def _layers_of(self, outline: ShardedOutline, fabric: Fabric) -> ShardedLayers:
+        tile = None
+        if isinstance(fabric, TiledFabric):
+            tile = InsideTile(outline.like, fabric.inner_axes, copies_in_tile(outline.specs_inside, fabric))
+        return ShardedLayers(outline.own_like, self.program, outline.accumulate_dtype, tile)
 
     def norms(self, *trees: Any) -> list[Any]:
         """Return, as arrays like the shards, the norm of the array (of its own layer) that each element belongs to."""
@@ -227,8 +234,10 @@ class LayersOfTrees:
                 sums = jax.vmap(lambda x: jax.ops.segment_sum(x, numbers.ravel(), n_arrays + 1))(flat)  # noqa: B023
                 # The last is what is padding.
                 sums = sums.at[:, n_arrays].set(0)
+                if layers.tile is not None:
+                    sums = sums * layers.tile.shares(group).astype(sums.dtype)
                 found.append(sums if one.n_layers is not None else sums[0])
-            return found
+            return found if layers.tile is None else layers.tile.total(found)
 
         parts = [
             [

@@ -63,7 +63,7 @@ class TiledFabric(Fabric):
     def compiler_options(self) -> dict[str, str]:
         """Options for `jax.jit(…, compiler_options=…)`.
 
-        Without the ring-reordering option, the v6e compiler (libtpu 0.0.51) aborts on a collective inside tiles of four
+        Without the ring-reordering option, the v6e compiler (libtpu 0.0.51) fails on a collective inside tiles of four
         or more chips as soon as a chip is missing from the slice. Other generations accept it and do not need it.
         """
         options = super().compiler_options

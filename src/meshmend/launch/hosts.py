@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from meshmend.errors import Coordinate, RestartError, name_chip
 from meshmend.topology import Mesh, Region, all_placements, name_shape, parse_chip, parse_shape
@@ -33,6 +33,7 @@ class Hosts:
         return cls(whole, chips, tuple(all_placements(whole, chips, align=chips)))
 
     @classmethod
+    @lru_cache(maxsize=16)  # each scrape of a job's metrics asks for the same ones
     def read(cls, text: str) -> Hosts:
         """Return the hosts that `str` describes, as in "8x8 in hosts of 4x2"."""
         shape, _, tile = text.partition(" in hosts of ")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from meshmend.errors import LaunchError, require
-from meshmend.launch.goodput import Attempt, TimeAccount
+from meshmend.launch.goodput import Attempt, Restart, TimeAccount
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.remote import WATCH_PATH
 from meshmend.launch.timeline import STAGES
@@ -31,6 +31,7 @@ class JobMetrics:
 
     def __init__(self, folder: str | Path) -> None:
         self.watch = Watch(folder)
+        self._recoveries: tuple[tuple[Restart, ...], Metric] | None = None
         self._lock = threading.Lock()
 
     def snapshot(self) -> JobSnapshot:
@@ -49,7 +50,10 @@ class JobMetrics:
             yield from _of_time(account)
             yield from _of_mesh(account, latest)
             yield from _of_state(latest)
-            yield _of_recoveries(account)
+            # Most of the samples, and seldom new ones.
+            if self._recoveries is None or self._recoveries[0] != account.recoveries:
+                self._recoveries = account.recoveries, _of_recoveries(account)
+            yield self._recoveries[1]
 
 
 def _of_time(account: TimeAccount) -> Iterator[Metric]:

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from meshmend.availability.replay import TRAINING, HostFailure, RecordedJob, RunAccount
+from meshmend.availability.replay import DETECT, TRAINING, HostFailure, RecordedJob, RunAccount
 from meshmend.errors import LaunchError
 from meshmend.launch.goodput import HostBook, Restart, TimeAccount
 from meshmend.launch.hosts import Hosts
-from meshmend.launch.timeline import read_timeline
+from meshmend.launch.timeline import STAGES, Event, read_timeline
 from meshmend.launch.watching import Watch
 
 
@@ -38,9 +38,14 @@ def read_record(folder: str | Path, machine: Hosts | None = None) -> RecordedJob
             "replay. `meshmend watch` shows where its time went."
         )
     books = list(watch.books.values())
+    step_s = _step_times(books)
+    if not step_s:
+        raise LaunchError(f"The job in {folder} has nowhere done two steps in a row: how long one takes is not known.")
     inner = Path(folder) / "timeline"
     every, pause_s = _checkpoints(sorted((inner if inner.is_dir() else Path(folder)).glob("host-*.jsonl")))
-    stages = list(dict.fromkeys(stage for one in account.recoveries for stage in one.stages_s))
+    stages = list(dict.fromkeys((*STAGES, *(stage for one in account.recoveries for stage in one.stages_s))))
+    returns = [one for one in account.recoveries if one.joined and not one.lost]
+    losses = [one for one in account.recoveries if one not in returns]
     again = [one.step - one.resumed for one in account.recoveries]
     causes = {cause: seconds for cause, seconds in account.badput_s.items() if cause != "under way"}
     return RecordedJob(
@@ -52,12 +57,11 @@ def read_record(folder: str | Path, machine: Hosts | None = None) -> RecordedJob
             stage: max(
                 0.0, causes.get(stage, 0.0) - math.fsum(one.stages_s.get(stage, 0.0) for one in account.recoveries)
             )
-            for stage in stages
+            for stage in STAGES
         },
-        stages_s={
-            stage: statistics.median(one.stages_s.get(stage, 0.0) for one in account.recoveries) for stage in stages
-        },
-        step_s=_step_times(books),
+        stages_s=_medians(losses or returns, stages),
+        returns_s=_medians(returns, stages) if returns else _medians(losses, stages) | {DETECT: 0.0},
+        step_s=step_s,
         data_s=_data_wait(books),
         checkpoint_steps=every,
         checkpoint_s=pause_s,
@@ -70,7 +74,7 @@ def read_record(folder: str | Path, machine: Hosts | None = None) -> RecordedJob
 def _machine(account: TimeAccount, given: Hosts | None, folder: str | Path) -> Hosts:
     if not account.hosts:
         raise LaunchError(
-            f"The timelines in {folder} do not say which hosts trained: only jobs under `meshmend run` can be replayed."
+            f"The timelines in {folder} do not say which hosts trained, so their failures cannot be replayed."
         )
     if not account.machine:
         if given is None:
@@ -114,10 +118,14 @@ def _in_turn(one: Restart, watch: Watch) -> dict[int, float]:
     return {host: min(at - earliest, one.total_s) for host, at in ended.items()}
 
 
+def _medians(restarts: Sequence[Restart], stages: Sequence[str]) -> dict[str, float]:
+    return {stage: statistics.median(one.stages_s.get(stage, 0.0) for one in restarts) for stage in stages}
+
+
 def _step_times(books: Sequence[HostBook]) -> dict[int, float]:
     """Return the median time of a step by the number of chips, over all hosts: they train in step."""
     found: dict[int, list[float]] = {}
-    for one in (attempt for book in books for attempt in book.attempts):
+    for one in (attempt for book in books for attempt in book.attempts if attempt.chips):
         times = [(until - since) / (after - before) for (before, since), (after, until) in pairwise(one.marks)]
         found.setdefault(one.chips, []).extend(times)
     return {chips: statistics.median(times) for chips, times in found.items() if times}
@@ -131,11 +139,13 @@ def _data_wait(books: Sequence[HostBook]) -> float:
 
 def _checkpoints(paths: Sequence[Path]) -> tuple[float, float]:
     """Return how many steps are between two checkpoints, and how long training waits for one."""
-    events = max(
-        ([event for event in read_timeline(path) if event["event"] == "checkpoint"] for path in paths), key=len
-    )
-    if not events:
+    most: list[Event] = []
+    for path in paths:
+        events = [event for event in read_timeline(path) if event["event"] in ("checkpoint", "saved")]
+        most = max(most, events, key=len)
+    steps = sorted({0, *(event["step"] for event in most if "step" in event)})
+    if len(steps) < 2:
         return math.inf, 0.0
-    steps = sorted({0, *(event["step"] for event in events)})
     every = statistics.median(after - before for before, after in pairwise(steps))
-    return float(every), statistics.median(event.get("seconds", 0.0) for event in events)
+    pauses = [event["seconds"] for event in most if event["event"] == "checkpoint" and "seconds" in event]
+    return float(every), statistics.median(pauses or [0.0])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshmend.launch.timeline import earlier_files, parse, split_recovery
+from meshmend.launch.timeline import earlier_files, parse_lines, split_recovery
 
 Event = dict[str, Any]
 
@@ -48,7 +48,7 @@ class Tail:
                 continue
             whole = data.rfind(b"\n") + 1
             self._offset += whole
-            new += [event for line in data[:whole].splitlines(keepends=True) if (event := parse(line)) is not None]
+            new += parse_lines(data[:whole])
         if self._remember:
             self.events += new
         return new

@@ -173,6 +173,18 @@ def _events(path: Path) -> Iterator[Event]:
         return
 
 
+def parse_lines(lines: bytes) -> list[Event]:
+    """Return the events of whole lines."""
+    try:
+        # All at once takes a third of the time, and torn lines are rare.
+        found: list[Event] = json.loads(b"[" + b",".join(lines.splitlines()) + b"]")
+    except (ValueError, RecursionError):
+        found = []
+    if len(found) == lines.count(b"\n") and all(map(is_event, found)):
+        return found
+    return [event for line in lines.splitlines(keepends=True) if (event := parse(line)) is not None]
+
+
 def parse(line: bytes) -> Event | None:
     """Return the event of a whole line, None if it is none."""
     if not line.endswith(b"\n"):
@@ -181,7 +193,12 @@ def parse(line: bytes) -> Event | None:
         event = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return event if isinstance(event, dict) and {"at", "event"} <= event.keys() else None
+    return event if is_event(event) else None
+
+
+def is_event(found: Any) -> bool:
+    """Whether this is what `note` writes."""
+    return isinstance(found, dict) and "at" in found and "event" in found
 
 
 def earlier_files(path: Path) -> tuple[Path, Path]:

@@ -8,12 +8,15 @@ import subprocess
 import sys
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import meshmend as mm
 from meshmend.errors import ParameterError
 from meshmend.jax.compiling import ahead_of_time
-from meshmend.jax.compiling.ahead_of_time import Compiled, CompilerError, compile_for, slice_fabric
+from meshmend.jax.compiling.ahead_of_time import Compiled, CompilerError, compile_for, compile_step, slice_fabric
+from meshmend.jax.tiles import tile
 from standins import tree_schedule
 
 needs_libtpu = pytest.mark.skipif(
@@ -72,6 +75,20 @@ def test_code_does_not_grow_with_the_mesh() -> None:
     assert (small.chips, large.chips) == (252, 1020)
     assert large.hlo_chars_without_pairs <= 1.1 * small.hlo_chars_without_pairs
     assert large.hlo_chars <= 2 * small.hlo_chars
+
+
+@needs_libtpu
+def test_code_that_jax_cannot_read_back_is_read_from_the_compilers_dump() -> None:
+    """The v6e compiler leaves lookups in a large table to the SparseCores, in a form that JAX refuses."""
+    fabric = tile(slice_fabric("v6e:2x2"), "2x2")
+    table = jax.ShapeDtypeStruct((50304, 768), jnp.float32, sharding=fabric.sharding("model"))
+    tokens = jax.ShapeDtypeStruct((4096,), jnp.int32, sharding=fabric.sharding())
+    lookup = jax.jit(lambda table, tokens: table[tokens])
+    report, executable = compile_step("v6e:2x2", lookup, fabric, table, tokens)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="async-update instruction should have 1 operands"):
+        executable.as_text()
+    assert (report.permutes, report.other_collectives) == (0, 1), "each chip has zeros for the rows of others"
+    assert report.hlo_chars > report.hlo_chars_without_pairs > 1000
 
 
 @needs_libtpu

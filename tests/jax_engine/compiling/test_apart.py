@@ -90,6 +90,20 @@ def test_the_command_compiles_for_tiles() -> None:
 
 @needs_libtpu
 @pytest.mark.slow
+def test_a_transformer_compiles_with_tensor_parallelism_inside_tiles() -> None:
+    pytest.importorskip("flax", reason="needs flax: pip install 'meshmend[workloads]'")
+    words = ["compile", "--topology", "v6e:4x4", "--fail", "0,1", "--tile", "2x2", "--workload", "gpt-small"]
+    done = CliRunner().invoke(app, [*words, "--batch", "1", "--json"])
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    assert facts["across_tiles"] == 0
+    assert facts["other_collectives"] > 0, "the model's own, inside tiles"
+    # 11.6 M weights and twice as much of Adam's moments in float32, split over four chips, but for norms and positions.
+    assert 3 * 11.6e6 < facts["argument_bytes"] < 3 * 11.6e6 * 1.05
+
+
+@needs_libtpu
+@pytest.mark.slow
 def test_a_workload_compiles_with_its_weights_split_inside_tiles() -> None:
     pytest.importorskip("flax", reason="needs flax: pip install 'meshmend[workloads]'")
     words = ["compile", "--topology", "v6e:4x4", "--fail", "0,1", "--tile", "2x2", "--workload", "resnet-50"]
@@ -99,6 +113,22 @@ def test_a_workload_compiles_with_its_weights_split_inside_tiles() -> None:
     assert facts["across_tiles"] == 0
     # 25.6 M weights and as much momentum in float32, split over four chips, and a batch of four images.
     assert 2 * 25.6e6 < facts["argument_bytes"] < 2 * 25.6e6 * 1.2
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_the_v6e_compiler_fails_without_the_fabrics_options_and_the_error_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without = "import meshmend.jax.tiles as tiles; tiles.TiledFabric.compiler_options = property(lambda self: {})\n"
+    argv = "import sys; sys.argv[1:] = ['v6e:8x8', '2x2', '2,2']\n"
+    monkeypatch.setattr(apart, "CHILD", without + argv + STEP)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    with pytest.raises(
+        CompilerError, match=r"Unexpected device_id.*Compile with fabric.compiler_options.*ring_reordering=false"
+    ):
+        compile_apart(TileJob("v6e:8x8", "2x2", ["2,2"]), SCHEDULE)
 
 
 @pytest.mark.parametrize(

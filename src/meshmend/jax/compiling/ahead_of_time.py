@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
@@ -135,10 +137,12 @@ def compile_step(topology: str, jitted: Any, fabric: Fabric, *arguments: Any) ->
     lowered = jitted.lower(*arguments)
     lower_seconds = time.perf_counter() - started
     started = time.perf_counter()
-    with _as_compiler_error(topology):
-        compiled = lowered.compile(compiler_options=fabric.compiler_options)
-    compile_seconds = time.perf_counter() - started
-    text = compiled.as_text()
+    with TemporaryDirectory(prefix="meshmend-") as dump:
+        options = fabric.compiler_options | {"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
+        with _as_compiler_error(topology):
+            compiled = lowered.compile(compiler_options=options)
+        compile_seconds = time.perf_counter() - started
+        text = _text_of(compiled, Path(dump))
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
     programs = [leaf for leaf in jax.tree.leaves(arguments, is_leaf=_is_program) if _is_program(leaf)]
     lanes = [loop for program in programs for loop in program.layout.shape.lanes]
@@ -169,6 +173,21 @@ def compile_step(topology: str, jitted: Any, fabric: Fabric, *arguments: Any) ->
         compile_seconds=compile_seconds,
     )
     return report, compiled
+
+
+def _text_of(compiled: Any, dump: Path) -> str:
+    """Return the compiled code, from the compiler's own dump where JAX cannot read it back.
+
+    The v6e compiler (libtpu 0.0.51) leaves lookups in large tables to the SparseCores, as asynchronous operations in a
+    form that JAX 0.10.2 refuses: "async-update instruction should have 1 operands but sees 3".
+    """
+    try:
+        return str(compiled.as_text())
+    except jax.errors.JaxRuntimeError:
+        dumped = sorted(dump.glob("*.after_optimizations.txt"), key=lambda path: path.stat().st_size)
+        if not dumped:
+            raise
+        return dumped[-1].read_text(encoding="utf-8")  # smaller ones are kernels that were compiled by themselves
 
 
 def count_collectives(hlo: str) -> tuple[int, int]:

@@ -1,8 +1,9 @@
-"""The paper's workloads, whole train steps to be compiled: ResNet-50 with LARS, BERT-large with LAMB.
+"""Whole train steps to be compiled: the paper's ResNet-50 with LARS and BERT-large with LAMB, a small GPT with AdamW.
 
 Forward, backward, the plan's all-reduce of the gradients, and the optimizer, as one jitted function. On a fabric of
-tiles the weights and the optimizer's state are split inside a tile, each array along its longest axis that divides, and
-the batch is split over all devices, so that XLA gathers weights inside tiles as it needs them.
+tiles the weights and the optimizer's state are split inside a tile. The GPT is split by heads and hidden units, and a
+tile's devices work on the same examples. Of the others each array is split along its longest axis that divides, and the
+batch over all devices, so that XLA gathers weights inside tiles as it needs them.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from meshmend.jax.compiling.ahead_of_time import Compiled, compile_step
 from meshmend.jax.differentiate import value_and_grad
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.program import Program, abstract_program
+from meshmend.jax.shardings import specs_of_state
 from meshmend.jax.tiles import TiledFabric
-from meshmend.jax.workloads import bert, resnet
+from meshmend.jax.workloads import bert, gpt, resnet
 from meshmend.schedule import Schedule
 
 __all__ = ["WORKLOADS", "Workload", "abstract_arguments", "compile_workload", "find_workload", "train_step"]
@@ -38,6 +40,8 @@ class Workload:
     init: Callable[[Any], Any]
     loss: Callable[[Any, Any, Any], tuple[Any, Any]]
     optimizer: optax.GradientTransformation
+    split: Callable[[tuple[str, ...]], Any] | None = None
+    """From the axes inside a tile to how weights are split over them, all examples of a tile on each of its devices."""
 
     def variables(self, batch: int) -> tuple[Any, Any]:
         """Return the shapes of the weights and of the running statistics."""
@@ -69,6 +73,7 @@ WORKLOADS = {
             bert.loss,
             optax.lamb(4e-3, weight_decay=0.01, mask=_layers_only),
         ),
+        Workload("gpt-small", gpt.example, gpt.init, gpt.loss, optax.adamw(3e-4, weight_decay=0.1), gpt.split),
     )
 }
 """By name. What a step costs does not depend on the learning rates."""
@@ -115,7 +120,7 @@ def train_step(workload: Workload, fabric: Fabric, *, accumulate_dtype: DTypeLik
 
 def _tiled_step(workload: Workload, fabric: TiledFabric, accumulate_dtype: DTypeLike | None) -> Callable[..., Any]:
     def step(params: Any, statistics: Any, state: Any, batch: Any, program: Program) -> Any:
-        specs = jax.tree.map(lambda leaf: _split_longest(leaf.shape, fabric), params)
+        specs = _specs_inside(workload, params, fabric)
         differentiate = value_and_grad(
             workload.loss, fabric, specs, shared_argnums=1, has_aux=True, accumulate_dtype=accumulate_dtype
         )
@@ -124,6 +129,13 @@ def _tiled_step(workload: Workload, fabric: TiledFabric, accumulate_dtype: DType
         return optax.apply_updates(params, updates), statistics, state, value
 
     return step
+
+
+def _specs_inside(workload: Workload, params: Any, fabric: Fabric) -> Any:
+    """Return how the weights are split inside a tile."""
+    if workload.split is None or not fabric.inner_axes:
+        return jax.tree.map(lambda leaf: _split_longest(leaf.shape, fabric), params)
+    return workload.split(fabric.inner_axes)
 
 
 def _split_longest(shape: tuple[int, ...], fabric: Fabric) -> PartitionSpec:
@@ -141,17 +153,19 @@ def abstract_arguments(workload: Workload, fabric: Fabric, *, batch: int) -> tup
     """Return shapes of the weights, statistics, optimizer state and global batch, placed on the fabric."""
     params, statistics = workload.variables(batch)
     state = jax.eval_shape(workload.optimizer.init, params)
-    split = fabric.sharding(fabric.axes)
+    split = fabric.sharding(fabric.axes if workload.split is None else fabric.batch_axes)
     n_devices = int(fabric.jax_mesh.devices.size)
+    specs = _specs_inside(workload, params, fabric)
 
-    def placed(leaf: Any) -> Any:
-        spec = _split_longest(leaf.shape, fabric)
+    def placed(leaf: Any, spec: PartitionSpec) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=fabric.sharding(*spec))
 
     def global_batch(leaf: Any) -> Any:
         return jax.ShapeDtypeStruct((n_devices * leaf.shape[0], *leaf.shape[1:]), leaf.dtype, sharding=split)
 
-    params, statistics, state = jax.tree.map(placed, (params, statistics, state))
+    state = jax.tree.map(placed, state, specs_of_state(state, params, specs))
+    statistics = jax.tree.map(lambda leaf: placed(leaf, _split_longest(leaf.shape, fabric)), statistics)
+    params = jax.tree.map(placed, params, specs)
     return params, statistics, state, jax.tree.map(global_batch, workload.example(batch))
 
 
