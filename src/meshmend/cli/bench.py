@@ -185,7 +185,7 @@ def overhead(
                 "a step without them": f"{found.step_s * 1e3:.0f} ms",
                 "share of a step": f"{found.lines_s / found.step_s:.2%}, and with metrics scraped every ten seconds "
                 f"{found.share(100):.2%}, each second {found.share(10):.2%}",
-                "in pairs": f"each second: {found.paired:+.2%} ({low:+.2%} to {high:+.2%}), {groups} groups of ten steps",
+                "in pairs": f"each second: {found.paired:+.2%} ({low:+.2%} to {high:+.2%}), {groups} groups of steps",
             },
         )
 
