@@ -33,7 +33,7 @@ from meshmend.launch.timeline import MAX_FILE_BYTES, Timeline
 LOOPBACK = "127.0.0.1"
 STEP_S = 0.1
 STEPS_PER_SCRAPE = 10
-"""A scrape each second; in examples/operate Prometheus asks every ten seconds."""
+"""A scrape each second, in the pairs; in examples/operate Prometheus asks every ten seconds."""
 WARM_STEPS = 5000
 """Steps that each host has done when metrics are first asked for: the account remembers about as many."""
 SMALL = 100
@@ -43,7 +43,8 @@ BATCH = 500
 CLIENT = """
 import sys, urllib.request
 for line in sys.stdin:
-    with urllib.request.urlopen(line.strip(), timeout=60) as answer:
+    asked = urllib.request.Request(line.strip(), headers={"Accept-Encoding": "gzip"})
+    with urllib.request.urlopen(asked, timeout=60) as answer:
         sys.stdout.write(f"{len(answer.read())}\\n")
         sys.stdout.flush()
 """
@@ -63,10 +64,9 @@ class Overhead:
     groups: tuple[float, ...]
     """Of each group of steps: how much longer those with lines and scrapes took, as a ratio."""
 
-    @property
-    def direct(self) -> float:
-        """Share of a step, from the two direct figures."""
-        return (self.lines_s + self.scrape_s / STEPS_PER_SCRAPE) / self.step_s
+    def share(self, steps_per_scrape: int) -> float:
+        """Return the share of a step, from the two direct figures."""
+        return (self.lines_s + self.scrape_s / steps_per_scrape) / self.step_s
 
     @property
     def paired(self) -> float:
@@ -90,8 +90,9 @@ class Overhead:
             "hosts": self.n_hosts,
             "lines_us": self.lines_s * 1e6,
             "scrape_us": self.scrape_s * 1e6,
-            "steps_per_scrape": STEPS_PER_SCRAPE,
-            "overhead": self.direct,
+            "lines": self.lines_s / self.step_s,
+            "scraped_each_second": self.share(STEPS_PER_SCRAPE),
+            "scraped_every_ten_seconds": self.share(10 * STEPS_PER_SCRAPE),
             "paired": {"median": self.paired, "interval": list(self.interval), "groups": len(self.groups)},
         }
 

@@ -181,10 +181,11 @@ def overhead(
             "timeline and metrics, CPU time of a host",
             {
                 "lines of a step": f"{found.lines_s * 1e6:.0f} µs",
-                "a scrape": f"{found.scrape_s * 1e3:.1f} ms for {hosts} hosts, every ten steps",
+                "a scrape": f"{found.scrape_s * 1e3:.1f} ms for {hosts} hosts",
                 "a step without them": f"{found.step_s * 1e3:.0f} ms",
-                "share of a step": f"{found.direct:.2%}",
-                "in pairs": f"{found.paired:+.2%} ({low:+.2%} to {high:+.2%}) over {groups} groups of ten steps",
+                "share of a step": f"{found.lines_s / found.step_s:.2%}, and with metrics scraped every ten seconds "
+                f"{found.share(100):.2%}, each second {found.share(10):.2%}",
+                "in pairs": f"each second: {found.paired:+.2%} ({low:+.2%} to {high:+.2%}), {groups} groups of steps",
             },
         )
 

@@ -48,10 +48,19 @@ class Tail:
                 continue
             whole = data.rfind(b"\n") + 1
             self._offset += whole
-            new += parse_lines(data[:whole])
+            new += parse_lines(data[:whole] if self._remember else _without_old_copies(data[:whole]))
         if self._remember:
             self.events += new
         return new
+
+
+def _without_old_copies(lines: bytes) -> bytes:
+    """Leave out that there is a copy of a step, where there is one of a later step: they are half of the lines."""
+    found = lines.splitlines(keepends=True)
+    copies = [number for number, line in enumerate(found) if b'"event": "kept"' in line[:64]]
+    for number in reversed(copies[:-1]):
+        del found[number]
+    return b"".join(found)
 
 
 @dataclass(frozen=True)
