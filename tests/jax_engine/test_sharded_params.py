@@ -253,8 +253,7 @@ def test_optimizers_that_need_whole_layers_are_refused(optimizer: optax.Gradient
 
 def test_parameters_and_state_move_to_other_survivors_bit_for_bit() -> None:
     fabric, pair = programs()
-    params = sharded_params(fabric, pair)
-    state = (jnp.int32(3), jax.tree.map(lambda shard: shard**2 / 3, params))
+    params, state = sharded_params(fabric, pair)["layers"], jnp.int32(3)
     whole = jax.tree.map(np.asarray, mmj.unshard_params((params, state), fabric, pair))
     healthy, all_pair = programs("2x3", "")
     moved = mmj.reshard_params(whole, (params, state), healthy, all_pair)
@@ -268,7 +267,7 @@ def test_parameters_and_state_move_to_other_survivors_bit_for_bit() -> None:
     structures: list[Any] = [jax.tree.structure(back), jax.tree.structure((params, state))]
     assert structures[0] == structures[1]
     with pytest.raises(ParameterError, match="is not what `like` was cut from"):
-        mmj.reshard_params({"norm": jnp.ones(3)}, params["ends"], fabric, pair)
+        mmj.reshard_params({"norm": jnp.ones((3, 2))}, params, fabric, pair)
 
 
 def test_what_does_not_fit_is_refused() -> None:
