@@ -192,7 +192,7 @@ def install_pair(
     >>> scatter, gather = (mm.plan(fabric.mesh, "gather", chunks=12, collective=what)
     ...                    for what in ("reduce-scatter", "all-gather"))
     >>> mmj.install_pair(mm.plan(fabric.mesh), fabric, scatter=scatter, gather=gather).gather
-    Program(all-gather over 12 chips: 7 steps of 4 lanes)
+    Program(all-gather over 12 chips: 9 steps of 4 lanes)
     """
     return _pair(schedule, fabric, _put, scatter, gather)
 
