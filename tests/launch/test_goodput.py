@@ -15,7 +15,7 @@ import pytest
 
 from meshmend.launch.goodput import CAUSES, MAX_MARKS, HostBook, read_account, settle
 from meshmend.launch.history import condense
-from meshmend.launch.timeline import STAGES, Timeline, read_timeline
+from meshmend.launch.timeline import STAGES, Timeline, read_before, read_timeline
 
 Event = dict[str, Any]
 
@@ -332,3 +332,21 @@ def test_lines_that_are_no_events_are_left_out(tmp_path: Path) -> None:
     assert [event["event"] for event in read_timeline(path)] == ["process"]
     assert read_account([path]) is None  # started, but no step yet
     assert read_account([tmp_path / "missing.jsonl"]) is None
+
+
+def test_two_writers_of_one_timeline_lose_nothing_when_it_is_full(tmp_path: Path) -> None:
+    """A host's agent and its worker write to the same file, and may find it full at the same moment."""
+    path, marks = tmp_path / "host-0.jsonl", 100
+    writer = (
+        "import sys; from meshmend.launch.timeline import Timeline\n"
+        "timeline = Timeline(sys.argv[1], max_bytes=500_000, host=0)\n"
+        f"for n in range({marks}):\n"
+        "    timeline.note('mark', writer=sys.argv[2], number=n)\n"
+        "    for step in range(60): timeline.note('kept', step=step, writer=sys.argv[2], more='x' * 40)\n"
+    )
+    command = [sys.executable, "-c", writer, str(path)]
+    writers = [subprocess.Popen([*command, name], stderr=subprocess.PIPE, text=True) for name in "ab"]
+    assert [one.communicate(timeout=120)[1] for one in writers] == ["", ""], "nothing is warned of"
+    assert read_before(path), "it was full"
+    found = [(event["writer"], event["number"]) for event in read_timeline(path) if event["event"] == "mark"]
+    assert sorted(found) == [(name, number) for name in "ab" for number in range(marks)]

@@ -7,6 +7,7 @@ history in which a thousand steps are one line. A log that cannot be written nev
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import threading
@@ -72,7 +73,7 @@ class Timeline:
 
     def _append(self, path: Path, text: bytes) -> None:
         if not self._write(path, text):
-            self._turn_over(path)
+            self._turn_over(path, len(text))
             self._write(path, text)
 
     def _write(self, path: Path, text: bytes) -> bool:
@@ -80,7 +81,7 @@ class Timeline:
         handle = _open(path)
         try:
             size = os.fstat(handle).st_size
-            if size and size + len(text) >= self.max_bytes // 5:
+            if self._is_full(size, len(text)):
                 return False
             if size and os.pread(handle, 1, size - 1) != b"\n":
                 # A writer that was killed, or a full disk, has left a torn line: it must not spoil this one.
@@ -91,26 +92,43 @@ class Timeline:
         finally:
             os.close(handle)
 
-    def _turn_over(self, path: Path) -> None:
-        """Begin a new file; the one before the last goes into the history, in a thread: that may take a second."""
+    def _is_full(self, size: int, more: int) -> bool:
+        return bool(size) and size + more >= self.max_bytes // 5
+
+    def _turn_over(self, path: Path, more: int) -> None:
+        """Begin a new file; the one before the last goes into the history, in a thread: that may take a second.
+
+        A host's agent and its worker may find a file full at the same moment, so this is for one at a time.
+        """
         if self._turning is not None:
             self._turning.join()
         older, full = _older(path), _full(path)
-        if full.exists():  # of a process that was killed before it had condensed it
-            self._condense(path, full)
-        if older.exists():
-            older.replace(full)
-            self._turning = threading.Thread(target=self._condense, args=(path, full), daemon=True)
-            self._turning.start()
-        path.replace(older)
+        lock = _locked(path)
+        try:
+            if not self._is_full(path.stat().st_size if path.exists() else 0, more):
+                return  # the other one has begun a new file
+            if full.exists():  # of a process that was killed before it had condensed it
+                self._condense(path, full)
+            is_first = not older.exists()
+            if not is_first:
+                older.replace(full)
+            path.replace(older)
+            if not is_first:
+                self._turning = threading.Thread(target=self._condense, args=(path, full, lock), daemon=True)
+                self._turning.start()
+                lock = -1  # the thread's
+        finally:
+            _unlock(lock)
 
-    def _condense(self, path: Path, full: Path) -> None:
+    def _condense(self, path: Path, full: Path, lock: int = -1) -> None:
         try:
             if not is_taken_in(_read_file(_history(path)), full):
                 take_in(_history(path), full, _events, max_bytes=self.max_bytes // 5)
             full.unlink()
         except OSError as error:
             self._warn(error)
+        finally:
+            _unlock(lock)
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:
@@ -137,6 +155,22 @@ def _open(path: Path) -> int:
     except FileNotFoundError:
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, flags, 0o644)
+
+
+def _locked(path: Path) -> int:
+    """Return a handle that only one process has at a time, until `_unlock`; -1 on a file system without locks."""
+    handle = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    except OSError:
+        os.close(handle)
+        return -1
+    return handle
+
+
+def _unlock(handle: int) -> None:
+    if handle >= 0:
+        os.close(handle)
 
 
 def read_timeline(path: str | Path) -> list[Event]:
