@@ -165,7 +165,13 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("watch", "no folder", ["nowhere"], "There is no folder nowhere. Give the job's shared folder"),
     ("watch", "no web", ["ftp://10.0.0.7:9464"], "not with http:// or https://: give one as in http://10.0.0.7:9464"),
     ("watch", "nobody", ["http://127.0.0.1:1"], "http://127.0.0.1:1 does not answer (Connection refused)"),
-    ("watch", "webhook elsewhere", ["http://127.0.0.1:1", "--webhook", "http://a/b"], "follows the events in a job's"),
+    (
+        "watch",
+        "webhook elsewhere",
+        ["http://127.0.0.1:1", "--webhook", "http://a/b"],
+        "--webhook follows a job's shared",
+    ),
+    ("watch", "metrics once", [".", "--once", "--metrics", "127.0.0.1:0"], "--metrics follows a job's shared folder"),
 ]
 
 

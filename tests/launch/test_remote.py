@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
+import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -144,3 +148,25 @@ def test_hosts_that_are_lost_are_shown_before_the_job_has_recovered(tmp_path: Pa
     now = watch.snapshot()
     assert now.account is not None
     assert (now.account.hosts, now.account.chips) == ((0, 2, 3), 12)
+
+
+def test_whoever_watches_a_folder_can_serve_its_metrics(tmp_path: Path) -> None:
+    write(lived_through(1), tmp_path)
+    port = free_port()
+    words = [sys.executable, "-m", "meshmend", "watch", str(tmp_path), "--metrics", f"127.0.0.1:{port}"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as watching:
+        try:
+            give_up_at = time.monotonic() + 60
+            while True:
+                try:
+                    look = RemoteWatch(f"http://127.0.0.1:{port}").snapshot()
+                    break
+                except LaunchError:
+                    assert time.monotonic() < give_up_at
+                    assert watching.poll() is None, watching.communicate()[0]
+                    time.sleep(0.1)
+            assert look == Watch(tmp_path).snapshot()
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+                assert b"meshmend_goodput_ratio" in answer.read()
+        finally:
+            watching.terminate()

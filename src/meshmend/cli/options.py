@@ -71,6 +71,10 @@ WebhookOption = Annotated[
         "[or MESHMEND_WEBHOOK]",
     ),
 ]
+MetricsOption = Annotated[
+    str | None,
+    typer.Option("--metrics", metavar="ADDR:PORT", help="Serve the metrics of the job in the shared folder there."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 PlannerOption = Annotated[
     str,

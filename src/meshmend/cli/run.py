@@ -15,7 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from meshmend.cli.common import exit_on_error
-from meshmend.cli.options import WebhookOption
+from meshmend.cli.metrics import check_metrics, serving
+from meshmend.cli.options import MetricsOption, WebhookOption
 from meshmend.cli.store import JobOption, SecretOption
 from meshmend.cli.terminal import plain, print_line
 from meshmend.errors import LaunchError, require
@@ -23,9 +24,7 @@ from meshmend.launch.host import HostDescription
 from meshmend.launch.hosts import Hosts, name_hosts
 from meshmend.launch.job import Event, HostProcesses
 from meshmend.launch.local import LocalJob, timeline_of, worker_environment
-from meshmend.launch.metrics import serve_metrics
 from meshmend.launch.places import (
-    check_address,
     find_hosts,
     find_job,
     find_place,
@@ -68,10 +67,7 @@ def command(
         list[str] | None,
         typer.Option("--kill", metavar="HOST@STEP", help="With --local: kill a host after a step. Repeatable."),
     ] = None,
-    metrics: Annotated[
-        str | None,
-        typer.Option("--metrics", metavar="ADDR:PORT", help="Serve the job's metrics to Prometheus; needs --shared."),
-    ] = None,
+    metrics: MetricsOption = None,
     webhook: WebhookOption = None,
     job: JobOption = None,
     secret_file: SecretOption = None,
@@ -146,28 +142,6 @@ def _prepare() -> None:
     require("torch", "jax", "orbax", "grain", needed_for="`meshmend run`", extra="launch")
     # Schedulers end a job by SIGTERM: it leaves in order then, as after Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-
-def check_metrics(where: str | None, shared: Path | None) -> str | None:
-    """Return where to serve metrics, if that is possible."""
-    if where is None:
-        return None
-    if shared is None:
-        raise LaunchError("--metrics reads the job's timelines: give --shared DIR, too.")
-    require("prometheus_client", needed_for="--metrics", extra="operate")
-    return check_address(where, "--metrics")
-
-
-@contextmanager
-def serving(where: str | None, shared: Path | None) -> Iterator[None]:
-    """Serve the job's metrics meanwhile, if that was asked for."""
-    if where is None or shared is None:
-        yield
-        return
-    shared.mkdir(parents=True, exist_ok=True)
-    address, port = where.rsplit(":", 1)
-    with serve_metrics(shared, address, int(port)):
-        yield
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from meshmend.cli.common import exit_on_error, print_json
-from meshmend.cli.options import WebhookOption
+from meshmend.cli.metrics import check_metrics, serving
+from meshmend.cli.options import MetricsOption, WebhookOption
 from meshmend.cli.terminal import plain, print_line, terminal
 from meshmend.errors import Coordinate, LaunchError
 from meshmend.launch.goodput import Restart, TimeAccount
@@ -44,28 +46,29 @@ def command(
     every: Annotated[float, typer.Option("--every", metavar="S", min=0.1, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, once.")] = False,
+    metrics: MetricsOption = None,
     webhook: WebhookOption = None,
 ) -> None:
     """Watch a job: its mesh and the hole in it, step, loss, goodput, and what each recovery took.
 
     It only reads the timelines in the shared folder, so it may run anywhere that sees it, and costs the job nothing.
-    Elsewhere, watch a host that serves --metrics: http://10.0.0.7:9464. With --webhook it also sends the job's events,
-    as long as it watches.
+    Elsewhere, watch a host that serves --metrics: http://10.0.0.7:9464. With --metrics and --webhook it serves the
+    job's metrics and sends its events itself, as long as it watches: a job under torchft has nobody else who would.
 
     Example: meshmend watch shared
     """
     with exit_on_error(as_json):
         watch = RemoteWatch(where) if "://" in where else Watch(where)
-        if webhook is not None and (once or as_json or isinstance(watch, RemoteWatch)):
-            raise LaunchError(
-                "--webhook follows the events in a job's shared folder: give that folder, without --once and --json."
-            )
+        for name, value in (("--webhook", webhook), ("--metrics", metrics)):
+            if value is not None and (once or as_json or isinstance(watch, RemoteWatch)):
+                raise LaunchError(f"{name} follows a job's shared folder: give that folder, without --once and --json.")
         if as_json:
             print_json(watch.snapshot().facts())
         elif once:
             terminal().print(view(watch.snapshot(), where))
         else:
-            _follow(watch, where, every, webhook)
+            with serving(check_metrics(metrics, Path(where)), Path(where)):
+                _follow(watch, where, every, webhook)
 
 
 def _follow(watch: Watch | RemoteWatch, where: str, every: float, webhook: str | None) -> None:

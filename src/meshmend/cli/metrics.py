@@ -1,0 +1,33 @@
+"""The metrics of a job, for commands that serve them meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from meshmend.errors import LaunchError, require
+from meshmend.launch.metrics import serve_metrics
+from meshmend.launch.places import check_address
+
+
+def check_metrics(where: str | None, shared: Path | None) -> str | None:
+    """Return where to serve metrics, if that is possible."""
+    if where is None:
+        return None
+    if shared is None:
+        raise LaunchError("--metrics reads the job's timelines: give --shared DIR, too.")
+    require("prometheus_client", needed_for="--metrics", extra="operate")
+    return check_address(where, "--metrics")
+
+
+@contextmanager
+def serving(where: str | None, shared: Path | None) -> Iterator[None]:
+    """Serve the job's metrics meanwhile, if that was asked for."""
+    if where is None or shared is None:
+        yield
+        return
+    shared.mkdir(parents=True, exist_ok=True)
+    address, port = where.rsplit(":", 1)
+    with serve_metrics(shared, address, int(port)):
+        yield
