@@ -20,6 +20,8 @@ from meshmend.planning import PLANNERS
 
 Tree = dict[str, Any]
 
+LONG_TO_COMPILE = ("trees 8x8 - odd holes", "row-pairs 8x8 - 2x2, 3 segments")
+
 
 def payload(n_chips: int, n_chunks: int) -> Tree:
     """One row per chip, of every kind and of awkward sizes: none, one, fewer and more than there are chunks."""
@@ -64,7 +66,9 @@ def plain_psum(tree: Tree) -> Tree:
 THREE = ("int32", "bool", "one float", "float32", "no floats", "bfloat16")
 
 
-@pytest.mark.parametrize("name", cases.PLANS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LONG_TO_COMPILE else []) for name in cases.PLANS]
+)
 def test_all_reduce_and_its_pair_equal_psum(name: str) -> None:
     schedule, fabric = cases.schedule_of(name), cases.fabric_of(name)
     n = schedule.mesh.n_chips

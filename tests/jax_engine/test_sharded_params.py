@@ -151,6 +151,7 @@ def train_on_tiles(optimizer: optax.GradientTransformation, steps: int = STEPS) 
     return losses, params, state
 
 
+@pytest.mark.slow
 def test_on_tiles_the_losses_are_those_of_replicated_parameters_too() -> None:
     fabric, pair = tiles()
     optimizer = optax.chain(optax.scale_by_adam(), mmj.add_decayed_weights(0.1, matrices_only), optax.scale(-1e-2))

@@ -96,7 +96,7 @@ def check_same(got: Any, wanted: Any) -> None:
     [
         ("row-pairs 4x4 - 2x2", optax.sgd(0.1, momentum=0.9)),
         ("trees 4x4", optax.adamw(1e-2, weight_decay=0.1)),
-        (HOLED, optax.adamw(1e-2, weight_decay=0.1)),
+        pytest.param(HOLED, optax.adamw(1e-2, weight_decay=0.1), marks=pytest.mark.slow),
     ],
     ids=["momentum, 12 chips", "adamw, trees", "adamw, 60 chips"],
 )

@@ -78,7 +78,9 @@ def by_hand(feed: mmj.Feed, data: np.ndarray, n_steps: int, batch: int, rate: np
 
 
 @pytest.mark.parametrize("name", ["sgd", pytest.param("adam", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("sharded", [False, True], ids=["program", "pair"])
+@pytest.mark.parametrize(
+    "sharded", [pytest.param(False, marks=pytest.mark.slow, id="program"), pytest.param(True, id="pair")]
+)
 def test_integer_gradients_give_the_same_bits_on_any_number_of_chips(name: str, sharded: bool) -> None:
     data = integers(300)
     feed = feed_of(data, mmj.KeepGlobal(64))
