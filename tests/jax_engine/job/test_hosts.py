@@ -196,7 +196,7 @@ def test_a_timeline_is_bounded_in_memory_and_on_disk(tmp_path: Path, monkeypatch
     # What is there is the newest part without a gap, and more than a third of the room is used.
     assert read == list(range(read[0], 2000))
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) > 20_000 / 3
-    names = ["timeline.jsonl", "timeline.jsonl.1", "timeline.jsonl.history"]
+    names = [f"timeline.jsonl{end}" for end in ("", ".1", ".history", ".lock")]
     assert sorted(file.name for file in tmp_path.iterdir()) == names
     timeline.note("huge", what="x" * 1_000_000)
     huge = read_timeline(path)[-1]
