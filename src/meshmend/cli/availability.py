@@ -61,11 +61,10 @@ def command(
             return
         options.check()
         check_plot("--plot", plot_to)
-        assumptions = options.assumptions(machine, shape)
+        assumptions, logged = options.assumptions(machine, shape)
         study, swept = options.simulate(assumptions, swept=plot_to is not None, as_json=json)
         if plot_to is not None:
             plot(study, swept, plot_to)
-        logged = options.read_log(assumptions)
         if json:
             print_json(study_facts(study) | ({} if logged is None else {"log": log_facts(*logged)}))
         else:

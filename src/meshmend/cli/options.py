@@ -73,7 +73,9 @@ WebhookOption = Annotated[
 ]
 MetricsOption = Annotated[
     str | None,
-    typer.Option("--metrics", metavar="ADDR:PORT", help="Serve the metrics of the job in the shared folder there."),
+    typer.Option(
+        "--metrics", metavar="ADDR:PORT", help="Serve the job's metrics to Prometheus, from its shared folder."
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 PlannerOption = Annotated[

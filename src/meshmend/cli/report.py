@@ -37,7 +37,8 @@ def command(
     with exit_on_error(json):
         options.check()
         check_output("--out", out, PAGES)
-        study, swept = options.simulate(options.assumptions(machine, shape), swept=True, as_json=json)
+        assumptions, _ = options.assumptions(machine, shape)
+        study, swept = options.simulate(assumptions, swept=True, as_json=json)
         out.write_text(write_report(study, swept, name=name), encoding="utf-8")
         if json:
             print_json({"out": str(out), **study_facts(study)})

@@ -24,14 +24,7 @@ from meshmend.launch.host import HostDescription
 from meshmend.launch.hosts import Hosts, name_hosts
 from meshmend.launch.job import Event, HostProcesses
 from meshmend.launch.local import LocalJob, timeline_of, worker_environment
-from meshmend.launch.places import (
-    find_hosts,
-    find_job,
-    find_place,
-    find_secret,
-    find_store,
-    find_webhook,
-)
+from meshmend.launch.places import find_hosts, find_job, find_place, find_secret, find_store, find_webhook
 from meshmend.launch.story import Story
 from meshmend.launch.webhook import Webhook
 

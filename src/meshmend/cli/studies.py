@@ -26,6 +26,8 @@ MAX_DAYS = 36_500
 """A century: longer than any machine runs, and short enough to simulate."""
 
 
+Logged = tuple[FailureLog, tuple[Rates, ...]]
+"""A log, and its rates."""
 RATES = ("mtbf_chip", "mtbf_board", "mtbf_host", "repair_chip", "repair_board", "repair_host")
 """Options that a log replaces; of parts that it has no repairs of, the time to repair stays."""
 
@@ -127,16 +129,17 @@ class StudyOptions:
         if not 0 < self.days <= MAX_DAYS:
             raise ParameterError(f"--days {self.days:g}: expected more than 0, and at most {MAX_DAYS:,}.")
 
-    def assumptions(self, machine: MachineOptions, shape: str | None) -> Assumptions:
-        """Return what the options assume, of the machine with nothing failed."""
+    def assumptions(self, machine: MachineOptions, shape: str | None) -> tuple[Assumptions, Logged | None]:
+        """Return what the options assume, of the machine with nothing failed, and the log that its rates are from."""
         found = self._without_log(machine, shape)
-        logged = self.read_log(found)
+        logged = self._read_log(found)
         if logged is None:
-            return found
+            return found, None
         log, rates = logged
-        return found.with_rates(rates, f"{log.path.name}: {log.n_failures:,} failures in {log.hours / 24:,.1f} days")
+        source = f"{log.path.name}: {log.n_failures:,} failures in {log.hours / 24:,.1f} days"
+        return found.with_rates(rates, source), logged
 
-    def read_log(self, assumptions: Assumptions) -> tuple[FailureLog, tuple[Rates, ...]] | None:
+    def _read_log(self, assumptions: Assumptions) -> Logged | None:
         """Return the log, and the rates of the parts that it has a column for; None without a log."""
         if self.log is None:
             if self.log_chips is not None:

@@ -53,7 +53,7 @@ def command(
 
     It only reads the timelines in the shared folder, so it may run anywhere that sees it, and costs the job nothing.
     Elsewhere, watch a host that serves --metrics: http://10.0.0.7:9464. With --metrics and --webhook it serves the
-    job's metrics and sends its events itself, as long as it watches: a job under torchft has nobody else who would.
+    job's metrics and sends its events itself, as long as it watches; for a job under torchft nothing else does.
 
     Example: meshmend watch shared
     """

@@ -109,11 +109,10 @@ class Timeline:
                 return  # the other one has begun a new file
             if full.exists():  # of a process that was killed before it had condensed it
                 self._condense(path, full)
-            is_first = not older.exists()
-            if not is_first:
+            if older.exists():
                 older.replace(full)
             path.replace(older)
-            if not is_first:
+            if full.exists():
                 self._turning = threading.Thread(target=self._condense, args=(path, full, lock), daemon=True)
                 self._turning.start()
                 lock = -1  # the thread's

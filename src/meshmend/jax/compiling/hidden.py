@@ -73,7 +73,7 @@ def overlaps(hlo: str) -> list[Overlap]:
 
 
 def bodies_with_permutes(hlo: str) -> list[Overlap]:
-    """Return the computations that have permutes and more computing than moving chunks takes, largest first.
+    """Return the computations that have permutes, those with most computing first.
 
     With unrolled plans in a scan over layers these are its forward and its backward body.
     """
