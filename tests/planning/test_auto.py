@@ -32,7 +32,7 @@ def variants(mesh: Mesh, step_cost: float) -> list[Planner]:
     st.sampled_from([1e-5, 1e-3, 1e-1]),
     st.sampled_from([None, 1, 2]),
 )
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_no_schedule_costs_less_than_its_floor(mesh: Mesh, step_cost: float, links_at_once: int | None) -> None:
     if not mesh.is_connected or mesh.n_chips > 120:
         return
