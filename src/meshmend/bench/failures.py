@@ -100,6 +100,7 @@ def campaign(
         running.start(LIGHTHOUSE, lighthouse, address, heartbeat_timeout_ms)
         watch.until(address.exists, "the lighthouse does not start")
         job = ReplicaJob(mesh.shape, address.read_text(), folder)
+        job.plan_ahead([*boards, *chips])
         lives = dict.fromkeys((mesh.chip(rank) for rank in range(mesh.n_chips)), 0)
         for chip in lives:
             running.start(chip, train, job, 0)

@@ -7,12 +7,14 @@ known beforehand, so that the sum of every committed step can be checked against
 from __future__ import annotations
 
 import faulthandler
+import functools
 import hashlib
 import json
 import logging
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +26,9 @@ from torchft import Manager
 from torchft.coordination import LighthouseServer
 
 from meshmend.errors import Coordinate
-from meshmend.topology import Mesh
+from meshmend.planning import PlanCache, PlanFunction
+from meshmend.topology import Mesh, Region
+from meshmend.torch.plans import DEFAULT_PLAN, Plans
 from meshmend.torch.process_group import MeshProcessGroup
 
 HOST = "127.0.0.1"
@@ -42,6 +46,19 @@ class ReplicaJob:
     n_buckets: int = 2
     timeout_s: float = 10.0
     pause_s: float = 0.0
+
+    @property
+    def plan(self) -> PlanFunction:
+        """What plans, and keeps its plans where all chips find them."""
+        return functools.partial(DEFAULT_PLAN, cache=PlanCache(self.folder / "plans"))
+
+    def plan_ahead(self, holes: Sequence[Region]) -> None:
+        """Plan for the whole machine and for each hole, as an operator does before the job starts."""
+        bucket_bytes = -(-self.payload_elements // self.n_buckets) * torch.float64.itemsize
+        mesh, plans = Mesh(self.shape), Plans(self.plan)
+        for payload_bytes in (1, bucket_bytes):  # chips that have reduced nothing yet plan for one byte
+            plans.get(mesh, payload_bytes)
+        plans.prepare(mesh, holes, bucket_bytes)
 
 
 def lighthouse(_: Any, address_file: Path, heartbeat_timeout_ms: int) -> None:
@@ -89,7 +106,8 @@ def train(chip: Coordinate, job: ReplicaJob, life: int) -> None:
         log.write(json.dumps({"t": time.time(), "event": event, **facts}) + "\n")
 
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    group = MeshProcessGroup(job.shape, chip, timeout=timedelta(seconds=job.timeout_s), interface=INTERFACE)
+    timeout = timedelta(seconds=job.timeout_s)
+    group = MeshProcessGroup(job.shape, chip, plan=job.plan, timeout=timeout, interface=INTERFACE)
     weights = {"w": torch.zeros(job.payload_elements, dtype=torch.float64)}
     manager = Manager(
         pg=group,
@@ -104,7 +122,7 @@ def train(chip: Coordinate, job: ReplicaJob, life: int) -> None:
         rank=0,
         world_size=1,
         use_async_quorum=False,
-        timeout=timedelta(seconds=job.timeout_s),
+        timeout=timeout,
         quorum_timeout=timedelta(seconds=60),
     )
     own = torch.zeros(job.payload_elements, dtype=torch.float64)
