@@ -63,6 +63,9 @@ def test_the_example_trains_through_the_loss_of_a_board(tmp_path: Path) -> None:
     assert min(result["chips"]) == 12
     assert result["chips"][-1] == 16
     assert result["last_loss"] < result["first_loss"]
+    # 64 samples per chip and step, and none of the 5,000 a third time before all have been used twice.
+    assert result["samples"] == 64 * sum(result["chips"])
+    assert result["sample_used"] == [result["samples"] // 5000, -(-result["samples"] // 5000)]
     assert (tmp_path / "loss.svg").stat().st_size > 1000
     where_the_time_went(tmp_path / "shared", result)
 

@@ -22,14 +22,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchft import Manager
 from torchft.coordination import LighthouseServer
 
 from meshmend.errors import Coordinate
 from meshmend.planning import PlanCache, PlanFunction
 from meshmend.topology import Mesh, Region
+from meshmend.torch.manager import Manager
 from meshmend.torch.plans import DEFAULT_PLAN, Plans
 from meshmend.torch.process_group import MeshProcessGroup
+from meshmend.torch.sampling import StepSampler
 
 HOST = "127.0.0.1"
 INTERFACE = "lo"
@@ -44,6 +45,8 @@ class ReplicaJob:
     folder: Path
     payload_elements: int = 200_000
     n_buckets: int = 2
+    n_samples: int = 997
+    batch_size: int = 3
     timeout_s: float = 10.0
     pause_s: float = 0.0
 
@@ -105,7 +108,6 @@ def train(chip: Coordinate, job: ReplicaJob, life: int) -> None:
     def note(event: str, **facts: Any) -> None:
         log.write(json.dumps({"t": time.time(), "event": event, **facts}) + "\n")
 
-    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     timeout = timedelta(seconds=job.timeout_s)
     group = MeshProcessGroup(job.shape, chip, plan=job.plan, timeout=timeout, interface=INTERFACE)
     weights = {"w": torch.zeros(job.payload_elements, dtype=torch.float64)}
@@ -114,17 +116,9 @@ def train(chip: Coordinate, job: ReplicaJob, life: int) -> None:
         load_state_dict=weights.update,
         state_dict=lambda: dict(weights),
         min_replica_size=1,
-        replica_id=f"chip{mesh.rank(chip)}",
-        hostname=HOST,
         lighthouse_addr=job.lighthouse,
-        store_addr=HOST,
-        store_port=store.port,
-        rank=0,
-        world_size=1,
-        use_async_quorum=False,
-        timeout=timeout,
-        quorum_timeout=timedelta(seconds=60),
     )
+    sampler = StepSampler(manager, job.n_samples, job.batch_size)
     own = torch.zeros(job.payload_elements, dtype=torch.float64)
     own[mesh.rank(chip) :: mesh.n_chips] = 1
     note("up")
@@ -133,7 +127,8 @@ def train(chip: Coordinate, job: ReplicaJob, life: int) -> None:
         manager.start_quorum()
         step, members = manager.current_step(), manager.num_participants()
         time.sleep(job.pause_s)
-        note("reduce", step=step)
+        attempt = group.timings.formed_ms
+        note("reduce", step=step, attempt=attempt, samples=sampler.indices().tolist())
         gradient = own * (step + 1)
         works = [manager.allreduce(part, reduce_op=dist.ReduceOp.SUM) for part in gradient.chunk(job.n_buckets)]
         for work in works:
@@ -147,6 +142,7 @@ def train(chip: Coordinate, job: ReplicaJob, life: int) -> None:
             note(
                 "commit",
                 step=step,
+                attempt=attempt,
                 members=members,
                 live=[mesh.rank(group.mesh.chip(r)) for r in range(group.mesh.n_chips)],
                 counts=counts[0].tolist() if same else None,

@@ -18,13 +18,22 @@ if TYPE_CHECKING:
     from meshmend.torch.ddp import DistributedDataParallel
     from meshmend.torch.manager import Manager
     from meshmend.torch.process_group import MeshProcessGroup
+    from meshmend.torch.sampling import StepSampler
 
-__all__ = ["DistributedDataParallel", "Engine", "Manager", "MeshProcessGroup", "all_reduce", "comm_hook"]
+__all__ = [
+    "DistributedDataParallel",
+    "Engine",
+    "Manager",
+    "MeshProcessGroup",
+    "StepSampler",
+    "all_reduce",
+    "comm_hook",
+]
 
 
 def __getattr__(name: str) -> Any:
     """Import torchft only for those who use it."""
-    if name in ("DistributedDataParallel", "Manager", "MeshProcessGroup"):
+    if name in ("DistributedDataParallel", "Manager", "MeshProcessGroup", "StepSampler"):
         require("torchft", needed_for=f"meshmend.torch.{name}", extra="torch")
     if name == "DistributedDataParallel":
         from meshmend.torch.ddp import DistributedDataParallel
@@ -38,4 +47,8 @@ def __getattr__(name: str) -> Any:
         from meshmend.torch.process_group import MeshProcessGroup
 
         return MeshProcessGroup
+    if name == "StepSampler":
+        from meshmend.torch.sampling import StepSampler
+
+        return StepSampler
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -110,6 +110,16 @@ class MeshProcessGroup(ReconfiguredGroup):
         return self._chip
 
     @property
+    def timeout(self) -> timedelta:
+        """How long an all-reduce may take."""
+        return self._timeout
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the members are processes of one machine."""
+        return self._interface == "lo"
+
+    @property
     def whole(self) -> Mesh:
         """The machine with all of its chips."""
         return self._whole
