@@ -5,7 +5,7 @@
 Each process is one chip. torchft finds out who is alive, meshmend plans the all-reduce for them. A third of the way
 in, a board of four chips gets SIGKILL while its gradients are in flight; the other twelve redo the step without
 it and continue. Later the board comes back, receives the weights, and the mesh is whole again. You see the mesh and
-the loss while it runs; at the end there is a figure.
+the loss while it runs; at the end there is a figure. No sample is lost or used twice in an epoch, which is counted too.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ import math
 import os
 import tempfile
 import time
-from datetime import timedelta
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
-import torch.distributed as dist
 import torchft
 from rich.console import Console, Group
 from rich.live import Live
@@ -39,6 +38,8 @@ from meshmend.lab import Chips
 
 HOST = "127.0.0.1"
 LIGHTHOUSE = (-1,)
+N_SAMPLES = 5000
+PER_CHIP = 64
 
 
 def lighthouse(_: Any, folder: Path, at_least: int) -> None:
@@ -82,45 +83,26 @@ def train(
     )
     adam = torch.optim.Adam(model.parameters(), lr=3e-3)
 
-    def state() -> dict[str, Any]:
-        return {"model": model.state_dict(), "adam": adam.state_dict()}
-
-    def restore(saved: dict[str, Any]) -> None:
-        model.load_state_dict(saved["model"])
-        adam.load_state_dict(saved["adam"])
-
-    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    group = mmt.MeshProcessGroup(mesh.shape, chip, timeout=timedelta(seconds=10), interface="lo")
-    manager = mmt.Manager(
-        pg=group,
-        shared=shared,
-        state_dict=state,
-        load_state_dict=restore,
-        min_replica_size=2,
-        replica_id=f"chip{mesh.rank(chip)}",
-        lighthouse_addr=f"http://{HOST}:{(folder / 'port').read_text()}",
-        hostname=HOST,
-        store_addr=HOST,
-        store_port=store.port,
-        rank=0,
-        world_size=1,
-        use_async_quorum=False,
-        timeout=timedelta(seconds=10),
-    )
+    os.environ["TORCHFT_LIGHTHOUSE"] = f"http://{HOST}:{(folder / 'port').read_text()}"
+    group = mmt.MeshProcessGroup(mesh.shape, chip, interface="lo")
+    manager = mmt.Manager.of(group, model=model, adam=adam, shared=shared)
+    points, labels = spirals(seed=0, size=N_SAMPLES)
+    sampler = mmt.StepSampler(manager, N_SAMPLES, batch_size=PER_CHIP)
     parallel = mmt.DistributedDataParallel(manager, model)
     optimizer = torchft.Optimizer(manager, adam)
     while manager.current_step() < steps:
         optimizer.zero_grad()
         step = manager.current_step()
-        points, labels = spirals(seed=step * mesh.size + mesh.rank(chip), size=64)
-        loss = torch.nn.functional.cross_entropy(parallel(points), labels)
-        log.write(json.dumps({"at": "backward", "step": step}) + "\n")
+        own = sampler.indices()
+        loss = torch.nn.functional.cross_entropy(parallel(points[own]), labels[own])
+        attempt = {"step": step, "attempt": group.timings.formed_ms}
+        log.write(json.dumps({"at": "backward", "samples": own.tolist(), **attempt}) + "\n")
         loss.backward()
-        manager.note(loss=loss.item(), examples=64 * manager.num_participants())
+        manager.note(loss=loss.item(), examples=PER_CHIP * manager.num_participants())
         optimizer.step()
         committed = manager.current_step() > step
         weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
-        facts = {"t": time.time(), "step": step, "chips": manager.num_participants(), "loss": loss.item()}
+        facts = {"t": time.time(), "chips": manager.num_participants(), "loss": loss.item(), **attempt}
         log.write(json.dumps({"at": "end", "committed": committed, "weights": weights, **facts}) + "\n")
     # The last step's peers may still be reading from this chip.
     time.sleep(2)
@@ -136,6 +118,8 @@ class Story:
         self.steps: dict[int, dict[str, Any]] = {}
         self.weights: dict[int, set[str]] = {}
         self.losses: dict[int, list[float]] = {}
+        self.samples: dict[tuple[int, int], list[int]] = {}
+        """What the chips of each attempt at each step have used."""
         self.last: dict[int, dict[str, Any]] = {}
         self.refused = 0
 
@@ -149,6 +133,7 @@ class Story:
             for event in map(json.loads, text.splitlines()):
                 self.last[int(path.name.split(".")[0])] = event
                 if event["at"] != "end":
+                    self.samples.setdefault((event["step"], event["attempt"]), []).extend(event["samples"])
                     continue
                 if event["committed"]:
                     self.steps.setdefault(event["step"], event)
@@ -161,6 +146,13 @@ class Story:
     def step(self) -> int:
         """The last committed step."""
         return max(self.steps, default=-1)
+
+    def used(self) -> Counter[int]:
+        """Count how often committed steps have used each sample."""
+        counted = Counter(dict.fromkeys(range(N_SAMPLES), 0))
+        for step, event in self.steps.items():
+            counted.update(self.samples[step, event["attempt"]])
+        return counted
 
     def loss(self, step: int) -> float:
         """Return the mean loss of the chips in a step."""
@@ -260,6 +252,7 @@ def main() -> None:
         until(lambda: chips.alive == [LIGHTHOUSE], [], "done")
     draw(story, killed_at, back_at, options.figure)
     agree = all(len(weights) == 1 for weights in story.weights.values())
+    used = story.used().values()
     result = {
         "steps": len(story.steps),
         "killed_after_step": killed_step,
@@ -268,6 +261,8 @@ def main() -> None:
         "first_loss": story.loss(0),
         "last_loss": story.loss(story.step),
         "weights_agree": agree,
+        "samples": sum(used),
+        "sample_used": [min(used), max(used)],
         "figure": str(options.figure),
     }
     if options.no_view:
@@ -276,7 +271,8 @@ def main() -> None:
         console.print(
             f"{result['steps']} steps. The board died after step {killed_step + 1}; {holed.n_chips} chips committed a "
             f"step {recovered_s:.2f} s later. Loss {result['first_loss']:.3f} → {result['last_loss']:.3f}. After every "
-            f"step all chips {'had the same weights' if agree else 'did NOT have the same weights'}. "
+            f"step all chips {'had the same weights' if agree else 'did NOT have the same weights'}. Each of "
+            f"{N_SAMPLES} samples was used {min(used)} or {max(used)} times. "
             f"Figure: {options.figure}"
         )
     if not agree:

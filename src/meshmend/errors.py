@@ -32,6 +32,7 @@ __all__ = [
     "ParameterError",
     "PayloadError",
     "PlanError",
+    "RendezvousError",
     "RestartError",
     "RoutingError",
     "ScheduleError",
@@ -288,6 +289,10 @@ class LostChipError(MeshmendError, RuntimeError):
             f"Chip {name_chip(chip)} gave up an all-reduce on {mesh_name}: expected data from or to {name_chip(peer)}, "
             f"got: {why}. Discard the payload, form the group again with the chips that respond, and redo the step."
         )
+
+
+class RendezvousError(MeshmendError, RuntimeError):
+    """The members of a new quorum did not all meet: some have died since they asked for it. No step was begun."""
 
 
 class DisagreementError(MeshmendError, RuntimeError):

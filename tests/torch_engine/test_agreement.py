@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -20,9 +21,18 @@ import torch.distributed as dist  # noqa: E402
 
 import meshmend.torch as mmt  # noqa: E402
 from meshmend.torch import channel as channels  # noqa: E402
-from meshmend.torch.channel import CLOSE_TAG, FIRST_MESSAGE, FIRST_TAG, TAGS_PER_CHANNEL, Channel, Deadline  # noqa: E402
+from meshmend.torch.channel import (  # noqa: E402
+    CLOSE_TAG,
+    FIRST_MESSAGE,
+    FIRST_TAG,
+    TAGS_PER_CHANNEL,
+    Channel,
+    Deadline,
+    TransportError,
+)
 from meshmend.torch.engine import digest_of  # noqa: E402
-from torch_engine.processes import on_every_chip  # noqa: E402
+from meshmend.torch.private import gloo_backend  # noqa: E402
+from torch_engine.processes import on_every_chip, with_store  # noqa: E402
 from torch_engine.threads import Group, Network, on_every_thread  # noqa: E402
 
 PATIENCE = timedelta(seconds=30)
@@ -360,3 +370,34 @@ def test_a_closed_engine_ends_its_thread_and_says_so() -> None:
     for alive, error in on_every_thread(2, main):
         assert not alive
         assert "This engine was closed" in str(error)
+
+
+def test_closing_reaches_members_that_are_no_partners_when_all_partners_are_gone() -> None:
+    # Of four members, 0 receives from 1 and 2 when they agree. They have died, and 3 waits for 0 alone.
+    def main(chip: tuple[int, ...], number: int, address: str) -> float:
+        host, _, port = address.partition("/")[0].rpartition(":")
+        store = dist.TCPStore(host, int(port), is_master=False)
+        channel = Channel(gloo_backend(store, number, 4, timeout=PATIENCE, interface="lo"))
+        if number == 3:
+            pending = channel.recv(torch.zeros(1), 0, 0)
+            store.set("waits", "")
+            started = time.monotonic()
+            with pytest.raises(TransportError):
+                channel.wait(pending, 0, Deadline(PATIENCE))
+            store.set("ended", "")
+            return time.monotonic() - started
+        store.wait(["waits"])
+        if number in (1, 2):
+            channel.close()
+            store.set(f"closed/{number}", "")
+        else:
+            store.wait(["closed/1", "closed/2"])
+            for member in (1, 2):
+                with pytest.raises(TransportError):  # its connection breaks
+                    channel.wait(channel.recv(torch.zeros(1), member, 0), member, Deadline(PATIENCE))
+            channel.close()
+        store.wait(["ended"], PATIENCE)  # a group that is let go would close its connections by itself
+        return 0.0
+
+    found = with_store([(number,) for number in range(4)], main)
+    assert found[3,] < 10

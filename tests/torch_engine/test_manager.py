@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torchft.coordination import LighthouseServer
 
 import meshmend.torch as mmt
+from meshmend.errors import ParameterError
 from meshmend.launch.timeline import read_timeline
 from meshmend.launch.watching import Watch
 from torch_engine.processes import with_store
@@ -106,6 +107,42 @@ def test_a_chip_writes_down_what_a_host_does(tmp_path: Path, use_async_quorum: b
     assert account.badput_s["checkpoint"] >= 2 * PAUSE_S
     assert account.badput_s["data"] == pytest.approx(2 * 2 * 0.01)
     assert all(account.recoveries[i].stages_s["detect"] >= PAUSE_S for i in (0, 2))
+
+
+def test_a_chip_needs_no_more_than_its_group_and_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def main(chip: tuple[int, ...], number: int, address: str) -> tuple[bool, int, list[str], float]:
+        warnings.simplefilter("ignore", DeprecationWarning)
+        lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=100)
+        monkeypatch.setenv("TORCHFT_LIGHTHOUSE", f"http://127.0.0.1:{lighthouse.address().rsplit(':', 1)[1]}")
+        group = mmt.MeshProcessGroup("2x2", (1, 0), interface="lo")
+        layer = torch.nn.Linear(1, 1)
+        manager = mmt.Manager.of(group, layer=layer, sgd=torch.optim.SGD(layer.parameters(), lr=0.5))
+        committed = step(manager)  # one of four chips: no majority
+        saved = manager._manager_state_dict()["user"]["default"]
+        saved = {"layer": {"weight": torch.tensor([[7.0]]), "bias": torch.zeros(1)}, "sgd": saved["sgd"]}
+        manager._load_state_dict_fns["default"](saved)
+        least = next(event["least"] for event in manager.timeline.events if event["event"] == "round")
+        manager.shutdown()
+        lighthouse.shutdown()
+        return committed, least, sorted(saved), layer.weight.item()
+
+    (found,) = with_store([(1, 0)], main).values()
+    assert found == (False, 3, ["layer", "sgd"], 7.0)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({}, r"as in Manager\.of\(group, model=model\)"),
+        ({"min_replica_size": 2}, "min_replica_size has not"),
+        ({"layer": torch.nn.Linear(1, 1)}, "Where is the lighthouse.*TORCHFT_LIGHTHOUSE"),
+    ],
+)
+def test_what_is_missing_is_said(parts: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
+    group = mmt.MeshProcessGroup("2x2", (1, 0), interface="lo")
+    with pytest.raises(ParameterError, match=message):
+        mmt.Manager.of(group, **parts)
 
 
 def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

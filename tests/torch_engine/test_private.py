@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 import torchft
 from torchft.manager import ExceptionWithTraceback
-from torchft.process_group import ProcessGroupWrapper
+from torchft.process_group import ProcessGroupWrapper, create_store_client
 
 from meshmend.torch.ddp import DistributedDataParallel
 from meshmend.torch.manager import Manager
 from meshmend.torch.private import Work, cpu_backend, gloo_backend, gloo_group, leaves_with_paths
 from meshmend.torch.private_torchft import HookedDataParallel, ReconfiguredGroup
 from meshmend.torch.process_group import MeshProcessGroup
+from torch_engine.processes import with_store
 
 SECONDS = timedelta(seconds=10)
 NO_GLOO = (
@@ -60,6 +61,26 @@ def test_a_group_has_the_gloo_that_it_was_given() -> None:
 def test_a_group_without_a_cpu_backend_says_so() -> None:
     with pytest.raises(RuntimeError):
         cpu_backend(dist.ProcessGroup(alone(), 0, 1))
+
+
+@pytest.mark.parametrize("name", ["abort", "shutdown"])
+def test_gloo_inherits_an_abort_and_a_shutdown_that_do_nothing(name: str) -> None:
+    def main(chip: tuple[int, ...], number: int, address: str) -> float:
+        group = gloo_backend(create_store_client(address, SECONDS), number, 2, timeout=SECONDS, interface="lo")
+        word = torch.zeros(1)
+        if number == 0:
+            pending = group.recv([word], 1, 5)
+            getattr(group, name)()
+            group.send([word], 1, 6).wait()
+            pending.wait()
+        else:
+            group.recv([word], 0, 6).wait()  # sent after the abort
+            group.send([word + 1], 0, 5).wait()
+        return float(word)
+
+    found = with_store([(0, 0), (0, 1)], main)
+    why = "Gloo can close its connections now: let Channel.close use that, in place of a wait that times out"
+    assert found[0, 0] == 1, why
 
 
 def test_a_started_collective_is_what_torch_waits_for() -> None:

@@ -32,7 +32,7 @@ Members = list[tuple[int, ...]]
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     # How soon members give each other up is for the tests of failures: here nobody dies, and a machine may be slow.
-    monkeypatch.setattr("meshmend.torch.process_group.MEETING_TIMEOUT", timedelta(seconds=30))
+    monkeypatch.setattr("meshmend.torch.rendezvous.FIRST_PATIENCE", timedelta(seconds=30))
 
 
 def make(chip: tuple[int, ...], **options: Any) -> Any:

@@ -2,7 +2,8 @@
 
 After every kill the survivors must commit a step round the hole; then the killed chips come back and the mesh must be
 whole again. At the end every step that any chip committed must have used each contribution of its members exactly
-once, with the same weights on every chip that committed it.
+once, with the same weights on every chip that committed it, and the steps must have used each sample exactly once per
+epoch.
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ def campaign(
         running.start(LIGHTHOUSE, lighthouse, address, heartbeat_timeout_ms)
         watch.until(address.exists, "the lighthouse does not start")
         job = ReplicaJob(mesh.shape, address.read_text(), folder)
+        job.plan_ahead([*boards, *chips])
         lives = dict.fromkeys((mesh.chip(rank) for rank in range(mesh.n_chips)), 0)
         for chip in lives:
             running.start(chip, train, job, 0)
@@ -126,7 +128,8 @@ def campaign(
         running.kill(list(running.alive))
         for chip, life in lives.items():
             watch.read(chip, life)
-        _judge(watch, mesh, report)
+        by_step = _judge(watch, mesh, report)
+        _judge_samples(watch, mesh, by_step, job.n_samples)
     return report
 
 
@@ -207,8 +210,8 @@ def _account(
     return ReplicaKill(hole, moment, first["t"] - killed_at, stages)
 
 
-def _judge(watch: _Watch, mesh: Mesh, report: FailuresReport) -> None:
-    """Check every commit of every chip against the guarantees."""
+def _judge(watch: _Watch, mesh: Mesh, report: FailuresReport) -> dict[int, dict[str, Any]]:
+    """Check every commit of every chip against the guarantees; return one commit of each step."""
     by_step: dict[int, list[tuple[Coordinate, dict[str, Any]]]] = defaultdict(list)
     for (chip, _), events in watch.events.items():
         for event in events:
@@ -231,3 +234,25 @@ def _judge(watch: _Watch, mesh: Mesh, report: FailuresReport) -> None:
     if sorted(by_step) != list(range(len(by_step))):
         raise LabError(f"Committed steps have gaps: {sorted(by_step)[:20]} …")
     report.committed_steps = len(by_step)
+    return {step: commits[0][1] for step, commits in sorted(by_step.items())}
+
+
+def _judge_samples(watch: _Watch, mesh: Mesh, commits: dict[int, dict[str, Any]], n_samples: int) -> None:
+    """Count the samples of all committed steps: none may be used again before all others have been used as often."""
+    tries: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(dict)
+    for (chip, _), events in watch.events.items():
+        for event in events:
+            if event["event"] == "reduce":
+                tries[event["step"], event["attempt"]][mesh.rank(chip)] = event["samples"]
+    used = dict.fromkeys(range(n_samples), 0)
+    for step, commit in commits.items():
+        tried = tries[step, commit["attempt"]]
+        for rank in commit["live"]:
+            for sample in tried[rank]:
+                used[sample] += 1
+        if max(used.values()) - min(used.values()) > 1:
+            often = max(used, key=lambda sample: used[sample])
+            raise LabError(
+                f"After step {step} sample {often} has been used {used[often]} times and others {min(used.values())} "
+                f"times, expected each sample once per epoch."
+            )

@@ -7,12 +7,14 @@ known beforehand, so that the sum of every committed step can be checked against
 from __future__ import annotations
 
 import faulthandler
+import functools
 import hashlib
 import json
 import logging
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,12 +22,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchft import Manager
 from torchft.coordination import LighthouseServer
 
 from meshmend.errors import Coordinate
-from meshmend.topology import Mesh
+from meshmend.planning import PlanCache, PlanFunction
+from meshmend.topology import Mesh, Region
+from meshmend.torch.manager import Manager
+from meshmend.torch.plans import DEFAULT_PLAN, Plans
 from meshmend.torch.process_group import MeshProcessGroup
+from meshmend.torch.sampling import StepSampler
 
 HOST = "127.0.0.1"
 INTERFACE = "lo"
@@ -40,8 +45,23 @@ class ReplicaJob:
     folder: Path
     payload_elements: int = 200_000
     n_buckets: int = 2
+    n_samples: int = 997
+    batch_size: int = 3
     timeout_s: float = 10.0
     pause_s: float = 0.0
+
+    @property
+    def plan(self) -> PlanFunction:
+        """What plans, and keeps its plans where all chips find them."""
+        return functools.partial(DEFAULT_PLAN, cache=PlanCache(self.folder / "plans"))
+
+    def plan_ahead(self, holes: Sequence[Region]) -> None:
+        """Plan for the whole machine and for each hole, as an operator does before the job starts."""
+        bucket_bytes = -(-self.payload_elements // self.n_buckets) * torch.float64.itemsize
+        mesh, plans = Mesh(self.shape), Plans(self.plan)
+        for payload_bytes in (1, bucket_bytes):  # chips that have reduced nothing yet plan for one byte
+            plans.get(mesh, payload_bytes)
+        plans.prepare(mesh, holes, bucket_bytes)
 
 
 def lighthouse(_: Any, address_file: Path, heartbeat_timeout_ms: int) -> None:
@@ -88,25 +108,17 @@ def train(chip: Coordinate, job: ReplicaJob, life: int) -> None:
     def note(event: str, **facts: Any) -> None:
         log.write(json.dumps({"t": time.time(), "event": event, **facts}) + "\n")
 
-    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    group = MeshProcessGroup(job.shape, chip, timeout=timedelta(seconds=job.timeout_s), interface=INTERFACE)
+    timeout = timedelta(seconds=job.timeout_s)
+    group = MeshProcessGroup(job.shape, chip, plan=job.plan, timeout=timeout, interface=INTERFACE)
     weights = {"w": torch.zeros(job.payload_elements, dtype=torch.float64)}
     manager = Manager(
         pg=group,
         load_state_dict=weights.update,
         state_dict=lambda: dict(weights),
         min_replica_size=1,
-        replica_id=f"chip{mesh.rank(chip)}",
-        hostname=HOST,
         lighthouse_addr=job.lighthouse,
-        store_addr=HOST,
-        store_port=store.port,
-        rank=0,
-        world_size=1,
-        use_async_quorum=False,
-        timeout=timedelta(seconds=job.timeout_s),
-        quorum_timeout=timedelta(seconds=60),
     )
+    sampler = StepSampler(manager, job.n_samples, job.batch_size)
     own = torch.zeros(job.payload_elements, dtype=torch.float64)
     own[mesh.rank(chip) :: mesh.n_chips] = 1
     note("up")
@@ -115,7 +127,8 @@ def train(chip: Coordinate, job: ReplicaJob, life: int) -> None:
         manager.start_quorum()
         step, members = manager.current_step(), manager.num_participants()
         time.sleep(job.pause_s)
-        note("reduce", step=step)
+        attempt = group.timings.formed_ms
+        note("reduce", step=step, attempt=attempt, samples=sampler.indices().tolist())
         gradient = own * (step + 1)
         works = [manager.allreduce(part, reduce_op=dist.ReduceOp.SUM) for part in gradient.chunk(job.n_buckets)]
         for work in works:
@@ -129,6 +142,7 @@ def train(chip: Coordinate, job: ReplicaJob, life: int) -> None:
             note(
                 "commit",
                 step=step,
+                attempt=attempt,
                 members=members,
                 live=[mesh.rank(group.mesh.chip(r)) for r in range(group.mesh.n_chips)],
                 counts=counts[0].tolist() if same else None,

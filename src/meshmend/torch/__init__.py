@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from meshmend.torch.ddp import DistributedDataParallel
     from meshmend.torch.manager import Manager
     from meshmend.torch.process_group import MeshProcessGroup
+    from meshmend.torch.sampling import StepSampler
 
 __all__ = [
     "DistributedDataParallel",
@@ -28,6 +29,7 @@ __all__ = [
     "MeshBackend",
     "MeshOptions",
     "MeshProcessGroup",
+    "StepSampler",
     "all_reduce",
     "comm_hook",
     "tile_ranks",
@@ -36,7 +38,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import torchft only for those who use it."""
-    if name in ("DistributedDataParallel", "Manager", "MeshProcessGroup"):
+    if name in ("DistributedDataParallel", "Manager", "MeshProcessGroup", "StepSampler"):
         require("torchft", needed_for=f"meshmend.torch.{name}", extra="torch")
     if name == "DistributedDataParallel":
         from meshmend.torch.ddp import DistributedDataParallel
@@ -50,4 +52,8 @@ def __getattr__(name: str) -> Any:
         from meshmend.torch.process_group import MeshProcessGroup
 
         return MeshProcessGroup
+    if name == "StepSampler":
+        from meshmend.torch.sampling import StepSampler
+
+        return StepSampler
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

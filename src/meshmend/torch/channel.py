@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
@@ -172,15 +172,16 @@ class Channel:
         words = held.numpy()
         return [words[(rank - self.rank) % self.size].tobytes() for rank in range(self.size)]
 
-    def close(self, members: Iterable[int] = ()) -> None:
+    def close(self) -> None:
         """Close the group's connections: every pending wait ends at once, here and at the other end."""
-        # Gloo has no call for this, but a wait that times out closes every connection of its group. On a connection
-        # that is closed already the receive itself fails, and another has to do.
+        # torch 2.13 has `abort` and `shutdown` on every backend, but Gloo inherits those that do nothing: pending waits
+        # go on, here and at the other end (tests/torch_engine/test_private.py). A wait that times out, however,
+        # closes every connection of its group. On a connection that is closed already the receive itself fails, and
+        # another has to do: all members are tried, as those that are still connected may be waiting for this one.
         nothing = torch.empty(1, dtype=torch.uint8)
-        partners = {(self.rank + 2**k) % self.size for k in range(MAX_ROUNDS) if 2**k < self.size}
-        for member in sorted(partners | set(members)):
+        for distance in range(1, self.size):
             with suppress(RuntimeError):
-                self._group.recv([nothing], member, CLOSE_TAG).wait(CLOSE_TIMEOUT)
+                self._group.recv([nothing], (self.rank + distance) % self.size, CLOSE_TAG).wait(CLOSE_TIMEOUT)
 
 
 class _Numbers:

@@ -320,7 +320,7 @@ class Engine:
         with self._guard:
             self._channel.fail(MeshmendError("This engine was closed: make another on a new group."))
             worker, self._worker = self._worker, None
-        self._channel.close(self._members[peer] for peer in self._program.peers)
+        self._channel.close()
         if worker is not None:
             # What is queued is not dropped: it ends with the error, and so do those who wait for it.
             worker.shutdown(wait=False)

@@ -1,4 +1,4 @@
-"""torchft's manager, with a timeline: where the time of a job under torchft went.
+"""torchft's manager, with defaults for one process per chip and a timeline: where the time of a job went.
 
 Each chip writes the file that a host under `meshmend run` writes, into the same folder, so `meshmend watch` and all
 other readers take both. What torchft does between two steps is told by its own public calls: `start_quorum` begins a
@@ -7,14 +7,19 @@ step, `should_commit` ends it, `load_state_dict` brings the step of a state that
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
 import time
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import torch.distributed as dist
 import torchft
 
+from meshmend.errors import ParameterError
 from meshmend.launch.events import QuorumLog
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.local import timeline_of
@@ -22,9 +27,36 @@ from meshmend.launch.places import find_job
 from meshmend.launch.timeline import Timeline, process_started_at
 from meshmend.torch.process_group import MeshProcessGroup
 
+LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
+CONNECT_TIMEOUT = timedelta(seconds=10)
+"""torchft waits a minute for a peer that a chip receives its weights from; one that has died meanwhile is no use."""
+
+
+class Stateful(Protocol):
+    """Whatever has a state to save and to restore: a model, an optimizer, a learning-rate schedule."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Take over a state."""
+
 
 class Manager(torchft.Manager):
-    """Use as torchft's own: `Manager(pg=group, …)`, with a `MeshProcessGroup`.
+    """torchft's manager for one process per chip: `Manager.of(group, model=…, optimizer=…)`.
+
+    Those are the parts whose state a chip that comes back receives from the others: whatever has `state_dict` and
+    `load_state_dict`. `Manager(pg=group, load_state_dict=…, state_dict=…)` takes the two functions as torchft does.
+
+    All else that torchft's manager takes may be given by keyword, and has a default here:
+
+    - `lighthouse_addr`: the environment's `TORCHFT_LIGHTHOUSE`.
+    - `hostname`: where the others reach this process. The host's name; 127.0.0.1 where the group uses loopback.
+    - `min_replica_size`: more than half of the machine's chips, so that no two groups of chips train side by side.
+    - `replica_id`: `chipN`, where N counts the machine's chips in row-major order.
+    - `timeout`: the group's. `connect_timeout`: 10 s. `use_async_quorum`: no, so that chips that come back compute a
+      full step at once.
+    - `store_addr`, `store_port`, `rank`, `world_size`: a store of this chip's own, for one process.
 
     `shared` is a folder that all chips see. Each chip has a timeline in it, `timeline/host-N.jsonl`, where N counts the
     machine's chips in row-major order; `meshmend watch SHARED` shows the job. Without it, `timeline` keeps the last
@@ -37,14 +69,16 @@ class Manager(torchft.Manager):
     def __init__(
         self,
         pg: MeshProcessGroup,
-        load_state_dict: Any,
-        state_dict: Any,
-        min_replica_size: int,
-        *more: Any,
+        load_state_dict: Callable[[Any], object] | None,
+        state_dict: Callable[[], Any] | None,
+        min_replica_size: int | None = None,
+        *,
         shared: str | Path | None = None,
         **options: Any,
     ) -> None:
         began = process_started_at()
+        least = pg.whole.n_chips // 2 + 1 if min_replica_size is None else min_replica_size
+        options, self._own_store = _with_defaults(pg, options)
         hosts = Hosts.of(pg.whole.shape, (1,) * len(pg.whole.shape))
         self._hosts, self._group = hosts, pg
         number = hosts.number(pg.chip)
@@ -56,9 +90,27 @@ class Manager(torchft.Manager):
         self._asked_at = self._ready_at = self._received_at = 0.0
         self._noted_at = time.time()
         """Up to when quorums and received states are in the timeline."""
-        super().__init__(pg, load_state_dict, state_dict, min_replica_size, *more, **options)
+        super().__init__(pg, load_state_dict, state_dict, least, **options)
         self.timeline.note("process", at=began, seconds=time.time() - began)
-        self.timeline.note("round", least=min_replica_size, most=pg.whole.n_chips)
+        self.timeline.note("round", least=least, most=pg.whole.n_chips)
+
+    @classmethod
+    def of(cls, pg: MeshProcessGroup, *, shared: str | Path | None = None, **parts: Stateful) -> Manager:
+        """Return a manager that keeps the state of these parts, with a default for everything else."""
+        if not parts:
+            raise ParameterError("Say what a chip that comes back shall receive, as in Manager.of(group, model=model).")
+        names = ", ".join(name for name, part in parts.items() if not hasattr(part, "load_state_dict"))
+        if names:
+            raise ParameterError(
+                f"Manager.of keeps parts that have state_dict and load_state_dict, and {names} has not. Options of the "
+                "manager itself are for Manager(pg=…, load_state_dict=…, state_dict=…, …)."
+            )
+
+        def restore(saved: Mapping[str, Any]) -> None:
+            for name, part in parts.items():
+                part.load_state_dict(saved[name])
+
+        return cls(pg, restore, lambda: {name: part.state_dict() for name, part in parts.items()}, shared=shared)
 
     def note(self, **facts: Any) -> None:
         """Add facts to the step under way: its `loss`, its `examples`, the seconds that it `waited_s` for data."""
@@ -144,3 +196,28 @@ class Manager(torchft.Manager):
         failed_at = self._group.timings.failed_at
         at = failed_at if failed_at > self._asked_at else time.time()
         self.timeline.note("gave up", at=at, why=f"{type(error).__name__}: {error}"[:300])
+
+
+def _with_defaults(pg: MeshProcessGroup, given: Mapping[str, Any]) -> tuple[dict[str, Any], dist.TCPStore | None]:
+    """Return the options for torchft's manager, and the store that this process serves, if it does."""
+    host = "127.0.0.1" if pg.is_loopback else socket.gethostname()
+    options: dict[str, Any] = {
+        "hostname": host,
+        "replica_id": f"chip{pg.whole.rank(pg.chip)}",
+        "timeout": pg.timeout,
+        "connect_timeout": CONNECT_TIMEOUT,
+        "use_async_quorum": False,
+        "rank": 0,
+        "world_size": 1,
+        **given,
+    }
+    if not (options.get("lighthouse_addr") or os.environ.get(LIGHTHOUSE_ENV)):
+        raise ParameterError(
+            f"Where is the lighthouse? Put its address into {LIGHTHOUSE_ENV}, as in http://10.0.0.1:29510, or pass "
+            "lighthouse_addr=. Start one with torchft_lighthouse --min_replicas N --join_timeout_ms 60000 "
+            "--heartbeat_timeout_ms 1000."
+        )
+    if "store_addr" in given:
+        return options, None
+    store = dist.TCPStore(options["hostname"], 0, is_master=True, wait_for_workers=False)
+    return {**options, "store_addr": options["hostname"], "store_port": store.port}, store

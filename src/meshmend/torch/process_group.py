@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from meshmend import __version__
 from meshmend.errors import Coordinate, MeshError, MeshmendError, name_chip
@@ -37,13 +38,10 @@ from meshmend.torch.place import describe_machine, find_place
 from meshmend.torch.plans import DEFAULT_PLAN, Plans
 from meshmend.torch.private import gloo_group
 from meshmend.torch.private_torchft import ReconfiguredGroup
+from meshmend.torch.rendezvous import Patience, check_store, exchange
 from meshmend.torch.work import MeshWork
 
 INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
-
-MEETING_TIMEOUT = timedelta(seconds=3)
-"""Members of a new quorum publish their coordinates at once; one that does not has died since, and the sooner the
-others give up, the sooner there is a quorum without it."""
 
 
 @dataclass
@@ -92,6 +90,7 @@ class MeshProcessGroup(ReconfiguredGroup):
         super().__init__(timeout)
         self._whole, self._chip = find_place(shape, chip, machine, wrap)
         self._plans = Plans(plan)
+        self._patience = Patience(most=timeout)
         self._interface = interface or os.environ.get(INTERFACE_ENV)
         self._mesh: Mesh | None = None
         self._group_ranks: list[int] = []
@@ -109,6 +108,16 @@ class MeshProcessGroup(ReconfiguredGroup):
     def chip(self) -> Coordinate:
         """Where this process's chip is."""
         return self._chip
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long an all-reduce may take."""
+        return self._timeout
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the members are processes of one machine."""
+        return self._interface == "lo"
 
     @property
     def whole(self) -> Mesh:
@@ -147,6 +156,9 @@ class MeshProcessGroup(ReconfiguredGroup):
     ) -> None:
         """Form the group again over the members of a quorum, find the hole and plan for it."""
         started = time.time()
+        # First, so that nobody waits any more for what this chip will not send.
+        self.abort(errored=False)
+        check_store(store_addr, self._patience.now)
         super().configure(
             store_addr, replica_id, rank, world_size, quorum_id, group_rank, group_world_size, global_ranks
         )
@@ -155,23 +167,12 @@ class MeshProcessGroup(ReconfiguredGroup):
 
     def form(self, store: Any, rank: int, world_size: int) -> Any:
         """Find the hole that the members leave, connect them and plan; `configure` calls this."""
-        started = time.time()
-        chips = self._exchange(store, rank, world_size)
-        self._mesh = self._holed(chips)
-        self._group_ranks = [0] * world_size
-        for member, chip in enumerate(chips):
-            self._group_ranks[self._mesh.rank(chip)] = member
-        self.timings.exchange_s = time.time() - started
-        started = time.time()
-        group = gloo_group(
-            store,
-            rank,
-            world_size,
-            connect_timeout=min(self._timeout, MEETING_TIMEOUT),
-            timeout=self._timeout,
-            interface=self._interface,
-        )
-        self.timings.connect_s = time.time() - started
+        try:
+            group = self._meet(store, rank, world_size)
+        except RuntimeError:  # of torch, or a `RendezvousError`
+            self._patience.failed()
+            raise
+        self._patience.succeeded()
         with self._guard:
             self._generation += 1
             self._error = None
@@ -181,25 +182,42 @@ class MeshProcessGroup(ReconfiguredGroup):
         started = time.time()
         # A member that has reduced nothing yet plans too: a mesh without a plan must fail here for all members alike,
         # or those who went on would wait for the others.
-        for payload_bytes in sorted(self._sizes) or [1]:
+        reduced = sorted(self._sizes)
+        for payload_bytes in reduced or [1]:
             self._engine(payload_bytes)
+        self._sizes = set(reduced)
         self.timings.plan_s = time.time() - started
+        return group
+
+    def _meet(self, store: Any, rank: int, world_size: int) -> dist.ProcessGroup:
+        """Find out where the members' chips are, and connect to them."""
+        started = time.time()
+        chips = self._exchange(store, rank, world_size)
+        self._mesh = self._holed(chips)
+        self._group_ranks = [0] * world_size
+        for member, chip in enumerate(chips):
+            self._group_ranks[self._mesh.rank(chip)] = member
+        self.timings.exchange_s = time.time() - started
+        started = time.time()
+        # Gloo's timeout is for each connection. Everybody was there a moment ago.
+        patience = min(2 * self._patience.now, self._timeout)
+        interface = self._interface
+        group = gloo_group(
+            store, rank, world_size, connect_timeout=patience, timeout=self._timeout, interface=interface
+        )
+        self.timings.connect_s = time.time() - started
         return group
 
     def _exchange(self, store: Any, rank: int, world_size: int) -> list[Coordinate]:
         """Exchange coordinates with the other members."""
         wrap = "".join(str(int(w)) for w in self._whole.wrap)
         terms = f"meshmend {__version__}, {describe_machine(self._whole)}, wrap {wrap}, {self._plans}"
-        if rank == 0:
-            store.set("formed_ms", str(time.time_ns() // 10**6))
-        store.set(f"chip/{rank}", f"{','.join(map(str, self._chip))}|{terms}")
-        keys = ["formed_ms", *(f"chip/{member}" for member in range(world_size))]
-        store.wait(keys, min(self._timeout, MEETING_TIMEOUT))
-        formed_ms, *told = (bytes(word).decode() for word in store.multi_get(keys))
-        self.timings.formed_ms = int(formed_ms)
+        now_ms = time.time_ns() // 10**6
+        word = f"{now_ms}|{','.join(map(str, self._chip))}|{terms}"
+        told = [word.split("|", 2) for word in exchange(store, rank, world_size, word, self._patience.now)]
+        self.timings.formed_ms = int(told[0][0])
         chips = []
-        for word in told:
-            place, _, theirs = word.partition("|")
+        for _, place, theirs in told:
             if theirs != terms:
                 raise MeshError(
                     f"Chip {name_chip(self._chip)} runs {terms}, but chip ({place}) runs {theirs}. "

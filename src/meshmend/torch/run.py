@@ -199,7 +199,7 @@ class ProgramRun:
                 self._error = error
             self._state.notify_all()
         if first:
-            self.channel.close(self.members[peer] for peer in self.program.peers)
+            self.channel.close()
 
 
 class _Inbox:

@@ -18,7 +18,7 @@ from typing import Any
 from meshmend.errors import MeshmendError
 from meshmend.jax.compiling.ahead_of_time import Compiled, CompilerError, compile_for, slice_fabric
 from meshmend.jax.compiling.hidden import Overlap
-from meshmend.jax.compiling.layer_stack import StackPlans, Shard, Transformer, compile_stack
+from meshmend.jax.compiling.layer_stack import Shard, StackPlans, Transformer, compile_stack
 from meshmend.jax.tiles import tile
 from meshmend.schedule import Schedule
 from meshmend.schedule.serialize import from_text, to_text

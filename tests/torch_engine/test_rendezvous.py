@@ -1,0 +1,90 @@
+"""Members of a new quorum meet, and give up those who have died: soon, together, and never for good."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
+
+import torch.distributed as dist
+
+from meshmend.errors import RendezvousError
+from meshmend.torch.rendezvous import FIRST_PATIENCE, Patience, check_store, exchange
+
+SHORT = timedelta(seconds=0.4)
+
+
+def meet(world_size: int, delays_s: dict[int, float], patience: timedelta = SHORT) -> dict[int, tuple[Any, float]]:
+    """Let each member come after its delay; return what it got or raised, and when, by rank."""
+    store = dist.HashStore()
+    found: dict[int, tuple[Any, float]] = {}
+    started = time.monotonic()
+
+    def come(rank: int) -> None:
+        time.sleep(delays_s[rank])
+        try:
+            result: Any = exchange(store, rank, world_size, f"word {rank}", patience)
+        except RendezvousError as error:
+            result = str(error)
+        found[rank] = (result, time.monotonic() - started)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in delays_s]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+def test_everybody_gets_the_words_of_all_by_rank() -> None:
+    found = meet(5, dict.fromkeys(range(5), 0.0))
+    assert [result for result, _ in found.values()] == [[f"word {rank}" for rank in range(5)]] * 5
+
+
+def test_patience_counts_from_the_last_who_came() -> None:
+    # The last comes after three times the patience, but never is it quiet for that long.
+    found = meet(5, {rank: rank * 0.75 * SHORT.total_seconds() for rank in range(5)})
+    assert [result for result, _ in found.values()] == [[f"word {rank}" for rank in range(5)]] * 5
+
+
+def test_those_who_are_missing_are_given_up_by_all_at_about_the_same_time() -> None:
+    found = meet(5, {0: 0.0, 2: 0.1, 4: 0.0})
+    for message, seconds in found.values():
+        assert "died" in message or "has given up" in message
+        assert SHORT.total_seconds() <= seconds < SHORT.total_seconds() + 2
+    assert any("3 of the 5 members" in message for message, _ in found.values())
+
+
+def test_who_comes_late_does_not_wait_for_those_who_have_left() -> None:
+    late_s = 2.0
+    found = meet(3, {0: 0.0, 1: 0.0, 2: late_s})
+    message, seconds = found[2]
+    assert "has given up waiting" in message
+    assert seconds < late_s + SHORT.total_seconds()
+
+
+def test_patience_doubles_with_each_failure_in_a_row_and_has_an_end() -> None:
+    patience = Patience(most=timedelta(seconds=3))
+    seen = []
+    for _ in range(5):
+        seen.append(patience.now / FIRST_PATIENCE)
+        patience.failed()
+    assert seen == [1, 2, 4, 6, 6]
+    patience.succeeded()
+    assert patience.now == FIRST_PATIENCE
+
+
+def test_a_store_whose_chip_has_died_is_noticed_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        check_store(f"127.0.0.1:{port}/torchft/3/0", timedelta(seconds=10))
+    started = time.monotonic()
+    with pytest.raises(RendezvousError, match=rf"127\.0\.0\.1:{port} does not answer .*refused.*has died"):
+        check_store(f"127.0.0.1:{port}/torchft/3/0", timedelta(seconds=10))
+    assert time.monotonic() - started < 5
