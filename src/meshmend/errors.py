@@ -31,6 +31,7 @@ __all__ = [
     "ParameterError",
     "PayloadError",
     "PlanError",
+    "QuarantineError",
     "RestartError",
     "RoutingError",
     "ScheduleError",
@@ -268,6 +269,14 @@ class RestartError(MeshmendError, RuntimeError):
     def __init__(self, message: str, *, host: int | None = None, step: int | None = None) -> None:
         self.host = host
         self.step = step
+        super().__init__(message)
+
+
+class QuarantineError(MeshmendError, RuntimeError):
+    """What a quarantine list does not allow. Field `why`: "damaged", "limit", "missing" or "suspect" (no such part)."""
+
+    def __init__(self, message: str, why: str) -> None:
+        self.why = why
         super().__init__(message)
 
 
