@@ -273,11 +273,7 @@ class RestartError(MeshmendError, RuntimeError):
 
 
 class QuarantineError(MeshmendError, RuntimeError):
-    """What a quarantine list does not allow. Field `why`: "damaged", "limit", "missing" or "suspect" (no such part)."""
-
-    def __init__(self, message: str, why: str) -> None:
-        self.why = why
-        super().__init__(message)
+    """A quarantine list is damaged, lacks what is asked for, or may not grow without somebody who looks."""
 
 
 class LostChipError(MeshmendError, RuntimeError):

@@ -65,9 +65,8 @@ def test_a_campaign_of_false_alarms_ends_at_the_limit(tmp_path: Path) -> None:
     for chip in chips[:8]:
         entries.add(chip, why="false alarm", by=THE_JOB, hosts=HOSTS)
     for more in (*chips[8:12], Suspect.parse("0,0-0,1"), Suspect.parse("host 3")):
-        with pytest.raises(QuarantineError, match=f"wants to quarantine {more} .* left out 8 of 64 chips") as caught:
+        with pytest.raises(QuarantineError, match=f"wants to quarantine {more} .* left out 8 of 64 chips"):
             entries.add(more, why="false alarm", by=THE_JOB, hosts=HOSTS)
-        assert caught.value.why == "limit"
     assert [entry.suspect for entry in entries.active()] == chips[:8]
     entries.add(chips[0], why="again", by=THE_JOB, hosts=HOSTS)  # what is there already adds nothing
     # A person may, and what a person has confirmed no longer counts.
@@ -125,9 +124,8 @@ def test_a_damaged_list_is_never_an_empty_one(text: str, why: str, tmp_path: Pat
     (tmp_path / "quarantine.json").write_text(text)
     entries = QuarantineList(tmp_path)
     for call in (entries.read, entries.active, entries.clear, lambda: entries.add(CHIP, why="")):
-        with pytest.raises(QuarantineError, match=f"(?s)is damaged: .*{why}.*Repair it, or move it away") as caught:
+        with pytest.raises(QuarantineError, match=f"(?s)is damaged: .*{why}.*Repair it, or move it away"):
             call()
-        assert caught.value.why == "damaged"
     assert (tmp_path / "quarantine.json").read_text() == text
 
 

@@ -118,7 +118,7 @@ class QuarantineList:
         `n_chips`; past it, `QuarantineError`. A cable counts as one chip. What was added by hand does not count.
         """
         if not 0 < for_s <= FOREVER_S:
-            raise QuarantineError(f"A quarantine of {for_s:g} s: expected more than 0 s, up to 100 years.", "suspect")
+            raise QuarantineError(f"A quarantine of {for_s:g} s: expected more than 0 s, up to 100 years.")
         now = self._now()
         entry = Quarantined(suspect, why[:MAX_WHY], by, now, now + for_s, step, verified)
         if hosts is not None:
@@ -142,9 +142,7 @@ class QuarantineList:
             gone = [entry for entry in there if wanted is None or entry.suspect in wanted]
             if wanted is not None and (missing := wanted - {entry.suspect for entry in gone}):
                 listed = ", ".join(str(entry.suspect) for entry in there[:8]) or "nothing"
-                raise QuarantineError(
-                    f"{min(map(str, missing))} is not in quarantine. {self.path} lists: {listed}.", "missing"
-                )
+                raise QuarantineError(f"{min(map(str, missing))} is not in quarantine. {self.path} lists: {listed}.")
             entries[:] = [entry for entry in there if entry not in gone]
         return tuple(gone)
 
@@ -153,9 +151,7 @@ class QuarantineList:
     ) -> None:
         total = n_chips if hosts is None else math.prod(hosts.shape)
         if total is None:
-            raise QuarantineError(
-                "How much the job may quarantine depends on the machine: give hosts or n_chips.", "limit"
-            )
+            raise QuarantineError("How much the job may quarantine depends on the machine: give hosts or n_chips.")
         most = limit(total, 1 if hosts is None else hosts.chips_per_host)
         before = [one for one in kept if one.by == THE_JOB]
         if _amount([*before, entry], hosts) > most and _amount([*before, entry], hosts) > _amount(before, hosts):
@@ -165,8 +161,7 @@ class QuarantineList:
                 "at once are more likely a fault of the program, of a check or of the software. Look at the evidence: "
                 f"`meshmend quarantine list {self.path.parent}`. If it holds, confirm it by hand with `meshmend "
                 f"quarantine add {self.path.parent} SUSPECT`, which does not count; otherwise clear it with `meshmend "
-                f"quarantine clear {self.path.parent} SUSPECT`. Then start the job again.",
-                "limit",
+                f"quarantine clear {self.path.parent} SUSPECT`. Then start the job again."
             )
 
     @contextmanager
@@ -183,7 +178,7 @@ class QuarantineList:
 
     def _write(self, entries: list[Quarantined]) -> None:
         if len(entries) > MAX_ENTRIES:
-            raise QuarantineError(f"{self.path} is full: it has {MAX_ENTRIES:,} entries. Clear some of them.", "limit")
+            raise QuarantineError(f"{self.path} is full: it has {MAX_ENTRIES:,} entries. Clear some of them.")
         text = json.dumps({"version": VERSION, "entries": [entry.facts() for entry in entries]}, indent=1) + "\n"
         handle, draft = tempfile.mkstemp(dir=self.path.parent, prefix=f".{FILE}-")
         try:
@@ -219,8 +214,7 @@ class QuarantineList:
         return QuarantineError(
             f"{self.path} is damaged: {why}. It says which chips are left out because they compute wrong numbers, so "
             "nothing starts without it. Repair it, or move it away and add what is still to be left out: `meshmend "
-            f"quarantine add {self.path.parent} SUSPECT`.",
-            "damaged",
+            f"quarantine add {self.path.parent} SUSPECT`."
         )
 
 

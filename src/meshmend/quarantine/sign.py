@@ -112,4 +112,4 @@ def _is_number(value: object) -> bool:
 
 
 def _refused(why: str) -> QuarantineError:
-    return QuarantineError(f"This is no sign of a fault: {why}.", "damaged")
+    return QuarantineError(f"This is no sign of a fault: {why}.")

@@ -89,17 +89,16 @@ class Suspect:
         """Raise `QuarantineError` if a machine has no such chip, cable or host."""
         if self.host is not None:
             if n_hosts is not None and self.host >= n_hosts:
-                raise QuarantineError(f"There is no {self}: the machine has hosts 0 to {n_hosts - 1}.", "suspect")
+                raise QuarantineError(f"There is no {self}: the machine has hosts 0 to {n_hosts - 1}.")
             return
         mesh = Mesh(shape, wrap=wrap)
         try:
             ranks = [mesh.rank(end) for end in self.ends]
         except MeshError as error:
-            raise QuarantineError(f"There is no {self.kind} {self} in this machine: {error}", "suspect") from error
+            raise QuarantineError(f"There is no {self.kind} {self} in this machine: {error}") from error
         if len(ranks) == 2 and ranks[1] not in mesh.neighbours[ranks[0]]:
             raise QuarantineError(
-                f"No cable joins the two chips of {self} in a {'x'.join(map(str, shape))} mesh: name two neighbours.",
-                "suspect",
+                f"No cable joins the two chips of {self} in a {'x'.join(map(str, shape))} mesh: name two neighbours."
             )
 
     def chips(self, hosts: ChipsOfHosts | None) -> tuple[Coordinate, ...]:
@@ -111,8 +110,7 @@ class Suspect:
         if hosts is None:
             raise QuarantineError(
                 f"Which chips {self} has is not known here, because the devices report their coordinates themselves. "
-                "Quarantine its chips, each by its coordinate, as in 2,3.",
-                "suspect",
+                "Quarantine its chips, each by its coordinate, as in 2,3."
             )
         self.check(hosts.shape, len(hosts))
         return tuple(hosts.chips(self.host))
@@ -125,5 +123,5 @@ class Suspect:
 
 def _refused(got: str) -> QuarantineError:
     return QuarantineError(
-        f"{got[:MAX_TEXT]!r} is no suspect. Write a chip as 2,3, a cable as 2,3-2,4, a host as 'host 5'.", "suspect"
+        f"{got[:MAX_TEXT]!r} is no suspect. Write a chip as 2,3, a cable as 2,3-2,4, a host as 'host 5'."
     )
