@@ -19,6 +19,7 @@ SOURCE = Path(meshmend.__file__).parent
 ORDER = [
     "errors",
     "shapes",
+    "locks",
     "topology",
     "machines",
     "routing",
@@ -28,6 +29,7 @@ ORDER = [
     "planning",
     "study",
     "availability",
+    "quarantine",
     "launch",
     "jax",
     "drawing",

@@ -32,6 +32,7 @@ __all__ = [
     "ParameterError",
     "PayloadError",
     "PlanError",
+    "QuarantineError",
     "RendezvousError",
     "RestartError",
     "RoutingError",
@@ -271,6 +272,10 @@ class RestartError(MeshmendError, RuntimeError):
         self.host = host
         self.step = step
         super().__init__(message)
+
+
+class QuarantineError(MeshmendError, RuntimeError):
+    """A quarantine list is damaged, lacks what is asked for, or may not grow without somebody who looks."""
 
 
 class LostChipError(MeshmendError, RuntimeError):

@@ -11,8 +11,9 @@ from typing import Any
 
 from meshmend.errors import LaunchError
 from meshmend.launch.goodput import Attempt, HostBook, TimeAccount, settle
+from meshmend.launch.hosts import Hosts
 from meshmend.launch.story import Tail
-from meshmend.launch.timeline import Event, read_before
+from meshmend.launch.timeline import Event, read_before, read_timeline
 
 NAMES = re.compile(r"host-(\w+)\.jsonl")
 STATES = ("starting", "training", "recovering", "waiting", "stalled", "over")
@@ -37,8 +38,7 @@ class Watch:
 
     def read(self) -> None:
         """Read what has been written since the last time, also by hosts that are new."""
-        inner = self.folder / "timeline"
-        for path in sorted((inner if inner.is_dir() else self.folder).glob("host-*.jsonl")):
+        for path in timelines(self.folder):
             found = NAMES.fullmatch(path.name)
             if found is not None and found[1] not in self.books:
                 self.books[found[1]] = HostBook()
@@ -98,6 +98,21 @@ class Watch:
             copies={name: one.kept for name, one in latest.items()},
             checkpoint=max((one.saved for one in latest.values()), default=0),
         )
+
+
+def find_machine(folder: str | Path) -> Hosts | None:
+    """Return the machine that the job in a folder last ran on, None if no timeline there says so."""
+    for path in timelines(folder):
+        for event in reversed(read_timeline(path)):
+            if event["event"] in ("fabric", "quorum") and isinstance(event.get("machine"), str):
+                return Hosts.read(event["machine"])
+    return None
+
+
+def timelines(folder: str | Path) -> list[Path]:
+    """Return the files of a job's hosts."""
+    inner = Path(folder) / "timeline"
+    return sorted((inner if inner.is_dir() else Path(folder)).glob("host-*.jsonl"))
 
 
 @dataclass(frozen=True)
