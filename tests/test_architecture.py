@@ -18,6 +18,7 @@ SOURCE = Path(meshmend.__file__).parent
 # From left to right: a part may import from its own place or from the left.
 ORDER = [
     "errors",
+    "extras",
     "shapes",
     "locks",
     "topology",

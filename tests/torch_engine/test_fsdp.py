@@ -27,7 +27,7 @@ MESH = Mesh("4x4", failed=["2x2@2,2"])
 WORDS, LENGTH = 31, 8
 
 
-class Transformer(nn.Module):
+class Transformer(nn.Module):  # type: ignore[misc]  # torch's types are not looked at
     """Two layers that predict the next token."""
 
     def __init__(self) -> None:

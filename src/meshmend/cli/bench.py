@@ -15,7 +15,8 @@ from meshmend.cli.outputs import check_plot
 from meshmend.cli.root import Command, CommandGroup
 from meshmend.cli.terminal import approved, print_table, terminal
 from meshmend.cost.units import name_bytes, parse_bytes
-from meshmend.errors import ParameterError, require
+from meshmend.errors import ParameterError
+from meshmend.extras import require
 from meshmend.lab import Lab
 from meshmend.topology import Mesh
 

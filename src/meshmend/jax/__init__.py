@@ -5,7 +5,7 @@
 >>> program = mmj.install(mm.plan(fabric.mesh, "hamiltonian"), fabric)
 """
 
-from meshmend.errors import require
+from meshmend.extras import require
 
 require("jax", "optax", needed_for="meshmend.jax", extra="jax")
 

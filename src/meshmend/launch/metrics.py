@@ -11,7 +11,8 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshmend.errors import LaunchError, require
+from meshmend.errors import LaunchError
+from meshmend.extras import require
 from meshmend.launch.goodput import Attempt, Restart, TimeAccount
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.remote import WATCH_PATH
