@@ -10,6 +10,7 @@ from meshmend.errors import require
 require("jax", "optax", needed_for="meshmend.jax", extra="jax")
 
 from meshmend.jax.batching import KeepGlobal, KeepPerChip, Position
+from meshmend.jax.checks import Disagreement, compare_replicas, replica_digests
 from meshmend.jax.collectives import Shards, all_gather, all_reduce, reduce_scatter, shard_of
 from meshmend.jax.cut_params import init_sharded, reshard_params, shard_params, unshard_params
 from meshmend.jax.differentiate import value_and_grad
@@ -36,6 +37,7 @@ from meshmend.jax.updates import TrainStep
 
 __all__ = [
     "Batch",
+    "Disagreement",
     "Fabric",
     "Feed",
     "Job",
@@ -57,6 +59,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "clip_by_global_norm",
+    "compare_replicas",
     "discover",
     "gather_params",
     "init_sharded",
@@ -66,6 +69,7 @@ __all__ = [
     "lamb",
     "lars",
     "reduce_scatter",
+    "replica_digests",
     "reshard_params",
     "scale_by_trust_ratio",
     "scan_layers",
