@@ -10,7 +10,14 @@ from meshmend.errors import require
 require("jax", "optax", needed_for="meshmend.jax", extra="jax")
 
 from meshmend.jax.batching import KeepGlobal, KeepPerChip, Position
-from meshmend.jax.checks import Disagreement, compare_replicas, replica_digests
+from meshmend.jax.checks import (
+    BadSum,
+    Disagreement,
+    bad_sums,
+    checked_all_reduce,
+    compare_replicas,
+    replica_digests,
+)
 from meshmend.jax.collectives import Shards, all_gather, all_reduce, reduce_scatter, shard_of
 from meshmend.jax.cut_params import init_sharded, reshard_params, shard_params, unshard_params
 from meshmend.jax.differentiate import value_and_grad
@@ -36,6 +43,7 @@ from meshmend.jax.training import train_step
 from meshmend.jax.updates import TrainStep
 
 __all__ = [
+    "BadSum",
     "Batch",
     "Disagreement",
     "Fabric",
@@ -58,6 +66,8 @@ __all__ = [
     "add_decayed_weights",
     "all_gather",
     "all_reduce",
+    "bad_sums",
+    "checked_all_reduce",
     "clip_by_global_norm",
     "compare_replicas",
     "discover",

@@ -4,11 +4,8 @@ Each chip digests its own copy, in pieces, with 32-bit integer arithmetic on the
 digests of all chips are brought together by one small all-reduce, over the links that are alive. A piece on which a
 chip differs from the majority names the chip and the place in the parameters.
 
-A digest is the sum, modulo 2³², of mix(word + place · 0x9E3779B9) over the words of a piece, where `mix` is a bijection
-of 32-bit words (the last stage of MurmurHash3). So:
-
-- whatever happens to a single word, every flip of any of its bits included, always changes the digest;
-- changes to several words, or words that change places, go unnoticed with a probability of about 2⁻³².
+A change of a single word is always noticed, whichever of its bits flip; changes to several, or words that change
+places, go unnoticed with a probability of about 2⁻³² (see `words`).
 
 What all chips have wrong in the same way is not seen here, and neither is state that has no second copy: the shards of
 a sharded update's optimizer state, and parameters sharded over all chips.
@@ -29,6 +26,7 @@ from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 
 from meshmend.errors import ParameterError
+from meshmend.jax.checks.words import mixed, words_of
 from meshmend.jax.collectives import all_reduce
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.program import AnyProgram, Program
@@ -38,7 +36,6 @@ from meshmend.jax.validation import check_data_parallel, check_program
 
 PIECE = 2**20
 """Elements of a piece, at most: enough of them that digests cost nothing to send, few enough to find the place."""
-GOLDEN = np.uint32(0x9E3779B9)
 
 
 class Disagreement(NamedTuple):
@@ -153,29 +150,6 @@ def _pieces(params: Any, fabric: Fabric, shardings: Any) -> Iterator[str]:
 
 def _digests(leaf: jax.Array) -> Sequence[jax.Array]:
     """Return the digest of each piece of an array."""
-    words = _words(leaf)
-    mixed = _mix(words + lax.iota(jnp.uint32, len(words)) * GOLDEN)
-    piece = PIECE * (len(words) // max(1, leaf.size))
-    return [jnp.sum(mixed[start : start + piece], dtype=jnp.uint32) for start in range(0, len(words), piece or 1)]
-
-
-def _words(leaf: jax.Array) -> jax.Array:
-    """Return an array's bits, flat, as 32-bit words: one for each element, or several for a wide one."""
-    flat = jnp.ravel(leaf)
-    if jnp.iscomplexobj(flat):
-        flat = jnp.stack([jnp.real(flat), jnp.imag(flat)], axis=-1).reshape(-1)
-    if not jnp.issubdtype(flat.dtype, jnp.floating):
-        narrow = flat.dtype.itemsize <= 4
-        return flat.astype(jnp.uint32) if narrow else lax.bitcast_convert_type(flat, jnp.uint32).reshape(-1)
-    bits = jnp.finfo(flat.dtype).bits
-    if bits < 8:
-        raise ParameterError(f"{flat.dtype} has no digest: widen these parameters first.")
-    same = {8: jnp.uint8, 16: jnp.uint16}.get(bits, jnp.uint32)
-    return lax.bitcast_convert_type(flat, same).astype(jnp.uint32).reshape(-1)
-
-
-def _mix(word: jax.Array) -> jax.Array:
-    """Return a bijection of 32-bit words in which each bit of the result depends on all of the word's."""
-    word = (word ^ (word >> 16)) * np.uint32(0x85EBCA6B)
-    word = (word ^ (word >> 13)) * np.uint32(0xC2B2AE35)
-    return word ^ (word >> 16)
+    words = mixed(words_of(leaf))
+    piece = PIECE * max(1, len(words) // max(1, leaf.size))
+    return [jnp.sum(words[start : start + piece], dtype=jnp.uint32) for start in range(0, len(words), piece)]
