@@ -73,7 +73,7 @@ def weighted_sums(
         gradients, extras = jax.grad(total, has_aux=True)(params)
         sums = Sums(jax.tree.map(widened, gradients), extras, widened(jnp.sum(weights)))
         counted = Sums(*jax.tree.map(lambda x: jnp.where(jnp.any(used), x, jnp.zeros_like(x)), sums))
-        return counted._replace(gradients=sums.gradients) if over_devices else counted
+        return Sums(sums.gradients, counted.extras, counted.weight) if over_devices else counted
 
     if microbatches == 1:
         return piece_sums(batch, weights)
