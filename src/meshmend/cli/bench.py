@@ -122,6 +122,10 @@ def restart(
         ),
     ] = 0,
     host: Annotated[str, typer.Option("--host", metavar="HxW", help="Chips per host.")] = "4x2",
+    shard: Annotated[
+        str,
+        typer.Option("--shard", metavar="WHAT", help="update (the optimizer's state) or fsdp (the parameters, too)."),
+    ] = "update",
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Random seed: which hosts, and when.")] = 0,
     json: JsonOption = False,
 ) -> None:
@@ -143,9 +147,9 @@ def restart(
                 who = " then ".join(map(str, failure.hosts))
                 typer.echo(f"killed host {who}: resumed from {failure.source} after {failure.total_s:.1f} s ({stages})")
 
-        aided = campaign(failures, host=host, seed=seed, on_failure=show).facts()
+        aided = campaign(failures, host=host, shard=shard, seed=seed, on_failure=show).facts()
         plain = (
-            campaign(unaided, host=host, seed=seed, aided=False, second=False, on_failure=show).facts()
+            campaign(unaided, host=host, shard=shard, seed=seed, aided=False, second=False, on_failure=show).facts()
             if unaided
             else None
         )
