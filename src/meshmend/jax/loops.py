@@ -7,7 +7,7 @@ this chip has turns in this step, mostly none: a chip without one touches nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import jax
@@ -153,14 +153,17 @@ def after_all(arrived: list[jax.Array], receive: jax.Array) -> jax.Array | int:
     step thirty times slower. The zero is the sign bit of a table entry, so the compiler cannot fold it. XLA drops
     optimisation barriers before it decides on copies, so they do not help here.
     """
-    if len(arrived) == 1:
-        return 0
-    zero = receive[0] >> 31
+    return 0 if len(arrived) == 1 else zero_after(arrived, receive[0])
+
+
+def zero_after(values: Sequence[jax.Array], index: Any) -> jax.Array:
+    """Return a zero, like `index`, that is available only once all values are; `index` is some number from 0 on."""
+    zero = jnp.asarray(index) >> 31
     after = jnp.zeros_like(zero)
-    for part in arrived:
+    for part in values:
         first = part[(0,) * part.ndim]
         if jnp.iscomplexobj(first):
             first = jnp.real(first)
         bits = lax.bitcast_convert_type(first, np.dtype(f"uint{8 * first.dtype.itemsize}"))
-        after += bits.astype(jnp.int32) & zero
+        after += bits.astype(zero.dtype) & zero
     return after
