@@ -82,6 +82,7 @@ def test_the_verifier_imports_no_planner() -> None:
 
 # What an engine may use of planning: a plan from any planner, the cache of plans, and what a weight update costs.
 ENGINES_MAY = {"PlanCache", "PlanFunction", "Planner", "UpdatePlan", "UpdateWay", "plan", "update_plans"}
+ENGINES_MAY |= {"plan_broadcast", "plan_shards"}
 PLANNER_FREE = ("cost", "drawing", "jax", "lab", "numpy", "torch")
 
 

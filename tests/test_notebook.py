@@ -16,6 +16,16 @@ def printed(cell: Any) -> str:
     return "".join(output.text for output in cell.outputs if output.output_type == "stream" and output.name == "stdout")
 
 
+def test_every_cell_has_been_run_from_top_to_bottom() -> None:
+    cells = [cell for cell in nbformat.read(PAGE, as_version=4).cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    for cell in cells:
+        compile(cell.source, PAGE.name, "exec")
+        assert not [output for output in cell.outputs if output.output_type == "error"], cell.source
+        assert bool(printed(cell)) == ("print(" in cell.source), cell.source
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Proactor event loop", "ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_every_cell_runs_and_prints_what_is_kept(tmp_path: Path) -> None:
     kept = nbformat.read(PAGE, as_version=4)

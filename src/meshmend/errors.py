@@ -12,6 +12,7 @@ from typing import Any
 
 __all__ = [
     "CacheWarning",
+    "CollectiveError",
     "CollisionError",
     "Coordinate",
     "DeadPathError",
@@ -328,7 +329,11 @@ class PayloadError(MeshmendError, TypeError):
         super().__init__(f"The engine needs {expected}, got {got}. {advice}")
 
 
-class WaitTimeoutError(MeshmendError, TimeoutError):
+class CollectiveError(MeshmendError, RuntimeError):
+    """Arguments that a process group refuses, before anything was sent. torch's own raise a `RuntimeError` too."""
+
+
+class WaitTimeoutError(MeshmendError, TimeoutError, RuntimeError):
     """A wait timed out before its collective finished; the collective is still running.
 
     Field `waited_s`.

@@ -29,9 +29,9 @@ MESHES = (
 )
 BANDWIDTH, LATENCY, MIXED = (1e8, "ideal"), (1e4, "ethernet-10g"), (3e6, "tpu-v3")
 HOPS = (1e6, Hardware("long hops", 1e9, step_latency_s=1e-6, hop_latency_s=2e-5))
-LONG = 150_000
+LONG = 50_000
 """Transfers beyond which a schedule is simulated for one payload only."""
-TOO_LONG = 600_000
+TOO_LONG = 200_000
 """Transfers beyond which a schedule is left to the slow tests."""
 
 CASES = [

@@ -256,7 +256,7 @@ def test_a_wait_ends_after_its_timeout_and_the_all_reduce_goes_on() -> None:
         work = group.allreduce([tensor], AllreduceOptions())
         if number == 0:
             with pytest.raises(
-                WaitTimeoutError, match=r"waited 0.2 s for its all-reduce, which has not finished. It is still running"
+                WaitTimeoutError, match=r"waited 0.2 s for its collective, which has not finished. It is still running"
             ) as caught:
                 work.wait(timedelta(seconds=0.2))
             assert isinstance(caught.value, TimeoutError)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
+from meshmend.cli.layer_stack import TRANSFORMER, StackOptions, compile_transformer
 from meshmend.cli.options import FailOption, JsonOption, PlannerOption, TuningOptions, WrapOption
 from meshmend.cli.terminal import working
 from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
@@ -28,6 +29,7 @@ def command(
         str, typer.Option("--topology", metavar="GEN:SHAPE", help="A TPU slice, as in v3:32x32 or v4:4x4x8.")
     ],
     tuning: TuningOptions,
+    stack: StackOptions,
     planner: PlannerOption = Auto.name,
     fail: FailOption = None,
     wrap: WrapOption = "none",
@@ -38,12 +40,21 @@ def command(
     workload: Annotated[
         str | None,
         typer.Option(
-            "--workload", metavar="NAME", help="Compile a whole train step instead: resnet-50, bert-large or gpt-small."
+            "--workload",
+            metavar="NAME",
+            help="Compile a whole train step instead: resnet-50, bert-large, gpt-small, or transformer.",
         ),
     ] = None,
     batch: Annotated[
-        int, typer.Option("--batch", metavar="N", min=1, help="Examples per device, for a workload.")
-    ] = 16,
+        int | None,
+        typer.Option(
+            "--batch",
+            metavar="N",
+            min=1,
+            help="Examples per device, for a workload.",
+            show_default="16; transformer: 1",
+        ),
+    ] = None,
     cores: Annotated[
         int | None, typer.Option("--cores", metavar="N", min=1, max=2, help="Cores used per chip; default: all.")
     ] = None,
@@ -62,13 +73,17 @@ def command(
     With --tile the plan is for the mesh of tiles, the payload is what each device has of it, and a workload's weights
     are split inside a tile. The compiler then runs in a process of its own, as it aborts on some programs.
 
+    The transformer is a stack of equal layers under scan_layers. Of it, this prints the memory per chip and how much
+    computing the compiler's schedule puts beside the permutes: an order of instructions, not a measured time.
+
     Example: meshmend compile --topology v3:32x32 --fail 4x2@6,8 --planner row-pairs
     Example: meshmend compile --topology v6e:8x8 --fail 2x2@2,2 --tile 2x2
     Example: meshmend compile --topology v6e:4x4 --fail 0,1 --tile 2x2 --workload gpt-small --batch 1
+    Example: meshmend compile --topology v6e:4x4 --fail 2x2@0,0 --workload transformer --shard fsdp
     """
     with exit_on_error(json):
         require("jax", "optax", "libtpu", needed_for="meshmend compile", extra="tpu")
-        if workload is not None:
+        if workload is not None and workload != TRANSFORMER:
             require("flax", needed_for="A workload", extra="workloads")
         # Compiling needs no device, and searching for a TPU that is not there takes minutes.
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -83,6 +98,25 @@ def command(
         if is_shape(chips):  # libtpu knows one way to write it
             topology = f"{generation}:{name_shape(parse_shape(chips))}"
         fabric = slice_fabric(topology, failed=fail or (), wrap=_read_wrap(wrap), cores=cores)
+        if workload == TRANSFORMER:
+            if tile is not None:
+                raise ParameterError(f"--workload {TRANSFORMER} is for chips alone: leave out --tile {tile}.")
+            compile_transformer(
+                topology,
+                fabric,
+                stack,
+                planner,
+                tuning,
+                failed=list(fail or ()),
+                wrap=_read_wrap(wrap),
+                cores=cores,
+                batch=batch or 1,
+                dtype=dtype,
+                json=json,
+            )
+            return
+        stack.check_unused(workload)
+        batch = batch or 16
         cut = None if tile is None else cut_slice(fabric, tile)
         fabric = fabric if cut is None else cut
         target = (payload, fabric.hardware) if planner == Auto.name else (None, None)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from meshmend.cost import Hardware
 from meshmend.errors import MeshError, name_chip
+from meshmend.jax.compiler_options import Purpose, options_for
 from meshmend.jax.wraparound import documented_wrap
 from meshmend.machines import Machine
 from meshmend.machines.read import as_machine
@@ -98,9 +99,10 @@ class Fabric:
     def compiler_options(self) -> dict[str, str]:
         """Options for `jax.jit(…, compiler_options=…)` that allow more than five lanes in flight at once.
 
-        They matter for chips with six links (v4, v5p) and are empty elsewhere.
+        They matter for chips with six links (v4, v5p) and are empty but on TPUs. `meshmend.jax.compiler_options` says
+        why each is there.
         """
-        return {"xla_max_concurrent_async_collective_permutes": "16"} if self.platform == "tpu" else {}
+        return options_for(self.platform, Purpose.LINKS)
 
     @property
     def overlap_options(self) -> dict[str, str]:
@@ -108,8 +110,7 @@ class Fabric:
 
         For steps in which communication is to hide behind computing, as in `scan_layers`.
         """
-        hide = {"xla_tpu_use_aggressive_scheduling": "true"} if self.platform == "tpu" else {}
-        return {**self.compiler_options, **hide}
+        return self.compiler_options | options_for(self.platform, Purpose.OVERLAP)
 
     def sharding(self, *axes: str | tuple[str, ...] | None) -> jax.sharding.NamedSharding:
         """Return the sharding that splits an array's axes by axes of this fabric; none means one copy per device."""

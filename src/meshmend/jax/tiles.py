@@ -14,6 +14,7 @@ import jax
 
 from meshmend.cost import between_tiles
 from meshmend.errors import ParameterError
+from meshmend.jax.compiler_options import Purpose, options_for
 from meshmend.jax.fabric import Fabric
 from meshmend.topology import Tiling, cut_into_tiles, name_shape
 
@@ -61,13 +62,8 @@ class TiledFabric(Fabric):
 
     @property
     def compiler_options(self) -> dict[str, str]:
-        """Options for `jax.jit(…, compiler_options=…)`.
-
-        Without the ring-reordering option, the v6e compiler (libtpu 0.0.51) fails on a collective inside tiles of four
-        or more chips as soon as a chip is missing from the slice. Other generations accept it and do not need it.
-        """
-        options = super().compiler_options
-        return options | {"xla_tpu_enable_glp_ring_reordering": "false"} if self.platform == "tpu" else options
+        """Options for `jax.jit(…, compiler_options=…)`, with those that collectives inside tiles need."""
+        return super().compiler_options | options_for(self.platform, Purpose.TILES)
 
     def __repr__(self) -> str:
         inner = ", ".join(f"{name}={self.jax_mesh.shape[name]}" for name in self.inner_axes)

@@ -9,6 +9,7 @@ from meshmend.planning.hamiltonian import Hamiltonian
 from meshmend.planning.latency import Latency
 from meshmend.planning.proven import PLANNERS, PlanFunction, choose, make_planner, plan
 from meshmend.planning.row_pairs import RowPairs
+from meshmend.planning.shards import plan_broadcast, plan_shards
 from meshmend.planning.two_color import TwoColor
 from meshmend.planning.updates import UpdatePlan, UpdateWay, update_plans
 from meshmend.planning.weave import Weave
@@ -34,5 +35,7 @@ __all__ = [
     "choose",
     "make_planner",
     "plan",
+    "plan_broadcast",
+    "plan_shards",
     "update_plans",
 ]

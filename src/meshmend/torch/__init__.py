@@ -1,6 +1,7 @@
-"""The PyTorch engine: run a schedule over point-to-point sends, and survive a dead board in place with torchft.
+"""PyTorch: a backend of torch.distributed, the engine behind it, and training that survives a dead board with torchft.
 
-`Engine`, `all_reduce` and `comm_hook` need torch; the rest needs torchft as well. The extra `torch` installs both.
+Importing this registers the backend "meshmend". `MeshProcessGroup`, `Manager`, `StepSampler` and
+`DistributedDataParallel` need torchft, the rest only torch. The extra `torch` installs both.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from meshmend.errors import require
 
 require("torch", needed_for="meshmend.torch", extra="torch")
 
+from meshmend.torch.backend import MeshBackend, MeshOptions, tile_ranks
 from meshmend.torch.collective import all_reduce, comm_hook
 from meshmend.torch.engine import Engine
 
@@ -24,10 +26,13 @@ __all__ = [
     "DistributedDataParallel",
     "Engine",
     "Manager",
+    "MeshBackend",
+    "MeshOptions",
     "MeshProcessGroup",
     "StepSampler",
     "all_reduce",
     "comm_hook",
+    "tile_ranks",
 ]
 
 

@@ -4,6 +4,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -41,7 +42,9 @@ def check_tensors(tensors: Sequence[torch.Tensor], op: Any) -> None:
         check_tensor(tensor, kind_of(op))
 
 
-def reduce_tensors(tensors: Sequence[torch.Tensor], engine: Engine, op: Any, names: Any = None) -> None:
+def reduce_tensors(
+    tensors: Sequence[torch.Tensor], engine: Engine, op: Any, names: Any = None, *, timeout: timedelta | None = None
+) -> None:
     """Reduce tensors in place, those of each dtype as one payload. Members agree on `names` too, if they are given."""
     kind = kind_of(op)
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
@@ -50,12 +53,12 @@ def reduce_tensors(tensors: Sequence[torch.Tensor], engine: Engine, op: Any, nam
     for alike in by_dtype.values():
         words = describe(alike, kind, names)
         if len(alike) == 1 and alike[0].is_contiguous():
-            engine.reduce(alike[0], kind, words)
+            engine.reduce(alike[0], kind, words, timeout=timeout)
             continue
         # In inference mode the engine's threads could not write to what is made here.
         with torch.inference_mode(False):
             packed = torch.cat([tensor.reshape(-1) for tensor in alike])
-        engine.reduce(packed, kind, words)
+        engine.reduce(packed, kind, words, timeout=timeout)
         for tensor, part in zip(alike, packed.split([tensor.numel() for tensor in alike]), strict=True):
             overwrite(tensor, part)
 

@@ -169,10 +169,18 @@ class Engine:
         check_payload(payload, None)
         self._run(payload, None, describe([payload], None), self._channel.ticket())
 
-    def reduce(self, payload: Annotated[torch.Tensor, "[...]"], kind: Any, words: str) -> None:
+    def reduce(
+        self, payload: Annotated[torch.Tensor, "[...]"], kind: Any, words: str, *, timeout: timedelta | None = None
+    ) -> None:
         """All-reduce a payload that has been checked; `words` say what it is, and members agree on them."""
         self._need(Collective.ALL_REDUCE)
-        self._run(payload, kind, words, self._channel.ticket())
+        self._run(payload, kind, words, self._channel.ticket(), timeout=timeout)
+
+    def run(
+        self, payload: Annotated[torch.Tensor, "[...]"], kind: Any, words: str, *, timeout: timedelta | None = None
+    ) -> None:
+        """Run the schedule, of whatever collective, on a payload that has been checked; with no kind it is moved."""
+        self._run(payload, kind, words, self._channel.ticket(), timeout=timeout)
 
     def _checked(self, payload: torch.Tensor, op: Any, turn: Turn | None) -> tuple[Any, str]:
         """Check the arguments of an all-reduce; return the kind of reduction, and what members agree on."""
@@ -198,10 +206,18 @@ class Engine:
             f"meshmend.plan(mesh, collective={wanted.value!r})."
         )
 
-    def _run(self, payload: torch.Tensor, kind: Any, words: str, ticket: int, turn: Turn | None = None) -> None:
+    def _run(
+        self,
+        payload: torch.Tensor,
+        kind: Any,
+        words: str,
+        ticket: int,
+        turn: Turn | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
         # In inference mode other threads could not write to what is made here.
         with self._channel.turn(ticket), torch.inference_mode(False), torch.no_grad():
-            deadline = Deadline(self.timeout)
+            deadline = Deadline(timeout or self.timeout)
             self._agree(f"call {ticket}, {words}, {self._plan}", deadline)
             flat = memory_of(payload)
             combine = torch.Tensor.copy_ if kind is None else combine_of(kind)

@@ -6,13 +6,15 @@ import functools
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
-from meshmend.planning import PlanFunction, plan
-from meshmend.schedule import Schedule
+from meshmend.planning import PlanFunction, plan, plan_broadcast, plan_shards
+from meshmend.schedule import Collective, Schedule
 from meshmend.topology import Mesh, Region
 
-DEFAULT_PLAN: PlanFunction = functools.partial(plan, hardware="gloo-loopback")
+HARDWARE = "gloo-loopback"
+DEFAULT_PLAN: PlanFunction = functools.partial(plan, hardware=HARDWARE)
 
 SMALLEST_BYTES = 512
 LARGEST_BYTES = SMALLEST_BYTES * 4**10
@@ -35,7 +37,7 @@ class Plans:
 
     def __init__(self, plan: PlanFunction = DEFAULT_PLAN) -> None:
         self._plan = plan
-        self._made: OrderedDict[tuple[Mesh, int], Schedule] = OrderedDict()
+        self._made: OrderedDict[tuple[object, ...], Schedule] = OrderedDict()
         self._kept_bytes = 0
         # Held briefly, never while a plan is made, so planning ahead blocks no caller.
         self._guard = threading.Lock()
@@ -46,12 +48,26 @@ class Plans:
     def get(self, mesh: Mesh, payload_bytes: int) -> Schedule:
         """Return the plan for a payload; raise `PlanError` where no planner serves the mesh."""
         size = self.size(payload_bytes)
-        key = (mesh, size)
+        return self._kept((mesh, size), lambda: self._plan(mesh, payload_bytes=size))
+
+    def shards(self, mesh: Mesh, collective: Collective, order: tuple[int, ...], payload_bytes: int) -> Schedule:
+        """Return the plan for a reduce-scatter or an all-gather in which rank r has shard `order[r]`."""
+        target: dict[str, Any] = {"payload_bytes": self.size(payload_bytes), "hardware": HARDWARE}
+        key = (mesh, target["payload_bytes"], collective, order)
+        return self._kept(key, lambda: plan_shards(mesh, collective, order=order, **target))
+
+    def broadcast(self, mesh: Mesh, root: int, payload_bytes: int) -> Schedule:
+        """Return the plan for a broadcast from a rank."""
+        target: dict[str, Any] = {"payload_bytes": self.size(payload_bytes), "hardware": HARDWARE}
+        return self._kept((mesh, target["payload_bytes"], root), lambda: plan_broadcast(mesh, root, **target))
+
+    def _kept(self, key: tuple[object, ...], make: Callable[[], Schedule]) -> Schedule:
+        """Return the plan that is kept under this key, and make it if there is none."""
         with self._guard:
             if key in self._made:
                 self._made.move_to_end(key)
                 return self._made[key]
-        schedule = self._plan(mesh, payload_bytes=size)
+        schedule = make()
         with self._guard:
             if key not in self._made:
                 self._made[key] = schedule

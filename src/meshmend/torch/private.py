@@ -58,6 +58,50 @@ def cpu_backend(group: dist.ProcessGroup) -> Any:
     return group._get_backend(CPU)
 
 
+def name_group(group: dist.ProcessGroup, name: str, description: str) -> None:
+    """Name a group that torch has not made itself."""
+    group._set_group_name(dist.GroupName(name) if hasattr(dist, "GroupName") else name)
+    group._set_group_desc(description)
+
+
+class GlooBased(dist.ProcessGroup):
+    """A process group with collectives of its own, and Gloo's for all that it does not define.
+
+    torch's C++ code (DDP's reducer, functional collectives) finds the methods of a Python group by these names:
+    `allreduce`, `allreduce_coalesced`, `allgather`, `all_gather_single_coalesced`, `reduce_scatter`,
+    `reduce_scatter_single_coalesced`, `all_to_all_single`, `broadcast`, `barrier`, `send` and `recv`. Everything else
+    that it calls goes to the backend that is registered here, which is Gloo. Python code finds every method.
+    """
+
+    def __init__(self, gloo: dist.ProcessGroup, store: dist.Store) -> None:
+        # The constructor that takes a store makes groups whose methods C++ does not find.
+        super().__init__(gloo.rank(), gloo.size())
+        self.gloo = gloo
+        self._store = store
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, cpu_backend(gloo))
+
+    def get_group_store(self) -> dist.Store:
+        """Return where this group's members write to each other."""
+        return self._store
+
+    def all_gather_single(self, output: torch.Tensor, shard: torch.Tensor, opts: Any = None) -> dist.Work:
+        """Fill `output` with everybody's shard, in order of rank."""
+        raise NotImplementedError
+
+    def reduce_scatter_single(self, output: torch.Tensor, shards: torch.Tensor, opts: Any = None) -> dist.Work:
+        """Fill `output` with the sum of everybody's shard of this rank."""
+        raise NotImplementedError
+
+    def _allgather_base(self, output: torch.Tensor, shard: torch.Tensor, opts: Any = None) -> dist.Work:
+        """Do the same under the name that torch calls before 2.13."""
+        return self.all_gather_single(output, shard, opts)
+
+    def _reduce_scatter_base(self, output: torch.Tensor, shards: torch.Tensor, opts: Any = None) -> dist.Work:
+        """Do the same under the name that torch calls before 2.13."""
+        return self.reduce_scatter_single(output, shards, opts)
+
+
 def leaves_with_paths(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
     """Return the leaves of a tree of lists, tuples and dictionaries, each with the keys that lead to it."""
     found: list[tuple[tuple[Any, ...], Any]] = _pytree.tree_flatten_with_path(tree)[0]

@@ -12,7 +12,6 @@ shapes, dtypes and operations (checked at each call, before data moves).
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import time
@@ -27,19 +26,20 @@ import torch
 import torch.distributed as dist
 
 from meshmend import __version__
-from meshmend.errors import Coordinate, MeshError, MeshmendError, WaitTimeoutError, name_chip
+from meshmend.errors import Coordinate, MeshError, MeshmendError, name_chip
 from meshmend.machines import Machine
-from meshmend.machines.read import as_machine
 from meshmend.planning import PlanFunction
 from meshmend.schedule import Schedule
-from meshmend.topology import Mesh, Region, name_shape, parse_chip
+from meshmend.topology import Mesh, Region, parse_chip
 from meshmend.torch.channel import Channel
 from meshmend.torch.collective import check_tensors, reduce_tensors
 from meshmend.torch.engine import Engine
+from meshmend.torch.place import describe_machine, find_place
 from meshmend.torch.plans import DEFAULT_PLAN, Plans
-from meshmend.torch.private import Work, gloo_group
+from meshmend.torch.private import gloo_group
 from meshmend.torch.private_torchft import ReconfiguredGroup
 from meshmend.torch.rendezvous import Patience, check_store, exchange
+from meshmend.torch.work import MeshWork
 
 INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
 
@@ -88,7 +88,7 @@ class MeshProcessGroup(ReconfiguredGroup):
         interface: str | None = None,
     ) -> None:
         super().__init__(timeout)
-        self._whole, self._chip = _place(shape, chip, machine, wrap)
+        self._whole, self._chip = find_place(shape, chip, machine, wrap)
         self._plans = Plans(plan)
         self._patience = Patience(most=timeout)
         self._interface = interface or os.environ.get(INTERFACE_ENV)
@@ -211,7 +211,7 @@ class MeshProcessGroup(ReconfiguredGroup):
     def _exchange(self, store: Any, rank: int, world_size: int) -> list[Coordinate]:
         """Exchange coordinates with the other members."""
         wrap = "".join(str(int(w)) for w in self._whole.wrap)
-        terms = f"meshmend {__version__}, {_describe(self._whole)}, wrap {wrap}, {self._plans}"
+        terms = f"meshmend {__version__}, {describe_machine(self._whole)}, wrap {wrap}, {self._plans}"
         now_ms = time.time_ns() // 10**6
         word = f"{now_ms}|{','.join(map(str, self._chip))}|{terms}"
         told = [word.split("|", 2) for word in exchange(store, rank, world_size, word, self._patience.now)]
@@ -287,7 +287,7 @@ class MeshProcessGroup(ReconfiguredGroup):
             if self._worker is None:
                 self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="meshmend")
             self._worker.submit(work)
-        return _MeshWork(future, self._chip)
+        return MeshWork(future, self._chip)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         """Reduce tensors in place as one payload."""
@@ -322,78 +322,3 @@ class MeshProcessGroup(ReconfiguredGroup):
     def shutdown(self) -> None:
         """Close all connections and end the background thread."""
         self.abort()
-
-
-def _place(
-    shape: Sequence[int] | str | None,
-    chip: Sequence[int] | str | None,
-    machine: Machine | Path | str | None,
-    wrap: bool | Sequence[bool],
-) -> tuple[Mesh, Coordinate]:
-    """Return the whole machine and the coordinate of this process's chip in it."""
-    if chip is None:
-        raise MeshError("Say which chip this process is, as in chip=(0, 3).")
-    if machine is None:
-        if shape is None:
-            raise MeshError("Say which mesh the chip is in: shape='4x8', or machine= with the machine's description.")
-        if isinstance(chip, str):
-            raise MeshError(f"{chip!r} is the name of a chip: give the machine that has it, as machine=.")
-        whole, place = Mesh(shape, wrap=wrap), tuple(int(x) for x in chip)
-        whole.rank(place)
-        return whole, place
-    if shape is not None or wrap is not False:
-        said = "wrap" if shape is None else "shape"
-        raise MeshError(f"A machine already says its shape and which axes wrap: leave out {said}.")
-    described = as_machine(machine)
-    whole = described.usable_mesh
-    place = described.place(chip) if isinstance(chip, str) else tuple(int(x) for x in chip)
-    try:
-        whole.rank(place)
-    except MeshError as error:
-        raise MeshError(
-            f"{described.file}: {error} A process that runs on it needs a description of the machine as it is now."
-        ) from None
-    return whole, place
-
-
-def _describe(whole: Mesh) -> str:
-    """Describe a machine such that two that differ in any chip, cable or rate have different texts."""
-    if whole.is_full and not whole.has_slow_cables:
-        return name_shape(whole.shape)
-    exact = repr((whole.holes, whole.failed_cables, sorted(whole.cable_rates.items())))
-    return f"{whole} [{hashlib.sha256(exact.encode()).hexdigest()[:12]}]"
-
-
-class _MeshWork(Work):
-    """What torch expects of a started collective."""
-
-    def __init__(self, future: torch.futures.Future[list[torch.Tensor]], chip: Coordinate) -> None:
-        super().__init__()
-        self._future = future
-        self._chip = chip
-        self._ended = threading.Event()
-        future.add_done_callback(lambda _: self._ended.set())
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end, or for `timeout`; the group keeps its own deadline, so there is always one.
-
-        After a `WaitTimeoutError` the all-reduce is still running: do not touch its tensors until another wait or the
-        future has ended, or `abort` the group. As elsewhere in torch, a timeout of zero is none.
-        """
-        if timeout and not self._ended.wait(timeout.total_seconds()):
-            raise WaitTimeoutError(
-                f"Chip {name_chip(self._chip)} waited {timeout.total_seconds():g} s for its all-reduce, which has not "
-                f"finished. It is still running: do not touch its tensors until another wait has ended, or abort the "
-                "group.",
-                waited_s=timeout.total_seconds(),
-            )
-        self._future.wait()
-        return True
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return the future of the tensors."""
-        return self._future
-
-    def is_completed(self) -> bool:
-        """Return whether the collective has ended, successfully or not."""
-        return bool(self._future.done())

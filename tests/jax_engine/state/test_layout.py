@@ -227,6 +227,7 @@ def test_an_outline_as_plain_values_and_its_name() -> None:
             {"sharded": (ShardedArray("int16", 0, 0), ShardedArray("int8", -1, 2))},
             "expected at most 6 × 2 elements, got -1",
         ),
+        ({"sharded": (ShardedArray("int16", 12, 2, 0),)}, "expected at least one layer, got 0"),
         ({"replicated": {"uint8": -1}}, "expected no negative sizes, got {'uint8': -1}"),
     ],
 )
@@ -458,7 +459,7 @@ def test_the_number_of_a_shards_device() -> None:
         for device in range(3):
             shard = SimpleNamespace(index=(slice(device * n_rows or None, None), slice(None)))
             assert _device_number(shard, n_rows) == device
-    assert _device_number(SimpleNamespace(index=(slice(None),)), 0) == 0
+    assert _device_number(SimpleNamespace(index=(slice(None), slice(None))), 0) == 0
 
 
 def test_typed_keys_are_refused_by_name() -> None:

@@ -45,12 +45,18 @@ def params_tree() -> dict[str, NDArray[Any]]:
 class OnTiles:
     """A state on 4×4 chips, without those that failed, in tiles of 2×1 or 2×2 chips of two axes."""
 
-    def __init__(self, failed: tuple[str, ...], side: str, sharded: bool, inner: dict[str, int]) -> None:
+    def __init__(self, failed: tuple[str, ...], side: str, sharded: bool | str, inner: dict[str, int]) -> None:
+        """`sharded` is whether the update is, or "fsdp", where the parameters are, too."""
         chips = mmj.discover(jax.devices()[:16], shape="4x4", failed=failed)
         self.fabric = mmj.tile(chips, side, **inner)
         owners: dict[str, Any] = {"collective": "all-reduce-with-turn"} if sharded else {}
         schedule = mm.plan(self.fabric.mesh, "weave", chunks=2 * self.fabric.mesh.n_chips, **owners)
-        self.program: Any = (mmj.install_turn if sharded else mmj.install)(schedule, self.fabric)
+        install: Any = {False: mmj.install, True: mmj.install_turn, "fsdp": mmj.install_pair}[sharded]
+        self.program = install(schedule, self.fabric)
+        self.training: Any
+        if sharded == "fsdp":
+            self._shard()
+            return
         self.training = mmj.train_step(
             lambda params, batch: jnp.mean(batch) * sum(jnp.sum(x) for x in jax.tree.leaves(params)),
             optax.adam(0.25),
@@ -58,6 +64,19 @@ class OnTiles:
             shardings=SPECS,
         )
         params = place(params_tree(), self.fabric, SPECS)
+        self.fresh = params, jax.jit(self.training.init)(params, self.program)
+        self.layout = StateLayout.of(self.training, self.program, params)
+
+    def _shard(self) -> None:
+        def loss(*_: Any) -> Any:
+            raise AssertionError("nothing is trained here")
+
+        self.training = mmj.sharded_train_step(loss, optax.adam(0.25), self.fabric)
+        stack = {name: np.stack([values, values + 100]) for name, values in params_tree().items()}
+        params = {
+            "ends": mmj.shard_params(params_tree(), self.fabric, self.program, shardings=SPECS),
+            "layers": mmj.shard_params(stack, self.fabric, self.program, stacked=True, shardings=SPECS),
+        }
         self.fresh = params, jax.jit(self.training.init)(params, self.program)
         self.layout = StateLayout.of(self.training, self.program, params)
 
@@ -75,7 +94,7 @@ INNER = {"fsdp": 2, "tensor": 2}
 
 
 @cache
-def tiles(failed: tuple[str, ...], sharded: bool) -> OnTiles:
+def tiles(failed: tuple[str, ...], sharded: bool | str) -> OnTiles:
     return OnTiles(failed, "2x2", sharded, INNER)
 
 
@@ -161,9 +180,9 @@ def test_what_is_put_on_devices_are_the_shards_of_their_places(sharded: bool) ->
     assert same_bits(fetch(back), params_tree())
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["program", "turn"])
+@pytest.mark.parametrize("sharded", [False, True, "fsdp"], ids=["program", "turn", "fsdp"])
 @pytest.mark.parametrize("lost", [0, pytest.param(3, marks=pytest.mark.slow)])
-def test_what_a_lost_host_had_is_found_and_goes_to_other_tiles(lost: int, sharded: bool) -> None:
+def test_what_a_lost_host_had_is_found_and_goes_to_other_tiles(lost: int, sharded: bool | str) -> None:
     job = tiles((), sharded)
     vectors = numbers(job.layout)
     copies = copies_of(job, job.values(vectors))
@@ -172,12 +191,26 @@ def test_what_a_lost_host_had_is_found_and_goes_to_other_tiles(lost: int, sharde
     found = collected(copies, job.layout)
     assert {name: v.tobytes() for name, v in found.items()} == {name: v.tobytes() for name, v in vectors.items()}
     # Tiles that span hosts, and lie in other lines, take it up.
-    smaller = OnTiles(("0,0",), "2x2", sharded, INNER)
+    smaller = tiles(("0,0",), sharded)
     assert smaller.layout.identity == job.layout.identity
-    params, _ = smaller.values(found)
-    assert same_bits(fetch(params), fetch(job.values(vectors)[0]))
+    if sharded != "fsdp":
+        params, _ = smaller.values(found)
+        assert same_bits(fetch(params), fetch(job.values(vectors)[0]))
     again = collected(copies_of(smaller, smaller.values(found)), smaller.layout)
     assert {name: v.tobytes() for name, v in again.items()} == {name: v.tobytes() for name, v in vectors.items()}
+
+
+def test_sharded_parameters_are_found_whole_on_other_tiles() -> None:
+    """The oracle: the arrays that they were cut from, put together by the collectives themselves."""
+    job, smaller = tiles((), "fsdp"), tiles(("0,0",), "fsdp")
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(job.fresh)]
+    vectors = vectors_from_leaves(job.layout.outline, job.layout.is_sharded, leaves, job.layout.boxes)
+    params, _ = smaller.values(vectors)
+    whole = mmj.unshard_params(params, smaller.fabric, smaller.program)
+    wanted = {name: values.astype(np.float32) for name, values in params_tree().items()}
+    assert same_bits(whole["ends"], wanted)
+    expected = {name: np.stack([values, values + 100]).astype(np.float32) for name, values in params_tree().items()}
+    assert same_bits(whole["layers"], expected)
 
 
 def test_another_way_to_split_is_another_state() -> None:
@@ -197,10 +230,12 @@ def test_each_device_keeps_a_part_of_the_same_place_on_another_host() -> None:
     assert hosts_of_chips(job.fabric) == [0] * 16
 
 
-@pytest.mark.parametrize("sharded", [pytest.param(False, marks=pytest.mark.slow), True], ids=["program", "turn"])
-def test_a_checkpoint_of_one_tiling_is_read_by_another(sharded: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "sharded", [pytest.param(False, marks=pytest.mark.slow), True, "fsdp"], ids=["program", "turn", "fsdp"]
+)
+def test_a_checkpoint_of_one_tiling_is_read_by_another(sharded: bool | str, tmp_path: Path) -> None:
     pytest.importorskip("orbax.checkpoint")
-    job, smaller = tiles((), sharded), OnTiles(("0,0",), "2x2", sharded, INNER)
+    job, smaller = tiles((), sharded), tiles(("0,0",), sharded)
     vectors = numbers(job.layout)
     disk = Disk(tmp_path)
     params, state = job.values(vectors)

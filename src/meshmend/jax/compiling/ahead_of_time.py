@@ -10,9 +10,10 @@ import importlib.util
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,6 +25,8 @@ from jax.typing import DTypeLike
 
 from meshmend.errors import MeshmendError, ParameterError, install_hint
 from meshmend.jax.collectives import all_reduce
+from meshmend.jax.compiler_options import dump_options, unknown_option, without_option
+from meshmend.jax.compiling.hidden import Overlap, bodies_with_permutes
 from meshmend.jax.compiling.reach import ACROSS, reach_of_collectives
 from meshmend.jax.fabric import Fabric, discover
 from meshmend.jax.program import abstract_program
@@ -42,11 +45,12 @@ All of it must be set before libtpu is loaded."""
 
 
 class CompilerError(MeshmendError):
-    """The TPU compiler is missing or rejects the program. Fields: `topology`, `why`."""
+    """The TPU compiler is missing or rejects the program. Fields: `topology`, `why`, `advice`."""
 
     def __init__(self, topology: str, why: str, advice: str = "") -> None:
         self.topology = topology
         self.why = why
+        self.advice = advice
         super().__init__(f"Cannot compile for {topology}: {why} {advice}".rstrip())
 
 
@@ -70,10 +74,14 @@ class Compiled:
     hlo_chars: int
     hlo_chars_without_pairs: int
     """Size of the code apart from the lists of source-target pairs, which name every chip."""
+    bodies: tuple[Overlap, ...]
+    """The computations that have permutes, those with most computing first, and how much of it lies beside them."""
     argument_bytes: int
     temporary_bytes: int
     output_bytes: int
     aliased_bytes: int
+    peak_bytes: int
+    """Most that is in use at once, arguments included."""
     flops: float
     accessed_bytes: float
     estimated_seconds: float
@@ -131,16 +139,21 @@ def compile_for(
     return compile_step(topology, jax.jit(mapped, donate_argnums=0), fabric, payload, program)[0]
 
 
-def compile_step(topology: str, jitted: Any, fabric: Fabric, *arguments: Any) -> tuple[Compiled, Any]:
-    """Compile any jitted function that takes abstract arguments on `fabric`; also returns JAX's compiled object."""
+def compile_step(
+    topology: str, jitted: Any, fabric: Fabric, *arguments: Any, options: Mapping[str, str] | None = None
+) -> tuple[Compiled, Any]:
+    """Compile any jitted function that takes abstract arguments on `fabric`; also returns JAX's compiled object.
+
+    `options` stand in for `fabric.compiler_options`, as `fabric.overlap_options` where communication is to hide.
+    """
     started = time.perf_counter()
     lowered = jitted.lower(*arguments)
     lower_seconds = time.perf_counter() - started
     started = time.perf_counter()
     with TemporaryDirectory(prefix="meshmend-") as dump:
-        options = fabric.compiler_options | {"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
+        given = {**(fabric.compiler_options if options is None else options), **dump_options(Path(dump))}
         with _as_compiler_error(topology):
-            compiled = lowered.compile(compiler_options=options)
+            compiled = lowered.compile(compiler_options=given)
         compile_seconds = time.perf_counter() - started
         text = _text_of(compiled, Path(dump))
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
@@ -162,10 +175,12 @@ def compile_step(topology: str, jitted: Any, fabric: Fabric, *arguments: Any) ->
         in_flight=most_in_flight(text),
         hlo_chars=len(text),
         hlo_chars_without_pairs=len(without_pairs(text)),
+        bodies=tuple(bodies_with_permutes(text)),
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         aliased_bytes=memory.alias_size_in_bytes,
+        peak_bytes=memory.peak_memory_in_bytes,
         flops=float(cost["flops"]),
         accessed_bytes=float(cost["bytes accessed"]),
         estimated_seconds=float(cost.get("optimal_seconds", float("nan"))),
@@ -238,7 +253,18 @@ def _as_compiler_error(topology: str) -> Iterator[None]:
                 "its compiler refuses programs that leave out chips (limited ICI routing).",
                 "On this generation a job with a hole has to restart on a smaller slice; v2, v3, v4, v5p and v6e work.",
             ) from error
+        unknown = unknown_option(message)
+        if unknown is not None:
+            raise CompilerError(
+                topology,
+                f"the compiler ({_libtpu_version()}) does not know the option {unknown}.",
+                without_option(unknown),
+            ) from error
         raise CompilerError(topology, f"the compiler refuses: {_first_line(error)}") from error
+
+
+def _libtpu_version() -> str:
+    return f"libtpu {metadata.version('libtpu')}" if has_libtpu() else "libtpu is not installed"
 
 
 def _first_line(error: Exception) -> str:

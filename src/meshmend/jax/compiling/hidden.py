@@ -10,13 +10,17 @@ import re
 from dataclasses import dataclass
 
 
-@dataclass
+@dataclass(frozen=True)
 class Overlap:
     """One computation of compiled code, such as the body of a loop, in the compiler's own estimated cycles."""
 
     name: str
+    loop: str = ""
+    """What JAX calls the loop whose body this is, as in "jit(step)/jvp()/while"; empty for what is no body."""
     permutes: int = 0
     """An asynchronous pair counts once."""
+    covered: int = 0
+    """Those of them that have computing beside them."""
     waiting: int = 0
     """Those of them that are not asynchronous: nothing runs meanwhile."""
     loops: int = 0
@@ -29,6 +33,13 @@ class Overlap:
     def share(self) -> float:
         """The share of computing that lies beside permutes."""
         return self.hidden / self.cycles if self.cycles else 0.0
+
+    @property
+    def place(self) -> str:
+        """Where this is in a step with scanned layers: "backward", "forward", or "outside" their loops."""
+        if "transpose(" in self.loop:
+            return "backward"
+        return "forward" if "jvp(" in self.loop else "outside"
 
 
 def overlaps(hlo: str) -> list[Overlap]:
@@ -43,39 +54,59 @@ def overlaps(hlo: str) -> list[Overlap]:
     >>> [(one.name, one.permutes, one.share) for one in overlaps(hlo)]
     [('body', 1, 0.75)]
     """
-    found: list[Overlap] = []
-    current: Overlap | None = None
-    flying = 0
+    found: list[_Count] = []
+    loops: dict[str, str] = {}
+    current: _Count | None = None
     for line in hlo.splitlines():
         opened = None if line.startswith(" ") else re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line)
         if opened:
-            current, flying = Overlap(opened[1]), 0
+            current = _Count(opened[1])
         elif current is None:
             continue
         elif line.startswith("}"):
             if current.permutes or current.loops or current.cycles:
                 found.append(current)
             current = None
-        elif " collective-permute-start(" in line:
-            current.permutes += 1
-            flying += 1
+        else:
+            current.read(line)
+            if " while(" in line and (body := re.search(r"body=%?([\w.\-]+)", line)):
+                name = re.search(r'op_name="([^"]*)"', line)
+                loops[body[1]] = name[1] if name else "while"
+    return [one.overlap(loops.get(one.name, "")) for one in found]
+
+
+class _Count:
+    """What has been read of one computation."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.permutes = self.covered = self.waiting = self.loops = self.cycles = self.hidden = 0
+        self.flying: dict[str, bool] = {}
+        """Whether there was computing yet, for each permute that has started."""
+
+    def read(self, line: str) -> None:
+        if " collective-permute-start(" in line:
+            self.permutes += 1
+            self.flying[re.findall(r"%?([\w.\-]+) =", line)[0]] = False
         elif " collective-permute-done(" in line:
-            flying -= 1
+            ended = re.search(r" collective-permute-done\(.*?%?([\w.\-]+)\)", line)
+            self.covered += self.flying.pop(ended[1] if ended else "", False)
         elif " collective-permute(" in line:
-            current.permutes += 1
-            current.waiting += 1
+            self.permutes += 1
+            self.waiting += 1
         elif " while(" in line:
-            current.loops += 1
+            self.loops += 1
         elif cost := re.search(r'"estimated_cycles":"(\d+)"', line):
-            current.cycles += int(cost[1])
-            current.hidden += int(cost[1]) if flying else 0
-    return found
+            self.cycles += int(cost[1])
+            if self.flying:
+                self.hidden += int(cost[1])
+                self.flying = dict.fromkeys(self.flying, True)
+
+    def overlap(self, loop: str) -> Overlap:
+        return Overlap(self.name, loop, self.permutes, self.covered, self.waiting, self.loops, self.cycles, self.hidden)
 
 
 def bodies_with_permutes(hlo: str) -> list[Overlap]:
-    """Return the computations that have permutes, those with most computing first.
-
-    With unrolled plans in a scan over layers these are its forward and its backward body.
-    """
+    """Return the computations that have permutes, those with most computing first."""
     with_permutes = [one for one in overlaps(hlo) if one.permutes]
     return sorted(with_permutes, key=lambda one: -one.cycles)

@@ -43,7 +43,7 @@ ABANDONED = "abandoned"
 """Folder of checkpoints newer than the restored step."""
 
 Checksums = dict[str, list[list[int]]]
-"""For each leaf's number, runs of its elements in memory order: first, end, CRC-32 of their bytes."""
+"""For each leaf's number, runs of its elements, one shard after the other: first, end, CRC-32 of their bytes."""
 
 
 @dataclass(frozen=True)
@@ -323,9 +323,10 @@ def checksums_of(
     n_places = 1 if tiles is None else tiles.shape[1]
     for number, (leaf, split) in enumerate(zip(leaves, is_sharded, strict=True)):
         if split:
-            width = math.prod(leaf.shape[1:])
+            # A device's shard is as many rows of each layer; shards count one after the other, whole stacks of layers.
+            width = math.prod(leaf.shape) // max(leaf.shape[-2], 1)
             found[str(number)] = [
-                [start := (shard.index[0].start or 0) * width, start + values.size, _crc(values)]
+                [start := (shard.index[-2].start or 0) * width, start + values.size, _crc(values)]
                 for shard in leaf.addressable_shards
                 for values in [np.asarray(shard.data)]
             ]

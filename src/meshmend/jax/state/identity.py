@@ -17,8 +17,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from meshmend.errors import RestartError
+from meshmend.jax.collectives import travel_dtype
+from meshmend.jax.sharded_params import ShardedOutline, is_sharded
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,23 @@ def _walk(path: str, tree: Any, splits: Iterator[tuple[int | None, str]]) -> Ite
         yield path, _describe(tree, *next(splits))
         return
     yield path, type(tree).__qualname__
+    if is_sharded(tree):
+        yield from _arrays_of(path, tree.outline)
     for key, child in jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]:
         yield from _walk(path + jax.tree_util.keystr(key), child, splits)
+
+
+def _arrays_of(path: str, outline: ShardedOutline) -> Iterator[tuple[str, str]]:
+    """Yield the arrays that shards are of: as many elements of other shapes are other parameters.
+
+    What they are gathered as is not kept, and may change.
+    """
+    stack = "" if outline.n_layers is None else f" of each of {outline.n_layers} layers"
+    specs = jax.tree.leaves(outline.specs_inside, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
+    for (key, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(outline.like), specs, strict=True):
+        dtype = travel_dtype(leaf.dtype, outline.accumulate_dtype).name
+        inside = "" if outline.inside is None else f", {tuple(spec)} inside tiles"
+        yield path + jax.tree_util.keystr(key), f"{dtype}[{','.join(map(str, leaf.shape))}]{stack}, sharded{inside}"
 
 
 def _describe(leaf: Any, split_size: int | None, in_tiles: str) -> str:

@@ -19,18 +19,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from meshmend.errors import RestartError
-from meshmend.jax.collectives import groups_of
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.program import AnyProgram, Program
 from meshmend.jax.shardings import match_specs
 from meshmend.jax.state.identity import Identity
-from meshmend.jax.state.outline import Outline, ShardedArray, Vectors
+from meshmend.jax.state.outline import Outline, Vectors
+from meshmend.jax.state.splits import AnyTrainStep, splits_of
 from meshmend.jax.tiles import TiledFabric
-from meshmend.jax.updates import TrainStep
 from meshmend.jax.validation import check_program
 
 Boxes = list[list[list[int]]]
-"""For each place of a tile, its shard of a leaf: first element and end along each axis."""
+"""For each place of a tile its shard of a leaf, or for each device its shard of a stack of layers that is split by
+owner: first element and end along each axis."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,11 @@ class StateLayout:
     identity: Identity = field(repr=False)
 
     @classmethod
-    def of(cls, training: TrainStep, program: AnyProgram, params: Any) -> StateLayout:
+    def of(cls, training: AnyTrainStep, program: AnyProgram, params: Any) -> StateLayout:
         """Describe the state that `training.init` makes; its optimizer's part is sharded by owner if the update is.
 
-        That is the same for a `ProgramPair` and a `ProgramWithTurn` of one plan.
+        That is the same for a `ProgramPair` and a `ProgramWithTurn` of one plan. With `sharded_train_step` everything
+        that is `ShardedParams` is sharded by owner.
 
         `params` may be on any device or on none: only shapes and dtypes count.
         """
@@ -70,54 +71,30 @@ class StateLayout:
                     f"{jax.tree_util.keystr(path)} has dtype {leaf.dtype}, which cannot be kept. Use a raw key "
                     "(jax.random.PRNGKey) in its place."
                 )
-        n_params = len(jax.tree.leaves(params))
-        by_owner = None if isinstance(program, Program) else program.sharded_by
-        is_sharded = tuple(by_owner is not None and i >= n_params and leaf.ndim > 0 for i, leaf in enumerate(leaves))
-        inside = _specs_inside_tiles(training, program, params, len(leaves))
-        specs = tuple(
-            PartitionSpec(fabric.axes) if split else spec for split, spec in zip(is_sharded, inside, strict=True)
-        )
-        shard_shapes = [
-            tuple(leaf.shape) if split else NamedSharding(fabric.jax_mesh, spec).shard_shape(tuple(leaf.shape))
-            for leaf, split, spec in zip(leaves, is_sharded, specs, strict=True)
-        ]
+        splits = splits_of(training, program, params, state)
+        sharded = tuple(split.array for split in splits if split.array is not None)
         replicated: dict[str, int] = {}
-        for leaf, split, shape in zip(leaves, is_sharded, shard_shapes, strict=True):
-            if not split:
+        for leaf, split in zip(leaves, splits, strict=True):
+            if split.array is None:
                 dtype = np.dtype(leaf.dtype).name
+                shape = NamedSharding(fabric.jax_mesh, split.spec).shard_shape(tuple(leaf.shape))
                 replicated[dtype] = replicated.get(dtype, 0) + math.prod(shape)
         n_devices, n_places = int(fabric.jax_mesh.devices.size), fabric.devices_per_tile
         n_cores = n_devices // (fabric.mesh.n_chips * n_places)
         owned: NDArray[Any] = np.zeros((fabric.mesh.n_chips, 0), int)
-        sharded: list[ShardedArray] = []
         total_chunks = 0
-        if by_owner is not None:
-            layout = by_owner.layout
-            total_chunks, owned = layout.shape.total_chunks, np.array(layout.shape.owned)
-            shards = [
-                jax.ShapeDtypeStruct(shape, leaf.dtype)
-                for leaf, shape in zip(leaves[:n_params], shard_shapes, strict=False)
-            ]
-            groups = groups_of(shards, layout, training.accumulate_dtype)
-            for leaf, split, path in zip(leaves, is_sharded, paths, strict=True):
-                if split:
-                    group = getattr(path[-1], "idx", None)
-                    expected = [(n_devices * owned.shape[1], g.chunk) for g in groups]
-                    if group is None or group >= len(groups) or leaf.shape != expected[group]:
-                        raise RestartError(
-                            f"{jax.tree_util.keystr(path)} has shape {leaf.shape}, which is no shard of these "
-                            f"parameters (expected one of {expected}). Use an optimizer whose state has the shapes of "
-                            "the weights that it is given, or install(schedule, fabric), which does not shard it."
-                        )
-                    sharded.append(ShardedArray(np.dtype(leaf.dtype).name, groups[group].size, groups[group].chunk))
+        if not isinstance(program, Program):
+            shape_of_program = program.sharded_by.layout.shape
+            total_chunks, owned = shape_of_program.total_chunks, np.array(shape_of_program.owned)
         outline = Outline(
-            n_devices, n_cores, total_chunks, tuple(map(tuple, owned.tolist())), replicated, tuple(sharded), n_places
+            n_devices, n_cores, total_chunks, tuple(map(tuple, owned.tolist())), replicated, sharded, n_places
         )
         shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-        sizes = iter(sharded)
+        sizes = [None if split.array is None else split.array.n_layers * split.array.size for split in splits]
         tiles = ", ".join(f"{axis}={fabric.jax_mesh.shape[axis]}" for axis in fabric.inner_axes)
-        in_tiles = [f"{tuple(spec)} of tiles with {tiles}" if tiles else "" for spec in specs]
-        identity = Identity.of(params, state, [next(sizes).size if split else None for split in is_sharded], in_tiles)
+        in_tiles = [f"{tuple(split.spec)} of tiles with {tiles}" if tiles else "" for split in splits]
+        is_sharded, specs = tuple(size is not None for size in sizes), tuple(split.spec for split in splits)
+        identity = Identity.of(params, state, sizes, in_tiles)
         return cls(fabric, structure, shapes, is_sharded, specs, outline, identity)
 
     def check(self, params: Any, state: Any) -> None:
@@ -144,18 +121,25 @@ class StateLayout:
 
     @cached_property
     def boxes(self) -> list[Boxes | None]:
-        """For each leaf what the places of a tile have of it; None where one place has all, or it is split by owner."""
-        tile = self.fabric.jax_mesh.devices.reshape(-1)[: self.outline.n_places].tolist()
-        if len(tile) == 1:
-            return [None] * len(self.leaves)
+        """For each leaf what the places of a tile have of it, or all devices of a stack that is split by owner.
+
+        None where one place has all, or where devices have one part after the other.
+        """
+        every = self.fabric.jax_mesh.devices.reshape(-1).tolist()
+        tile = every[: self.outline.n_places]
         found: list[Boxes | None] = []
         for i, leaf in enumerate(self.leaves):
+            is_stack = self.is_sharded[i] and len(leaf.shape) > 2
+            if not is_stack and (self.is_sharded[i] or len(tile) == 1):
+                found.append(None)
+                continue
             index_of = self.sharding(i).devices_indices_map(tuple(leaf.shape))
-            boxes = [
-                [list(cut.indices(n)[:2]) for cut, n in zip(index_of[device], leaf.shape, strict=True)]
-                for device in tile
-            ]
-            found.append(None if self.is_sharded[i] else boxes)
+            found.append(
+                [
+                    [list(cut.indices(n)[:2]) for cut, n in zip(index_of[device], leaf.shape, strict=True)]
+                    for device in (every if is_stack else tile)
+                ]
+            )
         return found
 
     def to_devices(self, vectors: Vectors, like: Any) -> tuple[Any, Any]:
@@ -192,11 +176,12 @@ class StateLayout:
     def _shards_to_devices(self, which: int, old: jax.Array, vector: Annotated[NDArray[Any], "[S]"]) -> jax.Array:
         parts = []
         for shard in old.addressable_shards:
-            rows = np.array(shard.data)
+            values = np.array(shard.data)
+            rows = values.reshape(-1, values.shape[-1])
             device = _device_number(shard, self.outline.n_rows)
             for row, start, length in self.outline.rows(which, device):
                 rows[row, :length] = vector[start : start + length]
-            parts.append(jax.device_put(rows, shard.device))
+            parts.append(jax.device_put(values, shard.device))
         return jax.make_array_from_single_device_arrays(old.shape, old.sharding, parts)
 
 
@@ -241,7 +226,8 @@ def vectors_from_leaves(
     for split, leaf, box in zip(is_sharded, leaves, boxes, strict=True):
         if split:
             for device in range(outline.n_devices):
-                rows = leaf[device * outline.n_rows : (device + 1) * outline.n_rows]
+                rows = leaf[..., device * outline.n_rows : (device + 1) * outline.n_rows, :]
+                rows = rows.reshape(-1, leaf.shape[-1])
                 for row, start, length in outline.rows(which, device):
                     vectors[f"sharded {which}"][start : start + length] = rows[row, :length]
             which += 1
@@ -252,13 +238,6 @@ def vectors_from_leaves(
     return vectors
 
 
-def _specs_inside_tiles(training: TrainStep, program: AnyProgram, params: Any, n_leaves: int) -> list[PartitionSpec]:
-    """Return how the leaves of (params, state) are split inside tiles; where there are none, each is whole."""
-    if training.specs is None:
-        return [PartitionSpec()] * n_leaves
-    return jax.tree.leaves(training.specs(params, program), is_leaf=lambda spec: isinstance(spec, PartitionSpec))
-
-
 def _name(path: tuple[Any, ...], leaf: Any) -> str:
     """Describe a leaf of (params, state), as in params['w'] float32[2, 3]."""
     return f"{('params', 'state')[path[0].idx]}{jax.tree_util.keystr(path[1:])} {leaf.dtype}{list(leaf.shape)}"
@@ -266,4 +245,4 @@ def _name(path: tuple[Any, ...], leaf: Any) -> str:
 
 def _device_number(shard: Any, n_rows: int) -> int:
     """Return the number of the device that a shard of a sharded leaf lies on."""
-    return (shard.index[0].start or 0) // max(n_rows, 1)
+    return (shard.index[-2].start or 0) // max(n_rows, 1)

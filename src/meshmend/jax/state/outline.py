@@ -33,8 +33,10 @@ class ShardedArray:
 
     dtype: str
     size: int
-    """Elements, without padding."""
+    """Elements, without padding; of one layer, where there is a stack of them."""
     chunk: int
+    n_layers: int = 1
+    """Layers of a stack, each cut into chunks by itself."""
 
 
 def dtype_named(name: Any) -> np.dtype[Any]:
@@ -82,7 +84,7 @@ class Outline:
 
     def part_size(self, dtype: str) -> int:
         """Elements of a device's part."""
-        rows = sum(self.n_rows * array.chunk for array in self.sharded if array.dtype == dtype)
+        rows = sum(array.n_layers * self.n_rows * array.chunk for array in self.sharded if array.dtype == dtype)
         return self.share(dtype) + rows
 
     @property
@@ -90,7 +92,9 @@ class Outline:
         """Dtype and elements of the vectors, by name: the same for one state on every mesh."""
         n = self.n_places
         whole = {f"replicated {dtype}": (dtype, n * size) for dtype, size in self.replicated.items()}
-        return whole | {f"sharded {i}": (array.dtype, n * array.size) for i, array in enumerate(self.sharded)}
+        return whole | {
+            f"sharded {i}": (array.dtype, n * array.n_layers * array.size) for i, array in enumerate(self.sharded)
+        }
 
     def empty(self) -> Vectors:
         """Return vectors of zeros."""
@@ -109,18 +113,23 @@ class Outline:
                 continue
             for row, start, length in self.rows(i, device):
                 yield f"sharded {i}", start, at + row * array.chunk, length
-            at += self.n_rows * array.chunk
+            at += array.n_layers * self.n_rows * array.chunk
 
     def rows(self, which: int, device: int) -> Iterator[tuple[int, int, int]]:
-        """Return which elements of a sharded array a device's rows hold: (row, first element, length)."""
+        """Return which elements of a sharded array a device's rows hold: (row, first element, length).
+
+        Of a stack, the rows of one layer after the other; and so are the vectors.
+        """
         array = self.sharded[which]
         turn, place = divmod(device, self.n_places)
         chip, core = divmod(turn, self.n_cores)
-        for row, chunk in enumerate(self.owned[chip]):
-            start = (core * self.total_chunks + chunk) * array.chunk
-            length = min(array.chunk, array.size - start)
-            if chunk < self.total_chunks and length > 0:
-                yield row, place * array.size + start, length
+        for layer in range(array.n_layers):
+            before = (place * array.n_layers + layer) * array.size
+            for row, chunk in enumerate(self.owned[chip], layer * self.n_rows):
+                start = (core * self.total_chunks + chunk) * array.chunk
+                length = min(array.chunk, array.size - start)
+                if chunk < self.total_chunks and length > 0:
+                    yield row, before + start, length
 
     def collect(self, device: int, dtype: str, part: Annotated[NDArray[Any], "[P]"], into: Vectors) -> None:
         """Put a device's part where it belongs in the vectors."""
@@ -132,7 +141,13 @@ class Outline:
         facts = {name: getattr(self, name) for name in ("n_devices", "n_cores", "total_chunks", "owned", "replicated")}
         if self.n_places > 1:
             facts["n_places"] = self.n_places
-        return facts | {"sharded": [(array.dtype, array.size, array.chunk) for array in self.sharded]}
+        # A stack says so; what is none is written as it was before there were any.
+        return facts | {
+            "sharded": [
+                (array.dtype, array.size, array.chunk, *([array.n_layers] if array.n_layers != 1 else []))
+                for array in self.sharded
+            ]
+        }
 
     @classmethod
     def from_json(cls, facts: dict[str, Any]) -> Outline:
@@ -143,7 +158,7 @@ class Outline:
             total_chunks=int(facts["total_chunks"]),
             owned=tuple(tuple(int(chunk) for chunk in row) for row in facts["owned"]),
             replicated={str(dtype): int(size) for dtype, size in facts["replicated"].items()},
-            sharded=tuple(ShardedArray(str(dtype), int(size), int(chunk)) for dtype, size, chunk in facts["sharded"]),
+            sharded=tuple(ShardedArray(str(dtype), *map(int, numbers)) for dtype, *numbers in facts["sharded"]),
             n_places=int(facts.get("n_places", 1)),
         )
 
@@ -161,6 +176,8 @@ class Outline:
             raise RestartError(f"expected each of {self.total_chunks} chunks with one chip, got {chunks[:20]} …")
         room = self.n_cores * self.total_chunks
         for array in self.sharded:
+            if array.n_layers < 1:
+                raise RestartError(f"expected at least one layer, got {array.n_layers}")
             if not 0 <= array.size <= room * array.chunk:
                 raise RestartError(f"expected at most {room} × {array.chunk} elements, got {array.size}")
         if any(size < 0 for size in self.replicated.values()):

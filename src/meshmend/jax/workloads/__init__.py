@@ -82,7 +82,9 @@ WORKLOADS = {
 def find_workload(name: str) -> Workload:
     """Return the workload of that name."""
     if name not in WORKLOADS:
-        raise ParameterError(f"There is no workload {name!r}. Workloads: {', '.join(WORKLOADS)}.")
+        raise ParameterError(
+            f"There is no workload {name!r}. Workloads: {', '.join(WORKLOADS)}; and, of the command, transformer."
+        )
     return WORKLOADS[name]
 
 

@@ -1,0 +1,97 @@
+"""Shards: reduce-scatters, all-gathers and broadcasts in the layout that process groups have.
+
+A process group numbers its members as it likes, and member g's shard is the g-th of equal parts of the payload. What
+the planner makes has equal parts in the order of chips instead; chunks are only labels, so they are renumbered.
+
+A broadcast is an all-gather in which the root owns every chunk. The verifier needs no more than that to prove it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from meshmend.errors import ParameterError, ScheduleError
+from meshmend.planning.gather import Gather
+from meshmend.planning.gather.spreading import spread
+from meshmend.planning.proven import plan
+from meshmend.planning.weave.pieces import Pieces
+from meshmend.schedule import Collective, Op, Schedule
+from meshmend.schedule.verify import ensure_proven
+from meshmend.topology import Mesh
+
+
+def plan_shards(
+    mesh: Mesh, collective: str | Collective, *, order: Sequence[int] | None = None, **target: Any
+) -> Schedule:
+    """Plan a reduce-scatter or an all-gather of equal shards, proven: rank r owns shard `order[r]` of the payload.
+
+    Without an order, it owns shard r. `target` is `payload_bytes` (all shards together) and `hardware`, as in `plan`.
+
+    >>> shards = plan_shards(Mesh("2x2"), "all-gather", order=[2, 0, 1, 3], payload_bytes=64)
+    >>> shards.owners.tolist()
+    [1, 2, 0, 3]
+    """
+    places = np.arange(mesh.n_chips) if order is None else np.asarray(order, dtype=np.int64)
+    if sorted(places.tolist()) != list(range(mesh.n_chips)):
+        raise ParameterError(f"Expected each shard from 0 to {mesh.n_chips - 1} once, got {list(order or [])}.")
+    found = plan(mesh, Gather.name, collective=collective, **target)
+    if found.total_chunks % mesh.n_chips:
+        # Few chunks are quicker for a short payload, but then some chips own none.
+        found = plan(mesh, Gather.name, collective=collective, chunks=mesh.n_chips)
+    per_chip = found.total_chunks // mesh.n_chips
+    if np.any(found.owners != np.arange(found.total_chunks) // per_chip) or np.any(found.n_chunks != 1):
+        raise ScheduleError(f"{found!r} does not give each rank a run of {per_chip} chunks.")
+    if np.array_equal(places, np.arange(mesh.n_chips)):
+        return found
+    number = places[found.owners] * per_chip + np.arange(found.total_chunks) % per_chip
+    owners = np.empty_like(found.owners)
+    owners[number] = found.owners
+    renumbered = Schedule(
+        mesh,
+        total_chunks=found.total_chunks,
+        step=found.step,
+        src=found.src,
+        dst=found.dst,
+        first_chunk=number[found.first_chunk],
+        op=found.op,
+        phase_names=found.phase_names,
+        owners=owners,
+        collective=found.collective,
+        planner=found.planner,
+    )
+    ensure_proven(renumbered)
+    return renumbered
+
+
+def plan_broadcast(mesh: Mesh, root: int, **target: Any) -> Schedule:
+    """Plan a broadcast from rank `root`, proven: an all-gather in which it owns every chunk.
+
+    `target` is `payload_bytes` and `hardware`, as in `plan`.
+
+    >>> plan_broadcast(Mesh("4x4", failed=["2x2@1,1"]), root=0, payload_bytes=2**23)
+    Schedule(gather all-gather on 4x4 minus 2x2@1,1: 12 chips, 27 steps, 24 chunks, 264 transfers)
+    """
+    if not 0 <= root < mesh.n_chips:
+        raise ParameterError(f"The root is a rank from 0 to {mesh.n_chips - 1}: got {root}.")
+    # What suits an all-gather of the same payload: the cables of the slowest chip decide both.
+    chunks = plan(mesh, Gather.name, collective=Collective.ALL_GATHER, verify=False, **target).total_chunks
+    owners = np.full(chunks, root, dtype=np.int64)
+    found = spread(mesh, owners, Pieces.of(mesh).per_link(mesh) if mesh.has_slow_cables else None)
+    made = Schedule(
+        mesh,
+        total_chunks=chunks,
+        step=found.step,
+        src=found.src,
+        dst=found.dst,
+        first_chunk=found.chunk,
+        op=int(Op.COPY),
+        phase_names=("broadcast",),
+        owners=owners,
+        collective=Collective.ALL_GATHER,
+        planner=Gather.name,
+    )
+    ensure_proven(made)
+    return made

@@ -1,0 +1,374 @@
+"""The `meshmend` backend of torch.distributed: process groups that plan for the mesh that their members form.
+
+Importing this registers it. `torch.distributed.init_process_group("cpu:meshmend")` then makes a default group of one
+process per live chip, each of which says where its chip is (`MeshOptions`, or the environment). Groups that are made
+of it later (`new_group`, a `DeviceMesh`) know that already.
+
+All-reduce, reduce-scatter, all-gather and broadcast run plans. Everything else is Gloo's, over the same connections:
+barriers, sends and receives, all-to-all, gather, scatter, reduce. So is every collective of a group whose members form
+no mesh, with a warning, and of a group of one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshmend import __version__
+from meshmend.errors import CollectiveError, Coordinate, MeshError, ParameterError, PayloadError, name_chip
+from meshmend.machines import Machine
+from meshmend.planning import PlanFunction
+from meshmend.topology import Mesh, cut_into_tiles, parse_chip, parse_wrap
+from meshmend.torch.group_engines import GroupEngines
+from meshmend.torch.payload import check_tensor, kind_of
+from meshmend.torch.place import describe_machine, find_place
+from meshmend.torch.plans import DEFAULT_PLAN, Plans
+from meshmend.torch.private import GlooBased, gloo_group, name_group
+from meshmend.torch.subgroups import mesh_of
+from meshmend.torch.work import MeshWork
+
+NAME = "meshmend"
+
+
+@dataclass(frozen=True)
+class MeshOptions:
+    """Where this process's chip is: `init_process_group("cpu:meshmend", pg_options=MeshOptions("4x4", (1, 2)))`.
+
+    `shape` and `wrap` describe the whole machine; in their place, `machine` or the file that describes it also brings
+    failed and slow cables, and `chip` may be a name that it has. What is not given comes from the environment:
+    MESHMEND_SHAPE (as 4x4), MESHMEND_WRAP, MESHMEND_MACHINE (a file), MESHMEND_CHIP (as 1,2) and GLOO_SOCKET_IFNAME
+    for `interface`, which is what `meshmend lab run` sets. `plan` makes the plans of all-reduces.
+    """
+
+    shape: Sequence[int] | str | None = None
+    chip: Sequence[int] | str | None = None
+    machine: Machine | Path | str | None = None
+    wrap: bool | Sequence[bool] | None = None
+    plan: PlanFunction = DEFAULT_PLAN
+    interface: str | None = None
+
+    def place(self) -> tuple[Mesh, Coordinate]:
+        """Return the whole machine and this process's chip in it."""
+        machine, shape, chip, wrap = self.machine, self.shape, self.chip, self.wrap
+        if machine is None and shape is None:
+            machine = os.environ.get("MESHMEND_MACHINE")
+            shape = os.environ.get("MESHMEND_SHAPE") if machine is None else None
+        if chip is None:
+            chip = os.environ.get("MESHMEND_CHIP")
+        if (shape is None and machine is None) or chip is None:
+            raise MeshError(
+                "The meshmend backend needs to know where this process's chip is. Pass "
+                'pg_options=meshmend.torch.MeshOptions("4x4", chip=(1, 2)), or set MESHMEND_SHAPE=4x4 (or '
+                "MESHMEND_MACHINE, a file) and MESHMEND_CHIP=1,2."
+            )
+        if isinstance(chip, str) and re.fullmatch(r"\d+(,\d+)*", chip):
+            chip = parse_chip(chip)
+        if wrap is None and machine is None and shape is not None:
+            text, plain = os.environ.get("MESHMEND_WRAP"), Mesh(shape)
+            wrap = False if text is None else parse_wrap(text, plain.n_axes, given=f"MESHMEND_WRAP is {text!r},")
+        return find_place(shape, chip, machine, False if wrap is None else wrap)
+
+
+class MeshBackend(GlooBased):
+    """A process group whose members are chips of a mesh. Made by torch, for the backend "meshmend".
+
+    `mesh` is what its members form: that of the live chips for the default group, a part of it for others, None where
+    they form none. Collectives have the names and arguments of torch's process groups.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        options: MeshOptions,
+        parent: MeshBackend | None = None,
+    ) -> None:
+        self.options = options
+        self.whole, self.chip = options.place()
+        self._plans: Plans = Plans(options.plan) if parent is None else parent._plans
+        self.chips = self._exchange(store, rank, size, timeout)
+        interface = options.interface or os.environ.get("GLOO_SOCKET_IFNAME")
+        gloo = gloo_group(store, rank, size, connect_timeout=timeout, timeout=timeout, interface=interface)
+        super().__init__(gloo, store)
+        absent = [chip for chip in map(self.whole.chip, range(self.whole.n_chips)) if chip not in set(self.chips)]
+        self.live: Mesh = self.whole.fail(*absent) if parent is None else parent.live
+        self.mesh = mesh_of(self.chips, self.live)
+        self._timeout, self._n_splits = timeout, 0
+        self._engines: GroupEngines | None = None
+        if self.mesh is not None and size > 1:
+            members = sorted(range(size), key=self.chips.__getitem__)
+            self._engines = GroupEngines(self.mesh, members, gloo, self._plans, timeout)
+        elif size > 1 and rank == 0:
+            _warn_once(
+                f"The {size} members of this process group form no mesh (chips "
+                f"{', '.join(map(name_chip, self.chips[:8]))}{' …' * (size > 8)}): its collectives are Gloo's. Groups "
+                "that are rectangles of the mesh, or corresponding chips of its tiles, run plans."
+            )
+
+    def _exchange(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> list[Coordinate]:
+        """Exchange coordinates with the other members; return those of all, by rank."""
+        wrap = "".join(str(int(w)) for w in self.whole.wrap)
+        terms = f"meshmend {__version__}, {describe_machine(self.whole)}, wrap {wrap}, {self._plans}"
+        store.set(f"chip/{rank}", f"{','.join(map(str, self.chip))}|{terms}")
+        keys = [f"chip/{member}" for member in range(size)]
+        store.wait(keys, timeout)
+        chips: list[Coordinate] = []
+        for word in store.multi_get(keys):
+            place, _, theirs = bytes(word).decode().partition("|")
+            if theirs != terms:
+                raise MeshError(
+                    f"Chip {name_chip(self.chip)} runs {terms}, but chip ({place}) runs {theirs}. "
+                    f"Every member needs the same shape or machine, plan and version."
+                )
+            chips.append(parse_chip(place))
+        for chip in chips:
+            if chips.count(chip) > 1:
+                raise MeshError(f"{chips.count(chip)} members say that they are chip {name_chip(chip)}.")
+        return chips
+
+    def getBackendName(self) -> str:  # noqa: N802  # torch's name
+        """Return the name of this kind of group in torch."""
+        return NAME
+
+    def _start(self, engines: GroupEngines, results: list[torch.Tensor], job: Callable[[], None]) -> dist.Work:
+        def run() -> list[torch.Tensor]:
+            job()
+            return results
+
+        return MeshWork(engines.start(run), self.chip)
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+        """Reduce a tensor in place over all members; every member ends with the same bits."""
+        tensors = _listed(tensors)
+        opts = _options(opts, dist.AllreduceOptions)
+        if self._engines is None or len(tensors) != 1 or not _dense(tensors):
+            return self.gloo.allreduce(tensors, opts)
+        return self._reduce(self._engines, tensors, opts)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
+        """Reduce tensors in place, as one payload."""
+        opts = _options(opts, dist.AllreduceCoalescedOptions)
+        if self._engines is None or not _dense(tensors):
+            return self.gloo.allreduce_coalesced(tensors, opts)
+        return self._reduce(self._engines, list(tensors), opts)
+
+    def _reduce(self, engines: GroupEngines, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
+        kind = _checked(tensors, opts.reduceOp)
+        own = [tensor.detach() for tensor in tensors]
+        return self._start(engines, tensors, lambda: engines.all_reduce(own, kind, _timeout(opts)))
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        """Give every member the root's tensor."""
+        tensors, engines = _listed(tensors), self._engines
+        if isinstance(opts, int):
+            opts, root = dist.BroadcastOptions(), opts
+            opts.rootRank = root
+            if timeout is not None:
+                opts.timeout = timeout
+        opts = _options(opts, dist.BroadcastOptions)
+        if engines is None or not _dense(tensors):
+            return self.gloo.broadcast(tensors, opts)
+        root = opts.rootRank
+        if not 0 <= root < self.size():
+            raise CollectiveError(f"The root of a broadcast is a rank from 0 to {self.size() - 1}: got {root}.")
+        _checked(tensors)
+        own = [tensor.detach() for tensor in tensors]
+        return self._start(engines, tensors, lambda: engines.broadcast(own, root, _timeout(opts)))
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """Give every member everybody's tensor, each in its own output."""
+        opts = _options(opts, dist.distributed_c10d.AllgatherOptions)
+        engines = self._engines
+        if engines is None or len(inputs) != 1 or len(outputs) != 1:
+            return self.gloo.allgather(outputs, inputs, opts)
+        shard, filled = inputs[0], list(outputs[0])
+        if len(filled) != self.size():
+            raise CollectiveError(f"An all-gather fills one tensor per member, {self.size()}: got {len(filled)}.")
+        for output in filled:
+            _expect(output, shard.dtype, shard.shape)
+        _checked([*filled, shard])
+        return self._start(engines, filled, lambda: engines.gather_lists(filled, shard, _timeout(opts)))
+
+    def all_gather_single(self, output: torch.Tensor, shard: torch.Tensor, opts: Any = None) -> dist.Work:
+        """Fill one tensor with everybody's shard, in order of rank."""
+        return self.all_gather_single_coalesced([output], [shard], opts)
+
+    def all_gather_single_coalesced(self, outputs: Any, shards: Any, opts: Any = None) -> dist.Work:
+        """Fill each output with everybody's shard, as one payload."""
+        opts = _options(opts, dist.distributed_c10d.AllgatherOptions)
+        engines, outputs, shards = self._engines, list(outputs), list(shards)
+        if engines is None or len({tensor.dtype for tensor in shards}) != 1:
+            return self.gloo.all_gather_single_coalesced(outputs, shards, opts)
+        for output, shard in zip(outputs, shards, strict=True):
+            _expect_shards(output, shard, self.size(), "output")
+        _checked([*outputs, *shards])
+        return self._start(engines, outputs, lambda: engines.all_gather(outputs, shards, _timeout(opts)))
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """Fill the output with the sum of everybody's input for this rank."""
+        opts = _options(opts, dist.ReduceScatterOptions)
+        engines = self._engines
+        if engines is None or len(outputs) != 1 or len(inputs) != 1:
+            return self.gloo.reduce_scatter(outputs, inputs, opts)
+        output, parts = outputs[0], list(inputs[0])
+        if len(parts) != self.size():
+            raise CollectiveError(f"A reduce-scatter has one tensor per member, {self.size()}: got {len(parts)}.")
+        if len({part.numel() for part in parts}) != 1:
+            return self.gloo.reduce_scatter(outputs, inputs, opts)
+        for part in parts:
+            _expect(part, output.dtype, output.shape)
+        kind = _checked([output, *parts], opts.reduceOp)
+        return self._start(engines, [output], lambda: engines.reduce_scatter([output], [parts], kind, _timeout(opts)))
+
+    def reduce_scatter_single(self, output: torch.Tensor, shards: torch.Tensor, opts: Any = None) -> dist.Work:
+        """Fill the output with the sum of everybody's shard of this rank."""
+        return self.reduce_scatter_single_coalesced([output], [shards], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """Fill each output with the sum of everybody's shard of this rank, as one payload."""
+        opts = _options(opts, dist.ReduceScatterOptions)
+        engines, outputs, inputs = self._engines, list(outputs), list(inputs)
+        if engines is None or len({tensor.dtype for tensor in outputs}) != 1:
+            return self.gloo.reduce_scatter_single_coalesced(outputs, inputs, opts)
+        for output, payload in zip(outputs, inputs, strict=True):
+            _expect_shards(payload, output, self.size(), "input")
+        kind, payloads = _checked([*outputs, *inputs], opts.reduceOp), [[payload] for payload in inputs]
+        return self._start(engines, outputs, lambda: engines.reduce_scatter(outputs, payloads, kind, _timeout(opts)))
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def split_group(
+        self,
+        new_ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,  # noqa: ARG002  # a part of a mesh has no options of its own
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: list[torch.device] | None = None,  # noqa: ARG002  # there is one
+    ) -> dist.ProcessGroup | None:
+        """Return the group of these ranks of this one, None on members that are not in it. All members call this."""
+        self._n_splits += 1
+        name = group_name or f"{self.group_name}:split:{self._n_splits}"
+        if self.rank() not in new_ranks:
+            return None
+        store = dist.PrefixStore(f"{name}/", self.get_group_store())
+        part = MeshBackend(
+            store, new_ranks.index(self.rank()), len(new_ranks), timeout or self._timeout, self.options, self
+        )
+        name_group(part, name, group_desc or f"{self.group_desc}:split")
+        return part
+
+    def abort(self) -> None:
+        """Close all connections: whatever waits, here and on other members, ends with an error."""
+        if self._engines is not None:
+            self._engines.close(abort=True)
+
+    def shutdown(self) -> None:
+        """Take no more calls of collectives that run plans. The connections end with the group."""
+        if self._engines is not None:
+            self._engines.close(abort=False)
+
+
+def tile_ranks(side: Sequence[int] | str) -> list[list[int]]:
+    """Return the ranks of the default group by tile: one row per tile of `side` chips, its chips in row-major order.
+
+    That is a `DeviceMesh` for models that are sharded inside tiles and replicated across them:
+    `DeviceMesh("cpu", tile_ranks("2x2"), mesh_dim_names=("replicate", "shard"))`. Tiles are placed so that as many as
+    possible are whole; live chips that belong to none are in no row.
+    """
+    world = dist.group.WORLD
+    if not isinstance(world, MeshBackend) or world.mesh is None:
+        raise ParameterError(
+            'tile_ranks needs a default group of the meshmend backend: call init_process_group("cpu:meshmend") first.'
+        )
+    rank_of = {chip: rank for rank, chip in enumerate(world.chips)}
+    tiling = cut_into_tiles(world.mesh, side)
+    return [[rank_of[world.mesh.chip(rank)] for rank in tile] for tile in tiling.ranks.tolist()]
+
+
+def make_group(asked: Any, options: MeshOptions | None) -> MeshBackend:
+    """Make a group for torch; `asked` is what it tells a backend with an extended API."""
+    if options is not None and not isinstance(options, MeshOptions):
+        raise ParameterError(f"pg_options of the meshmend backend are MeshOptions, got {type(options).__name__}.")
+    world = dist.group.WORLD
+    parent = world if isinstance(world, MeshBackend) and options in (None, world.options) else None
+    own = options or (MeshOptions() if parent is None else parent.options)
+    return MeshBackend(asked.store, asked.group_rank, asked.group_size, asked.timeout, own, parent)
+
+
+def register() -> None:
+    """Make "meshmend" a backend of torch.distributed; once is enough."""
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, make_group, extended_api=True, devices=["cpu"])
+
+
+@cache
+def _warn_once(text: str) -> None:
+    warnings.warn(text, UserWarning, stacklevel=4)
+
+
+def _listed(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _options(given: Any, kind: Callable[[], Any]) -> Any:
+    """Return the options of a collective. torch's process groups also take an operation in their place."""
+    if given is not None and hasattr(given, "timeout"):
+        return given
+    made = kind()
+    if given is not None:
+        made.reduceOp = given
+    return made
+
+
+def _timeout(opts: Any) -> timedelta | None:
+    """Return the timeout of a call, None if it has none of its own."""
+    return opts.timeout if opts.timeout > timedelta(0) else None
+
+
+def _dense(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(tensor.layout is torch.strided for tensor in tensors)
+
+
+def _checked(tensors: Sequence[torch.Tensor], op: Any = None) -> Any:
+    """Return the kind of a reduction, or raise for an operation or tensors that cannot be served."""
+    try:
+        kind = None if op is None else kind_of(op)
+        for tensor in tensors:
+            check_tensor(tensor.detach(), kind)
+    except (ParameterError, PayloadError) as error:
+        raise CollectiveError(str(error)) from error
+    return kind
+
+
+def _expect(tensor: torch.Tensor, dtype: torch.dtype, shape: torch.Size) -> None:
+    if tensor.dtype != dtype or tensor.shape != shape:
+        raise CollectiveError(
+            f"Expected tensors of {dtype} {list(shape)} for every member, got one of {tensor.dtype} "
+            f"{list(tensor.shape)}."
+        )
+
+
+def _expect_shards(whole: torch.Tensor, shard: torch.Tensor, n_members: int, role: str) -> None:
+    if whole.dtype != shard.dtype or whole.numel() != n_members * shard.numel():
+        raise CollectiveError(
+            f"Expected an {role} of {shard.dtype} with {n_members} × {shard.numel()} elements, one shard per member, "
+            f"got {whole.dtype} {list(whole.shape)}."
+        )
+
+
+register()

@@ -1,0 +1,158 @@
+"""The collectives of one process group that run plans: engines made when they are first needed, and calls in one order.
+
+Members number themselves as the group does; plans number chips. `members[r]` is the member on the chip of rank r.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshmend.errors import MeshmendError
+from meshmend.schedule import Collective
+from meshmend.topology import Mesh
+from meshmend.torch.channel import Channel
+from meshmend.torch.collective import reduce_tensors
+from meshmend.torch.engine import Engine
+from meshmend.torch.payload import NAMES, describe, overwrite
+from meshmend.torch.plans import Plans
+
+Tensors = Sequence[torch.Tensor]
+
+
+class GroupEngines:
+    """Runs collectives over the mesh that a group's members form. Arguments have been checked by the caller."""
+
+    def __init__(
+        self, mesh: Mesh, members: Sequence[int], group: dist.ProcessGroup, plans: Plans, timeout: timedelta
+    ) -> None:
+        self.mesh = mesh
+        self.members = tuple(members)
+        self.timeout = timeout
+        # Engines share a channel: whichever plan a payload runs, all members count its calls alike.
+        self._channel = Channel(group)
+        self._member = self._channel.rank
+        self._rank = self.members.index(self._member)
+        self._plans = plans
+        self._engines: dict[tuple[object, ...], Engine] = {}
+        self._guard = threading.Lock()
+        self._worker: ThreadPoolExecutor | None = None
+
+    def start(self, job: Callable[[], list[torch.Tensor]]) -> torch.futures.Future[list[torch.Tensor]]:
+        """Run a job in the background, after those that were started before it."""
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+
+        def work() -> None:
+            try:
+                # What is made here is written to by other threads, which are in no inference mode.
+                with torch.inference_mode(False), torch.no_grad():
+                    result = job()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        with self._guard:
+            if self._channel.error is not None:
+                raise self._channel.error
+            if self._worker is None:
+                self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="meshmend")
+            self._worker.submit(work)
+        return future
+
+    def all_reduce(self, tensors: Tensors, op: Any, timeout: timedelta | None) -> None:
+        """Reduce tensors in place, as one payload per dtype."""
+        size = Plans.size(_bytes_of(tensors))
+        engine = self._engine((Collective.ALL_REDUCE, size), lambda: self._plans.get(self.mesh, size))
+        reduce_tensors(tensors, engine, op, timeout=timeout)
+
+    def broadcast(self, tensors: Tensors, root: int, timeout: timedelta | None) -> None:
+        """Give everybody the root's tensors."""
+        size, rank = Plans.size(_bytes_of(tensors)), self.members.index(root)
+        engine = self._engine(("broadcast", rank, size), lambda: self._plans.broadcast(self.mesh, rank, size))
+        for tensor in tensors:
+            words = f"broadcast from {root}, {describe([tensor], None)}"
+            held = tensor if tensor.is_contiguous() else tensor.contiguous()
+            engine.run(held, None, words, timeout=timeout)
+            if held is not tensor:
+                overwrite(tensor, held.reshape(-1))
+
+    def all_gather(self, outputs: Tensors, shards: Tensors, timeout: timedelta | None) -> None:
+        """Fill each output with everybody's shard, in order of member. All are of one dtype."""
+        n, words = len(self.members), f"shards of {describe(shards, None)}"
+        size = Plans.size(n * _bytes_of(shards))
+        engine = self._sharded(Collective.ALL_GATHER, size)
+        if len(outputs) == 1 and outputs[0].is_contiguous():
+            own = outputs[0].detach().view(n, -1)[self._member]
+            if own.data_ptr() != shards[0].data_ptr() or not shards[0].is_contiguous():
+                overwrite(own, shards[0].detach().reshape(-1))
+            engine.run(outputs[0], None, words, timeout=timeout)
+            return
+        packed = torch.empty((n, sum(shard.numel() for shard in shards)), dtype=shards[0].dtype)
+        torch.cat([shard.detach().reshape(-1) for shard in shards], out=packed[self._member])
+        engine.run(packed, None, words, timeout=timeout)
+        parts = packed.split([shard.numel() for shard in shards], dim=1)
+        for output, part in zip(outputs, parts, strict=True):
+            overwrite(output, part.reshape(-1))
+
+    def gather_lists(self, outputs: Tensors, shard: torch.Tensor, timeout: timedelta | None) -> None:
+        """Fill output g with the shard of member g."""
+        packed = torch.empty((len(outputs), shard.numel()), dtype=shard.dtype)
+        self.all_gather([packed], [shard], timeout)
+        for output, part in zip(outputs, packed, strict=True):
+            overwrite(output, part)
+
+    def reduce_scatter(self, outputs: Tensors, payloads: Sequence[Tensors], op: Any, timeout: timedelta | None) -> None:
+        """Fill each output with the sum (mean, …) of this member's shard; `payloads[i]` is everybody's, in a row.
+
+        It is given in one tensor or in one per member, and left as it is. All are of one dtype.
+        """
+        n = len(self.members)
+        words = f"reduce-scatter, {NAMES[op]} of shards of {describe(outputs, None)}"
+        engine = self._sharded(Collective.REDUCE_SCATTER, Plans.size(n * _bytes_of(outputs)))
+        packed = torch.empty((n, sum(output.numel() for output in outputs)), dtype=outputs[0].dtype)
+        parts = packed.split([output.numel() for output in outputs], dim=1)
+        for part, payload in zip(parts, payloads, strict=True):
+            if len(payload) == 1:
+                part.copy_(payload[0].detach().reshape(n, -1))
+            else:
+                for row, shard in zip(part, payload, strict=True):
+                    row.copy_(shard.detach().reshape(-1))
+        # A mean is a sum until the end, and then only this member's shard is divided.
+        engine.run(packed, dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op, words, timeout=timeout)
+        if op == dist.ReduceOp.AVG:
+            packed[self._member] /= n
+        for output, part in zip(outputs, parts, strict=True):
+            overwrite(output, part[self._member])
+
+    def _sharded(self, collective: Collective, size: int) -> Engine:
+        return self._engine((collective, size), lambda: self._plans.shards(self.mesh, collective, self.members, size))
+
+    def _engine(self, key: tuple[object, ...], plan: Callable[[], Any]) -> Engine:
+        """Return the engine for a collective and a size of payload; made at most once, in the background thread."""
+        if key not in self._engines:
+            self._engines[key] = Engine(
+                plan(), self._rank, None, group_ranks=self.members, timeout=self.timeout, channel=self._channel
+            )
+        return self._engines[key]
+
+    def close(self, *, abort: bool) -> None:
+        """Take no more calls; with `abort`, also close all connections, so that those under way end with an error."""
+        with self._guard:
+            self._channel.fail(MeshmendError("This process group was closed: make another."))
+            worker, self._worker = self._worker, None
+        if abort:
+            self._channel.close()
+        if worker is not None:
+            # What is queued is not dropped: it ends with the error, and so do those who wait for it.
+            worker.shutdown(wait=False)
+
+
+def _bytes_of(tensors: Tensors) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

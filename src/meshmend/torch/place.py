@@ -1,0 +1,52 @@
+"""Where a process is: the whole machine, and its own chip in it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshmend.errors import Coordinate, MeshError
+from meshmend.machines import Machine
+from meshmend.machines.read import as_machine
+from meshmend.topology import Mesh, name_shape
+
+
+def find_place(
+    shape: Sequence[int] | str | None,
+    chip: Sequence[int] | str | None,
+    machine: Machine | Path | str | None,
+    wrap: bool | Sequence[bool],
+) -> tuple[Mesh, Coordinate]:
+    """Return the whole machine and the coordinate of this process's chip in it."""
+    if chip is None:
+        raise MeshError("Say which chip this process is, as in chip=(0, 3).")
+    if machine is None:
+        if shape is None:
+            raise MeshError("Say which mesh the chip is in: shape='4x8', or machine= with the machine's description.")
+        if isinstance(chip, str):
+            raise MeshError(f"{chip!r} is the name of a chip: give the machine that has it, as machine=.")
+        whole, place = Mesh(shape, wrap=wrap), tuple(int(x) for x in chip)
+        whole.rank(place)
+        return whole, place
+    if shape is not None or wrap is not False:
+        said = "wrap" if shape is None else "shape"
+        raise MeshError(f"A machine already says its shape and which axes wrap: leave out {said}.")
+    described = as_machine(machine)
+    whole = described.usable_mesh
+    place = described.place(chip) if isinstance(chip, str) else tuple(int(x) for x in chip)
+    try:
+        whole.rank(place)
+    except MeshError as error:
+        raise MeshError(
+            f"{described.file}: {error} A process that runs on it needs a description of the machine as it is now."
+        ) from None
+    return whole, place
+
+
+def describe_machine(whole: Mesh) -> str:
+    """Describe a machine such that two that differ in any chip, cable or rate have different texts."""
+    if whole.is_full and not whole.has_slow_cables:
+        return name_shape(whole.shape)
+    exact = repr((whole.holes, whole.failed_cables, sorted(whole.cable_rates.items())))
+    return f"{whole} [{hashlib.sha256(exact.encode()).hexdigest()[:12]}]"

@@ -1,0 +1,77 @@
+"""The options that meshmend gives the TPU compiler: each with its reason, none anywhere else, all known to libtpu."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import meshmend
+import meshmend.jax as mmj
+from meshmend.jax import compiler_options
+from meshmend.jax.compiler_options import OPTIONS, CompilerOption, Purpose, options_for, without_option
+from meshmend.jax.compiling import ahead_of_time
+from meshmend.jax.compiling.ahead_of_time import CompilerError, compile_step, slice_fabric
+
+needs_libtpu = pytest.mark.skipif(
+    not ahead_of_time.has_libtpu(), reason="needs the TPU compiler: pip install 'meshmend[tpu]'"
+)
+SLICES = ["v5p:2x2x1", "v6e:2x2"]
+
+
+def test_one_table_names_all_options() -> None:
+    """XLA_FLAGS of child processes on the CPU are another matter: they are no options of a compilation."""
+    source = Path(meshmend.__file__).parent
+    for path in source.rglob("*.py"):
+        named = set(re.findall(r"\bxla_(?!force_host|cpu_)\w+", path.read_text(encoding="utf-8")))
+        in_advice = {"xla_tpu_enable_glp_ring_reordering"} if path.name == "apart.py" else set()
+        assert path.name == "compiler_options.py" or named == in_advice, path.name
+    assert len({one.name for one in OPTIONS}) == len(OPTIONS)
+    assert all(len(one.why) > 20 for one in OPTIONS)
+
+
+def test_a_fabric_has_the_options_of_its_purposes_and_only_on_tpus() -> None:
+    by_purpose = {purpose: options_for("tpu", purpose) for purpose in Purpose}
+    assert all(by_purpose.values())
+    assert sum(map(len, by_purpose.values())) == len(OPTIONS)
+    assert options_for("cpu", *Purpose) == {}
+    fabric = mmj.discover(jax.devices()[:4], shape="2x2")
+    assert fabric.compiler_options == fabric.overlap_options == {}
+
+
+@needs_libtpu
+@pytest.mark.parametrize("topology", SLICES)
+def test_libtpu_knows_every_option(topology: str) -> None:
+    fabric = slice_fabric(topology)
+    assert fabric.overlap_options == options_for("tpu", Purpose.LINKS, Purpose.OVERLAP)
+    assert mmj.tile(fabric, "1x1").compiler_options == options_for("tpu", Purpose.LINKS, Purpose.TILES)
+    for option in OPTIONS:
+        compile_one(fabric, topology, {option.name: option.value})
+
+
+@needs_libtpu
+@pytest.mark.parametrize("topology", SLICES)
+def test_an_option_that_libtpu_does_not_know_is_an_error_that_names_it(
+    topology: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fabric = slice_fabric(topology)
+    with pytest.raises(CompilerError, match=r"libtpu [\d.]+\) does not know the option xla_tpu_invented\. It is not"):
+        compile_one(fabric, topology, {"xla_tpu_invented": "true"})
+    ours = CompilerOption("xla_tpu_invented", "true", Purpose.OVERLAP, "Permutes would wait for each other.")
+    monkeypatch.setattr(compiler_options, "OPTIONS", (*OPTIONS, ours))
+    with pytest.raises(CompilerError, match=r"option xla_tpu_invented\. .*would wait for each other\. Install libtpu"):
+        compile_one(fabric, topology, fabric.overlap_options)
+
+
+def test_what_to_do_without_an_option() -> None:
+    assert "leave it out of compiler_options" in without_option("xla_elsewhere")
+    assert OPTIONS[0].why in without_option(OPTIONS[0].name)
+
+
+def compile_one(fabric: mmj.Fabric, topology: str, options: dict[str, str]) -> None:
+    x: Any = jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=fabric.sharding())
+    compile_step(topology, jax.jit(lambda x: x + 1), fabric, x, options=options)
