@@ -104,8 +104,6 @@ def train(
         weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
         facts = {"t": time.time(), "chips": manager.num_participants(), "loss": loss.item(), **attempt}
         log.write(json.dumps({"at": "end", "committed": committed, "weights": weights, **facts}) + "\n")
-    # The last step's peers may still be reading from this chip.
-    time.sleep(2)
     manager.shutdown()
 
 

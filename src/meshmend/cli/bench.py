@@ -355,6 +355,8 @@ def _show_report(report: FailuresReport) -> None:
             "refused": f"{facts['refused']} by chips",
             "first step round the hole": both(facts["recovery_s"]),
             **{f"  {stage}": both(figures) for stage, figures in facts["stages_s"].items()},
-            "promises": approved("every contribution exactly once, the same weights on every chip"),
+            "promises": approved(
+                "every contribution exactly once, the same weights on every chip, each sample once per epoch"
+            ),
         },
     )

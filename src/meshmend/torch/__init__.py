@@ -1,7 +1,7 @@
 """PyTorch: a backend of torch.distributed, the engine behind it, and training that survives a dead board with torchft.
 
-Importing this registers the backend "meshmend". `MeshProcessGroup`, `Manager` and `DistributedDataParallel` need
-torchft, the rest only torch. The extra `torch` installs both.
+Importing this registers the backend "meshmend". `MeshProcessGroup`, `Manager`, `StepSampler` and
+`DistributedDataParallel` need torchft, the rest only torch. The extra `torch` installs both.
 """
 
 from __future__ import annotations

@@ -31,6 +31,8 @@ LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
 CONNECT_TIMEOUT = timedelta(seconds=10)
 """torchft waits a minute for a peer that a chip receives its weights from; one that has died meanwhile is no use."""
 
+LINGER_S = 2.0
+
 
 class Stateful(Protocol):
     """Whatever has a state to save and to restore: a model, an optimizer, a learning-rate schedule."""
@@ -86,7 +88,7 @@ class Manager(torchft.Manager):
         self.timeline = Timeline(path, job=find_job(None), host=number)
         self._events = QuorumLog(self.timeline, hosts)
         self._facts: dict[str, Any] = {}
-        self._in_step, self._source = False, "in place"
+        self._in_step, self._in_company, self._source = False, False, "in place"
         self._asked_at = self._ready_at = self._received_at = 0.0
         self._noted_at = time.time()
         """Up to when quorums and received states are in the timeline."""
@@ -157,7 +159,13 @@ class Manager(torchft.Manager):
         return committed
 
     def shutdown(self, wait: bool = True) -> None:
-        """Leave the job, as torchft does; the job is over unless an error is under way."""
+        """Leave the job, as torchft does; the job is over unless an error is under way.
+
+        Then this chip stays reachable for two seconds: others may still be receiving their part of the last step, and
+        without it could not finish it any more.
+        """
+        if sys.exception() is None and self._in_company:
+            time.sleep(LINGER_S)
         super().shutdown(wait)
         if sys.exception() is None:
             self.timeline.note("done", step=self.current_step())
@@ -184,6 +192,7 @@ class Manager(torchft.Manager):
             self.timeline.note("join", at=formed_at, seconds=spent.configure_s - spent.plan_s)
             self.timeline.note("plan", at=spent.configured_at - spent.plan_s, seconds=spent.plan_s)
             self._noted_at, self._source = spent.configured_at, "in place"
+            self._in_company = mesh.n_chips > 1
         if self._received_at > self._noted_at:
             # Where the quorum is synchronous, the state has been put into place when `start_quorum` returns.
             ended = max(self._received_at, self._ready_at)
