@@ -70,8 +70,9 @@ def add(
         entries, hosts = _open(folder), find_machine(folder)
         for_s = parse_duration(length)
         wanted = [Suspect.parse(text) for text in suspects]
-        for suspect in wanted if hosts is not None else ():
-            suspect.check(hosts.shape, len(hosts))
+        if hosts is not None:  # all of them or none
+            for suspect in wanted:
+                suspect.check(hosts.shape, len(hosts))
         made = [entries.add(one, why=why or "added by hand", for_s=for_s, hosts=hosts) for one in wanted]
         if json:
             print_json({"folder": str(folder), "entries": [_facts(entry) for entry in made]})
