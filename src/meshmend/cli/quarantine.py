@@ -70,7 +70,7 @@ def add(
         entries, hosts = _open(folder), find_machine(folder)
         for_s = parse_duration(length)
         wanted = [Suspect.parse(text) for text in suspects]
-        if hosts is not None:
+        if hosts is not None:  # all of them or none
             for suspect in wanted:
                 suspect.check(hosts.shape, len(hosts))
         made = [entries.add(one, why=why or "added by hand", for_s=for_s, hosts=hosts) for one in wanted]

@@ -230,6 +230,8 @@ class Screen:
         elif kind == "failed":
             left = f"{event['left']} restart{'s' * (event['left'] != 1)} left"
             self.say(f"host {host}: the script ended with exit code {event['code']}, {left}", "bold red")
+        elif kind == "quarantined":
+            self.say(event["message"], "bold yellow")
         elif kind == "error":
             self.errors.append(f"Host {host}: {event['message']}")
         elif kind == "over":

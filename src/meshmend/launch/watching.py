@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshmend.errors import LaunchError
+from meshmend.errors import LaunchError, QuarantineError
 from meshmend.launch.goodput import Attempt, HostBook, TimeAccount, settle
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.story import Tail
 from meshmend.launch.timeline import Event, read_before, read_timeline
+from meshmend.quarantine import Quarantined, QuarantineList
 
 NAMES = re.compile(r"host-(\w+)\.jsonl")
 STATES = ("starting", "training", "recovering", "waiting", "stalled", "over")
@@ -89,6 +90,7 @@ class Watch:
         """Read what is new, and return the job as it is now."""
         self.read()
         account, latest = self.account(), self.latest
+        quarantined, problem = read_quarantine(self.folder)
         return JobSnapshot(
             folder=str(self.folder),
             state=self.state(account),
@@ -97,7 +99,17 @@ class Watch:
             losses=next((tuple(one.losses) for one in latest.values() if one.losses), ()),
             copies={name: one.kept for name, one in latest.items()},
             checkpoint=max((one.saved for one in latest.values()), default=0),
+            quarantined={str(entry.suspect): f"{entry.by}: {entry.why}" for entry in quarantined},
+            quarantine_problem=problem,
         )
+
+
+def read_quarantine(folder: Path) -> tuple[tuple[Quarantined, ...], str]:
+    """Return what is in quarantine, and why that cannot be read, empty if it can: who watches does not stop for it."""
+    try:
+        return QuarantineList(folder).active(), ""
+    except (QuarantineError, OSError) as error:
+        return (), str(error)
 
 
 def find_machine(folder: str | Path) -> Hosts | None:
@@ -131,6 +143,10 @@ class JobSnapshot:
     """By host, the last step of which it has a copy in memory."""
     checkpoint: int
     """The last one on disk."""
+    quarantined: dict[str, str]
+    """What is left out, by its name as in "2,3", "2,3-2,4" or "host 5": who said so, and why."""
+    quarantine_problem: str
+    """Why the quarantine list cannot be read, empty if it can."""
 
     def facts(self) -> dict[str, Any]:
         """Return everything as JSON can write it; `read_snapshot` reads it."""

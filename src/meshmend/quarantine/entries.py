@@ -59,6 +59,20 @@ class Quarantined:
         """Return everything as JSON can write it."""
         return asdict(self) | {"suspect": str(self.suspect)}
 
+    @classmethod
+    def of(cls, facts: Any) -> Quarantined:
+        """Return the entry that `facts` describes; raise `QuarantineError` if it is none."""
+        try:
+            suspect, why, by = (facts[name] for name in ("suspect", "why", "by"))
+            times, steps = [[facts[name] for name in pair] for pair in (("since", "until"), ("step", "verified"))]
+        except (KeyError, TypeError) as error:
+            raise QuarantineError(f"it lacks {error}.") from error
+        if not all(isinstance(text, str) and len(text) <= MAX_WHY for text in (suspect, why, by)):
+            raise QuarantineError("suspect, why and by are not short texts.")
+        if not all(_is_count(number) for number in (*times, *steps)):
+            raise QuarantineError("since, until, step and verified are not numbers.")
+        return cls(Suspect.parse(suspect), why, by, float(times[0]), float(times[1]), int(steps[0]), int(steps[1]))
+
 
 class QuarantineList:
     """The list of the job in a folder. Every call reads the file anew: hosts and people change it.
@@ -194,21 +208,9 @@ class QuarantineList:
 
     def _entry(self, number: int, facts: Any) -> Quarantined:
         try:
-            text = {name: facts[name] for name in ("suspect", "why", "by")}
-            numbers = {name: facts[name] for name in ("since", "until", "step", "verified")}
-        except (KeyError, TypeError) as error:
-            raise self._damaged(f"entry {number} lacks {error}") from error
-        if not all(isinstance(value, str) and len(value) <= MAX_WHY for value in text.values()):
-            raise self._damaged(f"entry {number} has something else than short texts in suspect, why and by")
-        if not all(_is_count(value) for value in numbers.values()):
-            raise self._damaged(f"entry {number} has something else than numbers in since, until, step and verified")
-        try:
-            suspect = Suspect.parse(text.pop("suspect"))
+            return Quarantined.of(facts)
         except QuarantineError as error:
-            raise self._damaged(f"entry {number}: {error}") from error
-        times = {name: float(numbers[name]) for name in ("since", "until")}
-        steps = {name: int(numbers[name]) for name in ("step", "verified")}
-        return Quarantined(suspect, text["why"], text["by"], **times, **steps)  # type: ignore[arg-type]
+            raise self._damaged(f"entry {number}: {error}".removesuffix(".")) from error
 
     def _damaged(self, why: str) -> QuarantineError:
         return QuarantineError(

@@ -212,7 +212,8 @@ class Job:
 def _join(shared: SharedFolder) -> Session:
     host = os.environ.get("MESHMEND_HOST", os.environ.get("RANK", "0"))
     begin = initialize if is_launched() else initialize_alone
-    return begin(compile_cache=shared.compiled, timeline=os.environ.get("MESHMEND_TIMELINE") or shared.timeline(host))
+    timeline = os.environ.get("MESHMEND_TIMELINE") or shared.timeline(host)
+    return begin(compile_cache=shared.compiled, timeline=timeline, quarantine=shared.path)
 
 
 def _policy(global_batch: Any) -> Policy:
