@@ -88,6 +88,7 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
         ("restart.md", "it is a server that never ends"),
         ("restart.md", "it needs Slurm and eight nodes"),
         ("studio.md", "it is a server that never ends"),
+        ("torch.md", "it is a server that never ends"),
         ("torch.md", "one rank of several; examples/torch/sharded_update.py is the whole program"),
     ]
 
