@@ -68,7 +68,7 @@ def test_wrong_arguments_of_a_job(options: dict[str, Any], message: str, tmp_pat
     [
         ({"params": {}}, "params has no arrays"),
         ({"params": {"w": loss}}, r"params\['w'\] is a function, expected an array"),
-        ({"update": "split"}, "update is 'split', expected 'auto', 'replicated' or 'sharded'"),
+        ({"update": "split"}, "update is 'split', expected 'auto', 'replicated', 'sharded' or 'fsdp'"),
         ({"update": "sharded", "model_state": {"m": np.zeros(3)}}, "does not keep a model state yet"),
         ({"steps": -1}, "steps is -1"),
         ({"loss": lambda params, batch: loss(params, batch).mean()}, "Leave out the mean over the batch"),
