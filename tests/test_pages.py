@@ -75,6 +75,7 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
         ("restart.md", "python", "tests/jax_engine/job/test_docs.py"),
         ("restart.md", "bash", "tests/jax_restart/test_restart.py"),
         ("restart.md", "bash", "tests/jax_restart/test_run.py"),
+        ("shard.md", "bash", "tests/jax_engine/compiling/test_layer_stack.py"),
         ("torch.md", "bash", "tests/torch_engine/test_failures.py"),
     }
     for _, _, test in by:
