@@ -46,6 +46,7 @@ def test_loopback(tmp_path: Path) -> None:
     assert (tmp_path / "t.svg").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_backends_are_timed_side_by_side() -> None:
     command = [sys.executable, "-m", "meshmend", "bench", "backend", "--loopback", "1x2", "--payload", "50KB"]
     done = subprocess.run(
