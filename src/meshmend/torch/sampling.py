@@ -40,7 +40,7 @@ class StepSampler:
     @property
     def position(self) -> int:
         """How many samples committed steps have used, over all epochs."""
-        return self._manager.batches_committed() * self.batch_size
+        return int(self._manager.batches_committed()) * self.batch_size
 
     @property
     def epoch(self) -> int:
