@@ -55,7 +55,16 @@ def compile_way(options: argparse.Namespace, way: str) -> dict[str, Any]:
         options.layers, options.width, options.sequence, options.batch, options.dtype, options.wide_sums
     )
     gradients_only = way == "behind" or (options.gradients and way == "sharded")
-    job = StackJob(options.topology, model, Shard(shard), hide and not options.no_hide, gradients_only, failed, cores=1)
+    job = StackJob(
+        options.topology,
+        model,
+        Shard(shard),
+        hide and not options.no_hide,
+        options.in_turn,
+        gradients_only,
+        failed,
+        cores=1,
+    )
     report = compile_stack_apart(job, plans)
     return {
         "way": way,
@@ -85,6 +94,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["replicated", "update", "sharded"])
     parser.add_argument("--gradients", action="store_true", help="sharded: the gradients only, without the optimizer")
     parser.add_argument("--no-hide", action="store_true", help="gather each layer when it is needed: less memory")
+    parser.add_argument("--in-turn", action="store_true", help="scatter one layer, then gather the next: less memory")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"

@@ -18,7 +18,9 @@ SOURCE = Path(meshmend.__file__).parent
 # From left to right: a part may import from its own place or from the left.
 ORDER = [
     "errors",
+    "extras",
     "shapes",
+    "locks",
     "topology",
     "machines",
     "routing",
@@ -28,6 +30,7 @@ ORDER = [
     "planning",
     "study",
     "availability",
+    "quarantine",
     "launch",
     "jax",
     "drawing",

@@ -16,7 +16,8 @@ import pytest
 
 from meshmend import errors
 from meshmend.cost.simgrid import SimgridError
-from meshmend.errors import MeshmendError, MissingExtraError, PlanError, install_hint
+from meshmend.errors import MeshmendError, MissingExtraError, PlanError
+from meshmend.extras import install_hint
 
 KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, MeshmendError)]
 
@@ -94,4 +95,4 @@ def test_an_engine_without_its_packages_names_the_extra(engine: str, module: str
 def test_the_way_to_install_an_extra_is_said_in_one_place() -> None:
     source = Path(errors.__file__).parent
     said = {path.name for path in source.rglob("*.py") if "pip install 'meshmend[" in path.read_text(encoding="utf-8")}
-    assert said == {"errors.py"}
+    assert said == {"extras.py"}

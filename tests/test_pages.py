@@ -75,6 +75,7 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
         ("restart.md", "python", "tests/jax_engine/job/test_docs.py"),
         ("restart.md", "bash", "tests/jax_restart/test_restart.py"),
         ("restart.md", "bash", "tests/jax_restart/test_run.py"),
+        ("shard.md", "bash", "tests/jax_engine/compiling/test_layer_stack.py"),
         ("torch.md", "bash", "tests/torch_engine/test_failures.py"),
     }
     for _, _, test in by:
@@ -87,6 +88,7 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
         ("restart.md", "it is a server that never ends"),
         ("restart.md", "it needs Slurm and eight nodes"),
         ("studio.md", "it is a server that never ends"),
+        ("torch.md", "it is a server that never ends"),
         ("torch.md", "one rank of several; examples/torch/sharded_update.py is the whole program"),
     ]
 

@@ -35,6 +35,7 @@ PUBLIC = [
     "meshmend.drawing",
     "meshmend.study",
     "meshmend.availability",
+    "meshmend.quarantine",
     "meshmend.lab",
     "meshmend.launch",
     "meshmend.doctor",

@@ -7,7 +7,6 @@ so that a program can act on them without parsing text.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any
 
 __all__ = [
@@ -32,6 +31,7 @@ __all__ = [
     "ParameterError",
     "PayloadError",
     "PlanError",
+    "QuarantineError",
     "RendezvousError",
     "RestartError",
     "RoutingError",
@@ -273,6 +273,10 @@ class RestartError(MeshmendError, RuntimeError):
         super().__init__(message)
 
 
+class QuarantineError(MeshmendError, RuntimeError):
+    """A quarantine list is damaged, lacks what is asked for, or may not grow without somebody who looks."""
+
+
 class LostChipError(MeshmendError, RuntimeError):
     """A chip stopped responding during an all-reduce, so this chip's payload is invalid.
 
@@ -374,30 +378,3 @@ def name_chip(chip: Sequence[int]) -> str:
     '(6,8)'
     """
     return "(" + ",".join(str(int(x)) for x in chip) + ")"
-
-
-def install_hint(extra: str | None = None) -> str:
-    """Return the command that installs meshmend or one of its extras, from a package index and from a checkout.
-
-    >>> install_hint("jax")
-    "pip install 'meshmend[jax]' (in a checkout: pip install '.[jax]')"
-    >>> install_hint()
-    'pip install meshmend (in a checkout: pip install .)'
-    """
-    if extra is None:
-        return "pip install meshmend (in a checkout: pip install .)"
-    return f"pip install 'meshmend[{extra}]' (in a checkout: pip install '.[{extra}]')"
-
-
-def require(*modules: str, needed_for: str, extra: str) -> None:
-    """Raise `MissingExtraError` if one of these modules is not installed; none of them is imported.
-
-    >>> require("json", needed_for="Reading", extra="draw")
-    >>> require("json", "no_such_module", needed_for="Reading", extra="draw")
-    Traceback (most recent call last):
-    ...
-    meshmend.errors.MissingExtraError: Reading needs no_such_module, which is not installed here. Install it with: ...
-    """
-    for module in modules:
-        if find_spec(module) is None:
-            raise MissingExtraError(needed_for, module, install_hint(extra))

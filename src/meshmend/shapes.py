@@ -21,4 +21,6 @@ AXES = {
     "B": "examples of a batch that a device has",
     "S": "elements of a whole array or payload, flat",
     "P": "elements of a device's part of the state, flat",
+    "I": "devices of a tile; one where chips are not cut into tiles",
+    "Q": "pieces of the parameters, each with a digest",
 }

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from meshmend.cli import app
 from meshmend.doctor import Finding, packages, probes
-from meshmend.errors import install_hint
+from meshmend.extras import install_hint
 
 # The package's function of the same name stands before the module.
 examination = importlib.import_module("meshmend.doctor.examine")

@@ -46,6 +46,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("wrong.txt").write_text(WRONG)
     Path("folder.npz").mkdir()
     Path("file").touch()
+    Path("damaged list").mkdir()
+    Path("damaged list/quarantine.json").write_text("{")
     monkeypatch.setattr(lab.journal, "FOLDER", tmp_path / "journals")
     return tmp_path
 
@@ -161,7 +163,19 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("bench allreduce", "nowhere", [], "Say where"),
     ("bench allreduce", "bad unit", ["--loopback", "1x2", "--payload", "much"], "is not a payload"),
     ("bench allreduce", "no unit", ["--loopback", "1x2", "--payload", "100"], "its unit is missing"),
+    ("bench backend", "nowhere", [], "Say where"),
+    ("bench backend", "bad unit", ["--loopback", "1x2", "--payload", "much"], "is not a payload"),
     ("bench allreduce", "unwritable", ["--loopback", "1x2", "--plot", "nowhere/a.svg"], "nothing can be written"),
+    ("quarantine list", "no folder", ["nowhere"], "There is no folder nowhere. Give the job's shared folder"),
+    ("quarantine list", "damaged", ["damaged list"], "quarantine.json is damaged: it is not JSON"),
+    ("quarantine add", "no folder", ["nowhere", "2,3"], "There is no folder nowhere"),
+    ("quarantine add", "bad suspect", [".", "2;3"], "'2;3' is no suspect. Write a chip as 2,3"),
+    ("quarantine add", "bad time", [".", "2,3", "--for", "soon"], "'soon' is not a length of time"),
+    ("quarantine add", "no time", [".", "2,3", "--for", "0s"], "expected more than 0 s"),
+    ("quarantine add", "damaged", ["damaged list", "2,3"], "Repair it, or move it away"),
+    ("quarantine clear", "not there", [".", "2,3"], "2,3 is not in quarantine. quarantine.json lists: nothing"),
+    ("quarantine clear", "none", ["."], "Give suspects, as in 2,3, or --all"),
+    ("quarantine clear", "some and all", [".", "2,3", "--all"], "Give suspects, as in 2,3, or --all"),
     ("watch", "no folder", ["nowhere"], "There is no folder nowhere. Give the job's shared folder"),
     ("watch", "no web", ["ftp://10.0.0.7:9464"], "not with http:// or https://: give one as in http://10.0.0.7:9464"),
     ("watch", "nobody", ["http://127.0.0.1:1"], "http://127.0.0.1:1 does not answer (Connection refused)"),
@@ -253,6 +267,7 @@ def test_usage_is_one_line(words: list[str]) -> None:
         (["compile", "--topology", "v3:4x4"], "libtpu", "tpu"),
         (["compile", "--topology", "v3:4x4", "--workload", "bert-large"], "flax", "workloads"),
         (["bench", "allreduce", "--loopback", "1x2"], "torch", "torch"),
+        (["bench", "backend", "--loopback", "1x2"], "torch", "torch"),
         (["bench", "failures"], "torchft", "torch"),
         (["bench", "restart"], "orbax", "launch"),
         (["bench", "overhead"], "prometheus_client", "operate"),

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.errors import ParameterError
+from meshmend.jax.state import StateLayout
 
 WORDS, WIDTH, LAYERS = 11, 8, 3
 STEPS = 20
@@ -277,6 +278,47 @@ def test_parameters_and_state_move_to_other_survivors_bit_for_bit() -> None:
     assert structures[0] == structures[1]
     with pytest.raises(ParameterError, match="is not what `like` was cut from"):
         mmj.reshard_params({"norm": jnp.ones((3, 2))}, params, fabric, pair)
+
+
+def test_a_replicated_state_becomes_a_sharded_one_and_back_bit_for_bit() -> None:
+    """What `train_step` with a Program has trained, as the keeper restores it: arrays like its parameters'."""
+    fabric, pair = programs()
+    optimizer = optax.sgd(1e-2, momentum=0.9)
+    like = abstract_params(fabric, pair)
+    training = mmj.sharded_train_step(sharded_loss, optimizer, fabric)
+    whole = whole_params()
+    state = jax.eval_shape(mmj.train_step(whole_loss, optimizer, fabric).init, whole, pair.whole)
+    rng = np.random.default_rng(0)
+    kept = jax.tree.map(lambda x: rng.integers(1, 99, x.shape).astype(x.dtype), (whole, state))
+    layout = StateLayout.of(training, pair, like)
+    found = mmj.reshard_params(kept, (like, jax.eval_shape(training.init, like, pair)), fabric, pair)
+    layout.check(*found)
+    again = mmj.unshard_params(found, fabric, pair)
+    for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(kept), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_true_mean_over_examples_however_they_are_spread() -> None:
+    """Twelve examples on five chips, of which some have one that does not count: NumPy's weighted mean."""
+    fabric, pair = programs()
+
+    def loss(params: Any, batch: Any, pair: mmj.ProgramPair) -> Any:
+        return batch["x"] * jnp.sum(mmj.gather_params(params, pair)["w"])
+
+    tree = {"w": np.arange(7, dtype=np.float32)}
+    weights = np.array([1, 1, 0, 2, 1, 1, 1, 0, 0, 1], np.float32)  # the fourth chip has no other
+    x = np.arange(10, dtype=np.float32) + 1
+    mean = np.sum(x * weights) / np.sum(weights)
+    for microbatches in (1, 2):
+        init, step = mmj.sharded_train_step(loss, optax.sgd(0.5), fabric, per_example=True, microbatches=microbatches)
+        params = mmj.shard_params(tree, fabric, pair)
+        params, _, value = jax.jit(step)(params, jax.jit(init)(params, pair), {"x": x}, pair, weights=weights)
+        assert float(value) == pytest.approx(mean * tree["w"].sum(), rel=1e-6)
+        found = mmj.unshard_params(params, fabric, pair)["w"]
+        np.testing.assert_allclose(found, tree["w"] - 0.5 * mean, rtol=1e-6)
+    _, plain = mmj.sharded_train_step(lambda *_: 0.0, optax.sgd(0.5), fabric)
+    with pytest.raises(ParameterError, match=r"make it with sharded_train_step\(…, per_example=True\)"):
+        plain(params, (), {"x": x}, pair, weights=weights)
 
 
 def test_what_does_not_fit_is_refused() -> None:

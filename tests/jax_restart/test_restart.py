@@ -15,6 +15,7 @@ import pytest
 
 from meshmend.bench.restart import Failure, HostKill, Run, campaign
 from meshmend.bench.trainee import TrainingJob
+from meshmend.errors import ParameterError
 from meshmend.launch.processes import children
 
 STEPS = 30
@@ -125,3 +126,18 @@ def test_twenty_failures() -> None:
     assert facts["of_host_0"] >= 1
     assert facts["during_recovery"] == 5
     assert facts["lost_steps"] == 0
+
+
+@pytest.mark.slow
+def test_hosts_of_a_job_with_sharded_parameters_die_and_come_back() -> None:
+    report = campaign(3, host="2x2", shard="fsdp", second=False)
+    facts = report.facts()
+    assert facts["failures"] == 3
+    assert facts["of_host_0"] >= 1
+    assert facts["sources"] == {"memory": 3, "disk": 0}
+    assert facts["lost_steps"] == 0
+
+
+def test_a_campaign_of_something_else_is_refused() -> None:
+    with pytest.raises(ParameterError, match="shard is 'all', expected 'update' or 'fsdp'"):
+        campaign(1, shard="all")

@@ -46,6 +46,19 @@ def test_loopback(tmp_path: Path) -> None:
     assert (tmp_path / "t.svg").stat().st_size > 1000
 
 
+def test_backends_are_timed_side_by_side() -> None:
+    command = [sys.executable, "-m", "meshmend", "bench", "backend", "--loopback", "1x2", "--payload", "50KB"]
+    done = subprocess.run(
+        [*command, "--repeat", "1", "--json"], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    results = json.loads(done.stdout)["results"]
+    assert [result["case"] for result in results] == ["all-reduce", "reduce-scatter", "all-gather", "FSDP2 step"]
+    for result in results:
+        assert result["ratio"] == pytest.approx(result["meshmend_s"] / result["gloo_s"])
+        assert (result["mesh"], result["chips"], result["units"]) == ("1x2", 2, None)
+
+
 def test_updates_are_timed_beside_their_all_reduces() -> None:
     facts = bench("--loopback", "1x3", "--payload", "300KB", "--planner", "weave", "--repeat", "2", "--update")
     found = {result["case"]: result for result in facts["results"]}

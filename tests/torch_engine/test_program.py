@@ -163,6 +163,15 @@ def test_a_copy_of_a_later_step_goes_straight_to_its_place() -> None:
         play(line, seed)
 
 
+def test_an_all_gather_arrives_in_place() -> None:
+    for chunks in (12, 36):
+        gathered = plan(Mesh("4x4", failed=["2x2@1,1"]), "gather", collective="all-gather", chunks=chunks)
+        for rank in range(12):
+            own = program.compile_program(gathered, rank)
+            assert len(own.receives) > 0
+            assert all(receive.direct for receive in own.receives)
+
+
 def test_a_crossed_exchange_within_a_step_cannot_deadlock() -> None:
     # Chips 0 and 1 exchange chunks 0, 2, 4 and 6, 8, 10 in one step, reduced one way and copied the other. On each link
     # reductions come before copies, so each chip's first write wants its own last message to have left: with few

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from meshmend.availability.answers import Answer, Footing
 from meshmend.availability.history import Strike
-from meshmend.errors import MissingExtraError, install_hint
+from meshmend.errors import MissingExtraError
+from meshmend.extras import install_hint
 
 if TYPE_CHECKING:
     import simpy

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from meshmend.availability.simulate import LOSSES, Study, simulate
 from meshmend.availability.throughput import Throughput
-from meshmend.errors import MissingExtraError, ParameterError, install_hint
+from meshmend.errors import MissingExtraError, ParameterError
+from meshmend.extras import install_hint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

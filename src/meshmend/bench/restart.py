@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from meshmend.bench.trainee import N_SAMPLES, TrainingJob
-from meshmend.errors import LabError
+from meshmend.errors import LabError, ParameterError
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.local import LocalJob
 from meshmend.launch.timeline import STAGES, read_timeline, split_recovery
@@ -34,6 +34,8 @@ LOSS_TOLERANCE = 1e-3
 """Sums in another order round differently, and training propagates that; the measured effect is far below this."""
 
 Event = dict[str, Any]
+SHARDS = ("update", "fsdp")
+"""What a job may shard over its chips."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ def campaign(
     failures: int = 20,
     *,
     host: str = "4x2",
+    shard: str = "update",
     seed: int = 0,
     per_run: int = 5,
     aided: bool = True,
@@ -106,10 +109,13 @@ def campaign(
 ) -> RestartReport:
     """Run the campaign and return its report; raise `LabError` if a guarantee is broken.
 
-    `host` is the tile of chips that a host drives. With `aided=False`, jobs restart from disk only, and plan and
+    `host` is the tile of chips that a host drives. `shard` says what is sharded over the chips: the weight update, or
+    the parameters, too ("fsdp"). With `aided=False`, jobs restart from disk only, and plan and
     compile again: the baseline. With `second`, another host dies in every fourth failure while the survivors
     recover.
     """
+    if shard not in SHARDS:
+        raise ParameterError(f"shard is {shard!r}, expected {' or '.join(map(repr, SHARDS))}.")
     rng = random.Random(seed)  # noqa: S311  # moments and places, not secrets
     report = RestartReport()
     shape = name_shape([2 * n for n in parse_shape(host)])
@@ -124,6 +130,7 @@ def campaign(
             shape=shape,
             host=host,
             planner="row-pairs",
+            shard=shard,
             steps=steps,
             caches=str(folder),
             pause_on_hole_s=1.0,

@@ -21,6 +21,8 @@ from meshmend.topology import parse_shape
 
 N_SAMPLES = 640
 WIDTH = 32
+LAYERS = 3
+"""Between the ends, where parameters are sharded."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class TrainingJob:
     planner: str = "hamiltonian"
     batch: int = 64
     keep_global: bool = True
-    sharded: bool = True
+    shard: str = "update"
+    """What is sharded over the chips: nothing ("none"), the weight update, or the parameters, too ("fsdp")."""
     exact: bool = False
     """Integer-valued gradients: the same bits on any number of chips."""
     memory: bool = True
@@ -67,6 +70,7 @@ def main(path: str) -> None:
     caches = Path(job.caches or job.folder)
     host = os.environ["MESHMEND_HOST"]
 
+    import jax
     import optax
 
     import meshmend.jax as mmj
@@ -89,9 +93,14 @@ def main(path: str) -> None:
         optimizer = optax.adam(2.0**-7 if job.exact else 1e-2)
 
         def build(fabric: mmj.Fabric, schedule: Any) -> CompiledTrainStep:
-            program = (mmj.install_pair if job.sharded else mmj.install)(schedule, fabric)
-            training = mmj.train_step(loss, optimizer, fabric, per_example=True)
             batch = next(feed.batches(fabric))
+            if job.shard == "fsdp":
+                pair = mmj.install_pair(schedule, fabric)
+                sharded = mmj.sharded_train_step(sharded_loss, optimizer, fabric, per_example=True)
+                like = jax.eval_shape(lambda pair: _sharded_params(fabric, pair), pair)
+                return compile_train_step(sharded, pair, like, batch)
+            program = (mmj.install if job.shard == "none" else mmj.install_pair)(schedule, fabric)
+            training = mmj.train_step(loss, optimizer, fabric, per_example=True)
             return compile_train_step(training, program, _params(job.exact), batch)
 
         def build_ahead(fabric: mmj.Fabric) -> None:
@@ -100,7 +109,8 @@ def main(path: str) -> None:
         schedule = session.plan(job.planner, cache=plans)
         with timeline.timed("compile"):
             compiled = build(fabric, schedule)
-        params = place(_params(job.exact), fabric)
+        is_fsdp = job.shard == "fsdp"
+        params = _sharded_params(fabric, compiled.program) if is_fsdp else place(_params(job.exact), fabric)
         keeper = Keeper(
             session,
             compiled.layout,
@@ -148,6 +158,32 @@ def regression_loss(params: Any, batch: Any) -> Any:
 
     hidden = jnp.tanh(batch["x"] @ params["w"] + params["b"])
     return (hidden @ params["out"] - batch["y"]) ** 2
+
+
+def sharded_loss(params: Any, batch: Any, pair: Any) -> Any:
+    """Return the squared error per example of a few layers between two ends, all of them sharded."""
+    import jax.numpy as jnp
+
+    import meshmend.jax as mmj
+
+    ends = mmj.gather_params(params["ends"], pair)
+    x = jnp.tanh(batch["x"] @ ends["w"] + ends["b"])
+    x = mmj.scan_layers(lambda w, x: x + jnp.tanh(x @ w["w"] + w["b"]), params["layers"], x, pair)
+    return (x @ ends["out"] - batch["y"]) ** 2
+
+
+def _sharded_params(fabric: Any, pair: Any) -> Any:
+    import numpy as np
+
+    import meshmend.jax as mmj
+
+    rng = np.random.default_rng(2)
+    shapes = {"w": (LAYERS, WIDTH, WIDTH), "b": (LAYERS, WIDTH)}
+    layers = {name: (rng.standard_normal(shape) / 16).astype(np.float32) for name, shape in shapes.items()}
+    return {
+        "ends": mmj.shard_params(_params(exact=False), fabric, pair),
+        "layers": mmj.shard_params(layers, fabric, pair, stacked=True),
+    }
 
 
 def _params(exact: bool) -> Any:

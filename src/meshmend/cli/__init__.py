@@ -16,6 +16,7 @@ from meshmend.cli import (
     plan,
     predict,
     prepare,
+    quarantine,
     report,
     reproduce,
     route,
@@ -62,6 +63,7 @@ app.command(
 app.command("store", cls=Command)(store.command)
 app.command("watch", cls=Command)(watch.command)
 app.command("doctor", cls=Command)(doctor.command)
+app.add_typer(quarantine.app, name="quarantine")
 app.add_typer(lab.app, name="lab")
 app.add_typer(bench.app, name="bench")
 

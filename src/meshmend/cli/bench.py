@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.table import Table
@@ -15,13 +17,17 @@ from meshmend.cli.outputs import check_plot
 from meshmend.cli.root import Command, CommandGroup
 from meshmend.cli.terminal import approved, print_table, terminal
 from meshmend.cost.units import name_bytes, parse_bytes
-from meshmend.errors import ParameterError, require
+from meshmend.errors import ParameterError
+from meshmend.extras import require
 from meshmend.lab import Lab
 from meshmend.topology import Mesh
 
 if TYPE_CHECKING:
     from meshmend.bench.allreduce import Result
+    from meshmend.bench.backend import BesideGloo
     from meshmend.bench.failures import FailuresReport
+
+Figures = TypeVar("Figures")
 
 app = typer.Typer(cls=CommandGroup, help="Measure on real processes and real links. Needs torch.", no_args_is_help=True)
 
@@ -67,7 +73,14 @@ def allreduce(
         _require("torch")
         whole = Mesh(shape)
         meshes = [whole] + ([whole.fail(*fail)] if fail else [])
-        results = _measure_all(meshes, sizes, rate if lab_shape else None, planner, repeat, update)
+        from meshmend.bench.allreduce import measure
+
+        results = _on_links(
+            meshes,
+            sizes,
+            rate if lab_shape else None,
+            partial(measure, planners=planner, repeat=repeat, update=update),
+        )
         if plot is not None:
             from meshmend.bench.plot import draw_times
 
@@ -76,6 +89,46 @@ def allreduce(
             print_json({"rate": rate if lab_shape else None, "results": [result.facts() for result in results]})
         else:
             _show_times(results)
+
+
+@app.command("backend", cls=Command)
+def backend(
+    lab_shape: Annotated[
+        str | None, typer.Option("--lab", metavar="SHAPE", help="Create a lab of this shape for the run. Needs root.")
+    ] = None,
+    loopback: Annotated[
+        str | None, typer.Option("--loopback", metavar="SHAPE", help="No lab: processes on this host's loopback.")
+    ] = None,
+    fail: FailOption = None,
+    rate: Annotated[str, typer.Option("--rate", metavar="RATE", help="Rate of a link, as tc writes it.")] = "40mbit",
+    payload: Annotated[
+        list[str] | None, typer.Option("--payload", metavar="BYTES", help="As in 8MB. Repeatable. [default: 8MB]")
+    ] = None,
+    repeat: Annotated[int, typer.Option("--repeat", metavar="N", min=1, help="Runs per case; the best counts.")] = 3,
+    json: JsonOption = False,
+) -> None:
+    """Time PyTorch's collectives and a step of FSDP2 on the backends gloo and meshmend, in the same processes.
+
+    With --fail the whole mesh is timed first, then the survivors. The payload is what is reduced, what all shards
+    together are, and about what the weights of the model take.
+
+    Example: meshmend bench backend --lab 4x4 --fail 2x2@2,2 --payload 8MB
+    """
+    with exit_on_error(json):
+        shape = lab_shape or loopback
+        if shape is None or (lab_shape and loopback):
+            raise ParameterError("Say where: --lab 4x4 for rate-limited links, or --loopback 2x4 for none.")
+        sizes = [round(parse_bytes(text)) for text in payload or ["8MB"]]
+        _require("torch")
+        from meshmend.bench.backend import compare_backends
+
+        whole = Mesh(shape)
+        meshes = [whole] + ([whole.fail(*fail)] if fail else [])
+        results = _on_links(meshes, sizes, rate if lab_shape else None, partial(compare_backends, repeat=repeat))
+        if json:
+            print_json({"rate": rate if lab_shape else None, "results": [result.facts() for result in results]})
+        else:
+            _show_comparisons(results)
 
 
 @app.command("failures", cls=Command)
@@ -121,6 +174,10 @@ def restart(
         ),
     ] = 0,
     host: Annotated[str, typer.Option("--host", metavar="HxW", help="Chips per host.")] = "4x2",
+    shard: Annotated[
+        str,
+        typer.Option("--shard", metavar="WHAT", help="update (the optimizer's state) or fsdp (the parameters, too)."),
+    ] = "update",
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Random seed: which hosts, and when.")] = 0,
     json: JsonOption = False,
 ) -> None:
@@ -142,9 +199,9 @@ def restart(
                 who = " then ".join(map(str, failure.hosts))
                 typer.echo(f"killed host {who}: resumed from {failure.source} after {failure.total_s:.1f} s ({stages})")
 
-        aided = campaign(failures, host=host, seed=seed, on_failure=show).facts()
+        aided = campaign(failures, host=host, shard=shard, seed=seed, on_failure=show).facts()
         plain = (
-            campaign(unaided, host=host, seed=seed, aided=False, second=False, on_failure=show).facts()
+            campaign(unaided, host=host, shard=shard, seed=seed, aided=False, second=False, on_failure=show).facts()
             if unaided
             else None
         )
@@ -196,25 +253,24 @@ def _require(*modules: str, extra: str = "torch") -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def _measure_all(
-    meshes: list[Mesh], sizes: list[int], rate: str | None, planners: list[str] | None, repeat: int, update: bool
-) -> list[Result]:
-    from meshmend.bench.allreduce import measure
-
+def _on_links(
+    meshes: list[Mesh], sizes: list[int], rate: str | None, measure: Callable[..., list[Figures]]
+) -> list[Figures]:
+    """Measure every mesh and payload, over loopback or in a lab that is made for it."""
     results = []
     status = terminal(stderr=True).status
     if rate is None:
         for mesh in meshes:
             for size in sizes:
                 with status(f"{mesh}, {name_bytes(size)} over loopback"):
-                    results += measure(mesh, size, planners=planners, repeat=repeat, update=update)
+                    results += measure(mesh, size)
         return results
     with Lab.temporary(meshes[0], rate=rate) as lab:
         for mesh in meshes:
             left = lab if mesh == lab.mesh else lab.kill(*mesh.holes)
             for size in sizes:
                 with status(f"{mesh}, {name_bytes(size)} over links of {rate}"):
-                    results += measure(mesh, size, lab=left, planners=planners, repeat=repeat, update=update)
+                    results += measure(mesh, size, lab=left)
     return results
 
 
@@ -235,6 +291,26 @@ def _show_times(results: list[Result]) -> None:
             "–" if result.to_bound is None else f"{result.to_bound:.2f}",
             f"{result.to_gloo:.2f}",
             *(["" if result.to_plain is None else f"{result.to_plain:.2f}"] * updates),
+        )
+    print_table(table)
+
+
+def _show_comparisons(results: list[BesideGloo]) -> None:
+    table = Table(title="Gloo and meshmend, best run", title_justify="left", title_style="bold")
+    table.box, table.pad_edge = None, False
+    for name in ("mesh", "payload", "case"):
+        table.add_column(name, style="cyan", no_wrap=True)
+    for name in ("Gloo, s", "meshmend, s", "M/b", "× Gloo"):
+        table.add_column(name, justify="right")
+    for result in results:
+        table.add_row(
+            result.mesh,
+            name_bytes(result.payload_bytes),
+            result.case,
+            f"{result.gloo_s:.3f}",
+            f"{result.meshmend_s:.3f}",
+            "–" if result.units is None else f"{result.units:.3f}",
+            f"{result.ratio:.2f}",
         )
     print_table(table)
 

@@ -14,7 +14,8 @@ from meshmend.cli.layer_stack import TRANSFORMER, StackOptions, compile_transfor
 from meshmend.cli.options import FailOption, JsonOption, PlannerOption, TuningOptions, WrapOption
 from meshmend.cli.terminal import working
 from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
-from meshmend.errors import ParameterError, require
+from meshmend.errors import ParameterError
+from meshmend.extras import require
 from meshmend.planning import Auto, plan
 from meshmend.topology import name_shape, parse_shape
 from meshmend.topology.text import is_shape

@@ -30,7 +30,8 @@ from meshmend.cost.units import name_bytes, parse_bytes
 from meshmend.drawing import WHAT, Drawing, draw, draw_race, draw_routes
 from meshmend.drawing.draw import MOVING, STILL, check_ending, check_size
 from meshmend.drawing.paper import draw_paper_figure
-from meshmend.errors import DrawingError, require
+from meshmend.errors import DrawingError
+from meshmend.extras import require
 from meshmend.planning import PLANNERS, Auto, plan
 from meshmend.planning.auto import DEFAULT_PAYLOAD_BYTES
 from meshmend.schedule import Collective, Schedule

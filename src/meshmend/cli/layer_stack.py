@@ -59,9 +59,16 @@ class StackOptions:
         ),
     ] = None
 
+    in_turn: Annotated[
+        bool | None,
+        typer.Option("--in-turn", help="transformer: scatter one layer, then gather the next; less memory."),
+    ] = None
+
     def check_unused(self, workload: str | None) -> None:
         """Refuse options that only the transformer has."""
-        given = [f"--{one.name}" for one in dataclasses.fields(self) if getattr(self, one.name) is not None]
+        given = [
+            f"--{one.name.replace('_', '-')}" for one in dataclasses.fields(self) if getattr(self, one.name) is not None
+        ]
         if given:
             what = "the all-reduce alone" if workload is None else workload
             raise ParameterError(f"{given[0]} is for --workload {TRANSFORMER}, and this compiles {what}.")
@@ -94,7 +101,8 @@ def compile_transformer(
     model = Transformer(**stated, batch=batch, dtype=dtype, wide_sums=dtype != "float32")
     with working(f"planning and proving {fabric.mesh}", json):
         plans = plan_stack(fabric.mesh, shard, hide, planner, tuning)
-    job = StackJob(topology, model, shard, hide, failed=failed, wrap=wrap, cores=cores)
+    in_turn = bool(options.in_turn)
+    job = StackJob(topology, model, shard, hide, in_turn, failed=failed, wrap=wrap, cores=cores)
     with working("compiling the transformer's step: this may take minutes", json):
         report = compile_stack_apart(job, plans)
     half = plans.scatter or plans.whole
@@ -106,6 +114,7 @@ def compile_transformer(
         "workload": TRANSFORMER,
         "shard": str(shard),
         "hide": hide,
+        "in_turn": in_turn,
         "batch_per_device": batch,
         **dataclasses.asdict(model),
         "parameters": model.n_params,

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from meshmend.errors import LaunchError, require
+from meshmend.errors import LaunchError
+from meshmend.extras import require
 from meshmend.launch.metrics import serve_metrics
 from meshmend.launch.places import check_address
 

@@ -67,8 +67,8 @@ WebhookOption = Annotated[
     typer.Option(
         "--webhook",
         metavar="URL",
-        help="Post the job's events (a host is lost, the job waits, it trains again) there as JSON. "
-        "[or MESHMEND_WEBHOOK]",
+        help="Post the job's events (a host is lost, a chip is quarantined, the job waits or trains again) there "
+        "as JSON. [or MESHMEND_WEBHOOK]",
     ),
 ]
 MetricsOption = Annotated[

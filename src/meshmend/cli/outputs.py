@@ -7,7 +7,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshmend.errors import ParameterError, require
+from meshmend.errors import ParameterError
+from meshmend.extras import require
 
 SCHEDULES = (".npz", ".txt")
 PLOTS = (".png", ".svg", ".pdf")

@@ -19,7 +19,8 @@ from meshmend.cli.metrics import check_metrics, serving
 from meshmend.cli.options import MetricsOption, WebhookOption
 from meshmend.cli.store import JobOption, SecretOption
 from meshmend.cli.terminal import plain, print_line
-from meshmend.errors import LaunchError, require
+from meshmend.errors import LaunchError
+from meshmend.extras import require
 from meshmend.launch.host import HostDescription
 from meshmend.launch.hosts import Hosts, name_hosts
 from meshmend.launch.job import Event, HostProcesses
@@ -229,6 +230,8 @@ class Screen:
         elif kind == "failed":
             left = f"{event['left']} restart{'s' * (event['left'] != 1)} left"
             self.say(f"host {host}: the script ended with exit code {event['code']}, {left}", "bold red")
+        elif kind == "quarantined":
+            self.say(event["message"], "bold yellow")
         elif kind == "error":
             self.errors.append(f"Host {host}: {event['message']}")
         elif kind == "over":

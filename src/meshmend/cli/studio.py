@@ -12,7 +12,8 @@ from meshmend.cli.common import exit_on_error, print_json
 from meshmend.cli.options import HardwareOption, HoleOptions, JsonOption, MachineOptions, PlannerOption
 from meshmend.cli.terminal import plain, print_line
 from meshmend.cost import DEFAULT_HARDWARE
-from meshmend.errors import LaunchError, require
+from meshmend.errors import LaunchError
+from meshmend.extras import require
 from meshmend.launch.places import check_address
 from meshmend.planning import Auto
 from meshmend.studio import State

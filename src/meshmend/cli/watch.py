@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -25,6 +26,7 @@ from meshmend.launch.places import find_webhook
 from meshmend.launch.remote import RemoteWatch
 from meshmend.launch.watching import JobSnapshot, Watch
 from meshmend.launch.webhook import Webhook
+from meshmend.quarantine import Suspect
 
 BARS = "▁▂▃▄▅▆▇█"
 STYLES = {
@@ -35,6 +37,7 @@ STYLES = {
     "stalled": "bold red",
 }
 MOST_RECOVERIES = 6
+MOST_QUARANTINED = 6
 MAX_MISSED = 5
 """Looks in a row at which a job's host may fail to answer: it may be busy."""
 
@@ -49,7 +52,7 @@ def command(
     metrics: MetricsOption = None,
     webhook: WebhookOption = None,
 ) -> None:
-    """Watch a job: its mesh and the hole in it, step, loss, goodput, and what each recovery took.
+    """Watch a job: its mesh and the hole in it, step, loss, goodput, what is in quarantine, and each recovery.
 
     It only reads the timelines in the shared folder, so it may run anywhere that sees it, and costs the job nothing.
     Elsewhere, watch a host that serves --metrics: http://10.0.0.7:9464. With --metrics and --webhook it serves the
@@ -96,11 +99,12 @@ def view(now: JobSnapshot, where: str) -> RenderableType:
     head = Text.assemble((now.state, STYLES.get(now.state, "bold")), "  ", (plain(where), "dim"))
     if account is None:
         hosts = ", ".join(plain(name) for name in now.started) or "none yet"
-        return Group(head, Text(f"No step so far. Hosts that have started: {hosts}"))
+        return Group(head, Text(f"No step so far. Hosts that have started: {hosts}"), *quarantine(now))
     parts: list[RenderableType] = [
         head,
-        Columns([mesh_view(account), numbers(account, list(now.losses))], padding=(0, 3)),
+        Columns([mesh_view(account, now.quarantined), numbers(account, list(now.losses))], padding=(0, 3)),
         time_bar(account),
+        *quarantine(now),
     ]
     if account.recoveries:
         parts.append(recoveries(account.recoveries))
@@ -116,8 +120,20 @@ def sending(sender: Webhook) -> Text:
     return Text.assemble(("webhook ", "cyan"), f"{sender.n_sent} sent{waiting}{problem}")
 
 
-def mesh_view(account: TimeAccount) -> RenderableType:
-    """Return the mesh, with the chips of hosts that are not there as its hole."""
+def quarantine(now: JobSnapshot) -> list[Text]:
+    """Return what is left out, who said so and why: a line each."""
+    if now.quarantine_problem:
+        return [Text(plain(now.quarantine_problem), "bold red")]
+    lines = [
+        Text.assemble(("quarantine ", "cyan"), (plain(suspect), "bold yellow"), f" {plain(why)}")
+        for suspect, why in list(now.quarantined.items())[:MOST_QUARANTINED]
+    ]
+    more = len(now.quarantined) - len(lines)
+    return lines + ([Text(f"and {more} more: meshmend quarantine list {plain(now.folder)}")] if more else [])
+
+
+def mesh_view(account: TimeAccount, quarantined: Iterable[str] = ()) -> RenderableType:
+    """Return the mesh: crosses are chips of hosts that are not there, Q those in quarantine."""
     if not account.machine:
         return Text(f"{account.chips} chips on hosts {', '.join(map(str, account.hosts))}")
     hosts = Hosts.read(account.machine)
@@ -126,12 +142,15 @@ def mesh_view(account: TimeAccount) -> RenderableType:
     if max(outer, default=1) > 1 or columns > 32 or rows > 32:
         lost = sorted(set(range(len(hosts))) - set(account.hosts))
         return Text(f"{account.machine}: without hosts {', '.join(map(str, lost))}" if lost else account.machine)
+    suspects = [Suspect.parse(name) for name in quarantined]
+    left_out = {chip for one in suspects if (one.host or 0) < len(hosts) for chip in one.chips(hosts)}
     picture = Text()
     for row in range(rows):
         for column in range(columns):
             chip = (row, column) if len(hosts.shape) > 1 else (column,)
             is_live = owner[chip] in account.hosts
-            picture.append("● " if is_live else "✗ ", "green" if is_live else "bold red")
+            mark = ("Q ", "bold yellow") if chip in left_out else ("● ", "green") if is_live else ("✗ ", "bold red")
+            picture.append(*mark)
         picture.append("\n" if row + 1 < rows else "")
     return picture
 

@@ -21,7 +21,7 @@ from typing import Any
 from meshmend.cost import simgrid
 from meshmend.doctor.finding import Finding, Section
 from meshmend.doctor.packages import is_installed, look_at_packages
-from meshmend.errors import install_hint
+from meshmend.extras import install_hint
 
 TIMEOUT_S = 180.0
 """Enough for JAX or torch on a busy machine; whatever takes longer counts as hung."""

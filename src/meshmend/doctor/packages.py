@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from meshmend.doctor.finding import Finding, Status
-from meshmend.errors import install_hint
+from meshmend.extras import install_hint
 
 
 @dataclass(frozen=True)

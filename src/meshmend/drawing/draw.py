@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.cost import DEFAULT_HARDWARE, Hardware, StepDemand, find_hardware
-from meshmend.errors import DrawingError, MissingExtraError, install_hint
+from meshmend.errors import DrawingError, MissingExtraError
+from meshmend.extras import install_hint
 from meshmend.machines import Machine
 from meshmend.schedule import Schedule
 from meshmend.topology import Mesh, name_shape

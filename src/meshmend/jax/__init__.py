@@ -5,11 +5,19 @@
 >>> program = mmj.install(mm.plan(fabric.mesh, "hamiltonian"), fabric)
 """
 
-from meshmend.errors import require
+from meshmend.extras import require
 
 require("jax", "optax", needed_for="meshmend.jax", extra="jax")
 
 from meshmend.jax.batching import KeepGlobal, KeepPerChip, Position
+from meshmend.jax.checks import (
+    BadSum,
+    Disagreement,
+    bad_sums,
+    checked_all_reduce,
+    compare_replicas,
+    replica_digests,
+)
 from meshmend.jax.collectives import Shards, all_gather, all_reduce, reduce_scatter, shard_of
 from meshmend.jax.cut_params import init_sharded, reshard_params, shard_params, unshard_params
 from meshmend.jax.differentiate import value_and_grad
@@ -35,7 +43,9 @@ from meshmend.jax.training import train_step
 from meshmend.jax.updates import TrainStep
 
 __all__ = [
+    "BadSum",
     "Batch",
+    "Disagreement",
     "Fabric",
     "Feed",
     "Job",
@@ -56,7 +66,10 @@ __all__ = [
     "add_decayed_weights",
     "all_gather",
     "all_reduce",
+    "bad_sums",
+    "checked_all_reduce",
     "clip_by_global_norm",
+    "compare_replicas",
     "discover",
     "gather_params",
     "init_sharded",
@@ -66,6 +79,7 @@ __all__ = [
     "lamb",
     "lars",
     "reduce_scatter",
+    "replica_digests",
     "reshard_params",
     "scale_by_trust_ratio",
     "scan_layers",

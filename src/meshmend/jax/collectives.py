@@ -7,8 +7,9 @@ leaves are cut out of the result.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import jax
@@ -54,6 +55,18 @@ def all_reduce(
     >>> total(jnp.arange(12 * 3), program).reshape(12, 3)[-1].tolist()
     [198, 210, 222]
     """
+    return all_reduce_by(partial(run, unroll=unroll), tree, program, mean=mean, accumulate_dtype=accumulate_dtype)
+
+
+def all_reduce_by(
+    run: Callable[[Chunks, Program], Chunks],
+    tree: Any,
+    program: Program,
+    *,
+    mean: bool = False,
+    accumulate_dtype: DTypeLike | None = None,
+) -> Any:
+    """Sum a pytree as `all_reduce` does, with `run` to run the program over each matrix of chunks."""
     _expect(program, Collective.ALL_REDUCE, "install(schedule, fabric)")
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
     _check_varying(leaves, program)
@@ -61,7 +74,7 @@ def all_reduce(
         leaves = [leaf.astype(mean_dtype(leaf.dtype)) for leaf in leaves]
     results: list[Any] = [leaf.astype(_sum_dtype(leaf.dtype)) for leaf in leaves]
     for group in groups_of(leaves, program.layout, accumulate_dtype):
-        chunks = run(sum_in_chip(group.pack(leaves), program.layout), program, unroll=unroll)
+        chunks = run(sum_in_chip(group.pack(leaves), program.layout), program)
         for i, total in group.unpack(join_in_chip(chunks, program.layout), leaves):
             results[i] = _divide(total, _divisor(program, mean)).astype(results[i].dtype)
     return jax.tree.unflatten(structure, results)

@@ -126,7 +126,39 @@ def _made(
             return found
 
     split = fabric.sharding(*spec_of(outline, fabric))
-    return ShardedParams(jax.jit(function, out_shardings=split)(given, program), outline)
+    values, restored = _on_every_process(given)
+    made = jax.jit(lambda values, program: function(restored(values), program), out_shardings=split)
+    return ShardedParams(made(values, program), outline)
+
+
+def _on_every_process(given: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Return arrays as every process may give them to one program, and the way back from there.
+
+    An array on a device of this process alone cannot be part of it; its values can. Random keys travel as bits.
+    """
+    leaves, structure = jax.tree.flatten(given)
+    is_local = [
+        jax.process_count() > 1
+        and isinstance(leaf, jax.Array)
+        and not isinstance(leaf, jax.core.Tracer)
+        and leaf.is_fully_addressable
+        for leaf in leaves
+    ]
+    is_key = [
+        local and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf, local in zip(leaves, is_local, strict=True)
+    ]
+    kinds = [jax.random.key_impl(leaf) if key else None for leaf, key in zip(leaves, is_key, strict=True)]
+    bits = [jax.random.key_data(leaf) if key else leaf for leaf, key in zip(leaves, is_key, strict=True)]
+    values = [np.asarray(leaf) if local else leaf for leaf, local in zip(bits, is_local, strict=True)]
+
+    def restored(values: list[Any]) -> Any:
+        found = [
+            value if kind is None else jax.random.wrap_key_data(value, impl=kind)
+            for value, kind in zip(values, kinds, strict=True)
+        ]
+        return jax.tree.unflatten(structure, found)
+
+    return values, restored
 
 
 def _by_layer(function: Callable[[Any], Any], given: Any, outline: ShardedOutline) -> Any:
@@ -155,25 +187,29 @@ def unshard_params(tree: Any, fabric: Fabric, program: ProgramPair) -> Any:
     """
 
     def whole(params: ShardedParams) -> Any:
-        params.check(program, stacked=params.n_layers is not None)
-        outline = params.outline
-        like = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, outline.accumulate_dtype)), outline.own_like
-        )
-        of_layer = PartitionSpec(fabric.axes)
-        join = _shard_mapped(
-            lambda one, program: all_gather(one, program.gather, like=like),
-            fabric,
-            (of_layer, program.spec),
-            outline.specs_inside,
-        )
+        join = joined(params, fabric, program)
 
         def function(shards: Shards, program: ProgramPair) -> Any:
-            return _by_layer(lambda one: join(one, program), shards, outline)
+            return _by_layer(lambda one: join(one, program), shards, params.outline)
 
         return jax.jit(function)(params.shards, program)
 
     return jax.tree.map(lambda x: whole(x) if is_sharded(x) else x, tree, is_leaf=is_sharded)
+
+
+def joined(params: ShardedParams, fabric: Fabric, program: ProgramPair) -> Callable[..., Any]:
+    """Return the function from one layer's shards and the programs to its tree, in the dtypes of the shards."""
+    params.check(program, stacked=params.n_layers is not None)
+    outline = params.outline
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, outline.accumulate_dtype)), outline.own_like
+    )
+    return _shard_mapped(
+        lambda one, program: all_gather(one, program.gather, like=like),
+        fabric,
+        (PartitionSpec(fabric.axes), program.spec),
+        outline.specs_inside,
+    )
 
 
 def reshard_params(whole: Any, like: Any, fabric: Fabric, program: ProgramPair) -> Any:

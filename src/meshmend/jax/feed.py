@@ -19,7 +19,8 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.errors import MissingExtraError, ParameterError, install_hint
+from meshmend.errors import MissingExtraError, ParameterError
+from meshmend.extras import install_hint
 from meshmend.jax.batching import BatchSplit, Policy, Position
 from meshmend.jax.fabric import Fabric
 

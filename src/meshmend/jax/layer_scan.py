@@ -18,13 +18,12 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.typing import DTypeLike
 
+from meshmend.cost.hiding import MAX_UNROLLED
 from meshmend.errors import ParameterError
 from meshmend.jax.collectives import all_reduce
+from meshmend.jax.loops import zero_after
 from meshmend.jax.program import Program, ProgramPair
 from meshmend.jax.sharded_params import ShardedParams, is_sharded
-
-MAX_UNROLLED = 96
-"""Steps of a plan that are written out one by one on a TPU, at most: the code of a layer grows with them."""
 
 Layer = Callable[[Any, Any], Any]
 """From the weights of one layer and its input to its output, which is the next layer's input."""
@@ -39,6 +38,7 @@ def scan_layers(
     mean: bool = True,
     accumulate_dtype: DTypeLike | None = jnp.float32,
     hide: bool = True,
+    in_turn: bool = False,
     unroll: bool | None = None,
 ) -> Any:
     """Return `x` after all layers, `x = layer(weights, x)` in sequence, with communication behind the computing.
@@ -56,9 +56,10 @@ def scan_layers(
 
     `x` is any tree; a layer returns one of the same shapes and dtypes. Without `hide` each layer is gathered when it is
     needed and its gradients are summed at once: nothing hides, and a chip needs the memory of one layer's weights and
-    one layer's gradients less. `unroll` writes the steps of the plan out one by one, so that the TPU's scheduler sees
-    each permute: by default on TPUs, where there is something to hide, for plans of at most 96 steps. Compile with
-    `fabric.overlap_options`.
+    one layer's gradients less. With `in_turn` the backward pass gathers a layer's weights only when the gradients of
+    the one above are scattered, not meanwhile, which takes the memory of one layer less; docs/shard.md compares them.
+    `unroll` writes the steps of the plan out one by one, so that the TPU's scheduler sees each permute: by default on
+    TPUs, where there is something to hide, for plans of at most 96 steps. Compile with `fabric.overlap_options`.
 
     >>> import jax, jax.numpy as jnp, meshmend as mm, meshmend.jax as mmj
     >>> from jax.sharding import PartitionSpec as P
@@ -83,7 +84,7 @@ def scan_layers(
         stack = _Replicated(params, mean, accumulate_dtype, _unrolls(program, hide, unroll))
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
     one, outer = _pure(layer, stack.like, jax.tree.unflatten(structure, leaves))
-    found = _scan(one, params, leaves, outer, program, stack, hide)
+    found = _scan(one, params, leaves, outer, program, stack, hide, in_turn)
     return jax.tree.unflatten(structure, found)
 
 
@@ -166,7 +167,9 @@ OneLayer = Callable[[Any, Sequence[Any], Sequence[Any]], Flat]
 """From a layer's weights, its input and what it closes over, the latter two as lists, to its output as a list."""
 
 
-def _scan(one: OneLayer, params: Any, x: Flat, outer: Flat, program: Any, stack: _Stack, hide: bool) -> Flat:
+def _scan(
+    one: OneLayer, params: Any, x: Flat, outer: Flat, program: Any, stack: _Stack, hide: bool, in_turn: bool
+) -> Flat:
     """Run the layers, with a backward pass that is written out."""
     n_layers = stack.n_layers
 
@@ -208,12 +211,13 @@ def _scan(one: OneLayer, params: Any, x: Flat, outer: Flat, program: Any, stack:
             w = weights(held, params, number, program)
             dw, dx, more = jax.vjp(varied, w, x_parts.varied(x), outer_parts.varied(outer))[1](dx)
             d_outer = jax.tree.map(jnp.add, d_outer, more)
-            held = ahead(params, number - 1, program)
-            if hide:
-                # The layer above is summed while this one computes. In the first round there is none: what is
-                # written to the last place then is replaced in the second.
-                return (dx, held, dw, d_outer, _put(sums, stack.send(waiting, program), number + 1)), None
-            return (dx, held, None, d_outer, _put(sums, stack.send(dw, program), number)), None
+            if not hide:
+                return (dx, None, None, d_outer, _put(sums, stack.send(dw, program), number)), None
+            # The layer above is summed while this one computes. In the first round there is none: what is written to
+            # the last place then is replaced in the second.
+            summed = stack.send(waiting, program)
+            below = number - 1 + (zero_after(jax.tree.leaves(summed), number) if in_turn else 0)
+            return (dx, ahead(params, below, program), dw, d_outer, _put(sums, summed, number + 1)), None
 
         none = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), stack.like) if hide else None
         start = (x_parts.varied(dy), held, none, _zeros(outer_parts.varied(outer)), _zeros(params))

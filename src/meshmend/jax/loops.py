@@ -7,7 +7,7 @@ this chip has turns in this step, mostly none: a chip without one touches nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import jax
@@ -34,7 +34,7 @@ def run(chunks: Chunks, program: Program, *, unroll: bool = False) -> Chunks:
         def step(held: Chunks, row: Any, _: None, lanes: tuple[Lane, ...] = lanes) -> Chunks:
             return _move(held, row, lanes, layout)
 
-        chunks = _scan(chunks, tables, None, layout, step, unroll=unroll)
+        chunks = scan_steps(chunks, tables, None, layout, step, unroll=unroll)
     return chunks
 
 
@@ -58,7 +58,7 @@ def run_with_turn(
             payload = tuple(_move(chunks, row, lanes, layout) for chunks in payload)
             return _take_turns(payload, carried, due, total, turn)
 
-        payload, carried = _scan((payload, carried), tables, due, layout, step)
+        payload, carried = scan_steps((payload, carried), tables, due, layout, step)
         if i == last:
             payload = tuple(chunks.astype(dtype) for chunks, dtype in zip(payload, down, strict=True))
     return payload, carried
@@ -87,7 +87,7 @@ def _take_turns(
     return held
 
 
-def _scan(
+def scan_steps(
     held: Any,
     tables: Tables,
     due: jax.Array | None,
@@ -127,20 +127,25 @@ def _move(held: Chunks, row: Any, lanes: tuple[Lane, ...], layout: ChunkLayout) 
     arrived = lax.optimization_barrier(
         [lax.ppermute(part, layout.axis, lane.pairs) for part, lane in zip(leaving, lanes, strict=True)]
     )
-    after = 0 if layout.platform == "tpu" else _after_all(arrived, receive)
+    after = 0 if layout.platform == "tpu" else after_all(arrived, receive)
     for i, (new, lane) in enumerate(zip(arrived, lanes, strict=True)):
         at = receive[i] + after
         if lane.ops != (Op.COPY,):
             old = lax.dynamic_slice_in_dim(held, at, lane.run)
-            outcome = {Op.REDUCE: old + new, Op.COPY: new, KEEP: old}
-            new = outcome[lane.ops[0]]
-            for op in lane.ops[1:]:
-                new = jnp.where(ops[i] == op, outcome[op], new)
+            new = choose(lane, {Op.REDUCE: old + new, Op.COPY: new, KEEP: old}, None if ops is None else ops[i])
         held = lax.dynamic_update_slice_in_dim(held, new, at, axis=0)
     return held
 
 
-def _after_all(arrived: list[jax.Array], receive: jax.Array) -> jax.Array | int:
+def choose(lane: Lane, outcome: dict[int, jax.Array], op: jax.Array | None) -> jax.Array:
+    """Return the outcome of what a lane does in this step; `op` is None where a lane always does the same."""
+    found = outcome[lane.ops[0]]
+    for other in lane.ops[1:]:
+        found = jnp.where(op == other, outcome[other], found)
+    return found
+
+
+def after_all(arrived: list[jax.Array], receive: jax.Array) -> jax.Array | int:
     """Return a zero that is available only once every lane has arrived.
 
     Added to the places that a step writes, it orders all of the step's reads before its first write. Without it,
@@ -148,14 +153,17 @@ def _after_all(arrived: list[jax.Array], receive: jax.Array) -> jax.Array | int:
     step thirty times slower. The zero is the sign bit of a table entry, so the compiler cannot fold it. XLA drops
     optimisation barriers before it decides on copies, so they do not help here.
     """
-    if len(arrived) == 1:
-        return 0
-    zero = receive[0] >> 31
+    return 0 if len(arrived) == 1 else zero_after(arrived, receive[0])
+
+
+def zero_after(values: Sequence[jax.Array], index: Any) -> jax.Array:
+    """Return a zero, like `index`, that is available only once all values are; `index` is some number from 0 on."""
+    zero = jnp.asarray(index) >> 31
     after = jnp.zeros_like(zero)
-    for part in arrived:
+    for part in values:
         first = part[(0,) * part.ndim]
         if jnp.iscomplexobj(first):
             first = jnp.real(first)
         bits = lax.bitcast_convert_type(first, np.dtype(f"uint{8 * first.dtype.itemsize}"))
-        after += bits.astype(jnp.int32) & zero
+        after += bits.astype(zero.dtype) & zero
     return after

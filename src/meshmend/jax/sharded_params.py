@@ -34,6 +34,10 @@ from meshmend.jax.program import Program, ProgramPair
 from meshmend.jax.tiles import TILE_AXIS
 
 
+class SummingPair(ProgramPair):
+    """A pair with which gradients are sums over all devices, whatever a loss asks for: a train step divides them."""
+
+
 @dataclass(frozen=True)
 class InsideTiles:
     """How the arrays are split inside tiles, before each chip's part of them is cut into chunks."""
@@ -143,7 +147,11 @@ class ShardedParams:
 
         def local(tree: Any, program: ProgramPair) -> Shards:
             return reduce_scatter(
-                tree, program.scatter, mean=mean, accumulate_dtype=outline.accumulate_dtype, unroll=unroll
+                tree,
+                program.scatter,
+                mean=mean and not isinstance(program, SummingPair),
+                accumulate_dtype=outline.accumulate_dtype,
+                unroll=unroll,
             )
 
         if outline.inside is None:

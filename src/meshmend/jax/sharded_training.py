@@ -24,11 +24,12 @@ from meshmend.jax.elementwise import check_elementwise, update_weights
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.layerwise import InsideTile, Mask, ShardedLayers, chosen_elements
 from meshmend.jax.program import ProgramPair
-from meshmend.jax.sharded_params import ShardedOutline, ShardedParams, is_sharded, sharded_specs
+from meshmend.jax.sharded_params import ShardedOutline, ShardedParams, SummingPair, is_sharded, sharded_specs
 from meshmend.jax.shardings import copies_in_tile
 from meshmend.jax.tiles import TILE_AXIS, TiledFabric
 from meshmend.jax.training import mean_gradients
-from meshmend.jax.validation import check_batch, check_microbatches, check_program, check_tile_batch
+from meshmend.jax.validation import check_batch, check_microbatches, check_program, check_tile_batch, check_weights
+from meshmend.jax.weighted import divide_by_weight, weighted_sums
 
 ShardedLoss = Callable[[Any, Any, ProgramPair], Any]
 """From sharded parameters, a device's part of the batch and the programs to a scalar (or, with `has_aux`, that and a
@@ -42,7 +43,9 @@ class ShardedTrainStep:
     init: Callable[[Any, ProgramPair], Any]
     """From parameters and programs to the optimizer's state, sharded as the parameters are."""
     step: Callable[..., tuple[Any, ...]]
-    """From parameters, state, a batch and programs to new parameters, state, loss (and aux); keyword: `scale`."""
+    """From parameters, state, a batch and programs to new parameters, state, loss (and aux).
+
+    Keywords: `weights` (with `per_example`) and `scale`, by which the optimizer's updates are multiplied."""
     fabric: Fabric
 
     def __iter__(self) -> Iterator[Callable[..., Any]]:
@@ -57,6 +60,7 @@ def sharded_train_step(
     has_aux: bool = False,
     microbatches: int = 1,
     accumulate_dtype: DTypeLike | None = jnp.float32,
+    per_example: bool = False,
 ) -> ShardedTrainStep:
     """Return `init(params, pair)` and `step(params, state, batch, pair)` for parameters that are sharded by owner.
 
@@ -65,6 +69,9 @@ def sharded_train_step(
     tiles it sees one tile's part of the batch, under `jax.vmap`, and the model's own sharding works inside it. All
     parameters are `ShardedParams`, in any tree. Gradients are means over devices and over `microbatches`, each of which
     gathers the parameters again. The loss and `aux` are averaged, in `accumulate_dtype` where that is wider.
+
+    With `per_example` the loss has one value per example, and everything is a true mean over examples, as in
+    `train_step`, with `step(…, weights=w)`. Where a device has only examples of weight 0, they must not give NaN.
 
     The optimizer must be element-wise, or get norms from here, as for any sharded update: use `mmj.lamb`, `mmj.lars`,
     `mmj.clip_by_global_norm` and `mmj.add_decayed_weights`, whose masks see one layer's arrays of a stack. Each layer
@@ -116,56 +123,84 @@ def sharded_train_step(
         specs = state_specs(params, program)
         return shard_mapped(optimizer.init, (sharded_specs(params, fabric),), specs)(params)
 
-    def differentiate(params: Any, batch: Any, program: ProgramPair) -> tuple[Any, Any]:
-        """Return the mean loss and aux of a part of the batch, and the shards of everybody's mean gradients."""
+    def differentiate(params: Any, batch: Any, weights: Any, program: ProgramPair) -> tuple[Any, Any, Any]:
+        """Return the shards of everybody's gradients, and of this device's part of the batch loss, aux and weight.
+
+        All are means, and there is no weight; or, with `per_example`, all are sums.
+        """
+        pair = SummingPair(*program) if per_example else program
 
         def with_aux(params: Any, batch: Any) -> tuple[Any, Any]:
-            found = loss(params, batch, program)
+            found = loss(params, batch, pair)
             return found if has_aux else (found, ())
 
-        return mean_gradients(with_aux, params, batch, microbatches, accumulate_dtype)
+        if per_example:
+            sums = weighted_sums(with_aux, params, batch, weights, microbatches, accumulate_dtype, over_devices=True)
+            return sums.gradients, sums.extras, sums.weight
+        extras, gradients = mean_gradients(with_aux, params, batch, microbatches, accumulate_dtype)
+        return gradients, extras, None
 
     def update(
-        params: Any, state: Any, gradients: Any, extras: Any, scale: Any, program: ProgramPair
+        params: Any, state: Any, gradients: Any, own: tuple[Any, Any], scale: Any, program: ProgramPair
     ) -> tuple[Any, ...]:
-        value, aux = all_reduce(extras, program.few, mean=True, accumulate_dtype=accumulate_dtype)
+        extras, weight = own
+        if per_example:
+            (value, aux), weight = all_reduce((extras, weight), program.few)
+            value, aux = jax.tree.map(lambda x: divide_by_weight(x, weight, empty=jnp.nan), (value, aux))
+            gradients = jax.tree.map(lambda x: divide_by_weight(x, weight, empty=0.0).astype(x.dtype), gradients)
+        else:
+            value, aux = all_reduce(extras, program.few, mean=True, accumulate_dtype=accumulate_dtype)
         layers = LayersOfTrees(params, program, fabric)
         params, state = update_weights(optimizer, params, state, gradients, scale, value=value, layers=layers)
         return params, state, value, aux
 
-    def on_chips(params: Any, state: Any, batch: Any, scale: Any, program: ProgramPair) -> tuple[Any, ...]:
-        def local(params: Any, state: Any, batch: Any, scale: Any, program: ProgramPair) -> tuple[Any, ...]:
-            extras, gradients = differentiate(params, batch, program)
-            return update(params, state, gradients, extras, scale, program)
+    def on_chips(
+        params: Any, state: Any, batch: Any, weights: Any, scale: Any, program: ProgramPair
+    ) -> tuple[Any, ...]:
+        def local(
+            params: Any, state: Any, batch: Any, weights: Any, scale: Any, program: ProgramPair
+        ) -> tuple[Any, ...]:
+            gradients, extras, weight = differentiate(params, batch, weights, program)
+            return update(params, state, gradients, (extras, weight), scale, program)
 
         check_batch(batch, fabric)
         specs = sharded_specs(params, fabric), state_specs(params, program)
-        mapped = shard_mapped(local, (*specs, by_device, whole, program.spec), (*specs, whole, whole))
-        found: tuple[Any, ...] = mapped(params, state, batch, scale, program)
+        mapped = shard_mapped(local, (*specs, by_device, by_device, whole, program.spec), (*specs, whole, whole))
+        found: tuple[Any, ...] = mapped(params, state, batch, weights, scale, program)
         return found
 
     def on_tiles(
-        params: Any, state: Any, batch: Any, scale: Any, program: ProgramPair, fabric: TiledFabric
+        params: Any, state: Any, batch: Any, weights: Any, scale: Any, program: ProgramPair, fabric: TiledFabric
     ) -> tuple[Any, ...]:
-        def local(params: Any, state: Any, gradients: Any, extras: Any, *others: Any) -> tuple[Any, ...]:
-            return update(params, state, gradients, jax.tree.map(lambda x: x[0], extras), *others)
+        def local(params: Any, state: Any, gradients: Any, own: Any, *others: Any) -> tuple[Any, ...]:
+            return update(params, state, gradients, jax.tree.map(lambda x: x[0], own), *others)
 
         check_tile_batch({2: batch}, fabric, microbatches)
         by_tile = PartitionSpec(TILE_AXIS)
         specs = sharded_specs(params, fabric), state_specs(params, program)
         # The shards of the gradients are the same for all tiles, or rather for none: they are split over all devices.
-        extras, gradients = jax.vmap(
-            differentiate, in_axes=(None, 0, None), out_axes=(0, None), spmd_axis_name=TILE_AXIS
-        )(params, rows_by_tile(batch, fabric), program)
+        by_vmap = jax.vmap(differentiate, in_axes=(None, 0, 0, None), out_axes=(None, 0, 0), spmd_axis_name=TILE_AXIS)
+        rows, row_weights = rows_by_tile((batch, weights), fabric)
+        gradients, extras, weight = by_vmap(params, rows, row_weights, program)
         mapped = shard_mapped(local, (*specs, specs[0], by_tile, whole, program.spec), (*specs, whole, whole))
-        found: tuple[Any, ...] = mapped(params, state, gradients, extras, scale, program)
+        found: tuple[Any, ...] = mapped(params, state, gradients, (extras, weight), scale, program)
         return found
 
-    def step(params: Any, state: Any, batch: Any, program: ProgramPair, *, scale: Any = None) -> tuple[Any, ...]:
+    def step(
+        params: Any, state: Any, batch: Any, program: ProgramPair, *, weights: Any = None, scale: Any = None
+    ) -> tuple[Any, ...]:
+        if per_example:
+            n_examples = jnp.shape(jax.tree.leaves(batch)[0])[0]
+            weights = jnp.ones(n_examples) if weights is None else jnp.asarray(weights)
+            check_weights(weights, batch)
+        elif weights is not None:
+            raise ParameterError(
+                "This step does not take weights: make it with sharded_train_step(…, per_example=True)."
+            )
         if isinstance(fabric, TiledFabric):
-            params, state, value, aux = on_tiles(params, state, batch, scale, program, fabric)
+            params, state, value, aux = on_tiles(params, state, batch, weights, scale, program, fabric)
         else:
-            params, state, value, aux = on_chips(params, state, batch, scale, program)
+            params, state, value, aux = on_chips(params, state, batch, weights, scale, program)
         return (params, state, value, aux) if has_aux else (params, state, value)
 
     return ShardedTrainStep(init, step, fabric)

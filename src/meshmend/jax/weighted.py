@@ -35,11 +35,17 @@ def weighted_sums(
     weights: Annotated[jax.Array, "[B]"],
     microbatches: int,
     accumulate_dtype: DTypeLike | None,
+    *,
+    over_devices: bool = False,
 ) -> Sums:
     """Add up this device's examples, each times its weight. `loss` returns a value per example, and aux likewise.
 
     An example of weight 0 has no influence, not even if computing with it gives NaN. Weights are added up in float32
     (or wider) whatever their dtype: 257 ones are 256 in bfloat16.
+
+    `over_devices` says that gradients come out of the loss summed over all devices, as those of sharded parameters do.
+    Then a device without any example that counts computes with what it has, times 0, which must not be NaN: a feed's
+    padding repeats a sample.
     """
     weights = weights.astype(jnp.promote_types(weights.dtype, jnp.float32))
 
@@ -66,18 +72,19 @@ def weighted_sums(
 
         gradients, extras = jax.grad(total, has_aux=True)(params)
         sums = Sums(jax.tree.map(widened, gradients), extras, widened(jnp.sum(weights)))
-        return Sums(*jax.tree.map(lambda x: jnp.where(jnp.any(used), x, jnp.zeros_like(x)), sums))
+        counted = Sums(*jax.tree.map(lambda x: jnp.where(jnp.any(used), x, jnp.zeros_like(x)), sums))
+        return Sums(sums.gradients, counted.extras, counted.weight) if over_devices else counted
 
     if microbatches == 1:
         return piece_sums(batch, weights)
     n_rows = -(-len(weights) // microbatches)
     padding = n_rows * microbatches - len(weights)
 
-    def cut(x: jax.Array) -> jax.Array:
-        padded = jnp.pad(x, [(0, padding), *[(0, 0)] * (x.ndim - 1)])
+    def cut(x: jax.Array, mode: str) -> jax.Array:
+        padded = jnp.pad(x, [(0, padding), *[(0, 0)] * (x.ndim - 1)], mode=mode)
         return padded.reshape(microbatches, n_rows, *x.shape[1:])
 
-    pieces = jax.tree.map(cut, batch), cut(weights)
+    pieces = jax.tree.map(lambda x: cut(x, "edge"), batch), cut(weights, "constant")
     shapes = jax.eval_shape(piece_sums, *jax.tree.map(lambda x: x[0], pieces))
     start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     total, _ = lax.scan(lambda sums, piece: (jax.tree.map(jnp.add, sums, piece_sums(*piece)), None), start, pieces)

@@ -51,8 +51,10 @@ FINISH_S = 300.0
 class StoreRendezvous(RendezvousHandler):
     """The rendezvous of the agents through our store."""
 
-    def __init__(self, member: Member, job: str) -> None:
+    def __init__(self, member: Member, job: str, admit: Callable[[], None] = lambda: None) -> None:
         self.member = member
+        self._admit = admit
+        """Called before each round; raises if this host is to have no part in it."""
         self.place: Place | None = None
         self.why = ""
         """Why the next round is asked for, if it is for this host's own reasons."""
@@ -64,6 +66,7 @@ class StoreRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next round."""
+        self._admit()
         self.place = self.member.join(free_port(), self.why)
         self.why = ""
         address, port = self.place.coordinator.rsplit(":", 1)

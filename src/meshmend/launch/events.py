@@ -1,4 +1,4 @@
-"""What an operator wants to hear of a job: hosts that are lost, a job that waits for hosts, one that trains again.
+"""What an operator wants to hear of a job: hosts that are lost, chips in quarantine, a job that waits or trains again.
 
 Under `meshmend run` the agent of each host writes these events into the host's timeline. It lives on when its worker
 dies, and hears from the store what has happened; from the worker's own lines it knows when the first step is done
@@ -17,6 +17,7 @@ from meshmend.launch.member import Place
 from meshmend.launch.membership import Message
 from meshmend.launch.story import Tail
 from meshmend.launch.timeline import Event, Timeline
+from meshmend.quarantine import Quarantined
 
 LOST, RECOVERED, BELOW_MINIMUM, QUARANTINED = "host lost", "recovered", "below minimum", "quarantined"
 KINDS = (LOST, RECOVERED, BELOW_MINIMUM, QUARANTINED)
@@ -181,6 +182,27 @@ def note_recovered(timeline: Timeline, name: str, before: Done, now: Done) -> No
     facts = {"seconds": at - since, "step": step, "hosts": list(hosts)}
     changed = {"lost": sorted({*were} - {*hosts}), "joined": sorted({*hosts} - {*were})}
     _note(timeline, RECOVERED, f"{name}/{RECOVERED}", text, facts | changed, at=since)
+
+
+def note_quarantined(timeline: Timeline, entry: Quarantined, machine: Hosts | None) -> None:
+    """Record that a suspect is left out from now on. All hosts take it from the same list, so its `id` is the same."""
+    chips = () if machine is None and entry.suspect.host is not None else entry.suspect.chips(machine)
+    owners = () if machine is None else [h for h in range(len(machine)) if not {*chips}.isdisjoint(machine.chips(h))]
+    what = str(entry.suspect) if entry.suspect.host is not None else f"{entry.suspect.kind} {entry.suspect}"
+    until = time.strftime("%Y-%m-%d", time.gmtime(entry.until))
+    verified = f"; the state of step {entry.verified} is the last that is known to be good" if entry.verified else ""
+    text = f"{what} is quarantined until {until} by {entry.by.removeprefix('by ')}: {entry.why}{verified}"
+    facts = {
+        "step": entry.step,
+        "hosts": list(owners),
+        "chips": [list(chip) for chip in chips],
+        "suspect": str(entry.suspect),
+        "why": entry.why,
+        "by": entry.by,
+        "until": entry.until,
+        "verified": entry.verified,
+    }
+    _note(timeline, QUARANTINED, f"{QUARANTINED} {entry.suspect} {entry.since:.3f}", text, facts)
 
 
 def _note(timeline: Timeline, kind: str, key: str, text: str, facts: Event, at: float | None = None) -> None:

@@ -17,11 +17,14 @@ from typing import Any
 
 from meshmend.errors import LaunchError, MeshmendError
 from meshmend.launch.events import AgentLog
+from meshmend.launch.hosts import Hosts
 from meshmend.launch.member import Member, Place
 from meshmend.launch.membership import SILENT_S
 from meshmend.launch.processes import die_with_parent
 from meshmend.launch.timeline import Timeline, read_timeline
 from meshmend.launch.worker import Workers
+from meshmend.quarantine import QuarantineList
+from meshmend.quarantine.entries import chips_of
 
 DONE, FAILED, STOPPED = 0, 1, 143
 
@@ -66,6 +69,10 @@ def main(descriptor: int) -> int:
         with contextlib.suppress(OSError):
             os.write(descriptor, json.dumps({"event": event, "host": what.host, **facts}).encode() + b"\n")
 
+    try:
+        check_admitted(what)  # before the store counts on this host
+    except MeshmendError as error:
+        return _ended(error, report)
     # Importing JAX, importing torch and reaching the store take seconds each: they run side by side.
     workers = Workers(warm=what.warm)
     timeline = Timeline(what.timeline or None, job=what.job, host=what.host)
@@ -87,14 +94,20 @@ def main(descriptor: int) -> int:
     try:
         return _run(what, member, workers, log, report)
     except MeshmendError as error:
-        report("error", message=str(error))
-        return FAILED
+        return _ended(error, report)
     except _LeaveError:
         return STOPPED
     finally:
         member.close()
         workers.close()
         log.close()
+
+
+def _ended(error: MeshmendError, report: Any) -> int:
+    """Report why this host ends; return its exit status. One in quarantine is no failure: the job goes on."""
+    is_quarantined = isinstance(error, _QuarantinedError)
+    report("quarantined" if is_quarantined else "error", message=str(error))
+    return DONE if is_quarantined else FAILED
 
 
 def _run(what: HostDescription, member: Member, workers: Workers, log: AgentLog, report: Any) -> int:
@@ -111,7 +124,7 @@ def _run(what: HostDescription, member: Member, workers: Workers, log: AgentLog,
 
     agent = HostAgent(
         what.argv,
-        StoreRendezvous(member, what.job),
+        StoreRendezvous(member, what.job, lambda: check_admitted(what)),
         workers,
         max_restarts=what.max_restarts,
         environment=environment,
@@ -131,6 +144,24 @@ def _run(what: HostDescription, member: Member, workers: Workers, log: AgentLog,
     over = member.over
     report("over", **(over or {"ok": True, "why": ""}))
     return DONE if over is None or over["ok"] else FAILED
+
+
+class _QuarantinedError(LaunchError):
+    """All chips of this host are in quarantine: it ends, and the others go on without it."""
+
+
+def check_admitted(what: HostDescription) -> None:
+    """Raise an error if no chip of this host may take part, by the list in the job's shared folder."""
+    shared = what.environment.get("MESHMEND_SHARED")
+    if not shared or not what.machine:
+        return
+    machine = Hosts.read(what.machine)
+    entries = [one for one in QuarantineList(shared).active() if (one.suspect.host or 0) < len(machine)]
+    if {*machine.chips(what.host)} <= {*chips_of(entries, machine)}:
+        raise _QuarantinedError(
+            f"all chips of host {what.host} are in quarantine, so it has no part in the job. `meshmend quarantine list "
+            f"{shared}` shows why. When it is repaired, clear it there and start it again"
+        )
 
 
 class _LeaveError(BaseException):

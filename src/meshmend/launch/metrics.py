@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshmend.errors import LaunchError, require
+from meshmend.errors import LaunchError
+from meshmend.extras import require
 from meshmend.launch.goodput import Attempt, Restart, TimeAccount
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.remote import WATCH_PATH
 from meshmend.launch.timeline import STAGES
-from meshmend.launch.watching import STATES, JobSnapshot, Watch
+from meshmend.launch.watching import STATES, JobSnapshot, Watch, read_quarantine
+from meshmend.quarantine import Quarantined
+from meshmend.quarantine.entries import cables_of, chips_of
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -44,11 +47,14 @@ class JobMetrics:
             self.watch.read()
             account = self.watch.account()
             state, latest = self.watch.state(account), self.watch.latest
+            entries, problem = read_quarantine(self.watch.folder)
         yield _gauge("meshmend_job_state", "1 for what the job does now.", "state", {s: s == state for s in STATES})
         if account is not None:
             yield from _of_time(account)
             yield from _of_mesh(account, latest)
             yield from _of_state(latest)
+            if not problem:  # a damaged list is not an empty one
+                yield from _of_quarantine(entries, account.machine)
             # Most of the samples, and seldom new ones.
             if self._recoveries is None or self._recoveries[0] != account.recoveries:
                 self._recoveries = account.recoveries, _of_recoveries(account)
@@ -97,6 +103,14 @@ def _of_state(latest: dict[str, Attempt]) -> Iterator[Metric]:
         newest = max(saved, key=lambda one: one.saved)
         yield _gauge("meshmend_checkpoint_step", "Step of the last checkpoint on disk.", newest.saved)
         yield _gauge("meshmend_checkpoint_timestamp_seconds", "When it was complete.", newest.saved_at)
+
+
+def _of_quarantine(entries: Sequence[Quarantined], machine: str) -> Iterator[Metric]:
+    hosts = Hosts.read(machine) if machine else None
+    n_hosts = 0 if hosts is None else len(hosts)
+    known = [entry for entry in entries if entry.suspect.host is None or entry.suspect.host < n_hosts]
+    yield _gauge("meshmend_quarantined_chips", "Chips on the quarantine list.", len(chips_of(known, hosts)))
+    yield _gauge("meshmend_quarantined_cables", "Cables on the quarantine list.", len(cables_of(entries)))
 
 
 def _of_recoveries(account: TimeAccount) -> Metric:

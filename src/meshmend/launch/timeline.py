@@ -7,7 +7,6 @@ history in which a thousand steps are one line. A log that cannot be written nev
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import threading
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from meshmend.launch.history import MARK, is_taken_in, take_in
+from meshmend.locks import lock_beside, unlock
 
 Event = dict[str, Any]
 
@@ -103,7 +103,7 @@ class Timeline:
         if self._turning is not None:
             self._turning.join()
         older, full = _older(path), _full(path)
-        lock = _locked(path)
+        lock = lock_beside(path)
         try:
             if not self._is_full(path.stat().st_size if path.exists() else 0, more):
                 return  # the other one has begun a new file
@@ -117,7 +117,7 @@ class Timeline:
                 self._turning.start()
                 lock = -1  # the thread's
         finally:
-            _unlock(lock)
+            unlock(lock)
 
     def _condense(self, path: Path, full: Path, lock: int = -1) -> None:
         try:
@@ -127,7 +127,7 @@ class Timeline:
         except OSError as error:
             self._warn(error)
         finally:
-            _unlock(lock)
+            unlock(lock)
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:
@@ -154,22 +154,6 @@ def _open(path: Path) -> int:
     except FileNotFoundError:
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, flags, 0o644)
-
-
-def _locked(path: Path) -> int:
-    """Return a handle that only one process has at a time, until `_unlock`; -1 on a file system without locks."""
-    handle = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-    except OSError:
-        os.close(handle)
-        return -1
-    return handle
-
-
-def _unlock(handle: int) -> None:
-    if handle >= 0:
-        os.close(handle)
 
 
 def read_timeline(path: str | Path) -> list[Event]:

@@ -9,10 +9,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshmend.errors import LaunchError
+from meshmend.errors import LaunchError, QuarantineError
 from meshmend.launch.goodput import Attempt, HostBook, TimeAccount, settle
+from meshmend.launch.hosts import Hosts
 from meshmend.launch.story import Tail
-from meshmend.launch.timeline import Event, read_before
+from meshmend.launch.timeline import Event, read_before, read_timeline
+from meshmend.quarantine import Quarantined, QuarantineList
 
 NAMES = re.compile(r"host-(\w+)\.jsonl")
 STATES = ("starting", "training", "recovering", "waiting", "stalled", "over")
@@ -37,8 +39,7 @@ class Watch:
 
     def read(self) -> None:
         """Read what has been written since the last time, also by hosts that are new."""
-        inner = self.folder / "timeline"
-        for path in sorted((inner if inner.is_dir() else self.folder).glob("host-*.jsonl")):
+        for path in timelines(self.folder):
             found = NAMES.fullmatch(path.name)
             if found is not None and found[1] not in self.books:
                 self.books[found[1]] = HostBook()
@@ -89,6 +90,7 @@ class Watch:
         """Read what is new, and return the job as it is now."""
         self.read()
         account, latest = self.account(), self.latest
+        quarantined, problem = read_quarantine(self.folder)
         return JobSnapshot(
             folder=str(self.folder),
             state=self.state(account),
@@ -97,7 +99,32 @@ class Watch:
             losses=next((tuple(one.losses) for one in latest.values() if one.losses), ()),
             copies={name: one.kept for name, one in latest.items()},
             checkpoint=max((one.saved for one in latest.values()), default=0),
+            quarantined={str(entry.suspect): f"{entry.by}: {entry.why}" for entry in quarantined},
+            quarantine_problem=problem,
         )
+
+
+def read_quarantine(folder: Path) -> tuple[tuple[Quarantined, ...], str]:
+    """Return what is in quarantine, and why that cannot be read, empty if it can: who watches does not stop for it."""
+    try:
+        return QuarantineList(folder).active(), ""
+    except (QuarantineError, OSError) as error:
+        return (), str(error)
+
+
+def find_machine(folder: str | Path) -> Hosts | None:
+    """Return the machine that the job in a folder last ran on, None if no timeline there says so."""
+    for path in timelines(folder):
+        for event in reversed(read_timeline(path)):
+            if event["event"] in ("fabric", "quorum") and isinstance(event.get("machine"), str):
+                return Hosts.read(event["machine"])
+    return None
+
+
+def timelines(folder: str | Path) -> list[Path]:
+    """Return the files of a job's hosts."""
+    inner = Path(folder) / "timeline"
+    return sorted((inner if inner.is_dir() else Path(folder)).glob("host-*.jsonl"))
 
 
 @dataclass(frozen=True)
@@ -116,6 +143,10 @@ class JobSnapshot:
     """By host, the last step of which it has a copy in memory."""
     checkpoint: int
     """The last one on disk."""
+    quarantined: dict[str, str]
+    """What is left out, by its name as in "2,3", "2,3-2,4" or "host 5": who said so, and why."""
+    quarantine_problem: str
+    """Why the quarantine list cannot be read, empty if it can."""
 
     def facts(self) -> dict[str, Any]:
         """Return everything as JSON can write it; `read_snapshot` reads it."""

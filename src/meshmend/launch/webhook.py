@@ -1,4 +1,4 @@
-"""A job's events as HTTP requests: a host is lost, the job waits, it trains again.
+"""A job's events as HTTP requests: a host is lost, a chip is quarantined, the job waits, it trains again.
 
 The sender reads the timelines in the shared folder, from a thread of a process that trains nothing: a dead or slow
 endpoint costs the job nothing, and whichever host wrote an event down may die. Any number of senders may be started

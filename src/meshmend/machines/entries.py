@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from meshmend.errors import MachineError, require
+from meshmend.errors import MachineError
+from meshmend.extras import require
 
 MAX_BYTES = 16 * 2**20
 """A node list of a thousand hosts has about ten megabytes."""

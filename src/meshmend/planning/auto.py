@@ -5,6 +5,9 @@
 Making a schedule takes longer than pricing it, so a planner gives a lower bound of its schedule's cost beforehand
 (`Planner.floor`). Candidates are made in order of that floor, and as soon as one is as fast as the floor of the next,
 the rest need not be made: none of them can be faster.
+
+A schedule inside a loop body runs beside computing (`hide_behind_s`). What counts is then the time that still shows:
+few steps are worth more than full links, so that planners are also asked for fewer chunks.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from numbers import Real
 from typing import ClassVar, final
 
 from meshmend.cost import DEFAULT_HARDWARE, Hardware, StepDemand, find_hardware
+from meshmend.cost.hiding import check_hide_behind, shown, shown_seconds
 from meshmend.errors import ParameterError, PlanError
 from meshmend.planning.base import CannotServe, Floor, Planner
 from meshmend.planning.derived import Derived
@@ -33,6 +37,8 @@ CHOICES: tuple[type[Planner], ...] = (Hamiltonian, TwoColor, RowPairs, Weave, La
 OTHERS: tuple[type[Planner], ...] = (Gather,)
 """The planners of reduce-scatters and all-gathers."""
 DEFAULT_PAYLOAD_BYTES = 1e8
+FEWER_CHUNKS = 13
+"""How often the number of chunks that is best without computing beside it is divided by the square root of two."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,7 @@ class Chooser(Planner):
 
     payload_bytes: float
     hardware: str | Hardware
+    hide_behind_s: float
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hardware", find_hardware(self.hardware))
@@ -71,6 +78,7 @@ class Chooser(Planner):
         if not is_number or not 0 < self.payload_bytes < float("inf"):
             raise ParameterError(f"payload_bytes is {self.payload_bytes!r}, expected a positive number of bytes.")
         object.__setattr__(self, "payload_bytes", float(self.payload_bytes))
+        object.__setattr__(self, "hide_behind_s", check_hide_behind(self.hide_behind_s))
 
     @abstractmethod
     def field(self, mesh: Mesh) -> Field:
@@ -79,12 +87,12 @@ class Chooser(Planner):
     @final
     def choose(self, mesh: Mesh) -> Choice:
         """Return the fastest schedule together with what was considered."""
-        return self.field(mesh).choose(self.payload_bytes, find_hardware(self.hardware))
+        return self.field(mesh).choose(self.payload_bytes, find_hardware(self.hardware), self.hide_behind_s)
 
     @final
     def n_transfers(self, mesh: Mesh) -> int:
         """Return the size of the largest schedule that may be taken."""
-        variants = self.field(mesh).variants(self.payload_bytes, find_hardware(self.hardware))
+        variants = self.field(mesh).variants(self.payload_bytes, find_hardware(self.hardware), self.hide_behind_s)
         return max(variant.n_transfers(mesh) for variant in variants)
 
     @final
@@ -111,6 +119,9 @@ class Auto(Chooser):
     `owners` and `budget_s` are as for `Weave`, the only planner that has a choice of owners and takes long.
     A reduce-scatter or an all-gather is planned as such, or is half of an all-reduce, whichever is faster.
 
+    `hide_behind_s` is the computing that the schedule runs beside, as in the body of `mmj.scan_layers`: the fastest is
+    then the one of which least shows (`meshmend.cost.hiding`).
+
     >>> choice = Auto(payload_bytes=1e9).choose(Mesh("8x8", failed=["2x2@2,2"]))
     >>> choice.planner.name, [c.planner.name for c in choice.considered if c.why_not]
     ('weave', ['two-color'])
@@ -123,6 +134,7 @@ class Auto(Chooser):
     collective: Collective = Collective.ALL_REDUCE
     owners: Owners = "any"
     budget_s: float = DEFAULT_BUDGET_S
+    hide_behind_s: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,6 +158,7 @@ class Tuned(Chooser):
     fixed: tuple[str, ...] = ()
     payload_bytes: float = DEFAULT_PAYLOAD_BYTES
     hardware: str | Hardware = DEFAULT_HARDWARE
+    hide_behind_s: float = 0.0
 
     @property
     def name(self) -> str:  # type: ignore[override]  # other planners' names belong to the class
@@ -205,25 +218,31 @@ class Field:
             return self._refused[0].why_not
         return " ".join(f"{candidate.planner.name}: {candidate.why_not}" for candidate in self._refused)
 
-    def variants(self, payload_bytes: float, hardware: Hardware) -> list[Planner]:
-        """Return the planners that can serve the mesh, each with every set of parameters that is worth trying."""
+    def variants(self, payload_bytes: float, hardware: Hardware, hide_behind_s: float = 0.0) -> list[Planner]:
+        """Return the planners that can serve the mesh, each with every set of parameters that is worth trying.
+
+        Where bytes hide and steps do not, steps cost more than they take: planners are asked with higher costs, too.
+        """
         step_s = hardware.step_latency_s + hardware.hop_latency_s
         step_cost = step_s * hardware.link_bytes_per_s / payload_bytes
+        costs = [step_cost * 2.0**i for i in range(FEWER_CHUNKS + 1 if hide_behind_s else 1)]
         found: list[Planner] = []
         for planner in self._able:
-            kept = [v for v in planner.variants(self._mesh, step_cost) if self._keeps(v, planner)]
-            found += kept or [planner]
+            asked = dict.fromkeys(variant for cost in costs for variant in planner.variants(self._mesh, cost))
+            found += [variant for variant in asked if self._keeps(variant, planner)] or [planner]
         return found
 
     def _keeps(self, variant: Planner, planner: Planner) -> bool:
         return all(getattr(variant, name) == getattr(planner, name) for name in self._fixed)
 
-    def choose(self, payload_bytes: float, hardware: Hardware) -> Choice:
-        """Return the fastest of the candidates, by the lock-step prediction."""
+    def choose(self, payload_bytes: float, hardware: Hardware, hide_behind_s: float = 0.0) -> Choice:
+        """Return the fastest of the candidates, by the lock-step prediction; or that of which least shows."""
         if self.why_not is not None:
             raise PlanError(Auto.name, str(self._mesh), self.why_not)
-        variants = self.variants(payload_bytes, hardware)
-        floors = {variant: _seconds(variant.floor(self._mesh), payload_bytes, hardware) for variant in variants}
+        floors = {
+            variant: _seconds(variant.floor(self._mesh), payload_bytes, hardware, hide_behind_s)
+            for variant in self.variants(payload_bytes, hardware, hide_behind_s)
+        }
         times: dict[Planner, float] = {}
         fastest = float("inf")
         for variant in sorted(floors, key=lambda variant: floors[variant]):
@@ -231,7 +250,7 @@ class Field:
                 break
             if variant not in self._made:
                 self._made[variant] = StepDemand(variant.plan(self._mesh))
-            times[variant] = self._made[variant].seconds(payload_bytes, hardware)
+            times[variant] = shown_seconds(self._made[variant], payload_bytes, hardware, hide_behind_s)
             fastest = min(fastest, times[variant])
         made = sorted(times, key=lambda variant: times[variant])
         ruled_out = sorted((v for v in floors if v not in times), key=lambda variant: floors[variant])
@@ -239,10 +258,11 @@ class Field:
         return Choice(self._made[made[0]].schedule, made[0], fastest, (*ranked, *self._refused))
 
 
-def _seconds(floor: Floor, payload_bytes: float, hardware: Hardware) -> float:
+def _seconds(floor: Floor, payload_bytes: float, hardware: Hardware, hide_behind_s: float) -> float:
     """Price a floor: every step has a transfer of at least one hop, and moves at least its share of the payload."""
     unit = payload_bytes / hardware.link_bytes_per_s
     moving = floor.link_load * unit
     if hardware.links_at_once is not None:
         moving = max(moving, floor.chip_load * unit / hardware.links_at_once)
-    return floor.steps * (hardware.step_latency_s + hardware.hop_latency_s) + moving
+    moving += floor.steps * hardware.hop_latency_s
+    return shown(floor.steps * hardware.step_latency_s, moving, hide_behind_s)

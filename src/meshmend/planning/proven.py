@@ -23,7 +23,7 @@ PLANNERS: dict[str, type[Planner]] = {kind.name: kind for kind in (*CHOICES, *OT
 PlanFunction = Callable[..., Schedule]
 """What engines call for a plan: `plan`, or whatever takes a mesh and keywords as it does and returns what is proven.
 Parameters are bound to it beforehand, as in `functools.partial(plan, planner="row-pairs", cache=PlanCache())`."""
-TARGET = ("payload_bytes", "hardware")
+TARGET = ("payload_bytes", "hardware", "hide_behind_s")
 """What a planner's parameters are chosen for."""
 
 
@@ -41,7 +41,8 @@ def plan(
 
     `planner` is a name from `PLANNERS`, with its parameters as keywords, or a planner object. By default
     it is the fastest of all for `payload_bytes` on `hardware`. Any other planner that is named takes these two as well,
-    and then chooses those of its parameters that are not given.
+    and then chooses those of its parameters that are not given. With `hide_behind_s`, the seconds of computing that it
+    runs beside in a loop body, it is the one of which least shows.
     A `collective` that is no all-reduce is planned as such by "gather"; from planners of all-reduces it takes the half
     of what they make, and "auto" takes what is faster.
     `budget_s` is how many CPU seconds planning may take, about: `auto` and `weave` look for faster plans while there is

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshmend.cost.units import name_bytes, name_seconds
-from meshmend.errors import MissingExtraError, ParameterError, install_hint
+from meshmend.errors import MissingExtraError, ParameterError
+from meshmend.extras import install_hint
 from meshmend.study.compare import Comparison
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from meshmend.errors import require
+from meshmend.extras import require
 
 require("torch", needed_for="meshmend.torch", extra="torch")
 

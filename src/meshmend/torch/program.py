@@ -163,6 +163,7 @@ def compile_program(schedule: Schedule, rank: int) -> ChipProgram:
         else:
             old_reads = [reads.pop(chunk, []) for chunk in chunks]
             readers = {send for reads_of in old_reads for _, send in reads_of}
+            untouched = [chunk not in last_write for chunk in chunks]
             for chunk in chunks:
                 last_write[chunk] = len(receives)
             adds = op == Op.REDUCE
@@ -170,10 +171,11 @@ def compile_program(schedule: Schedule, rank: int) -> ChipProgram:
                 last_add.update(dict.fromkeys(chunks, len(receives)))
             # A copy that comes, in a later step, from the very chip that all old values were sent to, and only to: that
             # chip had them before it sent the copy, and they in turn left after everything that was written here
-            # earlier. In the same step it may send the copy first.
+            # earlier. In the same step it may send the copy first. Or one of which nothing was read or written here
+            # before, as in an all-gather: there is no old value that anybody needs.
             direct = not adds and all(
-                reads_of and all(sends[send].peer == src and read < step for read, send in reads_of)
-                for reads_of in old_reads
+                all(sends[send].peer == src and read < step for read, send in reads_of) if reads_of else fresh
+                for reads_of, fresh in zip(old_reads, untouched, strict=True)
             )
             receives.append(Receive(src, n_received[src], first, last, adds, direct, earlier, tuple(sorted(readers))))
             n_received[src] += 1

@@ -17,7 +17,8 @@ import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.errors import RestartError
 from meshmend.jax.job import Launch, read_launch
-from meshmend.jax.job.session import check_connected, check_hosts, check_preloaded, fabric_of_hosts
+from meshmend.jax.job.session import check_hosts, check_preloaded
+from meshmend.jax.job.survivors import check_connected, fabric_of_hosts
 from meshmend.launch import Hosts, Timeline, read_timeline
 from meshmend.launch.timeline import process_started_at
 from meshmend.launch.warm import jax_settings
@@ -124,7 +125,7 @@ def test_the_fabric_has_the_missing_hosts_as_its_hole(monkeypatch: pytest.Monkey
     def discover(used: list[Of], **facts: Any) -> mmj.Fabric:
         return mmj.discover([one.device for one in used], **facts)
 
-    monkeypatch.setattr("meshmend.jax.job.session.discover", discover)
+    monkeypatch.setattr("meshmend.jax.job.survivors.discover", discover)
     devices = [Of(device, i // 8) for i, device in enumerate(jax.devices()[:56])]
     fabric = fabric_of_hosts(Hosts.of("8x8", "4x2"), [0, 1, 2, 3, 4, 6, 7], devices)
     assert fabric.mesh == mm.Mesh("8x8", failed=["4x2@4,2"])

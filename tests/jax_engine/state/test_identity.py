@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+import meshmend as mm
+import meshmend.jax as mmj
 from jax_engine.restart_cases import Started, assert_is_step
 from meshmend.errors import RestartError
 from meshmend.jax.state.identity import Identity
 from meshmend.jax.state.keeper import check_agreement
+from meshmend.jax.state.layout import StateLayout
 
 F32 = np.float32
 
@@ -49,6 +53,28 @@ OTHERS = {
     ),
     "scheduled": (BASE, optax.adam(optax.constant_schedule(0.1)), r"state\[1\]: expected EmptyState, got ScaleBySch"),
 }
+
+
+def sharded_identity(shape: tuple[int, ...], n_chips: int = 4, **options: Any) -> Identity:
+    """Of a stack of layers, and of Adam's state for it; nothing is computed."""
+    fabric = mmj.discover(jax.devices()[:n_chips], shape=(2, n_chips // 2))
+    pair = mmj.install_pair(mm.plan(fabric.mesh, "hamiltonian"), fabric)
+    tree = {"w": np.zeros(shape, F32)}
+    params = jax.eval_shape(lambda: mmj.shard_params(tree, fabric, pair, stacked=True, **options))
+    training = mmj.sharded_train_step(lambda *_: 0.0, optax.adam(0.1), fabric)
+    return StateLayout.of(training, pair, params).identity
+
+
+def test_sharded_parameters_are_known_by_the_arrays_that_they_are_shards_of() -> None:
+    mine = sharded_identity((3, 4, 5))
+    assert mine.difference(sharded_identity((3, 4, 5), n_chips=6)) == ""
+    assert mine.difference(sharded_identity((3, 4, 5), gather_dtype=jnp.bfloat16)) == ""
+    transposed, fewer = sharded_identity((3, 5, 4)), sharded_identity((1, 12, 5))
+    expected = "params['w']: expected float32[4,5] of each of 3 layers, sharded, got "
+    assert mine.difference(transposed) == expected + "float32[5,4] of each of 3 layers, sharded"
+    assert mine.difference(fewer) == expected + "float32[12,5] of each of 1 layers, sharded"
+    assert ("params.shards[0]", "float32, 60 elements split over the devices") in mine.entries
+
 
 TURNED = {"in": np.zeros((4, 3), F32), "out": np.zeros(8, F32)}
 RENAMED = {"in": np.zeros((3, 4), F32), "body": np.zeros(8, F32)}

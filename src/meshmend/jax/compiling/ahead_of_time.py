@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from meshmend.errors import MeshmendError, ParameterError, install_hint
+from meshmend.errors import MeshmendError, ParameterError
+from meshmend.extras import install_hint
 from meshmend.jax.collectives import all_reduce
 from meshmend.jax.compiler_options import dump_options, unknown_option, without_option
 from meshmend.jax.compiling.hidden import Overlap, bodies_with_permutes

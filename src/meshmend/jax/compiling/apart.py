@@ -18,7 +18,7 @@ from typing import Any
 from meshmend.errors import MeshmendError
 from meshmend.jax.compiling.ahead_of_time import Compiled, CompilerError, compile_for, slice_fabric
 from meshmend.jax.compiling.hidden import Overlap
-from meshmend.jax.compiling.layer_stack import StackPlans, Shard, Transformer, compile_stack
+from meshmend.jax.compiling.layer_stack import Shard, StackPlans, Transformer, compile_stack
 from meshmend.jax.tiles import tile
 from meshmend.schedule import Schedule
 from meshmend.schedule.serialize import from_text, to_text
@@ -49,6 +49,7 @@ class StackJob:
     model: Transformer
     shard: Shard = Shard.FSDP
     hide: bool = True
+    in_turn: bool = False
     gradients_only: bool = False
     failed: Sequence[str] = ()
     wrap: bool | Sequence[bool] | None = None
@@ -133,5 +134,12 @@ def _compile_stack(given: dict[str, Any]) -> Compiled:
     halves = (None if texts[name] is None else from_text(texts[name]) for name in ("scatter", "gather"))
     plans = StackPlans(from_text(texts["whole"]), *halves)
     return compile_stack(
-        job.topology, job.model, plans, fabric, shard=job.shard, hide=job.hide, gradients_only=job.gradients_only
+        job.topology,
+        job.model,
+        plans,
+        fabric,
+        shard=job.shard,
+        hide=job.hide,
+        in_turn=job.in_turn,
+        gradients_only=job.gradients_only,
     )

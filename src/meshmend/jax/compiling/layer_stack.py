@@ -119,6 +119,7 @@ def compile_stack(
     *,
     shard: Shard = Shard.FSDP,
     hide: bool = True,
+    in_turn: bool = False,
     gradients_only: bool = False,
 ) -> Compiled:
     """Compile a train step, or only its gradients, with the options that let communication hide.
@@ -134,7 +135,8 @@ def compile_stack(
     x = _placed(batch, by_chip, fabric)
 
     def scanned(params: Any, x: Any, program: Any) -> Any:
-        return model.loss(scan_layers(layer, params, x, program, accumulate_dtype=model.sums, hide=hide), x)
+        y = scan_layers(layer, params, x, program, accumulate_dtype=model.sums, hide=hide, in_turn=in_turn)
+        return model.loss(y, x)
 
     def plain(params: Any, x: Any) -> Any:
         y, _ = lax.scan(jax.checkpoint(lambda x, w: (layer(w, x), None)), x, params)

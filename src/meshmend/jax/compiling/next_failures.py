@@ -23,9 +23,10 @@ from meshmend.jax.fabric import Fabric
 from meshmend.jax.feed import Batch
 from meshmend.jax.job.session import Session, is_orderly
 from meshmend.jax.program import AnyProgram
+from meshmend.jax.sharded_training import ShardedTrainStep
 from meshmend.jax.state.layout import StateLayout
 from meshmend.jax.state.mirror import make_parts_fn
-from meshmend.jax.updates import TrainStep
+from meshmend.jax.state.splits import AnyTrainStep
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,10 @@ class CompiledTrainStep:
         return found
 
 
-def compile_train_step(training: TrainStep, program: AnyProgram, params: Any, batch: Batch) -> CompiledTrainStep:
+def compile_train_step(training: AnyTrainStep, program: AnyProgram, params: Any, batch: Batch) -> CompiledTrainStep:
     """Compile `train_step(…, per_example=True)` for a feed's batches, and what keeps copies of its state.
+
+    Or `sharded_train_step(…, per_example=True)`, with its sharded parameters.
 
     `params` may be on any device or on none: only shapes and dtypes count.
     """
@@ -64,7 +67,12 @@ def compile_train_step(training: TrainStep, program: AnyProgram, params: Any, ba
     init = jax.jit(training.init).lower(params, program).compile()
     step = jax.jit(training.step, donate_argnums=(0, 1))
     scale = jax.ShapeDtypeStruct((), np.float32)
-    compiled = step.lower(params, state, batch.data, program, weights=batch.weights, scale=scale).compile()
+    lowered = step.lower(params, state, batch.data, program, weights=batch.weights, scale=scale)
+    # What gathers its parameters hides that behind computing.
+    options: dict[str, str | bool] = {}
+    if isinstance(training, ShardedTrainStep):
+        options.update(training.fabric.overlap_options)
+    compiled = lowered.compile(compiler_options=options or None)
     jax.jit(make_parts_fn(layout)).lower(params, state).compile()
     return CompiledTrainStep(program, layout, init, compiled)
 

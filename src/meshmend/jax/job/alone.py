@@ -17,6 +17,8 @@ from meshmend.jax.job.compile_cache import use_compile_cache
 from meshmend.jax.job.coordination import Coordination
 from meshmend.jax.job.launch import DEFAULT_PORT, Launch
 from meshmend.jax.job.session import Session
+from meshmend.jax.job.survivors import agree_on_quarantine, check_connected, leave_out
+from meshmend.launch.events import note_quarantined
 from meshmend.launch.timeline import Timeline
 
 LAUNCHERS = ("MESHMEND_ROUND", "RANK", "JAX_COORDINATOR_ADDRESS", "SLURM_PROCID")
@@ -54,8 +56,11 @@ def initialize_alone(
     job: str = "job",
     compile_cache: str | Path | None = None,
     timeline: str | Path | None = None,
+    quarantine: str | Path | None = None,
 ) -> Session:
     """Return the session of a job that is this process alone, on all of its devices or on `fabric`.
+
+    What the quarantine list in the folder `quarantine` names (by default in MESHMEND_SHARED) is left out.
 
     Devices that report no coordinates form the mesh that MESHMEND_SHAPE names (with its MESHMEND_FAILED), or else the
     one that is closest to a square: on virtual chips any will do.
@@ -75,8 +80,15 @@ def initialize_alone(
         fabric = discover(shape=None if reports else squarest(n_devices))
     launch = Launch(f"127.0.0.1:{DEFAULT_PORT}", 1, 0, launcher="no launcher", job=job)
     notes = Timeline(timeline or os.environ.get("MESHMEND_TIMELINE"), job=job, launch=0, process=0, host=0)
+    coordination = Coordination(0, 1)
+    quarantined = agree_on_quarantine(quarantine, coordination)
+    if quarantined:
+        fabric = leave_out(fabric, quarantined, None)
+        check_connected(fabric, (0,))
     notes.note("fabric", chips=fabric.mesh.n_chips, hosts=[0])
-    return LoneSession(fabric, launch, None, (0,), Coordination(0, 1), notes)
+    for entry in quarantined:
+        note_quarantined(notes, entry, None)
+    return LoneSession(fabric, launch, None, (0,), coordination, notes, quarantined=quarantined)
 
 
 def squarest(n_chips: int) -> tuple[int, int]:

@@ -20,19 +20,22 @@ from typing import Any, NamedTuple, NoReturn, Self
 
 import jax
 
-from meshmend.errors import MeshError, PlanError, RestartError, name_chip
-from meshmend.jax.fabric import Fabric, discover
+from meshmend.errors import MeshError, PlanError, QuarantineError, RestartError
+from meshmend.jax.fabric import Fabric
 from meshmend.jax.job.compile_cache import use_compile_cache
 from meshmend.jax.job.coordination import Coordination
 from meshmend.jax.job.launch import Launch, read_launch
 from meshmend.jax.job.rendezvous import rendezvous
+from meshmend.jax.job.survivors import agree_on_quarantine, check_connected, check_part, fabric_of_hosts, find_fabric
 from meshmend.jax.tiles import TiledFabric, tile
+from meshmend.launch.events import note_quarantined
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.processes import free_port
 from meshmend.launch.timeline import Timeline, process_started_at
 from meshmend.launch.warm import PRELOADED, jax_settings
 from meshmend.planning import PlanCache, PlanFunction, Planner
 from meshmend.planning import plan as plan_proven
+from meshmend.quarantine import Quarantined
 from meshmend.schedule import Schedule
 
 RECOVERY_BUDGET_S = 2.0
@@ -71,6 +74,8 @@ class Session:
     timeline: Timeline
     cut: Cut | None = None
     """How the chips are cut into tiles, by `in_tiles`."""
+    quarantined: tuple[Quarantined, ...] = ()
+    """What is left out of the fabric, though its host is there: the same on every process."""
 
     @property
     def host(self) -> int:
@@ -142,7 +147,7 @@ class Session:
         for lost in self.host_of_process:
             left = [number for number in self.host_of_process if number != lost]
             if left:
-                fabric = fabric_of_hosts(self.hosts, left, jax.devices())
+                fabric = fabric_of_hosts(self.hosts, left, jax.devices(), self.quarantined)
                 if not fabric.mesh.is_connected:
                     continue
                 if self.cut is not None:
@@ -207,6 +212,7 @@ def initialize(
     timeout_s: int = 30,
     compile_cache: str | Path | None = None,
     timeline: str | Path | None = None,
+    quarantine: str | Path | None = None,
 ) -> Session:
     """Join the job, find the survivors, and return the session. Call it first, before anything touches a device.
 
@@ -224,7 +230,8 @@ def initialize(
 
     `compile_cache` is a folder that all hosts share (JAX lets only process 0 write), where every compiled program is
     kept; by default JAX_COMPILATION_CACHE_DIR. `timeline` is a file for this host's events, by default
-    MESHMEND_TIMELINE.
+    MESHMEND_TIMELINE. `quarantine` is the folder with the job's quarantine list, by default MESHMEND_SHARED: what is
+    listed there is left out of the fabric.
 
     JAX's own handler of SIGTERM is switched off: it would keep the process alive while the launcher wants it gone.
     """
@@ -249,9 +256,12 @@ def initialize(
             cluster_detection_method="deactivate",
         )
         joined = time.time()
-        fabric = _find(shape, hosts, numbers)
+        coordination = Coordination(launched.process, launched.n_processes, timeout_s=timeout_s)
+        quarantined = agree_on_quarantine(quarantine, coordination)
+        fabric = find_fabric(shape, hosts, numbers, quarantined)
+        check_part(fabric, numbers, len(quarantined))
         check_connected(fabric, numbers)
-    except RestartError as error:
+    except (RestartError, QuarantineError) as error:
         notes.note("gave up", why=str(error))
         raise
     notes.note("process", at=started, seconds=joining - started)
@@ -262,8 +272,9 @@ def initialize(
         **({} if hosts is None else {"machine": str(hosts)}),
     }
     notes.note("fabric", at=joined, seconds=time.time() - joined, **found)
-    coordination = Coordination(launched.process, launched.n_processes, timeout_s=timeout_s)
-    return Session(fabric, launched, hosts, numbers, coordination, notes)
+    for entry in quarantined:
+        note_quarantined(notes, entry, hosts)
+    return Session(fabric, launched, hosts, numbers, coordination, notes, quarantined=quarantined)
 
 
 def _configure(compile_cache: str | Path | None) -> None:
@@ -340,23 +351,6 @@ def _join(
     return launch, hosts, tuple(ranked[process] for process in order)
 
 
-def _find(shape: Sequence[int] | str | None, hosts: Hosts | None, numbers: Sequence[int]) -> Fabric:
-    """Return the fabric of all hosts that are there."""
-    devices = jax.devices()
-    if hosts is None:
-        return discover(devices, shape=shape)
-    held = Counter(device.process_index for device in devices)
-    hosts.check_devices({number: held[process] for process, number in enumerate(numbers)})
-    return fabric_of_hosts(hosts, numbers, devices)
-
-
-def fabric_of_hosts(hosts: Hosts, numbers: Sequence[int], devices: Sequence[Any]) -> Fabric:
-    """Return the fabric in which process i drives the chips of host `numbers[i]`, in the order of its devices."""
-    chips = {process: iter(hosts.chips(number)) for process, number in enumerate(numbers)}
-    used = [device for device in devices if device.process_index in chips]
-    return discover(used, shape=hosts.shape, coords=[next(chips[device.process_index]) for device in used])
-
-
 def check_hosts(everybody: Sequence[dict[str, Any]]) -> tuple[int, ...]:
     """Return each process's host, or raise what is wrong with them: the same on every process."""
     errors = [fact["error"] for fact in everybody if "error" in fact]
@@ -377,15 +371,3 @@ def check_hosts(everybody: Sequence[dict[str, Any]]) -> tuple[int, ...]:
                 host=number,
             )
     return tuple(numbers)
-
-
-def check_connected(fabric: Fabric, numbers: Sequence[int]) -> None:
-    """Raise if the survivors cannot sum their gradients: the same on every process."""
-    mesh = fabric.mesh
-    if not mesh.is_connected:
-        apart = name_chip(mesh.chip(int((mesh.component_of != mesh.component_of[0]).argmax())))
-        raise RestartError(
-            f"The survivors (hosts {', '.join(map(str, sorted(numbers)))} of {mesh}) form {mesh.n_components} "
-            f"disconnected groups: no cable leads from {name_chip(mesh.chip(0))} to {apart}, so their "
-            "gradients cannot be summed. Bring back a host between them, or start the job on one group."
-        )

@@ -26,7 +26,7 @@ from meshmend.jax.managed.model import Model, Update
 from meshmend.jax.managed.run import Aids, TrainingRun
 from meshmend.jax.managed.shared import SharedFolder, check_shared, open_shared
 from meshmend.jax.managed.step import JobStep
-from meshmend.jax.state import Resumed, fetch
+from meshmend.jax.state import Resumed
 from meshmend.planning import Planner
 
 
@@ -99,8 +99,11 @@ class Job:
 
     @property
     def params(self) -> Any:
-        """The parameters after the last step so far, as NumPy arrays."""
-        return fetch(self._current().params)
+        """The parameters after the last step so far, as NumPy arrays.
+
+        With update="fsdp" they are gathered, one layer at a time, in the dtype of their shards: ask on every process.
+        """
+        return self._current().fetch_params()
 
     @property
     def model_state(self) -> Any:
@@ -141,7 +144,9 @@ class Job:
           means of its arrays.
         - `update`: "replicated" updates all weights on every chip. "sharded" divides the optimizer's memory and work
           by the number of chips, for element-wise optimizers. "auto" is sharded if the optimizer allows it and its
-          state is large (`SHARDED_FROM_BYTES`).
+          state is large (`SHARDED_FROM_BYTES`). "fsdp" divides the parameters and gradients, too: `params` is then a
+          function, and `params(fabric, pair)` makes them as `init_sharded` does; the loss is `loss(params, batch,
+          pair)` and gathers what it needs with `scan_layers` and `gather_params`.
 
         `microbatches` and `accumulate_dtype` are as in `train_step`. Every process runs the same loop. A failure ends
         this process; the launcher starts it again, and then the steps continue with the first that was not committed.
@@ -156,7 +161,7 @@ class Job:
         model = Model(
             loss,
             optimizer,
-            _arrays("params", params),
+            params if callable(params) else _arrays("params", params),
             None if model_state is None else _arrays("model_state", model_state),
             rng=None if rng is None else RandomKey.of(rng),
             has_aux=has_aux,
@@ -207,7 +212,8 @@ class Job:
 def _join(shared: SharedFolder) -> Session:
     host = os.environ.get("MESHMEND_HOST", os.environ.get("RANK", "0"))
     begin = initialize if is_launched() else initialize_alone
-    return begin(compile_cache=shared.compiled, timeline=os.environ.get("MESHMEND_TIMELINE") or shared.timeline(host))
+    timeline = os.environ.get("MESHMEND_TIMELINE") or shared.timeline(host)
+    return begin(compile_cache=shared.compiled, timeline=timeline, quarantine=shared.path)
 
 
 def _policy(global_batch: Any) -> Policy:

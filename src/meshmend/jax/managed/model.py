@@ -16,14 +16,19 @@ from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
 from meshmend.jax.collectives import travel_dtype
+from meshmend.jax.cut_params import joined
 from meshmend.jax.elementwise import check_elementwise
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.managed.data import RandomKey
-from meshmend.jax.program import AnyProgram
+from meshmend.jax.program import AnyProgram, ProgramPair
+from meshmend.jax.sharded_params import ShardedParams, is_sharded
+from meshmend.jax.sharded_training import sharded_train_step
+from meshmend.jax.state import fetch, place
+from meshmend.jax.state.splits import AnyTrainStep
 from meshmend.jax.training import train_step
 from meshmend.jax.updates import TrainStep
 
-Update = Literal["auto", "replicated", "sharded"]
+Update = Literal["auto", "replicated", "sharded", "fsdp"]
 SHARDED_FROM_BYTES = 1 << 28
 """Bytes of optimizer state from which "auto" shards it, for the price of the same all-reduce (`install_turn`). Less of
 it fits beside the model on any accelerator: 256 MiB of the 8 GB and more that they have."""
@@ -37,6 +42,8 @@ class Model:
     and returns (values, new state), each array of it with one row per example: their mean is the next state. With
     `rng` it gets one key per example as its last argument. With `has_aux` it returns metrics, too, one row per
     example: (values, aux), or (values, (new state, aux)).
+
+    Where parameters are sharded (FSDP), `params(fabric, pair)` makes them, and the loss is `loss(params, batch, pair)`.
     """
 
     loss: Callable[..., Any]
@@ -50,8 +57,23 @@ class Model:
     shardings: Any = None
     """How parameters are split inside tiles, where there are any."""
 
-    def training(self, fabric: Fabric) -> TrainStep:
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether parameters are sharded: then they are made for a fabric and its programs."""
+        return callable(self.params)
+
+    def training(self, fabric: Fabric) -> AnyTrainStep:
         """Return the train step, whose state is the optimizer's, and the model's beside it if there is one."""
+        if self.is_fsdp:
+            return sharded_train_step(
+                self._call_with_pair,
+                self.optimizer,
+                fabric,
+                has_aux=self.has_aux,
+                microbatches=self.microbatches,
+                accumulate_dtype=self.accumulate_dtype,
+                per_example=True,
+            )
         if self.model_state is None:
             return self._train_step(fabric, self._call, self.has_aux)
         plain = self._train_step(fabric, lambda params, data: self._call(params, data, self.model_state), True)
@@ -79,21 +101,34 @@ class Model:
 
         return TrainStep(init, step, fabric, self.accumulate_dtype, specs)
 
+    def like(self, fabric: Fabric, program: AnyProgram) -> Any:
+        """Return the parameters as shapes and dtypes, or as they were given."""
+        return jax.eval_shape(lambda pair: self.params(fabric, pair), program) if self.is_fsdp else self.params
+
+    def place(self, fabric: Fabric, program: AnyProgram) -> Any:
+        """Return what a new job begins with, on the devices."""
+        return self.params(fabric, program) if self.is_fsdp else place(self.params, fabric, self.shardings)
+
+    def fetch(self, params: Any, fabric: Fabric, program: AnyProgram) -> Any:
+        """Return parameters as NumPy arrays; shards are gathered, one layer at a time, so every process must ask."""
+        return fetch_params(params, fabric, program) if isinstance(program, ProgramPair) else fetch(params)
+
     def is_sharded(self, update: Update) -> bool:
         """Whether each chip updates only its own share of the weights.
 
         "auto" decides by the model and the optimizer alone. It must not depend on the chips that are left: a state
         that was kept one way is not restored the other way.
         """
-        if update not in ("auto", "replicated", "sharded"):
-            raise ParameterError(f"update is {update!r}, expected 'auto', 'replicated' or 'sharded'.")
-        if update == "sharded" and self.model_state is not None:
+        if update not in ("auto", "replicated", "sharded", "fsdp"):
+            raise ParameterError(f"update is {update!r}, expected 'auto', 'replicated', 'sharded' or 'fsdp'.")
+        self._check_fsdp(update)
+        if update in ("sharded", "fsdp") and self.model_state is not None:
             raise ParameterError(
-                "update='sharded' does not keep a model state yet. Use update='replicated', or put what the model "
+                f"update={update!r} does not keep a model state yet. Use update='replicated', or put what the model "
                 "remembers into its parameters."
             )
         if update != "auto" or self.model_state is not None:
-            return update == "sharded"
+            return update in ("sharded", "fsdp")
         whole = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), travel_dtype(leaf.dtype, self.accumulate_dtype)),
             self.params,
@@ -130,6 +165,27 @@ class Model:
         batch, places = data
         return self.loss(params, *model_state, batch, self.rng.of_examples(places))
 
+    def _call_with_pair(self, params: Any, data: Any, pair: ProgramPair) -> Any:
+        if self.rng is None:
+            return self.loss(params, data, pair)
+        batch, places = data
+        return self.loss(params, batch, pair, self.rng.of_examples(places))
+
+    def _check_fsdp(self, update: Update) -> None:
+        """Refuse whole parameters where they are to be sharded, and the reverse."""
+        if (update == "fsdp") != self.is_fsdp:
+            got = "a function" if self.is_fsdp else f"a {type(self.params).__name__}"
+            raise ParameterError(
+                f"update is {update!r} and params is {got}. With update='fsdp' params is a function that makes sharded "
+                "parameters, as in params=lambda fabric, pair: mmj.init_sharded(make, key, fabric, pair), because they "
+                "are never whole on a chip; otherwise it is a pytree of arrays."
+            )
+        if self.is_fsdp and self.shardings is not None:
+            raise ParameterError(
+                "With update='fsdp' the shardings inside tiles are given where parameters are made: "
+                "mmj.init_sharded(make, key, fabric, pair, shardings=…)."
+            )
+
     def _start(self) -> Any:
         return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), self.model_state)
 
@@ -145,3 +201,17 @@ class Model:
                 f"The loss returns another model state than it was given: expected arrays of shapes {expected} for "
                 f"each example, got {found}. Return (values, new state), each array with one row per example."
             )
+
+
+def fetch_params(tree: Any, fabric: Fabric, program: ProgramPair) -> Any:
+    """Return sharded parameters whole, as NumPy arrays, with one layer at a time on the chips. For every process."""
+
+    def whole(params: ShardedParams) -> Any:
+        join = joined(params, fabric, program)
+        if params.n_layers is None:
+            return fetch(jax.jit(join)(params.shards, program))
+        one = jax.jit(lambda number, params, program: join(params.layer(number), program))
+        layers = [fetch(one(np.int32(number), params, program)) for number in range(params.n_layers)]
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
+
+    return jax.tree.map(whole, tree, is_leaf=is_sharded)

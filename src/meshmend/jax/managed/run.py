@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ from meshmend.jax.managed.data import with_places
 from meshmend.jax.managed.model import Model
 from meshmend.jax.managed.shared import SharedFolder
 from meshmend.jax.managed.step import JobStep
-from meshmend.jax.program import AnyProgram, install, install_turn
-from meshmend.jax.state import Keeper, fetch, place
+from meshmend.jax.program import AnyProgram, install, install_pair, install_turn
+from meshmend.jax.state import Keeper, fetch
 from meshmend.jax.state.layout import StateLayout
 from meshmend.planning import PlanCache, Planner, plan
 from meshmend.schedule import Collective, Schedule
@@ -91,7 +91,7 @@ class TrainingRun:
         )
         if aids.memory_every:
             check_room(self._keeper.memory.folder, layout, session.launch.n_processes)
-        params = place(model.params, session.fabric, model.shardings)
+        params = model.place(session.fabric, self._compiled.program)
         self.found = self._keeper.restore(params, self._compiled.init(params), extra=self._extra(Position()))
         self.params, self._state = self.found.params, self.found.state
         self.number = self.found.step
@@ -161,9 +161,12 @@ class TrainingRun:
             keeper.close()
 
     def _build(self, fabric: Fabric, schedule: Schedule) -> CompiledTrainStep:
-        program: AnyProgram = (install_turn if self.is_sharded else install)(schedule, fabric)
+        way: Callable[..., AnyProgram] = install
+        if self.is_sharded:
+            way = install_pair if self.model.is_fsdp else install_turn
+        program = way(schedule, fabric)
         batch = self._input(next(self.feed.batches(fabric)), fabric)
-        return compile_train_step(self.model.training(fabric), program, self.model.params, batch)
+        return compile_train_step(self.model.training(fabric), program, self.model.like(fabric, program), batch)
 
     def _build_ahead(self, fabric: Fabric) -> None:
         cache = PlanCache(self.aids.shared.plans)
@@ -182,7 +185,11 @@ class TrainingRun:
                 "step.params inside the loop, before the next step.",
                 step=step.number,
             )
-        return fetch(self.params)
+        return self.fetch_params()
+
+    def fetch_params(self) -> Any:
+        """Return the parameters after the last step so far, as NumPy arrays."""
+        return self.model.fetch(self.params, self.session.fabric, self._compiled.program)
 
     def _check_agreement(self) -> None:
         """Raise on every process if they were not given the same things to do."""
@@ -190,7 +197,7 @@ class TrainingRun:
             **self._data,
             "steps": self.last,
             "batch": repr(self.feed.policy),
-            "sharded": self.is_sharded,
+            "sharded": "fsdp" if self.model.is_fsdp else self.is_sharded,
             "memory_every": self.aids.memory_every,
             "disk_every": self.aids.disk_every,
             "tile": self.session.cut,
@@ -217,6 +224,8 @@ class TrainingRun:
                         f"same dataset and seed, or start over with another shared folder than {self.aids.shared.path}."
                     )
             return
+        if self.model.is_fsdp:
+            return  # each chunk is on one chip, so that all begin with the same parameters, whoever made them
         digests = self.session.coordination.exchange(digest(self.model.params))
         other = next((process for process, found in enumerate(digests) if found != digests[0]), None)
         if other is not None:

@@ -24,7 +24,8 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.errors import MissingExtraError, RestartError, install_hint
+from meshmend.errors import MissingExtraError, RestartError
+from meshmend.extras import install_hint
 from meshmend.jax.state.fetch import wait_for, with_timeout
 from meshmend.jax.state.identity import Identity
 from meshmend.jax.state.layout import Boxes, StateLayout, by_place, vectors_from_leaves

@@ -1,0 +1,164 @@
+"""The backend against Gloo over real links: its collectives, and a training step of FSDP2, in the same processes.
+
+Each live chip is a process, in a lab inside its own network namespace. The cases alternate, so that other load on
+the machine affects both alike. All processes read the same clock, so a run lasts from the first chip's start to the
+last chip's end.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from meshmend.errors import Coordinate, LabError
+from meshmend.lab import Chips, Lab
+from meshmend.lab.namespaces import INTERFACE
+from meshmend.launch.processes import free_port
+from meshmend.topology import Mesh
+from meshmend.torch import MeshOptions
+
+PORT = 29500
+TIMEOUT = timedelta(minutes=10)
+LAYERS, HEADS, TOKENS = 4, 2, 8
+STEP = "FSDP2 step"
+Spans = dict[tuple[str, str], list[tuple[float, float]]]
+
+
+@dataclass(frozen=True)
+class BesideGloo:
+    """One collective, or a training step, on one mesh: the best run of each backend in seconds, and their ratio."""
+
+    mesh: str
+    chips: int
+    case: str
+    payload_bytes: int
+    gloo_s: float
+    meshmend_s: float
+    gloo_median_s: float
+    meshmend_median_s: float
+    units: float | None
+    """meshmend's best run in units of M/b, where links have a rate."""
+
+    @property
+    def ratio(self) -> float:
+        """Seconds of meshmend over those of Gloo."""
+        return self.meshmend_s / self.gloo_s
+
+    def facts(self) -> dict[str, Any]:
+        """Return the figures."""
+        return {**vars(self), "ratio": self.ratio}
+
+
+def compare_backends(
+    mesh: Mesh, payload_bytes: int, *, lab: Lab | None = None, repeat: int = 3, patience_s: float = 1800.0
+) -> list[BesideGloo]:
+    """Time Gloo and meshmend on one mesh, in a lab or (without one) over loopback.
+
+    The payload is what is reduced, what all shards together are, and about what the model's weights take.
+    """
+    host = "127.0.0.1" if lab is None else lab.address(mesh.chip(0))
+    place = f"tcp://{host}:{free_port('127.0.0.1') if lab is None else PORT}"
+    with Chips(None if lab is None else lab.namespaces) as chips:
+        for rank in range(mesh.n_chips):
+            interface = "lo" if lab is None else INTERFACE
+            chips.start(mesh.chip(rank), _time_cases, mesh, payload_bytes, repeat, place, interface)
+        spans: list[Spans] = list(chips.results(patience_s).values())
+    found = []
+    unit_s = None if lab is None else payload_bytes / lab.rate_bytes_per_s
+    for case in dict.fromkeys(case for case, _ in spans[0]):
+        seconds = {
+            backend: [
+                max(span[case, backend][run][1] for span in spans) - min(span[case, backend][run][0] for span in spans)
+                for run in range(repeat)
+            ]
+            for backend in ("gloo", "meshmend")
+        }
+        gloo_s, meshmend_s = min(seconds["gloo"]), min(seconds["meshmend"])
+        found.append(
+            BesideGloo(
+                mesh=str(mesh),
+                chips=mesh.n_chips,
+                case=case,
+                payload_bytes=payload_bytes,
+                gloo_s=gloo_s,
+                meshmend_s=meshmend_s,
+                gloo_median_s=statistics.median(seconds["gloo"]),
+                meshmend_median_s=statistics.median(seconds["meshmend"]),
+                units=None if unit_s is None else meshmend_s / unit_s,
+            )
+        )
+    return found
+
+
+def _time_cases(chip: Coordinate, mesh: Mesh, payload_bytes: int, repeat: int, place: str, interface: str) -> Spans:
+    """Run every case in turn on one chip; return when each run began and ended."""
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    torch.set_num_threads(1)
+    options = MeshOptions(mesh.shape, chip, wrap=mesh.wrap)
+    rank, n = mesh.rank(chip), mesh.n_chips
+    dist.init_process_group(
+        "cpu:meshmend", init_method=place, rank=rank, world_size=n, timeout=TIMEOUT, pg_options=options
+    )
+    groups = {"gloo": dist.new_group(range(n), backend="gloo", timeout=TIMEOUT), "meshmend": dist.group.WORLD}
+    # Ones, so that every sum is known: a fast wrong result does not count.
+    per_chip = max(1, payload_bytes // 4 // n)
+    whole, shard = torch.empty(n * per_chip), torch.empty(per_chip)
+    cases: dict[tuple[str, str], tuple[Callable[[], Any], torch.Tensor | None, float]] = {}
+    shards = list(whole.split(per_chip))
+    for name, group in groups.items():
+        cases["all-reduce", name] = partial(dist.all_reduce, whole, group=group), whole, float(n)
+        cases["reduce-scatter", name] = partial(dist.reduce_scatter, shard, shards, group=group), shard, float(n)
+        cases["all-gather", name] = partial(dist.all_gather, shards, shard, group=group), whole, 1.0
+        cases[STEP, name] = _training_step(payload_bytes, group), None, 0.0
+    spans: Spans = {key: [] for key in sorted(cases, key=lambda key: list(cases).index(key) % 4)}
+    for run in range(repeat + 1):
+        for key, runs in spans.items():
+            whole.fill_(1.0)
+            shard.fill_(1.0)
+            dist.barrier()
+            started = time.monotonic()
+            call, result, wanted = cases[key]
+            call()
+            if run:  # the first makes plans and buffers, on both
+                runs.append((started, time.monotonic()))
+            if result is not None and not bool((result == wanted).all()):
+                raise LabError(f"The {key[0]} of {key[1]} is wrong on {mesh}.")
+    dist.barrier()
+    # Rank 0 hosts the store, so the others leave first.
+    time.sleep(0.2 if rank == 0 else 0)
+    return spans
+
+
+def _training_step(payload_bytes: int, group: dist.ProcessGroup) -> Callable[[], None]:
+    """Return a step of a transformer that is sharded over a group; its weights take about that many bytes."""
+    torch.manual_seed(0)
+    # A layer whose hidden part is four times as wide has about twelve times width² weights.
+    width = max(HEADS, round(math.sqrt(payload_bytes / 4 / LAYERS / 12) / HEADS) * HEADS)
+    layers = [nn.TransformerEncoderLayer(width, HEADS, 4 * width, dropout=0.0, batch_first=True) for _ in range(LAYERS)]
+    model = nn.Sequential(*layers)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    inputs = torch.randn(1, TOKENS, width)
+
+    def step() -> None:
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step

@@ -1,0 +1,145 @@
+"""`meshmend quarantine`: the chips, cables and hosts that a job leaves out, and how long."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from meshmend.cli.common import exit_on_error, print_json
+from meshmend.cli.options import JsonOption
+from meshmend.cli.root import Command, CommandGroup
+from meshmend.cli.terminal import plain, print_line, print_table
+from meshmend.cli.watch import duration
+from meshmend.errors import LaunchError, ParameterError
+from meshmend.launch.watching import find_machine
+from meshmend.quarantine import Quarantined, QuarantineList, Suspect
+
+app = typer.Typer(
+    cls=CommandGroup,
+    help="Chips, cables and hosts that a job leaves out, because they compute wrong numbers or are slow.",
+    no_args_is_help=True,
+)
+
+SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+FolderArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The job's shared folder.")]
+SuspectsArgument = Annotated[
+    list[str], typer.Argument(metavar="SUSPECT...", help="A chip 2,3, a cable 2,3-2,4 or a host 'host 5'.")
+]
+CHANGES = "It counts from the next start of the job's processes on."
+
+
+@app.command("list", cls=Command)
+def list_entries(
+    folder: FolderArgument,
+    every: Annotated[bool, typer.Option("--all", help="Also what has expired.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """List what a job leaves out, who said so, why, and until when.
+
+    Example: meshmend quarantine list shared
+    """
+    with exit_on_error(json):
+        entries = _open(folder)
+        found = entries.read() if every else entries.active()
+        if json:
+            print_json({"folder": str(folder), "entries": [_facts(entry) for entry in found]})
+        elif found:
+            _show(found)
+        else:
+            print_line(f"Nothing is in quarantine in {plain(folder)}.")
+
+
+@app.command("add", cls=Command)
+def add(
+    folder: FolderArgument,
+    suspects: SuspectsArgument,
+    why: Annotated[str, typer.Option("--why", metavar="TEXT", help="The reason, for those who read the list.")] = "",
+    length: Annotated[str, typer.Option("--for", metavar="TIME", help="How long, as in 7d, 12h, 30min or 90s.")] = "7d",
+    json: JsonOption = False,
+) -> None:
+    """Leave out chips, cables or hosts. What is added by hand does not count for the limit of what the job may add.
+
+    Example: meshmend quarantine add shared 2,3 --why "fails the burn-in" --for 30d
+    """
+    with exit_on_error(json):
+        entries, hosts = _open(folder), find_machine(folder)
+        for_s = parse_duration(length)
+        wanted = [Suspect.parse(text) for text in suspects]
+        if hosts is not None:  # all of them or none
+            for suspect in wanted:
+                suspect.check(hosts.shape, len(hosts))
+        made = [entries.add(one, why=why or "added by hand", for_s=for_s, hosts=hosts) for one in wanted]
+        if json:
+            print_json({"folder": str(folder), "entries": [_facts(entry) for entry in made]})
+        else:
+            _show(made)
+            print_line(CHANGES)
+
+
+@app.command("clear", cls=Command)
+def clear(
+    folder: FolderArgument,
+    suspects: Annotated[list[str] | None, typer.Argument(metavar="SUSPECT...", help="As in `add`.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Everything that is listed.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Take suspects off the list: they were tested or replaced.
+
+    Example: meshmend quarantine clear shared 2,3
+    """
+    with exit_on_error(json):
+        if every == bool(suspects):
+            raise ParameterError("Which ones? Give suspects, as in 2,3, or --all.")
+        gone = _open(folder).clear(None if every else [Suspect.parse(text) for text in suspects or ()])
+        if json:
+            print_json({"folder": str(folder), "cleared": [_facts(entry) for entry in gone]})
+        elif gone:
+            print_line(f"Cleared: {', '.join(str(entry.suspect) for entry in gone)}. {CHANGES}")
+        else:
+            print_line(f"Nothing was in quarantine in {plain(folder)}.")
+
+
+def parse_duration(text: str) -> float:
+    """Return the seconds of a length of time.
+
+    >>> parse_duration("7d"), parse_duration("1.5h"), parse_duration("30min")
+    (604800.0, 5400.0, 1800.0)
+    """
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?(s|min|h|d)", text.strip(), re.ASCII)
+    if found is None:
+        raise ParameterError(f"{text!r} is not a length of time. Write it as in 7d, 12h, 30min or 90s.")
+    return float(found[1]) * SECONDS[found[2]]
+
+
+def _open(folder: Path) -> QuarantineList:
+    if not folder.is_dir():
+        raise LaunchError(f"There is no folder {folder}. Give the job's shared folder, as in --shared.")
+    return QuarantineList(folder)
+
+
+def _facts(entry: Quarantined) -> dict[str, Any]:
+    return {**entry.facts(), "kind": entry.suspect.kind, "expired": entry.until <= time.time()}
+
+
+def _show(entries: tuple[Quarantined, ...] | list[Quarantined]) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("suspect", style="cyan", no_wrap=True)
+    for name in ("by", "since", "left", "verified"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("why", min_width=20)
+    for entry in entries:
+        left = entry.until - time.time()
+        table.add_row(
+            str(entry.suspect),
+            plain(entry.by),
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.since)),
+            duration(left) if left > 0 else "expired",
+            f"step {entry.verified}" if entry.verified else "–",
+            plain(entry.why),
+        )
+    print_table(table)

@@ -1,0 +1,229 @@
+"""Sums must add up: an all-reduce whose every transfer and every addition is checked where it happens.
+
+A digest of its bits travels with each chunk. In every step of the schedule
+
+- what a chip is about to send must still have the digest that it had when it was put there (**memory**);
+- what arrives must have the digest that it left with (**transfer**);
+- and the sum s of what a chip held, a, and what arrived, b, must give b when a is taken away again (**addition**).
+
+The first two are exact for all dtypes: a change of one word is always noticed. So is the third for integers. For floats
+it has a bound. With u half the distance from 1 to the next number, s = (a + b)(1 + δ) and t = fl(s − a) =
+(s − a)(1 + ε) with |δ|, |ε| ≤ u, so |t − b| ≤ u·|a + b| + u·|s − a| ≤ u/(1 − u)·(|s| + |t|); what is more than
+2u·(|s| + |t|) is no rounding. Wrong sums within it are missed: a few units in the last place of the larger of s and t.
+Sums of values that are not finite, or that overflow, are not checked.
+
+What is found names the chip (memory, addition) or the cable (transfer). What was wrong before an all-reduce began, such
+as a gradient, adds up: other checks are for that.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from meshmend.jax.checks.words import digest_rows
+from meshmend.jax.collectives import all_reduce_by
+from meshmend.jax.fabric import Fabric
+from meshmend.jax.lanes import KEEP, Lane
+from meshmend.jax.loops import Chunks, choose, scan_steps
+from meshmend.jax.program import Program
+from meshmend.schedule import Op
+
+MEMORY, TRANSFER, ADDITION = KINDS = ("memory", "transfer", "addition")
+Evidence = Annotated[jax.Array, "uint32[N, L, 3]"]
+"""How often each check of `KINDS` has failed on a chip, for each lane of all loops, and for the end in the last row."""
+
+
+class BadSum(NamedTuple):
+    """Where an all-reduce went wrong: in a chip's memory or additions, or on the cable between two chips."""
+
+    kind: str
+    chips: tuple[tuple[int, ...], ...]
+    """The chip; or the cable: the chip that sent and the one that received."""
+    times: int
+    """Steps in which it was seen."""
+
+
+class Fault(NamedTuple):
+    """A bit to be flipped, for tests: on which chip, in which loop, step of it and lane, in which element.
+
+    A fault of the memory is one of the chunk that the lane is about to send. All are traced: one compiled program
+    serves all faults.
+    """
+
+    kind: jax.Array
+    chip: jax.Array
+    loop: jax.Array
+    step: jax.Array
+    lane: jax.Array
+    element: jax.Array
+    bit: jax.Array
+
+
+def checked_all_reduce(
+    tree: Any,
+    program: Program,
+    *,
+    mean: bool = False,
+    accumulate_dtype: DTypeLike | None = None,
+    fault: Fault | None = None,
+) -> tuple[Any, Evidence]:
+    """Sum a pytree as `all_reduce` does, bit for bit, and return the evidence of whatever went wrong on the way.
+
+    Call it as `all_reduce` is called; the evidence is this chip's row, so that its `out_specs` is `program.spec`.
+    `bad_sums` says what it means. `fault` is for tests.
+
+    >>> import jax, jax.numpy as jnp, meshmend as mm, meshmend.jax as mmj
+    >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
+    >>> program = mmj.install(mm.plan(fabric.mesh, "row-pairs"), fabric)
+    >>> total = jax.jit(jax.shard_map(
+    ...     mmj.checked_all_reduce, mesh=fabric.jax_mesh, check_vma=False,
+    ...     in_specs=(fabric.sharding("chip").spec, program.spec), out_specs=(program.spec, program.spec)))
+    >>> sums, evidence = total(jnp.arange(12 * 3), program)
+    >>> sums.reshape(12, 3)[-1].tolist(), mmj.bad_sums(evidence, program, fabric)
+    ([198, 210, 222], [])
+    """
+    n_rows = sum(map(len, program.layout.shape.lanes)) + 1
+    evidence = [jnp.zeros((n_rows, len(KINDS)), jnp.uint32)]
+
+    def run(chunks: Chunks, program: Program) -> Chunks:
+        chunks, found = _run_checked(chunks, program, fault)
+        evidence.append(found)
+        return chunks
+
+    sums = all_reduce_by(run, tree, program, mean=mean, accumulate_dtype=accumulate_dtype)
+    return sums, sum(evidence[1:], evidence[0])[None]
+
+
+def bad_sums(evidence: Annotated[Any, "uint32[N, L, 3]"], program: Program, fabric: Fabric) -> list[BadSum]:
+    """Return what the evidence of a `checked_all_reduce` says went wrong; an empty list is how it should be."""
+    mesh, lanes = fabric.mesh, [lane for loop in program.layout.shape.lanes for lane in loop]
+    found = np.asarray(jax.device_get(evidence)).reshape(mesh.n_chips, -1, len(lanes) + 1, len(KINDS)).sum(axis=1)
+    times: dict[tuple[str, tuple[tuple[int, ...], ...]], int] = {}
+    for rank, number, kind in zip(*np.nonzero(found), strict=True):
+        chips: tuple[int, ...] = (int(rank),)
+        if KINDS[kind] == TRANSFER:
+            chips = (next(source for source, target in lanes[number].pairs if target == rank), int(rank))
+        key = KINDS[kind], tuple(mesh.chip(chip) for chip in chips)
+        times[key] = times.get(key, 0) + int(found[rank, number, kind])
+    return [BadSum(kind, chips, n) for (kind, chips), n in times.items()]
+
+
+def _run_checked(chunks: Chunks, program: Program, fault: Fault | None) -> tuple[Chunks, Any]:
+    """Run the program's loops; return the chunks, and this chip's evidence."""
+    layout, loops = program.layout, program.layout.shape.lanes
+    first_rows = [0, *accumulate(map(len, loops))]
+    digests = digest_rows(chunks)
+    evidence = jnp.zeros((first_rows[-1] + 1, len(KINDS)), jnp.uint32)
+    for number, (tables, lanes) in enumerate(zip(program.tables, loops, strict=True)):
+        inject = _Injection(fault, number, layout.axis)
+
+        def step(
+            held: Any,
+            row: Any,
+            _: None,
+            lanes: tuple[Lane, ...] = lanes,
+            first: int = first_rows[number],
+            inject: _Injection = inject,
+        ) -> Any:
+            chunks, digests, evidence, now = held
+            checked = _CheckedStep(chunks, digests, jnp.zeros((len(lanes), len(KINDS)), bool), lanes, inject, now)
+            checked.move(row, layout.axis)
+            evidence = evidence.at[first : first + len(lanes)].add(checked.failed.astype(jnp.uint32))
+            return checked.chunks, checked.digests, evidence, now + 1
+
+        start = (chunks, digests, evidence, jnp.int32(0))
+        chunks, digests, evidence, _ = scan_steps(start, tables, None, layout, step)
+    at_rest = (digest_rows(chunks) != digests).any().astype(jnp.uint32)
+    return chunks, evidence.at[-1, KINDS.index(MEMORY)].add(at_rest)
+
+
+class _CheckedStep:
+    """One step of a loop: moves as `loops` does, and notes which checks have failed."""
+
+    def __init__(
+        self, chunks: Chunks, digests: jax.Array, failed: jax.Array, lanes: tuple[Lane, ...], inject: Any, now: Any
+    ) -> None:
+        self.chunks, self.digests, self.failed = chunks, digests, failed
+        self._lanes, self._inject, self._now = lanes, inject, now
+
+    def move(self, row: Any, axis: str) -> None:
+        send, receive, ops = row
+        arrived, told = [], []
+        for i, lane in enumerate(self._lanes):
+            leaving = lax.dynamic_slice_in_dim(self.chunks, send[i], lane.run)
+            leaving = self._inject(MEMORY, i, self._now, leaving)
+            digest = digest_rows(leaving)
+            kept = lax.dynamic_slice_in_dim(self.digests, send[i], lane.run)
+            self._note(MEMORY, i, (digest != kept).any())
+            arrived.append(self._inject(TRANSFER, i, self._now, lax.ppermute(leaving, axis, lane.pairs)))
+            told.append(lax.ppermute(digest, axis, lane.pairs))
+        # All that leaves has left before anything is put into its place.
+        arrived, told, self.chunks, self.digests = lax.optimization_barrier((arrived, told, self.chunks, self.digests))
+        for i, lane in enumerate(self._lanes):
+            self._take(i, lane, arrived[i], told[i], receive[i], None if ops is None else ops[i])
+
+    def _take(self, i: int, lane: Lane, new: jax.Array, told: jax.Array, at: jax.Array, op: Any) -> None:
+        digest = digest_rows(new)
+        self._note(TRANSFER, i, (digest != told).any() & _does(lane, op, Op.REDUCE, Op.COPY))
+        if lane.ops != (Op.COPY,):
+            old = lax.dynamic_slice_in_dim(self.chunks, at, lane.run)
+            total = lax.optimization_barrier(self._inject(ADDITION, i, self._now, old + new))
+            self._note(ADDITION, i, is_wrong_sum(old, new, total).any() & _does(lane, op, Op.REDUCE))
+            kept = lax.dynamic_slice_in_dim(self.digests, at, lane.run)
+            digest = choose(lane, {Op.REDUCE: digest_rows(total), Op.COPY: digest, KEEP: kept}, op)
+            new = choose(lane, {Op.REDUCE: total, Op.COPY: new, KEEP: old}, op)
+        self.chunks = lax.dynamic_update_slice_in_dim(self.chunks, new, at, axis=0)
+        self.digests = lax.dynamic_update_slice_in_dim(self.digests, digest, at, axis=0)
+
+    def _note(self, kind: str, lane: int, has_failed: jax.Array) -> None:
+        self.failed = self.failed.at[lane, KINDS.index(kind)].set(has_failed)
+
+
+def _does(lane: Lane, op: Any, *which: int) -> Any:
+    """Whether a lane does one of these things in this step."""
+    if len(lane.ops) == 1:
+        return lane.ops[0] in which
+    return jnp.isin(op, jnp.asarray(which, jnp.uint8))
+
+
+def is_wrong_sum(a: jax.Array, b: jax.Array, total: jax.Array) -> jax.Array:
+    """Whether a sum is further from a + b than rounding can take it, element by element."""
+    if jnp.iscomplexobj(total):
+        return is_wrong_sum(jnp.real(a), jnp.real(b), jnp.real(total)) | is_wrong_sum(
+            jnp.imag(a), jnp.imag(b), jnp.imag(total)
+        )
+    rest = total - a
+    if not jnp.issubdtype(total.dtype, jnp.floating):
+        return rest != b
+    info = jnp.finfo(total.dtype)
+    # Devices may take numbers below the smallest normal one for zero.
+    bound = info.eps * (jnp.abs(total) + jnp.abs(rest)) + 4 * info.tiny
+    is_checked = jnp.isfinite(a) & jnp.isfinite(b) & (jnp.abs(a) / 2 + jnp.abs(b) / 2 < info.max / 2)
+    return is_checked & ~(jnp.abs(rest - b) <= bound)
+
+
+class _Injection:
+    """Flips a fault's bit where it belongs; does nothing, and costs nothing, without a fault."""
+
+    def __init__(self, fault: Fault | None, loop: int, axis: str) -> None:
+        self._fault = fault
+        self._loop = loop
+        self._axis = axis
+
+    def __call__(self, kind: str, lane: int, now: Any, values: jax.Array) -> jax.Array:
+        if self._fault is None:
+            return values
+        fault = self._fault
+        here = (fault.kind == KINDS.index(kind)) & (fault.chip == lax.axis_index(self._axis))
+        here &= (fault.loop == self._loop) & (fault.step == now) & (fault.lane == lane)
+        word = np.dtype(f"uint{8 * values.dtype.itemsize}")
+        bits = lax.bitcast_convert_type(values, word).reshape(-1)
+        changed = bits.at[fault.element].set(bits[fault.element] ^ (word.type(1) << fault.bit.astype(word)))
+        return lax.bitcast_convert_type(jnp.where(here, changed, bits), values.dtype).reshape(values.shape)

@@ -1,0 +1,155 @@
+"""Replicas must agree: after an update all chips hold the same bits of the parameters, and their digests say if not.
+
+Each chip digests its own copy, in pieces, with 32-bit integer arithmetic on the device: no parameter leaves it. The
+digests of all chips are brought together by one small all-reduce, over the links that are alive. A piece on which a
+chip differs from the majority names the chip and the place in the parameters.
+
+A change of a single word is always noticed, whichever of its bits flip; changes to several, or words that change
+places, go unnoticed with a probability of about 2⁻³² (see `words`).
+
+What all chips have wrong in the same way is not seen here, and neither is state that has no second copy: the shards of
+a sharded update's optimizer state, and parameters sharded over all chips.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+from numpy.typing import NDArray
+
+from meshmend.errors import ParameterError
+from meshmend.jax.checks.words import mixed, words_of
+from meshmend.jax.collectives import all_reduce
+from meshmend.jax.fabric import Fabric
+from meshmend.jax.program import AnyProgram, Program
+from meshmend.jax.shardings import match_specs
+from meshmend.jax.tiles import TiledFabric
+from meshmend.jax.validation import check_data_parallel, check_program
+
+PIECE = 2**20
+"""Elements of a piece, at most: enough of them that digests cost nothing to send, few enough to find the place."""
+
+
+class Disagreement(NamedTuple):
+    """A chip whose copy of a piece of the parameters differs from that of the majority."""
+
+    chip: tuple[int, ...]
+    where: str
+    """The parameter and its elements, counted in the chip's own shard of it."""
+    agreeing: int
+    """Chips that agree with each other on this piece, of `of` that hold it; 0 if no majority of them does."""
+    of: int
+
+
+def replica_digests(
+    params: Any, program: AnyProgram, fabric: Fabric, *, shardings: Any = None
+) -> Annotated[jax.Array, "uint32[I, D, Q]"]:
+    """Return the digests of all copies of the parameters: for each place inside a tile (one without tiles), each device
+    or tile that holds a copy, and each piece.
+
+    Jit it, and call it at intervals, after an update: `compare_replicas` says what its result means. `program` is that
+    of the train step, and `shardings` are those of a model that is split inside tiles.
+
+    >>> import jax, jax.numpy as jnp, meshmend as mm, meshmend.jax as mmj
+    >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
+    >>> program = mmj.install(mm.plan(fabric.mesh, "row-pairs"), fabric)
+    >>> params = {"w": jnp.ones((3, 5))}
+    >>> digests = jax.jit(mmj.replica_digests, static_argnums=2)(params, program, fabric)
+    >>> digests.shape
+    (1, 12, 1)
+    >>> mmj.compare_replicas(digests, params, fabric)
+    []
+    """
+    check_program(program, fabric)
+    few = program if isinstance(program, Program) else program.few
+    specs = _specs(params, fabric, shardings)
+    inner = fabric.inner_axes
+    over = tuple(axis for axis in fabric.axes if axis not in inner)
+    n_copies = prod(fabric.jax_mesh.shape[axis] for axis in over)
+
+    def local(params: Any, few: Program) -> jax.Array:
+        own = jnp.stack([digest for leaf in jax.tree.leaves(params) for digest in _digests(leaf)])
+        rows = jnp.zeros((n_copies, len(own)), jnp.uint32).at[lax.axis_index(over)].set(own)
+        found: jax.Array = all_reduce(rows, few)
+        return found[None]
+
+    mapped = jax.shard_map(
+        local,
+        mesh=fabric.jax_mesh,
+        in_specs=(specs, few.spec),
+        out_specs=PartitionSpec(inner or None),
+        check_vma=False,
+    )
+    digests: jax.Array = mapped(params, few)
+    return digests
+
+
+def compare_replicas(
+    digests: Annotated[Any, "uint32[I, D, Q]"], params: Any, fabric: Fabric, *, shardings: Any = None
+) -> list[Disagreement]:
+    """Return where the copies of the parameters differ, chip by chip; an empty list is how it should be.
+
+    `digests` is what `replica_digests` returned, on every process the same; `params` may be their shapes only. Where no
+    majority of the copies agrees, all of them are listed, each with `agreeing=0`: that something is wrong is certain
+    then, and who it is remains open.
+    """
+    found = np.asarray(jax.device_get(digests))
+    names = list(_pieces(params, fabric, shardings))
+    if found.shape[2] != len(names):
+        raise ParameterError(
+            f"The digests are of {found.shape[2]} pieces, but these parameters have {len(names)}: give the parameters "
+            "(and shardings) that replica_digests was given."
+        )
+    return [
+        Disagreement(_chip(fabric, copy, place), names[piece], agreeing, found.shape[1])
+        for place, piece in zip(*np.nonzero((found != found[:, :1]).any(axis=1)), strict=True)
+        for copy, agreeing in _minority(found[place, :, piece])
+    ]
+
+
+def _minority(copies: NDArray[np.uint32]) -> Iterator[tuple[int, int]]:
+    """Return the copies that differ from the majority, and how many agree; all of them, and 0, if there is none."""
+    (value, times), *_ = Counter(copies.tolist()).most_common(1)
+    has_majority = 2 * times > len(copies)
+    for copy, other in enumerate(copies.tolist()):
+        if not has_majority or other != value:
+            yield copy, times if has_majority else 0
+
+
+def _chip(fabric: Fabric, copy: int, place: int) -> tuple[int, ...]:
+    """Return the chip of the machine that holds a copy: the `copy`-th in order, in this place of its tile."""
+    if isinstance(fabric, TiledFabric):
+        cores = fabric.devices_per_tile // fabric.tiling.n_places
+        return fabric.chips.mesh.chip(int(fabric.tiling.ranks[copy, place // cores]))
+    return fabric.mesh.chip(copy // (int(fabric.jax_mesh.size) // fabric.mesh.n_chips))
+
+
+def _specs(params: Any, fabric: Fabric, shardings: Any) -> Any:
+    if isinstance(fabric, TiledFabric):
+        return match_specs(shardings, params, fabric)
+    check_data_parallel(fabric, shardings)
+    return jax.tree.map(lambda _: PartitionSpec(), params)
+
+
+def _pieces(params: Any, fabric: Fabric, shardings: Any) -> Iterator[str]:
+    """Return the name of each piece, in the order of the digests."""
+    specs = jax.tree.leaves(_specs(params, fabric, shardings), is_leaf=lambda x: isinstance(x, PartitionSpec))
+    for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(params), specs, strict=True):
+        size = prod(jax.sharding.NamedSharding(fabric.jax_mesh, spec).shard_shape(jnp.shape(leaf)))
+        for start in range(0, size, PIECE):
+            yield f"params{jax.tree_util.keystr(path)}, elements {start} to {min(start + PIECE, size) - 1}"
+
+
+def _digests(leaf: jax.Array) -> Sequence[jax.Array]:
+    """Return the digest of each piece of an array."""
+    words = mixed(words_of(leaf))
+    piece = PIECE * max(1, len(words) // max(1, leaf.size))
+    return [jnp.sum(words[start : start + piece], dtype=jnp.uint32) for start in range(0, len(words), piece)]

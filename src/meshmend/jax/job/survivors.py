@@ -1,0 +1,112 @@
+"""The fabric of the hosts that are there, without what is in quarantine: what is missing is the hole.
+
+A quarantined chip is a hole although its host lives: its device stays unused. Every process must leave out the same
+ones, or they would run different programs. So process 0 reads the list, and the others take its answer.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from meshmend.errors import MeshError, QuarantineError, RestartError, name_chip
+from meshmend.jax.fabric import Fabric, discover
+from meshmend.jax.job.coordination import Coordination
+from meshmend.launch.hosts import Hosts
+from meshmend.quarantine import Quarantined, QuarantineList
+from meshmend.quarantine.entries import cables_of, chips_of
+from meshmend.topology import Mesh
+
+ADVICE = "`meshmend quarantine list DIR` shows why, and `meshmend quarantine clear DIR SUSPECT` takes it back."
+
+
+def agree_on_quarantine(folder: str | Path | None, coordination: Coordination) -> tuple[Quarantined, ...]:
+    """Return what is in quarantine, by the list in the folder (by default MESHMEND_SHARED) that process 0 sees."""
+    folder = folder or os.environ.get("MESHMEND_SHARED")
+    mine: dict[str, Any] = {}
+    if folder and coordination.process == 0:
+        try:
+            mine["entries"] = [entry.facts() for entry in QuarantineList(folder).active()]
+        except (QuarantineError, OSError) as error:
+            mine["error"] = f"{error}"[:2000]
+    answer = coordination.exchange(mine)[0]
+    if "error" in answer:
+        raise QuarantineError(answer["error"])
+    return tuple(Quarantined.of(facts) for facts in answer.get("entries", []))
+
+
+def find_fabric(
+    shape: Sequence[int] | str | None,
+    hosts: Hosts | None,
+    numbers: Sequence[int],
+    quarantined: Sequence[Quarantined] = (),
+) -> Fabric:
+    """Return the fabric of all hosts that are there, without what is in quarantine."""
+    devices = jax.devices()
+    if hosts is None:
+        return leave_out(discover(devices, shape=shape), quarantined, None)
+    held = Counter(device.process_index for device in devices)
+    hosts.check_devices({number: held[process] for process, number in enumerate(numbers)})
+    return fabric_of_hosts(hosts, numbers, devices, quarantined)
+
+
+def fabric_of_hosts(
+    hosts: Hosts, numbers: Sequence[int], devices: Sequence[Any], quarantined: Sequence[Quarantined] = ()
+) -> Fabric:
+    """Return the fabric in which process i drives the chips of host `numbers[i]`, in the order of its devices."""
+    chips = {process: iter(hosts.chips(number)) for process, number in enumerate(numbers)}
+    used = [device for device in devices if device.process_index in chips]
+    fabric = discover(used, shape=hosts.shape, coords=[next(chips[device.process_index]) for device in used])
+    return leave_out(fabric, quarantined, hosts)
+
+
+def leave_out(fabric: Fabric, quarantined: Sequence[Quarantined], hosts: Hosts | None) -> Fabric:
+    """Return a fabric without the chips and cables that are in quarantine."""
+    if not quarantined:
+        return fabric
+    mesh = fabric.mesh
+    for entry in quarantined:
+        entry.suspect.check(mesh.shape, None if hosts is None else len(hosts), mesh.wrap)
+    try:
+        left = Mesh(
+            mesh.shape,
+            wrap=mesh.wrap,
+            failed=[*mesh.holes, *chips_of(quarantined, hosts)],
+            failed_cables=[*mesh.failed_cables, *cables_of(quarantined)],
+            cable_rates=mesh.cable_rates.items(),
+        )
+    except MeshError as error:
+        raise RestartError(f"Nothing is left to train on: all chips of {mesh!r} are in quarantine. {ADVICE}") from error
+    stays = left.live[tuple(mesh.coords.T)]
+    jax_mesh = jax.sharding.Mesh(fabric.jax_mesh.devices[stays], fabric.jax_mesh.axis_names)
+    return replace(fabric, mesh=left, jax_mesh=jax_mesh)
+
+
+def check_part(fabric: Fabric, numbers: Sequence[int], n_quarantined: int) -> None:
+    """Raise if a process has no chip in the fabric: the same on every process."""
+    used = {device.process_index for device in fabric.jax_mesh.devices.flat}
+    idle = [host for process, host in enumerate(numbers) if process not in used]
+    if idle and n_quarantined:
+        raise RestartError(
+            f"All chips of host {idle[0]} are in quarantine, so it has no part in the training. Start the job without "
+            f"that host, as `meshmend run` does. {ADVICE}",
+            host=idle[0],
+        )
+
+
+def check_connected(fabric: Fabric, numbers: Sequence[int]) -> None:
+    """Raise if the survivors cannot sum their gradients: the same on every process."""
+    mesh = fabric.mesh
+    if not mesh.is_connected:
+        apart = name_chip(mesh.chip(int((mesh.component_of != mesh.component_of[0]).argmax())))
+        raise RestartError(
+            f"The survivors (hosts {', '.join(map(str, sorted(numbers)))} of {mesh}) form {mesh.n_components} "
+            f"disconnected groups: no cable leads from {name_chip(mesh.chip(0))} to {apart}, so their "
+            "gradients cannot be summed. Bring back a host between them, or start the job on one group."
+        )

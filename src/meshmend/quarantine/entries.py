@@ -1,0 +1,254 @@
+"""The quarantine list: a file in the job's shared folder with what is left out, why, since when and until when.
+
+It is small, written whole and atomically, and changed under a lock beside it. Who reads it gets all of it or an error
+that says what to do: a damaged list is never taken for an empty one, since then chips that are known to compute wrong
+numbers would come back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from meshmend.errors import Coordinate, QuarantineError
+from meshmend.locks import lock_beside, unlock
+from meshmend.quarantine.suspect import ChipsOfHosts, Suspect
+from meshmend.topology import Cable
+
+FILE = "quarantine.json"
+VERSION = 1
+MAX_BYTES = 4 << 20
+MAX_ENTRIES = 10_000
+MAX_WHY = 2000
+THE_JOB, BY_HAND = "the job", "by hand"
+WEEK_S = 7 * 86400.0
+"""For how long a suspect is left out if nobody says otherwise: long enough to test it, too short to be forgotten."""
+FOREVER_S = 100 * 365 * 86400.0
+SHARE = 16
+"""The job may quarantine one chip in so many by itself, and at least as many as one host has.
+
+Chips that compute wrong numbers are rare: large fleets report about one in a thousand over months. A job that has found
+one in sixteen has found something else: a program that is not deterministic, a fault in a check, a bad build. To leave
+out more would lose the machine without curing that. A host's worth must always fit, because a host fails as a whole.
+"""
+
+
+@dataclass(frozen=True)
+class Quarantined:
+    """One entry of the list. Times are seconds since 1970."""
+
+    suspect: Suspect
+    why: str
+    by: str
+    since: float
+    until: float
+    step: int = 0
+    """The step of the last sign; 0 if the entry was made by hand."""
+    verified: int = 0
+    """The last step whose state is known to be good; 0 if none is."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return everything as JSON can write it."""
+        return asdict(self) | {"suspect": str(self.suspect)}
+
+    @classmethod
+    def of(cls, facts: Any) -> Quarantined:
+        """Return the entry that `facts` describes; raise `QuarantineError` if it is none."""
+        try:
+            suspect, why, by = (facts[name] for name in ("suspect", "why", "by"))
+            times, steps = [[facts[name] for name in pair] for pair in (("since", "until"), ("step", "verified"))]
+        except (KeyError, TypeError) as error:
+            raise QuarantineError(f"it lacks {error}.") from error
+        if not all(isinstance(text, str) and len(text) <= MAX_WHY for text in (suspect, why, by)):
+            raise QuarantineError("suspect, why and by are not short texts.")
+        if not all(_is_count(number) for number in (*times, *steps)):
+            raise QuarantineError("since, until, step and verified are not numbers.")
+        return cls(Suspect.parse(suspect), why, by, float(times[0]), float(times[1]), int(steps[0]), int(steps[1]))
+
+
+class QuarantineList:
+    """The list of the job in a folder. Every call reads the file anew: hosts and people change it.
+
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     entries = QuarantineList(folder)
+    ...     entry = entries.add(Suspect.parse("2,3"), why="seen to flip bits")
+    ...     [str(one.suspect) for one in entries.active()], entry.by
+    (['2,3'], 'by hand')
+    """
+
+    def __init__(self, folder: str | Path, *, now: Callable[[], float] = time.time) -> None:
+        self.path = Path(folder) / FILE
+        self._now = now
+
+    def read(self) -> tuple[Quarantined, ...]:
+        """Return all entries, also those that have expired, in the order in which they were made."""
+        try:
+            size = self.path.stat().st_size
+            if size > MAX_BYTES:
+                raise self._damaged(f"it has {size:,} bytes, expected at most {MAX_BYTES:,}")
+            text = self.path.read_bytes()
+        except FileNotFoundError:
+            return ()
+        try:
+            facts = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise self._damaged(f"it is not JSON ({str(error)[:100]})") from error
+        if not isinstance(facts, dict) or not isinstance(facts.get("entries"), list):
+            raise self._damaged("it has no list of entries")
+        if facts.get("version") != VERSION:
+            raise self._damaged(f"its version is {str(facts.get('version'))[:20]}, expected {VERSION}")
+        if len(facts["entries"]) > MAX_ENTRIES:
+            raise self._damaged(f"it has {len(facts['entries']):,} entries, expected at most {MAX_ENTRIES:,}")
+        return tuple(self._entry(number, entry) for number, entry in enumerate(facts["entries"]))
+
+    def active(self) -> tuple[Quarantined, ...]:
+        """Return the entries that have not expired."""
+        now = self._now()
+        return tuple(entry for entry in self.read() if entry.until > now)
+
+    def add(
+        self,
+        suspect: Suspect,
+        *,
+        why: str,
+        by: str = BY_HAND,
+        for_s: float = WEEK_S,
+        step: int = 0,
+        verified: int = 0,
+        hosts: ChipsOfHosts | None = None,
+        n_chips: int | None = None,
+    ) -> Quarantined:
+        """Quarantine a suspect, and return its entry. Of an earlier one, the later end counts, and a person's word.
+
+        What the job adds (`by=THE_JOB`) is limited to a share of the machine, which `hosts` describes, or else
+        `n_chips`; past it, `QuarantineError`. A cable counts as one chip. What was added by hand does not count.
+        """
+        if not 0 < for_s <= FOREVER_S:
+            raise QuarantineError(f"A quarantine of {for_s:g} s: expected more than 0 s, up to 100 years.")
+        now = self._now()
+        entry = Quarantined(suspect, why[:MAX_WHY], by, now, now + for_s, step, verified)
+        if hosts is not None:
+            suspect.check(hosts.shape, len(hosts))
+        with self._changing() as entries:
+            kept = [one for one in entries if one.until > now and one.suspect != suspect]
+            for before in entries:
+                if before.suspect == suspect and before.until > now:
+                    entry = _merged(before, entry)
+            if entry.by == THE_JOB:
+                self._check_limit(kept, entry, hosts, n_chips)
+            entries[:] = [*kept, entry]
+        return entry
+
+    def clear(self, suspects: Iterable[Suspect] | None = None) -> tuple[Quarantined, ...]:
+        """Remove these suspects, by default all; return the entries that were removed, and drop what has expired."""
+        wanted = None if suspects is None else set(suspects)
+        now = self._now()
+        with self._changing() as entries:
+            there = [entry for entry in entries if entry.until > now]
+            gone = [entry for entry in there if wanted is None or entry.suspect in wanted]
+            if wanted is not None and (missing := wanted - {entry.suspect for entry in gone}):
+                listed = ", ".join(str(entry.suspect) for entry in there[:8]) or "nothing"
+                raise QuarantineError(f"{min(map(str, missing))} is not in quarantine. {self.path} lists: {listed}.")
+            entries[:] = [entry for entry in there if entry not in gone]
+        return tuple(gone)
+
+    def _check_limit(
+        self, kept: list[Quarantined], entry: Quarantined, hosts: ChipsOfHosts | None, n_chips: int | None
+    ) -> None:
+        total = n_chips if hosts is None else math.prod(hosts.shape)
+        if total is None:
+            raise QuarantineError("How much the job may quarantine depends on the machine: give hosts or n_chips.")
+        most = limit(total, 1 if hosts is None else hosts.chips_per_host)
+        before = [one for one in kept if one.by == THE_JOB]
+        if _amount([*before, entry], hosts) > most and _amount([*before, entry], hosts) > _amount(before, hosts):
+            raise QuarantineError(
+                f"The job wants to quarantine {entry.suspect} ({entry.why[:200]}), but it has already left out "
+                f"{_amount(before, hosts)} of {total:,} chips by itself, and may leave out {most}. So many bad chips "
+                "at once are more likely a fault of the program, of a check or of the software. Look at the evidence: "
+                f"`meshmend quarantine list {self.path.parent}`. If it holds, confirm it by hand with `meshmend "
+                f"quarantine add {self.path.parent} SUSPECT`, which does not count; otherwise clear it with `meshmend "
+                f"quarantine clear {self.path.parent} SUSPECT`. Then start the job again."
+            )
+
+    @contextmanager
+    def _changing(self) -> Iterator[list[Quarantined]]:
+        """Read the entries and write what is left in the list, for one process at a time."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lock = lock_beside(self.path)
+        try:
+            entries = list(self.read())
+            yield entries
+            self._write(entries)
+        finally:
+            unlock(lock)
+
+    def _write(self, entries: list[Quarantined]) -> None:
+        if len(entries) > MAX_ENTRIES:
+            raise QuarantineError(f"{self.path} is full: it has {MAX_ENTRIES:,} entries. Clear some of them.")
+        text = json.dumps({"version": VERSION, "entries": [entry.facts() for entry in entries]}, indent=1) + "\n"
+        handle, draft = tempfile.mkstemp(dir=self.path.parent, prefix=f".{FILE}-")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(draft).chmod(0o644)  # a temporary file is for its owner only
+            Path(draft).replace(self.path)
+        except BaseException:
+            Path(draft).unlink(missing_ok=True)
+            raise
+
+    def _entry(self, number: int, facts: Any) -> Quarantined:
+        try:
+            return Quarantined.of(facts)
+        except QuarantineError as error:
+            raise self._damaged(f"entry {number}: {error}".removesuffix(".")) from error
+
+    def _damaged(self, why: str) -> QuarantineError:
+        return QuarantineError(
+            f"{self.path} is damaged: {why}. It says which chips are left out because they compute wrong numbers, so "
+            "nothing starts without it. Repair it, or move it away and add what is still to be left out: `meshmend "
+            f"quarantine add {self.path.parent} SUSPECT`."
+        )
+
+
+def limit(n_chips: int, chips_per_host: int = 1) -> int:
+    """Return how many chips a job may quarantine by itself.
+
+    >>> limit(512, 8), limit(64, 8), limit(4)
+    (32, 8, 1)
+    """
+    return max(1, chips_per_host, n_chips // SHARE)
+
+
+def chips_of(entries: Iterable[Quarantined], hosts: ChipsOfHosts | None = None) -> list[Coordinate]:
+    """Return the chips that are left out with these entries, each once, in order."""
+    return sorted({chip for entry in entries for chip in entry.suspect.chips(hosts)})
+
+
+def cables_of(entries: Iterable[Quarantined]) -> list[Cable]:
+    """Return the cables among these entries."""
+    return sorted({(e.suspect.ends[0], e.suspect.ends[1]) for e in entries if e.suspect.kind == "cable"})
+
+
+def _amount(entries: list[Quarantined], hosts: ChipsOfHosts | None) -> int:
+    """Return how many chips these count as. A cable counts as one, or false alarms could cut the mesh to pieces."""
+    return len(chips_of(entries, hosts)) + len(cables_of(entries))
+
+
+def _merged(before: Quarantined, now: Quarantined) -> Quarantined:
+    if before.by == BY_HAND and now.by != BY_HAND:
+        return replace(before, until=max(before.until, now.until))
+    return replace(now, since=before.since, until=max(before.until, now.until))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e15

@@ -1,0 +1,150 @@
+"""From signs to verdicts: nothing is quarantined on one unconfirmed sign."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from meshmend.quarantine.sign import CHECKSUM, DIGEST, LAG, RECOMPUTE, Sign
+from meshmend.quarantine.suspect import Suspect
+
+WINDOW_STEPS = 10_000
+"""Signs that are further apart are not held together: a machine of a thousand chips sees a cosmic ray now and then."""
+LAG_STEPS = 24
+"""Steps that a straggler was late in; `Stragglers` never reports fewer."""
+MAX_SIGNS = 10_000
+"""Signs that are remembered, the newest."""
+CONFIRMED = 2
+"""What the observations against a suspect must add up to."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A suspect that is to be left out, and why."""
+
+    suspect: Suspect
+    signs: tuple[Sign, ...]
+    """All that speak against it, in the order of steps."""
+
+    @property
+    def step(self) -> int:
+        """The last step of its signs."""
+        return self.signs[-1].step
+
+    @property
+    def why(self) -> str:
+        """The evidence in one line."""
+        told = [f"{sign.kind} at step {sign.step}: {sign.evidence or 'no details'}" for sign in self.signs[:3]]
+        more = len(self.signs) - len(told)
+        return "; ".join(told) + (f"; and {more} more" if more else "")
+
+
+class Judge:
+    """Takes in signs, and says who is to be quarantined.
+
+    A verdict needs two separate observations against the same suspect, within `window_steps`:
+
+    - **digest**: a check of one chunk at one step in which the majority of all replicas agrees. The same chip in two
+      chunks, or at two steps, is two observations. Without a majority (two replicas that differ) it is none, because
+      either may be right.
+    - **checksum**: all wrong sums of one step are one observation: a burst on a cable damages several chunks. Repeated
+      at another step, it is two.
+    - **recompute**: two chips that disagree are one observation against either. A third one decides: with two against
+      one, it has confirmed the sign. Another disagreement with another partner does so, too.
+    - **lag**: its statistics run over a window of many steps, so a sign of at least 24 late steps is confirmed.
+      Slowness and wrong numbers are never added up.
+
+    Observations of different checks add up: a wrong sum and a wrong replica of one chip are two. A sign that points at
+    several suspects counts against each. The one that most observations point at is named; of those that all the same
+    signs point at, the smallest, a cable before a chip before a host, since it costs least to leave out: if it was the
+    chip, its next sign comes over another cable. Two chips that cannot be told apart are not named.
+
+    Verdicts depend on the set of signs alone, in whatever order they arrive: all processes that have the same signs
+    come to the same verdicts.
+
+    >>> judge, chip = Judge(), Suspect.parse("2,3")
+    >>> judge.add([Sign("digest", (chip,), 400, "chunk 7 differs", {"chunk": 7, "agree": 63, "differ": 1})])
+    ()
+    >>> [str(one.suspect) for one in judge.add([Sign("checksum", (chip,), 410, "the sum of chunk 7 is wrong")])]
+    ['2,3']
+    """
+
+    def __init__(self, *, window_steps: int = WINDOW_STEPS) -> None:
+        self.window_steps = window_steps
+        self._signs: set[Sign] = set()
+        self._named: set[Suspect] = set()
+
+    @property
+    def signs(self) -> tuple[Sign, ...]:
+        """The signs that are remembered, in order of steps."""
+        return tuple(sorted(self._signs, key=_order))
+
+    def add(self, signs: Iterable[Sign]) -> tuple[Verdict, ...]:
+        """Take in signs; return the verdicts that are new."""
+        self._signs |= set(signs)
+        last = max((sign.step for sign in self._signs), default=0)
+        recent = [sign for sign in self.signs if sign.step > last - self.window_steps]
+        self._signs = set(recent[-MAX_SIGNS:])
+        new = tuple(verdict for verdict in judge(self._signs) if verdict.suspect not in self._named)
+        self._named |= {verdict.suspect for verdict in new}
+        return new
+
+    def forget(self, suspect: Suspect) -> None:
+        """Drop what is known of a suspect: it has been left out, or cleared by hand."""
+        self._signs = {sign for sign in self._signs if suspect not in sign.suspects}
+        self._named.discard(suspect)
+
+
+def judge(signs: Iterable[Sign]) -> list[Verdict]:
+    """Return the verdicts of a set of signs, by the rules of `Judge`."""
+    left = sorted(set(signs), key=_order)
+    found = []
+    for is_lag in (False, True):
+        rest = [sign for sign in left if (sign.kind == LAG) == is_lag]
+        while (verdict := _strongest(rest)) is not None:
+            found.append(verdict)
+            rest = [sign for sign in rest if verdict.suspect not in sign.suspects]
+    return found
+
+
+def _strongest(signs: list[Sign]) -> Verdict | None:
+    """Return the verdict that most observations support; None if none is confirmed."""
+    against: dict[Suspect, list[Sign]] = {}
+    for sign in signs:
+        if _counts(sign):
+            for suspect in sign.suspects:
+                against.setdefault(suspect, []).append(sign)
+    confirmed = []
+    for suspect, named in against.items():
+        weight = _weight(named)
+        rivals = {one for one in named[0].suspects if all(one in sign.suspects for sign in named)} - {suspect}
+        if weight >= CONFIRMED and not any(
+            one.kind == suspect.kind and len(against[one]) == len(named) for one in rivals
+        ):
+            confirmed.append((-weight, suspect.size, str(suspect), Verdict(suspect, tuple(named))))
+    return min(confirmed, key=lambda one: one[:3])[3] if confirmed else None
+
+
+def _weight(signs: list[Sign]) -> int:
+    """Return how many observations these signs are."""
+    seen = {(sign.kind, sign.step, sign.numbers.get("chunk") if sign.kind == DIGEST else None) for sign in signs}
+    is_decided = any(sign.kind == LAG or (sign.kind == RECOMPUTE and _has_majority(sign, 2)) for sign in signs)
+    return max(len(seen), CONFIRMED if is_decided else 0)
+
+
+def _counts(sign: Sign) -> bool:
+    """Whether a sign is an observation at all."""
+    if sign.kind == DIGEST:
+        return _has_majority(sign, 1)
+    if sign.kind == LAG:
+        return sign.numbers.get("steps", 0) >= LAG_STEPS
+    return sign.kind in (CHECKSUM, RECOMPUTE)
+
+
+def _has_majority(sign: Sign, least: int) -> bool:
+    agree, differ = sign.numbers.get("agree", 0), sign.numbers.get("differ", 1)
+    return len(sign.suspects) == 1 and agree >= least and agree > differ
+
+
+def _order(sign: Sign) -> tuple[int, str]:
+    return sign.step, sign.to_json()

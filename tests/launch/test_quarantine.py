@@ -1,0 +1,110 @@
+"""What those who watch a job see of its quarantine list: on the terminal, in metrics, in the webhook's message."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from launch.test_goodput import lived_through
+from launch.test_metrics import write
+from meshmend.cli.watch import view
+from meshmend.launch import Hosts, Timeline
+from meshmend.launch.events import note_quarantined
+from meshmend.launch.metrics import JobMetrics
+from meshmend.launch.remote import read_snapshot
+from meshmend.launch.watching import Watch
+from meshmend.launch.webhook import message_of
+from meshmend.quarantine import THE_JOB, QuarantineList, Suspect
+
+pytest.importorskip("prometheus_client")
+HOSTS = Hosts.of("4x4", "2x2")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A job of four hosts of which one is lost, and its list: a chip, a cable and a host."""
+    made = lived_through(0)
+    for events in made.events:
+        for event in events:
+            if event["event"] == "fabric":
+                event |= {"machine": str(HOSTS), "hosts": [0, 2, 3]}
+    write(made, tmp_path)
+    entries = QuarantineList(tmp_path)
+    entries.add(
+        Suspect.parse("0,1"), why="digest at step 4: \x1b[2Jchunk 3", by=THE_JOB, step=4, verified=2, hosts=HOSTS
+    )
+    entries.add(Suspect.parse("2,0-2,1"), why="half rate")
+    entries.add(Suspect.parse("host 3"), why="hot")
+    return tmp_path
+
+
+def seen(folder: Path) -> str:
+    screen = Console(file=io.StringIO(), width=160, force_terminal=False)
+    screen.print(view(Watch(folder).snapshot(), "shared"))
+    assert isinstance(screen.file, io.StringIO)
+    return screen.file.getvalue()
+
+
+def test_the_terminal_shows_who_is_left_out_and_why(job: Path) -> None:
+    text = seen(job)
+    rows = [line.split("   ")[0].split() for line in text.splitlines() if line.startswith(("● ", "✗ ", "Q "))]
+    assert rows == [["●", "Q", "✗", "✗"], ["●", "●", "✗", "✗"], ["●", "●", "Q", "Q"], ["●", "●", "Q", "Q"]]
+    assert r"quarantine 0,1 the job: digest at step 4: \x1b[2Jchunk 3" in text
+    assert "quarantine 2,0-2,1 by hand: half rate" in text
+    assert "quarantine host 3 by hand: hot" in text
+
+
+def test_many_are_summed_up_and_a_damaged_list_is_said(job: Path) -> None:
+    for column in range(4):
+        QuarantineList(job).add(Suspect.chip((2, column)), why="test")
+    QuarantineList(job).add(Suspect.parse("host 99"), why="of another machine")
+    assert f"and 2 more: meshmend quarantine list {job}" in seen(job)
+    (job / "quarantine.json").write_text("{")
+    assert "quarantine.json is damaged" in seen(job).replace("\n", "")
+    assert "Q" not in "".join(line for line in seen(job).splitlines() if line.startswith("●"))
+
+
+def test_the_snapshot_survives_the_way_to_another_machine(job: Path) -> None:
+    now = Watch(job).snapshot()
+    assert list(now.quarantined) == ["0,1", "2,0-2,1", "host 3"]
+    assert read_snapshot(json.loads(json.dumps(now.facts()))) == now
+
+
+def test_metrics_count_chips_and_cables(job: Path) -> None:
+    def gauges() -> dict[str, float]:
+        found = [sample for metric in JobMetrics(job).collect() for sample in metric.samples]
+        return {sample.name: sample.value for sample in found if "quarantined" in sample.name}
+
+    assert gauges() == {"meshmend_quarantined_chips": 5, "meshmend_quarantined_cables": 1}  # one, and four of a host
+    QuarantineList(job).clear()
+    assert gauges() == {"meshmend_quarantined_chips": 0, "meshmend_quarantined_cables": 0}
+    (job / "quarantine.json").write_text("{")
+    assert gauges() == {}
+
+
+def test_the_webhook_sends_it_once_whoever_writes_it(job: Path) -> None:
+    chip, cable, host = QuarantineList(job).active()
+    events = []
+    for number in range(2):
+        timeline = Timeline(None, job="slurm-4711", host=number)
+        for entry in (chip, cable, host):
+            note_quarantined(timeline, entry, HOSTS)
+        events.append([message_of(event) for event in timeline.events])
+    assert [{**one, "time": 0} for one in events[0] if one] == [{**one, "time": 0} for one in events[1] if one]
+    first, second, third = events[0]
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert (first["kind"], first["hosts"], first["chips"], first["step"]) == ("quarantined", [0], [[0, 1]], 4)
+    assert first["text"].startswith("slurm-4711: chip 0,1 is quarantined until ")
+    assert first["text"].endswith("; the state of step 2 is the last that is known to be good")
+    assert " by the job: digest at step 4" in first["text"]
+    assert (second["hosts"], second["chips"]) == ([], [])
+    assert "cable 2,0-2,1 is quarantined until" in second["text"]
+    assert (third["hosts"], third["chips"]) == ([3], [[2, 2], [2, 3], [3, 2], [3, 3]])
+    assert third["text"].split(" by ")[1] == "hand: hot"
+    assert len({one["id"] for one in events[0] if one}) == 3

@@ -1,0 +1,174 @@
+"""Stragglers, on simulated times: a mesh that exchanges with its neighbours, with all noise that is ordinary.
+
+The simulation is the oracle: it knows which chip, cable or host it has made slow.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from meshmend import Mesh
+from meshmend.errors import ParameterError
+from meshmend.launch import Hosts
+from meshmend.quarantine import Judge, Sign, Stragglers
+from meshmend.quarantine.stragglers import FALSE_ALARMS, LATE, WINDOW, least_count
+
+HOSTS = Hosts.of("8x8", "4x2")
+MESH = Mesh("8x8")
+CHIPS = [HOSTS.chips(number) for number in range(len(HOSTS))]
+ROUNDS, TRANSFER_S = 6, 0.05
+
+
+def times(
+    n_steps: int,
+    seed: int,
+    *,
+    mesh: Mesh = MESH,
+    jitter: float = 0.08,
+    slow: dict[int, float] | None = None,
+    half_rate: tuple[int, int] | None = None,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return compute times [step, rank] and waits [step, rank, direction] of a mesh in which some are slow.
+
+    Jitter of each chip and transfer; hiccups of single chips, tenfold; pauses of a host that last for up to five
+    steps; all of them drift by a fifth, and once become 30 % slower for good.
+    """
+    dice = np.random.default_rng(seed)
+    compute = np.exp(jitter * dice.standard_normal((n_steps, mesh.n_chips)))
+    compute[dice.random(compute.shape) < 2e-3] *= 10
+    for chips in CHIPS:
+        ranks = [int(mesh.rank_of[chip]) for chip in chips if mesh.rank_of[chip] >= 0]
+        for begin in np.flatnonzero(dice.random(n_steps) < 2e-3):
+            compute[begin : begin + dice.integers(1, 6), ranks] += 3.0
+    compute *= 1 + 0.2 * np.sin(np.arange(n_steps) / 700)[:, None]
+    compute[n_steps // 2 :] *= 1.3
+    for rank, factor in (slow or {}).items():
+        compute[:, rank] *= factor
+    near = mesh.neighbours
+    transfer = np.full(near.shape, TRANSFER_S)
+    for a, b in (half_rate, half_rate[::-1]) if half_rate else ():
+        transfer[a, near[a] == b] *= 2
+    waits, ready = np.zeros((n_steps, *near.shape)), compute.copy()
+    for _ in range(ROUNDS):
+        noise = np.exp(jitter * dice.standard_normal(waits.shape))
+        arrives = np.where(near >= 0, ready[:, near] + transfer * noise, 0.0)
+        waits += np.maximum(0.0, arrives - ready[:, :, None])
+        ready = np.maximum(ready, arrives.max(axis=2))
+    return compute, waits
+
+
+def watched(compute: NDArray[np.float64], waits: NDArray[np.float64], mesh: Mesh = MESH) -> list[Sign]:
+    watch = Stragglers(mesh, CHIPS)
+    return [sign for step in range(len(compute)) for sign in watch.add(step, compute[step], waits[step])]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("jitter", [0.02, 0.08, 0.15])
+def test_a_chip_that_is_half_as_slow_again_is_named_within_50_steps(seed: int, jitter: float) -> None:
+    rank = (seed * 13 + 5) % MESH.n_chips
+    (sign,) = watched(*times(300, seed, jitter=jitter, slow={rank: 1.5}))
+    assert [str(one) for one in sign.suspects] == [",".join(map(str, MESH.chip(rank)))]
+    assert sign.step < 50
+    assert 1.4 < sign.numbers["factor"] < 1.6
+    (verdict,) = Judge().add([sign])
+    assert verdict.suspect == sign.suspects[0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_cable_at_half_rate_is_named_and_not_its_chips(seed: int) -> None:
+    a, b = (int(rank) for rank in MESH.cables[(seed * 29 + 3) % MESH.n_cables])
+    (sign,) = watched(*times(300, seed, half_rate=(a, b)))
+    assert {MESH.rank(end) for end in sign.suspects[0].ends} == {a, b}
+    assert sign.suspects[0].kind == "cable"
+    assert sign.step < 50
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_slow_host_is_named_and_not_its_chips(seed: int) -> None:
+    host = seed % len(HOSTS)
+    signs = watched(*times(300, seed, slow={int(MESH.rank(chip)): 1.5 for chip in CHIPS[host]}))
+    assert [str(one) for sign in signs for one in sign.suspects] == [f"host {host}"]
+    assert signs[0].step < 50
+
+
+def test_ordinary_noise_names_nobody() -> None:
+    assert watched(*times(10_000, 100)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jitter", [0.02, 0.08, 0.15, 0.2, 0.3])
+@pytest.mark.parametrize("seed", range(6))
+def test_ordinary_noise_of_any_size_names_nobody(seed: int, jitter: float) -> None:
+    assert watched(*times(10_000, 1000 + seed, jitter=jitter)) == []
+
+
+def test_around_a_hole_and_several_at_once() -> None:
+    mesh = Mesh("8x8", failed=["4x2@0,2"], failed_cables=["6,6-6,7"])
+    a, b = int(mesh.rank((5, 0))), int(mesh.rank((5, 1)))
+    signs = watched(*times(300, 7, mesh=mesh, slow={int(mesh.rank((0, 7))): 1.5}, half_rate=(a, b)), mesh)
+    assert {str(one) for sign in signs for one in sign.suspects} == {"0,7", "5,0-5,1"}
+
+
+def test_a_chip_whose_cables_are_all_slow_is_named() -> None:
+    watch, waits = Stragglers(MESH), np.full((64, 4), 0.05)
+    rank = int(MESH.rank((3, 3)))
+    for own in (MESH.cables == rank).any(axis=1).nonzero()[0]:
+        a, b = MESH.cables[own]
+        waits[a, MESH.neighbours[a] == b] = waits[b, MESH.neighbours[b] == a] = 0.1
+    signs = [sign for step in range(40) for sign in watch.add(step, np.ones(64), waits)]
+    assert [str(one) for sign in signs for one in sign.suspects] == ["3,3"]
+
+
+def test_what_recovers_is_named_again_when_it_is_slow_again() -> None:
+    watch, named = Stragglers(MESH), []
+    for step in range(200):
+        compute = np.ones(64)
+        compute[9] = 1.5 if step % 100 < 50 else 1.0
+        named += [sign.step for sign in watch.add(step, compute)]
+    assert named == [23, 123]
+
+
+def test_what_was_not_measured_is_nobodys_fault() -> None:
+    watch, dice = Stragglers(MESH), np.random.default_rng(0)
+    for step in range(200):
+        compute = np.where(dice.random(64) < 0.5, np.nan, 1.0)
+        compute[3] = np.nan
+        assert watch.add(step, compute, np.full((64, 4), np.nan)) == ()
+    for step in range(100):
+        assert watch.add(step, [math.nan] * 63 + [1.0]) == ()
+    with pytest.raises(ParameterError, match="compute_s has the shape"):
+        watch.add(0, [1.0])
+
+
+def test_half_of_the_chips_being_slow_gives_no_verdict() -> None:
+    watch = Stragglers(MESH, CHIPS)
+    for step in range(100):
+        assert watch.add(step, np.where(np.arange(64) < 32, 1.5, 1.0)) == ()
+
+
+@pytest.mark.parametrize("usual", [1, 2, 4, 8, 12, 20, 40])
+def test_the_bound_on_false_alarms(usual: int) -> None:
+    """Against the binomial distribution counted by its recurrence, and the least count that keeps the bound."""
+    p = usual / WINDOW
+    ways = [1.0]
+    for _ in range(WINDOW):  # one more step: late or not
+        ways = [
+            (ways[k] * (1 - p) if k < len(ways) else 0.0) + (ways[k - 1] * p if k else 0.0)
+            for k in range(len(ways) + 1)
+        ]
+    least = least_count(usual)
+    assert sum(ways[least:]) < FALSE_ALARMS
+    assert least == 24 or sum(ways[least - 1 :]) >= FALSE_ALARMS
+
+
+def test_how_often_jitter_makes_a_chip_late_is_what_the_normal_distribution_says() -> None:
+    """The p of the bound, at the simulation's jitter, by its own formula."""
+    compute, _ = times(2000, 5, jitter=0.15)
+    late = compute > LATE * np.median(compute, axis=1, keepdims=True)
+    p = 0.5 * math.erfc(math.log(LATE) / 0.15 / math.sqrt(2))
+    assert p == pytest.approx(0.112, abs=0.001)
+    assert late.mean() == pytest.approx(p, abs=0.02)
