@@ -158,21 +158,21 @@ class MeshProcessGroup(ReconfiguredGroup):
         started = time.time()
         # First, so that nobody waits any more for what this chip will not send.
         self.abort(errored=False)
-        check_store(store_addr, self._patience.now)
-        super().configure(
-            store_addr, replica_id, rank, world_size, quorum_id, group_rank, group_world_size, global_ranks
-        )
+        try:
+            check_store(store_addr, self._patience.now)
+            super().configure(
+                store_addr, replica_id, rank, world_size, quorum_id, group_rank, group_world_size, global_ranks
+            )
+        except RuntimeError:  # of torch, or a `RendezvousError`
+            self._patience.failed()
+            raise
+        self._patience.succeeded()
         self.timings.configured_at = time.time()
         self.timings.configure_s = self.timings.configured_at - started
 
     def form(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
         """Find the hole that the members leave, connect them and plan; `configure` calls this."""
-        try:
-            group = self._meet(store, rank, world_size)
-        except RuntimeError:  # of torch, or a `RendezvousError`
-            self._patience.failed()
-            raise
-        self._patience.succeeded()
+        group = self._meet(store, rank, world_size)
         with self._guard:
             self._generation += 1
             self._error = None
