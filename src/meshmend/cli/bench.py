@@ -142,8 +142,8 @@ def failures(
 ) -> None:
     """Kill chips and boards of a training job at random moments; time each recovery and check the results.
 
-    Every committed step must have used each contribution exactly once, and left the same weights on every chip. Needs
-    torch and torchft.
+    Every committed step must have used each contribution exactly once, and left the same weights on every chip; no
+    sample may be lost or used twice in an epoch. Needs torch and torchft.
 
     Example: meshmend bench failures 4x4 --kills 50
     """

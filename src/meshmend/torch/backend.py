@@ -149,7 +149,7 @@ class MeshBackend(GlooBased):
 
         return MeshWork(engines.start(run), self.chip)
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]  # as torch calls it
         """Reduce a tensor in place over all members; every member ends with the same bits."""
         tensors = _listed(tensors)
         opts = _options(opts, dist.AllreduceOptions)
@@ -216,9 +216,11 @@ class MeshBackend(GlooBased):
         _checked([*outputs, *shards])
         return self._start(engines, outputs, lambda: engines.all_gather(outputs, shards, _timeout(opts)))
 
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]  # other names
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+    def reduce_scatter(  # type: ignore[override]  # as torch calls it
+        self, outputs: Any, inputs: Any, opts: Any = None
+    ) -> dist.Work:
         """Fill the output with the sum of everybody's input for this rank."""
         opts = _options(opts, dist.ReduceScatterOptions)
         engines = self._engines
@@ -249,7 +251,7 @@ class MeshBackend(GlooBased):
         kind, payloads = _checked([*outputs, *inputs], opts.reduceOp), [[payload] for payload in inputs]
         return self._start(engines, outputs, lambda: engines.reduce_scatter(outputs, payloads, kind, _timeout(opts)))
 
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]  # other names
 
     def split_group(
         self,

@@ -14,18 +14,17 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
-from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 
 from meshmend.errors import DisagreementError, ParameterError
-from meshmend.torch.private import cpu_backend
+from meshmend.torch.private import Transport, Work, cpu_backend
 
 FIRST_TAG = 2**30
 TAGS_PER_CHANNEL = 2**20
@@ -42,6 +41,9 @@ CLOSE_TAG = 2**31 - 1
 DIGEST_BYTES = 32
 DESCRIPTION_BYTES = 512
 CLOSE_TIMEOUT = timedelta(milliseconds=1)
+
+Post = Callable[[list[torch.Tensor], int, int], Work]
+"""A group's `send` or `recv`."""
 
 
 class TransportError(Exception):
@@ -70,7 +72,7 @@ class Channel:
     After `close` the group's connections are gone and `error` says why; every later call raises it.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: dist.ProcessGroup | Transport | None) -> None:
         self._group = _transport_of(group)
         self.rank = int(self._group.rank())
         self.size = int(self._group.size())
@@ -109,21 +111,21 @@ class Channel:
             self.error = self.error or error
             self._turns.notify_all()
 
-    def send(self, tensor: torch.Tensor, member: int, message: int) -> Any:
+    def send(self, tensor: torch.Tensor, member: int, message: int) -> Work:
         """Start to send, as the message of that number among those of this call to this member."""
         return self._post(self._group.send, tensor, member, FIRST_MESSAGE + message)
 
-    def recv(self, tensor: torch.Tensor, member: int, message: int) -> Any:
+    def recv(self, tensor: torch.Tensor, member: int, message: int) -> Work:
         """Start to receive."""
         return self._post(self._group.recv, tensor, member, FIRST_MESSAGE + message)
 
-    def _post(self, what: Any, tensor: torch.Tensor, member: int, tag: int) -> Any:
+    def _post(self, what: Post, tensor: torch.Tensor, member: int, tag: int) -> Work:
         try:
             return what([tensor], member, self._first_tag + tag)
         except RuntimeError as error:
             raise TransportError(member, error) from error
 
-    def wait(self, work: Any, member: int, deadline: Deadline) -> None:
+    def wait(self, work: Work, member: int, deadline: Deadline) -> None:
         """Wait for a send or a receive, once: of two threads that wait for one of Gloo's works one never wakes."""
         try:
             work.wait(deadline.left())
@@ -189,8 +191,8 @@ class _Numbers:
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self._next: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
-        self._live: WeakKeyDictionary[Any, WeakValueDictionary[int, Channel]] = WeakKeyDictionary()
+        self._next: WeakKeyDictionary[Transport, Iterator[int]] = WeakKeyDictionary()
+        self._live: WeakKeyDictionary[Transport, WeakValueDictionary[int, Channel]] = WeakKeyDictionary()
 
     def claim(self, channel: Channel) -> int:
         """Return the number of a new channel. Numbers come round again when all have been used."""
@@ -208,11 +210,11 @@ class _Numbers:
 
 
 _numbers = _Numbers()
-_transports: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_transports: WeakKeyDictionary[dist.ProcessGroup, Transport] = WeakKeyDictionary()
 """Kept for as long as the group is: channels are counted by transport, whichever of the two an engine was given."""
 
 
-def _transport_of(group: Any) -> Any:
+def _transport_of(group: dist.ProcessGroup | Transport | None) -> Transport:
     """Return what moves messages between CPUs for a group."""
     if type(group) is dist.ProcessGroup:
         try:
@@ -222,7 +224,7 @@ def _transport_of(group: Any) -> Any:
                 f"The engine moves messages between CPUs, and this process group cannot: {error}. "
                 f'Make one that can: torch.distributed.new_group(backend="gloo").'
             ) from error
-    if not all(hasattr(group, name) for name in ("rank", "size", "send", "recv")):
+    if group is None or not all(hasattr(group, name) for name in ("rank", "size", "send", "recv")):
         raise ParameterError(
             f"Expected a process group that this process is a member of, got {group!r}. Call "
             f"torch.distributed.init_process_group first, and pass torch.distributed.group.WORLD or a new_group."

@@ -2,10 +2,9 @@
 
 # No `from __future__ import annotations` here: DDP looks at the hook's annotations and wants classes, not strings.
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
+import torchft
 
 from meshmend.torch.private_torchft import HookedDataParallel
 
@@ -19,7 +18,7 @@ class DistributedDataParallel(HookedDataParallel):
     """
 
     @staticmethod
-    def reduce_bucket(manager: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def reduce_bucket(manager: torchft.Manager, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket over the members; after an error, end with what is there."""
         manager.allreduce(bucket.buffer()).wait()
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()

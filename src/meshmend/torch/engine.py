@@ -25,6 +25,7 @@ from meshmend.schedule import Collective, Schedule
 from meshmend.schedule.verify import ensure_proven
 from meshmend.torch.channel import MAX_MESSAGES, Channel, Deadline, TransportError
 from meshmend.torch.payload import Flat, check_payload, combine_of, describe, kind_of, memory_of, overwrite
+from meshmend.torch.private import Transport, fail_future
 from meshmend.torch.program import ChipProgram, compile_program
 from meshmend.torch.run import ProgramRun
 
@@ -53,7 +54,7 @@ class Engine:
         self,
         schedule: Schedule,
         rank: int,
-        group: Any,
+        group: dist.ProcessGroup | Transport | None,
         *,
         group_ranks: Sequence[int] | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
@@ -295,13 +296,13 @@ class Engine:
             try:
                 self._run(payload, kind, words, ticket, turn)
             except Exception as error:
-                future.set_exception(error)
+                fail_future(future, error)
             else:
                 future.set_result(payload)
 
         with self._guard:
             if self.error is not None:
-                future.set_exception(self.error)
+                fail_future(future, self.error)
                 return future
             if self._worker is None:
                 self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="meshmend")

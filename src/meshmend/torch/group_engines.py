@@ -22,6 +22,7 @@ from meshmend.torch.collective import reduce_tensors
 from meshmend.torch.engine import Engine
 from meshmend.torch.payload import NAMES, describe, overwrite
 from meshmend.torch.plans import Plans
+from meshmend.torch.private import fail_future
 
 Tensors = Sequence[torch.Tensor]
 
@@ -54,7 +55,7 @@ class GroupEngines:
                 with torch.inference_mode(False), torch.no_grad():
                     result = job()
             except Exception as error:
-                future.set_exception(error)
+                fail_future(future, error)
             else:
                 future.set_result(result)
 

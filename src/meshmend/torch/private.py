@@ -8,37 +8,69 @@ against the new version. What is used of torchft is in `private_torchft`, which 
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 from torch.utils import _pytree
 
-Work = dist._Work
+Work: TypeAlias = dist._Work
 """What torch expects a started collective to be."""
 
 CPU = torch.device("cpu")
 
 
+class Transport(Protocol):
+    """What the engine needs of a group: messages that are matched by member and tag, and works whose `wait` blocks."""
+
+    def rank(self) -> int:
+        """Return this process's number in the group."""
+
+    def size(self) -> int:
+        """Return the number of members."""
+
+    def send(self, tensors: list[torch.Tensor], member: int, tag: int, /) -> Work:
+        """Start to send."""
+
+    def recv(self, tensors: list[torch.Tensor], member: int, tag: int, /) -> Work:
+        """Start to receive."""
+
+
+class Gloo(Transport, Protocol):
+    """What is used of Gloo's backend; torch's own annotations leave out all of its collectives."""
+
+    def allreduce(self, tensors: list[torch.Tensor], /) -> Work:
+        """Start Gloo's own all-reduce."""
+
+    def barrier(self) -> Work:
+        """Start to wait for all members."""
+
+
 def gloo_backend(
-    store: Any, rank: int, world_size: int, *, timeout: timedelta, interface: str | None = None
-) -> dist.ProcessGroupGloo:
+    store: dist.Store, rank: int, world_size: int, *, timeout: timedelta, interface: str | None = None
+) -> Gloo:
     """Return Gloo over one network interface (by default the host's own), with all connections made.
 
     `torch.distributed.new_group` needs a default process group, of which a process has only one.
     """
-    options = dist.ProcessGroupGloo._Options()
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's annotations
     options._timeout = timeout
     if interface:
         device = dist.ProcessGroupGloo.create_device(interface=interface)
     else:
         device = dist.ProcessGroupGloo.create_default_device()
     options._devices = [device]
-    return dist.ProcessGroupGloo(store, rank, world_size, options)
+    return cast(Gloo, dist.ProcessGroupGloo(store, rank, world_size, options))
 
 
 def gloo_group(
-    store: Any, rank: int, world_size: int, *, connect_timeout: timedelta, timeout: timedelta, interface: str | None
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    *,
+    connect_timeout: timedelta,
+    timeout: timedelta,
+    interface: str | None,
 ) -> dist.ProcessGroup:
     """Return a process group whose CPU backend is a Gloo of its own; it connects within one timeout, then has another.
 
@@ -47,20 +79,21 @@ def gloo_group(
     """
     group = dist.ProcessGroup(store, rank, world_size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    backend = gloo_backend(store, rank, world_size, timeout=connect_timeout, interface=interface)
+    backend: Any = gloo_backend(store, rank, world_size, timeout=connect_timeout, interface=interface)
     backend._set_default_timeout(timeout)
     group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, backend)
     return group
 
 
-def cpu_backend(group: dist.ProcessGroup) -> Any:
+def cpu_backend(group: dist.ProcessGroup) -> Transport:
     """Return what moves messages between CPUs for a group; `RuntimeError` if it has no such backend."""
-    return group._get_backend(CPU)
+    return cast(Transport, group._get_backend(CPU))
 
 
 def name_group(group: dist.ProcessGroup, name: str, description: str) -> None:
     """Name a group that torch has not made itself."""
-    group._set_group_name(dist.GroupName(name) if hasattr(dist, "GroupName") else name)
+    named: Any = dist.GroupName(name) if hasattr(dist, "GroupName") else name
+    group._set_group_name(named)
     group._set_group_desc(description)
 
 
@@ -75,11 +108,12 @@ class GlooBased(dist.ProcessGroup):
 
     def __init__(self, gloo: dist.ProcessGroup, store: dist.Store) -> None:
         # The constructor that takes a store makes groups whose methods C++ does not find.
-        super().__init__(gloo.rank(), gloo.size())
+        super().__init__(gloo.rank(), gloo.size())  # type: ignore[call-arg]  # torch annotates only the other one
         self.gloo = gloo
         self._store = store
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        self._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, cpu_backend(gloo))
+        backend: Any = cpu_backend(gloo)
+        self._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, backend)
 
     def get_group_store(self) -> dist.Store:
         """Return where this group's members write to each other."""
@@ -100,6 +134,11 @@ class GlooBased(dist.ProcessGroup):
     def _reduce_scatter_base(self, output: torch.Tensor, shards: torch.Tensor, opts: Any = None) -> dist.Work:
         """Do the same under the name that torch calls before 2.13."""
         return self.reduce_scatter_single(output, shards, opts)
+
+
+def fail_future(future: torch.futures.Future[Any], error: Exception) -> None:
+    """End a future with an error, which torch annotates as a result."""
+    future.set_exception(error)
 
 
 def leaves_with_paths(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:

@@ -7,7 +7,6 @@ upper bound, and `tests/torch_engine/test_private.py` says what breaks when one 
 # No `from __future__ import annotations` here: DDP looks at the hook's annotations and wants classes, not strings.
 
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,11 +21,11 @@ class ReconfiguredGroup(ProcessGroupWrapper):
         super().__init__(timeout)
         self._timeout = timeout
 
-    def form(self, store: Any, rank: int, world_size: int) -> Any:
+    def form(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
         """Return a new group over the members of a quorum, who all see the store."""
         raise NotImplementedError
 
-    def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
+    def _create_pg(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
         return self.form(store, rank, world_size)
 
 
@@ -34,10 +33,10 @@ class HookedDataParallel(torchft.DistributedDataParallel):
     """torchft's DistributedDataParallel with a hook of one's own: `reduce_bucket`."""
 
     @staticmethod
-    def reduce_bucket(manager: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def reduce_bucket(manager: torchft.Manager, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Return the future of a bucket's mean over the members."""
         raise NotImplementedError
 
     @classmethod
-    def _comm_hook(cls, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _comm_hook(cls, state: torchft.Manager, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return cls.reduce_bucket(state, bucket)

@@ -36,7 +36,7 @@ from meshmend.torch.collective import check_tensors, reduce_tensors
 from meshmend.torch.engine import Engine
 from meshmend.torch.place import describe_machine, find_place
 from meshmend.torch.plans import DEFAULT_PLAN, Plans
-from meshmend.torch.private import gloo_group
+from meshmend.torch.private import fail_future, gloo_group
 from meshmend.torch.private_torchft import ReconfiguredGroup
 from meshmend.torch.rendezvous import Patience, check_store, exchange
 from meshmend.torch.work import MeshWork
@@ -158,21 +158,21 @@ class MeshProcessGroup(ReconfiguredGroup):
         started = time.time()
         # First, so that nobody waits any more for what this chip will not send.
         self.abort(errored=False)
-        check_store(store_addr, self._patience.now)
-        super().configure(
-            store_addr, replica_id, rank, world_size, quorum_id, group_rank, group_world_size, global_ranks
-        )
-        self.timings.configured_at = time.time()
-        self.timings.configure_s = self.timings.configured_at - started
-
-    def form(self, store: Any, rank: int, world_size: int) -> Any:
-        """Find the hole that the members leave, connect them and plan; `configure` calls this."""
         try:
-            group = self._meet(store, rank, world_size)
+            check_store(store_addr, self._patience.now)
+            super().configure(
+                store_addr, replica_id, rank, world_size, quorum_id, group_rank, group_world_size, global_ranks
+            )
         except RuntimeError:  # of torch, or a `RendezvousError`
             self._patience.failed()
             raise
         self._patience.succeeded()
+        self.timings.configured_at = time.time()
+        self.timings.configure_s = self.timings.configured_at - started
+
+    def form(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
+        """Find the hole that the members leave, connect them and plan; `configure` calls this."""
+        group = self._meet(store, rank, world_size)
         with self._guard:
             self._generation += 1
             self._error = None
@@ -189,7 +189,7 @@ class MeshProcessGroup(ReconfiguredGroup):
         self.timings.plan_s = time.time() - started
         return group
 
-    def _meet(self, store: Any, rank: int, world_size: int) -> dist.ProcessGroup:
+    def _meet(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
         """Find out where the members' chips are, and connect to them."""
         started = time.time()
         chips = self._exchange(store, rank, world_size)
@@ -208,7 +208,7 @@ class MeshProcessGroup(ReconfiguredGroup):
         self.timings.connect_s = time.time() - started
         return group
 
-    def _exchange(self, store: Any, rank: int, world_size: int) -> list[Coordinate]:
+    def _exchange(self, store: dist.Store, rank: int, world_size: int) -> list[Coordinate]:
         """Exchange coordinates with the other members."""
         wrap = "".join(str(int(w)) for w in self._whole.wrap)
         terms = f"meshmend {__version__}, {describe_machine(self._whole)}, wrap {wrap}, {self._plans}"
@@ -258,7 +258,7 @@ class MeshProcessGroup(ReconfiguredGroup):
                 raise MeshmendError("The group was formed again while this all-reduce was planned.")
             return self._engines.setdefault(size, engine)
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> MeshWork:
         """Reduce tensors in place, in the background; the work's future gives the tensors or the error."""
         op = getattr(opts, "reduceOp", opts)
         op = getattr(op, "op", op)
@@ -279,7 +279,7 @@ class MeshProcessGroup(ReconfiguredGroup):
                 reduce_tensors(tensors, engine, op)
             except Exception as error:
                 self._fail(error, generation)
-                future.set_exception(error)
+                fail_future(future, error)
             else:
                 future.set_result(tensors)
 
@@ -289,7 +289,7 @@ class MeshProcessGroup(ReconfiguredGroup):
             self._worker.submit(work)
         return MeshWork(future, self._chip)
 
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> MeshWork:
         """Reduce tensors in place as one payload."""
         return self.allreduce(tensors, opts)
 

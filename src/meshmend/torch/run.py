@@ -12,12 +12,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from meshmend.torch.channel import Channel, Deadline, TransportError
 from meshmend.torch.payload import Combine, Flat
+from meshmend.torch.private import Work
 from meshmend.torch.program import ChipProgram, Receive
 
 AHEAD_BYTES = 32 * 2**20
@@ -54,7 +54,7 @@ class ProgramRun:
         sends, receives = program.sends, program.receives
         self._send_waits = [len(send.after_receives) for send in sends]
         self._receive_waits = [len(receive.after_receives) + len(receive.after_sends) for receive in receives]
-        self._works: list[Any] = [None] * len(sends)
+        self._works: list[Work | None] = [None] * len(sends)
         self._work_locks = [threading.Lock() for _ in sends]
         numbers: dict[int, list[int]] = {}
         for number, send in enumerate(sends):
@@ -103,7 +103,7 @@ class ProgramRun:
         """Return chunks of the payload."""
         return self.flat[self._bound(first) : self._bound(last)]
 
-    def receive(self, slot: torch.Tensor, message: Receive) -> Any:
+    def receive(self, slot: torch.Tensor, message: Receive) -> Work | None:
         """Post a receive; None where the message is empty, which no one sends."""
         return self.channel.recv(slot, self.members[message.peer], message.tag) if slot.numel() else None
 
@@ -214,7 +214,7 @@ class _Inbox:
         self._depth = min(len(numbers), max(2, AHEAD_BYTES // max(self._slot_size * element_bytes, 1)))
         n_bytes = self._depth * self._slot_size * element_bytes
         self._buffer = run.channel.buffer(self._member, n_bytes).view(run.flat.dtype)
-        self._posted: deque[tuple[Any, torch.Tensor]] = deque()
+        self._posted: deque[tuple[Work | None, torch.Tensor]] = deque()
         self._next = 0
         for _ in range(self._depth):
             self._post()
