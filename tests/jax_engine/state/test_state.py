@@ -438,5 +438,14 @@ def test_hosts_that_one_failure_takes_together_do_not_keep_each_others_parts(sha
 
 def test_one_host_alone_keeps_its_own() -> None:
     assert backup_chips([0, 0, 0]) == [0, 1, 2]
-    with pytest.raises(RestartError, match="3 of 4 chips"):
-        backup_chips([0, 0, 0, 1])
+
+
+@pytest.mark.parametrize("sizes", [[3, 1], [4, 3], [1, 2, 5], [2, 7, 1, 1]], ids=str)
+def test_of_a_host_with_most_chips_the_others_keep_what_they_can(sizes: list[int]) -> None:
+    host_of_chip = [host for host, size in enumerate(sizes) for _ in range(size)]
+    np.random.default_rng(0).shuffle(host_of_chip)
+    keeper = backup_chips(host_of_chip)
+    assert sorted(keeper) == list(range(len(host_of_chip)))
+    kept = [chip for chip, by in enumerate(keeper) if host_of_chip[by] != host_of_chip[chip]]
+    assert len(kept) == 2 * (sum(sizes) - max(sizes))
+    assert all(by == chip for chip, by in enumerate(keeper) if chip not in kept)

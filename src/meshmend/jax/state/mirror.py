@@ -8,6 +8,8 @@ step runs.
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
@@ -21,7 +23,6 @@ from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from meshmend.errors import RestartError
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.state.fetch import wait_for
 from meshmend.jax.state.layout import StateLayout
@@ -39,22 +40,28 @@ def backup_chips(host_of_chip: Sequence[int], mesh: Mesh | None = None) -> list[
     Chips are taken host by host and moved on by as many as the largest host has, so they always land on another host,
     and the same chip of the next one where all hosts are alike. If they are and `mesh` is given, two hosts that one
     failure takes out of the job together, as it cuts the mesh in two, do not keep each other's parts, where possible.
+    Where one host has more than half of the chips, as may be when chips of the others are in quarantine, the others
+    keep as many of its parts as they have chips, and the rest of its chips keep their own.
 
     >>> backup_chips([0, 0, 1, 1, 2, 2])
     [2, 3, 4, 5, 0, 1]
     >>> backup_chips([0, 1, 2, 3], Mesh("1x4"))  # the loss of host 1 cuts off host 0
     [2, 3, 0, 1]
+    >>> backup_chips([0, 0, 0, 1, 1])
+    [3, 4, 2, 0, 1]
     """
     order = sorted(range(len(host_of_chip)), key=lambda chip: (host_of_chip[chip], chip))
     sizes = np.unique(host_of_chip, return_counts=True)[1]
     shift, n_hosts = int(sizes.max()), len(sizes)
     if n_hosts < 2:
         return list(range(len(host_of_chip)))
+    keeper = list(range(len(order)))
     if 2 * shift > len(order):
-        raise RestartError(
-            f"One host has {shift} of {len(order)} chips: the others cannot keep a copy of all that it holds."
-        )
-    keeper = [0] * len(order)
+        largest = np.bincount(host_of_chip).argmax()
+        others = [chip for chip in order if host_of_chip[chip] != largest]
+        for chip, other in zip([chip for chip in order if host_of_chip[chip] == largest], others, strict=False):
+            keeper[chip], keeper[other] = other, chip
+        return keeper
     if mesh is not None and sizes.min() == shift:
         of_host = np.array(order).reshape(n_hosts, shift)
         for chips, kept_by in zip(of_host, _backup_hosts(of_host, mesh), strict=True):
@@ -103,6 +110,13 @@ class Mirror:
         self.on_failure = on_failure
         """Called with an error by the thread that writes: the one that trains may be blocked in the next step."""
         self.host_of_chip = hosts_of_chips(layout.fabric)
+        n_most, n_chips = max(Counter(self.host_of_chip).values()), len(self.host_of_chip)
+        if n_chips < 2 * n_most < 2 * n_chips:
+            warnings.warn(
+                f"One host has {n_most} of {n_chips} chips, so the others keep copies of only {n_chips - n_most} of "
+                "them. If that host is lost, the job goes back to its last checkpoint on disk.",
+                stacklevel=2,
+            )
         self._cut: Any = jax.jit(make_parts_fn(layout, self.host_of_chip))
         self._writer = ThreadPoolExecutor(1, "meshmend-mirror")
         self._writing: Future[None] | None = None
