@@ -280,6 +280,7 @@ def test_parameters_and_state_move_to_other_survivors_bit_for_bit() -> None:
         mmj.reshard_params({"norm": jnp.ones((3, 2))}, params, fabric, pair)
 
 
+@pytest.mark.slow
 def test_a_replicated_state_becomes_a_sharded_one_and_back_bit_for_bit() -> None:
     """What `train_step` with a Program has trained, as the keeper restores it: arrays like its parameters'."""
     fabric, pair = programs()

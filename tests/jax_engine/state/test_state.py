@@ -114,7 +114,7 @@ def bits(tree: Any) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
-@pytest.fixture(scope="module", params=["pair", "program", "fsdp"])
+@pytest.fixture(scope="module", params=["pair", "program", pytest.param("fsdp", marks=pytest.mark.slow)])
 def whole(request: pytest.FixtureRequest) -> Trained:
     return Trained((), request.param)
 
