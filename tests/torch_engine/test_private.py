@@ -20,7 +20,7 @@ from torchft.process_group import ProcessGroupWrapper, create_store_client
 
 from meshmend.torch.ddp import DistributedDataParallel
 from meshmend.torch.manager import Manager
-from meshmend.torch.private import Work, cpu_backend, gloo_backend, gloo_group, leaves_with_paths
+from meshmend.torch.private import GlooBased, Work, cpu_backend, gloo_backend, gloo_group, leaves_with_paths, name_group
 from meshmend.torch.private_torchft import HookedDataParallel, ReconfiguredGroup
 from meshmend.torch.process_group import MeshProcessGroup
 from torch_engine.processes import with_store
@@ -56,6 +56,30 @@ def test_a_group_has_the_gloo_that_it_was_given() -> None:
     backend = cpu_backend(group)
     assert isinstance(backend, dist.ProcessGroupGloo), "engines find no transport in a group: see cpu_backend"
     assert all(hasattr(backend, name) for name in ("send", "recv", "rank", "size"))
+
+
+def test_cpp_finds_the_methods_of_a_group_of_ours() -> None:
+    class Counting(GlooBased):
+        n_calls = 0
+
+        def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+            self.n_calls += 1
+            return self.gloo.broadcast(tensors, opts)
+
+    why = "DDP and traced programs would use Gloo instead of plans. Change GlooBased in meshmend/torch/private.py."
+    try:
+        store = alone()
+        group = Counting(gloo_group(store, 0, 1, connect_timeout=SECONDS, timeout=SECONDS, interface="lo"), store)
+        name_group(group, "counting", "a test")
+    except (AttributeError, TypeError) as error:
+        pytest.fail(f"{why} ({error})")
+    assert (group.rank(), group.size(), group.group_name) == (0, 1, "counting")
+    assert group.get_group_store() is store
+    dist._broadcast_coalesced(group, [torch.ones(3)], 100)
+    assert group.n_calls == 1, why
+    payload = torch.ones(2)
+    group.allreduce([payload]).wait()  # which it does not define: Gloo's
+    assert payload.tolist() == [1.0, 1.0]
 
 
 def test_a_group_without_a_cpu_backend_says_so() -> None:

@@ -38,7 +38,7 @@ Spans = dict[tuple[str, str], list[tuple[float, float]]]
 
 
 @dataclass(frozen=True)
-class BesideGloo:
+class BackendTimes:
     """One collective, or a training step, on one mesh: the best run of each backend in seconds, and their ratio."""
 
     mesh: str
@@ -64,7 +64,7 @@ class BesideGloo:
 
 def compare_backends(
     mesh: Mesh, payload_bytes: int, *, lab: Lab | None = None, repeat: int = 3, patience_s: float = 1800.0
-) -> list[BesideGloo]:
+) -> list[BackendTimes]:
     """Time Gloo and meshmend on one mesh, in a lab or (without one) over loopback.
 
     The payload is what is reduced, what all shards together are, and about what the model's weights take.
@@ -88,7 +88,7 @@ def compare_backends(
         }
         gloo_s, meshmend_s = min(seconds["gloo"]), min(seconds["meshmend"])
         found.append(
-            BesideGloo(
+            BackendTimes(
                 mesh=str(mesh),
                 chips=mesh.n_chips,
                 case=case,

@@ -24,7 +24,7 @@ from meshmend.topology import Mesh
 
 if TYPE_CHECKING:
     from meshmend.bench.allreduce import Result
-    from meshmend.bench.backend import BesideGloo
+    from meshmend.bench.backend import BackendTimes
     from meshmend.bench.failures import FailuresReport
 
 Figures = TypeVar("Figures")
@@ -295,7 +295,7 @@ def _show_times(results: list[Result]) -> None:
     print_table(table)
 
 
-def _show_comparisons(results: list[BesideGloo]) -> None:
+def _show_comparisons(results: list[BackendTimes]) -> None:
     table = Table(title="Gloo and meshmend, best run", title_justify="left", title_style="bold")
     table.box, table.pad_edge = None, False
     for name in ("mesh", "payload", "case"):
