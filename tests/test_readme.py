@@ -49,7 +49,7 @@ def prose(text: str) -> str:
         r"\d+(?:×\d+)+ (?:blocks|minus)",  # a shape
         r"figures? \d[\d–, ]*",
         r"\((?:ISCA|HPCA|MLSys) \d{4}\)|, \d{4}\]",  # a year of publication
-        r"\bv\d\w?\b|\bn-D\b|\bc10d\b|Apache-2\.0",  # a chip, a licence
+        r"\bv\d\w?\b|\bn-D\b|\bc10d\b|\bFSDP2\b|Apache-2\.0",  # a chip, a library, a licence
         r"2\(P−1\)",  # a formula
     ]
     return re.sub("|".join(names), "", text)
