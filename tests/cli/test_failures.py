@@ -279,7 +279,7 @@ def test_a_missing_extra_is_one_line(
 ) -> None:
     others = {"jax", "optax", "libtpu", "flax", "torch", "torchft", "orbax", "grain", "matplotlib", "simpy"} - {module}
     monkeypatch.setattr(
-        "meshmend.errors.find_spec", lambda name: None if name == module else object() if name in others else None
+        "meshmend.extras.find_spec", lambda name: None if name == module else object() if name in others else None
     )
     monkeypatch.setitem(sys.modules, module, None)
     check(words, f"needs {module}, which is not installed here")

@@ -72,7 +72,7 @@ def test_a_failure_is_one_line(command: str, words: list[str], message: str) -> 
 
 
 def test_without_torch_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshmend.errors.find_spec", lambda name: None if name == "torch" else object())
+    monkeypatch.setattr("meshmend.extras.find_spec", lambda name: None if name == "torch" else object())
     monkeypatch.setitem(sys.modules, "torch", None)
     error = refused("run", "--local", "4x4", "file")
     assert "`meshmend run` needs torch, which is not installed here" in error

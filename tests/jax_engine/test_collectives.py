@@ -20,7 +20,7 @@ from meshmend.planning import PLANNERS
 
 Tree = dict[str, Any]
 
-LONG_TO_COMPILE = ("trees 8x8 - odd holes", "row-pairs 8x8 - 2x2, 3 segments")
+LONG_TO_COMPILE = ("trees 8x8 - odd holes", "row-pairs 8x8 - 2x2, 3 segments", "weave 8x8 - odd holes")
 
 
 def payload(n_chips: int, n_chunks: int) -> Tree:

@@ -20,7 +20,8 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-@pytest.mark.parametrize("planner", ["hamiltonian"])
+@pytest.mark.slow
+@pytest.mark.parametrize("planner", ["hamiltonian", "row-pairs"])
 def test_the_example_runs_and_agrees_with_psum(planner: str, tmp_path: Path) -> None:
     picture = tmp_path / "loss.png"
     words = ["--steps", "2", "--planner", planner, "--plot", str(picture)]
