@@ -59,7 +59,7 @@ def compile_way(options: argparse.Namespace, way: str) -> dict[str, Any]:
         options.topology,
         model,
         Shard(shard),
-        hide and not options.no_hide,
+        hide and not options.unhidden,
         options.in_turn,
         gradients_only,
         failed,
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, help="of the plan; by default one per chip")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["replicated", "update", "sharded"])
     parser.add_argument("--gradients", action="store_true", help="sharded: the gradients only, without the optimizer")
-    parser.add_argument("--no-hide", action="store_true", help="gather each layer when it is needed: less memory")
+    parser.add_argument("--unhidden", action="store_true", help="gather each layer when it is needed: less memory")
     parser.add_argument("--in-turn", action="store_true", help="scatter one layer, then gather the next: less memory")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

@@ -50,15 +50,13 @@ class StackOptions:
     sequence: Annotated[
         int | None, typer.Option("--sequence", metavar="N", min=1, help="transformer: tokens per example.")
     ] = None
-    hide: Annotated[
+    unhidden: Annotated[
         bool | None,
         typer.Option(
-            "--hide/--no-hide",
-            help="transformer: communicate one layer ahead and one behind, or when it is needed.",
-            show_default="hide",
+            "--unhidden",
+            help="transformer: communicate when a layer is needed, not one ahead and one behind; less memory.",
         ),
     ] = None
-
     in_turn: Annotated[
         bool | None,
         typer.Option("--in-turn", help="transformer: scatter one layer, then gather the next; less memory."),
@@ -95,7 +93,7 @@ def compile_transformer(
     if options.shard is not None and options.shard not in SHARDS:
         raise ParameterError(f"--shard is {options.shard!r}, expected one of: {', '.join(SHARDS)}.")
     shard = Shard(options.shard or Shard.NONE)
-    hide = options.hide is not False
+    hide = not options.unhidden
     sizes = {name: getattr(options, name) for name in ("layers", "width", "sequence")}
     stated = {name: size for name, size in sizes.items() if size is not None}
     model = Transformer(**stated, batch=batch, dtype=dtype, wide_sums=dtype != "float32")

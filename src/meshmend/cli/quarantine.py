@@ -58,7 +58,7 @@ def list_entries(
 def add(
     folder: FolderArgument,
     suspects: SuspectsArgument,
-    why: Annotated[str, typer.Option("--why", metavar="TEXT", help="The reason, for those who read the list.")] = "",
+    why: Annotated[str, typer.Option("--why", metavar="REASON", help="The reason, for those who read the list.")] = "",
     length: Annotated[str, typer.Option("--for", metavar="TIME", help="How long, as in 7d, 12h, 30min or 90s.")] = "7d",
     json: JsonOption = False,
 ) -> None:

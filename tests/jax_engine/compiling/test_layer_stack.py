@@ -48,7 +48,7 @@ def run(*words: str) -> Any:
     ("words", "says"),
     [
         ([*WORDS[:3], "--shard", "fsdp"], "--shard is for --workload transformer, and this compiles the all-reduce"),
-        ([*WORDS[:3], "--no-hide"], "--hide is for --workload transformer"),
+        ([*WORDS[:3], "--unhidden"], "--unhidden is for --workload transformer"),
         ([*WORDS, "--shard", "zero"], "--shard is 'zero', expected one of: none, update, fsdp."),
         ([*WORDS, "--tile", "2x2"], "transformer is for chips alone: leave out --tile 2x2"),
         ([*WORDS, "--width", "100"], "width is 100: expected a multiple of 64"),
@@ -121,6 +121,6 @@ def test_the_command_compiles_full_and_holed_slices(shard: str, fail: list[str])
 @needs_libtpu
 @pytest.mark.slow
 def test_nothing_hides_where_it_is_not_to() -> None:
-    done = run(*WORDS, "--fail", "2x2@0,0", "--shard", "fsdp", "--layers", "3", "--no-hide", "--json")
+    done = run(*WORDS, "--fail", "2x2@0,0", "--shard", "fsdp", "--layers", "3", "--unhidden", "--json")
     facts = json.loads(done.stdout)
     assert all(body["share"] < 0.05 for body in facts["bodies"] if body["place"] != "outside")
