@@ -133,14 +133,19 @@ def compile_transformer(
             "memory per device": f"{name_bytes(report.peak_bytes)} at the peak; {name_bytes(report.argument_bytes)} "
             f"arguments, {name_bytes(report.temporary_bytes)} temporaries, {name_bytes(report.aliased_bytes)} in place",
             "collectives": f"{report.permutes} permutes, {report.in_flight} in flight at once",
-            **_bodies(report.bodies),
+            **_bodies(report.bodies, hide),
             "compiled in": f"{name_seconds(report.compile_seconds)}, lowered in {name_seconds(report.lower_seconds)}",
         },
     )
 
 
-def _bodies(bodies: Sequence[Overlap]) -> dict[str, str]:
-    """Describe what each layer does in either direction; loops that only communicate have no computing to hide it."""
+def _bodies(bodies: Sequence[Overlap], hide: bool) -> dict[str, str]:
+    """Describe what of each layer's communication hides in either direction.
+
+    Unhidden, the steps of a plan are loops of their own, in which a chip computes no more than sums.
+    """
+    if not hide:
+        return {"hidden": "nothing: each layer waits for its permutes"}
     names = {"backward": "backward, per layer", "forward": "forward, per layer", "outside": "outside the layers"}
     found: dict[str, str] = {}
     for place, name in names.items():
