@@ -56,6 +56,7 @@ def test_the_trajectory_is_bit_identical_though_the_coordinators_host_dies(undis
     assert_same_trajectory(run, undisturbed)
 
 
+@pytest.mark.slow
 def test_losing_the_keeper_of_the_lost_parts_during_recovery_brings_the_job_back_to_disk(
     undisturbed: Run, tmp_path: Path
 ) -> None:
