@@ -109,13 +109,7 @@ def measure(
             chips.start(mesh.chip(rank), _time_cases, mesh, schedules, payload_bytes, repeat, meeting, interface, whole)
         spans = list(chips.results(patience_s).values())
     cases = list(spans[0])
-    seconds = {
-        case: [
-            max(span[case][turn][1] for span in spans) - min(span[case][turn][0] for span in spans)
-            for turn in range(repeat)
-        ]
-        for case in cases
-    }
+    seconds = {case: run_seconds([span[case] for span in spans]) for case in cases}
     unit_s = None if lab is None else payload_bytes / lab.rate_bytes_per_s
     results = []
     for case in cases:
@@ -136,6 +130,15 @@ def measure(
             )
         )
     return results
+
+
+def run_seconds(spans: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
+    """Return how long each run of a case lasted, from the first chip's start to the last chip's end.
+
+    >>> run_seconds([[(0.0, 2.0), (5.0, 6.0)], [(0.5, 2.5), (5.0, 5.5)]])
+    [2.5, 1.0]
+    """
+    return [max(end for _, end in run) - min(start for start, _ in run) for run in zip(*spans, strict=True)]
 
 
 def _time_cases(

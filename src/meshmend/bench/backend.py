@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from meshmend.bench.allreduce import PORT, run_seconds
 from meshmend.errors import Coordinate, LabError
 from meshmend.lab import Chips, Lab
 from meshmend.lab.namespaces import INTERFACE
@@ -30,7 +31,6 @@ from meshmend.launch.processes import free_port
 from meshmend.topology import Mesh
 from meshmend.torch import MeshOptions
 
-PORT = 29500
 TIMEOUT = timedelta(minutes=10)
 LAYERS, HEADS, TOKENS = 4, 2, 8
 STEP = "FSDP2 step"
@@ -79,13 +79,7 @@ def compare_backends(
     found = []
     unit_s = None if lab is None else payload_bytes / lab.rate_bytes_per_s
     for case in dict.fromkeys(case for case, _ in spans[0]):
-        seconds = {
-            backend: [
-                max(span[case, backend][run][1] for span in spans) - min(span[case, backend][run][0] for span in spans)
-                for run in range(repeat)
-            ]
-            for backend in ("gloo", "meshmend")
-        }
+        seconds = {name: run_seconds([span[case, name] for span in spans]) for name in ("gloo", "meshmend")}
         gloo_s, meshmend_s = min(seconds["gloo"]), min(seconds["meshmend"])
         found.append(
             BackendTimes(

@@ -28,27 +28,31 @@ if TYPE_CHECKING:
     from meshmend.bench.failures import FailuresReport
 
 Figures = TypeVar("Figures")
+LabOption = Annotated[
+    str | None, typer.Option("--lab", metavar="SHAPE", help="Create a lab of this shape for the run. Needs root.")
+]
+LoopbackOption = Annotated[
+    str | None, typer.Option("--loopback", metavar="SHAPE", help="No lab: processes on this host's loopback.")
+]
+RateOption = Annotated[str, typer.Option("--rate", metavar="RATE", help="Rate of a link, as tc writes it.")]
+RepeatOption = Annotated[int, typer.Option("--repeat", metavar="N", min=1, help="Runs per case; the best counts.")]
 
 app = typer.Typer(cls=CommandGroup, help="Measure on real processes and real links. Needs torch.", no_args_is_help=True)
 
 
 @app.command("allreduce", cls=Command)
 def allreduce(
-    lab_shape: Annotated[
-        str | None, typer.Option("--lab", metavar="SHAPE", help="Create a lab of this shape for the run. Needs root.")
-    ] = None,
-    loopback: Annotated[
-        str | None, typer.Option("--loopback", metavar="SHAPE", help="No lab: processes on this host's loopback.")
-    ] = None,
+    lab_shape: LabOption = None,
+    loopback: LoopbackOption = None,
     fail: FailOption = None,
-    rate: Annotated[str, typer.Option("--rate", metavar="RATE", help="Rate of a link, as tc writes it.")] = "40mbit",
+    rate: RateOption = "40mbit",
     payload: Annotated[
         list[str] | None, typer.Option("--payload", metavar="BYTES", help="As in 32MB. Repeatable. [default: 32MB]")
     ] = None,
     planner: Annotated[
         list[str] | None, typer.Option("--planner", metavar="NAME", help="Only these. Repeatable. [default: all]")
     ] = None,
-    repeat: Annotated[int, typer.Option("--repeat", metavar="N", min=1, help="Runs per case; the best counts.")] = 3,
+    repeat: RepeatOption = 3,
     update: Annotated[
         bool, typer.Option("--update", help="Also time a sharded update: each plan with a turn, AdamW at the owners.")
     ] = False,
@@ -65,14 +69,11 @@ def allreduce(
     Example: meshmend bench allreduce --lab 4x4 --fail 2x2@0,0 --payload 32MB
     """
     with exit_on_error(json):
-        shape = lab_shape or loopback
-        if shape is None or (lab_shape and loopback):
-            raise ParameterError("Say where: --lab 4x4 for rate-limited links, or --loopback 2x4 for none.")
+        shape = _shape(lab_shape, loopback)
         check_plot("--plot", plot)
         sizes = [round(parse_bytes(text)) for text in payload or ["32MB"]]
         _require("torch")
-        whole = Mesh(shape)
-        meshes = [whole] + ([whole.fail(*fail)] if fail else [])
+        meshes = _meshes(shape, fail)
         from meshmend.bench.allreduce import measure
 
         results = _on_links(
@@ -93,18 +94,14 @@ def allreduce(
 
 @app.command("backend", cls=Command)
 def backend(
-    lab_shape: Annotated[
-        str | None, typer.Option("--lab", metavar="SHAPE", help="Create a lab of this shape for the run. Needs root.")
-    ] = None,
-    loopback: Annotated[
-        str | None, typer.Option("--loopback", metavar="SHAPE", help="No lab: processes on this host's loopback.")
-    ] = None,
+    lab_shape: LabOption = None,
+    loopback: LoopbackOption = None,
     fail: FailOption = None,
-    rate: Annotated[str, typer.Option("--rate", metavar="RATE", help="Rate of a link, as tc writes it.")] = "40mbit",
+    rate: RateOption = "40mbit",
     payload: Annotated[
         list[str] | None, typer.Option("--payload", metavar="BYTES", help="As in 8MB. Repeatable. [default: 8MB]")
     ] = None,
-    repeat: Annotated[int, typer.Option("--repeat", metavar="N", min=1, help="Runs per case; the best counts.")] = 3,
+    repeat: RepeatOption = 3,
     json: JsonOption = False,
 ) -> None:
     """Time PyTorch's collectives and a step of FSDP2 on the backends gloo and meshmend, in the same processes.
@@ -115,15 +112,12 @@ def backend(
     Example: meshmend bench backend --lab 4x4 --fail 2x2@2,2 --payload 8MB
     """
     with exit_on_error(json):
-        shape = lab_shape or loopback
-        if shape is None or (lab_shape and loopback):
-            raise ParameterError("Say where: --lab 4x4 for rate-limited links, or --loopback 2x4 for none.")
+        shape = _shape(lab_shape, loopback)
         sizes = [round(parse_bytes(text)) for text in payload or ["8MB"]]
         _require("torch")
         from meshmend.bench.backend import compare_backends
 
-        whole = Mesh(shape)
-        meshes = [whole] + ([whole.fail(*fail)] if fail else [])
+        meshes = _meshes(shape, fail)
         results = _on_links(meshes, sizes, rate if lab_shape else None, partial(compare_backends, repeat=repeat))
         if json:
             print_json({"rate": rate if lab_shape else None, "results": [result.facts() for result in results]})
@@ -251,6 +245,20 @@ def _require(*modules: str, extra: str = "torch") -> None:
     require(*modules, needed_for="This measurement", extra=extra)
     # Read when torch is imported: without it, torch warns about every namespace without a name server.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def _shape(lab_shape: str | None, loopback: str | None) -> str:
+    """Return the shape to measure on: that of the lab, or that of the processes over loopback."""
+    shape = lab_shape or loopback
+    if shape is None or (lab_shape and loopback):
+        raise ParameterError("Say where: --lab 4x4 for rate-limited links, or --loopback 2x4 for none.")
+    return shape
+
+
+def _meshes(shape: str, fail: list[str] | None) -> list[Mesh]:
+    """Return the whole mesh and, with holes, the survivors."""
+    whole = Mesh(shape)
+    return [whole] + ([whole.fail(*fail)] if fail else [])
 
 
 def _on_links(

@@ -133,7 +133,7 @@ def _run_checked(chunks: Chunks, program: Program, fault: Fault | None) -> tuple
             inject: _Injection = inject,
         ) -> Any:
             chunks, digests, evidence, now = held
-            checked = _CheckedStep(chunks, digests, jnp.zeros((len(lanes), len(KINDS)), bool), lanes, inject, now)
+            checked = _CheckedStep(chunks, digests, lanes, inject, now)
             checked.move(row, layout.axis)
             evidence = evidence.at[first : first + len(lanes)].add(checked.failed.astype(jnp.uint32))
             return checked.chunks, checked.digests, evidence, now + 1
@@ -148,9 +148,10 @@ class _CheckedStep:
     """One step of a loop: moves as `loops` does, and notes which checks have failed."""
 
     def __init__(
-        self, chunks: Chunks, digests: jax.Array, failed: jax.Array, lanes: tuple[Lane, ...], inject: Any, now: Any
+        self, chunks: Chunks, digests: jax.Array, lanes: tuple[Lane, ...], inject: _Injection, now: jax.Array
     ) -> None:
-        self.chunks, self.digests, self.failed = chunks, digests, failed
+        self.chunks, self.digests = chunks, digests
+        self.failed = jnp.zeros((len(lanes), len(KINDS)), bool)
         self._lanes, self._inject, self._now = lanes, inject, now
 
     def move(self, row: Any, axis: str) -> None:
