@@ -16,6 +16,7 @@ from checks import assert_serves
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memory import PEAK_MEGABYTES
 from meshmend import Mesh, PlanError, plan
 from meshmend.cost import find_hardware
 from meshmend.errors import ParameterError
@@ -195,11 +196,14 @@ def test_auto_leaves_out_what_is_too_large_and_serves_the_rest() -> None:
     assert Auto().n_transfers(Mesh("1x5000")) <= Auto().budget_s / TRANSFER_SECONDS
 
 
-UNDER_A_LIMIT = """
-import resource, sys, meshmend as mm
+UNDER_A_LIMIT = (
+    PEAK_MEGABYTES
+    + """
+import sys, meshmend as mm
 schedule = mm.plan(mm.Mesh(sys.argv[1]), verify=False)
-print(schedule.planner, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+print(schedule.planner, peak_megabytes())
 """
+)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 import meshmend.numpy as mmn
+from memory import PEAK_MEGABYTES
 from meshmend import Collective, Mesh, Op, Schedule, plan, verify
 from meshmend.errors import CollisionError, DeadPathError, VerificationError, WrongSumError
 from meshmend.schedule.verify import ensure_proven
@@ -293,7 +294,9 @@ def test_other_survivors_of_the_same_number_are_detected() -> None:
         verify(alone, mesh=Mesh("1x2", failed=["0,1"]))
 
 
-BOMBS = """
+BOMBS = (
+    PEAK_MEGABYTES
+    + """
 import resource, sys
 import numpy as np
 from meshmend import Mesh, MeshmendError, Schedule, verify
@@ -325,8 +328,9 @@ attempt(Mesh((1, n)), total_chunks=1, step=np.arange(n - 1), src=np.arange(1, n)
 n = 60_000
 attempt(Mesh((1, n), wrap=True, failed_cables=[((0, 0), (0, n - 1))]), total_chunks=1, step=np.zeros(n - 1, int),
         src=np.arange(n - 1), dst=[n - 1 - i if i < n // 4 else i + 1 for i in range(n - 1)], owners=[0])
-print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, "MB")
+print("peak", peak_megabytes(), "MB")
 """
+)
 
 
 def test_hostile_schedules_are_refused_before_they_take_memory() -> None:
