@@ -92,7 +92,8 @@ def inject(count: int, seed: int) -> None:
         broken = {**params, name: with_copy(params[name], device, flipped(leaf, element, bit))}
         found = mmj.compare_replicas(digest_on(fabric)(broken, program), params, fabric)
         where = f"params['{name}'], elements 0 to {leaf.size - 1}"
-        assert found == [mmj.Disagreement(fabric.mesh.chip(device), where, 11, 12)], (name, bit, device, element)
+        piece = "bw".index(name)
+        assert found == [mmj.Disagreement(fabric.mesh.chip(device), where, 11, 12, piece)], (name, bit, device, element)
 
 
 def test_a_flip_names_the_chip_and_the_piece() -> None:
@@ -143,7 +144,7 @@ def test_inside_tiles_chips_of_the_same_place_are_compared() -> None:
         (found,) = mmj.compare_replicas(run(broken, program), params, fabric, shardings=shardings)
         chips = fabric.chips.jax_mesh.devices.tolist()
         assert found == mmj.Disagreement(
-            fabric.chips.mesh.chip(chips.index(device)), "params['w'], elements 0 to 5", 2, 3
+            fabric.chips.mesh.chip(chips.index(device)), "params['w'], elements 0 to 5", 2, 3, 1
         ), number
 
 

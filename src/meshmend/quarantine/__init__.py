@@ -5,10 +5,11 @@ shared folder holds what is left out, until it expires or somebody clears it. `S
 Nothing here needs an engine.
 """
 
+from meshmend.quarantine.checks import Checks
 from meshmend.quarantine.entries import BY_HAND, THE_JOB, Quarantined, QuarantineList
 from meshmend.quarantine.judge import Judge, Verdict
 from meshmend.quarantine.sign import Sign
 from meshmend.quarantine.stragglers import Stragglers
 from meshmend.quarantine.suspect import Suspect
 
-__all__ = ["BY_HAND", "THE_JOB", "Judge", "QuarantineList", "Quarantined", "Sign", "Stragglers", "Suspect", "Verdict"]
+__all__ = ["BY_HAND", "THE_JOB", "Checks", "Judge", "QuarantineList", "Quarantined", "Sign", "Stragglers", "Suspect", "Verdict"]

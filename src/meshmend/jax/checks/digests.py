@@ -47,6 +47,8 @@ class Disagreement(NamedTuple):
     agreeing: int
     """Chips that agree with each other on this piece, of `of` that hold it; 0 if no majority of them does."""
     of: int
+    piece: int
+    """Number of the piece among those of all parameters."""
 
 
 def replica_digests(
@@ -109,7 +111,7 @@ def compare_replicas(
             "(and shardings) that replica_digests was given."
         )
     return [
-        Disagreement(_chip(fabric, copy, place), names[piece], agreeing, found.shape[1])
+        Disagreement(_chip(fabric, copy, place), names[piece], agreeing, found.shape[1], int(piece))
         for place, piece in zip(*np.nonzero((found != found[:, :1]).any(axis=1)), strict=True)
         for copy, agreeing in _minority(found[place, :, piece])
     ]
