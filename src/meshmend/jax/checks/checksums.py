@@ -26,7 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
+from numpy.typing import NDArray
 
+from meshmend.errors import ParameterError
 from meshmend.jax.checks.words import digest_rows
 from meshmend.jax.collectives import all_reduce_by
 from meshmend.jax.fabric import Fabric
@@ -102,24 +104,47 @@ def checked_all_reduce(
 
 
 def bad_sums(evidence: Annotated[Any, "uint32[N, L, 3]"], program: Program, fabric: Fabric) -> list[BadSum]:
-    """Return what the evidence of a `checked_all_reduce` says went wrong; an empty list is how it should be."""
+    """Return what the evidence of a `checked_all_reduce` says went wrong; an empty list is how it should be.
+
+    Where there are several processes, each sees the rows of its own devices: what it finds, others may not know.
+    """
     mesh, lanes = fabric.mesh, [lane for loop in program.layout.shape.lanes for lane in loop]
-    found = np.asarray(jax.device_get(evidence)).reshape(mesh.n_chips, -1, len(lanes) + 1, len(KINDS)).sum(axis=1)
+    n_devices, rest = divmod(evidence.shape[0], mesh.n_chips)
+    if rest or evidence.shape[1:] != (len(lanes) + 1, len(KINDS)):
+        raise ParameterError(
+            f"Expected evidence of shape {(mesh.n_chips, len(lanes) + 1, len(KINDS))}, got {evidence.shape}: give the "
+            "program and the fabric of the checked_all_reduce that it is from."
+        )
     times: dict[tuple[str, tuple[tuple[int, ...], ...]], int] = {}
-    for rank, number, kind in zip(*np.nonzero(found), strict=True):
-        chips: tuple[int, ...] = (int(rank),)
-        if KINDS[kind] == TRANSFER:
-            chips = (next(source for source, target in lanes[number].pairs if target == rank), int(rank))
-        key = KINDS[kind], tuple(mesh.chip(chip) for chip in chips)
-        times[key] = times.get(key, 0) + int(found[rank, number, kind])
+    for device, found in sorted(_own_rows(evidence).items()):
+        rank = device // n_devices
+        for number, kind in zip(*np.nonzero(found), strict=True):
+            chips: tuple[int, ...] = (rank,)
+            if KINDS[kind] == TRANSFER:
+                chips = (next(source for source, target in lanes[number].pairs if target == rank), rank)
+            key = KINDS[kind], tuple(mesh.chip(chip) for chip in chips)
+            times[key] = times.get(key, 0) + int(found[number, kind])
     return [BadSum(kind, chips, n) for (kind, chips), n in times.items()]
+
+
+def _own_rows(evidence: Any) -> dict[int, NDArray[np.uint32]]:
+    """Return the rows that this process can read, by their number."""
+    if not hasattr(evidence, "addressable_shards"):
+        return dict(enumerate(np.asarray(evidence)))
+    rows: dict[int, NDArray[np.uint32]] = {}
+    for shard in evidence.addressable_shards:
+        for number, found in enumerate(np.asarray(shard.data), start=shard.index[0].start or 0):
+            # Cores of a chip may share a row, each with its own evidence.
+            rows[number] = np.maximum(rows.get(number, found), found)
+    return rows
 
 
 def _run_checked(chunks: Chunks, program: Program, fault: Fault | None) -> tuple[Chunks, Any]:
     """Run the program's loops; return the chunks, and this chip's evidence."""
     layout, loops = program.layout, program.layout.shape.lanes
     first_rows = [0, *accumulate(map(len, loops))]
-    digests = digest_rows(chunks)
+    # A loop of its own: otherwise the compiler may compute what is summed once more, in another order, to digest it.
+    digests = lax.map(lambda chunk: digest_rows(chunk[None])[0], chunks)
     evidence = jnp.zeros((first_rows[-1] + 1, len(KINDS)), jnp.uint32)
     for number, (tables, lanes) in enumerate(zip(program.tables, loops, strict=True)):
         inject = _Injection(fault, number, layout.axis)

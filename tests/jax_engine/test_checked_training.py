@@ -1,0 +1,215 @@
+"""Train steps whose sums are checked: the same bits as without, every injected fault named, and what is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import meshmend as mm
+import meshmend.jax as mmj
+from jax_engine import cases
+from meshmend.errors import ParameterError
+from meshmend.jax import training
+from meshmend.jax.checks.checksums import ADDITION, KINDS, MEMORY, TRANSFER, Fault
+from meshmend.jax.compiling import compile_train_step
+from meshmend.jax.managed.model import SHARDED_FROM_BYTES, Model
+
+HOLED = "row-pairs 4x4 - 2x2"
+STEPS = 3
+
+
+def fixture() -> tuple[mmj.Fabric, mmj.Program]:
+    fabric = cases.fabric_of(HOLED)
+    return fabric, mmj.install(cases.schedule_of(HOLED), fabric)
+
+
+def make_params() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    return {
+        "w": jnp.asarray(rng.normal(size=(5, 17)), jnp.bfloat16),
+        "out": jnp.asarray(rng.normal(size=(17, 3)), jnp.float32),
+    }
+
+
+def batches(n_devices: int) -> list[Any]:
+    rng = np.random.default_rng(1)
+    return [
+        (rng.normal(size=(4 * n_devices, 5)).astype(np.float32), rng.normal(size=(4 * n_devices, 3)).astype(np.float32))
+        for _ in range(STEPS)
+    ]
+
+
+def errors(params: Any, batch: Any) -> Any:
+    x, y = batch
+    return jnp.mean((jnp.tanh(x @ params["w"].astype(jnp.float32)) @ params["out"] - y) ** 2, axis=1)
+
+
+def with_aux(params: Any, batch: Any) -> Any:
+    values = errors(params, batch)
+    return values, {"large": values > 1}
+
+
+def mean(loss: Any) -> Any:
+    return lambda params, batch: jax.tree.map(jnp.mean, loss(params, batch))
+
+
+def train(training: mmj.TrainStep, program: mmj.Program) -> tuple[Any, list[Any]]:
+    """Return parameters and state at the end, and what each step returned besides."""
+    params = make_params()
+    state = jax.jit(training.init)(params, program)
+    step, results = jax.jit(training.step), []
+    for batch in batches(training.fabric.jax_mesh.devices.size):
+        params, state, *more = step(params, state, batch, program)
+        results.append(more)
+    return (params, state), results
+
+
+def check_same_bits(got: Any, wanted: Any) -> None:
+    same = jax.tree.map(lambda one, other: np.asarray(one).tobytes() == np.asarray(other).tobytes(), got, wanted)
+    assert all(jax.tree.leaves(same)), same
+
+
+FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "mean": (mean(errors), {"accumulate_dtype": None}),
+    "mean, aux, microbatches": (mean(with_aux), {"has_aux": True, "microbatches": 2}),
+    "per example, aux": (with_aux, {"per_example": True, "has_aux": True}),
+    "per example, microbatches": (errors, {"per_example": True, "microbatches": 2}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_checked_sums_give_the_same_bits_and_no_evidence(form: str) -> None:
+    fabric, program = fixture()
+    loss, options = FORMS[form]
+    wanted, plain = train(mmj.train_step(loss, optax.adam(0.1), fabric, **options), program)
+    got, results = train(mmj.train_step(loss, optax.adam(0.1), fabric, check_sums=True, **options), program)
+    check_same_bits(got, wanted)
+    for more, (*checked, evidence) in zip(plain, results, strict=True):
+        check_same_bits(checked, more)
+        assert evidence.shape == (12, sum(map(len, program.layout.shape.lanes)) + 1, len(KINDS))
+        assert evidence.sharding.is_equivalent_to(fabric.sharding("chip"), 3)
+        assert mmj.bad_sums(evidence, program, fabric) == []
+
+
+def test_two_cores_per_chip_have_a_row_each() -> None:
+    fabric = mmj.discover(jax.devices()[:8], shape="2x2", coords=[(i // 4, i // 2 % 2) for i in range(8)])
+    program = mmj.install(mm.plan(fabric.mesh, "two-color"), fabric)
+    wanted, _ = train(mmj.train_step(mean(errors), optax.sgd(0.1), fabric), program)
+    got, results = train(mmj.train_step(mean(errors), optax.sgd(0.1), fabric, check_sums=True), program)
+    check_same_bits(got, wanted)
+    evidence = np.array(results[0][-1])
+    assert len(evidence) == 8
+    assert mmj.bad_sums(evidence, program, fabric) == []
+    evidence[5, -1, 0] = 3  # the second core of the third chip
+    assert mmj.bad_sums(evidence, program, fabric) == [mmj.BadSum(MEMORY, ((1, 0),), 3)]
+
+
+@pytest.mark.parametrize(("kind", "form"), [(MEMORY, "mean"), (TRANSFER, "per example, aux"), (ADDITION, "mean")])
+def test_a_fault_in_a_train_steps_sums_is_named(kind: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fabric, program = fixture()
+    lane = program.layout.shape.lanes[0][0]
+    source, target = lane.pairs[2]
+    chip = source if kind == MEMORY else target
+    fault = Fault(*map(jnp.int32, (KINDS.index(kind), chip, 0, 0, 0, 1, 29)))
+    monkeypatch.setattr(training, "checked_all_reduce", partial(mmj.checked_all_reduce, fault=fault))
+    loss, options = FORMS[form]
+    _, results = train(mmj.train_step(loss, optax.sgd(0.1), fabric, check_sums=True, **options), program)
+    chips = (source, target) if kind == TRANSFER else (chip,)
+    for *_, evidence in results:
+        (found,) = mmj.bad_sums(evidence, program, fabric)
+        assert (found.kind, found.chips) == (kind, tuple(map(fabric.mesh.chip, chips)))
+
+
+def test_a_process_judges_the_rows_of_its_own_devices() -> None:
+    fabric, program = fixture()
+    n_rows = sum(map(len, program.layout.shape.lanes)) + 1
+    whole = np.zeros((12, n_rows, len(KINDS)), np.uint32)
+    whole[3, -1, 0], whole[7, 0, 2] = 2, 1
+    evidence = jax.device_put(whole, fabric.sharding("chip"))
+    bad = {3: mmj.BadSum(MEMORY, (fabric.mesh.chip(3),), 2), 7: mmj.BadSum(ADDITION, (fabric.mesh.chip(7),), 1)}
+    assert mmj.bad_sums(evidence, program, fabric) == list(bad.values())
+    shards = {shard.index[0].start: shard for shard in evidence.addressable_shards}
+    for rows in ((0, 1), (2, 3), (6, 7, 8), (3, 7)):
+        seen = SimpleNamespace(shape=evidence.shape, addressable_shards=[shards[row] for row in rows])
+        assert mmj.bad_sums(seen, program, fabric) == [bad[row] for row in rows if row in bad]
+    # One copy per device: each is the same evidence, not more of it.
+    assert mmj.bad_sums(jax.device_put(whole, fabric.sharding()), program, fabric) == list(bad.values())
+
+
+def test_evidence_of_another_program_is_refused() -> None:
+    fabric, program = fixture()
+    with pytest.raises(ParameterError, match=r"Expected evidence of shape .* got \(12, 99, 3\)"):
+        mmj.bad_sums(np.zeros((12, 99, 3), np.uint32), program, fabric)
+
+
+def test_a_model_with_state_returns_its_evidence_last_and_is_compiled_with_it() -> None:
+    fabric, program = fixture()
+
+    def loss(params: Any, state: Any, batch: Any) -> Any:
+        values, aux = with_aux(params, batch)
+        return values + state["seen"], ({"seen": state["seen"] + values}, aux)
+
+    found = {}
+    for check_sums in (False, True):
+        model = Model(
+            loss, optax.adam(0.1), make_params(), {"seen": np.float32(0)}, has_aux=True, check_sums=check_sums
+        )
+        feed = mmj.Feed(FeedOf(), mmj.KeepGlobal(20))
+        batch = next(feed.batches(fabric))
+        step = compile_train_step(model.training(fabric), program, model.params, batch)
+        params = model.place(fabric, program)
+        found[check_sums] = step.step(params, step.init(params), batch)
+    *got, evidence = found[True]
+    check_same_bits(got, list(found[False]))
+    assert got[3].keys() == {"large"}
+    assert mmj.bad_sums(evidence, program, fabric) == []
+
+
+class FeedOf:
+    """Twenty samples: some chips' parts of a batch are padded."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, i: int) -> Any:
+        return np.full(5, i, np.float32), np.ones(3, np.float32)
+
+
+@pytest.mark.parametrize("install", [mmj.install_pair, mmj.install_turn])
+def test_a_sharded_update_is_refused(install: Any) -> None:
+    fabric, _ = fixture()
+    program = install(mm.plan(fabric.mesh, "weave", chunks=24, collective="all-reduce-with-turn"), fabric)
+    step = mmj.train_step(mean(errors), optax.sgd(0.1), fabric, check_sums=True)
+    why = r"replicated update .* mmj.install\(schedule, fabric\) .*check_sums"
+    with pytest.raises(ParameterError, match=why):
+        step.init(make_params(), program)
+    with pytest.raises(ParameterError, match=why):
+        step.step(make_params(), (), batches(12)[0], program)
+
+
+def test_tiles_are_refused() -> None:
+    fabric = mmj.tile(mmj.discover(jax.devices()[:16], shape="4x4"), "2x2", model=4)
+    with pytest.raises(ParameterError, match=r"Sums over tiles are not checked yet.*Give check_sums=False"):
+        mmj.train_step(mean(errors), optax.sgd(0.1), fabric, check_sums=True)
+
+
+def test_models_whose_update_is_sharded_are_refused() -> None:
+    large = {"w": jax.ShapeDtypeStruct((SHARDED_FROM_BYTES // 8,), jnp.float32)}
+    model = Model(errors, optax.adam(0.1), large, check_sums=True)
+    assert not model.is_sharded("replicated")
+    for update, why in (("auto", "its state is large"), ("sharded", r"update='sharded'\. Use update='replicated'")):
+        with pytest.raises(ParameterError, match=why):
+            model.is_sharded(update)  # type: ignore[arg-type]
+    assert not Model(errors, optax.adam(0.1), make_params(), check_sums=True).is_sharded("auto")
+    fsdp = Model(errors, optax.adam(0.1), lambda fabric, pair: None, check_sums=True)
+    with pytest.raises(ParameterError, match=r"update='fsdp'\. Use update='replicated', or check_sums=False"):
+        fsdp.is_sharded("fsdp")
+    with pytest.raises(ParameterError, match=r"update='fsdp'\. Use update='replicated', or check_sums=False"):
+        fsdp.training(cases.fabric_of(HOLED))
