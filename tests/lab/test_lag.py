@@ -124,13 +124,13 @@ def test_a_clean_lab_names_nobody(planner: str, n_bytes: int) -> None:
     assert run("4x4", n_bytes, 400, planner=planner) == []
 
 
-def alternate(chip: tuple[int, ...], lab: Lab, schedule: Schedule, n_bytes: int, rounds: int) -> list[tuple[Any, Any]]:
+def alternate(chip: tuple[int, ...], lab: Lab, schedule: Schedule, n_bytes: int, rounds: int) -> list[tuple[Any, ...]]:
     """Return when each all-reduce began and ended, without and with a watch, in turn; what is exchanged included."""
     store, group = join(chip, lab)
     rank = lab.mesh.rank(chip)
     plain, timed = (Engine(schedule, rank, group, timeout=TIMEOUT) for _ in range(2))
     watch = LagWatch(timed.channel, schedule.mesh, timed.members)
-    payload, spans = torch.zeros(n_bytes // 4), []
+    payload, spans = torch.zeros(n_bytes // 4), list[tuple[Any, ...]]()
     for step in range(rounds * EVERY):
         pair = []
         for engine in (plain, timed) if step % 2 else (timed, plain):
