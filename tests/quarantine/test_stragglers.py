@@ -144,6 +144,13 @@ def test_what_was_not_measured_is_nobodys_fault() -> None:
         watch.add(0, [1.0])
 
 
+@pytest.mark.parametrize(("step_s", "named"), [(0.0, [23]), (9.9, [23]), (10.1, [])])
+def test_what_hardly_makes_a_step_longer_is_not_worth_a_chip(step_s: float, named: list[int]) -> None:
+    watch, compute = Stragglers(MESH), np.ones(64)
+    compute[9] = 1.5  # half a second longer: 5 % of ten
+    assert [sign.step for step in range(60) for sign in watch.add(step, compute, step_s=step_s)] == named
+
+
 def test_half_of_the_chips_being_slow_gives_no_verdict() -> None:
     watch = Stragglers(MESH, CHIPS)
     for step in range(100):

@@ -17,8 +17,9 @@ is measured: the median over all chips of how often they were late, one more for
 24 up for which that probability is below 1e-12. So 10,000 chips raise 0.01 false alarms in a million steps at most. A
 chip whose jitter is far larger than that of the others, or lasts for tens of steps, is a straggler.
 
-What is missed: less than 20 %; half of the chips or more being slow, which moves the median; and a cable that is slow
-in one direction only, or whose transfers hide behind computing, so that nobody waits.
+What is missed: less than 20 %, or less than 5 % of the whole step; half of the chips or more being slow, which moves
+the median; and a cable that is slow in one direction only, or whose transfers hide behind computing, so that nobody
+waits.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ WINDOW = 40
 """Steps that are looked back on."""
 LATE = 1.2
 """A chip or cable is late in a step that takes it so many times the median."""
+WORTH = 0.05
+"""A chip is late only if it makes the step so much longer: what costs less is not worth leaving out a chip for."""
 FALSE_ALARMS = 1e-12
 """Probability at most that chance completes a verdict, per chip and step."""
 MIN_COMPARED = 4
@@ -79,14 +82,18 @@ class Stragglers:
         step: int,
         compute_s: Annotated[ArrayLike, "[N]"],
         waits_s: Annotated[ArrayLike, "[N, ...]"] | None = None,
+        *,
+        step_s: float = 0.0,
     ) -> tuple[Sign, ...]:
         """Take in the times of one step, by rank; return signs against whoever has turned out slow, each once.
 
-        `waits_s` says how long each chip waited for each neighbour, in the order of `Mesh.neighbours`. NaN is what
-        was not measured. A suspect that has recovered, and is slow again later, is named again.
+        `waits_s` says how long each chip waited for each neighbour, in the order of `Mesh.neighbours`; or what a byte
+        from there took, where that is known. NaN is what was not measured. `step_s` is how long the whole step took:
+        a chip that makes it less than 5 % longer is not late. A suspect that has recovered, and is slow again later,
+        is named again.
         """
         compute = _checked(compute_s, (self.mesh.n_chips,), "compute_s")
-        self._chips_late.add(compute, _median(compute))
+        self._chips_late.add(compute, _median(compute), WORTH * step_s)
         suspects = self._slow_chips()
         if waits_s is not None:
             waits = _checked(waits_s, (self.mesh.n_chips, self.mesh.n_directions), "waits_s")
@@ -146,10 +153,10 @@ class _Lateness:
         self.counts = np.zeros(n, dtype=np.int64)
         self._n_steps = 0
 
-    def add(self, times: NDArray[np.float64], typical: float) -> None:
+    def add(self, times: NDArray[np.float64], typical: float, ignored_s: float = 0.0) -> None:
         slot = self._n_steps % WINDOW
         ratios = times / typical if typical > 0 else np.full(times.shape, np.nan)
-        late = ratios > LATE  # not what is NaN
+        late = (ratios > LATE) & (times - typical > ignored_s)  # not what is NaN
         self.counts += late.astype(np.int64) - self._late[slot]
         self._ratios[slot], self._late[slot] = ratios, late
         self._n_steps += 1

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from meshmend.errors import DisagreementError, ParameterError
 from meshmend.torch.private import Transport, Work, cpu_backend
+from meshmend.torch.queue_times import QueueTimes
 
 FIRST_TAG = 2**30
 TAGS_PER_CHANNEL = 2**20
@@ -79,6 +80,8 @@ class Channel:
         self.error: Exception | None = None
         self.turning_thread: int | None = None
         """The thread that runs a caller's turn now, inside a call of this channel."""
+        self.times: QueueTimes | None = None
+        """Where times are noted, while somebody watches this channel."""
         self._first_tag = _numbers.claim(self) * TAGS_PER_CHANNEL + FIRST_TAG
         self._turns = threading.Condition()
         self._n_tickets = 0
@@ -149,6 +152,11 @@ class Channel:
         padded = words[:DESCRIPTION_BYTES].ljust(DESCRIPTION_BYTES, b"\0")
         told = self._gather(padded, MAX_ROUNDS, deadline)
         raise DisagreementError([word.rstrip(b"\0").decode(errors="ignore") for word in told])
+
+    def gather(self, description: str, own: bytes, deadline: Deadline) -> list[bytes]:
+        """Return what each member passed, by rank: as many bytes from each, of what `description` says."""
+        self.agree(f"{description}, {len(own)} bytes", deadline)
+        return self._gather(own, 0, deadline)
 
     def _gather(self, own: bytes, first_tag: int, deadline: Deadline) -> list[bytes]:
         """Return what each member passed, by rank.

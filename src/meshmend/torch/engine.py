@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,8 @@ from meshmend.torch.program import ChipProgram, compile_program
 from meshmend.torch.run import ProgramRun
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
+
+_T = TypeVar("_T")
 
 Turn = Callable[[slice, Flat], None]
 """What an owner does with a part of the payload at its turn: from its place among the payload's elements and its sums,
@@ -112,6 +115,16 @@ class Engine:
             raise ScheduleError(f"{schedule!r} has more than {MAX_MESSAGES:,} messages for one chip.")
         self._plan = f"plan {digest_of(schedule, self._members)} (meshmend {__version__})"
         return program
+
+    @property
+    def members(self) -> Sequence[int]:
+        """The group's number of each rank of the schedule."""
+        return self._members
+
+    @property
+    def channel(self) -> Channel:
+        """What moves this engine's messages."""
+        return self._channel
 
     @property
     def error(self) -> Exception | None:
@@ -216,8 +229,10 @@ class Engine:
         turn: Turn | None = None,
         timeout: timedelta | None = None,
     ) -> None:
+        times = self._channel.times
+        timed = nullcontext() if times is None else times.call()
         # In inference mode other threads could not write to what is made here.
-        with self._channel.turn(ticket), torch.inference_mode(False), torch.no_grad():
+        with self._channel.turn(ticket), timed, torch.inference_mode(False), torch.no_grad():
             deadline = Deadline(timeout or self.timeout)
             self._agree(f"call {ticket}, {words}, {self._plan}", deadline)
             flat = memory_of(payload)
@@ -254,9 +269,20 @@ class Engine:
 
         return finish
 
+    def in_turn(self, call: Callable[[Channel, Deadline], _T]) -> _T:
+        """Let all members exchange something of their own, in the order of calls and with the errors of one."""
+        with self._channel.turn(self._channel.ticket()), self._closing():
+            return call(self._channel, Deadline(self.timeout))
+
     def _agree(self, words: str, deadline: Deadline) -> None:
-        try:
+        with self._closing():
             self._channel.agree(words, deadline)
+
+    @contextmanager
+    def _closing(self) -> Iterator[None]:
+        """Close the connections where a small exchange fails, unless all members have seen why."""
+        try:
+            yield
         except DisagreementError:
             raise
         except TransportError as error:
