@@ -50,6 +50,9 @@ def test_the_coordination_service_keeps_values(store: KeyValueStore) -> None:
         store.set("here", "two")
     store.set("here", "two", overwrite=True)
     assert store.get("here") == "two", NO_STORE
+    store.delete("here")
+    store.delete("here")
+    assert store.get("here") is None, NO_STORE
 
 
 def test_a_value_that_is_not_there_is_no_error(store: KeyValueStore) -> None:

@@ -41,10 +41,12 @@ from meshmend.jax.sharded_training import ShardedTrainStep, sharded_train_step
 from meshmend.jax.tiles import TiledFabric, tile
 from meshmend.jax.training import train_step
 from meshmend.jax.updates import TrainStep
+from meshmend.quarantine import Checks
 
 __all__ = [
     "BadSum",
     "Batch",
+    "Checks",
     "Disagreement",
     "Fabric",
     "Feed",

@@ -43,6 +43,10 @@ class KeyValueStore:
                 return None
             raise
 
+    def delete(self, key: str) -> None:
+        """Forget a value; one that is not there is no error."""
+        self._client.key_value_delete(key)
+
 
 def key_value_store() -> KeyValueStore | None:
     """Return the job's key-value store; None before `jax.distributed.initialize` and after its shutdown."""

@@ -28,7 +28,7 @@ class Checks:
     digests_every: int = 100
     recompute_every: int = 200
     check_sums: bool = False
-    stragglers: bool = True
+    stragglers: bool = False
     probe: bool = False
 
     def __post_init__(self) -> None:

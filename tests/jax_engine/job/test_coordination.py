@@ -57,6 +57,10 @@ class Service:
             raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: GetKeyValue() timed out with key: {key}")
         return self.values[key]
 
+    def key_value_delete(self, key: str) -> None:
+        self._check()
+        self.values.pop(key, None)
+
     def stop(self) -> None:
         with self.changed:
             self.down = True
@@ -98,6 +102,14 @@ def test_all_processes_hear_everybody(board: Board) -> None:
         for fact in ("a", "b"):
             told = list(pool.map(lambda one, fact=fact: one.exchange([fact, one.process]), boards))
             assert told == 3 * [[[fact, 0], [fact, 1], [fact, 2]]]
+
+
+def test_facts_that_all_have_read_are_forgotten(board: Board, service: Service) -> None:
+    boards = [board(process, 2) for process in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        for fact in range(20):
+            list(pool.map(lambda one, fact=fact: one.exchange(fact), boards))
+    assert sorted(key for key in service.values if "beat" not in key) == ["meshmend/19/0", "meshmend/19/1"]
     assert Coordination(0, 1).exchange((1, None)) == [[1, None]]
 
 

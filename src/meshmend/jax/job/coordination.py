@@ -49,6 +49,8 @@ class Coordination:
         self.limit_s = limit_s
         self.beat_s = beat_s
         self._round = count()
+        self._own_key = ""
+        """Of the last fact that this process has posted."""
         self._doing = "starting"
         self._closed = threading.Event()
         self._heart: threading.Thread | None = None
@@ -58,10 +60,18 @@ class Coordination:
 
     def exchange(self, fact: Any) -> list[Any]:
         """Send a fact (anything that JSON can encode) to all processes; return the facts of all, by process."""
-        folder = self._tell(fact)
+        before, own = self._own_key, self._tell(fact)
         if self.n_processes == 1:
             return [json.loads(json.dumps(fact))]
-        return [json.loads(self._hear(f"{folder}/{process}", process)) for process in range(self.n_processes)]
+        folder = own.rpartition("/")[0]
+        told = [json.loads(self._hear(f"{folder}/{process}", process)) for process in range(self.n_processes)]
+        if before:
+            # All have told this fact, so all have read the one before: a job that checks itself makes many of them.
+            try:
+                _store().delete(before)
+            except RuntimeError as error:
+                raise self._unreachable(error) from error
+        return told
 
     def tell(self, fact: Any) -> None:
         """Take part in an exchange without waiting for the others: for a process that is about to give up."""
@@ -83,10 +93,11 @@ class Coordination:
             self._heart.join(self.timeout_s)
 
     def _tell(self, fact: Any) -> str:
-        folder = f"meshmend/{next(self._round)}"
+        """Post a fact; return its key."""
+        self._own_key = f"meshmend/{next(self._round)}/{self.process}"
         if self.n_processes > 1:
-            _store().set(f"{folder}/{self.process}", json.dumps(fact))
-        return folder
+            _store().set(self._own_key, json.dumps(fact))
+        return self._own_key
 
     def _hear(self, key: str, process: int) -> str:
         """Wait for a key of a process while it is alive."""

@@ -175,6 +175,8 @@ class Session:
         if self.launch.hosts and isinstance(error, jax.errors.JaxRuntimeError) and "Gloo" in str(error):
             # The launcher says which host is lost; where this one stood when it noticed does not matter.
             sys.stderr.write(f"lost a peer: {str(error).splitlines()[0]}\n")
+        elif isinstance(error, QuarantineError):
+            sys.stderr.write(f"{error}\n")  # it says what a check has found, not where in this code that was
         else:
             traceback.print_exception(error)
         sys.stdout.flush()
@@ -257,7 +259,7 @@ def initialize(
         )
         joined = time.time()
         coordination = Coordination(launched.process, launched.n_processes, timeout_s=timeout_s)
-        quarantined = agree_on_quarantine(quarantine, coordination)
+        quarantined = agree_on_quarantine(quarantine, coordination, hosts)
         fabric = find_fabric(shape, hosts, numbers, quarantined)
         check_part(fabric, numbers, len(quarantined))
         check_connected(fabric, numbers)

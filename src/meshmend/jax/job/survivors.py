@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,26 +19,50 @@ from meshmend.errors import MeshError, QuarantineError, RestartError, name_chip
 from meshmend.jax.fabric import Fabric, discover
 from meshmend.jax.job.coordination import Coordination
 from meshmend.launch.hosts import Hosts
-from meshmend.quarantine import Quarantined, QuarantineList
+from meshmend.quarantine import Quarantined, QuarantineList, SignBook, enforce, untrusted
 from meshmend.quarantine.entries import cables_of, chips_of
 from meshmend.topology import Mesh
 
 ADVICE = "`meshmend quarantine list DIR` shows why, and `meshmend quarantine clear DIR SUSPECT` takes it back."
 
 
-def agree_on_quarantine(folder: str | Path | None, coordination: Coordination) -> tuple[Quarantined, ...]:
-    """Return what is in quarantine, by the list in the folder (by default MESHMEND_SHARED) that process 0 sees."""
+def agree_on_quarantine(
+    folder: str | Path | None, coordination: Coordination, hosts: Hosts | None = None
+) -> tuple[Quarantined, ...]:
+    """Return what is in quarantine, by the list in the folder (by default MESHMEND_SHARED) that process 0 sees.
+
+    What the sign book proves and the list does not have yet is added first: who should have done it may have died.
+    """
     folder = folder or os.environ.get("MESHMEND_SHARED")
+
+    def listed() -> list[dict[str, Any]]:
+        if not folder:
+            return []
+        enforce(folder, hosts=hosts, n_chips=len(jax.devices()))
+        return [entry.facts() for entry in QuarantineList(folder).active()]
+
+    return tuple(Quarantined.of(facts) for facts in _ask_first(listed, coordination))
+
+
+def agree_on_untrusted(folder: Path, coordination: Coordination) -> list[tuple[int, int]]:
+    """Return which states are not to be trusted, by the sign book that process 0 sees: see `untrusted`."""
+    pairs = _ask_first(lambda: untrusted(SignBook(folder)), coordination)
+    return [(int(attempt), int(step)) for attempt, step in pairs]
+
+
+def _ask_first(read: Callable[[], list[Any]], coordination: Coordination) -> list[Any]:
+    """Return what process 0 reads, on every process; raise on all of them if it cannot."""
     mine: dict[str, Any] = {}
-    if folder and coordination.process == 0:
+    if coordination.process == 0:
         try:
-            mine["entries"] = [entry.facts() for entry in QuarantineList(folder).active()]
+            mine["found"] = read()
         except (QuarantineError, OSError) as error:
             mine["error"] = f"{error}"[:2000]
     answer = coordination.exchange(mine)[0]
     if "error" in answer:
         raise QuarantineError(answer["error"])
-    return tuple(Quarantined.of(facts) for facts in answer.get("entries", []))
+    found: list[Any] = answer["found"]
+    return found
 
 
 def find_fabric(

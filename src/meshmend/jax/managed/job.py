@@ -28,6 +28,7 @@ from meshmend.jax.managed.shared import SharedFolder, check_shared, open_shared
 from meshmend.jax.managed.step import JobStep
 from meshmend.jax.state import Resumed
 from meshmend.planning import Planner
+from meshmend.quarantine import Checks
 
 
 class Job:
@@ -46,8 +47,9 @@ class Job:
     After each step (or every `memory_every`) hosts keep copies of the state in memory, and every `disk_every` steps and
     at the end there is a checkpoint in `shared`; 0 leaves either out. `planner` is as in `meshmend.plan`.
     With `compile_ahead`, process 0 compiles for the loss of each host while the job trains. With `ledger`, it writes
-    the samples of each step to ledger.jsonl, for `Ledger.check`. `session` is for scripts that call `initialize`
-    themselves, and end it, too.
+    the samples of each step to ledger.jsonl, for `Ledger.check`. With `checks`, as in `Checks()`, chips that compute
+    wrong numbers or are slow are looked for and left out, and the job goes back to the last state that is known to be
+    good. `session` is for scripts that call `initialize` themselves, and end it, too.
 
     >>> import tempfile, jax, numpy as np, optax, meshmend.jax as mmj
     >>> from meshmend.jax.job import initialize_alone
@@ -74,10 +76,11 @@ class Job:
         disk_every: int = 100,
         compile_ahead: bool = True,
         ledger: bool = False,
+        checks: Checks | None = None,
     ) -> None:
         self.shared = open_shared(shared)
         self.policy = _policy(global_batch)
-        self.aids = Aids(self.shared, planner, memory_every, disk_every, compile_ahead, ledger)
+        self.aids = Aids(self.shared, planner, memory_every, disk_every, compile_ahead, ledger, checks)
         self._run: TrainingRun | None = None
         if inner is not None and tile is None:
             raise ParameterError("inner names the axes inside a tile: give tile='2x2' as well.")
@@ -168,6 +171,7 @@ class Job:
             microbatches=microbatches,
             accumulate_dtype=accumulate_dtype,
             shardings=shardings,
+            check_sums=self.aids.checks is not None and self.aids.checks.check_sums,
         )
         feed = make_feed(dataset, self.policy, seed=seed, n_chips=self.fabric.mesh.n_chips)
         self._run = TrainingRun(

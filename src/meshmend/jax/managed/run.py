@@ -17,11 +17,14 @@ import numpy as np
 
 from meshmend.errors import ParameterError, RestartError
 from meshmend.jax.batching import Position
+from meshmend.jax.checks.lag import HostClock
 from meshmend.jax.compiling import CompileAhead, CompiledTrainStep, compile_train_step
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.feed import Batch, Feed
 from meshmend.jax.job.session import Session
+from meshmend.jax.job.survivors import agree_on_untrusted
 from meshmend.jax.ledger import Ledger
+from meshmend.jax.managed.checking import Checking, check_possible
 from meshmend.jax.managed.data import with_places
 from meshmend.jax.managed.model import Model
 from meshmend.jax.managed.shared import SharedFolder
@@ -30,6 +33,7 @@ from meshmend.jax.program import AnyProgram, install, install_pair, install_turn
 from meshmend.jax.state import Keeper, fetch
 from meshmend.jax.state.layout import StateLayout
 from meshmend.planning import PlanCache, Planner, plan
+from meshmend.quarantine import Checks
 from meshmend.schedule import Collective, Schedule
 
 AHEAD_AFTER = 3
@@ -38,6 +42,8 @@ IN_FLIGHT = 2
 """Steps that may be under way while the loop continues: enough to keep the devices busy."""
 COPIES = 4
 """Copies in memory at the same time: the three that are kept, and the one that is being written."""
+HELD_COPIES = 2
+"""Besides, with checks: the last that is known to be good, and the one that is being checked."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class Aids:
     disk_every: int
     compile_ahead: bool
     ledger: bool
+    checks: Checks | None = None
 
     def __post_init__(self) -> None:
         for name in ("memory_every", "disk_every"):
@@ -76,7 +83,10 @@ class TrainingRun:
         """Whether a loop over the steps has begun and not ended."""
         self._data = {"samples": feed.epoch_size, "seed": seed}
         self._ahead: CompileAhead | None = None
+        if aids.checks is not None:
+            check_possible(aids.checks, model, session.fabric)
         self._check_agreement()
+        untrusted = agree_on_untrusted(aids.shared.path, session.coordination)
         self._collective: dict[str, Any] = {"collective": Collective.ALL_REDUCE_WITH_TURN} if is_sharded else {}
         schedule = session.plan(aids.planner, cache=aids.shared.plans, **self._collective)
         with session.timeline.timed("compile"):
@@ -88,14 +98,19 @@ class TrainingRun:
             memory_every=aids.memory_every,
             disk=aids.shared.disk if aids.disk_every else None,
             disk_every=aids.disk_every or 1,
+            untrusted=untrusted,
         )
         if aids.memory_every:
-            check_room(self._keeper.memory.folder, layout, session.launch.n_processes)
+            n_copies = COPIES if aids.checks is None else COPIES + HELD_COPIES
+            check_room(self._keeper.memory.folder, layout, session.launch.n_processes, n_copies)
         params = model.place(session.fabric, self._compiled.program)
         self.found = self._keeper.restore(params, self._compiled.init(params), extra=self._extra(Position()))
         self.params, self._state = self.found.params, self.found.state
         self.number = self.found.step
         self._check_found()
+        self._checking: Checking | None = None
+        if aids.checks is not None:
+            self._checking = Checking(aids.checks, session, aids.shared.path, model, self._compiled, self._keeper)
 
     @property
     def model_state(self) -> Any:
@@ -105,9 +120,11 @@ class TrainingRun:
     def steps(self) -> Iterator[JobStep]:
         """Train, one step after the other."""
         fabric, timeline, under_way = self.session.fabric, self.session.timeline, deque[JobStep]()
-        waited = deque[float]()
-        keeper, found = self._keeper, self.found
+        waited, evidence, clock = deque[float](), deque[Any](), HostClock()
+        keeper, found, checking = self._keeper, self.found, self._checking
         assert keeper is not None  # noqa: S101  # it is there until the end of the loop
+        # A device is timed while it has nothing else to do.
+        in_flight = 0 if checking is not None and checking.checks.probe else IN_FLIGHT
         is_recorder = self.aids.ledger and self.session.launch.process == 0
         ledger = Ledger(self.aids.shared.ledger) if is_recorder else None
         self.is_open = True
@@ -117,6 +134,8 @@ class TrainingRun:
             examples = self.feed.split(fabric).count(step.batch.at)
             facts = {"step": step.number, "loss": step.loss, "chips": step.chips, "examples": examples}
             timeline.note("step", **facts, waited_s=round(waited.popleft(), 6))
+            if checking is not None:
+                checking.settled(step.number, evidence.popleft())
 
         try:
             batches = self.feed.batches(fabric, at=Position(*found.extra["position"]))
@@ -125,22 +144,40 @@ class TrainingRun:
                 batch = next(batches)
                 waited.append(time.monotonic() - asked)
                 # Before the step: a step that all hosts have kept must be in the ledger, whichever host dies when.
-                if ledger is not None:
-                    ledger.record(number, epoch=batch.at.epoch, samples=batch.indices)
-                self.params, self._state, *results = self._compiled.step(
-                    self.params, self._state, self._input(batch, fabric)
-                )
-                keeper.keep(number, self.params, self._state, self._extra(batch.after), save=number == self.last)
-                self.number = number
-                recovered = found.source != "start" and number == found.step + 1
-                under_way.append(JobStep(number, fabric.n_chips, batch, recovered, results, self._params_of))
-                if number == found.step + AHEAD_AFTER and self.aids.compile_ahead:
-                    self._ahead = CompileAhead(self.session, self._build_ahead)
-                yield under_way[-1]
-                if len(under_way) > IN_FLIGHT:
-                    settle(under_way.popleft())
+                given = self._input(batch, fabric)
+                # From here to the end of the loop's body this host waits, for devices, or does what only one host does.
+                with clock.waiting():
+                    if ledger is not None:
+                        ledger.record(number, epoch=batch.at.epoch, samples=batch.indices)
+                    if checking is not None:
+                        checking.between(number - 1, self.params, self._state, batch)
+                    self.params, self._state, *results = self._compiled.step(self.params, self._state, given)
+                    if checking is not None:
+                        evidence.append(results.pop() if checking.checks.check_sums else None)
+                    keeper.keep(
+                        number,
+                        self.params,
+                        self._state,
+                        self._extra(batch.after),
+                        save=number == self.last,
+                        hold=checking is not None and checking.verifies(number),
+                    )
+                    self.number = number
+                    recovered = found.source != "start" and number == found.step + 1
+                    under_way.append(JobStep(number, fabric.n_chips, batch, recovered, results, self._params_of))
+                    if number == found.step + AHEAD_AFTER and self.aids.compile_ahead:
+                        self._ahead = CompileAhead(self.session, self._build_ahead)
+                    yield under_way[-1]
+                    if len(under_way) > in_flight:
+                        settle(under_way.popleft())
+                if checking is not None:
+                    checking.time(number, *clock.lap())
+            if checking is not None and self.number > found.step:
+                checking.between(self.number, self.params, self._state, next(batches), is_last=True)
             while under_way:
                 settle(under_way.popleft())
+            if checking is not None:
+                checking.finish()
             timeline.note("done", step=self.number)
         except GeneratorExit:
             # The loop was left: what is kept so far stays, and the job may go on from there.
@@ -200,6 +237,7 @@ class TrainingRun:
             "sharded": "fsdp" if self.model.is_fsdp else self.is_sharded,
             "memory_every": self.aids.memory_every,
             "disk_every": self.aids.disk_every,
+            "checks": repr(self.aids.checks),
             "tile": self.session.cut,
         }
         everybody = self.session.coordination.exchange(mine)
@@ -243,10 +281,10 @@ def digest(tree: Any) -> str:
     return found.hexdigest()
 
 
-def check_room(folder: Path, layout: StateLayout, n_hosts: int) -> None:
+def check_room(folder: Path, layout: StateLayout, n_hosts: int, n_copies: int = COPIES) -> None:
     """Raise if the memory folder has no room for a host's copies of the state."""
     values = sum(size * np.dtype(dtype).itemsize for dtype, size in layout.outline.vectors.values())
-    needed = COPIES * values * min(2, n_hosts) // n_hosts
+    needed = n_copies * values * min(2, n_hosts) // n_hosts
     there = next(path for path in (folder, *folder.parents) if path.exists())
     # An earlier run's copies are replaced one by one.
     held = sum(path.stat().st_size for path in folder.glob("*") if path.is_file())

@@ -1,0 +1,191 @@
+"""A job's checks: when they run, what follows from what they find, and up to which step the state is known to be good.
+
+Whatever a check finds goes to the job's sign book, and from there, if it is enough, to the quarantine list; then this
+process gives up. The launcher starts all of them again: they leave out what is on the list, and go back to the last
+state that is known to be good. So a process that has seen something needs no other's consent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from meshmend.errors import ParameterError, QuarantineError
+from meshmend.jax.checks.checksums import bad_sums
+from meshmend.jax.checks.digests import compare_replicas, replica_digests
+from meshmend.jax.checks.lag import LagWatch
+from meshmend.jax.checks.recompute import Recompute, check_recomputable
+from meshmend.jax.checks.signs import checksum_signs, digest_signs
+from meshmend.jax.compiling import CompiledTrainStep
+from meshmend.jax.fabric import Fabric
+from meshmend.jax.feed import Batch
+from meshmend.jax.job.session import Session
+from meshmend.jax.managed.model import Model
+from meshmend.jax.program import Program
+from meshmend.jax.state import Keeper
+from meshmend.jax.tiles import TiledFabric
+from meshmend.launch.events import note_quarantined
+from meshmend.quarantine import Checks, Quarantined, Sign, report
+from meshmend.quarantine.sign import LAG
+
+WRITTEN_AFTER = 2
+"""The result of a step implies that all hosts have written their copies of the one so many steps before."""
+
+
+class FoundError(QuarantineError):
+    """A check has found wrong numbers or a straggler: this attempt of the job ends, and the next one does without."""
+
+
+class _Open(NamedTuple):
+    """A state whose replicas are being compared."""
+
+    step: int
+    digests: Any
+
+
+class Checking:
+    """Runs the checks of one attempt. Every process makes the same calls, in the same order:
+
+    `between(step, …)` when a step has been started and the next one has not; `settled(step, …)` when its results are
+    there; `time(step, …)` at the end of each turn of the loop. It tells the keeper which states are known to be good.
+    """
+
+    def __init__(
+        self, checks: Checks, session: Session, folder: Path, model: Model, compiled: CompiledTrainStep, keeper: Keeper
+    ) -> None:
+        self.checks = checks
+        self.session = session
+        self.folder = folder
+        self.keeper = keeper
+        self._model = model
+        self._compiled = compiled
+        self._digest: Callable[..., Any] | None = None
+        self._open = deque[_Open]()
+        self._recompute: Recompute | None = None
+        if checks.recompute_every:
+            exchange = session.coordination.exchange
+            self._recompute = Recompute(model.gradients, session.fabric, exchange, every=checks.recompute_every)
+        self._lag = LagWatch.of(session, probe=checks.probe) if checks.stragglers else None
+
+    def between(self, step: int, params: Any, state: Any, batch: Batch, *, is_last: bool = False) -> None:
+        """Check the state after a step, before `batch`, the next one, is trained on. The last state always is."""
+        if not step or not (is_last or self.checks.is_due(step)):
+            return
+        if self.checks.digests_every:
+            self._open.append(_Open(step, self._digests(params, state)))
+        if self._recompute is not None and (is_last or self.checks.repeats_gradients(step)):
+            model_state = None if self._model.model_state is None else state[1]
+            self._act_on(self._recompute.check(step, params, model_state, batch))
+        if not self.checks.digests_every:
+            self._open.append(_Open(step, None))
+
+    def settled(self, step: int, evidence: Any = None) -> None:
+        """Look at the results of a step, and at the digests of those before it."""
+        if evidence is not None:
+            found = bad_sums(evidence, self._compiled.program, self.session.fabric)
+            self._act_on(checksum_signs(found, step))
+        while self._open and self._open[0].step + WRITTEN_AFTER <= step:
+            self._compare(self._open.popleft())
+
+    def time(self, step: int, host_s: float, step_s: float) -> None:
+        """Take in what this host spent by itself in a step, and how long the whole step took."""
+        if self._lag is not None:
+            self._act_on(self._lag.add(step, host_s, step_s))
+
+    def finish(self) -> None:
+        """Look at what is still open, at the end of training."""
+        while self._open:
+            self._compare(self._open.popleft(), is_written=False)
+
+    def verifies(self, step: int) -> bool:
+        """Whether the state after a step is known to be good once its checks have found nothing."""
+        is_off = self._recompute is None or bool(self._recompute.why_off)
+        return self.checks.is_due(step) if is_off else self.checks.verifies(step)
+
+    def _compare(self, one: _Open, *, is_written: bool = True) -> None:
+        """Look at the digests of a step; if its replicas agree, its state may be known to be good now."""
+        if one.digests is not None:
+            like, shardings = self._replicated
+            found = compare_replicas(one.digests, like, self.session.fabric, shardings=shardings)
+            self._act_on(digest_signs(found, one.step))
+        if is_written and self.verifies(one.step):
+            self.keeper.verify(one.step)
+            self.session.timeline.note("verified", step=one.step)
+
+    def _act_on(self, signs: Sequence[Sign]) -> None:
+        """Report what was found; raise if the job cannot go on as it is."""
+        if not signs:
+            return
+        verified = self.keeper.verified
+        hosts = self.session.hosts
+        fabric = self.session.fabric
+        mesh = fabric.chips.mesh if isinstance(fabric, TiledFabric) else fabric.mesh
+        entries = report(
+            self.folder,
+            signs,
+            attempt=self.keeper.attempt,
+            verified=verified,
+            hosts=hosts,
+            n_chips=mesh.size,
+        )
+        for sign in signs:
+            suspects = [str(one) for one in sign.suspects]
+            self.session.timeline.note("sign", step=sign.step, kind=sign.kind, suspects=suspects, why=sign.evidence)
+        for entry in entries:
+            note_quarantined(self.session.timeline, entry, hosts)
+        if entries or any(sign.kind != LAG for sign in signs):
+            raise FoundError(_describe(signs, entries, verified))
+
+    def _digests(self, params: Any, state: Any) -> Any:
+        """Start to digest the state, and return the digests to be."""
+        program = self._compiled.program
+        few = program if isinstance(program, Program) else program.few
+        _, shardings = self._replicated
+        tree = self._compared(params, state)
+        if self._digest is None:
+            fabric = self.session.fabric
+            with self.session.timeline.timed("compile"):
+                jitted = jax.jit(lambda tree, few: replica_digests(tree, few, fabric, shardings=shardings))
+                self._digest = jitted.lower(tree, few).compile()
+        return self._digest(tree, few)
+
+    def _compared(self, params: Any, state: Any) -> Any:
+        """Return the part of the state that every chip, or every tile, has a copy of."""
+        is_whole = isinstance(self._compiled.program, Program) and not isinstance(self.session.fabric, TiledFabric)
+        return {"params": params, "state": state} if is_whole else {"params": params}
+
+    @property
+    def _replicated(self) -> tuple[Any, Any]:
+        """The shapes of what is compared, and how it is split inside tiles."""
+        layout = self._compiled.layout
+        like = self._compared(*jax.tree.unflatten(layout.structure, layout.leaves))
+        shardings = None if self._model.shardings is None else {"params": self._model.shardings}
+        return like, shardings
+
+
+def check_possible(checks: Checks, model: Model, fabric: Fabric) -> None:
+    """Raise `ParameterError` for checks that this way of training has no use for: before it starts, not at step 200."""
+    if checks.recompute_every:
+        model.check_recomputable()
+        check_recomputable(fabric)
+    if model.is_fsdp and checks.digests_every:
+        raise ParameterError(
+            "With update='fsdp' each chip holds other parameters, so that there are no replicas to compare. Leave this "
+            "check out: Checks(digests_every=0, …)."
+        )
+
+
+def _describe(signs: Sequence[Sign], entries: Sequence[Quarantined], verified: int) -> str:
+    first = signs[0]
+    suspects = " or ".join(f"{one.kind} {one}".replace("host host", "host") for one in first.suspects[:4])
+    more = f" (and {len(signs) - 1} more)" if len(signs) > 1 else ""
+    seen = f"Step {first.step}: {suspects} is suspected by its {first.kind}: {first.evidence}{more}."
+    if not entries:
+        return f"{seen} One sign is not enough to leave it out: the job goes back to step {verified} and tries again."
+    named = ", ".join(str(entry.suspect) for entry in entries)
+    goes_on = "goes on" if all(sign.kind == LAG for sign in signs) else f"goes back to step {verified}, and on from there"
+    return f"{seen} {named} is in quarantine now; the job {goes_on}, without it."

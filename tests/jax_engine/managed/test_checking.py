@@ -1,0 +1,176 @@
+"""A job with checks: what lies is found, left out on the second sign, and has no influence on the parameters at the end.
+
+Chips lie by a wrapper around their part: of the gradients, inside the loss; of the memory, between two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import meshmend.jax as mmj
+from jax_engine.managed.managed_cases import BATCH, DATASET, PARAMS, assert_same_bits, loss
+from meshmend.errors import ParameterError, QuarantineError
+from meshmend.jax.job import Session, initialize_alone
+from meshmend.quarantine import QuarantineList, SignBook, Suspect
+
+LIAR = (1, 2)
+EVERY, STEPS = 4, 15
+CHECKS = mmj.Checks(digests_every=EVERY, recompute_every=EVERY, stragglers=False)
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MESHMEND_MEMORY", str(tmp_path / "memory"))
+    return tmp_path / "memory"
+
+
+def session(shared: Path) -> Session:
+    return initialize_alone(mmj.discover(jax.devices()[:8], shape="2x4"), quarantine=shared)
+
+
+def start(shared: Path, checks: mmj.Checks | None = CHECKS, **options: Any) -> mmj.Job:
+    return mmj.Job(
+        shared, BATCH, session=session(shared), **{"disk_every": 0, "planner": "auto", **options}, checks=checks
+    )
+
+
+def lying(fabric: mmj.Fabric, since: int, bit: int = 22) -> Callable[..., Any]:
+    """The loss, but one chip's gradients have a flipped bit from a step on. The model state counts the steps."""
+    rank = int(fabric.mesh.rank_of[LIAR])
+
+    @jax.custom_vjp
+    def through(params: Any, step: Any) -> Any:
+        del step
+        return params
+
+    def backward(step: Any, gradients: Any) -> Any:
+        lies = (lax.axis_index(fabric.axes) == rank) & (step >= since)
+
+        def flipped(gradient: jax.Array) -> jax.Array:
+            bits = lax.bitcast_convert_type(gradient, jnp.uint32)
+            return lax.bitcast_convert_type(jnp.where(lies, bits ^ jnp.uint32(1 << bit), bits), jnp.float32)
+
+        return jax.tree.map(flipped, gradients), None
+
+    through.defvjp(lambda params, step: (params, step), backward)
+
+    def lying_loss(params: Any, model_state: Any, batch: Any) -> Any:
+        values = loss(through(params, model_state["step"]), batch)
+        return values, {"step": jnp.full(values.shape, model_state["step"] + 1)}
+
+    return lying_loss
+
+
+def run(job: mmj.Job, steps: int = STEPS, since: int = 10**6, after: Callable[[Any], None] | None = None) -> Any:
+    running = job.train(
+        lying(job.fabric, since),
+        optax.adam(0.02),
+        PARAMS,
+        DATASET,
+        steps=steps,
+        model_state={"step": np.float32(0)},
+        update="replicated",
+    )
+    for step in running:
+        if after is not None:
+            after(step)
+    return job.params
+
+
+def without_from(shared: Path, verified: int) -> Any:
+    """The oracle: a job that never has the liar from a step on, because somebody quarantines it then."""
+    run(start(shared, checks=None, disk_every=verified), verified)
+    QuarantineList(shared).add(Suspect.chip(LIAR), why="test")
+    job = start(shared, checks=None)
+    found = run(job)
+    assert (job.resumed.step, job.fabric.n_chips) == (verified, 7)
+    return found
+
+
+def test_gradients_that_lie_are_found_and_the_chip_is_left_out(tmp_path: Path) -> None:
+    lied = start(tmp_path / "shared", ledger=True)
+    with pytest.raises(QuarantineError, match=r"chip 1,2 .*recompute.* in quarantine now.* back to step 4"):
+        run(lied, since=6)
+    (entry,) = QuarantineList(tmp_path / "shared").active()
+    assert (entry.suspect, entry.verified, entry.step) == (Suspect.chip(LIAR), 4, 8)
+    again = start(tmp_path / "shared", ledger=True)
+    found = run(again, since=6)
+    assert (again.resumed.source, again.resumed.step, again.fabric.n_chips) == ("memory", 4, 7)
+    assert_same_bits(found, without_from(tmp_path / "reference", 4))
+    events = [event for event in lied.session.timeline.events if event["event"] in ("quarantined", "sign", "verified")]
+    assert [event["event"] for event in events] == ["verified", "sign", "quarantined"]
+    assert mmj.Ledger(tmp_path / "shared/ledger.jsonl").check(len(DATASET["y"])).steps == STEPS
+
+
+def flip_after(job: mmj.Job, number: int) -> Callable[[Any], None]:
+    """A bit of one chip's copy of the parameters changes after a step."""
+
+    def flip(step: Any) -> None:
+        if step.number == number and LIAR not in job.fabric.mesh.holes:
+            training = job._run
+            assert training is not None
+            whole = training.params["w"]
+            device = job.fabric.jax_mesh.devices.flatten()[job.fabric.mesh.rank(LIAR)]
+            copies = [shard.data for shard in whole.addressable_shards]
+            at = [shard.device for shard in whole.addressable_shards].index(device)
+            bits = np.array(copies[at]).view(np.uint32)
+            bits[2, 3] ^= 1 << 12
+            copies[at] = jax.device_put(bits.view(np.float32), device)
+            training.params["w"] = jax.make_array_from_single_device_arrays(whole.shape, whole.sharding, copies)
+
+    return flip
+
+
+def test_memory_that_flips_costs_a_return_first_and_the_chip_the_second_time(tmp_path: Path) -> None:
+    checks = mmj.Checks(digests_every=EVERY, recompute_every=0, stragglers=False)
+    shared = tmp_path / "shared"
+    first = start(shared, checks)
+    with pytest.raises(QuarantineError, match=r"is not enough to leave it out: the job goes back to step 4"):
+        run(first, after=flip_after(first, 8))
+    assert QuarantineList(shared).active() == ()
+    assert [noted.verified for noted in SignBook(shared).read()] == [4]
+    second = start(shared, checks)
+    assert second.fabric.n_chips == 8
+    with pytest.raises(QuarantineError, match=r"1,2 is in quarantine now; the job goes back to step 4"):
+        run(second, after=flip_after(second, 8))
+    assert (second.resumed.step, second.resumed.source) == (4, "memory")
+    third = start(shared, checks)
+    found = run(third, after=flip_after(third, 8))
+    assert (third.resumed.step, third.fabric.n_chips) == (4, 7)
+    assert_same_bits(found, without_from(tmp_path / "reference", 4))
+
+
+def test_a_clean_job_has_the_bits_of_one_without_checks(tmp_path: Path) -> None:
+    checked = start(tmp_path / "checked", mmj.Checks(EVERY, EVERY, check_sums=True))
+    assert_same_bits(run(checked), run(start(tmp_path / "plain", None)))
+    assert not (tmp_path / "checked" / "signs.jsonl").exists()
+    verified = [event["step"] for event in checked.session.timeline.events if event["event"] == "verified"]
+    assert verified == [4, 8, 12]
+
+
+def test_the_last_state_is_checked_too(tmp_path: Path) -> None:
+    job = start(tmp_path / "shared", mmj.Checks(digests_every=100, recompute_every=0))
+    with pytest.raises(QuarantineError, match=r"Step 5: chip 1,2 .* goes back to step 0"):
+        run(job, 5, after=flip_after(job, 5))
+
+
+def test_checks_that_have_no_use_are_refused(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"loss": loss, "optimizer": optax.adam(0.02), "params": PARAMS, "dataset": DATASET}
+    with pytest.raises(ParameterError, match=r"update='replicated', or check_sums=False"):
+        start(tmp_path / "a", mmj.Checks(check_sums=True)).train(**given, steps=1, update="sharded")
+    with pytest.raises(ParameterError, match=r"the chips of a tile compute them together"):
+        start(tmp_path / "b", mmj.Checks(), tile="2x2").train(**given, steps=1)
+    given["params"] = lambda fabric, pair: None
+    with pytest.raises(ParameterError, match=r"no single chip could repeat another's part"):
+        start(tmp_path / "c", mmj.Checks()).train(**given, steps=1, update="fsdp")
+    with pytest.raises(ParameterError, match=r"no replicas to compare"):
+        start(tmp_path / "d", mmj.Checks(recompute_every=0)).train(**given, steps=1, update="fsdp")
