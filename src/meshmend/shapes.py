@@ -19,6 +19,7 @@ AXES = {
     "L": "lanes of a loop",
     "E": "edges, one per pair of chips that exchange messages",
     "B": "examples of a batch that a device has",
+    "H": "examples of a part: half of those that a device has, rounded up",
     "S": "elements of a whole array or payload, flat",
     "P": "elements of a device's part of the state, flat",
     "I": "devices of a tile; one where chips are not cut into tiles",

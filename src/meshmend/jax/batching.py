@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -168,6 +168,16 @@ class BatchSplit:
         chip, core = np.divmod(chosen, self.n_cores)
         turn = core * self.n_chips + chip
         return turn[:, None] + self.n_devices * np.arange(self.rows, dtype=np.int64)
+
+    def epochs_and_places(
+        self, at: Position, devices: Sequence[int] | None = None
+    ) -> Annotated[NDArray[np.uint32], "uint32[D, B, 2]"]:
+        """Return the epoch of each row of each device at a position, and the row's place in it.
+
+        Neither depends on the chips: they are what the random key of an example is made of.
+        """
+        places = self.places(devices) + at.sample
+        return np.stack([np.full_like(places, at.epoch), places], axis=-1).astype(np.uint32)
 
 
 def _at_least_one(what: str, value: int) -> None:

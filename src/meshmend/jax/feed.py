@@ -129,6 +129,21 @@ class Feed:
         factor = self.policy.learning_rate_factor(fabric.mesh.n_chips, fabric.mesh.size)
         return self._batches(fabric, split, at, steps, mine, reader, factor)
 
+    def read(self, fabric: Fabric, at: Position, devices: Sequence[int], rows: Sequence[int]) -> tuple[Any, Any]:
+        """Read some rows of any devices at a position (again); return data and weights, as NumPy arrays.
+
+        Device after device, whichever process feeds them. A batch of the same position has the same in these rows,
+        except for what padding repeats.
+        """
+        split = self.split(fabric)
+        reader = self._read(DeviceRows(self._samples, split, at, 1, devices, rows))
+        try:
+            data = _stack([row for _ in devices for row in next(reader)])
+        finally:
+            reader.close()
+        places = split.places(devices)[:, list(rows)]
+        return jax.tree.map(_canonical, data), (places.ravel() < split.count(at)).astype(np.float32)
+
     def _read(self, parts: DeviceRows) -> Any:
         grain = _grain()
         ahead = max(self.prefetch * len(parts.places), self.threads) if self.prefetch else 0
@@ -150,8 +165,7 @@ class Feed:
                 first = place_of[(index[0].start or 0) // split.rows]
                 return local[first : first + split.rows]
 
-            # JAX warns of a dtype that it does not have, and NumPy makes 64-bit integers of Python's.
-            local = local.astype(jax.dtypes.canonicalize_dtype(local.dtype), copy=False)
+            local = _canonical(local)
             return jax.make_array_from_callback((split.n_devices * split.rows, *local.shape[1:]), sharding, part)
 
         places = split.places(mine).ravel()
@@ -170,16 +184,26 @@ class Feed:
 class DeviceRows:
     """The rows of some devices, device after device and step after step: a source that grain prefetches from.
 
-    A part is a device's rows. A row of padding is None and costs no reading; but where no device has a sample, the
-    first row is one, so that the step has something valid to compute with.
+    A part is a device's rows, or those of them that are named. A row of padding is None and costs no reading; but where
+    no device has a sample, the first row is one, so that the step has something valid to compute with.
     """
 
-    def __init__(self, samples: Any, split: BatchSplit, at: Position, steps: int, devices: Sequence[int]) -> None:
+    def __init__(
+        self,
+        samples: Any,
+        split: BatchSplit,
+        at: Position,
+        steps: int,
+        devices: Sequence[int],
+        rows: Sequence[int] | None = None,
+    ) -> None:
         self.samples = samples
         self.split = split
         self.at = at
         self.steps = steps
         self.places = split.places(devices)
+        if rows is not None:
+            self.places = self.places[:, list(rows)]
         self.lowest = int(self.places.min())
 
     def __len__(self) -> int:
@@ -208,6 +232,11 @@ def _stack(rows: list[Any]) -> Any:
     """Stack samples, and repeat the first one where there is none."""
     valid = next(row for row in rows if row is not None)
     return jax.tree.map(lambda *leaves: np.stack(leaves), *(valid if row is None else row for row in rows))
+
+
+def _canonical(local: NDArray[Any]) -> NDArray[Any]:
+    """Return an array in a dtype that JAX has: it warns of others, and NumPy makes 64-bit integers of Python's."""
+    return local.astype(jax.dtypes.canonicalize_dtype(local.dtype), copy=False)
 
 
 def _grain() -> Any:

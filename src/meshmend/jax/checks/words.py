@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -47,3 +47,13 @@ def digest_rows(rows: jax.Array) -> Annotated[jax.Array, "uint32[K]"]:
     """Return the digest of each row of a matrix of chunks."""
     words = words_of(rows).reshape(rows.shape[0], -1)
     return jnp.sum(mixed(words), axis=1, dtype=jnp.uint32)
+
+
+def digest_leaves(tree: Any) -> Annotated[jax.Array, "uint32[Q]"]:
+    """Return the digest of each array of a tree."""
+    return jnp.stack([jnp.sum(mixed(words_of(leaf)), dtype=jnp.uint32) for leaf in jax.tree.leaves(tree)])
+
+
+def digest_tree(tree: Any) -> Annotated[jax.Array, "uint32[]"]:
+    """Return one digest of all arrays of a tree: a change of one word in any of them always changes it."""
+    return jnp.sum(mixed(digest_leaves(tree)), dtype=jnp.uint32)

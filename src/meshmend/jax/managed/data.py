@@ -74,8 +74,7 @@ def with_places(batch: Batch, fabric: Fabric) -> Batch:
     Neither depends on the chips, so an example draws the same numbers wherever it is computed, and again when a step
     is repeated.
     """
-    places: NDArray[np.int64] = batch.feed.split(fabric).places().ravel() + batch.at.sample
-    table = np.stack([np.full_like(places, batch.at.epoch), places], axis=1).astype(np.uint32)
+    table = batch.feed.split(fabric).epochs_and_places(batch.at).reshape(-1, 2)
     put = jax.make_array_from_callback(table.shape, fabric.sharding(fabric.batch_axes), lambda index: table[index])
     return replace(batch, data=(batch.data, put))
 

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
+from meshmend.jax.checks import Part
 from meshmend.jax.collectives import travel_dtype
 from meshmend.jax.cut_params import joined
 from meshmend.jax.elementwise import check_elementwise
@@ -27,6 +28,7 @@ from meshmend.jax.state import fetch, place
 from meshmend.jax.state.splits import AnyTrainStep
 from meshmend.jax.training import train_step
 from meshmend.jax.updates import TrainStep
+from meshmend.jax.weighted import Sums, weighted_sums
 
 Update = Literal["auto", "replicated", "sharded", "fsdp"]
 SHARDED_FROM_BYTES = 1 << 28
@@ -103,6 +105,30 @@ class Model:
             return inside, (of_state, jax.tree.map(lambda _: PartitionSpec(), self._start()))
 
         return TrainStep(init, step, fabric, self.accumulate_dtype, specs)
+
+    def gradients(self, params: Any, model_state: Any, part: Part) -> Sums:
+        """Return one device's sums over a part of its examples, for `Recompute`, without any collective.
+
+        `model_state` is None for a model without one. A part is half of a device's examples, and is cut into half as
+        many microbatches, so that it needs no more memory than a step.
+        """
+        self.check_recomputable()
+        data = part.data if self.rng is None else (part.data, part.places)
+        given = () if self.model_state is None else (model_state,)
+
+        def loss(params: Any, data: Any) -> tuple[Any, Any]:
+            found = self._call(params, data, *given)
+            return found if self.has_aux or given else (found, ())
+
+        return weighted_sums(loss, params, data, part.weights, -(-self.microbatches // 2), self.accumulate_dtype)
+
+    def check_recomputable(self) -> None:
+        """Raise `ParameterError` if no single chip could compute a gradient of this model."""
+        if self.is_fsdp:
+            raise ParameterError(
+                "Gradients cannot be recomputed with update='fsdp': all chips compute them together, each from its "
+                "shards of the parameters, so that no single chip could repeat another's part. Leave this check out."
+            )
 
     def like(self, fabric: Fabric, program: AnyProgram) -> Any:
         """Return the parameters as shapes and dtypes, or as they were given."""

@@ -1,0 +1,205 @@
+"""From opinions to signs: several chips have computed the gradient of the same examples, and not all found the same.
+
+The majority of those who computed a part is right, and who differs from it is named. That needs the same inputs, so
+each opinion has digests of those, too. A chip whose inputs differ says nothing about the gradient. It gets a sign that
+is not confirmed: a flipped bit in its copy of the parameters, or a sample that its host has read wrong, is no proof
+that it computes wrong numbers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
+
+from meshmend.quarantine.sign import MAX_SUSPECTS, RECOMPUTE, Sign
+from meshmend.quarantine.suspect import Suspect
+
+
+class Opinion(NamedTuple):
+    """What one device has computed of one part. Only JSON's types: it is exchanged between processes."""
+
+    device: int
+    part: int
+    """The device that trains on these examples."""
+    state: int
+    """Digest of the parameters and the model state that it computed with."""
+    samples: int
+    """Digest of the examples that it computed with."""
+    gradient: int
+    """Digest of the gradients, the loss and aux."""
+
+
+class Owner(NamedTuple):
+    """Where a device is."""
+
+    chip: Suspect
+    process: int
+
+
+@dataclass
+class Ruling:
+    """What the opinions of one check say."""
+
+    signs: tuple[Sign, ...] = ()
+    suspects: frozenset[Suspect] = frozenset()
+    """All chips that the signs name, alone or with others."""
+    unsteady: frozenset[Suspect] = frozenset()
+    """Chips that computed the same part twice and found two things."""
+    has_other_samples: bool = False
+    """Whether some who computed a part had other examples than others."""
+
+
+def is_agreed(opinions: Iterable[Opinion]) -> bool:
+    """Whether all who computed a part found the same, with the same inputs."""
+    everything = list(opinions)
+    by_part = {(one.part, one.samples, one.gradient) for one in everything}
+    return len({one.state for one in everything}) == 1 and len(by_part) == len({one.part for one in everything})
+
+
+def weigh(opinions: Sequence[Opinion], owners: Sequence[Owner], step: int) -> Ruling:
+    """Return the signs of opinions that are not agreed, at most one per chip that is named."""
+    found = _Found(owners)
+    states: dict[int, set[int]] = defaultdict(set)
+    for one in opinions:
+        states[one.device].add(one.state)
+    vote = _vote(states)
+    n_same = f"{vote.agree} of {len(states)} devices"
+    found.inputs(vote, states, f"its parameters or its model state differ from those of {n_same}")
+    same_state = [one for one in opinions if one.device not in vote.excluded]
+    for part in sorted({one.part for one in same_state}):
+        found.weigh_part(part, [one for one in same_state if one.part == part])
+    return found.ruling(step)
+
+
+class _Vote(NamedTuple):
+    odd: tuple[int, ...]
+    """Devices that differ from the majority, or from themselves."""
+    open: tuple[int, ...]
+    """Devices of which some must be wrong, without a majority that says which."""
+    agree: int
+    """Devices that agree with each other, if there is nothing open."""
+    agreeing: tuple[int, ...]
+
+    @property
+    def excluded(self) -> tuple[int, ...]:
+        return self.odd + self.open
+
+
+def _vote(values: Mapping[int, set[int]]) -> _Vote:
+    steady = {device: next(iter(found)) for device, found in values.items() if len(found) == 1}
+    unsteady = tuple(device for device in values if device not in steady)
+    if not steady:
+        return _Vote(unsteady, (), 0, ())
+    (value, times), *_ = Counter(steady.values()).most_common(1)
+    agreeing = tuple(device for device, found in steady.items() if found == value)
+    others = tuple(device for device in steady if device not in agreeing)
+    if others and 2 * times <= len(steady):
+        return _Vote(unsteady, tuple(steady), 0, ())
+    return _Vote(unsteady + others, (), times, agreeing)
+
+
+class _Case(NamedTuple):
+    """What speaks against one chip, in one part."""
+
+    evidence: str
+    agree: int
+    differ: int
+
+
+@dataclass
+class _Found:
+    """All that is found, before it becomes signs."""
+
+    owners: Sequence[Owner]
+    named: dict[Suspect, list[_Case]] = field(default_factory=lambda: defaultdict(list))
+    open: list[tuple[dict[Suspect, set[int]], str]] = field(default_factory=list)
+    """Votes without a majority: what each chip found, and what it is about."""
+    unsteady: set[Suspect] = field(default_factory=set)
+    has_other_samples: bool = False
+
+    def chips(self, devices: Iterable[int]) -> frozenset[Suspect]:
+        return frozenset(self.owners[device].chip for device in devices)
+
+    def inputs(self, vote: _Vote, values: Mapping[int, set[int]], evidence: str) -> None:
+        """Note whose inputs differ: never confirmed, so nobody counts as agreeing."""
+        for chip in self.chips(vote.odd):
+            self.named[chip].append(_Case(evidence, 0, 1))
+        self._note_open(vote, values, "they computed with different parameters, model states or examples")
+
+    def _note_open(self, vote: _Vote, values: Mapping[int, set[int]], evidence: str) -> None:
+        if vote.open:
+            by_chip: dict[Suspect, set[int]] = defaultdict(set)
+            for device in vote.open:
+                by_chip[self.owners[device].chip] |= values[device]
+            self.open.append((by_chip, evidence))
+
+    def weigh_part(self, part: int, opinions: Sequence[Opinion]) -> None:
+        samples: dict[int, set[int]] = defaultdict(set)
+        gradients: dict[int, set[int]] = defaultdict(set)
+        for one in opinions:
+            samples[one.device].add(one.samples)
+        vote = self._samples_vote(_vote(samples))
+        of = f"of examples of chip {self.owners[part].chip}"
+        if vote.excluded:
+            self.has_other_samples = True
+            self.inputs(
+                vote, samples, f"it was given other data than {_names(self.chips(vote.agreeing))} for its part {of}"
+            )
+        for one in opinions:
+            if one.device not in vote.excluded:
+                gradients[one.device].add(one.gradient)
+        if not gradients:
+            return
+        vote = _vote(gradients)
+        for device in vote.odd:
+            chip, against = self.owners[device].chip, f"that of {_names(self.chips(vote.agreeing))}"
+            if len(gradients[device]) > 1:
+                self.unsteady.add(chip)
+                against = "the one that it computed from the same data before"
+            self.named[chip].append(_Case(f"its gradient {of} differs from {against}", vote.agree, len(vote.odd)))
+        self._note_open(vote, gradients, f"they computed different gradients {of}")
+
+    def _samples_vote(self, vote: _Vote) -> _Vote:
+        """Return the vote, open if a host that reads wrong samples could have given the majority its own."""
+        hosts = {self.owners[device].process for device in vote.agreeing}
+        if len(hosts) == 1 and any(self.owners[device].process not in hosts for device in vote.odd):
+            return _Vote((), vote.odd + vote.agreeing, 0, ())
+        return vote
+
+    def ruling(self, step: int) -> Ruling:
+        signs = []
+        for chip, cases in sorted(self.named.items()):
+            strongest = max(cases, key=lambda case: (case.agree, -case.differ))
+            more = f", and {len(cases) - 1} more like this" if len(cases) > 1 else ""
+            numbers = {"agree": strongest.agree, "differ": strongest.differ, "times": len(cases)}
+            signs.append(Sign(RECOMPUTE, (chip,), step, strongest.evidence + more, numbers))
+        signs += self._open_signs(step)
+        return Ruling(
+            tuple(signs),
+            frozenset(chain.from_iterable(sign.suspects for sign in signs)),
+            frozenset(self.unsteady),
+            self.has_other_samples,
+        )
+
+    def _open_signs(self, step: int) -> Iterable[Sign]:
+        """Return a sign for each set of chips that still differ when those that are named are left out."""
+        seen = set()
+        for values, evidence in self.open:
+            rest = {chip: found for chip, found in values.items() if chip not in self.named}
+            suspects = tuple(sorted(rest))
+            if len({frozenset(found) for found in rest.values()}) < 2 or suspects in seen:
+                continue
+            seen.add(suspects)
+            numbers = {"agree": 1, "differ": len(rest) - 1}
+            for together in [suspects] if len(suspects) <= MAX_SUSPECTS else [(chip,) for chip in suspects]:
+                yield Sign(RECOMPUTE, together, step, evidence, numbers)
+
+
+def _names(chips: Iterable[Suspect]) -> str:
+    names = [str(chip) for chip in sorted(chips)]
+    if len(names) == 1:
+        return f"chip {names[0]}"
+    return f"chips {', '.join(names[:-1])} and {names[-1]}" if names else "all others"
