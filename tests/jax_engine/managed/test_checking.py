@@ -1,4 +1,4 @@
-"""A job with checks: what lies is found, left out on the second sign, and has no influence on the parameters at the end.
+"""A job with checks: what lies is found, left out on the second sign, and leaves no trace in the parameters.
 
 Chips lie by a wrapper around their part: of the gradients, inside the loss; of the memory, between two steps.
 """

@@ -48,9 +48,9 @@ class _Open(NamedTuple):
 
 
 class Checking:
-    """Runs the checks of one attempt. Every process makes the same calls, in the same order:
+    """Runs the checks of one attempt. Every process makes the same calls, in the same order.
 
-    `between(step, …)` when a step has been started and the next one has not; `settled(step, …)` when its results are
+    They are `between(step, …)` when a step has been started and the next one has not; `settled(step, …)` when its results are
     there; `time(step, …)` at the end of each turn of the loop. It tells the keeper which states are known to be good.
     """
 
@@ -187,5 +187,6 @@ def _describe(signs: Sequence[Sign], entries: Sequence[Quarantined], verified: i
     if not entries:
         return f"{seen} One sign is not enough to leave it out: the job goes back to step {verified} and tries again."
     named = ", ".join(str(entry.suspect) for entry in entries)
-    goes_on = "goes on" if all(sign.kind == LAG for sign in signs) else f"goes back to step {verified}, and on from there"
-    return f"{seen} {named} is in quarantine now; the job {goes_on}, without it."
+    is_slow = all(sign.kind == LAG for sign in signs)
+    goes_on = "goes on without it" if is_slow else f"goes back to step {verified}, and on without it"
+    return f"{seen} {named} is in quarantine now; the job {goes_on}."
