@@ -38,6 +38,8 @@ IN_FLIGHT = 2
 """Steps that may be under way while the loop continues: enough to keep the devices busy."""
 COPIES = 4
 """Copies in memory at the same time: the three that are kept, and the one that is being written."""
+CHECKED_COPIES = COPIES + 2
+"""The same in a job with checks: also the last verified one, and the one that is being checked."""
 
 
 @dataclass(frozen=True)
@@ -243,10 +245,10 @@ def digest(tree: Any) -> str:
     return found.hexdigest()
 
 
-def check_room(folder: Path, layout: StateLayout, n_hosts: int) -> None:
-    """Raise if the memory folder has no room for a host's copies of the state."""
+def check_room(folder: Path, layout: StateLayout, n_hosts: int, n_copies: int = COPIES) -> None:
+    """Raise if the memory folder has no room for so many of a host's copies of the state at the same time."""
     values = sum(size * np.dtype(dtype).itemsize for dtype, size in layout.outline.vectors.values())
-    needed = COPIES * values * min(2, n_hosts) // n_hosts
+    needed = n_copies * values * min(2, n_hosts) // n_hosts
     there = next(path for path in (folder, *folder.parents) if path.exists())
     # An earlier run's copies are replaced one by one.
     held = sum(path.stat().st_size for path in folder.glob("*") if path.is_file())
