@@ -83,9 +83,16 @@ class Started:
         params, state = jax.tree.unflatten(tree, new)
         return params, state
 
-    def keep(self, *steps: int) -> None:
+    def keep(self, *steps: int, hold: bool = False) -> None:
         for step in steps:
-            self.keeper.keep(step, *self.values(step), extra=["after", step])
+            self.keeper.keep(step, *self.values(step), extra=["after", step], hold=hold)
+
+    def crash(self) -> None:
+        """End as a killed process does, once what it has begun is written."""
+        if self.keeper._mirror is not None:
+            self.keeper._mirror.wait()
+        self.keeper._note_saved(wait=True)
+        self.keeper.memory.lock.release()
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [event for event in self.session.timeline.events if event["event"] == name]

@@ -20,7 +20,7 @@ from meshmend.errors import ParameterError, RestartError
 from meshmend.jax.job.alone import initialize_alone, is_launched
 from meshmend.jax.job.coordination import Coordination
 from meshmend.jax.managed.ending import Ending
-from meshmend.jax.managed.run import check_room
+from meshmend.jax.managed.run import CHECKED_COPIES, check_room
 from meshmend.jax.managed.shared import open_shared
 
 
@@ -116,6 +116,8 @@ def test_no_room_for_copies_in_memory(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(RestartError, match=r"need 16 MB in .*/host-0, which has room for 10 MB.* memory_every=0"):
         check_room(tmp_path / "memory/host-0", state, n_hosts=1)
     check_room(tmp_path / "memory/host-0", state, n_hosts=4)
+    with pytest.raises(RestartError, match=r"need 12 MB in .*/host-0, which has room for 10 MB"):
+        check_room(tmp_path / "memory/host-0", state, n_hosts=4, n_copies=CHECKED_COPIES)
     (tmp_path / "memory/host-0").mkdir(parents=True)
     (tmp_path / "memory/host-0/copy").write_bytes(bytes(6_000_000))
     check_room(tmp_path / "memory/host-0", state, n_hosts=1)

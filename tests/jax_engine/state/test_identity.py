@@ -18,8 +18,8 @@ import meshmend.jax as mmj
 from jax_engine.restart_cases import Started, assert_is_step
 from meshmend.errors import RestartError
 from meshmend.jax.state.identity import Identity
-from meshmend.jax.state.keeper import check_agreement
 from meshmend.jax.state.layout import StateLayout
+from meshmend.jax.state.sources import check_agreement
 
 F32 = np.float32
 

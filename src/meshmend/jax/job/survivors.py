@@ -34,11 +34,13 @@ def agree_on_quarantine(
     What the sign book proves and the list does not have yet is added first: who should have done it may have died.
     """
     folder = folder or os.environ.get("MESHMEND_SHARED")
+    # All processes ask for the devices, or none does: they wait for each other there.
+    n_chips = len(jax.devices()) if hosts is None else None
 
     def listed() -> list[dict[str, Any]]:
         if not folder:
             return []
-        enforce(folder, hosts=hosts, n_chips=len(jax.devices()))
+        enforce(folder, hosts=hosts, n_chips=n_chips)
         return [entry.facts() for entry in QuarantineList(folder).active()]
 
     return tuple(Quarantined.of(facts) for facts in _ask_first(listed, coordination))

@@ -50,8 +50,9 @@ class _Open(NamedTuple):
 class Checking:
     """Runs the checks of one attempt. Every process makes the same calls, in the same order.
 
-    They are `between(step, …)` when a step has been started and the next one has not; `settled(step, …)` when its results are
-    there; `time(step, …)` at the end of each turn of the loop. It tells the keeper which states are known to be good.
+    They are `between(step, …)` when a step has been started and the next one has not, `settled(step, …)` when its
+    results are there, and `time(step, …)` at the end of each turn of the loop. It tells the keeper which states are
+    known to be good.
     """
 
     def __init__(

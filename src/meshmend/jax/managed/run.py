@@ -42,8 +42,8 @@ IN_FLIGHT = 2
 """Steps that may be under way while the loop continues: enough to keep the devices busy."""
 COPIES = 4
 """Copies in memory at the same time: the three that are kept, and the one that is being written."""
-HELD_COPIES = 2
-"""Besides, with checks: the last that is known to be good, and the one that is being checked."""
+CHECKED_COPIES = COPIES + 2
+"""The same in a job with checks: also the last verified one, and the one that is being checked."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class TrainingRun:
             untrusted=untrusted,
         )
         if aids.memory_every:
-            n_copies = COPIES if aids.checks is None else COPIES + HELD_COPIES
+            n_copies = COPIES if aids.checks is None else CHECKED_COPIES
             check_room(self._keeper.memory.folder, layout, session.launch.n_processes, n_copies)
         params = model.place(session.fabric, self._compiled.program)
         self.found = self._keeper.restore(params, self._compiled.init(params), extra=self._extra(Position()))
@@ -183,7 +183,7 @@ class TrainingRun:
             # The loop was left: what is kept so far stays, and the job may go on from there.
             pass
         except BaseException as error:
-            self.is_open, self._keeper = False, None
+            self.is_open, self._keeper, self._checking = False, None, None
             self.session.give_up(error)
         self.finish()
 
@@ -282,7 +282,7 @@ def digest(tree: Any) -> str:
 
 
 def check_room(folder: Path, layout: StateLayout, n_hosts: int, n_copies: int = COPIES) -> None:
-    """Raise if the memory folder has no room for a host's copies of the state."""
+    """Raise if the memory folder has no room for so many of a host's copies of the state at the same time."""
     values = sum(size * np.dtype(dtype).itemsize for dtype, size in layout.outline.vectors.values())
     needed = n_copies * values * min(2, n_hosts) // n_hosts
     there = next(path for path in (folder, *folder.parents) if path.exists())

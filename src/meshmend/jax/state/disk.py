@@ -30,6 +30,7 @@ from meshmend.jax.state.fetch import wait_for, with_timeout
 from meshmend.jax.state.identity import Identity
 from meshmend.jax.state.layout import Boxes, StateLayout, by_place, vectors_from_leaves
 from meshmend.jax.state.outline import Outline, Vectors, dtype_named
+from meshmend.jax.state.trust import UNCHECKED
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
@@ -57,6 +58,8 @@ class Saved:
     identity: Identity
     checksum: str
     """Of the facts, which have the checksums of all arrays: it identifies this checkpoint's content."""
+    verified: int = UNCHECKED
+    """The last step that was verified when this was saved, 0 if none was; `UNCHECKED` if nothing checks the job."""
 
     @property
     def n_bytes(self) -> int:
@@ -118,7 +121,10 @@ class Disk:
                 raise RestartError(f"{path} is damaged: expected the facts of step {step}, got {facts['step']}'s.")
             for _, dtype in facts["leaves"]:
                 dtype_named(dtype)
-            return Saved(int(facts["attempt"]), step, facts, Identity.from_json(facts["identity"]), got)
+            verified = facts.get("verified", UNCHECKED)
+            if not isinstance(verified, int) or not UNCHECKED <= verified <= step:
+                raise RestartError(f"{path} is damaged: expected a verified step up to {step}, got {verified}.")
+            return Saved(int(facts["attempt"]), step, facts, Identity.from_json(facts["identity"]), got, verified)
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise RestartError(f"{path} is damaged: {error}", step=step) from error
 
@@ -166,7 +172,16 @@ class Disk:
             self._manager.reload()
         return moved
 
-    def save(self, layout: StateLayout, attempt: int, step: int, params: Any, state: Any, extra: Any) -> str:
+    def save(
+        self,
+        layout: StateLayout,
+        attempt: int,
+        step: int,
+        params: Any,
+        state: Any,
+        extra: Any,
+        verified: int = UNCHECKED,
+    ) -> str:
         """Begin to write a checkpoint; arrays may be donated as soon as this returns. `finished` says when it is there.
 
         Returns why nothing is written if any process cannot reach the disk, and "" otherwise.
@@ -193,6 +208,7 @@ class Disk:
             "leaves": [(leaf.shape, np.dtype(leaf.dtype).name) for leaf in leaves],
             "checksums": {number: sorted(runs) for number, runs in merged.items()},
             "extra": extra,
+            "verified": verified,
         }
         text = json.dumps(facts)
         checksum = hashlib.sha256(text.encode()).hexdigest()
@@ -203,7 +219,7 @@ class Disk:
         )
         if not manager.save(step, args=items, force=True):
             raise RestartError(f"Orbax did not save step {step} in {self.folder}.", step=step)
-        self._saving = Saved(attempt, step, facts, layout.identity, checksum)
+        self._saving = Saved(attempt, step, facts, layout.identity, checksum, verified)
         return ""
 
     def finished(self, *, wait: bool = False) -> int | None:

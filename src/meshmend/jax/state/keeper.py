@@ -16,12 +16,12 @@ from meshmend.jax.state.combine import combine
 from meshmend.jax.state.disk import Disk
 from meshmend.jax.state.fetch import with_timeout
 from meshmend.jax.state.folders import default_folder, delete_stale
-from meshmend.jax.state.identity import Identity
 from meshmend.jax.state.layout import StateLayout
 from meshmend.jax.state.memory import Copy, HostMemory
 from meshmend.jax.state.mirror import Mirror
 from meshmend.jax.state.outline import Vectors
-from meshmend.jax.state.sources import Source, offer_copy, rank_sources
+from meshmend.jax.state.sources import Source, check_agreement, offer_checkpoints, offer_copy, rank_sources
+from meshmend.jax.state.trust import UNCHECKED, Trust
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Resumed:
     extra: Any
     source: str
     """ "memory", "disk", or "start"."""
+    verified: int = 0
+    """The last step that is known to be good, 0 if none is: what a job begins with is."""
 
 
 class Keeper:
@@ -45,6 +47,11 @@ class Keeper:
     - **On disk**, every `disk_every` steps if `disk` names a folder: Orbax checkpoints, asynchronous. For
       losses that memory does not cover: two hosts of which one kept the other's shards, or all of them. A disk that
       does not answer within `disk_timeout_s` counts as dead: the job continues without it, with a warning.
+
+    If checks run in the job, `untrusted` says what they have found so far (`meshmend.quarantine.untrusted`; process 0's
+    word counts): pairs of an attempt and a step after which nothing of that attempt, or of one before, is trusted. The
+    job resumes from the newest state that is. `keep(…, hold=True)` a state that is being checked, and `verify` it:
+    copies of the last verified step stay in memory until there is a later one.
 
     `layout` says what the state is and how it lies on the session's fabric: `compile_train_step(…).layout`, or
     `StateLayout.of(training, program, params)`. Every process makes the same calls.
@@ -60,6 +67,7 @@ class Keeper:
         disk: str | Path | None = None,
         disk_every: int = 100,
         disk_timeout_s: float = 30.0,
+        untrusted: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         if layout.fabric != session.fabric:
             raise RestartError(
@@ -77,12 +85,20 @@ class Keeper:
         self.disk_every = disk_every
         self.attempt = 0
         """Number of this attempt of the job, from 1; 0 until `restore`."""
+        self._untrusted = None if untrusted is None else [list(pair) for pair in untrusted]
+        self._trust = Trust.of(self._untrusted)
+        self._verified = 0 if self._trust.is_checked else UNCHECKED
         self._mirror: Mirror | None = None
         self._is_claimed = False
         self._disk_answers = True
         self._damaged: set[int] = set()
         self._kept_step = 0
         self._saved_step = 0
+
+    @property
+    def verified(self) -> int:
+        """The last step that is known to be good, 0 if none is: what a job begins with is."""
+        return max(self._verified, 0)
 
     def restore(self, params: Any, state: Any, extra: Any = None) -> Resumed:
         """Return the newest state that the survivors have between them, on this fabric, or the given one.
@@ -91,8 +107,9 @@ class Keeper:
         and that belongs to the state, such as a position in the data. All of them are restored as they were kept.
 
         Copies and checkpoints are tried newest first. What is damaged or unreachable is skipped, with a warning that
-        says what and why; a state of another model or optimizer is refused. If something is there but nothing is
-        intact, that is an error too: only the user may decide to start over.
+        says what and why, as is what is not trusted; a state of another model or optimizer is refused. If something is
+        there but nothing is intact, or all that was verified is lost, that is an error too: only the user may decide
+        to start over.
         """
         try:
             return self._restore(params, state, extra)
@@ -109,14 +126,16 @@ class Keeper:
             sources = rank_sources([held["offers"] for held in everybody])
             # The launcher's own count restarts with each of its agents; this one is the same on all hosts.
             attempts = [source.attempt for source in sources] + [held["claimed"] for held in everybody]
-            self.attempt = 1 + max(attempts, default=0)
+            self._trust = Trust.of(everybody[0]["untrusted"])
+            self.attempt = 1 + max(*attempts, self._trust.newest_attempt)
             self.session.timeline.facts["attempt"] = self.attempt
             self._guard()
             problems = [problem for held in everybody for problem in held["problems"]]
-            found = self._search(sources, problems, copies, (params, state))
+            found, its_attempt = self._search(sources, problems, copies, (params, state))
             if found is None:
                 found = Resumed(0, params, state, extra, "start")
-            self._go_back_to(found, sources, problems)
+            self._verified = found.verified if self._trust.is_checked else UNCHECKED
+            self._go_back_to(found, its_attempt, sources, problems)
             facts |= {"source": found.source, "step": found.step}
         if self.memory_every:
             with self.session.timeline.timed("compile"):
@@ -129,12 +148,21 @@ class Keeper:
                     run=str(everybody[0]["run"]),
                 )
                 self._mirror.compile(found.params, found.state)
+            if self._verified > 0:
+                self.memory.held = frozenset({self._verified})
+            if 0 < found.step == self._verified:
+                # Its copies may have been on hosts that are lost, or on disk only.
+                self._mirror.keep(found.step, found.params, found.state, found.extra, self._verified)
         return found
 
-    def keep(self, step: int, params: Any, state: Any, extra: Any = None, *, save: bool = False) -> None:
+    def keep(
+        self, step: int, params: Any, state: Any, extra: Any = None, *, save: bool = False, hold: bool = False
+    ) -> None:
         """Keep the state after `step` steps. Call it after each; the arrays may be donated to the next step.
 
-        `save` also puts it on disk, whatever `disk_every` says: for the last step.
+        `save` also puts it on disk, whatever `disk_every` says: for the last step. `hold` keeps it in memory, whatever
+        `memory_every` says (unless that is 0), until it or a later one that is held is verified: for a step whose state
+        is being checked.
 
         A step is committed, safe from the loss of any one host, as soon as all hosts have written their copies of it.
         No host waits for confirmation: the result of step n implies that all have written step n − 2.
@@ -144,8 +172,10 @@ class Keeper:
         is_save = self.disk is not None and (save or step % self.disk_every == 0)
         if self._disk_answers or is_save:
             self._guard()
-        if self._mirror is not None and step % self.memory_every == 0:
-            self._mirror.keep(step, params, state, extra)
+        if self._mirror is not None and (hold or step % self.memory_every == 0):
+            if hold:
+                self.memory.held |= {step}
+            self._mirror.keep(step, params, state, extra, self._verified)
             self._kept_step = step
         if self.disk is None:
             return
@@ -154,12 +184,25 @@ class Keeper:
                 "checkpoint", step=step
             ):  # training waits for this; the rest is written beside it
                 self._note_saved(wait=True)
-                why_not = self.disk.save(self.layout, self.attempt, step, params, state, extra)
+                why_not = self.disk.save(self.layout, self.attempt, step, params, state, extra, self._verified)
             if why_not:
                 self.session.timeline.note("not saved", step=step, why=why_not)
                 self._warn(f"Step {step} is not saved on disk: {why_not}. The job continues without it.")
         else:
             self._note_saved()
+
+    def verify(self, step: int) -> None:
+        """Say that the state after `step` is good: all checks that were due have passed, on all processes.
+
+        Call it once all hosts are known to have written their copies of it, as the result of step n implies for step
+        n − 2. From then on its copies stay, those of the step that was verified before it may go, and what is kept
+        records this step. If it was not held, the newest held one before it stays instead.
+        """
+        if step > self._verified:
+            self._verified = step
+            held = self.memory.held
+            last = max((one for one in held if one <= step), default=None)
+            self.memory.held = frozenset(one for one in held if one > step or one == last)
 
     def close(self) -> None:
         """Wait until everything is written. Copies in memory go if the last step is on disk as well.
@@ -193,6 +236,7 @@ class Keeper:
             "offers": [],
             "problems": [],
             "claimed": 0,
+            "untrusted": self._untrusted,
         }
         copies: list[Copy] = []
         if self.memory_every:
@@ -214,7 +258,7 @@ class Keeper:
         if self.disk is not None:
             try:
                 offers, problems, mine["claimed"] = with_timeout(
-                    self.disk.timeout_s, list_checkpoints, self.disk, self.layout.identity
+                    self.disk.timeout_s, offer_checkpoints, self.disk, self.layout.identity
                 )
                 mine["offers"] += offers
                 mine["problems"] += problems
@@ -225,9 +269,12 @@ class Keeper:
 
     def _search(
         self, sources: Sequence[Source], problems: list[str], copies: Sequence[Copy], like: Any
-    ) -> Resumed | None:
-        """Return the first source, newest first, that all processes can provide; add what is skipped to `problems`."""
-        incomplete = []
+    ) -> tuple[Resumed | None, int]:
+        """Return the first source, newest first, that all processes can provide, and its attempt.
+
+        What is skipped is added to `problems`.
+        """
+        incomplete, passed_over = [], []
         for source in sources:
             if source.differs:
                 raise RestartError(
@@ -236,6 +283,9 @@ class Keeper:
                     "remove what is in them.",
                     step=source.step,
                 )
+            if not self._trust.trusts(source.attempt, source.step):
+                passed_over.append(source)
+                continue
             if not source.is_whole:
                 incomplete.append(str(source))
                 continue
@@ -252,16 +302,24 @@ class Keeper:
                 vectors = combine(vectors, self.session.fabric)
                 extra = answers[min(source.providers.values())]["extra"]
             params, state = self.layout.to_devices(vectors, like)
-            return Resumed(source.step, params, state, extra, source.kind)
+            if passed_over:
+                problems.append(self._trust.explain(passed_over))
+            verified = max(self._trust.verified_step(source, sources), 0)
+            return Resumed(source.step, params, state, extra, source.kind, verified), source.attempt
+        if passed_over and self._trust.last_verified:
+            problems += [f"shards of {one} were lost with their hosts" for one in incomplete]
+            raise self._trust.nothing_verified(passed_over, problems, self._folders())
         if problems:
             listed = "".join(f"\n- {problem}" for problem in dict.fromkeys(problems))
             raise RestartError(
                 f"Nothing of what this job has kept can be restored:{listed}\nBring back what is missing, or remove "
                 f"what is damaged ({self._folders()}) to start over."
             )
+        if passed_over:
+            problems.append(self._trust.explain(passed_over))
         if incomplete:
             self._warn(f"The job starts over: shards of {', '.join(incomplete)} were lost with their hosts.")
-        return None
+        return None, 0
 
     def _load_source(self, source: Source, copies: Sequence[Copy]) -> tuple[Vectors, Any, str]:
         """Return what this process has of a source, what was kept with it, and why it cannot provide it, or ""."""
@@ -284,16 +342,19 @@ class Keeper:
                             copy.outline.collect(device, dtype, rows[i], vectors)
         return vectors, extra, ""
 
-    def _go_back_to(self, found: Resumed, sources: Sequence[Source], problems: Sequence[str]) -> None:
+    def _go_back_to(self, found: Resumed, attempt: int, sources: Sequence[Source], problems: Sequence[str]) -> None:
         """Drop or set aside what was written after the restored step, and warn about what was skipped."""
         for problem in dict.fromkeys(problems):
             self.session.timeline.note("skipped", why=problem)
             self._warn(f"Resuming from {found.source} at step {found.step}; skipped: {problem}")
         if self.memory_every:
-            self.memory.keep_only(self.attempt, found.step)
-        if self.disk is None or not self._disk_answers or found.source == "start" or self.session.launch.process != 0:
+            self.memory.keep_only(attempt, found.step, self._trust.trusts)
+        if self.disk is None or not self._disk_answers or self.session.launch.process != 0:
             return
-        older = {source.step for source in sources if source.kind == "disk" and source.step <= found.step}
+        on_disk = [source for source in sources if source.kind == "disk"]
+        if found.source == "start" and not on_disk:
+            return
+        older = {one.step for one in on_disk if one.step <= found.step and self._trust.trusts(one.attempt, one.step)}
         try:
             moved = with_timeout(self.disk.timeout_s, self.disk.set_aside_all_but, older - self._damaged)
         except OSError as error:
@@ -337,36 +398,3 @@ class Keeper:
         """Warn once for the whole job, not on every host."""
         if self.session.launch.process == 0:
             warnings.warn(what, RuntimeWarning, stacklevel=3)
-
-
-def check_agreement(everybody: Sequence[dict[str, Any]]) -> None:
-    """Raise what is wrong with any process, the same error on all of them."""
-    errors = [held["error"] for held in everybody if "error" in held]
-    if errors:
-        raise RestartError(errors[0])
-    if len({held["identity"] for held in everybody}) > 1:
-        raise RestartError("Processes train different models or optimizers. Give all of them the same script.")
-
-
-def list_checkpoints(disk: Disk, identity: Identity) -> tuple[list[dict[str, Any]], list[str], int]:
-    """Return what the disk offers, what is wrong with the rest of it, and the newest attempt that was claimed."""
-    offers: list[dict[str, Any]] = []
-    problems = []
-    for step in disk.steps():
-        try:
-            saved = disk.facts(step)
-        except RestartError as error:
-            problems.append(str(error))
-            continue
-        offers.append(
-            {
-                "attempt": saved.attempt,
-                "step": step,
-                "kind": "disk",
-                "generation": saved.checksum,
-                "differs": identity.difference(saved.identity),
-                "n_devices": 0,
-                "devices": [],
-            }
-        )
-    return offers, problems, disk.claimed()

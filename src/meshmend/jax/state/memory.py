@@ -1,8 +1,8 @@
 """Copies of the state in a host's memory that outlive the process: files in a folder of `/dev/shm`, one per step.
 
 A file is written atomically, has its step, the identity of the state and checksums, and is trusted only if
-all of them hold. The newest few are kept. A power cut loses them; other hosts' copies cover
-that.
+all of them hold. The newest few are kept, and those of steps that are held: the last verified one, and the next that
+may be. A power cut loses them; other hosts' copies cover that.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import re
 import shutil
 import stat
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,8 +28,10 @@ from meshmend.errors import RestartError
 from meshmend.jax.state.folders import FolderLock
 from meshmend.jax.state.identity import Identity
 from meshmend.jax.state.outline import Outline, dtype_named
+from meshmend.jax.state.trust import UNCHECKED
 
-MAGIC = b"meshmend state 2\n"
+MAGIC = b"meshmend state 3\n"
+WITHOUT_VERIFIED = b"meshmend state 2\n"
 WITHOUT_IDENTITY = b"meshmend state 1\n"
 KEPT = 3
 """Copies that are kept. When a host has the data of step n, every host has begun step n, and so has written n − 2: the
@@ -53,6 +56,8 @@ class Copy:
     extra: Any
     identity: Identity
     run: str
+    verified: int = UNCHECKED
+    """The last step that was verified when this was kept, 0 if none was; `UNCHECKED` if nothing checks the job."""
 
     @property
     def name(self) -> str:
@@ -72,6 +77,8 @@ class HostMemory:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.lock = FolderLock(self.folder)
+        self.held: frozenset[int] = frozenset()
+        """Steps whose copies stay, however many newer ones are written."""
 
     def write(self, copy: Copy) -> int:
         """Keep a copy, drop those that it supersedes, and return its bytes."""
@@ -80,9 +87,9 @@ class HostMemory:
             return self._write(copy)
         except OSError as error:
             raise RestartError(
-                f"{self.folder} cannot keep a copy of step {copy.step}: {error.strerror}. It holds {KEPT + 1} copies "
-                f"of {sum(rows.nbytes for rows in copy.parts.values())} bytes: make room, name another folder by "
-                "MESHMEND_MEMORY, or keep no copies by memory_every=0.",
+                f"{self.folder} cannot keep a copy of step {copy.step}: {error.strerror}. It holds "
+                f"{KEPT + 1 + len(self.held)} copies of {sum(rows.nbytes for rows in copy.parts.values())} bytes: make "
+                "room, name another folder by MESHMEND_MEMORY, or keep no copies by memory_every=0.",
                 step=copy.step,
             ) from error
 
@@ -101,15 +108,16 @@ class HostMemory:
                 "devices": copy.devices,
                 "arrays": [(dtype, rows.shape) for dtype, rows in arrays],
                 "extra": copy.extra,
+                "verified": copy.verified,
                 "checksum": checksum,
             }
         ).encode()
         unfinished = self.folder / "unfinished"
-        known = self._files()
+        spare = self._superseded(sorted({*self._files(), self.folder / copy.name}))
         # The memory of a superseded copy is reused: fresh pages would have to be cleared first.
         with contextlib.suppress(FileNotFoundError):
-            if len(known) >= KEPT and stat.S_ISREG(known[0].lstat().st_mode):
-                known[0].replace(unfinished)
+            if spare and stat.S_ISREG(spare[0].lstat().st_mode):
+                spare[0].replace(unfinished)
         if not _is_regular(unfinished):
             _remove(unfinished)
         with unfinished.open("r+b" if unfinished.exists() else "wb") as file:
@@ -118,7 +126,7 @@ class HostMemory:
                 file.write(rows.view(np.uint8).data)
             file.truncate()
         unfinished.replace(self.folder / copy.name)
-        for old in self._files()[:-KEPT]:
+        for old in self._superseded(self._files()):
             _remove(old)
         return (self.folder / copy.name).stat().st_size
 
@@ -136,11 +144,11 @@ class HostMemory:
                 damaged.append(error)
         return found, damaged
 
-    def keep_only(self, attempt: int, step: int) -> None:
-        """Drop copies of steps later than the restored one."""
+    def keep_only(self, attempt: int, step: int, trusts: Callable[[int, int], bool] = lambda *_: True) -> None:
+        """Drop copies of steps later than the restored one, of attempts later than its own, and what is not trusted."""
         for path in self._files():
-            its_attempt, its_step = map(int, path.name.split("-"))
-            if its_step > step or (its_attempt, its_step) > (attempt, step):
+            its_attempt, its_step = _attempt_and_step(path)
+            if its_step > step or (its_attempt, its_step) > (attempt, step) or not trusts(its_attempt, its_step):
                 _remove(path)
 
     def clear(self) -> None:
@@ -150,6 +158,16 @@ class HostMemory:
         self.lock.remove()
         with contextlib.suppress(OSError):
             self.folder.rmdir()
+
+    def _superseded(self, files: list[Path]) -> list[Path]:
+        """Return which of these files may go, oldest first.
+
+        A held step may have copies of two attempts: the older one goes when the newer one is no longer among the newest
+        few, since then all hosts have written it.
+        """
+        older, held = files[:-KEPT], self.held
+        stay = {step: path for path in older if (step := _attempt_and_step(path)[1]) in held}
+        return [path for path in older if path not in stay.values()]
 
     def _files(self) -> list[Path]:
         if not self.folder.is_dir():
@@ -171,13 +189,13 @@ def read_copy(path: Path) -> Copy:
 
 
 def _read(path: Path, file: BinaryIO, size: int) -> Copy:
-    line = file.readline(len(MAGIC))
+    line, versions = file.readline(len(MAGIC)), (MAGIC, WITHOUT_VERIFIED)
     if line == WITHOUT_IDENTITY:
         raise RestartError(
             f"{path} was written by an older meshmend and does not record which model's state it is, so it cannot be "
             "trusted to be this one's. Remove it, or finish the job with the version that began it."
         )
-    match = re.fullmatch(rb"(\d{1,12}) ([0-9a-f]{64})\n", file.readline(100)) if line == MAGIC else None
+    match = re.fullmatch(rb"(\d{1,12}) ([0-9a-f]{64})\n", file.readline(100)) if line in versions else None
     if match is None:
         raise RestartError(f"{path} is damaged: its first lines are not those of a copy of a job's state.")
     length = int(match[1])
@@ -199,9 +217,12 @@ def _read(path: Path, file: BinaryIO, size: int) -> Copy:
         n_bytes = sum(dtype_named(dtype).itemsize * rows * columns for dtype, (rows, columns) in expected.items())
         checksum = int(facts["checksum"])
         extra = facts["extra"]
+        verified = int(facts["verified"]) if line == MAGIC else UNCHECKED
+        if not UNCHECKED <= verified <= step:
+            raise RestartError(f"expected a verified step up to {step}, got {verified}")
     except (ArithmeticError, AttributeError, LookupError, RecursionError, RestartError, TypeError, ValueError) as error:
         raise RestartError(f"{path} is damaged: its header does not describe a copy ({error}).") from error
-    copy = Copy(attempt, step, outline, devices, {}, extra, identity, run)
+    copy = Copy(attempt, step, outline, devices, {}, extra, identity, run, verified)
     if copy.name != path.name:
         raise RestartError(f"{path} is damaged: its header says {copy.name}; it is another copy's file.", step=step)
     if arrays != expected or len(set(devices)) != len(devices) or not all(0 <= d < outline.n_devices for d in devices):
@@ -221,6 +242,12 @@ def _read(path: Path, file: BinaryIO, size: int) -> Copy:
         copy.parts[dtype] = rows
         at += rows.nbytes
     return copy
+
+
+def _attempt_and_step(path: Path) -> tuple[int, int]:
+    """Return what a copy's file name says."""
+    attempt, step = path.name.split("-")
+    return int(attempt), int(step)
 
 
 def _is_regular(path: Path) -> bool:

@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import lru_cache
 from typing import Annotated, Any
 
@@ -27,6 +28,7 @@ from meshmend.jax.fabric import Fabric
 from meshmend.jax.state.fetch import wait_for
 from meshmend.jax.state.layout import StateLayout
 from meshmend.jax.state.memory import Copy, HostMemory
+from meshmend.jax.state.trust import UNCHECKED
 from meshmend.launch.timeline import Timeline
 from meshmend.topology import Mesh
 
@@ -125,7 +127,7 @@ class Mirror:
         """Compile ahead of the first copy."""
         self._cut = self._cut.lower(params, state).compile()
 
-    def keep(self, step: int, params: Any, state: Any, extra: Any) -> None:
+    def keep(self, step: int, params: Any, state: Any, extra: Any, verified: int = UNCHECKED) -> None:
         """Keep a copy of a step. Returns once the copy of the step before is written; this one is written meanwhile.
 
         The arrays may be donated to the next step right away.
@@ -134,7 +136,7 @@ class Mirror:
         for array in jax.tree.leaves(parts):
             array.copy_to_host_async()
         self.wait()
-        self._writing = self._writer.submit(self._write, step, parts, extra)
+        self._writing = self._writer.submit(self._write, step, parts, extra, verified)
 
     def wait(self) -> None:
         """Return when everything is written; raise what went wrong."""
@@ -142,13 +144,12 @@ class Mirror:
             writing, self._writing = self._writing, None
             writing.result()
 
-    def _write(self, step: int, parts: Parts, extra: Any) -> None:
+    def _write(self, step: int, parts: Parts, extra: Any, verified: int) -> None:
         try:
             wait_for(parts)
-            copy = copy_of(
-                parts, self.layout, self.host_of_chip, jax.process_index(), self.attempt, step, extra, self.run
-            )
-            n_bytes = self.memory.write(copy)
+            me = jax.process_index()
+            copy = copy_of(parts, self.layout, self.host_of_chip, me, self.attempt, step, extra, self.run)
+            n_bytes = self.memory.write(replace(copy, verified=verified))
         except BaseException as error:
             self.on_failure(error)
             raise

@@ -7,11 +7,14 @@ and all move on to the next if it fails on any of them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from meshmend.errors import RestartError
+from meshmend.jax.state.disk import Disk
 from meshmend.jax.state.identity import Identity
 from meshmend.jax.state.memory import Copy
+from meshmend.jax.state.trust import UNCHECKED
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,10 @@ class Source:
     differs: str = ""
     """Where its identity first differs from that of this job's state; "" if it is the same."""
     n_devices: int = 0
+    verified: int = UNCHECKED
+    """The last step that was verified when it was written."""
+    run: str = ""
+    """In memory: what all hosts of one attempt share."""
     providers: dict[int, int] = field(default_factory=dict)
     """In memory: for each device of the mesh that wrote the copies, the process that has its part."""
 
@@ -49,7 +56,44 @@ def offer_copy(copy: Copy, identity: Identity) -> dict[str, Any]:
         "differs": identity.difference(copy.identity),
         "n_devices": copy.outline.n_devices,
         "devices": list(copy.devices),
+        "verified": copy.verified,
+        "run": copy.run,
     }
+
+
+def offer_checkpoints(disk: Disk, identity: Identity) -> tuple[list[dict[str, Any]], list[str], int]:
+    """Return what the disk offers, what is wrong with the rest of it, and the newest attempt that was claimed."""
+    offers: list[dict[str, Any]] = []
+    problems = []
+    for step in disk.steps():
+        try:
+            saved = disk.facts(step)
+        except RestartError as error:
+            problems.append(str(error))
+            continue
+        offers.append(
+            {
+                "attempt": saved.attempt,
+                "step": step,
+                "kind": "disk",
+                "generation": saved.checksum,
+                "differs": identity.difference(saved.identity),
+                "n_devices": 0,
+                "devices": [],
+                "verified": saved.verified,
+                "run": "",
+            }
+        )
+    return offers, problems, disk.claimed()
+
+
+def check_agreement(everybody: Sequence[dict[str, Any]]) -> None:
+    """Raise what is wrong with any process, the same error on all of them."""
+    errors = [held["error"] for held in everybody if "error" in held]
+    if errors:
+        raise RestartError(errors[0])
+    if len({held["identity"] for held in everybody}) > 1:
+        raise RestartError("Processes train different models or optimizers. Give all of them the same script.")
 
 
 def rank_sources(offers: Sequence[Sequence[Mapping[str, Any]]]) -> list[Source]:
@@ -71,8 +115,12 @@ def rank_sources(offers: Sequence[Sequence[Mapping[str, Any]]]) -> list[Source]:
                     generation=key[3],
                     differs=str(offer["differs"]),
                     n_devices=int(offer["n_devices"]),
+                    verified=int(offer["verified"]),
+                    run=str(offer["run"]),
                 ),
             )
+            if int(offer["verified"]) < source.verified:
+                found[key] = source = replace(source, verified=int(offer["verified"]))
             for device in offer["devices"]:
                 source.providers.setdefault(int(device), process)
     return [found[key] for key in sorted(found, reverse=True)]
