@@ -1,6 +1,6 @@
 """A job in which chip (1, 2) computes wrong gradients from a step on: it is found, left out, and leaves no trace.
 
-meshmend run --local 2x4 --host 2x2 --shared shared examples/jax/lying_chip.py
+meshmend run --local 2x6 --host 2x2 --shared shared examples/jax/lying_chip.py
 """
 
 import argparse

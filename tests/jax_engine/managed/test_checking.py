@@ -112,7 +112,7 @@ def without_it(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_gradients_that_lie_are_found_and_the_chip_is_left_out(tmp_path: Path, without_it: Any) -> None:
     events = failing(
         start(tmp_path / "shared", ledger=True),
-        r"chip 1,2 .*recompute.* in quarantine now.* back to step 4",
+        r"chip 1,2 is suspected .recompute.: .* in quarantine now.* back to step 4",
         since=6,
     )
     (entry,) = QuarantineList(tmp_path / "shared").active()

@@ -86,8 +86,9 @@ class Checking:
 
     def settled(self, step: int, evidence: Any = None) -> None:
         """Look at the results of a step, and at the digests of those before it."""
-        if evidence is not None:
-            found = bad_sums(evidence, self._compiled.program, self.session.fabric)
+        program = self._compiled.program
+        if evidence is not None and isinstance(program, Program):
+            found = bad_sums(evidence, program, self.session.fabric)
             self._act_on(checksum_signs(found, step))
         while self._open and self._open[0].step + WRITTEN_AFTER <= step:
             self._compare(self._open.popleft())
@@ -184,7 +185,7 @@ def _describe(signs: Sequence[Sign], entries: Sequence[Quarantined], verified: i
     first = signs[0]
     suspects = " or ".join(f"{one.kind} {one}".replace("host host", "host") for one in first.suspects[:4])
     more = f" (and {len(signs) - 1} more)" if len(signs) > 1 else ""
-    seen = f"Step {first.step}: {suspects} is suspected by its {first.kind}: {first.evidence}{more}."
+    seen = f"Step {first.step}: {suspects} is suspected ({first.kind}): {first.evidence}{more}."
     if not entries:
         return f"{seen} One sign is not enough to leave it out: the job goes back to step {verified} and tries again."
     named = ", ".join(str(entry.suspect) for entry in entries)
