@@ -1,7 +1,12 @@
-"""A small model whose gradients are wrong on chosen chips, in chosen bits, as often as wanted: one compiled program."""
+"""A small model whose gradients are wrong on chosen chips, in chosen bits, as often as wanted: one compiled program.
+
+As a script, this is one of two processes with eight devices each that check gradients together; run by test_recompute.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
@@ -13,6 +18,7 @@ import optax
 from jax import lax
 
 import meshmend.jax as mmj
+from meshmend.jax.job.coordination import Coordination
 from meshmend.jax.managed.data import RandomKey
 from meshmend.jax.managed.model import Model
 
@@ -137,3 +143,20 @@ def binomial_tail(n: int, k: int, q: float) -> float:
 
     masses = list(mass())
     return min(sum(masses[: k + 1]), sum(masses[k:]))
+
+
+def several_checks(bench: Bench) -> list[str]:
+    """The signs of clean checks and of checks with liars, over the end of an epoch, as text."""
+    faults = [None, None, fault(12, [1], [3]), fault(12, [10], [31]), fault(12, [0, 11], [5, 6]), None]
+    return [sign.to_json() for faulty in faults for sign in bench.check(faulty)]
+
+
+if __name__ == "__main__":
+    jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
+    # Each host is a 4×2 tile, so that the ranks of its chips are not contiguous.
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    tiles = [(row, 2 * host + column) for host in (0, 1) for row in range(4) for column in (0, 1)]
+    holed = mmj.discover(devices, coords=tiles, shape="4x4", failed=["2x2@0,0"])
+    coordination = Coordination(int(sys.argv[2]), 2)
+    sys.stdout.write(json.dumps(several_checks(Bench(holed, exchange=coordination.exchange))) + "\n")
+    coordination.close()

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
 import warnings
 from functools import cache
 from itertools import combinations, count
@@ -26,6 +31,7 @@ from jax_engine.recompute_cases import (
     fabric_of,
     fault,
     named,
+    several_checks,
     with_copy,
 )
 from jax_engine.test_digests import by_hand
@@ -33,6 +39,8 @@ from meshmend.errors import ParameterError
 from meshmend.jax.checks.recompute import choose_rows
 from meshmend.jax.managed.model import Model
 from meshmend.quarantine import Judge
+
+pytest.importorskip("grain", reason="needs grain: pip install 'meshmend[restart]'")
 
 BITS = [("half", 0, bit) for bit in range(16)] + [("w", 1, bit) for bit in range(32)]
 
@@ -273,6 +281,27 @@ def test_partners_compute_each_others_examples_and_all_meet() -> None:
         pairs |= {(step > 4, shift) for shift in shifts}
     assert len(pairs) == 8  # each other chip in four checks, and again in the next four
     assert len(halves) > 2
+
+
+@pytest.mark.slow
+def test_two_processes_find_what_one_finds() -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    }
+    words = [sys.executable, "-m", "jax_engine.recompute_cases", address]
+    running = [
+        subprocess.Popen([*words, str(i)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for i in range(2)
+    ]
+    told = [process.communicate(timeout=300) for process in running]
+    assert [process.returncode for process in running] == [0, 0], told
+    first, second = (json.loads(out.splitlines()[-1]) for out, _ in told)
+    assert len(first) == 4
+    assert first == second == several_checks(Bench(fabric_of()))
 
 
 def test_a_models_gradients_are_those_of_its_steps() -> None:

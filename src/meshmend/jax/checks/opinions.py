@@ -68,9 +68,12 @@ def weigh(opinions: Sequence[Opinion], owners: Sequence[Owner], step: int) -> Ru
     vote = _vote(states)
     n_same = f"{vote.agree} of {len(states)} devices"
     found.inputs(vote, states, f"its parameters or its model state differ from those of {n_same}")
-    same_state = [one for one in opinions if one.device not in vote.excluded]
-    for part in sorted({one.part for one in same_state}):
-        found.weigh_part(part, [one for one in same_state if one.part == part])
+    excluded, parts = set(vote.excluded), defaultdict(list)
+    for one in opinions:
+        if one.device not in excluded:
+            parts[one.part].append(one)
+    for part, computed in sorted(parts.items()):
+        found.weigh_part(part, computed)
     return found.ruling(step)
 
 
