@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from meshmend.cli import app
 from meshmend.launch import Timeline
-from meshmend.quarantine import THE_JOB, QuarantineList, Suspect
+from meshmend.quarantine import THE_JOB, QuarantineList, Sign, SignBook, Suspect, enforce
 
 
 def run(*words: str, code: int = 0) -> str:
@@ -43,6 +43,14 @@ def test_adding_listing_and_clearing(tmp_path: Path) -> None:
     assert "Cleared: 2,3-2,4, host 1. It counts from the next start" in run("clear", folder, "--all")
     assert run_json("list", folder)["entries"] == []
     assert "Nothing was in quarantine" in run("clear", folder, "--all")
+
+
+def test_signs_against_a_chip_that_is_not_listed_are_cleared(tmp_path: Path) -> None:
+    signs = [Sign("checksum", (Suspect.parse("2,3"),), step) for step in (1, 2)]
+    SignBook(tmp_path).add(signs, attempt=1, verified=0)
+    assert "Cleared: 2,3 (of signs)." in run("clear", str(tmp_path), "2,3")
+    assert enforce(tmp_path, n_chips=64) == ()
+    assert "2,3 is not in quarantine" in run("clear", str(tmp_path), "2,3", code=1)
 
 
 def test_what_has_expired_is_shown_when_asked_for(tmp_path: Path) -> None:

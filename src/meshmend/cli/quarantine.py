@@ -88,18 +88,21 @@ def clear(
     every: Annotated[bool, typer.Option("--all", help="Everything that is listed.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Take suspects off the list: they were tested or replaced.
+    """Take suspects off the list: they were tested or replaced. Signs against them count no longer.
 
     Example: meshmend quarantine clear shared 2,3
     """
     with exit_on_error(json):
         if every == bool(suspects):
             raise ParameterError("Which ones? Give suspects, as in 2,3, or --all.")
-        gone = _open(folder).clear(None if every else [Suspect.parse(text) for text in suspects or ()])
+        wanted = [Suspect.parse(text) for text in suspects or ()]
+        gone = _open(folder).clear(None if every else wanted)
         if json:
             print_json({"folder": str(folder), "cleared": [_facts(entry) for entry in gone]})
-        elif gone:
-            print_line(f"Cleared: {', '.join(str(entry.suspect) for entry in gone)}. {CHANGES}")
+        elif names := [str(entry.suspect) for entry in gone] + [
+            f"{one} (of signs)" for one in wanted if one not in {entry.suspect for entry in gone}
+        ]:
+            print_line(f"Cleared: {', '.join(names)}. {CHANGES}")
         else:
             print_line(f"Nothing was in quarantine in {plain(folder)}.")
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from meshmend.errors import Coordinate, QuarantineError
-from meshmend.locks import lock_beside, unlock
+from meshmend.quarantine.book import SignBook
+from meshmend.quarantine.files import locked, write_whole
 from meshmend.quarantine.suspect import ChipsOfHosts, Suspect
 from meshmend.topology import Cable
 
@@ -77,6 +76,7 @@ class Quarantined:
 class QuarantineList:
     """The list of the job in a folder. Every call reads the file anew: hosts and people change it.
 
+    >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     entries = QuarantineList(folder)
     ...     entry = entries.add(Suspect.parse("2,3"), why="seen to flip bits")
@@ -148,15 +148,22 @@ class QuarantineList:
         return entry
 
     def clear(self, suspects: Iterable[Suspect] | None = None) -> tuple[Quarantined, ...]:
-        """Remove these suspects, by default all; return the entries that were removed, and drop what has expired."""
+        """Remove these suspects, by default all; return the entries that were removed, and drop what has expired.
+
+        The signs against them are settled, or the job would quarantine them again at once. That goes for suspects, too,
+        that only the sign book names, because the job has reached its limit.
+        """
         wanted = None if suspects is None else set(suspects)
         now = self._now()
+        book = SignBook(self.path.parent, now=self._now)
         with self._changing() as entries:
             there = [entry for entry in entries if entry.until > now]
             gone = [entry for entry in there if wanted is None or entry.suspect in wanted]
-            if wanted is not None and (missing := wanted - {entry.suspect for entry in gone}):
+            if wanted is not None and (missing := wanted - {entry.suspect for entry in gone} - book.suspects()):
                 listed = ", ".join(str(entry.suspect) for entry in there[:8]) or "nothing"
                 raise QuarantineError(f"{min(map(str, missing))} is not in quarantine. {self.path} lists: {listed}.")
+            # First: if this process ends in between, the suspects are still left out.
+            book.settle(wanted)
             entries[:] = [entry for entry in there if entry not in gone]
         return tuple(gone)
 
@@ -181,30 +188,16 @@ class QuarantineList:
     @contextmanager
     def _changing(self) -> Iterator[list[Quarantined]]:
         """Read the entries and write what is left in the list, for one process at a time."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        lock = lock_beside(self.path)
-        try:
+        with locked(self.path):
             entries = list(self.read())
             yield entries
             self._write(entries)
-        finally:
-            unlock(lock)
 
     def _write(self, entries: list[Quarantined]) -> None:
         if len(entries) > MAX_ENTRIES:
             raise QuarantineError(f"{self.path} is full: it has {MAX_ENTRIES:,} entries. Clear some of them.")
         text = json.dumps({"version": VERSION, "entries": [entry.facts() for entry in entries]}, indent=1) + "\n"
-        handle, draft = tempfile.mkstemp(dir=self.path.parent, prefix=f".{FILE}-")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(draft).chmod(0o644)  # a temporary file is for its owner only
-            Path(draft).replace(self.path)
-        except BaseException:
-            Path(draft).unlink(missing_ok=True)
-            raise
+        write_whole(self.path, text)
 
     def _entry(self, number: int, facts: Any) -> Quarantined:
         try:

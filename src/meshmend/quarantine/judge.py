@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from meshmend.quarantine.sign import CHECKSUM, DIGEST, LAG, RECOMPUTE, Sign
@@ -34,7 +34,7 @@ class Verdict:
     @property
     def why(self) -> str:
         """The evidence in one line."""
-        told = [f"{sign.kind} at step {sign.step}: {sign.evidence or 'no details'}" for sign in self.signs[:3]]
+        told = [f"{sign.kind} at {_when(sign)}: {sign.evidence or 'no details'}" for sign in self.signs[:3]]
         more = len(self.signs) - len(told)
         return "; ".join(told) + (f"; and {more} more" if more else "")
 
@@ -42,7 +42,8 @@ class Verdict:
 class Judge:
     """Takes in signs, and says who is to be quarantined.
 
-    A verdict needs two separate observations against the same suspect, within `window_steps`:
+    A verdict needs two separate observations against the same suspect, within `window_steps`. The same step again after
+    a restart is a separate one.
 
     - **digest**: a check of one chunk at one step in which the majority of all replicas agrees. The same chip in two
       chunks, or at two steps, is two observations. Without a majority (two replicas that differ) it is none, because
@@ -81,10 +82,7 @@ class Judge:
 
     def add(self, signs: Iterable[Sign]) -> tuple[Verdict, ...]:
         """Take in signs; return the verdicts that are new."""
-        self._signs |= set(signs)
-        last = max((sign.step for sign in self._signs), default=0)
-        recent = [sign for sign in self.signs if sign.step > last - self.window_steps]
-        self._signs = set(recent[-MAX_SIGNS:])
+        self._signs = set(recent({*self._signs, *signs}, self.window_steps))
         new = tuple(verdict for verdict in judge(self._signs) if verdict.suspect not in self._named)
         self._named |= {verdict.suspect for verdict in new}
         return new
@@ -95,31 +93,43 @@ class Judge:
         self._named.discard(suspect)
 
 
-def judge(signs: Iterable[Sign]) -> list[Verdict]:
-    """Return the verdicts of a set of signs, by the rules of `Judge`."""
+def recent(signs: Iterable[Sign], window_steps: int = WINDOW_STEPS) -> list[Sign]:
+    """Return the signs that may be held together, in order of steps: those of the last steps, and not too many."""
+    found = sorted(set(signs), key=_order)
+    last = max((sign.step for sign in found), default=0)
+    return [sign for sign in found if sign.step > last - window_steps][-MAX_SIGNS:]
+
+
+def judge(signs: Iterable[Sign], listed: Collection[Suspect] = ()) -> list[Verdict]:
+    """Return the verdicts of a set of signs, by the rules of `Judge`.
+
+    What is `listed` is left out already, and explains the signs that name it: they do not count against others of its
+    size or smaller. Against a larger one they do: a chip is found although one of its cables was named first.
+    """
     left = sorted(set(signs), key=_order)
     found = []
     for is_lag in (False, True):
         rest = [sign for sign in left if (sign.kind == LAG) == is_lag]
-        while (verdict := _strongest(rest)) is not None:
+        while (verdict := _strongest(rest, listed)) is not None:
             found.append(verdict)
             rest = [sign for sign in rest if verdict.suspect not in sign.suspects]
     return found
 
 
-def _strongest(signs: list[Sign]) -> Verdict | None:
+def _strongest(signs: list[Sign], listed: Collection[Suspect]) -> Verdict | None:
     """Return the verdict that most observations support; None if none is confirmed."""
     against: dict[Suspect, list[Sign]] = {}
     for sign in signs:
         if _counts(sign):
-            for suspect in sign.suspects:
+            explained = max((one.size for one in sign.suspects if one in listed), default=-1)
+            for suspect in (one for one in sign.suspects if one.size > explained):
                 against.setdefault(suspect, []).append(sign)
     confirmed = []
     for suspect, named in against.items():
         weight = _weight(named)
         rivals = {one for one in named[0].suspects if all(one in sign.suspects for sign in named)} - {suspect}
         if weight >= CONFIRMED and not any(
-            one.kind == suspect.kind and len(against[one]) == len(named) for one in rivals
+            one.kind == suspect.kind and len(against.get(one, ())) == len(named) for one in rivals
         ):
             confirmed.append((-weight, suspect.size, str(suspect), Verdict(suspect, tuple(named))))
     return min(confirmed, key=lambda one: one[:3])[3] if confirmed else None
@@ -127,7 +137,10 @@ def _strongest(signs: list[Sign]) -> Verdict | None:
 
 def _weight(signs: list[Sign]) -> int:
     """Return how many observations these signs are."""
-    seen = {(sign.kind, sign.step, sign.numbers.get("chunk") if sign.kind == DIGEST else None) for sign in signs}
+    seen = {
+        (sign.kind, sign.numbers.get("attempt"), sign.step, sign.numbers.get("chunk") if sign.kind == DIGEST else None)
+        for sign in signs
+    }
     is_decided = any(sign.kind == LAG or (sign.kind == RECOMPUTE and _has_majority(sign, 2)) for sign in signs)
     return max(len(seen), CONFIRMED if is_decided else 0)
 
@@ -144,6 +157,11 @@ def _counts(sign: Sign) -> bool:
 def _has_majority(sign: Sign, least: int) -> bool:
     agree, differ = sign.numbers.get("agree", 0), sign.numbers.get("differ", 1)
     return len(sign.suspects) == 1 and agree >= least and agree > differ
+
+
+def _when(sign: Sign) -> str:
+    attempt = sign.numbers.get("attempt")
+    return f"step {sign.step}" if attempt is None else f"step {sign.step} of attempt {attempt:.0f}"
 
 
 def _order(sign: Sign) -> tuple[int, str]:

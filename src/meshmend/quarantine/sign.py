@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from meshmend.errors import QuarantineError
 from meshmend.quarantine.suspect import MAX_TEXT, Suspect
@@ -32,7 +33,8 @@ class Sign:
     - digest: "chunk"; "agree" and "differ", the numbers of replicas that have the majority's digest and another one;
     - recompute: "agree" and "differ", how many chips computed the same and another gradient, a third chip included
       if one was asked;
-    - lag: "steps", how many steps of the window the suspect was late in.
+    - lag: "steps", how many steps of the window the suspect was late in;
+    - "attempt" of the job, set by the `SignBook`: a step that is seen again after a restart is another observation.
 
     >>> sign = Sign("digest", (Suspect.parse("2,3"),), 400, "chunk 7 differs", {"chunk": 7, "agree": 63, "differ": 1})
     >>> Sign.from_json(sign.to_json()) == sign
@@ -56,25 +58,26 @@ class Sign:
             raise _refused(f"its step is {self.step}, expected a number from 0")
         if len(self.evidence) > MAX_EVIDENCE:
             raise _refused(f"its evidence has {len(self.evidence):,} characters, expected at most {MAX_EVIDENCE:,}")
-        if len(facts) > MAX_NUMBERS or any(len(name) > MAX_TEXT for name in facts):
+        if len(facts.keys() - {"attempt"}) > MAX_NUMBERS or any(len(name) > MAX_TEXT for name in facts):
             raise _refused(f"it has {len(facts)} numbers, expected at most {MAX_NUMBERS}, with short names")
         if not all(math.isfinite(number) for number in facts.values()):
             raise _refused("one of its numbers is not finite")
         object.__setattr__(self, "suspects", named)
         object.__setattr__(self, "numbers", facts)
 
+    def facts(self) -> dict[str, Any]:
+        """Return everything as JSON can write it."""
+        return {
+            "kind": self.kind,
+            "suspects": [str(one) for one in self.suspects],
+            "step": self.step,
+            "evidence": self.evidence,
+            "numbers": dict(self.numbers),
+        }
+
     def to_json(self) -> str:
         """Return this as one line: the same text for equal signs."""
-        return json.dumps(
-            {
-                "kind": self.kind,
-                "suspects": [str(one) for one in self.suspects],
-                "step": self.step,
-                "evidence": self.evidence,
-                "numbers": dict(self.numbers),
-            },
-            allow_nan=False,
-        )
+        return json.dumps(self.facts(), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Sign:
@@ -85,6 +88,11 @@ class Sign:
             facts = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise _refused("it is not JSON") from error
+        return cls.of(facts)
+
+    @classmethod
+    def of(cls, facts: Any) -> Sign:
+        """Return the sign that `facts` describes; raise `QuarantineError` if it is none."""
         if not isinstance(facts, dict) or set(facts) != {"kind", "suspects", "step", "evidence", "numbers"}:
             raise _refused("it does not have exactly kind, suspects, step, evidence and numbers")
         kind, step, evidence = facts["kind"], facts["step"], facts["evidence"]

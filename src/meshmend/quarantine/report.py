@@ -1,0 +1,82 @@
+"""From what a process has seen to the quarantine list: signs are noted, all of the book is judged, verdicts are listed.
+
+A sign counts until it is settled. It is settled once one of its suspects is on the list, whoever put it there, and when
+somebody clears one. So a suspect whose time has expired gets a new start: its old signs do not bring it back. While a
+suspect is listed, its signs explain themselves; they still speak against something larger (`judge`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from meshmend.quarantine.book import Noted, SignBook
+from meshmend.quarantine.entries import THE_JOB, Quarantined, QuarantineList
+from meshmend.quarantine.judge import Verdict, judge, recent
+from meshmend.quarantine.sign import Sign
+from meshmend.quarantine.suspect import ChipsOfHosts
+
+
+def report(
+    folder: str | Path,
+    signs: Iterable[Sign],
+    *,
+    attempt: int,
+    verified: int,
+    hosts: ChipsOfHosts | None = None,
+    n_chips: int | None = None,
+    now: Callable[[], float] = time.time,
+) -> tuple[Quarantined, ...]:
+    """Note signs in the shared folder's book, and quarantine what all of the book proves; return the new entries.
+
+    `attempt` is the job's own count, and `verified` the last step that was verified. The limit on what the job may
+    quarantine depends on `hosts`, or else on `n_chips`; past it, `QuarantineError`: stop, and start again when somebody
+    has looked at it. Any process may call this, also several with the same signs: they count once.
+    """
+    SignBook(folder, now=now).add(signs, attempt=attempt, verified=verified)
+    return enforce(folder, hosts=hosts, n_chips=n_chips, now=now)
+
+
+def enforce(
+    folder: str | Path,
+    *,
+    hosts: ChipsOfHosts | None = None,
+    n_chips: int | None = None,
+    now: Callable[[], float] = time.time,
+) -> tuple[Quarantined, ...]:
+    """Quarantine what the book proves and the list does not have; return the new entries.
+
+    Called at every start before the list is read: the process that should have listed a suspect may have ended before
+    it did, or at the limit. If the limit still holds, this raises the same `QuarantineError` instead of letting the job
+    train with the suspect.
+    """
+    book, entries = SignBook(folder, now=now), QuarantineList(folder, now=now)
+    if not book.read():
+        return ()
+    at, active = now(), []
+    for entry in entries.read():
+        if entry.until > at:
+            active.append(entry.suspect)
+        else:
+            book.settle([entry.suspect], until=entry.until)
+    book.settle(active)
+    noted = book.read()
+    counting = [one for one in noted if not one.settled or not set(active).isdisjoint(one.sign.suspects)]
+    made = []
+    for verdict in judge(recent(one.observation for one in counting), active):
+        facts = {"step": verdict.step, "verified": _verified(verdict, noted)}
+        entry = entries.add(verdict.suspect, why=verdict.why, by=THE_JOB, hosts=hosts, n_chips=n_chips, **facts)
+        book.settle([entry.suspect])
+        made.append(entry)
+    return tuple(made)
+
+
+def _verified(verdict: Verdict, noted: Iterable[Noted]) -> int:
+    """Return the last step that was verified before the signs of a verdict's last attempt."""
+    of_attempt: dict[int, int] = {}
+    signs = set(verdict.signs)
+    for one in noted:
+        if one.observation in signs:
+            of_attempt[one.attempt] = min(of_attempt.get(one.attempt, one.verified), one.verified)
+    return of_attempt[max(of_attempt)]
