@@ -22,8 +22,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 from meshmend.torch import queue_times  # noqa: E402
 from meshmend.torch.channel import Channel, Deadline  # noqa: E402
 from meshmend.torch.engine import Engine  # noqa: E402
-from meshmend.torch.lag import EVERY, LagWatch, clocks_apart, seconds_per_byte  # noqa: E402
 from meshmend.torch.queue_times import MOST_MESSAGES, Messages, QueueTimes, StepTimes  # noqa: E402
+from meshmend.torch.queue_watch import EVERY, QueueWatch, clocks_apart, seconds_per_byte  # noqa: E402
 from torch_engine.threads import Group, on_every_thread  # noqa: E402
 
 MESH = Mesh("3x3", failed=["2,2"])
@@ -139,7 +139,7 @@ def watched(slow: int | None, half: tuple[int, int] | None, n_steps: int = 40) -
     """Return the signs that each member gets."""
 
     def main(number: int, group: Group) -> list[tuple[int, str]]:
-        watch = LagWatch(Channel(group), MESH, MEMBERS)  # type: ignore[arg-type]  # a group of threads
+        watch = QueueWatch(Channel(group), MESH, MEMBERS)  # type: ignore[arg-type]  # a group of threads
         watch.times = Simulated(MEMBERS.index(number), slow, half)  # type: ignore[assignment]
         deadline = Deadline(timedelta(seconds=30))
         signs = [sign for step in range(n_steps) for sign in watch.add(step, deadline)]
@@ -164,7 +164,7 @@ def test_a_cable_that_is_known_to_be_slow_is_not_news() -> None:
     """Its rate is in the plan: what a byte takes is compared with what it should take."""
     mesh = Mesh("3x3", cable_rates={"0,0-0,1": "1/2"})
     channel = Channel(on_every_thread(mesh.n_chips, lambda _, group: group)[0])
-    watch = LagWatch(channel, mesh, range(mesh.n_chips))
+    watch = QueueWatch(channel, mesh, range(mesh.n_chips))
     assert [watch._rates[way] for way in sorted(watch._near)] == [1.0, 0.5]
 
 
@@ -174,9 +174,9 @@ def test_calls_are_watched_and_exchanged_in_order() -> None:
 
     def main(rank: int, group: Group) -> tuple[bool, int, list[int]]:
         engine = Engine(schedule, rank, group)  # type: ignore[arg-type]  # a group of threads
-        watch = LagWatch(engine.channel, mesh, engine.members)
+        watch = QueueWatch(engine.channel, mesh, engine.members)
         with pytest.raises(ParameterError, match="watched already"):
-            LagWatch(engine.channel, mesh, engine.members)
+            QueueWatch(engine.channel, mesh, engine.members)
         seen, exact = [], True
         for step in range(EVERY):
             payload = torch.full((100,), rank + 1)
@@ -202,7 +202,7 @@ def test_members_that_watched_different_calls_are_told() -> None:
 
     def main(rank: int, group: Group) -> None:
         engine = Engine(schedule, rank, group)  # type: ignore[arg-type]
-        watch = LagWatch(engine.channel, mesh, engine.members)
+        watch = QueueWatch(engine.channel, mesh, engine.members)
         for step in range(EVERY):
             engine.all_reduce(torch.ones(8))
             if rank == 2 and step == 3:

@@ -39,7 +39,7 @@ EVERY = 8
 Times = NDArray[np.float64]
 
 
-class LagWatch:
+class QueueWatch:
     """Watches the times of all calls over a channel. `members[r]` is the group's number of the mesh's rank r.
 
     Every member makes one, between the same calls, and calls `add` in the channel's turn after the calls of each step.
@@ -48,7 +48,7 @@ class LagWatch:
 
     def __init__(self, channel: Channel, mesh: Mesh, members: Sequence[int]) -> None:
         if channel.times is not None:
-            raise ParameterError("These calls are watched already: keep one LagWatch for each channel.")
+            raise ParameterError("These calls are watched already: keep one QueueWatch for each channel.")
         self.stragglers = Stragglers(mesh)
         self.times = channel.times = QueueTimes()
         self._channel = channel
