@@ -39,7 +39,7 @@ Chip = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Lying:
-    """What a chip does wrong from a step on: "update", "gradient", "once" (one update), or nothing."""
+    """What a chip does wrong from a step on: "update", "gradient", "once" (one update), "slow", or nothing."""
 
     chip: Chip = (0, 0)
     how: str = "nothing"
@@ -131,7 +131,7 @@ def train(chip: Chip, job: LyingJob, life: int = 0) -> dict[str, Any]:
                     with torch.no_grad():
                         module.w[3] += 0.25
             (job.folder / f"at-{group.whole.rank(chip)}").write_text(str(manager.current_step()))
-            time.sleep(job.pause_s)
+            time.sleep(job.pause_s * (1.5 if "slow" in lies and step >= lies["slow"] else 1.0))
     except QuarantineError as error:
         return {"left": str(error), "steps": steps, "cables": group.mesh.failed_cables}
     manager.shutdown()

@@ -70,6 +70,8 @@ class Checking:
         self._settled: set[tuple[int, int]] = set(untrusted(self._book))
         """What the book calls untrusted, and this chip has gone back from or never had."""
         group.terms = f", checks every {checks.digests_every} and {checks.recompute_every} steps"
+        group.terms += ", of stragglers" * checks.stragglers
+        group.is_watched = checks.stragglers
 
     @property
     def verified(self) -> int:
@@ -106,6 +108,8 @@ class Checking:
                 self._go_back(problem.original_exception.undone)
             return
         step = self._manager.current_step()
+        if self._checks.stragglers and not self._guarded(lambda: self._watch(step)):
+            return
         if self._checks.compares(step) and not self._compare(step):
             return
         if self._kept is None or (self._checks.compares(step) and not self._checks.recomputes(step)):
@@ -131,6 +135,17 @@ class Checking:
                 "without it. Call manager.recompute(gradients, batch) in each step, before the forward pass; or set "
                 "recompute_every=0."
             )
+
+    def _watch(self, step: int) -> bool:
+        """Note who is slow, by the times of the steps so far, and leave if it is this chip. Nothing is undone."""
+        signs = self._group.end_times(step)
+        if signs:
+            attempt = self._group.timings.formed_ms
+            report(self._watchlist.folder, signs, attempt=attempt, verified=self.verified, hosts=self._hosts)
+            self._watchlist.look()
+            if (entry := self._watchlist.own) is not None:
+                raise self._watchlist.refusal(entry)
+        return True
 
     def _compare(self, step: int) -> bool:
         """Compare digests of the state; return whether all is well."""

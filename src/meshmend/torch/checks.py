@@ -28,18 +28,21 @@ class Checks:
       recomputed.
     - `recompute_every`: a partner recomputes each chip's gradient every so many steps, if the loop calls
       `manager.recompute`; 0: never.
+    - `stragglers`: chips and cables that are slow are quarantined, too, from the engine's own times.
     - `own`: state that is not the same on all chips, by how its names begin, as in `("model.norm.running",)`.
     """
 
     digests_every: int = 100
     recompute_every: int = 0
     own: tuple[str, ...] = ()
+    stragglers: bool = False
 
     def __post_init__(self) -> None:
-        if min(self.digests_every, self.recompute_every) < 0 or not (self.digests_every or self.recompute_every):
+        is_any = self.digests_every or self.recompute_every or self.stragglers
+        if min(self.digests_every, self.recompute_every) < 0 or not is_any:
             raise ParameterError(
                 f"Checks every {self.digests_every} and {self.recompute_every} steps: expected numbers from 0, and one "
-                "of them above 0."
+                "of them above 0, or stragglers=True."
             )
         if isinstance(self.own, str):
             raise ParameterError(f'own is a tuple of names, even of one: write own=("{self.own}",).')

@@ -153,7 +153,7 @@ class Manager(torchft.Manager):
 
     def start_quorum(self, *args: Any, **options: Any) -> None:
         """Begin a step, as torchft does; raise `QuarantineError` and leave the job if this chip is in quarantine."""
-        with self._leaving():
+        with self._leaving(), self._group.apart():
             self._look_at_list()
             if self._checking is not None:
                 self._checking.before_quorum()
@@ -203,7 +203,8 @@ class Manager(torchft.Manager):
             self._note_quorum()
             if self._checking is not None:
                 self._checking.check_recomputed()
-            committed = bool(super().should_commit(timeout))
+            with self._group.apart():
+                committed = bool(super().should_commit(timeout))
         except BaseException as error:
             self._give_up(error)
             raise

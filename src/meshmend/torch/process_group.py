@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +30,7 @@ from meshmend import __version__
 from meshmend.errors import Coordinate, DisagreementError, LostChipError, MeshError, MeshmendError, name_chip
 from meshmend.machines import Machine
 from meshmend.planning import PlanFunction
+from meshmend.quarantine import Sign
 from meshmend.schedule import Schedule
 from meshmend.topology import Cable, Mesh, Region
 from meshmend.torch.channel import Channel, Deadline, TransportError
@@ -39,6 +41,7 @@ from meshmend.torch.place import describe_machine, find_place, without_cables
 from meshmend.torch.plans import DEFAULT_PLAN, Plans
 from meshmend.torch.private import fail_future, gloo_group
 from meshmend.torch.private_torchft import ReconfiguredGroup
+from meshmend.torch.queue_watch import QueueWatch
 from meshmend.torch.rendezvous import Patience, check_store, exchange
 from meshmend.torch.work import MeshWork
 
@@ -94,6 +97,9 @@ class MeshProcessGroup(ReconfiguredGroup):
         self._plans = Plans(plan)
         self._patience = Patience(most=timeout)
         self._bad_cables: frozenset[Cable] = frozenset()
+        self.is_watched = False
+        """Whether the times of all calls are watched, for stragglers."""
+        self._watch: QueueWatch | None = None
         self.terms = ""
         """What else all members must have alike: which checks they run."""
         self.undone: int | None = None
@@ -196,6 +202,7 @@ class MeshProcessGroup(ReconfiguredGroup):
             self._engines = {}
             # Engines share a channel: whichever plan a payload runs, all members count its calls alike.
             self._channel = Channel(group)
+            self._watch = QueueWatch(self._channel, self.mesh, self._group_ranks) if self.is_watched else None
         started = time.time()
         # A member that has reduced nothing yet plans too: a mesh without a plan must fail here for all members alike,
         # or those who went on would wait for the others.
@@ -312,6 +319,15 @@ class MeshProcessGroup(ReconfiguredGroup):
         rank, ranks = self.mesh.rank(self._chip), self._group_ranks
         target, source = (ranks[(rank + d) % len(ranks)] for d in (distance, -distance))
         return self._call(lambda channel, deadline: channel.pass_on(own, target, source, deadline))
+
+    def end_times(self, step: int) -> tuple[Sign, ...]:
+        """End a step of the times that are watched; return signs against whoever is slow, the same on all members."""
+        watch = self._watch
+        return () if watch is None else self._call(lambda _, deadline: watch.add(step, deadline))
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Return what to enter around anything that waits for other chips, and is no all-reduce."""
+        return nullcontext() if self._watch is None else self._watch.times.apart()
 
     def _call(self, what: Callable[[Channel, Deadline], T]) -> T:
         """Run a call of all members, after the all-reduces that were started before it, and return its result."""
