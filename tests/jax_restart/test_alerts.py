@@ -1,9 +1,10 @@
 """Every alert fires for its cause on a real job that a real Prometheus scrapes, and none fires in a clean hour.
 
-One job of four hosts is hung, loses a host, makes no copies any more and loses another host, and Prometheus has the
-rules as they are shipped, with one change: each `for: Nm` is N seconds. The clean hour has no change of rules, but its
-time is simulated: what Prometheus has recorded of the same job before anything happened to it, its start and then its
-steady part over and over, is what `promtool` is given as an hour.
+One job of four hosts is hung, loses a host, makes no copies any more, loses another host, and finds signs against two
+chips where it may leave out one. Prometheus has the rules as they are shipped, with one change: each `for: Nm` is N
+seconds. The clean hour has no change of rules, but its time is simulated: what Prometheus has recorded of the same job
+before anything happened to it, its start and then its steady part over and over, is what `promtool` is given as an
+hour.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ import yaml
 
 from jax_restart.test_events import environment, hosts_of
 from launch.test_operate import FOLDER, ask, needs_prometheus
+from launch.test_quarantine import signs_against
+from meshmend.errors import QuarantineError
+from meshmend.launch import Hosts
 from meshmend.launch.processes import die_with_parent, free_port, kill_tree
+from meshmend.quarantine import report
 
 pytest.importorskip("prometheus_client")
 
@@ -52,12 +57,14 @@ for step in job.train(loss, optax.sgd(0.01), {"w": jnp.zeros(4)}, data, steps=10
         time.sleep(0.1)
 """
 ALERTS = {rule["alert"] for rule in yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"][0]["rules"]}
-HOST_LOST, NO_STEP, ONE_LOSS, STALE, UNCOVERED = (
+HOST_LOST, NO_STEP, ONE_LOSS, STALE, UNCOVERED, QUARANTINED, LIMIT = (
     "MeshmendHostLost",
     "MeshmendNoStep",
     "MeshmendOneLossFromWaiting",
     "MeshmendCopiesStale",
     "MeshmendUncoveredLoss",
+    "MeshmendChipQuarantined",
+    "MeshmendQuarantineLimit",
 )
 CLEAN_S = 40
 INTERVAL_S = 5
@@ -162,7 +169,7 @@ def configure(folder: Path, metrics: int) -> None:
     configuration = configuration.replace("127.0.0.1:9464", f"127.0.0.1:{metrics}").replace("10s", "2s")
     (folder / "prometheus.yml").write_text(configuration)
     rules, n_changed = re.subn(r"^(\s+for: \d+)m$", r"\1s", (FOLDER / "alerts.yml").read_text(), flags=re.M)
-    assert n_changed == 3
+    assert n_changed == 4
     (folder / "alerts.yml").write_text(rules)
 
 
@@ -223,4 +230,14 @@ def provoke(job: Watched, driver: subprocess.Popen[bytes], folder: Path) -> None
     job.until(lambda: job.value('meshmend_job_state{state="waiting"}') == 1, "the job waits")
     job.until(lambda: NO_STEP in job.firing(), "no step while it waits")
     assert job.value('meshmend_hosts{state="lost"}') == 2
+
+    # Its checks find a chip, and then another one, which is past the limit.
+    machine = Hosts.of("2x2", "1x1")
+    assert not {QUARANTINED, LIMIT} & job.seen
+    report(folder / "shared", signs_against("0,1", 0), attempt=1, verified=0, hosts=machine)
+    job.until(lambda: QUARANTINED in job.firing(), "a chip is quarantined")
+    assert LIMIT not in job.seen
+    with pytest.raises(QuarantineError, match="may leave out 1"):
+        report(folder / "shared", signs_against("1,0", 1), attempt=1, verified=0, hosts=machine)
+    job.until(lambda: LIMIT in job.firing(), "the limit is reached")
     assert job.seen == ALERTS

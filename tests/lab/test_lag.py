@@ -25,8 +25,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 import torch.distributed as dist  # noqa: E402
 
 from meshmend.torch.engine import Engine  # noqa: E402
-from meshmend.torch.lag import EVERY, LagWatch  # noqa: E402
 from meshmend.torch.private import gloo_backend  # noqa: E402
+from meshmend.torch.queue_watch import EVERY, QueueWatch  # noqa: E402
 
 TIMEOUT = timedelta(minutes=2)
 WITHIN = 50
@@ -57,7 +57,7 @@ def train(
     store, group = join(chip, lab)
     mesh, rank = schedule.mesh, lab.mesh.rank(chip)
     engine = Engine(schedule, rank, group, timeout=TIMEOUT)
-    watch, judge, found = LagWatch(engine.channel, mesh, engine.members), Judge(), []
+    watch, judge, found = QueueWatch(engine.channel, mesh, engine.members), Judge(), []
     payload = torch.empty(n_bytes // 4)
     for step in range(n_steps):
         time.sleep(COMPUTE_S * (1.5 if chip == slow else 1.0))
@@ -129,7 +129,7 @@ def alternate(chip: tuple[int, ...], lab: Lab, schedule: Schedule, n_bytes: int,
     store, group = join(chip, lab)
     rank = lab.mesh.rank(chip)
     plain, timed = (Engine(schedule, rank, group, timeout=TIMEOUT) for _ in range(2))
-    watch = LagWatch(timed.channel, schedule.mesh, timed.members)
+    watch = QueueWatch(timed.channel, schedule.mesh, timed.members)
     payload, spans = torch.zeros(n_bytes // 4), list[tuple[Any, ...]]()
     for step in range(rounds * EVERY):
         pair = []

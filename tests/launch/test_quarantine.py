@@ -12,13 +12,14 @@ from rich.console import Console
 from launch.test_goodput import lived_through
 from launch.test_metrics import write
 from meshmend.cli.watch import view
+from meshmend.errors import QuarantineError
 from meshmend.launch import Hosts, Timeline
 from meshmend.launch.events import note_quarantined
 from meshmend.launch.metrics import JobMetrics
 from meshmend.launch.remote import read_snapshot
 from meshmend.launch.watching import Watch
 from meshmend.launch.webhook import message_of
-from meshmend.quarantine import THE_JOB, QuarantineList, Suspect
+from meshmend.quarantine import THE_JOB, QuarantineList, Sign, Suspect, report
 
 pytest.importorskip("prometheus_client")
 HOSTS = Hosts.of("4x4", "2x2")
@@ -74,16 +75,39 @@ def test_the_snapshot_survives_the_way_to_another_machine(job: Path) -> None:
     assert read_snapshot(json.loads(json.dumps(now.facts()))) == now
 
 
-def test_metrics_count_chips_and_cables(job: Path) -> None:
-    def gauges() -> dict[str, float]:
-        found = [sample for metric in JobMetrics(job).collect() for sample in metric.samples]
-        return {sample.name: sample.value for sample in found if "quarantined" in sample.name}
+def gauges(folder: Path) -> dict[str, float]:
+    found = [sample for metric in JobMetrics(folder).collect() for sample in metric.samples]
+    start = "meshmend_quarantine"
+    return {sample.name.removeprefix(start): sample.value for sample in found if sample.name.startswith(start)}
 
-    assert gauges() == {"meshmend_quarantined_chips": 5, "meshmend_quarantined_cables": 1}  # one, and four of a host
+
+def test_metrics_count_chips_and_cables(job: Path) -> None:
+    assert gauges(job) == {"d_chips": 5, "d_cables": 1, "d_by_job": 1, "_refused": 0}  # one, and four of a host
+    QuarantineList(job).add(Suspect.parse("0,1"), why="it is")
+    assert gauges(job)["d_by_job"] == 0  # confirmed by hand
     QuarantineList(job).clear()
-    assert gauges() == {"meshmend_quarantined_chips": 0, "meshmend_quarantined_cables": 0}
+    assert gauges(job) == {"d_chips": 0, "d_cables": 0, "d_by_job": 0, "_refused": 0}
     (job / "quarantine.json").write_text("{")
-    assert gauges() == {}
+    assert gauges(job) == {}
+
+
+def test_metrics_say_that_the_limit_has_stopped_the_job(job: Path) -> None:
+    """Of 16 chips in hosts of four the job may leave out four, and it has left out one."""
+    for number, name in enumerate(["0,0", "1,0", "1,1"]):
+        report(job, signs_against(name, number), attempt=1, verified=0, hosts=HOSTS)
+        assert gauges(job) == {"d_chips": 6 + number, "d_cables": 1, "d_by_job": 2 + number, "_refused": 0}
+    with pytest.raises(QuarantineError, match="may leave out 4"):
+        report(job, signs_against("2,0", 3), attempt=1, verified=0, hosts=HOSTS)
+    assert gauges(job) == {"d_chips": 8, "d_cables": 1, "d_by_job": 4, "_refused": 1}
+    QuarantineList(job).clear([Suspect.parse("2,0")])
+    assert gauges(job)["_refused"] == 0
+    (job / "signs.jsonl").write_text("{\n")
+    assert gauges(job) == {"d_chips": 8, "d_cables": 1, "d_by_job": 4}
+
+
+def signs_against(name: str, number: int) -> list[Sign]:
+    facts = {"agree": 15, "differ": 1}
+    return [Sign("digest", (Suspect.parse(name),), 10 + number, "differs", facts | {"chunk": n}) for n in range(2)]
 
 
 def test_the_webhook_sends_it_once_whoever_writes_it(job: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import threading
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,15 +16,15 @@ import pytest
 from numpy.typing import NDArray
 
 from meshmend import Mesh, plan
-from meshmend.errors import DisagreementError, ParameterError
+from meshmend.errors import ParameterError
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
 
 from meshmend.torch import queue_times  # noqa: E402
 from meshmend.torch.channel import Channel, Deadline  # noqa: E402
 from meshmend.torch.engine import Engine  # noqa: E402
-from meshmend.torch.lag import EVERY, LagWatch, clocks_apart, seconds_per_byte  # noqa: E402
 from meshmend.torch.queue_times import MOST_MESSAGES, Messages, QueueTimes, StepTimes  # noqa: E402
+from meshmend.torch.queue_watch import EVERY, QueueWatch, clocks_apart, seconds_per_byte  # noqa: E402
 from torch_engine.threads import Group, on_every_thread  # noqa: E402
 
 MESH = Mesh("3x3", failed=["2,2"])
@@ -139,7 +140,7 @@ def watched(slow: int | None, half: tuple[int, int] | None, n_steps: int = 40) -
     """Return the signs that each member gets."""
 
     def main(number: int, group: Group) -> list[tuple[int, str]]:
-        watch = LagWatch(Channel(group), MESH, MEMBERS)  # type: ignore[arg-type]  # a group of threads
+        watch = QueueWatch(Channel(group), MESH, MEMBERS)  # type: ignore[arg-type]  # a group of threads
         watch.times = Simulated(MEMBERS.index(number), slow, half)  # type: ignore[assignment]
         deadline = Deadline(timedelta(seconds=30))
         signs = [sign for step in range(n_steps) for sign in watch.add(step, deadline)]
@@ -164,7 +165,7 @@ def test_a_cable_that_is_known_to_be_slow_is_not_news() -> None:
     """Its rate is in the plan: what a byte takes is compared with what it should take."""
     mesh = Mesh("3x3", cable_rates={"0,0-0,1": "1/2"})
     channel = Channel(on_every_thread(mesh.n_chips, lambda _, group: group)[0])
-    watch = LagWatch(channel, mesh, range(mesh.n_chips))
+    watch = QueueWatch(channel, mesh, range(mesh.n_chips))
     assert [watch._rates[way] for way in sorted(watch._near)] == [1.0, 0.5]
 
 
@@ -174,9 +175,9 @@ def test_calls_are_watched_and_exchanged_in_order() -> None:
 
     def main(rank: int, group: Group) -> tuple[bool, int, list[int]]:
         engine = Engine(schedule, rank, group)  # type: ignore[arg-type]  # a group of threads
-        watch = LagWatch(engine.channel, mesh, engine.members)
+        watch = QueueWatch(engine.channel, mesh, engine.members)
         with pytest.raises(ParameterError, match="watched already"):
-            LagWatch(engine.channel, mesh, engine.members)
+            QueueWatch(engine.channel, mesh, engine.members)
         seen, exact = [], True
         for step in range(EVERY):
             payload = torch.full((100,), rank + 1)
@@ -196,19 +197,52 @@ def plan_peers(schedule: Any, rank: int) -> list[int]:
     return [int(dst) for src, dst in zip(schedule.src, schedule.dst, strict=True) if src == rank]
 
 
-def test_members_that_watched_different_calls_are_told() -> None:
+def test_times_of_different_calls_are_left_out() -> None:
     mesh = Mesh("2x2")
     schedule = plan(mesh, "hamiltonian")
 
-    def main(rank: int, group: Group) -> None:
+    def main(rank: int, group: Group) -> int:
         engine = Engine(schedule, rank, group)  # type: ignore[arg-type]
-        watch = LagWatch(engine.channel, mesh, engine.members)
-        for step in range(EVERY):
+        watch = QueueWatch(engine.channel, mesh, engine.members)
+        for step in range(2, 2 * EVERY):  # the first exchange is of six steps
             engine.all_reduce(torch.ones(8))
-            if rank == 2 and step == 3:
+            if rank == 2 and step == EVERY + 3:
                 watch.times.end_step()
             engine.in_turn(lambda _, deadline, step=step: watch.add(step, deadline))  # type: ignore[misc]
+        return watch.stragglers._chips_late._n_steps
 
-    for error in on_every_thread(4, main):
-        assert isinstance(error, DisagreementError)
-        assert "0 in step 3" in str(error)
+    assert on_every_thread(4, main) == [EVERY - 2] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["slow", "nothing"])
+def test_a_slow_chip_leaves_a_job_under_torchft_and_no_step_is_undone(how: str, tmp_path: Path) -> None:
+    pytest.importorskip("torchft", reason="torchft is not installed: pip install 'meshmend[torch]'")
+    import meshmend.torch as mmt
+    from meshmend.lab.chips import Chips
+    from meshmend.quarantine import QuarantineList
+    from torch_engine.lying import Lying, LyingJob, expected, finish, start
+
+    n_steps, slow = 90, (0, 1)
+    checks = mmt.Checks(digests_every=0, stragglers=True)
+    job = LyingJob("3x3", tmp_path, checks, (Lying(slow, how, 10),), steps=n_steps, pause_s=0.1)
+    with Chips() as chips:
+        start(job, chips)
+        found = finish(job, chips, timeout_s=300)
+    entries = QuarantineList(job.shared).active()
+    if how == "nothing":
+        assert entries == ()
+        assert all(end["steps"] == dict.fromkeys(range(1, n_steps + 1), 9) for end in found.values())
+        return
+    (entry,) = entries
+    assert str(entry.suspect) == "0,1"
+    assert entry.why.startswith("lag at step ")
+    assert 10 + 24 <= entry.step <= 10 + 50
+    assert "0,1 is in quarantine until" in found[slow]["left"]
+    for chip, end in found.items():
+        if chip != slow:
+            n_before = sum(members == 9 for members in end["steps"].values())
+            assert end["steps"] == {step: 9 if step <= n_before else 8 for step in range(1, n_steps + 1)}
+            assert entry.step - 1 <= n_before <= entry.step + 8
+            assert end["weights"] == expected(end["steps"]), chip
+            assert not any("go back" in event["why"] for event in end["events"])

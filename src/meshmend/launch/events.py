@@ -150,13 +150,13 @@ class QuorumLog:
         self._last: Done | None = None
         self._interrupted: Done | None = None
 
-    def form(self, name: str, hosts: Iterable[int]) -> None:
-        """Record a quorum, by a name that is the same on all its hosts."""
+    def form(self, name: str, hosts: Iterable[int], quarantined: Iterable[int] = ()) -> None:
+        """Record a quorum, by a name that is the same on all its hosts; those in quarantine are not lost."""
         before, self._name, self._hosts = self._hosts, name, tuple(hosts)
         lost = sorted({*before} - {*self._hosts})
         if self._last is not None and lost:  # a host that joins interrupts nobody
             self._interrupted = self._interrupted or self._last
-            for host in lost:
+            for host in sorted({*lost} - {*quarantined}):
                 why = f"host {host} is lost: it is not in the next quorum"
                 note_lost(self._timeline, name, host, self._last[0], self._machine, why)
 

@@ -11,15 +11,16 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshmend.errors import LaunchError
+from meshmend.errors import LaunchError, QuarantineError
 from meshmend.extras import require
 from meshmend.launch.goodput import Attempt, Restart, TimeAccount
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.remote import WATCH_PATH
 from meshmend.launch.timeline import STAGES
 from meshmend.launch.watching import STATES, JobSnapshot, Watch, read_quarantine
-from meshmend.quarantine import Quarantined
+from meshmend.quarantine import THE_JOB, Quarantined
 from meshmend.quarantine.entries import cables_of, chips_of
+from meshmend.quarantine.report import refused
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -48,13 +49,14 @@ class JobMetrics:
             account = self.watch.account()
             state, latest = self.watch.state(account), self.watch.latest
             entries, problem = read_quarantine(self.watch.folder)
+            n_refused = _n_refused(self.watch.folder)
         yield _gauge("meshmend_job_state", "1 for what the job does now.", "state", {s: s == state for s in STATES})
         if account is not None:
             yield from _of_time(account)
             yield from _of_mesh(account, latest)
             yield from _of_state(latest)
             if not problem:  # a damaged list is not an empty one
-                yield from _of_quarantine(entries, account.machine)
+                yield from _of_quarantine(entries, n_refused, account.machine)
             # Most of the samples, and seldom new ones.
             if self._recoveries is None or self._recoveries[0] != account.recoveries:
                 self._recoveries = account.recoveries, _of_recoveries(account)
@@ -105,12 +107,26 @@ def _of_state(latest: dict[str, Attempt]) -> Iterator[Metric]:
         yield _gauge("meshmend_checkpoint_timestamp_seconds", "When it was complete.", newest.saved_at)
 
 
-def _of_quarantine(entries: Sequence[Quarantined], machine: str) -> Iterator[Metric]:
+def _of_quarantine(entries: Sequence[Quarantined], n_refused: int | None, machine: str) -> Iterator[Metric]:
     hosts = Hosts.read(machine) if machine else None
     n_hosts = 0 if hosts is None else len(hosts)
     known = [entry for entry in entries if entry.suspect.host is None or entry.suspect.host < n_hosts]
     yield _gauge("meshmend_quarantined_chips", "Chips on the quarantine list.", len(chips_of(known, hosts)))
     yield _gauge("meshmend_quarantined_cables", "Cables on the quarantine list.", len(cables_of(entries)))
+    by_job = [entry for entry in known if entry.by == THE_JOB]
+    amount = len(chips_of(by_job, hosts)) + len(cables_of(by_job))
+    yield _gauge("meshmend_quarantined_by_job", "Chips and cables on it that the job has found itself.", amount)
+    if n_refused is not None:
+        help_ = "Suspects that are proven, but past the limit of what the job may leave out: it has stopped."
+        yield _gauge("meshmend_quarantine_refused", help_, n_refused)
+
+
+def _n_refused(folder: Path) -> int | None:
+    """Return how many suspects are past the limit, None where the signs cannot be read."""
+    try:
+        return len(refused(folder))
+    except (QuarantineError, OSError):
+        return None
 
 
 def _of_recoveries(account: TimeAccount) -> Metric:

@@ -15,7 +15,7 @@ from meshmend.quarantine.book import Noted, SignBook
 from meshmend.quarantine.entries import THE_JOB, Quarantined, QuarantineList
 from meshmend.quarantine.judge import Verdict, judge, recent
 from meshmend.quarantine.sign import Sign
-from meshmend.quarantine.suspect import ChipsOfHosts
+from meshmend.quarantine.suspect import ChipsOfHosts, Suspect
 
 
 def report(
@@ -70,6 +70,18 @@ def enforce(
         book.settle([entry.suspect])
         made.append(entry)
     return tuple(made)
+
+
+def refused(folder: str | Path) -> tuple[Suspect, ...]:
+    """Return whom the book proves and the list does not have: the limit has stopped the job before them.
+
+    For a moment that is also so while a process lists a suspect.
+    """
+    active = [entry.suspect for entry in QuarantineList(folder).active()]
+    counting = [
+        one for one in SignBook(folder).read() if not one.settled or not set(active).isdisjoint(one.sign.suspects)
+    ]
+    return tuple(verdict.suspect for verdict in judge(recent(one.observation for one in counting), active))
 
 
 def _verified(verdict: Verdict, noted: Iterable[Noted]) -> int:

@@ -158,6 +158,16 @@ class Channel:
         self.agree(f"{description}, {len(own)} bytes", deadline)
         return self._gather(own, 0, deadline)
 
+    def pass_on(self, own: bytes, target: int, source: int, deadline: Deadline) -> bytes:
+        """Send a member some bytes, and return what another one has sent to this one."""
+        sizes = self.gather("sizes of what is passed on", len(own).to_bytes(8, "little"), deadline)
+        arriving = torch.empty(int.from_bytes(sizes[source], "little"), dtype=torch.uint8)
+        receive = self.recv(arriving, source, 0)
+        send = self.send(torch.frombuffer(bytearray(own), dtype=torch.uint8), target, 0)
+        self.wait(receive, source, deadline)
+        self.wait(send, target, deadline)
+        return bytes(arriving.numpy().tobytes())
+
     def _gather(self, own: bytes, first_tag: int, deadline: Deadline) -> list[bytes]:
         """Return what each member passed, by rank.
 

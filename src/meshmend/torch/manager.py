@@ -11,7 +11,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,13 +20,16 @@ from typing import Any, Protocol
 import torch.distributed as dist
 import torchft
 
-from meshmend.errors import ParameterError
+from meshmend.errors import ParameterError, QuarantineError
 from meshmend.launch.events import QuorumLog
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.local import timeline_of
 from meshmend.launch.places import find_job
 from meshmend.launch.timeline import Timeline, process_started_at
+from meshmend.torch.checking import KEY, Checking
+from meshmend.torch.checks import Checks
 from meshmend.torch.process_group import MeshProcessGroup
+from meshmend.torch.watchlist import Watchlist
 
 LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
 CONNECT_TIMEOUT = timedelta(seconds=10)
@@ -62,7 +66,11 @@ class Manager(torchft.Manager):
 
     `shared` is a folder that all chips see. Each chip has a timeline in it, `timeline/host-N.jsonl`, where N counts the
     machine's chips in row-major order; `meshmend watch SHARED` shows the job. Without it, `timeline` keeps the last
-    events in memory only.
+    events in memory only. A chip that the folder's quarantine list names cannot join, and leaves with a
+    `QuarantineError` at its next step if it has joined before; a cable of the list counts as failed.
+
+    `checks` compares the chips' states at intervals, and can recompute gradients: see `Checks` and `recompute`. A chip
+    that is found to compute wrong numbers is quarantined and leaves; all others go back to the last verified state.
 
     Add what torchft does not know: `manager.note(loss=…)` before the step is committed, and around a checkpoint on disk
     `with manager.timeline.timed("checkpoint"): …`, followed by `manager.timeline.note("saved", step=…)`.
@@ -76,8 +84,14 @@ class Manager(torchft.Manager):
         min_replica_size: int | None = None,
         *,
         shared: str | Path | None = None,
+        checks: Checks | None = None,
         **options: Any,
     ) -> None:
+        if checks is not None and (shared is None or options.get("use_async_quorum")):
+            raise ParameterError(
+                "Checks need a shared folder, for the quarantine list, and a synchronous quorum: give shared=DIR, and "
+                "leave out use_async_quorum."
+            )
         began = process_started_at()
         least = pg.whole.n_chips // 2 + 1 if min_replica_size is None else min_replica_size
         options, self._own_store = _with_defaults(pg, options)
@@ -87,17 +101,33 @@ class Manager(torchft.Manager):
         path = None if shared is None else timeline_of(Path(shared), number)
         self.timeline = Timeline(path, job=find_job(None), host=number)
         self._events = QuorumLog(self.timeline, hosts)
+        self._watchlist = None if shared is None else Watchlist(shared, pg.whole, pg.chip, hosts, self.timeline)
+        if self._watchlist is not None:
+            # Before torchft's server sends a heartbeat: the others would wait for a chip that must not join.
+            self._watchlist.read()
+            if (entry := self._watchlist.own) is not None:
+                raise self._watchlist.refusal(entry)
+            pg.leave_out(self._watchlist.cables)
         self._facts: dict[str, Any] = {}
         self._in_step, self._in_company, self._source = False, False, "in place"
         self._asked_at = self._ready_at = self._received_at = 0.0
         self._noted_at = time.time()
         """Up to when quorums and received states are in the timeline."""
+        self._parts: dict[str, tuple[Callable[[Any], object], Callable[[], Any]]] = {}
         super().__init__(pg, load_state_dict, state_dict, least, **options)
+        self._checking: Checking | None = None
+        if checks is not None and self._watchlist is not None:
+            self._checking = Checking(
+                checks, self, self._rewind, pg, self._parts, self._watchlist, self.timeline, hosts
+            )
+            super().register_state_dict_fn(KEY, self._checking.receive, self._checking.send)
         self.timeline.note("process", at=began, seconds=time.time() - began)
         self.timeline.note("round", least=least, most=pg.whole.n_chips)
 
     @classmethod
-    def of(cls, pg: MeshProcessGroup, *, shared: str | Path | None = None, **parts: Stateful) -> Manager:
+    def of(
+        cls, pg: MeshProcessGroup, *, shared: str | Path | None = None, checks: Checks | None = None, **parts: Stateful
+    ) -> Manager:
         """Return a manager that keeps the state of these parts, with a default for everything else."""
         if not parts:
             raise ParameterError("Say what a chip that comes back shall receive, as in Manager.of(group, model=model).")
@@ -112,18 +142,51 @@ class Manager(torchft.Manager):
             for name, part in parts.items():
                 part.load_state_dict(saved[name])
 
-        return cls(pg, restore, lambda: {name: part.state_dict() for name, part in parts.items()}, shared=shared)
+        def save() -> dict[str, Any]:
+            return {name: part.state_dict() for name, part in parts.items()}
+
+        return cls(pg, restore, save, shared=shared, checks=checks)
 
     def note(self, **facts: Any) -> None:
         """Add facts to the step under way: its `loss`, its `examples`, the seconds that it `waited_s` for data."""
         self._facts |= facts
 
     def start_quorum(self, *args: Any, **options: Any) -> None:
-        """Begin a step, as torchft does."""
-        self._asked_at, self._in_step = time.time(), True
-        super().start_quorum(*args, **options)
-        self._ready_at = time.time()
-        self._note_quorum()
+        """Begin a step, as torchft does; raise `QuarantineError` and leave the job if this chip is in quarantine."""
+        with self._leaving(), self._group.apart():
+            self._look_at_list()
+            if self._checking is not None:
+                self._checking.before_quorum()
+            self._asked_at, self._in_step = time.time(), True
+            super().start_quorum(*args, **options)
+            self._ready_at = time.time()
+            self._note_quorum()
+            if self._checking is not None:
+                self._checking.after_quorum()
+
+    def register_state_dict_fn(
+        self, key: str, load_state_dict: Callable[[Any], object], state_dict: Callable[[], Any]
+    ) -> None:
+        """Add a part whose state a chip that comes back receives, as torchft does."""
+        super().register_state_dict_fn(key, load_state_dict, state_dict)
+        self._parts[key] = load_state_dict, state_dict
+
+    def recompute(self, gradients: Callable[[Any], Any], batch: Any) -> None:
+        """Let another chip compute the gradient of this chip's samples, if that is due; call it in each step.
+
+        `gradients(batch)` returns tensors, the same bits on every chip that has the same state: take the gradients of
+        the module itself with `torch.autograd.grad`, not of the DistributedDataParallel around it. `batch` is what
+        `torch.save` writes and `torch.load(…, weights_only=True)` reads. Call this before the step's forward pass: if
+        chips disagree, all go back to the last verified state, and the step counts no more.
+        """
+        if self._checking is not None:
+            with self._leaving():
+                self._checking.recompute(gradients, batch)
+
+    @property
+    def verified(self) -> int:
+        """The last step whose state all due checks have found to be good; 0 if none has."""
+        return 0 if self._checking is None else self._checking.verified
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Take over the step of a state that was received or read, as torchft does."""
@@ -138,7 +201,10 @@ class Manager(torchft.Manager):
         try:
             self.wait_quorum()
             self._note_quorum()
-            committed = bool(super().should_commit(timeout))
+            if self._checking is not None:
+                self._checking.check_recomputed()
+            with self._group.apart():
+                committed = bool(super().should_commit(timeout))
         except BaseException as error:
             self._give_up(error)
             raise
@@ -170,10 +236,37 @@ class Manager(torchft.Manager):
         if sys.exception() is None:
             self.timeline.note("done", step=self.current_step())
 
+    def _look_at_list(self) -> None:
+        """Leave if this chip has been quarantined, and let the group plan round cables that have been."""
+        if self._watchlist is not None:
+            self._watchlist.look()
+            if (entry := self._watchlist.own) is not None:
+                raise self._watchlist.refusal(entry)
+            self._group.leave_out(self._watchlist.cables)
+
+    @contextmanager
+    def _leaving(self) -> Iterator[None]:
+        """Leave the job if there is a `QuarantineError`: the next quorum forms without this chip."""
+        try:
+            yield
+        except QuarantineError as error:
+            self._in_step = False
+            self._give_up(error)
+            self._group.abort()
+            super().shutdown(wait=False)
+            raise
+
+    def _rewind(self, state: dict[str, int]) -> None:
+        """Count on from an earlier step."""
+        super().load_state_dict(state)
+        self._source = "memory"
+
     def _note_quorum(self) -> None:
         """Write down a quorum and a state received since the last time. With an asynchronous quorum that is later."""
         spent = self._group.timings
         if spent.configured_at > self._noted_at:
+            if self._watchlist is not None:
+                self._watchlist.look()  # who is missing may have left because of it
             formed_at = spent.configured_at - spent.configure_s
             mesh = self._group.mesh
             members = sorted(self._hosts.number(mesh.chip(rank)) for rank in range(mesh.n_chips))
@@ -188,7 +281,8 @@ class Manager(torchft.Manager):
                 hosts=members,
                 machine=str(self._hosts),
             )
-            self._events.form(str(spent.formed_ms), members)
+            left = [] if self._watchlist is None else map(self._hosts.number, self._watchlist.chips)
+            self._events.form(str(spent.formed_ms), members, quarantined=left)
             self.timeline.note("join", at=formed_at, seconds=spent.configure_s - spent.plan_s)
             self.timeline.note("plan", at=spent.configured_at - spent.plan_s, seconds=spent.plan_s)
             self._noted_at, self._source = spent.configured_at, "in place"

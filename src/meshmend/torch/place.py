@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from meshmend.errors import Coordinate, MeshError
 from meshmend.machines import Machine
 from meshmend.machines.read import as_machine
-from meshmend.topology import Mesh, name_shape
+from meshmend.topology import Cable, Mesh, name_shape
 
 
 def find_place(
@@ -50,3 +50,14 @@ def describe_machine(whole: Mesh) -> str:
         return name_shape(whole.shape)
     exact = repr((whole.holes, whole.failed_cables, sorted(whole.cable_rates.items())))
     return f"{whole} [{hashlib.sha256(exact.encode()).hexdigest()[:12]}]"
+
+
+def without_cables(mesh: Mesh, cables: Iterable[Cable]) -> Mesh:
+    """Return a mesh in which these cables have failed, too."""
+    return Mesh(
+        mesh.shape,
+        wrap=mesh.wrap,
+        failed=mesh.holes,
+        failed_cables=[*mesh.failed_cables, *cables],
+        cable_rates=mesh.cable_rates.items(),
+    )

@@ -15,33 +15,38 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from meshmend import __version__
-from meshmend.errors import Coordinate, MeshError, MeshmendError, name_chip
+from meshmend.errors import Coordinate, DisagreementError, LostChipError, MeshError, MeshmendError, name_chip
 from meshmend.machines import Machine
 from meshmend.planning import PlanFunction
+from meshmend.quarantine import Sign
 from meshmend.schedule import Schedule
-from meshmend.topology import Mesh, Region, parse_chip
-from meshmend.torch.channel import Channel
+from meshmend.topology import Cable, Mesh, Region
+from meshmend.torch.channel import Channel, Deadline, TransportError
 from meshmend.torch.collective import check_tensors, reduce_tensors
 from meshmend.torch.engine import Engine
-from meshmend.torch.place import describe_machine, find_place
+from meshmend.torch.membership import Introduction, compare
+from meshmend.torch.place import describe_machine, find_place, without_cables
 from meshmend.torch.plans import DEFAULT_PLAN, Plans
 from meshmend.torch.private import fail_future, gloo_group
 from meshmend.torch.private_torchft import ReconfiguredGroup
+from meshmend.torch.queue_watch import QueueWatch
 from meshmend.torch.rendezvous import Patience, check_store, exchange
 from meshmend.torch.work import MeshWork
 
 INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
+T = TypeVar("T")
 
 
 @dataclass
@@ -91,6 +96,14 @@ class MeshProcessGroup(ReconfiguredGroup):
         self._whole, self._chip = find_place(shape, chip, machine, wrap)
         self._plans = Plans(plan)
         self._patience = Patience(most=timeout)
+        self._bad_cables: frozenset[Cable] = frozenset()
+        self.is_watched = False
+        """Whether the times of all calls are watched, for stragglers."""
+        self._watch: QueueWatch | None = None
+        self.terms = ""
+        """What else all members must have alike: which checks they run."""
+        self.undone: int | None = None
+        """How often this member has gone back to an earlier state; None until it has one."""
         self._interface = interface or os.environ.get(INTERFACE_ENV)
         self._mesh: Mesh | None = None
         self._group_ranks: list[int] = []
@@ -139,6 +152,16 @@ class MeshProcessGroup(ReconfiguredGroup):
         """Plan ahead for the loss of each of `holes`, so that `configure` finds its plan made."""
         self._plans.prepare(self._whole, holes, payload_bytes)
 
+    def leave_out(self, cables: Iterable[Cable]) -> None:
+        """Plan round these cables from now on, too, as all members do that are told of them by any member.
+
+        If that changes the plan, the group is aborted, and torchft forms the next one.
+        """
+        self._bad_cables = frozenset(cables)
+        mesh = self._mesh
+        if mesh is not None and without_cables(mesh, self._bad_cables) != mesh:
+            self.abort()
+
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         """Return the name of this kind of group in torch."""
         return "meshmend"
@@ -179,6 +202,7 @@ class MeshProcessGroup(ReconfiguredGroup):
             self._engines = {}
             # Engines share a channel: whichever plan a payload runs, all members count its calls alike.
             self._channel = Channel(group)
+            self._watch = QueueWatch(self._channel, self.mesh, self._group_ranks) if self.is_watched else None
         started = time.time()
         # A member that has reduced nothing yet plans too: a mesh without a plan must fail here for all members alike,
         # or those who went on would wait for the others.
@@ -192,8 +216,8 @@ class MeshProcessGroup(ReconfiguredGroup):
     def _meet(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
         """Find out where the members' chips are, and connect to them."""
         started = time.time()
-        chips = self._exchange(store, rank, world_size)
-        self._mesh = self._holed(chips)
+        chips, cables = self._exchange(store, rank, world_size)
+        self._mesh = without_cables(self._holed(chips), cables)
         self._group_ranks = [0] * world_size
         for member, chip in enumerate(chips):
             self._group_ranks[self._mesh.rank(chip)] = member
@@ -208,23 +232,15 @@ class MeshProcessGroup(ReconfiguredGroup):
         self.timings.connect_s = time.time() - started
         return group
 
-    def _exchange(self, store: dist.Store, rank: int, world_size: int) -> list[Coordinate]:
-        """Exchange coordinates with the other members."""
+    def _exchange(self, store: dist.Store, rank: int, world_size: int) -> tuple[list[Coordinate], frozenset[Cable]]:
+        """Exchange coordinates with the other members, and cables in quarantine: what any of them knows counts."""
         wrap = "".join(str(int(w)) for w in self._whole.wrap)
-        terms = f"meshmend {__version__}, {describe_machine(self._whole)}, wrap {wrap}, {self._plans}"
-        now_ms = time.time_ns() // 10**6
-        word = f"{now_ms}|{','.join(map(str, self._chip))}|{terms}"
-        told = [word.split("|", 2) for word in exchange(store, rank, world_size, word, self._patience.now)]
-        self.timings.formed_ms = int(told[0][0])
-        chips = []
-        for _, place, theirs in told:
-            if theirs != terms:
-                raise MeshError(
-                    f"Chip {name_chip(self._chip)} runs {terms}, but chip ({place}) runs {theirs}. "
-                    f"Every member needs the same shape or machine, plan and version."
-                )
-            chips.append(parse_chip(place))
-        return chips
+        terms = f"meshmend {__version__}, {describe_machine(self._whole)}, wrap {wrap}, {self._plans}{self.terms}"
+        own = Introduction(self._chip, terms, self._bad_cables, self.undone, Introduction.now_ms())
+        words = exchange(store, rank, world_size, str(own), self._patience.now)
+        members = [Introduction.read(word) for word in words]
+        self.timings.formed_ms = members[0].at_ms
+        return [member.chip for member in members], compare(own, members)
 
     def _holed(self, chips: list[Coordinate]) -> Mesh:
         """Return the machine without the chips that are not members."""
@@ -292,6 +308,54 @@ class MeshProcessGroup(ReconfiguredGroup):
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> MeshWork:
         """Reduce tensors in place as one payload."""
         return self.allreduce(tensors, opts)
+
+    def gather(self, description: str, own: bytes) -> dict[Coordinate, bytes]:
+        """Return what each member passed, by chip: as many bytes from each, of what `description` says."""
+        told = self._call(lambda channel, deadline: channel.gather(description, own, deadline))
+        return {self.mesh.chip(rank): told[member] for rank, member in enumerate(self._group_ranks)}
+
+    def pass_on(self, own: bytes, distance: int) -> bytes:
+        """Send some bytes to the chip whose rank is larger by `distance`, and return those of the one before."""
+        rank, ranks = self.mesh.rank(self._chip), self._group_ranks
+        target, source = (ranks[(rank + d) % len(ranks)] for d in (distance, -distance))
+        return self._call(lambda channel, deadline: channel.pass_on(own, target, source, deadline))
+
+    def end_times(self, step: int) -> tuple[Sign, ...]:
+        """End a step of the times that are watched; return signs against whoever is slow, the same on all members."""
+        watch = self._watch
+        return () if watch is None else self._call(lambda _, deadline: watch.add(step, deadline))
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Return what to enter around anything that waits for other chips, and is no all-reduce."""
+        return nullcontext() if self._watch is None else self._watch.times.apart()
+
+    def _call(self, what: Callable[[Channel, Deadline], T]) -> T:
+        """Run a call of all members, after the all-reduces that were started before it, and return its result."""
+        with self._guard:
+            channel, generation = self._channel, self._generation
+            if self._error is not None or channel is None:
+                raise self._error or MeshmendError(f"Chip {name_chip(self._chip)} has left its group.")
+            if self._worker is None:
+                self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="meshmend")
+            future = self._worker.submit(self._in_turn, channel, what)
+        try:
+            return future.result()
+        except DisagreementError:
+            raise
+        except Exception as error:
+            self._fail(error, generation)
+            raise
+
+    def _in_turn(self, channel: Channel, what: Callable[[Channel, Deadline], T]) -> T:
+        try:
+            with channel.turn(channel.ticket()):
+                return what(channel, Deadline(self._timeout))
+        except TransportError as error:
+            channel.close()
+            peer = self.mesh.chip(self._group_ranks.index(error.member))
+            lost = LostChipError(self._chip, peer, str(self.mesh), str(error))
+            channel.fail(lost)
+            raise lost from error
 
     def _fail(self, error: Exception, generation: int) -> None:
         with self._guard:

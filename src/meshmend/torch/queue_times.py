@@ -1,7 +1,7 @@
 """What a chip's queues say about time: how long it computed between calls, and when each message left and arrived.
 
-Kept by a channel while somebody watches it (`meshmend.torch.lag`). Two readings of the clock per message: nothing else
-is added to a call.
+Kept by a channel while somebody watches it (`meshmend.torch.queue_watch`). Two readings of the clock per message:
+nothing else is added to a call.
 """
 
 from __future__ import annotations

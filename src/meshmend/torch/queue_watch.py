@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from meshmend.errors import ParameterError
+from meshmend.errors import DisagreementError, ParameterError
 from meshmend.quarantine import Sign, Stragglers
 from meshmend.topology import Mesh
 from meshmend.torch.channel import Channel, Deadline
@@ -39,7 +39,7 @@ EVERY = 8
 Times = NDArray[np.float64]
 
 
-class LagWatch:
+class QueueWatch:
     """Watches the times of all calls over a channel. `members[r]` is the group's number of the mesh's rank r.
 
     Every member makes one, between the same calls, and calls `add` in the channel's turn after the calls of each step.
@@ -48,7 +48,7 @@ class LagWatch:
 
     def __init__(self, channel: Channel, mesh: Mesh, members: Sequence[int]) -> None:
         if channel.times is not None:
-            raise ParameterError("These calls are watched already: keep one LagWatch for each channel.")
+            raise ParameterError("These calls are watched already: keep one QueueWatch for each channel.")
         self.stragglers = Stragglers(mesh)
         self.times = channel.times = QueueTimes()
         self._channel = channel
@@ -61,18 +61,25 @@ class LagWatch:
         self._steps: list[tuple[int, StepTimes]] = []
 
     def add(self, step: int, deadline: Deadline) -> tuple[Sign, ...]:
-        """End a step; return the signs that the times of the last steps give, the same ones on all members."""
+        """End a step; return the signs that the times of the last steps give, the same ones on all members.
+
+        Times are exchanged at every eighth step by its number. If members have not all seen the same calls since then,
+        because a step failed on some of them, all of them leave these times out.
+        """
         self._steps.append((step, self.times.end_step()))
-        if len(self._steps) < EVERY:
+        if (step + 1) % EVERY:
             return ()
         ended, self._steps = self._steps, []
         with self.times.apart():
             calls = ", ".join(f"{times.n_calls} in step {number}" for number, times in ended)
-            self._channel.agree(f"times of calls: {calls}", deadline)
+            try:
+                self._channel.agree(f"times of calls: {calls}", deadline)
+            except DisagreementError:
+                return ()
             own = self._rows([times for _, times in ended], deadline).astype(np.float32)
             found = self._channel.gather("times", own.tobytes(), deadline)
         told = np.stack([np.frombuffer(found[member], np.float32) for member in self._members])
-        rows = told.reshape(len(told), EVERY, -1).astype(np.float64)  # [rank, step, time]
+        rows = told.reshape(len(told), len(ended), -1).astype(np.float64)  # [rank, step, time]
         signs: list[Sign] = []
         for number, (step, _) in enumerate(ended):
             step_s, compute_s, waits_s = rows[:, number, 0], rows[:, number, 1], rows[:, number, 2:]
