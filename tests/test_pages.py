@@ -85,6 +85,7 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
         ("CONTRIBUTING.md", "it makes an environment and installs into it"),
         ("backend.md", "one rank of twelve; tests/torch_engine/test_fsdp.py runs the same code"),
         ("operate.md", "the lines that differ from the program in torch.md"),
+        ("quarantine.md", "the lines that differ from the program in torch.md"),
         ("restart.md", "it needs eight hosts and a store"),
         ("restart.md", "it is a server that never ends"),
         ("restart.md", "it needs Slurm and eight nodes"),

@@ -31,6 +31,8 @@ from meshmend.torch.plans import DEFAULT_PLAN, Plans
 from meshmend.torch.sampling import order_of
 
 LIGHTHOUSE = (-1,)
+HEARTBEAT_MS = 3000
+"""Longer than a job needs: on a machine where many processes share few cores, those who are alive seem dead earlier."""
 N_SAMPLES, PER_CHIP, WIDTH = 90, 2, 40
 RATE, MOMENTUM = 2.0**-9, 0.5
 
@@ -166,7 +168,7 @@ def start(job: LyingJob, chips: Chips) -> None:
     mesh, plans = Mesh(job.shape), Plans(job.plan)
     for survivors in (mesh, *(mesh.fail(one.chip) for one in job.liars)):
         plans.get(survivors, payload_bytes=1)
-    chips.start(LIGHTHOUSE, lighthouse, job.folder / "lighthouse", 1000)
+    chips.start(LIGHTHOUSE, lighthouse, job.folder / "lighthouse", HEARTBEAT_MS)
     until((job.folder / "lighthouse").exists)
     for rank in range(mesh.n_chips):
         chips.start(mesh.chip(rank), train, job)

@@ -13,7 +13,7 @@ from meshmend.extras import require
 require("torch", needed_for="meshmend.torch", extra="torch")
 
 from meshmend.torch.backend import MeshBackend, MeshOptions, tile_ranks
-from meshmend.torch.checks import Checks
+from meshmend.torch.checks import TorchChecks as Checks
 from meshmend.torch.collective import all_reduce, comm_hook
 from meshmend.torch.engine import Engine
 

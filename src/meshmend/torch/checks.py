@@ -21,8 +21,8 @@ Opinions = dict[int, dict[int, set[bytes]]]
 
 
 @dataclass(frozen=True)
-class Checks:
-    """Checks of a job under torchft, for `Manager.of(group, shared=…, checks=Checks(), …)`.
+class TorchChecks:
+    """The checks of a job under torchft, as `mmt.Checks`: for `Manager.of(group, shared=…, checks=Checks(), …)`.
 
     - `digests_every`: all chips compare digests of their state every so many steps; 0: only where gradients are
       recomputed.
@@ -58,7 +58,7 @@ class Checks:
     def distances(self, step: int, n_chips: int) -> tuple[int, int]:
         """Return how far a chip's partner is from it, in ranks, and how far the third chip: other ones each time.
 
-        >>> [Checks(recompute_every=10).distances(step, n_chips=4) for step in (0, 10, 20, 30)]
+        >>> [TorchChecks(recompute_every=10).distances(step, n_chips=4) for step in (0, 10, 20, 30)]
         [(1, 2), (2, 3), (3, 1), (1, 2)]
         """
         partner = step // max(self.recompute_every, 1) % (n_chips - 1)
@@ -66,7 +66,7 @@ class Checks:
 
 
 @dataclass(frozen=True)
-class Ruling:
+class Weighed:
     """What opinions say: signs, or that the program cannot be checked so."""
 
     signs: tuple[Sign, ...] = ()
@@ -74,7 +74,7 @@ class Ruling:
     """Why the program is not deterministic, if it is not."""
 
 
-def weigh(opinions: Opinions, chips: Sequence[Coordinate], step: int) -> Ruling:
+def weigh(opinions: Opinions, chips: Sequence[Coordinate], step: int) -> Weighed:
     """Return what opinions that are not agreed say, the same on every chip: at most one sign per chip."""
     unsteady = {rank for found in opinions.values() for rank, values in found.items() if len(values) > 1}
     signs: dict[tuple[int, ...], Sign] = {}
@@ -100,11 +100,11 @@ def weigh(opinions: Opinions, chips: Sequence[Coordinate], step: int) -> Ruling:
     named = {rank for ranks in signs for rank in ranks if len(ranks) == 1}
     open_ones = {rank for ranks in signs for rank in ranks} - named
     if len(unsteady) > 1:
-        return Ruling(unrepeatable=f"{len(unsteady)} of {len(chips)} chips do not find the same twice")
+        return Weighed(unrepeatable=f"{len(unsteady)} of {len(chips)} chips do not find the same twice")
     if len(named) > max(1, len(chips) // 4) or len(open_ones) > max(3, len(chips) // 4):
-        return Ruling(unrepeatable=f"{len(named | open_ones)} of {len(chips)} chips find something else than others")
+        return Weighed(unrepeatable=f"{len(named | open_ones)} of {len(chips)} chips find something else than others")
     # Whoever is named explains what is open where it took part.
-    return Ruling(tuple(sign for ranks, sign in sorted(signs.items()) if len(ranks) == 1 or named.isdisjoint(ranks)))
+    return Weighed(tuple(sign for ranks, sign in sorted(signs.items()) if len(ranks) == 1 or named.isdisjoint(ranks)))
 
 
 def _sign(

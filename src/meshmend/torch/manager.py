@@ -26,8 +26,8 @@ from meshmend.launch.hosts import Hosts
 from meshmend.launch.local import timeline_of
 from meshmend.launch.places import find_job
 from meshmend.launch.timeline import Timeline, process_started_at
-from meshmend.torch.checking import KEY, Checking
-from meshmend.torch.checks import Checks
+from meshmend.torch.checks import TorchChecks
+from meshmend.torch.guard import KEY, StateGuard
 from meshmend.torch.process_group import MeshProcessGroup
 from meshmend.torch.watchlist import Watchlist
 
@@ -69,8 +69,9 @@ class Manager(torchft.Manager):
     events in memory only. A chip that the folder's quarantine list names cannot join, and leaves with a
     `QuarantineError` at its next step if it has joined before; a cable of the list counts as failed.
 
-    `checks` compares the chips' states at intervals, and can recompute gradients: see `Checks` and `recompute`. A chip
-    that is found to compute wrong numbers is quarantined and leaves; all others go back to the last verified state.
+    `checks` compares the chips' states at intervals, and can recompute gradients: see `mmt.Checks` and `recompute`. A
+    chip that is found to compute wrong numbers is quarantined and leaves; all others go back to the last verified
+    state.
 
     Add what torchft does not know: `manager.note(loss=…)` before the step is committed, and around a checkpoint on disk
     `with manager.timeline.timed("checkpoint"): …`, followed by `manager.timeline.note("saved", step=…)`.
@@ -84,7 +85,7 @@ class Manager(torchft.Manager):
         min_replica_size: int | None = None,
         *,
         shared: str | Path | None = None,
-        checks: Checks | None = None,
+        checks: TorchChecks | None = None,
         **options: Any,
     ) -> None:
         if checks is not None and (shared is None or options.get("use_async_quorum")):
@@ -115,18 +116,21 @@ class Manager(torchft.Manager):
         """Up to when quorums and received states are in the timeline."""
         self._parts: dict[str, tuple[Callable[[Any], object], Callable[[], Any]]] = {}
         super().__init__(pg, load_state_dict, state_dict, least, **options)
-        self._checking: Checking | None = None
+        self._guard: StateGuard | None = None
         if checks is not None and self._watchlist is not None:
-            self._checking = Checking(
-                checks, self, self._rewind, pg, self._parts, self._watchlist, self.timeline, hosts
-            )
-            super().register_state_dict_fn(KEY, self._checking.receive, self._checking.send)
+            self._guard = StateGuard(checks, self, self._rewind, pg, self._parts, self._watchlist, self.timeline, hosts)
+            super().register_state_dict_fn(KEY, self._guard.receive, self._guard.send)
         self.timeline.note("process", at=began, seconds=time.time() - began)
         self.timeline.note("round", least=least, most=pg.whole.n_chips)
 
     @classmethod
     def of(
-        cls, pg: MeshProcessGroup, *, shared: str | Path | None = None, checks: Checks | None = None, **parts: Stateful
+        cls,
+        pg: MeshProcessGroup,
+        *,
+        shared: str | Path | None = None,
+        checks: TorchChecks | None = None,
+        **parts: Stateful,
     ) -> Manager:
         """Return a manager that keeps the state of these parts, with a default for everything else."""
         if not parts:
@@ -155,14 +159,14 @@ class Manager(torchft.Manager):
         """Begin a step, as torchft does; raise `QuarantineError` and leave the job if this chip is in quarantine."""
         with self._leaving(), self._group.apart():
             self._look_at_list()
-            if self._checking is not None:
-                self._checking.before_quorum()
+            if self._guard is not None:
+                self._guard.before_quorum()
             self._asked_at, self._in_step = time.time(), True
             super().start_quorum(*args, **options)
             self._ready_at = time.time()
             self._note_quorum()
-            if self._checking is not None:
-                self._checking.after_quorum()
+            if self._guard is not None:
+                self._guard.after_quorum()
 
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[Any], object], state_dict: Callable[[], Any]
@@ -179,14 +183,14 @@ class Manager(torchft.Manager):
         `torch.save` writes and `torch.load(…, weights_only=True)` reads. Call this before the step's forward pass: if
         chips disagree, all go back to the last verified state, and the step counts no more.
         """
-        if self._checking is not None:
+        if self._guard is not None:
             with self._leaving():
-                self._checking.recompute(gradients, batch)
+                self._guard.recompute(gradients, batch)
 
     @property
     def verified(self) -> int:
         """The last step whose state all due checks have found to be good; 0 if none has."""
-        return 0 if self._checking is None else self._checking.verified
+        return 0 if self._guard is None else self._guard.verified
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Take over the step of a state that was received or read, as torchft does."""
@@ -201,8 +205,8 @@ class Manager(torchft.Manager):
         try:
             self.wait_quorum()
             self._note_quorum()
-            if self._checking is not None:
-                self._checking.check_recomputed()
+            if self._guard is not None:
+                self._guard.check_recomputed()
             with self._group.apart():
                 committed = bool(super().should_commit(timeout))
         except BaseException as error:

@@ -25,7 +25,7 @@ from meshmend.errors import Coordinate, DisagreementError, MeshmendError, Parame
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.timeline import Timeline
 from meshmend.quarantine import Sign, SignBook, report, untrusted
-from meshmend.torch.checks import Checks, Opinions, weigh
+from meshmend.torch.checks import Opinions, TorchChecks, weigh
 from meshmend.torch.digests import compare, digest, pieces
 from meshmend.torch.membership import UndoneError
 from meshmend.torch.process_group import MeshProcessGroup
@@ -40,12 +40,12 @@ WORD = 16
 Gradients = Callable[[Any], Any]
 
 
-class Checking:
+class StateGuard:
     """The checks of one chip, and the state that it goes back to."""
 
     def __init__(
         self,
-        checks: Checks,
+        checks: TorchChecks,
         manager: torchft.Manager,
         rewind: Callable[[dict[str, int]], None],
         group: MeshProcessGroup,
