@@ -28,7 +28,7 @@ from meshmend.jax.feed import Batch, Feed
 from meshmend.jax.layer_scan import scan_layers
 from meshmend.jax.layerwise import add_decayed_weights, clip_by_global_norm, lamb, lars, scale_by_trust_ratio
 from meshmend.jax.ledger import Ledger
-from meshmend.jax.managed import Job, JobStep
+from meshmend.jax.managed import Checks, Job, JobStep
 from meshmend.jax.program import (
     Program,
     ProgramPair,
@@ -43,7 +43,6 @@ from meshmend.jax.sharded_training import ShardedTrainStep, sharded_train_step
 from meshmend.jax.tiles import TiledFabric, tile
 from meshmend.jax.training import train_step
 from meshmend.jax.updates import TrainStep
-from meshmend.quarantine import Checks
 
 __all__ = [
     "BadSum",

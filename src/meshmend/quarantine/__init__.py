@@ -6,7 +6,6 @@ somebody clears it. `Stragglers` finds who is slow. Nothing here needs an engine
 """
 
 from meshmend.quarantine.book import Noted, SignBook, untrusted
-from meshmend.quarantine.checks import Checks
 from meshmend.quarantine.entries import BY_HAND, THE_JOB, Quarantined, QuarantineList
 from meshmend.quarantine.judge import Judge, Verdict
 from meshmend.quarantine.report import enforce, report
@@ -17,7 +16,6 @@ from meshmend.quarantine.suspect import Suspect
 __all__ = [
     "BY_HAND",
     "THE_JOB",
-    "Checks",
     "Judge",
     "Noted",
     "QuarantineList",

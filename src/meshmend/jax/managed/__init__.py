@@ -4,7 +4,8 @@
 can be used alone.
 """
 
+from meshmend.jax.managed.checks import Checks
 from meshmend.jax.managed.job import Job
 from meshmend.jax.managed.step import JobStep
 
-__all__ = ["Job", "JobStep"]
+__all__ = ["Checks", "Job", "JobStep"]

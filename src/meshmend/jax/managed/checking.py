@@ -24,12 +24,13 @@ from meshmend.jax.compiling import CompiledTrainStep
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.feed import Batch
 from meshmend.jax.job.session import Session
+from meshmend.jax.managed.checks import Checks
 from meshmend.jax.managed.model import Model
 from meshmend.jax.program import Program
 from meshmend.jax.state import Keeper
 from meshmend.jax.tiles import TiledFabric
 from meshmend.launch.events import note_quarantined
-from meshmend.quarantine import Checks, Quarantined, Sign, report
+from meshmend.quarantine import Quarantined, Sign, report
 from meshmend.quarantine.sign import LAG
 
 WRITTEN_AFTER = 2

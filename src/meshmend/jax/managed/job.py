@@ -20,6 +20,7 @@ from meshmend.jax.batching import KeepGlobal, KeepPerChip, Policy
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.job.alone import initialize_alone, is_launched
 from meshmend.jax.job.session import Session, initialize
+from meshmend.jax.managed.checks import Checks
 from meshmend.jax.managed.data import RandomKey, make_feed
 from meshmend.jax.managed.ending import Ending
 from meshmend.jax.managed.model import Model, Update
@@ -28,7 +29,6 @@ from meshmend.jax.managed.shared import SharedFolder, check_shared, open_shared
 from meshmend.jax.managed.step import JobStep
 from meshmend.jax.state import Resumed
 from meshmend.planning import Planner
-from meshmend.quarantine import Checks
 
 
 class Job:

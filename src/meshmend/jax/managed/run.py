@@ -25,6 +25,7 @@ from meshmend.jax.job.session import Session
 from meshmend.jax.job.survivors import agree_on_untrusted
 from meshmend.jax.ledger import Ledger
 from meshmend.jax.managed.checking import Checking, check_possible
+from meshmend.jax.managed.checks import Checks
 from meshmend.jax.managed.data import with_places
 from meshmend.jax.managed.model import Model
 from meshmend.jax.managed.shared import SharedFolder
@@ -33,7 +34,6 @@ from meshmend.jax.program import AnyProgram, install, install_pair, install_turn
 from meshmend.jax.state import Keeper, fetch
 from meshmend.jax.state.layout import StateLayout
 from meshmend.planning import PlanCache, Planner, plan
-from meshmend.quarantine import Checks
 from meshmend.schedule import Collective, Schedule
 
 AHEAD_AFTER = 3
