@@ -122,14 +122,19 @@ def test_by_hand_and_back(tmp_path: Path) -> None:
         command("add", str(job.shared), "0,1", "--why", "a smell of smoke")
         command("add", str(job.shared), "1,0-2,0", "--why", "a loose plug")
         left: dict[Chip, Any] = {}
-        until(lambda: left.update(chips.poll()) or left)
+
+        def has_left(how: str) -> bool:
+            left.update(chips.poll())
+            return how in left.get(LIAR, {})
+
+        until(lambda: has_left("left"))
         assert "0,1 is in quarantine until" in left[LIAR]["left"]
         assert "because of a smell of smoke" in left[LIAR]["left"]
         here = at_step(job, 0)
         until(lambda: at_step(job, 0) >= here + 5)
         # It cannot come back yet: the lighthouse does not hear of it, and nobody waits for it.
         chips.start(LIAR, train, job, 1)
-        until(lambda: left.update(chips.poll()) or "refused" in left[LIAR])
+        until(lambda: has_left("refused"))
         assert "because of a smell of smoke" in left[LIAR]["refused"]
         command("clear", str(job.shared), "0,1")
         chips.start(LIAR, train, job, 2)
