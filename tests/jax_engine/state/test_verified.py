@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from jax_engine.restart_cases import Started, assert_is_step, elements
 from meshmend.errors import RestartError
+from meshmend.jax.state.disk import Disk
 from meshmend.jax.state.memory import MAGIC, WITHOUT_VERIFIED, Copy, HostMemory, read_copy
 from meshmend.jax.state.mirror import copy_of, make_parts_fn
 from meshmend.jax.state.sources import offer_copy, rank_sources
@@ -164,6 +165,22 @@ def test_untrusted_checkpoints_are_set_aside_and_an_older_one_is_good(tmp_path: 
     job.keeper.close()
     job = Started(**options, untrusted=[(1, 7)])
     assert_is_step(job, job.restore(), 10)
+
+
+def test_the_last_verified_checkpoint_stays_on_disk(tmp_path: Path) -> None:
+    """Without copies in memory there is nothing else to go back to."""
+    options: dict[str, Any] = {"memory_every": 0, "disk": tmp_path, "disk_every": 1}
+    job = Started(**options, untrusted=[])
+    job.restore()
+    job.keep(1, 2, 3)
+    job.keeper.verify(2)
+    job.keep(4, 5, 6)
+    job.crash()
+    job.keeper.close()
+    assert Disk(tmp_path).steps() == [2, 5, 6]
+    job = Started(**options, untrusted=[(1, 2)])
+    with pytest.warns(RuntimeWarning, match="at step 2"):
+        assert_is_step(job, job.restore(), 2)
 
 
 def test_a_state_from_before_the_checks_is_taken_for_good(tmp_path: Path) -> None:

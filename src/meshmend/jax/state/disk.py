@@ -30,7 +30,7 @@ from meshmend.jax.state.fetch import wait_for, with_timeout
 from meshmend.jax.state.identity import Identity
 from meshmend.jax.state.layout import Boxes, StateLayout, by_place, vectors_from_leaves
 from meshmend.jax.state.outline import Outline, Vectors, dtype_named
-from meshmend.jax.state.trust import UNCHECKED
+from meshmend.jax.state.trust import UNCHECKED, Preserved
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
@@ -68,7 +68,7 @@ class Saved:
 
 
 class Disk:
-    """The checkpoints in a folder that all hosts share. The newest `keep` are kept.
+    """The checkpoints in a folder that all hosts share. The newest `keep` stay, and the last that is verified.
 
     `exchange` sends a fact to all processes and returns the facts of all; every process must make the same saves.
     """
@@ -82,7 +82,7 @@ class Disk:
         exchange: Callable[[Any], list[Any]] = lambda fact: [fact],
     ) -> None:
         self.folder = Path(folder).absolute()
-        self.keep = keep
+        self.preserved = Preserved(keep)
         self.timeout_s = timeout_s
         self.exchange = exchange
         self._manager: ocp.CheckpointManager | None = None
@@ -212,6 +212,7 @@ class Disk:
         }
         text = json.dumps(facts)
         checksum = hashlib.sha256(text.encode()).hexdigest()
+        self.preserved.verified = verified
         ocp, manager = self._opened()
         arrays = {f"{i:05d}": leaf for i, leaf in enumerate(leaves)}
         items = ocp.args.Composite(
@@ -306,7 +307,7 @@ class Disk:
         ocp = _orbax()
         if self._manager is None:
             options = ocp.CheckpointManagerOptions(
-                max_to_keep=self.keep, enable_async_checkpointing=True, cleanup_tmp_directories=True
+                preservation_policy=self.preserved, enable_async_checkpointing=True, cleanup_tmp_directories=True
             )
             self._manager = ocp.CheckpointManager(self.folder, options=options)
         return ocp, self._manager

@@ -87,3 +87,28 @@ class Trust:
             f"a check found wrong numbers in attempt {self.newest_attempt}, and the last verified step was "
             f"{self.last_verified}: not trusted are {', '.join(map(str, passed_over[:LISTED]))}{more}"
         )
+
+
+class Preserved:
+    """Which checkpoints stay on disk, as Orbax asks for it: the newest few, and the last up to the verified step.
+
+    >>> kept = Preserved(2)
+    >>> kept.of([100, 200, 300, 400])
+    [False, False, True, True]
+    >>> kept.verified = 250
+    >>> kept.of([100, 200, 300, 400])
+    [False, True, True, True]
+    """
+
+    def __init__(self, newest: int) -> None:
+        self.newest = newest
+        self.verified = UNCHECKED
+
+    def of(self, steps: Sequence[int]) -> list[bool]:
+        """Say for each of these steps, oldest first, whether its checkpoint stays."""
+        stay = {*steps[-self.newest :], *[step for step in steps if step <= self.verified][-1:]}
+        return [step in stay for step in steps]
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:  # noqa: ARG002
+        """Answer Orbax."""
+        return self.of([info.step for info in checkpoints])
