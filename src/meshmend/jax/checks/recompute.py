@@ -23,8 +23,8 @@ as often as a step suffers from one. Half of the examples is enough, because eac
 Missed are: many chips with the same wrong bits; faults between checks that have gone again; what only the program of
 the train step suffers from, since this one is a program of its own. Wrong sums and updates are for the other checks.
 
-**What it costs.** The gradients of one whole batch per check, so about 1/k of the computing; and the reading of half a
-batch.
+**What it costs.** The gradients of one whole batch per check, so about 1/k of the computing; reading half a batch; and
+two digests of the parameters and the gradients, which count where a chip has few examples.
 
 **What it needs.** A deterministic program: the same on all chips, and the same each time. The first check computes each
 device's own part twice. Where chips do not reproduce themselves, or more than a third of them are suspects at the first
@@ -195,7 +195,8 @@ class Recompute:
         was_first, self._is_first = self._is_first, False
         if is_agreed(opinions):
             return ()
-        more = [OWN] if not arbiters or not was_first else []
+        # Who finds something else the second time is unsteady; the first check has asked for that already.
+        more = [] if was_first and arbiters else [OWN]
         opinions += self._ask([*arbiters, *more], params, model_state, parts)
         return self._conclude(weigh(opinions, self._owners, step), was_first=was_first)
 
