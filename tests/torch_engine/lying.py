@@ -7,6 +7,7 @@ weight anywhere shows in all later ones.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 import time
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 import meshmend.torch as mmt
 from meshmend import Mesh
 from meshmend.bench.replica import divert, lighthouse
-from meshmend.errors import QuarantineError
+from meshmend.errors import MeshmendError, QuarantineError
 from meshmend.lab.chips import Chips
 from meshmend.planning import PlanCache, PlanFunction
 from meshmend.torch.plans import DEFAULT_PLAN, Plans
@@ -41,7 +42,12 @@ Chip = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Lying:
-    """What a chip does wrong from a step on: "update", "gradient", "once" (one update), "slow", or nothing."""
+    """What a chip does wrong from a step on.
+
+    "update", "gradient": its weights, or its gradients, are wrong. "once": one update is. "noise": what it recomputes
+    is never the same twice. "deaf": it loses the others at the check of that step, and never reads the sign book.
+    "slow": it takes longer than the others.
+    """
 
     chip: Chip = (0, 0)
     how: str = "nothing"
@@ -94,7 +100,7 @@ class Exact(torch.nn.Module):
 def train(chip: Chip, job: LyingJob, life: int = 0) -> dict[str, Any]:
     """Train as a chip that may lie; return how it ended."""
     logging.disable(logging.CRITICAL)
-    warnings.simplefilter("ignore", DeprecationWarning)  # torchft's own logging would fail each quorum
+    warnings.simplefilter("ignore")  # those of torchft, as errors, would fail each quorum
     divert(job.folder / f"{chip}.{life}.err")
     torch.set_num_threads(1)
     os.environ["TORCHFT_LIGHTHOUSE"] = (job.folder / "lighthouse").read_text()
@@ -102,17 +108,22 @@ def train(chip: Chip, job: LyingJob, life: int = 0) -> dict[str, Any]:
     module = Exact()
     sgd = torch.optim.SGD(module.parameters(), lr=RATE, momentum=MOMENTUM)
     group = mmt.MeshProcessGroup(job.shape, chip, interface="lo", plan=job.plan)
+    if "deaf" in lies:
+        group.gather = deafened(group.gather, f"after step {lies['deaf']},")  # type: ignore[method-assign]
     steps: dict[int, int] = {}
     """How many chips took part in each step that is not undone."""
     try:
         manager = mmt.Manager.of(group, shared=job.shared, checks=job.checks, module=module, sgd=sgd)
     except QuarantineError as error:
         return {"refused": str(error)}
+    if "deaf" in lies:
+        assert manager._guard is not None
+        manager._guard.before_quorum = lambda: None  # type: ignore[method-assign]
     if life == 0:
         # Torchft trains with whoever is there. All of them shall be.
         (job.folder / f"here-{group.whole.rank(chip)}").touch()
         until(lambda: len(list(job.folder.glob("here-*"))) == group.whole.n_chips)
-    data = samples()
+    data, counting = samples(), itertools.count()
     sampler = mmt.StepSampler(manager, N_SAMPLES, PER_CHIP, seed=3)
     parallel = mmt.DistributedDataParallel(manager, module)
     optimizer = torchft.Optimizer(manager, sgd)
@@ -123,7 +134,12 @@ def train(chip: Chip, job: LyingJob, life: int = 0) -> dict[str, Any]:
             steps = {number: n for number, n in steps.items() if number <= step}
             batch = data[sampler.indices()]
             module.error = float("gradient" in lies and step >= lies["gradient"])
-            manager.recompute(lambda batch: torch.autograd.grad(module(batch), [module.w]), batch)
+
+            def gradients(batch: torch.Tensor) -> Any:
+                noise = float("noise" in lies) * next(counting)
+                return [gradient + noise for gradient in torch.autograd.grad(module(batch), [module.w])]
+
+            manager.recompute(gradients, batch)
             parallel(batch).backward()
             optimizer.step()
             if manager.current_step() > step:
@@ -145,6 +161,20 @@ def train(chip: Chip, job: LyingJob, life: int = 0) -> dict[str, Any]:
         "cables": group.mesh.failed_cables,
         "events": [event for event in manager.timeline.events if event["event"] in ("gave up", "unrepeatable")],
     }
+
+
+def deafened(gather: Any, when: str) -> Any:
+    """Return a group's `gather` that fails once, at the last moment."""
+    left = [when]
+
+    def fail_once(description: str, own: bytes) -> Any:
+        told = gather(description, own)
+        if left and left[0] in description:
+            left.clear()
+            raise MeshmendError("nothing was heard")
+        return told
+
+    return fail_once
 
 
 def until(condition: Any, patience_s: float = 60.0) -> None:

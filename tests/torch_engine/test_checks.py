@@ -82,6 +82,9 @@ def test_pieces_have_names_and_no_order_of_filling() -> None:
     assert [name for name, _ in pieces(other)] == names
     assert [digest(piece) for _, piece in pieces(state)] == [digest(piece) for _, piece in pieces(other)]
     assert [len(piece) for _, piece in pieces({"t": torch.ones(4, 3).T})] == [12]
+    wide = torch.zeros(2**19 + 1, dtype=torch.float64)
+    assert [len(piece) for _, piece in pieces([wide])] == [2**19, 1]
+    assert len({digest(piece) for _, piece in pieces([wide + 1])}) == 2
     with pytest.raises(ParameterError, match=r"s is not a dense tensor.*Checks\(own=…\)"):
         list(pieces({"s": torch.ones(3).to_sparse()}))
 

@@ -98,7 +98,7 @@ class TrainingRun:
             memory_every=aids.memory_every,
             disk=aids.shared.disk if aids.disk_every else None,
             disk_every=aids.disk_every or 1,
-            # None says that nothing has ever checked this job: what it keeps counts as good for a later run with checks.
+            # None says that nothing checks this job: what it keeps counts as good for a later run with checks.
             untrusted=untrusted if untrusted or aids.checks is not None else None,
         )
         if aids.memory_every:
