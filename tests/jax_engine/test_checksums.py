@@ -84,33 +84,61 @@ def places(program: mmj.Program) -> dict[str, list[tuple[int, int, int, int]]]:
     return found
 
 
+BATCH = 240
+"""Faults in one call: each has its own payload, and all of them travel together."""
+
+
+@cache
+def injected(name: str) -> tuple[Any, Any]:
+    """Return a compiled function of a payload, the program and a batch of faults, and one that sums without faults."""
+    fabric, program, _ = checked(name)
+
+    def faulty(payload: Any, program: mmj.Program, faults: Fault) -> Any:
+        return jax.vmap(lambda fault: mmj.checked_all_reduce(payload, program, fault=fault), out_axes=1)(faults)
+
+    by_chip, same = cases.BY_CHIP, jax.sharding.PartitionSpec()
+    specs: dict[str, Any] = {"mesh": fabric.jax_mesh, "check_vma": False}
+    return (
+        jax.jit(jax.shard_map(faulty, in_specs=(by_chip, program.spec, same), out_specs=(by_chip, by_chip), **specs)),
+        jax.jit(jax.shard_map(mmj.all_reduce, in_specs=(by_chip, program.spec), out_specs=by_chip, **specs)),
+    )
+
+
 def inject(name: str, count: int, seed: int) -> Counter[str]:
     """Flip so many bits, and count what was missed. Whatever is found must be what was done, and where."""
-    fabric, program, run = checked(name)
+    fabric, program, _ = checked(name)
+    faulty, plain = injected(name)
     rng = np.random.default_rng(seed)
     where = places(program)
     size = 4 * program.layout.shape.total_chunks  # nothing is padded: a flip in a zero is as small as rounding
     whole = rng.uniform(0.5, 1.5, size=fabric.n_chips * size).astype(np.float32)
+    wanted = np.asarray(plain(whole, program), float).reshape(fabric.n_chips, size)
     missed: Counter[str] = Counter()
-    for number in range(count):
-        kind = KINDS[number % 3]
-        loop, chip, step, lane = where[kind][int(rng.integers(len(where[kind])))]
-        element = int(rng.integers(4 * program.layout.shape.lanes[loop][lane].run))
-        bit = number // 3 % 32
-        fault = Fault(*(jnp.int32(x) for x in (KINDS.index(kind), chip, loop, step, lane, element, bit)))
-        plain, sums, evidence = run(whole, program, fault)
-        found = mmj.bad_sums(evidence, program, fabric)
-        chips: tuple[tuple[int, ...], ...] = (fabric.mesh.chip(chip),)
-        if kind == TRANSFER:
-            pairs = program.layout.shape.lanes[loop][lane].pairs
-            chips = (fabric.mesh.chip(next(a for a, b in pairs if b == chip)), *chips)
-        if not found:
-            missed[kind] += 1
-            # Two roundings of a partial sum; on its way it is rounded again with every further one.
-            error = np.abs(np.asarray(sums, float) - np.asarray(plain, float)).max()
-            assert error <= 4 * np.finfo(np.float32).eps * 1.5 * fabric.n_chips, "what is missed is like rounding"
-        else:
-            assert [(one.kind, one.chips, one.times) for one in found] == [(kind, chips, 1)], fault
+    for first in range(0, count, BATCH):
+        faults = []
+        for number in range(first, first + BATCH):
+            kind = KINDS[number % 3]
+            loop, chip, step, lane = where[kind][int(rng.integers(len(where[kind])))]
+            element = int(rng.integers(4 * program.layout.shape.lanes[loop][lane].run))
+            faults.append((KINDS.index(kind), chip, loop, step, lane, element, number // 3 % 32))
+        sums, evidence = faulty(whole, program, Fault(*jnp.asarray(faults, jnp.int32).T))
+        sums = np.asarray(sums, float).reshape(fabric.n_chips, size, BATCH)
+        evidence = np.moveaxis(np.asarray(evidence), 1, 0)
+        for number in range(min(BATCH, count - first)):
+            what, chip, loop, _, lane, *_ = faults[number]
+            kind = KINDS[what]
+            chips: tuple[tuple[int, ...], ...] = (fabric.mesh.chip(chip),)
+            if kind == TRANSFER:
+                pairs = program.layout.shape.lanes[loop][lane].pairs
+                chips = (fabric.mesh.chip(next(a for a, b in pairs if b == chip)), *chips)
+            found = mmj.bad_sums(evidence[number], program, fabric)
+            if not found:
+                missed[kind] += 1
+                # Two roundings of a partial sum; on its way it is rounded again with every further one.
+                error = np.abs(sums[:, :, number] - wanted).max()
+                assert error <= 4 * np.finfo(np.float32).eps * 1.5 * fabric.n_chips, "what is missed is like rounding"
+            else:
+                assert [(one.kind, one.chips, one.times) for one in found] == [(kind, chips, 1)], faults[number]
     return missed
 
 

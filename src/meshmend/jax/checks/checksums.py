@@ -29,12 +29,12 @@ from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
 from meshmend.errors import ParameterError
-from meshmend.jax.checks.words import digest_rows
+from meshmend.jax.checks.words import digest_rows, sum_rows
 from meshmend.jax.collectives import all_reduce_by
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.lanes import KEEP, Lane
-from meshmend.jax.loops import Chunks, choose, scan_steps
-from meshmend.jax.program import Program
+from meshmend.jax.loops import Chunks, choose, scan_steps, zero_after
+from meshmend.jax.program import ChunkLayout, Program
 from meshmend.schedule import Op
 
 MEMORY, TRANSFER, ADDITION = KINDS = ("memory", "transfer", "addition")
@@ -143,8 +143,7 @@ def _run_checked(chunks: Chunks, program: Program, fault: Fault | None) -> tuple
     """Run the program's loops; return the chunks, and this chip's evidence."""
     layout, loops = program.layout, program.layout.shape.lanes
     first_rows = [0, *accumulate(map(len, loops))]
-    # A loop of its own: otherwise the compiler may compute what is summed once more, in another order, to digest it.
-    digests = lax.map(lambda chunk: digest_rows(chunk[None])[0], chunks)
+    digests = _digest_each(chunks)
     evidence = jnp.zeros((first_rows[-1] + 1, len(KINDS)), jnp.uint32)
     for number, (tables, lanes) in enumerate(zip(program.tables, loops, strict=True)):
         inject = _Injection(fault, number, layout.axis)
@@ -158,58 +157,90 @@ def _run_checked(chunks: Chunks, program: Program, fault: Fault | None) -> tuple
             inject: _Injection = inject,
         ) -> Any:
             chunks, digests, evidence, now = held
-            checked = _CheckedStep(chunks, digests, lanes, inject, now)
-            checked.move(row, layout.axis)
-            evidence = evidence.at[first : first + len(lanes)].add(checked.failed.astype(jnp.uint32))
+            checked = _CheckedStep(chunks, digests, lanes, inject)
+            checked.move(row, now, layout)
+            evidence = evidence.at[first : first + len(lanes)].add(checked.failed)
             return checked.chunks, checked.digests, evidence, now + 1
 
         start = (chunks, digests, evidence, jnp.int32(0))
         chunks, digests, evidence, _ = scan_steps(start, tables, None, layout, step)
-    at_rest = (digest_rows(chunks) != digests).any().astype(jnp.uint32)
+    at_rest = (_digest_each(chunks) != digests).any().astype(jnp.uint32)
     return chunks, evidence.at[-1, KINDS.index(MEMORY)].add(at_rest)
 
 
+def _digest_each(chunks: Chunks) -> Annotated[jax.Array, "uint32[K]"]:
+    """Return the digests of all chunks.
+
+    In a loop of its own, one chunk after the other: otherwise the compiler may compute what is summed once more, in
+    another order, to digest it. And mixed words need no room but that of one chunk.
+    """
+    found: jax.Array = lax.map(lambda chunk: digest_rows(chunk[None])[0], chunks)
+    return found
+
+
 class _CheckedStep:
-    """One step of a loop: moves as `loops` does, and notes which checks have failed."""
+    """One step of a loop: moves as `loops` does, and notes which checks have failed.
 
-    def __init__(
-        self, chunks: Chunks, digests: jax.Array, lanes: tuple[Lane, ...], inject: _Injection, now: jax.Array
-    ) -> None:
+    What a check reads must be read before it is overwritten, or the compiler copies the whole payload to be safe: on
+    TPU barriers say so, elsewhere zeros that come out of the checks (see `after_all`).
+    """
+
+    def __init__(self, chunks: Chunks, digests: jax.Array, lanes: tuple[Lane, ...], inject: _Injection) -> None:
         self.chunks, self.digests = chunks, digests
-        self.failed = jnp.zeros((len(lanes), len(KINDS)), bool)
-        self._lanes, self._inject, self._now = lanes, inject, now
+        self._lanes, self._inject = lanes, inject
+        self._failed: dict[tuple[int, str], Any] = {}
 
-    def move(self, row: Any, axis: str) -> None:
+    @property
+    def failed(self) -> Annotated[jax.Array, "uint32[L, 3]"]:
+        """Whether each check of each lane has failed."""
+        flags = [self._failed.get((i, kind), False) for i in range(len(self._lanes)) for kind in KINDS]
+        return jnp.stack([jnp.asarray(flag).astype(jnp.uint32) for flag in flags]).reshape(-1, len(KINDS))
+
+    def move(self, row: Any, now: jax.Array, layout: ChunkLayout) -> None:
+        """Do what a row of the tables says; `now` is the number of the step."""
         send, receive, ops = row
         arrived, told = [], []
         for i, lane in enumerate(self._lanes):
             leaving = lax.dynamic_slice_in_dim(self.chunks, send[i], lane.run)
-            leaving = self._inject(MEMORY, i, self._now, leaving)
+            leaving = lax.optimization_barrier(self._inject(MEMORY, i, now, leaving))
             digest = digest_rows(leaving)
             kept = lax.dynamic_slice_in_dim(self.digests, send[i], lane.run)
-            self._note(MEMORY, i, (digest != kept).any())
-            arrived.append(self._inject(TRANSFER, i, self._now, lax.ppermute(leaving, axis, lane.pairs)))
-            told.append(lax.ppermute(digest, axis, lane.pairs))
-        # All that leaves has left before anything is put into its place.
-        arrived, told, self.chunks, self.digests = lax.optimization_barrier((arrived, told, self.chunks, self.digests))
-        for i, lane in enumerate(self._lanes):
-            self._take(i, lane, arrived[i], told[i], receive[i], None if ops is None else ops[i])
+            self._failed[i, MEMORY] = (digest != kept).any()
+            arrived.append(self._inject(TRANSFER, i, now, lax.ppermute(leaving, layout.axis, lane.pairs)))
+            told.append(lax.ppermute(digest, layout.axis, lane.pairs))
+        arrived, told = lax.optimization_barrier((arrived, told))
+        is_tpu = layout.platform == "tpu"
+        after = 0 if is_tpu else zero_after([*arrived, *told], receive[0])
+        for i in range(len(self._lanes)):
+            op = None if ops is None else ops[i]
+            self._take(i, arrived[i], told[i], receive[i] + after, op, now, zero=None if is_tpu else receive[i] >> 31)
 
-    def _take(self, i: int, lane: Lane, new: jax.Array, told: jax.Array, at: jax.Array, op: Any) -> None:
+    def _take(self, i: int, new: jax.Array, told: jax.Array, at: jax.Array, op: Any, now: Any, zero: Any) -> None:
+        """Check what has arrived on a lane, and put it where it belongs."""
+        lane = self._lanes[i]
         digest = digest_rows(new)
-        self._note(TRANSFER, i, (digest != told).any() & _does(lane, op, Op.REDUCE, Op.COPY))
+        self._failed[i, TRANSFER] = (digest != told).any() & _does(lane, op, Op.REDUCE, Op.COPY)
         if lane.ops != (Op.COPY,):
             old = lax.dynamic_slice_in_dim(self.chunks, at, lane.run)
-            total = lax.optimization_barrier(self._inject(ADDITION, i, self._now, old + new))
-            self._note(ADDITION, i, is_wrong_sum(old, new, total).any() & _does(lane, op, Op.REDUCE))
+            old, total = lax.optimization_barrier((old, self._inject(ADDITION, i, now, old + new)))
+            wrong = sum_rows(is_wrong_sum(old, new, total).reshape(lane.run, -1), is_flat=new.ndim == 2)
+            self._failed[i, ADDITION] = (wrong > 0).any() & _does(lane, op, Op.REDUCE)
+            sums = digest_rows(total)
             kept = lax.dynamic_slice_in_dim(self.digests, at, lane.run)
-            digest = choose(lane, {Op.REDUCE: digest_rows(total), Op.COPY: digest, KEEP: kept}, op)
+            digest = choose(lane, {Op.REDUCE: sums, Op.COPY: digest, KEEP: kept}, op)
             new = choose(lane, {Op.REDUCE: total, Op.COPY: new, KEEP: old}, op)
+            if zero is not None:
+                new = _tied(new, zero_after([wrong, sums], zero))
         self.chunks = lax.dynamic_update_slice_in_dim(self.chunks, new, at, axis=0)
         self.digests = lax.dynamic_update_slice_in_dim(self.digests, digest, at, axis=0)
 
-    def _note(self, kind: str, lane: int, has_failed: jax.Array) -> None:
-        self.failed = self.failed.at[lane, KINDS.index(kind)].set(has_failed)
+
+def _tied(values: jax.Array, zero: jax.Array) -> jax.Array:
+    """Return the values, bit for bit, available only once a zero is."""
+    if jnp.iscomplexobj(values):
+        return lax.complex(_tied(jnp.real(values), zero), _tied(jnp.imag(values), zero))
+    word = np.dtype(f"uint{8 * values.dtype.itemsize}")
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(values, word) ^ zero.astype(word), values.dtype)
 
 
 def _does(lane: Lane, op: Any, *which: int) -> Any:
@@ -231,7 +262,7 @@ def is_wrong_sum(a: jax.Array, b: jax.Array, total: jax.Array) -> jax.Array:
     info = jnp.finfo(total.dtype)
     # Devices may take numbers below the smallest normal one for zero.
     bound = info.eps * (jnp.abs(total) + jnp.abs(rest)) + 4 * info.tiny
-    is_checked = jnp.isfinite(a) & jnp.isfinite(b) & (jnp.abs(a) / 2 + jnp.abs(b) / 2 < info.max / 2)
+    is_checked = jnp.abs(a) / 2 + jnp.abs(b) / 2 < info.max / 2  # never for what is not finite
     return is_checked & ~(jnp.abs(rest - b) <= bound)
 
 
