@@ -48,8 +48,9 @@ def loss(params, state, batch):
 x = np.random.default_rng(0).normal(size=(512, 8)).astype(np.float32)
 begin, state = {"w": jnp.zeros(8)}, {"step": np.float32(0)}
 dataset = {"x": x, "y": x.sum(axis=1)}
+is_first = job.session.launch.process == 0
 for step in job.train(loss, optax.adam(0.05), begin, dataset, steps=given.steps, model_state=state):
-    if step.number % 10 == 0 or step.recovered:
+    if is_first and (step.number % 10 == 0 or step.recovered):
         print(f"step {step.number} on {step.chips} chips, loss {step.loss:.3f}")
-if given.save and job.session.launch.process == 0:
+if given.save and is_first:
     np.save(given.save, job.params["w"])
