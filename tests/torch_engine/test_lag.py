@@ -52,16 +52,16 @@ def test_a_links_rate_is_found_whatever_the_two_clocks_say(rate: float, ahead: f
     back_left, back_came, _ = queue(dice, 50, rate)
     found = clocks_apart(back_left, back_came + ahead, left + ahead, came)
     assert found == pytest.approx(ahead, abs=0.5 * BYTES / rate)  # the fastest ones differ in size
-    assert seconds_per_byte(left + ahead - ahead, came, sizes) == pytest.approx(1 / rate)
-    assert seconds_per_byte(left + ahead - found, came, sizes) == pytest.approx(1 / rate, rel=0.2)
+    assert seconds_per_byte(left + ahead - ahead, came, sizes, [50]) == pytest.approx(1 / rate)
+    assert seconds_per_byte(left + ahead - found, came, sizes, [50]) == pytest.approx(1 / rate, rel=0.2)
 
 
 def test_arrivals_that_nobody_saw_are_left_out() -> None:
     left, came, sizes = queue(np.random.default_rng(1), 200, RATE)
     came[np.random.default_rng(2).random(200) < 0.4] = math.nan
-    assert seconds_per_byte(left, came, sizes) == pytest.approx(1 / RATE)
-    assert math.isnan(seconds_per_byte(left, np.full(200, math.nan), sizes))
-    assert math.isnan(seconds_per_byte(np.empty(0), np.empty(0), np.empty(0)))
+    assert seconds_per_byte(left, came, sizes, [200]) == pytest.approx(1 / RATE)
+    assert np.isnan(seconds_per_byte(left, np.full(200, math.nan), sizes, [100, 100])).all()
+    assert np.isnan(seconds_per_byte(np.empty(0), np.empty(0), np.empty(0), [0, 0])).all()
     assert math.isnan(clocks_apart(left, np.full(200, math.nan), left, came))
 
 

@@ -77,7 +77,7 @@ class QueueWatch:
             except DisagreementError:
                 return ()
             own = self._rows([times for _, times in ended], deadline).astype(np.float32)
-            found = self._channel.gather("times", own.tobytes(), deadline)
+            found = self._channel.gather_agreed(own.tobytes(), deadline)
         told = np.stack([np.frombuffer(found[member], np.float32) for member in self._members])
         rows = told.reshape(len(told), len(ended), -1).astype(np.float64)  # [rank, step, time]
         signs: list[Sign] = []
@@ -99,12 +99,9 @@ class QueueWatch:
             left_there, came_there = np.split(theirs, [len(arrived)])
             left = left_there - clocks_apart(sent, came_there, left_there, arrived)
             messages = [times.arrived[self._near[way]] for times in ended]
-            cuts = np.cumsum([len(some.at) for some in messages])[:-1]
-            for number, some in enumerate(messages):
-                took = seconds_per_byte(
-                    np.split(left, cuts)[number], np.array(some.at), np.array(some.n_bytes, dtype=np.float64)
-                )
-                rows[number, 2 + way] = took * self._rates[way]
+            n_bytes = np.array([size for some in messages for size in some.n_bytes], dtype=np.float64)
+            took = seconds_per_byte(left, arrived, n_bytes, [len(some.at) for some in messages])
+            rows[:, 2 + way] = took * self._rates[way]
         return rows
 
     def _moments(self, ended: Sequence[StepTimes], deadline: Deadline) -> dict[int, tuple[Times, Times, Times]]:
@@ -141,12 +138,19 @@ def clocks_apart(left_here: Times, came_there: Times, left_there: Times, came_he
     return float(np.nanmin(there) - np.nanmin(here)) / 2
 
 
-def seconds_per_byte(left: Times, came: Times, n_bytes: Times) -> float:
-    """Return what a byte of these messages over one link took while the link was busy with it.
+def seconds_per_byte(left: Times, came: Times, n_bytes: Times, n_messages: Sequence[int]) -> Times:
+    """Return, for each step, what a byte of its messages over one link took while the link was busy with it.
 
-    >>> seconds_per_byte(np.array([1.0, 1.0, 9.0]), np.array([2.0, 3.0, 10.0]), np.array([10.0, 10.0, 10.0]))
-    0.1
+    `n_messages` says how many of them belong to each step.
+
+    >>> seconds_per_byte(np.array([1.0, 1.0, 9.0]), np.array([2.0, 3.0, 9.5]), np.array([10.0, 10.0, 10.0]), [2, 1])
+    array([0.1 , 0.05])
     """
-    busy = came - np.maximum(left, np.concatenate([[-np.inf], came[:-1]]))  # NaN where either is not known
-    known = np.isfinite(busy)
-    return float(np.maximum(busy[known], 0).sum() / n_bytes[known].sum()) if known.any() else float("nan")
+    before = np.concatenate([[-np.inf], came[:-1]])[: len(came)]
+    starts = np.cumsum([0, *n_messages[:-1]])
+    before[starts[starts < len(came)]] = -np.inf  # whatever came last in the step before has long arrived
+    busy = came - np.maximum(left, before)  # NaN where either is not known
+    known, step = np.isfinite(busy), np.repeat(np.arange(len(n_messages)), n_messages)
+    took = np.bincount(step[known], np.maximum(busy[known], 0), len(n_messages))
+    moved = np.bincount(step[known], n_bytes[known], len(n_messages))
+    return np.divide(took, moved, out=np.full(len(n_messages), np.nan), where=moved > 0)
