@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torchft.coordination import LighthouseServer
 
 import meshmend.torch as mmt
-from meshmend.errors import ParameterError
+from meshmend.errors import ParameterError, QuarantineError
 from meshmend.launch.timeline import read_timeline
 from meshmend.launch.watching import Watch
+from meshmend.quarantine import QuarantineList, Suspect
 from torch_engine.processes import with_store
 
 PAUSE_S = 0.2
@@ -136,6 +137,7 @@ def test_a_chip_needs_no_more_than_its_group_and_what_it_keeps(monkeypatch: pyte
         ({}, r"as in Manager\.of\(group, model=model\)"),
         ({"min_replica_size": 2}, "min_replica_size has not"),
         ({"layer": torch.nn.Linear(1, 1)}, "Where is the lighthouse.*TORCHFT_LIGHTHOUSE"),
+        ({"layer": torch.nn.Linear(1, 1), "checks": mmt.Checks()}, "Checks need a shared folder"),
     ],
 )
 def test_what_is_missing_is_said(parts: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +145,24 @@ def test_what_is_missing_is_said(parts: dict[str, Any], message: str, monkeypatc
     group = mmt.MeshProcessGroup("2x2", (1, 0), interface="lo")
     with pytest.raises(ParameterError, match=message):
         mmt.Manager.of(group, **parts)
+
+
+@pytest.mark.parametrize("suspect", ["1,0", "host 2"])
+def test_a_chip_in_quarantine_is_refused_before_anybody_hears_of_it(tmp_path: Path, suspect: str) -> None:
+    # No lighthouse is needed to find out.
+    QuarantineList(tmp_path).add(Suspect.parse(suspect), why="burnt")
+    group, layer = mmt.MeshProcessGroup("2x2", (1, 0), interface="lo"), torch.nn.Linear(1, 1)
+    with pytest.raises(QuarantineError, match=rf"Chip \(1,0\) leaves the job: {suspect} is in .* because of burnt"):
+        mmt.Manager.of(group, shared=tmp_path, layer=layer)
+    (event,) = [one for one in read_timeline(tmp_path / "timeline/host-2.jsonl") if one["event"] == "quarantined"]
+    assert (event["suspect"], event["chips"], event["by"]) == (suspect, [[1, 0]], "by hand")
+
+
+def test_a_list_of_another_machine_is_refused(tmp_path: Path) -> None:
+    QuarantineList(tmp_path).add(Suspect.parse("5,0"), why="burnt")
+    group = mmt.MeshProcessGroup("2x2", (1, 0), interface="lo")
+    with pytest.raises(QuarantineError, match="There is no chip 5,0 in this machine"):
+        mmt.Manager.of(group, shared=tmp_path, layer=torch.nn.Linear(1, 1))
 
 
 def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,8 +104,9 @@ class StateGuard:
         """Compare the state with that of the others, if that is due after this step."""
         problem = self._manager.errored()
         if problem is not None:
-            if isinstance(problem.original_exception, UndoneError):
-                self._go_back(problem.original_exception.undone)
+            error = problem.original_exception
+            if isinstance(error, UndoneError) and error.undone > self._undone:
+                self._go_back(error.undone)
             return
         step = self._manager.current_step()
         if self._checks.stragglers and not self._guarded(lambda: self._watch(step)):

@@ -94,8 +94,6 @@ class Manager(torchft.Manager):
                 "leave out use_async_quorum."
             )
         began = process_started_at()
-        least = pg.whole.n_chips // 2 + 1 if min_replica_size is None else min_replica_size
-        options, self._own_store = _with_defaults(pg, options)
         hosts = Hosts.of(pg.whole.shape, (1,) * len(pg.whole.shape))
         self._hosts, self._group = hosts, pg
         number = hosts.number(pg.chip)
@@ -109,6 +107,8 @@ class Manager(torchft.Manager):
             if (entry := self._watchlist.own) is not None:
                 raise self._watchlist.refusal(entry)
             pg.leave_out(self._watchlist.cables)
+        least = pg.whole.n_chips // 2 + 1 if min_replica_size is None else min_replica_size
+        options, self._own_store = _with_defaults(pg, options)
         self._facts: dict[str, Any] = {}
         self._in_step, self._in_company, self._source = False, False, "in place"
         self._asked_at = self._ready_at = self._received_at = 0.0

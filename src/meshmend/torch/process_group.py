@@ -157,8 +157,8 @@ class MeshProcessGroup(ReconfiguredGroup):
 
         If that changes the plan, the group is aborted, and torchft forms the next one.
         """
-        self._bad_cables = frozenset(cables)
-        mesh = self._mesh
+        before, self._bad_cables = self._bad_cables, frozenset(cables)
+        mesh = None if self._bad_cables <= before else self._mesh
         if mesh is not None and without_cables(mesh, self._bad_cables) != mesh:
             self.abort()
 
