@@ -153,5 +153,5 @@ def seconds_per_byte(left: Times, came: Times, n_bytes: Times, n_messages: Seque
     known, step = np.isfinite(busy), np.repeat(np.arange(len(n_messages)), n_messages)
     took = np.bincount(step[known], np.maximum(busy[known], 0), len(n_messages))
     moved = np.bincount(step[known], n_bytes[known], len(n_messages))
-    per_byte: NDArray[np.float64] = np.divide(took, moved, out=np.full(len(n_messages), np.nan), where=moved > 0)
-    return per_byte
+    found: Times = np.divide(took, moved, out=np.full(len(n_messages), np.nan), where=moved > 0)
+    return found
