@@ -8,15 +8,14 @@ is nothing to compare.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshmend.errors import Coordinate, ParameterError
 from meshmend.quarantine import Sign, Suspect
-from meshmend.quarantine.sign import RECOMPUTE
+from meshmend.quarantine.opinions import Opinion, Owner, weigh
 
-Opinions = dict[int, dict[int, set[bytes]]]
+Found = dict[int, dict[int, set[bytes]]]
 """For each part, by the rank of its chip, what each rank that computed it found."""
 
 
@@ -74,40 +73,20 @@ class Weighed:
     """Why the program is not deterministic, if it is not."""
 
 
-def weigh(opinions: Opinions, chips: Sequence[Coordinate], step: int) -> Weighed:
+def weigh_gradients(found: Found, chips: Sequence[Coordinate], step: int) -> Weighed:
     """Return what opinions that are not agreed say, the same on every chip: at most one sign per chip."""
-    unsteady = {rank for found in opinions.values() for rank, values in found.items() if len(values) > 1}
-    signs: dict[tuple[int, ...], Sign] = {}
-    for part, found in sorted(opinions.items()):
-        if len(set().union(*found.values())) == 1:
-            continue
-        of = f"the gradient of the samples of chip {Suspect.chip(chips[part])}"
-        steady = {rank: value for rank, values in found.items() if len(values) == 1 for value in values}
-        ((_, times),) = Counter(steady.values()).most_common(1) or [(b"", 0)]
-        right = [value for value, n in Counter(steady.values()).items() if n == times and 2 * n > len(steady)]
-        odd = [rank for rank in sorted(found) if rank not in steady or (right and steady[rank] != right[0])]
-        if not odd:
-            text = f"{len(found)} chips computed {of}, and no majority found the same"
-            numbers = {"agree": 1, "differ": len(found) - 1}
-            signs.setdefault(tuple(sorted(found)), _sign(sorted(found), chips, step, text, numbers))
-        for rank in odd:
-            text = f"{times} of {len(found)} chips agree on {of}, and this one differs"
-            text += " from itself" * (rank not in steady)
-            numbers = {"agree": times, "differ": len(odd)}
-            before = signs.get((rank,))
-            if before is None or before.numbers["agree"] - before.numbers["differ"] < times - len(odd):
-                signs[rank,] = _sign([rank], chips, step, text, numbers)
-    named = {rank for ranks in signs for rank in ranks if len(ranks) == 1}
-    open_ones = {rank for ranks in signs for rank in ranks} - named
-    if len(unsteady) > 1:
-        return Weighed(unrepeatable=f"{len(unsteady)} of {len(chips)} chips do not find the same twice")
-    if len(named) > max(1, len(chips) // 4) or len(open_ones) > max(3, len(chips) // 4):
-        return Weighed(unrepeatable=f"{len(named | open_ones)} of {len(chips)} chips find something else than others")
-    # Whoever is named explains what is open where it took part.
-    return Weighed(tuple(sign for ranks, sign in sorted(signs.items()) if len(ranks) == 1 or named.isdisjoint(ranks)))
-
-
-def _sign(
-    ranks: Sequence[int], chips: Sequence[Coordinate], step: int, text: str, numbers: Mapping[str, float]
-) -> Sign:
-    return Sign(RECOMPUTE, tuple(Suspect.chip(chips[rank]) for rank in ranks), step, text, numbers)
+    # State is compared by the digests, and samples came from the chip itself: only the gradients differ here.
+    opinions = [
+        Opinion(rank, part, 0, 0, int.from_bytes(value))
+        for part, by_rank in found.items()
+        for rank, values in by_rank.items()
+        for value in values
+    ]
+    ruling = weigh(opinions, [Owner(Suspect.chip(chip), rank) for rank, chip in enumerate(chips)], step)
+    named = {sign.suspects[0] for sign in ruling.signs if len(sign.suspects) == 1}
+    n_open = len(ruling.suspects - named)
+    if len(ruling.unsteady) > 1:
+        return Weighed(unrepeatable=f"{len(ruling.unsteady)} of {len(chips)} chips do not find the same twice")
+    if len(named) > max(1, len(chips) // 4) or n_open > max(3, len(chips) // 4):
+        return Weighed(unrepeatable=f"{len(ruling.suspects)} of {len(chips)} chips find something else than others")
+    return Weighed(ruling.signs)

@@ -25,7 +25,7 @@ from meshmend.errors import Coordinate, DisagreementError, MeshmendError, Parame
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.timeline import Timeline
 from meshmend.quarantine import Sign, SignBook, report, untrusted
-from meshmend.torch.checks import Opinions, TorchChecks, weigh
+from meshmend.torch.checks import Found, TorchChecks, weigh_gradients
 from meshmend.torch.digests import compare, digest, pieces
 from meshmend.torch.membership import UndoneError
 from meshmend.torch.process_group import MeshProcessGroup
@@ -181,7 +181,7 @@ class StateGuard:
         partners = self._group.pass_on(own, distance)
         first = [self._gradient(gradients, of, step) for of in (own, partners)]
         opinions = self._opinions(step, 1, first)
-        found: Opinions = defaultdict(lambda: defaultdict(set))
+        found: Found = defaultdict(lambda: defaultdict(set))
         for rank, word in enumerate(opinions.values()):
             for part, value in zip((rank, (rank - distance) % n_chips), word, strict=True):
                 found[part][rank].add(value)
@@ -193,7 +193,7 @@ class StateGuard:
             parts = (rank, (rank - distance) % n_chips, (rank - third) % n_chips)
             for part, value in zip(parts, word, strict=False):
                 found[part][rank].add(value)
-        ruling = weigh(found, list(opinions), step)
+        ruling = weigh_gradients(found, list(opinions), step)
         if ruling.unrepeatable:
             self._is_repeatable = False
             text = f"Gradients are not recomputed any more: {ruling.unrepeatable}, so the program is not deterministic."

@@ -47,11 +47,11 @@ from numpy.typing import NDArray
 
 from meshmend.errors import ParameterError
 from meshmend.jax.batching import Position
-from meshmend.jax.checks.opinions import Opinion, Owner, Ruling, is_agreed, weigh
 from meshmend.jax.checks.words import digest_leaves, digest_tree
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.feed import Batch
 from meshmend.jax.tiles import TiledFabric
+from meshmend.quarantine.opinions import Opinion, Owner, Ruling, is_agreed, weigh
 from meshmend.quarantine.sign import Sign
 from meshmend.quarantine.suspect import Suspect
 

@@ -7,8 +7,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from meshmend.jax.checks.opinions import Opinion, Owner, is_agreed, weigh
 from meshmend.quarantine import Judge, Sign, Suspect
+from meshmend.quarantine.opinions import Opinion, Owner, is_agreed, weigh
 
 STATE, SAMPLES = 7, 8
 
