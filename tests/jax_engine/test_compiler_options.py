@@ -21,6 +21,7 @@ needs_libtpu = pytest.mark.skipif(
     not ahead_of_time.has_libtpu(), reason="needs the TPU compiler: pip install 'meshmend[tpu]'"
 )
 SLICES = ["v5p:2x2x1", "v6e:2x2"]
+IN_ADVICE = {"apart.py": {"xla_tpu_enable_glp_ring_reordering"}, "recompute.py": {"xla_gpu_deterministic_ops"}}
 
 
 def test_one_table_names_all_options() -> None:
@@ -28,8 +29,7 @@ def test_one_table_names_all_options() -> None:
     source = Path(meshmend.__file__).parent
     for path in source.rglob("*.py"):
         named = set(re.findall(r"\bxla_(?!force_host|cpu_)\w+", path.read_text(encoding="utf-8")))
-        in_advice = {"xla_tpu_enable_glp_ring_reordering"} if path.name == "apart.py" else set()
-        assert path.name == "compiler_options.py" or named == in_advice, path.name
+        assert path.name == "compiler_options.py" or named == IN_ADVICE.get(path.name, set()), path.name
     assert len({one.name for one in OPTIONS}) == len(OPTIONS)
     assert all(len(one.why) > 20 for one in OPTIONS)
 
