@@ -1,0 +1,13 @@
+"""Torch computes in one thread in these tests: the processes of a mesh are forked from this one.
+
+A fork has none of the threads that torch has started before, and would wait for them for ever.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+if importlib.util.find_spec("torch") is not None:
+    import torch
+
+    torch.set_num_threads(1)
