@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import json
-import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +16,7 @@ from hypothesis import strategies as st
 import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine import two_hosts
+from jax_engine.two_processes import run_two
 from meshmend.errors import MissingExtraError, ParameterError
 from meshmend.jax.batching import BatchSplit
 from meshmend.jax.feed import DeviceRows
@@ -241,21 +239,7 @@ def test_a_job_that_fails_again_and_again_passes_the_check(
 
 
 def test_two_processes_feed_one_job_each_with_its_own_samples() -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-    }
-    words = [sys.executable, "-m", "jax_engine.two_hosts", address]
-    running = [
-        subprocess.Popen([*words, str(i)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for i in range(2)
-    ]
-    told = [process.communicate(timeout=120) for process in running]
-    assert [process.returncode for process in running] == [0, 0], told
-    first, second = (json.loads(out.splitlines()[-1]) for out, _ in told)
+    first, second = run_two("jax_engine.two_hosts", timeout_s=120)
     alone = two_hosts.train(fabric_of(*two_hosts.FAILED))
     assert first["params"] == second["params"] == alone["params"]
     assert first["used"] == second["used"] == alone["used"]

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import socket
-import subprocess
-import sys
 import warnings
 from functools import cache
 from itertools import combinations, count
@@ -36,6 +31,7 @@ from jax_engine.recompute_cases import (
     with_copy,
 )
 from jax_engine.test_digests import by_hand
+from jax_engine.two_processes import run_two
 from meshmend.errors import ParameterError
 from meshmend.jax.checks.recompute import choose_rows
 from meshmend.jax.managed.model import Model
@@ -286,21 +282,7 @@ def test_partners_compute_each_others_examples_and_all_meet() -> None:
 
 @pytest.mark.slow
 def test_two_processes_find_what_one_finds() -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-    }
-    words = [sys.executable, "-m", "jax_engine.recompute_cases", address]
-    running = [
-        subprocess.Popen([*words, str(i)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for i in range(2)
-    ]
-    told = [process.communicate(timeout=300) for process in running]
-    assert [process.returncode for process in running] == [0, 0], told
-    first, second = (json.loads(out.splitlines()[-1]) for out, _ in told)
+    first, second = run_two("jax_engine.recompute_cases", timeout_s=300)
     assert len(first) == 4
     assert first == second == several_checks(Bench(fabric_of()))
 

@@ -175,10 +175,10 @@ class QuarantineList:
             raise QuarantineError("How much the job may quarantine depends on the machine: give hosts or n_chips.")
         most = limit(total, 1 if hosts is None else hosts.chips_per_host)
         before = [one for one in kept if one.by == THE_JOB]
-        if _amount([*before, entry], hosts) > most and _amount([*before, entry], hosts) > _amount(before, hosts):
+        if amount([*before, entry], hosts) > most and amount([*before, entry], hosts) > amount(before, hosts):
             raise QuarantineError(
                 f"The job wants to quarantine {entry.suspect} ({entry.why[:200]}), but it has already left out "
-                f"{_amount(before, hosts)} of {total:,} chips by itself, and may leave out {most}. So many bad chips "
+                f"{amount(before, hosts)} of {total:,} chips by itself, and may leave out {most}. So many bad chips "
                 "at once are more likely a fault of the program, of a check or of the software. Look at the evidence: "
                 f"`meshmend quarantine list {self.path.parent}`. If it holds, confirm it by hand with `meshmend "
                 f"quarantine add {self.path.parent} SUSPECT`, which does not count; otherwise clear it with `meshmend "
@@ -232,7 +232,7 @@ def cables_of(entries: Iterable[Quarantined]) -> list[Cable]:
     return sorted({(e.suspect.ends[0], e.suspect.ends[1]) for e in entries if e.suspect.kind == "cable"})
 
 
-def _amount(entries: list[Quarantined], hosts: ChipsOfHosts | None) -> int:
+def amount(entries: list[Quarantined], hosts: ChipsOfHosts | None) -> int:
     """Return how many chips these count as. A cable counts as one, or false alarms could cut the mesh to pieces."""
     return len(chips_of(entries, hosts)) + len(cables_of(entries))
 

@@ -8,7 +8,7 @@ suspect is listed, its signs explain themselves; they still speak against someth
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from meshmend.quarantine.book import Noted, SignBook
@@ -62,9 +62,8 @@ def enforce(
             book.settle([entry.suspect], until=entry.until)
     book.settle(active)
     noted = book.read()
-    counting = [one for one in noted if not one.settled or not set(active).isdisjoint(one.sign.suspects)]
     made = []
-    for verdict in judge(recent(one.observation for one in counting), active):
+    for verdict in _verdicts(noted, active):
         facts = {"step": verdict.step, "verified": _verified(verdict, noted)}
         entry = entries.add(verdict.suspect, why=verdict.why, by=THE_JOB, hosts=hosts, n_chips=n_chips, **facts)
         book.settle([entry.suspect])
@@ -78,10 +77,13 @@ def refused(folder: str | Path) -> tuple[Suspect, ...]:
     For a moment that is also so while a process lists a suspect.
     """
     active = [entry.suspect for entry in QuarantineList(folder).active()]
-    counting = [
-        one for one in SignBook(folder).read() if not one.settled or not set(active).isdisjoint(one.sign.suspects)
-    ]
-    return tuple(verdict.suspect for verdict in judge(recent(one.observation for one in counting), active))
+    return tuple(verdict.suspect for verdict in _verdicts(SignBook(folder).read(), active))
+
+
+def _verdicts(noted: Iterable[Noted], active: Collection[Suspect]) -> list[Verdict]:
+    """Return what signs prove besides the suspects that are on the list."""
+    counting = [one for one in noted if not one.settled or not set(active).isdisjoint(one.sign.suspects)]
+    return judge(recent(one.observation for one in counting), active)
 
 
 def _verified(verdict: Verdict, noted: Iterable[Noted]) -> int:
