@@ -47,7 +47,7 @@ TARGETS = {
     "deadlock": Target("src/meshmend/routing/deadlock.py", ("tests/routing/test_deadlock.py",)),
     "files": Target("src/meshmend/schedule/serialize.py", ("tests/schedule/test_serialize.py",)),
     "program": Target("src/meshmend/torch/program.py", ("tests/torch_engine/test_program.py",)),
-    "lanes": Target("src/meshmend/jax/lanes.py", ("tests/jax_engine/test_lanes.py",)),
+    "lanes": Target("src/meshmend/schedule/lanes.py", ("tests/jax_engine/test_lanes.py",)),
     "layout": Target("src/meshmend/jax/state/layout.py", ("tests/jax_engine/state/test_layout.py",)),
     "outline": Target("src/meshmend/jax/state/outline.py", ("tests/jax_engine/state/test_layout.py",)),
 }

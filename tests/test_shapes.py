@@ -18,7 +18,7 @@ DTYPES = {"", "int32", "uint8", "uint32", "float32"}
 BOUNDARIES = [
     "numpy.py",
     "jax/collectives.py",
-    "jax/lanes.py",
+    "schedule/lanes.py",
     "jax/program.py",
     "jax/weighted.py",
     "jax/state/layout.py",
@@ -65,7 +65,7 @@ def test_every_letter_is_used() -> None:
 
 def test_the_tables_of_a_lowered_schedule_have_the_shapes_that_they_say() -> None:
     pytest.importorskip("jax")
-    from meshmend.jax.lanes import Loop, lower
+    from meshmend.schedule.lanes import Loop, lower
 
     schedule: Schedule = meshmend.plan(meshmend.Mesh("4x4", failed=["2x2@0,0"]), "row-pairs")
     lowered = lower(schedule)

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 import meshmend.jax as mmj
 from jax_engine import cases
 from meshmend.jax.checks.checksums import ADDITION, KINDS, MEMORY, TRANSFER, Fault, is_wrong_sum
-from meshmend.jax.lanes import KEEP
 from meshmend.schedule import Op
+from meshmend.schedule.lanes import KEEP
 
 SIZE = 50
 

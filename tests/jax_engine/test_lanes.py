@@ -12,9 +12,8 @@ import pytest
 import meshmend as mm
 import meshmend.numpy as mmn
 from jax_engine import cases
-from meshmend.jax import lanes
-from meshmend.jax.lanes import KEEP, Lane, Lowered, ProgramShape, lower
-from meshmend.schedule import Collective, Op
+from meshmend.schedule import Collective, Op, lanes
+from meshmend.schedule.lanes import KEEP, Lane, Lowered, ProgramShape, lower
 from random_schedules import random_schedule
 
 LARGE = tuple(name for name in cases.PLANS if "8x8" in name)
@@ -269,3 +268,23 @@ def test_owners_lists_are_padded() -> None:
         mine = owned[rank][owned[rank] < schedule.total_chunks]
         assert mine.tolist() == np.flatnonzero(schedule.owners == rank).tolist()
     assert any((row == schedule.total_chunks).any() for row in owned), "yellow chips own nothing"
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_lanes_are_counted_as_they_are_lowered(name: str) -> None:
+    schedule = cases.schedule_of(name)
+    lowered = lower(schedule)
+    steps = [lowered.shape.repeat.n_steps] if lowered.shape.repeat else [loop.n_steps for loop in lowered.loops]
+    made = [
+        (n, len(loop.lanes), sum(lane.run for lane in loop.lanes)) for n, loop in zip(steps, lowered.loops, strict=True)
+    ]
+    assert [(count.n_steps, count.lanes, count.chunks) for count in lanes.count_lanes(schedule)] == made
+    longest = [max(lane.run for lane in loop.lanes) for loop in lowered.loops]
+    assert [count.longest for count in lanes.count_lanes(schedule)] == longest
+
+
+def test_lanes_of_a_repeated_schedule_are_counted_for_all_its_steps() -> None:
+    schedule = mm.plan(mm.Mesh("8x8", failed=["2x2@2,2"]), "weave", trees=8, chunks=800)
+    (count,) = lanes.count_lanes(schedule)
+    assert count.n_steps == schedule.n_steps
+    assert count.lanes == len(lower(schedule).loops[0].lanes)

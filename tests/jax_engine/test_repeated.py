@@ -11,9 +11,9 @@ import meshmend as mm
 import meshmend.jax as mmj
 import meshmend.numpy as mmn
 from jax_engine import cases
-from meshmend.jax.lanes import KEEP, Lowered, lower
 from meshmend.planning import Weave
 from meshmend.schedule import Collective, Op
+from meshmend.schedule.lanes import KEEP, Lowered, lower
 from random_schedules import random_schedule
 
 

@@ -16,9 +16,9 @@ import meshmend as mm
 import meshmend.jax as mmj
 import meshmend.numpy as mmn
 from meshmend.errors import ParameterError
-from meshmend.jax.lanes import lower
 from meshmend.jax.state.layout import StateLayout, vectors_from_leaves
 from meshmend.jax.turn_tables import turn_tables
+from meshmend.schedule.lanes import lower
 from meshmend.schedule.single import single_chunk_of
 from meshmend.schedule.split import reduce_scatter_of
 from meshmend.schedule.turn import turn_windows, with_turn

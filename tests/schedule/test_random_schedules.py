@@ -46,7 +46,7 @@ def check_result(schedule: Schedule, payload: NDArray[np.int64], result: NDArray
 
 def run_tables(lowered: Any, payload: NDArray[np.int64]) -> NDArray[np.int64]:
     """Run a JAX program's tables on arrays, a permute at a time, the way `lax.ppermute` is defined."""
-    from meshmend.jax.lanes import KEEP
+    from meshmend.schedule.lanes import KEEP
 
     n_chips, total_chunks = lowered.shape.n_chips, lowered.shape.total_chunks
     padded = np.zeros((n_chips, total_chunks, 3), dtype=np.int64)
@@ -141,7 +141,7 @@ def test_their_neighbour_form_is_equal_or_refused(seeds: range) -> None:
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_jax_tables_move_the_same_numbers(seeds: range) -> None:
     pytest.importorskip("jax")
-    from meshmend.jax.lanes import lower
+    from meshmend.schedule.lanes import lower
 
     for seed in seeds:
         schedule = random_schedule(seed)

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshmend.jax.lanes import KEEP, Lane
 from meshmend.jax.program import ChunkLayout, Program, ProgramWithTurn, Tables
 from meshmend.schedule import Op
+from meshmend.schedule.lanes import KEEP, Lane
 
 Chunks = Annotated[jax.Array, "[K, ...]"]
 """A device's payload as chunks. A chunk is flat, except on TPU, where it fills whole tiles: see `Group.chunk_shape`."""

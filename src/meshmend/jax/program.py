@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from meshmend.errors import ParameterError, ScheduleError, name_chip
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.lanes import Lowered, ProgramShape, lower
 from meshmend.jax.turn_tables import turn_tables
 from meshmend.schedule import Collective, Schedule
+from meshmend.schedule.lanes import Lowered, ProgramShape, lower
 from meshmend.schedule.single import single_chunk_of
 from meshmend.schedule.split import all_gather_of, reduce_scatter_of
 from meshmend.schedule.turn import with_turn

@@ -12,8 +12,8 @@ from typing import Annotated
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.jax.lanes import Lowered
 from meshmend.schedule import Schedule
+from meshmend.schedule.lanes import Lowered
 from meshmend.schedule.turn import turn_windows
 
 NO_TURN = np.iinfo(np.int32).min
@@ -27,7 +27,7 @@ def turn_tables(schedule: Schedule, lowered: Lowered) -> tuple[TurnTable, ...]:
     """Return a table per loop, with as many places per step as any chip needs in that loop.
 
     >>> import meshmend as mm
-    >>> from meshmend.jax.lanes import lower
+    >>> from meshmend.schedule.lanes import lower
     >>> schedule = mm.plan(mm.Mesh("4x4"), "hamiltonian", collective="all-reduce-with-turn")
     >>> [table.shape for table in turn_tables(schedule, lower(schedule))]
     [(16, 15, 2), (16, 15, 0)]

@@ -32,10 +32,10 @@ from meshmend.errors import ParameterError
 from meshmend.jax.checks.words import digest_rows, sum_rows
 from meshmend.jax.collectives import all_reduce_by
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.lanes import KEEP, Lane
 from meshmend.jax.loops import Chunks, choose, scan_steps, zero_after
 from meshmend.jax.program import ChunkLayout, Program
 from meshmend.schedule import Op
+from meshmend.schedule.lanes import KEEP, Lane
 
 MEMORY, TRANSFER, ADDITION = KINDS = ("memory", "transfer", "addition")
 Evidence = Annotated[jax.Array, "uint32[N, L, 3]"]

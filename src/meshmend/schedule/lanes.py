@@ -1,4 +1,4 @@
-"""From a schedule to the tables that a JAX program reads: loops of steps, and in each loop a few lanes.
+"""From a schedule to the tables that a program of permutes reads: loops of steps, and in each loop a few lanes.
 
 A *lane* is one `lax.ppermute` with a fixed permutation and a fixed run length. A *loop* is a stretch of steps that
 are all served by the same lanes, so that it can be one `lax.scan`; for each of its steps and lanes a chip has a row
@@ -11,7 +11,9 @@ length has lanes of its own.
 A repeated schedule becomes one loop whose tables have a row per step of the period, however often it is repeated. Step
 s = c + m·T takes row c, and with it all of the template's steps t = c + j·T: those move the chunks of repeat m − j. So
 the tables hold the template's chunks less j·N, the loop adds m·N, and what is then no chunk of the payload belongs to a
-repeat before the first or after the last: it is not moved. Nothing here needs JAX.
+repeat before the first or after the last: it is not moved.
+
+The JAX engine runs these tables, and `meshmend.cost` counts their permutes (`count_lanes`) where each has its price.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ from typing import Annotated
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.schedule import Collective, Schedule
+from meshmend.schedule.collective import Collective
+from meshmend.schedule.schedule import Schedule
+
+__all__ = ["KEEP", "Lane", "LaneCount", "Loop", "Lowered", "ProgramShape", "Repeat", "count_lanes", "lower"]
 
 MAX_COUNT = 2**31
 """Chunks are counted in 32 bits."""
@@ -123,6 +128,37 @@ class Lowered:
         return np.array(self.shape.owned, dtype=np.int32)
 
 
+@dataclass(frozen=True)
+class LaneCount:
+    """A loop's steps, how many permutes each of them runs, and how many chunks those move, idle lanes included."""
+
+    n_steps: int
+    lanes: int
+    chunks: int
+    longest: int
+    """Chunks of its longest lane."""
+
+
+def count_lanes(schedule: Schedule) -> list[LaneCount]:
+    """Count the permutes of each loop that `lower` makes, without making its tables.
+
+    >>> import meshmend as mm
+    >>> count_lanes(mm.plan(mm.Mesh("4x4"), "hamiltonian"))[0]
+    LaneCount(n_steps=15, lanes=2, chunks=2, longest=1)
+    """
+    if _stays_folded(schedule):
+        folded, n_steps = _folded(schedule)[0], _repeated_steps(schedule)
+        stretches = [(_stretch(folded, 0, folded.n_steps), n_steps)] if folded.n_steps else []
+    else:
+        stretches = [(stretch, stretch.last - stretch.first) for stretch in _merge(_stretches(schedule))]
+    found = []
+    for stretch, n_steps in stretches:
+        lanes = {run: _n_lanes(*pairs, stretch.n_chips) for run, pairs in stretch.pairs.items()}
+        moved = sum(run * count for run, count in lanes.items())
+        found.append(LaneCount(n_steps, sum(lanes.values()), moved, max(lanes)))
+    return found
+
+
 def lower(schedule: Schedule) -> Lowered:
     """Turn a proven schedule into loops, lanes and tables.
 
@@ -131,11 +167,7 @@ def lower(schedule: Schedule) -> Lowered:
     [(15, 2), (15, 2)]
     """
     repeat: Repeat | None = None
-    if (
-        schedule.repeats > 1
-        and schedule.total_chunks + schedule.template.total_chunks * (schedule.template.n_steps // schedule.period)
-        < MAX_COUNT
-    ):
+    if _stays_folded(schedule):
         loops, repeat = _lower_repeated(schedule)
     else:
         stretches = _merge(_stretches(schedule))
@@ -151,8 +183,21 @@ def lower(schedule: Schedule) -> Lowered:
     return Lowered(shape, loops)
 
 
-def _lower_repeated(schedule: Schedule) -> tuple[tuple[Loop, ...], Repeat]:
-    """Fold the template's steps into one period, and lower that."""
+def _stays_folded(schedule: Schedule) -> bool:
+    """Whether a repeated schedule becomes one loop over a period's rows: its chunks are counted in 32 bits."""
+    template = schedule.template
+    return (
+        schedule.repeats > 1
+        and schedule.total_chunks + template.total_chunks * (template.n_steps // schedule.period) < MAX_COUNT
+    )
+
+
+def _repeated_steps(schedule: Schedule) -> int:
+    return (schedule.repeats - 1) * schedule.period + schedule.template.n_steps
+
+
+def _folded(schedule: Schedule) -> tuple[Schedule, NDArray[np.int32]]:
+    """Return the template's steps folded into one period, and the first chunk of each of its transfers."""
     template, period = schedule.template, schedule.period
     turn, step = np.divmod(template.step, np.int32(period))
     order = np.argsort(step, kind="stable")
@@ -169,14 +214,19 @@ def _lower_repeated(schedule: Schedule) -> tuple[tuple[Loop, ...], Repeat]:
         collective=schedule.collective,
         may_idle=True,
     )
-    first = (folded.first_chunk - turn[order] * template.total_chunks).astype(np.int32)
+    return folded, (folded.first_chunk - turn[order] * template.total_chunks).astype(np.int32)
+
+
+def _lower_repeated(schedule: Schedule) -> tuple[tuple[Loop, ...], Repeat]:
+    """Lower one period of a repeated schedule."""
+    period = schedule.period
+    folded, first = _folded(schedule)
     loop = _loop(folded, _stretch(folded, 0, folded.n_steps), first)
     idle = [(0, 0), (0, period - loop.n_steps), (0, 0)]
     lanes = tuple(Lane(lane.pairs, lane.run, tuple(sorted({*lane.ops, KEEP}))) for lane in loop.lanes)
     ops = np.pad(loop.ops, idle, constant_values=KEEP)
     whole = Loop(lanes, np.pad(loop.send, idle), np.pad(loop.receive, idle), ops)
-    n_steps = (schedule.repeats - 1) * period + template.n_steps
-    return (whole,), Repeat(period, template.total_chunks, n_steps)
+    return (whole,), Repeat(period, schedule.template.total_chunks, _repeated_steps(schedule))
 
 
 @dataclass(frozen=True)
