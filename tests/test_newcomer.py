@@ -78,7 +78,7 @@ compared = json.loads(say("compare", "4x4", "--payload", "1MB", "--hardware", "s
 print(json.dumps({
     "file": mm.planning.__file__,
     "exchanged": bool(((ring.first_chunk < first) == (ours.first_chunk >= first)).all()),
-    "considered": [candidate.planner.name for candidate in Auto().choose(mesh).considered],
+    "considered": [candidate.planner.name for candidate in Auto(1e8, "tpu-v3").choose(mesh).considered],
     "compared": {entry["planner"]: entry for entry in compared["mesh"]["planners"]},
     "hardware": compared["hardware"]["link_bytes_per_s"],
     "headings": say("compare", "4x4", "--payload", "1MB").splitlines()[1].split(),

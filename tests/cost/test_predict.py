@@ -275,6 +275,6 @@ def test_the_profile_of_another_schedule_is_refused() -> None:
 
 def test_planning_and_predicting_assume_the_same_machine() -> None:
     mesh = Mesh("8x8", failed=["2x2@2,2"])
-    choice = Auto().choose(mesh)
-    assert predict(choice.schedule, Auto().payload_bytes).seconds == pytest.approx(choice.seconds, rel=1e-12)
+    choice = Auto(1e8, "tpu-v3").choose(mesh)
+    assert predict(choice.schedule, 1e8).seconds == pytest.approx(choice.seconds, rel=1e-12)
     assert predict(choice.schedule, 1e8).hardware.name == "tpu-v3"

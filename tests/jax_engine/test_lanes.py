@@ -124,7 +124,8 @@ def loops_of(schedule: mm.Schedule) -> list[tuple[int, int]]:
         {(int(schedule.n_chunks[i]), int(schedule.op[i])) for i in np.flatnonzero(schedule.step == step)}
         for step in range(schedule.n_steps)
     ]
-    edges = [0, *(t for t in range(1, schedule.n_steps) if kinds[t] != kinds[t - 1]), schedule.n_steps]
+    cuts = (t for t in range(1, schedule.n_steps) if schedule.n_steps <= 32 or kinds[t] != kinds[t - 1])
+    edges = [0, *cuts, schedule.n_steps]
     loops = list(pairwise(edges))
     while len(loops) > 1:
         costs = [cost_of(schedule, *loop) for loop in loops]
@@ -132,7 +133,7 @@ def loops_of(schedule: mm.Schedule) -> list[tuple[int, int]]:
             cost_of(schedule, loops[i][0], loops[i + 1][1]) - costs[i] - costs[i + 1] for i in range(len(loops) - 1)
         ]
         best = added.index(min(added))
-        if len(loops) <= 8 and added[best] > 0.01 * sum(costs):
+        if len(loops) <= 16 and added[best] > 0.01 * sum(costs):
             break
         loops[best : best + 2] = [(loops[best][0], loops[best + 1][1])]
     return loops
@@ -167,9 +168,9 @@ def alternating(n_kinds: int, steps_each: int) -> mm.Schedule:
     )  # fmt: skip
 
 
-def test_no_more_than_eight_loops_and_no_fewer_where_joining_costs() -> None:
-    assert lanes.MAX_LOOPS == 8
-    for n_kinds, wanted in ((2, 2), (7, 7), (8, 8), (9, 8), (15, 8)):
+def test_no_more_than_sixteen_loops_and_no_fewer_where_joining_costs() -> None:
+    assert lanes.MAX_LOOPS == 16
+    for n_kinds, wanted in ((2, 2), (7, 7), (16, 16), (17, 16), (21, 16)):
         schedule = alternating(n_kinds, 3)
         lowered = lower(schedule)
         assert len(lowered.loops) == wanted <= lanes.MAX_LOOPS
@@ -285,6 +286,13 @@ def test_lanes_are_counted_as_they_are_lowered(name: str) -> None:
 
 def test_lanes_of_a_repeated_schedule_are_counted_for_all_its_steps() -> None:
     schedule = mm.plan(mm.Mesh("8x8", failed=["2x2@2,2"]), "weave", trees=8, chunks=800)
-    (count,) = lanes.count_lanes(schedule)
-    assert count.n_steps == schedule.n_steps
-    assert count.lanes == len(lower(schedule).loops[0].lanes)
+    (count,), lowered = lanes.count_lanes(schedule), lower(schedule)
+    assert lowered.shape.repeat is not None
+    assert count.n_steps == lowered.shape.repeat.n_steps
+    assert count.lanes == len(lowered.loops[0].lanes)
+
+
+def test_partners_that_change_with_every_step_are_loops_of_one_lane() -> None:
+    """Recursive doubling on 16 chips: in each of its four steps every chip exchanges with one other."""
+    schedule = mm.plan(mm.Mesh("4x4"), "latency", halvings=0, parts=1)
+    assert [(loop.n_steps, len(loop.lanes)) for loop in lower(schedule).loops] == [(1, 1)] * 4

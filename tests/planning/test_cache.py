@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import errno
 import io
 import json
@@ -17,8 +18,9 @@ from typer.testing import CliRunner
 
 from meshmend import Mesh, Schedule, plan, save
 from meshmend.cli import app
+from meshmend.cost import PRESETS
 from meshmend.errors import CacheWarning, ParameterError, ScheduleFileError
-from meshmend.planning import Auto, Hamiltonian, PlanCache, Planner, RowPairs
+from meshmend.planning import Hamiltonian, PlanCache, Planner, RowPairs, make_planner
 from meshmend.planning.cache import default_folder
 from meshmend.schedule.split import reduce_scatter_of
 
@@ -117,7 +119,7 @@ def test_auto_takes_a_plan_of_any_planner_that_it_chooses_from(tmp_path: Path) -
     cache = PlanCache(tmp_path)
     first = plan(MESH, cache=cache)
     assert first.planner != "auto"
-    assert cache.get(MESH, Auto()) == first
+    assert cache.get(MESH, make_planner("auto")) == first
 
 
 @dataclass(frozen=True)
@@ -220,14 +222,16 @@ def test_prepare_does_not_count_plans_that_it_cannot_keep(tmp_path: Path, monkey
     assert re.search(r"not kept in the cache\. .* No space left on device", shown["refused"]["4x2@0,0"])
 
 
-def test_a_plan_that_took_long_is_found_by_a_job_in_a_hurry(tmp_path: Path) -> None:
+def test_the_budget_belongs_to_the_key_and_what_hardware_is_called_does_not(tmp_path: Path) -> None:
+    """Two hosts whose caches differ would run different plans: one of 2 s and one of 60 s for the same question."""
     cache, mesh = PlanCache(tmp_path), Mesh("4x4", failed=["2x2@0,0"])
     for name in ("auto", "weave"):
-        kept = plan(mesh, name, cache=cache, budget_s=60, payload_bytes=1e9)
-        found = len(cache)
-        assert plan(mesh, name, cache=cache, budget_s=2, payload_bytes=1e9) == kept
-        assert len(cache) == found
-    assert len(cache) == 2
+        paths = {
+            cache.path(mesh, make_planner(name, budget_s=budget, payload_bytes=1e9, hardware=hardware))
+            for budget in (2, 60)
+            for hardware in ("tpu-v3", dataclasses.replace(PRESETS["tpu-v3"], name="ours", sources=()))
+        }
+        assert len(paths) == 2
 
 
 def test_every_planner_takes_a_budget() -> None:

@@ -20,7 +20,18 @@ from memory import PEAK_MEGABYTES
 from meshmend import Mesh, PlanError, plan
 from meshmend.cost import find_hardware
 from meshmend.errors import ParameterError
-from meshmend.planning import PLANNERS, Auto, Gather, Hamiltonian, Latency, Planner, RowPairs, Tuned, Weave
+from meshmend.planning import (
+    PLANNERS,
+    Auto,
+    Gather,
+    Hamiltonian,
+    Latency,
+    Planner,
+    RowPairs,
+    Tuned,
+    Weave,
+    make_planner,
+)
 from meshmend.planning.auto import CHOICES, OTHERS, Field
 from meshmend.planning.base import MAX_TRANSFERS
 from meshmend.planning.weave.planner import TRANSFER_SECONDS
@@ -126,7 +137,7 @@ def test_a_hop_that_is_none_is_caught_where_it_is_made() -> None:
         Leaper().plan(Mesh("1x3"))
 
 
-@pytest.mark.parametrize("planner", [*(kind() for kind in PLANNERS.values()), Tuned(Weave(), payload_bytes=1e6)])
+@pytest.mark.parametrize("planner", [*(make_planner(name) for name in PLANNERS), Tuned(Weave(), 1e6, "tpu-v3")])
 def test_survivors_cut_apart_are_refused_by_everything_in_the_same_words(planner: Planner) -> None:
     words = "the survivors form 2 disconnected groups. Plan for one of them, or repair a cable."
     assert planner.why_not(CUT) == words
@@ -137,7 +148,7 @@ def test_survivors_cut_apart_are_refused_by_everything_in_the_same_words(planner
 
 def test_choosing_and_comparing_on_survivors_cut_apart() -> None:
     for ask in (
-        Auto().choose,
+        Auto(1e6, "tpu-v3").choose,
         lambda mesh: Field(mesh).choose(1e6, find_hardware("tpu-v3")),
         lambda mesh: compare(mesh, 1e6),
     ):
@@ -191,9 +202,10 @@ def test_numbers_from_numpy_count_as_any_other() -> None:
 
 def test_auto_leaves_out_what_is_too_large_and_serves_the_rest() -> None:
     choice = Field(Mesh("1x5000"))
-    variants = choice.variants(1e8, Auto().hardware)  # type: ignore[arg-type]  # found already
+    auto = Auto(1e8, "tpu-v3")
+    variants = choice.variants(1e8, find_hardware("tpu-v3"))
     assert [type(variant) for variant in variants] == [Weave]
-    assert Auto().n_transfers(Mesh("1x5000")) <= Auto().budget_s / TRANSFER_SECONDS
+    assert auto.n_transfers(Mesh("1x5000")) <= auto.budget_s / TRANSFER_SECONDS
 
 
 UNDER_A_LIMIT = (

@@ -91,4 +91,4 @@ def test_plan_takes_it_by_name_and_refuses_what_makes_no_sense() -> None:
     with pytest.raises(ParameterError, match=r"hide_behind_s is -1, expected seconds of computing, 0 or more"):
         plan(HOLED, hide_behind_s=-1)
     with pytest.raises(ParameterError, match=r"hide_behind_s is True, expected seconds"):
-        Auto(hide_behind_s=True)
+        Auto(PAYLOAD, XLA, hide_behind_s=True)

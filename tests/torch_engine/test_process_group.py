@@ -23,7 +23,8 @@ import torch.distributed as dist  # noqa: E402
 from torch.distributed.distributed_c10d import AllreduceOptions, BarrierOptions, BroadcastOptions  # noqa: E402
 
 import meshmend.torch as mmt  # noqa: E402
-from meshmend.torch.plans import LARGEST_BYTES, Plans  # noqa: E402
+from meshmend.planning.workload import LARGEST_BYTES  # noqa: E402
+from meshmend.torch.plans import Plans  # noqa: E402
 from torch_engine.processes import with_store  # noqa: E402
 
 Members = list[tuple[int, ...]]

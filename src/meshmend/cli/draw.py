@@ -33,7 +33,7 @@ from meshmend.drawing.paper import draw_paper_figure
 from meshmend.errors import DrawingError
 from meshmend.extras import require
 from meshmend.planning import PLANNERS, Auto, plan
-from meshmend.planning.auto import DEFAULT_PAYLOAD_BYTES
+from meshmend.planning.proven import DEFAULT_PAYLOAD_BYTES
 from meshmend.schedule import Collective, Schedule
 from meshmend.study.figures import FIGURES
 from meshmend.topology import Mesh, parse_chip

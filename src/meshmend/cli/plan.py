@@ -30,7 +30,7 @@ from meshmend.cli.terminal import approved, plain, print_table, working
 from meshmend.cost import DEFAULT_HARDWARE, Forecast, busiest_link_load, predict
 from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
 from meshmend.planning import Auto, Candidate, Choice, Derived, Planner, Tuned, choose, plan
-from meshmend.planning.auto import DEFAULT_PAYLOAD_BYTES
+from meshmend.planning.proven import DEFAULT_PAYLOAD_BYTES
 from meshmend.schedule import Collective, Schedule
 from meshmend.schedule.serialize import save
 from meshmend.schedule.verify import Proof, verify

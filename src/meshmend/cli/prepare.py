@@ -26,10 +26,8 @@ from meshmend.cli.terminal import plain, working
 from meshmend.cost.units import name_seconds
 from meshmend.errors import CacheWarning, LoweringError, MeshError, PlanError
 from meshmend.planning import Auto, PlanCache, plan
+from meshmend.planning.cache import PREPARED_BUDGET_S
 from meshmend.topology import Mesh, Region, all_placements, name_shape, parse_shape
-
-BUDGET_S = 60.0
-"""CPU seconds for each plan: nobody waits for it yet."""
 
 
 def command(
@@ -57,7 +55,7 @@ def command(
         hosts = _hosts(mesh, host)
         store = PlanCache(cache)
         check_folder("--cache", store.folder, make=True)
-        unhurried = dataclasses.replace(tuning, budget=BUDGET_S if tuning.budget is None else tuning.budget)
+        unhurried = dataclasses.replace(tuning, budget=PREPARED_BUDGET_S if tuning.budget is None else tuning.budget)
         chosen = unhurried.planner(planner, auto.payload, auto.hardware)
         ready, refused = 0, {}
         started = time.perf_counter()

@@ -10,14 +10,7 @@ from meshmend.cost import Forecast, Hardware
 
 def hardware_facts(hardware: Hardware) -> dict[str, Any]:
     """Return the JSON of hardware."""
-    return {
-        "name": hardware.name,
-        "link_bytes_per_s": hardware.link_bytes_per_s,
-        "step_latency_s": hardware.step_latency_s,
-        "hop_latency_s": hardware.hop_latency_s,
-        "links_at_once": hardware.links_at_once,
-        "sources": dict(hardware.sources),
-    }
+    return dataclasses.asdict(hardware) | {"sources": dict(hardware.sources)}
 
 
 def forecast_facts(forecast: Forecast) -> dict[str, Any]:

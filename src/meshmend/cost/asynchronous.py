@@ -5,8 +5,9 @@ arrived; then it costs the step latency once, to start it. Each link serves one 
 step, and within a step whichever comes first. A transfer over several links takes each one when it reaches it, a hop
 latency after the one before, and occupies each for its bytes, longer where the link is slow; past a slow link it goes
 on no faster than that. Routers buffer what has to wait. Where a chip drives
-only some of its links at once, it also queues at its sender and at its receiver, which pass `links_at_once` links'
-worth of data. Data that arrive before the receiver has read the old chunk wait in a buffer.
+only some of its links at once, or pays for each message, it also queues at its sender and at its receiver, which take
+`message_s` for each and then pass `links_at_once` links' worth of data. Data that arrive before the receiver has read
+the old chunk wait in a buffer. On a switched network every pair of chips has a link of its own (`TransferPaths`).
 
 The transfers of a step do not depend on each other, so a step is a handful of array operations.
 """
@@ -39,21 +40,25 @@ def arrivals(schedule: Schedule, paths: TransferPaths, payload_bytes: float, har
         )
     chunk_s = payload_bytes / schedule.total_chunks / hardware.link_bytes_per_s
     width = hardware.links_at_once
-    limited = width is not None and width < mesh.n_directions
-    ready = np.zeros(mesh.n_chips * chunks.n)
-    link_free, last_of = np.zeros(mesh.n_link_slots), np.zeros(mesh.n_link_slots, dtype=np.int64)
+    limited = width is not None and (hardware.is_switched or width < mesh.n_directions)
+    queues = limited or hardware.message_s > 0
+    ready = np.full(mesh.n_chips * chunks.n, hardware.start_s)
+    link_free, last_of = np.zeros(paths.n_links), np.zeros(paths.n_links, dtype=np.int64)
     sender_free, receiver_free = np.zeros(mesh.n_chips), np.zeros(mesh.n_chips)
     hops = _HopTable(paths)
     arrived = np.empty(schedule.n_transfers)
-    rates = mesh.link_rates if mesh.has_slow_cables else None
+    rates = mesh.link_rates if mesh.has_slow_cables and not hardware.is_switched else None
     starts = schedule.step_starts
     for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
         rows = slice(first, last)
         src, dst = schedule.src[rows], schedule.dst[rows]
         lasts = schedule.n_chunks[rows].astype(np.float64) * chunk_s
         begin = chunks.latest(ready, rows, src) + hardware.step_latency_s
+        at_chip = np.full(len(src), hardware.message_s)
         if limited and width is not None:
-            begin = _serve(sender_free, src, begin, lasts / width)
+            at_chip += lasts / width
+        if queues:
+            begin = _serve(sender_free, src, begin, at_chip) + hardware.message_s
         work = lasts if rates is None else lasts / rates[hops.link[rows]]
         begin = _serve_links(link_free, last_of, hops.link[rows], begin, work)
         for flows, link in hops.later_hops(first, last):
@@ -63,8 +68,8 @@ def arrivals(schedule: Schedule, paths: TransferPaths, payload_bytes: float, har
             if rates is not None:
                 # What a slow link lets through late ends late at the next one too.
                 work[flows] = np.maximum(own, work[flows] - (begin[flows] - reaches))
-        if limited and width is not None:
-            begin = _serve(receiver_free, dst, begin, lasts / width)
+        if queues:
+            begin = _serve(receiver_free, dst, begin, at_chip) + hardware.message_s
         done = begin + work + hardware.hop_latency_s
         arrived[rows] = done
         chunks.arrive(ready, rows, dst, done)

@@ -8,7 +8,8 @@ time, so they add up to the forecast:
 3. *filling and draining*: that link is idle at times, on ideal hardware: while the first chunks are on their way to it,
    after the last have left it, and (in lock-step) while it waits for busier links.
 4. *latency*: the hops.
-5. *engine limits*: what each step costs to start, and links that a chip cannot drive at once.
+5. *engine limits*: what the start, each step and each message cost, and links that a chip cannot drive at once. On a
+   switched network some of it is won back: there no transfers share a link.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ ROUNDING = 1e-12
 class Gap:
     """The seconds of a forecast, by what they are spent on. They add up to the forecast.
 
-    In lock-step no part is negative. In the asynchronous mode a queue may be served in another order on other hardware,
-    so that a part can be a little below 0.
+    In lock-step, over the links of a mesh, no part is negative. In the asynchronous mode a queue may be served in
+    another order on other hardware, so that a part can be a little below 0.
     """
 
     bandwidth: float
@@ -57,11 +58,11 @@ def decompose(
     `bound_seconds` is the bound where chips drive all their links, and `busiest_seconds` how long the busiest link
     takes for all that it carries.
     """
-    hops_only = dataclasses.replace(hardware, step_latency_s=0.0, links_at_once=None)
+    hops_only = Hardware(hardware.name, hardware.link_bytes_per_s, hop_latency_s=hardware.hop_latency_s)
     ideal = dataclasses.replace(hops_only, hop_latency_s=0.0)
     on_hardware = seconds_on(hardware)
-    on_hops = on_hardware if hops_only == hardware else seconds_on(hops_only)
-    on_ideal = on_hops if ideal == hops_only else seconds_on(ideal)
+    on_hops = on_hardware if hops_only.priced == hardware.priced else seconds_on(hops_only)
+    on_ideal = on_hops if ideal.priced == hops_only.priced else seconds_on(ideal)
     return Gap(
         bandwidth=bound_seconds,
         uneven_load=busiest_seconds - bound_seconds,

@@ -1,4 +1,4 @@
-"""Hardware: what a link carries, what a step costs, how many links a chip drives at once. Named presets, with sources.
+"""Hardware: what a link carries, what a step and a message cost, how many links a chip drives at once. Named presets.
 
 Rates are of one link, that is, of one direction of a cable. Vendors quote them in three ways (a link one way, a
 link both ways, a chip with all its links), so each preset says what was read and how it was divided.
@@ -24,8 +24,14 @@ class Hardware:
 
     `link_bytes_per_s` is b, the rate of one link (one direction of a cable). Every step costs `step_latency_s`
     once, and a transfer `hop_latency_s` for each link of its path. `links_at_once` is how many links' worth of
-    data a chip can send at once, and receive at once; None means all its links. `sources` says where each number
-    comes from.
+    data a chip can send at once, and receive at once; None means all its links. `start_s` is what a collective costs
+    before its first step, and `message_s` what a chip pays for each message of a step besides its bytes. `sources` says
+    where each number comes from.
+
+    With `runs_lanes` a schedule is priced as XLA runs it: each permute of a loop is a message in each of the loop's
+    steps, and moves its bytes whether there is something to send or not (`meshmend.schedule.lanes`). With `is_switched`
+    every pair of chips is one hop apart, as between processes or virtual devices of one machine: no transfers share a
+    link, whatever the mesh looks like.
 
     >>> lab = Hardware("lab", link_bytes_per_s=5e6, step_latency_s=1e-3)
     >>> lab.links_at_once is None
@@ -37,12 +43,16 @@ class Hardware:
     step_latency_s: float = 0.0
     hop_latency_s: float = 0.0
     links_at_once: int | None = None
+    start_s: float = 0.0
+    message_s: float = 0.0
+    runs_lanes: bool = False
+    is_switched: bool = False
     sources: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.link_bytes_per_s < float("inf"):
             raise ParameterError(f"link_bytes_per_s is {self.link_bytes_per_s}, expected a positive number of bytes/s.")
-        for field in ("step_latency_s", "hop_latency_s"):
+        for field in ("step_latency_s", "hop_latency_s", "start_s", "message_s"):
             if not 0 <= getattr(self, field) < float("inf"):
                 raise ParameterError(f"{field} is {getattr(self, field)}, expected seconds, 0 or more.")
         if self.links_at_once is not None and self.links_at_once < 1:
@@ -51,10 +61,16 @@ class Hardware:
     def __str__(self) -> str:
         width = self.links_at_once
         at_once = "all links" if width is None else f"{width} link{'s' * (width > 1)}"
+        message = f"{name_seconds(self.message_s)} per message, " if self.message_s else ""
         return (
             f"{self.name}: {name_rate(self.link_bytes_per_s)} per link, {name_seconds(self.step_latency_s)} per step, "
-            f"{name_seconds(self.hop_latency_s)} per hop, {at_once} at once"
+            f"{message}{name_seconds(self.hop_latency_s)} per hop, {at_once} at once"
         )
+
+    @property
+    def priced(self) -> tuple[object, ...]:
+        """All that a time depends on: two of the same are the same to a planner, whatever they are called."""
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self)[1:-1])
 
 
 _HOP = (
@@ -133,6 +149,9 @@ _ETHERNET_LATENCY = (
     ("step_latency_s", "none: nothing is published"),
     ("hop_latency_s", "an estimate, 1 µs, as for other links between chips: nothing is published"),
     ("links_at_once", "inferred, all: each channel has its own core and buffers"),
+)
+_CPU_MEASURED = (
+    "about what `meshmend doctor --measure` finds for 24 to 60 virtual chips on two cores; measure your own, as jobs do"
 )
 _ASYNCHRONOUS = (
     "links_at_once",
@@ -213,6 +232,21 @@ PRESETS: dict[str, Hardware] = {
             ),
         ),
         Hardware(
+            "cpu-xla",
+            link_bytes_per_s=8e7,
+            step_latency_s=5e-4,
+            links_at_once=1,
+            message_s=2.5e-3,
+            runs_lanes=True,
+            is_switched=True,
+            sources=(
+                ("link_bytes_per_s", _CPU_MEASURED),
+                ("step_latency_s", _CPU_MEASURED),
+                ("message_s", _CPU_MEASURED),
+                ("links_at_once", "one: virtual devices of one machine share its cores and its memory"),
+            ),
+        ),
+        Hardware(
             "gloo-loopback",
             link_bytes_per_s=1e9,
             step_latency_s=5e-6,
@@ -237,18 +271,23 @@ DEFAULT_HARDWARE = "tpu-v3"
 
 
 def find_hardware(hardware: str | Hardware) -> Hardware:
-    """Return the preset of that name, or the hardware itself.
+    """Return the preset of that name, the hardware in that file (….json), or the hardware itself.
 
     >>> print(find_hardware("tpu-v3"))
     tpu-v3: 82 GB/s per link, 0 s per step, 1 µs per hop, all links at once
     """
     if isinstance(hardware, Hardware):
         return hardware
-    if hardware not in PRESETS:
-        raise ParameterError(
-            f"There is no hardware {hardware!r}. Presets: {', '.join(PRESETS)}; or describe your own with Hardware(…)."
-        )
-    return PRESETS[hardware]
+    if hardware in PRESETS:
+        return PRESETS[hardware]
+    if hardware.endswith(".json"):
+        from meshmend.cost.hardware_file import read_hardware
+
+        return read_hardware(hardware)
+    raise ParameterError(
+        f"There is no hardware {hardware!r}. Presets: {', '.join(PRESETS)}; a file that `meshmend doctor --measure "
+        f"FILE.json` has written; or describe your own with Hardware(…)."
+    )
 
 
 def adjusted(

@@ -1,8 +1,8 @@
 """Hiding: what still shows of a schedule that runs inside a loop body, beside a given amount of computing.
 
 Links move bytes while the core computes. What the core does itself for every step does not hide: it slices out what to
-send, starts the permutes and adds what arrived, which is what `Hardware.step_latency_s` stands for. A compiler can put
-computing only beside steps that are written out one by one, so that a schedule of many steps hides nothing.
+send, starts the permutes and adds what arrived, which is what a step and a message cost (`Hardware`). A compiler can
+put computing only beside steps that are written out one by one, so that a schedule of many steps hides nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def shown_seconds(demand: StepDemand, payload_bytes: float, hardware: Hardware, 
     seconds = demand.seconds(payload_bytes, hardware)
     if not hide_behind_s or demand.schedule.n_steps > MAX_UNROLLED:
         return seconds
-    starting = len(demand.step_seconds(payload_bytes, hardware)) * hardware.step_latency_s
+    starting = demand.starting_seconds(hardware)
     return shown(starting, seconds - starting, hide_behind_s)
 
 

@@ -24,7 +24,7 @@ class TransferPaths:
 
     `link[i]` is the link of transfer i between neighbours, −1 where its ends are further apart. For those, one row
     per hop in order of step: `far_row` (the transfer), `far_hop` (hops before this one), `far_link`. `far_hops[i]`
-    counts the hops of transfer `far[i]`.
+    counts the hops of transfer `far[i]`. Links are numbered from 0 to `n_links` − 1.
     """
 
     link: NDArray[np.int32]
@@ -33,6 +33,15 @@ class TransferPaths:
     far_row: NDArray[np.int64]
     far_hop: NDArray[np.int64]
     far_link: NDArray[np.int64]
+    n_links: int
+
+    @classmethod
+    def switched(cls, schedule: Schedule) -> TransferPaths:
+        """Return the paths where every pair of chips has a link of its own."""
+        codes = schedule.src.astype(np.int64) * schedule.mesh.n_chips + schedule.dst
+        pairs, link = np.unique(codes, return_inverse=True)
+        empty = np.empty(0, dtype=np.int64)
+        return cls(link.astype(np.int32), empty, empty, empty, empty, empty, len(pairs))
 
     @classmethod
     def of(cls, schedule: Schedule) -> TransferPaths:
@@ -41,7 +50,7 @@ class TransferPaths:
         far = np.flatnonzero(link < 0)
         if not len(far):
             empty = np.empty(0, dtype=np.int64)
-            return cls(link, far, empty, empty, empty, empty)
+            return cls(link, far, empty, empty, empty, empty, schedule.mesh.n_link_slots)
         n = schedule.mesh.n_chips
         pairs, which = np.unique(schedule.src[far].astype(np.int64) * n + schedule.dst[far], return_inverse=True)
         walk = routing.trace(schedule.mesh, *np.divmod(pairs, n))
@@ -52,7 +61,8 @@ class TransferPaths:
         far_hops = hops[which]
         far_hop = np.arange(far_hops.sum()) - np.repeat(np.cumsum(far_hops) - far_hops, far_hops)
         path = order[np.repeat(starts[which], far_hops) + far_hop]
-        return cls(link, far, far_hops, np.repeat(far, far_hops), far_hop, walk.link[path].astype(np.int64))
+        far_link = walk.link[path].astype(np.int64)
+        return cls(link, far, far_hops, np.repeat(far, far_hops), far_hop, far_link, schedule.mesh.n_link_slots)
 
 
 def _links(mesh: Mesh, src: NDArray[np.int32], dst: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -170,8 +170,8 @@ def _phase_ends(demand: StepDemand, payload_bytes: float, hardware: Hardware) ->
     """
     schedule = demand.schedule
     if schedule.n_transfers <= MAX_FOLLOWED or schedule.repeats == 1:
-        paths = demand.paths if schedule.repeats == 1 else TransferPaths.of(schedule)
-        return _ends(schedule, paths, payload_bytes, hardware)
+        known = demand.paths if schedule.repeats == 1 and not hardware.is_switched else None
+        return _ends(schedule, known, payload_bytes, hardware)
     template, period = schedule.template, schedule.period
     overlapping = -(-template.n_steps // period)
     follow = MAX_FOLLOWED // template.n_transfers
@@ -182,12 +182,16 @@ def _phase_ends(demand: StepDemand, payload_bytes: float, hardware: Hardware) ->
     for repeats in (short, long):
         part = template.repeated(repeats, period)
         share = payload_bytes * repeats / schedule.repeats
-        ends.append(_ends(part, TransferPaths.of(part), share, hardware))
+        ends.append(_ends(part, None, share, hardware))
     pace = (ends[1] - ends[0]) / (long - short)
     return np.asarray(ends[1] + (schedule.repeats - long) * pace)
 
 
-def _ends(schedule: Schedule, paths: TransferPaths, payload_bytes: float, hardware: Hardware) -> NDArray[np.float64]:
+def _ends(
+    schedule: Schedule, paths: TransferPaths | None, payload_bytes: float, hardware: Hardware
+) -> NDArray[np.float64]:
+    if paths is None:
+        paths = (TransferPaths.switched if hardware.is_switched else TransferPaths.of)(schedule)
     arrived = arrivals(schedule, paths, payload_bytes, hardware)
     ends = np.zeros(len(schedule.phase_names))
     np.maximum.at(ends, schedule.phase, arrived)

@@ -8,7 +8,9 @@ the transfers on a link share it. So a link that is kept busy by the transfers o
 than h latencies and their bytes after the step began, and the latest such moment, over all links and all h, ends
 the step. The demand keeps, for each step and each h that occurs, the most that any link carries for transfers of
 h hops or more, in chunks at full rate (a chunk over a link of rate 1/2 counts as two); and the same for what any chip
-sends and receives, for engines that drive only some of their links.
+sends and receives, for engines that drive only some of their links. Where messages have a price, it counts the most
+that any chip sends or receives in a step, or, for engines that run lanes, all permutes of the step's loop and what
+they move (`Hardware.runs_lanes`).
 
 Of a repeated schedule (template of L steps, period T, R repeats) step s holds the template's steps t ≡ s modulo T with
 s − (R−1)·T ≤ t ≤ s. For s ≥ L − 1 the upper limit excludes no step of the template, and for s ≤ (R−1)·T the lower limit
@@ -28,6 +30,7 @@ from meshmend.cost.hardware import Hardware
 from meshmend.cost.load import link_load
 from meshmend.cost.paths import TransferPaths
 from meshmend.schedule import Schedule
+from meshmend.schedule.lanes import count_lanes
 
 BINS = 2**22
 """Counters held at a time when the transfers of many steps are summed by link."""
@@ -57,7 +60,6 @@ class StepDemand:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.paths = TransferPaths.of(schedule.template)
         self._rows = schedule.template
         length, period = self._rows.n_steps, schedule.period
         most = -(-length // period) + 2 if period else 1
@@ -73,12 +75,17 @@ class StepDemand:
 
     def seconds(self, payload_bytes: float, hardware: Hardware) -> float:
         """Return the lock-step time of the whole schedule."""
-        return float((self._step_seconds(payload_bytes, hardware) * self._times).sum())
+        return hardware.start_s + float((self._step_seconds(payload_bytes, hardware) * self._times).sum())
+
+    def starting_seconds(self, hardware: Hardware) -> float:
+        """Return the part of that time that no byte takes: the start, and what steps and messages cost to begin."""
+        return hardware.start_s + float((self._beginning(hardware) * self._times).sum())
 
     def phase_seconds(self, payload_bytes: float, hardware: Hardware) -> Floats:
         """Return the part of each phase in that time: a step's is shared by the chunks that it moves for each."""
         seconds = self._step_seconds(payload_bytes, hardware) * self._times
-        return np.asarray(seconds @ self._phase_shares)
+        first = self._phase_shares[:1].sum(axis=0)  # the start belongs to the first step; without a step there is none
+        return np.asarray(seconds @ self._phase_shares + hardware.start_s * first)
 
     def step_seconds(self, payload_bytes: float, hardware: Hardware) -> Floats:
         """Return how long each step lasts, without those that are idle."""
@@ -92,19 +99,33 @@ class StepDemand:
     def _step_seconds(self, payload_bytes: float, hardware: Hardware) -> Floats:
         """Return how long each step lasts that is followed."""
         chunk_s = payload_bytes / self.schedule.total_chunks / hardware.link_bytes_per_s
-        # Where nothing is transferred nobody waits for a step.
-        lasts = np.where(self._is_busy, hardware.step_latency_s, 0.0)
-        busy = self._price(self._links, chunk_s, hardware.hop_latency_s, at_least=None)
+        links = self._pairs if hardware.is_switched else self._links
+        busy = self._price(links, chunk_s, hardware.hop_latency_s, at_least=None)
         width = hardware.links_at_once
-        if width is not None and width < self.schedule.mesh.n_directions:
+        if hardware.runs_lanes:
+            lanes, moved, longest = self._lanes
+            busy = np.maximum(busy, np.maximum(longest, moved / np.minimum(lanes, width or lanes)) * chunk_s)
+        elif width is not None and (hardware.is_switched or width < self.schedule.mesh.n_directions):
             for demand in (self._senders, self._receivers):
                 busy = self._price(demand, chunk_s / width, hardware.hop_latency_s, at_least=busy)
-        return np.asarray(lasts + busy)
+        return np.asarray(self._beginning(hardware) + busy)
+
+    def _beginning(self, hardware: Hardware) -> Floats:
+        """Return what each step that is followed costs to begin. Where nothing is transferred nobody waits for it."""
+        each = np.full(self._n_steps, hardware.step_latency_s)
+        if hardware.message_s:
+            each += hardware.message_s * (self._lanes[0] if hardware.runs_lanes else self._messages)
+        return np.where(self._is_busy, each, 0.0)
 
     def _price(self, demand: _Demand, chunk_s: float, hop_s: float, at_least: Floats | None) -> Floats:
         times = np.zeros(self._n_steps) if at_least is None else at_least.copy()
         np.maximum.at(times, demand.step, demand.hops * hop_s + demand.chunks * chunk_s)
         return times
+
+    @cached_property
+    def paths(self) -> TransferPaths:
+        """The links of the template's transfers."""
+        return TransferPaths.of(self._rows)
 
     @cached_property
     def link_load(self) -> Floats:
@@ -139,6 +160,34 @@ class StepDemand:
         """Return what each transfer asks of its link, in chunks at full rate."""
         s = self._rows
         return s.n_chunks / s.mesh.link_rates[link] if s.mesh.has_slow_cables else s.n_chunks
+
+    @cached_property
+    def _pairs(self) -> _Demand:
+        """The longest message of each step, where every pair of chips has a link of its own."""
+        most = np.zeros(self._n_steps)
+        for repeat in range(self._repeats):
+            np.maximum.at(most, self._rows.step + repeat * self.schedule.period, self._rows.n_chunks)
+        busy = np.flatnonzero(most)
+        return _Demand(busy, np.ones(len(busy), np.int64), most[busy])
+
+    @cached_property
+    def _messages(self) -> Floats:
+        """The most messages that any chip sends, or receives, in each step."""
+        s = self._rows
+        most = np.zeros(self._n_steps)
+        for rank in (s.src, s.dst):
+            found = self._busiest(s.step, rank, np.ones(s.n_transfers), s.mesh.n_chips, hops=1)
+            np.maximum.at(most, found.step, found.chunks)
+        return most
+
+    @cached_property
+    def _lanes(self) -> tuple[Floats, Floats, Floats]:
+        """For each step the permutes of its loop, the chunks that they move, and those of the longest."""
+        loops = count_lanes(self.schedule)
+        times = [min(loop.n_steps, self._n_steps) for loop in loops]  # a repeated schedule is one loop
+        rows = np.array([(loop.lanes, loop.chunks, loop.longest) for loop in loops], dtype=np.float64).reshape(-1, 3)
+        lanes, moved, longest = np.repeat(rows, times, axis=0).T
+        return lanes, moved, longest
 
     @cached_property
     def _senders(self) -> _Demand:

@@ -13,14 +13,15 @@ def between_tiles(hardware: str | Hardware, tiling: Tiling) -> Hardware:
 
     Corresponding chips of neighbouring tiles all exchange their shards at once, over the same links: a link is
     shared by as many messages as a tile is long, and each message crosses as many links. The longest way counts for
-    the latency of all. `links_at_once` stays: where a chip runs one permute at a time, it does so here too.
+    the latency of all. `links_at_once` stays: where a chip runs one permute at a time, it does so here too. Where every
+    pair of chips is one hop apart (`is_switched`), tiles share nothing, and the hardware is what it was.
 
     >>> from meshmend.topology import Mesh, cut_into_tiles
     >>> print(between_tiles("tpu-v4", cut_into_tiles(Mesh("8x8"), "2x2")))
     tpu-v4 between 2x2 tiles: 25 GB/s per link, 0 s per step, 2 µs per hop, all links at once
     """
     chosen = find_hardware(hardware)
-    if tiling.n_places == 1:
+    if tiling.n_places == 1 or chosen.is_switched:
         return chosen
     side = "x".join(map(str, tiling.side))
     shared = (

@@ -29,6 +29,7 @@ from meshmend.jax.layer_scan import scan_layers
 from meshmend.jax.layerwise import add_decayed_weights, clip_by_global_norm, lamb, lars, scale_by_trust_ratio
 from meshmend.jax.ledger import Ledger
 from meshmend.jax.managed import Checks, Job, JobStep
+from meshmend.jax.measuring import measure
 from meshmend.jax.program import (
     Program,
     ProgramPair,
@@ -42,6 +43,7 @@ from meshmend.jax.sharded_params import ShardedParams, gather_params, sharded_sp
 from meshmend.jax.sharded_training import ShardedTrainStep, sharded_train_step
 from meshmend.jax.tiles import TiledFabric, tile
 from meshmend.jax.training import train_step
+from meshmend.jax.training_plan import TrainingPlan, plan
 from meshmend.jax.updates import TrainStep
 
 __all__ = [
@@ -67,6 +69,7 @@ __all__ = [
     "Shards",
     "TiledFabric",
     "TrainStep",
+    "TrainingPlan",
     "abstract_program",
     "add_decayed_weights",
     "all_gather",
@@ -83,6 +86,8 @@ __all__ = [
     "install_turn",
     "lamb",
     "lars",
+    "measure",
+    "plan",
     "reduce_scatter",
     "replica_digests",
     "reshard_params",

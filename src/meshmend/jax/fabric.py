@@ -33,13 +33,17 @@ CHIP_AXIS = "chip"
 CORE_AXIS = "core"
 
 HARDWARE = {
+    "cpu": "cpu-xla",
     "TPU v2": "tpu-v2-xla",
     "TPU v3": "tpu-v3-xla",
     "TPU v4": "tpu-v4-xla",
     "TPU v5": "tpu-v5p-xla",
     "TPU v5p": "tpu-v5p-xla",
+    "TPU v5 lite": "tpu-v5e-xla",
+    "TPU v5e": "tpu-v5e-xla",
     "TPU v6 lite": "tpu-v6e-xla",
     "TPU v6e": "tpu-v6e-xla",
+    "TPU7x": "tpu-v7x-xla",
 }
 """Hardware presets, as seen through XLA, by JAX's `device_kind`."""
 
@@ -200,7 +204,9 @@ def _on_machine(
     else:
         where = _lay_out(len(devices), mesh, f" of {machine.file}")
     fabric = _fabric(devices, where, mesh)
-    return replace(fabric, hardware=fabric.hardware or machine.hardware)
+    # Virtual devices stand for the machine's chips; real ones say better what they are, as XLA drives them.
+    own = None if fabric.platform == "cpu" and machine.hardware is not None else fabric.hardware
+    return replace(fabric, hardware=own or machine.hardware)
 
 
 def _read_wrap(wrap: bool | Sequence[bool] | None, mesh: Mesh, kind: str | None) -> bool | Sequence[bool]:

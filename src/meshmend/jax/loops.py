@@ -32,7 +32,7 @@ def run(chunks: Chunks, program: Program, *, unroll: bool = False) -> Chunks:
     for tables, lanes in zip(program.tables, layout.shape.lanes, strict=True):
 
         def step(held: Chunks, row: Any, _: None, lanes: tuple[Lane, ...] = lanes) -> Chunks:
-            return _move(held, row, lanes, layout)
+            return move(held, row, lanes, layout)
 
         chunks = scan_steps(chunks, tables, None, layout, step, unroll=unroll)
     return chunks
@@ -55,7 +55,7 @@ def run_with_turn(
 
         def step(held: Any, row: Any, due: jax.Array, lanes: tuple[Lane, ...] = lanes) -> Any:
             payload, carried = held
-            payload = tuple(_move(chunks, row, lanes, layout) for chunks in payload)
+            payload = tuple(move(chunks, row, lanes, layout) for chunks in payload)
             return _take_turns(payload, carried, due, total, turn)
 
         payload, carried = scan_steps((payload, carried), tables, due, layout, step)
@@ -118,7 +118,8 @@ def scan_steps(
     return lax.scan(repeated, held, jnp.arange(repeat.n_steps, dtype=jnp.int32), unroll=unroll)[0]
 
 
-def _move(held: Chunks, row: Any, lanes: tuple[Lane, ...], layout: ChunkLayout) -> Chunks:
+def move(held: Chunks, row: Any, lanes: tuple[Lane, ...], layout: ChunkLayout) -> Chunks:
+    """Run one step: send and receive on all lanes, by the step's row of the tables."""
     send, receive, ops = row
     # The barriers say that all lanes leave together and arrive together, or a TPU's scheduler may take them in turn.
     leaving = lax.optimization_barrier(

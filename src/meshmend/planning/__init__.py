@@ -9,10 +9,11 @@ from meshmend.planning.hamiltonian import Hamiltonian
 from meshmend.planning.latency import Latency
 from meshmend.planning.proven import PLANNERS, PlanFunction, choose, make_planner, plan
 from meshmend.planning.row_pairs import RowPairs
-from meshmend.planning.shards import plan_broadcast, plan_shards
+from meshmend.planning.shards import plan_broadcast, plan_halves, plan_shards
 from meshmend.planning.two_color import TwoColor
 from meshmend.planning.updates import UpdatePlan, UpdateWay, update_plans
 from meshmend.planning.weave import Weave
+from meshmend.planning.workload import Workload, round_payload
 
 __all__ = [
     "PLANNERS",
@@ -32,10 +33,13 @@ __all__ = [
     "UpdatePlan",
     "UpdateWay",
     "Weave",
+    "Workload",
     "choose",
     "make_planner",
     "plan",
     "plan_broadcast",
+    "plan_halves",
     "plan_shards",
+    "round_payload",
     "update_plans",
 ]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import ClassVar, final
 
-from meshmend.cost import DEFAULT_HARDWARE, Hardware, StepDemand, find_hardware
+from meshmend.cost import Hardware, StepDemand, find_hardware
 from meshmend.cost.hiding import check_hide_behind, shown, shown_seconds
 from meshmend.errors import ParameterError, PlanError
 from meshmend.planning.base import CannotServe, Floor, Planner
@@ -36,9 +36,11 @@ CHOICES: tuple[type[Planner], ...] = (Hamiltonian, TwoColor, RowPairs, Weave, La
 """The planners of all-reduces to choose from."""
 OTHERS: tuple[type[Planner], ...] = (Gather,)
 """The planners of reduce-scatters and all-gathers."""
-DEFAULT_PAYLOAD_BYTES = 1e8
 FEWER_CHUNKS = 13
 """How often the number of chunks that is best without computing beside it is divided by the square root of two."""
+
+OTHER_COSTS = (1 / 16, 1 / 4, 4.0, 16.0)
+"""Where what a step costs depends on the plan, planners are also asked as if it cost so many times as much."""
 
 
 @dataclass(frozen=True)
@@ -122,15 +124,17 @@ class Auto(Chooser):
     `hide_behind_s` is the computing that the schedule runs beside, as in the body of `mmj.scan_layers`: the fastest is
     then the one of which least shows (`meshmend.cost.hiding`).
 
-    >>> choice = Auto(payload_bytes=1e9).choose(Mesh("8x8", failed=["2x2@2,2"]))
+    Neither payload nor hardware has a default here: who forgets them would run a plan for somebody else's.
+
+    >>> choice = Auto(payload_bytes=1e9, hardware="tpu-v3").choose(Mesh("8x8", failed=["2x2@2,2"]))
     >>> choice.planner.name, [c.planner.name for c in choice.considered if c.why_not]
     ('weave', ['two-color'])
     """
 
     name: ClassVar[str] = "auto"
 
-    payload_bytes: float = DEFAULT_PAYLOAD_BYTES
-    hardware: str | Hardware = DEFAULT_HARDWARE
+    payload_bytes: float
+    hardware: str | Hardware
     collective: Collective = Collective.ALL_REDUCE
     owners: Owners = "any"
     budget_s: float = DEFAULT_BUDGET_S
@@ -150,14 +154,14 @@ class Auto(Chooser):
 class Tuned(Chooser):
     """One planner with its fastest parameters for a payload on a piece of hardware; those named in `fixed` stay.
 
-    >>> [Tuned(Weave(), payload_bytes=size).plan(Mesh("8x8")).total_chunks for size in (1e4, 1e6, 1e9)]
+    >>> [Tuned(Weave(), size, "tpu-v3").plan(Mesh("8x8")).total_chunks for size in (1e4, 1e6, 1e9)]
     [2, 23, 724]
     """
 
     planner: Planner
+    payload_bytes: float
+    hardware: str | Hardware
     fixed: tuple[str, ...] = ()
-    payload_bytes: float = DEFAULT_PAYLOAD_BYTES
-    hardware: str | Hardware = DEFAULT_HARDWARE
     hide_behind_s: float = 0.0
 
     @property
@@ -223,9 +227,12 @@ class Field:
 
         Where bytes hide and steps do not, steps cost more than they take: planners are asked with higher costs, too.
         """
-        step_s = hardware.step_latency_s + hardware.hop_latency_s
+        step_s = hardware.step_latency_s + hardware.hop_latency_s + hardware.message_s * self._mesh.n_directions
         step_cost = step_s * hardware.link_bytes_per_s / payload_bytes
         costs = [step_cost * 2.0**i for i in range(FEWER_CHUNKS + 1 if hide_behind_s else 1)]
+        if hardware.message_s or hardware.is_switched:
+            # How many messages a step has, and what they share, is the planner's own affair: ask for more and fewer.
+            costs = [cost * factor for cost in costs for factor in (1.0, *OTHER_COSTS)]
         found: list[Planner] = []
         for planner in self._able:
             asked = dict.fromkeys(variant for cost in costs for variant in planner.variants(self._mesh, cost))
@@ -259,10 +266,14 @@ class Field:
 
 
 def _seconds(floor: Floor, payload_bytes: float, hardware: Hardware, hide_behind_s: float) -> float:
-    """Price a floor: every step has a transfer of at least one hop, and moves at least its share of the payload."""
+    """Price a floor: every step has a transfer of at least one hop, and moves at least its share of the payload.
+
+    On a switched network chips share no links, and what a chip can drive at once is all that limits it.
+    """
     unit = payload_bytes / hardware.link_bytes_per_s
-    moving = floor.link_load * unit
+    moving = 0.0 if hardware.is_switched else floor.link_load * unit
     if hardware.links_at_once is not None:
         moving = max(moving, floor.chip_load * unit / hardware.links_at_once)
     moving += floor.steps * hardware.hop_latency_s
-    return shown(floor.steps * hardware.step_latency_s, moving, hide_behind_s)
+    starting = hardware.start_s + floor.steps * (hardware.step_latency_s + hardware.message_s)
+    return shown(starting, moving, hide_behind_s)

@@ -18,6 +18,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from meshmend.cost import Hardware
 from meshmend.errors import CacheWarning, ScheduleFileError, VerificationError
 from meshmend.planning.auto import CHOICES, OTHERS, Auto
 from meshmend.planning.base import Planner
@@ -27,8 +28,10 @@ from meshmend.schedule.serialize import FORMAT, load, save
 from meshmend.schedule.verify import verify
 from meshmend.topology import Mesh, name_cable, name_cable_rates
 
-RECIPE = 4
+RECIPE = 5
 """Raised whenever a planner's output changes, so that schedules of an older version are not taken for new ones."""
+PREPARED_BUDGET_S = 60.0
+"""CPU seconds for each plan that is made before anybody waits for it, as by `meshmend prepare`."""
 
 
 def default_folder() -> Path:
@@ -66,7 +69,7 @@ class PlanCache:
             **({"cable_rates": name_cable_rates(mesh.cable_rates)} if mesh.has_slow_cables else {}),
             "planner": planner.name,
             "collective": planner.collective,
-            "parameters": _without_budget(dataclasses.asdict(planner)),  # type: ignore[call-overload]
+            "parameters": _parameters(planner),
         }
         if neighbours_only:  # left out otherwise: plans that are kept already stay valid
             key["neighbours_only"] = True
@@ -132,13 +135,19 @@ def _why_not(schedule: Schedule, mesh: Mesh, planner: Planner, *, neighbours_onl
     return None
 
 
-def _without_budget(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Leave out how long planning may take: a job that is in a hurry wants the plan that took a minute beforehand.
+def _parameters(planner: Planner) -> dict[str, Any]:
+    """Return what a planner's plans depend on.
 
-    And what `Derived` keeps of plans that were made on the way: that changes no plan.
+    That is the numbers of its hardware, not what it is called nor who is cited for them, so that a preset and a file
+    with the same numbers share their plans. What `Derived` keeps of plans that were made on the way changes no plan.
     """
-    return {
-        name: _without_budget(value) if isinstance(value, dict) else value
-        for name, value in parameters.items()
-        if name not in ("budget_s", "made")
-    }
+    found: dict[str, Any] = {}
+    for entry in dataclasses.fields(planner):  # type: ignore[arg-type]  # planners are dataclasses
+        value = getattr(planner, entry.name)
+        if isinstance(value, Planner):
+            found[entry.name] = [value.name, _parameters(value)]
+        elif isinstance(value, Hardware):
+            found[entry.name] = value.priced
+        elif entry.name != "made":
+            found[entry.name] = value
+    return found

@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from meshmend.cost import DEFAULT_HARDWARE
 from meshmend.errors import LoweringError, ParameterError, PlanError
 from meshmend.planning.auto import CHOICES, OTHERS, Auto, Choice, Chooser, Tuned, candidates
 from meshmend.planning.base import Planner
-from meshmend.planning.cache import PlanCache
+from meshmend.planning.cache import PREPARED_BUDGET_S, PlanCache
 from meshmend.planning.derived import Derived
 from meshmend.planning.weave import Weave
 from meshmend.planning.weave.planner import check_budget
@@ -25,6 +26,8 @@ PlanFunction = Callable[..., Schedule]
 Parameters are bound to it beforehand, as in `functools.partial(plan, planner="row-pairs", cache=PlanCache())`."""
 TARGET = ("payload_bytes", "hardware", "hide_behind_s")
 """What a planner's parameters are chosen for."""
+DEFAULT_PAYLOAD_BYTES = 1e8
+"""What `plan` assumes where it is not told: for a first look. Whatever runs a plan says what it is for."""
 
 
 def plan(
@@ -48,8 +51,9 @@ def plan(
     `budget_s` is how many CPU seconds planning may take, about: `auto` and `weave` look for faster plans while there is
     time, 10 s by default. The work is counted, not timed, so that every host comes to the same plan.
 
-    `verify=False` leaves the proof to the caller. With a `cache`, a schedule that is in it is proven and returned, and
-    one that is not is planned, proven and kept. A cache that cannot be used costs a `CacheWarning`, not the plan.
+    `verify=False` leaves the proof to the caller. With a `cache`, a schedule that is in it is proven and returned (one
+    that `meshmend prepare` took its time for comes first), and one that is not is planned, proven and kept. A cache
+    that cannot be used costs a `CacheWarning`, not the plan.
 
     `neighbours_only=True` is for networks whose routers cannot route round the hole: a transfer over several cables
     becomes hops from neighbour to neighbour, in more steps, and what comes of it is proven again, whatever `verify`
@@ -68,15 +72,30 @@ def plan(
     why_not = chosen.why_not(mesh)
     if why_not is not None:
         raise PlanError(chosen.name, str(mesh), why_not, _able(mesh, chosen))
-    kept = cache.get(mesh, chosen, neighbours_only=neighbours_only) if cache is not None else None
-    if kept is not None:
-        return kept
+    if cache is not None:
+        # One that was prepared with more time comes first, on every host alike.
+        for entry in dict.fromkeys((_with_budget(chosen, PREPARED_BUDGET_S), chosen)):
+            kept = cache.get(mesh, entry, neighbours_only=neighbours_only)
+            if kept is not None:
+                return kept
     schedule = _plan_hops(mesh, chosen) if neighbours_only else chosen.plan(mesh)
     if verify or cache is not None:
         ensure_proven(schedule)
     if cache is not None:
         cache.offer(mesh, chosen, schedule, neighbours_only=neighbours_only)
     return schedule
+
+
+def _with_budget(planner: Planner, budget_s: float) -> Planner:
+    """Return the same planner with another budget, if it has one."""
+    changed = {}
+    for field in dataclasses.fields(planner):  # type: ignore[arg-type]  # planners are dataclasses
+        value = getattr(planner, field.name)
+        if field.name == "budget_s":
+            changed["budget_s"] = budget_s
+        elif isinstance(value, Planner):
+            changed[field.name] = _with_budget(value, budget_s)
+    return dataclasses.replace(planner, **changed)  # type: ignore[type-var]
 
 
 def choose(mesh: Mesh, chooser: Chooser) -> Choice:
@@ -106,10 +125,12 @@ def make_planner(name: str, *, collective: str | Collective | None = None, **par
             raise ParameterError(f"{name} has no parameter {parameter!r}: it takes {', '.join(known)}.")
     if "budget_s" in parameters and "budget_s" not in own:
         check_budget(parameters.pop("budget_s"))  # it plans in no time
-    target = {key: value for key, value in parameters.items() if key in TARGET and key not in own}
-    given = {key: value for key, value in parameters.items() if key not in target}
-    planner = kind(**given, **({"collective": wanted} if "collective" in own else {}))
-    tuned = Tuned(planner, fixed=tuple(given), **target) if target else planner
+    target = {key: value for key, value in parameters.items() if key in TARGET}
+    given = {key: value for key, value in parameters.items() if key not in TARGET}
+    kept: dict[str, Any] = {"collective": wanted} if "collective" in own else {}
+    whole: dict[str, Any] = {"payload_bytes": DEFAULT_PAYLOAD_BYTES, "hardware": DEFAULT_HARDWARE, **target}
+    planner = Auto(**whole, **given, **kept) if kind is Auto else kind(**given, **kept)
+    tuned = Tuned(planner, fixed=tuple(given), **whole) if target and kind is not Auto else planner
     return tuned if planner.collective is wanted else Derived(tuned, wanted)
 
 

@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from meshmend.cost import Hardware
 from meshmend.errors import ParameterError, ScheduleError
+from meshmend.planning.cache import PlanCache
 from meshmend.planning.gather import Gather
 from meshmend.planning.gather.spreading import spread
 from meshmend.planning.proven import plan
@@ -64,6 +66,37 @@ def plan_shards(
     )
     ensure_proven(renumbered)
     return renumbered
+
+
+def plan_halves(
+    mesh: Mesh,
+    *,
+    payload_bytes: float,
+    hardware: str | Hardware,
+    max_steps: int | None = None,
+    cache: PlanCache | None = None,
+    **budget: float,
+) -> tuple[Schedule, Schedule]:
+    """Plan a reduce-scatter and an all-gather with the same chunks and owners, as sharded parameters need them.
+
+    Every chip owns as many chunks, at least one. With `max_steps`, plans of more steps than that have one chunk per
+    chip instead: steps that are written out one by one can run beside computing.
+
+    >>> [half.n_steps for half in plan_halves(Mesh("4x4"), payload_bytes=1e6, hardware="tpu-v6e-xla")]
+    [8, 8]
+    """
+
+    def half(collective: Collective, **parameters: Any) -> Schedule:
+        return plan(mesh, Gather.name, collective=collective, cache=cache, **parameters)
+
+    target: dict[str, Any] = {"payload_bytes": payload_bytes, "hardware": hardware, **budget}
+    gather = half(Collective.ALL_GATHER, **target)
+    chunks = max(1, gather.total_chunks // mesh.n_chips) * mesh.n_chips
+    if max_steps is not None and gather.n_steps > max_steps:
+        chunks = mesh.n_chips
+    if chunks != gather.total_chunks:
+        gather = half(Collective.ALL_GATHER, chunks=chunks, **budget)
+    return half(Collective.REDUCE_SCATTER, chunks=chunks, **budget), gather
 
 
 def plan_broadcast(mesh: Mesh, root: int, **target: Any) -> Schedule:

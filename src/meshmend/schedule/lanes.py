@@ -34,8 +34,11 @@ __all__ = ["KEEP", "Lane", "LaneCount", "Loop", "Lowered", "ProgramShape", "Repe
 
 MAX_COUNT = 2**31
 """Chunks are counted in 32 bits."""
-MAX_LOOPS = 8
+MAX_LOOPS = 16
 """A program has no more loops than this, however long the schedule."""
+FEW_STEPS = 32
+"""A schedule of so few steps may have a loop for each: partners that change with every step, as in recursive doubling,
+would be as many lanes of one loop, all but one of them idle."""
 MERGE_COST = 0.01
 """Neighbouring stretches become one loop if that moves at most this fraction more: a loop costs compile time."""
 MIXED_COST = 1.25
@@ -269,7 +272,9 @@ def _n_lanes(codes: NDArray[np.int64], times: NDArray[np.int64], n_chips: int) -
 
 
 def _stretches(schedule: Schedule) -> list[_Stretch]:
-    """Cut the steps where the kinds of transfer (run length and op) change."""
+    """Cut the steps where the kinds of transfer (run length and op) change; a short schedule, everywhere."""
+    if schedule.n_steps <= FEW_STEPS:
+        return [_stretch(schedule, step, step + 1) for step in range(schedule.n_steps)]
     runs, run_of = np.unique(schedule.n_chunks, return_inverse=True)
     kind = run_of.astype(np.int64) * 2 + schedule.op
     present = np.zeros((schedule.n_steps, 2 * len(runs)), dtype=np.bool_)

@@ -6,13 +6,13 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from meshmend.cost.bound import Bound, bound
 from meshmend.cost.hardware import DEFAULT_HARDWARE, Hardware, Mode, find_hardware
 from meshmend.cost.predict import Forecast, predict
 from meshmend.cost.step_demand import StepDemand
 from meshmend.planning import PLANNERS, Auto, Planner, make_planner
+from meshmend.planning.auto import Chooser
 from meshmend.schedule import Collective, Schedule
 from meshmend.topology import Mesh
 
@@ -81,9 +81,9 @@ def compare(
     on_planner: Callable[[str], None] | None = None,
     saved: Schedule | None = None,
 ) -> Comparison:
-    """Predict every planner of `meshmend.planning.PLANNERS` on `mesh`, with its default parameters.
+    """Predict every planner of `meshmend.planning.PLANNERS` on `mesh`, each as `plan` would tune it for the payload.
 
-    A planner that chooses by payload and hardware is told them. The schedules are not proven here: nothing runs
+    The schedules are not proven here: nothing runs
     them. `payloads` asks for more payloads (an "empty" sweep by default); `on_planner` is called before each.
     `saved` is a schedule of `mesh` that comes last, as "saved plan". Of a `collective` that is no all-reduce, planners
     of all-reduces show the half that they make on the way.
@@ -94,24 +94,17 @@ def compare(
     """
     chosen = find_hardware(hardware)
     if not mesh.is_connected:
-        Auto().plan(mesh)  # raises what planning does: there is nothing to compare
+        Auto(payload_bytes, chosen).plan(mesh)  # raises what planning does: there is nothing to compare
     entries = []
     for name in PLANNERS:
         if on_planner is not None:
             on_planner(name)
-        planner = _make(name, collective, payload_bytes, chosen)
+        planner = make_planner(name, collective=collective, payload_bytes=payload_bytes, hardware=chosen)
         entries.append(_entry(planner, mesh, payload_bytes, chosen, mode, payloads))
     if saved is not None:
         entries.append(_priced("saved plan", saved, 0.0, payload_bytes, chosen, mode, payloads))
     least = bound(mesh, links_at_once=chosen.links_at_once, collective=collective)
     return Comparison(mesh, collective, least, chosen, payload_bytes, mode, tuple(payloads), tuple(entries))
-
-
-def _make(name: str, collective: Collective, payload_bytes: float, hardware: Hardware) -> Planner:
-    """Make the planner, with the payload and the hardware if it has parameters of these names."""
-    fields = {field.name for field in dataclasses.fields(PLANNERS[name])}  # type: ignore[arg-type]  # dataclasses
-    known: dict[str, Any] = {"payload_bytes": payload_bytes, "hardware": hardware}
-    return make_planner(name, collective=collective, **{key: known[key] for key in known if key in fields})
 
 
 def _entry(
@@ -123,11 +116,15 @@ def _entry(
     started = time.perf_counter()
     schedule = planner.plan(mesh)
     entry = _priced(planner.name, schedule, time.perf_counter() - started, payload_bytes, hardware, mode, payloads)
-    if not isinstance(planner, Auto):
+    if not isinstance(planner, Chooser):
         return entry
     candidates = planner.field(mesh)
-    sweep = tuple(candidates.choose(payload, hardware).seconds for payload in payloads)
-    return dataclasses.replace(entry, sweep=sweep)
+    choices = [(payload, candidates.choose(payload, hardware)) for payload in payloads]
+    sweep = [
+        choice.seconds if mode == "lock-step" else predict(choice.schedule, payload, hardware, mode=mode).seconds
+        for payload, choice in choices
+    ]
+    return dataclasses.replace(entry, sweep=tuple(sweep))
 
 
 def _priced(

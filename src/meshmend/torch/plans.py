@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import functools
-import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from meshmend.planning import PlanFunction, plan, plan_broadcast, plan_shards
+from meshmend.planning import PlanFunction, plan, plan_broadcast, plan_shards, round_payload
 from meshmend.schedule import Collective, Schedule
 from meshmend.topology import Mesh, Region
 
 HARDWARE = "gloo-loopback"
 DEFAULT_PLAN: PlanFunction = functools.partial(plan, hardware=HARDWARE)
-
-SMALLEST_BYTES = 512
-LARGEST_BYTES = SMALLEST_BYTES * 4**10
-"""Payloads are planned for as the nearest of 512, 2,048, 8,192 … 537 million bytes, so that few plans serve them all.
-The best number of chunks grows with the square root of the payload: from one of these to the next it doubles."""
 
 MAX_KEPT_BYTES = 2**29
 """Plans are kept up to this, the least recently used go first. A plan for 256 chips and 32 MB takes about 10 MB."""
@@ -86,8 +80,7 @@ class Plans:
     @staticmethod
     def size(payload_bytes: int) -> int:
         """Return the size that payloads of about so many bytes are planned for."""
-        exponent = round(math.log2(max(payload_bytes / SMALLEST_BYTES, 1)) / 2)
-        return min(SMALLEST_BYTES << 2 * exponent, LARGEST_BYTES)
+        return round_payload(payload_bytes)
 
 
 def _describe(plan: PlanFunction) -> str:

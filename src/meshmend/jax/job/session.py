@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -28,15 +28,15 @@ from meshmend.jax.job.launch import Launch, read_launch
 from meshmend.jax.job.rendezvous import rendezvous
 from meshmend.jax.job.survivors import agree_on_quarantine, check_connected, check_part, fabric_of_hosts, find_fabric
 from meshmend.jax.tiles import TiledFabric, tile
+from meshmend.jax.training_plan import TrainingPlan
+from meshmend.jax.training_plan import plan as plan_training
 from meshmend.launch.events import note_quarantined
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.processes import free_port
 from meshmend.launch.timeline import Timeline, process_started_at
 from meshmend.launch.warm import PRELOADED, jax_settings
-from meshmend.planning import PlanCache, PlanFunction, Planner
-from meshmend.planning import plan as plan_proven
+from meshmend.planning import PlanCache
 from meshmend.quarantine import Quarantined
-from meshmend.schedule import Schedule
 
 RECOVERY_BUDGET_S = 2.0
 """CPU seconds for a plan that nobody prepared."""
@@ -103,36 +103,47 @@ class Session:
 
     def plan(
         self,
-        planner: str | Planner = "auto",
+        params: Any,
         *,
-        make: PlanFunction = plan_proven,
         cache: PlanCache | str | Path | None = None,
-        **parameters: Any,
-    ) -> Schedule:
-        """Return the proven plan for the survivors: from the cache that `meshmend prepare` filled, or made now.
+        budget_s: float = RECOVERY_BUDGET_S,
+        **what: Any,
+    ) -> TrainingPlan:
+        """Return the proven plan for training these parameters on the survivors: from the cache, or made now.
 
-        Give the planner and the parameters that `prepare` was given; process 0 plans what is not in the cache yet, and
-        all others find it there. They wait for it as long as it is alive, and raise its error if it has none.
-        What is not there is planned within `budget_s`, by default 2 CPU seconds: training waits for it.
-        `make` plans and proves: it receives the mesh, the planner, the cache and the parameters.
+        `params` and all that follows is as in `mmj.plan`, which every process asks for its fabric. `meshmend prepare`
+        fills the cache beforehand; what is not in it is planned within `budget_s`, because training waits for it.
         """
-        if isinstance(planner, str):
-            parameters.setdefault("budget_s", RECOVERY_BUDGET_S)
+        return self.agree_on_plan(
+            lambda store: plan_training(self.fabric, params, cache=store, budget_s=budget_s, **what), cache
+        )
+
+    def agree_on_plan(
+        self, make: Callable[[PlanCache], TrainingPlan], cache: PlanCache | str | Path | None = None
+    ) -> TrainingPlan:
+        """Return what `make` plans, the same on every process.
+
+        Process 0 plans what is not in the cache yet, and all others find it there. They wait for it as long as it is
+        alive, and raise its error if it has none. If one of them comes to another plan, all of them raise.
+        """
         store = cache if isinstance(cache, PlanCache) else PlanCache(cache)
         with self.timeline.timed("plan") as facts, self.coordination.doing("planning"):
             before = len(store)
             if self.launch.process != 0:
                 _check_planned(self.coordination.exchange(None)[0])
                 facts["from_cache"] = True
-                return make(self.fabric.mesh, planner, cache=store, **parameters)
-            try:
-                schedule = make(self.fabric.mesh, planner, cache=store, **parameters)
-            except BaseException as error:
-                self.coordination.tell(_describe_failure(error))
-                raise
-            facts["from_cache"] = len(store) == before
-            self.coordination.exchange(None)
-            return schedule
+                found = make(store)
+            else:
+                try:
+                    found = make(store)
+                except BaseException as error:
+                    self.coordination.tell(_describe_failure(error))
+                    raise
+                facts["from_cache"] = len(store) == before
+                self.coordination.exchange(None)
+            facts["planner"], facts["steps"] = found.schedules[0].planner, found.schedules[0].n_steps
+            _check_same_plan(self.coordination.exchange(found.digest))
+            return found
 
     def fabrics_ahead(self) -> Iterator[tuple[int, Fabric]]:
         """Return what the fabric would be after the loss of each single host: (its number, the fabric).
@@ -197,6 +208,16 @@ def _check_planned(failure: Any) -> None:
         if "plan" in failure:
             raise PlanError(*failure["plan"])
         raise RestartError(f"Process 0 could not plan: {failure['why']}. See its log.")
+
+
+def _check_same_plan(digests: list[str]) -> None:
+    """Raise on every process if one of them has another plan: their chips would wait for each other for ever."""
+    other = next((process for process, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
+        raise RestartError(
+            f"Process {other} came to another plan than process 0, so that their programs would not fit. Give all of "
+            "them the same script, versions and shared folder; if that is so, empty the folder's `plans`."
+        )
 
 
 def is_orderly(error: BaseException | None) -> bool:

@@ -15,10 +15,12 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
+from meshmend.cost import Hardware
 from meshmend.errors import ParameterError, RestartError
 from meshmend.jax.batching import KeepGlobal, KeepPerChip, Policy
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.job.alone import initialize_alone, is_launched
+from meshmend.jax.job.hardware import with_hardware
 from meshmend.jax.job.session import Session, initialize
 from meshmend.jax.managed.checks import Checks
 from meshmend.jax.managed.data import RandomKey, make_feed
@@ -45,7 +47,9 @@ class Job:
     restart, and one that lost a chip is a hole.
 
     After each step (or every `memory_every`) hosts keep copies of the state in memory, and every `disk_every` steps and
-    at the end there is a checkpoint in `shared`; 0 leaves either out. `planner` is as in `meshmend.plan`.
+    at the end there is a checkpoint in `shared`; 0 leaves either out. `planner` is as in `meshmend.plan`. Plans are
+    made for the bytes that the model sends and for `hardware`, a preset's name or a file; by default for what the job
+    has measured at its first start under a launcher (`mmj.measure`, a few seconds), else for the devices' preset.
     With `compile_ahead`, process 0 compiles for the loss of each host while the job trains. With `ledger`, it writes
     the samples of each step to ledger.jsonl, for `Ledger.check`. With `checks`, as in `Checks()`, chips that compute
     wrong numbers or are slow are looked for and left out, and the job goes back to the last state that is known to be
@@ -72,6 +76,7 @@ class Job:
         inner: Mapping[str, int] | None = None,
         session: Session | None = None,
         planner: str | Planner = "auto",
+        hardware: str | Hardware | None = None,
         memory_every: int = 1,
         disk_every: int = 100,
         compile_ahead: bool = True,
@@ -86,6 +91,7 @@ class Job:
             raise ParameterError("inner names the axes inside a tile: give tile='2x2' as well.")
         joined = _join(self.shared) if session is None else session
         joined = replace(joined, launch=replace(joined.launch, job=self.shared.name))
+        joined = with_hardware(joined, self.shared.hardware, hardware, measures=session is None and is_launched())
         self.session = joined if tile is None else joined.in_tiles(tile, **(inner or {}))
         self._ending = Ending(self.session, lambda: self._is_training) if session is None else None
         check_shared(self.shared, self.session.coordination.exchange(self.shared.name))

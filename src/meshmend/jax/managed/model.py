@@ -27,6 +27,7 @@ from meshmend.jax.sharded_training import sharded_train_step
 from meshmend.jax.state import fetch, place
 from meshmend.jax.state.splits import AnyTrainStep
 from meshmend.jax.training import train_step
+from meshmend.jax.training_plan import any_pair
 from meshmend.jax.updates import TrainStep
 from meshmend.jax.weighted import Sums, weighted_sums
 
@@ -129,6 +130,13 @@ class Model:
                 "Gradients cannot be recomputed with update='fsdp': all chips compute them together, each from its "
                 "shards of the parameters, so that no single chip could repeat another's part. Leave this check out."
             )
+
+    def outline(self, fabric: Fabric) -> Any:
+        """Return what a plan is made from: the parameters, or where they are sharded, shapes that any plan would give.
+
+        Who makes sharded parameters needs programs that cut them; what they are cut from does not depend on these.
+        """
+        return self.like(fabric, any_pair(fabric)) if self.is_fsdp else self.params
 
     def like(self, fabric: Fabric, program: AnyProgram) -> Any:
         """Return the parameters as shapes and dtypes, or as they were given."""

@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from meshmend.jax.checks.lag import HostClock
 from meshmend.jax.compiling import CompileAhead, CompiledTrainStep, compile_train_step
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.feed import Batch, Feed
-from meshmend.jax.job.session import Session
+from meshmend.jax.job.session import RECOVERY_BUDGET_S, Session
 from meshmend.jax.job.survivors import agree_on_untrusted
 from meshmend.jax.ledger import Ledger
 from meshmend.jax.managed.checking import Checking, check_possible
@@ -30,11 +30,10 @@ from meshmend.jax.managed.data import with_places
 from meshmend.jax.managed.model import Model
 from meshmend.jax.managed.shared import SharedFolder
 from meshmend.jax.managed.step import JobStep
-from meshmend.jax.program import AnyProgram, install, install_pair, install_turn
 from meshmend.jax.state import Keeper, fetch
 from meshmend.jax.state.layout import StateLayout
-from meshmend.planning import PlanCache, Planner, plan
-from meshmend.schedule import Collective, Schedule
+from meshmend.jax.training_plan import PlannedUpdate, TrainingPlan, plan
+from meshmend.planning import PlanCache, Planner
 
 AHEAD_AFTER = 3
 """Steps after a start before it compiles for the next failures: earlier, that would slow down a restart."""
@@ -87,10 +86,11 @@ class TrainingRun:
             check_possible(aids.checks, model, session.fabric)
         self._check_agreement()
         untrusted = agree_on_untrusted(aids.shared.path, session.coordination)
-        self._collective: dict[str, Any] = {"collective": Collective.ALL_REDUCE_WITH_TURN} if is_sharded else {}
-        schedule = session.plan(aids.planner, cache=aids.shared.plans, **self._collective)
+        self.plan = session.agree_on_plan(lambda cache: self._plan(session.fabric, cache), aids.shared.plans)
+        if session.launch.process == 0:
+            aids.shared.note_plan(self.plan, tile=None if session.cut is None else session.cut.side)
         with session.timeline.timed("compile"):
-            self._compiled = self._build(session.fabric, schedule)
+            self._compiled = self._build(session.fabric, self.plan)
         layout = self._compiled.layout
         self._keeper: Keeper | None = Keeper(
             session,
@@ -198,17 +198,27 @@ class TrainingRun:
             keeper, self._keeper = self._keeper, None
             keeper.close()
 
-    def _build(self, fabric: Fabric, schedule: Schedule) -> CompiledTrainStep:
-        way: Callable[..., AnyProgram] = install
-        if self.is_sharded:
-            way = install_pair if self.model.is_fsdp else install_turn
-        program = way(schedule, fabric)
+    def _plan(self, fabric: Fabric, cache: PlanCache) -> TrainingPlan:
+        """Return the plan for what this job sends, on any fabric that it may find itself on."""
+        update: PlannedUpdate = "fsdp" if self.model.is_fsdp else "sharded" if self.is_sharded else "replicated"
+        return plan(
+            fabric,
+            self.model.outline(fabric),
+            update=update,
+            shardings=self.model.shardings,
+            accumulate_dtype=self.model.accumulate_dtype,
+            planner=self.aids.planner,
+            cache=cache,
+            budget_s=RECOVERY_BUDGET_S,
+        )
+
+    def _build(self, fabric: Fabric, planned: TrainingPlan) -> CompiledTrainStep:
+        program = planned.install(fabric)
         batch = self._input(next(self.feed.batches(fabric)), fabric)
         return compile_train_step(self.model.training(fabric), program, self.model.like(fabric, program), batch)
 
     def _build_ahead(self, fabric: Fabric) -> None:
-        cache = PlanCache(self.aids.shared.plans)
-        self._build(fabric, plan(fabric.mesh, self.aids.planner, cache=cache, **self._collective))
+        self._build(fabric, self._plan(fabric, PlanCache(self.aids.shared.plans)))
 
     def _input(self, batch: Batch, fabric: Fabric) -> Batch:
         return batch if self.model.rng is None else with_places(batch, fabric)

@@ -28,11 +28,11 @@ from meshmend.jax.tiles import TiledFabric
 from meshmend.jax.workloads import bert, gpt, resnet
 from meshmend.schedule import Schedule
 
-__all__ = ["WORKLOADS", "Workload", "abstract_arguments", "compile_workload", "find_workload", "train_step"]
+__all__ = ["WORKLOADS", "ModelWorkload", "abstract_arguments", "compile_workload", "find_workload", "train_step"]
 
 
 @dataclass(frozen=True)
-class Workload:
+class ModelWorkload:
     """A model, its loss and its optimizer. Batches are a device's own."""
 
     name: str
@@ -57,7 +57,7 @@ def _layers_only(params: Any) -> Any:
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload(
+        ModelWorkload(
             "resnet-50",
             resnet.example,
             resnet.init,
@@ -66,20 +66,20 @@ WORKLOADS = {
                 10.0, weight_decay=2e-4, weight_decay_mask=_layers_only, trust_ratio_mask=_layers_only, momentum=0.9
             ),
         ),
-        Workload(
+        ModelWorkload(
             "bert-large",
             bert.example,
             bert.init,
             bert.loss,
             optax.lamb(4e-3, weight_decay=0.01, mask=_layers_only),
         ),
-        Workload("gpt-small", gpt.example, gpt.init, gpt.loss, optax.adamw(3e-4, weight_decay=0.1), gpt.split),
+        ModelWorkload("gpt-small", gpt.example, gpt.init, gpt.loss, optax.adamw(3e-4, weight_decay=0.1), gpt.split),
     )
 }
 """By name. What a step costs does not depend on the learning rates."""
 
 
-def find_workload(name: str) -> Workload:
+def find_workload(name: str) -> ModelWorkload:
     """Return the workload of that name."""
     if name not in WORKLOADS:
         raise ParameterError(
@@ -88,7 +88,9 @@ def find_workload(name: str) -> Workload:
     return WORKLOADS[name]
 
 
-def train_step(workload: Workload, fabric: Fabric, *, accumulate_dtype: DTypeLike | None = None) -> Callable[..., Any]:
+def train_step(
+    workload: ModelWorkload, fabric: Fabric, *, accumulate_dtype: DTypeLike | None = None
+) -> Callable[..., Any]:
     """Return `step(params, statistics, state, batch, program)`; without a program nothing is sent.
 
     The latter is what a chip computes, to be counted apart from what it communicates.
@@ -120,7 +122,7 @@ def train_step(workload: Workload, fabric: Fabric, *, accumulate_dtype: DTypeLik
     return step
 
 
-def _tiled_step(workload: Workload, fabric: TiledFabric, accumulate_dtype: DTypeLike | None) -> Callable[..., Any]:
+def _tiled_step(workload: ModelWorkload, fabric: TiledFabric, accumulate_dtype: DTypeLike | None) -> Callable[..., Any]:
     def step(params: Any, statistics: Any, state: Any, batch: Any, program: Program) -> Any:
         specs = _specs_inside(workload, params, fabric)
         differentiate = value_and_grad(
@@ -133,7 +135,7 @@ def _tiled_step(workload: Workload, fabric: TiledFabric, accumulate_dtype: DType
     return step
 
 
-def _specs_inside(workload: Workload, params: Any, fabric: Fabric) -> Any:
+def _specs_inside(workload: ModelWorkload, params: Any, fabric: Fabric) -> Any:
     """Return how the weights are split inside a tile."""
     if workload.split is None or not fabric.inner_axes:
         return jax.tree.map(lambda leaf: _split_longest(leaf.shape, fabric), params)
@@ -151,7 +153,7 @@ def _split_longest(shape: tuple[int, ...], fabric: Fabric) -> PartitionSpec:
     return PartitionSpec(*[None] * longest, fabric.inner_axes)
 
 
-def abstract_arguments(workload: Workload, fabric: Fabric, *, batch: int) -> tuple[Any, Any, Any, Any]:
+def abstract_arguments(workload: ModelWorkload, fabric: Fabric, *, batch: int) -> tuple[Any, Any, Any, Any]:
     """Return shapes of the weights, statistics, optimizer state and global batch, placed on the fabric."""
     params, statistics = workload.variables(batch)
     state = jax.eval_shape(workload.optimizer.init, params)
@@ -172,7 +174,7 @@ def abstract_arguments(workload: Workload, fabric: Fabric, *, batch: int) -> tup
 
 
 def compile_workload(
-    topology: str, workload: Workload, schedule: Schedule | None, fabric: Fabric, *, batch: int
+    topology: str, workload: ModelWorkload, schedule: Schedule | None, fabric: Fabric, *, batch: int
 ) -> Compiled:
     """Compile a workload's train step over a plan, or, without one, what each device computes by itself."""
     program = None if schedule is None else abstract_program(schedule, fabric)

@@ -115,15 +115,17 @@ class Weave(Planner):
         if self.chunks is not None or self.trees is not None:
             return [self]
         load, sides = _least_load(mesh), sum(mesh.shape)
+        # With fewer chunks than chips some own nothing, and those that do own more than their share.
+        least = mesh.n_chips if self.owners == "even" else 1
 
         def best_chunks(filling: float, most: int) -> int:
             best = math.sqrt(filling * sides / (load * step_cost)) if load * step_cost > 0 else most
             # Steps of the square root of two, so that few plans serve all payloads.
-            return max(1, min(round(2 ** (round(2 * math.log2(max(1.0, min(best, most)))) / 2)), most))
+            return max(least, min(round(2 ** (round(2 * math.log2(max(1.0, min(best, most)))) / 2)), most))
 
         left_s = max(self.budget_s - START_SECONDS, self.budget_s / 2)
         most = min(MOST_CHUNKS, _most_chunks(mesh, min(int(left_s / TRANSFER_SECONDS), MAX_TRANSFERS)))
-        found = [self, replace(self, chunks=best_chunks(FILLING_PER_SIDE, most))]
+        found = [self, replace(self, chunks=best_chunks(FILLING_PER_SIDE, max(most, least)))]
         if self.owners != "even" and mesh.n_chips > 1 and not mesh.has_slow_cables:
             for trees in sorted({choose_trees(mesh, room) for room in (ROOM, WIDE_ROOM)}):
                 most = max(1, min(MOST_REPEATED_PER_SIDE * sides, MOST_REPEATED) // trees)

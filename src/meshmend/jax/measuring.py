@@ -1,0 +1,218 @@
+"""Measure the devices at hand: what a collective's start, a step, a permute and a byte cost through XLA, and how many
+links a chip drives at once.
+
+No preset describes CPU devices, and nobody has published what a permute costs through XLA on a TPU. So a few probes are
+timed, each a loop of the engine's own steps over neighbours of the mesh: with one lane and with all of them, with short
+and with long messages, with few steps and with many. Their times are a sum,
+
+    seconds = start + steps · (step + lanes · message + bytes · lanes / (rate · min(lanes, links at once))),
+
+whose numbers are fitted, none of them below zero, for every possible number of links at once; the best fit counts. The
+plan for a hole cannot be timed before the hole is there: that is why a model is fitted, and not the fastest plan timed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+from numpy.typing import NDArray
+
+from meshmend.cost import Hardware, find_hardware
+from meshmend.cost.hardware_file import write_hardware
+from meshmend.errors import ParameterError
+from meshmend.jax.fabric import Fabric
+from meshmend.jax.loops import move
+from meshmend.jax.program import ChunkLayout
+from meshmend.jax.tiles import TiledFabric
+from meshmend.schedule import Collective, Op
+from meshmend.schedule.lanes import KEEP, Lane, ProgramShape
+
+SHORT, LONG, LONG_ON_CPU = 2**8, 2**22, 2**17
+"""Floats of a message: so few that bytes do not count, and so many that they do. CPU devices share one memory."""
+ROOM = 4
+"""Chunks that each device holds."""
+FEW_STEPS, MOST_STEPS = 2, 20_000
+TARGET_S = 0.05
+"""What a run of many steps takes, about."""
+REPEAT = 3
+
+
+@dataclass(frozen=True)
+class TimedLoop:
+    """One timed program: so many steps, with so many lanes of so many bytes each."""
+
+    steps: int
+    lanes: int
+    message_bytes: int
+    seconds: float
+
+
+def measure(fabric: Fabric, *, file: str | Path | None = None) -> Hardware:
+    """Return the hardware of a fabric as its devices show it, in seconds; in a job, call it on every process.
+
+    With `file`, the measurement is also written there, with versions and raw times: `hardware=file` takes it wherever a
+    preset's name is taken, such as `meshmend plan --hardware file.json`.
+
+    >>> import jax, meshmend.jax as mmj
+    >>> found = mmj.measure(mmj.discover(jax.devices()[:4], shape="2x2"))
+    >>> found.runs_lanes, found.is_switched, found.link_bytes_per_s > 1e6
+    (True, True, True)
+    """
+    chips = fabric.chips if isinstance(fabric, TiledFabric) else fabric
+    directions = [lane for lane in _neighbour_lanes(chips) if lane.pairs]
+    if not directions:
+        raise ParameterError(f"Nothing can be measured on {chips.mesh!r}: no cable joins two chips.")
+    probes = _run_probes(chips, directions)
+    hardware = _fit(probes, chips, len(directions))
+    if file is not None and jax.process_index() == 0:
+        write_hardware(hardware, file, measured_facts(chips, probes))
+    return hardware
+
+
+def measured_facts(fabric: Fabric, probes: list[TimedLoop]) -> dict[str, Any]:
+    """Return what a measurement was made of and on, for its file."""
+    versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "libtpu") if _is_installed(name)}
+    return {
+        "versions": versions,
+        "device_kind": str(fabric.jax_mesh.devices.flat[0].device_kind),
+        "platform": fabric.platform,
+        "mesh": str(fabric.mesh),
+        "chips": fabric.n_chips,
+        "processes": jax.process_count(),
+        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "probes": [vars(probe) for probe in probes],
+    }
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _neighbour_lanes(fabric: Fabric) -> list[Lane]:
+    """Return a lane per direction, from each chip to its neighbour there; a chip that has none keeps what it holds."""
+    neighbours = fabric.mesh.neighbours
+    ops = (int(Op.REDUCE), KEEP)
+    return [
+        Lane(tuple((int(rank), int(neighbours[rank, d])) for rank in np.flatnonzero(neighbours[:, d] >= 0)), 1, ops)
+        for d in range(neighbours.shape[1])
+    ]
+
+
+def _run_probes(fabric: Fabric, directions: list[Lane]) -> list[TimedLoop]:
+    probes = []
+    for lanes in sorted({1, (len(directions) + 1) // 2, len(directions)}):
+        for size in (SHORT, LONG_ON_CPU if fabric.platform == "cpu" else LONG):
+            run = _program(fabric, directions[:lanes], size)
+            once = run(FEW_STEPS)
+            many = int(np.clip(FEW_STEPS * TARGET_S / once, 4 * FEW_STEPS, MOST_STEPS))
+            probes += [
+                TimedLoop(steps, lanes, 4 * size, took) for steps, took in ((FEW_STEPS, once), (many, run(many)))
+            ]
+    return probes
+
+
+def _program(fabric: Fabric, directions: list[Lane], size: int) -> Callable[[int], float]:
+    """Compile a loop of steps with these lanes; return what times so many of them."""
+    n, lanes = fabric.mesh.n_chips, tuple(directions)
+    receives = np.full((n, len(lanes)), KEEP, dtype=np.uint8)
+    for number, lane in enumerate(lanes):
+        receives[[dst for _, dst in lane.pairs], number] = int(Op.REDUCE)
+    shape = ProgramShape(n, ROOM, Collective.ALL_REDUCE, (lanes,), ())
+    layout = ChunkLayout(shape, fabric.axis, fabric.core_axis, 1, fabric.platform)
+    own_chunk = (size,) if layout.tile == 1 else (size // 128, 128)
+
+    def local(n_steps: jax.Array, held: jax.Array, ops: jax.Array) -> jax.Array:
+        def step(i: jax.Array, held: jax.Array) -> jax.Array:
+            at = jnp.full(len(lanes), i % ROOM, dtype=jnp.int32)
+            return move(held, (at, at, ops[0]), lanes, layout)
+
+        done: jax.Array = lax.fori_loop(0, n_steps, step, held[0])
+        return done[None]
+
+    by_device, by_chip = PartitionSpec(fabric.axes), PartitionSpec(fabric.axis)
+    mapped = jax.shard_map(
+        local,
+        mesh=fabric.jax_mesh,
+        in_specs=(PartitionSpec(), by_device, by_chip),
+        out_specs=by_device,
+        check_vma=False,
+    )
+    run = jax.jit(mapped, compiler_options=fabric.compiler_options or None)
+    n_devices = int(fabric.jax_mesh.devices.size)
+    held = _put(np.zeros((n_devices, ROOM, *own_chunk), np.float32), fabric.sharding(fabric.axes))
+    ops = _put(receives, fabric.sharding(fabric.axis))
+    jax.block_until_ready(run(np.int32(1), held, ops))
+
+    def timed(n_steps: int) -> float:
+        best = float("inf")
+        for _ in range(REPEAT):
+            started = time.perf_counter()
+            jax.block_until_ready(run(np.int32(n_steps), held, ops))
+            best = min(best, time.perf_counter() - started)
+        return _agree(fabric, best)
+
+    return timed
+
+
+def _put(values: NDArray[Any], sharding: jax.sharding.NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+
+
+def _agree(fabric: Fabric, seconds: float) -> float:
+    """Return the longest that any process has seen: the number of steps that follows from it is the same on all."""
+    if jax.process_count() == 1:
+        return seconds
+    n_devices = int(fabric.jax_mesh.devices.size)
+    values = _put(np.full(n_devices, seconds, np.float32), fabric.sharding(fabric.axes))
+    longest = jax.jit(jnp.max, out_shardings=fabric.sharding())(values)
+    return float(np.asarray(longest.addressable_data(0)))
+
+
+def _fit(probes: list[TimedLoop], fabric: Fabric, n_lanes: int) -> Hardware:
+    """Return the hardware whose times are closest, in proportion, to those of the probes."""
+    from scipy.optimize import nnls
+
+    took = np.array([probe.seconds for probe in probes])
+    best: tuple[float, int, NDArray[np.float64]] | None = None
+    # CPU devices share their cores: two lanes take twice as long as one.
+    for width in range(1, 2 if fabric.platform == "cpu" else n_lanes + 1):
+        rows = [
+            (1, p.steps, p.steps * p.lanes, p.steps * p.lanes * p.message_bytes / min(p.lanes, width)) for p in probes
+        ]
+        costs, error = nnls(np.array(rows, dtype=np.float64) / took[:, None], np.ones(len(took)))
+        # A narrower chip explains as much with less.
+        if best is None or error < 0.98 * best[0]:
+            best = error, width, costs
+    assert best is not None  # noqa: S101  # there is at least one lane
+    _, width, (start, step, message, byte) = best
+    is_switched = fabric.platform == "cpu"
+    known = find_hardware(fabric.hardware) if fabric.hardware is not None else None
+    hop = 0.0 if is_switched or known is None else min(known.hop_latency_s, step)
+    kind = str(fabric.jax_mesh.devices.flat[0].device_kind)
+    how = f"measured on {fabric.n_chips} chips, {jax.process_count()} process{'es' * (jax.process_count() > 1)}"
+    return Hardware(
+        f"{kind}, measured",
+        link_bytes_per_s=1 / max(byte, 1e-15),
+        step_latency_s=step - hop,
+        hop_latency_s=hop,
+        links_at_once=None if width == fabric.mesh.n_directions and not is_switched else width,
+        start_s=start,
+        message_s=message,
+        runs_lanes=True,
+        is_switched=is_switched,
+        sources=tuple((name, how) for name in ("link_bytes_per_s", "step_latency_s", "message_s", "links_at_once")),
+    )

@@ -1,0 +1,230 @@
+"""The plan that a training step runs, made from the fabric and the parameters in one place.
+
+What travels is known here: the dtype of the sums, the shards that a chip has inside a tile, a layer where parameters
+are sharded. So is what it travels over: the fabric's hardware as XLA drives it, between tiles where there are any.
+Whatever trains on a fabric asks here (`mmj.plan`), for the chips that it has and for those that it may be left with, so
+that no step runs a plan that was made for somebody else's payload.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
+
+from meshmend.cost import Hardware, between_tiles, find_hardware
+from meshmend.cost.hiding import MAX_UNROLLED
+from meshmend.errors import ParameterError
+from meshmend.jax.collectives import travel_dtype
+from meshmend.jax.fabric import Fabric
+from meshmend.jax.program import (
+    AnyProgram,
+    ProgramPair,
+    abstract_pair,
+    abstract_program,
+    abstract_turn,
+    install,
+    install_pair,
+    install_turn,
+)
+from meshmend.jax.sharded_params import ShardedParams, is_sharded
+from meshmend.jax.shardings import match_specs
+from meshmend.jax.tiles import TiledFabric
+from meshmend.planning import PlanCache, Planner, Workload, plan_halves
+from meshmend.planning import plan as plan_schedule
+from meshmend.schedule import Collective, Schedule
+
+PlannedUpdate = Literal["replicated", "sharded", "fsdp"]
+UPDATES: tuple[PlannedUpdate, ...] = ("replicated", "sharded", "fsdp")
+SCALAR_BYTES = 64
+"""What the plan for scalars is made for: a loss, a weight, a few norms."""
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Proven schedules for a training step, and what they were made for. Made by `plan`; `install` takes it to devices.
+
+    `schedule` is the all-reduce of a replicated or sharded update; with update "fsdp" there are `scatter` and `gather`
+    instead, of one layer. `scalars` is for losses, weights and norms.
+    """
+
+    update: PlannedUpdate
+    workload: Workload
+    hardware: Hardware
+    scalars: Schedule
+    schedule: Schedule | None = None
+    scatter: Schedule | None = None
+    gather: Schedule | None = None
+
+    @property
+    def schedules(self) -> tuple[Schedule, ...]:
+        """All of them; that which moves most comes first."""
+        found = (self.schedule, self.scatter, self.gather, self.scalars)
+        return tuple(one for one in found if one is not None)
+
+    @property
+    def digest(self) -> str:
+        """A name for the content: processes whose digests differ would run different programs."""
+        content = hashlib.sha256()
+        for one in self.schedules:
+            rows = one.template
+            facts = (str(one.mesh), one.collective.value, one.total_chunks, one.repeats, one.period)
+            content.update(repr(facts).encode())
+            for column in (rows.step, rows.src, rows.dst, rows.first_chunk, rows.n_chunks, rows.op, rows.owners):
+                content.update(np.ascontiguousarray(column).tobytes())
+        return content.hexdigest()
+
+    def facts(self) -> dict[str, Any]:
+        """Return what it was made for, for timelines and for `meshmend prepare`."""
+        return {
+            "update": self.update,
+            "payload_bytes": self.workload.payload_bytes,
+            "collective": self.workload.collective.value,
+            "hardware": asdict(self.hardware) | {"sources": dict(self.hardware.sources)},
+            "planner": self.schedules[0].planner,
+            "steps": self.schedules[0].n_steps,
+            "scalar_steps": self.scalars.n_steps,
+        }
+
+    def install(self, fabric: Fabric) -> AnyProgram:
+        """Put the tables on the fabric's devices."""
+        if self.update == "fsdp":
+            return install_pair(None, fabric, scatter=self.scatter, gather=self.gather, scalars=self.scalars)
+        way = install if self.update == "replicated" else install_turn
+        assert self.schedule is not None  # noqa: S101  # only FSDP has none
+        return way(self.schedule, fabric, scalars=self.scalars)
+
+    def abstract(self, fabric: Fabric) -> AnyProgram:
+        """Return programs of shapes only, to compile for devices that are not here."""
+        if self.update == "fsdp":
+            return abstract_pair(None, fabric, scatter=self.scatter, gather=self.gather, scalars=self.scalars)
+        way = abstract_program if self.update == "replicated" else abstract_turn
+        assert self.schedule is not None  # noqa: S101  # only FSDP has none
+        return way(self.schedule, fabric, scalars=self.scalars)
+
+
+def plan(
+    fabric: Fabric,
+    params: Any,
+    *,
+    update: PlannedUpdate = "replicated",
+    shardings: Any = None,
+    accumulate_dtype: DTypeLike | None = jnp.float32,
+    hardware: str | Hardware | None = None,
+    planner: str | Planner = "auto",
+    cache: PlanCache | None = None,
+    budget_s: float | None = None,
+    **parameters: Any,
+) -> TrainingPlan:
+    """Plan what a training step of these parameters sends on a fabric: proven, for the bytes that travel.
+
+    `params` may be on any device or on none: shapes and dtypes count. `update`, `shardings` and `accumulate_dtype` are
+    as in `Job.train` and `train_step`; with update="fsdp", `params` are `ShardedParams`, of which one layer travels at
+    a time. `hardware` is a preset's name, a file of `measure`, or your own, as of a single chip; by default it is the
+    fabric's. `planner`, `cache`, `budget_s` and further parameters are as in `meshmend.plan`. Payloads are rounded to a
+    power of four (`Workload.rounded`), so that models of about the same size share their plans.
+
+    >>> import jax, jax.numpy as jnp, meshmend.jax as mmj
+    >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
+    >>> small = mmj.plan(fabric, {"w": jnp.zeros((8, 8))})
+    >>> small.schedule.planner, small.workload.payload_bytes, small.hardware.name
+    ('latency', 512, 'cpu-xla')
+    """
+    if update not in UPDATES:
+        raise ParameterError(f"update is {update!r}, expected one of: {', '.join(map(repr, UPDATES))}.")
+    target = hardware_of(fabric, hardware)
+    workload = workload_of(fabric, params, update=update, shardings=shardings, accumulate_dtype=accumulate_dtype)
+    budget = {} if budget_s is None else {"budget_s": budget_s}
+    mesh = fabric.mesh
+    scalars = plan_schedule(mesh, payload_bytes=SCALAR_BYTES, hardware=target, cache=cache, **budget)
+    if isinstance(planner, Planner):
+        made_for: dict[str, Any] = {}
+    else:
+        made_for = {"payload_bytes": workload.payload_bytes, "hardware": target, **budget, **parameters}
+    if update != "fsdp":
+        collective = None if isinstance(planner, Planner) and update == "replicated" else workload.collective
+        schedule = plan_schedule(mesh, planner, collective=collective, cache=cache, **made_for)
+        return TrainingPlan(update, workload, target, scalars, schedule)
+    if planner == "auto":
+        limit = MAX_UNROLLED if fabric.platform == "tpu" else None
+        scatter, gather = plan_halves(mesh, max_steps=limit, cache=cache, **made_for)
+    else:
+        scatter, gather = (
+            plan_schedule(mesh, planner, collective=half, cache=cache, **made_for)
+            for half in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
+        )
+    return TrainingPlan(update, workload, target, scalars, scatter=scatter, gather=gather)
+
+
+def any_pair(fabric: Fabric) -> ProgramPair:
+    """Return the shapes of some pair of programs on a fabric, to find out what they cut before they are planned."""
+    target = hardware_of(fabric)
+    scatter, gather = plan_halves(fabric.mesh, payload_bytes=SCALAR_BYTES, hardware=target)
+    scalars = plan_schedule(fabric.mesh, payload_bytes=SCALAR_BYTES, hardware=target)
+    return abstract_pair(None, fabric, scatter=scatter, gather=gather, scalars=scalars)
+
+
+def hardware_of(fabric: Fabric, hardware: str | Hardware | None = None) -> Hardware:
+    """Return what plans on a fabric are made for: as given for a chip, or the fabric's own; between tiles if any."""
+    if hardware is not None:
+        chosen = find_hardware(hardware)
+        return between_tiles(chosen, fabric.tiling) if isinstance(fabric, TiledFabric) else chosen
+    if fabric.hardware is None:
+        kind = fabric.jax_mesh.devices.flat[0].device_kind
+        raise ParameterError(
+            f"No preset describes {kind} devices, so nobody knows which plan is fast on them. Measure them, "
+            "hardware=mmj.measure(fabric), or name a preset, as in hardware='tpu-v6e-xla'."
+        )
+    return find_hardware(fabric.hardware)
+
+
+def workload_of(
+    fabric: Fabric, params: Any, *, update: PlannedUpdate, shardings: Any, accumulate_dtype: DTypeLike | None
+) -> Workload:
+    """Return what a step of these parameters sends: bytes per device, in the dtype that travels."""
+    if update == "fsdp":
+        return Workload(_layer_bytes(params, fabric), Collective.ALL_GATHER).rounded()
+    leaves = jax.tree.leaves(params)
+    shapes = [tuple(np.shape(leaf)) for leaf in leaves]
+    if isinstance(fabric, TiledFabric):
+        specs = jax.tree.leaves(match_specs((shardings,), (params,), fabric)[0], is_leaf=lambda x: x is not None)
+        shapes = [
+            NamedSharding(fabric.jax_mesh, spec).shard_shape(shape) for spec, shape in zip(specs, shapes, strict=True)
+        ]
+    by_dtype: dict[Any, int] = {}
+    for leaf, shape in zip(leaves, shapes, strict=True):
+        dtype = travel_dtype(leaf.dtype, accumulate_dtype)
+        by_dtype[dtype] = by_dtype.get(dtype, 0) + math.prod(shape) * dtype.itemsize
+    cores = fabric.jax_mesh.shape[fabric.core_axis] if fabric.core_axis else 1
+    # Dtypes travel one after the other, the longest decides; where owners update chunks on their way, all go together.
+    is_fused = update == "sharded"
+    total = sum(by_dtype.values()) if is_fused else max(by_dtype.values(), default=0)
+    collective = Collective.ALL_REDUCE_WITH_TURN if is_fused else Collective.ALL_REDUCE
+    return Workload(total / cores, collective).rounded()
+
+
+def _layer_bytes(params: Any, fabric: Fabric) -> float:
+    """Return the bytes per device of one layer, of those sharded trees that send most in a step."""
+    trees: list[Any] = jax.tree.leaves(params, is_leaf=is_sharded)
+    others = [type(one).__name__ for one in trees if not isinstance(one, ShardedParams)]
+    if others or not trees:
+        raise ParameterError(
+            f"With update='fsdp' params are ShardedParams, as mmj.init_sharded makes them, got "
+            f"{others[0] if others else 'none'}."
+        )
+
+    def layer_bytes(one: ShardedParams) -> float:
+        sums = one.outline.accumulate_dtype
+        leaves = jax.tree.leaves(one.outline.own_like)
+        return sum(math.prod(x.shape) * travel_dtype(x.dtype, sums).itemsize for x in leaves)
+
+    cores = fabric.jax_mesh.shape[fabric.core_axis] if fabric.core_axis else 1
+    most = max(trees, key=lambda one: layer_bytes(one) * (one.n_layers or 1))
+    return layer_bytes(most) / cores
