@@ -56,6 +56,12 @@ def with_aux(params: Any, batch: Any) -> Any:
     return values, {"large": values > 1}
 
 
+def n_rows(program: mmj.Program) -> int:
+    """Rows of evidence: one per lane and one for the end, of the program and of that for scalars."""
+    assert program.scalars is not None
+    return sum(sum(map(len, way.layout.shape.lanes)) + 1 for way in (program, program.scalars))
+
+
 def mean(loss: Any) -> Any:
     return lambda params, batch: jax.tree.map(jnp.mean, loss(params, batch))
 
@@ -91,7 +97,7 @@ def test_checked_sums_give_the_same_bits_and_no_evidence(form: str) -> None:
     check_same_bits(got, wanted)
     for more, (*checked, evidence) in zip(plain, results, strict=True):
         check_same_bits(checked, more)
-        assert evidence.shape == (4, sum(map(len, program.layout.shape.lanes)) + 1, len(KINDS))
+        assert evidence.shape == (4, n_rows(program), len(KINDS))
         assert evidence.sharding.is_equivalent_to(fabric.sharding("chip"), 3)
         assert mmj.bad_sums(evidence, program, fabric) == []
 
@@ -131,8 +137,7 @@ def test_faults_in_a_train_steps_sums_are_named(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_process_judges_the_rows_of_its_own_devices() -> None:
     fabric, program = four_chips()
-    n_rows = sum(map(len, program.layout.shape.lanes)) + 1
-    whole = np.zeros((4, n_rows, len(KINDS)), np.uint32)
+    whole = np.zeros((4, n_rows(program), len(KINDS)), np.uint32)
     whole[1, -1, 0], whole[3, 0, 2] = 2, 1
     evidence = jax.device_put(whole, fabric.sharding("chip"))
     bad = {1: mmj.BadSum(MEMORY, (fabric.mesh.chip(1),), 2), 3: mmj.BadSum(ADDITION, (fabric.mesh.chip(3),), 1)}

@@ -28,7 +28,7 @@ def payload(n_chips: int, n_chunks: int) -> Tree:
     rng = np.random.default_rng(n_chips)
     return {
         "int32": rng.integers(-(2**20), 2**20, (n_chips, 3, n_chunks + 1), dtype=np.int32),
-        "int8 that wraps": rng.integers(-128, 128, (n_chips, 7), dtype=np.int8),
+        "int8 that wraps": rng.integers(-128, 128, (n_chips, n_chunks + 2), dtype=np.int8),
         "uint16": rng.integers(0, 2**16, (n_chips, 2, 2, 2), dtype=np.uint16),
         "bool": rng.random((n_chips, 5)) < 0.5,
         "float32": rng.normal(size=(n_chips, 2 * n_chunks - 1)).astype(np.float32),
@@ -36,7 +36,7 @@ def payload(n_chips: int, n_chunks: int) -> Tree:
         "no floats": np.zeros((n_chips, 0), np.float32),
         "bfloat16": rng.normal(size=(n_chips, 11, 3)).astype(jnp.bfloat16),
         "float16": rng.normal(size=(n_chips, 13)).astype(np.float16),
-        "complex64": (rng.normal(size=(n_chips, 4)) + 1j * rng.normal(size=(n_chips, 4))).astype(np.complex64),
+        "complex64": (rng.normal(size=(n_chips, n_chunks)) + 1j * rng.normal(size=(n_chips, 1))).astype(np.complex64),
     }
 
 
@@ -112,7 +112,7 @@ def test_means_of_integers_are_made_in_float32_and_do_not_wrap() -> None:
     name = "row-pairs 4x4 - 2x2"
     fabric, program = cases.fabric_of(name), mmj.install(cases.schedule_of(name), cases.fabric_of(name))
     largest = {"int8": 127, "uint8": 255, "int16": -(2**15), "int32": 2**30, "bool": True}
-    tree = {dtype: np.full((12, 3), value, dtype) for dtype, value in largest.items()}
+    tree = {dtype: np.full((12, 4), value, dtype) for dtype, value in largest.items()}
     tree["none"] = np.zeros((12, 0), np.int8)
     means = cases.on_chips(fabric, lambda tree, program: mmj.all_reduce(tree, program, mean=True), tree, program)
     assert {leaf.dtype for leaf in means.values()} == {jnp.dtype(jnp.float32)}
@@ -127,7 +127,7 @@ def test_types_too_narrow_to_add_up_in_are_refused_or_widened() -> None:
     name = "row-pairs 4x4 - 2x2"
     fabric, schedule = cases.fabric_of(name), cases.schedule_of(name)
     program, pair = mmj.install(schedule, fabric), mmj.install_pair(schedule, fabric)
-    rows = np.random.default_rng(0).integers(0, 2, (12, 5))
+    rows = np.random.default_rng(0).integers(0, 2, (12, 9))
     for dtype, wider in (("float8_e4m3fn", jnp.float32), ("float8_e5m2", jnp.float32), ("int4", jnp.int32)):
         values = jnp.asarray(rows, dtype)
         with pytest.raises(
@@ -238,7 +238,10 @@ def test_works_with_check_vma_on_varying_values_and_refuses_others() -> None:
             )
         )
 
-    assert (mapped(by_chip)(jnp.arange(32.0), program).reshape(16, 2)[5] == jnp.array([240.0, 256.0])).all()
+    for size in (2, 40):  # fewer elements than there are chunks, and more
+        values = np.arange(16 * size, dtype=np.float32)
+        got = np.asarray(mapped(by_chip)(values, program)).reshape(16, size)
+        assert (got[5] == values.reshape(16, size).sum(axis=0)).all()
     with pytest.raises(ParameterError, match=r"would count it 16 times.*check_vma=False"):
         mapped(PartitionSpec())(jnp.arange(32.0), program)
 

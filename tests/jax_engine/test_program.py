@@ -163,4 +163,4 @@ def test_a_plan_that_leaves_the_chunks_to_a_few_owners_is_no_pair() -> None:
     with pytest.raises(ParameterError, match=r"One of 16 chips owns \d+ of 48 chunks .* Plan with owners='even'\."):
         mmj.install_pair(few, fabric)
     even = mm.plan(fabric.mesh, "weave", chunks=48, owners="even")
-    assert mmj.install_pair(even, fabric).whole.n_chips == 16
+    assert mmj.install_pair(even, fabric).scatter.n_chips == 16

@@ -7,8 +7,8 @@ leaves are cut out of the result.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -43,9 +43,12 @@ def all_reduce(
     Call it inside `jax.shard_map` over `fabric.jax_mesh`, with the program as an argument split by `program.spec` and
     `check_vma=False`. `mean` divides by the number of devices. `accumulate_dtype` is the dtype in which sums are sent
     and accumulated, as in `accumulate_dtype=jnp.float32` for bfloat16 gradients; results have their own dtypes. Sums of
-    integers wrap as `lax.psum`'s do; means of integers are computed in float32 and cannot wrap. Leaves are packed
-    together by the dtype that travels, so one loop serves all leaves of a dtype. `unroll` writes the steps out one by
-    one, so that a TPU's scheduler can put other computing beside each permute: for plans of few steps.
+    integers wrap as `lax.psum`'s do; means of integers are computed in float32 and cannot wrap. `unroll` writes the
+    steps out one by one, so that a TPU's scheduler can put other computing beside each permute: for plans of few steps.
+
+    Leaves are packed together by the dtype that travels, so one loop serves all leaves of a dtype: a float32 loss
+    beside float32 gradients costs nothing. Leaves of a dtype that have fewer elements together than the plan has
+    chunks, as that loss has beside bfloat16 gradients, take `program.scalars` instead, in fewer steps.
 
     >>> import jax, jax.numpy as jnp, meshmend as mm, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
@@ -66,18 +69,35 @@ def all_reduce_by(
     mean: bool = False,
     accumulate_dtype: DTypeLike | None = None,
 ) -> Any:
-    """Sum a pytree as `all_reduce` does, with `run` to run the program over each matrix of chunks."""
+    """Sum a pytree as `all_reduce` does; `run` runs the program, or that for scalars, over each matrix of chunks."""
     _expect(program, Collective.ALL_REDUCE, "install(schedule, fabric)")
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
     _check_varying(leaves, program)
     if mean:
         leaves = [leaf.astype(mean_dtype(leaf.dtype)) for leaf in leaves]
     results: list[Any] = [leaf.astype(_sum_dtype(leaf.dtype)) for leaf in leaves]
-    for group in groups_of(leaves, program.layout, accumulate_dtype):
-        chunks = run(sum_in_chip(group.pack(leaves), program.layout), program)
-        for i, total in group.unpack(join_in_chip(chunks, program.layout), leaves):
+    for group, way in _ways(leaves, program, accumulate_dtype):
+        chunks = run(sum_in_chip(group.pack(leaves), way.layout), way)
+        for i, total in group.unpack(join_in_chip(chunks, way.layout), leaves):
             results[i] = _divide(total, _divisor(program, mean)).astype(results[i].dtype)
     return jax.tree.unflatten(structure, results)
+
+
+def _ways(
+    leaves: Sequence[Any], program: Program, accumulate_dtype: DTypeLike | None
+) -> Iterator[tuple[Group, Program]]:
+    """Return the groups of an all-reduce, each with the program that it takes: this one, or that for scalars.
+
+    A plan with many chunks has as many steps as keep all links busy. A group that cannot fill its chunks with one
+    element each would run through all of them with mostly padding, and has nothing to keep links busy with: what it
+    costs is the number of steps. All others take the plan that was made for them.
+    """
+    scalars = program.scalars
+    for group in groups_of(leaves, program.layout, accumulate_dtype):
+        if scalars is not None and group.size < program.layout.n_cores * program.layout.shape.total_chunks:
+            yield replace(group, layout=scalars.layout), scalars
+        else:
+            yield group, program
 
 
 def reduce_scatter(

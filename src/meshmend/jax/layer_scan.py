@@ -297,10 +297,10 @@ def _unrolls(program: Program | ProgramPair, hide: bool, unroll: bool | None) ->
 
 def _check_replicated(params: Any, program: Any) -> None:
     if not isinstance(program, Program):
-        how = "pair.whole" if isinstance(program, ProgramPair) else "a Program from mmj.install(schedule, fabric)"
         raise ParameterError(
-            f"The parameters are whole on every chip, and the program is a {type(program).__name__}. Give {how}, or "
-            "shard the parameters with mmj.shard_params(…, stacked=True) and give a ProgramPair."
+            f"The parameters are whole on every chip, and the program is a {type(program).__name__}. Give a Program "
+            "from mmj.install(schedule, fabric), or shard the parameters with mmj.shard_params(…, stacked=True) and "
+            "give a ProgramPair."
         )
     shapes = [tuple(jnp.shape(leaf)) for leaf in jax.tree.leaves(params)]
     if not shapes or not all(shape and shape[0] == shapes[0][0] > 0 for shape in shapes):

@@ -132,7 +132,7 @@ class ShardedLayers:
             local = self.tile.total(
                 [[x * s.astype(x.dtype) for x, s in zip(tree, shares, strict=True)] for tree in local]
             )
-        return all_reduce(local, self.program.few)
+        return all_reduce(local, self.program.scalars)
 
     def _layer_of(self, group: Group) -> jax.Array:
         """Return the number within the group of each element's layer; padding has the number after the last."""

@@ -8,7 +8,7 @@ its structure is what all chips share. Pass it to a jitted function like any oth
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -63,11 +63,16 @@ class ChunkLayout:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A schedule on its devices. Made by `install`; pass it as an argument, split by `spec`."""
+    """A schedule on its devices. Made by `install`; pass it as an argument, split by `spec`.
+
+    `scalars` is an all-reduce of few steps, for the few numbers that every chip needs: losses, metrics, norms. An
+    all-reduce that was installed has one; that one itself has none, and neither have halves of an all-reduce.
+    """
 
     tables: tuple[Tables, ...]
     owned: Annotated[jax.Array, "int32[N, R]"]
     layout: ChunkLayout = field(metadata={"static": True})
+    scalars: Program | None = None
 
     @property
     def spec(self) -> PartitionSpec:
@@ -111,12 +116,12 @@ class Program:
 class ProgramPair(NamedTuple):
     """An all-reduce as two programs, with room between them for a sharded update. Made by `install_pair`.
 
-    `whole` is the all-reduce itself, for the few numbers that every chip needs: losses, metrics, norms.
+    `scalars` is an all-reduce of few steps, for the few numbers that every chip needs: losses, metrics, norms.
     """
 
     scatter: Program
     gather: Program
-    whole: Program
+    scalars: Program
 
     @property
     def spec(self) -> PartitionSpec:
@@ -128,22 +133,17 @@ class ProgramPair(NamedTuple):
         """The program whose chunks and owners say which shards a chip has."""
         return self.scatter
 
-    @property
-    def few(self) -> Program:
-        """An all-reduce for the few numbers that every chip needs."""
-        return self.whole
-
 
 class ProgramWithTurn(NamedTuple):
     """An all-reduce in which each chunk is updated at its owner, between its way up and its way down.
 
-    Made by `install_turn`. `turns` says which chunks a chip turns in which step, a table per loop of `through`. `few`
-    is an all-reduce of one chunk, for the few numbers that every chip needs: losses, metrics, norms.
+    Made by `install_turn`. `turns` says which chunks a chip turns in which step, a table per loop of `through`.
+    `scalars` is an all-reduce of few steps, for the few numbers that every chip needs: losses, metrics, norms.
     """
 
     through: Program
     turns: tuple[Annotated[jax.Array, "int32[N, T, S]"], ...]
-    few: Program
+    scalars: Program
 
     @property
     def spec(self) -> PartitionSpec:
@@ -162,22 +162,30 @@ AnyProgram = Program | ProgramPair | ProgramWithTurn
 """Programs that a train step takes."""
 
 
-def install(schedule: Schedule, fabric: Fabric) -> Program:
+def install(schedule: Schedule, fabric: Fabric, *, scalars: Schedule | None = None) -> Program:
     """Lower a schedule and put its tables on the fabric's devices.
 
     A schedule that is not proven yet (from a file, or made by hand) is proven here, or refused. It must be for the
     chips of the fabric, and use no cable that the fabric does not have: a plan for a torus does not fit a mesh.
+
+    `scalars` is an all-reduce that was planned for a few bytes, as `mm.plan(fabric.mesh, "latency")`. It carries the
+    few numbers that every chip needs: losses, metrics, norms. Without it they take the way of one chunk of `schedule`.
 
     >>> import jax, meshmend as mm, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
     >>> mmj.install(mm.plan(fabric.mesh, "hamiltonian"), fabric)
     Program(all-reduce over 12 chips: 11 steps of 2 lanes, 11 steps of 2 lanes)
     """
-    return _program(schedule, fabric, _put)
+    return _whole(schedule, fabric, _put, scalars)
 
 
 def install_pair(
-    schedule: Schedule, fabric: Fabric, *, scatter: Schedule | None = None, gather: Schedule | None = None
+    schedule: Schedule | None,
+    fabric: Fabric,
+    *,
+    scatter: Schedule | None = None,
+    gather: Schedule | None = None,
+    scalars: Schedule | None = None,
 ) -> ProgramPair:
     """Prepare an all-reduce's reduce-scatter and all-gather, each proven first, for a sharded weight update.
 
@@ -185,22 +193,25 @@ def install_pair(
 
     `scatter` and `gather` take their place where they were planned as such, with `collective="reduce-scatter"` and
     `"all-gather"`: the planner "gather" needs about two thirds of the steps of weave's. They must cut the payload into
-    the same chunks with the same owners. The all-reduce then serves the few numbers that every chip needs.
+    the same chunks with the same owners. `scalars` is as in `install`; with all three `schedule` is not used, and may
+    be None.
 
     >>> import jax, meshmend as mm, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
     >>> scatter, gather = (mm.plan(fabric.mesh, "gather", chunks=12, collective=what)
     ...                    for what in ("reduce-scatter", "all-gather"))
-    >>> mmj.install_pair(mm.plan(fabric.mesh), fabric, scatter=scatter, gather=gather).gather
+    >>> scalars = mm.plan(fabric.mesh, "latency")
+    >>> mmj.install_pair(None, fabric, scatter=scatter, gather=gather, scalars=scalars).gather
     Program(all-gather over 12 chips: 9 steps of 4 lanes)
     """
-    return _pair(schedule, fabric, _put, scatter, gather)
+    return _pair(schedule, fabric, _put, scatter, gather, scalars)
 
 
-def install_turn(schedule: Schedule, fabric: Fabric) -> ProgramWithTurn:
+def install_turn(schedule: Schedule, fabric: Fabric, *, scalars: Schedule | None = None) -> ProgramWithTurn:
     """Prepare an all-reduce, proven to have a turn, for a sharded weight update on its way: for the price of the whole.
 
     Plan it with `collective="all-reduce-with-turn"`; any other all-reduce with even owners that has a turn will do.
+    `scalars` is as in `install`.
 
     >>> import jax, meshmend as mm, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
@@ -208,24 +219,29 @@ def install_turn(schedule: Schedule, fabric: Fabric) -> ProgramWithTurn:
     >>> mmj.install_turn(schedule, fabric).through
     Program(all-reduce-with-turn over 12 chips: 4 steps of 4 lanes, 17 steps of 4 lanes, 4 steps of 4 lanes)
     """
-    return _with_turn(schedule, fabric, _put)
+    return _with_turn(schedule, fabric, _put, scalars)
 
 
-def abstract_program(schedule: Schedule, fabric: Fabric) -> Program:
+def abstract_program(schedule: Schedule, fabric: Fabric, *, scalars: Schedule | None = None) -> Program:
     """Return a program of shapes only, to compile for devices that are not here."""
-    return _program(schedule, fabric, _abstract)
+    return _whole(schedule, fabric, _abstract, scalars)
 
 
 def abstract_pair(
-    schedule: Schedule, fabric: Fabric, *, scatter: Schedule | None = None, gather: Schedule | None = None
+    schedule: Schedule | None,
+    fabric: Fabric,
+    *,
+    scatter: Schedule | None = None,
+    gather: Schedule | None = None,
+    scalars: Schedule | None = None,
 ) -> ProgramPair:
     """Return what `install_pair` does, of shapes only."""
-    return _pair(schedule, fabric, _abstract, scatter, gather)
+    return _pair(schedule, fabric, _abstract, scatter, gather, scalars)
 
 
-def abstract_turn(schedule: Schedule, fabric: Fabric) -> ProgramWithTurn:
+def abstract_turn(schedule: Schedule, fabric: Fabric, *, scalars: Schedule | None = None) -> ProgramWithTurn:
     """Return what `install_turn` does, of shapes only."""
-    return _with_turn(schedule, fabric, _abstract)
+    return _with_turn(schedule, fabric, _abstract, scalars)
 
 
 def _abstract(table: NDArray[Any], sharding: NamedSharding) -> Any:
@@ -237,26 +253,64 @@ def _put(table: NDArray[Any], sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(table.shape, sharding, lambda index: table[index])
 
 
+def _proven(schedule: Any, fabric: Fabric) -> Schedule:
+    """Return a schedule that fits the fabric and is proven; refuse any other."""
+    found = _check_fit(schedule, fabric.mesh)
+    ensure_proven(found)
+    return found
+
+
 def _program(schedule: Schedule, fabric: Fabric, place: Place) -> Program:
-    _check_fit(schedule, fabric.mesh)
-    ensure_proven(schedule)
-    return _place(lower(schedule), fabric, place)
+    return _place(lower(_proven(schedule, fabric)), fabric, place)
+
+
+def _whole(schedule: Schedule, fabric: Fabric, place: Place, scalars: Schedule | None) -> Program:
+    program = _program(schedule, fabric, place)
+    if program.collective.is_all_reduce:
+        return replace(program, scalars=_scalars(schedule, fabric, place, scalars))
+    if scalars is not None:
+        raise ParameterError(
+            f"Scalars go with an all-reduce, got them with a schedule for {program.collective}. Leave them out, or "
+            "give both halves to install_pair."
+        )
+    return program
+
+
+def _scalars(schedule: Schedule | None, fabric: Fabric, place: Place, scalars: Schedule | None) -> Program:
+    """Return the program for the few numbers that every chip needs, beside that of a schedule."""
+    if scalars is None and schedule is None:
+        raise ParameterError(
+            "There is no plan for the few numbers that every chip needs, such as the loss: give an all-reduce as the "
+            "schedule, or one for a few bytes, as in scalars=mm.plan(fabric.mesh, 'latency')."
+        )
+    program = _program(single_chunk_of(_proven(schedule, fabric)) if scalars is None else scalars, fabric, place)
+    if not program.collective.is_all_reduce:
+        raise ParameterError(
+            f"Expected an all-reduce as scalars, got a schedule for {program.collective}. Plan one for a few bytes, as "
+            "in scalars=mm.plan(fabric.mesh, 'latency')."
+        )
+    return program
 
 
 def _pair(
-    schedule: Schedule, fabric: Fabric, place: Place, scatter: Schedule | None, gather: Schedule | None
+    schedule: Schedule | None,
+    fabric: Fabric,
+    place: Place,
+    scatter: Schedule | None,
+    gather: Schedule | None,
+    scalars: Schedule | None,
 ) -> ProgramPair:
-    _check_fit(schedule, fabric.mesh)
-    ensure_proven(schedule)
     if scatter is None and gather is None:
-        halves = reduce_scatter_of(schedule), all_gather_of(schedule)
+        whole = _proven(schedule, fabric)
+        halves = reduce_scatter_of(whole), all_gather_of(whole)
     else:
         halves = _check_halves(scatter, gather, fabric)
     _check_owners(halves[0])
-    return ProgramPair(*(_program(part, fabric, place) for part in (*halves, schedule)))
+    up, down = (_program(half, fabric, place) for half in halves)
+    return ProgramPair(up, down, _scalars(schedule, fabric, place, scalars))
 
 
-def _with_turn(schedule: Schedule, fabric: Fabric, place: Place) -> ProgramWithTurn:
+def _with_turn(schedule: Schedule, fabric: Fabric, place: Place, scalars: Schedule | None) -> ProgramWithTurn:
     _check_fit(schedule, fabric.mesh)
     turned = with_turn(schedule) if schedule.collective is Collective.ALL_REDUCE else schedule
     if turned.collective is not Collective.ALL_REDUCE_WITH_TURN:
@@ -269,7 +323,7 @@ def _with_turn(schedule: Schedule, fabric: Fabric, place: Place) -> ProgramWithT
     lowered = lower(turned)
     by_chip = fabric.sharding(fabric.axis)
     turns = tuple(place(table, by_chip) for table in turn_tables(turned, lowered))
-    return ProgramWithTurn(_place(lowered, fabric, place), turns, _program(single_chunk_of(turned), fabric, place))
+    return ProgramWithTurn(_place(lowered, fabric, place), turns, _scalars(schedule, fabric, place, scalars))
 
 
 def _place(lowered: Lowered, fabric: Fabric, place: Place) -> Program:
@@ -292,8 +346,8 @@ def _place(lowered: Lowered, fabric: Fabric, place: Place) -> Program:
     return Program(tables, place(lowered.owned, by_chip), layout)
 
 
-def _check_fit(schedule: Any, mesh: Mesh) -> None:
-    """Refuse a schedule for other chips than the mesh has, or for a cable that is not there."""
+def _check_fit(schedule: Any, mesh: Mesh) -> Schedule:
+    """Return the schedule; refuse one for other chips than the mesh has, or for a cable that is not there."""
     if not isinstance(schedule, Schedule):
         raise ParameterError(
             f"Expected a Schedule, as meshmend.plan(fabric.mesh) makes, got a {type(schedule).__name__}."
@@ -309,6 +363,7 @@ def _check_fit(schedule: Any, mesh: Mesh) -> None:
             f"The schedule is for {planned!r}, which has {len(absent)} cables that the fabric, {mesh!r}, lacks: one "
             f"joins {a} and {b}. Plan for fabric.mesh; or, if the machine has them, give discover() its wrap."
         )
+    return schedule
 
 
 def _check_halves(scatter: Schedule | None, gather: Schedule | None, fabric: Fabric) -> tuple[Schedule, Schedule]:

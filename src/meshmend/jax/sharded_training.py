@@ -145,11 +145,11 @@ def sharded_train_step(
     ) -> tuple[Any, ...]:
         extras, weight = own
         if per_example:
-            (value, aux), weight = all_reduce((extras, weight), program.few)
+            (value, aux), weight = all_reduce((extras, weight), program.scalars)
             value, aux = jax.tree.map(lambda x: divide_by_weight(x, weight, empty=jnp.nan), (value, aux))
             gradients = jax.tree.map(lambda x: divide_by_weight(x, weight, empty=0.0).astype(x.dtype), gradients)
         else:
-            value, aux = all_reduce(extras, program.few, mean=True, accumulate_dtype=accumulate_dtype)
+            value, aux = all_reduce(extras, program.scalars, mean=True, accumulate_dtype=accumulate_dtype)
         layers = LayersOfTrees(params, program, fabric)
         params, state = update_weights(optimizer, params, state, gradients, scale, value=value, layers=layers)
         return params, state, value, aux
@@ -281,7 +281,7 @@ class LayersOfTrees:
             ]
             for tree in trees
         ]
-        found: list[Any] = all_reduce(parts, self.program.few)
+        found: list[Any] = all_reduce(parts, self.program.scalars)
         return found
 
 

@@ -102,7 +102,7 @@ def streamed_update(
     payload, held = run_with_turn(payload, start, program, turn, down)
 
     if limits:
-        totals = all_reduce(held.squares if tile is None else tile.total(held.squares), program.few)
+        totals = all_reduce(held.squares if tile is None else tile.total(held.squares), program.scalars)
         exceeded = jnp.any(jnp.stack([jnp.sqrt(total) > limit for total, limit in zip(totals, limits, strict=True)]))
 
         def again(_: Any, now: tuple[Any, Any]) -> tuple[Any, Any]:

@@ -128,7 +128,7 @@ def tiled_train_step(
     ) -> tuple[Any, Any, Any, Any]:
         """Update this chip's part of its shards, and return all of them as their owners have updated them."""
         (gradients,), extras, weight = jax.tree.map(lambda x: x[0], sums)
-        extras, weight = all_reduce((extras, weight), program.few)
+        extras, weight = all_reduce((extras, weight), program.scalars)
         count = weight_of(weight, fabric, microbatches)
         value, aux = jax.tree.map(lambda x: divide_by_weight(x, count, empty=jnp.nan), extras)
         params, state = sharded_update(

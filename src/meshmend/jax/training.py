@@ -66,8 +66,9 @@ def train_step(
     `loss(params, batch)` is the mean over its batch. A batch is a pytree of arrays whose first axis is split over all
     devices; `microbatches` cuts each device's part into so many equal pieces, whose gradients are added up before
     anything is sent. Gradients, the loss and (with `has_aux`) `aux` are averaged over devices, summed in
-    `accumulate_dtype` where that is wider than their own dtype, and all travel together. Integers and bools in `aux`
-    come back as their means in float32.
+    `accumulate_dtype` where that is wider than their own dtype. With a `Program`, all that is summed in one dtype
+    travels together; a few numbers in another dtype take `program.scalars`, as the loss and norms do in a sharded
+    update. Integers and bools in `aux` come back as their means in float32.
 
     With `per_example`, `loss(params, batch)` has one value per example, and everything is a true mean over examples,
     however they are spread: `step(…, weights=w)` says how much each counts, such as 0 for padding (by default all
@@ -178,7 +179,7 @@ def train_step(
             )
             params, state = update_weights(optimizer, params, state, gradients, scale, value=extras[0])
         else:
-            extras = all_reduce(extras, program.few, mean=True, accumulate_dtype=accumulate_dtype)
+            extras = all_reduce(extras, program.scalars, mean=True, accumulate_dtype=accumulate_dtype)
             n_devices = int(fabric.jax_mesh.size)
             params, state = sharded_update(
                 optimizer,
@@ -215,7 +216,7 @@ def train_step(
             )
             params, state = update_weights(optimizer, params, state, gradients, scale, value=extras[0])
         else:
-            extras, weight = all_reduce((sums.extras, sums.weight), program.few)
+            extras, weight = all_reduce((sums.extras, sums.weight), program.scalars)
             extras = means(extras, weight)
             params, state = sharded_update(
                 optimizer,

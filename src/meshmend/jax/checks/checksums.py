@@ -39,7 +39,8 @@ from meshmend.schedule.lanes import KEEP, Lane
 
 MEMORY, TRANSFER, ADDITION = KINDS = ("memory", "transfer", "addition")
 Evidence = Annotated[jax.Array, "uint32[N, L, 3]"]
-"""How often each check of `KINDS` has failed on a chip, for each lane of all loops, and for the end in the last row."""
+"""How often each check of `KINDS` has failed on a chip: a row per lane of all loops and one for the end, first those of
+the program, then those of its program for scalars."""
 
 
 class BadSum(NamedTuple):
@@ -55,8 +56,8 @@ class BadSum(NamedTuple):
 class Fault(NamedTuple):
     """A bit to be flipped, for tests: on which chip, in which loop, step of it and lane, in which element.
 
-    A fault of the memory is one of the chunk that the lane is about to send. All are traced: one compiled program
-    serves all faults.
+    A fault of the memory is one of the chunk that the lane is about to send. The loops of a program's `scalars` are
+    counted on from its own. All are traced: one compiled program serves all faults.
     """
 
     kind: jax.Array
@@ -91,16 +92,16 @@ def checked_all_reduce(
     >>> sums.reshape(12, 3)[-1].tolist(), mmj.bad_sums(evidence, program, fabric)
     ([198, 210, 222], [])
     """
-    n_rows = sum(map(len, program.layout.shape.lanes)) + 1
-    evidence = [jnp.zeros((n_rows, len(KINDS)), jnp.uint32)]
+    found = [jnp.zeros((len(_rows(way)), len(KINDS)), jnp.uint32) for way in _ways(program)]
 
-    def run(chunks: Chunks, program: Program) -> Chunks:
-        chunks, found = _run_checked(chunks, program, fault)
-        evidence.append(found)
+    def run(chunks: Chunks, way: Program) -> Chunks:
+        number, first_loop = (0, 0) if way is program else (1, len(program.tables))
+        chunks, more = _run_checked(chunks, way, fault, first_loop)
+        found[number] += more
         return chunks
 
     sums = all_reduce_by(run, tree, program, mean=mean, accumulate_dtype=accumulate_dtype)
-    return sums, sum(evidence[1:], evidence[0])[None]
+    return sums, jnp.concatenate(found)[None]
 
 
 def bad_sums(evidence: Annotated[Any, "uint32[N, L, 3]"], program: Program, fabric: Fabric) -> list[BadSum]:
@@ -108,11 +109,11 @@ def bad_sums(evidence: Annotated[Any, "uint32[N, L, 3]"], program: Program, fabr
 
     Where there are several processes, each sees the rows of its own devices: what it finds, others may not know.
     """
-    mesh, lanes = fabric.mesh, [lane for loop in program.layout.shape.lanes for lane in loop]
+    mesh, rows = fabric.mesh, [lane for way in _ways(program) for lane in _rows(way)]
     n_devices, rest = divmod(evidence.shape[0], mesh.n_chips)
-    if rest or evidence.shape[1:] != (len(lanes) + 1, len(KINDS)):
+    if rest or evidence.shape[1:] != (len(rows), len(KINDS)):
         raise ParameterError(
-            f"Expected evidence of shape {(mesh.n_chips, len(lanes) + 1, len(KINDS))}, got {evidence.shape}: give the "
+            f"Expected evidence of shape {(mesh.n_chips, len(rows), len(KINDS))}, got {evidence.shape}: give the "
             "program and the fabric of the checked_all_reduce that it is from."
         )
     times: dict[tuple[str, tuple[tuple[int, ...], ...]], int] = {}
@@ -120,11 +121,22 @@ def bad_sums(evidence: Annotated[Any, "uint32[N, L, 3]"], program: Program, fabr
         rank = device // n_devices
         for number, kind in zip(*np.nonzero(found), strict=True):
             chips: tuple[int, ...] = (rank,)
-            if KINDS[kind] == TRANSFER:
-                chips = (next(source for source, target in lanes[number].pairs if target == rank), rank)
+            lane = rows[number]
+            if lane is not None and KINDS[kind] == TRANSFER:
+                chips = (next(source for source, target in lane.pairs if target == rank), rank)
             key = KINDS[kind], tuple(mesh.chip(chip) for chip in chips)
             times[key] = times.get(key, 0) + int(found[number, kind])
     return [BadSum(kind, chips, n) for (kind, chips), n in times.items()]
+
+
+def _ways(program: Program) -> list[Program]:
+    """Return the programs that a checked all-reduce may run."""
+    return [program] if program.scalars is None else [program, program.scalars]
+
+
+def _rows(program: Program) -> list[Lane | None]:
+    """Return what a program's rows of evidence are of: lanes, and None for the end."""
+    return [*(lane for loop in program.layout.shape.lanes for lane in loop), None]
 
 
 def _own_rows(evidence: Any) -> dict[int, NDArray[np.uint32]]:
@@ -139,14 +151,14 @@ def _own_rows(evidence: Any) -> dict[int, NDArray[np.uint32]]:
     return rows
 
 
-def _run_checked(chunks: Chunks, program: Program, fault: Fault | None) -> tuple[Chunks, Any]:
+def _run_checked(chunks: Chunks, program: Program, fault: Fault | None, first_loop: int) -> tuple[Chunks, Any]:
     """Run the program's loops; return the chunks, and this chip's evidence."""
     layout, loops = program.layout, program.layout.shape.lanes
     first_rows = [0, *accumulate(map(len, loops))]
     digests = _digest_each(chunks)
     evidence = jnp.zeros((first_rows[-1] + 1, len(KINDS)), jnp.uint32)
     for number, (tables, lanes) in enumerate(zip(program.tables, loops, strict=True)):
-        inject = _Injection(fault, number, layout.axis)
+        inject = _Injection(fault, first_loop + number, layout.axis)
 
         def step(
             held: Any,

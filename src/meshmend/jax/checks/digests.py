@@ -71,26 +71,26 @@ def replica_digests(
     []
     """
     check_program(program, fabric)
-    few = program if isinstance(program, Program) else program.few
+    scalars = (program.scalars or program) if isinstance(program, Program) else program.scalars
     specs = _specs(params, fabric, shardings)
     inner = fabric.inner_axes
     over = tuple(axis for axis in fabric.axes if axis not in inner)
     n_copies = prod(fabric.jax_mesh.shape[axis] for axis in over)
 
-    def local(params: Any, few: Program) -> jax.Array:
+    def local(params: Any, scalars: Program) -> jax.Array:
         own = jnp.stack([digest for leaf in jax.tree.leaves(params) for digest in _digests(leaf)])
         rows = jnp.zeros((n_copies, len(own)), jnp.uint32).at[lax.axis_index(over)].set(own)
-        found: jax.Array = all_reduce(rows, few)
+        found: jax.Array = all_reduce(rows, scalars)
         return found[None]
 
     mapped = jax.shard_map(
         local,
         mesh=fabric.jax_mesh,
-        in_specs=(specs, few.spec),
+        in_specs=(specs, scalars.spec),
         out_specs=PartitionSpec(inner or None),
         check_vma=False,
     )
-    digests: jax.Array = mapped(params, few)
+    digests: jax.Array = mapped(params, scalars)
     return digests
 
 

@@ -146,15 +146,14 @@ class Checking:
     def _digests(self, params: Any, state: Any) -> Any:
         """Start to digest the state, and return the digests to be."""
         program = self._compiled.program
-        few = program if isinstance(program, Program) else program.few
         _, shardings = self._replicated
         tree = self._compared(params, state)
         if self._digest is None:
             fabric = self.session.fabric
             with self.session.timeline.timed("compile"):
-                jitted = jax.jit(lambda tree, few: replica_digests(tree, few, fabric, shardings=shardings))
-                self._digest = jitted.lower(tree, few).compile()
-        return self._digest(tree, few)
+                jitted = jax.jit(lambda tree, program: replica_digests(tree, program, fabric, shardings=shardings))
+                self._digest = jitted.lower(tree, program).compile()
+        return self._digest(tree, program)
 
     def _compared(self, params: Any, state: Any) -> Any:
         """Return the part of the state that every chip, or every tile, has a copy of."""

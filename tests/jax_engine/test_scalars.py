@@ -1,0 +1,355 @@
+"""Scalars take the plan with the fewest steps in every kind of program, and never a second run of the long one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import meshmend as mm
+import meshmend.jax as mmj
+from jax_engine import cases
+from meshmend.errors import ParameterError, ScheduleError
+from meshmend.jax.checks.checksums import ADDITION, KINDS, MEMORY, TRANSFER, Fault
+from meshmend.jax.program import abstract_pair, abstract_program, abstract_turn
+from meshmend.schedule.split import all_gather_of, reduce_scatter_of
+
+CHUNKS = 48
+KINDS_OF_PROGRAM: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "program": (mmj.install, abstract_program),
+    "pair": (mmj.install_pair, abstract_pair),
+    "turn": (mmj.install_turn, abstract_turn),
+}
+
+
+@cache
+def holed() -> mmj.Fabric:
+    return mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
+
+
+@cache
+def long_plan() -> mm.Schedule:
+    return mm.plan(holed().mesh, "weave", chunks=CHUNKS, collective="all-reduce-with-turn")
+
+
+@cache
+def short_plan() -> mm.Schedule:
+    return mm.plan(holed().mesh, "latency")
+
+
+@cache
+def program_of(kind: str = "program", *, planned: bool = True) -> Any:
+    install, _ = KINDS_OF_PROGRAM[kind]
+    return install(long_plan(), holed(), scalars=short_plan() if planned else None)
+
+
+def steps_of_chunk(schedule: mm.Schedule, chunk: int) -> int:
+    """Steps that move a chunk, from the list of transfers."""
+    moves = zip(schedule.step, schedule.first_chunk, schedule.n_chunks, strict=True)
+    return len({int(step) for step, first, count in moves if first <= chunk < first + count})
+
+
+def lanes_of(*programs: mmj.Program | None) -> int:
+    """Permutes in the code of these programs, each run once."""
+    return sum(len(lanes) for program in programs if program for lanes in program.layout.shape.lanes)
+
+
+def loops_of(*programs: mmj.Program) -> int:
+    return sum(len(program.tables) for program in programs)
+
+
+def count(function: Any, *arguments: Any, **keywords: Any) -> tuple[int, int]:
+    """Loops and permutes in the code of a function, before anything is optimised."""
+    text = jax.jit(function).lower(*arguments, **keywords).as_text()
+    return text.count("stablehlo.while"), text.count("stablehlo.collective_permute")
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_PROGRAM)
+def test_all_kinds_of_programs_have_a_program_for_scalars_of_the_same_few_steps(kind: str) -> None:
+    schedule = long_plan()
+    fewest = min(steps_of_chunk(schedule, chunk) for chunk in range(CHUNKS))
+    assert short_plan().n_steps < fewest < schedule.n_steps / 2, "otherwise there is nothing to be seen here"
+    for install in KINDS_OF_PROGRAM[kind]:
+        for plan, n_steps in ((None, fewest), (short_plan(), short_plan().n_steps)):
+            scalars = install(schedule, holed(), scalars=plan).scalars
+            assert scalars.n_steps == n_steps
+            assert scalars.collective is mm.Collective.ALL_REDUCE
+            assert scalars.scalars is None
+
+
+def test_a_plan_without_a_turn_gives_the_same_program_for_scalars() -> None:
+    plain = mm.plan(holed().mesh, "hamiltonian")
+    assert len({install(plain, holed()).scalars.n_steps for install, _ in KINDS_OF_PROGRAM.values()}) == 1
+
+
+def test_halves_need_no_whole_where_there_is_a_plan_for_scalars() -> None:
+    fabric = holed()
+    halves = {"scatter": reduce_scatter_of(long_plan()), "gather": all_gather_of(long_plan())}
+    pair = mmj.install_pair(None, fabric, **halves, scalars=short_plan())
+    assert pair.scalars.n_steps == short_plan().n_steps
+    with pytest.raises(ParameterError, match=r"no plan for the few numbers .* as in scalars=mm\.plan\(fabric\.mesh"):
+        mmj.install_pair(None, fabric, **halves)
+    with pytest.raises(ParameterError, match=r"Expected a Schedule, .* got a NoneType"):
+        mmj.install_pair(None, fabric, scalars=short_plan())
+    with pytest.raises(ParameterError, match="Scalars go with an all-reduce, got them with a schedule for all-gather"):
+        mmj.install(halves["gather"], fabric, scalars=short_plan())
+    for install, _ in KINDS_OF_PROGRAM.values():
+        with pytest.raises(ParameterError, match="Expected an all-reduce as scalars, got a schedule for all-gather"):
+            install(long_plan(), fabric, scalars=halves["gather"])
+        with pytest.raises(ScheduleError, match=r"The schedule is for .* Plan for fabric\.mesh"):
+            install(long_plan(), fabric, scalars=mm.plan(mm.Mesh("4x4"), "latency"))
+
+
+def mixed_tree(n_rows: int) -> dict[str, Any]:
+    """Many bfloat16 values and few of other dtypes, all of them small whole numbers: sums in any order are exact."""
+    rng = np.random.default_rng(0)
+
+    def numbers(*shape: int, low: int = -4) -> Any:
+        return rng.integers(low, 5, (n_rows, *shape))
+
+    return {
+        "many": numbers(7, CHUNKS).astype(jnp.bfloat16),
+        "float32": numbers().astype(np.float32),
+        "float32 vector": numbers(5, 2).astype(np.float32),
+        "float16": numbers(3).astype(np.float16),
+        "int32": numbers(CHUNKS - 8).astype(np.int32),
+        "int8 that wraps": 31 * numbers(2).astype(np.int8),
+        "uint32": numbers(1, low=0).astype(np.uint32),
+        "bool": numbers(7) > 0,
+        "complex64": (numbers(2) + 1j * numbers(2)).astype(np.complex64),
+        "none": np.zeros((n_rows, 0), np.uint16),
+    }
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_sums_of_all_dtypes_are_right_and_the_same_on_all_chips(planned: bool) -> None:
+    program, tree = program_of(planned=planned), mixed_tree(12)
+
+    def both(tree: Any, program: mmj.Program) -> Any:
+        return mmj.all_reduce(tree, program), jax.tree.map(lambda x: lax.psum(x, "chip"), tree)
+
+    sums, psum = cases.on_chips(holed(), both, tree, program)
+    for name, rows in tree.items():
+        got = np.asarray(sums[name])
+        assert got.dtype == psum[name].dtype, name
+        assert len({row.tobytes() for row in got}) == 1, name
+        # NumPy counts bools and widens; what wraps is cut to its dtype again.
+        exact = rows.astype(np.complex128 if rows.dtype.kind == "c" else np.float64).sum(axis=0)
+        exact = (exact + 128) % 256 - 128 if rows.dtype == np.int8 else exact
+        np.testing.assert_array_equal(got[0].astype(exact.dtype), exact, err_msg=name)
+        np.testing.assert_array_equal(got, np.asarray(psum[name]), err_msg=name)
+
+
+def test_the_bits_of_what_takes_the_plan_do_not_depend_on_scalars() -> None:
+    program = program_of()
+    rng = np.random.default_rng(1)
+    many, loss = rng.normal(size=(12, 5, CHUNKS)).astype(jnp.bfloat16), rng.normal(size=12).astype(np.float32)
+    alone = cases.on_chips(holed(), mmj.all_reduce, many, replace(program, scalars=None))
+    together, total = cases.on_chips(holed(), mmj.all_reduce, (many, loss), program)
+    assert np.asarray(alone).tobytes() == np.asarray(together).tobytes()
+    np.testing.assert_allclose(total, np.full(12, loss.astype(np.float64).sum()), atol=12 * 2e-7 * np.abs(loss).sum())
+
+
+def sums(tree: Any, program: mmj.Program) -> Any:
+    mapped = jax.shard_map(
+        mmj.all_reduce,
+        mesh=holed().jax_mesh,
+        in_specs=(P("chip"), program.spec),
+        out_specs=P("chip"),
+        check_vma=False,
+    )
+    return mapped(tree, program)
+
+
+def test_less_than_an_element_per_chunk_takes_the_program_for_scalars() -> None:
+    program = program_of()
+    few, many = np.zeros(12 * (CHUNKS - 1), np.float32), np.zeros(12 * CHUNKS, np.float32)
+    scalars = (loops_of(program.scalars), lanes_of(program.scalars))
+    whole = (loops_of(program), lanes_of(program))
+    assert scalars != whole
+    assert count(sums, few, program) == scalars
+    assert count(sums, many, program) == whole
+    assert count(sums, (few, np.zeros(12, np.float32)), program) == whole, "leaves of a dtype travel together"
+    assert count(sums, few, replace(program, scalars=None)) == whole
+    assert count(sums, few, program.scalars) == scalars
+
+
+def test_two_cores_per_chip_count_their_elements_together() -> None:
+    devices = np.array(jax.devices()[:8]).reshape(4, 2)
+    fabric = mmj.Fabric(mm.Mesh("2x2"), jax.sharding.Mesh(devices, ("chip", "core")), None)
+    program = mmj.install(mm.plan(fabric.mesh, "weave", chunks=8), fabric)
+    assert lanes_of(program) != lanes_of(program.scalars)
+    every = P(("chip", "core"))
+    mapped = jax.shard_map(
+        mmj.all_reduce, mesh=fabric.jax_mesh, in_specs=(every, program.spec), out_specs=every, check_vma=False
+    )
+    for size, way in ((1, program.scalars), (15, program.scalars), (16, program)):
+        values = np.random.default_rng(size).integers(-99, 99, (8, size), dtype=np.int32)
+        assert count(mapped, values, program)[1] == lanes_of(way)
+        np.testing.assert_array_equal(jax.jit(mapped)(values, program), np.tile(values.sum(axis=0), (8, 1)))
+
+
+def errors(params: Any, batch: Any) -> Any:
+    """One float32 value per example, a whole number, of bfloat16 weights."""
+    return jnp.sum((batch["x"] @ params["w"].astype(jnp.float32) - batch["y"]) ** 2, axis=-1)
+
+
+def mean_error(params: Any, batch: Any) -> Any:
+    return jnp.mean(errors(params, batch))
+
+
+def whole_numbers(n_examples: int = 24) -> Any:
+    rng = np.random.default_rng(2)
+    params = {"w": jnp.asarray(rng.integers(-1, 2, (8, 8)), jnp.bfloat16)}
+    x, y = (rng.integers(-1, 2, (n_examples, 8)).astype(np.float32) for _ in range(2))
+    return params, {"x": x, "y": y}
+
+
+@pytest.mark.parametrize("per_example", [False, True])
+def test_a_float32_loss_beside_bfloat16_gradients_does_not_run_the_plan_twice(per_example: bool) -> None:
+    fabric, program, (params, batch) = holed(), program_of(), whole_numbers()
+    assert params["w"].size >= CHUNKS
+    loss = errors if per_example else mean_error
+    ways = {None: (program, program.scalars), jnp.float32: (program,)}
+    for accumulate_dtype, runs in ways.items():
+        training = mmj.train_step(
+            loss, optax.sgd(1e-2), fabric, per_example=per_example, accumulate_dtype=accumulate_dtype
+        )
+        state = jax.jit(training.init)(params, program)
+        assert count(training.step, params, state, batch, program) == (loops_of(*runs), lanes_of(*runs))
+        step = jax.jit(training.step)
+        new, _, value = step(params, state, batch, program)
+        before, _, _ = step(params, state, batch, replace(program, scalars=None))
+        assert np.asarray(new["w"]).tobytes() == np.asarray(before["w"]).tobytes(), "the gradients' bits"
+        np.testing.assert_allclose(float(value), np.asarray(errors(params, batch), np.float64).mean(), rtol=1e-6)
+
+
+def test_weights_of_examples_beside_bfloat16_gradients_are_summed_as_scalars() -> None:
+    fabric, program, (params, batch) = holed(), program_of(planned=False), whole_numbers()
+    weights = np.arange(24) % 3
+    training = mmj.train_step(errors, optax.sgd(1e-2), fabric, per_example=True, accumulate_dtype=None)
+    state = jax.jit(training.init)(params, program)
+    runs = (program, program.scalars)
+    found = count(training.step, params, state, batch, program, weights=weights)
+    assert found == (loops_of(*runs), lanes_of(*runs)), "the loss and the weights travel together"
+    value = jax.jit(training.step)(params, state, batch, program, weights=weights)[2]
+    each = np.asarray(errors(params, batch), np.float64)
+    np.testing.assert_allclose(float(value), (each * weights).sum() / weights.sum(), rtol=1e-6)
+
+
+def test_norms_of_a_sharded_update_take_the_program_for_scalars() -> None:
+    """The loss is one run of it, the norms another; of the long plan there are its halves, or its one way, only."""
+    fabric, (params, batch) = holed(), whole_numbers()
+    clipped = optax.chain(mmj.clip_by_global_norm(1.0), optax.adam(1e-2))
+    pair, turn = program_of("pair"), program_of("turn")
+    halves = (pair.scatter, pair.gather)
+    for optimizer, program, runs in (
+        (optax.adam(1e-2), pair, (*halves, pair.scalars)),
+        (clipped, pair, (*halves, pair.scalars, pair.scalars)),
+        (mmj.lamb(1e-2), pair, (*halves, pair.scalars, pair.scalars)),
+        (optax.adam(1e-2), turn, (turn.through, turn.scalars)),
+        # Where the norm is over its limit, it is summed once more with what goes down again.
+        (clipped, turn, (turn.through, turn.scalars, turn.scalars, turn.through, turn.scalars)),
+    ):
+        training = mmj.train_step(mean_error, optimizer, fabric)
+        state = jax.eval_shape(training.init, params, program)
+        assert count(training.step, params, state, batch, program)[1] == lanes_of(*runs)
+
+
+def test_clipping_by_plans_for_scalars_equals_one_device() -> None:
+    fabric, (params, batch) = holed(), whole_numbers()
+    params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    optimizer = optax.chain(mmj.clip_by_global_norm(1.0), optax.sgd(1e-2))
+    gradients = jax.grad(mean_error)(params, batch)
+    assert optax.tree.norm(gradients) > 1
+    wanted = params["w"] - 1e-2 * gradients["w"] / optax.tree.norm(gradients)
+    for kind in KINDS_OF_PROGRAM:
+        training, program = mmj.train_step(mean_error, optimizer, fabric), program_of(kind)
+        new, _, value = jax.jit(training.step)(params, jax.jit(training.init)(params, program), batch, program)
+        np.testing.assert_allclose(new["w"], wanted, atol=1e-6)
+        np.testing.assert_allclose(float(value), np.asarray(errors(params, batch), np.float64).mean(), rtol=1e-6)
+
+
+def test_sharded_parameters_sum_loss_and_norm_by_the_program_for_scalars() -> None:
+    fabric, pair, (whole, batch) = holed(), program_of("pair"), whole_numbers()
+    params = mmj.shard_params(whole, fabric, pair)
+
+    def loss(params: Any, batch: Any, pair: mmj.ProgramPair) -> Any:
+        return errors(mmj.gather_params(params, pair), batch)
+
+    optimizer = optax.chain(mmj.clip_by_global_norm(1.0), optax.adam(1e-2))
+    training = mmj.sharded_train_step(loss, optimizer, fabric, per_example=True)
+    state = jax.eval_shape(training.init, params, pair)
+    found = count(training.step, params, state, batch, pair)[1]
+    assert found == lanes_of(pair.gather, pair.scatter, pair.scalars, pair.scalars)
+
+
+def test_tiles_do_not_run_the_plan_twice_either() -> None:
+    fabric = mmj.tile(mmj.discover(jax.devices()[:16], shape="4x4", failed=["0,1"]), "2x2", model=4)
+    program = mmj.install(mm.plan(fabric.mesh, "weave", chunks=16), fabric)
+    params, batch = whole_numbers(6)
+    step = mmj.value_and_grad(mean_error, fabric, P(None, "model"), accumulate_dtype=None)
+    text = jax.jit(partial(step, program=program)).lower(params, batch).as_text()
+    assert text.count("stablehlo.collective_permute") == lanes_of(program, program.scalars)
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_PROGRAM)
+def test_digests_of_replicas_take_the_program_for_scalars(kind: str) -> None:
+    fabric, program, (params, _) = holed(), program_of(kind), whole_numbers()
+    digests = partial(mmj.replica_digests, fabric=fabric)
+    assert count(digests, params, program)[1] == lanes_of(program.scalars)
+    found = np.asarray(jax.jit(digests)(params, program))
+    assert found.shape == (1, 12, 1)
+    assert len(set(found.ravel().tolist())) == 1
+    assert found.any()
+    assert (found == np.asarray(jax.jit(digests)(params, program.scalars))).all()
+
+
+def test_faults_in_sums_of_scalars_are_named() -> None:
+    """Each kind of fault, in each loop of the program for scalars: nothing else is found, and gradients stay right."""
+    fabric, program = holed(), program_of()
+    scalars = program.scalars
+    tree = {
+        "many": np.ones((12 * CHUNKS,), jnp.bfloat16),
+        "loss": np.random.default_rng(0).uniform(0.5, 1.5, 12).astype(np.float32),
+    }
+    mapped = jax.shard_map(
+        lambda tree, program, fault: mmj.checked_all_reduce(tree, program, fault=fault),
+        mesh=fabric.jax_mesh,
+        in_specs=(P("chip"), program.spec, P()),
+        out_specs=(P("chip"), P("chip")),
+        check_vma=False,
+    )
+    run = jax.jit(mapped)
+    nowhere = Fault(*map(jnp.int32, (0, 0, loops_of(program, scalars), 0, 0, 0, 0)))
+    plain = jax.jit(sums)(tree, program)
+    got, evidence = run(tree, program, nowhere)
+    assert all(np.asarray(got[name]).tobytes() == np.asarray(plain[name]).tobytes() for name in tree)
+    assert mmj.bad_sums(evidence, program, fabric) == []
+    for number, lanes in enumerate(scalars.layout.shape.lanes):
+        tables = scalars.tables[number]
+        for kind in KINDS:
+            lane = 0
+            ops = np.asarray(tables.ops)[:, :, lane] if len(lanes[lane].ops) > 1 else None
+            wanted = {int(mm.Op.REDUCE)} if kind == ADDITION else {int(mm.Op.REDUCE), int(mm.Op.COPY)}
+            every = np.full(tables.send.shape[:2], lanes[lane].ops[0]) if ops is None else ops
+            places = np.argwhere(np.isin(every, list(wanted)))
+            if not len(places):
+                continue
+            target, step = map(int, places[0])
+            source = next(a for a, b in lanes[lane].pairs if b == target)
+            chips = {MEMORY: (source,), TRANSFER: (source, target), ADDITION: (target,)}[kind]
+            at = (KINDS.index(kind), chips[-1], loops_of(program) + number, step, lane, 0, 29)
+            got, evidence = run(tree, program, Fault(*map(jnp.int32, at)))
+            found = mmj.bad_sums(evidence, program, fabric)
+            assert found == [mmj.BadSum(kind, tuple(map(fabric.mesh.chip, chips)), 1)]
+            assert (np.asarray(got["many"], np.float32) == 12).all()
