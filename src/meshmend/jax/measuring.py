@@ -49,7 +49,7 @@ REPEAT = 3
 
 @dataclass(frozen=True)
 class TimedLoop:
-    """One timed program: so many steps, with so many lanes of so many bytes each."""
+    """A timed loop: so many steps, with so many lanes of so many bytes each."""
 
     steps: int
     lanes: int
@@ -72,14 +72,14 @@ def measure(fabric: Fabric, *, file: str | Path | None = None) -> Hardware:
     directions = [lane for lane in _neighbour_lanes(chips) if lane.pairs]
     if not directions:
         raise ParameterError(f"Nothing can be measured on {chips.mesh!r}: no cable joins two chips.")
-    probes = _run_probes(chips, directions)
-    hardware = _fit(probes, chips, len(directions))
+    loops = _run_loops(chips, directions)
+    hardware = _fit(loops, chips, len(directions))
     if file is not None and jax.process_index() == 0:
-        write_hardware(hardware, file, measured_facts(chips, probes))
+        write_hardware(hardware, file, measured_facts(chips, loops))
     return hardware
 
 
-def measured_facts(fabric: Fabric, probes: list[TimedLoop]) -> dict[str, Any]:
+def measured_facts(fabric: Fabric, loops: list[TimedLoop]) -> dict[str, Any]:
     """Return what a measurement was made of and on, for its file."""
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "libtpu") if _is_installed(name)}
     return {
@@ -90,7 +90,7 @@ def measured_facts(fabric: Fabric, probes: list[TimedLoop]) -> dict[str, Any]:
         "chips": fabric.n_chips,
         "processes": jax.process_count(),
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "probes": [vars(probe) for probe in probes],
+        "loops": [vars(loop) for loop in loops],
     }
 
 
@@ -112,37 +112,55 @@ def _neighbour_lanes(fabric: Fabric) -> list[Lane]:
     ]
 
 
-def _run_probes(fabric: Fabric, directions: list[Lane]) -> list[TimedLoop]:
-    probes = []
-    for lanes in sorted({1, (len(directions) + 1) // 2, len(directions)}):
-        for size in (SHORT, LONG_ON_CPU if fabric.platform == "cpu" else LONG):
-            run = _program(fabric, directions[:lanes], size)
-            once = run(FEW_STEPS)
-            many = int(np.clip(FEW_STEPS * TARGET_S / once, 4 * FEW_STEPS, MOST_STEPS))
-            probes += [
-                TimedLoop(steps, lanes, 4 * size, took) for steps, took in ((FEW_STEPS, once), (many, run(many)))
-            ]
-    return probes
+def _run_loops(fabric: Fabric, directions: list[Lane]) -> list[TimedLoop]:
+    counts = [1, len(directions)] if fabric.platform == "cpu" else range(1, len(directions) + 1)
+    sizes = (SHORT, LONG_ON_CPU if fabric.platform == "cpu" else LONG)
+    kinds = [(lanes, size) for lanes in sorted(set(counts)) for size in sizes]
+    run = _program(fabric, [(tuple(directions[:lanes]), size) for lanes, size in kinds])
+    nothing = run([0] * len(kinds))
+    found = [TimedLoop(0, 1, 0, nothing)]
+    for number, (lanes, size) in enumerate(kinds):
+
+        def steps(n: int, number: int = number) -> list[int]:
+            return [n if other == number else 0 for other in range(len(kinds))]
+
+        took = run(steps(FEW_STEPS))
+        each = max(took - nothing, 1e-7) / FEW_STEPS
+        n = int(np.clip(TARGET_S / each, 2 * FEW_STEPS, MOST_STEPS))
+        found += [TimedLoop(FEW_STEPS, lanes, 4 * size, took), TimedLoop(n, lanes, 4 * size, run(steps(n)))]
+    return found
 
 
-def _program(fabric: Fabric, directions: list[Lane], size: int) -> Callable[[int], float]:
-    """Compile a loop of steps with these lanes; return what times so many of them."""
-    n, lanes = fabric.mesh.n_chips, tuple(directions)
-    receives = np.full((n, len(lanes)), KEEP, dtype=np.uint8)
-    for number, lane in enumerate(lanes):
-        receives[[dst for _, dst in lane.pairs], number] = int(Op.REDUCE)
-    shape = ProgramShape(n, ROOM, Collective.ALL_REDUCE, (lanes,), ())
+def _program(fabric: Fabric, kinds: list[tuple[tuple[Lane, ...], int]]) -> Callable[[list[int]], float]:
+    """Compile one program with a loop per kind of step; return what times so many steps of each, mostly none.
+
+    One program and not many: on a host that starts, compiling takes longer than everything else here.
+    """
+    n = fabric.mesh.n_chips
+    tables = []
+    for lanes, _ in kinds:
+        ops = np.full((n, len(lanes)), KEEP, dtype=np.uint8)
+        for number, lane in enumerate(lanes):
+            ops[[dst for _, dst in lane.pairs], number] = int(Op.REDUCE)
+        tables.append(_put(ops, fabric.sharding(fabric.axis)))
+    shape = ProgramShape(n, ROOM, Collective.ALL_REDUCE, (), ())
     layout = ChunkLayout(shape, fabric.axis, fabric.core_axis, 1, fabric.platform)
-    own_chunk = (size,) if layout.tile == 1 else (size // 128, 128)
 
-    def local(n_steps: jax.Array, held: jax.Array, ops: jax.Array) -> jax.Array:
-        def step(i: jax.Array, held: jax.Array) -> jax.Array:
-            at = jnp.full(len(lanes), i % ROOM, dtype=jnp.int32)
-            return move(held, (at, at, ops[0]), lanes, layout)
+    def local(n_steps: jax.Array, payloads: list[jax.Array], tables: list[jax.Array]) -> list[jax.Array]:
+        payloads = list(payloads)
+        by_size = {size: i for i, size in enumerate(sizes)}
+        for number, (lanes, size) in enumerate(kinds):
 
-        done: jax.Array = lax.fori_loop(0, n_steps, step, held[0])
-        return done[None]
+            def step(i: jax.Array, held: jax.Array, lanes: Any = lanes, ops: jax.Array = tables[number]) -> jax.Array:
+                at = jnp.full(len(lanes), i % ROOM, dtype=jnp.int32)
+                return move(held, (at, at, ops[0]), lanes, layout)
 
+            which = by_size[size]
+            held: jax.Array = lax.fori_loop(0, n_steps[number], step, payloads[which][0])
+            payloads[which] = held[None]
+        return payloads
+
+    sizes = sorted({size for _, size in kinds})
     by_device, by_chip = PartitionSpec(fabric.axes), PartitionSpec(fabric.axis)
     mapped = jax.shard_map(
         local,
@@ -151,17 +169,19 @@ def _program(fabric: Fabric, directions: list[Lane], size: int) -> Callable[[int
         out_specs=by_device,
         check_vma=False,
     )
-    run = jax.jit(mapped, compiler_options=fabric.compiler_options or None)
+    run = jax.jit(mapped, donate_argnums=1, compiler_options=fabric.compiler_options or None)
     n_devices = int(fabric.jax_mesh.devices.size)
-    held = _put(np.zeros((n_devices, ROOM, *own_chunk), np.float32), fabric.sharding(fabric.axes))
-    ops = _put(receives, fabric.sharding(fabric.axis))
-    jax.block_until_ready(run(np.int32(1), held, ops))
+    chunk = {size: (size,) if layout.tile == 1 else (size // 128, 128) for size in sizes}
+    start = [np.zeros((n_devices, ROOM, *chunk[size]), np.float32) for size in sizes]
+    held = [_put(values, fabric.sharding(fabric.axes)) for values in start]
+    held = jax.block_until_ready(run(np.ones(len(kinds), np.int32), held, tables))
 
-    def timed(n_steps: int) -> float:
+    def timed(n_steps: list[int]) -> float:
+        nonlocal held
         best = float("inf")
         for _ in range(REPEAT):
             started = time.perf_counter()
-            jax.block_until_ready(run(np.int32(n_steps), held, ops))
+            held = jax.block_until_ready(run(np.array(n_steps, np.int32), held, tables))
             best = min(best, time.perf_counter() - started)
         return _agree(fabric, best)
 
@@ -182,16 +202,16 @@ def _agree(fabric: Fabric, seconds: float) -> float:
     return float(np.asarray(longest.addressable_data(0)))
 
 
-def _fit(probes: list[TimedLoop], fabric: Fabric, n_lanes: int) -> Hardware:
+def _fit(loops: list[TimedLoop], fabric: Fabric, n_lanes: int) -> Hardware:
     """Return the hardware whose times are closest, in proportion, to those of the probes."""
     from scipy.optimize import nnls
 
-    took = np.array([probe.seconds for probe in probes])
+    took = np.array([loop.seconds for loop in loops])
     best: tuple[float, int, NDArray[np.float64]] | None = None
     # CPU devices share their cores: two lanes take twice as long as one.
     for width in range(1, 2 if fabric.platform == "cpu" else n_lanes + 1):
         rows = [
-            (1, p.steps, p.steps * p.lanes, p.steps * p.lanes * p.message_bytes / min(p.lanes, width)) for p in probes
+            (1, p.steps, p.steps * p.lanes, p.steps * p.lanes * p.message_bytes / min(p.lanes, width)) for p in loops
         ]
         costs, error = nnls(np.array(rows, dtype=np.float64) / took[:, None], np.ones(len(took)))
         # A narrower chip explains as much with less.

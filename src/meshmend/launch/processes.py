@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import socket
+import time
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -40,6 +41,19 @@ def kill_tree(pid: int) -> None:
     for each in (*children(pid), pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
+
+
+def wait_for_server(address: str, timeout_s: float) -> None:
+    """Return when something accepts connections there, or after the time limit, which the next to connect reports.
+
+    A client of gRPC that comes first waits for a second before it tries again, and a restart with it.
+    """
+    host, _, port = address.rpartition(":")
+    until = time.monotonic() + timeout_s
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), timeout=1.0):
+            return
+        time.sleep(0.02)
 
 
 def free_port(address: str = "") -> int:

@@ -8,6 +8,7 @@ the survivors'. A restart with a hole that has never happened then finds its pro
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 import warnings
 from collections.abc import Callable
@@ -83,7 +84,9 @@ def compile_train_step(training: AnyTrainStep, program: AnyProgram, params: Any,
 class CompileAhead:
     """Compiles for the loss of each single host, one after the other, in a thread of process 0.
 
-    `build(fabric)` must plan, install and compile for any fabric, as the job itself does for its own. Where it raises,
+    `build(fabric)` must plan, install and compile for any fabric, as the job itself does for its own. `plan(fabric)`,
+    if it is given, only plans; it is called for all losses first, because plans are quick and programs are not. Where
+    `build` raises,
     that loss is left out: `failures` and the timeline say why, a warning says it once, and the next one is built.
 
     Leave the `with` block, or call `stop`, before the session ends. Leaving it by an exception does not wait for the
@@ -91,9 +94,12 @@ class CompileAhead:
     session, the interpreter waits for the build at exit.
     """
 
-    def __init__(self, session: Session, build: Callable[[Fabric], Any]) -> None:
+    def __init__(
+        self, session: Session, build: Callable[[Fabric], Any], *, plan: Callable[[Fabric], Any] | None = None
+    ) -> None:
         self.session = session
         self.build = build
+        self.plan = plan
         self.ready: list[int] = []
         """Hosts whose loss has been compiled for."""
         self.failures: dict[int | None, str] = {}
@@ -105,7 +111,13 @@ class CompileAhead:
 
     def _run(self) -> None:
         try:
-            for lost, fabric in self.session.fabrics_ahead():
+            losses = list(self.session.fabrics_ahead())
+            for _, fabric in losses if self.plan is not None else ():
+                if self._stop.is_set():
+                    return
+                with contextlib.suppress(PlanError):
+                    self.plan(fabric)
+            for lost, fabric in losses:
                 if self._stop.is_set():
                     return
                 with self.session.timeline.timed("compile ahead", lost=lost) as facts:

@@ -32,7 +32,7 @@ from meshmend.jax.training_plan import TrainingPlan
 from meshmend.jax.training_plan import plan as plan_training
 from meshmend.launch.events import note_quarantined
 from meshmend.launch.hosts import Hosts
-from meshmend.launch.processes import free_port
+from meshmend.launch.processes import free_port, wait_for_server
 from meshmend.launch.timeline import Timeline, process_started_at
 from meshmend.launch.warm import PRELOADED, jax_settings
 from meshmend.planning import PlanCache
@@ -269,6 +269,8 @@ def initialize(
         if not _knows_coordinates(place):
             launched, hosts, numbers = _join(shape, host, place, launched, timeout_s)
         notes.facts |= {"process": launched.process, "host": numbers[launched.process]}
+        if launched.process:
+            wait_for_server(launched.coordinator, timeout_s)
         jax.distributed.initialize(
             launched.coordinator,
             launched.n_processes,
@@ -305,6 +307,8 @@ def _configure(compile_cache: str | Path | None) -> None:
     use_compile_cache(compile_cache)
     if _platform() in ("", "cpu"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        # Virtual hosts share their cores: one compiles a program, and the others load it.
+        jax.config.update("jax_share_binary_between_hosts", True)
     jax.config.update("jax_enable_preemption_service", False)
 
 

@@ -167,7 +167,7 @@ class TrainingRun:
                     recovered = found.source != "start" and number == found.step + 1
                     under_way.append(JobStep(number, fabric.n_chips, batch, recovered, results, self._params_of))
                     if number == found.step + AHEAD_AFTER and self.aids.compile_ahead:
-                        self._ahead = CompileAhead(self.session, self._build_ahead)
+                        self._ahead = CompileAhead(self.session, self._build_ahead, plan=self._plan_ahead)
                     yield under_way[-1]
                     if len(under_way) > in_flight:
                         settle(under_way.popleft())
@@ -218,7 +218,10 @@ class TrainingRun:
         return compile_train_step(self.model.training(fabric), program, self.model.like(fabric, program), batch)
 
     def _build_ahead(self, fabric: Fabric) -> None:
-        self._build(fabric, self._plan(fabric, PlanCache(self.aids.shared.plans)))
+        self._build(fabric, self._plan_ahead(fabric))
+
+    def _plan_ahead(self, fabric: Fabric) -> TrainingPlan:
+        return self._plan(fabric, PlanCache(self.aids.shared.plans))
 
     def _input(self, batch: Batch, fabric: Fabric) -> Batch:
         return batch if self.model.rng is None else with_places(batch, fabric)
