@@ -24,7 +24,6 @@ from typing import Any
 
 SHAPE, HOST, N_HOSTS = "8x8", "4x2", 8
 CONTEXT, WIDTH, BATCH = 12, 24, 128
-PLANNER = "row-pairs"
 TEXT = Path(__file__).parents[2] / "LICENSE"
 
 
@@ -33,7 +32,6 @@ def train(folder: Path, steps: int) -> None:
     import jax.numpy as jnp
     import optax
 
-    import meshmend as mm
     import meshmend.jax as mmj
     from meshmend.jax.compiling import CompileAhead, CompiledTrainStep, compile_train_step
     from meshmend.jax.job import initialize
@@ -54,16 +52,19 @@ def train(folder: Path, steps: int) -> None:
             logits = jnp.tanh(x @ params["hidden"] + params["bias"]) @ params["read"]
             return optax.softmax_cross_entropy_with_integer_labels(logits, letters[:, -1])
 
+        def plan(fabric: mmj.Fabric) -> mmj.TrainingPlan:
+            """Plan for the bytes that these weights send, on a fabric's own hardware."""
+            return mmj.plan(fabric, weights, update="sharded", cache=PlanCache(folder / "plans"))
+
         def build(fabric: mmj.Fabric) -> CompiledTrainStep:
             """Plan and compile for a fabric: that of the survivors, or that after another failure."""
-            schedule = mm.plan(fabric.mesh, PLANNER, cache=PlanCache(folder / "plans"))
-            program = mmj.install_pair(schedule, fabric)
+            program = plan(fabric).install(fabric)
             training = mmj.train_step(loss, optimizer, fabric, per_example=True)
             batch = next(feed.batches(fabric))
             return compile_train_step(training, program, weights, batch)
 
         fabric = session.fabric
-        session.plan(PLANNER, cache=folder / "plans")
+        session.agree_on_plan(lambda _: plan(fabric))
         with session.timeline.timed("compile"):
             compiled = build(fabric)
         params = place(weights, fabric)

@@ -129,7 +129,7 @@ def campaign(
             str(folder / f"run-{number}"),
             shape=shape,
             host=host,
-            planner="row-pairs",
+            planner="auto",
             shard=shard,
             steps=steps,
             caches=str(folder),

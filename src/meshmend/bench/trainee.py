@@ -15,7 +15,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from meshmend.topology import parse_shape
 
@@ -23,6 +23,12 @@ N_SAMPLES = 640
 WIDTH = 32
 LAYERS = 3
 """Between the ends, where parameters are sharded."""
+UPDATES: dict[str, Literal["replicated", "sharded", "fsdp"]] = {
+    "none": "replicated",
+    "update": "sharded",
+    "fsdp": "fsdp",
+}
+"""What a job calls it."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +82,11 @@ def main(path: str) -> None:
     import meshmend.jax as mmj
     from meshmend.jax.compiling import CompileAhead, CompiledTrainStep, compile_train_step
     from meshmend.jax.job import initialize
+    from meshmend.jax.job.hardware import with_hardware
+    from meshmend.jax.job.session import RECOVERY_BUDGET_S
     from meshmend.jax.state import Keeper, fetch, place
-    from meshmend.planning import PlanCache, plan
+    from meshmend.jax.training_plan import any_pair
+    from meshmend.planning import PlanCache
 
     with initialize(
         job.shape,
@@ -85,30 +94,45 @@ def main(path: str) -> None:
         compile_cache=caches / "compiled" if job.compile_cache else None,
         timeline=folder / f"timeline-{host}.jsonl",
         timeout_s=15,
-    ) as session:
+    ) as joined:
+        # What a job does: it measures once, and plans for that.
+        session = with_hardware(joined, caches / "hardware", None, measures=job.planner == "auto")
         fabric, timeline = session.fabric, session.timeline
         plans = caches / "plans" if job.plans else folder / f"no-plans-{session.launch.coordinator.split(':')[1]}"
         feed = mmj.Feed(_samples(), _policy(job), seed=1, threads=0, prefetch=0)
         loss = exact_loss if job.exact else regression_loss
         optimizer = optax.adam(2.0**-7 if job.exact else 1e-2)
 
-        def build(fabric: mmj.Fabric, schedule: Any) -> CompiledTrainStep:
-            batch = next(feed.batches(fabric))
+        def outline(fabric: mmj.Fabric) -> Any:
+            if job.shard != "fsdp":
+                return _params(job.exact)
+            return jax.eval_shape(lambda pair: _sharded_params(fabric, pair), any_pair(fabric))
+
+        def make_plan(fabric: mmj.Fabric, cache: PlanCache) -> mmj.TrainingPlan:
+            return mmj.plan(
+                fabric,
+                outline(fabric),
+                update=UPDATES[job.shard],
+                planner=job.planner,
+                cache=cache,
+                budget_s=RECOVERY_BUDGET_S,
+            )
+
+        def build(fabric: mmj.Fabric, planned: mmj.TrainingPlan) -> CompiledTrainStep:
+            batch, program = next(feed.batches(fabric)), planned.install(fabric)
             if job.shard == "fsdp":
-                pair = mmj.install_pair(schedule, fabric)
                 sharded = mmj.sharded_train_step(sharded_loss, optimizer, fabric, per_example=True)
-                like = jax.eval_shape(lambda pair: _sharded_params(fabric, pair), pair)
-                return compile_train_step(sharded, pair, like, batch)
-            program = (mmj.install if job.shard == "none" else mmj.install_pair)(schedule, fabric)
+                like = jax.eval_shape(lambda pair: _sharded_params(fabric, pair), program)
+                return compile_train_step(sharded, program, like, batch)
             training = mmj.train_step(loss, optimizer, fabric, per_example=True)
             return compile_train_step(training, program, _params(job.exact), batch)
 
         def build_ahead(fabric: mmj.Fabric) -> None:
-            build(fabric, plan(fabric.mesh, job.planner, cache=PlanCache(plans)))
+            build(fabric, make_plan(fabric, PlanCache(plans)))
 
-        schedule = session.plan(job.planner, cache=plans)
+        planned = session.agree_on_plan(lambda cache: make_plan(fabric, cache), plans)
         with timeline.timed("compile"):
-            compiled = build(fabric, schedule)
+            compiled = build(fabric, planned)
         is_fsdp = job.shard == "fsdp"
         params = _sharded_params(fabric, compiled.program) if is_fsdp else place(_params(job.exact), fabric)
         keeper = Keeper(
@@ -135,7 +159,7 @@ def main(path: str) -> None:
             timeline.note("step", step=number, loss=float(fetch(value)), examples=len(batch.indices), **facts)
             if job.ahead and number == found.step + 3:
                 # Not earlier: it would slow down a restart.
-                ahead = CompileAhead(session, build_ahead)
+                ahead = CompileAhead(session, build_ahead, plan=lambda fabric: make_plan(fabric, PlanCache(plans)))
             time.sleep(job.pause_s if fabric.mesh.is_full else job.pause_on_hole_s)
         keeper.close()
         if ahead is not None:

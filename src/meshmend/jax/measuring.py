@@ -73,7 +73,7 @@ def measure(fabric: Fabric, *, file: str | Path | None = None) -> Hardware:
     if not directions:
         raise ParameterError(f"Nothing can be measured on {chips.mesh!r}: no cable joins two chips.")
     loops = _run_loops(chips, directions)
-    hardware = _fit(loops, chips, len(directions))
+    hardware = fit(loops, chips, len(directions), platform=chips.platform)
     if file is not None and jax.process_index() == 0:
         write_hardware(hardware, file, measured_facts(chips, loops))
     return hardware
@@ -202,14 +202,14 @@ def _agree(fabric: Fabric, seconds: float) -> float:
     return float(np.asarray(longest.addressable_data(0)))
 
 
-def _fit(loops: list[TimedLoop], fabric: Fabric, n_lanes: int) -> Hardware:
-    """Return the hardware whose times are closest, in proportion, to those of the probes."""
+def fit(loops: list[TimedLoop], fabric: Fabric, n_lanes: int, *, platform: str) -> Hardware:
+    """Return the hardware whose times are closest, in proportion, to those of the loops."""
     from scipy.optimize import nnls
 
     took = np.array([loop.seconds for loop in loops])
     best: tuple[float, int, NDArray[np.float64]] | None = None
     # CPU devices share their cores: two lanes take twice as long as one.
-    for width in range(1, 2 if fabric.platform == "cpu" else n_lanes + 1):
+    for width in range(1, 2 if platform == "cpu" else n_lanes + 1):
         rows = [
             (1, p.steps, p.steps * p.lanes, p.steps * p.lanes * p.message_bytes / min(p.lanes, width)) for p in loops
         ]
@@ -219,7 +219,7 @@ def _fit(loops: list[TimedLoop], fabric: Fabric, n_lanes: int) -> Hardware:
             best = error, width, costs
     assert best is not None  # noqa: S101  # there is at least one lane
     _, width, (start, step, message, byte) = best
-    is_switched = fabric.platform == "cpu"
+    is_switched = platform == "cpu"
     known = find_hardware(fabric.hardware) if fabric.hardware is not None else None
     hop = 0.0 if is_switched or known is None else min(known.hop_latency_s, step)
     kind = str(fabric.jax_mesh.devices.flat[0].device_kind)

@@ -9,14 +9,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
-import meshmend as mm
+import meshmend.jax as mmj
 from meshmend.errors import PlanError, RestartError
 from meshmend.jax.job import Launch, Session
 from meshmend.jax.job.coordination import Coordination
@@ -153,18 +154,21 @@ def test_a_dead_coordinator_is_reported_at_once(board: Board, service: Service) 
             call.result()
 
 
+PARAMS = {"w": np.zeros((16, 16), np.float32)}
+# Made here: with the service of these tests in place JAX could not find its devices.
+FABRIC = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
+
+
 def sessions(board: Board) -> list[Session]:
-    fabric = SimpleNamespace(mesh=mm.Mesh("4x4", failed=["2x2@0,0"]))
     return [
-        Session(cast(Any, fabric), Launch("x:1", 2, i), None, (0, 1), board(i, timeout_s=2.0), Timeline(None))
-        for i in range(2)
+        Session(FABRIC, Launch("x:1", 2, i), None, (0, 1), board(i, timeout_s=2.0), Timeline(None)) for i in range(2)
     ]
 
 
-def plan_together(both: list[Session], *args: Any, **parameters: Any) -> list[Any]:
+def together(both: list[Session], ask: Callable[[Session], Any]) -> list[Any]:
     def one(session: Session) -> Any:
         try:
-            return session.plan(*args, **parameters)
+            return ask(session)
         except (PlanError, RestartError, OSError) as error:
             return error
 
@@ -175,50 +179,68 @@ def plan_together(both: list[Session], *args: Any, **parameters: Any) -> list[An
 def test_survivors_wait_for_a_plan_that_takes_longer_than_the_timeout(board: Board, tmp_path: Path) -> None:
     made: list[str] = []
 
-    def slow(*args: Any, **parameters: Any) -> Any:
-        if not made:
-            made.append("slowly")
-            time.sleep(3.0)
-        return mm.plan(*args, **parameters)
+    def slow(session: Session) -> Any:
+        def make(cache: PlanCache) -> mmj.TrainingPlan:
+            if not made:
+                made.append("slowly")
+                time.sleep(3.0)
+            return mmj.plan(session.fabric, PARAMS, cache=cache)
+
+        return session.agree_on_plan(make, tmp_path)
 
     both = sessions(board)
-    first, second = plan_together(both, "hamiltonian", make=slow, cache=PlanCache(tmp_path))
-    assert first == second
+    first, second = together(both, slow)
+    assert first.digest == second.digest
     assert [session.timeline.events[-1]["from_cache"] for session in both] == [False, True]
     assert both[1].timeline.events[-1]["seconds"] >= 2.5
 
 
 def test_a_plan_that_cannot_be_made_is_the_same_error_everywhere(board: Board, tmp_path: Path) -> None:
-    first, second = plan_together(sessions(board), "two-color", cache=PlanCache(tmp_path))
+    ask = partial(Session.plan, params=PARAMS, planner="two-color", cache=tmp_path)
+    first, second = together(sessions(board), ask)
     assert isinstance(first, PlanError)
     assert isinstance(second, PlanError)
     assert (str(first), first.alternatives) == (str(second), second.alternatives)
 
 
 def test_a_planner_that_dies_of_something_else_is_reported(board: Board, tmp_path: Path) -> None:
-    def broken(*args: Any, **parameters: Any) -> Any:
+    def broken(cache: PlanCache) -> mmj.TrainingPlan:
         raise OSError("stale file handle")
 
-    first, second = plan_together(sessions(board), "hamiltonian", make=broken, cache=PlanCache(tmp_path))
+    first, second = together(sessions(board), lambda session: session.agree_on_plan(broken, tmp_path))
     assert str(first) == "stale file handle"
     assert str(second) == "Process 0 could not plan: OSError: stale file handle. See its log."
 
 
+def test_processes_that_come_to_different_plans_say_so_before_the_first_step(board: Board, tmp_path: Path) -> None:
+    """Whatever their caches hold: two caches, and another planner in one of them, as with another version."""
+
+    def different(session: Session) -> Any:
+        planner = ("hamiltonian", "row-pairs")[session.launch.process]
+        return session.plan(PARAMS, planner=planner, cache=tmp_path / planner)
+
+    for error in together(sessions(board), different):
+        assert isinstance(error, RestartError)
+        assert "Process 1 came to another plan than process 0" in str(error)
+
+
 TWO = """
 import os, sys, time
-from meshmend import plan
+import numpy as np
+import meshmend.jax as mmj
 from meshmend.jax.job import Launch, initialize
-
-def slow(*args, **parameters):
-    if sys.argv[2] == "0":
-        print("planning", flush=True)
-        time.sleep(float(sys.argv[3]))
-    return plan(*args, **parameters)
 
 launch = Launch(sys.argv[1], 2, int(sys.argv[2]))
 with initialize("2x4", "2x2", place=int(sys.argv[2]), launch=launch, timeout_s=60) as session:
     session.coordination.timeout_s = 5.0
-    print(session.plan("hamiltonian", make=slow, cache=sys.argv[4]).mesh.n_chips, flush=True)
+
+    def slow(cache):
+        if sys.argv[2] == "0":
+            print("planning", flush=True)
+            time.sleep(float(sys.argv[3]))
+        return mmj.plan(session.fabric, {"w": np.zeros(64, np.float32)}, cache=cache)
+
+    print(session.agree_on_plan(slow, sys.argv[4]).schedule.mesh.n_chips, flush=True)
 """
 
 

@@ -1,0 +1,83 @@
+"""Measuring: the fit finds what the times were made of, and a measurement is read as any other hardware."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import meshmend as mm
+import meshmend.jax as mmj
+from meshmend.cost import Hardware, find_hardware
+from meshmend.errors import ParameterError
+from meshmend.jax.measuring import TimedLoop, fit
+from meshmend.schedule.lanes import count_lanes
+
+
+def times(start: float, step: float, message: float, rate: float, width: int, lanes: int = 4) -> list[TimedLoop]:
+    """What loops would take on hardware of these numbers, by the formula on the page, one loop at a time."""
+    found = []
+    for n in range(1, lanes + 1):
+        for message_bytes in (1024, 2**24):
+            for steps in (0, 2, 50):
+                bytes_s = message_bytes * n / min(n, width) / rate
+                found.append(TimedLoop(steps, n, message_bytes, start + steps * (step + n * message + bytes_s)))
+    return found
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_the_fit_finds_the_numbers_that_times_were_made_of(width: int) -> None:
+    fabric = mmj.discover(jax.devices()[:16], shape="4x4")
+    on_tpu = replace(fabric, hardware="tpu-v6e-xla")
+    found = fit(times(3e-5, 4e-6, 2e-6, 9e10, width), on_tpu, 4, platform="tpu")
+    assert found.link_bytes_per_s == pytest.approx(9e10, rel=1e-3)
+    assert found.message_s == pytest.approx(2e-6, rel=1e-3)
+    assert found.start_s == pytest.approx(3e-5, rel=1e-3)
+    # A hop's microsecond is the preset's: it is a part of what a step was seen to take.
+    assert found.step_latency_s + found.hop_latency_s == pytest.approx(4e-6, rel=1e-3)
+    assert found.hop_latency_s == pytest.approx(1e-6)
+    assert found.links_at_once == (None if width == 4 else width)
+    assert found.runs_lanes
+    assert not found.is_switched
+
+
+def test_noise_of_a_tenth_changes_the_numbers_by_about_as_much() -> None:
+    fabric = mmj.discover(jax.devices()[:16], shape="4x4")
+    rng = np.random.default_rng(0)
+    noisy = [
+        replace(loop, seconds=loop.seconds * rng.uniform(0.95, 1.05)) for loop in times(1e-3, 1e-3, 3e-3, 8e7, width=1)
+    ]
+    found = fit(noisy, fabric, 4, platform="cpu")
+    assert found.link_bytes_per_s == pytest.approx(8e7, rel=0.15)
+    assert found.message_s == pytest.approx(3e-3, rel=0.25)
+    assert (found.links_at_once, found.is_switched) == (1, True)
+
+
+def test_a_measurement_is_hardware_like_any_other(tmp_path: Path) -> None:
+    fabric = mmj.discover(jax.devices()[:6], shape="2x3")
+    file = tmp_path / "measured.json"
+    found = mmj.measure(fabric, file=file)
+    assert find_hardware(str(file)) == found
+    facts = json.loads(file.read_text())["measured"]
+    assert (facts["device_kind"], facts["chips"], facts["processes"]) == ("cpu", 6, 1)
+    assert facts["versions"]["jax"] == jax.__version__
+    assert all(loop["seconds"] > 0 for loop in facts["loops"])
+    schedule = mm.plan(fabric.mesh, payload_bytes=4096, hardware=str(file))
+    # Priced by hand from the lanes: every permute of a loop runs in each of its steps.
+    expected = found.start_s
+    for loop in count_lanes(schedule):
+        moved = loop.chunks * 4096 / schedule.total_chunks
+        each = found.step_latency_s + loop.lanes * found.message_s + moved / found.link_bytes_per_s
+        expected += loop.n_steps * each
+    assert mm.predict(schedule, 4096, found).seconds == pytest.approx(expected, rel=1e-9)
+
+
+def test_tiles_are_measured_as_their_chips_and_one_chip_not_at_all() -> None:
+    fabric = mmj.discover(jax.devices()[:8], shape="2x4")
+    assert isinstance(mmj.measure(mmj.tile(fabric, "2x2")), Hardware)
+    with pytest.raises(ParameterError, match=r"Nothing can be measured on .*: no cable joins two chips"):
+        mmj.measure(mmj.discover(jax.devices()[:1], shape="1x1"))
