@@ -137,7 +137,7 @@ class _NoLayers:
     def norms(self, *trees: Any) -> list[Any]:
         if self.with_turn:
             raise ParameterError(NEEDS_NORMS)
-        return list(trees)
+        return [jax.tree.map(jnp.abs, tree) for tree in trees]  # norms are real, of complex weights too
 
     def global_norm(self, tree: Any, *, limit: Any = None) -> Any:
         del tree

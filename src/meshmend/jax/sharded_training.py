@@ -22,7 +22,7 @@ from meshmend.jax.collectives import all_reduce, travel_dtype
 from meshmend.jax.differentiate import rows_by_tile
 from meshmend.jax.elementwise import check_elementwise, update_weights
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.layerwise import InsideTile, Mask, ShardedLayers, chosen_elements
+from meshmend.jax.layerwise import InsideTile, Mask, ShardedLayers, chosen_elements, squares_of
 from meshmend.jax.program import ProgramPair
 from meshmend.jax.sharded_params import ShardedOutline, ShardedParams, SummingPair, is_sharded, sharded_specs
 from meshmend.jax.shardings import copies_in_tile
@@ -265,7 +265,7 @@ class LayersOfTrees:
             found = []
             for shard, numbers, group in zip(one.shards, layers.layer_of, layers.groups, strict=True):
                 n_arrays = len(group.members)
-                flat = jnp.square(shard).reshape(-1, numbers.size)
+                flat = squares_of(shard).reshape(-1, numbers.size)
                 sums = jax.vmap(lambda x: jax.ops.segment_sum(x, numbers.ravel(), n_arrays + 1))(flat)  # noqa: B023
                 # The last is what is padding.
                 sums = sums.at[:, n_arrays].set(0)
