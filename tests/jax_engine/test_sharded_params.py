@@ -350,9 +350,9 @@ def test_parameters_without_elements_train_with_the_others(where: Callable[[], A
     }
     rng = np.random.default_rng(2)
     whole = jax.tree.map(
-        lambda shape: rng.normal(size=shape).astype(np.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)
+        lambda shape: np.asarray(rng.normal(size=shape), np.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)
     )
-    split = {"shardings": P()} if isinstance(fabric, mmj.TiledFabric) else {}
+    split: Any = {"shardings": P()} if isinstance(fabric, mmj.TiledFabric) else {}
     params: Any = {
         name: mmj.shard_params(tree, fabric, pair, stacked=name == "stack", **split) for name, tree in whole.items()
     }

@@ -31,12 +31,17 @@ NEEDS_NORMS = (
 
 
 def check_elementwise(
-    optimizer: optax.GradientTransformation, shards: Any, whole: Any = None, *, with_turn: bool = False
+    optimizer: optax.GradientTransformation,
+    shards: Any,
+    whole: Any = None,
+    *,
+    own: Any = None,
+    with_turn: bool = False,
 ) -> None:
     """Raise a `ParameterError` that says why, if the optimizer's update of shards is not that of whole layers.
 
-    `shards` and `whole` (the layers as they are, in the dtypes of the shards) are trees of shapes and dtypes. With a
-    turn, layers' norms are refused too: they are known only when all turns are over.
+    `shards`, `whole` (the layers as they are, in the dtypes of the shards) and `own` (the same in their own dtypes) are
+    trees of shapes and dtypes. With a turn, layers' norms are refused too: they are known only when all turns are over.
     """
     by_layer = (optax.MaskedState, optax.transforms.PartitionState)
     state, update = _traceable(optimizer, shards, whole, with_turn)
@@ -65,6 +70,8 @@ def check_elementwise(
         formulas = Formulas()
         of_shards = formulas.of_update(update, state, shards)
         if of_shards != formulas.of_update(update, jax.eval_shape(optimizer.init, whole), whole):
+            raise _by_layer()
+        if own is not None and not _ignores_dtypes(optimizer, update, own, whole):
             raise _by_layer()
 
 
@@ -119,11 +126,30 @@ def _traceable(
         raise _by_layer() from error
 
 
+def _ignores_dtypes(optimizer: optax.GradientTransformation, update: Callable[..., Any], own: Any, whole: Any) -> bool:
+    """Whether an update does the same to layers in their own dtypes as in those of the shards."""
+
+    def facts(tree: Any) -> list[Any]:
+        return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
+
+    if facts(own) == facts(whole):
+        return True
+    ways = []
+    for tree in (own, whole):
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype), tree)
+        try:
+            ways.append((jax.eval_shape(optimizer.init, shapes), shapes))
+            jax.eval_shape(update, shapes, *ways[-1])
+        except jax.dtypes.TypePromotionError:
+            return True  # JAX does no arithmetic in float8: on one device there is nothing to be compared with
+    return Formulas(any_width=True).are_alike(update, *ways)
+
+
 def _by_layer() -> ParameterError:
     return ParameterError(
-        "This optimizer treats some layers differently (by a mask, by labels as in optax.partition, by name, ndim or "
-        "shape), but a shard is a flat piece of all layers. Use the masks of mmj.add_decayed_weights, mmj.lars and "
-        f"mmj.lamb; {INSTEAD}"
+        "This optimizer treats some layers differently (by a mask, by labels as in optax.partition, by name, ndim, "
+        "shape or dtype), but a shard is a flat piece of all layers, in the dtype of sums. Use the masks of "
+        f"mmj.add_decayed_weights, mmj.lars and mmj.lamb; {INSTEAD}"
     )
 
 

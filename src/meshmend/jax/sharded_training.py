@@ -110,8 +110,10 @@ def sharded_train_step(
             sums = one.outline.accumulate_dtype
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, sums)), one.outline.like)
 
-        shards, layer_shapes = (jax.tree.map(f, params, is_leaf=is_sharded) for f in (own, layers))
-        check_elementwise(optimizer, shards, layer_shapes)
+        shards, layer_shapes, as_given = (
+            jax.tree.map(f, params, is_leaf=is_sharded) for f in (own, layers, lambda one: one.outline.like)
+        )
+        check_elementwise(optimizer, shards, layer_shapes, own=as_given)
         state = jax.eval_shape(optimizer.init, shards)
         _check_state(state)
         return sharded_specs(state, fabric)

@@ -143,7 +143,7 @@ def train_step(
             return replicated
         shards = abstract_shards(params, program, accumulate_dtype)
         whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, accumulate_dtype)), params)
-        check_elementwise(optimizer, shards, whole, with_turn=isinstance(program, ProgramWithTurn))
+        check_elementwise(optimizer, shards, whole, own=params, with_turn=isinstance(program, ProgramWithTurn))
         state = jax.eval_shape(optimizer.init, shards)
         return jax.tree.map(lambda leaf: by_device if leaf.ndim else replicated, state)
 

@@ -173,7 +173,7 @@ class Model:
             sizes[leaf.dtype] = sizes.get(leaf.dtype, 0) + math.prod(leaf.shape)
         shards = tuple(jax.ShapeDtypeStruct((1, size), dtype) for dtype, size in sizes.items())
         try:
-            check_elementwise(self.optimizer, shards, whole, with_turn=True)
+            check_elementwise(self.optimizer, shards, whole, own=self.params, with_turn=True)
         except ParameterError:
             return False
         self._check_sums(update)
