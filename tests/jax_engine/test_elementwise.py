@@ -175,14 +175,15 @@ def test_a_frozen_bfloat16_layer_is_frozen_or_refused(kind: str) -> None:
     """In every kind of sharded program; with a Program it is what optax does on one device."""
     params: Any = {"frozen": jnp.ones(4, jnp.bfloat16), "free": jnp.ones(4)}
     optimizer = BY_DTYPE["frozen"]
-    fabric, program = small(False)
+    fabric, _ = small(False)
     assert train(optimizer, False, params)["frozen"].tolist() == [1, 1, 1, 1]
     split: Any = {}
     if kind == "pair on tiles":
         fabric = mmj.tile(mmj.discover(jax.devices()[:8], shape="2x4"), "1x2", model=2)
         split = {"shardings": jax.sharding.PartitionSpec()}
     schedule = mm.plan(fabric.mesh, "hamiltonian")
-    program = mmj.install_turn(schedule, fabric) if kind == "turn" else mmj.install_pair(schedule, fabric)
+    install: Any = mmj.install_turn if kind == "turn" else mmj.install_pair
+    program = install(schedule, fabric)
     training: Any
     if kind == "fsdp":
         training = mmj.sharded_train_step(lambda *_: jnp.zeros(()), optimizer, fabric)

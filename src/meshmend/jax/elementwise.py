@@ -7,6 +7,7 @@ receive their norms as an argument. And it must do the same to all layers: see `
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,8 @@ MIXING = frozenset(
 """Operations that combine elements although they may keep the shape; most others that do so change it."""
 POSITIONAL = frozenset({"iota", "random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"})
 """Operations whose results depend on an element's position in the array, which differs in a shard."""
+STEADY_WITHIN = 4
+"""Updates after which the dtypes of a state no longer change, in any optimizer seen so far; most need one."""
 INSTEAD = "or pass a Program from install() instead of a ProgramPair to update all weights on every chip."
 NEEDS_NORMS = (
     "This optimizer needs norms of layers before it updates the first weight, as LARS and LAMB do; but with a turn "
@@ -100,6 +103,43 @@ def update_weights(
     if scale is not None:
         updates = jax.tree.map(lambda update: update * jnp.asarray(scale, update.dtype), updates)
     return optax.apply_updates(params, updates), state
+
+
+def with_steady_dtypes(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Return the optimizer with an `init` whose state has the dtypes that updates leave it with, where those are wider.
+
+    Of bfloat16 weights, `optax.inject_hyperparams` begins with moments in bfloat16, and its first update returns them
+    in float32. A compiled step, a copy in memory and a checkpoint have one dtype per array, from the first step on.
+    Widening changes no number. What becomes narrower is left as it is: `compile_train_step` refuses it.
+    """
+    plain = optax.with_extra_args_support(optimizer)
+
+    def after(gradients: Any, state: Any, weights: Any) -> Any:
+        layers = _NoLayers(weights, with_turn=False)
+        return updates_of(plain, gradients, state, weights, value=jnp.ones(()), layers=layers)[1]
+
+    def widened(leaf: Any, new: Any) -> Any:
+        old = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+        try:
+            is_wider = old != new.dtype and jnp.promote_types(old, new.dtype) == new.dtype
+        except jax.dtypes.TypePromotionError:
+            is_wider = False
+        return jnp.asarray(leaf, new.dtype) if is_wider and jnp.shape(leaf) == new.shape else leaf
+
+    def init(params: Any) -> Any:
+        state = plain.init(params)
+        for _ in range(STEADY_WITHIN):
+            new = jax.eval_shape(after, params, state, params)
+            structures: list[Any] = [jax.tree.structure(tree) for tree in (state, new)]
+            if structures[0] != structures[1]:
+                break
+            wider = jax.tree.map(widened, state, new)
+            if all(map(operator.is_, jax.tree.leaves(wider), jax.tree.leaves(state))):
+                break
+            state = wider
+        return state
+
+    return optax.GradientTransformationExtraArgs(init, plain.update)
 
 
 def _traceable(

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from meshmend.errors import ParameterError
 from meshmend.jax.collectives import all_reduce, travel_dtype
 from meshmend.jax.differentiate import rows_by_tile
-from meshmend.jax.elementwise import check_elementwise, update_weights
+from meshmend.jax.elementwise import check_elementwise, update_weights, with_steady_dtypes
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.layerwise import InsideTile, Mask, ShardedLayers, chosen_elements, squares_of
 from meshmend.jax.program import ProgramPair
@@ -91,6 +91,7 @@ def sharded_train_step(
     (1.0, ShardedParams(3 parameters in shards of float32))
     """
     check_microbatches(microbatches)
+    optimizer = with_steady_dtypes(optimizer)
     whole, by_device = PartitionSpec(), PartitionSpec(fabric.axes)
 
     def state_specs(params: Any, program: ProgramPair) -> Any:

@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 from meshmend.errors import ParameterError
 from meshmend.jax.checks.checksums import checked_all_reduce
 from meshmend.jax.collectives import all_reduce, mean_dtype, shard_of, travel_dtype
-from meshmend.jax.elementwise import check_elementwise, update_weights
+from meshmend.jax.elementwise import check_elementwise, update_weights, with_steady_dtypes
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.program import AnyProgram, Program, ProgramWithTurn
 from meshmend.jax.tiled_training import tiled_train_step
@@ -104,6 +104,7 @@ def train_step(
     1.0
     """
     check_microbatches(microbatches)
+    optimizer = with_steady_dtypes(optimizer)
     if isinstance(fabric, TiledFabric):
         if check_sums:
             raise ParameterError(
