@@ -107,7 +107,9 @@ def test_whole_numbers_in_a_model_s_state_are_kept_exactly(start: int, tmp_path:
     assert [int(now["steps"]) for now in found] == [start + 1, start + 2, start + 3]
     assert [now["small"].tolist() for now in found] == [[100, 100], [200, 200], [44, 44]]
     assert [bool(now["late"]) for now in found] == [start + n > 69_999 for n in (1, 2, 3)]
-    assert {name: leaf.dtype for name, leaf in found[-1].items()} == {name: leaf.dtype for name, leaf in state.items()}
+    assert {name: leaf.dtype for name, leaf in found[-1].items()} == {
+        name: np.asarray(x).dtype for name, x in state.items()
+    }
 
 
 def one_example(w: Any, count: Any, x: Any, key: Any) -> Any:
