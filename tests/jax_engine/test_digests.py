@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec
 
@@ -15,6 +17,8 @@ import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.errors import ParameterError
 from meshmend.jax.checks import digests
+from meshmend.jax.checks.signs import digest_signs
+from meshmend.quarantine import Judge
 
 HOLED = ("4x4", ("2x2@0,0",))
 
@@ -164,3 +168,40 @@ def test_digests_of_other_parameters_are_refused() -> None:
     digested = digest_on(fabric)({"w": jnp.ones(3)}, program)
     with pytest.raises(ParameterError, match="The digests are of 1 pieces, but these parameters have 2"):
         mmj.compare_replicas(digested, {"w": jnp.ones(3), "b": jnp.ones(2)}, fabric)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "n_copies"),
+    [(optax.sgd(0.1), 1), (optax.sgd(0.1, momentum=0.9), 2), (optax.adam(0.1), 3)],
+    ids=["sgd", "momentum", "adam"],
+)
+def test_one_flip_is_one_observation_however_many_arrays_it_spreads_to(optimizer: Any, n_copies: int) -> None:
+    """One element of one chip's gradient, in one step: parameters and moments differ ever after."""
+    fabric = mmj.discover(jax.devices()[:4], shape="2x2")
+    program = mmj.install(mm.plan(fabric.mesh, "hamiltonian"), fabric)
+
+    def local(tree: Any, flip: jax.Array) -> Any:
+        params, state = tree
+        is_hit = (jax.lax.axis_index("chip") == 2) & flip
+        gradients = {"w": (2 * params["w"]).at[3, 1].add(jnp.where(is_hit, 0.5, 0.0))}
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    none = PartitionSpec()
+    step = jax.jit(jax.shard_map(local, mesh=fabric.jax_mesh, in_specs=(none, none), out_specs=none, check_vma=False))
+    params = {"w": jnp.ones((8, 4))}
+    tree = jax.device_put((params, optimizer.init(params)), fabric.sharding())
+    digest = jax.jit(mmj.replica_digests, static_argnums=2)
+    judge, seen = Judge(), []
+    for number in range(1, 9):
+        tree = step(tree, number == 4)
+        if number in (6, 8):
+            found = mmj.compare_replicas(digest(tree, program, fabric), tree, fabric)
+            assert {one.chip for one in found} == {(1, 0)}
+            assert len(found) == n_copies
+            signs = [replace(sign, numbers={**sign.numbers, "attempt": 1}) for sign in digest_signs(found, number)]
+            assert judge.add(signs) == ()
+            seen += signs
+    # The same chip once more, after the state was restored: that is the second observation.
+    again = replace(seen[0], numbers={**seen[0].numbers, "attempt": 2})
+    assert [str(verdict.suspect) for verdict in judge.add([again])] == ["1,0"]

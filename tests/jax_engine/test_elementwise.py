@@ -30,6 +30,9 @@ LAYERS = {
     "half": shape(7, dtype=jnp.bfloat16),
 }
 SHARDS = (shape(2, 10), shape(2, 7, dtype=jnp.bfloat16))
+NARROW = LAYERS | {"double": shape(4, dtype=jnp.float16)}
+"""Layers whose sums, and shards, are all of float32."""
+WIDE_SHARDS = (shape(2, 15),)
 DECAY = optax.exponential_decay(0.1, 1, 0.5)
 
 
@@ -66,6 +69,8 @@ ALIKE = {
 def test_optimizers_that_treat_each_weight_by_itself_are_accepted(name: str) -> None:
     check_elementwise(ALIKE[name], SHARDS, LAYERS)
     check_elementwise(ALIKE[name], SHARDS)
+    for own in (LAYERS, LAYERS | {"half": shape(7, dtype=jnp.float16)}):
+        check_elementwise(ALIKE[name], (shape(2, 13),), in_float32(LAYERS), own=own)
     if name.startswith("ours"):
         return  # their norms are summed over chips: test_training holds them to optax
 
@@ -125,6 +130,68 @@ BY_LAYER = {
 def test_optimizers_that_tell_layers_apart_are_refused(name: str) -> None:
     with pytest.raises(ParameterError, match=r"treats some layers differently.*mmj\.lamb; or pass a Program"):
         check_elementwise(BY_LAYER[name], SHARDS, LAYERS)
+
+
+def in_float32(layers: Any) -> Any:
+    return jax.tree.map(lambda layer: shape(*layer.shape), layers)
+
+
+def narrow_frozen(updates: Any, params: Any) -> Any:
+    return jax.tree.map(lambda u, p: jnp.zeros_like(u) if p.dtype == jnp.bfloat16 else u, updates, params)
+
+
+def narrow_slower(updates: Any, params: Any) -> Any:
+    del params
+    return jax.tree.map(lambda u: u * (0.5 if u.dtype == jnp.float16 else 1.0), updates)
+
+
+def by_eps(updates: Any, params: Any) -> Any:
+    del params
+    return jax.tree.map(lambda u: u / (jnp.abs(u) + jnp.finfo(u.dtype).eps), updates)
+
+
+def moments_of_wide_layers(params: Any) -> Any:
+    return jax.tree.map(lambda p: jnp.zeros_like(p) if p.dtype == jnp.float32 else None, params)
+
+
+BY_DTYPE = {
+    "frozen": optax.chain(optax.sgd(0.1), optax.stateless(narrow_frozen)),
+    "slower": optax.chain(optax.stateless(narrow_slower), optax.adam(0.1)),
+    "its eps": optax.chain(optax.stateless(by_eps), optax.sgd(0.1)),
+    "its state": optax.GradientTransformation(moments_of_wide_layers, lambda updates, state, params: (updates, state)),
+}
+
+
+@pytest.mark.parametrize("name", BY_DTYPE)
+def test_optimizers_that_tell_dtypes_apart_are_refused(name: str) -> None:
+    """Shards have the dtype of sums, so that all layers look the same to them."""
+    check_elementwise(BY_DTYPE[name], WIDE_SHARDS, in_float32(NARROW), own=in_float32(NARROW))
+    with pytest.raises(ParameterError, match=r"treats some layers differently \(.* or dtype\).*pass a Program"):
+        check_elementwise(BY_DTYPE[name], WIDE_SHARDS, in_float32(NARROW), own=NARROW)
+
+
+@pytest.mark.parametrize("kind", ["pair", "turn", "fsdp", "pair on tiles"])
+def test_a_frozen_bfloat16_layer_is_frozen_or_refused(kind: str) -> None:
+    """In every kind of sharded program; with a Program it is what optax does on one device."""
+    params: Any = {"frozen": jnp.ones(4, jnp.bfloat16), "free": jnp.ones(4)}
+    optimizer = BY_DTYPE["frozen"]
+    fabric, _ = small(False)
+    assert train(optimizer, False, params)["frozen"].tolist() == [1, 1, 1, 1]
+    split: Any = {}
+    if kind == "pair on tiles":
+        fabric = mmj.tile(mmj.discover(jax.devices()[:8], shape="2x4"), "1x2", model=2)
+        split = {"shardings": jax.sharding.PartitionSpec()}
+    schedule = mm.plan(fabric.mesh, "hamiltonian")
+    install: Any = mmj.install_turn if kind == "turn" else mmj.install_pair
+    program = install(schedule, fabric)
+    training: Any
+    if kind == "fsdp":
+        training = mmj.sharded_train_step(lambda *_: jnp.zeros(()), optimizer, fabric)
+        params = mmj.shard_params(params, fabric, program)
+    else:
+        training = mmj.train_step(lambda *_: jnp.zeros(()), optimizer, fabric, **split)
+    with pytest.raises(ParameterError, match=r"treats some layers differently .* or dtype"):
+        jax.eval_shape(training.init, params, program)
 
 
 def test_layers_that_are_all_alike_may_still_differ_from_shards() -> None:

@@ -338,3 +338,51 @@ def test_what_does_not_fit_is_refused() -> None:
         jax.eval_shape(step, params, state, {"from": np.zeros(13), "to": np.zeros(13)}, pair)
     with pytest.raises(ParameterError, match="shardings say how a model is split inside tiles"):
         mmj.shard_params(whole_params()["ends"], fabric, pair, shardings=P())
+
+
+@pytest.mark.parametrize("where", [programs, pytest.param(tiles, marks=pytest.mark.slow)], ids=["chips", "tiles"])
+def test_parameters_without_elements_train_with_the_others(where: Callable[[], Any]) -> None:
+    """Beside others, in a stack, and as a tree of their own; the oracle is optax on one device."""
+    fabric, pair = where()
+    shapes: Any = {
+        "flat": {"w": (7,), "none": (0, 4)},
+        "stack": {"w": (LAYERS, 5), "none": (LAYERS, 0)},
+        "nothing": (0,),
+    }
+    rng = np.random.default_rng(2)
+    whole = jax.tree.map(
+        lambda shape: np.asarray(rng.normal(size=shape), np.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)
+    )
+    split: Any = {"shardings": P()} if isinstance(fabric, mmj.TiledFabric) else {}
+    params: Any = {
+        name: mmj.shard_params(tree, fabric, pair, stacked=name == "stack", **split) for name, tree in whole.items()
+    }
+
+    def layer(w: Any, x: Any) -> Any:
+        return x * jnp.sum(w["w"]) + jnp.sum(w["none"])
+
+    def loss(params: Any, batch: Any, pair: mmj.ProgramPair) -> Any:
+        flat, nothing = (mmj.gather_params(params[name], pair) for name in ("flat", "nothing"))
+        x = batch * jnp.sum(flat["w"]) + jnp.sum(flat["none"]) + jnp.sum(nothing)
+        return jnp.mean(mmj.scan_layers(layer, params["stack"], x, pair))
+
+    def plain(params: Any, batch: Any) -> Any:
+        x, _ = lax.scan(lambda x, w: (layer(w, x), None), batch * jnp.sum(params["flat"]["w"]), params["stack"])
+        return jnp.mean(x)
+
+    optimizer, batch = optax.adam(0.1), np.arange(EXAMPLES, dtype=np.float32)
+    init, step = mmj.sharded_train_step(loss, optimizer, fabric)
+    state, step = jax.jit(init)(params, pair), jax.jit(step)
+    wanted, plain_state = whole, optimizer.init(whole)
+    for _ in range(2):
+        params, state, value = step(params, state, batch, pair)
+        expected, gradients = jax.value_and_grad(plain)(wanted, batch)
+        assert float(value) == pytest.approx(float(expected), rel=1e-5)
+        updates, plain_state = optimizer.update(gradients, plain_state, wanted)
+        wanted = optax.apply_updates(wanted, updates)
+    found = mmj.unshard_params(params, fabric, pair)
+    assert jax.tree.map(jnp.shape, found) == shapes
+    check_close(found, wanted)
+    moved = mmj.reshard_params(found, params, fabric, pair)
+    for one, other in zip(jax.tree.leaves(moved), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,7 +40,13 @@ def lag(chip: Suspect, steps: int) -> Sign:
         ([digest(A, 1), digest(A, 1)], []),  # the same one, heard twice
         ([digest(A, 1), digest(B, 1)], []),
         ([digest(A, 1), digest(A, 2)], [A]),
-        ([digest(A, 1, 0), digest(A, 1, 5)], [A]),
+        ([digest(A, 1, 0), digest(A, 1, 5)], []),  # one flip is in the parameters and in the moments
+        ([digest(A, 1, attempt=1), digest(A, 2, attempt=1)], []),  # and stays there
+        ([digest(A, 1, attempt=1), digest(A, 1, attempt=2)], [A]),
+        ([digest(A, 1), checksum(1, A)], []),  # the sum was wrong, so the replica is
+        ([digest(A, 9, attempt=1), replace(checksum(7, A), numbers={"attempt": 1})], []),
+        ([digest(A, 9, attempt=2), replace(checksum(7, A), numbers={"attempt": 1})], [A]),
+        ([digest(A, 5, attempt=1), replace(checksum(7, A), numbers={"attempt": 1})], [A]),  # not because of that sum
         ([digest(A, 1, agree=1, differ=1), digest(A, 2, agree=1, differ=1)], []),  # two replicas: either may be right
         ([digest(A, 1), digest(A, 2), digest(B, 1), digest(B, 2)], [A, B]),
         ([checksum(1, AB)], []),

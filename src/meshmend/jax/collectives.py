@@ -171,7 +171,8 @@ def all_gather(
             "Use the same tree and the same `accumulate_dtype` for all_gather as for reduce_scatter."
         )
     layout = program.layout
-    results: list[Any] = list(leaves)
+    # Leaves without elements are in no group, and `like` may have shapes only: they are made here.
+    results: list[Any] = [None if math.prod(leaf.shape) else jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
     for shard, group in zip(shards, groups, strict=True):
         if shard.size != program.owned.shape[-1] * group.chunk:
             raise ParameterError(

@@ -7,6 +7,7 @@ receive their norms as an argument. And it must do the same to all layers: see `
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,8 @@ MIXING = frozenset(
 """Operations that combine elements although they may keep the shape; most others that do so change it."""
 POSITIONAL = frozenset({"iota", "random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"})
 """Operations whose results depend on an element's position in the array, which differs in a shard."""
+STEADY_WITHIN = 4
+"""Updates after which the dtypes of a state no longer change, in any optimizer seen so far; most need one."""
 INSTEAD = "or pass a Program from install() instead of a ProgramPair to update all weights on every chip."
 NEEDS_NORMS = (
     "This optimizer needs norms of layers before it updates the first weight, as LARS and LAMB do; but with a turn "
@@ -31,12 +34,17 @@ NEEDS_NORMS = (
 
 
 def check_elementwise(
-    optimizer: optax.GradientTransformation, shards: Any, whole: Any = None, *, with_turn: bool = False
+    optimizer: optax.GradientTransformation,
+    shards: Any,
+    whole: Any = None,
+    *,
+    own: Any = None,
+    with_turn: bool = False,
 ) -> None:
     """Raise a `ParameterError` that says why, if the optimizer's update of shards is not that of whole layers.
 
-    `shards` and `whole` (the layers as they are, in the dtypes of the shards) are trees of shapes and dtypes. With a
-    turn, layers' norms are refused too: they are known only when all turns are over.
+    `shards`, `whole` (the layers as they are, in the dtypes of the shards) and `own` (the same in their own dtypes) are
+    trees of shapes and dtypes. With a turn, layers' norms are refused too: they are known only when all turns are over.
     """
     by_layer = (optax.MaskedState, optax.transforms.PartitionState)
     state, update = _traceable(optimizer, shards, whole, with_turn)
@@ -65,6 +73,8 @@ def check_elementwise(
         formulas = Formulas()
         of_shards = formulas.of_update(update, state, shards)
         if of_shards != formulas.of_update(update, jax.eval_shape(optimizer.init, whole), whole):
+            raise _by_layer()
+        if own is not None and not _ignores_dtypes(optimizer, update, own, whole):
             raise _by_layer()
 
 
@@ -95,6 +105,43 @@ def update_weights(
     return optax.apply_updates(params, updates), state
 
 
+def with_steady_dtypes(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Return the optimizer with an `init` whose state has the dtypes that updates leave it with, where those are wider.
+
+    Of bfloat16 weights, `optax.inject_hyperparams` begins with moments in bfloat16, and its first update returns them
+    in float32. A compiled step, a copy in memory and a checkpoint have one dtype per array, from the first step on.
+    Widening changes no number. What becomes narrower is left as it is: `compile_train_step` refuses it.
+    """
+    plain = optax.with_extra_args_support(optimizer)
+
+    def after(gradients: Any, state: Any, weights: Any) -> Any:
+        layers = _NoLayers(weights, with_turn=False)
+        return updates_of(plain, gradients, state, weights, value=jnp.ones(()), layers=layers)[1]
+
+    def widened(leaf: Any, new: Any) -> Any:
+        old = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+        try:
+            is_wider = old != new.dtype and jnp.promote_types(old, new.dtype) == new.dtype
+        except jax.dtypes.TypePromotionError:
+            is_wider = False
+        return jnp.asarray(leaf, new.dtype) if is_wider and jnp.shape(leaf) == new.shape else leaf
+
+    def init(params: Any) -> Any:
+        state = plain.init(params)
+        for _ in range(STEADY_WITHIN):
+            new = jax.eval_shape(after, params, state, params)
+            structures: list[Any] = [jax.tree.structure(tree) for tree in (state, new)]
+            if structures[0] != structures[1]:
+                break
+            wider = jax.tree.map(widened, state, new)
+            if all(map(operator.is_, jax.tree.leaves(wider), jax.tree.leaves(state))):
+                break
+            state = wider
+        return state
+
+    return optax.GradientTransformationExtraArgs(init, plain.update)
+
+
 def _traceable(
     optimizer: optax.GradientTransformation, shards: Any, whole: Any, with_turn: bool
 ) -> tuple[Any, Callable[..., Any]]:
@@ -119,11 +166,30 @@ def _traceable(
         raise _by_layer() from error
 
 
+def _ignores_dtypes(optimizer: optax.GradientTransformation, update: Callable[..., Any], own: Any, whole: Any) -> bool:
+    """Whether an update does the same to layers in their own dtypes as in those of the shards."""
+
+    def facts(tree: Any) -> list[Any]:
+        return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
+
+    if facts(own) == facts(whole):
+        return True
+    ways = []
+    for tree in (own, whole):
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype), tree)
+        try:
+            ways.append((jax.eval_shape(optimizer.init, shapes), shapes))
+            jax.eval_shape(update, shapes, *ways[-1])
+        except jax.dtypes.TypePromotionError:
+            return True  # JAX does no arithmetic in float8: on one device there is nothing to be compared with
+    return Formulas(any_width=True).are_alike(update, *ways)
+
+
 def _by_layer() -> ParameterError:
     return ParameterError(
-        "This optimizer treats some layers differently (by a mask, by labels as in optax.partition, by name, ndim or "
-        "shape), but a shard is a flat piece of all layers. Use the masks of mmj.add_decayed_weights, mmj.lars and "
-        f"mmj.lamb; {INSTEAD}"
+        "This optimizer treats some layers differently (by a mask, by labels as in optax.partition, by name, ndim, "
+        "shape or dtype), but a shard is a flat piece of all layers, in the dtype of sums. Use the masks of "
+        f"mmj.add_decayed_weights, mmj.lars and mmj.lamb; {INSTEAD}"
     )
 
 
@@ -137,7 +203,7 @@ class _NoLayers:
     def norms(self, *trees: Any) -> list[Any]:
         if self.with_turn:
             raise ParameterError(NEEDS_NORMS)
-        return list(trees)
+        return [jax.tree.map(jnp.abs, tree) for tree in trees]  # norms are real, of complex weights too
 
     def global_norm(self, tree: Any, *, limit: Any = None) -> Any:
         del tree

@@ -38,7 +38,7 @@ class Layers(Protocol):
         """Return, for each tree, the norm of the layer that each element belongs to."""
 
     def global_norm(self, tree: Any, *, limit: Any = None) -> Any:
-        """Return the norm over all layers; with a `limit`, only whether the norm is more than that has to be right."""
+        """Return the norm over all layers; with a `limit`, a norm below it may be any number below it."""
 
     def chosen(self, mask: Mask) -> Any:
         """Return whether each element's layer is chosen by the mask."""
@@ -122,7 +122,7 @@ class ShardedLayers:
         """Return, for each tree and group, each layer's sum of squares over all chips, and a zero for the padding."""
         local = [
             [
-                jax.ops.segment_sum(jnp.square(shard).ravel(), layer.ravel(), len(group.members) + 1).at[-1].set(0)
+                jax.ops.segment_sum(squares_of(shard).ravel(), layer.ravel(), len(group.members) + 1).at[-1].set(0)
                 for shard, layer, group in zip(tree, self.layer_of, self.groups, strict=True)
             ]
             for tree in trees
@@ -141,6 +141,15 @@ class ShardedLayers:
         # A chip that owns less than others has rows past the last chunk: they must not count as anybody's.
         mine = (owned < group.layout.shape.total_chunks)[:, None]
         return jnp.where(mine, layer, len(group.members))
+
+
+def squares_of(values: jax.Array) -> jax.Array:
+    """Return |x|² of each element, which is real for complex numbers too, in float32 where they are narrower.
+
+    Sums of squares are made of this and nothing else: in bfloat16 a sum of ones would stop at 256.
+    """
+    values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
+    return jnp.real(values * jnp.conj(values))
 
 
 def chosen_elements(
@@ -220,12 +229,20 @@ def add_decayed_weights(weight_decay: float, mask: Mask = None) -> optax.Gradien
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """Scale all updates so that their norm, over all layers, is at most `max_norm`, for shards too."""
+    """Scale all updates so that their norm, over all layers, is at most `max_norm`, for shards too.
+
+    The same as `optax.clip_by_global_norm`: where one update is NaN, so is the norm, and all updates become NaN.
+    """
 
     def update(updates: Any, state: Any, params: Any = None, *, layers: Layers | None = None, **_: Any) -> Any:
         norm = _known(layers, updates if params is None else params).global_norm(updates, limit=max_norm)
-        factor = jnp.where(norm > max_norm, max_norm / norm, 1.0)
-        return jax.tree.map(lambda change: change * factor.astype(change.dtype), updates), state
+
+        def clipped(change: Any) -> Any:
+            # As optax does it, for the same bits; and NaN is not below the limit, so that all updates become NaN.
+            scaled = (change / norm.astype(change.dtype)) * max_norm
+            return jnp.where(norm < max_norm, change, scaled.astype(change.dtype))
+
+        return jax.tree.map(clipped, updates), state
 
     return optax.GradientTransformationExtraArgs(_no_state, update)
 

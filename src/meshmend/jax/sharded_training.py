@@ -20,9 +20,9 @@ from jax.typing import DTypeLike
 from meshmend.errors import ParameterError
 from meshmend.jax.collectives import all_reduce, travel_dtype
 from meshmend.jax.differentiate import rows_by_tile
-from meshmend.jax.elementwise import check_elementwise, update_weights
+from meshmend.jax.elementwise import check_elementwise, update_weights, with_steady_dtypes
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.layerwise import InsideTile, Mask, ShardedLayers, chosen_elements
+from meshmend.jax.layerwise import InsideTile, Mask, ShardedLayers, chosen_elements, squares_of
 from meshmend.jax.program import ProgramPair
 from meshmend.jax.sharded_params import ShardedOutline, ShardedParams, SummingPair, is_sharded, sharded_specs
 from meshmend.jax.shardings import copies_in_tile
@@ -91,6 +91,7 @@ def sharded_train_step(
     (1.0, ShardedParams(3 parameters in shards of float32))
     """
     check_microbatches(microbatches)
+    optimizer = with_steady_dtypes(optimizer)
     whole, by_device = PartitionSpec(), PartitionSpec(fabric.axes)
 
     def state_specs(params: Any, program: ProgramPair) -> Any:
@@ -110,8 +111,10 @@ def sharded_train_step(
             sums = one.outline.accumulate_dtype
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, sums)), one.outline.like)
 
-        shards, layer_shapes = (jax.tree.map(f, params, is_leaf=is_sharded) for f in (own, layers))
-        check_elementwise(optimizer, shards, layer_shapes)
+        shards, layer_shapes, as_given = (
+            jax.tree.map(f, params, is_leaf=is_sharded) for f in (own, layers, lambda one: one.outline.like)
+        )
+        check_elementwise(optimizer, shards, layer_shapes, own=as_given)
         state = jax.eval_shape(optimizer.init, shards)
         _check_state(state)
         return sharded_specs(state, fabric)
@@ -265,7 +268,7 @@ class LayersOfTrees:
             found = []
             for shard, numbers, group in zip(one.shards, layers.layer_of, layers.groups, strict=True):
                 n_arrays = len(group.members)
-                flat = jnp.square(shard).reshape(-1, numbers.size)
+                flat = squares_of(shard).reshape(-1, numbers.size)
                 sums = jax.vmap(lambda x: jax.ops.segment_sum(x, numbers.ravel(), n_arrays + 1))(flat)  # noqa: B023
                 # The last is what is padding.
                 sums = sums.at[:, n_arrays].set(0)

@@ -31,7 +31,7 @@ from meshmend.jax.collectives import (
     sum_in_chip,
 )
 from meshmend.jax.elementwise import NEEDS_NORMS, update_weights
-from meshmend.jax.layerwise import InsideTile, Mask, ShardedLayers, chosen_elements, layers_of_chunks
+from meshmend.jax.layerwise import InsideTile, Mask, ShardedLayers, chosen_elements, layers_of_chunks, squares_of
 from meshmend.jax.loops import Chunks, run_with_turn
 from meshmend.jax.program import ProgramWithTurn
 
@@ -103,7 +103,9 @@ def streamed_update(
 
     if limits:
         totals = all_reduce(held.squares if tile is None else tile.total(held.squares), program.scalars)
-        exceeded = jnp.any(jnp.stack([jnp.sqrt(total) > limit for total, limit in zip(totals, limits, strict=True)]))
+        below = [jnp.sqrt(total) < limit for total, limit in zip(totals, limits, strict=True)]
+        # NaN is not below any limit: clipping makes NaN of everything then.
+        exceeded = ~jnp.all(jnp.stack(below))
 
         def again(_: Any, now: tuple[Any, Any]) -> tuple[Any, Any]:
             payload, _ = now
@@ -151,9 +153,8 @@ class StreamedLayers:
             raise ParameterError(NEEDS_NORMS)
         squares = []
         for part, group, layer in zip(tree, self.groups, self._layer_of(), strict=True):
-            wide = part.astype(jnp.promote_types(part.dtype, jnp.float32))
             counts = (layer < len(group.members)).reshape(part.shape)
-            own = jnp.square(wide)
+            own = squares_of(part)
             if self.tile is not None:
                 own = own * jnp.asarray(self.tile.shares(group))[layer].reshape(part.shape)
             squares.append(jnp.sum(own, where=counts))

@@ -78,7 +78,7 @@ def tiled_train_step(
 
         own = abstract_shards(jax.tree.map(shard, params, inside), program, accumulate_dtype)
         wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, accumulate_dtype)), params)
-        check_elementwise(optimizer, own, wide, with_turn=isinstance(program, ProgramWithTurn))
+        check_elementwise(optimizer, own, wide, own=params, with_turn=isinstance(program, ProgramWithTurn))
         state = jax.eval_shape(optimizer.init, own)
         return inside, jax.tree.map(lambda leaf: by_device if leaf.ndim else whole, state)
 

@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 from meshmend.errors import ParameterError
 from meshmend.jax.checks.checksums import checked_all_reduce
 from meshmend.jax.collectives import all_reduce, mean_dtype, shard_of, travel_dtype
-from meshmend.jax.elementwise import check_elementwise, update_weights
+from meshmend.jax.elementwise import check_elementwise, update_weights, with_steady_dtypes
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.program import AnyProgram, Program, ProgramWithTurn
 from meshmend.jax.tiled_training import tiled_train_step
@@ -105,6 +105,7 @@ def train_step(
     1.0
     """
     check_microbatches(microbatches)
+    optimizer = with_steady_dtypes(optimizer)
     if isinstance(fabric, TiledFabric):
         if check_sums:
             raise ParameterError(
@@ -144,7 +145,7 @@ def train_step(
             return replicated
         shards = abstract_shards(params, program, accumulate_dtype)
         whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, accumulate_dtype)), params)
-        check_elementwise(optimizer, shards, whole, with_turn=isinstance(program, ProgramWithTurn))
+        check_elementwise(optimizer, shards, whole, own=params, with_turn=isinstance(program, ProgramWithTurn))
         state = jax.eval_shape(optimizer.init, shards)
         return jax.tree.map(lambda leaf: by_device if leaf.ndim else replicated, state)
 

@@ -43,11 +43,13 @@ class Judge:
     """Takes in signs, and says who is to be quarantined.
 
     A verdict needs two separate observations against the same suspect, within `window_steps`. The same step again after
-    a restart is a separate one.
+    a restart is a separate one. What one fault may have caused alone is one observation, however many signs it left.
 
-    - **digest**: a check of one chunk at one step in which the majority of all replicas agrees. The same chip in two
-      chunks, or at two steps, is two observations. Without a majority (two replicas that differ) it is none, because
-      either may be right.
+    - **digest**: a check in which the majority of all replicas agrees. One flipped bit of a gradient is in the
+      parameters and in the moments, in every later step, until the state is restored: all chunks and steps of one
+      attempt are one observation. It is none beside another wrong number of this attempt, at that step or before: the
+      replica may differ because of that. Where signs have no attempt, each step counts as one. Without a majority (two
+      replicas that differ) it is none, because either may be right.
     - **checksum**: all wrong sums of one step are one observation: a burst on a cable damages several chunks. Repeated
       at another step, it is two.
     - **recompute**: two chips that disagree are one observation against either. A third one decides: with two against
@@ -55,10 +57,10 @@ class Judge:
     - **lag**: its statistics run over a window of many steps, so a sign of at least 24 late steps is confirmed.
       Slowness and wrong numbers are never added up.
 
-    Observations of different checks add up: a wrong sum and a wrong replica of one chip are two. A sign that points at
-    several suspects counts against each. The one that most observations point at is named; of those that all the same
-    signs point at, the smallest, a cable before a chip before a host, since it costs least to leave out: if it was the
-    chip, its next sign comes over another cable. Two chips that cannot be told apart are not named.
+    Observations of different checks add up: a wrong replica, and in the next attempt a wrong sum, are two. A sign that
+    points at several suspects counts against each. The one that most observations point at is named; of those that all
+    the same signs point at, the smallest, a cable before a chip before a host, since it costs least to leave out: if it
+    was the chip, its next sign comes over another cable. Two chips that cannot be told apart are not named.
 
     Verdicts depend on the set of signs alone, in whatever order they arrive: all processes that have the same signs
     come to the same verdicts.
@@ -137,12 +139,20 @@ def _strongest(signs: list[Sign], listed: Collection[Suspect]) -> Verdict | None
 
 def _weight(signs: list[Sign]) -> int:
     """Return how many observations these signs are."""
-    seen = {
-        (sign.kind, sign.numbers.get("attempt"), sign.step, sign.numbers.get("chunk") if sign.kind == DIGEST else None)
-        for sign in signs
-    }
+    computed = {(sign.kind, _state_of(sign), sign.step) for sign in signs if sign.kind != DIGEST}
+    replicas: dict[tuple[str, float], int] = {}
+    for sign in signs:
+        if sign.kind == DIGEST:
+            replicas[_state_of(sign)] = min(sign.step, replicas.get(_state_of(sign), sign.step))
+    explained = {state for _, state, step in computed if step <= replicas.get(state, -1)}
     is_decided = any(sign.kind == LAG or (sign.kind == RECOMPUTE and _has_majority(sign, 2)) for sign in signs)
-    return max(len(seen), CONFIRMED if is_decided else 0)
+    return max(len(computed) + len(replicas.keys() - explained), CONFIRMED if is_decided else 0)
+
+
+def _state_of(sign: Sign) -> tuple[str, float]:
+    """Return a name for the state that a sign was seen in: that of an attempt, which stays damaged until it ends."""
+    attempt = sign.numbers.get("attempt")
+    return ("step", sign.step) if attempt is None else ("attempt", attempt)
 
 
 def _counts(sign: Sign) -> bool:

@@ -30,7 +30,7 @@ class Sign:
 
     `numbers` says how much the check knows; the `Judge` reads these:
 
-    - digest: "chunk"; "agree" and "differ", the numbers of replicas that have the majority's digest and another one;
+    - digest: "agree" and "differ", the numbers of replicas that have the majority's digest and another one;
     - recompute: "agree" and "differ", how many chips computed the same and another gradient, a third chip included
       if one was asked;
     - lag: "steps", how many steps of the window the suspect was late in;

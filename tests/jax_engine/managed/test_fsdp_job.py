@@ -26,6 +26,8 @@ from jax_engine.managed.managed_cases import (
 from meshmend.errors import ParameterError
 
 LAYERS = {"w": np.random.default_rng(5).normal(size=(3, 5, 5)).astype(np.float32) / 4}
+ENDS = PARAMS | {"none": np.zeros((0, 4), np.float32)}
+"""With an array that has no elements, as an unused part of a model has."""
 WHOLE, HOLED = "2x3", "2x3 minus 0,0"
 
 
@@ -53,7 +55,7 @@ def sharded_loss(params: Any, batch: Any, pair: mmj.ProgramPair) -> Any:
 
 def make(fabric: mmj.Fabric, pair: mmj.ProgramPair) -> Any:
     return {
-        "ends": mmj.shard_params(PARAMS, fabric, pair),
+        "ends": mmj.shard_params(ENDS, fabric, pair),
         "layers": mmj.shard_params(LAYERS, fabric, pair, stacked=True),
     }
 
@@ -73,7 +75,7 @@ def test_a_job_with_sharded_parameters_is_plain_optax_and_resumes_on_other_chips
     second = job(tmp_path / "shared", WHOLE)
     more, others, params = train(second, 5, **FSDP)
     assert (second.resumed.source, second.resumed.step) == ("memory", 3)
-    expected = plain_training([*samples, *others], whole_loss, {"ends": PARAMS, "layers": LAYERS})
+    expected = plain_training([*samples, *others], whole_loss, {"ends": ENDS, "layers": LAYERS})
     assert_close((losses + more, params), expected, rtol=1e-5)
 
 
@@ -101,20 +103,20 @@ def test_random_keys_aux_microbatches_and_tiles(tile: str | None, tmp_path: Path
         noise = jax.vmap(jax.random.uniform)(keys)
         return whole_loss(params, batch) + noise, {"noise": noise}
 
-    inside = {"ends": {"w": P(), "out": P()}, "layers": {"w": P()}}
+    inside = {"ends": {"w": P(), "out": P(), "none": P()}, "layers": {"w": P()}}
 
     def made(fabric: mmj.Fabric, pair: mmj.ProgramPair) -> Any:
         if tile is None:
             return make(fabric, pair)
         return {
-            "ends": mmj.shard_params(PARAMS, fabric, pair, shardings=inside["ends"]),
+            "ends": mmj.shard_params(ENDS, fabric, pair, shardings=inside["ends"]),
             "layers": mmj.shard_params(LAYERS, fabric, pair, stacked=True, shardings=inside["layers"]),
         }
 
     found = {}
     ways: dict[str, dict[str, Any]] = {
         "fsdp": {"loss": noisy, "params": made, "update": "fsdp"},
-        "replicated": {"loss": plain, "params": {"ends": PARAMS, "layers": LAYERS}, "shardings": P() if tile else None},
+        "replicated": {"loss": plain, "params": {"ends": ENDS, "layers": LAYERS}, "shardings": P() if tile else None},
     }
     for name, given in ways.items():
         one = job(tmp_path / name, "2x4 minus 0,0", tile=tile)

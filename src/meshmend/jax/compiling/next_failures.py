@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshmend.errors import PlanError
+from meshmend.errors import ParameterError, PlanError
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.feed import Batch
 from meshmend.jax.job.session import Session, is_orderly
@@ -72,6 +72,14 @@ def compile_train_step(training: AnyTrainStep, program: AnyProgram, params: Any,
     step = jax.jit(training.step, donate_argnums=(0, 1))
     scale = jax.ShapeDtypeStruct((), np.float32)
     lowered = step.lower(params, state, batch.data, program, weights=batch.weights, scale=scale)
+    new_params, new_state, *_ = lowered.out_info
+    why = layout.difference(new_params, new_state)
+    if why:
+        raise ParameterError(
+            f"A step does not return the parameters and the state as it was given them: {why}. A job compiles one step "
+            "and keeps one layout of its state. Use an optimizer whose state keeps its arrays, shapes and dtypes; or, "
+            "for other dtypes, cast the state in its init()."
+        )
     # What gathers its parameters hides that behind computing.
     options: dict[str, str | bool] = {}
     if isinstance(training, ShardedTrainStep):

@@ -146,7 +146,8 @@ class Job:
         - `shardings`: how each parameter is split inside a tile, as in `value_and_grad`, for a job with tiles. The
           loss sees one tile's part of a batch.
         - `model_state`: `loss(params, model_state, batch)` returns (values, new state), each array of the new state
-          with one row per example. Their mean is the next state, such as running statistics.
+          with one row per example. Their mean is the next state, such as running statistics. Whole numbers and bools
+          are kept exactly: they must not depend on the examples, as in a counter of steps.
         - `rng`: `loss` gets one random key per example as its last argument. They depend on `rng`, the epoch and the
           example's place in it, not on the chips: a repeated step draws the same numbers.
         - `has_aux`: `loss` returns (values, aux), or with a model state (values, (new state, aux)); `step.aux` has the

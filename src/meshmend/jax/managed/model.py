@@ -21,6 +21,7 @@ from meshmend.jax.cut_params import joined
 from meshmend.jax.elementwise import check_elementwise
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.managed.data import RandomKey
+from meshmend.jax.managed.model_state import ModelState
 from meshmend.jax.program import AnyProgram, ProgramPair
 from meshmend.jax.sharded_params import ShardedParams, is_sharded
 from meshmend.jax.sharded_training import sharded_train_step
@@ -42,9 +43,9 @@ class Model:
     """A loss and all that it is called with besides parameters and a batch.
 
     `loss(params, batch)` returns one value per example. With `model_state` it is `loss(params, model_state, batch)`
-    and returns (values, new state), each array of it with one row per example: their mean is the next state. With
-    `rng` it gets one key per example as its last argument. With `has_aux` it returns metrics, too, one row per
-    example: (values, aux), or (values, (new state, aux)).
+    and returns (values, new state), each array of it with one row per example: their mean is the next state, or for
+    whole numbers what is the same for all of them (`ModelState`). With `rng` it gets one key per example as its last
+    argument. With `has_aux` it returns metrics, too, one row per example: (values, aux), or (values, (new state, aux)).
 
     Where parameters are sharded (FSDP), `params(fabric, pair)` makes them, and the loss is `loss(params, batch, pair)`.
     """
@@ -82,20 +83,29 @@ class Model:
             )
         if self.model_state is None:
             return self._train_step(fabric, self._call, self.has_aux)
-        plain = self._train_step(fabric, lambda params, data: self._call(params, data, self.model_state), True)
+        kept = ModelState(self.model_state)
+        plain = self._train_step(fabric, lambda params, data: self._call(params, data, kept.start), True)
 
         def init(params: Any, program: AnyProgram) -> Any:
-            start = jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, fabric.sharding()), self._start())
+            start = jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, fabric.sharding()), kept.start)
             return plain.init(params, program), start
 
         def step(params: Any, state: Any, batch: Any, program: AnyProgram, **more: Any) -> tuple[Any, ...]:
             own, model_state = state
-            inner = self._train_step(fabric, lambda params, data: self._call(params, data, model_state), True)
-            params, own, value, extra, *evidence = inner.step(params, own, batch, program, **more)
-            new, aux = extra if self.has_aux else (extra, None)
-            self._check_new(new)
-            new = jax.tree.map(lambda mean, old: mean.astype(old.dtype), new, model_state)
-            return params, (own, new), value, *([aux] if self.has_aux else []), *evidence
+
+            def averaged(params: Any, data: Any) -> Any:
+                value, extra = self._call(params, data, model_state)
+                new, aux = extra if self.has_aux else (extra, ())
+                return value, (kept.averaged(new), aux)
+
+            def new_state(params: Any, model_state: Any, data: Any) -> Any:
+                _, extra = self._call(params, data, model_state)
+                return extra[0] if self.has_aux else extra
+
+            inner = self._train_step(fabric, averaged, True)
+            new_params, own, value, (means, aux), *evidence = inner.step(params, own, batch, program, **more)
+            new = kept.next(means, new_state, params, model_state, batch)
+            return new_params, (own, new), value, *([aux] if self.has_aux else []), *evidence
 
         inner_specs = plain.specs
         if inner_specs is None:
@@ -103,7 +113,7 @@ class Model:
 
         def specs(params: Any, program: AnyProgram) -> tuple[Any, Any]:
             inside, of_state = inner_specs(params, program)
-            return inside, (of_state, jax.tree.map(lambda _: PartitionSpec(), self._start()))
+            return inside, (of_state, jax.tree.map(lambda _: PartitionSpec(), kept.start))
 
         return TrainStep(init, step, fabric, self.accumulate_dtype, specs)
 
@@ -181,7 +191,7 @@ class Model:
             sizes[leaf.dtype] = sizes.get(leaf.dtype, 0) + math.prod(leaf.shape)
         shards = tuple(jax.ShapeDtypeStruct((1, size), dtype) for dtype, size in sizes.items())
         try:
-            check_elementwise(self.optimizer, shards, whole, with_turn=True)
+            check_elementwise(self.optimizer, shards, whole, own=self.params, with_turn=True)
         except ParameterError:
             return False
         self._check_sums(update)
@@ -234,22 +244,6 @@ class Model:
             raise ParameterError(
                 "With update='fsdp' the shardings inside tiles are given where parameters are made: "
                 "mmj.init_sharded(make, key, fabric, pair, shardings=…)."
-            )
-
-    def _start(self) -> Any:
-        return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), self.model_state)
-
-    def _check_new(self, new: Any) -> None:
-        """Refuse a new model state that could not be the next step's: other arrays, or other shapes."""
-
-        def shapes(tree: Any) -> Any:
-            return jax.tree.map(lambda leaf: list(leaf.shape), tree)
-
-        expected, found = shapes(self._start()), shapes(new)
-        if expected != found:
-            raise ParameterError(
-                f"The loss returns another model state than it was given: expected arrays of shapes {expected} for "
-                f"each example, got {found}. Return (values, new state), each array with one row per example."
             )
 
 

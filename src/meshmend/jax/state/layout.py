@@ -99,21 +99,24 @@ class StateLayout:
 
     def check(self, params: Any, state: Any) -> None:
         """Raise `RestartError` if a state does not have this layout, for example because another train step made it."""
-        given = jax.tree_util.tree_leaves_with_path((params, state))
-        expected = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(self.structure, self.leaves))
-        why = ""
-        for (path, leaf), (own_path, own) in zip(given, expected, strict=False):
-            if path != own_path or (leaf.shape, leaf.dtype) != (own.shape, own.dtype):
-                why = f"expected {_name(own_path, own)}, got {_name(path, leaf)}"
-                break
-        if not why and jax.tree.structure((params, state)) != self.structure:
-            found = jax.tree.structure((params, state))
-            why = f"expected {len(expected)} arrays in {self.structure}, got {len(given)} in {found}"
+        why = self.difference(params, state)
         if why:
             raise RestartError(
                 f"The state is not of the layout that it is to be kept in: {why}. Make both with the same train step, "
                 "program and parameters."
             )
+
+    def difference(self, params: Any, state: Any) -> str:
+        """Return the first way in which a state does not have this layout; nothing if it has."""
+        given = jax.tree_util.tree_leaves_with_path((params, state))
+        expected = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(self.structure, self.leaves))
+        for (path, leaf), (own_path, own) in zip(given, expected, strict=False):
+            if path != own_path or (leaf.shape, leaf.dtype) != (own.shape, own.dtype):
+                return f"expected {_name(own_path, own)}, got {_name(path, leaf)}"
+        found = jax.tree.structure((params, state))
+        if found != self.structure:
+            return f"expected {len(expected)} arrays in {self.structure}, got {len(given)} in {found}"
+        return ""
 
     def sharding(self, number: int) -> NamedSharding:
         """How leaf `number` lies on the devices."""
