@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshmend.launch.events import BELOW_MINIMUM, LOST, RECOVERED, AgentLog
+from meshmend.launch.events import BELOW_MINIMUM, LOST, RECOVERED, WRITERS, AgentLog
 from meshmend.launch.member import Place
 from meshmend.launch.timeline import Timeline, read_timeline
 
@@ -128,3 +128,26 @@ def test_an_earlier_job_in_the_folder_does_not_count(tmp_path: Path) -> None:
     agents.hear(0, say="stop", lost=1, why="host 1 is lost: its connection to the store broke")
     (lost,) = agents.events(0, LOST)
     assert (lost["step"], lost["chips"]) == (0, [])
+
+
+def test_the_loss_of_many_is_written_by_a_few(tmp_path: Path) -> None:
+    """Ten of forty hosts are lost, the first ones, and come back: every event is written, but not by everybody."""
+    agents, now = Agents(tmp_path, 40, machine=""), time.time()
+    agents.start(*range(40))
+    agents.train(*range(40), step=3, at=now + 1)
+    agents.hear(*range(10, 40), say="stop", lost=0, why="hosts 0-9 are lost: not heard from for 10 s")
+    agents.start(*range(10, 40))
+    agents.train(*range(10, 40), step=4, at=time.time() + 1)
+    lost = [event for host in range(10, 40) for event in agents.events(host, LOST)]
+    assert {tuple(event["lost"]) for event in lost} == {(host,) for host in range(10)}
+    assert len(lost) == 10 * WRITERS
+    assert len({event["id"] for event in lost}) == 10
+    for log in agents.logs:
+        log.look()
+    agents.hear(*range(10, 40), say="stop", lost=None, why="hosts 0-9 have joined")
+    agents.start(*range(40))
+    agents.train(*range(40), step=5, at=time.time() + 2)
+    recovered = [event for host in range(40) for event in agents.events(host, RECOVERED)]
+    assert [len(event["joined"]) for event in recovered].count(10) == WRITERS
+    assert [len(event["lost"]) for event in recovered].count(10) == WRITERS
+    assert len({event["id"] for event in recovered}) == 2

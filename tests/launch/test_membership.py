@@ -67,7 +67,6 @@ class Job:
         rounds = [self.last(host) for host in hosts]
         assert {message["say"] for message in rounds} == {"round"}
         assert all(tuple(message["hosts"]) == hosts for message in rounds)
-        assert [message["process"] for message in rounds] == list(range(len(hosts)))
         first = f"10.0.0.{hosts[0]}:{7000 + hosts[0]}"
         assert {message["coordinator"] for message in rounds} == {first}
         assert len({message["name"] for message in rounds}) == 1
@@ -165,10 +164,28 @@ def test_a_silent_host_is_dropped_and_one_that_beats_is_not() -> None:
     job.started(0, 2)
 
 
-def test_a_store_that_slept_drops_nobody() -> None:
+def test_a_host_that_does_not_ask_is_not_waited_for_without_end() -> None:
+    """Its process beats, but its worker does not end."""
+    job = running(4, ask_s=20)
+    job.leave(0)
+    job.join(1, 2)
+    job.wait(19)
+    assert job.last(1)["say"] == "stop"
+    job.wait(2)
+    job.started(1, 2)
+    job.join(3)
+    job.wait(2)
+    assert job.last(1)["why"] == "host 3 has joined"
+    job.join(1, 2)
+    job.started(1, 2, 3)
+
+
+@pytest.mark.parametrize("slept_s", [4.9, 9.0, 60.0])
+def test_a_store_that_slept_drops_nobody(slept_s: float) -> None:
     job = running(3, silent_s=5)
-    job.membership.tick(job.now)
-    job.now += 60
+    job.wait(0.5)
+    job.now += slept_s
+    job.membership.hear(0, {"say": "beat"}, job.now)  # the first that it reads
     job.membership.tick(job.now)
     job.deliver()
     assert [job.last(host)["say"] for host in range(3)] == ["round"] * 3
@@ -195,6 +212,35 @@ def test_a_new_store_ends_a_round_whose_host_does_not_come_back() -> None:
     assert "host 1 is lost: it did not come back to the store" in job.last(0)["why"]
     job.join(0, 2)
     job.started(0, 2)
+
+
+def test_a_new_store_waits_as_long_as_hosts_of_the_round_come_back() -> None:
+    """Ten thousand do not come back at once."""
+    claim = {"number": 7, "name": "abc", "hosts": list(range(10))}
+    job = Job(10, silent_s=5)
+    for host in range(9):
+        job.arrive(host, running=claim, number=7)
+        job.wait(4)
+    assert all(not heard for heard in job.heard.values())
+    job.wait(2)
+    assert "host 9 is lost: it did not come back to the store" in job.last(0)["why"]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_new_store_ends_a_round_whose_host_has_started_again(first: int) -> None:
+    """The store and host 1 were killed together: host 1 is back, but its worker is not."""
+    claim = {"number": 7, "name": "abc", "hosts": [0, 1, 2]}
+    job = Job(3, silent_s=5)
+    for host in (first, 1 - first):
+        job.arrive(host, **({} if host == 1 else {"running": claim, "number": 7}))
+    assert job.last(0)["say"] == "stop"
+    job.join(0, 1)
+    assert job.last(0)["say"] == "stop"  # host 2 is on its way back
+    job.arrive(2, running=claim, number=7)
+    assert job.last(2)["say"] == "stop"
+    job.join(2)
+    job.started(0, 1, 2)
+    assert job.last(0)["number"] == 8
 
 
 def test_a_host_that_was_cut_off_is_stopped_before_it_may_take_part_again() -> None:
@@ -237,6 +283,8 @@ def test_a_host_that_fails_after_others_have_finished_ends_the_job() -> None:
     job = running(3)
     job.say(0, say="done")
     job.say(1, say="join", port=7001, why="its worker ended with exit code 1")
+    assert job.last(2)["say"] == "round"  # it may still save its state
+    job.say(2, say="done")
     assert job.membership.over is not None
     assert not job.membership.over["ok"]
     assert job.membership.over["why"] == "host 1: its worker ended with exit code 1, after host 0 had finished"

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+import threading
+import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -12,7 +17,7 @@ import pytest
 from launch.test_goodput import MadeUpJob, lived_through
 from meshmend.errors import LaunchError
 from meshmend.launch.goodput import CAUSES, read_account
-from meshmend.launch.metrics import JobMetrics, serve_metrics
+from meshmend.launch.metrics import MAX_CONNECTIONS, JobMetrics, serve_metrics
 from meshmend.launch.processes import free_port
 from meshmend.launch.timeline import STAGES, Timeline
 from meshmend.launch.watching import Watch
@@ -111,3 +116,62 @@ def test_a_watch_follows_files_that_are_full_and_hosts_that_come_later(tmp_path:
 def test_there_must_be_a_folder(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="Give the job's shared folder"):
         Watch(tmp_path / "missing")
+
+
+@contextmanager
+def idlers(port: int, n: int, words: bytes = b"GET /metrics HTTP/1.1\r\nHost: x\r\n") -> Iterator[list[socket.socket]]:
+    """Connections whose request never ends."""
+    held = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(n)]
+    try:
+        for one in held:
+            with suppress(OSError):
+                one.sendall(words)
+        yield held
+    finally:
+        for one in held:
+            one.close()
+
+
+def test_whoever_connects_takes_neither_many_threads_nor_the_metrics_from_others(tmp_path: Path) -> None:
+    port, n_threads = free_port(), threading.active_count()
+    with serve_metrics(tmp_path, "127.0.0.1", port), idlers(port, 5 * MAX_CONNECTIONS):
+        for _ in range(3):
+            assert ("meshmend_job_state", (("state", "starting"),)) in scrape(port)
+        assert threading.active_count() - n_threads <= 1 + 2 * MAX_CONNECTIONS
+
+
+def test_a_connection_has_a_time_limit_however_busy_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshmend.launch.metrics.ANSWER_S", 1.0)
+    port, n_threads = free_port(), threading.active_count()
+    with serve_metrics(tmp_path, "127.0.0.1", port), idlers(port, 4) as held:
+        began = time.monotonic()
+        with suppress(OSError):  # as soon as they are closed
+            while time.monotonic() < began + 10:
+                for one in held:
+                    one.sendall(b"x")  # a byte now and then would begin a limit per byte anew
+                time.sleep(0.1)
+        assert 0.5 < time.monotonic() - began < 5
+        while threading.active_count() > n_threads + 1:
+            assert time.monotonic() - began < 10
+            time.sleep(0.05)
+
+
+def test_threads_that_hang_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shared disk does not answer: each scrape would wait for it in a thread of its own, for ever."""
+    back = threading.Event()
+    monkeypatch.setattr(Watch, "read", lambda _: back.wait(60))
+    port, n_threads = free_port(), threading.active_count()
+    try:
+        with serve_metrics(tmp_path, "127.0.0.1", port):
+            for _ in range(5):
+                with idlers(port, MAX_CONNECTIONS, b"GET /metrics HTTP/1.0\r\n\r\n"):
+                    time.sleep(0.1)
+            assert threading.active_count() - n_threads <= 1 + 2 * MAX_CONNECTIONS
+            back.set()
+            until = time.monotonic() + 10
+            while threading.active_count() > n_threads + 1:
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            assert ("meshmend_job_state", (("state", "starting"),)) in scrape(port)
+    finally:
+        back.set()

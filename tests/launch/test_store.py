@@ -39,6 +39,8 @@ class Serving:
 
     def __init__(self, port: int = 0, **settings: Any) -> None:
         self.lines: list[str] = []
+        self.heard: dict[int, list[str]] = {}
+        """What each host was told."""
         self._stop = threading.Event()
         self.store = Store(Membership(**settings), job=JOB, secret=SECRET, port=port, tell=self.lines.append)
         self.port = self.store.port
@@ -50,13 +52,32 @@ class Serving:
         with self.store:
             self.over = self.store.serve(self._stop.is_set)
 
+    @contextlib.contextmanager
+    def paused(self, seconds: float) -> Iterator[None]:
+        """Have the store's thread sleep for so long, between two looks at its sockets, and wait for that."""
+        serve, begun, ended = self.store._serve_once, threading.Event(), threading.Event()
+
+        def sleep(now: float) -> None:
+            self.store._serve_once = serve  # type: ignore[method-assign]
+            begun.set()
+            time.sleep(seconds)
+            ended.set()
+            serve(now)
+
+        self.store._serve_once = sleep  # type: ignore[method-assign]
+        assert begun.wait(10)
+        yield
+        assert ended.wait(seconds + 10)
+
     def stop(self) -> None:
         self._stop.set()
         self._thread.join(10)
         assert not self._thread.is_alive()
 
     def member(self, host: int, **more: Any) -> Member:
+        heard = self.heard[host] = []
         settings = {"machine": MACHINE, "hosts": (1, 2), "secret": SECRET, "job": JOB, **more}
+        settings |= {"heard": lambda message: heard.append(message["say"])}
         return Member(f"127.0.0.1:{self.port}", host=host, **settings)
 
     def wait_for(self, words: str) -> None:
@@ -111,10 +132,9 @@ def test_training_goes_on_while_the_store_is_lost_and_a_new_one_takes_over() -> 
         serving.stop()
         again = Serving(port=serving.port)
         try:
-            again.wait_for("host 0 has joined")
-            again.wait_for("host 1 has joined")
+            again.wait_for("joined: 2 of 2")
             assert first.wait_stopped(1.5) is None  # nobody was stopped
-            assert [news["say"] for news in second.news()] == ["round", "unreachable"]
+            assert serving.heard[1] == ["round", "unreachable"]
             second.close()
             stopped = first.wait_stopped(10)
             assert stopped is not None
@@ -144,8 +164,8 @@ def test_a_frozen_host_is_dropped_and_may_come_back() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"secret": "other"}, "turns this host away: its secret or its job is another one"),
-        ({"job": "other"}, "turns this host away: its secret or its job is another one"),
+        ({"secret": "other", "reach_s": 0.5}, "turns this host away: its secret or its job is another one"),
+        ({"job": "other", "reach_s": 0.5}, "turns this host away: its secret or its job is another one"),
         ({"machine": "8x8 in hosts of 4x2"}, "refuses this host: it describes its machine as 8x8"),
         ({"hosts": (2, 3)}, "refuses this host: it wants 2 to 3 hosts, the others 1 to 2"),
     ],

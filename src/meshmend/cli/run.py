@@ -222,7 +222,7 @@ class Screen:
         elif kind == "store" and event["say"] == "stop":
             self.say(f"round {event['number']} ends: {event['why']}", "bold yellow")
         elif kind == "store" and event["say"] == "unreachable":
-            self.say(f"host {host} cannot reach the store ({event['why']}); training continues", "bold yellow")
+            self.say(f"host {host} cannot reach the store ({event['why']}); it tries again", "bold yellow")
         elif kind == "short":
             here = event["hosts"]
             waits = f"{name_hosts(here)} wait{'s' * (len(here) == 1)}"

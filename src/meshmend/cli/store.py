@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -9,10 +11,11 @@ from typing import Annotated
 import typer
 
 from meshmend.cli.common import exit_on_error
-from meshmend.cli.terminal import plain, print_line
+from meshmend.cli.terminal import plain
 from meshmend.errors import LaunchError
 from meshmend.launch.membership import Membership
 from meshmend.launch.places import check_address, find_job, find_secret
+from meshmend.launch.processes import raise_file_limit
 from meshmend.launch.store import DEFAULT_PORT, Store
 
 JobOption = Annotated[
@@ -43,11 +46,14 @@ def command(
         address, port = check_address(listen, "--listen").rsplit(":", 1)
         name, secret = find_job(job), find_secret(secret_file)
 
-        def tell(line: str) -> None:
-            print_line((time.strftime("%H:%M:%S"), "dim"), f" {plain(line)}")
 
+        def tell(line: str) -> None:
+            # Past the buffer of sys.stdout: what that cannot write it tries to write at the end, and fails or hangs.
+            text = f"{time.strftime('%H:%M:%S')} {plain(line)}\n"
+            os.write(sys.stdout.fileno(), text.encode(sys.stdout.encoding, sys.stdout.errors or "strict"))
+
+        raise_file_limit()
         with Store(Membership(), job=name, secret=secret, address=address, port=int(port), tell=tell) as store:
-            tell(f"the store of {name} listens on {address}:{store.port}")
             over = store.serve()
         if not over["ok"]:
             raise LaunchError(f"The job failed: {over['why']}.")

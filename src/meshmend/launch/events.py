@@ -2,7 +2,7 @@
 
 Under `meshmend run` the agent of each host writes these events into the host's timeline. It lives on when its worker
 dies, and hears from the store what has happened; from the worker's own lines it knows when the first step is done
-again. Under torchft the processes that train go on, and write them. So each event is written by every host that lives
+again. Under torchft the processes that train go on, and write them. So each event is written by several hosts that live
 through it, with the same `id`: a reader that knows the id counts it once, and needs only one of them to have survived.
 """
 
@@ -22,6 +22,8 @@ from meshmend.quarantine import Quarantined
 LOST, RECOVERED, BELOW_MINIMUM, QUARANTINED = "host lost", "recovered", "below minimum", "quarantined"
 KINDS = (LOST, RECOVERED, BELOW_MINIMUM, QUARANTINED)
 """Events with an `id` and a `text` for people."""
+WRITERS = 8
+"""Hosts that write an event that more live through: if all did, the loss of a rack would make millions of lines."""
 LOOK_S = 1.0
 """Interval at which an agent looks for its worker's steps."""
 Done = tuple[int, float, tuple[int, ...]]
@@ -64,31 +66,33 @@ class AgentLog:
             if self._place is None or place.number != self._place.number + 1:
                 self._interrupted = None  # the others know what happened before: this host was not there
             else:
-                self._note_missing({*place.hosts, *place.cut_off})
+                if _writes(place, self._place.hosts):
+                    self._note_missing({*place.hosts, *place.cut_off})
                 if self._step_at > self._placed_at:
                     self._interrupted = self._step, self._step_at, self._place.hosts
             self._place, self._placed_at, self._lost = place, time.time(), set()
             self._timeline.facts["launch"] = place.number
-            self._timeline.note(
-                "round",
-                number=place.number,
-                hosts=list(place.hosts),
-                cut_off=list(place.cut_off),
-                least=self._least,
-                most=self._most,
-            )
+            # Not which hosts: the worker says that, and every host would write it.
+            self._timeline.note("round", number=place.number, least=self._least, most=self._most)
 
     def hear(self, message: Message) -> None:
-        """Record what the store says, if it is worth it."""
+        """Report what the store says, or that it cannot be reached, and record what is worth it."""
+        say = message["say"]
+        if say == "short":
+            self._report("short", **{name: message[name] for name in ("hosts", "least", "number")})
+        elif say != "round":
+            self._report("store", **message)
         with self._lock:
-            if message["say"] == "stop" and self._place is not None:
-                if message["lost"] is not None:
-                    self.look()
-                    self._note_lost(int(message["lost"]), str(message["why"]))
-            elif message["say"] == "short":
-                self._note_missing(message["hosts"])
-                self._note_short(sorted(message["hosts"]), int(message["least"]))
-                self._report("short", **{name: message[name] for name in ("hosts", "least", "number")})
+            if self._place is None:
+                return
+            if say == "stop" and message["lost"] is not None and self._place.process <= WRITERS + len(self._lost):
+                self.look()
+                self._note_lost(int(message["lost"]), str(message["why"]))
+            elif say == "short":
+                here = sorted(message["hosts"])
+                if self._place.hosts[self._place.process] in here[:WRITERS]:
+                    self._note_missing(here)
+                    self._note_short(here, int(message["least"]))
 
     def look(self) -> None:
         """Read what the worker has written since the last time."""
@@ -127,16 +131,20 @@ class AgentLog:
         _note(self._timeline, BELOW_MINIMUM, f"{self._name}/{BELOW_MINIMUM}", text, facts)
 
     def _note_recovered(self) -> None:
-        if self._interrupted is not None and self._place is not None:
-            note_recovered(
-                self._timeline, self._name, self._interrupted, (self._step, self._step_at, self._place.hosts)
-            )
+        place = self._place
+        if self._interrupted is not None and place is not None and _writes(place, self._interrupted[2]):
+            note_recovered(self._timeline, self._name, self._interrupted, (self._step, self._step_at, place.hosts))
         self._interrupted = None
 
     @property
     def _name(self) -> str:
         """The name of the round, the same on all hosts and for no other."""
         return self._place.name if self._place is not None else ""
+
+
+def _writes(place: Place, were: Iterable[int]) -> bool:
+    """Whether a host is one of the first in a round that were there before."""
+    return len({*were}.intersection(place.hosts[: place.process])) < WRITERS
 
 
 class QuorumLog:

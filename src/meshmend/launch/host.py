@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from dataclasses import asdict, dataclass, field
 from types import FrameType
 from typing import Any
@@ -65,8 +66,10 @@ def main(descriptor: int) -> int:
     os.environ.update(what.environment)
     secret = os.environ.pop("MESHMEND_SECRET", "")  # the worker has no use for it
 
+    reporting = threading.Lock()  # what is longer than a page is not written at once
+
     def report(event: str, **facts: Any) -> None:
-        with contextlib.suppress(OSError):
+        with reporting, contextlib.suppress(OSError):
             os.write(descriptor, json.dumps({"event": event, "host": what.host, **facts}).encode() + b"\n")
 
     try:

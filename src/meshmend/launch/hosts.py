@@ -9,6 +9,9 @@ from functools import cached_property, lru_cache
 from meshmend.errors import Coordinate, RestartError, name_chip
 from meshmend.topology import Mesh, Region, all_placements, name_shape, parse_chip, parse_shape
 
+MOST_NAMED = 16
+"""Hosts, or ranges of hosts, in a line for people."""
+
 
 @dataclass(frozen=True)
 class Hosts:
@@ -77,10 +80,10 @@ class Hosts:
         """
         grid = [n // h for n, h in zip(self.shape, self.tile, strict=True)]
         places = _row_major(tuple(grid))
-        here = sorted(set(numbers))
+        here = set(numbers)
         mesh = Mesh(grid, failed=[place for number, place in enumerate(places) if number not in here])
         groups: dict[int, list[int]] = {}
-        for number, group in zip(here, mesh.component_of.tolist(), strict=True):
+        for number, group in zip(sorted(here), mesh.component_of.tolist(), strict=True):
             groups.setdefault(group, []).append(number)
         largest = max(groups.values(), key=len)
         return tuple(largest)
@@ -108,10 +111,19 @@ def _row_major(shape: Coordinate) -> list[Coordinate]:
 
 
 def name_hosts(numbers: Iterable[int]) -> str:
-    """Write hosts by their numbers.
+    """Write hosts by their numbers; more than a line takes, as ranges.
 
     >>> name_hosts([3, 2]), name_hosts([1])
     ('hosts 2, 3', 'host 1')
+    >>> name_hosts([*range(500), *range(501, 10000)])
+    'hosts 0-499, 501-9999'
     """
     listed = sorted(numbers)
-    return f"host{'s' * (len(listed) != 1)} {', '.join(map(str, listed))}"
+    parts = [str(number) for number in listed]
+    if len(listed) > MOST_NAMED:
+        firsts = [number for number, before in zip(listed, [None, *listed], strict=False) if before != number - 1]
+        lasts = [number for number, after in zip(listed, [*listed[1:], None], strict=False) if after != number + 1]
+        parts = [str(a) if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts, strict=True)]
+        if len(parts) > MOST_NAMED:
+            parts = [*parts[:MOST_NAMED], f"… ({len(listed)} in all)"]
+    return f"host{'s' * (len(listed) != 1)} {', '.join(parts)}"

@@ -1,16 +1,20 @@
 """A host's connection to the store: a thread that keeps it up, and what the host's agent asks of it.
 
-The agent must not wait for the network while its worker trains, so a thread reads what the store says and sends the
-heartbeats. A connection that breaks is made again, for as long as it takes, and the worker continues meanwhile.
+The agent must not wait for the network while its worker trains, so a thread reads what the store says and another sends
+the heartbeats. A connection that breaks is made again, for as long as it takes, and the worker continues meanwhile.
+
+Only what the store has signed can end a host. Whatever else is said at the store's address, or not said, is a reason
+to try again: the store may be crowded, or away, and somebody else may be in its place.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +28,15 @@ from meshmend.launch.messages import (
     make_key,
     make_nonce,
     pack,
+    pack_hosts,
     read_challenge,
     read_frame,
 )
 
-AGAIN_S = 0.5
-"""Interval between attempts to reach the store."""
+AGAIN_S, LONGEST_AGAIN_S = 0.5, 5.0
+"""Interval between attempts to reach the store, at first and at most."""
+FOREIGN = ("key", "malformed")
+"""Answers, signed by nobody, of a store that is not this host's: wrong at the start, and nothing to wait for."""
 REFUSED_FOR_S = 15.0
 """How long a host that is refused for now tries again."""
 
@@ -47,11 +54,20 @@ class Place:
     """Hosts that are there, but that no cable joins to these: they wait."""
 
 
+def pauses(longest_s: float) -> Iterator[float]:
+    """Yield how long to wait before each attempt to reach the store: ever longer, and not the same for all hosts."""
+    pause_s = AGAIN_S
+    while True:
+        yield pause_s * random.uniform(0.5, 1.5)  # noqa: S311  # nobody gains by guessing it
+        pause_s = min(2 * pause_s, longest_s)
+
+
 class Member:
     """A host's membership in a job. `close` it at the end.
 
     `reach_s` is how long the store may be unreachable at the start, before this host has ever reached it. `heard` is
-    called with each message of the store, except its heartbeats, from the thread that reads them.
+    called with each message of the store, except its heartbeats, from the thread that reads them, and with
+    {"say": "unreachable", "why": …} when it cannot be reached.
     """
 
     def __init__(
@@ -77,6 +93,7 @@ class Member:
         self._heard = heard
         self._reach_s = reach_s
         self._silent_s = 3 * max(silent_s, BEAT_S)  # a lost store does no harm, so there is no hurry to give it up
+        self._longest_s = min(LONGEST_AGAIN_S, silent_s / 3)  # so that no host is missed when the store is back
         self._changed = threading.Condition()
         self._talk: Talk | None = None
         self._connection: socket.socket | None = None
@@ -90,7 +107,10 @@ class Member:
         self._closed = threading.Event()
         self._reached = False
         """Whether the store has ever admitted this host."""
-        self._news: list[Message] = []
+        self._challenged = self._admitted = False
+        """Whether a store has challenged, and admitted, it in the last connection."""
+        self._why = ""
+        """Why the store could not be reached the last time."""
         self._reader = threading.Thread(target=self._run, name="meshmend-store", daemon=True)
         self._reader.start()
         self._beater = threading.Thread(target=self._beat, name="meshmend-beat", daemon=True)
@@ -120,12 +140,6 @@ class Member:
         """How the job has ended, if it has."""
         with self._changed:
             return self._over
-
-    def news(self) -> list[Message]:
-        """Return what has happened since the last call: messages of the store, and what became of it."""
-        with self._changed:
-            news, self._news = self._news, []
-            return news
 
     def wait_stopped(self, timeout_s: float) -> Message | None:
         """Return why the round has ended, as soon as it has; None if it still runs then."""
@@ -182,40 +196,40 @@ class Member:
 
     def _run(self) -> None:
         """Keep a connection to the store, and read what it says."""
-        began, refused_at = time.monotonic(), None
+        began, refused_at, again = time.monotonic(), None, pauses(self._longest_s)
         while self._goes_on():
-            why = "the connection was closed"
+            why, self._challenged, self._admitted = "the connection was closed", False, False
             try:
                 with socket.create_connection(self._store, timeout=self._silent_s) as connection:
                     self._converse(connection)
-                refused_at = None
             except _RefusedError as error:
+                why = str(error)
                 refused_at = refused_at or time.monotonic()
                 if not error.for_now or time.monotonic() > refused_at + REFUSED_FOR_S:
                     self._fail(f"The store at {self._where} refuses this host: {error}.")
             except MessageError as error:
-                self._fail(f"The store at {self._where} turns this host away: {error}.")
+                why = f"what answers there turns this host away: {error}"
+                self._challenged = error.code not in FOREIGN
             except (OSError, ValueError) as error:
                 why = str(error)
-            if self._reached:
-                self._say_unreachable(why)
-            elif refused_at is None and time.monotonic() > began + self._reach_s:
+            if self._challenged:
+                began = time.monotonic()  # it is there, and has too much to do
+            if self._admitted:
+                refused_at, again = None, pauses(self._longest_s)
+            if not self._reached and refused_at is None and time.monotonic() > began + self._reach_s:
                 self._fail(
                     f"No store answers at {self._where} ({why}). Start one with `meshmend store` on a machine that "
                     "does not die with a host, and give its address as --store."
                 )
             if self._goes_on():
-                self._closed.wait(AGAIN_S)
+                if why != self._why:
+                    self._why = why
+                    self._heard({"say": "unreachable", "why": why})
+                self._closed.wait(next(again))
 
     def _goes_on(self) -> bool:
         with self._changed:
             return not self._closed.is_set() and self._over is None and self._error is None
-
-    def _say_unreachable(self, why: str) -> None:
-        if self._goes_on():
-            with self._changed:
-                if not self._news or self._news[-1]["say"] != "unreachable":
-                    self._news.append({"say": "unreachable", "why": why})
 
     def _fail(self, message: str) -> None:
         with self._changed:
@@ -236,11 +250,14 @@ class Member:
             theirs = read_challenge(bytes(challenge))
         except MessageError:
             raise ConnectionError("what listens there is not a store of this version of meshmend") from None
+        self._challenged = True
         mine = make_nonce()
         address = self._address or str(connection.getsockname()[0])
         with self._changed:
             place = self._place if self._stop is None else None
-            running = None if place is None else {"number": place.number, "name": place.name, "hosts": place.hosts}
+            running: Message | None = None
+            if place is not None:
+                running = {"number": place.number, "name": place.name, "hosts": pack_hosts(place.hosts)}
             hello = {**self._hello, "address": address, "nonce": mine.hex(), "running": running, "number": self._number}
             connection.sendall(pack("hello to a store", hello, self._key, theirs, limit=MAX_HELLO_BYTES))
             self._talk = Talk(self._key, mine, theirs, to="the store", of="a host")
@@ -250,7 +267,8 @@ class Member:
         try:
             while True:
                 self._take(self._talk.unpack(read_frame(connection.recv, MAX_HELLO_BYTES)))
-                self._reached = True
+                self._reached = self._admitted = True
+                self._why = ""
         finally:
             with self._changed:
                 self._connection = self._talk = None
@@ -261,19 +279,16 @@ class Member:
             raise _RefusedError(str(message["why"]), for_now=bool(message["for_now"]))
         with self._changed:
             if say == "round":
-                hosts = tuple(int(host) for host in message["hosts"])
+                hosts, cut_off = message["hosts"], message["cut_off"]
+                process = hosts.index(self._hello["host"])
                 self._stop = self._asked = None
                 self._number = int(message["number"])
-                cut_off = tuple(int(host) for host in message["cut_off"])
-                self._place = Place(
-                    self._number, message["name"], hosts, int(message["process"]), message["coordinator"], cut_off
-                )
+                self._place = Place(self._number, message["name"], hosts, process, message["coordinator"], cut_off)
             elif say in ("stop", "dropped"):
                 self._stop = {"why": "the store had not heard from this host", "lost": None, **message}
             elif say == "over":
                 self._over = message
-            if say not in ("beat", "short"):
-                self._news.append(message)
+            if say != "beat":
                 self._changed.notify_all()
         if say != "beat":
             self._heard(message)

@@ -10,17 +10,24 @@ for, because a host that dies breaks its connection. Only hosts that freeze or l
 
 Where lost hosts cut the mesh in two, the larger part trains, and the hosts of the other wait until they are joined to
 it again: gradients cannot be summed over parts that no cable joins.
+
+Once a host has finished, the last step is done and nothing starts again. The job ends when no host runs any more, and
+how it ends depends on what happened to each host, not on the order in which the store heard of it.
+
+A heartbeat costs the same whatever the number of hosts, a round a few messages per host.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Hashable
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from meshmend.errors import MeshmendError
 from meshmend.launch.hosts import Hosts, name_hosts
+from meshmend.launch.messages import MAX_HOSTS
 
 Message = dict[str, Any]
 
@@ -31,7 +38,12 @@ SETTLE_S = 1.0
 SILENT_S = 10.0
 """A host that was not heard from for so long is lost; each sends a heartbeat every second. Only hosts that freeze or
 lose their network are found in this way, and one that is merely overloaded must not be taken for one of them."""
+ASK_S = 60.0
+"""How long the others wait for hosts that are there, but do not ask for a round: their workers do not end."""
 BEAT_S = 1.0
+AWAY = "its worker has ended while the store was away"
+STATES = ("new", "idle", "waiting", "running", "done")
+"""Of a member: it has come, it stops its worker, it has asked for a round, it is in one, its worker has finished."""
 
 
 class RefusedError(Exception):
@@ -42,16 +54,15 @@ class RefusedError(Exception):
         super().__init__(why)
 
 
-@dataclass
+@dataclass(slots=True)
 class Participant:
     """A host that is connected to the store."""
 
     host: int
     address: str
-    machine: str
     heard_at: float
-    state: str = "idle"
-    """idle (stopping its worker, or not asked for a round yet), waiting, running or done."""
+    state: str = "new"
+    """One of `STATES`."""
     port: int = 0
 
 
@@ -67,31 +78,53 @@ class Round:
 
 @dataclass
 class Membership:
-    """The members of a job. Give it what happens; send what is in `outbox`, in order."""
+    """The members of a job. Give it what happens; send what is in `outbox`, in order, and show what is in `news`."""
 
     least: int = 0
     """Hosts that a round needs, as the first member says."""
     most: int = 0
+    machine: str = ""
     start_s: float = START_S
     settle_s: float = SETTLE_S
     silent_s: float = SILENT_S
-    members: dict[Hashable, Participant] = field(default_factory=dict)
-    """By their connection."""
+    ask_s: float = ASK_S
+    members: OrderedDict[Hashable, Participant] = field(default_factory=OrderedDict)
+    """By their connection; first the one that has been silent for longest."""
     outbox: list[tuple[Hashable, Message]] = field(default_factory=list)
+    """Messages to members; one that goes to many is the same object."""
+    news: list[str] = field(default_factory=list)
+    """What has been decided, for people."""
     round: Round | None = None
     """The one that runs; None between rounds."""
     number: int = 0
     """Of the newest round so far."""
     over: Message | None = None
     """How the job ended."""
+    _keys: dict[int, Hashable] = field(default_factory=dict)
+    """Each host's connection."""
+    _in: dict[str, set[Hashable]] = field(default_factory=lambda: {state: set() for state in STATES})
+    """Members by their state."""
     _fresh: bool = True
     """Whether this store has not seen a round yet."""
     _arrived_at: float = 0.0
+    _ended_at: float = 0.0
+    """When the last round ended."""
     _ticked_at: float | None = None
-    _missing_until: float | None = None
-    """Until when the hosts of an adopted round may come back."""
+    _missing: set[int] = field(default_factory=set)
+    """Hosts of an adopted round that have not come back yet."""
+    _missing_until: float = 0.0
+    _asked: bool = False
+    """Whether a host has asked for a round since it was last seen who can train together: that takes time."""
     _short: bool = False
     """Whether the hosts know that they wait because they are too few."""
+    _finished: int | None = None
+    """The first host whose worker has finished."""
+    _failed: str = ""
+    """Which worker of the last round failed by itself, and why."""
+    _were: frozenset[int] = frozenset()
+    """Hosts of the last round."""
+    _lost: set[int] = field(default_factory=set)
+    """Those of them that are lost since, which is why workers of others fail."""
 
     def arrive(self, key: Hashable, hello: Message, address: str, now: float) -> None:
         """Admit a host; raise `RefusedError` if it cannot be."""
@@ -99,171 +132,243 @@ class Membership:
         least, most = (int(n) for n in hello["hosts"])
         if self.over is not None:
             raise RefusedError(f"this job is over: {self.over['why']}. Start a new store for a new job")
+        if not 0 <= host < MAX_HOSTS:
+            raise RefusedError(f"its number is {host}, expected one from 0 to {MAX_HOSTS - 1}")
         if machine:
             try:
                 Hosts.read(machine).number(host)
             except MeshmendError as error:
                 raise RefusedError(f"it describes a machine that cannot be: {error}") from error
         if not self.members:
-            self.least, self.most = least, most
+            self.least, self.most, self.machine = least, most, machine
         if (least, most) != (self.least, self.most):
             raise RefusedError(
                 f"it wants {least} to {most} hosts, the others {self.least} to {self.most}. Give all the same --hosts"
             )
-        for other, member in list(self.members.items()):
-            if member.machine != machine:
+        if machine != self.machine:
+            raise RefusedError(
+                f"it describes its machine as {machine}, but host {next(iter(self._keys))} as {self.machine}. Give all "
+                "hosts the same --shape and --host"
+            )
+        if (other := self._keys.get(host)) is not None:
+            member = self.members[other]
+            if now - member.heard_at < 2 * BEAT_S:
+                # It may be what is left of a host that has just been restarted: that one will fall silent.
                 raise RefusedError(
-                    f"it describes its machine as {machine}, but host {member.host} as {member.machine}. Give all "
-                    "hosts the same --shape and --host"
+                    f"another process, at {member.address}, is host {host} already. Give each host its own --place",
+                    for_now=True,
                 )
-            if member.host == host:
-                if now - member.heard_at < 2 * BEAT_S:
-                    # It may be what is left of a host that has just been restarted: that one will fall silent.
-                    raise RefusedError(
-                        f"another process, at {member.address}, is host {host} already. Give each host its own --place",
-                        for_now=True,
-                    )
-                self.leave(other, "its process was replaced by a new one", now)
+            self.leave(other, "its process was replaced by a new one", now)
         if len(self.members) >= self.most:
             raise RefusedError(f"the job has {self.most} hosts already, as many as --hosts allows")
-        self.members[key] = Participant(host, str(hello.get("address") or address), machine, now)
+        self.members[key] = Participant(host, str(hello.get("address") or address), now)
+        self._keys[host] = key
+        self._in["new"].add(key)
         self.number = max(self.number, int(hello.get("number") or 0))
         self._arrived_at = now
         running = hello.get("running")
         if running is not None:
             self._take_back(key, Round(int(running["number"]), str(running["name"]), tuple(running["hosts"])), now)
+        if host in self._missing:
+            self._missing.remove(host)
+            self._missing_until = now + self.silent_s
+            if self.round is not None and self.members[key].state != "running":
+                self._end_lost([host], AWAY, now)
 
     def hear(self, key: Hashable, message: Message, now: float) -> None:
         """Take a message of a member: beat, join, done or failed."""
         member = self.members[key]
         member.heard_at = now
+        self.members.move_to_end(key)
         say = message["say"]
         if say == "join":
-            why = message.get("why") or "its worker has ended"
-            if finished := [str(each.host) for each in self.members.values() if each.state == "done"]:
-                self._end_job({"ok": False, "why": f"host {member.host}: {why}, after host {finished[0]} had finished"})
-            elif member.state == "running":
-                self._end_round(f"host {member.host} starts again: {why}")
-            member.state, member.port = "waiting", int(message["port"])
+            was, member.port, self._asked = member.state, int(message["port"]), True
+            self._move(key, "waiting")
+            if was == "running":
+                why = message.get("why") or "its worker has ended"
+                if not self._lost:
+                    self._failed = self._failed or f"host {member.host}: {why}"
+                if self._finished is None:
+                    self._end_round(f"host {member.host} starts again: {why}", now)
         elif say == "done":
-            member.state = "done"
-            if self._is_done:
-                self._end_job({"ok": True, "why": "all hosts have finished"})
+            self._move(key, "done")
+            self._finished = member.host if self._finished is None else self._finished
         elif say == "failed":
-            self._end_job({"ok": False, "why": f"host {member.host} gave up: {message.get('why', '')}"})
-        self.tick(now)
+            self._end_job(ok=False, why=f"host {member.host} gave up: {message.get('why', '')}")
+        if say != "beat":
+            self._advance(now)
 
     def leave(self, key: Hashable, why: str, now: float) -> None:
         """Drop a member whose connection has ended."""
-        member = self.members.pop(key)
-        if self.over is not None:
-            return
-        if any(each.state == "done" for each in self.members.values()):
-            # The last step is done: there is nothing to start again for.
-            if self._is_done:
-                self._end_job({"ok": True, "why": f"all hosts have finished, except host {member.host}: {why}"})
-        elif self.round is not None and member.host in self.round.hosts and member.state == "running":
-            self._end_round(f"host {member.host} is lost: {why}", lost=member.host)
-        self.tick(now)
+        self._lose([key], why, now)
+        self._advance(now)
 
     def tick(self, now: float) -> None:
-        """Do what is due: drop silent members, end a round for newcomers, start the next one."""
+        """Do what is due: drop silent members, end a round for newcomers, start the next one.
+
+        Call it when everything that had arrived at `now` has been heard.
+        """
         if self.over is not None:
             return
-        if self._ticked_at is not None and now - self._ticked_at > self.silent_s:
-            # It was the store that slept, not its members.
+        if self._ticked_at is not None and now - self._ticked_at > 2 * BEAT_S:
+            # It was the store that slept, not its members; what they said meanwhile may still be on its way.
             for member in self.members.values():
-                member.heard_at = now
+                member.heard_at = max(member.heard_at, now)
         self._ticked_at = now
-        for key, member in list(self.members.items()):
-            if now - member.heard_at > self.silent_s:
-                self.outbox.append((key, {"say": "dropped"}))
-                self.leave(key, f"not heard from for {now - member.heard_at:.0f} s", now)
-                return
-        waiting = [member.host for member in self.members.values() if member.state == "waiting"]
-        if self.round is not None:
-            self._check_adopted(now)
-        if not waiting:
-            return
-        if self.round is not None:
-            joined = set(self._group([*self.round.hosts, *waiting])) - set(self.round.hosts)
-            if joined and now >= self._arrived_at + self.settle_s:
-                self._end_round(f"{name_hosts(joined)} {'has' if len(joined) == 1 else 'have'} joined")
-        elif len(waiting) == len(self.members):
-            # A store that knows the job knows who is missing and why; a new one gives the others time to come.
-            wait_s = (self.silent_s if self.number else self.start_s) if self._fresh else 0.0
-            if len(waiting) < self.most and now < self._arrived_at + wait_s:
-                return
-            if len(self._group(waiting)) >= self.least:
-                self._start_round()
-            elif self.number and not self._short:
-                self._short = True
-                short: Message = {"say": "short", "hosts": sorted(waiting), "least": self.least, "number": self.number}
-                self.outbox += [(key, dict(short)) for key in self.members]
+        silent = []
+        for key, member in self.members.items():
+            if now - member.heard_at <= self.silent_s:
+                break
+            silent.append(key)
+        if silent:
+            self.outbox += [(key, {"say": "dropped"}) for key in silent]
+            self._lose(silent, f"not heard from for {now - self.members[silent[-1]].heard_at:.0f} s", now)
+        self._advance(now)
 
     def due(self, now: float) -> float:
         """Return how many seconds may pass until `tick` is due."""
-        times = [member.heard_at + self.silent_s for member in self.members.values()]
-        times += [self._arrived_at + self.settle_s, self._arrived_at + self.start_s, self._missing_until or 0.0]
+        since = max(self._arrived_at, self._ended_at)
+        times = [self._arrived_at + self.settle_s, self._arrived_at + self.start_s, since + self.ask_s]
+        times += [self._missing_until] if self._missing else []
+        times += [member.heard_at + self.silent_s for _, member in zip(range(1), self.members.values(), strict=False)]
         return min(max(0.01, min((at - now for at in times if at > now), default=BEAT_S)), self.silent_s / 2)
 
-    @property
-    def _is_done(self) -> bool:
-        """Whether every host that trained has finished; those that are cut off wait for nothing more."""
-        trained = [member for member in self.members.values() if member.state != "waiting"]
-        return all(member.state == "done" for member in trained)
+    def _advance(self, now: float) -> None:
+        """End the job or a round, or start the next one, if it is time."""
+        if self.over is not None:
+            return
+        self._check_adopted(now)
+        if self._finished is not None:
+            self._check_finished()
+            return
+        waiting = self._in["waiting"]
+        if not waiting or not self._asked or self._missing:
+            return
+        if self.round is not None:
+            if now >= self._arrived_at + self.settle_s:
+                self._asked = False
+                hosts = [*self.round.hosts, *self._hosts_of(waiting)]
+                if joined := set(self._group(hosts)) - set(self.round.hosts):
+                    self._end_round(f"{name_hosts(joined)} {'has' if len(joined) == 1 else 'have'} joined", now)
+            return
+        if len(waiting) < len(self.members) and now < max(self._arrived_at, self._ended_at) + self.ask_s:
+            return
+        # A store that knows the job knows who is missing and why; a new one gives the others time to come.
+        wait_s = (self.silent_s if self.number else self.start_s) if self._fresh else 0.0
+        if len(waiting) < self.most and now < self._arrived_at + wait_s:
+            return
+        self._asked = False
+        group = self._group(self._hosts_of(waiting))
+        if len(group) >= self.least:
+            self._start_round(group)
+        elif self.number and not self._short:
+            self._short = True
+            here = sorted(self._hosts_of(waiting))
+            short: Message = {"say": "short", "hosts": here, "least": self.least, "number": self.number}
+            self.outbox += [(key, short) for key in waiting]
+            self.news.append(f"the job waits: it needs {self.least} hosts, and has {name_hosts(here)}")
+
+    def _check_finished(self) -> None:
+        """End the job if every host that trained has ended; those that came later wait for nothing more."""
+        if self._in["running"] or self._in["idle"] or self._missing:
+            return
+        if self._failed and not self._lost:
+            self._end_job(ok=False, why=f"{self._failed}, after host {self._finished} had finished")
+        else:
+            not_done = self._lost.union(self._hosts_of(self._in["waiting"]))
+            self._end_job(ok=True, why="all hosts have finished" + f", except {name_hosts(not_done)}" * bool(not_done))
+
+    def _hosts_of(self, keys: Iterable[Hashable]) -> list[int]:
+        return [self.members[key].host for key in keys]
 
     def _group(self, hosts: list[int]) -> tuple[int, ...]:
         """Return the hosts that can train together."""
-        machine = next((member.machine for member in self.members.values()), "")
-        return Hosts.read(machine).largest_group(hosts) if machine else tuple(sorted(hosts))
+        return Hosts.read(self.machine).largest_group(hosts) if self.machine else tuple(sorted(hosts))
 
-    def _start_round(self) -> None:
-        here = {member.host: key for key, member in self.members.items()}
-        hosts = self._group(list(here))
+    def _move(self, key: Hashable, state: str) -> None:
+        member = self.members[key]
+        self._in[member.state].discard(key)
+        self._in[state].add(key)
+        member.state = state
+
+    def _start_round(self, hosts: tuple[int, ...]) -> None:
         self.number, self._fresh, self._short = self.number + 1, False, False
+        self._failed, self._lost, self._were = "", set(), frozenset(hosts)
         self.round = Round(self.number, secrets.token_hex(8), hosts)
-        first = self.members[here[hosts[0]]]
-        facts = {
+        first = self.members[self._keys[hosts[0]]]
+        message: Message = {
+            "say": "round",
             "number": self.number,
             "name": self.round.name,
             "hosts": hosts,
-            "cut_off": sorted(here.keys() - set(hosts)),
+            "cut_off": sorted(set(self._hosts_of(self._in["waiting"])) - set(hosts)),
             "coordinator": f"{first.address}:{first.port}",
         }
-        for process, host in enumerate(hosts):
-            self.members[here[host]].state = "running"
-            self.outbox.append((here[host], {"say": "round", **facts, "process": process}))
+        for host in hosts:
+            self._move(self._keys[host], "running")
+            self.outbox.append((self._keys[host], message))
+        self.news.append(f"round {self.number}: {name_hosts(hosts)}")
 
-    def _end_round(self, why: str, lost: int | None = None) -> None:
-        ended, self.round, self._missing_until = self.round, None, None
-        for key, member in self.members.items():
+    def _end_round(self, why: str, now: float, lost: int | None = None) -> None:
+        number = self.round.number if self.round else 0
+        message: Message = {"say": "stop", "why": why, "lost": lost, "number": number}
+        self.round, self._ended_at, self._asked = None, now, True
+        for key in list(self._in["running"]):
+            self._move(key, "idle")
+            self.outbox.append((key, message))
+        self.news.append(why)
+
+    def _end_job(self, *, ok: bool, why: str) -> None:
+        self.over, self.round = {"ok": ok, "why": why}, None
+        message = {"say": "over", **self.over}
+        self.outbox += [(key, message) for key in self.members]
+        self.news.append(why)
+
+    def _lose(self, keys: list[Hashable], why: str, now: float) -> None:
+        """Forget members that are lost together, and end their round."""
+        running = []
+        for key in keys:
+            member = self.members.pop(key)
+            del self._keys[member.host]
+            self._in[member.state].discard(key)
+            if member.state != "done" and member.host in self._were:
+                self._lost.add(member.host)
             if member.state == "running":
-                member.state = "idle"
-                message: Message = {"say": "stop", "why": why, "lost": lost}
-                self.outbox.append((key, message | {"number": ended.number if ended else 0}))
+                running.append(member.host)
+        self._asked = True
+        if running and self.over is None:
+            self._end_lost(sorted(running), why, now)
 
-    def _end_job(self, over: Message) -> None:
-        self.over, self.round = over, None
-        self.outbox += [(key, {"say": "over", **over}) for key in self.members]
+    def _end_lost(self, hosts: list[int], why: str, now: float) -> None:
+        self._lost.update(hosts)
+        text = f"{name_hosts(hosts)} {'is' if len(hosts) == 1 else 'are'} lost: {why}"
+        if self._finished is None:
+            self._end_round(text, now, lost=hosts[0])
+        else:
+            self.news.append(text)  # the last step is done: there is nothing to start again for
 
     def _take_back(self, key: Hashable, claimed: Round, now: float) -> None:
         """Continue the round that a host runs in, if this store has just been started; otherwise stop that host."""
         if self._fresh:
             self._fresh, self.round, self.number = False, claimed, max(self.number, claimed.number)
-            self._missing_until = now + self.silent_s
-        if self.round == claimed:
-            self.members[key].state = "running"
+            self._were = frozenset(claimed.hosts)
+            host = self.members[key].host
+            here = self._were & self._keys.keys() - {host}
+            self._missing = set(self._were - here)
+            if here:
+                self._end_lost(sorted(here), AWAY, now)
+        if self.round is not None and self.round.name == claimed.name:
+            self._move(key, "running")
+            self._lost.discard(self.members[key].host)
         else:
-            why = "the job went on without this host, which was cut off from the store"
+            self._move(key, "idle")
+            why = "its round has ended while this host was cut off from the store"
             self.outbox.append((key, {"say": "stop", "why": why, "lost": None, "number": claimed.number}))
 
     def _check_adopted(self, now: float) -> None:
-        if self._missing_until is None or self.round is None:
-            return
-        here = {member.host for member in self.members.values()}
-        missing = [host for host in self.round.hosts if host not in here]
-        if not missing:
-            self._missing_until = None
-        elif now >= self._missing_until:
-            self._end_round(f"host {missing[0]} is lost: it did not come back to the store", lost=missing[0])
+        """Wait no longer for hosts of an adopted round that do not come back, and end it if it still runs."""
+        if self._missing and now >= self._missing_until:
+            missing, self._missing = sorted(self._missing), set()
+            if self.round is not None:
+                who = "it" if len(missing) == 1 else "they"
+                self._end_lost(missing, f"{who} did not come back to the store", now)

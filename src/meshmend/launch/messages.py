@@ -16,24 +16,32 @@ rendezvous is rejected, and a body is not parsed before its tag is verified. Not
 
 from __future__ import annotations
 
-import hashlib
+import base64
 import hmac
 import json
 import os
 import secrets
 import struct
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Collection
+from functools import lru_cache
 from typing import Any
+
+import numpy as np
 
 from meshmend.errors import RestartError
 
-MAGIC = b"mm-rdv\x00\x01"
+MAGIC = b"mm-rdv\x00\x02"
 NONCE_BYTES = 32
 TAG_BYTES = 32
 CHALLENGE_BYTES = len(MAGIC) + NONCE_BYTES
 HEADER_BYTES = len(MAGIC) + 4 + TAG_BYTES
 MAX_HELLO_BYTES = 16 << 10
-"""Of a visitor's body: facts are a few hundred bytes."""
+"""Of a visitor's body: facts are a few hundred bytes, and any set of 20,000 hosts at most 3.4 KB."""
+MAX_HOSTS = 1 << 20
+"""Numbers of hosts are below this."""
+HOST_SETS = ("hosts", "cut_off")
+"""What a `Talk` packs of a message."""
 
 REFUSALS = {
     "malformed": "its message was malformed",
@@ -43,9 +51,12 @@ REFUSALS = {
     "taken": "another process of the same number is here already",
     "slow": "it took too long",
     "full": "too many visitors came at once",
+    "files": "no file descriptor was left for it",
     "gone": "it went away in the middle of its message",
 }
-"""Why a visitor is rejected. Only the code is sent, so that no terminal shows text from an unauthenticated peer."""
+"""Why a visitor is rejected. Only the code is sent, so that no terminal shows text from an unauthenticated peer.
+
+A rejection has no tag: anybody can send one. So it is a reason to try again later, and never one to give up."""
 
 
 class MessageError(ValueError):
@@ -80,12 +91,39 @@ def read_challenge(data: bytes) -> bytes:
 
 def pack(kind: str, message: Any, key: bytes, nonce: bytes, *, limit: int | None = None) -> bytes:
     """Return a frame: a message (anything that JSON can write) of some kind, for the one who sent a nonce."""
+    return _seal(kind, encode(message, limit=limit), key, nonce)
+
+
+def encode(message: Any, *, limit: int | None = None) -> bytes:
+    """Return the body of a message."""
     body = json.dumps(message, separators=(",", ":")).encode()
     if limit is not None and len(body) > limit:
         raise RestartError(
             f"This process's rendezvous message has {len(body)} bytes, expected at most {limit}. Shorten it."
         )
-    return MAGIC + struct.pack(">I", len(body)) + _tag(kind, body, key, nonce) + body
+    return body
+
+
+def pack_hosts(numbers: Collection[int]) -> str:
+    """Return a set of hosts as text: one bit per host, compressed. A round's message has to reach all of its hosts.
+
+    >>> text = pack_hosts([*range(5000), *range(5001, 10000)])
+    >>> len(text) < 100, len(unpack_hosts(text))
+    (True, 9999)
+    """
+    bits = np.zeros(max(numbers, default=-1) + 1, dtype=bool)
+    bits[list(numbers)] = True
+    return base64.b64encode(zlib.compress(np.packbits(bits).tobytes())).decode()
+
+
+@lru_cache(maxsize=16)  # all hosts of a round say the same
+def unpack_hosts(text: str) -> tuple[int, ...]:
+    """Return the hosts of a set, in order."""
+    try:
+        packed = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), MAX_HOSTS // 8)
+    except (ValueError, zlib.error):
+        raise MessageError("malformed") from None
+    return tuple(np.flatnonzero(np.unpackbits(np.frombuffer(packed, dtype=np.uint8))).tolist())
 
 
 def pack_refusal(code: str) -> bytes:
@@ -106,15 +144,26 @@ class Talk:
         self._to, self._of = f"to {to}", f"to {of}"
         self._sent = self._heard = 0
 
-    def pack(self, message: Any) -> bytes:
+    @staticmethod
+    def encode(message: dict[str, Any]) -> bytes:
+        """Return the body of a message, which may go to many."""
+        packed = {name: pack_hosts(message[name]) for name in HOST_SETS if name in message}
+        return encode({**message, **packed}, limit=MAX_HELLO_BYTES)
+
+    def pack(self, message: dict[str, Any]) -> bytes:
         """Return the frame of the next message to the other side."""
+        return self.seal(self.encode(message))
+
+    def seal(self, body: bytes) -> bytes:
+        """Return the frame of the next message to the other side, of its body."""
         self._sent += 1
-        return pack(self._to, message, self._key, self._theirs + struct.pack(">Q", self._sent), limit=MAX_HELLO_BYTES)
+        return _seal(self._to, body, self._key, self._theirs + struct.pack(">Q", self._sent))
 
     def unpack(self, frame: bytes | bytearray) -> dict[str, Any]:
         """Return the next message of the other side."""
         self._heard += 1
-        return unpack(self._of, frame, self._key, self._mine + struct.pack(">Q", self._heard))
+        message = unpack(self._of, frame, self._key, self._mine + struct.pack(">Q", self._heard))
+        return message | {name: unpack_hosts(message[name]) for name in HOST_SETS if name in message}
 
 
 def frame_bytes(data: bytes | bytearray, limit: int) -> int | None:
@@ -157,14 +206,18 @@ def read_frame(receive: Callable[[int], bytes], limit: int) -> bytes:
         data += more
 
 
+def _seal(kind: str, body: bytes, key: bytes, nonce: bytes) -> bytes:
+    return MAGIC + struct.pack(">I", len(body)) + _tag(kind, body, key, nonce) + body
+
+
 def _tag(kind: str, body: bytes, key: bytes, nonce: bytes) -> bytes:
     # Kinds have no NUL in them, and all nonces of a kind one length, so no two messages give the same bytes.
-    return hmac.new(key, kind.encode() + b"\0" + nonce + body, hashlib.sha256).digest()
+    return hmac.digest(key, kind.encode() + b"\0" + nonce + body, "sha256")
 
 
 def _parse(body: bytes) -> dict[str, Any]:
     try:
-        message = json.loads(body, parse_constant=_no_constant)
+        message = _DECODER.decode(body.decode())
     except (ValueError, RecursionError):
         raise MessageError("malformed") from None
     if not isinstance(message, dict):
@@ -183,3 +236,6 @@ def _refusal(body: bytes) -> str | None:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)

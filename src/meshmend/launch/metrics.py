@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,10 @@ from meshmend.quarantine.report import refused
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
+ANSWER_S = 10.0
+"""How long a connection may take from its first byte to the end of its answer."""
+MAX_CONNECTIONS = 16
+"""At once: a new one takes the place of the oldest."""
 BUCKETS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0, 1800.0)
 """Upper ends of the histogram of a recovery's stages, in seconds."""
 
@@ -165,6 +171,55 @@ def _counter(name: str, help_: str, value: float | dict[str, float], label: str 
     return family
 
 
+class _LimitedServer(ThreadingHTTPServer):
+    """Answers each connection in a thread; whoever reaches it can take neither many of them, nor one for long."""
+
+    request_queue_size = 128
+
+    def __init__(self, *args: Any) -> None:
+        self._open: OrderedDict[socket.socket, float] = OrderedDict()
+        """Until when each may take, in the order of their arrival. Theirs is a thread, even if it cannot be ended."""
+        self._lock = threading.Lock()
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread, unless too many of them hang."""
+        with self._lock:
+            n_open = len(self._open)
+            if n_open < 2 * MAX_CONNECTIONS:
+                self._open[request] = time.monotonic() + ANSWER_S
+            # Those whose threads hang, in a disk that does not answer, are at the front and stay there.
+            for one in list(self._open)[: max(0, n_open + 1 - MAX_CONNECTIONS)]:
+                _hang_up(one)
+        if n_open < 2 * MAX_CONNECTIONS:
+            super().process_request(request, client_address)
+        else:
+            super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Hang up on those who take too long; called twice per second."""
+        with self._lock:
+            for request, until in self._open.items():
+                if until > time.monotonic():
+                    break
+                _hang_up(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Forget a connection whose thread has ended."""
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: whoever connects could fill the launcher's output."""
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """End what a thread waits for; it closes the connection."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
 @contextmanager
 def serve_metrics(folder: str | Path, address: str, port: int) -> Iterator[None]:
     """Serve a job inside the `with` block, from a thread: http://ADDRESS:PORT/metrics and, to watch it, /watch.json."""
@@ -192,7 +247,7 @@ def serve_metrics(folder: str | Path, address: str, port: int) -> Iterator[None]
             self.end_headers()
             self.wfile.write(text)
 
-    class Server(ThreadingHTTPServer):
+    class Server(_LimitedServer):
         address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
 
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import socket
 import time
@@ -61,3 +62,10 @@ def free_port(address: str = "") -> int:
     with socket.socket() as one:
         one.bind((address, 0))
         return int(one.getsockname()[1])
+
+
+def raise_file_limit() -> None:
+    """Allow this process as many descriptors as its hard limit does: the usual soft limit is 1,024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -15,10 +15,14 @@ import contextlib
 import errno
 import ipaddress
 import os
+import queue
+import resource
 import selectors
 import socket
 import sys
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Self
@@ -38,18 +42,30 @@ from meshmend.launch.messages import (
     make_nonce,
     pack_refusal,
     unpack,
+    unpack_hosts,
 )
+from meshmend.launch.processes import raise_file_limit
 
 DEFAULT_PORT = 29400
 CALLER_S = 10.0
 """How long a caller may take from connecting to the end of its hello."""
-MAX_STRANGERS = 128
-"""Callers at once that have not proven anything yet: 128 × 16 KiB of memory at most."""
+MAX_STRANGERS = 1024
+"""Callers at once that have not proven anything yet: 16 MiB of memory at most."""
+PATIENCE_S = 0.25
+"""How long a stranger keeps its place though others wait for one. A host proves itself within a round trip, so that
+neither strangers nor ten thousand hosts that come at once push it out; those who say nothing make room."""
+ACCEPTED_AT_ONCE = 128
+"""Callers that are accepted before those that are here are read again."""
+BACKLOG = 4096
+"""Connections that the kernel holds for the store; it cuts this to net.core.somaxconn."""
+OWN_FILES = 16
+"""Descriptors that the store needs for itself."""
+SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 LINGER_S = 5.0
 """How long the store waits, when the job is over, for its hosts to hear of it."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Caller:
     """One connection."""
 
@@ -66,7 +82,7 @@ class Store:
     """The store of one job. Use it in a `with` block; `serve` returns when the job is over.
 
     `address` is where it listens; without a secret it listens on this machine only. `tell` is called with a line for
-    people whenever something happens.
+    people whenever something happens, from a thread of its own: it may fail, or take its time.
     """
 
     def __init__(
@@ -87,10 +103,8 @@ class Store:
             )
         self.membership = membership
         self._key = make_key(secret, job)
-        self._tell = tell
-        self._callers: dict[Caller, None] = {}  # in the order of their arrival
         try:
-            self._server = socket.create_server((address, port))
+            self._server = socket.create_server((address, port), backlog=BACKLOG)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise LaunchError(
@@ -100,9 +114,20 @@ class Store:
             raise LaunchError(f"The store cannot listen on {address}:{port}: {error.strerror or error}.") from error
         self._server.setblocking(False)
         self.port = int(self._server.getsockname()[1])
+        self._callers: set[Caller] = set()
+        self._strangers: OrderedDict[Caller, None] = OrderedDict()  # in the order of their arrival
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most_callers = (1 << 20 if files == resource.RLIM_INFINITY else files) - OWN_FILES
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._server, selectors.EVENT_READ)
+        self._is_listening = False
+        self._listens_at = 0.0
+        """When the store listens again, after the system had nothing left for a new connection."""
         self._beat_at = 0.0
+        self._joined: list[int] = []
+        self._turned_away: dict[str, tuple[int, str]] = {}
+        """Why callers were, how many since the last line about it, and from where the last one came."""
+        self._log = _Log(tell)
+        self._log.put(f"the store of {job} listens on {address}:{self.port}")
 
     def __enter__(self) -> Self:
         return self
@@ -112,6 +137,7 @@ class Store:
             self._close(caller)
         self._selector.close()
         self._server.close()
+        self._log.close()
 
     def serve(self, until: Callable[[], bool] = lambda: False) -> Message:
         """Serve until the job is over, and return how it ended; or until `until` says so."""
@@ -126,44 +152,66 @@ class Store:
         return {"ok": False, "why": "the store was stopped"}
 
     def _serve_once(self, now: float) -> None:
-        next_beat = max(0.0, self._beat_at - now)
-        ready = self._selector.select(min(self.membership.due(now), next_beat, BEAT_S))
-        # What has arrived is read before new callers replace the oldest.
+        """Hear all that has arrived by now, and only then judge who was silent, and who was slow, until now."""
+        self._listen(now >= self._listens_at and self._has_room(now))
+        wait_s = BEAT_S if self._is_listening else PATIENCE_S / 10
+        ready = self._selector.select(min(self.membership.due(now), max(0.0, self._beat_at - now), wait_s))
+        is_called = False
         for selected, _ in ready:
-            if selected.data is not None and selected.data in self._callers:
+            if selected.data is None:
+                is_called = True
+            elif selected.data in self._callers:
                 self._read(selected.data)
-        if any(selected.data is None for selected, _ in ready):
+        if is_called:
             self._accept()
-        now = time.monotonic()
-        for caller in [each for each in self._callers if each.talk is None and each.until <= now]:
-            self._turn_away(caller, "slow")
+        while self._strangers and (first := next(iter(self._strangers))).until <= now:
+            self._turn_away(first, "slow")
         self.membership.tick(now)
         if now >= self._beat_at:
-            self._beat_at = now + BEAT_S
-            self.membership.outbox += [(key, {"say": "beat"}) for key in self.membership.members]
+            self._beat_at = now + max(BEAT_S, self.membership.silent_s / 4)
+            beat = {"say": "beat"}
+            self.membership.outbox += [(key, beat) for key in self.membership.members]
+            self._tell_of_callers()
         self._send_all()
 
+    def _has_room(self, now: float) -> bool:
+        """Whether there is a place for another stranger. Those who find none wait in the kernel's queue."""
+        if len(self._strangers) < MAX_STRANGERS:
+            return True
+        return next(iter(self._strangers)).until <= now + CALLER_S - PATIENCE_S
+
+    def _listen(self, is_wanted: bool) -> None:
+        if is_wanted != self._is_listening:
+            self._is_listening = is_wanted
+            if is_wanted:
+                self._selector.register(self._server, selectors.EVENT_READ)
+            else:
+                self._selector.unregister(self._server)
+
     def _accept(self) -> None:
-        while True:
+        for _ in range(ACCEPTED_AT_ONCE):
+            now = time.monotonic()
+            if not self._has_room(now):
+                return
             try:
                 connection, address = self._server.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                return
             except OSError as error:
-                strangers = [each for each in self._callers if each.talk is None]
-                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM) or not strangers:
-                    raise
-                self._turn_away(strangers[0], "full")
+                if error.errno in SCARCE:
+                    self._log.put(f"{len(self._callers)} connections are all that the system allows: {error.strerror}")
+                    self._listens_at = now + 1.0
                 return
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            strangers = [each for each in self._callers if each.talk is None]
-            if len(strangers) >= MAX_STRANGERS:
-                self._turn_away(strangers[0], "full")
-            caller = Caller(connection, str(address[0]), time.monotonic() + CALLER_S)
-            self._callers[caller] = None
+            caller = Caller(connection, str(address[0]), now + CALLER_S)
+            self._callers.add(caller)
+            self._strangers[caller] = None
             self._selector.register(connection, selectors.EVENT_READ, caller)
             self._send(caller, make_challenge(caller.nonce))
+            if len(self._callers) > self._most_callers:
+                # The oldest may be the new one itself: members keep their connections.
+                self._turn_away(next(iter(self._strangers)), "files")
+            elif len(self._strangers) > MAX_STRANGERS:
+                self._turn_away(next(iter(self._strangers)), "full")
 
     def _read(self, caller: Caller) -> None:
         try:
@@ -189,40 +237,64 @@ class Store:
     def _take(self, caller: Caller, frame: bytearray) -> None:
         now = time.monotonic()
         if caller.talk is not None:
-            self.membership.hear(caller, caller.talk.unpack(frame), now)
+            message = caller.talk.unpack(frame)
+            if caller in self.membership.members:
+                self.membership.hear(caller, message, now)
+            else:
+                self._say_last(caller, {"say": "dropped"})  # another process has taken its place
             return
         hello = unpack("hello to a store", frame, self._key, caller.nonce)
         theirs = bytes.fromhex(hello["nonce"])
         if len(theirs) != NONCE_BYTES:
             raise MessageError("malformed")
+        if hello.get("running") is not None:
+            hello["running"]["hosts"] = unpack_hosts(hello["running"]["hosts"])
         caller.talk = Talk(self._key, caller.nonce, theirs, to="a host", of="the store")
+        del self._strangers[caller]
         try:
             self.membership.arrive(caller, hello, caller.address, now)
-            self._tell(f"host {int(hello['host'])} has joined from {caller.address}")
         except RefusedError as error:
-            self._tell(f"a host from {caller.address} was refused: {error}")
-            self._send(caller, caller.talk.pack({"say": "refused", "why": str(error), "for_now": error.for_now}))
-            if caller in self._callers:
-                self._close(caller)
+            if self.membership.over is not None:
+                self._say_last(caller, {"say": "over", **self.membership.over})
+                return
+            self._count(f"was refused: {error}", caller)
+            self._say_last(caller, {"say": "refused", "why": str(error), "for_now": error.for_now})
+            return
+        self._joined.append(int(hello["host"]))
+        self._send(caller, caller.talk.pack({"say": "beat"}))  # so that it knows that this is the store
 
     def _send_all(self) -> None:
-        while self.membership.outbox:
-            key, message = self.membership.outbox.pop(0)
-            if isinstance(key, Caller) and key in self._callers and key.talk is not None:
-                if message["say"] != "beat":
-                    self._tell_people(message, key)
-                self._send(key, key.talk.pack(message))
-                if message["say"] == "dropped" and key in self._callers:
+        """Send what the membership has decided. A message to many is encoded once."""
+        last, body = None, b""
+        while self.membership.outbox:  # a connection that turns out to be broken makes more of them
+            outbox, self.membership.outbox = self.membership.outbox, []
+            for key, message in outbox:
+                if not isinstance(key, Caller) or key not in self._callers or key.talk is None:
+                    continue
+                if message is not last:
+                    last, body = message, Talk.encode(message)
+                self._send(key, key.talk.seal(body))
+                if message["say"] == "dropped":
                     self._close(key)
+        for line in self.membership.news:
+            self._log.put(line)
+        self.membership.news.clear()
 
-    def _tell_people(self, message: Message, key: Caller) -> None:
-        """Report a message once, though it goes to all."""
-        if message["say"] == "round" and message["process"] == 0:
-            self._tell(f"round {message['number']}: {name_hosts(message['hosts'])}")
-        elif message["say"] == "short" and key is next(iter(self.membership.members), None):
-            self._tell(f"the job waits: it needs {message['least']} hosts, and has {name_hosts(message['hosts'])}")
-        elif message["say"] in ("stop", "over") and key is next(iter(self.membership.members), None):
-            self._tell(message["why"])
+    def _tell_of_callers(self) -> None:
+        """Report who came, and who was turned away: many at once are one line, for strangers write this log, too."""
+        if self._joined:
+            here, most = len(self.membership.members), self.membership.most
+            self._log.put(
+                f"{name_hosts(self._joined)} {'has' if len(self._joined) == 1 else 'have'} joined: {here} of {most}"
+            )
+            self._joined.clear()
+        for why, (n, address) in self._turned_away.items():
+            others = f" (and {n - 1} more since the last line)" * (n > 1)
+            self._log.put(f"a caller from {address} {why}{others}")
+        self._turned_away.clear()
+
+    def _count(self, why: str, caller: Caller) -> None:
+        self._turned_away[why] = self._turned_away.get(why, (0, ""))[0] + 1, caller.address
 
     def _send(self, caller: Caller, data: bytes) -> None:
         """Send a few bytes; close the connection to a host whose buffer is full, which has not read for minutes."""
@@ -233,18 +305,59 @@ class Store:
             pass
         self._close(caller)
 
+    def _say_last(self, caller: Caller, message: Message) -> None:
+        if caller.talk is not None:
+            self._send(caller, caller.talk.pack(message))
+        self._close(caller)
+
     def _turn_away(self, caller: Caller, code: str) -> None:
-        self._tell(f"a caller from {caller.address} was turned away: {MessageError(code)}")
+        more = f" (the limit is {self._most_callers + OWN_FILES}: start the store with a higher `ulimit -n`)"
+        self._count(f"was turned away: {MessageError(code)}{more * (code == 'files')}", caller)
         with contextlib.suppress(OSError):
             caller.connection.send(pack_refusal(code))
         self._close(caller)
 
     def _close(self, caller: Caller) -> None:
-        del self._callers[caller]
+        if caller not in self._callers:
+            return
+        self._callers.remove(caller)
+        self._strangers.pop(caller, None)
         self._selector.unregister(caller.connection)
         caller.connection.close()
         if caller in self.membership.members:
             self.membership.leave(caller, "its connection to the store broke", time.monotonic())
+
+
+class _Log:
+    """Lines for people, written by a thread: a full disk, or a reader that stands still, must not stop the store."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+        self._lines: queue.Queue[str | None] = queue.Queue(maxsize=1000)
+        self._n_lost = 0
+        self._thread = threading.Thread(target=self._run, name="meshmend-log", daemon=True)
+        self._thread.start()
+
+    def put(self, line: str) -> None:
+        """Have a line written, unless too many wait already."""
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self._n_lost += 1
+
+    def close(self) -> None:
+        """Write what is left, if that is possible at once."""
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait(None)
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        while (line := self._lines.get()) is not None:
+            n_lost, self._n_lost = self._n_lost, 0
+            with contextlib.suppress(OSError, ValueError):
+                if n_lost:
+                    self._write(f"{n_lost} lines are left out: they could not be written in time")
+                self._write(line)
 
 
 def is_loopback(name: str) -> bool:
@@ -257,6 +370,7 @@ def is_loopback(name: str) -> bool:
 
 def main(where: str, job: str, silent_s: str, start_s: str) -> None:
     """Serve a job on this machine: how `LocalJob` starts its store."""
+    raise_file_limit()
     address, port = where.rsplit(":", 1)
     membership = Membership(silent_s=float(silent_s), start_s=float(start_s))
     with Store(membership, job=job, secret=os.environ["MESHMEND_SECRET"], address=address, port=int(port)) as store:

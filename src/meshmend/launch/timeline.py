@@ -30,8 +30,8 @@ MAX_EVENTS = 10_000
 """Events that are remembered in memory."""
 MAX_FILE_BYTES = 48 << 20
 """All files of a host together: the current one, the one before it (about 60,000 steps in both), and the history."""
-MAX_LINE_BYTES = 64 << 10
-"""Of one event; what is longer keeps its time and name only."""
+MAX_LINE_BYTES = 256 << 10
+"""Of one event, which may list 20,000 hosts; what is longer keeps its time and name only."""
 
 
 class Timeline:

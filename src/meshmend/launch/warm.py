@@ -61,7 +61,7 @@ def main(descriptor: int, *, preload: Sequence[str] = MODULES) -> None:
             importlib.import_module(module)
     loaded = jax_settings()
     _say(control, {"ready": True, "threads": _threads()})
-    commands = control.makefile("r")
+    rest = b""
     with selectors.DefaultSelector() as selector:
         selector.register(control, selectors.EVENT_READ)
         worker, watch = 0, -1
@@ -75,23 +75,25 @@ def main(descriptor: int, *, preload: Sequence[str] = MODULES) -> None:
                     worker = 0
                     _say(control, {"ended": os.waitstatus_to_exitcode(status)})
                     continue
-                line = commands.readline()
-                if not line:
+                data = control.recv(1 << 16)
+                if not data:
                     return
-                command = json.loads(line)
-                if "signal" in command and worker:
-                    os.kill(worker, command["signal"])
-                elif "start" in command:
-                    mine = os.getpid()
-                    worker = os.fork()
-                    if worker == 0:
-                        die_with_parent(mine)
-                        control.close()
-                        _become_worker(bool(preload), loaded, **command["start"])
-                        return
-                    watch = os.pidfd_open(worker)
-                    selector.register(watch, selectors.EVENT_READ)
-                    _say(control, {"pid": worker})
+                # Not through a file: the selector does not see the lines that wait in its buffer.
+                *lines, rest = (rest + data).split(b"\n")
+                for command in map(json.loads, lines):
+                    if "signal" in command and worker:
+                        os.kill(worker, command["signal"])
+                    elif "start" in command:
+                        mine = os.getpid()
+                        worker = os.fork()
+                        if worker == 0:
+                            die_with_parent(mine)
+                            control.close()
+                            _become_worker(bool(preload), loaded, **command["start"])
+                            return
+                        watch = os.pidfd_open(worker)
+                        selector.register(watch, selectors.EVENT_READ)
+                        _say(control, {"pid": worker})
 
 
 def _become_worker(warm: bool, loaded: dict[str, str], argv: list[str], environment: dict[str, str]) -> None:

@@ -1,0 +1,88 @@
+"""How a job ends, whatever the store hears first."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from launch.test_membership import Job, running
+
+
+def test_a_host_that_returns_while_the_job_finishes_changes_nothing() -> None:
+    job = Job(3, least=2, start_s=0)
+    job.arrive(0, 1)
+    job.join(0, 1)
+    job.wait(1)
+    job.started(0, 1)
+    job.say(0, say="done")
+    job.arrive(2)
+    job.wait(5)
+    job.join(2)
+    job.wait(5)
+    assert job.last(1)["say"] == "round"
+    job.say(1, say="done")
+    assert job.membership.over == {"ok": True, "why": "all hosts have finished, except host 2"}
+    assert job.last(2)["ok"]
+
+
+FATES = {
+    "done": [{"say": "done"}],
+    "stopped": [{"say": "join", "port": 1, "why": ""}],
+    "fails": [{"say": "join", "port": 1, "why": "its worker ended with exit code 1"}],
+    "lost": [],
+}
+
+
+@pytest.mark.parametrize("fates", list(itertools.combinations_with_replacement(FATES, 3)), ids="-".join)
+def test_how_a_job_ends_does_not_depend_on_the_order_of_messages(fates: tuple[str, ...]) -> None:
+    """One host has finished. What became of the others decides how the job ends, in whatever order that is heard.
+
+    A worker that fails is at fault, unless a host was lost: then that is why. One that is only stopped asks again when
+    the store has stopped it, and so after something else has happened.
+    """
+    ends = set()
+    everybody = {0: "done", **dict(enumerate(fates, 1))}
+    for order in itertools.permutations(everybody):
+        job = running(4)
+        left = list(order)
+        while left:
+            # The first in this order that has something to say: who is only stopped speaks when it is stopped.
+            host = next((h for h in left if everybody[h] != "stopped" or job.last(h)["say"] == "stop"), None)
+            if host is None:
+                break
+            left.remove(host)
+            if everybody[host] == "lost":
+                job.leave(host)
+            else:
+                job.say(host, **FATES[everybody[host]][0])
+            job.membership.tick(job.now)
+        for host in left:  # nobody has stopped them, so they finish
+            job.say(host, say="done")
+        assert job.membership.over is not None
+        ends.add(job.membership.over["ok"])
+    assert ends == {"fails" not in fates or "lost" in fates}
+
+
+def test_a_host_that_has_finished_and_left_has_finished() -> None:
+    job = running(3)
+    job.say(0, say="done")
+    job.leave(0)
+    job.leave(1)
+    assert job.last(2)["say"] == "round"
+    job.say(2, say="done")
+    assert job.membership.over == {"ok": True, "why": "all hosts have finished, except host 1"}
+
+
+def test_a_new_store_does_not_end_a_job_before_it_knows_all_of_its_hosts() -> None:
+    claim = {"number": 7, "name": "abc", "hosts": [0, 1, 2]}
+    job = Job(3, silent_s=5)
+    job.arrive(0, running=claim, number=7)
+    job.say(0, say="done")
+    assert job.membership.over is None
+    job.arrive(1, running=claim, number=7)
+    job.say(1, say="done")
+    job.wait(4)
+    assert job.membership.over is None
+    job.wait(2)
+    assert job.membership.over == {"ok": True, "why": "all hosts have finished, except host 2"}
