@@ -1,4 +1,4 @@
-"""`meshmend bench`: all-reduce times on real links, and survival of killed chips. Needs torch."""
+"""`meshmend bench`: all-reduce times on real links or JAX devices, and survival of killed chips."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from rich.table import Table
 
+from meshmend.cli.bench_jax import EngineOption, MeasuredOption, time_on_jax
 from meshmend.cli.common import exit_on_error, print_facts, print_json
 from meshmend.cli.options import FailOption, JsonOption
 from meshmend.cli.outputs import check_plot
@@ -47,12 +48,15 @@ def allreduce(
     fail: FailOption = None,
     rate: RateOption = "40mbit",
     payload: Annotated[
-        list[str] | None, typer.Option("--payload", metavar="BYTES", help="As in 32MB. Repeatable. [default: 32MB]")
+        list[str] | None,
+        typer.Option("--payload", metavar="BYTES", help="As in 32MB. Repeatable. [default: 32MB; jax: 4MB]"),
     ] = None,
     planner: Annotated[
         list[str] | None, typer.Option("--planner", metavar="NAME", help="Only these. Repeatable. [default: all]")
     ] = None,
     repeat: RepeatOption = 3,
+    engine: EngineOption = "torch",
+    hardware: MeasuredOption = None,
     update: Annotated[
         bool, typer.Option("--update", help="Also time a sharded update: each plan with a turn, AdamW at the owners.")
     ] = False,
@@ -66,11 +70,23 @@ def allreduce(
     With --fail the whole mesh is timed first; then the hole is cut out of the lab, routes go round it, and the
     survivors are timed too.
 
+    With --engine jax, in place of Gloo's JAX's own psum, and what a job would take; measured beside predicted, on the
+    survivors alone.
+
     Example: meshmend bench allreduce --lab 4x4 --fail 2x2@0,0 --payload 32MB
     """
     with exit_on_error(json):
-        shape = _shape(lab_shape, loopback)
         check_plot("--plot", plot)
+        if engine not in ("torch", "jax"):
+            raise ParameterError(f"--engine is {engine!r}, expected 'torch' or 'jax'.")
+        if engine == "jax":
+            if lab_shape or update:
+                raise ParameterError(f"{'--lab' if lab_shape else '--update'} is for --engine torch: leave it out.")
+            time_on_jax(loopback, fail or [], payload or ["4MB"], planner or [], repeat, hardware, plot, json)
+            return
+        if hardware is not None:
+            raise ParameterError("--hardware is for --engine jax: leave it out.")
+        shape = _shape(lab_shape, loopback)
         sizes = [round(parse_bytes(text)) for text in payload or ["32MB"]]
         _require("torch")
         meshes = _meshes(shape, fail)

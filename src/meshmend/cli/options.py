@@ -104,7 +104,12 @@ PayloadOption = Annotated[
 ]
 HardwareOption = Annotated[
     str,
-    typer.Option("--hardware", metavar="NAME", help=f"One of: {', '.join(PRESETS)}.", autocompletion=complete_hardware),
+    typer.Option(
+        "--hardware",
+        metavar="NAME",
+        help=f"One of: {', '.join(PRESETS)}; or a file that `doctor --measure` wrote.",
+        autocompletion=complete_hardware,
+    ),
 ]
 
 

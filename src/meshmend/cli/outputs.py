@@ -19,9 +19,8 @@ def check_output(option: str, path: Path | None, endings: Sequence[str] = ()) ->
     if path is None:
         return
     if endings and path.suffix.lower() not in endings:
-        raise ParameterError(
-            f"{option} {path}: the name ends in {path.suffix!r}, expected {', '.join(endings[:-1])} or {endings[-1]}."
-        )
+        known = f"{', '.join(endings[:-1])} or {endings[-1]}" if len(endings) > 1 else endings[0]
+        raise ParameterError(f"{option} {path}: the name ends in {path.suffix!r}, expected {known}.")
     if path.is_dir():
         raise ParameterError(f"{option} {path}: this is a folder; name a file in it.")
     if path.exists():

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,8 +78,7 @@ def _try(trial: Trial, sight: Mapping[str, Any], timeout_s: float) -> Finding:
     if trial.probe == "try_jax":
         environment = jax_environment()
         if sight.get("platform") != "tpu":
-            flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=16"
-            environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
+            environment = virtual_devices(16)
     elif trial.probe == "try_libtpu":
         # Compiling needs no device, and searching for a TPU that is not there takes minutes.
         environment = {"JAX_PLATFORMS": "cpu"}
@@ -136,13 +135,25 @@ def run_probe(
 
     `install` is the command that installs what is tried; running it again may fix what is broken.
     """
-    words = [sys.executable, "-m", "meshmend.doctor.probes", probe]
-    started = time.perf_counter()
-    again = " ".join([*(f"{key}={shlex.quote(value)}" for key, value in environment.items()), "python", *words[1:]])
+    words = ["-m", "meshmend.doctor.probes", probe]
+    again = " ".join([*(f"{key}={shlex.quote(value)}" for key, value in environment.items()), "python", *words])
     anew = "--reinstall" if install.startswith("apt-get") else "--force-reinstall"
     advice = f"{install.replace(' install', f' install {anew}')}\nthe whole error: {again}"
-    with subprocess.Popen(  # noqa: S603  # our own module, in our own interpreter
-        words,
+    started = time.perf_counter()
+    facts, failure = ask(words, environment, timeout_s)
+    took = time.perf_counter() - started
+    if failure is None and "detail" in facts:
+        return Finding(section, name, "works", str(facts["detail"]), seconds=took), facts
+    return Finding(section, name, "broken", failure or "no answer", advice, took), {}
+
+
+def ask(words: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> tuple[dict[str, Any], str | None]:
+    """Run Python with these words in a process group of its own; return the JSON object in its last line of output.
+
+    The second value says what went wrong, None if nothing did.
+    """
+    with subprocess.Popen(  # noqa: S603  # our own modules, in our own interpreter
+        [sys.executable, *words],
         env={**os.environ, **environment},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -154,20 +165,23 @@ def run_probe(
         try:
             output, complaints = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            return Finding(section, name, "broken", f"no answer within {timeout_s:g} s", advice), {}
+            return {}, f"no answer within {timeout_s:g} s"
         finally:
-            # Whatever the probe started ends with it, even if the probe itself has finished.
+            # Whatever the process started ends with it, even if the process itself has finished.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-    took = time.perf_counter() - started
+    ending = _last_line(complaints) or f"ended with exit code {process.returncode} and no output"
     try:
-        facts: dict[str, Any] = json.loads(output.splitlines()[-1])
-        detail = str(facts["detail"])
-    except (IndexError, KeyError, TypeError, json.JSONDecodeError):
-        facts, detail = {}, _last_line(complaints) or f"ended with exit code {process.returncode} and no output"
-    if process.returncode or not facts:
-        return Finding(section, name, "broken", detail, advice, took), {}
-    return Finding(section, name, "works", detail, seconds=took), facts
+        facts = json.loads(output.splitlines()[-1])
+    except (IndexError, json.JSONDecodeError):
+        return {}, ending
+    return (facts, None) if isinstance(facts, dict) and not process.returncode else ({}, ending)
+
+
+def virtual_devices(n_devices: int) -> dict[str, str]:
+    """Return what to set so that a process of JAX has so many virtual CPU devices: JAX reads it once per process."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={n_devices}"
+    return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
 
 
 def _last_line(text: str) -> str:

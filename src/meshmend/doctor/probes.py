@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from meshmend.errors import MeshmendError
+from meshmend.errors import MeshmendError, ParameterError
 from meshmend.planning import plan
 from meshmend.topology import Mesh
 
@@ -92,6 +92,25 @@ def try_jax() -> dict[str, Any]:
     got = np.asarray(total(jnp.asarray(payload.ravel()), program)).reshape(n_devices, 100)
     _expect(bool((got == payload.sum(axis=0)).all()))
     return {"detail": f"all-reduce on {fabric.mesh}: run on {where}, correct"}
+
+
+def measure_jax(file: str, shape: str = "") -> dict[str, Any]:
+    """Measure the devices that JAX has, and write the file: those of a TPU, or virtual ones that form `shape`."""
+    import jax
+
+    import meshmend.jax as mmj
+    from meshmend.cost.hardware_file import hardware_facts
+
+    is_placed = getattr(jax.devices()[0], "coords", None) is not None
+    if not (shape or is_placed or os.environ.get("MESHMEND_SHAPE")):
+        raise ParameterError(
+            f"{jax.devices()[0].device_kind} devices report no coordinates, so nobody knows which of them are "
+            "neighbours. Say which mesh virtual CPU devices are to form: --shape 4x4."
+        )
+    fabric = mmj.discover(shape=shape, failed=(), wrap=False) if shape else mmj.discover()
+    hardware = mmj.measure(fabric, file=file)
+    detail = f"measured on {fabric.mesh} of {jax.devices()[0].device_kind}"
+    return {"detail": detail, "mesh": str(fabric.mesh), **hardware_facts(hardware)}
 
 
 def try_libtpu() -> dict[str, Any]:
@@ -178,10 +197,10 @@ def try_availability() -> dict[str, Any]:
     return {"detail": "simulated a month of 4x4 chips"}
 
 
-PROBES: dict[str, Callable[[], dict[str, Any]]] = {
+PROBES: dict[str, Callable[..., dict[str, Any]]] = {
     probe.__name__: probe
     for probe in (
-        *(try_numpy, see_jax, try_jax, try_libtpu, try_torch, try_torchft),
+        *(try_numpy, see_jax, try_jax, measure_jax, try_libtpu, try_torch, try_torchft),
         *(try_lab, try_simgrid, try_drawing, try_availability),
     )
 }
@@ -192,12 +211,12 @@ def _expect(right: bool) -> None:
         raise MeshmendError("It ran, and the result is wrong. Do not train with it; please report this.")
 
 
-def main(name: str) -> None:
+def main(name: str, *words: str) -> None:
     """Run one probe. Output of libraries goes to standard error, so that standard output has only the result."""
     with contextlib.redirect_stdout(sys.stderr):
-        answer = PROBES[name]()
+        answer = PROBES[name](*words)
     sys.stdout.write(json.dumps(answer) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
