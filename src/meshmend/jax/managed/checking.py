@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -152,7 +153,7 @@ class Checking:
         if self._digest is None:
             fabric = self.session.fabric
             with self.session.timeline.timed("compile"):
-                jitted = jax.jit(lambda tree, few: replica_digests(tree, few, fabric, shardings=shardings))
+                jitted = fabric.jit(partial(replica_digests, fabric=fabric, shardings=shardings))
                 self._digest = jitted.lower(tree, few).compile()
         return self._digest(tree, few)
 

@@ -203,7 +203,7 @@ class TrainingRun:
         if self.is_sharded:
             way = install_pair if self.model.is_fsdp else install_turn
         program = way(schedule, fabric)
-        batch = self._input(next(self.feed.batches(fabric)), fabric)
+        batch = self._input(self.feed.like(fabric), fabric)
         return compile_train_step(self.model.training(fabric), program, self.model.like(fabric, program), batch)
 
     def _build_ahead(self, fabric: Fabric) -> None:
