@@ -59,8 +59,7 @@ def train(folder: Path, steps: int) -> None:
             schedule = mm.plan(fabric.mesh, PLANNER, cache=PlanCache(folder / "plans"))
             program = mmj.install_pair(schedule, fabric)
             training = mmj.train_step(loss, optimizer, fabric, per_example=True)
-            batch = next(feed.batches(fabric))
-            return compile_train_step(training, program, weights, batch)
+            return compile_train_step(training, program, weights, feed.like(fabric))
 
         fabric = session.fabric
         session.plan(PLANNER, cache=folder / "plans")

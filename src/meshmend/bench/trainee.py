@@ -93,7 +93,7 @@ def main(path: str) -> None:
         optimizer = optax.adam(2.0**-7 if job.exact else 1e-2)
 
         def build(fabric: mmj.Fabric, schedule: Any) -> CompiledTrainStep:
-            batch = next(feed.batches(fabric))
+            batch = feed.like(fabric)
             if job.shard == "fsdp":
                 pair = mmj.install_pair(schedule, fabric)
                 sharded = mmj.sharded_train_step(sharded_loss, optimizer, fabric, per_example=True)
