@@ -60,8 +60,7 @@ def train(folder: Path, steps: int) -> None:
             """Plan and compile for a fabric: that of the survivors, or that after another failure."""
             program = plan(fabric).install(fabric)
             training = mmj.train_step(loss, optimizer, fabric, per_example=True)
-            batch = next(feed.batches(fabric))
-            return compile_train_step(training, program, weights, batch)
+            return compile_train_step(training, program, weights, feed.like(fabric))
 
         fabric = session.fabric
         session.agree_on_plan(lambda _: plan(fabric))

@@ -203,6 +203,6 @@ def test_processes_measure_together(tmp_path: Path) -> None:
     line = next(line for line in done.stdout.splitlines() if '"choices"' in line)
     facts = json.loads(line[line.index("{") :])
     assert (facts["mesh"], facts["chips"], facts["processes"]) == ("2x4", 8, 2)
-    assert [one["case"] for one in facts["results"]][0] == "psum"
+    assert facts["results"][0]["case"] == "psum"
     assert facts["choices"][0]["job_to_fastest"] >= 1
     assert list((tmp_path / "shared" / "hardware").glob("*.json"))

@@ -8,10 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import meshmend
+import meshmend as mm
 import meshmend.jax as mmj
+from jax_engine.compiling.job_programs import recorded_compilations
 from meshmend.jax import compiler_options
 from meshmend.jax.compiler_options import OPTIONS, CompilerOption, Purpose, options_for, without_option
 from meshmend.jax.compiling import ahead_of_time
@@ -43,12 +46,32 @@ def test_a_fabric_has_the_options_of_its_purposes_and_only_on_tpus() -> None:
     assert fabric.compiler_options == fabric.overlap_options == {}
 
 
+def test_a_fabric_jits_with_its_options_but_not_inside_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX refuses options for a part of a program; sharded parameters may be made inside of one."""
+    fabric = mmj.discover(jax.devices()[:4], shape="2x2")
+    by_purpose = {Purpose.OVERLAP: {"xla_cpu_enable_fast_min_max": False}}
+    some = {"xla_cpu_enable_fast_min_max": True, "xla_cpu_enable_fast_math": False}
+    monkeypatch.setattr("meshmend.jax.fabric.options_for", lambda _, *purposes: by_purpose.get(purposes[0], some))
+    with recorded_compilations(at_least=1) as found:
+        for overlap in (False, True):
+            fabric.jit(lambda x: x + 1, overlap=overlap)(jnp.ones(3))
+        pair = mmj.install_pair(mm.plan(fabric.mesh, "hamiltonian"), fabric)
+        cut = fabric.jit(lambda tree, pair: mmj.shard_params(tree, fabric, pair).shards)
+        (shards,) = cut(np.ones(8, np.float32), pair)
+    assert shards.sum() == 8
+    assert [options for name, options in found if name == "jit__lambda"] == [
+        some,
+        some | by_purpose[Purpose.OVERLAP],
+        some,
+    ]
+
+
 @needs_libtpu
 @pytest.mark.parametrize("topology", SLICES)
 def test_libtpu_knows_every_option(topology: str) -> None:
     fabric = slice_fabric(topology)
-    assert fabric.overlap_options == options_for("tpu", Purpose.LINKS, Purpose.OVERLAP)
-    assert mmj.tile(fabric, "1x1").compiler_options == options_for("tpu", Purpose.LINKS, Purpose.TILES)
+    assert fabric.overlap_options == options_for("tpu", *Purpose)
+    assert mmj.tile(fabric, "1x1").compiler_options == options_for("tpu", Purpose.LINKS, Purpose.PARTS)
     for option in OPTIONS:
         compile_one(fabric, topology, {option.name: option.value})
 
@@ -74,4 +97,4 @@ def test_what_to_do_without_an_option() -> None:
 
 def compile_one(fabric: mmj.Fabric, topology: str, options: dict[str, str]) -> None:
     x: Any = jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=fabric.sharding())
-    compile_step(topology, jax.jit(lambda x: x + 1), fabric, x, options=options)
+    compile_step(topology, jax.jit(lambda x: x + 1, compiler_options=options), fabric, x)

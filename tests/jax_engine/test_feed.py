@@ -184,6 +184,24 @@ def test_a_filter_is_refused_where_it_takes_a_sample_out() -> None:
         list(feed.batches(fabric_of(), epochs=1))
 
 
+@pytest.mark.parametrize("side", [None, "2x2"])
+def test_what_batches_are_like_is_known_from_one_sample(side: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source()
+    feed = mmj.Feed(source, mmj.KeepPerChip(3), threads=0, prefetch=0)
+    fabric = fabric_of("1,1") if side is None else mmj.tile(fabric_of("1,1"), side)
+    like = feed.like(fabric)
+    assert len(source.reads) == 1
+    batch = next(feed.batches(fabric))
+
+    def shapes(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), tree)
+
+    assert shapes((like.data, like.weights)) == shapes((batch.data, batch.weights))
+    assert (like.learning_rate_factor, like.at, like.after) == (batch.learning_rate_factor, batch.at, batch.after)
+    monkeypatch.setattr(jax, "process_index", lambda: 7)
+    assert shapes(feed.like(fabric).data) == shapes(batch.data), "a process without a device there may ask"
+
+
 def test_a_process_without_a_device_in_the_fabric_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     feed = mmj.Feed(Source(), mmj.KeepGlobal(2))
     monkeypatch.setattr(jax, "process_index", lambda: 1)

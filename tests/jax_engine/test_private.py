@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from meshmend.jax.private import KeyValueStore, key_value_store, share_cache_keys_on_cpu, varying_axes
+from meshmend.jax.private import KeyValueStore, is_tracing, key_value_store, share_cache_keys_on_cpu, varying_axes
 from meshmend.launch.processes import free_port
 
 NO_STORE = (
@@ -21,6 +21,10 @@ NO_STORE = (
 NO_KEYS = (
     "JAX makes the keys of its compile cache otherwise: on CPU, all processes but the first compile anew after a "
     "restart (meshmend.jax.job.compile_cache). Change share_cache_keys_on_cpu in meshmend/jax/private.py."
+)
+NO_TRACING = (
+    "JAX does not say any more whether it is tracing: Fabric.jit would give compiler options to a part of a jitted "
+    "function, which JAX refuses. Change is_tracing in meshmend/jax/private.py."
 )
 NO_AXES = (
     "JAX keeps track of varying values otherwise: all_reduce under check_vma=True would count gradients twice that JAX "
@@ -127,3 +131,12 @@ def test_axes_over_which_a_value_varies(check_vma: bool, expected: list[set[str]
     )
     jax.eval_shape(mapped, np.zeros(2, np.float32), np.zeros(3, np.float32))
     assert found == expected, NO_AXES
+
+
+def test_whether_a_function_is_being_traced() -> None:
+    def says(_: Any) -> Any:
+        return np.float32(is_tracing())
+
+    assert says(0) == 0, NO_TRACING
+    assert jax.jit(says)(0) == 1, NO_TRACING
+    assert says(0) == 0, NO_TRACING

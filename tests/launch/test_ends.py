@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ def test_a_host_that_returns_while_the_job_finishes_changes_nothing() -> None:
     assert job.last(2)["ok"]
 
 
-FATES = {
+FATES: dict[str, list[dict[str, Any]]] = {
     "done": [{"say": "done"}],
     "stopped": [{"say": "join", "port": 1, "why": ""}],
     "fails": [{"say": "join", "port": 1, "why": "its worker ended with exit code 1"}],

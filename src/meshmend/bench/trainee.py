@@ -119,7 +119,7 @@ def main(path: str) -> None:
             )
 
         def build(fabric: mmj.Fabric, planned: mmj.TrainingPlan) -> CompiledTrainStep:
-            batch, program = next(feed.batches(fabric)), planned.install(fabric)
+            batch, program = feed.like(fabric), planned.install(fabric)
             if job.shard == "fsdp":
                 sharded = mmj.sharded_train_step(sharded_loss, optimizer, fabric, per_example=True)
                 like = jax.eval_shape(lambda pair: _sharded_params(fabric, pair), program)

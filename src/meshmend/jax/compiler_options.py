@@ -16,9 +16,9 @@ class Purpose(StrEnum):
     """What an option is for."""
 
     LINKS = "links"
-    """Every step: all links of a chip at once."""
-    TILES = "tiles"
-    """A model that is split inside tiles."""
+    """Every program: all links of a chip at once."""
+    PARTS = "parts"
+    """Every program: XLA's own collectives among a part of the chips, inside tiles and between hosts."""
     OVERLAP = "overlap"
     """Communication that is to hide behind computing, as in `scan_layers`."""
 
@@ -43,9 +43,10 @@ OPTIONS = (
     CompilerOption(
         "xla_tpu_enable_glp_ring_reordering",
         "false",
-        Purpose.TILES,
-        "By default the v6e compiler fails on a collective inside tiles of four or more chips as soon as a chip is "
-        "missing from the slice. Other generations accept the option and do not need it.",
+        Purpose.PARTS,
+        "By default the v6e compiler fails on a collective among a part of the slice's chips: inside tiles of four or "
+        "more as soon as one is missing, and between one chip of each host, which is how a state is restored from "
+        "memory. Other generations accept the option and do not need it.",
     ),
     CompilerOption(
         "xla_tpu_use_aggressive_scheduling",

@@ -61,7 +61,16 @@ def shard_params(
     ShardedParams(6 layers, 432 parameters in shards of float32)
     """
     params = jax.tree.map(jnp.asarray, params)
-    return _made(lambda tree: tree, params, fabric, program, stacked, shardings, gather_dtype, accumulate_dtype)
+    return _made(
+        lambda tree: tree,
+        params,
+        fabric,
+        program,
+        stacked=stacked,
+        shardings=shardings,
+        gather_dtype=gather_dtype,
+        accumulate_dtype=accumulate_dtype,
+    )
 
 
 def init_sharded(
@@ -79,19 +88,35 @@ def init_sharded(
 
     No more than one layer (or the one tree) is ever whole on a chip. The options are those of `shard_params`.
     """
-    return _made(make, key, fabric, program, stacked, shardings, gather_dtype, accumulate_dtype)
+    return _made(
+        make,
+        key,
+        fabric,
+        program,
+        stacked=stacked,
+        shardings=shardings,
+        gather_dtype=gather_dtype,
+        accumulate_dtype=accumulate_dtype,
+    )
 
 
-def _made(
+def _made(make: Callable[[Any], Any], given: Any, fabric: Fabric, program: ProgramPair, **cut: Any) -> ShardedParams:
+    made, values, outline = sharder(make, given, fabric, program, **cut)
+    return ShardedParams(made(values, program), outline)
+
+
+def sharder(
     make: Callable[[Any], Any],
     given: Any,
     fabric: Fabric,
     program: ProgramPair,
-    stacked: bool,
-    shardings: Any,
-    gather_dtype: DTypeLike | None,
-    accumulate_dtype: DTypeLike | None,
-) -> ShardedParams:
+    *,
+    stacked: bool = False,
+    shardings: Any = None,
+    gather_dtype: DTypeLike | None = None,
+    accumulate_dtype: DTypeLike | None = jnp.float32,
+) -> tuple[jax.stages.Wrapped, list[Any], ShardedOutline]:
+    """Return the program behind `init_sharded`, what it is called with before the programs, and the shards' outline."""
     check_pair(program)
     check_program(program, fabric)
     n_layers = _count_layers(given) if stacked else None
@@ -127,8 +152,8 @@ def _made(
 
     split = fabric.sharding(*spec_of(outline, fabric))
     values, restored = _on_every_process(given)
-    made = jax.jit(lambda values, program: function(restored(values), program), out_shardings=split)
-    return ShardedParams(made(values, program), outline)
+    made = fabric.jit(lambda values, program: function(restored(values), program), out_shardings=split)
+    return made, values, outline
 
 
 def _on_every_process(given: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
@@ -192,7 +217,7 @@ def unshard_params(tree: Any, fabric: Fabric, program: ProgramPair) -> Any:
         def function(shards: Shards, program: ProgramPair) -> Any:
             return _by_layer(lambda one: join(one, program), shards, params.outline)
 
-        return jax.jit(function)(params.shards, program)
+        return fabric.jit(function)(params.shards, program)
 
     return jax.tree.map(lambda x: whole(x) if is_sharded(x) else x, tree, is_leaf=is_sharded)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from meshmend.cost import Hardware
 from meshmend.errors import MeshError, name_chip
 from meshmend.jax.compiler_options import Purpose, options_for
+from meshmend.jax.private import is_tracing
 from meshmend.jax.wraparound import documented_wrap
 from meshmend.machines import Machine
 from meshmend.machines.read import as_machine
@@ -101,12 +102,13 @@ class Fabric:
 
     @property
     def compiler_options(self) -> dict[str, str]:
-        """Options for `jax.jit(…, compiler_options=…)` that allow more than five lanes in flight at once.
+        """Options for `jax.jit(…, compiler_options=…)` that every program on this fabric needs; `jit` gives them.
 
-        They matter for chips with six links (v4, v5p) and are empty but on TPUs. `meshmend.jax.compiler_options` says
-        why each is there.
+        They allow more than five lanes in flight at once, for chips with six links (v4, v5p), and XLA's own
+        collectives among a part of the chips (v6e). None but on TPUs. `meshmend.jax.compiler_options` says why each is
+        there.
         """
-        return options_for(self.platform, Purpose.LINKS)
+        return options_for(self.platform, Purpose.LINKS, Purpose.PARTS)
 
     @property
     def overlap_options(self) -> dict[str, str]:
@@ -115,6 +117,20 @@ class Fabric:
         For steps in which communication is to hide behind computing, as in `scan_layers`.
         """
         return self.compiler_options | options_for(self.platform, Purpose.OVERLAP)
+
+    def jit(self, function: Callable[..., Any], *, overlap: bool = False, **settings: Any) -> jax.stages.Wrapped:
+        """Return `jax.jit(function, **settings)` with `compiler_options`, or with `overlap` the `overlap_options`.
+
+        Every program that runs on this fabric is to be compiled so. Inside a function that JAX is tracing it is a part
+        of that function's program, whose own options count.
+
+        >>> import jax, jax.numpy as jnp
+        >>> fabric = discover(jax.devices()[:4], shape="2x2")
+        >>> fabric.jit(jnp.sum)(jnp.ones(3))
+        Array(3., dtype=float32)
+        """
+        options = self.overlap_options if overlap else self.compiler_options
+        return jax.jit(function, compiler_options=None if is_tracing() else options or None, **settings)
 
     def sharding(self, *axes: str | tuple[str, ...] | None) -> jax.sharding.NamedSharding:
         """Return the sharding that splits an array's axes by axes of this fabric; none means one copy per device."""

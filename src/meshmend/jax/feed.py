@@ -129,6 +129,22 @@ class Feed:
         factor = self.policy.learning_rate_factor(fabric.mesh.n_chips, fabric.mesh.size)
         return self._batches(fabric, split, at, steps, mine, reader, factor)
 
+    def like(self, fabric: Fabric) -> Batch:
+        """Return the shapes and dtypes of this fabric's batches, to compile for: `compile_train_step` takes them.
+
+        Reads one sample. The fabric may be one on which this process has no device, as after the loss of its own host.
+        """
+        split, at = self.split(fabric), Position()
+        sharding, n_rows = fabric.sharding(fabric.batch_axes), split.n_devices * split.rows
+
+        def shape(local: NDArray[Any]) -> Any:
+            local = _canonical(local)
+            return jax.ShapeDtypeStruct((n_rows, *local.shape[1:]), local.dtype, sharding=sharding)
+
+        data = _stack(DeviceRows(self._samples, split, at, 1, [0], [0])[0])
+        factor = self.policy.learning_rate_factor(fabric.mesh.n_chips, fabric.mesh.size)
+        return Batch(jax.tree.map(shape, data), shape(np.zeros(1, np.float32)), factor, at, split.after(at), self)
+
     def read(self, fabric: Fabric, at: Position, devices: Sequence[int], rows: Sequence[int]) -> tuple[Any, Any]:
         """Read some rows of any devices at a position (again); return data and weights, as NumPy arrays.
 

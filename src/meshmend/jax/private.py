@@ -79,6 +79,13 @@ def share_cache_keys_on_cpu() -> bool:
     return True
 
 
+def is_tracing() -> bool:
+    """Whether JAX is tracing a function: what is jitted now becomes a part of that function's program."""
+    from jax._src import core
+
+    return not core.trace_state_clean()
+
+
 def varying_axes(value: Any) -> frozenset[str]:
     """Return the axes of a `shard_map` over which JAX knows a value to vary; none where it does not keep track."""
     kind = jax.typeof(value)

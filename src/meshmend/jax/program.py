@@ -250,7 +250,7 @@ def _abstract(table: NDArray[Any], sharding: NamedSharding) -> Any:
 
 def _put(table: NDArray[Any], sharding: NamedSharding) -> jax.Array:
     # Each process fills in the rows of its own devices, so this works on many hosts too.
-    return jax.make_array_from_callback(table.shape, sharding, lambda index: table[index])
+    return jax.make_array_from_callback(table.shape, sharding, lambda index: table[index], dtype=table.dtype)
 
 
 def _proven(schedule: Any, fabric: Fabric) -> Schedule:

@@ -14,7 +14,6 @@ import jax
 
 from meshmend.cost import between_tiles
 from meshmend.errors import ParameterError
-from meshmend.jax.compiler_options import Purpose, options_for
 from meshmend.jax.fabric import Fabric
 from meshmend.topology import Tiling, cut_into_tiles, name_shape
 
@@ -59,11 +58,6 @@ class TiledFabric(Fabric):
     def n_chips(self) -> int:
         """Chips that compute: those of all tiles."""
         return self.mesh.n_chips * self.tiling.n_places
-
-    @property
-    def compiler_options(self) -> dict[str, str]:
-        """Options for `jax.jit(…, compiler_options=…)`, with those that collectives inside tiles need."""
-        return super().compiler_options | options_for(self.platform, Purpose.TILES)
 
     def __repr__(self) -> str:
         inner = ", ".join(f"{name}={self.jax_mesh.shape[name]}" for name in self.inner_axes)

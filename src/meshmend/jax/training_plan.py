@@ -141,7 +141,7 @@ def plan(
         raise ParameterError(f"update is {update!r}, expected one of: {', '.join(map(repr, UPDATES))}.")
     target = hardware_of(fabric, hardware)
     workload = workload_of(fabric, params, update=update, shardings=shardings, accumulate_dtype=accumulate_dtype)
-    budget = {} if budget_s is None else {"budget_s": budget_s}
+    budget: dict[str, Any] = {} if budget_s is None else {"budget_s": budget_s}
     mesh = fabric.mesh
     scalars = plan_schedule(mesh, payload_bytes=SCALAR_BYTES, hardware=target, cache=cache, **budget)
     if isinstance(planner, Planner):
@@ -227,7 +227,7 @@ def _layer_bytes(params: Any, fabric: Fabric) -> float:
     def layer_bytes(one: ShardedParams) -> float:
         sums = one.outline.accumulate_dtype
         leaves = jax.tree.leaves(one.outline.own_like)
-        return sum(math.prod(x.shape) * travel_dtype(x.dtype, sums).itemsize for x in leaves)
+        return float(sum(math.prod(x.shape) * travel_dtype(x.dtype, sums).itemsize for x in leaves))
 
     cores = fabric.jax_mesh.shape[fabric.core_axis] if fabric.core_axis else 1
     most = max(trees, key=lambda one: layer_bytes(one) * (one.n_layers or 1))

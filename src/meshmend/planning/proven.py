@@ -88,7 +88,7 @@ def plan(
 
 def _with_budget(planner: Planner, budget_s: float) -> Planner:
     """Return the same planner with another budget, if it has one."""
-    changed = {}
+    changed: dict[str, Any] = {}
     for field in dataclasses.fields(planner):  # type: ignore[arg-type]  # planners are dataclasses
         value = getattr(planner, field.name)
         if field.name == "budget_s":

@@ -176,6 +176,7 @@ class Probe:
 
     device: Any
     rounds: int
+    compute: Callable[..., jax.Array]
     now: Callable[[], float] = time.perf_counter
 
     @cached_property
@@ -187,11 +188,10 @@ class Probe:
         """Compute, and return the seconds."""
         given = self._given
         began = self.now()
-        _compute(*given).block_until_ready()
+        self.compute(*given).block_until_ready()
         return self.now() - began
 
 
-@jax.jit
 def _compute(x: jax.Array, rounds: jax.Array) -> jax.Array:
     found: jax.Array = jax.lax.fori_loop(0, rounds, lambda _, x: jnp.tanh(x @ x), x)
     return found
@@ -206,13 +206,14 @@ def make_probes(
     """
     devices = fabric.jax_mesh.devices.reshape(fabric.mesh.n_chips, -1)[:, 0]
     local = {rank: device for rank, device in enumerate(devices) if device.process_index == process}
-    trials = [Probe(device, TRIAL_ROUNDS, now) for device in local.values()]
+    compute = fabric.jit(_compute)
+    trials = [Probe(device, TRIAL_ROUNDS, compute, now) for device in local.values()]
     for trial in trials:
         trial()  # compiles
     own_s = min((trial() for trial in trials for _ in range(3)), default=None)
     typical_s = float(np.median([found for found in exchange(own_s) if found is not None]))
     rounds = max(1, round(TRIAL_ROUNDS * PROBE_S / max(typical_s, 1e-6)))
-    return {rank: Probe(device, rounds, now) for rank, device in local.items()}
+    return {rank: Probe(device, rounds, compute, now) for rank, device in local.items()}
 
 
 def _rounded(seconds: float) -> float:

@@ -160,7 +160,7 @@ class Recompute:
             return jnp.concatenate([inputs, found])[None]
 
         def mapped(function: Callable[..., Any], *specs: PartitionSpec) -> Any:
-            return jax.jit(
+            return fabric.jit(
                 jax.shard_map(function, mesh=fabric.jax_mesh, in_specs=specs, out_specs=axes, check_vma=False)
             )
 

@@ -10,7 +10,7 @@ import importlib.util
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -137,23 +137,21 @@ def compile_for(
     mapped = jax.shard_map(
         all_reduce, mesh=fabric.jax_mesh, in_specs=(by_device, program.spec), out_specs=by_device, check_vma=False
     )
-    return compile_step(topology, jax.jit(mapped, donate_argnums=0), fabric, payload, program)[0]
+    return compile_step(topology, fabric.jit(mapped, donate_argnums=0), fabric, payload, program)[0]
 
 
-def compile_step(
-    topology: str, jitted: Any, fabric: Fabric, *arguments: Any, options: Mapping[str, str] | None = None
-) -> tuple[Compiled, Any]:
+def compile_step(topology: str, jitted: Any, fabric: Fabric, *arguments: Any) -> tuple[Compiled, Any]:
     """Compile any jitted function that takes abstract arguments on `fabric`; also returns JAX's compiled object.
 
-    `options` stand in for `fabric.compiler_options`, as `fabric.overlap_options` where communication is to hide.
+    Its own options, as `fabric.jit(…, overlap=True)` gives them where communication is to hide, count as well.
     """
     started = time.perf_counter()
     lowered = jitted.lower(*arguments)
     lower_seconds = time.perf_counter() - started
     started = time.perf_counter()
     with TemporaryDirectory(prefix="meshmend-") as dump:
-        given = {**(fabric.compiler_options if options is None else options), **dump_options(Path(dump))}
-        with _as_compiler_error(topology):
+        given = {**fabric.compiler_options, **dump_options(Path(dump))}
+        with as_compiler_error(topology):
             compiled = lowered.compile(compiler_options=given)
         compile_seconds = time.perf_counter() - started
         text = _text_of(compiled, Path(dump))
@@ -243,7 +241,8 @@ def _is_program(value: Any) -> bool:
 
 
 @contextmanager
-def _as_compiler_error(topology: str) -> Iterator[None]:
+def as_compiler_error(topology: str) -> Iterator[None]:
+    """Raise a `CompilerError` that says what to do in place of the compiler's own."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -148,7 +148,8 @@ def compile_stack(
     if gradients_only:
         if not is_scanned:
             raise ParameterError("Gradients alone are compiled for scan_layers: shard by fsdp, or none with hide.")
-        jitted, arguments = jax.jit(_mapped(jax.grad(scanned), fabric, (specs, by_chip), specs, program)), (params, x)
+        function = _mapped(jax.grad(scanned), fabric, (specs, by_chip), specs, program)
+        jitted, arguments = fabric.jit(function, overlap=True), (params, x)
     elif shard is Shard.NONE and hide:
         state = _placed(jax.eval_shape(optimizer.init, params), PartitionSpec(), fabric)
 
@@ -158,7 +159,7 @@ def compile_stack(
 
         whole = PartitionSpec()
         mapped = _mapped(step, fabric, (whole, whole, by_chip), whole, program)
-        jitted, arguments = jax.jit(mapped, donate_argnums=(0, 1)), (params, state, x)
+        jitted, arguments = fabric.jit(mapped, overlap=True, donate_argnums=(0, 1)), (params, state, x)
     else:
         training: Any = (
             sharded_train_step(scanned, optimizer, fabric, accumulate_dtype=model.sums)
@@ -171,9 +172,9 @@ def compile_stack(
             if shard is Shard.FSDP
             else jax.tree.map(lambda x: by_chip if shard is Shard.UPDATE and x.ndim else PartitionSpec(), made)
         )
-        jitted = jax.jit(training.step, donate_argnums=(0, 1))
+        jitted = fabric.jit(training.step, overlap=True, donate_argnums=(0, 1))
         arguments = (params, _placed(made, split, fabric), x)
-    return compile_step(topology, jitted, fabric, *arguments, program, options=fabric.overlap_options)[0]
+    return compile_step(topology, jitted, fabric, *arguments, program)[0]
 
 
 def _program(plans: StackPlans, fabric: Fabric, shard: Shard) -> Any:

@@ -1,8 +1,12 @@
 """Compile a training job's functions, for the current survivors and for those after the next failure.
 
 XLA's compile cache is keyed by the program and the numbers of its devices, not by how many other processes there are.
-So while all hosts are up, process 0 can compile for the loss of each: the devices of the first processes stand in for
-the survivors'. A restart with a hole that has never happened then finds its programs compiled.
+So while all hosts are up, process 0 can compile for the loss of each, for devices with the numbers that the survivors'
+will have (`Session.fabrics_ahead`). A restart with a hole that has never happened then finds its programs compiled.
+
+On a TPU the key also has the slice's topology. Tests show that the survivors' programs are found by their keys where
+the slice still says that it is whole (libtpu's own devices and keys, without a TPU). That a TPU's runtime comes up
+without a host, and what it then says of its topology, nobody has tried: Cloud TPU restarts a slice whole or not at all.
 """
 
 from __future__ import annotations
@@ -20,11 +24,13 @@ import jax
 import numpy as np
 
 from meshmend.errors import ParameterError, PlanError
+from meshmend.jax.compiling.ahead_of_time import as_compiler_error
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.feed import Batch
 from meshmend.jax.job.session import Session, is_orderly
 from meshmend.jax.program import AnyProgram
 from meshmend.jax.sharded_training import ShardedTrainStep
+from meshmend.jax.state.combine import compile_combine
 from meshmend.jax.state.layout import StateLayout
 from meshmend.jax.state.mirror import make_parts_fn
 from meshmend.jax.state.splits import AnyTrainStep
@@ -55,11 +61,11 @@ class CompiledTrainStep:
 
 
 def compile_train_step(training: AnyTrainStep, program: AnyProgram, params: Any, batch: Batch) -> CompiledTrainStep:
-    """Compile `train_step(…, per_example=True)` for a feed's batches, and what keeps copies of its state.
+    """Compile `train_step(…, per_example=True)` for a feed's batches, and what keeps and combines copies of its state.
 
     Or `sharded_train_step(…, per_example=True)`, with its sharded parameters.
 
-    `params` may be on any device or on none: only shapes and dtypes count.
+    `params` and `batch` may be on any device or on none (`Feed.like`): only shapes and dtypes count.
     """
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), params)
     layout = StateLayout.of(training, program, like)
@@ -68,10 +74,21 @@ def compile_train_step(training: AnyTrainStep, program: AnyProgram, params: Any,
         for i, leaf in enumerate(layout.leaves)
     ]
     params, state = jax.tree.unflatten(layout.structure, leaves)
-    init = jax.jit(training.init).lower(params, program).compile()
-    step = jax.jit(training.step, donate_argnums=(0, 1))
-    scale = jax.ShapeDtypeStruct((), np.float32)
-    lowered = step.lower(params, state, batch.data, program, weights=batch.weights, scale=scale)
+    fabric, scale = training.fabric, jax.ShapeDtypeStruct((), np.float32)
+    # What gathers its parameters hides that behind computing.
+    step = fabric.jit(training.step, overlap=isinstance(training, ShardedTrainStep), donate_argnums=(0, 1))
+    with as_compiler_error(f"{fabric.mesh!r} of {fabric.jax_mesh.devices.flat[0].device_kind}"):
+        init = fabric.jit(training.init).lower(params, program).compile()
+        lowered = step.lower(params, state, batch.data, program, weights=batch.weights, scale=scale)
+        _check_result(layout, lowered)
+        compiled = lowered.compile()
+        fabric.jit(make_parts_fn(layout)).lower(params, state).compile()
+        compile_combine(layout.outline, fabric)
+    return CompiledTrainStep(program, layout, init, compiled)
+
+
+def _check_result(layout: StateLayout, lowered: Any) -> None:
+    """Refuse a step whose state comes back with other shapes or dtypes: the next step could not take it."""
     new_params, new_state, *_ = lowered.out_info
     why = layout.difference(new_params, new_state)
     if why:
@@ -80,13 +97,6 @@ def compile_train_step(training: AnyTrainStep, program: AnyProgram, params: Any,
             "and keeps one layout of its state. Use an optimizer whose state keeps its arrays, shapes and dtypes; or, "
             "for other dtypes, cast the state in its init()."
         )
-    # What gathers its parameters hides that behind computing.
-    options: dict[str, str | bool] = {}
-    if isinstance(training, ShardedTrainStep):
-        options.update(training.fabric.overlap_options)
-    compiled = lowered.compile(compiler_options=options or None)
-    jax.jit(make_parts_fn(layout)).lower(params, state).compile()
-    return CompiledTrainStep(program, layout, init, compiled)
 
 
 class CompileAhead:
@@ -120,11 +130,12 @@ class CompileAhead:
     def _run(self) -> None:
         try:
             losses = list(self.session.fabrics_ahead())
-            for _, fabric in losses if self.plan is not None else ():
+            for _, fabric in losses:
                 if self._stop.is_set():
                     return
-                with contextlib.suppress(PlanError):
-                    self.plan(fabric)
+                if self.plan is not None:
+                    with contextlib.suppress(PlanError):
+                        self.plan(fabric)
             for lost, fabric in losses:
                 if self._stop.is_set():
                     return

@@ -26,7 +26,14 @@ from meshmend.jax.job.compile_cache import use_compile_cache
 from meshmend.jax.job.coordination import Coordination
 from meshmend.jax.job.launch import Launch, read_launch
 from meshmend.jax.job.rendezvous import rendezvous
-from meshmend.jax.job.survivors import agree_on_quarantine, check_connected, check_part, fabric_of_hosts, find_fabric
+from meshmend.jax.job.survivors import (
+    agree_on_quarantine,
+    check_connected,
+    check_part,
+    fabric_without,
+    find_fabric,
+    processes_of,
+)
 from meshmend.jax.tiles import TiledFabric, tile
 from meshmend.jax.training_plan import TrainingPlan
 from meshmend.jax.training_plan import plan as plan_training
@@ -76,6 +83,8 @@ class Session:
     """How the chips are cut into tiles, by `in_tiles`."""
     quarantined: tuple[Quarantined, ...] = ()
     """What is left out of the fabric, though its host is there: the same on every process."""
+    shape: Sequence[int] | str | None = None
+    """The shape that `initialize` was given, if any."""
 
     @property
     def host(self) -> int:
@@ -148,25 +157,31 @@ class Session:
     def fabrics_ahead(self) -> Iterator[tuple[int, Fabric]]:
         """Return what the fabric would be after the loss of each single host: (its number, the fabric).
 
-        Its devices are there only to compile for, and only on process 0: those of the first processes stand in for
-        the survivors, with the numbers that theirs would have. What is compiled for them goes into the compile cache
-        under the key that the restarted job will look up. Losses that cut the mesh in two are left out, and those that
-        leave no tile whole.
+        Its devices are there only to compile for, and only on process 0. They have the numbers that the survivors'
+        will have, so that what is compiled for them goes into the compile cache under the key that the restarted job
+        will look up. Where hosts are given by their numbers, processes and their devices are numbered anew after a
+        loss, so those of the first processes stand in for the survivors. Where devices report coordinates (TPU), the
+        chips of each process are a hole in turn, and its number stands for the host; a TPU device's number is its
+        place in the slice, which does not change with who is missing, so the survivors stand for themselves.
+
+        Left out are losses that cut the mesh in two, that leave no tile whole, or nothing to train on.
         """
-        if self.hosts is None or self.launch.process != 0:
+        if self.launch.process != 0:
             return
-        for lost in self.host_of_process:
-            left = [number for number in self.host_of_process if number != lost]
-            if left:
-                fabric = fabric_of_hosts(self.hosts, left, jax.devices(), self.quarantined)
-                if not fabric.mesh.is_connected:
+        devices = jax.devices()
+        chips = self.fabric.chips if isinstance(self.fabric, TiledFabric) else self.fabric
+        for lost in processes_of(devices) if self.hosts is None else self.host_of_process:
+            try:
+                fabric = fabric_without(lost, self.hosts, self.host_of_process, devices, self.shape, self.quarantined)
+                if fabric is None or not fabric.mesh.is_connected:
                     continue
+                # The restarted job plans for what was measured, too.
+                fabric = replace(fabric, hardware=chips.hardware)
                 if self.cut is not None:
-                    try:
-                        fabric = self.cut.of(fabric)
-                    except MeshError:
-                        continue
-                yield lost, fabric
+                    fabric = self.cut.of(fabric)
+            except (MeshError, QuarantineError, RestartError):
+                continue  # the restarted job would stop there, too
+            yield lost, fabric
 
     def __enter__(self) -> Self:
         return self
@@ -299,7 +314,7 @@ def initialize(
     notes.note("fabric", at=joined, seconds=time.time() - joined, **found)
     for entry in quarantined:
         note_quarantined(notes, entry, hosts)
-    return Session(fabric, launched, hosts, numbers, coordination, notes, quarantined=quarantined)
+    return Session(fabric, launched, hosts, numbers, coordination, notes, quarantined=quarantined, shape=shape)
 
 
 def _configure(compile_cache: str | Path | None) -> None:

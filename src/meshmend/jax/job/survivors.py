@@ -92,6 +92,32 @@ def fabric_of_hosts(
     return leave_out(fabric, quarantined, hosts)
 
 
+def processes_of(devices: Sequence[Any]) -> list[int]:
+    """Return the processes that drive devices which report coordinates, as a TPU's do; none where any does not."""
+    if any(getattr(device, "coords", None) is None for device in devices):
+        return []
+    return sorted({int(device.process_index) for device in devices})
+
+
+def fabric_without(
+    lost: int,
+    hosts: Hosts | None,
+    numbers: Sequence[int],
+    devices: Sequence[Any],
+    shape: Sequence[int] | str | None,
+    quarantined: Sequence[Quarantined] = (),
+) -> Fabric | None:
+    """Return what the fabric would be after the loss of a host, None where no host is left: see `fabrics_ahead`.
+
+    `lost` is one of the `numbers`, or without `hosts` the number of a process.
+    """
+    if hosts is not None:
+        left = [number for number in numbers if number != lost]
+        return fabric_of_hosts(hosts, left, devices, quarantined) if left else None
+    survivors = [device for device in devices if device.process_index != lost]
+    return leave_out(discover(survivors, shape=shape), quarantined, None) if survivors else None
+
+
 def leave_out(fabric: Fabric, quarantined: Sequence[Quarantined], hosts: Hosts | None) -> Fabric:
     """Return a fabric without the chips and cables that are in quarantine."""
     if not quarantined:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,7 +152,7 @@ class Checking:
         if self._digest is None:
             fabric = self.session.fabric
             with self.session.timeline.timed("compile"):
-                jitted = jax.jit(lambda tree, program: replica_digests(tree, program, fabric, shardings=shardings))
+                jitted = fabric.jit(partial(replica_digests, fabric=fabric, shardings=shardings))
                 self._digest = jitted.lower(tree, program).compile()
         return self._digest(tree, program)
 

@@ -75,7 +75,8 @@ def with_places(batch: Batch, fabric: Fabric) -> Batch:
     is repeated.
     """
     table = batch.feed.split(fabric).epochs_and_places(batch.at).reshape(-1, 2)
-    put = jax.make_array_from_callback(table.shape, fabric.sharding(fabric.batch_axes), lambda index: table[index])
+    sharding = fabric.sharding(fabric.batch_axes)
+    put = jax.make_array_from_callback(table.shape, sharding, lambda index: table[index], dtype=table.dtype)
     return replace(batch, data=(batch.data, put))
 
 

@@ -251,11 +251,14 @@ def fetch_params(tree: Any, fabric: Fabric, program: ProgramPair) -> Any:
     """Return sharded parameters whole, as NumPy arrays, with one layer at a time on the chips. For every process."""
 
     def whole(params: ShardedParams) -> Any:
-        join = joined(params, fabric, program)
-        if params.n_layers is None:
-            return fetch(jax.jit(join)(params.shards, program))
-        one = jax.jit(lambda number, params, program: join(params.layer(number), program))
-        layers = [fetch(one(np.int32(number), params, program)) for number in range(params.n_layers)]
-        return jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
+        join = joiner(params, fabric, program)
+        layers = [fetch(join(np.int32(number), params, program)) for number in range(params.n_layers or 1)]
+        return layers[0] if params.n_layers is None else jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
 
     return jax.tree.map(whole, tree, is_leaf=is_sharded)
+
+
+def joiner(params: ShardedParams, fabric: Fabric, program: ProgramPair) -> jax.stages.Wrapped:
+    """Return the program from a layer's number, sharded parameters and programs to that layer's (or the one) tree."""
+    join, is_tree = joined(params, fabric, program), params.n_layers is None
+    return fabric.jit(lambda number, params, program: join(params.shards if is_tree else params.layer(number), program))

@@ -214,7 +214,7 @@ class TrainingRun:
 
     def _build(self, fabric: Fabric, planned: TrainingPlan) -> CompiledTrainStep:
         program = planned.install(fabric)
-        batch = self._input(next(self.feed.batches(fabric)), fabric)
+        batch = self._input(self.feed.like(fabric), fabric)
         return compile_train_step(self.model.training(fabric), program, self.model.like(fabric, program), batch)
 
     def _build_ahead(self, fabric: Fabric) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.state.outline import Vectors
+from meshmend.jax.state.outline import Outline, Vectors, dtype_named
 
 BLOCK_BYTES = 16 << 20
 """Bytes sent at a time, which bounds the device memory that this needs."""
@@ -24,11 +23,11 @@ def combine(vectors: Vectors, fabric: Fabric) -> Vectors:
         return vectors
     names = list(vectors)
     stream = np.concatenate([vectors[name].view(np.uint8).reshape(-1) for name in names])
-    block = min(BLOCK_BYTES, 1 << max(12, (len(stream) - 1).bit_length()))
+    block = _block(len(stream))
     padded = np.zeros(-(-len(stream) // block) * block, np.uint8)
     padded[: len(stream)] = stream
     words = padded.view(np.uint32).reshape(-1, block // 4)
-    add, sharding = _adder(leaders)
+    add, sharding = make_adder(fabric)
     here = next(device for device in leaders if device.process_index == jax.process_index())
     for row in words:
         mine = jax.device_put(row[None], here)
@@ -50,9 +49,27 @@ def _leaders(fabric: Fabric) -> tuple[Any, ...]:
     return tuple(first[process] for process in sorted(first))
 
 
-@cache
-def _adder(leaders: tuple[Any, ...]) -> tuple[Any, NamedSharding]:
-    mesh = jax.sharding.Mesh(np.array(leaders), ("host",))
+def compile_combine(outline: Outline, fabric: Fabric) -> None:
+    """Compile what `combine` runs for a state's vectors, into the compile cache: a restart then finds it there."""
+    if len(_leaders(fabric)) > 1:
+        add, sharding = make_adder(fabric)
+        words = _block(sum(dtype_named(dtype).itemsize * size for dtype, size in outline.vectors.values())) // 4
+        add.lower(jax.ShapeDtypeStruct((sharding.num_devices, words), np.uint32, sharding=sharding)).compile()
+
+
+def _block(n_bytes: int) -> int:
+    """Return the bytes to send at a time of so many, a power of two."""
+    return min(BLOCK_BYTES, 1 << max(12, (n_bytes - 1).bit_length()))
+
+
+def make_adder(fabric: Fabric) -> tuple[jax.stages.Wrapped, NamedSharding]:
+    """Return what sums rows of words, one per host, on a device of each; and how these rows lie on the devices."""
+    mesh = jax.sharding.Mesh(np.array(_leaders(fabric)), ("host",))
     by_host = PartitionSpec("host")
-    add = jax.shard_map(lambda row: lax.psum(row, "host"), mesh=mesh, in_specs=by_host, out_specs=by_host)
-    return jax.jit(add), NamedSharding(mesh, by_host)
+
+    def add(row: jax.Array) -> jax.Array:
+        total: jax.Array = lax.psum(row, "host")
+        return total
+
+    mapped = jax.shard_map(add, mesh=mesh, in_specs=by_host, out_specs=by_host)
+    return fabric.jit(mapped), NamedSharding(mesh, by_host)

@@ -119,7 +119,7 @@ class Mirror:
                 "them. If that host is lost, the job goes back to its last checkpoint on disk.",
                 stacklevel=2,
             )
-        self._cut: Any = jax.jit(make_parts_fn(layout, self.host_of_chip))
+        self._cut: Any = layout.fabric.jit(make_parts_fn(layout, self.host_of_chip))
         self._writer = ThreadPoolExecutor(1, "meshmend-mirror")
         self._writing: Future[None] | None = None
 

@@ -179,6 +179,6 @@ def compile_workload(
     """Compile a workload's train step over a plan, or, without one, what each device computes by itself."""
     program = None if schedule is None else abstract_program(schedule, fabric)
     arguments = abstract_arguments(workload, fabric, batch=batch)
-    jitted = jax.jit(train_step(workload, fabric), donate_argnums=(0, 1, 2))
+    jitted = fabric.jit(train_step(workload, fabric), donate_argnums=(0, 1, 2))
     with jax.set_mesh(fabric.jax_mesh):
         return compile_step(topology, jitted, fabric, *arguments, program)[0]

@@ -1,0 +1,83 @@
+"""Every program of a job is compiled with its fabric's options: when it starts, trains, checks, restores and ends."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import meshmend
+import meshmend.jax as mmj
+from jax_engine.compiling.job_programs import recorded_compilations
+from jax_engine.managed.managed_cases import BATCH, alone, train
+from jax_engine.managed.test_fsdp_job import FSDP
+from jax_engine.managed.test_tiled_job import SHARDINGS, SPLIT
+
+OPTION = {"xla_cpu_enable_fast_min_max": True}
+"""One that a CPU's compiler knows, in the place of those for TPUs."""
+OF_JOBS = [f"jax/{part}/*.py" for part in ("state", "managed", "checks", "compiling")] + ["jax/cut_params.py"]
+CHECKED = {"checks": mmj.Checks(digests_every=1, recompute_every=2)}
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "replicated": (CHECKED, {"update": "replicated"}),
+    "sharded": ({"checks": mmj.Checks(digests_every=1, recompute_every=0)}, {"update": "sharded"}),
+    "fsdp": ({}, FSDP),
+    "tiled": ({"tile": "2x2"}, {"params": SPLIT, "shardings": SHARDINGS, "update": "sharded"}),
+}
+MORE = {
+    "replicated": ["jit_replica_digests", "jit_choose", "jit_run"],
+    "sharded": ["jit_replica_digests"],
+    "fsdp": ["jit__lambda"],  # makes shards, and fetches them
+    "tiled": [],
+}
+
+
+@pytest.mark.parametrize(
+    "kind", ["replicated", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sharded", "fsdp", "tiled"))]
+)
+def test_a_job_from_start_to_restart_compiles_with_its_fabrics_options(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHMEND_MEMORY", str(tmp_path / "memory"))
+    monkeypatch.setattr("meshmend.jax.fabric.options_for", lambda *_: OPTION)
+    of_job, of_training = KINDS[kind]
+    with recorded_compilations() as compiled:
+        for steps, hole in ((2, ""), (3, " minus 0,0")):
+            session = alone(("4x4" if "tile" in of_job else "2x3") + hole)
+            job = mmj.Job(tmp_path / "shared", BATCH, session=session, planner="weave", disk_every=0, **of_job)
+            train(job, steps, **of_training)
+            job.close()
+    assert (job.resumed.source, job.resumed.step) == ("memory", 2)
+    assert {"jit_init", "jit_step", "jit_cut", *MORE[kind]} == {name for name, _ in compiled}
+    assert {name for name, options in compiled if not OPTION.items() <= options.items()} == set()
+
+
+def test_no_part_of_a_job_jits_past_its_fabric() -> None:
+    """By its own name, which also a decorator has; `fabric.jit` gives the options."""
+    source = Path(meshmend.__file__).parent
+    files = [file for part in OF_JOBS for file in source.glob(part)]
+    assert len(files) > len(OF_JOBS)
+    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in files}
+    found = [f"{file.relative_to(source)}:{line}" for file, tree in trees.items() for line in bare_jits(tree)]
+    assert found == [], "use fabric.jit"
+
+
+def bare_jits(tree: ast.AST) -> list[int]:
+    """Lines with `jax.jit`, or that import it or another way to compile by another name."""
+    ways = {"jit", "pjit", "pmap"}
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr in ways and getattr(node.value, "id", "") == "jax")
+        or (isinstance(node, ast.ImportFrom) and "jax" in (node.module or "").split(".")[:1] and imported(node) & ways)
+    ]
+
+
+def imported(node: ast.ImportFrom) -> set[str]:
+    return {alias.name for alias in node.names}
+
+
+def test_a_bare_jit_would_be_found() -> None:
+    code = "from jax import jit\n@jax.jit\ndef f(x): return x\ng = fabric.jit(f)\nh = partial(jax.jit, f)\nimport jax"
+    assert sorted(bare_jits(ast.parse(code))) == [1, 2, 5]
