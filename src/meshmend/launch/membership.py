@@ -158,6 +158,7 @@ class Membership:
                     f"another process, at {member.address}, is host {host} already. Give each host its own --place",
                     for_now=True,
                 )
+            self.outbox.append((other, {"say": "dropped"}))
             self.leave(other, "its process was replaced by a new one", now)
         if len(self.members) >= self.most:
             raise RefusedError(f"the job has {self.most} hosts already, as many as --hosts allows")
@@ -181,6 +182,8 @@ class Membership:
         member.heard_at = now
         self.members.move_to_end(key)
         say = message["say"]
+        if say == "beat" or self.over is not None:
+            return
         if say == "join":
             was, member.port, self._asked = member.state, int(message["port"]), True
             self._move(key, "waiting")
@@ -195,13 +198,12 @@ class Membership:
             self._finished = member.host if self._finished is None else self._finished
         elif say == "failed":
             self._end_job(ok=False, why=f"host {member.host} gave up: {message.get('why', '')}")
-        if say != "beat":
-            self._advance(now)
+        self._check_finished()
 
     def leave(self, key: Hashable, why: str, now: float) -> None:
         """Drop a member whose connection has ended."""
         self._lose([key], why, now)
-        self._advance(now)
+        self._check_finished()
 
     def tick(self, now: float) -> None:
         """Do what is due: drop silent members, end a round for newcomers, start the next one.
@@ -223,24 +225,22 @@ class Membership:
         if silent:
             self.outbox += [(key, {"say": "dropped"}) for key in silent]
             self._lose(silent, f"not heard from for {now - self.members[silent[-1]].heard_at:.0f} s", now)
-        self._advance(now)
+        self._check_adopted(now)
+        self._check_finished()
+        if self.over is None and self._finished is None:
+            self._advance(now)
 
     def due(self, now: float) -> float:
         """Return how many seconds may pass until `tick` is due."""
         since = max(self._arrived_at, self._ended_at)
         times = [self._arrived_at + self.settle_s, self._arrived_at + self.start_s, since + self.ask_s]
         times += [self._missing_until] if self._missing else []
-        times += [member.heard_at + self.silent_s for _, member in zip(range(1), self.members.values(), strict=False)]
+        if self.members:
+            times.append(next(iter(self.members.values())).heard_at + self.silent_s)
         return min(max(0.01, min((at - now for at in times if at > now), default=BEAT_S)), self.silent_s / 2)
 
     def _advance(self, now: float) -> None:
-        """End the job or a round, or start the next one, if it is time."""
-        if self.over is not None:
-            return
-        self._check_adopted(now)
-        if self._finished is not None:
-            self._check_finished()
-            return
+        """End a round for newcomers, or start the next one, if it is time."""
         waiting = self._in["waiting"]
         if not waiting or not self._asked or self._missing:
             return
@@ -270,6 +270,8 @@ class Membership:
 
     def _check_finished(self) -> None:
         """End the job if every host that trained has ended; those that came later wait for nothing more."""
+        if self._finished is None or self.over is not None:
+            return
         if self._in["running"] or self._in["idle"] or self._missing:
             return
         if self._failed and not self._lost:
