@@ -220,8 +220,8 @@ def _layer_bytes(params: Any, fabric: Fabric) -> float:
     others = [type(one).__name__ for one in trees if not isinstance(one, ShardedParams)]
     if others or not trees:
         raise ParameterError(
-            f"With update='fsdp' params are ShardedParams, as mmj.init_sharded makes them, got "
-            f"{others[0] if others else 'none'}."
+            f"With update='fsdp' params is a {others[0] if others else 'tree without arrays'}, expected ShardedParams: "
+            "cut it with mmj.shard_params, or make it with mmj.init_sharded."
         )
 
     def layer_bytes(one: ShardedParams) -> float:

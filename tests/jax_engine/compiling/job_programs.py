@@ -115,7 +115,7 @@ def compile_the_rest(kind: str, fabric: mmj.Fabric, compiled: CompiledTrainStep)
         for part in params.values():
             joiner(part, fabric, program).lower(number, part, program).compile()
         return
-    few = program if isinstance(program, mmj.Program) else program.few
+    few = program if isinstance(program, mmj.Program) else program.scalars
     digest = fabric.jit(partial(replica_digests, fabric=fabric, shardings=model.shardings))
     digest.lower(params, few).compile()
     if not isinstance(fabric, TiledFabric):

@@ -129,7 +129,7 @@ class CompileAhead:
 
     def _run(self) -> None:
         try:
-            losses = list(self.session.fabrics_ahead())
+            losses, unlisted = self._losses()
             for _, fabric in losses:
                 if self._stop.is_set():
                     return
@@ -143,9 +143,20 @@ class CompileAhead:
                     why_not = self._build(lost, fabric)
                     if why_not is not None:
                         facts["why_not"] = why_not
+            if unlisted is not None:
+                raise unlisted
         except Exception as error:
             # Whatever it is, an error in a thread would go unseen.
             self.session.timeline.note("compile ahead", why_not=self._failed(None, error))
+
+    def _losses(self) -> tuple[list[tuple[int, Fabric]], Exception | None]:
+        """Return the losses to build for, and why there are no more of them if listing them failed."""
+        found: list[tuple[int, Fabric]] = []
+        try:
+            found.extend(self.session.fabrics_ahead())
+        except Exception as error:
+            return found, error
+        return found, None
 
     def _build(self, lost: int, fabric: Fabric) -> str | None:
         try:

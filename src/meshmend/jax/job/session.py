@@ -151,7 +151,7 @@ class Session:
                 facts["from_cache"] = len(store) == before
                 self.coordination.exchange(None)
             facts["planner"], facts["steps"] = found.schedules[0].planner, found.schedules[0].n_steps
-            _check_same_plan(self.coordination.exchange(found.digest))
+            _check_same_plan([fact["plan"] for fact in self.coordination.exchange({"plan": found.digest})])
             return found
 
     def fabrics_ahead(self) -> Iterator[tuple[int, Fabric]]:
