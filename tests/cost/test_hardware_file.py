@@ -85,7 +85,7 @@ def test_the_command_line_takes_a_file_and_names_one_that_is_damaged(tmp_path: P
     write_hardware(MINE, path, {})
     words = ["plan", "2x3", "--payload", "4kB", "--hardware", str(path), "--json"]
     done = CliRunner().invoke(app, words)
-    assert json.loads(done.output)["forecast"]["hardware"] == "mine"
+    assert json.loads(done.stdout)["hardware"]["name"] == "mine"
     path.write_text("{")
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 1

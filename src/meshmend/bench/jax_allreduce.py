@@ -31,10 +31,9 @@ from jax import lax
 from numpy.typing import NDArray
 
 import meshmend.jax as mmj
-from meshmend.bench.jax_report import JOB, PSUM, as_text, compare
+from meshmend.bench.jax_report import JOB, PSUM, as_text, compare, read_payload
 from meshmend.cost import StepDemand
 from meshmend.cost.hardware_file import hardware_facts
-from meshmend.cost.units import parse_bytes
 from meshmend.errors import LabError, MeshmendError, ParameterError, PlanError
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.job import Session, initialize, initialize_alone
@@ -219,18 +218,6 @@ def main(words: Sequence[str]) -> None:
             if session.launch.process == 0:
                 sys.stdout.write((json.dumps(found) if given.json else as_text(found)) + "\n")
                 sys.stdout.flush()
-
-
-def read_payload(text: str) -> int:
-    """Return the bytes of a payload: whole float32 values, at least one.
-
-    >>> read_payload("4kB"), read_payload("10")
-    (4000, 8)
-    """
-    n_values = round(parse_bytes(text)) // 4
-    if n_values < 1:
-        raise ParameterError(f"The payload is {text}, expected at least 4 bytes: one float32 value.")
-    return 4 * n_values
 
 
 def _own_fabric(shape: str | None, holes: list[str]) -> Fabric:

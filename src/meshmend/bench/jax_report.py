@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshmend.cost.units import name_bytes, name_seconds
+from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
+from meshmend.errors import ParameterError
 
 PSUM = "psum"
 """JAX's own all-reduce: not ours to plan or to predict."""
@@ -15,6 +16,18 @@ JOB = "job"
 COLUMNS = ("payload", "case", "steps", "measured", "predicted", "off by", "× best", "× psum")
 N_NAMES = 2
 """Columns that are names; the others are numbers."""
+
+
+def read_payload(text: str) -> int:
+    """Return the bytes of a payload: whole float32 values, at least one.
+
+    >>> read_payload("4kB"), read_payload("10B")
+    (4000, 8)
+    """
+    n_values = round(parse_bytes(text)) // 4
+    if n_values < 1:
+        raise ParameterError(f"The payload is {text}, expected at least 4 bytes: one float32 value.")
+    return 4 * n_values
 
 
 def compare(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

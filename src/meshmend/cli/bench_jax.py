@@ -8,15 +8,16 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from meshmend.bench.jax_report import COLUMNS, N_NAMES, summary, table_rows, title
+from meshmend.bench.jax_report import COLUMNS, N_NAMES, read_payload, summary, table_rows, title
 from meshmend.cli.common import print_facts, print_json
 from meshmend.cli.options import complete_hardware, completing
 from meshmend.cli.terminal import print_table, working
 from meshmend.cost import find_hardware
-from meshmend.cost.units import name_bytes, parse_bytes
+from meshmend.cost.units import name_bytes
 from meshmend.doctor.examine import ask, jax_environment, virtual_devices
 from meshmend.errors import LabError
 from meshmend.extras import require
+from meshmend.planning import make_planner
 from meshmend.topology import Mesh
 
 TIMEOUT_S = 3600.0
@@ -52,7 +53,8 @@ def time_on_jax(
 ) -> None:
     """Time `psum`, every planner and what a job takes; print a table or JSON, and draw the plot.
 
-    With a shape, on virtual CPU devices; without one, on the devices that JAX has and that know where they are.
+    With a shape, on virtual CPU devices; without one, on the devices that JAX has and that know where they are. What is
+    wrong with the options is said here, before the other process starts.
     """
     require("jax", "optax", needed_for="This measurement", extra="jax")
     words = ["-m", "meshmend.bench.jax_allreduce", "--json", "--repeat", str(repeat)]
@@ -61,9 +63,11 @@ def time_on_jax(
         environment = virtual_devices(Mesh(shape).fail(*holes).n_chips)
         words += ["--shape", shape]
     if hardware is not None:
-        find_hardware(hardware)  # complains here, and not in the other process
+        find_hardware(hardware)
         words += ["--hardware", hardware]
-    sizes = ", ".join(name_bytes(parse_bytes(text)) for text in payloads)
+    for name in planners:
+        make_planner(name)
+    sizes = ", ".join(name_bytes(read_payload(text)) for text in payloads)
     repeated = {"--fail": holes, "--payload": payloads, "--planner": planners}
     words += [word for option, values in repeated.items() for value in values for word in (option, value)]
     with working(f"all-reduces of {sizes}", json):
