@@ -234,3 +234,31 @@ class _Maker:
             collective=self.collective,
             planner="random",
         )
+
+
+def with_idle_steps(template: Schedule, rng: random.Random) -> Schedule:
+    """Return a schedule with some steps later than they need be, the first as well: a template to be repeated."""
+    later = np.sort([rng.randint(0, template.n_transfers - template.n_steps) for _ in range(template.n_steps)])
+    names = ("src", "dst", "first_chunk", "n_chunks", "op", "phase")
+    return Schedule(
+        template.mesh,
+        total_chunks=template.total_chunks,
+        step=template.step + later[template.step],
+        owners=template.owners,
+        phase_names=template.phase_names,
+        collective=template.collective,
+        may_idle=True,
+        **{name: getattr(template, name) for name in names},
+    )
+
+
+def repeated_with_idle_steps(seed: int, *, max_chips: int = 6) -> Schedule | None:
+    """Return a random all-reduce that is repeated and whose template begins with an idle step; None for few seeds."""
+    rng = random.Random(seed)
+    template = random_schedule(seed, collective=Collective.ALL_REDUCE, max_chips=max_chips, max_chunks=4)
+    if template.n_transfers == template.n_steps:
+        return None  # there is no room for idle steps
+    template = with_idle_steps(template, rng)
+    if not template.step[0]:
+        return None
+    return template.repeated(rng.randint(2, 5), rng.randint(1, template.n_steps))

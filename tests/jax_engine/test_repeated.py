@@ -13,8 +13,12 @@ import meshmend.numpy as mmn
 from jax_engine import cases
 from meshmend.planning import Weave
 from meshmend.schedule import Collective, Op
+<<<<<<< HEAD
 from meshmend.schedule.lanes import KEEP, Lowered, lower
 from random_schedules import random_schedule
+=======
+from random_schedules import random_schedule, repeated_with_idle_steps
+>>>>>>> numerics
 
 
 def replay(lowered: Lowered, payload: np.ndarray) -> np.ndarray:
@@ -52,6 +56,29 @@ def test_tables_of_any_repeated_schedule_do_what_numpy_does(seed: int) -> None:
     payload = np.random.default_rng(seed).integers(-99, 99, size=(whole.mesh.n_chips, whole.total_chunks))
     assert np.array_equal(replay(lower(whole), payload), mmn.run(whole, payload))
     assert np.array_equal(mmn.run(whole, payload), np.broadcast_to(payload.sum(axis=0), payload.shape))
+
+
+def test_templates_that_begin_with_idle_steps_are_summed_exactly() -> None:
+    """By their tables, by NumPy, and a few by the engine itself."""
+    n_run = 0
+    for seed in range(200):
+        whole = repeated_with_idle_steps(seed)
+        if whole is None:
+            continue
+        payload = np.random.default_rng(seed).integers(-99, 99, size=(whole.mesh.n_chips, whole.total_chunks))
+        total = np.broadcast_to(payload.sum(axis=0), payload.shape)
+        for form in (whole, whole.expanded()):
+            assert np.array_equal(mmn.run(form, payload), total), seed
+        assert np.array_equal(replay(lower(whole), payload), total), seed
+        if seed % 40 == 0:
+            mesh = whole.mesh
+            fabric = mmj.discover(jax.devices()[: mesh.size], shape=mesh.shape, failed=mesh.holes, wrap=mesh.wrap)
+            for form in (whole, whole.expanded()):
+                program = mmj.install(form, fabric)
+                got = cases.on_chips(fabric, mmj.all_reduce, payload.astype(np.int32), program)
+                assert np.array_equal(got, total), (seed, form)
+            n_run += 1
+    assert n_run > 1
 
 
 def test_tables_do_not_grow_with_the_repeats() -> None:

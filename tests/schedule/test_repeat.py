@@ -21,7 +21,7 @@ from meshmend.errors import CollisionError, ScheduleError, ScheduleFileError, Ve
 from meshmend.schedule import MAX_EXPANDED, Collective
 from meshmend.schedule.serialize import from_text, to_text
 from meshmend.schedule.split import all_gather_of, reduce_scatter_of
-from random_schedules import random_schedule
+from random_schedules import random_schedule, with_idle_steps
 
 
 def pair(**changes: Any) -> Schedule:
@@ -57,22 +57,6 @@ def broken(template: Schedule, rng: random.Random) -> Schedule:
     )
 
 
-def with_idle_steps(template: Schedule, rng: random.Random) -> Schedule:
-    """Return the template with some steps later than they need be."""
-    later = np.sort([rng.randint(0, template.n_transfers - template.n_steps) for _ in range(template.n_steps)])
-    names = ("src", "dst", "first_chunk", "n_chunks", "op", "phase")
-    return Schedule(
-        template.mesh,
-        total_chunks=template.total_chunks,
-        step=template.step + later[template.step] - later[0],
-        owners=template.owners,
-        phase_names=template.phase_names,
-        collective=template.collective,
-        may_idle=True,
-        **{name: getattr(template, name) for name in names},
-    )
-
-
 def repeated(seed: int, rng: random.Random) -> Schedule | None:
     """Return a random template, every other one broken, a few times over."""
     template = random_schedule(seed, max_chips=6, max_chunks=4)
@@ -94,6 +78,8 @@ def test_the_proof_of_the_template_is_the_proof_of_the_whole() -> None:
             continue
         expanded = whole.expanded()
         assert whole.n_steps == expanded.n_steps
+        assert whole.phases == expanded.phases
+        assert whole.step_starts[-1] == whole.n_transfers
         right = counting.is_right(expanded)
         verdicts[right] += 1
         for form in (whole, expanded):
@@ -133,6 +119,32 @@ def test_expanded_is_every_repeat_shifted_by_its_period_and_its_chunks() -> None
     assert whole != expanded
     assert expanded.expanded() is expanded
     assert np.array_equal(whole.step_starts, expanded.step_starts)
+
+
+def test_a_template_that_begins_with_idle_steps_loses_none() -> None:
+    """Up in step 2 and down in step 3, three times, every four steps: of steps 0 to 11 six count."""
+    columns: dict[str, Any] = {"src": [1, 0], "dst": [0, 1], "op": [0, 1], "phase": [0, 1]}
+    padded = {name: [*column, *column] for name, column in columns.items()}
+    template = Schedule(
+        Mesh((1, 2)),
+        total_chunks=2,
+        step=[2, 3, 2, 3],
+        first_chunk=[0, 0, 1, 1],
+        owners=[0, 0],
+        phase_names=("up", "down"),
+        may_idle=True,
+        **padded,
+    )
+    whole = template.repeated(3, 4)
+    assert whole.n_steps == 6
+    assert whole.step.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert whole.step_starts.tolist() == [0, 2, 4, 6, 8, 10, 12]
+    assert [(phase.first_step, phase.last_step) for phase in whole.phases] == [(0, 4), (1, 5)]
+    assert whole.expanded().phases == whole.phases
+    mm.verify(whole)
+    mm.verify(whole.expanded())
+    forecast = mm.predict(whole, 1e9, "ideal", mode="asynchronous")
+    assert forecast.seconds >= forecast.bound_seconds
 
 
 def test_a_chunk_that_is_written_twice_in_a_step_is_found_in_the_template() -> None:
@@ -176,6 +188,10 @@ def test_predictions_are_exactly_those_of_the_expanded_schedule() -> None:
             assert ours.phase_seconds(payload, hardware) == pytest.approx(
                 theirs.phase_seconds(payload, hardware), rel=1e-12
             )
+        if whole.repeats < 4:
+            ahead, same = (mm.predict(form, payload, hardware, mode="asynchronous") for form in (whole, expanded))
+            assert ahead.seconds == pytest.approx(same.seconds)
+            assert ahead.ratio_to_bound >= 1 - 1e-12
         assert link_load(whole) == pytest.approx(link_load(expanded), rel=1e-12)
         checked += 1
     assert checked > 100

@@ -10,7 +10,7 @@ import pytest
 
 import meshmend.numpy as mmn
 from meshmend import Collective, Mesh, Op, Schedule, verify
-from random_schedules import random_schedule
+from random_schedules import random_schedule, repeated_with_idle_steps
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
 
@@ -129,3 +129,18 @@ def test_random_schedules_among_threads(n_chips: int) -> None:
     mesh = Mesh((1, n_chips))
     found = on_every_thread(n_chips, lambda rank, group: reduce_each(mesh.chip(rank), mesh, group, todo))
     assert found == [wanted] * n_chips
+
+
+@pytest.mark.parametrize("n_chips", [2, 5])
+def test_templates_that_begin_with_idle_steps_among_threads(n_chips: int) -> None:
+    found = [repeated_with_idle_steps(seed, max_chips=n_chips) for seed in range(400)]
+    todo = [schedule for schedule in found if schedule is not None and schedule.mesh.n_chips == n_chips][:20]
+    assert len(todo) >= 5
+    todo += [schedule.expanded() for schedule in todo]
+    for schedule in todo:
+        verify(schedule)
+    wanted = [payload(i, size, n_chips).sum(axis=0).tobytes() for i, _ in enumerate(todo) for size in SIZES]
+    mesh = Mesh((1, n_chips))
+    assert on_every_thread(n_chips, lambda rank, group: reduce_each(mesh.chip(rank), mesh, group, todo)) == (
+        [wanted] * n_chips
+    )

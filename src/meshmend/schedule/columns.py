@@ -42,20 +42,32 @@ def read_only(array: NDArray[Any]) -> NDArray[Any]:
     return array
 
 
-def count_steps(step: NDArray[Any], repeats: int, period: int) -> int:
-    """Return how many steps of a repeated schedule have a transfer, from the template's steps in ascending order.
+class BusySteps:
+    """Which steps of a repeated schedule have a transfer, from the template's steps in ascending order.
 
     Between filling and draining what a step holds depends on its number modulo the period alone, so as many repeats are
-    looked at as it takes to see one such period.
+    looked at as it takes to see one such period. Steps without a transfer do not count.
     """
-    length = int(step[-1]) + 1
-    is_busy = np.zeros(length, dtype=np.bool_)
-    is_busy[step] = True
-    seen = min(repeats, -(-length // period) + 2)
-    whole = np.zeros((seen - 1) * period + length, dtype=np.bool_)
-    for first in range(0, seen * period, period):
-        whole[first : first + length] |= is_busy
-    return int(whole.sum()) + (repeats - seen) * int(whole[length - 1 : length - 1 + period].sum())
+
+    def __init__(self, step: NDArray[Any], repeats: int, period: int) -> None:
+        length = int(step[-1]) + 1
+        is_busy = np.zeros(length, dtype=np.bool_)
+        is_busy[step] = True
+        seen = min(repeats, -(-length // period) + 2)
+        self._last_repeat = (seen - 1) * period
+        self._seen = np.zeros(self._last_repeat + length, dtype=np.bool_)
+        for first in range(0, seen * period, period):
+            self._seen[first : first + length] |= is_busy
+        steady = int(self._seen[length - 1 : length - 1 + period].sum())
+        self.count = int(self._seen.sum()) + (repeats - seen) * steady
+
+    def in_first_repeat(self, step: int) -> int:
+        """Return the number among all steps that count of a step of the first repeat."""
+        return int(self._seen[:step].sum())
+
+    def in_last_repeat(self, step: int) -> int:
+        """Return the number among all steps that count of a step of the last repeat."""
+        return self.count - int(self._seen[self._last_repeat + step :].sum())
 
 
 def expand(columns: dict[str, NDArray[Any]], n_chunks: int, repeats: int, period: int) -> dict[str, NDArray[Any]]:

@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from meshmend.errors import ScheduleError
 from meshmend.schedule.collective import Collective, Op
-from meshmend.schedule.columns import MAX_CHUNKS, count_steps, expand, narrow, read_only, whole
+from meshmend.schedule.columns import MAX_CHUNKS, BusySteps, expand, narrow, read_only, whole
 from meshmend.topology import IntArray, Mesh
 
 MAX_STEPS = 2**31 - 1
@@ -210,7 +210,8 @@ class Schedule:
             )
         template = self.template
         columns = expand(template._columns, template.total_chunks, self._repeats, self._period)
-        if np.any(np.diff(columns["step"], prepend=0) > 1):
+        # Steps that nothing fills do not count, not even before the first transfer.
+        if np.any(np.diff(columns["step"], prepend=-1) > 1):
             columns["step"] = narrow(np.unique(columns["step"], return_inverse=True)[1], np.int32)
         return columns
 
@@ -316,7 +317,11 @@ class Schedule:
         step = self.template._columns["step"]
         if self._template is None:
             return int(step[-1]) + 1 if len(step) else 0
-        return count_steps(step, self._repeats, self._period)
+        return self._busy_steps.count
+
+    @cached_property
+    def _busy_steps(self) -> BusySteps:
+        return BusySteps(self.template._columns["step"], self._repeats, self._period)
 
     @cached_property
     def step_starts(self) -> NDArray[np.int64]:
@@ -327,11 +332,13 @@ class Schedule:
     def phases(self) -> tuple[Phase, ...]:
         """The phases that have transfers, in order of their first step."""
         found = []
-        template, later = self.template, (self._repeats - 1) * self._period
+        template = self.template
         for index, name in enumerate(self._phase_names):
             rows = np.flatnonzero(template.phase == index)
             if len(rows):
-                first, last = int(template.step[rows[0]]), int(template.step[rows[-1]]) + later
+                first, last = int(template.step[rows[0]]), int(template.step[rows[-1]])
+                if self._template is not None:
+                    first, last = self._busy_steps.in_first_repeat(first), self._busy_steps.in_last_repeat(last)
                 found.append(Phase(name, first, last, len(rows) * self._repeats))
         return tuple(sorted(found, key=lambda phase: (phase.first_step, phase.last_step)))
 
