@@ -13,12 +13,8 @@ import meshmend.numpy as mmn
 from jax_engine import cases
 from meshmend.planning import Weave
 from meshmend.schedule import Collective, Op
-<<<<<<< HEAD
 from meshmend.schedule.lanes import KEEP, Lowered, lower
-from random_schedules import random_schedule
-=======
 from random_schedules import random_schedule, repeated_with_idle_steps
->>>>>>> numerics
 
 
 def replay(lowered: Lowered, payload: np.ndarray) -> np.ndarray:
