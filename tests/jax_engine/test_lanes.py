@@ -124,16 +124,23 @@ def loops_of(schedule: mm.Schedule) -> list[tuple[int, int]]:
         {(int(schedule.n_chunks[i]), int(schedule.op[i])) for i in np.flatnonzero(schedule.step == step)}
         for step in range(schedule.n_steps)
     ]
-    cuts = (t for t in range(1, schedule.n_steps) if schedule.n_steps <= 32 or kinds[t] != kinds[t - 1])
-    edges = [0, *cuts, schedule.n_steps]
+    edges = [0, *(t for t in range(1, schedule.n_steps) if kinds[t] != kinds[t - 1]), schedule.n_steps]
     loops = list(pairwise(edges))
+    if schedule.n_steps <= 32:
+        loops = [
+            loop for first, last in loops for loop in join(schedule, [(t, t + 1) for t in range(first, last)], 0.05)
+        ]
+    return join(schedule, loops, 0.01)
+
+
+def join(schedule: mm.Schedule, loops: list[tuple[int, int]], worth: float) -> list[tuple[int, int]]:
     while len(loops) > 1:
         costs = [cost_of(schedule, *loop) for loop in loops]
         added = [
             cost_of(schedule, loops[i][0], loops[i + 1][1]) - costs[i] - costs[i + 1] for i in range(len(loops) - 1)
         ]
         best = added.index(min(added))
-        if len(loops) <= 16 and added[best] > 0.01 * sum(costs):
+        if len(loops) <= 16 and added[best] > worth * sum(costs):
             break
         loops[best : best + 2] = [(loops[best][0], loops[best + 1][1])]
     return loops
@@ -179,7 +186,7 @@ def test_no_more_than_sixteen_loops_and_no_fewer_where_joining_costs() -> None:
         assert list(pairwise(edges)) == loops_of(schedule)
 
 
-@pytest.mark.parametrize(("n_steps", "n_loops"), [(20, 2), (40, 1)])
+@pytest.mark.parametrize(("n_steps", "n_loops"), [(5, 2), (20, 2), (40, 1)])
 def test_stretches_are_joined_if_that_moves_at_most_a_hundredth_more(n_steps: int, n_loops: int) -> None:
     """Steps of runs 1 and 2 cost 3 chunks each, a last step of run 2 costs 2; joined it costs 3: 1 more of 3n + 2."""
     run = [1, 2] * n_steps + [2]

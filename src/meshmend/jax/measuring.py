@@ -226,12 +226,12 @@ def fit(loops: list[TimedLoop], fabric: Fabric, n_lanes: int, *, platform: str) 
     how = f"measured on {fabric.n_chips} chips, {jax.process_count()} process{'es' * (jax.process_count() > 1)}"
     return Hardware(
         f"{kind}, measured",
-        link_bytes_per_s=1 / max(byte, 1e-15),
-        step_latency_s=step - hop,
+        link_bytes_per_s=float(1 / max(byte, 1e-15)),
+        step_latency_s=float(step - hop),
         hop_latency_s=hop,
         links_at_once=None if width == fabric.mesh.n_directions and not is_switched else width,
-        start_s=start,
-        message_s=message,
+        start_s=float(start),
+        message_s=float(message),
         runs_lanes=True,
         is_switched=is_switched,
         sources=tuple((name, how) for name in ("link_bytes_per_s", "step_latency_s", "message_s", "links_at_once")),

@@ -37,13 +37,14 @@ MAX_COUNT = 2**31
 MAX_LOOPS = 16
 """A program has no more loops than this, however long the schedule."""
 FEW_STEPS = 32
-"""A schedule of so few steps may have a loop for each: partners that change with every step, as in recursive doubling,
-would be as many lanes of one loop, all but one of them idle."""
+"""A schedule of so few steps may have a loop for each: partners that change in every step, as in recursive doubling,
+would be as many lanes of one loop, all but one idle."""
+FEW_MERGE_COST = 0.05
+"""The same fraction for steps of one kind there: a loop for each would cost more than it saves."""
 MERGE_COST = 0.01
 """Neighbouring stretches become one loop if that moves at most this fraction more: a loop costs compile time."""
 MIXED_COST = 1.25
 """What a move costs where some chips add and others replace, against a loop in which all do the same."""
-
 KEEP = 2
 """Besides `Op.REDUCE` and `Op.COPY`: nothing arrives on this lane, and the chip keeps what it holds."""
 
@@ -272,16 +273,19 @@ def _n_lanes(codes: NDArray[np.int64], times: NDArray[np.int64], n_chips: int) -
 
 
 def _stretches(schedule: Schedule) -> list[_Stretch]:
-    """Cut the steps where the kinds of transfer (run length and op) change; a short schedule, everywhere."""
-    if schedule.n_steps <= FEW_STEPS:
-        return [_stretch(schedule, step, step + 1) for step in range(schedule.n_steps)]
+    """Cut the steps where the kinds of transfer (run length and op) change; in a short schedule also where pairs do."""
     runs, run_of = np.unique(schedule.n_chunks, return_inverse=True)
     kind = run_of.astype(np.int64) * 2 + schedule.op
     present = np.zeros((schedule.n_steps, 2 * len(runs)), dtype=np.bool_)
     present[schedule.step, kind] = True
     changes = np.flatnonzero((present[1:] != present[:-1]).any(axis=1)) + 1
     edges = [0, *changes.tolist(), schedule.n_steps] if schedule.n_steps else [0]
-    return [_stretch(schedule, first, last) for first, last in pairwise(edges)]
+    if schedule.n_steps > FEW_STEPS:
+        return [_stretch(schedule, first, last) for first, last in pairwise(edges)]
+    found = []
+    for first, last in pairwise(edges):
+        found += _merge([_stretch(schedule, step, step + 1) for step in range(first, last)], FEW_MERGE_COST)
+    return found
 
 
 def _stretch(schedule: Schedule, first: int, last: int) -> _Stretch:
@@ -300,7 +304,7 @@ def _stretch(schedule: Schedule, first: int, last: int) -> _Stretch:
     return _Stretch(first, last, pairs, ops, n)
 
 
-def _merge(stretches: list[_Stretch]) -> list[_Stretch]:
+def _merge(stretches: list[_Stretch], worth: float = MERGE_COST) -> list[_Stretch]:
     """Join neighbouring stretches while that is nearly free, or while there are too many."""
     stretches = list(stretches)
     joined = [a + b for a, b in pairwise(stretches)]
@@ -308,7 +312,7 @@ def _merge(stretches: list[_Stretch]) -> list[_Stretch]:
         added = [both.cost - a.cost - b.cost for both, (a, b) in zip(joined, pairwise(stretches), strict=True)]
         best = int(np.argmin(added))
         total = sum(stretch.cost for stretch in stretches)
-        if len(stretches) <= MAX_LOOPS and added[best] > MERGE_COST * total:
+        if len(stretches) <= MAX_LOOPS and added[best] > worth * total:
             break
         stretches[best : best + 2] = [joined[best]]
         joined[best : best + 1] = []
