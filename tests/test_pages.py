@@ -64,6 +64,7 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
         ("adopt.md", "bash", "tests/jax_engine/compiling/test_apart.py"),
         ("availability.md", "bash", "tests/availability/test_log.py"),
         ("availability.md", "bash", "tests/jax_restart/test_run.py"),
+        ("benchmarks.md", "bash", "tests/jax_engine/test_bench.py"),
         ("doctor.md", "bash", "tests/cli/test_doctor.py"),
         ("index.md", "python", "tests/jax_engine/managed/test_docs.py"),
         ("index.md", "bash", "tests/jax_restart/test_job.py"),
@@ -94,6 +95,7 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
         ("studio.md", "it is a server that never ends"),
         ("torch.md", "it is a server that never ends"),
         ("torch.md", "one rank of several; examples/torch/sharded_update.py is the whole program"),
+        ("where.md", "it needs a TPU"),
     ]
 
 

@@ -22,12 +22,12 @@ from meshmend.errors import LabError, ParameterError
 from meshmend.planning.auto import CHOICES
 
 
-def meshmend(*words: str, timeout_s: float = 240.0, **environment: str) -> subprocess.CompletedProcess[str]:
+def meshmend(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     hidden = ("XLA_FLAGS", "MESHMEND_SHAPE", "MESHMEND_FAILED", "JAX_PLATFORMS")
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
     command = [sys.executable, "-m", "meshmend", *words]
     given = {**kept, **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, env=given)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=given)
 
 
 def figures(*words: str, **environment: str) -> Any:
