@@ -126,7 +126,7 @@ def loops_of(schedule: mm.Schedule) -> list[tuple[int, int]]:
     ]
     edges = [0, *(t for t in range(1, schedule.n_steps) if kinds[t] != kinds[t - 1]), schedule.n_steps]
     loops = list(pairwise(edges))
-    if schedule.n_steps <= 32:
+    if schedule.n_steps <= 24:
         loops = [
             loop for first, last in loops for loop in join(schedule, [(t, t + 1) for t in range(first, last)], 0.05)
         ]

@@ -217,7 +217,7 @@ def install_turn(schedule: Schedule, fabric: Fabric, *, scalars: Schedule | None
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
     >>> schedule = mm.plan(fabric.mesh, "weave", chunks=24, collective="all-reduce-with-turn")
     >>> mmj.install_turn(schedule, fabric).through
-    Program(all-reduce-with-turn over 12 chips: 1 steps of 2 lanes, 1 ..., 17 steps of 4 lanes, 3 ..., 1 steps of 2 lanes)
+    Program(all-reduce-with-turn over 12 chips: 4 steps of 4 lanes, 17 steps of 4 lanes, 4 steps of 4 lanes)
     """
     return _with_turn(schedule, fabric, _put, scalars)
 

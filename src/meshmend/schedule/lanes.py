@@ -36,7 +36,7 @@ MAX_COUNT = 2**31
 """Chunks are counted in 32 bits."""
 MAX_LOOPS = 16
 """A program has no more loops than this, however long the schedule."""
-FEW_STEPS = 32
+FEW_STEPS = 24
 """A schedule of so few steps may have a loop for each: partners that change in every step, as in recursive doubling,
 would be as many lanes of one loop, all but one idle."""
 FEW_MERGE_COST = 0.05
