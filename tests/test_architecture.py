@@ -183,5 +183,5 @@ def test_extras_end_before_the_next_release_that_may_move_private_names() -> Non
 
 
 def test_no_file_is_two_ideas() -> None:
-    long = {p.name: n for p in SOURCE.rglob("*.py") if (n := len(p.read_text(encoding="utf-8").splitlines())) > 400}
+    long = {p.name: n for p in SOURCE.rglob("*.py") if (n := len(p.read_text(encoding="utf-8").splitlines())) > 600}
     assert not long
