@@ -31,7 +31,7 @@ def meshmend(*words: str, **environment: str) -> subprocess.CompletedProcess[str
 
 
 def figures(*words: str, **environment: str) -> Any:
-    done = meshmend(*words, "--json", timeout_s=240.0, **environment)
+    done = meshmend(*words, "--json", **environment)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     return json.loads(done.stdout)
 
