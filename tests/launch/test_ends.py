@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from launch.test_membership import Job, running
+from meshmend.launch.membership import Message
 
 
 def test_a_host_that_returns_while_the_job_finishes_changes_nothing() -> None:
@@ -26,12 +27,13 @@ def test_a_host_that_returns_while_the_job_finishes_changes_nothing() -> None:
     assert job.last(2)["ok"]
 
 
-FATES = {
-    "done": [{"say": "done"}],
-    "stopped": [{"say": "join", "port": 1, "why": ""}],
-    "fails": [{"say": "join", "port": 1, "why": "its worker ended with exit code 1"}],
-    "lost": [],
+FATES: dict[str, Message | None] = {
+    "done": {"say": "done"},
+    "stopped": {"say": "join", "port": 1, "why": ""},
+    "fails": {"say": "join", "port": 1, "why": "its worker ended with exit code 1"},
+    "lost": None,
 }
+"""What a host says last; None if it says nothing."""
 
 
 @pytest.mark.parametrize("fates", list(itertools.combinations_with_replacement(FATES, 3)), ids="-".join)
@@ -52,10 +54,10 @@ def test_how_a_job_ends_does_not_depend_on_the_order_of_messages(fates: tuple[st
             if host is None:
                 break
             left.remove(host)
-            if everybody[host] == "lost":
+            if (message := FATES[everybody[host]]) is None:
                 job.leave(host)
             else:
-                job.say(host, **FATES[everybody[host]][0])
+                job.say(host, **message)
         for host in left:  # nobody has stopped them, so they finish
             job.say(host, say="done")
         assert job.membership.over is not None

@@ -54,7 +54,7 @@ def test_a_heartbeat_costs_the_same_with_any_number_of_hosts() -> None:
 def test_a_round_of_twenty_thousand_hosts_fits_a_message(hole: range) -> None:
     job = Job(20_000, start_s=0)
     job.arrive(*(host for host in range(20_000) if host not in hole))
-    hosts = tuple(job.membership.members)
+    hosts = tuple(member.host for member in job.membership.members.values())
     job.join(*hosts)
     job.wait(1)
     store, member = (

@@ -46,7 +46,6 @@ def command(
         address, port = check_address(listen, "--listen").rsplit(":", 1)
         name, secret = find_job(job), find_secret(secret_file)
 
-
         def tell(line: str) -> None:
             # Past the buffer of sys.stdout: what that cannot write it tries to write at the end, and fails or hangs.
             text = f"{time.strftime('%H:%M:%S')} {plain(line)}\n"

@@ -227,8 +227,7 @@ class Membership:
             self._lose(silent, f"not heard from for {now - self.members[silent[-1]].heard_at:.0f} s", now)
         self._check_adopted(now)
         self._check_finished()
-        if self.over is None and self._finished is None:
-            self._advance(now)
+        self._advance(now)
 
     def due(self, now: float) -> float:
         """Return how many seconds may pass until `tick` is due."""
@@ -242,7 +241,7 @@ class Membership:
     def _advance(self, now: float) -> None:
         """End a round for newcomers, or start the next one, if it is time."""
         waiting = self._in["waiting"]
-        if not waiting or not self._asked or self._missing:
+        if not waiting or not self._asked or self._missing or self._finished is not None:
             return
         if self.round is not None:
             if now >= self._arrived_at + self.settle_s:
