@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from launch.test_membership import Job, running
+from meshmend.launch.membership import Message
 
 
 def test_a_host_that_returns_while_the_job_finishes_changes_nothing() -> None:
@@ -33,6 +34,7 @@ FATES: dict[str, list[dict[str, Any]]] = {
     "fails": [{"say": "join", "port": 1, "why": "its worker ended with exit code 1"}],
     "lost": [],
 }
+"""What a host says last; None if it says nothing."""
 
 
 @pytest.mark.parametrize("fates", list(itertools.combinations_with_replacement(FATES, 3)), ids="-".join)
@@ -53,10 +55,10 @@ def test_how_a_job_ends_does_not_depend_on_the_order_of_messages(fates: tuple[st
             if host is None:
                 break
             left.remove(host)
-            if everybody[host] == "lost":
+            if (message := FATES[everybody[host]]) is None:
                 job.leave(host)
             else:
-                job.say(host, **FATES[everybody[host]][0])
+                job.say(host, **message)
         for host in left:  # nobody has stopped them, so they finish
             job.say(host, say="done")
         assert job.membership.over is not None

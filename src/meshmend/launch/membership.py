@@ -246,7 +246,7 @@ class Membership:
     def _advance(self, now: float) -> None:
         """End a round for newcomers, or start the next one, if it is time."""
         waiting = self._in["waiting"]
-        if not waiting or not self._asked or self._missing:
+        if not waiting or not self._asked or self._missing or self._finished is not None:
             return
         if self.round is not None:
             if now >= self._arrived_at + self.settle_s:
