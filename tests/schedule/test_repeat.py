@@ -124,7 +124,7 @@ def test_expanded_is_every_repeat_shifted_by_its_period_and_its_chunks() -> None
 def test_a_template_that_begins_with_idle_steps_loses_none() -> None:
     """Up in step 2 and down in step 3, three times, every four steps: of steps 0 to 11 six count."""
     columns: dict[str, Any] = {"src": [1, 0], "dst": [0, 1], "op": [0, 1], "phase": [0, 1]}
-    padded = {name: [*column, *column] for name, column in columns.items()}
+    padded: dict[str, Any] = {name: [*column, *column] for name, column in columns.items()}
     template = Schedule(
         Mesh((1, 2)),
         total_chunks=2,
