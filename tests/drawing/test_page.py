@@ -455,6 +455,21 @@ def test_a_hostile_name_stays_a_name(browser: webdriver.Chrome, tmp_path: Path) 
     shown.assert_quiet()
 
 
+@pytest.mark.parametrize("name", ["{{data}}", "{{facts}}", "{{title}} {{data}}", "{{nothing}}"])
+def test_a_name_is_never_part_of_the_template(name: str, tmp_path: Path) -> None:
+    """It would bring the page's data, with its quotes, into the middle of a heading."""
+    schedule = Schedule(
+        Mesh("1x2"), total_chunks=1, step=[0], src=[0], dst=[1], op=[Op.REDUCE], owners=[1], phase_names=(name,),
+        planner=name,
+    )  # fmt: skip
+    draw(schedule, tmp_path / "steps.html")
+    text = (tmp_path / "steps.html").read_text(encoding="utf-8")
+    assert f"<title>{name} all-reduce on 1x2</title>" in text
+    assert f"<h1>{name} all-reduce on 1x2</h1>" in text
+    assert data_of(tmp_path / "steps.html")["name"] == name
+    assert text.count('"films":') == 1
+
+
 def test_a_large_page_steps_quickly(browser: webdriver.Chrome, tmp_path: Path) -> None:
     schedule = plan(Mesh("32x32", failed=["4x2@6,8"]), "row-pairs", verify=False)
     draw(schedule, tmp_path / "steps.html", steps=(60, 90))

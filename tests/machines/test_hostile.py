@@ -116,6 +116,12 @@ def test_5000_mutated_descriptions(kind: str) -> None:
         ("mesh_descriptors { device_topology { dims: [ 65536, 65536 ] } }", "at most 8 axes and 65,536 chips"),
         ("meshmend: 1\nshape: " + "x".join(["2"] * 20), "1 to 8 axes"),
         ("meshmend: 1\nshape: 256x256\nfailed: ['300x300@0,0']", "expected a box inside 256x256"),
+        ("\n" * 20_000, "not a description of a machine"),
+        (" \n" * 10_000 + "x: 1", "not a description of a machine"),
+        ("mesh_descriptors" + "\n" * 40_000, "not a description of a machine"),
+        ("asic_descriptors: " + " " * 40_000 + "1", "not a description of a machine"),
+        ("x:\n" + "[\n" * 2000, "not a description of a machine|expected YAML"),
+        ("'\n" * 2000 + "tray1.chip", "expected YAML"),
     ],
 )
 def test_bombs_are_refused_at_once(text: str, words: str) -> None:

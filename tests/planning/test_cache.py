@@ -20,8 +20,9 @@ from meshmend import Mesh, Schedule, plan, save
 from meshmend.cli import app
 from meshmend.cost import PRESETS
 from meshmend.errors import CacheWarning, ParameterError, ScheduleFileError
-from meshmend.planning import Hamiltonian, PlanCache, Planner, RowPairs, make_planner
+from meshmend.planning import Hamiltonian, PlanCache, Planner, RowPairs, Weave, make_planner
 from meshmend.planning.cache import default_folder
+from meshmend.schedule import MAX_EXPANDED
 from meshmend.schedule.split import reduce_scatter_of
 
 MESH = Mesh("8x8", failed=["2x2@2,2"])
@@ -32,6 +33,18 @@ def test_a_plan_is_made_once_and_then_read(tmp_path: Path, monkeypatch: pytest.M
     first = plan(MESH, "row-pairs", cache=cache)
     monkeypatch.setattr(RowPairs, "plan", lambda *_: pytest.fail("planned again"))
     assert plan(MESH, "row-pairs", cache=cache) == first
+
+
+def test_a_long_plan_between_neighbours_is_found_without_being_expanded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two million chunks: more transfers than are ever listed one by one."""
+    cache, weave = PlanCache(tmp_path), Weave(chunks=2_000_000, trees=8, budget_s=0.1)
+    mesh = Mesh("4x4", failed=["1,1"])
+    first = plan(mesh, weave, cache=cache, neighbours_only=True)
+    assert first.n_transfers > MAX_EXPANDED
+    monkeypatch.setattr(Weave, "plan", lambda *_: pytest.fail("planned again"))
+    assert plan(mesh, weave, cache=cache, neighbours_only=True) == first
 
 
 def test_mesh_planner_and_parameters_are_distinguished(tmp_path: Path) -> None:

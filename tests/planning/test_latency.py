@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import time
+
 import numpy as np
 import pytest
 from checks import assert_serves
@@ -12,7 +16,7 @@ from meshmend import Mesh, PlanError, plan, predict, verify
 from meshmend.cost import StepDemand, find_hardware
 from meshmend.errors import LoweringError, ParameterError, ScheduleError
 from meshmend.planning import Auto, Latency, Weave
-from meshmend.planning.latency.sites import lay_out
+from meshmend.planning.latency.sites import _splits, lay_out
 from meshmend.schedule.split import all_gather_of, reduce_scatter_of
 from strategies import meshes
 
@@ -38,6 +42,19 @@ def test_every_chip_has_a_site_or_is_folded_into_one(mesh: Mesh) -> None:
     assert sites.n <= mesh.n_chips < 2 * sites.n
     everybody = np.concatenate([sites.chips, sites.folded[sites.folded >= 0]])
     assert sorted(everybody.tolist()) == list(range(mesh.n_chips))
+
+
+def test_eight_axes_take_no_longer_than_two() -> None:
+    """All ways to share the powers of two among the axes are tried: as many as there are, not 12⁸."""
+    assert [list(_splits(m, n)) for m in range(5) for n in range(1, 5)] == [
+        [p for p in itertools.product(range(m + 1), repeat=n) if sum(p) == m] for m in range(5) for n in range(1, 5)
+    ]
+    mesh = Mesh("3x3x2x2x2x2x2x2", failed=["0,0,0,0,0,0,0,0"])
+    started = time.process_time()
+    schedule = Latency().plan(mesh)
+    assert time.process_time() - started < 20, "it took minutes; one quiet core needs about a second"
+    assert_serves(schedule)
+    assert len(list(_splits(11, 8))) == math.comb(18, 7)
 
 
 @pytest.mark.parametrize(("mesh", "limits"), [(HOLED, (90, 110)), (LARGE, (105, 130))], ids=str)

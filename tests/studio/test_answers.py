@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
+import shlex
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import meshmend as mm
 from meshmend.availability import ANSWERS
 from meshmend.availability.rectangle import largest_box
+from meshmend.cli import app
 from meshmend.cost.units import name_seconds
 from meshmend.errors import MachineError, MeshmendError, ParameterError, ScheduleFileError, VerificationError
 from meshmend.planning.auto import CHOICES
@@ -198,6 +202,14 @@ def test_availability_tells_its_progress() -> None:
     assert found["command"] == "meshmend availability 4x4 --host 4x2 --payload 1MB --hardware tpu-v6e"
     with pytest.raises(MeshmendError, match="host of 3x3 chips does not tile"):
         answers.availability(State(shape="4x4"), told.append, host="3x3")
+
+
+def test_the_command_for_more_is_of_the_same_torus() -> None:
+    found = answers.availability(State(shape="4x4", wrap="1", payload="1MB", hardware="tpu-v6e"), lambda _: None)
+    words = shlex.split(found["command"])
+    assert words[:4] == ["meshmend", "availability", "4x4", "--wrap"]
+    done = CliRunner().invoke(app, [*words[1:], "--days", "1", "--runs", "2", "--json"])
+    assert json.loads(done.stdout)["wrap"] == [False, True]
 
 
 def test_sixteen_by_thirty_two_is_answered_at_once() -> None:

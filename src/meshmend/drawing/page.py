@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import html
 import json
+import re
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -60,8 +61,8 @@ def write_page(
     data = json.dumps({"ink": INK, "followed": followed, "films": shown}, separators=(",", ":"))
     words = {"title": html.escape(heading), "facts": html.escape(facts), "data": data.replace("<", "\\u003c")}
     text = (files("meshmend.drawing") / "page.html").read_text(encoding="utf-8")
-    for name, value in words.items():
-        text = text.replace("{{" + name + "}}", value)
+    # All at once: a planner's name from a file must not be read as part of the template.
+    text = re.sub(r"\{\{(\w+)\}\}", lambda found: words[found[1]], text)
     size = len(text.encode())
     if size > MAX_PAGE_BYTES:
         raise DrawingError(

@@ -24,6 +24,13 @@ FORMATS = (
     libtpu.FORMAT,
     own.FORMAT,
 )
+# What begins a line stays on it, and no two parts of a pattern can match the same blanks: a file of nothing but blank
+# lines would take a time that grows with their square.
+LINK = re.compile(r"^[ \t\['\"]*tray\d+\.chip\d+\.ici", re.MULTILINE)
+INTENDED, OBSERVED = (
+    re.compile(rf"^[ \t]*(?:{names})\s*(?::\s*)?\{{", re.MULTILINE)
+    for names in ("mesh_descriptors|device_topology", "system_graph|asic_descriptors")
+)
 
 
 def read_machine(
@@ -63,7 +70,7 @@ def read_description(file: Path | str) -> Description:
 def parse_description(text: str, file: str) -> Description:
     """Return what the text of a file says."""
     start = text.lstrip()[:1]
-    if libtpu.LINE.match(text) or re.search(r"^[\s\['\"]*tray\d+\.chip\d+\.ici", text[:4096], re.MULTILINE):
+    if libtpu.LINE.match(text) or LINK.search(text[:4096]):
         return libtpu.read(text, file)
     if start in ("{", "["):
         root = read_json(text, file)
@@ -72,9 +79,9 @@ def parse_description(text: str, file: str) -> Description:
         if isinstance(root.value, dict) and {"items", "metadata"} & set(root.value):
             return gke.read(root)
         raise _unknown(file)
-    if re.search(r"^\s*(mesh_descriptors|device_topology)\s*:?\s*\{", text, re.MULTILINE):
+    if INTENDED.search(text):
         return mesh_graph.read_intended(read_text_proto(text, file))
-    if re.search(r"^\s*(system_graph|asic_descriptors)\s*:?\s*\{", text, re.MULTILINE):
+    if OBSERVED.search(text):
         return mesh_graph.read_observed(read_text_proto(text, file))
     root = read_yaml(text, file)
     if isinstance(root.value, dict) and own.MARK in root.value:

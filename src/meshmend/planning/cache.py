@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from meshmend.cost import Hardware
-from meshmend.errors import CacheWarning, ScheduleFileError, VerificationError
+from meshmend.errors import CacheWarning, MeshmendError, ScheduleFileError
 from meshmend.planning.auto import CHOICES, OTHERS, Auto
 from meshmend.planning.base import Planner
 from meshmend.schedule import Schedule
@@ -87,7 +87,7 @@ class PlanCache:
             if why_not is None:
                 verify(schedule)
                 return schedule
-        except (ScheduleFileError, VerificationError) as error:
+        except MeshmendError as error:
             why_not = str(error)
         warnings.warn(f"The cached plan {path} is not used, and planned again: {why_not}", CacheWarning, stacklevel=3)
         return None
@@ -125,7 +125,8 @@ def _why_not(schedule: Schedule, mesh: Mesh, planner: Planner, *, neighbours_onl
         return f"it is for {schedule.mesh}, expected {mesh}."
     if schedule.collective is not planner.collective:
         return f"its collective is {schedule.collective}, expected {planner.collective}."
-    if neighbours_only and not (mesh.link(schedule.src, schedule.dst) >= 0).all():
+    # Repeats send between the chips that the template does; of a long schedule there may be too many to list.
+    if neighbours_only and not (mesh.link(schedule.template.src, schedule.template.dst) >= 0).all():
         return "it has transfers between chips that are not neighbours."
     ours = [kind.name for kind in (*CHOICES, *OTHERS)]
     makers = ours if isinstance(planner, Auto) else [planner.name]

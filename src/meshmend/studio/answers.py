@@ -6,6 +6,7 @@ what is known already: rows of a table, the progress of a simulation.
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from meshmend.schedule import Schedule
 from meshmend.schedule.serialize import load, save
 from meshmend.schedule.verify import verify
 from meshmend.studio.state import MAX_CHIPS, State, whole_machine
-from meshmend.topology import Mesh, Region, name_cable, name_shape, parse_shape
+from meshmend.topology import Mesh, Region, name_cable, parse_shape
 
 Facts = dict[str, Any]
 Tell = Callable[[Facts], None]
@@ -143,12 +144,12 @@ def availability(state: State, tell: Tell, host: str = "4x2") -> Facts:
     study = simulate(
         assumptions, days=DAYS, runs=RUNS, checks=0, on_run=lambda run: tell({"run": run + 1, "runs": RUNS})
     )
+    words = ["meshmend", "availability", *state.machine_words, "--host", host]
     return {
         "days": study.days,
         "runs": study.runs,
         "hours_between_failures": 1 / assumptions.failures_per_h,
-        "command": f"meshmend availability {name_shape(machine.shape)} --host {host} --payload {state.payload} "
-        f"--hardware {state.hardware}",
+        "command": shlex.join([*words, "--payload", state.payload, "--hardware", state.hardware]),
         "answers": [
             {"answer": outcome.name, "goodput": _estimate(outcome.goodput), "gain": _estimate(outcome.gain)}
             for outcome in study.outcomes

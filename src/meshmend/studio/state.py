@@ -133,15 +133,19 @@ class State:
                 words += [(field.name.replace("_", "-"), one) for one in values]
         return urlencode(words, quote_via=quote, safe=",@=/")
 
+    @property
+    def machine_words(self) -> list[str]:
+        """The whole machine, without failures, in the words of any command."""
+        return [self.shape, *([] if self.wrap == "none" else ["--wrap", self.wrap])]
+
     def command(self, file: str | None = None) -> str:
         """Return the command that asks for the same on a terminal; of a saved plan, of the file of that name.
 
         >>> State(shape="8x8", fail=("2x2@2,2",), budget=10).command()
         'meshmend predict 8x8 --fail 2x2@2,2 --payload 100MB --hardware tpu-v3'
         """
-        words = ["meshmend", "predict", self.shape if file is None else file]
+        words = ["meshmend", "predict", *(self.machine_words if file is None else [file])]
         if file is None:
-            words += [] if self.wrap == "none" else ["--wrap", self.wrap]
             for option in ("fail", "fail_cable", "cable_rate"):
                 for text in getattr(self, option):
                     words += [f"--{option.replace('_', '-')}", text]

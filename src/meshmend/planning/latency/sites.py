@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -101,7 +102,7 @@ def lay_out(mesh: Mesh) -> Sites:
 def _powers(mesh: Mesh) -> tuple[int, ...]:
     """Return how many times the grid halves each axis: so that sites lie about as far apart along all of them."""
     m = n_sites(mesh).bit_length() - 1
-    splits = [p for p in itertools.product(range(m + 1), repeat=mesh.n_axes) if sum(p) == m]
+    splits = list(_splits(m, mesh.n_axes))
     fitting = [p for p in splits if all(2**power <= length for power, length in zip(p, mesh.shape, strict=True))]
 
     def unevenness(powers: tuple[int, ...]) -> float:
@@ -109,6 +110,18 @@ def _powers(mesh: Mesh) -> tuple[int, ...]:
         return max(gaps) - min(gaps) if gaps else 0.0
 
     return min(fitting or splits, key=unevenness)
+
+
+def _splits(total: int, n_parts: int) -> Iterator[tuple[int, ...]]:
+    """Yield all ways to write a number as an ordered sum, in order: 31,824 for 2,048 chips on eight axes.
+
+    >>> list(_splits(2, 2))
+    [(0, 2), (1, 1), (2, 0)]
+    """
+    # As dividers among the places of a row: what lies between two of them is a part.
+    for dividers in itertools.combinations(range(total + n_parts - 1), n_parts - 1):
+        edges = (-1, *dividers, total + n_parts - 1)
+        yield tuple(after - before - 1 for before, after in itertools.pairwise(edges))
 
 
 def _bits(mesh: Mesh, powers: tuple[int, ...]) -> tuple[Bit, ...]:
