@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 
@@ -28,11 +27,11 @@ def test_a_host_that_returns_while_the_job_finishes_changes_nothing() -> None:
     assert job.last(2)["ok"]
 
 
-FATES: dict[str, list[dict[str, Any]]] = {
-    "done": [{"say": "done"}],
-    "stopped": [{"say": "join", "port": 1, "why": ""}],
-    "fails": [{"say": "join", "port": 1, "why": "its worker ended with exit code 1"}],
-    "lost": [],
+FATES: dict[str, Message | None] = {
+    "done": {"say": "done"},
+    "stopped": {"say": "join", "port": 1, "why": ""},
+    "fails": {"say": "join", "port": 1, "why": "its worker ended with exit code 1"},
+    "lost": None,
 }
 """What a host says last; None if it says nothing."""
 

@@ -53,8 +53,8 @@ def test_a_heartbeat_costs_the_same_with_any_number_of_hosts() -> None:
 @pytest.mark.parametrize("hole", [range(5, 6), range(0, 20_000, 2)], ids=["one is lost", "every second is lost"])
 def test_a_round_of_twenty_thousand_hosts_fits_a_message(hole: range) -> None:
     job = Job(20_000, start_s=0)
-    hosts = tuple(host for host in range(20_000) if host not in hole)
-    job.arrive(*hosts)
+    job.arrive(*(host for host in range(20_000) if host not in hole))
+    hosts = tuple(member.host for member in job.membership.members.values())
     job.join(*hosts)
     job.wait(1)
     store, member = (

@@ -227,12 +227,7 @@ class Membership:
             self._lose(silent, f"not heard from for {now - self.members[silent[-1]].heard_at:.0f} s", now)
         self._check_adopted(now)
         self._check_finished()
-        if self._goes_on():
-            self._advance(now)
-
-    def _goes_on(self) -> bool:
-        """Whether the job is neither over nor about to be."""
-        return self.over is None and self._finished is None
+        self._advance(now)
 
     def due(self, now: float) -> float:
         """Return how many seconds may pass until `tick` is due."""
