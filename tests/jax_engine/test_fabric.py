@@ -84,7 +84,7 @@ def test_cpu_devices_stand_for_all_chips_or_for_the_live_ones() -> None:
         fabric = mmj.discover(given, shape="4x4", failed=["2x2@0,0"])
         assert fabric.mesh == wanted
         assert fabric.jax_mesh.devices.shape == (12,)
-        assert fabric.hardware is None
+        assert fabric.hardware == "cpu-xla"
     assert fabric.jax_mesh.devices[0] is devices[0]
     whole = mmj.discover(devices[:16], shape="4x4", failed=["2x2@0,0"])
     assert whole.jax_mesh.devices[0] is devices[2], "chips (0,0) and (0,1) have failed"
