@@ -169,7 +169,7 @@ def _program(fabric: Fabric, kinds: list[tuple[tuple[Lane, ...], int]]) -> Calla
         out_specs=by_device,
         check_vma=False,
     )
-    run = jax.jit(mapped, donate_argnums=1, compiler_options=fabric.compiler_options or None)
+    run = fabric.jit(mapped, donate_argnums=1)
     n_devices = int(fabric.jax_mesh.devices.size)
     chunk = {size: (size,) if layout.tile == 1 else (size // 128, 128) for size in sizes}
     start = [np.zeros((n_devices, ROOM, *chunk[size]), np.float32) for size in sizes]
@@ -198,7 +198,7 @@ def _agree(fabric: Fabric, seconds: float) -> float:
         return seconds
     n_devices = int(fabric.jax_mesh.devices.size)
     values = _put(np.full(n_devices, seconds, np.float32), fabric.sharding(fabric.axes))
-    longest = jax.jit(jnp.max, out_shardings=fabric.sharding())(values)
+    longest = fabric.jit(jnp.max, out_shardings=fabric.sharding())(values)
     return float(np.asarray(longest.addressable_data(0)))
 
 

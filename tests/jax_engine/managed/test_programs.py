@@ -17,7 +17,10 @@ from jax_engine.managed.test_tiled_job import SHARDINGS, SPLIT
 
 OPTION = {"xla_cpu_enable_fast_min_max": True}
 """One that a CPU's compiler knows, in the place of those for TPUs."""
-OF_JOBS = [f"jax/{part}/*.py" for part in ("state", "managed", "checks", "compiling")] + ["jax/cut_params.py"]
+OF_JOBS = [f"jax/{part}/*.py" for part in ("state", "managed", "checks", "compiling")] + [
+    "jax/cut_params.py",
+    "jax/measuring.py",
+]
 CHECKED = {"checks": mmj.Checks(digests_every=1, recompute_every=2)}
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "replicated": (CHECKED, {"update": "replicated"}),
