@@ -20,10 +20,10 @@ dataset = np.lib.stride_tricks.sliding_window_view(text, 9)  # eight letters, an
 SHARDINGS = {"embed": P(), "hidden": P(None, "model"), "read": P("model")}  # "hidden" by columns, "read" by rows
 
 
-def init(key):
+def init(rng):
     """Return the parameters to begin with, the same on every host."""
     shapes = {"embed": (256, 16), "hidden": (128, 128), "read": (128, 256)}
-    return {name: jax.random.normal(key, shape) / shape[0] ** 0.5 for name, shape in shapes.items()}
+    return {name: np.float32(rng.normal(size=shape) / shape[0] ** 0.5) for name, shape in shapes.items()}
 
 
 def loss(params, batch):
@@ -32,6 +32,6 @@ def loss(params, batch):
     return optax.softmax_cross_entropy_with_integer_labels(hidden @ params["read"], batch[:, -1])
 
 
-for step in job.train(loss, optax.adamw(1e-2), init(jax.random.key(0)), dataset, steps=100, shardings=SHARDINGS):
+for step in job.train(loss, optax.adamw(1e-2), init(np.random.default_rng(0)), dataset, steps=100, shardings=SHARDINGS):
     if step.number % 20 == 0:
         print(f"step {step.number}: loss {step.loss:.3f} on {step.chips} chips")
