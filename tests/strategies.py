@@ -145,7 +145,7 @@ def planner_plans(draw: st.DrawFn, max_side: int = 8) -> Schedule:
     able = [name for name in PLANNERS if make_planner(name).why_not(mesh) is None]
     if not able:
         return tree_plan(mesh, 4, np.random.default_rng(0))
-    return PLANNERS[draw(st.sampled_from(sorted(able)))]().plan(mesh)
+    return make_planner(draw(st.sampled_from(sorted(able)))).plan(mesh)
 
 
 def plans() -> st.SearchStrategy[Schedule]:

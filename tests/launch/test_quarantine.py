@@ -106,8 +106,12 @@ def test_metrics_say_that_the_limit_has_stopped_the_job(job: Path) -> None:
 
 
 def signs_against(name: str, number: int) -> list[Sign]:
-    facts = {"agree": 15, "differ": 1}
-    return [Sign("digest", (Suspect.parse(name),), 10 + number, "differs", facts | {"chunk": n}) for n in range(2)]
+    """Two separate observations: a replica that differs, and a wrong sum afterwards."""
+    who, step = (Suspect.parse(name),), 10 + 2 * number
+    return [
+        Sign("digest", who, step, "differs", {"agree": 15, "differ": 1, "chunk": 0}),
+        Sign("checksum", who, step + 1, "the sum of chunk 0 is wrong"),
+    ]
 
 
 def test_the_webhook_sends_it_once_whoever_writes_it(job: Path) -> None:

@@ -243,6 +243,7 @@ PRESETS: dict[str, Hardware] = {
                 ("link_bytes_per_s", _CPU_MEASURED),
                 ("step_latency_s", _CPU_MEASURED),
                 ("message_s", _CPU_MEASURED),
+                ("hop_latency_s", "none: no device is farther than another in one memory"),
                 ("links_at_once", "one: virtual devices of one machine share its cores and its memory"),
             ),
         ),

@@ -83,7 +83,7 @@ def plan_halves(
     chip instead: steps that are written out one by one can run beside computing.
 
     >>> [half.n_steps for half in plan_halves(Mesh("4x4"), payload_bytes=1e6, hardware="tpu-v6e-xla")]
-    [8, 8]
+    [9, 9]
     """
 
     def half(collective: Collective, **parameters: Any) -> Schedule:
