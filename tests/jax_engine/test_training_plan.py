@@ -140,8 +140,8 @@ def test_devices_that_no_preset_describes_are_not_planned_for_by_accident() -> N
         mmj.plan(fabric, floats(4096))
     with pytest.raises(ParameterError, match="update is 'fused', expected one of"):
         mmj.plan(fabric, floats(4096), update="fused")  # type: ignore[arg-type]
-    with pytest.raises(ParameterError, match=r"params is a ShapeDtypeStruct, expected ShardedParams: cut it"):
-        mmj.plan(fabric_of("cpu-xla"), floats(4096), update="fsdp")
+    with pytest.raises(ParameterError, match=r"params is a tree without arrays, expected ShardedParams: cut it"):
+        mmj.plan(fabric_of("cpu-xla"), {}, update="fsdp")
     assert hardware_of(fabric, "tpu-v3").name == "tpu-v3"
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-import meshmend as mm
 import meshmend.jax as mmj
 
 WIDTH, BATCH = 8, 240
@@ -29,12 +28,12 @@ def batches(steps):
 def train(steps=5):
     """Return the losses of so many steps."""
     fabric = mmj.tile(mmj.discover(jax.devices()[:16], shape="4x4", failed=["1,1"]), "1x1")
-    program = mmj.install(mm.plan(fabric.mesh, "weave", chunks=15), fabric)
     mesh = fabric.jax_mesh
     optimizer = optax.adamw(1e-2)
     rng = np.random.default_rng(1)
     shapes = {"w": (WIDTH, 32), "b": (32,), "v": (32,)}
     params = {name: jnp.asarray(rng.normal(0, 0.3, shape), jnp.float32) for name, shape in shapes.items()}
+    program = mmj.plan(fabric, params).install(fabric)
     params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
 
     @jax.jit

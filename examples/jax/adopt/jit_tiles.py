@@ -6,7 +6,6 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-import meshmend as mm
 import meshmend.jax as mmj
 
 VOCAB, WIDTH, HIDDEN, LAYERS, LENGTH, BATCH = 32, 16, 32, 3, 8, 48
@@ -51,7 +50,6 @@ def batches(steps):
 def train(steps=5):
     """Return the losses of so many steps."""
     fabric = mmj.tile(mmj.discover(jax.devices()[:16], shape="4x4", failed=["1,1"]), "2x2", fsdp=2, tensor=2)
-    program = mmj.install(mm.plan(fabric.mesh, "weave", chunks=15), fabric)
     mesh = fabric.jax_mesh
     optimizer = optax.adamw(1e-2)
     specs = {name: spec(*axes) for name, axes in AXES.items()}
@@ -64,6 +62,7 @@ def train(steps=5):
     with jax.set_mesh(mesh):
         shardings = {name: NamedSharding(mesh, one) for name, one in specs.items()}
         params = jax.device_put(init(jax.random.key(0)), shardings)
+        program = mmj.plan(fabric, params, shardings=specs).install(fabric)
         state = jax.jit(optimizer.init)(params)
         jitted = jax.jit(step, donate_argnums=(0, 1))
         losses = []

@@ -6,25 +6,24 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from transformer import Transformer, batches, loss
 
-import meshmend as mm
 import meshmend.jax as mmj
 
 
 def train(steps=20):
     """Return the losses of so many steps."""
     fabric = mmj.tile(mmj.discover(shape="8x8", failed=["2x2@2,2"]), "2x2", model=4)
-    plan = mm.plan(fabric.mesh, "weave", chunks=30, collective="all-reduce-with-turn")
-    program = mmj.install_turn(plan, fabric)
     mesh = fabric.jax_mesh
     losses = []
     with jax.set_mesh(mesh):
         model = Transformer(nnx.Rngs(0))
         graph, params = nnx.split(model)
+        shardings = nnx.get_partition_spec(params)
+        program = mmj.plan(fabric, params, update="sharded", shardings=shardings).install(fabric)
         init, step = mmj.train_step(
             lambda params, tokens: loss(nnx.merge(graph, params), tokens),
             optax.adamw(1e-2),
             fabric,
-            shardings=nnx.get_partition_spec(params),
+            shardings=shardings,
         )
         state, step = jax.jit(init)(params, program), jax.jit(step, donate_argnums=(0, 1))
 

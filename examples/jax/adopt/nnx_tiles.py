@@ -6,18 +6,18 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from transformer import Transformer, batches, loss
 
-import meshmend as mm
 import meshmend.jax as mmj
 
 
 def train(steps=20):
     """Return the losses of so many steps."""
     fabric = mmj.tile(mmj.discover(shape="8x8", failed=["2x2@2,2"]), "2x2", model=4)
-    program = mmj.install(mm.plan(fabric.mesh, "weave", chunks=32), fabric)
     mesh = fabric.jax_mesh
     losses = []
     with jax.set_mesh(mesh):
         model = Transformer(nnx.Rngs(0))
+        weights = nnx.state(model)
+        program = mmj.plan(fabric, weights, shardings=nnx.get_partition_spec(weights)).install(fabric)
         optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
 
         @nnx.jit

@@ -127,9 +127,10 @@ def plan(
 
     `params` may be on any device or on none: shapes and dtypes count. `update`, `shardings` and `accumulate_dtype` are
     as in `Job.train` and `train_step`; with update="fsdp", `params` are `ShardedParams`, of which one layer travels at
-    a time. `hardware` is a preset's name, a file of `measure`, or your own, as of a single chip; by default it is the
-    fabric's. `planner`, `cache`, `budget_s` and further parameters are as in `meshmend.plan`. Payloads are rounded to a
-    power of four (`Workload.rounded`), so that models of about the same size share their plans.
+    a time, or the parameters of one layer, as `jax.eval_shape(make_layer, key)` has them. `hardware` is a preset's
+    name, a file of `measure`, or your own, as of a single chip; by default it is the fabric's. `planner`, `cache`,
+    `budget_s` and further parameters are as in `meshmend.plan`. Payloads are rounded to a power of four
+    (`Workload.rounded`), so that models of about the same size share their plans.
 
     >>> import jax, jax.numpy as jnp, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
@@ -190,7 +191,7 @@ def workload_of(
 ) -> Workload:
     """Return what a step of these parameters sends: bytes per device, in the dtype that travels."""
     if update == "fsdp":
-        return Workload(_layer_bytes(params, fabric), Collective.ALL_GATHER).rounded()
+        return Workload(_layer_bytes(params, fabric, accumulate_dtype), Collective.ALL_GATHER).rounded()
     leaves = jax.tree.leaves(params)
     shapes = [tuple(np.shape(leaf)) for leaf in leaves]
     if isinstance(fabric, TiledFabric):
@@ -214,21 +215,24 @@ def _is_spec(value: Any) -> bool:
     return isinstance(value, PartitionSpec)
 
 
-def _layer_bytes(params: Any, fabric: Fabric) -> float:
+def _layer_bytes(params: Any, fabric: Fabric, accumulate_dtype: DTypeLike | None) -> float:
     """Return the bytes per device of one layer, of those sharded trees that send most in a step."""
     trees: list[Any] = jax.tree.leaves(params, is_leaf=is_sharded)
-    others = [type(one).__name__ for one in trees if not isinstance(one, ShardedParams)]
-    if others or not trees:
+    others = [one for one in trees if not isinstance(one, ShardedParams)]
+    if not trees or 0 < len(others) < len(trees):
         raise ParameterError(
-            f"With update='fsdp' params is a {others[0] if others else 'tree without arrays'}, expected ShardedParams: "
-            "cut it with mmj.shard_params, or make it with mmj.init_sharded."
+            f"With update='fsdp' params is a {type(others[0]).__name__ if others else 'tree without arrays'}, expected "
+            "ShardedParams: cut it with mmj.shard_params, or make it with mmj.init_sharded."
         )
 
-    def layer_bytes(one: ShardedParams) -> float:
-        sums = one.outline.accumulate_dtype
-        leaves = jax.tree.leaves(one.outline.own_like)
+    def tree_bytes(leaves: list[Any], sums: DTypeLike | None) -> float:
         return float(sum(math.prod(x.shape) * travel_dtype(x.dtype, sums).itemsize for x in leaves))
 
+    def layer_bytes(one: ShardedParams) -> float:
+        return tree_bytes(jax.tree.leaves(one.outline.own_like), one.outline.accumulate_dtype)
+
     cores = fabric.jax_mesh.shape[fabric.core_axis] if fabric.core_axis else 1
+    if others:
+        return tree_bytes(others, accumulate_dtype) / cores
     most = max(trees, key=lambda one: layer_bytes(one) * (one.n_layers or 1))
     return layer_bytes(most) / cores
