@@ -302,7 +302,14 @@ def test_where_results_go_is_checked_before_the_work(words: list[str], monkeypat
     def work(*_: object, **__: object) -> None:
         raise AssertionError("the work has begun")
 
-    for place in ("plan.plan", "plan.choose", "draw.plan", "prepare.plan", "compare.compare", "studies.simulate"):
+    for place in (
+        "plan.plan",
+        "plan.choose",
+        "draw.plan",
+        "prepare.StepDemands",
+        "compare.compare",
+        "studies.simulate",
+    ):
         module, _, name = place.partition(".")
         monkeypatch.setattr(f"meshmend.cli.{module}.{name}", work)
     check(words, "nothing can be written")

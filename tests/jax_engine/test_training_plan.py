@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from meshmend.errors import ParameterError
 from meshmend.jax.job import initialize_alone
 from meshmend.jax.training_plan import any_pair, hardware_of
 from meshmend.planning import PlanCache
+from meshmend.planning.step import StepDemands
 from meshmend.schedule import Collective
 
 
@@ -165,5 +165,8 @@ def test_a_job_runs_that_plan_and_writes_down_what_it_is_for(update: Any, tmp_pa
         planned = job._run.plan  # type: ignore[union-attr]
     assert planned.digest == mmj.plan(job.fabric, params, update=update, budget_s=2.0).digest
     assert job.fabric.hardware == mm.cost.find_hardware("tpu-v6e-xla")
-    facts = json.loads((tmp_path / "planned-for.json").read_text())
-    assert (facts["update"], facts["payload_bytes"], facts["hardware"]["name"]) == (update, 8192, "tpu-v6e-xla")
+    noted = StepDemands.read(tmp_path)
+    assert noted == StepDemands(planned.workload, mm.cost.find_hardware("tpu-v6e-xla"))
+    assert noted.workload.payload_bytes == 8192
+    again = noted.plan(job.fabric.mesh, cache=None, budget_s=2.0)
+    assert again.schedules == planned.schedules

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import warnings
 from pathlib import Path
@@ -23,11 +22,19 @@ from meshmend.cli.options import (
 )
 from meshmend.cli.outputs import check_folder
 from meshmend.cli.terminal import plain, working
-from meshmend.cost.units import name_seconds
-from meshmend.errors import CacheWarning, LoweringError, MeshError, PlanError
-from meshmend.planning import Auto, PlanCache, plan
+from meshmend.cost import DEFAULT_HARDWARE, find_hardware
+from meshmend.cost.hiding import MAX_UNROLLED
+from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
+from meshmend.errors import CacheWarning, LoweringError, MeshError, ParameterError, PlanError
+from meshmend.planning import Auto, PlanCache, Workload
 from meshmend.planning.cache import PREPARED_BUDGET_S
+from meshmend.planning.proven import DEFAULT_PAYLOAD_BYTES
+from meshmend.planning.step import StepDemands
+from meshmend.schedule import Collective
 from meshmend.topology import Mesh, Region, all_placements, name_shape, parse_shape
+
+WAYS = (Collective.ALL_REDUCE.value, Collective.ALL_REDUCE_WITH_TURN.value, Collective.ALL_GATHER.value)
+"""What a step may run: a replicated update, a fused one, sharded parameters."""
 
 
 def command(
@@ -42,21 +49,37 @@ def command(
     cache: Annotated[
         Path | None, typer.Option("--cache", metavar="DIR", help="Folder for plans; default: ~/.cache/meshmend.")
     ] = None,
+    shared: Annotated[
+        Path | None,
+        typer.Option(
+            "--shared", metavar="DIR", help="A job's shared folder: plan what that job plans for, and keep it there."
+        ),
+    ] = None,
+    collective: Annotated[
+        str, typer.Option("--collective", metavar="NAME", help=f"What a step runs: {', '.join(WAYS)}.")
+    ] = Collective.ALL_REDUCE.value,
+    tile: Annotated[
+        str | None, typer.Option("--tile", metavar="HxW", help="Chips per tile; the payload is one chip's shard.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Plan ahead for the loss of every single host, in addition to what has already failed.
 
-    A job that loses a host then finds its plan in the cache.
+    A job that loses a host then finds its plans in the cache. Once it has begun to train, --shared is all that you have
+    to say; before that, give the bytes that a chip sends in a step, the collective and the tile. Sharded parameters
+    (FSDP) send one layer at a time, in an all-gather and a reduce-scatter: --collective all-gather plans for both.
 
-    Example: meshmend prepare 16x32 --host 4x2
+    Example: meshmend prepare 16x32 --host 4x2 --shared shared
     """
     with exit_on_error(json):
         mesh = holes.mesh(shape)
         hosts = _hosts(mesh, host)
-        store = PlanCache(cache)
+        store = PlanCache(shared / "plans" if cache is None and shared is not None else cache)
         check_folder("--cache", store.folder, make=True)
-        unhurried = dataclasses.replace(tuning, budget=PREPARED_BUDGET_S if tuning.budget is None else tuning.budget)
-        chosen = unhurried.planner(planner, auto.payload, auto.hardware)
+        budget_s = PREPARED_BUDGET_S if tuning.budget is None else tuning.budget
+        demands = _demands(shared, planner, auto, collective, tile)
+        given = {"orientation": tuning.orientation, "segments": tuning.segments, "chunks": tuning.chunks}
+        parameters = {key: value for key, value in given.items() if value is not None}
         ready, refused = 0, {}
         started = time.perf_counter()
         with working("planning", json, total=len(hosts) + 1) as tell:
@@ -67,11 +90,14 @@ def command(
                     # The table reports the cache's warnings: a plan that is in the cache is ready, whatever they say.
                     with warnings.catch_warnings(record=True) as warned:
                         warnings.simplefilter("always", CacheWarning)
-                        plan(survivors, chosen, cache=store, neighbours_only=neighbours_only)
-                    if store.path(survivors, chosen, neighbours_only=neighbours_only).is_file():
-                        ready += 1
+                        demands.plan(
+                            survivors, cache=store, budget_s=budget_s, neighbours_only=neighbours_only, **parameters
+                        )
+                    unkept = [str(word.message) for word in warned if "not kept" in str(word.message)]
+                    if unkept:
+                        refused[str(lost or "nothing")] = " ".join(unkept)
                     else:
-                        refused[str(lost or "nothing")] = " ".join(str(word.message) for word in warned)
+                        ready += 1
                 except (LoweringError, MeshError, PlanError) as error:
                     refused[str(lost or "nothing")] = error.why if isinstance(error, PlanError) else str(error)
                 tell(advance=1)
@@ -79,7 +105,11 @@ def command(
         facts = {
             **mesh_facts(mesh),
             "host": host,
-            "planner": chosen.name,
+            "planner": demands.planner,
+            "payload_bytes": demands.workload.payload_bytes,
+            "collective": demands.workload.collective.value,
+            "tile": demands.tile,
+            "hardware": demands.hardware.name,
             "plans": ready,
             "refused": refused,
             "cache": str(store.folder),
@@ -92,12 +122,41 @@ def command(
             print_facts(
                 f"plans for {mesh} and for the loss of each of its {len(hosts)} hosts",
                 {
+                    "planned for": _planned_for(demands),
                     "ready": Text.assemble((f"{ready}", "green"), f" of {len(hosts) + 1}"),
                     "no plan": "\n".join(shown) or "none",
                     "kept in": plain(store.folder),
                     "took": name_seconds(seconds),
                 },
             )
+
+
+def _demands(shared: Path | None, planner: str, auto: AutoOptions, collective: str, tile: str | None) -> StepDemands:
+    """Return what a job plans for: what it wrote down itself, or what the options say."""
+    if shared is not None:
+        said = {
+            "--payload": auto.payload,
+            "--hardware": auto.hardware,
+            "--tile": tile,
+            "--collective": None if collective == Collective.ALL_REDUCE else collective,
+        }
+        for option, value in said.items():
+            if value is not None:
+                raise ParameterError(f"{shared} already says what its job plans for: leave out {option}.")
+        return StepDemands.read(shared)
+    if collective not in WAYS:
+        raise ParameterError(f"A step runs no {collective}: --collective is one of {', '.join(WAYS)}.")
+    payload = DEFAULT_PAYLOAD_BYTES if auto.payload is None else parse_bytes(auto.payload)
+    hardware = find_hardware(auto.hardware or DEFAULT_HARDWARE)
+    workload = Workload(payload, Collective(collective)).rounded()
+    is_tpu = hardware.name.startswith("tpu")
+    return StepDemands(workload, hardware, tile, MAX_UNROLLED if is_tpu else None, planner)
+
+
+def _planned_for(demands: StepDemands) -> str:
+    tiles = "" if demands.tile is None else f" between tiles of {demands.tile} chips"
+    size = name_bytes(demands.workload.payload_bytes)
+    return f"{demands.workload.collective.value} of {size}{tiles}, {demands.hardware.name}"
 
 
 def _hosts(mesh: Mesh, host: str) -> list[Region]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -39,35 +39,20 @@ from meshmend.jax.shardings import match_specs
 from meshmend.jax.tiles import TiledFabric
 from meshmend.planning import PlanCache, Planner, Workload, plan_halves
 from meshmend.planning import plan as plan_schedule
-from meshmend.schedule import Collective, Schedule
+from meshmend.planning.step import SCALAR_BYTES, StepPlan, plan_step
+from meshmend.schedule import Collective
 
 PlannedUpdate = Literal["replicated", "sharded", "fsdp"]
 UPDATES: tuple[PlannedUpdate, ...] = ("replicated", "sharded", "fsdp")
-SCALAR_BYTES = 64
-"""What the plan for scalars is made for: a loss, a weight, a few norms."""
 
 
-@dataclass(frozen=True)
-class TrainingPlan:
-    """Proven schedules for a training step, and what they were made for. Made by `plan`; `install` takes it to devices.
-
-    `schedule` is the all-reduce of a replicated or sharded update; with update "fsdp" there are `scatter` and `gather`
-    instead, of one layer. `scalars` is for losses, weights and norms.
-    """
+@dataclass(frozen=True, kw_only=True)
+class TrainingPlan(StepPlan):
+    """A step's proven schedules, and what they were made for. Made by `plan`; `install` takes it to devices."""
 
     update: PlannedUpdate
     workload: Workload
     hardware: Hardware
-    scalars: Schedule
-    schedule: Schedule | None = None
-    scatter: Schedule | None = None
-    gather: Schedule | None = None
-
-    @property
-    def schedules(self) -> tuple[Schedule, ...]:
-        """All of them; that which moves most comes first."""
-        found = (self.schedule, self.scatter, self.gather, self.scalars)
-        return tuple(one for one in found if one is not None)
 
     @property
     def digest(self) -> str:
@@ -80,18 +65,6 @@ class TrainingPlan:
             for column in (rows.step, rows.src, rows.dst, rows.first_chunk, rows.n_chunks, rows.op, rows.owners):
                 content.update(np.ascontiguousarray(column).tobytes())
         return content.hexdigest()
-
-    def facts(self) -> dict[str, Any]:
-        """Return what it was made for, for timelines and for `meshmend prepare`."""
-        return {
-            "update": self.update,
-            "payload_bytes": self.workload.payload_bytes,
-            "collective": self.workload.collective.value,
-            "hardware": asdict(self.hardware) | {"sources": dict(self.hardware.sources)},
-            "planner": self.schedules[0].planner,
-            "steps": self.schedules[0].n_steps,
-            "scalar_steps": self.scalars.n_steps,
-        }
 
     def install(self, fabric: Fabric) -> AnyProgram:
         """Put the tables on the fabric's devices."""
@@ -143,25 +116,22 @@ def plan(
     target = hardware_of(fabric, hardware)
     workload = workload_of(fabric, params, update=update, shardings=shardings, accumulate_dtype=accumulate_dtype)
     budget: dict[str, Any] = {} if budget_s is None else {"budget_s": budget_s}
-    mesh = fabric.mesh
-    scalars = plan_schedule(mesh, payload_bytes=SCALAR_BYTES, hardware=target, cache=cache, **budget)
-    if isinstance(planner, Planner):
-        made_for: dict[str, Any] = {}
-    else:
-        made_for = {"payload_bytes": workload.payload_bytes, "hardware": target, **budget, **parameters}
-    if update != "fsdp":
-        collective = None if isinstance(planner, Planner) and update == "replicated" else workload.collective
-        schedule = plan_schedule(mesh, planner, collective=collective, cache=cache, **made_for)
-        return TrainingPlan(update, workload, target, scalars, schedule)
-    if planner == "auto":
-        limit = MAX_UNROLLED if fabric.platform == "tpu" else None
-        scatter, gather = plan_halves(mesh, max_steps=limit, cache=cache, **made_for)
-    else:
-        scatter, gather = (
-            plan_schedule(mesh, planner, collective=half, cache=cache, **made_for)
-            for half in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
-        )
-    return TrainingPlan(update, workload, target, scalars, scatter=scatter, gather=gather)
+    made = plan_step(
+        fabric.mesh,
+        workload,
+        target,
+        planner=planner,
+        max_steps=max_steps_of(fabric),
+        cache=cache,
+        **budget,
+        **parameters,
+    )
+    return TrainingPlan(**vars(made), update=update, workload=workload, hardware=target)
+
+
+def max_steps_of(fabric: Fabric) -> int | None:
+    """Return how many steps a plan may have that runs beside computing: XLA hides loops of TPUs only if written out."""
+    return MAX_UNROLLED if fabric.platform == "tpu" else None
 
 
 def any_pair(fabric: Fabric) -> ProgramPair:

@@ -32,8 +32,10 @@ from meshmend.jax.managed.shared import SharedFolder
 from meshmend.jax.managed.step import JobStep
 from meshmend.jax.state import Keeper, fetch
 from meshmend.jax.state.layout import StateLayout
-from meshmend.jax.training_plan import PlannedUpdate, TrainingPlan, plan
+from meshmend.jax.tiles import TiledFabric
+from meshmend.jax.training_plan import PlannedUpdate, TrainingPlan, hardware_of, max_steps_of, plan
 from meshmend.planning import PlanCache, Planner
+from meshmend.planning.step import StepDemands
 
 AHEAD_AFTER = 3
 """Steps after a start before it compiles for the next failures: earlier, that would slow down a restart."""
@@ -88,7 +90,7 @@ class TrainingRun:
         untrusted = agree_on_untrusted(aids.shared.path, session.coordination)
         self.plan = session.agree_on_plan(lambda cache: self._plan(session.fabric, cache), aids.shared.plans)
         if session.launch.process == 0:
-            aids.shared.note_plan(self.plan, tile=None if session.cut is None else session.cut.side)
+            self._note_demands()
         with session.timeline.timed("compile"):
             self._compiled = self._build(session.fabric, self.plan)
         layout = self._compiled.layout
@@ -211,6 +213,15 @@ class TrainingRun:
             cache=cache,
             budget_s=RECOVERY_BUDGET_S,
         )
+
+    def _note_demands(self) -> None:
+        """Write down what this job plans for, so that `meshmend prepare --shared` can plan the same ahead."""
+        fabric, planner = self.session.fabric, self.aids.planner
+        chips = fabric.chips if isinstance(fabric, TiledFabric) else fabric
+        tile = None if self.session.cut is None else self.session.cut.side
+        if isinstance(planner, str):
+            demands = StepDemands(self.plan.workload, hardware_of(chips), tile, max_steps_of(fabric), planner)
+            demands.write(self.aids.shared.path)
 
     def _build(self, fabric: Fabric, planned: TrainingPlan) -> CompiledTrainStep:
         program = planned.install(fabric)

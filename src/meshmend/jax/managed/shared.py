@@ -7,7 +7,6 @@ with a new folder starts over, and two jobs never find each other's copies.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import secrets
@@ -16,10 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshmend.errors import RestartError
-from meshmend.files import write_whole
-from meshmend.jax.training_plan import TrainingPlan
-
-PLANNED_FOR = "planned-for.json"
 
 
 @dataclass(frozen=True)
@@ -54,10 +49,6 @@ class SharedFolder:
     def hardware(self) -> Path:
         """What was measured: a file per kind of device and shape of machine."""
         return self.path / "hardware"
-
-    def note_plan(self, plan: TrainingPlan, *, tile: str | None) -> None:
-        """Write down what the job plans for, so that `meshmend prepare` can plan the same ahead."""
-        write_whole(self.path / PLANNED_FOR, json.dumps(plan.facts() | {"tile": tile}, indent=1) + "\n")
 
     def timeline(self, host: str) -> Path:
         """When everything happened on one host."""

@@ -1,0 +1,154 @@
+"""What one training step sends, planned together: the gradients (or the two halves of FSDP), and scalars.
+
+A job plans for the chips that it has, and `meshmend prepare` for those that it may be left with. Both come here with
+the same `StepDemands`, so that what was prepared is what a job asks for. A job writes its own into its shared folder
+(`PLANNED_FOR`), where `prepare --shared` reads it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshmend.cost import Hardware, between_tiles
+from meshmend.cost.hardware_file import MAX_BYTES, hardware_facts, parse_hardware
+from meshmend.errors import ParameterError
+from meshmend.files import write_whole
+from meshmend.planning.auto import Auto
+from meshmend.planning.base import Planner
+from meshmend.planning.cache import PlanCache
+from meshmend.planning.proven import plan, read_collective
+from meshmend.planning.shards import plan_halves
+from meshmend.planning.workload import Workload
+from meshmend.schedule import Collective, Schedule
+from meshmend.topology import Mesh, cut_into_tiles
+
+PLANNED_FOR = "planned-for.json"
+"""The file of a shared folder that says what a job plans for."""
+SCALAR_BYTES = 64
+"""What the plan for scalars is made for: a loss, a weight, a few norms."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Proven schedules for a training step.
+
+    `schedule` is an all-reduce; where parameters are sharded there are `scatter` and `gather` instead, of one layer.
+    `scalars` is for losses, weights and norms.
+    """
+
+    scalars: Schedule
+    schedule: Schedule | None = None
+    scatter: Schedule | None = None
+    gather: Schedule | None = None
+
+    @property
+    def schedules(self) -> tuple[Schedule, ...]:
+        """All of them; that which moves most comes first."""
+        found = (self.schedule, self.scatter, self.gather, self.scalars)
+        return tuple(one for one in found if one is not None)
+
+
+@dataclass(frozen=True)
+class StepDemands:
+    """What a step's plans are made for, on whatever chips are left.
+
+    `hardware` is that of a chip; inside tiles of `tile` chips, the payload is one chip's shard, and plans are made
+    between tiles. A workload whose collective is an all-gather is one of sharded parameters (FSDP): its two halves are
+    planned, with at most `max_steps` steps if possible, so that they can run beside computing.
+    """
+
+    workload: Workload
+    hardware: Hardware
+    tile: str | None = None
+    max_steps: int | None = None
+    planner: str = Auto.name
+
+    def plan(self, mesh: Mesh, *, cache: PlanCache | None, budget_s: float, **parameters: Any) -> StepPlan:
+        """Plan for a mesh of chips."""
+        hardware = self.hardware
+        if self.tile is not None:
+            tiling = cut_into_tiles(mesh, self.tile)
+            mesh, hardware = tiling.tiles, between_tiles(hardware, tiling)
+        return plan_step(
+            mesh,
+            self.workload,
+            hardware,
+            planner=self.planner,
+            max_steps=self.max_steps,
+            cache=cache,
+            budget_s=budget_s,
+            **parameters,
+        )
+
+    def write(self, folder: Path) -> None:
+        """Write it into a job's shared folder."""
+        facts = {
+            **hardware_facts(self.hardware),
+            "payload_bytes": self.workload.payload_bytes,
+            "collective": self.workload.collective.value,
+            "tile": self.tile,
+            "max_steps": self.max_steps,
+            "planner": self.planner,
+        }
+        write_whole(folder / PLANNED_FOR, json.dumps(facts, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> StepDemands:
+        """Return what the job of a shared folder plans for; raise `ParameterError` where it does not say so."""
+        path = folder / PLANNED_FOR
+        try:
+            with path.open("rb") as file:
+                facts = json.loads(file.read(MAX_BYTES))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ParameterError(
+                f"{path} does not say what a job plans for ({error}). A job writes it when it starts to train; before "
+                "that, say it with --payload, --collective and --tile."
+            ) from None
+        where = str(path)
+        hardware = parse_hardware(facts, where)
+        payload, tile, max_steps, planner = (
+            facts.get(key) for key in ("payload_bytes", "tile", "max_steps", "planner")
+        )
+        if not isinstance(payload, int | float) or isinstance(payload, bool) or payload < 0:
+            raise ParameterError(f"{where} has payload_bytes {payload!r}, expected a number of bytes.")
+        if not isinstance(tile, str | None) or not isinstance(max_steps, int | None) or not isinstance(planner, str):
+            raise ParameterError(f"{where} has a tile, max_steps or planner that a job would not write.")
+        return cls(Workload(payload, read_collective(facts.get("collective"))), hardware, tile, max_steps, planner)
+
+
+def plan_step(
+    mesh: Mesh,
+    workload: Workload,
+    hardware: Hardware,
+    *,
+    planner: str | Planner = Auto.name,
+    max_steps: int | None = None,
+    cache: PlanCache | None = None,
+    neighbours_only: bool = False,
+    **parameters: Any,
+) -> StepPlan:
+    """Plan all that a step sends on `mesh`. `parameters` are the planner's; `budget_s` among them counts for all.
+
+    A planner object has its own payload, hardware and parameters.
+    """
+    budget = {key: value for key, value in parameters.items() if key == "budget_s"}
+    kept: dict[str, Any] = {"cache": cache, "neighbours_only": neighbours_only}
+    scalars = plan(mesh, payload_bytes=SCALAR_BYTES, hardware=hardware, **kept, **budget)
+    is_made = isinstance(planner, Planner)
+    made_for: dict[str, Any] = (
+        {} if is_made else {"payload_bytes": workload.payload_bytes, "hardware": hardware, **parameters}
+    )
+    if workload.collective is not Collective.ALL_GATHER:
+        collective = None if is_made and workload.collective is Collective.ALL_REDUCE else workload.collective
+        return StepPlan(scalars, plan(mesh, planner, collective=collective, **kept, **made_for))
+    if planner == Auto.name:
+        scatter, gather = plan_halves(mesh, max_steps=max_steps, cache=cache, **made_for)
+    else:
+        scatter, gather = (
+            plan(mesh, planner, collective=half, **kept, **made_for)
+            for half in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
+        )
+    return StepPlan(scalars, scatter=scatter, gather=gather)

@@ -1,0 +1,69 @@
+"""What `meshmend prepare` plans is what a job asks for: every kind of update, in tiles, any payload of that size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from meshmend.cli import app
+from meshmend.cost import find_hardware
+from meshmend.errors import ParameterError
+from meshmend.planning import PlanCache, Workload
+from meshmend.planning.step import PLANNED_FOR, StepDemands
+from meshmend.schedule import Collective
+from meshmend.topology import Mesh
+
+HARDWARE = "tpu-v6e-xla"
+
+
+def prepare(*words: str) -> dict[str, object]:
+    found = CliRunner().invoke(app, ["prepare", "4x4", "--host", "2x2", "--json", *words])
+    assert found.exit_code == 0, found.output
+    facts: dict[str, object] = json.loads(found.stdout)
+    return facts
+
+
+def asks_for_nothing_new(demands: StepDemands, cache: PlanCache) -> bool:
+    """Whether a job that has no time finds all of its plans after the loss of a host."""
+    before = len(cache)
+    for hole in ("2x2@0,0", "2x2@2,2"):
+        demands.plan(Mesh("4x4", failed=[hole]), cache=cache, budget_s=2.0)
+    return len(cache) == before
+
+
+@pytest.mark.parametrize("tile", [None, "2x1"])
+@pytest.mark.parametrize("collective", ["all-reduce", "all-reduce-with-turn", "all-gather"])
+def test_a_job_finds_what_was_prepared_before_it_began(collective: str, tile: str | None, tmp_path: Path) -> None:
+    words = ["--payload", "210kB", "--hardware", HARDWARE, "--collective", collective, "--cache", str(tmp_path)]
+    facts = prepare(*words, *([] if tile is None else ["--tile", tile]))
+    assert (facts["plans"], facts["payload_bytes"]) == (5, 131072)
+    workload = Workload(190_000, Collective(collective)).rounded()
+    hurried = StepDemands(workload, find_hardware(HARDWARE), tile, max_steps=96)
+    assert asks_for_nothing_new(hurried, PlanCache(tmp_path))
+
+
+def test_a_job_says_itself_what_it_plans_for(tmp_path: Path) -> None:
+    written = StepDemands(Workload(8192, Collective.ALL_GATHER), find_hardware(HARDWARE), "1x2", 96)
+    written.write(tmp_path)
+    assert StepDemands.read(tmp_path) == written
+    facts = prepare("--shared", str(tmp_path))
+    assert (facts["collective"], facts["tile"], facts["hardware"]) == ("all-gather", "1x2", HARDWARE)
+    assert facts["cache"] == str(tmp_path / "plans")
+    assert asks_for_nothing_new(written, PlanCache(tmp_path / "plans"))
+
+
+def test_what_a_shared_folder_says_and_what_it_does_not(tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match=r"does not say what a job plans for.*--payload, --collective and --tile"):
+        StepDemands.read(tmp_path)
+    StepDemands(Workload(8192), find_hardware(HARDWARE)).write(tmp_path)
+    facts = json.loads((tmp_path / PLANNED_FOR).read_text())
+    for key, value in (("payload_bytes", "much"), ("tile", 3), ("collective", "gossip"), ("hardware", None)):
+        (tmp_path / PLANNED_FOR).write_text(json.dumps({**facts, key: value}))
+        with pytest.raises(ParameterError):
+            StepDemands.read(tmp_path)
+    found = CliRunner().invoke(app, ["prepare", "4x4", "--host", "2x2", "--shared", str(tmp_path), "--payload", "1MB"])
+    assert found.exit_code == 1
+    assert "already says what its job plans for: leave out --payload" in " ".join(found.output.split())
