@@ -46,7 +46,7 @@ ORDER = [
 ]
 # A planner makes schedules and knows nothing to the right of them; only what chooses and proves plans may.
 PLANNERS_MAY = {"errors", "topology", "routing", "schedule", "planning"}
-CHOOSERS = {"proven.py", "cache.py", "auto.py", "shards.py", "updates.py", "__init__.py"}
+CHOOSERS = {"proven.py", "cache.py", "auto.py", "shards.py", "step.py", "updates.py", "__init__.py"}
 
 
 def part_of(path: Path) -> str:
@@ -86,7 +86,7 @@ def test_the_verifier_imports_no_planner() -> None:
 
 # What an engine may use of planning: a plan from any planner, the cache of plans, and what a weight update costs.
 ENGINES_MAY = {"PlanCache", "PlanFunction", "Planner", "UpdatePlan", "UpdateWay", "plan", "update_plans"}
-ENGINES_MAY |= {"Workload", "plan_broadcast", "plan_halves", "plan_shards", "round_payload"}
+ENGINES_MAY |= {"StepDemands", "StepPlan", "Workload", "plan_broadcast", "plan_shards", "plan_step", "round_payload"}
 PLANNER_FREE = ("cost", "drawing", "jax", "lab", "numpy", "torch")
 
 

@@ -19,8 +19,7 @@ from meshmend.cost import between_tiles
 from meshmend.errors import ParameterError
 from meshmend.jax.job import initialize_alone
 from meshmend.jax.training_plan import any_pair, hardware_of
-from meshmend.planning import PlanCache
-from meshmend.planning.step import StepDemands
+from meshmend.planning import PlanCache, StepDemands
 from meshmend.schedule import Collective
 
 

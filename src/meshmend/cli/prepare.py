@@ -26,10 +26,9 @@ from meshmend.cost import DEFAULT_HARDWARE, find_hardware
 from meshmend.cost.hiding import MAX_UNROLLED
 from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
 from meshmend.errors import CacheWarning, LoweringError, MeshError, ParameterError, PlanError
-from meshmend.planning import Auto, PlanCache, Workload
+from meshmend.planning import Auto, PlanCache, StepDemands, Workload
 from meshmend.planning.cache import PREPARED_BUDGET_S
 from meshmend.planning.proven import DEFAULT_PAYLOAD_BYTES
-from meshmend.planning.step import StepDemands
 from meshmend.schedule import Collective
 from meshmend.topology import Mesh, Region, all_placements, name_shape, parse_shape
 

@@ -37,9 +37,7 @@ from meshmend.jax.program import (
 from meshmend.jax.sharded_params import ShardedParams, is_sharded
 from meshmend.jax.shardings import match_specs
 from meshmend.jax.tiles import TiledFabric
-from meshmend.planning import PlanCache, Planner, Workload, plan_halves
-from meshmend.planning import plan as plan_schedule
-from meshmend.planning.step import SCALAR_BYTES, StepPlan, plan_step
+from meshmend.planning import PlanCache, Planner, StepPlan, Workload, plan_step
 from meshmend.schedule import Collective
 
 PlannedUpdate = Literal["replicated", "sharded", "fsdp"]
@@ -136,10 +134,8 @@ def max_steps_of(fabric: Fabric) -> int | None:
 
 def any_pair(fabric: Fabric) -> ProgramPair:
     """Return the shapes of some pair of programs on a fabric, to find out what they cut before they are planned."""
-    target = hardware_of(fabric)
-    scatter, gather = plan_halves(fabric.mesh, payload_bytes=SCALAR_BYTES, hardware=target)
-    scalars = plan_schedule(fabric.mesh, payload_bytes=SCALAR_BYTES, hardware=target)
-    return abstract_pair(None, fabric, scatter=scatter, gather=gather, scalars=scalars)
+    made = plan_step(fabric.mesh, Workload(0, Collective.ALL_GATHER).rounded(), hardware_of(fabric))
+    return abstract_pair(None, fabric, scatter=made.scatter, gather=made.gather, scalars=made.scalars)
 
 
 def hardware_of(fabric: Fabric, hardware: str | Hardware | None = None) -> Hardware:

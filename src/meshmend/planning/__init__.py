@@ -10,6 +10,7 @@ from meshmend.planning.latency import Latency
 from meshmend.planning.proven import PLANNERS, PlanFunction, choose, make_planner, plan
 from meshmend.planning.row_pairs import RowPairs
 from meshmend.planning.shards import plan_broadcast, plan_halves, plan_shards
+from meshmend.planning.step import StepDemands, StepPlan, plan_step
 from meshmend.planning.two_color import TwoColor
 from meshmend.planning.updates import UpdatePlan, UpdateWay, update_plans
 from meshmend.planning.weave import Weave
@@ -28,6 +29,8 @@ __all__ = [
     "PlanFunction",
     "Planner",
     "RowPairs",
+    "StepDemands",
+    "StepPlan",
     "Tuned",
     "TwoColor",
     "UpdatePlan",
@@ -40,6 +43,7 @@ __all__ = [
     "plan_broadcast",
     "plan_halves",
     "plan_shards",
+    "plan_step",
     "round_payload",
     "update_plans",
 ]

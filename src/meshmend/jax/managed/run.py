@@ -34,8 +34,7 @@ from meshmend.jax.state import Keeper, fetch
 from meshmend.jax.state.layout import StateLayout
 from meshmend.jax.tiles import TiledFabric
 from meshmend.jax.training_plan import PlannedUpdate, TrainingPlan, hardware_of, max_steps_of, plan
-from meshmend.planning import PlanCache, Planner
-from meshmend.planning.step import StepDemands
+from meshmend.planning import PlanCache, Planner, StepDemands
 
 AHEAD_AFTER = 3
 """Steps after a start before it compiles for the next failures: earlier, that would slow down a restart."""
