@@ -11,7 +11,7 @@ import typer
 
 from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
 from meshmend.cli.layer_stack import TRANSFORMER, StackOptions, compile_transformer
-from meshmend.cli.options import FailOption, JsonOption, PlannerOption, TuningOptions, WrapOption
+from meshmend.cli.options import FailOption, JsonOption, PlannerOption, TuningOptions
 from meshmend.cli.terminal import working
 from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
 from meshmend.errors import ParameterError
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from meshmend.jax.compiling.ahead_of_time import Compiled
     from meshmend.jax.tiles import TiledFabric
 
+WIRED = "slice"
+"""For --wrap: the axes that wrap in a slice of that kind and shape."""
+
 
 def command(
     topology: Annotated[
@@ -33,10 +36,21 @@ def command(
     stack: StackOptions,
     planner: PlannerOption = Auto.name,
     fail: FailOption = None,
-    wrap: WrapOption = "none",
+    wrap: Annotated[
+        str,
+        typer.Option(
+            "--wrap", metavar="AXES", help="Axes that wrap: slice (as it is wired), none, all, or numbers as in 0,1."
+        ),
+    ] = WIRED,
     payload: Annotated[
-        str, typer.Option("--payload", metavar="SIZE", help="Payload per device, as in 102.4MB.")
-    ] = "102.4MB",
+        str | None,
+        typer.Option(
+            "--payload",
+            metavar="SIZE",
+            help="Payload per device, as in 102.4MB.",
+            show_default="102.4MB; what a workload sends",
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option("--dtype", metavar="NAME", help="float32 or bfloat16.")] = "float32",
     workload: Annotated[
         str | None,
@@ -94,7 +108,9 @@ def command(
 
         if dtype not in ("float32", "bfloat16"):
             raise ParameterError(f"--dtype is {dtype!r}, expected float32 or bfloat16.")
-        payload_bytes = round(parse_bytes(payload))
+        if workload is not None and payload is not None:
+            raise ParameterError(f"--workload {workload} says what is sent: leave out --payload {payload}.")
+        payload_bytes = round(parse_bytes(payload or "102.4MB"))
         generation, _, chips = topology.partition(":")
         if is_shape(chips):  # libtpu knows one way to write it
             topology = f"{generation}:{name_shape(parse_shape(chips))}"
@@ -120,9 +136,13 @@ def command(
         batch = batch or 16
         cut = None if tile is None else cut_slice(fabric, tile)
         fabric = fabric if cut is None else cut
-        target = (payload, fabric.hardware) if planner == Auto.name else (None, None)
+        planned_bytes: float = payload_bytes
+        if workload is not None:
+            from meshmend.jax.workloads import find_workload, payload_of
+
+            planned_bytes = payload_of(find_workload(workload), fabric, batch=batch)
         with working(f"planning and proving {fabric.mesh}", json):
-            schedule = plan(fabric.mesh, tuning.planner(planner, *target))
+            schedule = plan(fabric.mesh, tuning.planner(planner, planned_bytes, fabric.hardware))
         what = "all-reduce" if workload is None else f"{workload} step"
         facts: dict[str, Any] = (
             {"payload_bytes": payload_bytes, "dtype": dtype}
@@ -194,8 +214,11 @@ def _size_of(report: Compiled, cut: TiledFabric | None) -> dict[str, str]:
 
 
 def _read_wrap(text: str) -> bool | list[bool] | None:
+    """Return which axes wrap; None stands for those that wrap in a slice of that kind and shape."""
+    if text == WIRED:
+        return None
     if text in ("none", "all"):
         return text == "all"
     if not re.fullmatch(r"\d(,\d)*", text, re.ASCII):
-        raise ParameterError(f"--wrap {text}: expected none, all, or axes as in 0,1.")
+        raise ParameterError(f"--wrap {text}: expected slice, none, all, or axes as in 0,1.")
     return [str(axis) in text.split(",") for axis in range(1 + int(max(text.split(","))))]

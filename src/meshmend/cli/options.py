@@ -206,7 +206,7 @@ class TuningOptions:
     def planner(
         self,
         name: str,
-        payload: str | None = None,
+        payload: str | float | None = None,
         hardware: str | Hardware | None = None,
         *,
         collective: str = Collective.ALL_REDUCE,
@@ -217,7 +217,7 @@ class TuningOptions:
             "segments": self.segments,
             "chunks": self.chunks,
             "budget_s": self.budget,
-            "payload_bytes": None if payload is None else parse_bytes(payload),
+            "payload_bytes": parse_bytes(payload) if isinstance(payload, str) else payload,
             "hardware": hardware,
         }
         stated = {key: value for key, value in given.items() if value is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -11,9 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from typer.testing import CliRunner
 
 import meshmend as mm
-from meshmend.errors import ParameterError
+from meshmend.cli import app
+from meshmend.cost import find_hardware, predict
+from meshmend.errors import MeshmendError, ParameterError
 from meshmend.jax.compiling import ahead_of_time
 from meshmend.jax.compiling.ahead_of_time import Compiled, CompilerError, compile_for, compile_step, slice_fabric
 from meshmend.jax.tiles import tile
@@ -153,3 +157,29 @@ ENTRY %main (p: f32[]) -> f32[] {
     assert ahead_of_time.most_in_flight(hlo) == 2
     assert "{0,1}" not in ahead_of_time.without_pairs(hlo)
     assert "op_name" not in ahead_of_time.without_pairs(hlo)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("topology", ["v4:4x4x4", "v5p:4x4x4"])
+def test_the_command_plans_for_the_slice_as_it_is_wired(topology: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cube of 4x4x4 chips is a torus: planned as a mesh its all-reduce has 93 steps, as a torus 63."""
+    from meshmend.cli import compile as command
+
+    planned = []
+
+    def stop(mesh: mm.Mesh, planner: Any) -> None:
+        planned.append((mesh, planner))
+        raise MeshmendError("planned")
+
+    monkeypatch.setattr(command, "plan", stop)
+    for words in ([], ["--planner", "weave"], ["--wrap", "none"]):
+        CliRunner().invoke(app, ["compile", "--topology", topology, "--payload", "100MB", *words])
+    (wired, _), (_, weave), (open_ended, _) = planned
+    assert wired == slice_fabric(topology, wrap=None).mesh
+    assert wired.wrap == (True, True, True)
+    assert open_ended.wrap == (False, False, False)
+    assert weave.payload_bytes == 1e8, "a planner that is named is tuned for the payload, too"
+    hardware = find_hardware(slice_fabric(topology).hardware or "")
+    best = mm.plan(wired, payload_bytes=1e8, hardware=hardware, budget_s=2)
+    found = mm.plan(wired, dataclasses.replace(planned[0][1], budget_s=2))
+    assert predict(found, 1e8, hardware).seconds <= 1.05 * predict(best, 1e8, hardware).seconds

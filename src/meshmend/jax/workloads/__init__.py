@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
@@ -25,6 +26,7 @@ from meshmend.jax.fabric import Fabric
 from meshmend.jax.program import Program, abstract_program
 from meshmend.jax.shardings import specs_of_state
 from meshmend.jax.tiles import TiledFabric
+from meshmend.jax.training_plan import workload_of
 from meshmend.jax.workloads import bert, gpt, resnet
 from meshmend.schedule import Schedule
 
@@ -133,6 +135,14 @@ def _tiled_step(workload: ModelWorkload, fabric: TiledFabric, accumulate_dtype: 
         return optax.apply_updates(params, updates), statistics, state, value
 
     return step
+
+
+def payload_of(workload: ModelWorkload, fabric: Fabric, *, batch: int) -> float:
+    """Return the bytes per device that a step sends, rounded as plans are made for them; sums are float32."""
+    params, _ = workload.variables(batch)
+    split = _specs_inside(workload, params, fabric)
+    found = workload_of(fabric, params, update="replicated", shardings=split, accumulate_dtype=jnp.float32)
+    return found.payload_bytes
 
 
 def _specs_inside(workload: ModelWorkload, params: Any, fabric: Fabric) -> Any:
