@@ -348,8 +348,8 @@ def test_disk_gives_back_the_same_bits_on_another_mesh(whole: Trained, holed: Tr
     disk = Disk(tmp_path / "disk")
     assert disk.steps() == []
     assert disk.save(whole.layout, 3, 40, *whole.state, extra=[1, 64]) == ""
-    assert disk.finished(wait=True) == 40
-    assert disk.finished(wait=True) is None
+    assert disk.finished(within_s=60) == 40
+    assert disk.finished(within_s=60) is None
     facts = disk.facts(40)
     assert (facts.attempt, facts.step) == (3, 40)
     assert facts.identity == whole.layout.identity
