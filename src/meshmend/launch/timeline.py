@@ -33,7 +33,7 @@ MAX_FILE_BYTES = 48 << 20
 """All files of a host together: the current one, the one before it (about 60,000 steps in both), and the history."""
 MAX_LINE_BYTES = 256 << 10
 """Of one event, which may list 20,000 hosts; what is longer keeps its time and name only."""
-HUNG_AFTER_S = 1.0
+HUNG_AFTER_S = 5.0
 """How long an event waits for its line to be written. After that none does, until all that were left are written."""
 IDLE_S = 5.0
 """How long the thread that writes stays without anything to write."""

@@ -234,6 +234,7 @@ def test_a_timeline_on_a_disk_that_hangs_does_not_stop_the_job(tmp_path: Path, m
     while timeline._hangs and time.monotonic() < end:
         time.sleep(0.01)
     # What was left is written, in order, and events wait for their lines again.
+    monkeypatch.setattr(timelines, "HUNG_AFTER_S", 60)
     timeline.note("step", number=40)
     assert [event["number"] for event in read_timeline(tmp_path / "timeline.jsonl")] == list(range(41))
 
