@@ -96,6 +96,19 @@ def test_the_end_waits_for_a_hanging_save_but_not_for_ever_and_copies_stay(
     again.keeper.close()
 
 
+def test_the_barriers_of_a_save_are_no_programs_on_the_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orbax's barriers are, unless it is told which processes there are; beside training they could deadlock."""
+    multihost = pytest.importorskip("orbax.checkpoint._src.multihost.multihost")
+    barriers: list[Any] = []
+    monkeypatch.setattr(multihost, "sync_global_processes", lambda *_, **how: barriers.append(how.get("processes")))
+    job = started(tmp_path, disk_timeout_s=PATIENCE_S)
+    job.keep(1, 2)
+    job.keeper.close()
+    assert [event["step"] for event in job.events("saved")] == [1, 2]
+    assert len(barriers) > 2
+    assert all(processes == {0} for processes in barriers)
+
+
 def test_a_step_asks_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither does it start a thread: whether another part of the job continues is looked at beside it."""
     asked: list[str] = []
