@@ -152,7 +152,7 @@ def test_a_campaign_of_something_else_is_refused() -> None:
 def test_thirty_failures_of_hosts_store_and_both_leave_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`pytest -m slow tests/jax_restart/test_restart.py -k thirty`: about ten minutes on two cores."""
+    """`pytest -m slow tests/jax_restart/test_restart.py -k thirty`: a quarter of an hour on two cores."""
     mark, made, make = secrets.token_hex(16), list[Path](), tempfile.mkdtemp
 
     def noted(**how: Any) -> str:
