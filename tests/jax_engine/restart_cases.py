@@ -91,11 +91,19 @@ class Started:
         """End as a killed process does, once what it has begun is written."""
         if self.keeper._mirror is not None:
             self.keeper._mirror.wait()
-        self.keeper._note_saved(wait=True)
+        finish_save(self)
+        if self.keeper.checkpoints is not None:
+            self.keeper.checkpoints.abandon()
         self.keeper.memory.lock.release()
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [event for event in self.session.timeline.events if event["event"] == name]
+
+
+def finish_save(job: Started) -> None:
+    """Return when the checkpoint that was begun last is on disk."""
+    if job.keeper.checkpoints is not None:
+        job.keeper.checkpoints.note_saved(wait=True)
 
 
 def _loss(params: Any, batch: Any) -> Any:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -142,3 +146,44 @@ def test_hosts_of_a_job_with_sharded_parameters_die_and_come_back() -> None:
 def test_a_campaign_of_something_else_is_refused() -> None:
     with pytest.raises(ParameterError, match="shard is 'all', expected 'update' or 'fsdp'"):
         campaign(1, shard="all")
+
+
+@pytest.mark.slow
+def test_thirty_failures_of_hosts_store_and_both_leave_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`pytest -m slow tests/jax_restart/test_restart.py -k thirty`: a quarter of an hour on two cores."""
+    mark, made, make = secrets.token_hex(16), list[Path](), tempfile.mkdtemp
+
+    def noted(**how: Any) -> str:
+        made.append(Path(make(**how)))
+        return str(made[-1])
+
+    monkeypatch.setenv("MESHMEND_CAMPAIGN", mark)  # every process of the jobs inherits both
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "mkdtemp", noted)
+    report = campaign(30, host="1x1", per_run=10, second=False, store=True)
+    facts = report.facts()
+    assert facts["failures"] == 30
+    assert (facts["of_store"], facts["of_store_and_host"]) == (20, 10)
+    assert facts["of_host_0"] >= 1
+    assert facts["sources"] == {"memory": 20, "disk": 0}
+    assert facts["lost_steps"] == 0
+    until = time.monotonic() + 10
+    while (left := processes_with(mark)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not left
+    assert len(made) > 3
+    assert not [folder for folder in made if folder.exists()]
+    assert not list(tmp_path.iterdir())
+
+
+def processes_with(mark: str) -> list[int]:
+    """Return the processes that were started with this in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended meanwhile
+            if mark.encode() in path.read_bytes() and runs(int(path.parent.name)):
+                found.append(int(path.parent.name))
+    return found

@@ -2,8 +2,9 @@
 
 Each run trains on 4 hosts, two by two, under the launcher. A host gets SIGKILL, agent and worker, and loses its memory;
 the survivors must commit a step round the hole; then the host comes back empty, and the mesh must be whole again. In
-some failures a second host dies while the survivors recover. At the end no step may be missing, every sample must be
-used once per epoch, no committed step may be lost to one host's death, and the loss must be that of an undisturbed run.
+some failures a second host dies while the survivors recover. The store may die, too: alone, and training must go on, or
+with a host. At the end no step may be missing, every sample must be used once per epoch, no committed step may be lost
+to one host's death, and the loss must be that of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ from meshmend.topology import name_shape, parse_shape
 N_HOSTS = 4
 PAIRS = ((0, 2), (1, 3))
 """Hosts that may die together: the other two are connected, and neither of the dead ones keeps the other's shards."""
+STORE_AWAY_S = 3.0
+"""How long a store that is killed is away, at most."""
+STORE_PAUSE_S = 0.2
+"""Pause after each step where the store is killed: a job that trains on must not be over before it is back."""
 LOSS_TOLERANCE = 1e-3
 """Sums in another order round differently, and training propagates that; the measured effect is far below this."""
 
@@ -40,10 +45,12 @@ SHARDS = ("update", "fsdp")
 
 @dataclass(frozen=True)
 class HostKill:
-    """Hosts to kill, one after the other."""
+    """Hosts to kill, one after the other; or the store, which is started again after a while; or both at once."""
 
     hosts: tuple[int, ...]
     apart_s: float = 0.0
+    store_away_s: float | None = None
+    """How long the store is away, None if it is not killed."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +58,17 @@ class Failure:
     """One failure: the hosts that died, and how long the survivors took to commit a step without them."""
 
     hosts: tuple[int, ...]
+    """None if only the store died."""
     step: int
     source: str
-    """Where the state was restored from: "memory" or "disk"."""
+    """Where the state was restored from: "memory" or "disk"; "" if training went on."""
     lost_steps: int
     """Committed steps that had to be repeated: none, unless the state came from disk."""
     total_s: float
     """From the last SIGKILL to the first step that all survivors have committed."""
     stages_s: dict[str, float]
+    of_store: bool = False
+    """Whether the store was killed, too."""
 
 
 @dataclass
@@ -73,12 +83,15 @@ class RestartReport:
 
     def facts(self) -> dict[str, Any]:
         """Return the figures."""
-        totals = [failure.total_s for failure in self.failures]
+        of_hosts = [failure for failure in self.failures if failure.hosts]
+        totals = [failure.total_s for failure in of_hosts]
         return {
             "runs": self.runs,
             "steps": self.steps,
             "failures": len(self.failures),
             "of_host_0": sum(0 in failure.hosts for failure in self.failures),
+            "of_store": sum(failure.of_store for failure in self.failures),
+            "of_store_and_host": sum(failure.of_store for failure in of_hosts),
             "during_recovery": sum(len(failure.hosts) > 1 for failure in self.failures),
             "sources": {s: sum(f.source == s for f in self.failures) for s in ("memory", "disk")},
             "lost_steps": sum(failure.lost_steps for failure in self.failures),
@@ -86,8 +99,8 @@ class RestartReport:
             "recovery_s": {"median": statistics.median(totals), "worst": max(totals)},
             "stages_s": {
                 stage: {
-                    "median": statistics.median(f.stages_s[stage] for f in self.failures),
-                    "worst": max(f.stages_s[stage] for f in self.failures),
+                    "median": statistics.median(f.stages_s[stage] for f in of_hosts),
+                    "worst": max(f.stages_s[stage] for f in of_hosts),
                 }
                 for stage in STAGES
             },
@@ -103,6 +116,7 @@ def campaign(
     per_run: int = 5,
     aided: bool = True,
     second: bool = True,
+    store: bool = False,
     steps_per_failure: int = 30,
     patience_s: float = 120.0,
     on_failure: Callable[[Failure], None] = lambda _: None,
@@ -112,7 +126,7 @@ def campaign(
     `host` is the tile of chips that a host drives. `shard` says what is sharded over the chips: the weight update, or
     the parameters, too ("fsdp"). With `aided=False`, jobs restart from disk only, and plan and
     compile again: the baseline. With `second`, another host dies in every fourth failure while the survivors
-    recover.
+    recover. With `store`, every third failure is of the store alone, and every third of a host and the store at once.
     """
     if shard not in SHARDS:
         raise ParameterError(f"shard is {shard!r}, expected {' or '.join(map(repr, SHARDS))}.")
@@ -135,6 +149,8 @@ def campaign(
             caches=str(folder),
             pause_on_hole_s=1.0,
         )
+        if store:
+            job = replace(job, pause_s=STORE_PAUSE_S)
         if not aided:
             job = replace(job, memory=False, plans=False, compile_cache=False, ahead=False, disk_every=5)
         run = Run(job, patience_s)
@@ -145,7 +161,10 @@ def campaign(
         kills = []
         for i in range(failures - left, failures - left + count):
             both = rng.choice(PAIRS) if second and i % 4 == 3 else (0 if i == 0 else rng.randrange(N_HOSTS),)
-            kills.append(HostKill(tuple(rng.sample(both, len(both))), rng.uniform(0.5, 8.0)))
+            kill = HostKill(tuple(rng.sample(both, len(both))), rng.uniform(0.5, 8.0))
+            if store and i % 3:
+                kill = HostKill(kill.hosts[:1] if i % 3 == 2 else (), store_away_s=rng.uniform(0.0, STORE_AWAY_S))
+            kills.append(kill)
         report.failures += run.go(kills, rng, on_failure)
         difference = abs(run.final_loss() / undisturbed.final_loss() - 1)
         if difference > LOSS_TOLERANCE:
@@ -180,9 +199,10 @@ class Run:
                 at_step = i * stretch + rng.randrange(stretch // 4, stretch)
                 self._until(partial(self._whole_since, at_step), f"step {at_step} on all hosts", hosts)
                 time.sleep(rng.random() * 0.3)
-                found.append(self._fail(hosts, kill))
+                found.append(self._fail(hosts, kill) if kill.hosts else self._lose_store(hosts, kill))
                 on_failure(found[-1])
-                hosts.start(*kill.hosts)
+                if kill.hosts:
+                    hosts.start(*kill.hosts)
             # A step of many virtual chips on few cores takes a second.
             statuses = hosts.wait(self.patience_s * (1 + len(kills)) + self.job.steps)
             if any(statuses.values()):
@@ -208,13 +228,33 @@ class Run:
             on_event=lambda event: log(event["host"], json.dumps(event)),
         )
 
+    def _lose_store(self, hosts: Any, kill: HostKill) -> Failure:
+        """Kill the store alone and start it again: the hosts must go on as if nothing had happened."""
+        attempt, killed_at = self._attempt(), time.time()
+        hosts.kill_store()
+        step = self._committed(attempt) + 2  # begun since
+        self._until(partial(self._whole_since, step), f"step {step} without a store", hosts)
+        seconds = time.time() - killed_at
+        hosts.watch(max(0.0, (kill.store_away_s or 0.0) - seconds))
+        hosts.start_store()
+        step = self._committed(attempt) + 2
+        self._until(partial(self._whole_since, step), f"step {step} with a new store", hosts)
+        if self._attempt() != attempt:
+            raise LabError(f"The loss of the store ended attempt {attempt}; see {self.folder}/host-*.log.")
+        return Failure((), step, "", 0, seconds, dict.fromkeys(STAGES, 0.0), of_store=True)
+
     def _fail(self, hosts: Any, kill: HostKill) -> Failure:
         before, victims = self._attempt(), kill.hosts
+        if kill.store_away_s is not None:
+            hosts.kill_store()
         for i, victim in enumerate(victims):
             if i:
                 time.sleep(kill.apart_s)
             killed_at = hosts.kill(victim)
             shutil.rmtree(self.folder / "memory" / f"host-{victim}", ignore_errors=True)
+        if kill.store_away_s is not None:
+            time.sleep(kill.store_away_s)
+            hosts.start_store()
         survivors = set(range(N_HOSTS)) - set(victims)
         self._until(lambda: self._first_commit(survivors, before), f"a step without hosts {victims}", hosts)
         commit = self._first_commit(survivors, before)
@@ -231,6 +271,7 @@ class Run:
             lost_steps=max(0, committed - resumed["step"]),
             total_s=at - killed_at,
             stages_s=self._stages(survivors, last, killed_at, at),
+            of_store=kill.store_away_s is not None,
         )
 
     def _stages(self, survivors: set[int], last: int, killed_at: float, at: float) -> dict[str, float]:

@@ -188,14 +188,17 @@ def restart(
         str,
         typer.Option("--shard", metavar="WHAT", help="update (the optimizer's state) or fsdp (the parameters, too)."),
     ] = "update",
+    store: Annotated[
+        bool, typer.Option("--store", help="Kill the store, too: every third time alone, every third with a host.")
+    ] = False,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Random seed: which hosts, and when.")] = 0,
     json: JsonOption = False,
 ) -> None:
     """Kill hosts of a JAX job at random moments; time each recovery by stage and check the results.
 
-    Four hosts, two by two; some die while the others recover. No step may be missing, each sample must be used once
-    per epoch, no committed step may be lost, and the loss must be that of an undisturbed run. Needs the extra named
-    launch.
+    Four hosts, two by two; some die while the others recover, and with --store the store dies, too. No step may be
+    missing, each sample must be used once per epoch, no committed step may be lost, and the loss must be that of an
+    undisturbed run. Needs the extra named launch.
 
     Example: meshmend bench restart --failures 20 --unaided 4
     """
@@ -206,10 +209,13 @@ def restart(
         def show(failure: Failure) -> None:
             if not json:
                 stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in failure.stages_s.items())
-                who = " then ".join(map(str, failure.hosts))
-                typer.echo(f"killed host {who}: resumed from {failure.source} after {failure.total_s:.1f} s ({stages})")
+                who = "host " + " then ".join(map(str, failure.hosts)) + " and the store" * failure.of_store
+                what = f"resumed from {failure.source} after {failure.total_s:.1f} s ({stages})"
+                if not failure.hosts:
+                    who, what = "the store", f"all hosts went on, a step later after {failure.total_s:.1f} s"
+                typer.echo(f"killed {who}: {what}")
 
-        aided = campaign(failures, host=host, shard=shard, seed=seed, on_failure=show).facts()
+        aided = campaign(failures, host=host, shard=shard, seed=seed, store=store, on_failure=show).facts()
         plain = (
             campaign(unaided, host=host, shard=shard, seed=seed, aided=False, second=False, on_failure=show).facts()
             if unaided
@@ -355,7 +361,8 @@ def _show_restarts(aided: dict[str, Any], plain: dict[str, Any] | None) -> None:
         "promises",
         {
             "failures": f"{aided['failures']} in {aided['runs']} runs: {aided['of_host_0']} of host 0, "
-            f"{aided['during_recovery']} with a second host during recovery",
+            f"{aided['during_recovery']} with a second host during recovery, {aided['of_store']} of the store, of "
+            f"which {aided['of_store_and_host']} with a host",
             "resumed from": ", ".join(f"{source} {count}" for source, count in aided["sources"].items()),
             "steps": approved(f"{aided['steps']}, none missing, {aided['lost_steps']} committed ones repeated"),
             "samples": approved("each exactly once per epoch"),

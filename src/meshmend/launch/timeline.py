@@ -2,7 +2,8 @@
 
 One line of JSON per event, in one file per host that later attempts append to. A line is written atomically, and
 survives the process that wrote it. Its size is bounded: a full file is renamed, and what it replaces goes into a
-history in which a thousand steps are one line. A log that cannot be written never stops the job.
+history in which a thousand steps are one line. A log that cannot be written never stops the job, nor does a disk
+that hangs: a thread writes, which an event waits for only as long as the disk answers.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ MAX_FILE_BYTES = 48 << 20
 """All files of a host together: the current one, the one before it (about 60,000 steps in both), and the history."""
 MAX_LINE_BYTES = 256 << 10
 """Of one event, which may list 20,000 hosts; what is longer keeps its time and name only."""
+HUNG_AFTER_S = 5.0
+"""How long an event waits for its line to be written. After that none does, until all that were left are written."""
+IDLE_S = 5.0
+"""How long the thread that writes stays without anything to write."""
 
 
 class Timeline:
@@ -51,25 +56,67 @@ class Timeline:
         self.max_bytes = max_bytes
         self.facts = facts
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._lines: deque[tuple[int, bytes]] = deque(maxlen=MAX_EVENTS)
+        """Lines that are still to be written, each with its number."""
+        self._n_lines = self._n_written = 0
+        self._writer: threading.Thread | None = None
+        self._hangs = False
+        self._error: OSError | None = None
         self._warned = False
         self._turning: threading.Thread | None = None
 
     def note(self, event: str, *, at: float | None = None, **facts: Any) -> Event:
-        """Record an event; `at` is its time, by default now."""
+        """Record an event; `at` is its time, by default now.
+
+        It is in the file when this returns, unless the disk hangs: then it will be when the disk is back.
+        """
         line: Event = {"at": time.time() if at is None else at, "event": event, **self.facts, **facts}
         text = json.dumps(line).encode() + b"\n"
         if len(text) > min(MAX_LINE_BYTES, self.max_bytes // 5):
             line = {"at": line["at"], "event": event[:100], "left_out_bytes": len(text)}
             text = json.dumps(line).encode() + b"\n"
-        with self._lock:
+        with self._changed:
             self.events.append(line)
             if self.path is not None:
-                try:
-                    self._append(self.path, text)
-                except OSError as error:
-                    self._warn(error)
+                self._n_lines += 1
+                self._lines.append((self._n_lines, text))
+                self._wait_written(self.path, self._n_lines)
+        self._warn()
         return line
+
+    def _wait_written(self, path: Path, number: int) -> None:
+        """Wait for a line, with the lock held, if the disk is not known to hang."""
+        if self._writer is None or not self._writer.is_alive():  # a fork has no threads
+            self._writer = threading.Thread(
+                target=self._write_lines, args=(path, IDLE_S), name="meshmend-timeline", daemon=True
+            )
+            try:
+                self._writer.start()
+            except RuntimeError:  # at the end of the interpreter there are no new threads
+                self._write_lines(path, 0.0)
+        self._changed.notify_all()
+        if not self._hangs and not self._changed.wait_for(lambda: self._n_written >= number, HUNG_AFTER_S):
+            self._hangs = True
+            self._error = TimeoutError(f"no answer within {HUNG_AFTER_S:g} s")
+
+    def _write_lines(self, path: Path, idle_s: float) -> None:
+        """Write what there is, until there is nothing for so long."""
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._lines, idle_s):
+                    self._writer = None
+                    return
+                number, text = self._lines.popleft()
+            error = None
+            try:
+                self._append(path, text)
+            except OSError as why:
+                error = why
+            with self._changed:
+                self._n_written, self._error = number, error or self._error
+                self._hangs = self._hangs and bool(self._lines)
+                self._changed.notify_all()
 
     def _append(self, path: Path, text: bytes) -> None:
         if not self._write(path, text):
@@ -125,15 +172,15 @@ class Timeline:
                 take_in(_history(path), full, _events, max_bytes=self.max_bytes // 5)
             full.unlink()
         except OSError as error:
-            self._warn(error)
+            self._error = error  # which the next event says
         finally:
             unlock(lock)
 
-    def _warn(self, error: OSError) -> None:
-        if not self._warned:
+    def _warn(self) -> None:
+        if self._error is not None and not self._warned:
             self._warned = True
             warnings.warn(
-                f"The timeline {self.path} cannot be written: {error}. The job continues without it; its last "
+                f"The timeline {self.path} cannot be written: {self._error}. The job continues without it; its last "
                 f"{MAX_EVENTS:,} events are still in memory.",
                 stacklevel=3,
             )

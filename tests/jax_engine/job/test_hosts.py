@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ from meshmend.jax.job import Launch, read_launch
 from meshmend.jax.job.session import check_hosts, check_preloaded
 from meshmend.jax.job.survivors import check_connected, fabric_of_hosts
 from meshmend.launch import Hosts, Timeline, read_timeline
+from meshmend.launch import timeline as timelines
 from meshmend.launch.timeline import process_started_at
 from meshmend.launch.warm import jax_settings
 
@@ -211,6 +213,45 @@ def test_a_timeline_that_cannot_be_written_does_not_stop_the_job(tmp_path: Path)
         timeline.note("step", number=1)
     timeline.note("step", number=2)  # said once
     assert [event["number"] for event in timeline.events] == [1, 2]
+
+
+def test_a_timeline_on_a_disk_that_hangs_does_not_stop_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    back, opened = threading.Event(), timelines._open
+    timeline = Timeline(tmp_path / "timeline.jsonl")
+    timeline.note("step", number=0)
+    monkeypatch.setattr(timelines, "_open", lambda path: (back.wait(), opened(path))[1])
+    monkeypatch.setattr(timelines, "HUNG_AFTER_S", 0.3)
+    with pytest.warns(UserWarning, match=r"cannot be written: no answer within 0\.3 s.* The job continues without it"):
+        timeline.note("step", number=1)
+    begun = time.monotonic()
+    for number in range(2, 40):
+        timeline.note("step", number=number)  # none of them waits
+    assert time.monotonic() - begun < 38 * 0.3 / 2
+    assert [event["number"] for event in timeline.events] == list(range(40))
+    assert [event["number"] for event in read_timeline(tmp_path / "timeline.jsonl")] == [0]
+    back.set()
+    end = time.monotonic() + 60
+    while timeline._hangs and time.monotonic() < end:
+        time.sleep(0.01)
+    # What was left is written, in order, and events wait for their lines again.
+    monkeypatch.setattr(timelines, "HUNG_AFTER_S", 60)
+    timeline.note("step", number=40)
+    assert [event["number"] for event in read_timeline(tmp_path / "timeline.jsonl")] == list(range(41))
+
+
+def test_the_thread_that_writes_a_timeline_ends_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timelines, "IDLE_S", 0.01)
+    timeline = Timeline(tmp_path / "timeline.jsonl")
+    for number in range(3):
+        timeline.note("step", number=number)
+        writer = timeline._writer
+        if writer is not None:
+            writer.join(60)
+        assert timeline._writer is None
+    # At the end of the interpreter no thread can be started.
+    monkeypatch.setattr(threading.Thread, "start", lambda _: (_ for _ in ()).throw(RuntimeError("shutdown")).__next__())
+    timeline.note("step", number=3)
+    assert [event["number"] for event in read_timeline(tmp_path / "timeline.jsonl")] == [0, 1, 2, 3]
 
 
 def test_many_threads_write_one_timeline(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,51 @@ def test_a_job_whose_loop_fails_goes_on_from_memory_to_the_same_bits(update: Any
     np.testing.assert_equal(samples, whole[1][5:])
     assert_same_bits(params, whole[2])
     assert mmj.Ledger(tmp_path / "shared/ledger.jsonl").check(N_SAMPLES).steps == STEPS
+
+
+class Flaky:
+    """A dataset that cannot be read once, after so many samples."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def __len__(self) -> int:
+        return N_SAMPLES
+
+    def __getitem__(self, at: int) -> Any:
+        if self.left == 0:
+            self.left = -1
+            raise OSError("disk hiccup")
+        self.left -= 1
+        return {name: column[at] for name, column in DATASET.items()}
+
+
+def test_after_an_error_that_a_notebook_keeps_the_next_job_starts(tmp_path: Path) -> None:
+    """An error keeps its frames, and with them the loop that it was raised in or that it left."""
+    whole = train(job(tmp_path / "undisturbed"), STEPS)[0]
+    data = Flaky(after=2 * 32 + 7)
+    losses: list[float] = []
+    steps: list[Iterator[mmj.JobStep]] = []  # as the errors' frames keep them
+
+    def run_cell(*, raise_at: int | None = None) -> mmj.Job:
+        started = job(tmp_path / "shared")
+        steps.append(started.train(loss, optax.adam(0.02), PARAMS, data, steps=STEPS))
+        for step in steps[-1]:
+            losses.append(step.loss)
+            if step.number == raise_at:
+                raise ValueError("no such column")
+        return started
+
+    with pytest.raises(OSError, match="disk hiccup"):
+        run_cell()
+    with pytest.raises(ValueError, match="no such column"):
+        run_cell(raise_at=5)
+    again = run_cell()
+    assert losses == whole
+    assert (again.resumed.source, again.resumed.step) == ("memory", 5)
+    # The loop that was left is still there, and says who goes on.
+    with pytest.raises(RestartError, match="Another Job of this process goes on with"):
+        next(steps[1])
 
 
 def test_a_loop_that_is_left_goes_on_from_disk_to_the_same_bits(tmp_path: Path, memory: Path) -> None:

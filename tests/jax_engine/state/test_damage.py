@@ -24,7 +24,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_engine.restart_cases import Started, assert_is_step, elements
+from jax_engine.restart_cases import Started, assert_is_step, elements, finish_save
 from meshmend.errors import RestartError
 from meshmend.jax.state.keeper import Keeper
 from meshmend.jax.state.memory import MAGIC, HostMemory
@@ -268,7 +268,7 @@ class OnDisk:
         job.keep(2, 3, 4, 5)
         assert job.keeper._mirror is not None
         job.keeper._mirror.wait()
-        job.keeper._note_saved(wait=True)
+        finish_save(job)
         assert job.keeper.disk is not None
         job.keeper.disk.close()
         job.keeper.memory.lock.release()

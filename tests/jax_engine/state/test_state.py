@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,12 +19,13 @@ import pytest
 import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.errors import RestartError
+from meshmend.jax.state import combine as combining
 from meshmend.jax.state.disk import Disk
 from meshmend.jax.state.identity import Identity
 from meshmend.jax.state.layout import StateLayout, vectors_from_leaves
 from meshmend.jax.state.memory import Copy, HostMemory, read_copy
 from meshmend.jax.state.mirror import backup_chips, copy_of, make_parts_fn
-from meshmend.jax.state.outline import Outline, ShardedArray, Vectors
+from meshmend.jax.state.outline import Outline, ShardedArray, Vectors, dtype_named
 from meshmend.jax.state.sources import Source, offer_copy, rank_sources
 from meshmend.launch.hosts import Hosts
 
@@ -348,8 +351,8 @@ def test_disk_gives_back_the_same_bits_on_another_mesh(whole: Trained, holed: Tr
     disk = Disk(tmp_path / "disk")
     assert disk.steps() == []
     assert disk.save(whole.layout, 3, 40, *whole.state, extra=[1, 64]) == ""
-    assert disk.finished(wait=True) == 40
-    assert disk.finished(wait=True) is None
+    assert disk.finished(within_s=60) == 40
+    assert disk.finished(within_s=60) is None
     facts = disk.facts(40)
     assert (facts.attempt, facts.step) == (3, 40)
     assert facts.identity == whole.layout.identity
@@ -449,3 +452,35 @@ def test_of_a_host_with_most_chips_the_others_keep_what_they_can(sizes: list[int
     kept = [chip for chip, by in enumerate(keeper) if host_of_chip[by] != host_of_chip[chip]]
     assert len(kept) == 2 * (sum(sizes) - max(sizes))
     assert all(by == chip for chip, by in enumerate(keeper) if chip not in kept)
+
+
+def test_a_host_combines_a_state_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hosts, of which the other one's sums are made by hand: each element is on one of them."""
+    rng, sizes = np.random.default_rng(0), {"float32": 300_001, "bfloat16": 20_001, "int8": 4_099}
+    whole = {name: rng.integers(1, 200, size).astype(dtype_named(name)) for name, size in sizes.items()}
+    is_mine = {name: rng.random(size) < 0.5 for name, size in sizes.items()}
+    mine = {name: np.where(is_mine[name], vector, np.zeros_like(vector)) for name, vector in whole.items()}
+    theirs = {name: np.where(is_mine[name], np.zeros_like(vector), vector) for name, vector in whole.items()}
+    block = 1 << 16
+    stream = b"".join(vector.tobytes() for vector in theirs.values())
+    rows = iter([stream[at : at + block].ljust(block, b"\0") for at in range(0, len(stream), block)])
+
+    def add(row: jax.Array) -> Any:
+        total = np.asarray(row) + np.frombuffer(next(rows), np.uint32)
+        return SimpleNamespace(addressable_shards=[SimpleNamespace(data=total)])
+
+    here = jax.devices()[0]
+    monkeypatch.setattr(combining, "BLOCK_BYTES", block)
+    monkeypatch.setattr(combining, "_leaders", lambda _: (here, SimpleNamespace(process_index=1)))
+    monkeypatch.setattr(combining, "make_adder", lambda _: (add, None))
+    monkeypatch.setattr(jax, "make_array_from_single_device_arrays", lambda shape, how, arrays: arrays[0])
+    tracemalloc.start()
+    try:
+        found = combining.combine(mine, None)  # type: ignore[arg-type]
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    for name, vector in whole.items():
+        np.testing.assert_array_equal(found[name].view(np.uint8), vector.view(np.uint8))
+    assert next(rows, None) is None
+    assert most < len(stream) / 2, "beside the state there are blocks of it only"

@@ -240,7 +240,7 @@ def test_a_checkpoint_of_one_tiling_is_read_by_another(sharded: bool | str, tmp_
     disk = Disk(tmp_path)
     params, state = job.values(vectors)
     assert disk.save(job.layout, 1, 40, params, state, [3]) == ""
-    assert disk.finished(wait=True) == 40
+    assert disk.finished(within_s=60) == 40
     saved, found = disk.load(40, smaller.layout.outline)
     disk.close()
     assert saved.identity == smaller.layout.identity

@@ -317,7 +317,7 @@ def test_the_newest_whole_state_that_is_trusted_is_restored(
     doubted = [key for key in copies if any(key[0] <= attempt and key[1] > last for attempt, last in signs)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("meshmend.jax.state.keeper.Mirror", MagicMock())
-        patch.setattr("meshmend.jax.state.keeper.warnings.warn", lambda *_, **__: None)
+        patch.setattr("meshmend.jax.state.checkpoints.warnings.warn", lambda *_, **__: None)
         if not good and doubted and min(last for attempt, last in signs if attempt == max(signs)[0]):
             with pytest.raises(RestartError, match="the last verified one, or before can be restored"):
                 job.restore()

@@ -51,9 +51,9 @@ class Job:
     made for the bytes that the model sends and for `hardware`, a preset's name or a file; by default for what the job
     has measured at its first start under a launcher (`mmj.measure`, a few seconds), else for the devices' preset.
     With `compile_ahead`, process 0 compiles for the loss of each host while the job trains. With `ledger`, it writes
-    the samples of each step to ledger.jsonl, for `Ledger.check`. With `checks`, as in `Checks()`, chips that compute
-    wrong numbers or are slow are looked for and left out, and the job goes back to the last state that is known to be
-    good. `session` is for scripts that call `initialize` themselves, and end it, too.
+    the samples of each step to ledger.jsonl, for `Ledger.check`; a step waits for it. With `checks`, as in `Checks()`,
+    chips that compute wrong numbers or are slow are looked for and left out, and the job goes back to the last state
+    that is known to be good. `session` is for scripts that call `initialize` themselves, and end it, too.
 
     >>> import tempfile, jax, numpy as np, optax, meshmend.jax as mmj
     >>> from meshmend.jax.job import initialize_alone

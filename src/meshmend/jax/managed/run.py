@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -45,6 +46,9 @@ COPIES = 4
 CHECKED_COPIES = COPIES + 2
 """The same in a job with checks: also the last verified one, and the one that is being checked."""
 
+_RUNS: weakref.WeakValueDictionary[Path, TrainingRun] = weakref.WeakValueDictionary()
+"""The last run of each shared folder in this process."""
+
 
 @dataclass(frozen=True)
 class Aids:
@@ -81,6 +85,10 @@ class TrainingRun:
         self.last = steps
         self.is_open = False
         """Whether a loop over the steps has begun and not ended."""
+        self.is_suspended = False
+        """Whether that loop is in the hands of whoever asked for the steps."""
+        self.is_replaced = False
+        """Whether another run in this process goes on with the job."""
         self._data = {"samples": feed.epoch_size, "seed": seed}
         self._ahead: CompileAhead | None = None
         if aids.checks is not None:
@@ -93,6 +101,7 @@ class TrainingRun:
         with session.timeline.timed("compile"):
             self._compiled = self._build(session.fabric, self.plan)
         layout = self._compiled.layout
+        self._take_over()
         self._keeper: Keeper | None = Keeper(
             session,
             layout,
@@ -102,17 +111,39 @@ class TrainingRun:
             # None says that nothing checks this job: what it keeps counts as good for a later run with checks.
             untrusted=untrusted if untrusted or aids.checks is not None else None,
         )
-        if aids.memory_every:
-            n_copies = COPIES if aids.checks is None else CHECKED_COPIES
-            check_room(self._keeper.memory.folder, layout, session.launch.n_processes, n_copies)
-        params = model.place(session.fabric, self._compiled.program)
-        self.found = self._keeper.restore(params, self._compiled.init(params), extra=self._extra(Position()))
-        self.params, self._state = self.found.params, self.found.state
-        self.number = self.found.step
-        self._check_found()
         self._checking: Checking | None = None
-        if aids.checks is not None:
-            self._checking = Checking(aids.checks, session, aids.shared.path, model, self._compiled, self._keeper)
+        try:
+            if aids.memory_every:
+                n_copies = COPIES if aids.checks is None else CHECKED_COPIES
+                check_room(self._keeper.memory.folder, layout, session.launch.n_processes, n_copies)
+            params = model.place(session.fabric, self._compiled.program)
+            self.found = self._keeper.restore(params, self._compiled.init(params), extra=self._extra(Position()))
+            self.params, self._state = self.found.params, self.found.state
+            self.number = self.found.step
+            self._check_found()
+            if aids.checks is not None:
+                self._checking = Checking(aids.checks, session, aids.shared.path, model, self._compiled, self._keeper)
+        except BaseException:
+            self._keeper.abandon()
+            raise
+        _RUNS[aids.shared.path] = self
+
+    def _take_over(self) -> None:
+        """End an earlier run of this job in this process, whose loop an error has ended: as in a notebook.
+
+        The error, which a notebook keeps, keeps that loop, and with it the folder of its copies.
+        """
+        earlier = _RUNS.get(self.aids.shared.path)
+        if earlier is None or not earlier.is_suspended or self.session.launch.n_processes > 1:
+            return
+        earlier.is_replaced = True
+        keeper = earlier._keeper
+        try:
+            earlier.finish()
+        except Exception as error:  # whatever it was, it is that run's, and this one begins with what there is
+            self.session.timeline.note("skipped", why=f"an earlier run in this process: {error}"[:300])
+            if keeper is not None:
+                keeper.abandon()
 
     @property
     def model_state(self) -> Any:
@@ -169,7 +200,15 @@ class TrainingRun:
                     under_way.append(JobStep(number, fabric.n_chips, batch, recovered, results, self._params_of))
                     if number == found.step + AHEAD_AFTER and self.aids.compile_ahead:
                         self._ahead = CompileAhead(self.session, self._build_ahead, plan=self._plan_ahead)
+                    self.is_suspended = True
                     yield under_way[-1]
+                    self.is_suspended = False
+                    if self.is_replaced:
+                        raise RestartError(
+                            f"Another Job of this process goes on with {self.aids.shared.path}, from the steps that "
+                            "this one has kept. Take the steps of that one.",
+                            step=number,
+                        )
                     if len(under_way) > in_flight:
                         settle(under_way.popleft())
                 if checking is not None:
@@ -186,7 +225,10 @@ class TrainingRun:
             pass
         except BaseException as error:
             self.is_open, self._keeper, self._checking = False, None, None
-            self.session.give_up(error)
+            try:
+                self.session.give_up(error)  # ends the process, unless it is alone
+            finally:
+                keeper.abandon()  # a notebook keeps the error, and with it all that it was raised in
         self.finish()
 
     def finish(self) -> None:

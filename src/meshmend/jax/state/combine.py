@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from numpy.typing import NDArray
 
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.state.outline import Outline, Vectors, dtype_named
@@ -17,28 +19,39 @@ BLOCK_BYTES = 16 << 20
 
 
 def combine(vectors: Vectors, fabric: Fabric) -> Vectors:
-    """Return vectors in which every element is as on the one process that has it; elsewhere its bits must be zero."""
+    """Return vectors in which every element is as on the one process that has it; elsewhere its bits must be zero.
+
+    They are the given ones, filled in block by block: a host holds the state once.
+    """
     leaders = _leaders(fabric)
     if len(leaders) == 1:
         return vectors
-    names = list(vectors)
-    stream = np.concatenate([vectors[name].view(np.uint8).reshape(-1) for name in names])
-    block = _block(len(stream))
-    padded = np.zeros(-(-len(stream) // block) * block, np.uint8)
-    padded[: len(stream)] = stream
-    words = padded.view(np.uint32).reshape(-1, block // 4)
+    streams = [vector.view(np.uint8).reshape(-1) for vector in vectors.values()]
+    n_bytes = sum(map(len, streams))
+    block = _block(n_bytes)
     add, sharding = make_adder(fabric)
     here = next(device for device in leaders if device.process_index == jax.process_index())
-    for row in words:
-        mine = jax.device_put(row[None], here)
-        whole = jax.make_array_from_single_device_arrays((len(leaders), len(row)), sharding, [mine])
-        row[:] = np.asarray(add(whole).addressable_shards[0].data)[0]
-    found, at = {}, 0
-    for name in names:
-        n_bytes = vectors[name].nbytes
-        found[name] = padded[at : at + n_bytes].view(vectors[name].dtype)
-        at += n_bytes
-    return found
+    for start in range(0, n_bytes, block):
+        row = np.zeros(block, np.uint8)
+        pieces = list(_pieces(streams, start, start + block))
+        for at, piece in pieces:
+            row[at : at + len(piece)] = piece
+        mine = jax.device_put(row.view(np.uint32)[None], here)
+        whole = jax.make_array_from_single_device_arrays((len(leaders), block // 4), sharding, [mine])
+        total = np.asarray(add(whole).addressable_shards[0].data)[0].view(np.uint8)
+        for at, piece in pieces:
+            piece[:] = total[at : at + len(piece)]
+    return vectors
+
+
+def _pieces(streams: Sequence[NDArray[np.uint8]], start: int, end: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+    """Return the parts of arrays that are between two bytes of all of them in a row, each with its place there."""
+    first = 0
+    for stream in streams:
+        low, high = max(start, first), min(end, first + len(stream))
+        if low < high:
+            yield low - start, stream[low - first : high - first]
+        first += len(stream)
 
 
 def _leaders(fabric: Fabric) -> tuple[Any, ...]:

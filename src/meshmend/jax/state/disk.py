@@ -4,16 +4,21 @@ Arrays are saved as they lie on the devices, each process its own shards, with t
 are; nothing is gathered to save. Each process takes checksums of its shards before it passes them to Orbax; they are
 kept in the checkpoint's facts, which have a checksum of their own, and are compared with what is read. Orbax is
 imported when first needed: a job that restarts from memory does not wait for that.
+
+A shared disk may hang. A checkpoint is written by a thread of its own (`Saving`), which training waits for only until
+its arrays are copied, and only for so long; while one hangs, no other is begun.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import os
 import shutil
 import stat
+import threading
 import zlib
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
@@ -26,7 +31,7 @@ from numpy.typing import NDArray
 
 from meshmend.errors import MissingExtraError, RestartError
 from meshmend.extras import install_hint
-from meshmend.jax.state.fetch import wait_for, with_timeout
+from meshmend.jax.state.fetch import OneAtATime, Saving, wait_for, with_timeout
 from meshmend.jax.state.identity import Identity
 from meshmend.jax.state.layout import Boxes, StateLayout, by_place, vectors_from_leaves
 from meshmend.jax.state.outline import Outline, Vectors, dtype_named
@@ -37,6 +42,8 @@ if TYPE_CHECKING:
 
 SLOWEST_BYTES_PER_S = 10e6
 """A disk that reads a checkpoint more slowly than this counts as dead."""
+COPIED_BYTES_PER_S = 200e6
+"""A host that copies its shards to memory more slowly than this waits for something else: the disk."""
 LONGEST_FACTS = 256 << 20
 """Bytes; longer facts are damage, and not worth reading."""
 SPARE_BYTES = 64 << 20
@@ -86,7 +93,13 @@ class Disk:
         self.timeout_s = timeout_s
         self.exchange = exchange
         self._manager: ocp.CheckpointManager | None = None
-        self._saving: Saved | None = None
+        self._saving: Saving | None = None
+        self._has_failed = False
+        """Whether a save has failed: then Orbax's manager is in a state that nobody knows."""
+        self._n_managers = 0
+        self._probe = OneAtATime()
+        self._claimed = 0
+        self._claiming = threading.Lock()
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, oldest first, without importing Orbax; none is trusted yet."""
@@ -142,6 +155,18 @@ class Disk:
                 f"Another part of this job continues as attempt {attempt}: this one must stop."
             ) from None
 
+    def hold_claim(self, attempt: int) -> None:
+        """Claim an attempt's number the first time; then check that no other part of the job has claimed a later one.
+
+        For any thread. Raises `RestartError` if another part of the job has continued.
+        """
+        with self._claiming:
+            if self._claimed == attempt:
+                self.check_claim(attempt)
+            else:
+                self.claim(attempt)
+                self._claimed = attempt
+
     def claimed(self) -> int:
         """Return the newest attempt that any part of the job has begun, 0 if none has."""
         return max((int(path.name) for path in self.folder.glob("attempts/*") if path.name.isdecimal()), default=0)
@@ -184,16 +209,20 @@ class Disk:
     ) -> str:
         """Begin to write a checkpoint; arrays may be donated as soon as this returns. `finished` says when it is there.
 
-        Returns why nothing is written if any process cannot reach the disk, and "" otherwise.
+        Returns why nothing is written, and "" otherwise: if any process cannot reach the disk within `timeout_s`, or is
+        still writing the checkpoint before this one. That long, training may wait here, and never longer.
         """
         leaves = jax.tree.leaves((params, state))
         wait_for(leaves)
         tiles = layout.fabric.jax_mesh.devices.reshape(-1, layout.outline.n_places)
         checksums = checksums_of(leaves, layout.is_sharded, jax.process_index(), jax.process_count(), tiles)
-        told = self.exchange({"out_of_reach": self.out_of_reach(), "checksums": checksums})
-        reasons = [mine["out_of_reach"] for mine in told if mine["out_of_reach"]]
+        why_not = self.why_not_yet() or self.out_of_reach()
+        told = self.exchange({"why_not": why_not, "has_failed": self._has_failed, "checksums": checksums})
+        reasons = [mine["why_not"] for mine in told if mine["why_not"]]
         if reasons:
             return str(reasons[0])
+        if any(mine["has_failed"] for mine in told):
+            self._manager, self._has_failed = None, False  # not closed: that may take as long
         merged: Checksums = {str(i): [] for i in range(len(leaves))}
         for mine in told:
             for number, runs in mine["checksums"].items():
@@ -212,37 +241,56 @@ class Disk:
         }
         text = json.dumps(facts)
         checksum = hashlib.sha256(text.encode()).hexdigest()
-        self.preserved.verified = verified
-        ocp, manager = self._opened()
+        saved = Saved(attempt, step, facts, layout.identity, checksum, verified)
         arrays = {f"{i:05d}": leaf for i, leaf in enumerate(leaves)}
-        items = ocp.args.Composite(
-            arrays=ocp.args.StandardSave(arrays), facts=ocp.args.JsonSave({"facts": text, "checksum": checksum})
-        )
-        if not manager.save(step, args=items, force=True):
-            raise RestartError(f"Orbax did not save step {step} in {self.folder}.", step=step)
-        self._saving = Saved(attempt, step, facts, layout.identity, checksum, verified)
+
+        def begin() -> None:
+            if jax.process_index() == 0:
+                self.hold_claim(attempt)
+            self.preserved.verified = verified
+            ocp, manager = self._opened()
+            items = ocp.args.Composite(
+                arrays=ocp.args.StandardSave(arrays), facts=ocp.args.JsonSave({"facts": text, "checksum": checksum})
+            )
+            if not manager.save(step, args=items, force=True):
+                raise RestartError(f"Orbax did not save step {step} in {self.folder}.", step=step)
+
+        n_bytes = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
+        self._saving = Saving(saved.step, saved.n_bytes, begin, lambda: self._finish(saved))
+        if not self._saving.wait_copied(self.timeout_s + n_bytes / COPIED_BYTES_PER_S):
+            return self._saving.why_not_yet
         return ""
 
-    def finished(self, *, wait: bool = False) -> int | None:
+    def _finish(self, saved: Saved) -> None:
+        """Return when a checkpoint is complete; raise if it is not there then."""
+        _, manager = self._opened()
+        manager.wait_until_finished()
+        # Process 0 writes the facts; only there are they certain to be seen at once.
+        if jax.process_index() == 0 and self.facts(saved.step).checksum != saved.checksum:
+            raise RestartError("another checkpoint is in its place")
+
+    def why_not_yet(self, within_s: float | None = None) -> str:
+        """Return why no checkpoint can be begun: the one before it is still being written. "" if none is.
+
+        Waits for that one, by default `timeout_s`; but not again for one that somebody has waited for in vain.
+        """
+        if self._saving is None or self._saving.wait(self.timeout_s if within_s is None else within_s):
+            return ""
+        return self._saving.why_not_yet
+
+    def finished(self, *, within_s: float = 0.0) -> int | None:
         """Return the step whose checkpoint was completed since the last call, None if there is none.
 
         Raises `RestartError` if the save has finished and the checkpoint is not there.
         """
-        if self._manager is None or self._saving is None or (not wait and self._manager.is_saving_in_progress()):
+        if self._saving is None or not self._saving.wait(within_s):
             return None
         saving, self._saving = self._saving, None
-        try:
-            self._manager.wait_until_finished()
-        except Exception as error:  # whatever Orbax's threads raised
+        if saving.error is not None:
+            self._has_failed = True
             raise RestartError(
-                f"Step {saving.step} was not saved in {self.folder}: {error}", step=saving.step
-            ) from error
-        # Process 0 writes the facts; only there are they certain to be seen at once.
-        if jax.process_index() == 0 and self.facts(saving.step).checksum != saving.checksum:
-            raise RestartError(
-                f"Step {saving.step} was not saved in {self.folder}: another checkpoint is in its place.",
-                step=saving.step,
-            )
+                f"Step {saving.step} was not saved in {self.folder}: {saving.error}", step=saving.step
+            ) from saving.error
         return saving.step
 
     def load(self, step: int, outline: Outline | None = None) -> tuple[Saved, Vectors]:
@@ -272,16 +320,27 @@ class Disk:
     def out_of_reach(self) -> str:
         """Return why this process cannot use the folder, "" if it can."""
         try:
-            with_timeout(self.timeout_s, self._make_folder)
+            self._probe(self.timeout_s, self._make_folder)
         except (OSError, RestartError) as error:
             return f"{self.folder}: {error}"
         return ""
 
-    def close(self) -> None:
-        """Wait for what is being written, and end Orbax's threads."""
+    def close(self) -> tuple[int, str]:
+        """Wait for what is being written, but not forever, and end Orbax's threads.
+
+        Returns the step of the last checkpoint and why it is not written yet, "" if it is.
+        """
+        step = 0
+        if self._saving is not None:
+            step = self._saving.step
+            why_not = self.why_not_yet(self.timeout_s + self._saving.n_bytes / SLOWEST_BYTES_PER_S)
+            if why_not:
+                return step, why_not  # to close Orbax's manager would wait for the same
         if self._manager is not None:
-            self._manager.close()
+            with contextlib.suppress(Exception):  # what went wrong with the last save, `finished` says
+                with_timeout(self.timeout_s, self._manager.close)
             self._manager = None
+        return step, ""
 
     def _make_folder(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -306,8 +365,19 @@ class Disk:
     def _opened(self) -> tuple[Any, Any]:
         ocp = _orbax()
         if self._manager is None:
+            self._n_managers += 1
+            # With processes named, Orbax's barriers are the coordinator's. Otherwise they are programs on the devices,
+            # which must not run beside training: hosts would start them in different orders, and deadlock.
+            beside = ocp.options.MultiprocessingOptions(
+                active_processes=set(range(jax.process_count())),
+                barrier_sync_key_prefix=f"meshmend-save-{self._n_managers}",
+            )
             options = ocp.CheckpointManagerOptions(
-                preservation_policy=self.preserved, enable_async_checkpointing=True, cleanup_tmp_directories=True
+                preservation_policy=self.preserved,
+                enable_async_checkpointing=True,
+                cleanup_tmp_directories=True,
+                create=False,
+                multiprocessing_options=beside,
             )
             self._manager = ocp.CheckpointManager(self.folder, options=options)
         return ocp, self._manager

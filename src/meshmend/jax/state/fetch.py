@@ -89,3 +89,71 @@ def with_timeout(seconds: float, call: Callable[..., Any], *arguments: Any) -> A
     if not results:
         raise TimeoutError(f"no answer within {seconds:g} s")
     return results[0]
+
+
+class OneAtATime:
+    """Calls that may hang, of one thread, with a time limit: while one is stuck, nobody waits for another."""
+
+    def __init__(self) -> None:
+        self._is_stuck = threading.Event()
+        self._since = 0.0
+
+    def __call__(self, seconds: float, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what `call` returns, as `with_timeout`; raise `TimeoutError` at once if an earlier call is stuck."""
+        if self._is_stuck.is_set():
+            raise TimeoutError(f"no answer for {time.monotonic() - self._since:.0f} s")
+        is_stuck, self._since = self._is_stuck, time.monotonic()
+
+        def watched() -> Any:
+            try:
+                return call(*arguments)
+            finally:
+                is_stuck.clear()
+
+        is_stuck.set()
+        return with_timeout(seconds, watched)
+
+
+class Saving:
+    """One checkpoint on its way to disk, in a thread of its own.
+
+    `begin` returns once the arrays are copied, so that they may be donated; `finish` once all of it is on disk.
+    """
+
+    def __init__(self, step: int, n_bytes: int, begin: Callable[[], None], finish: Callable[[], None]) -> None:
+        self.step = step
+        self.n_bytes = n_bytes
+        self.error: BaseException | None = None
+        """What went wrong, once it is over."""
+        self._since = time.monotonic()
+        self._is_late = False
+        self._copied, self._over = threading.Event(), threading.Event()
+        threading.Thread(target=self._run, args=(begin, finish), name="meshmend-checkpoint", daemon=True).start()
+
+    def _run(self, begin: Callable[[], None], finish: Callable[[], None]) -> None:
+        try:
+            begin()
+            self._copied.set()
+            finish()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._over.set()
+            self._copied.set()
+
+    def wait_copied(self, seconds: float) -> bool:
+        """Wait until the arrays are copied, or it has failed; return whether that is so."""
+        self._is_late = not self._copied.wait(seconds)
+        return not self._is_late
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until it is over, and return whether it is. Nobody waits again for what was waited for in vain."""
+        is_over = self._over.wait(0.0 if self._is_late else seconds)
+        self._is_late = not is_over and (self._is_late or seconds > 0)
+        return is_over
+
+    @property
+    def why_not_yet(self) -> str:
+        """What is to be said of it while it is not over."""
+        seconds = time.monotonic() - self._since
+        return f"the checkpoint of step {self.step} hangs, or the disk is slow: it has been written for {seconds:.0f} s"

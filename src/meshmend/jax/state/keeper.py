@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from meshmend.errors import RestartError
 from meshmend.jax.job.session import Session
+from meshmend.jax.state.checkpoints import Checkpoints, warn_once
 from meshmend.jax.state.combine import combine
 from meshmend.jax.state.disk import Disk
 from meshmend.jax.state.fetch import with_timeout
@@ -22,6 +22,9 @@ from meshmend.jax.state.mirror import Mirror
 from meshmend.jax.state.outline import Vectors
 from meshmend.jax.state.sources import Source, check_agreement, offer_checkpoints, offer_copy, rank_sources
 from meshmend.jax.state.trust import UNCHECKED, Trust
+
+WRITTEN_WITHIN_S = 10.0
+"""How long a loop that an error has ended waits for the copy in memory that is being written."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class Keeper:
       in MESHMEND_MEMORY, or in /dev/shm. So the loss of one host loses nothing.
     - **On disk**, every `disk_every` steps if `disk` names a folder: Orbax checkpoints, asynchronous. For
       losses that memory does not cover: two hosts of which one kept the other's shards, or all of them. A disk that
-      does not answer within `disk_timeout_s` counts as dead: the job continues without it, with a warning.
+      does not answer within `disk_timeout_s` counts as dead: the job continues without it, with a warning. Training
+      waits for the disk only where a checkpoint begins, for at most that long, and not again while it hangs.
 
     If checks run in the job, `untrusted` says what they have found so far (`meshmend.quarantine.untrusted`; process 0's
     word counts): pairs of an attempt and a step after which nothing of that attempt, or of one before, is trusted. The
@@ -82,6 +86,7 @@ class Keeper:
         self.disk = (
             Disk(disk, timeout_s=disk_timeout_s, exchange=session.coordination.exchange) if disk is not None else None
         )
+        self.checkpoints = None if self.disk is None else Checkpoints(self.disk, session)
         self.disk_every = disk_every
         self.attempt = 0
         """Number of this attempt of the job, from 1; 0 until `restore`."""
@@ -89,11 +94,8 @@ class Keeper:
         self._trust = Trust.of(self._untrusted)
         self._verified = 0 if self._trust.is_checked else UNCHECKED
         self._mirror: Mirror | None = None
-        self._is_claimed = False
-        self._disk_answers = True
         self._damaged: set[int] = set()
         self._kept_step = 0
-        self._saved_step = 0
 
     @property
     def verified(self) -> int:
@@ -114,7 +116,7 @@ class Keeper:
         try:
             return self._restore(params, state, extra)
         except BaseException:
-            self.memory.lock.release()
+            self.abandon()
             raise
 
     def _restore(self, params: Any, state: Any, extra: Any) -> Resumed:
@@ -129,7 +131,8 @@ class Keeper:
             self._trust = Trust.of(everybody[0]["untrusted"])
             self.attempt = 1 + max(*attempts, self._trust.newest_attempt)
             self.session.timeline.facts["attempt"] = self.attempt
-            self._guard()
+            if self.checkpoints is not None:
+                self.checkpoints.claim(self.attempt)
             problems = [problem for held in everybody for problem in held["problems"]]
             found, its_attempt = self._search(sources, problems, copies, (params, state))
             if found is None:
@@ -169,27 +172,15 @@ class Keeper:
         """
         if not self.attempt:
             raise RestartError("Call restore() before keep(): it finds what is already there.", step=step)
-        is_save = self.disk is not None and (save or step % self.disk_every == 0)
-        if self._disk_answers or is_save:
-            self._guard()
+        if self.checkpoints is not None:
+            self.checkpoints.look()
         if self._mirror is not None and (hold or step % self.memory_every == 0):
             if hold:
                 self.memory.held |= {step}
             self._mirror.keep(step, params, state, extra, self._verified)
             self._kept_step = step
-        if self.disk is None:
-            return
-        if is_save:
-            with self.session.timeline.timed(
-                "checkpoint", step=step
-            ):  # training waits for this; the rest is written beside it
-                self._note_saved(wait=True)
-                why_not = self.disk.save(self.layout, self.attempt, step, params, state, extra, self._verified)
-            if why_not:
-                self.session.timeline.note("not saved", step=step, why=why_not)
-                self._warn(f"Step {step} is not saved on disk: {why_not}. The job continues without it.")
-        else:
-            self._note_saved()
+        if self.checkpoints is not None and (save or step % self.disk_every == 0):
+            self.checkpoints.save(self.layout, self.attempt, step, params, state, extra, self._verified)
 
     def verify(self, step: int) -> None:
         """Say that the state after `step` is good: all checks that were due have passed, on all processes.
@@ -208,15 +199,29 @@ class Keeper:
         """Wait until everything is written. Copies in memory go if the last step is on disk as well.
 
         Otherwise they stay for the next job of this name, until `delete_copies`, or until their folder has not been
-        written to for `folders.STALE_AFTER_DAYS`.
+        written to for `folders.STALE_AFTER_DAYS`. A checkpoint that hangs is waited for as long as a slow disk takes,
+        not for ever, and a warning says so; one that has failed is a `RestartError`.
         """
+        try:
+            if self._mirror is not None:
+                self._mirror.wait()
+            if self.checkpoints is not None:
+                self.checkpoints.close()
+                if 0 < self._kept_step <= self.checkpoints.saved_step:
+                    self.delete_copies()
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Let go of this host's folder, whatever is still to be written: for a loop that an error has ended.
+
+        The next keeper of this process, as in a notebook, takes it over.
+        """
+        if self.checkpoints is not None:
+            self.checkpoints.abandon()
         if self._mirror is not None:
-            self._mirror.wait()
-        if self.disk is not None:
-            self._note_saved(wait=True)
-            self.disk.close()
-        if 0 < self._kept_step <= self._saved_step:
-            self.delete_copies()
+            with contextlib.suppress(BaseException):  # the error that has ended the loop says more
+                with_timeout(WRITTEN_WITHIN_S, self._mirror.wait)
         self.memory.lock.release()
 
     def delete_copies(self) -> None:
@@ -255,7 +260,7 @@ class Keeper:
                     copies.remove(copy)
                     mine["problems"].append(f"{me}: the copy {copy.name} is damaged: its outline is of another state.")
             mine["offers"] += [offer_copy(copy, self.layout.identity) for copy in copies]
-        if self.disk is not None:
+        if self.disk is not None and self.checkpoints is not None:
             try:
                 offers, problems, mine["claimed"] = with_timeout(
                     self.disk.timeout_s, offer_checkpoints, self.disk, self.layout.identity
@@ -263,7 +268,7 @@ class Keeper:
                 mine["offers"] += offers
                 mine["problems"] += problems
             except OSError as error:
-                self._disk_answers = False
+                self.checkpoints.disk_answers = False
                 mine["problems"].append(f"{me}: {self.disk.folder} is unreachable: {error}")
         return copies, mine
 
@@ -349,7 +354,9 @@ class Keeper:
             self._warn(f"Resuming from {found.source} at step {found.step}; skipped: {problem}")
         if self.memory_every:
             self.memory.keep_only(attempt, found.step, self._trust.trusts)
-        if self.disk is None or not self._disk_answers or self.session.launch.process != 0:
+        if self.disk is None or self.checkpoints is None or self.session.launch.process != 0:
+            return
+        if not self.checkpoints.disk_answers:
             return
         on_disk = [source for source in sources if source.kind == "disk"]
         if found.source == "start" and not on_disk:
@@ -363,27 +370,6 @@ class Keeper:
         if moved:
             self.session.timeline.note("set aside", steps=moved)
 
-    def _guard(self) -> None:
-        """Claim this attempt on disk, or check that no other part of the job has claimed a later one."""
-        if self.disk is None or self.session.launch.process != 0:
-            return
-        try:
-            if self._is_claimed:
-                with_timeout(self.disk.timeout_s, self.disk.check_claim, self.attempt)
-            else:
-                with_timeout(self.disk.timeout_s, self.disk.claim, self.attempt)
-            self._is_claimed = self._disk_answers = True
-        except OSError as error:
-            if self._disk_answers:
-                self._warn(f"{self.disk.folder} is unreachable: {error}. The job continues without it.")
-            self._disk_answers = False
-
-    def _note_saved(self, *, wait: bool = False) -> None:
-        step = self.disk.finished(wait=wait) if self.disk is not None else None
-        if step is not None:
-            self._saved_step = step
-            self.session.timeline.note("saved", step=step)
-
     def _by_host(self, answers: Sequence[Any]) -> list[tuple[int, Any]]:
         return list(zip(self.session.host_of_process, answers, strict=True))
 
@@ -395,6 +381,4 @@ class Keeper:
         )
 
     def _warn(self, what: str) -> None:
-        """Warn once for the whole job, not on every host."""
-        if self.session.launch.process == 0:
-            warnings.warn(what, RuntimeWarning, stacklevel=3)
+        warn_once(self.session, what)

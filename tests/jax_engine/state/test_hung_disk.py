@@ -1,0 +1,249 @@
+"""A shared disk that hangs while a job trains: steps go on, it is said once, and saves resume when it is back."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jax_engine.restart_cases import Started, assert_is_step, finish_save
+from meshmend.errors import RestartError
+from meshmend.jax.state.checkpoints import ClaimWatch
+from meshmend.jax.state.disk import Disk
+from meshmend.jax.state.fetch import OneAtATime, Saving
+
+ocp = pytest.importorskip("orbax.checkpoint")
+
+LIMIT_S = 0.5
+"""`disk_timeout_s` of the jobs here."""
+PATIENCE_S = 60.0
+"""Far more than anything here takes, for machines that are busy with something else."""
+WHERE = {"as it is begun": "save", "as it is written": "wait_until_finished"}
+
+
+@pytest.fixture
+def back() -> Iterator[threading.Event]:
+    """When the disk answers again: at the latest at the end, so that no thread outlives its test."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def hang(patch: pytest.MonkeyPatch, name: str, back: threading.Event) -> None:
+    """Let a call of Orbax's manager hang until the disk is back."""
+    real = getattr(ocp.CheckpointManager, name)
+    patch.setattr(ocp.CheckpointManager, name, lambda *given, **named: back.wait() and real(*given, **named))
+
+
+def started(folder: Path, **options: Any) -> Started:
+    limits: Any = {"disk_every": 1, "disk_timeout_s": LIMIT_S}
+    job = Started(**{"memory": folder / "memory", "disk": folder / "disk"} | limits | options)
+    job.restore()
+    return job
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("where", WHERE)
+def test_training_goes_on_while_a_save_hangs_and_says_so(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, back: threading.Event
+) -> None:
+    job = started(tmp_path)
+    job.keep(1)
+    until(lambda: bool(job.keeper.checkpoints.note_saved() or job.events("saved")))  # type: ignore[union-attr]
+    with monkeypatch.context() as patch:
+        hang(patch, WHERE[where], back)
+        begun = time.monotonic()
+        with pytest.warns(RuntimeWarning, match=r"is not saved on disk: the checkpoint of step 2 hangs") as said:
+            job.keep(2, 3)
+        assert time.monotonic() - begun < LIMIT_S + PATIENCE_S / 2
+        assert len(said) == 1
+        # From now on nobody waits for it, and nobody says it again.
+        begun = time.monotonic()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            job.keep(*range(4, 24))
+        assert time.monotonic() - begun < 20 * LIMIT_S, "training waited for the disk in every step"
+        assert [event["step"] for event in job.events("saved")] == [1]
+        assert [event["step"] for event in job.events("not saved")][-20:] == list(range(4, 24))
+        back.set()
+        until(lambda: bool(job.keeper.disk and job.keeper.disk._saving and job.keeper.disk._saving._over.is_set()))
+    job.keep(24)
+    job.keeper.close()
+    assert [event["step"] for event in job.events("saved")][-1] == 24
+    again = started(tmp_path / "elsewhere", disk=tmp_path / "disk", memory_every=0)
+    assert_is_step(again, again.keeper.restore(again.params, again.state), 24)
+
+
+def test_the_end_waits_for_a_hanging_save_but_not_for_ever_and_copies_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, back: threading.Event
+) -> None:
+    job = started(tmp_path, disk_every=100)
+    with monkeypatch.context() as patch:
+        hang(patch, WHERE["as it is written"], back)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a busy machine may be too slow to begin it in time
+            job.keeper.keep(1, *job.values(1), extra=["after", 1], save=True)
+        with pytest.warns(RuntimeWarning, match="Step 1 is not saved on disk: the checkpoint of step 1 hangs"):
+            job.keeper.close()
+    # The folder is free, and the copies in memory are there.
+    again = Started(memory=tmp_path / "memory")
+    assert_is_step(again, again.restore(), 1)
+    again.keeper.close()
+
+
+def test_the_barriers_of_a_save_are_no_programs_on_the_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orbax's barriers are, unless it is told which processes there are; beside training they could deadlock."""
+    multihost = pytest.importorskip("orbax.checkpoint._src.multihost.multihost")
+    barriers: list[Any] = []
+    monkeypatch.setattr(multihost, "sync_global_processes", lambda *_, **how: barriers.append(how.get("processes")))
+    job = started(tmp_path, disk_timeout_s=PATIENCE_S)
+    job.keep(1, 2)
+    job.keeper.close()
+    assert [event["step"] for event in job.events("saved")] == [1, 2]
+    assert len(barriers) > 2
+    assert all(processes == {0} for processes in barriers)
+
+
+def test_a_step_asks_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither does it start a thread: whether another part of the job continues is looked at beside it."""
+    asked: list[str] = []
+    begun: list[str] = []
+    claimed, start = Disk.claimed, threading.Thread.start
+
+    def ask(disk: Disk) -> int:
+        asked.append(threading.current_thread().name)
+        return claimed(disk)
+
+    def begin(thread: threading.Thread) -> None:
+        begun.append(thread.name)
+        start(thread)
+
+    monkeypatch.setattr(Disk, "claimed", ask)
+    job = started(tmp_path, disk_every=1000)
+    asked.clear()
+    monkeypatch.setattr(threading.Thread, "start", begin)
+    job.keep(*range(1, 40))
+    job.keeper.close()
+    assert set(asked) <= {"meshmend-claim"}
+    assert len(asked) < 40
+    assert begun.count("meshmend-within") <= 1, "only the end waits with a limit"
+
+
+def test_a_hung_folder_is_noticed_beside_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, back: threading.Event
+) -> None:
+    monkeypatch.setattr(
+        "meshmend.jax.state.checkpoints.ClaimWatch.__init__.__kwdefaults__", {"why_not": "", "every_s": 0.01}
+    )
+    job = started(tmp_path, disk_every=1000)
+    monkeypatch.setattr(Disk, "check_claim", lambda *_: back.wait())
+
+    def step_until_warned() -> None:
+        for step in range(1, 10_000):
+            begun = time.monotonic()
+            job.keep(step)
+            assert time.monotonic() - begun < PATIENCE_S / 2
+            if not job.keeper.checkpoints.disk_answers:  # type: ignore[union-attr]
+                return
+
+    with pytest.warns(
+        RuntimeWarning, match=r"is unreachable: no answer for \d+ s\. The job continues without it"
+    ) as said:
+        step_until_warned()
+    job.keep(10_001, 10_002)
+    assert len(said) == 1
+    back.set()
+    until(lambda: not job.keeper.checkpoints._claim_watch.look())  # type: ignore[union-attr]
+    job.keep(10_003)
+    assert job.keeper.checkpoints.disk_answers  # type: ignore[union-attr]
+    job.keeper.close()
+
+
+def test_another_part_that_continues_stops_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "meshmend.jax.state.checkpoints.ClaimWatch.__init__.__kwdefaults__", {"why_not": "", "every_s": 0.01}
+    )
+    job = started(tmp_path, disk_every=1000)
+    job.keep(1)
+    Disk(tmp_path / "disk").claim(7)
+
+    def train_on() -> None:
+        for step in range(2, 10_000):
+            job.keep(step)
+            time.sleep(0.01)
+
+    with pytest.raises(RestartError, match="continues as attempt 7, while this one was attempt 1"):
+        train_on()
+    job.keeper.abandon()
+
+
+def test_a_checkpoint_over_another_s_claim_is_not_written(tmp_path: Path) -> None:
+    job = started(tmp_path, disk_every=2, disk_timeout_s=PATIENCE_S)
+    Disk(tmp_path / "disk").claim(7)
+
+    def save() -> None:
+        job.keep(2)
+        finish_save(job)
+
+    with pytest.warns(RuntimeWarning, match="Step 2 is not saved on disk: .*continues as attempt 7"):
+        save()
+    assert not (tmp_path / "disk" / "2").exists()
+    job.keeper.abandon()
+
+
+def test_a_saving_says_what_has_become_of_it(back: threading.Event) -> None:
+    failing = Saving(3, 10, lambda: None, lambda: (_ for _ in ()).throw(OSError("full")).__next__())
+    assert failing.wait_copied(PATIENCE_S)
+    assert failing.wait(PATIENCE_S)
+    assert str(failing.error) == "full"
+    hanging = Saving(4, 10, back.wait, lambda: None)  # type: ignore[arg-type]
+    assert not hanging.wait(0.0)
+    assert not hanging.wait_copied(0.01)
+    begun = time.monotonic()
+    assert not hanging.wait(PATIENCE_S), "nobody waits again for what was waited for in vain"
+    assert time.monotonic() - begun < PATIENCE_S / 2
+    assert "checkpoint of step 4 hangs" in hanging.why_not_yet
+    back.set()
+    until(lambda: hanging.wait(0.0))
+    assert hanging.error is None
+
+
+def test_while_a_call_is_stuck_nobody_waits_for_another(back: threading.Event) -> None:
+    limited = OneAtATime()
+    assert limited(PATIENCE_S, lambda: 7) == 7
+    with pytest.raises(KeyError):
+        limited(PATIENCE_S, {}.__getitem__, "x")
+    with pytest.raises(TimeoutError, match=r"within 0\.01 s"):
+        limited(0.01, back.wait)
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"no answer for \d+ s"):
+        limited(PATIENCE_S, lambda: 7)
+    assert time.monotonic() - begun < PATIENCE_S / 2
+    back.set()
+    until(lambda: not limited._is_stuck.is_set())
+    assert limited(PATIENCE_S, lambda: 8) == 8
+
+
+def test_a_watch_that_is_stopped_asks_no_more() -> None:
+    asked = threading.Event()
+    watch = ClaimWatch(asked.set, 1.0, every_s=0.01)
+    assert asked.wait(PATIENCE_S)
+    watch.stop()
+    time.sleep(0.1)
+    asked.clear()
+    time.sleep(0.1)
+    assert not asked.is_set()
+    assert watch.look() == ""
+
+
+def until(happened: Any) -> None:
+    """Return when it has; fail if it takes too long."""
+    end = time.monotonic() + PATIENCE_S
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.01)
