@@ -227,7 +227,10 @@ class Field:
 
         Where bytes hide and steps do not, steps cost more than they take: planners are asked with higher costs, too.
         """
-        step_s = hardware.step_latency_s + hardware.hop_latency_s + hardware.message_s * self._mesh.n_directions
+        messages: float = self._mesh.n_directions
+        if hardware.shared_cores is not None:
+            messages *= self._mesh.n_chips / hardware.shared_cores
+        step_s = hardware.step_latency_s + hardware.hop_latency_s + hardware.message_s * messages
         step_cost = step_s * hardware.link_bytes_per_s / payload_bytes
         costs = [step_cost * 2.0**i for i in range(FEWER_CHUNKS + 1 if hide_behind_s else 1)]
         if hardware.message_s or hardware.is_switched:
@@ -275,5 +278,6 @@ def _seconds(floor: Floor, payload_bytes: float, hardware: Hardware, hide_behind
     if hardware.links_at_once is not None:
         moving = max(moving, floor.chip_load * unit / hardware.links_at_once)
     moving += floor.steps * hardware.hop_latency_s
+    # A step has a message at least, and of that one core takes care where they are shared.
     starting = hardware.start_s + floor.steps * (hardware.step_latency_s + hardware.message_s)
     return shown(starting, moving, hide_behind_s)
