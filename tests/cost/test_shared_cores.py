@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from meshmend import Hardware, Mesh, plan, predict
-from meshmend.cost.step_demand import ADDED
+from meshmend.cost.step_demand import ADDED, CORES_PER_MESSAGE
 from meshmend.schedule import Op, Schedule
 
 PROCESSES = Hardware(
@@ -25,7 +25,7 @@ PLANS = [
 
 
 def summed(schedule: Schedule, payload_bytes: float, hardware: Hardware) -> float:
-    """The lock-step time: each step's messages and bytes on the cores, but none of them on more than one."""
+    """The lock-step time: each step's messages and bytes on the cores, but one message on few of them."""
     cores = hardware.shared_cores or 1
     steps: dict[int, list[float]] = defaultdict(list)
     for step, n_chunks, op in zip(schedule.step, schedule.n_chunks, schedule.op, strict=True):
@@ -33,8 +33,8 @@ def summed(schedule: Schedule, payload_bytes: float, hardware: Hardware) -> floa
         steps[int(step)].append(work if hardware.is_switched else 0.0)
     seconds = hardware.start_s
     for works in steps.values():
-        seconds += hardware.step_latency_s + hardware.message_s * max(len(works) / cores, 1)
-        seconds += max(sum(works) / cores, *works)
+        seconds += hardware.step_latency_s + hardware.message_s * max(len(works) / cores, 1 / CORES_PER_MESSAGE)
+        seconds += max(sum(works) / cores, max(works) / CORES_PER_MESSAGE)
     return seconds
 
 

@@ -73,7 +73,7 @@ def test_processes_plan_for_the_labs_cables_and_its_rate(
     assert (whole, chip) == (mesh, (0, 1))
     plans = mmt.MeshOptions().plans()
     assert plans.hardware == lab.hardware
-    assert plans.hardware.link_bytes_per_s == 5e6
+    assert (plans.hardware.link_bytes_per_s, plans.hardware.is_switched) == (5e6, False)
     for size in (2**13, 2**23):
         ours, best = plans.get(whole, size), plan(mesh, payload_bytes=size, hardware=lab.hardware)
         seconds = [predict(priced_on(mesh, one), size, lab.hardware).seconds for one in (ours, best)]

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from meshmend.cost.hardware import Hardware
 from meshmend.cost.paths import TransferPaths
-from meshmend.cost.step_demand import handled_chunks
+from meshmend.cost.step_demand import CORES_PER_MESSAGE, handled_chunks
 from meshmend.errors import ParameterError
 from meshmend.schedule import Schedule
 
@@ -66,7 +66,10 @@ def arrivals(schedule: Schedule, paths: TransferPaths, payload_bytes: float, har
             at_chip += lasts / width
         if cores is not None:
             shared = hardware.message_s + handled[rows]
-            begin = _serve(cores_free, np.zeros(len(src), np.int64), begin, shared / cores) + hardware.message_s
+            begin = (
+                _serve(cores_free, np.zeros(len(src), np.int64), begin, shared / cores)
+                + hardware.message_s / CORES_PER_MESSAGE
+            )
         if queues:
             begin = _serve(sender_free, src, begin, at_chip) + message_s
         work = lasts if rates is None else lasts / rates[hops.link[rows]]

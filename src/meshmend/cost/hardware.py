@@ -260,7 +260,7 @@ PRESETS: dict[str, Hardware] = {
         ),
         Hardware(
             "gloo-loopback",
-            link_bytes_per_s=2.2e9,
+            link_bytes_per_s=2.1e9,
             start_s=1e-2,
             message_s=1.8e-4,
             is_switched=True,

@@ -38,6 +38,8 @@ BINS = 2**22
 ADDED = 2.5
 """What a core does with a chunk that is received and added, where one that is received in place counts as one: fitted
 together with the preset gloo-loopback."""
+CORES_PER_MESSAGE = 1.5
+"""How many cores a single message keeps busy at most, as its sender and its receiver work at once: fitted, too."""
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -103,8 +105,13 @@ class StepDemand:
     def _step_seconds(self, payload_bytes: float, hardware: Hardware) -> Floats:
         """Return how long each step lasts that is followed."""
         chunk_s = payload_bytes / self.schedule.total_chunks / hardware.link_bytes_per_s
-        links = self._pairs if hardware.is_switched else self._links
-        busy = self._price(links, chunk_s, hardware.hop_latency_s, at_least=None)
+        if hardware.is_switched and hardware.shared_cores is not None:
+            _, handled, longest = self._sums
+            busy = np.maximum(handled / hardware.shared_cores, longest / CORES_PER_MESSAGE) * chunk_s
+            busy += np.where(self._is_busy, hardware.hop_latency_s, 0.0)
+        else:
+            links = self._pairs if hardware.is_switched else self._links
+            busy = self._price(links, chunk_s, hardware.hop_latency_s, at_least=None)
         width = hardware.links_at_once
         if hardware.runs_lanes:
             lanes, moved, longest = self._lanes
@@ -112,9 +119,6 @@ class StepDemand:
         elif width is not None and (hardware.is_switched or width < self.schedule.mesh.n_directions):
             for demand in (self._senders, self._receivers):
                 busy = self._price(demand, chunk_s / width, hardware.hop_latency_s, at_least=busy)
-        if hardware.shared_cores is not None and hardware.is_switched:
-            _, handled, longest = self._sums
-            busy = np.maximum(busy, np.maximum(handled / hardware.shared_cores, longest) * chunk_s)
         return np.asarray(self._beginning(hardware) + busy)
 
     def _beginning(self, hardware: Hardware) -> Floats:
@@ -122,8 +126,7 @@ class StepDemand:
         each = np.full(self._n_steps, hardware.step_latency_s)
         if hardware.message_s:
             if hardware.shared_cores is not None:
-                # Also of a single message no more than one core takes care.
-                count = np.maximum(self._sums[0] / hardware.shared_cores, np.minimum(self._sums[0], 1.0))
+                count = np.maximum(self._sums[0] / hardware.shared_cores, 1 / CORES_PER_MESSAGE)
             else:
                 count = self._lanes[0] if hardware.runs_lanes else self._messages
             each += hardware.message_s * count

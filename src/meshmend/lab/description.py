@@ -33,5 +33,6 @@ def hardware_of(rate: str, rate_bytes_per_s: float) -> Hardware:
         engine,
         name=f"lab of {rate}",
         link_bytes_per_s=rate_bytes_per_s,
+        is_switched=False,
         sources=(("link_bytes_per_s", f"{rate} per link, which tc holds it to"), *engine.sources[1:]),
     )

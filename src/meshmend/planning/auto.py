@@ -20,6 +20,7 @@ from typing import ClassVar, final
 
 from meshmend.cost import Hardware, StepDemand, find_hardware
 from meshmend.cost.hiding import check_hide_behind, shown, shown_seconds
+from meshmend.cost.step_demand import CORES_PER_MESSAGE
 from meshmend.errors import ParameterError, PlanError
 from meshmend.planning.base import CannotServe, Floor, Planner
 from meshmend.planning.derived import Derived
@@ -278,6 +279,7 @@ def _seconds(floor: Floor, payload_bytes: float, hardware: Hardware, hide_behind
     if hardware.links_at_once is not None:
         moving = max(moving, floor.chip_load * unit / hardware.links_at_once)
     moving += floor.steps * hardware.hop_latency_s
-    # A step has a message at least, and of that one core takes care where they are shared.
-    starting = hardware.start_s + floor.steps * (hardware.step_latency_s + hardware.message_s)
+    # A step has a message at least.
+    message_s = hardware.message_s / (1 if hardware.shared_cores is None else CORES_PER_MESSAGE)
+    starting = hardware.start_s + floor.steps * (hardware.step_latency_s + message_s)
     return shown(starting, moving, hide_behind_s)
