@@ -81,7 +81,9 @@ def measured(chip: tuple[int, ...], mesh: Mesh, place: str, interface: str, file
         "cpu:meshmend", init_method=place, rank=rank, world_size=mesh.n_chips, timeout=timedelta(seconds=120),
         pg_options=options,
     )  # fmt: skip
-    before = dist.group.WORLD.hardware
+    world = dist.group.WORLD
+    assert isinstance(world, mmt.MeshBackend)
+    before = world.hardware
     found = mmt.measure(file=file)
     row = dist.new_group([0, 1])
     refused = None
@@ -95,7 +97,14 @@ def measured(chip: tuple[int, ...], mesh: Mesh, place: str, interface: str, file
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
     model(torch.ones(1, 8)).sum().backward()
     dist.barrier()
-    return before, found, dist.group.WORLD.hardware, total.unique().tolist(), refused
+    return before, found, world.hardware, total.unique().tolist(), refused
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer and shorter loops: what is tested is that they end in agreement, not how precise they are."""
+    for name, value in {"TARGET_S": 0.02, "REPEAT": 2, "LONGEST": 2**18}.items():
+        monkeypatch.setattr(f"meshmend.torch.measuring.{name}", value)
 
 
 def run(mesh: Mesh, place: str, interface: str, file: Path, namespaces: Any = None) -> list[Any]:
@@ -105,6 +114,7 @@ def run(mesh: Mesh, place: str, interface: str, file: Path, namespaces: Any = No
         return list(chips.results(180).values())
 
 
+@pytest.mark.usefixtures("quick")
 def test_all_members_plan_for_what_was_measured(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     found = run(MESH, f"tcp://127.0.0.1:{free_port()}", "lo", file)
@@ -121,6 +131,7 @@ def test_all_members_plan_for_what_was_measured(tmp_path: Path) -> None:
 
 
 @needs_lab
+@pytest.mark.usefixtures("quick")
 def test_in_a_lab_the_rate_of_its_links_is_found(tmp_path: Path) -> None:
     mesh = Mesh("2x2")
     with Lab.temporary(mesh, rate="40mbit", name="measured") as lab:
