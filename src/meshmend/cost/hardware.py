@@ -261,12 +261,17 @@ PRESETS: dict[str, Hardware] = {
         Hardware(
             "gloo-loopback",
             link_bytes_per_s=2.1e9,
+            step_latency_s=1e-5,
             start_s=1e-2,
             message_s=1.8e-4,
             is_switched=True,
             shared_cores=2,
             sources=(
                 ("link_bytes_per_s", _LOOPBACK_MEASURED),
+                (
+                    "step_latency_s",
+                    "10 µs: the fit finds none; of two plans that cost the same, the one of fewer steps counts",
+                ),
                 ("start_s", _LOOPBACK_MEASURED + "; it grows with the processes"),
                 ("message_s", _LOOPBACK_MEASURED),
                 ("shared_cores", "two: those of the machine that it was measured on"),

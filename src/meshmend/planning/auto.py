@@ -234,7 +234,10 @@ class Field:
         step_s = hardware.step_latency_s + hardware.hop_latency_s + hardware.message_s * messages
         step_cost = step_s * hardware.link_bytes_per_s / payload_bytes
         costs = [step_cost * 2.0**i for i in range(FEWER_CHUNKS + 1 if hide_behind_s else 1)]
-        if hardware.message_s or hardware.is_switched:
+        if hardware.shared_cores is not None and hardware.is_switched:
+            # Chunks fill no links there: a few keep all cores busy, however long the payload is.
+            costs = [cost * 2.0**i for cost in costs for i in range(FEWER_CHUNKS + 1)]
+        elif hardware.message_s or hardware.is_switched:
             # How many messages a step has, and what they share, is the planner's own affair: ask for more and fewer.
             costs = [cost * factor for cost in costs for factor in (1.0, *OTHER_COSTS)]
         found: list[Planner] = []
