@@ -23,6 +23,7 @@ import meshmend.torch as mmt
 from meshmend import Mesh, Schedule
 from meshmend.lab.chips import Chips
 from meshmend.torch.channel import Channel
+from meshmend.torch.place import LOOPBACK
 from meshmend.torch.plans import Plans
 
 SHAPES = ("2x2", "4x4")
@@ -35,7 +36,7 @@ def main() -> None:
     for shape in SHAPES:
         for payload_bytes, times in PAYLOADS:
             mesh = Mesh(shape)
-            schedule = Plans().get(mesh, payload_bytes)
+            schedule = Plans(hardware=LOOPBACK).get(mesh, payload_bytes)
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 port = probe.getsockname()[1]

@@ -41,6 +41,7 @@ def damaged(**changes: Any) -> str:
 
 
 DAMAGED = [
+    (damaged(shared_cores=1.5), "has shared_cores 1.5, expected a whole number"),
     ("", "is not JSON"),
     ('{"format": 1, "hardware": {"name"', "is not JSON"),
     ("\x00\xff binary", "is not JSON"),

@@ -13,8 +13,9 @@ import pytest
 import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.cost import Hardware, find_hardware
+from meshmend.cost.fitting import TimedLoop
 from meshmend.errors import ParameterError
-from meshmend.jax.measuring import TimedLoop, fit
+from meshmend.jax.measuring import fit
 from meshmend.schedule.lanes import count_lanes
 
 

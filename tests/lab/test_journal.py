@@ -86,7 +86,7 @@ def test_asking_for_a_name_that_is_up_leaves_that_lab_alone(sandbox: Sandbox) ->
         raise AssertionError("two labs of one name")
     with pytest.raises(LabError, match=told):
         Lab.up(PAIR, name="victim")
-    assert sandbox.left == before == [*lab.namespaces.values(), "victim.json"]
+    assert sandbox.left == before == [*lab.namespaces.values(), "victim", "victim.json"]
     lab.down()
     assert sandbox.left == []
 
@@ -96,7 +96,7 @@ def test_a_lab_takes_down_only_itself(sandbox: Sandbox) -> None:
     take_down("same")
     second = Lab.up(PAIR, name="same")
     first.down()
-    assert sandbox.left == [*second.namespaces.values(), "same.json"]
+    assert sandbox.left == [*second.namespaces.values(), "same", "same.json"]
     with pytest.raises(LabError, match="Lab 'same' has been removed meanwhile"):
         first.kill((0, 0))
     second.down()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from lab.test_namespaces import needs_lab
-from meshmend import Mesh, plan
+from meshmend import Hardware, Mesh, plan
 from meshmend.lab import Chips, Lab
 from meshmend.lab.namespaces import INTERFACE
 from meshmend.quarantine import Judge
@@ -30,6 +30,7 @@ from meshmend.torch.private import gloo_backend  # noqa: E402
 from meshmend.torch.queue_watch import EVERY, QueueWatch  # noqa: E402
 
 TIMEOUT = timedelta(minutes=2)
+LINKS = Hardware("links", 1e9, step_latency_s=5e-6, hop_latency_s=5e-6)
 WITHIN = 50
 COMPUTE_S = 0.05
 Found = list[tuple[int, str]]
@@ -84,7 +85,7 @@ def run(
     n_expected: int = 0,
 ) -> Found:
     """Train on a lab whose chips do not know of a cable at half rate; return what all of them have found."""
-    schedule = plan(Mesh(shape), planner, payload_bytes=n_bytes, hardware="gloo-loopback")
+    schedule = plan(Mesh(shape), planner, payload_bytes=n_bytes, hardware=LINKS)
     mesh = Mesh(shape, cable_rates={} if half is None else {half: "1/2"})
     with Lab.temporary(mesh, rate="40mbit", name=f"lag{os.getpid()}") as lab, Chips(lab.namespaces) as chips:
         for chip in lab.namespaces:
@@ -155,7 +156,7 @@ def alternate(chip: tuple[int, ...], lab: Lab, schedule: Schedule, n_bytes: int,
 def test_watching_costs_little(n_bytes: int) -> None:
     """In CPU time, which other load on this machine inflates for both alike; the wall time is there to be read."""
     rounds = 12
-    schedule = plan(Mesh("4x4"), "weave", payload_bytes=n_bytes, hardware="gloo-loopback")
+    schedule = plan(Mesh("4x4"), "weave", payload_bytes=n_bytes, hardware=LINKS)
     with Lab.temporary(Mesh("4x4"), rate="40mbit", name=f"lag{os.getpid()}") as lab, Chips(lab.namespaces) as chips:
         for chip in lab.namespaces:
             chips.start(chip, alternate, lab, schedule, n_bytes, rounds)

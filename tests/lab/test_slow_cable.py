@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from lab.test_namespaces import needs_lab
-from meshmend import Mesh, plan
+from meshmend import Hardware, Mesh, plan
 from meshmend.lab import Chips, Lab
 from meshmend.lab.namespaces import INTERFACE
 from meshmend.schedule import Schedule
@@ -31,6 +31,7 @@ from meshmend.torch.private import gloo_backend  # noqa: E402
 PAYLOAD_BYTES = 16_000_000
 ROUNDS = 7
 TIMEOUT = timedelta(minutes=10)
+LINKS = Hardware("links", 1e9, step_latency_s=5e-6, hop_latency_s=5e-6)
 WHOLE = Mesh("4x4")
 
 Runs = dict[str, list[tuple[float, float]]]
@@ -86,7 +87,7 @@ def measure(cable: str) -> dict[str, tuple[float, float]]:
     slow = Mesh("4x4", cable_rates={cable: "1/2"})
     meshes = {"planned for its rate": slow, "as if whole": WHOLE, "as if dead": Mesh("4x4", failed_cables=[cable])}
     plans = {
-        case: plan(mesh, "weave", payload_bytes=PAYLOAD_BYTES, hardware="gloo-loopback")
+        case: plan(mesh, "weave", payload_bytes=PAYLOAD_BYTES, hardware=LINKS)
         for case, mesh in {"whole lab": WHOLE, **meshes}.items()
     }
     cases, everybody = list(plans), multiprocessing.get_context("fork").Barrier(2 * WHOLE.n_chips)

@@ -27,8 +27,9 @@ from meshmend import Mesh
 from meshmend.bench.replica import divert, lighthouse
 from meshmend.errors import MeshmendError, QuarantineError
 from meshmend.lab.chips import Chips
-from meshmend.planning import PlanCache, PlanFunction
-from meshmend.torch.plans import DEFAULT_PLAN, Plans
+from meshmend.planning import PlanCache, PlanFunction, plan
+from meshmend.torch.place import LOOPBACK
+from meshmend.torch.plans import Plans
 from meshmend.torch.sampling import order_of
 
 LIGHTHOUSE = (-1,)
@@ -71,7 +72,7 @@ class LyingJob:
 
     @property
     def plan(self) -> PlanFunction:
-        return functools.partial(DEFAULT_PLAN, cache=PlanCache(self.folder / "plans"))
+        return functools.partial(plan, cache=PlanCache(self.folder / "plans"))
 
 
 def samples() -> torch.Tensor:
@@ -195,7 +196,7 @@ def start(job: LyingJob, chips: Chips) -> None:
     """Start the lighthouse and all chips; `finish` says how they end."""
     # The first optimizer imports a compiler, which takes seconds: once here, not once in every chip that is forked.
     torch.optim.SGD([torch.zeros(1, requires_grad=True)])
-    mesh, plans = Mesh(job.shape), Plans(job.plan)
+    mesh, plans = Mesh(job.shape), Plans(job.plan, hardware=LOOPBACK)
     for survivors in (mesh, *(mesh.fail(one.chip) for one in job.liars)):
         plans.get(survivors, payload_bytes=1)
     chips.start(LIGHTHOUSE, lighthouse, job.folder / "lighthouse", HEARTBEAT_MS)

@@ -43,6 +43,10 @@ def test_loopback(tmp_path: Path) -> None:
         assert result["seconds"] > 0
         assert result["units"] is None
         assert (result["to_gloo"] == 1) == (result["case"] == "gloo")
+    for size in (1_000_000, 100_000):
+        planned = {r["case"]: r["to_best"] for r in facts["results"] if r["payload_bytes"] == size}
+        assert "auto" in planned
+        assert min(ratio for case, ratio in planned.items() if case not in ("gloo", "process group")) == 1
     assert (tmp_path / "t.svg").stat().st_size > 1000
 
 
@@ -54,7 +58,13 @@ def test_backends_are_timed_side_by_side() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     results = json.loads(done.stdout)["results"]
-    assert [result["case"] for result in results] == ["all-reduce", "reduce-scatter", "all-gather", "FSDP2 step"]
+    assert [result["case"] for result in results] == [
+        "all-reduce",
+        "reduce-scatter",
+        "all-gather",
+        "FSDP2 step",
+        "DDP step",
+    ]
     for result in results:
         assert result["ratio"] == pytest.approx(result["meshmend_s"] / result["gloo_s"])
         assert (result["mesh"], result["chips"], result["units"]) == ("1x2", 2, None)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from meshmend import Mesh, PlanError, plan
+from meshmend import Hardware, Mesh, PlanError, plan
 from meshmend.errors import DisagreementError, MachineError, MeshError, MeshmendError, PayloadError, WaitTimeoutError
 from meshmend.machines import read_machine
 from meshmend.planning import PlanCache
@@ -186,7 +186,7 @@ def test_members_with_different_machines_are_refused(tmp_path: Path) -> None:
         return str(caught.value)
 
     for told in with_store([(0,), (1,)], main).values():
-        assert "Every member needs the same shape or machine, plan and version" in told
+        assert "Every member needs the same shape or machine, hardware, plan and version" in told
 
 
 def test_machines_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -221,16 +221,18 @@ def test_payloads_share_few_plans_and_prepared_ones_are_found() -> None:
     assert (planned[0], planned[-1]) == (512, LARGEST_BYTES)
     # The nearest in proportion, so at most twice as much or half.
     assert all(0.5 <= ours / size <= 2 for ours, size in zip(planned[1:-1], sizes[1:-1], strict=True))
-    plans, mesh = Plans(partial(plan, planner="hamiltonian")), Mesh("4x4")
+    plans, mesh = Plans(partial(plan, planner="hamiltonian"), hardware="ideal"), Mesh("4x4")
     plans.prepare(mesh, ["2x2@0,0", "2x2@2,2"], payload_bytes=1000)
     assert plans.get(mesh.fail("2x2@2,2"), 1000) is plans.get(mesh.fail("2x2@2,2"), 1001)
     with pytest.raises(PlanError, match="hamiltonian cannot plan for 4x4 minus 1x1@1,1"):
         plans.get(mesh.fail((1, 1)), 1000)
 
 
-def test_by_default_gradients_are_woven_and_cut_into_more_chunks_the_longer_they_are() -> None:
+def test_over_links_gradients_are_woven_and_cut_into_more_chunks_the_longer_they_are() -> None:
     # The number of chunks grows with the square root of the payload: 1 for 512 bytes, where few steps matter most.
-    found = [Plans().get(Mesh("4x4", failed=["2x2@0,0"]), 512 * chunks**2) for chunks in (1, 8, 256)]
+    links = Hardware("links", 1e9, step_latency_s=5e-6, hop_latency_s=5e-6)
+    plans, mesh = Plans(hardware=links), Mesh("4x4", failed=["2x2@0,0"])
+    found = [plans.get(mesh, 512 * chunks**2) for chunks in (1, 8, 256)]
     assert [(schedule.planner, schedule.total_chunks) for schedule in found] == [
         ("latency", 1),
         ("weave", 8),
@@ -240,8 +242,11 @@ def test_by_default_gradients_are_woven_and_cut_into_more_chunks_the_longer_they
 
 def test_members_compare_what_is_bound_to_their_plan_but_not_where_it_is_kept(tmp_path: Path) -> None:
     bound = partial(partial(plan, planner="weave", chunks=4), cache=PlanCache(tmp_path))
-    assert str(Plans(bound)) == "meshmend.planning.proven.plan chunks=4 planner=weave"
-    assert str(Plans(partial(plan, Mesh("2x2")))) == "meshmend.planning.proven.plan Mesh"
+    told = [str(Plans(one, hardware="ideal")) for one in (bound, partial(plan, Mesh("2x2")))]
+    words = [text.partition(" for ideal [")[0] for text in told]
+    assert words == ["meshmend.planning.proven.plan chunks=4 planner=weave", "meshmend.planning.proven.plan Mesh"]
+    # Hardware of one name may have other numbers.
+    assert str(Plans(hardware="ideal")) != str(Plans(hardware=Hardware("ideal", 2e9)))
 
 
 def test_a_wait_ends_after_its_timeout_and_the_all_reduce_goes_on() -> None:
@@ -350,7 +355,7 @@ def caller_of(call: Any) -> threading.Event:
 
 
 def test_plans_are_kept_up_to_a_bound_and_the_least_used_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans, mesh = Plans(partial(plan, planner="hamiltonian")), Mesh("4x4")
+    plans, mesh = Plans(partial(plan, planner="hamiltonian"), hardware="ideal"), Mesh("4x4")
     boards = [mesh.fail(board) for board in ("2x2@0,0", "2x2@0,2", "2x2@2,0", "2x2@2,2")]
     made = [plans.get(board, 1000) for board in boards[:3]]
     one = made[0]

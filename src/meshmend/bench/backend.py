@@ -1,4 +1,4 @@
-"""The backend against Gloo over real links: its collectives, and a training step of FSDP2, in the same processes.
+"""The backend against Gloo over real links: its collectives, and steps of FSDP2 and DDP, in the same processes.
 
 Each live chip is a process, in a lab inside its own network namespace. The cases alternate, so that other load on
 the machine affects both alike. All processes read the same clock, so a run lasts from the first chip's start to the
@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from meshmend.bench.allreduce import PORT, run_seconds
+from meshmend.bench.allreduce import PORT, hardware_of, run_seconds
 from meshmend.errors import Coordinate, LabError
 from meshmend.lab import Chips, Lab
 from meshmend.lab.namespaces import INTERFACE
@@ -33,7 +33,7 @@ from meshmend.torch import MeshOptions
 
 TIMEOUT = timedelta(minutes=10)
 LAYERS, HEADS, TOKENS = 4, 2, 8
-STEP = "FSDP2 step"
+STEP, DDP_STEP = "FSDP2 step", "DDP step"
 Spans = dict[tuple[str, str], list[tuple[float, float]]]
 
 
@@ -74,7 +74,10 @@ def compare_backends(
     with Chips(None if lab is None else lab.namespaces) as chips:
         for rank in range(mesh.n_chips):
             interface = "lo" if lab is None else INTERFACE
-            chips.start(mesh.chip(rank), _time_cases, mesh, payload_bytes, repeat, place, interface)
+            options = MeshOptions(
+                mesh.shape, mesh.chip(rank), wrap=mesh.wrap, hardware=hardware_of(lab), interface=interface
+            )
+            chips.start(mesh.chip(rank), _time_cases, mesh, options, payload_bytes, repeat, place)
         spans: list[Spans] = list(chips.results(patience_s).values())
     found = []
     unit_s = None if lab is None else payload_bytes / lab.rate_bytes_per_s
@@ -97,11 +100,12 @@ def compare_backends(
     return found
 
 
-def _time_cases(chip: Coordinate, mesh: Mesh, payload_bytes: int, repeat: int, place: str, interface: str) -> Spans:
+def _time_cases(
+    chip: Coordinate, mesh: Mesh, options: MeshOptions, payload_bytes: int, repeat: int, place: str
+) -> Spans:
     """Run every case in turn on one chip; return when each run began and ended."""
-    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    os.environ["GLOO_SOCKET_IFNAME"] = options.interface or ""
     torch.set_num_threads(1)
-    options = MeshOptions(mesh.shape, chip, wrap=mesh.wrap)
     rank, n = mesh.rank(chip), mesh.n_chips
     dist.init_process_group(
         "cpu:meshmend", init_method=place, rank=rank, world_size=n, timeout=TIMEOUT, pg_options=options
@@ -116,8 +120,10 @@ def _time_cases(chip: Coordinate, mesh: Mesh, payload_bytes: int, repeat: int, p
         cases["all-reduce", name] = partial(dist.all_reduce, whole, group=group), whole, float(n)
         cases["reduce-scatter", name] = partial(dist.reduce_scatter, shard, shards, group=group), shard, float(n)
         cases["all-gather", name] = partial(dist.all_gather, shards, shard, group=group), whole, 1.0
-        cases[STEP, name] = _training_step(payload_bytes, group), None, 0.0
-    spans: Spans = {key: [] for key in sorted(cases, key=lambda key: list(cases).index(key) % 4)}
+        cases[STEP, name] = _training_step(payload_bytes, group, is_sharded=True), None, 0.0
+        cases[DDP_STEP, name] = _training_step(payload_bytes, group, is_sharded=False), None, 0.0
+    n_cases = len(cases) // len(groups)
+    spans: Spans = {key: [] for key in sorted(cases, key=lambda key: list(cases).index(key) % n_cases)}
     for run in range(repeat + 1):
         for key, runs in spans.items():
             whole.fill_(1.0)
@@ -136,17 +142,20 @@ def _time_cases(chip: Coordinate, mesh: Mesh, payload_bytes: int, repeat: int, p
     return spans
 
 
-def _training_step(payload_bytes: int, group: dist.ProcessGroup) -> Callable[[], None]:
-    """Return a step of a transformer that is sharded over a group; its weights take about that many bytes."""
+def _training_step(payload_bytes: int, group: dist.ProcessGroup, *, is_sharded: bool) -> Callable[[], None]:
+    """Return a step of a transformer over a group, sharded or with DDP; its weights take about that many bytes."""
     torch.manual_seed(0)
     # A layer whose hidden part is four times as wide has about twelve times width² weights.
     width = max(HEADS, round(math.sqrt(payload_bytes / 4 / LAYERS / 12) / HEADS) * HEADS)
     layers = [nn.TransformerEncoderLayer(width, HEADS, 4 * width, dropout=0.0, batch_first=True) for _ in range(LAYERS)]
-    model = nn.Sequential(*layers)
-    mesh = DeviceMesh.from_group(group, "cpu")
-    for layer in layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model: nn.Module = nn.Sequential(*layers)
+    if is_sharded:
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        model = nn.parallel.DistributedDataParallel(model, process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     inputs = torch.randn(1, TOKENS, width)
 

@@ -25,10 +25,11 @@ import torch.distributed as dist
 from torchft.coordination import LighthouseServer
 
 from meshmend.errors import Coordinate
-from meshmend.planning import PlanCache, PlanFunction
+from meshmend.planning import PlanCache, PlanFunction, plan
 from meshmend.topology import Mesh, Region
 from meshmend.torch.manager import Manager
-from meshmend.torch.plans import DEFAULT_PLAN, Plans
+from meshmend.torch.place import LOOPBACK
+from meshmend.torch.plans import Plans
 from meshmend.torch.process_group import MeshProcessGroup
 from meshmend.torch.sampling import StepSampler
 
@@ -53,12 +54,12 @@ class ReplicaJob:
     @property
     def plan(self) -> PlanFunction:
         """What plans, and keeps its plans where all chips find them."""
-        return functools.partial(DEFAULT_PLAN, cache=PlanCache(self.folder / "plans"))
+        return functools.partial(plan, cache=PlanCache(self.folder / "plans"))
 
     def plan_ahead(self, holes: Sequence[Region]) -> None:
         """Plan for the whole machine and for each hole, as an operator does before the job starts."""
         bucket_bytes = -(-self.payload_elements // self.n_buckets) * torch.float64.itemsize
-        mesh, plans = Mesh(self.shape), Plans(self.plan)
+        mesh, plans = Mesh(self.shape), Plans(self.plan, hardware=LOOPBACK)
         for payload_bytes in (1, bucket_bytes):  # chips that have reduced nothing yet plan for one byte
             plans.get(mesh, payload_bytes)
         plans.prepare(mesh, holes, bucket_bytes)

@@ -68,7 +68,8 @@ def allreduce(
     """Time Gloo's own all-reduce and every plan, on the same links in the same run.
 
     With --fail the whole mesh is timed first; then the hole is cut out of the lab, routes go round it, and the
-    survivors are timed too.
+    survivors are timed too. "auto" is what process groups run by default; "× best" compares medians with that of the
+    fastest planner.
 
     With --engine jax, in place of Gloo's JAX's own psum, and what a job would take; measured beside predicted, on the
     survivors alone.
@@ -120,7 +121,7 @@ def backend(
     repeat: RepeatOption = 3,
     json: JsonOption = False,
 ) -> None:
-    """Time PyTorch's collectives and a step of FSDP2 on the backends gloo and meshmend, in the same processes.
+    """Time PyTorch's collectives and steps of FSDP2 and DDP on the backends gloo and meshmend, in the same processes.
 
     With --fail the whole mesh is timed first, then the survivors. The payload is what is reduced, what all shards
     together are, and about what the weights of the model take.
@@ -309,17 +310,19 @@ def _show_times(results: list[Result]) -> None:
     for name in ("mesh", "payload", "case"):
         table.add_column(name, style="cyan", no_wrap=True)
     updates = any(result.to_plain is not None for result in results)
-    for name in ("seconds", "M/b", "× bound", "× Gloo", *["× all-reduce"] * updates):
+    for name in ("seconds", "M/b", "× bound", "× Gloo", "median", "× best", *["× all-reduce"] * updates):
         table.add_column(name, justify="right")
     for result in results:
         table.add_row(
             result.mesh,
             name_bytes(result.payload_bytes),
             result.case,
-            f"{result.seconds:.3f}",
+            f"{result.seconds:.4g}",
             "–" if result.units is None else f"{result.units:.3f}",
             "–" if result.to_bound is None else f"{result.to_bound:.2f}",
             f"{result.to_gloo:.2f}",
+            f"{result.median_s:.4g}",
+            "–" if result.to_best is None else f"{result.to_best:.2f}",
             *(["" if result.to_plain is None else f"{result.to_plain:.2f}"] * updates),
         )
     print_table(table)

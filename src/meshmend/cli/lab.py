@@ -119,8 +119,8 @@ def run(
 ) -> None:
     """Run a command on every chip of a lab at once, and wait for all of them.
 
-    Each gets MESHMEND_CHIP, MESHMEND_SHAPE, MESHMEND_FAILED, RANK, WORLD_SIZE, MASTER_ADDR and GLOO_SOCKET_IFNAME.
-    The exit code is 0 if all of them exit with 0.
+    Each gets MESHMEND_CHIP, MESHMEND_MACHINE (a file: mesh, cables and hardware), MESHMEND_SHAPE, MESHMEND_FAILED,
+    RANK, WORLD_SIZE, MASTER_ADDR and GLOO_SOCKET_IFNAME. The exit code is 0 if all of them exit with 0.
 
     Example: meshmend lab run -- sh -c 'echo $MESHMEND_CHIP'
     """

@@ -6,8 +6,10 @@ step, and within a step whichever comes first. A transfer over several links tak
 latency after the one before, and occupies each for its bytes, longer where the link is slow; past a slow link it goes
 on no faster than that. Routers buffer what has to wait. Where a chip drives
 only some of its links at once, or pays for each message, it also queues at its sender and at its receiver, which take
-`message_s` for each and then pass `links_at_once` links' worth of data. Data that arrive before the receiver has read
-the old chunk wait in a buffer. On a switched network every pair of chips has a link of its own (`TransferPaths`).
+`message_s` for each and then pass `links_at_once` links' worth of data. Where all chips share the cores of one machine,
+the transfers of all of them queue there instead, for `message_s` and, on a switched network, for their bytes. Data that
+arrive before the receiver has read the old chunk wait in a buffer. On a switched network every pair of chips has a link
+of its own (`TransferPaths`).
 
 The transfers of a step do not depend on each other, so a step is a handful of array operations.
 """
@@ -19,6 +21,7 @@ from numpy.typing import NDArray
 
 from meshmend.cost.hardware import Hardware
 from meshmend.cost.paths import TransferPaths
+from meshmend.cost.step_demand import CORES_PER_MESSAGE, handled_chunks
 from meshmend.errors import ParameterError
 from meshmend.schedule import Schedule
 
@@ -41,10 +44,14 @@ def arrivals(schedule: Schedule, paths: TransferPaths, payload_bytes: float, har
     chunk_s = payload_bytes / schedule.total_chunks / hardware.link_bytes_per_s
     width = hardware.links_at_once
     limited = width is not None and (hardware.is_switched or width < mesh.n_directions)
-    queues = limited or hardware.message_s > 0
+    cores = hardware.shared_cores
+    message_s = hardware.message_s if cores is None else 0.0
+    queues = limited or message_s > 0
     ready = np.full(mesh.n_chips * chunks.n, hardware.start_s)
     link_free, last_of = np.zeros(paths.n_links), np.zeros(paths.n_links, dtype=np.int64)
     sender_free, receiver_free = np.zeros(mesh.n_chips), np.zeros(mesh.n_chips)
+    cores_free = np.zeros(1)
+    handled = handled_chunks(schedule) * (chunk_s if hardware.is_switched else 0.0)
     hops = _HopTable(paths)
     arrived = np.empty(schedule.n_transfers)
     rates = mesh.link_rates if mesh.has_slow_cables and not hardware.is_switched else None
@@ -54,11 +61,17 @@ def arrivals(schedule: Schedule, paths: TransferPaths, payload_bytes: float, har
         src, dst = schedule.src[rows], schedule.dst[rows]
         lasts = schedule.n_chunks[rows].astype(np.float64) * chunk_s
         begin = chunks.latest(ready, rows, src) + hardware.step_latency_s
-        at_chip = np.full(len(src), hardware.message_s)
+        at_chip = np.full(len(src), message_s)
         if limited and width is not None:
             at_chip += lasts / width
+        if cores is not None:
+            shared = hardware.message_s + handled[rows]
+            begin = (
+                _serve(cores_free, np.zeros(len(src), np.int64), begin, shared / cores)
+                + hardware.message_s / CORES_PER_MESSAGE
+            )
         if queues:
-            begin = _serve(sender_free, src, begin, at_chip) + hardware.message_s
+            begin = _serve(sender_free, src, begin, at_chip) + message_s
         work = lasts if rates is None else lasts / rates[hops.link[rows]]
         begin = _serve_links(link_free, last_of, hops.link[rows], begin, work)
         for flows, link in hops.later_hops(first, last):
@@ -69,7 +82,7 @@ def arrivals(schedule: Schedule, paths: TransferPaths, payload_bytes: float, har
                 # What a slow link lets through late ends late at the next one too.
                 work[flows] = np.maximum(own, work[flows] - (begin[flows] - reaches))
         if queues:
-            begin = _serve(receiver_free, dst, begin, at_chip) + hardware.message_s
+            begin = _serve(receiver_free, dst, begin, at_chip) + message_s
         done = begin + work + hardware.hop_latency_s
         arrived[rows] = done
         chunks.arrive(ready, rows, dst, done)

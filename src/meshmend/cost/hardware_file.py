@@ -71,6 +71,9 @@ def parse_hardware(facts: Any, where: str) -> Hardware:
     width = found.get("links_at_once")
     if width is not None and (not isinstance(width, int) or isinstance(width, bool)):
         raise ParameterError(f"{where} has links_at_once {width!r}, expected a whole number, or null for all links.")
+    cores = found.get("shared_cores")
+    if cores is not None and (not isinstance(cores, int) or isinstance(cores, bool)):
+        raise ParameterError(f"{where} has shared_cores {cores!r}, expected a whole number, or null for none.")
     flags = {key: found.get(key, False) for key in ("runs_lanes", "is_switched")}
     for key, value in flags.items():
         if not isinstance(value, bool):
@@ -78,7 +81,8 @@ def parse_hardware(facts: Any, where: str) -> Hardware:
     sources = found.get("sources", {})
     if not isinstance(sources, dict) or not all(isinstance(v, str) and len(v) <= MAX_TEXT for v in sources.values()):
         raise ParameterError(f"{where} has sources that are not short texts by name.")
-    values: dict[str, Any] = {**numbers, **flags, "links_at_once": width, "sources": tuple(sources.items())}
+    limits = {"links_at_once": width, "shared_cores": cores}
+    values: dict[str, Any] = {**numbers, **flags, **limits, "sources": tuple(sources.items())}
     return Hardware(name, **values)
 
 

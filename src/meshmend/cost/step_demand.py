@@ -9,8 +9,8 @@ than h latencies and their bytes after the step began, and the latest such momen
 the step. The demand keeps, for each step and each h that occurs, the most that any link carries for transfers of
 h hops or more, in chunks at full rate (a chunk over a link of rate 1/2 counts as two); and the same for what any chip
 sends and receives, for engines that drive only some of their links. Where messages have a price, it counts the most
-that any chip sends or receives in a step, or, for engines that run lanes, all permutes of the step's loop and what
-they move (`Hardware.runs_lanes`).
+that any chip sends or receives in a step; for engines that run lanes, all permutes of the step's loop and what they
+move (`Hardware.runs_lanes`); where chips share the cores of one machine, the messages and chunks of all of them.
 
 Of a repeated schedule (template of L steps, period T, R repeats) step s holds the template's steps t ≡ s modulo T with
 s − (R−1)·T ≤ t ≤ s. For s ≥ L − 1 the upper limit excludes no step of the template, and for s ≤ (R−1)·T the lower limit
@@ -29,11 +29,17 @@ from numpy.typing import NDArray
 from meshmend.cost.hardware import Hardware
 from meshmend.cost.load import link_load
 from meshmend.cost.paths import TransferPaths
-from meshmend.schedule import Schedule
+from meshmend.schedule import Op, Schedule
 from meshmend.schedule.lanes import count_lanes
 
 BINS = 2**22
 """Counters held at a time when the transfers of many steps are summed by link."""
+
+ADDED = 2.5
+"""What a core does with a chunk that is received and added, where one that is received in place counts as one: fitted
+together with the preset gloo-loopback."""
+CORES_PER_MESSAGE = 1.5
+"""How many cores a single message keeps busy at most, as its sender and its receiver work at once: fitted, too."""
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -99,8 +105,13 @@ class StepDemand:
     def _step_seconds(self, payload_bytes: float, hardware: Hardware) -> Floats:
         """Return how long each step lasts that is followed."""
         chunk_s = payload_bytes / self.schedule.total_chunks / hardware.link_bytes_per_s
-        links = self._pairs if hardware.is_switched else self._links
-        busy = self._price(links, chunk_s, hardware.hop_latency_s, at_least=None)
+        if hardware.is_switched and hardware.shared_cores is not None:
+            _, handled, longest = self._sums
+            busy = np.maximum(handled / hardware.shared_cores, longest / CORES_PER_MESSAGE) * chunk_s
+            busy += np.where(self._is_busy, hardware.hop_latency_s, 0.0)
+        else:
+            links = self._pairs if hardware.is_switched else self._links
+            busy = self._price(links, chunk_s, hardware.hop_latency_s, at_least=None)
         width = hardware.links_at_once
         if hardware.runs_lanes:
             lanes, moved, longest = self._lanes
@@ -114,7 +125,11 @@ class StepDemand:
         """Return what each step that is followed costs to begin. Where nothing is transferred nobody waits for it."""
         each = np.full(self._n_steps, hardware.step_latency_s)
         if hardware.message_s:
-            each += hardware.message_s * (self._lanes[0] if hardware.runs_lanes else self._messages)
+            if hardware.shared_cores is not None:
+                count = np.maximum(self._sums[0] / hardware.shared_cores, 1 / CORES_PER_MESSAGE)
+            else:
+                count = self._lanes[0] if hardware.runs_lanes else self._messages
+            each += hardware.message_s * count
         return np.where(self._is_busy, each, 0.0)
 
     def _price(self, demand: _Demand, chunk_s: float, hop_s: float, at_least: Floats | None) -> Floats:
@@ -179,6 +194,18 @@ class StepDemand:
             found = self._busiest(s.step, rank, np.ones(s.n_transfers), s.mesh.n_chips, hops=1)
             np.maximum.at(most, found.step, found.chunks)
         return most
+
+    @cached_property
+    def _sums(self) -> tuple[Floats, Floats, Floats]:
+        """The messages of each step, the chunks that cores handle for all chips together, and those of the longest."""
+        s, sums = self._rows, np.zeros((3, self._n_steps))
+        handled = handled_chunks(s)
+        for repeat in range(self._repeats):
+            step = s.step + repeat * self.schedule.period
+            sums[0] += np.bincount(step, minlength=self._n_steps)
+            sums[1] += np.bincount(step, weights=handled, minlength=self._n_steps)
+            np.maximum.at(sums[2], step, handled)
+        return sums[0], sums[1], sums[2]
 
     @cached_property
     def _lanes(self) -> tuple[Floats, Floats, Floats]:
@@ -262,6 +289,11 @@ class StepDemand:
                         asked += np.bincount(key[rows], weights=sign * chunks[rows], minlength=n_keys)
                 most[now] = asked.max()
         return most
+
+
+def handled_chunks(schedule: Schedule) -> Floats:
+    """Return what each transfer costs the core that handles it, in chunks that are received in place."""
+    return np.where(schedule.op == int(Op.REDUCE), ADDED, 1.0) * schedule.n_chunks
 
 
 def _join(parts: list[_Demand]) -> _Demand:

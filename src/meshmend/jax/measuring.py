@@ -3,11 +3,7 @@ links a chip drives at once.
 
 No preset describes CPU devices, and nobody has published what a permute costs through XLA on a TPU. So a few probes are
 timed, each a loop of the engine's own steps over neighbours of the mesh: with one lane and with all of them, with short
-and with long messages, with few steps and with many. Their times are a sum,
-
-    seconds = start + steps · (step + lanes · message + bytes · lanes / (rate · min(lanes, links at once))),
-
-whose numbers are fitted, none of them below zero, for every possible number of links at once; the best fit counts. The
+and with long messages, with few steps and with many. Hardware is fitted to their times (`meshmend.cost.fitting`). The
 plan for a hole cannot be timed before the hole is there: that is why a model is fitted, and not the fastest plan timed.
 """
 
@@ -15,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,6 +23,7 @@ from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 
 from meshmend.cost import Hardware, find_hardware
+from meshmend.cost.fitting import TimedLoop, fit_loops
 from meshmend.cost.hardware_file import write_hardware
 from meshmend.errors import ParameterError
 from meshmend.jax.fabric import Fabric
@@ -45,16 +41,6 @@ FEW_STEPS, MOST_STEPS = 2, 20_000
 TARGET_S = 0.05
 """What a run of many steps takes, about."""
 REPEAT = 3
-
-
-@dataclass(frozen=True)
-class TimedLoop:
-    """A timed loop: so many steps, with so many lanes of so many bytes each."""
-
-    steps: int
-    lanes: int
-    message_bytes: int
-    seconds: float
 
 
 def measure(fabric: Fabric, *, file: str | Path | None = None) -> Hardware:
@@ -204,21 +190,9 @@ def _agree(fabric: Fabric, seconds: float) -> float:
 
 def fit(loops: list[TimedLoop], fabric: Fabric, n_lanes: int, *, platform: str) -> Hardware:
     """Return the hardware whose times are closest, in proportion, to those of the loops."""
-    from scipy.optimize import nnls
-
-    took = np.array([loop.seconds for loop in loops])
-    best: tuple[float, int, NDArray[np.float64]] | None = None
     # CPU devices share their cores: two lanes take twice as long as one.
-    for width in range(1, 2 if platform == "cpu" else n_lanes + 1):
-        rows = [
-            (1, p.steps, p.steps * p.lanes, p.steps * p.lanes * p.message_bytes / min(p.lanes, width)) for p in loops
-        ]
-        costs, error = nnls(np.array(rows, dtype=np.float64) / took[:, None], np.ones(len(took)))
-        # A narrower chip explains as much with less.
-        if best is None or error < 0.98 * best[0]:
-            best = error, width, costs
-    assert best is not None  # noqa: S101  # there is at least one lane
-    _, width, (start, step, message, byte) = best
+    costs = fit_loops(loops, range(1, 2 if platform == "cpu" else n_lanes + 1))
+    step, width = costs.step_s, costs.width
     is_switched = platform == "cpu"
     known = find_hardware(fabric.hardware) if fabric.hardware is not None else None
     hop = 0.0 if is_switched or known is None else min(known.hop_latency_s, step)
@@ -226,12 +200,12 @@ def fit(loops: list[TimedLoop], fabric: Fabric, n_lanes: int, *, platform: str) 
     how = f"measured on {fabric.n_chips} chips, {jax.process_count()} process{'es' * (jax.process_count() > 1)}"
     return Hardware(
         f"{kind}, measured",
-        link_bytes_per_s=float(1 / max(byte, 1e-15)),
-        step_latency_s=float(step - hop),
+        link_bytes_per_s=1 / costs.byte_s,
+        step_latency_s=step - hop,
         hop_latency_s=hop,
         links_at_once=None if width == fabric.mesh.n_directions and not is_switched else width,
-        start_s=float(start),
-        message_s=float(message),
+        start_s=costs.start_s,
+        message_s=costs.message_s,
         runs_lanes=True,
         is_switched=is_switched,
         sources=tuple((name, how) for name in ("link_bytes_per_s", "step_latency_s", "message_s", "links_at_once")),

@@ -146,6 +146,11 @@ def journal_path(name: str) -> Path:
     return FOLDER / f"{name}.json"
 
 
+def machine_folder(name: str) -> Path:
+    """Return where the machine file of a lab is."""
+    return FOLDER / name
+
+
 def journal_names() -> list[str]:
     """Return the names that have a journal, readable or not."""
     try:
@@ -155,8 +160,13 @@ def journal_names() -> list[str]:
 
 
 def forget(name: str) -> None:
-    """Remove a lab's journal and its temporary files."""
+    """Remove a lab's journal, its machine file and its temporary files."""
     try:
+        folder = machine_folder(name)
+        for file in folder.iterdir() if folder.is_dir() else ():
+            file.unlink(missing_ok=True)
+        if folder.is_dir():
+            folder.rmdir()
         journal_path(name).unlink(missing_ok=True)
         for partial in FOLDER.iterdir():
             if partial.name.startswith(f".{name}.") and partial.suffix == ".part":

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from meshmend.cost import Hardware
 from meshmend.errors import Coordinate, LabError
-from meshmend.lab import journal
+from meshmend.lab import description, journal
 from meshmend.lab.commands import Commands, listed_namespaces
 from meshmend.lab.journal import Journal
 from meshmend.lab.routes import route_commands
@@ -108,6 +109,7 @@ class Lab:
         try:
             with self._locked() as commands:
                 self._build(commands)
+                self.describe()
                 replace(record, stage="up").write()
         except BaseException:
             self.down()
@@ -140,6 +142,7 @@ class Lab:
                 commands.ip(*(f"link del {end}" for end in ends), namespace=namespace, force=True)
                 commands.ip(f"netns del {namespace}")
             left._route(commands)
+            left.describe()
             replace(record, mesh=left.mesh, stage="up").write()
         return left
 
@@ -161,9 +164,10 @@ class Lab:
         return f"10.77.{number // 250}.{number % 250 + 1}"
 
     def environment(self, chip: Coordinate) -> dict[str, str]:
-        """Return the environment of a command on a chip: its coordinate and rank, and where rank 0 listens."""
+        """Return the environment of a command on a chip: its chip, its machine, its rank, and where rank 0 listens."""
         return {
             "MESHMEND_CHIP": ",".join(map(str, chip)),
+            "MESHMEND_MACHINE": str(journal.machine_folder(self.name) / description.MACHINE),
             "MESHMEND_SHAPE": name_shape(self.mesh.shape),
             "MESHMEND_FAILED": " ".join(map(str, self.mesh.holes)),
             "RANK": str(self.mesh.rank(chip)),
@@ -171,6 +175,15 @@ class Lab:
             "MASTER_ADDR": self.address(self.mesh.chip(0)),
             "GLOO_SOCKET_IFNAME": INTERFACE,
         }
+
+    def describe(self) -> None:
+        """Write the machine file that the lab's processes read: the mesh as it is now, and what a link carries."""
+        description.write_machine(journal.machine_folder(self.name), self.mesh, self.hardware)
+
+    @property
+    def hardware(self) -> Hardware:
+        """What plans for this lab are made for."""
+        return description.hardware_of(self.rate, self.rate_bytes_per_s)
 
     @property
     def rate_bytes_per_s(self) -> float:

@@ -1,4 +1,4 @@
-"""A description of your own, in YAML, for machines whose tools write none of the other formats.
+"""A description of your own, in YAML or JSON, for machines whose tools write none of the other formats.
 
 Either a shape, of which parts have failed or are slow:
 
@@ -24,12 +24,15 @@ import difflib
 import itertools
 import math
 import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from meshmend.errors import Coordinate, MachineError, MeshError, name_chip
 from meshmend.machines.description import MAX_CHIPS, Chip, Description, read_topology
 from meshmend.machines.entries import Entry
 from meshmend.machines.grid import Grid
-from meshmend.topology import MAX_AXES, Region, parse_chip, parse_wrap
+from meshmend.topology import MAX_AXES, Mesh, Region, name_cable, name_shape, parse_chip, parse_wrap
 from meshmend.topology.rates import check_rate
 
 FORMAT, MARK, VERSION = "meshmend machine", "meshmend", 1
@@ -48,7 +51,7 @@ def read(root: Entry) -> Description:
         root.refuse(f"only the fields {', '.join(FIELDS)}", f"{str(unknown[0])[:40]!r}", meant)
     found = Description(FORMAT, root.file)
     if (hardware := root.get("hardware")) is not None:
-        found.hardware = hardware.text(64)
+        found.hardware = _hardware(hardware)
     if (channels := root.get("channels")) is not None:
         found.channels = channels.whole(least=1, most=1024)
     try:
@@ -63,6 +66,28 @@ def read(root: Entry) -> Description:
     except MeshError as error:
         raise MachineError(f"{root.file}: {error}", file=root.file) from None
     return found
+
+
+def facts_of(mesh: Mesh, hardware: str | None = None) -> Mapping[str, Any]:
+    """Return the description of a mesh, as what JSON can write and `read` reads.
+
+    >>> facts_of(Mesh("2x2", wrap=[False, True], cable_rates={"0,0-1,0": "1/2"}), "tpu-v4")["rates"]
+    {'0,0-1,0': '1/2'}
+    """
+    axes = [str(axis) for axis, wraps in enumerate(mesh.wrap) if wraps]
+    return {
+        MARK: VERSION,
+        "shape": name_shape(mesh.shape),
+        "wrap": ",".join(axes) or "none",
+        "failed": [*map(str, mesh.holes), *map(name_cable, mesh.failed_cables)],
+        "rates": {name_cable(cable): str(rate) for cable, rate in mesh.cable_rates.items()},
+    } | ({} if hardware is None else {"hardware": hardware})
+
+
+def _hardware(entry: Entry) -> str:
+    """Return a preset's name, or the path of a hardware file, which is relative to the description."""
+    text = entry.text()
+    return str(Path(entry.file).parent / text) if text.endswith(".json") else text
 
 
 def _read_cables(root: Entry, found: Description) -> None:

@@ -76,6 +76,8 @@ def parse_description(text: str, file: str) -> Description:
         root = read_json(text, file)
         if neuron.find_devices(root) is not None:
             return neuron.read(root)
+        if isinstance(root.value, dict) and own.MARK in root.value:
+            return own.read(root)
         if isinstance(root.value, dict) and {"items", "metadata"} & set(root.value):
             return gke.read(root)
         raise _unknown(file)

@@ -20,6 +20,7 @@ from typing import ClassVar, final
 
 from meshmend.cost import Hardware, StepDemand, find_hardware
 from meshmend.cost.hiding import check_hide_behind, shown, shown_seconds
+from meshmend.cost.step_demand import CORES_PER_MESSAGE
 from meshmend.errors import ParameterError, PlanError
 from meshmend.planning.base import CannotServe, Floor, Planner
 from meshmend.planning.derived import Derived
@@ -227,10 +228,16 @@ class Field:
 
         Where bytes hide and steps do not, steps cost more than they take: planners are asked with higher costs, too.
         """
-        step_s = hardware.step_latency_s + hardware.hop_latency_s + hardware.message_s * self._mesh.n_directions
+        messages: float = self._mesh.n_directions
+        if hardware.shared_cores is not None:
+            messages *= self._mesh.n_chips / hardware.shared_cores
+        step_s = hardware.step_latency_s + hardware.hop_latency_s + hardware.message_s * messages
         step_cost = step_s * hardware.link_bytes_per_s / payload_bytes
         costs = [step_cost * 2.0**i for i in range(FEWER_CHUNKS + 1 if hide_behind_s else 1)]
-        if hardware.message_s or hardware.is_switched:
+        if hardware.shared_cores is not None and hardware.is_switched:
+            # Chunks fill no links there: a few keep all cores busy, however long the payload is.
+            costs = [cost * 2.0**i for cost in costs for i in range(FEWER_CHUNKS + 1)]
+        elif hardware.message_s or hardware.is_switched:
             # How many messages a step has, and what they share, is the planner's own affair: ask for more and fewer.
             costs = [cost * factor for cost in costs for factor in (1.0, *OTHER_COSTS)]
         found: list[Planner] = []
@@ -275,5 +282,7 @@ def _seconds(floor: Floor, payload_bytes: float, hardware: Hardware, hide_behind
     if hardware.links_at_once is not None:
         moving = max(moving, floor.chip_load * unit / hardware.links_at_once)
     moving += floor.steps * hardware.hop_latency_s
-    starting = hardware.start_s + floor.steps * (hardware.step_latency_s + hardware.message_s)
+    # A step has a message at least.
+    message_s = hardware.message_s / (1 if hardware.shared_cores is None else CORES_PER_MESSAGE)
+    starting = hardware.start_s + floor.steps * (hardware.step_latency_s + message_s)
     return shown(starting, moving, hide_behind_s)

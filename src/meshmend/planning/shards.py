@@ -30,7 +30,8 @@ def plan_shards(
 ) -> Schedule:
     """Plan a reduce-scatter or an all-gather of equal shards, proven: rank r owns shard `order[r]` of the payload.
 
-    Without an order, it owns shard r. `target` is `payload_bytes` (all shards together) and `hardware`, as in `plan`.
+    Without an order, it owns shard r. `target` is `payload_bytes` (all shards together), `hardware`, and a `cache` and
+    `budget_s` if there are any, as in `plan`.
 
     >>> shards = plan_shards(Mesh("2x2"), "all-gather", order=[2, 0, 1, 3], payload_bytes=64)
     >>> shards.owners.tolist()
@@ -42,7 +43,7 @@ def plan_shards(
     found = plan(mesh, Gather.name, collective=collective, **target)
     if found.total_chunks % mesh.n_chips:
         # Few chunks are quicker for a short payload, but then some chips own none.
-        found = plan(mesh, Gather.name, collective=collective, chunks=mesh.n_chips)
+        found = plan(mesh, Gather.name, collective=collective, chunks=mesh.n_chips, cache=target.get("cache"))
     per_chip = found.total_chunks // mesh.n_chips
     if np.any(found.owners != np.arange(found.total_chunks) // per_chip) or np.any(found.n_chunks != 1):
         raise ScheduleError(f"{found!r} does not give each rank a run of {per_chip} chunks.")

@@ -16,6 +16,7 @@ from meshmend.torch.backend import MeshBackend, MeshOptions, tile_ranks
 from meshmend.torch.checks import TorchChecks as Checks
 from meshmend.torch.collective import all_reduce, comm_hook
 from meshmend.torch.engine import Engine
+from meshmend.torch.measuring import measure
 
 if TYPE_CHECKING:
     from meshmend.torch.ddp import DistributedDataParallel
@@ -34,6 +35,7 @@ __all__ = [
     "StepSampler",
     "all_reduce",
     "comm_hook",
+    "measure",
     "tile_ranks",
 ]
 

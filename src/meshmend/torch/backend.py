@@ -25,14 +25,15 @@ import torch
 import torch.distributed as dist
 
 from meshmend import __version__
+from meshmend.cost import Hardware
 from meshmend.errors import CollectiveError, Coordinate, MeshError, ParameterError, PayloadError, name_chip
 from meshmend.machines import Machine
-from meshmend.planning import PlanFunction
+from meshmend.planning import PlanFunction, plan
 from meshmend.topology import Mesh, cut_into_tiles, parse_chip, parse_wrap
 from meshmend.torch.group_engines import GroupEngines
 from meshmend.torch.payload import check_tensor, kind_of
-from meshmend.torch.place import describe_machine, find_place
-from meshmend.torch.plans import DEFAULT_PLAN, Plans
+from meshmend.torch.place import choose_hardware, describe_machine, find_place
+from meshmend.torch.plans import Plans
 from meshmend.torch.private import GlooBased, gloo_group, name_group
 from meshmend.torch.subgroups import mesh_of
 from meshmend.torch.work import MeshWork
@@ -47,22 +48,26 @@ class MeshOptions:
     `shape` and `wrap` describe the whole machine; in their place, `machine` or the file that describes it also brings
     failed and slow cables, and `chip` may be a name that it has. What is not given comes from the environment:
     MESHMEND_SHAPE (as 4x4), MESHMEND_WRAP, MESHMEND_MACHINE (a file), MESHMEND_CHIP (as 1,2) and GLOO_SOCKET_IFNAME
-    for `interface`, which is what `meshmend lab run` sets. `plan` makes the plans of all-reduces.
+    for `interface`, which is what `meshmend lab run` sets.
+
+    `hardware` is what plans are made for: a preset's name, a file of `measure`, or your own; by default the machine's,
+    else the preset "gloo-loopback" where `interface` is "lo" and "ethernet-10g" where it is not; see `measure`. `plan`
+    makes the plans of all-reduces, as in `functools.partial(meshmend.plan, cache=PlanCache())`.
     """
 
     shape: Sequence[int] | str | None = None
     chip: Sequence[int] | str | None = None
     machine: Machine | Path | str | None = None
     wrap: bool | Sequence[bool] | None = None
-    plan: PlanFunction = DEFAULT_PLAN
+    hardware: str | Hardware | None = None
+    plan: PlanFunction = plan
     interface: str | None = None
 
     def place(self) -> tuple[Mesh, Coordinate]:
         """Return the whole machine and this process's chip in it."""
-        machine, shape, chip, wrap = self.machine, self.shape, self.chip, self.wrap
+        machine, shape, chip, wrap = self._machine(), self.shape, self.chip, self.wrap
         if machine is None and shape is None:
-            machine = os.environ.get("MESHMEND_MACHINE")
-            shape = os.environ.get("MESHMEND_SHAPE") if machine is None else None
+            shape = os.environ.get("MESHMEND_SHAPE")
         if chip is None:
             chip = os.environ.get("MESHMEND_CHIP")
         if (shape is None and machine is None) or chip is None:
@@ -77,6 +82,21 @@ class MeshOptions:
             text, plain = os.environ.get("MESHMEND_WRAP"), Mesh(shape)
             wrap = False if text is None else parse_wrap(text, plain.n_axes, given=f"MESHMEND_WRAP is {text!r},")
         return find_place(shape, chip, machine, False if wrap is None else wrap)
+
+    def plans(self) -> Plans:
+        """Return what plans for the hardware."""
+        machine, is_loopback = self._machine(), self.socket_interface() == "lo"
+        return Plans(self.plan, hardware=choose_hardware(self.hardware, machine, self.plan, is_loopback=is_loopback))
+
+    def socket_interface(self) -> str | None:
+        """Return the network interface, None where Gloo finds one."""
+        return self.interface or os.environ.get("GLOO_SOCKET_IFNAME")
+
+    def _machine(self) -> Machine | Path | str | None:
+        """Return the machine as given, or the file that the environment names where no shape is given either."""
+        if self.machine is None and self.shape is None:
+            return os.environ.get("MESHMEND_MACHINE")
+        return self.machine
 
 
 class MeshBackend(GlooBased):
@@ -97,19 +117,22 @@ class MeshBackend(GlooBased):
     ) -> None:
         self.options = options
         self.whole, self.chip = options.place()
-        self._plans: Plans = Plans(options.plan) if parent is None else parent._plans
+        self._plans: Plans = options.plans() if parent is None else parent._plans
         self.chips = self._exchange(store, rank, size, timeout)
-        interface = options.interface or os.environ.get("GLOO_SOCKET_IFNAME")
+        interface = options.socket_interface()
         gloo = gloo_group(store, rank, size, connect_timeout=timeout, timeout=timeout, interface=interface)
         super().__init__(gloo, store)
         absent = [chip for chip in map(self.whole.chip, range(self.whole.n_chips)) if chip not in set(self.chips)]
         self.live: Mesh = self.whole.fail(*absent) if parent is None else parent.live
         self.mesh = mesh_of(self.chips, self.live)
-        self._timeout, self._n_splits = timeout, 0
-        self._engines: GroupEngines | None = None
+        self._timeout, self._n_splits, self._n_measured = timeout, 0, 0
+        self.is_part = parent is not None
+        """Whether this group was made of another one, whose plans it shares."""
+        self.engines: GroupEngines | None = None
+        """What runs plans; None where the members form no mesh."""
         if self.mesh is not None and size > 1:
             members = sorted(range(size), key=self.chips.__getitem__)
-            self._engines = GroupEngines(self.mesh, members, gloo, self._plans, timeout)
+            self.engines = GroupEngines(self.mesh, members, gloo, self._plans, timeout)
         elif size > 1 and rank == 0:
             _warn_once(
                 f"The {size} members of this process group form no mesh (chips "
@@ -130,13 +153,27 @@ class MeshBackend(GlooBased):
             if theirs != terms:
                 raise MeshError(
                     f"Chip {name_chip(self.chip)} runs {terms}, but chip ({place}) runs {theirs}. "
-                    f"Every member needs the same shape or machine, plan and version."
+                    f"Every member needs the same shape or machine, hardware, plan and version."
                 )
             chips.append(parse_chip(place))
         for chip in chips:
             if chips.count(chip) > 1:
                 raise MeshError(f"{chips.count(chip)} members say that they are chip {name_chip(chip)}.")
         return chips
+
+    @property
+    def hardware(self) -> Hardware:
+        """What plans are made for."""
+        return self._plans.hardware
+
+    def plan_for(self, hardware: Hardware) -> None:
+        """Plan for other hardware from now on, in this group and all that share its plans; all members call this."""
+        self._plans.hardware = hardware
+
+    def count_measurement(self) -> int:
+        """Return the number of a measurement of this group, the same on all members."""
+        self._n_measured += 1
+        return self._n_measured
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         """Return the name of this kind of group in torch."""
@@ -153,16 +190,16 @@ class MeshBackend(GlooBased):
         """Reduce a tensor in place over all members; every member ends with the same bits."""
         tensors = _listed(tensors)
         opts = _options(opts, dist.AllreduceOptions)
-        if self._engines is None or len(tensors) != 1 or not _dense(tensors):
+        if self.engines is None or len(tensors) != 1 or not _dense(tensors):
             return self.gloo.allreduce(tensors, opts)
-        return self._reduce(self._engines, tensors, opts)
+        return self._reduce(self.engines, tensors, opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
         """Reduce tensors in place, as one payload."""
         opts = _options(opts, dist.AllreduceCoalescedOptions)
-        if self._engines is None or not _dense(tensors):
+        if self.engines is None or not _dense(tensors):
             return self.gloo.allreduce_coalesced(tensors, opts)
-        return self._reduce(self._engines, list(tensors), opts)
+        return self._reduce(self.engines, list(tensors), opts)
 
     def _reduce(self, engines: GroupEngines, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
         kind = _checked(tensors, opts.reduceOp)
@@ -171,7 +208,7 @@ class MeshBackend(GlooBased):
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Give every member the root's tensor."""
-        tensors, engines = _listed(tensors), self._engines
+        tensors, engines = _listed(tensors), self.engines
         if isinstance(opts, int):
             opts, root = dist.BroadcastOptions(), opts
             opts.rootRank = root
@@ -190,7 +227,7 @@ class MeshBackend(GlooBased):
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Give every member everybody's tensor, each in its own output."""
         opts = _options(opts, dist.distributed_c10d.AllgatherOptions)
-        engines = self._engines
+        engines = self.engines
         if engines is None or len(inputs) != 1 or len(outputs) != 1:
             return self.gloo.allgather(outputs, inputs, opts)
         shard, filled = inputs[0], list(outputs[0])
@@ -208,7 +245,7 @@ class MeshBackend(GlooBased):
     def all_gather_single_coalesced(self, outputs: Any, shards: Any, opts: Any = None) -> dist.Work:
         """Fill each output with everybody's shard, as one payload."""
         opts = _options(opts, dist.distributed_c10d.AllgatherOptions)
-        engines, outputs, shards = self._engines, list(outputs), list(shards)
+        engines, outputs, shards = self.engines, list(outputs), list(shards)
         if engines is None or len({tensor.dtype for tensor in shards}) != 1:
             return self.gloo.all_gather_single_coalesced(outputs, shards, opts)
         for output, shard in zip(outputs, shards, strict=True):
@@ -223,7 +260,7 @@ class MeshBackend(GlooBased):
     ) -> dist.Work:
         """Fill the output with the sum of everybody's input for this rank."""
         opts = _options(opts, dist.ReduceScatterOptions)
-        engines = self._engines
+        engines = self.engines
         if engines is None or len(outputs) != 1 or len(inputs) != 1:
             return self.gloo.reduce_scatter(outputs, inputs, opts)
         output, parts = outputs[0], list(inputs[0])
@@ -243,7 +280,7 @@ class MeshBackend(GlooBased):
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Fill each output with the sum of everybody's shard of this rank, as one payload."""
         opts = _options(opts, dist.ReduceScatterOptions)
-        engines, outputs, inputs = self._engines, list(outputs), list(inputs)
+        engines, outputs, inputs = self.engines, list(outputs), list(inputs)
         if engines is None or len({tensor.dtype for tensor in outputs}) != 1:
             return self.gloo.reduce_scatter_single_coalesced(outputs, inputs, opts)
         for output, payload in zip(outputs, inputs, strict=True):
@@ -276,13 +313,13 @@ class MeshBackend(GlooBased):
 
     def abort(self) -> None:
         """Close all connections: whatever waits, here and on other members, ends with an error."""
-        if self._engines is not None:
-            self._engines.close(abort=True)
+        if self.engines is not None:
+            self.engines.close(abort=True)
 
     def shutdown(self) -> None:
         """Take no more calls of collectives that run plans. The connections end with the group."""
-        if self._engines is not None:
-            self._engines.close(abort=False)
+        if self.engines is not None:
+            self.engines.close(abort=False)
 
 
 def tile_ranks(side: Sequence[int] | str) -> list[list[int]]:

@@ -6,24 +6,28 @@ Members number themselves as the group does; plans number chips. `members[r]` is
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from meshmend.errors import MeshmendError
-from meshmend.schedule import Collective
+from meshmend.errors import LostChipError, MeshmendError
+from meshmend.schedule import Collective, Schedule
 from meshmend.topology import Mesh
-from meshmend.torch.channel import Channel
+from meshmend.torch.channel import Channel, Deadline, TransportError
 from meshmend.torch.collective import reduce_tensors
 from meshmend.torch.engine import Engine
-from meshmend.torch.payload import NAMES, describe, overwrite
+from meshmend.torch.payload import NAMES, combine_of, describe, overwrite
 from meshmend.torch.plans import Plans
 from meshmend.torch.private import fail_future
+from meshmend.torch.program import compile_program
+from meshmend.torch.run import ProgramRun
 
+T = TypeVar("T")
 Tensors = Sequence[torch.Tensor]
 
 
@@ -132,11 +136,49 @@ class GroupEngines:
         for output, part in zip(outputs, parts, strict=True):
             overwrite(output, part[self._member])
 
+    def time_run(self, schedule: Schedule, payload_bytes: int) -> float:
+        """Run transfers that need not be a collective, in the order of calls; return the seconds that it took here."""
+        program = compile_program(schedule, self._rank)
+        flat = torch.zeros(max(1, payload_bytes // 4))
+
+        def run(channel: Channel, deadline: Deadline) -> float:
+            channel.agree("ready to measure", deadline)
+            started = time.monotonic()
+            channel.agree(f"measuring, {schedule.n_steps} steps, {payload_bytes} bytes", deadline)
+            ProgramRun(program, channel, self.members, flat, combine_of(dist.ReduceOp.SUM), deadline).go()
+            return time.monotonic() - started
+
+        return self._call(run)
+
+    def exchange(self, description: str, own: bytes) -> list[bytes]:
+        """Return what each member passed, by rank of the group: as many bytes from each, of what `description` says."""
+        return self._call(lambda channel, deadline: channel.gather(description, own, deadline))
+
+    def _call(self, what: Callable[[Channel, Deadline], T]) -> T:
+        """Run a call of all members after those that were started before it, and return its result."""
+        found: list[T] = []
+
+        def job() -> list[torch.Tensor]:
+            try:
+                with self._channel.turn(self._channel.ticket()):
+                    found.append(what(self._channel, Deadline(self.timeout)))
+            except TransportError as error:
+                self._channel.close()
+                peer = self.mesh.chip(self.members.index(error.member))
+                lost = LostChipError(self.mesh.chip(self._rank), peer, str(self.mesh), str(error))
+                self._channel.fail(lost)
+                raise lost from error
+            return []
+
+        self.start(job).wait()
+        return found[0]
+
     def _sharded(self, collective: Collective, size: int) -> Engine:
         return self._engine((collective, size), lambda: self._plans.shards(self.mesh, collective, self.members, size))
 
     def _engine(self, key: tuple[object, ...], plan: Callable[[], Any]) -> Engine:
         """Return the engine for a collective and a size of payload; made at most once, in the background thread."""
+        key = (self._plans.hardware.priced, *key)
         if key not in self._engines:
             self._engines[key] = Engine(
                 plan(), self._rank, None, group_ranks=self.members, timeout=self.timeout, channel=self._channel

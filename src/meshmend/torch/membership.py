@@ -70,7 +70,7 @@ def compare(own: Introduction, all_of_them: Iterable[Introduction]) -> frozenset
         if other.terms != own.terms:
             raise MeshError(
                 f"Chip {name_chip(own.chip)} runs {own.terms}, but chip {name_chip(other.chip)} runs {other.terms}. "
-                f"Every member needs the same shape or machine, plan and version, and the same checks."
+                f"Every member needs the same shape or machine, hardware, plan and version, and the same checks."
             )
         cables |= other.cables
         counts |= set() if other.undone is None else {other.undone}

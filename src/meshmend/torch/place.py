@@ -1,4 +1,4 @@
-"""Where a process is: the whole machine, and its own chip in it."""
+"""Where a process is: the whole machine, its own chip in it, and the hardware that plans are made for."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from meshmend.errors import Coordinate, MeshError
+from meshmend.cost import Hardware, find_hardware
+from meshmend.errors import Coordinate, MeshError, ParameterError
 from meshmend.machines import Machine
 from meshmend.machines.read import as_machine
+from meshmend.planning import PlanFunction
 from meshmend.topology import Cable, Mesh, name_shape
+from meshmend.torch.plans import bound_keywords
+
+LOOPBACK, NETWORK = "gloo-loopback", "ethernet-10g"
+"""What a group is planned for where nobody says its hardware: processes of one machine, or hosts on a network."""
 
 
 def find_place(
@@ -42,6 +48,22 @@ def find_place(
             f"{described.file}: {error} A process that runs on it needs a description of the machine as it is now."
         ) from None
     return whole, place
+
+
+def choose_hardware(
+    hardware: str | Hardware | None,
+    machine: Machine | Path | str | None,
+    plan: PlanFunction,
+    *,
+    is_loopback: bool,
+) -> Hardware:
+    """Return what plans are made for: as given, else as bound to `plan`, else the machine's, else a preset."""
+    bound = bound_keywords(plan).get("hardware")
+    if hardware is not None and bound is not None and find_hardware(hardware) != find_hardware(bound):
+        names = f"{find_hardware(hardware).name}, but {find_hardware(bound).name}"
+        raise ParameterError(f"hardware is {names} is bound to plan: say it once.")
+    known = hardware or bound or (None if machine is None else as_machine(machine).hardware)
+    return find_hardware(known or (LOOPBACK if is_loopback else NETWORK))
 
 
 def describe_machine(whole: Mesh) -> str:

@@ -1,19 +1,22 @@
-"""Plans for a process group: made once for each hole and size of payload, by the `plan` that the caller gives."""
+"""Plans for a process group: made once for each hole and size of payload, for the hardware that the group runs on."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import inspect
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from meshmend.cost import Hardware, find_hardware
 from meshmend.planning import PlanFunction, plan, plan_broadcast, plan_shards, round_payload
 from meshmend.schedule import Collective, Schedule
 from meshmend.topology import Mesh, Region
 
-HARDWARE = "gloo-loopback"
-DEFAULT_PLAN: PlanFunction = functools.partial(plan, hardware=HARDWARE)
+SHARED = ("budget_s", "cache")
+"""What is bound to a plan function and concerns the plans of all collectives, besides the hardware."""
 
 MAX_KEPT_BYTES = 2**29
 """Plans are kept up to this, the least recently used go first. A plan for 256 chips and 32 MB takes about 10 MB."""
@@ -22,38 +25,50 @@ MAX_KEPT_BYTES = 2**29
 class Plans:
     """Schedules for the survivors of one machine, each made once and proven, and kept while there is room.
 
-    `plan` is called with a mesh and `payload_bytes`; by default it is the library's, for what Gloo does on one machine.
+    `plan` is called with a mesh, `payload_bytes` and `hardware`, and makes the plans of all-reduces. What is bound to
+    it and concerns other collectives too reaches them: hardware, which comes before what is given, a cache, a budget.
 
-    >>> plans = Plans()
+    >>> plans = Plans(hardware="gloo-loopback")
     >>> plans.get(Mesh("4x4", failed=["2x2@0,0"]), payload_bytes=1000).mesh.n_chips
     12
     """
 
-    def __init__(self, plan: PlanFunction = DEFAULT_PLAN) -> None:
+    def __init__(self, plan: PlanFunction = plan, *, hardware: str | Hardware) -> None:
+        bound = bound_keywords(plan)
+        self.hardware: Hardware = find_hardware(bound.get("hardware", hardware))
         self._plan = plan
+        self._shared = {name: bound[name] for name in SHARED if name in bound}
         self._made: OrderedDict[tuple[object, ...], Schedule] = OrderedDict()
         self._kept_bytes = 0
         # Held briefly, never while a plan is made, so planning ahead blocks no caller.
         self._guard = threading.Lock()
 
     def __str__(self) -> str:
-        return _describe(self._plan)
+        priced = hashlib.sha256(repr(self.hardware.priced).encode()).hexdigest()[:12]
+        return f"{_describe(self._plan)} for {self.hardware.name} [{priced}]"
 
     def get(self, mesh: Mesh, payload_bytes: int) -> Schedule:
         """Return the plan for a payload; raise `PlanError` where no planner serves the mesh."""
-        size = self.size(payload_bytes)
-        return self._kept((mesh, size), lambda: self._plan(mesh, payload_bytes=size))
+        target = self._target(payload_bytes)
+        # A function of the caller's own may know its hardware already.
+        own = target if _takes(self._plan, "hardware") else {"payload_bytes": target["payload_bytes"]}
+        return self._kept((mesh, *target.values()), lambda: self._plan(mesh, **own))
 
     def shards(self, mesh: Mesh, collective: Collective, order: tuple[int, ...], payload_bytes: int) -> Schedule:
         """Return the plan for a reduce-scatter or an all-gather in which rank r has shard `order[r]`."""
-        target: dict[str, Any] = {"payload_bytes": self.size(payload_bytes), "hardware": HARDWARE}
-        key = (mesh, target["payload_bytes"], collective, order)
-        return self._kept(key, lambda: plan_shards(mesh, collective, order=order, **target))
+        target = self._target(payload_bytes)
+        key = (mesh, *target.values(), collective, order)
+        return self._kept(key, lambda: plan_shards(mesh, collective, order=order, **target, **self._shared))
 
     def broadcast(self, mesh: Mesh, root: int, payload_bytes: int) -> Schedule:
         """Return the plan for a broadcast from a rank."""
-        target: dict[str, Any] = {"payload_bytes": self.size(payload_bytes), "hardware": HARDWARE}
-        return self._kept((mesh, target["payload_bytes"], root), lambda: plan_broadcast(mesh, root, **target))
+        target = self._target(payload_bytes)
+        key = (mesh, *target.values(), root)
+        return self._kept(key, lambda: plan_broadcast(mesh, root, **target, **self._shared))
+
+    def _target(self, payload_bytes: int) -> dict[str, Any]:
+        """Return what a plan is made for."""
+        return {"payload_bytes": self.size(payload_bytes), "hardware": self.hardware}
 
     def _kept(self, key: tuple[object, ...], make: Callable[[], Schedule]) -> Schedule:
         """Return the plan that is kept under this key, and make it if there is none."""
@@ -83,14 +98,30 @@ class Plans:
         return round_payload(payload_bytes)
 
 
+def bound_keywords(plan: PlanFunction) -> Mapping[str, Any]:
+    """Return what is bound to a function that plans, as in `functools.partial(meshmend.plan, hardware="tpu-v4")`."""
+    bound: dict[str, Any] = {}
+    while isinstance(plan, functools.partial):
+        bound = plan.keywords | bound
+        plan = plan.func
+    return bound
+
+
+def _takes(plan: PlanFunction, keyword: str) -> bool:
+    """Return whether a function takes that keyword."""
+    parameters = inspect.signature(plan).parameters
+    return keyword in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
 def _describe(plan: PlanFunction) -> str:
     """Describe which function plans, with what is bound to it: the same text in processes that plan alike.
 
-    Where plans are kept is no part of it, and a bound object says its type only: no addresses in memory.
+    Where plans are kept is no part of it, nor hardware, which is said apart, and a bound object says its type only: no
+    addresses in memory.
     """
     bound: list[str] = []
     while isinstance(plan, functools.partial):
-        words = {name: value for name, value in plan.keywords.items() if name != "cache"}
+        words = {name: value for name, value in plan.keywords.items() if name not in ("cache", "hardware")}
         bound = [*map(_word, plan.args), *(f"{name}={_word(words[name])}" for name in sorted(words)), *bound]
         plan = plan.func
     name = getattr(plan, "__qualname__", type(plan).__qualname__)

@@ -4,7 +4,8 @@ torchft forms the quorum, redoes steps that failed and heals chips that come bac
 calls `configure`: the chips exchange their coordinates through the store, so each of them finds the same hole
 and makes the same plan.
 
-The guarantee assumes that every member has the same shape or machine, `plan` and meshmend version (checked); that no
+The guarantee assumes that every member has the same shape or machine, hardware, `plan` and
+meshmend version (checked); that no
 two live members have the same coordinate (checked); that the survivors are connected (otherwise `PlanError`, and no
 step commits until enough chips are back); and that members call the same all-reduces in the same order with equal
 shapes, dtypes and operations (checked at each call, before data moves).
@@ -27,9 +28,10 @@ import torch
 import torch.distributed as dist
 
 from meshmend import __version__
+from meshmend.cost import Hardware
 from meshmend.errors import Coordinate, DisagreementError, LostChipError, MeshError, MeshmendError, name_chip
 from meshmend.machines import Machine
-from meshmend.planning import PlanFunction
+from meshmend.planning import PlanFunction, plan
 from meshmend.quarantine import Sign
 from meshmend.schedule import Schedule
 from meshmend.topology import Cable, Mesh, Region
@@ -37,8 +39,8 @@ from meshmend.torch.channel import Channel, Deadline, TransportError
 from meshmend.torch.collective import check_tensors, reduce_tensors
 from meshmend.torch.engine import Engine
 from meshmend.torch.membership import Introduction, compare
-from meshmend.torch.place import describe_machine, find_place, without_cables
-from meshmend.torch.plans import DEFAULT_PLAN, Plans
+from meshmend.torch.place import choose_hardware, describe_machine, find_place, without_cables
+from meshmend.torch.plans import Plans
 from meshmend.torch.private import fail_future, gloo_group
 from meshmend.torch.private_torchft import ReconfiguredGroup
 from meshmend.torch.queue_watch import QueueWatch
@@ -71,6 +73,9 @@ class MeshProcessGroup(ReconfiguredGroup):
     or the file that describes it (`meshmend.machines.read_machine`) also brings the failed and slow cables, and `chip`
     may be a name that it has. A chip that it calls failed cannot join.
 
+    `hardware` is what plans are made for: a preset's name, a file of `measure`, or your own; by default the machine's,
+    else the preset "gloo-loopback" where `interface` is "lo" and "ethernet-10g" where it is not.
+
     `plan` makes the plans: by default `meshmend.plan`, which takes the fastest for the survivors and the payload. Bind
     parameters to it for others, as in `functools.partial(meshmend.plan, planner="row-pairs", cache=PlanCache())`.
 
@@ -88,13 +93,15 @@ class MeshProcessGroup(ReconfiguredGroup):
         *,
         machine: Machine | Path | str | None = None,
         wrap: bool | Sequence[bool] = False,
-        plan: PlanFunction = DEFAULT_PLAN,
+        hardware: str | Hardware | None = None,
+        plan: PlanFunction = plan,
         timeout: timedelta = timedelta(seconds=10),
         interface: str | None = None,
     ) -> None:
         super().__init__(timeout)
         self._whole, self._chip = find_place(shape, chip, machine, wrap)
-        self._plans = Plans(plan)
+        self._interface = interface or os.environ.get(INTERFACE_ENV)
+        self._plans = Plans(plan, hardware=choose_hardware(hardware, machine, plan, is_loopback=self.is_loopback))
         self._patience = Patience(most=timeout)
         self._bad_cables: frozenset[Cable] = frozenset()
         self.is_watched = False
@@ -104,7 +111,6 @@ class MeshProcessGroup(ReconfiguredGroup):
         """What else all members must have alike: which checks they run."""
         self.undone: int | None = None
         """How often this member has gone back to an earlier state; None until it has one."""
-        self._interface = interface or os.environ.get(INTERFACE_ENV)
         self._mesh: Mesh | None = None
         self._group_ranks: list[int] = []
         self._channel: Channel | None = None
@@ -136,6 +142,11 @@ class MeshProcessGroup(ReconfiguredGroup):
     def whole(self) -> Mesh:
         """The machine with all of its chips."""
         return self._whole
+
+    @property
+    def hardware(self) -> Hardware:
+        """What plans are made for."""
+        return self._plans.hardware
 
     @property
     def mesh(self) -> Mesh:

@@ -1,0 +1,146 @@
+"""`mmt.measure`: members agree on what they have measured and plan for it, and the fit finds what made the times."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab.test_namespaces import needs_lab
+from meshmend import Mesh
+from meshmend.cost import find_hardware
+from meshmend.cost.fitting import TimedLoop
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
+import torch.distributed as dist  # noqa: E402
+
+import meshmend.torch as mmt  # noqa: E402
+from meshmend.errors import ParameterError  # noqa: E402
+from meshmend.lab import Chips, Lab  # noqa: E402
+from meshmend.torch.measuring import _lanes, _loop, fit  # noqa: E402
+from torch_engine.processes import free_port  # noqa: E402
+
+MESH = Mesh("2x3", failed=["1,2"])
+
+
+def times(start: float, message: float, byte: float, cores: int, shares_bytes: bool) -> list[TimedLoop]:
+    """Loops on a 2x3 mesh, as cores take them that handle so many seconds of messages at once."""
+    found = []
+    for lanes, messages in ((1, 6.0), (3, 14.0)):
+        for size in (256, 2**20):
+            for steps in (2, 100):
+                moved = messages * size * byte / cores if shares_bytes else size * byte
+                seconds = start + steps * (messages * message / cores + moved)
+                found.append(TimedLoop(steps, lanes, size, seconds, messages))
+    return found
+
+
+def test_the_fit_finds_cores_that_are_shared_and_links_that_are_not() -> None:
+    cores = len(os.sched_getaffinity(0))
+    mesh = Mesh("2x3")
+    loopback = fit(times(9e-3, 2e-4, 1e-9, cores, True), mesh, n_hosts=1, is_loopback=False)
+    assert (loopback.is_switched, loopback.shared_cores, loopback.links_at_once) == (True, cores, None)
+    assert loopback.start_s == pytest.approx(9e-3, rel=1e-6)
+    assert loopback.message_s == pytest.approx(2e-4, rel=1e-6)
+    assert loopback.link_bytes_per_s == pytest.approx(2.5e9, rel=1e-6)  # of what is received in place
+    lab = fit(times(9e-3, 2e-4, 1 / 5e6, cores, False), mesh, n_hosts=1, is_loopback=False)
+    assert (lab.is_switched, lab.shared_cores, lab.links_at_once) == (False, cores, None)
+    assert lab.link_bytes_per_s == pytest.approx(5e6, rel=1e-6)
+    # Hosts of their own: a chip pays for its own messages, and drives two of three links at once.
+    alone = [TimedLoop(s, n, b, 1e-3 + s * (3e-5 + n * 1e-5 + n * b / min(n, 2) / 1e9), 9.0) for s in (2, 99)
+             for n in (1, 2, 3) for b in (256, 2**20)]  # fmt: skip
+    hosts = fit(alone, mesh, n_hosts=6, is_loopback=False)
+    assert (hosts.is_switched, hosts.shared_cores, hosts.links_at_once) == (False, None, 2)
+    assert hosts.link_bytes_per_s == pytest.approx(1e9, rel=1e-6)
+    assert hosts.step_latency_s == pytest.approx(3e-5, rel=1e-6)
+
+
+@pytest.mark.parametrize("mesh", [Mesh("2x3"), MESH, Mesh("3x3", wrap=True), Mesh("4")], ids=repr)
+def test_a_loop_uses_each_cable_once_at_most_and_sends_on_what_came_before(mesh: Mesh) -> None:
+    lanes = _lanes(mesh)
+    for lane in lanes:
+        ends = [rank for pair in lane for rank in pair]
+        assert len(ends) == len(set(ends))
+        assert all(b in mesh.neighbours[a] for a, b in lane)
+    schedule = _loop(mesh, lanes, 5)
+    came: dict[int, set[tuple[int, int]]] = {}
+    for step, src, dst, chunk in zip(schedule.step, schedule.src, schedule.dst, schedule.first_chunk, strict=True):
+        assert step == 0 or (int(src), int(chunk)) in came[int(step) - 1]
+        came.setdefault(int(step), set()).add((int(dst), int(chunk)))
+
+
+def measured(chip: tuple[int, ...], mesh: Mesh, place: str, interface: str, file: Path) -> Any:
+    torch.set_num_threads(1)
+    options = mmt.MeshOptions(mesh.shape, chip, interface=interface)
+    rank = mesh.rank(chip)
+    dist.init_process_group(
+        "cpu:meshmend", init_method=place, rank=rank, world_size=mesh.n_chips, timeout=timedelta(seconds=120),
+        pg_options=options,
+    )  # fmt: skip
+    world = dist.group.WORLD
+    assert isinstance(world, mmt.MeshBackend)
+    before = world.hardware
+    found = mmt.measure(file=file)
+    row = dist.new_group([0, 1])
+    refused = None
+    if rank < 2:
+        try:
+            mmt.measure(row)
+        except ParameterError as error:
+            refused = str(error)
+    total = torch.full((1000,), float(rank))
+    dist.all_reduce(total)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+    model(torch.ones(1, 8)).sum().backward()
+    dist.barrier()
+    return before, found, world.hardware, total.unique().tolist(), refused
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer and shorter loops: what is tested is that they end in agreement, not how precise they are."""
+    for name, value in {"TARGET_S": 0.02, "REPEAT": 2, "LONGEST": 2**18}.items():
+        monkeypatch.setattr(f"meshmend.torch.measuring.{name}", value)
+
+
+def run(mesh: Mesh, place: str, interface: str, file: Path, namespaces: Any = None) -> list[Any]:
+    with Chips(namespaces) as chips:
+        for rank in range(mesh.n_chips):
+            chips.start(mesh.chip(rank), measured, mesh, place, interface, file)
+        return list(chips.results(180).values())
+
+
+@pytest.mark.usefixtures("quick")
+def test_all_members_plan_for_what_was_measured(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    found = run(MESH, f"tcp://127.0.0.1:{free_port()}", "lo", file)
+    for before, hardware, planned_for, total, _ in found:
+        assert before == find_hardware("gloo-loopback")
+        assert hardware == planned_for == found[0][1]
+        assert total == [10.0]
+    hardware = found[0][1]
+    assert (hardware.is_switched, hardware.shared_cores) == (True, len(os.sched_getaffinity(0)))
+    assert 1e-6 < hardware.message_s < 0.1
+    assert find_hardware(str(file)) == hardware
+    assert json.loads(file.read_text())["measured"]["mesh"] == str(MESH)
+    assert "give it the default group" in found[0][-1]
+
+
+@needs_lab
+@pytest.mark.usefixtures("quick")
+def test_in_a_lab_the_rate_of_its_links_is_found(tmp_path: Path) -> None:
+    mesh = Mesh("2x2")
+    with Lab.temporary(mesh, rate="40mbit", name="measured") as lab:
+        found = run(mesh, f"tcp://{lab.address((0, 0))}:29400", "chip0", tmp_path / "lab.json", lab.namespaces)
+    hardware = found[0][1]
+    assert not hardware.is_switched
+    assert 0.7 * lab.rate_bytes_per_s < hardware.link_bytes_per_s < 1.3 * lab.rate_bytes_per_s
+
+
+def test_only_groups_of_the_backend_are_measured() -> None:
+    with pytest.raises(ParameterError, match="measure needs a group of the meshmend backend"):
+        mmt.measure()
