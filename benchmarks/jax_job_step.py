@@ -63,9 +63,7 @@ def against_pmean(shared: str) -> None:
     times = []
     for number in range(STEPS):
         part = dataset[number * batch_size : (number + 1) * batch_size]
-        batch = jax.make_array_from_callback(
-            part.shape, NamedSharding(mesh, P("x")), lambda index, part=part: part[index]
-        )
+        batch = jax.make_array_from_callback(part.shape, NamedSharding(mesh, P("x")), part.__getitem__)
         params, state, value = run(params, state, batch)
         float(value.addressable_data(0))
         times.append(time.perf_counter())
@@ -114,8 +112,8 @@ def fsdp() -> None:
 
     outline = jax.eval_shape(lambda: make_params(any_pair(fabric)))
     whole = mmj.plan(fabric, outline, update="fsdp", hardware=measured)
-    pairs = {"job": whole.install(fabric)}
-    for planner in CHOICES:
+    pairs: dict[str, Any] = {"job": whole.install(fabric)}
+    for planner in (kind.name for kind in CHOICES):
         try:
             made = mmj.plan(fabric, outline, update="fsdp", hardware=measured, planner=planner)
         except MeshmendError:
