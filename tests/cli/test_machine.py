@@ -106,3 +106,36 @@ def test_an_ambiguous_machine_is_settled_by_its_shape_or_by_what_was_intended(tm
     assert "chip 6" in out
     code, out = run("plan", "--machine", hurt, "--intended", whole, "--planner", "weave", "--chunks", 8)
     assert code == 0
+
+
+T3000 = 'meshmend: 1\nhardware: tenstorrent-t3000\nshape: 4x8\nfailed: ["0,3"]\nrates: {"1,1-1,2": 1/2}'
+"""A described machine whose links have less than a third of the rate of the default's."""
+
+
+@pytest.mark.parametrize("command", ["plan", "compare"])
+def test_a_machine_brings_its_hardware(command: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(T3000, encoding="utf-8")
+
+    def facts(*words: str) -> tuple[str, float]:
+        code, out = run(command, "--machine", path, "--payload", "100MB", *words, "--json")
+        assert code == 0, out
+        found = json.loads(out)
+        seconds = found["bound_seconds"] if command == "plan" else found["mesh"]["bound_seconds"]
+        return found["hardware"]["name"], seconds
+
+    # 25 GB/s per link against 82: a bound is a number of bytes over the rate.
+    name, seconds = facts()
+    assert name == "tenstorrent-t3000"
+    assert facts("--hardware", "tenstorrent-t3000") == (name, seconds)
+    said, other = facts("--hardware", "tpu-v3")
+    assert (said, seconds / other) == ("tpu-v3", pytest.approx(82 / 25))
+
+
+def test_the_studio_starts_with_the_machines_hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(T3000, encoding="utf-8")
+    monkeypatch.setattr("meshmend.cli.studio._serve", lambda *_: None)
+    words = ["studio", "--machine", path, "--listen", "127.0.0.1:0", "--json"]
+    assert "hardware=tenstorrent-t3000" in json.loads(run(*words)[1])["url"]
+    assert "hardware=tpu-v6e" in json.loads(run(*words, "--hardware", "tpu-v6e")[1])["url"]

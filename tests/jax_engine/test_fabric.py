@@ -10,8 +10,10 @@ import pytest
 
 import meshmend as mm
 import meshmend.jax as mmj
+from meshmend.cost import PRESETS
 from meshmend.errors import MachineError, MeshError
 from meshmend.machines import read_machine
+from meshmend.machines.machine import through_xla
 
 
 @dataclass(frozen=True)
@@ -161,10 +163,25 @@ def test_a_machine_brings_its_holes_cables_rates_and_hardware(tmp_path: Path) ->
             cable_rates={"3,0-3,1": Fraction(1, 2)},
         )
         assert list(fabric.jax_mesh.devices) == devices[:12]
-        assert fabric.hardware == "tpu-v3"
+        assert fabric.hardware == "tpu-v3-xla", "as XLA drives it"
     more = mmj.discover(devices[:16], machine=file, failed=["3,3"])
     assert (more.mesh.n_chips, more.mesh.failed_cables) == (11, (((2, 2), (2, 3)),))
     assert list(more.jax_mesh.devices) == [devices[n] for n in (2, 3, 6, 7, 8, 9, 10, 11, 12, 13, 14)]
+
+
+def test_the_environment_names_a_machines_description(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHMEND_MACHINE", str(written(tmp_path, MINE)))
+    monkeypatch.setenv("MESHMEND_SHAPE", "4x4")  # both, as `meshmend run` sets them
+    devices = jax.devices()[:16]
+    assert mmj.discover(devices) == mmj.discover(devices, machine=tmp_path / "mine.yaml")
+    assert mmj.discover(devices, shape="2x8").mesh == mm.Mesh("2x8"), "what is given goes first"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_has_a_form_that_xla_drives(name: str) -> None:
+    through = through_xla(name)
+    assert through in PRESETS
+    assert name.startswith("tpu-") == through.endswith("-xla") or name == "cpu-xla"
 
 
 def test_the_sum_on_a_described_machine_is_numpys(tmp_path: Path) -> None:

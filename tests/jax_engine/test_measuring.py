@@ -15,7 +15,10 @@ import meshmend.jax as mmj
 from meshmend.cost import Hardware, find_hardware
 from meshmend.cost.fitting import TimedLoop
 from meshmend.errors import ParameterError
+from meshmend.jax.job import initialize_alone
+from meshmend.jax.job.hardware import with_hardware
 from meshmend.jax.measuring import fit
+from meshmend.jax.training_plan import hardware_of
 from meshmend.schedule.lanes import count_lanes
 
 
@@ -82,3 +85,18 @@ def test_tiles_are_measured_as_their_chips_and_one_chip_not_at_all() -> None:
     assert isinstance(mmj.measure(mmj.tile(fabric, "2x2")), Hardware)
     with pytest.raises(ParameterError, match=r"Nothing can be measured on .*: no cable joins two chips"):
         mmj.measure(mmj.discover(jax.devices()[:1], shape="1x1"))
+
+
+def test_virtual_devices_that_stand_for_a_described_machine_are_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job plans for the machine's links, which these devices do not have; what is given goes first."""
+    monkeypatch.setattr("meshmend.jax.job.hardware.measure", lambda *_, **__: pytest.fail("measured"))
+    file = tmp_path / "mine.yaml"
+    file.write_text("meshmend: 1\nshape: 2x2\nhardware: tpu-v6e\n")
+    session = initialize_alone(mmj.discover(jax.devices()[:4], machine=file))
+    found = with_hardware(session, tmp_path, None, measures=True)
+    assert found.fabric.hardware == "tpu-v6e-xla"
+    assert hardware_of(found.fabric) == find_hardware("tpu-v6e-xla")
+    given = with_hardware(session, tmp_path, "ideal", measures=True)
+    assert given.fabric.hardware == find_hardware("ideal")

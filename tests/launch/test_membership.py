@@ -383,6 +383,18 @@ def test_where_the_mesh_is_cut_the_larger_part_trains_and_the_other_waits() -> N
     job.started(0, 1, 2, 3)
 
 
+def test_on_a_torus_the_rest_of_a_row_of_hosts_goes_on_together() -> None:
+    """Hosts 0 to 3 in a ring: without host 1, the wrap cables still join host 0 to host 3."""
+    job = Job(4, least=2, machine="4x8 wrapped on axis 1 in hosts of 4x2")
+    job.arrive(0, 1, 2, 3)
+    job.join(0, 1, 2, 3)
+    job.started(0, 1, 2, 3)
+    job.leave(1)
+    job.join(0, 2, 3)
+    job.started(0, 2, 3)
+    assert job.last(2)["cut_off"] == []
+
+
 def test_a_part_that_is_too_small_waits() -> None:
     job = Job(3, least=2, machine="2x6 in hosts of 2x2")
     job.arrive(0, 1, 2)

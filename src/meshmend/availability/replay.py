@@ -66,6 +66,8 @@ class RecordedJob:
     steps_on_start: float
     """Median of the steps that a recovery itself brings: its first one, and those whose end nobody could record."""
     measured: RunAccount
+    wrap: tuple[bool, ...] = ()
+    """For each axis, whether it wraps; empty if none does."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def assume(job: RecordedJob, **others: Any) -> Assumptions:
 
     Repairs take as long as they did, also the quick ones: a mean of an hour, and each failure's factor is its hours.
     """
-    mesh = Mesh(job.shape)
+    mesh = Mesh(job.shape, wrap=job.wrap or False)
     n_hosts = mesh.size // math.prod(job.host)
     for one in job.failures:
         if not 0 <= one.host < n_hosts:

@@ -70,7 +70,7 @@ def command(
             saved = load_plan(plan_of, *given_options(holes, machine), *named)
         wanted = read_collective(collective) if saved is None else saved.collective
         mesh = machine.mesh(plan_of, holes) if saved is None else saved.mesh
-        chosen = price.read_hardware()
+        chosen = price.read_hardware(machine)
         payload_bytes, how = parse_bytes(payload), price.read_mode()
         payloads = PAYLOADS if plot_to is not None else ()
         found: list[Comparison] = []

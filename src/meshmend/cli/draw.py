@@ -134,7 +134,8 @@ def command(
             else:
                 mesh = _mesh(machine, plan_of, holes)
                 check_size(mesh)
-                chosen = tuning.planner(planner or Auto.name, auto.payload, auto.hardware, collective=collective)
+                hardware = machine.hardware(auto.hardware)
+                chosen = tuning.planner(planner or Auto.name, auto.payload, hardware, collective=collective)
                 with working(f"planning and proving {mesh}", json):
                     schedule = plan(mesh, chosen)
             facts = {**mesh_facts(schedule.mesh), "planner": schedule.planner}
@@ -145,12 +146,14 @@ def command(
                     raise DrawingError(
                         "--race shows all steps of both planners: leave out --what, --chunk and --steps."
                     )
-                target = (auto.payload, auto.hardware)
+                hardware = machine.hardware(auto.hardware)
+                target = (auto.payload, hardware)
                 with working(f"planning and proving {schedule.mesh} with {race}", json):
                     other = plan(schedule.mesh, tuning.planner(race, *target, collective=schedule.collective))
                 payload_bytes = DEFAULT_PAYLOAD_BYTES if auto.payload is None else parse_bytes(auto.payload)
-                hardware = auto.hardware or DEFAULT_HARDWARE
-                drawing = draw_race([schedule, other], output, payload_bytes=payload_bytes, hardware=hardware)
+                drawing = draw_race(
+                    [schedule, other], output, payload_bytes=payload_bytes, hardware=hardware or DEFAULT_HARDWARE
+                )
                 facts["race"] = other.planner
         _show(drawing, facts, json)
 

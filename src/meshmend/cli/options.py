@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -20,7 +21,7 @@ from meshmend.cost import DEFAULT_HARDWARE, PRESETS, Hardware, find_hardware
 from meshmend.cost.hardware import MODES, Mode, adjusted
 from meshmend.cost.units import parse_bytes, parse_rate, parse_seconds
 from meshmend.errors import ParameterError
-from meshmend.machines import read_machine
+from meshmend.machines import Machine, read_machine
 from meshmend.planning import PLANNERS, Planner, make_planner
 from meshmend.schedule import Collective, Schedule
 from meshmend.schedule.serialize import load
@@ -103,12 +104,22 @@ PayloadOption = Annotated[
     str, typer.Option("--payload", metavar="SIZE", help="Payload per chip: 102MB, 1.34GB, 64MiB.")
 ]
 HardwareOption = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--hardware",
         metavar="NAME",
         help=f"One of: {', '.join(PRESETS)}; or a file that `doctor --measure` wrote.",
+        show_default=DEFAULT_HARDWARE,
         autocompletion=complete_hardware,
+    ),
+]
+"""What is not given is as the machine's description says: see `MachineOptions.hardware`."""
+CableRateOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cable-rate",
+        metavar="r,c-r,c=X",
+        help="A slow cable and its rate, as in 0,4-0,5=1/2; or the cables of a box: 8x1@0,4=0.75. Repeatable.",
     ),
 ]
 
@@ -122,14 +133,7 @@ class HoleOptions:
         list[str] | None,
         typer.Option("--fail-cable", metavar="r,c-r,c", help="A failed cable between two neighbours. Repeatable."),
     ] = None
-    cable_rate: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--cable-rate",
-            metavar="r,c-r,c=X",
-            help="A slow cable and its rate, as in 0,4-0,5=1/2; or the cables of a box: 8x1@0,4=0.75. Repeatable.",
-        ),
-    ] = None
+    cable_rate: CableRateOption = None
     wrap: WrapOption = "none"
 
     def mesh(self, shape: str) -> Mesh:
@@ -150,9 +154,23 @@ class MachineOptions:
 
     machine: Annotated[
         Path | None,
-        typer.Option("--machine", metavar="FILE", help="In place of SHAPE, a description: see `meshmend machine`."),
+        typer.Option(
+            "--machine",
+            metavar="FILE",
+            help="In place of SHAPE, a description, which may say the hardware, too: see `meshmend machine`.",
+        ),
     ] = None
     intended: IntendedOption = None
+
+    @cached_property
+    def _read(self) -> Machine:
+        if self.machine is None:
+            raise ParameterError("There is no description to read: give --machine FILE.")
+        return read_machine(self.machine, intended=self.intended)
+
+    def hardware(self, given: str | None) -> str | None:
+        """Return the hardware that was given, else what the machine's description says; None if nothing does."""
+        return given if given is not None or self.machine is None else self._read.hardware
 
     def mesh(self, shape: str | None, holes: HoleOptions) -> Mesh:
         """Return the machine's mesh with further holes, or the mesh of the shape."""
@@ -165,7 +183,7 @@ class MachineOptions:
         if shape is not None or holes.wrap != "none":
             said = shape if shape is not None else f"--wrap {holes.wrap}"
             raise ParameterError(f"{self.machine} already says what mesh it is: leave out {said}.")
-        mesh = read_machine(self.machine, intended=self.intended).usable_mesh
+        mesh = self._read.usable_mesh
         return Mesh(
             mesh.shape,
             wrap=mesh.wrap,
@@ -250,7 +268,7 @@ class AutoOptions:
 class PriceOptions:
     """The hardware that time is predicted for, and how the engine synchronizes."""
 
-    hardware: HardwareOption = DEFAULT_HARDWARE
+    hardware: HardwareOption = None
     link_rate: Annotated[
         str | None,
         typer.Option("--link-rate", metavar="RATE", help="Rate of one link in one direction: 40mbit, 656Gb/s, 82GB/s."),
@@ -275,10 +293,10 @@ class PriceOptions:
         ),
     ] = "lock-step"
 
-    def read_hardware(self) -> Hardware:
-        """Return the preset, with its values replaced by those given."""
+    def read_hardware(self, machine: MachineOptions | None = None) -> Hardware:
+        """Return the preset, or else that of the machine's description, with its values replaced by those given."""
         return adjusted(
-            find_hardware(self.hardware),
+            find_hardware((machine or MachineOptions()).hardware(self.hardware) or DEFAULT_HARDWARE),
             link_bytes_per_s=None if self.link_rate is None else parse_rate(self.link_rate),
             step_latency_s=None if self.step_latency is None else parse_seconds(self.step_latency),
             hop_latency_s=None if self.hop_latency is None else parse_seconds(self.hop_latency),

@@ -58,7 +58,8 @@ def command(
     with exit_on_error(json):
         check_output("--save", save_to, SCHEDULES)
         mesh = machine.mesh(shape, holes)
-        chosen = tuning.planner(planner, auto.payload, auto.hardware, collective=collective)
+        hardware = machine.hardware(auto.hardware)
+        chosen = tuning.planner(planner, auto.payload, hardware, collective=collective)
         payload_bytes = DEFAULT_PAYLOAD_BYTES if auto.payload is None else parse_bytes(auto.payload)
         with working(f"planning {mesh}", json) as tell:
             started = time.perf_counter()
@@ -71,7 +72,7 @@ def command(
             tell(f"proving {schedule.n_transfers:,} transfers")
             proof = verify(schedule)
             tell("predicting its time, and the bound")
-            forecast = predict(schedule, payload_bytes, auto.hardware or DEFAULT_HARDWARE)
+            forecast = predict(schedule, payload_bytes, hardware or DEFAULT_HARDWARE)
         if save_to is not None:
             save(schedule, save_to)
         if json:

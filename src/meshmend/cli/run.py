@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import tempfile
@@ -44,6 +45,20 @@ def command(
     ] = None,
     shape: Annotated[str | None, typer.Option("--shape", metavar="SHAPE", help="The whole machine's mesh.")] = None,
     host: Annotated[str | None, typer.Option("--host", metavar="HxW", help="Chips that one host drives.")] = None,
+    wrap: Annotated[
+        str | None,
+        typer.Option(
+            "--wrap", metavar="AXES", help="Axes that wrap (torus): none, all, or numbers as in 0,1. [or MESHMEND_WRAP]"
+        ),
+    ] = None,
+    described: Annotated[
+        Path | None,
+        typer.Option(
+            "--machine",
+            metavar="FILE",
+            help="In place of --shape and --wrap, a description: what has failed, slow cables, the hardware.",
+        ),
+    ] = None,
     hosts: Annotated[
         str | None,
         typer.Option("--hosts", metavar="MIN:MAX", help="How many hosts to start with, and how many there are."),
@@ -92,26 +107,31 @@ def command(
         webhook = find_webhook(webhook)
         if webhook is not None and shared is None:
             raise LaunchError("--webhook reads the job's timelines: give --shared DIR, too.")
+        if described is not None and wrap is not None:
+            raise LaunchError(f"{described} already says which axes wrap: leave out --wrap {wrap}.")
+        described = None if described is None else described.absolute()
+        wraps = wrap or os.environ.get("MESHMEND_WRAP")
         if local is not None:
             if store or place or shape:
                 raise LaunchError(
                     "--local brings its own store, places and shape: leave out --store, --place, --shape."
                 )
-            machine = Hosts.of(local, host or local)
+            machine = Hosts.described(local, host or local, machine=described, wrap=wraps)
             kills = [parse_kill(text, len(machine)) for text in kill or ()]
             least, most = find_hosts(hosts, len(machine))
             if most != len(machine):
                 raise LaunchError(f"--hosts is {hosts!r}, but --local {local} makes {len(machine)} hosts.")
             _prepare()
-            options = {"least": least, "max_restarts": restarts, "warm": not cold}
+            options = {"least": least, "max_restarts": restarts, "warm": not cold, "machine": described}
             with serving(metrics, shared), sending(webhook, shared):
                 _run_locally(argv, machine, shared, kills, options)
             return
         if kill:
             raise LaunchError("--kill is for jobs on this machine: give --local, or kill a host by hand.")
-        if (shape is None) != (host is None):
+        # With a description alone, devices report where they are, as a TPU's do.
+        if (shape is not None and host is None) or (host is not None and shape is None and described is None):
             raise LaunchError("--shape and --host belong together: the machine's mesh, and the chips of one host.")
-        machine_or_none = None if shape is None or host is None else Hosts.of(shape, host)
+        machine_or_none = None if host is None else Hosts.described(shape, host, machine=described, wrap=wraps)
         here = find_place(place)
         number = machine_or_none.number(here) if machine_or_none is not None else _number(here)
         what = HostDescription(
@@ -121,7 +141,7 @@ def command(
             hosts=find_hosts(hosts, None if machine_or_none is None else len(machine_or_none)),
             job=find_job(job),
             machine="" if machine_or_none is None else str(machine_or_none),
-            environment=worker_environment(machine_or_none, number, shared and shared.absolute()),
+            environment=worker_environment(machine_or_none, number, shared and shared.absolute(), described),
             timeline="" if shared is None else str(timeline_of(shared.absolute(), number)),
             address=address or "",
             max_restarts=restarts,

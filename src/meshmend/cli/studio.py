@@ -32,7 +32,7 @@ def command(
     payload: Annotated[
         str, typer.Option("--payload", metavar="SIZE", help="Payload per chip: 102MB, 1.34GB, 64MiB.")
     ] = "100MB",
-    hardware: HardwareOption = DEFAULT_HARDWARE,
+    hardware: HardwareOption = None,
     planner: PlannerOption = Auto.name,
     listen: Annotated[
         str, typer.Option("--listen", metavar="ADDR:PORT", help="Where to listen; 0.0.0.0 for the whole network.")
@@ -50,7 +50,8 @@ def command(
         address, port = check_address(listen, "--listen", DEFAULT_PORT).rsplit(":", 1)
         require("starlette", "uvicorn", needed_for="meshmend studio", extra="studio")
         mesh = machine.mesh(shape if shape is not None or machine.machine is not None else "8x8", holes)
-        state = State.of(mesh, payload=payload, hardware=hardware, planner=planner)
+        chosen = machine.hardware(hardware) or DEFAULT_HARDWARE
+        state = State.of(mesh, payload=payload, hardware=chosen, planner=planner)
         state.mesh, state.payload_bytes, state.made_planner()  # whatever is wrong with them is said here
         with _listening(address.strip("[]"), int(port)) as server:
             port = str(server.getsockname()[1])

@@ -5,7 +5,8 @@ axis 2 is z, so that the slice `v3:16x32` is `Mesh("16x32")` and the hole `4x2@6
 A last axis of one chip is left out, and axes wrap as documented for the kind of TPU. This has not been tried on a TPU.
 On Cloud TPU a slice comes up whole or not at all, so the only holes there today are healthy chips that are left out
 of `devices`. Elsewhere (virtual CPU devices) the mesh is described by arguments or by the environment:
-`MESHMEND_SHAPE=8x8`, `MESHMEND_FAILED="2x2@2,2 5,7"` and `MESHMEND_WRAP=0,1`; or by the machine's own description.
+`MESHMEND_SHAPE=8x8`, `MESHMEND_FAILED="2x2@2,2 5,7"` and `MESHMEND_WRAP=0,1`; or by the machine's own description,
+given as an argument or in `MESHMEND_MACHINE=mine.yaml`.
 """
 
 from __future__ import annotations
@@ -156,12 +157,13 @@ def discover(
     are the hole, and `failed` removes more. `coords` gives one coordinate per device where they report none. With
     `shape` alone, devices are laid out in row-major order over all chips, if there is one for each, of which the
     failed ones are not used; or over the live chips, if there is one for each of those. Arguments that are not
-    given come from the environment: MESHMEND_SHAPE, MESHMEND_FAILED, MESHMEND_WRAP.
+    given come from the environment: MESHMEND_SHAPE, MESHMEND_FAILED, MESHMEND_WRAP, MESHMEND_MACHINE.
 
     `machine`, or the file that describes it (`meshmend.machines.read_machine`), takes the place of `shape` and `wrap`
-    and brings its failed chips, its failed and slow cables, and its hardware where the devices' kind says none. Chips
-    without a device are a hole as well. Where devices report no coordinates and the machine's chips have names,
-    `coords` says which device is which: a name or a coordinate for each.
+    and brings its failed chips, its failed and slow cables, and its hardware, as XLA drives it, where the devices' kind
+    says none or where virtual CPU devices stand for its chips. Chips without a device are a hole as well. Where devices
+    report no coordinates and the machine's chips have names, `coords` says which device is which: a name or a
+    coordinate for each.
 
     `wrap` says which axes wrap. By default that is what is documented for the kind of TPU and the shape of the slice
     (see `meshmend.jax.wraparound`; a kind that is not known warns and does not wrap), and none where the mesh is
@@ -177,6 +179,8 @@ def discover(
     if machine is not None and (shape is not None or wrap is not None):
         said = "wrap" if shape is None else "shape"
         raise MeshError(f"A machine already says its shape and which axes wrap: leave out {said}.")
+    if machine is None and shape is None and wrap is None:
+        machine = os.environ.get("MESHMEND_MACHINE")
     if shape is None:
         shape = os.environ.get("MESHMEND_SHAPE")
     holes = list(os.environ.get("MESHMEND_FAILED", "").split() if failed is None else failed)
@@ -222,7 +226,7 @@ def _on_machine(
     fabric = _fabric(devices, where, mesh)
     # Virtual devices stand for the machine's chips; real ones say better what they are, as XLA drives them.
     own = None if fabric.platform == "cpu" and machine.hardware is not None else fabric.hardware
-    return replace(fabric, hardware=own or machine.hardware)
+    return replace(fabric, hardware=own or machine.xla_hardware)
 
 
 def _read_wrap(wrap: bool | Sequence[bool] | None, mesh: Mesh, kind: str | None) -> bool | Sequence[bool]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from pathlib import Path
 
 from meshmend.errors import Coordinate, RestartError, name_chip
-from meshmend.topology import Mesh, Region, all_placements, name_shape, parse_chip, parse_shape
+from meshmend.machines import read_machine
+from meshmend.topology import Mesh, Region, all_placements, name_shape, parse_chip, parse_shape, parse_wrap
 
 MOST_NAMED = 16
 """Hosts, or ranges of hosts, in a line for people."""
@@ -15,32 +17,66 @@ MOST_NAMED = 16
 
 @dataclass(frozen=True)
 class Hosts:
-    """The machine as its hosts see it: a mesh of `shape`, and the `tile` of chips that one host drives.
+    """The machine as its hosts see it: a mesh of `shape`, which axes wrap, and the `tile` of chips that a host drives.
 
     >>> hosts = Hosts.of("8x8", "4x2")
     >>> len(hosts), str(hosts.tiles[5]), hosts.number("4,2")
     (8, '4x2@4,2', 5)
+    >>> str(Hosts.of("4x8", "4x2", wrap=(False, True)))
+    '4x8 wrapped on axis 1 in hosts of 4x2'
     """
 
     shape: Coordinate
     tile: Coordinate
     tiles: tuple[Region, ...] = field(repr=False)
+    wrap: tuple[bool, ...]
 
     @classmethod
-    def of(cls, shape: Sequence[int] | str, tile: Sequence[int] | str) -> Hosts:
-        """Cut a mesh into hosts; both are given as in "8x8" and "4x2"."""
-        whole = Mesh(shape).shape
+    def of(cls, shape: Sequence[int] | str, tile: Sequence[int] | str, *, wrap: bool | Sequence[bool] = False) -> Hosts:
+        """Cut a mesh into hosts; both are given as in "8x8" and "4x2", and the axes that wrap as in a `Mesh`."""
+        mesh = Mesh(shape, wrap=wrap)
+        whole = mesh.shape
         chips = parse_shape(tile) if isinstance(tile, str) else tuple(int(n) for n in tile)
         if len(chips) != len(whole) or any(n % h for n, h in zip(whole, chips, strict=True)):
             raise RestartError(f"Hosts of {name_shape(chips)} chips do not tile a {name_shape(whole)} mesh.")
-        return cls(whole, chips, tuple(all_placements(whole, chips, align=chips)))
+        return cls(whole, chips, tuple(all_placements(whole, chips, align=chips)), mesh.wrap)
+
+    @classmethod
+    def described(
+        cls,
+        shape: Sequence[int] | str | None,
+        tile: Sequence[int] | str,
+        *,
+        machine: Path | str | None = None,
+        wrap: str | None = None,
+    ) -> Hosts:
+        """Cut the machine that a file describes into hosts, or a mesh whose axes wrap as in "0,1"; either says all."""
+        if machine is None:
+            if shape is None:
+                raise RestartError(
+                    "Of what shape is the machine? Give a shape, as in 8x8, or a file that describes it."
+                )
+            n_axes = Mesh(shape).n_axes
+            wraps = parse_wrap(wrap or "none", n_axes, given=f"The axes that wrap are given as {wrap!r},")
+            return cls.of(shape, tile, wrap=wraps)
+        mesh = read_machine(machine).usable_mesh
+        if shape is not None and Mesh(shape).shape != mesh.shape:
+            raise RestartError(
+                f"{machine} describes a {name_shape(mesh.shape)} mesh, got the shape {name_shape(Mesh(shape).shape)}. "
+                "Leave the shape out, or correct the file."
+            )
+        return cls.of(mesh.shape, tile, wrap=mesh.wrap)
 
     @classmethod
     @lru_cache(maxsize=16)  # each scrape of a job's metrics asks for the same ones
     def read(cls, text: str) -> Hosts:
-        """Return the hosts that `str` describes, as in "8x8 in hosts of 4x2"."""
-        shape, _, tile = text.partition(" in hosts of ")
-        return cls.of(shape, tile)
+        """Return the hosts that `str` describes, as in "8x8 in hosts of 4x2" or "4x8 torus in hosts of 4x2"."""
+        mesh, _, tile = text.partition(" in hosts of ")
+        shape, _, axes = mesh.partition(" wrapped on axis ")
+        if mesh.endswith(" torus"):
+            shape, axes = mesh.removesuffix(" torus"), "all"
+        wraps = parse_wrap(axes.replace(" ", "") or "none", Mesh(shape).n_axes, given=f"The machine is {text[:80]!r},")
+        return cls.of(shape, tile, wrap=wraps)
 
     def __len__(self) -> int:
         return len(self.tiles)
@@ -77,11 +113,13 @@ class Hosts:
 
         >>> Hosts.of("4x8", "4x2").largest_group([0, 2, 3])
         (2, 3)
+        >>> Hosts.of("4x8", "4x2", wrap=True).largest_group([0, 2, 3])
+        (0, 2, 3)
         """
         grid = [n // h for n, h in zip(self.shape, self.tile, strict=True)]
         places = _row_major(tuple(grid))
         here = set(numbers)
-        mesh = Mesh(grid, failed=[place for number, place in enumerate(places) if number not in here])
+        mesh = Mesh(grid, wrap=self.wrap, failed=[place for number, place in enumerate(places) if number not in here])
         groups: dict[int, list[int]] = {}
         for number, group in zip(sorted(here), mesh.component_of.tolist(), strict=True):
             groups.setdefault(group, []).append(number)
@@ -100,7 +138,7 @@ class Hosts:
                 )
 
     def __str__(self) -> str:
-        return f"{name_shape(self.shape)} in hosts of {name_shape(self.tile)}"
+        return f"{Mesh(self.shape, wrap=self.wrap)} in hosts of {name_shape(self.tile)}"
 
 
 def _row_major(shape: Coordinate) -> list[Coordinate]:

@@ -36,8 +36,9 @@ STORE_S = 30.0
 class LocalJob:
     """A job of virtual hosts that run `argv`, a script and its arguments. Leaving the `with` block ends everything.
 
-    `shared` is the folder that all hosts see. A round needs `least` hosts, by default half of them. `environment`
-    returns what a host's worker gets besides. A host that is killed loses its memory, which is a folder of its own.
+    `shared` is the folder that all hosts see. A round needs `least` hosts, by default half of them. `machine` is the
+    file that describes the machine whose chips these virtual ones stand for. `environment` returns what a host's worker
+    gets besides. A host that is killed loses its memory, which is a folder of its own.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class LocalJob:
         warm: bool = True,
         silent_s: float = SILENT_S,
         start_s: float = START_S,
+        machine: Path | None = None,
         environment: Callable[[int], Mapping[str, str]] = lambda _: {},
         on_line: Callable[[int, str], None] = lambda *_: None,
         on_event: Callable[[Event], None] = lambda _: None,
@@ -64,6 +66,7 @@ class LocalJob:
         self._warm = warm
         self._silent_s = silent_s
         self._start_s = start_s
+        self._machine = machine
         self._environment = environment
         self._secret = secrets.token_hex(32)
         self._port = 0
@@ -111,7 +114,7 @@ class LocalJob:
                     silent_s=self._silent_s,
                     warm=self._warm,
                     environment={
-                        **worker_environment(self.hosts, host, self.shared),
+                        **worker_environment(self.hosts, host, self.shared, self._machine),
                         "JAX_PLATFORMS": "cpu",
                         # Hosts share this machine's cores, so threads within an operation would only be in the way.
                         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags} --xla_cpu_multi_thread_eigen=false",
@@ -183,12 +186,21 @@ def timeline_of(shared: Path, host: int) -> Path:
     return shared / "timeline" / f"host-{host}.jsonl"
 
 
-def worker_environment(hosts: Hosts | None, host: int, shared: Path | None) -> dict[str, str]:
-    """Return what every launched worker finds in its environment: where it is, and where the job keeps its files."""
+def worker_environment(
+    hosts: Hosts | None, host: int, shared: Path | None, machine: Path | None = None
+) -> dict[str, str]:
+    """Return what every launched worker finds in its environment: where it is, and where the job keeps its files.
+
+    `machine` is the file that describes the machine: it brings failed chips, failed and slow cables, and the hardware.
+    """
     found: dict[str, str] = {}
     if hosts is not None:
         shape, tile = ("x".join(map(str, sides)) for sides in (hosts.shape, hosts.tile))
         found |= {"MESHMEND_SHAPE": shape, "MESHMEND_HOST_SHAPE": tile, "MESHMEND_HOST": str(host)}
+        if any(hosts.wrap):
+            found["MESHMEND_WRAP"] = ",".join(str(axis) for axis, wraps in enumerate(hosts.wrap) if wraps)
+    if machine is not None:
+        found["MESHMEND_MACHINE"] = str(machine)
     if shared is not None:
         compiled = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(shared / "compiled"))
         found |= {"MESHMEND_SHARED": str(shared), "JAX_COMPILATION_CACHE_DIR": compiled}

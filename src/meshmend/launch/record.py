@@ -50,6 +50,7 @@ def read_record(folder: str | Path, machine: Hosts | None = None) -> RecordedJob
     causes = {cause: seconds for cause, seconds in account.badput_s.items() if cause != "under way"}
     return RecordedJob(
         shape=hosts.shape,
+        wrap=hosts.wrap,
         host=hosts.tile,
         until_s=account.last_step_at - account.began,
         failures=tuple(_failures(account, watch, len(hosts))),

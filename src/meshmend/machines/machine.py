@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,11 @@ class Machine:
     hardware: str | None = None
     notes: tuple[str, ...] = ()
     unplaced: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def xla_hardware(self) -> str | None:
+        """The preset that fits where XLA drives the chips, as it does in a job; see `through_xla`."""
+        return None if self.hardware is None else through_xla(self.hardware)
 
     @property
     def usable_mesh(self) -> Mesh:
@@ -94,6 +100,16 @@ class Machine:
 def _is_unnamed(at: Coordinate, chip: Chip) -> bool:
     """Return whether a chip is known by its host alone; its coordinate then stands for its name."""
     return chip.name == ",".join(map(str, at))
+
+
+def through_xla(hardware: str) -> str:
+    """Return the preset of the same hardware as XLA drives it: TPUs have one, others are as they are.
+
+    >>> through_xla("tpu-v6e"), through_xla("tpu-v6e-xla"), through_xla("tenstorrent-t3000")
+    ('tpu-v6e-xla', 'tpu-v6e-xla', 'tenstorrent-t3000')
+    """
+    is_fabric = re.fullmatch(r"tpu-v\w+", hardware) is not None
+    return f"{hardware}-xla" if is_fabric else hardware
 
 
 Places = dict[str, Coordinate]

@@ -7,12 +7,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import meshmend as mm
 import meshmend.jax as mmj
@@ -22,6 +26,7 @@ from meshmend.jax.job.session import check_hosts, check_preloaded
 from meshmend.jax.job.survivors import check_connected, fabric_of_hosts
 from meshmend.launch import Hosts, Timeline, read_timeline
 from meshmend.launch import timeline as timelines
+from meshmend.launch.local import worker_environment
 from meshmend.launch.timeline import process_started_at
 from meshmend.launch.warm import jax_settings
 
@@ -33,6 +38,37 @@ def test_hosts_tile_the_mesh_and_their_chips_are_all_of_it() -> None:
     assert sorted(chips) == [(row, column) for row in range(8) for column in range(8)]
     assert hosts.chips(5) == [(4, 2), (4, 3), (5, 2), (5, 3), (6, 2), (6, 3), (7, 2), (7, 3)]
     assert [hosts.number(place) for place in (5, "5", "4,2", (4, 2))] == [5, 5, 5, 5]
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_the_largest_group_of_hosts_is_the_largest_group_of_their_chips(data: st.DataObject) -> None:
+    """On tori too. Oracle: the connected parts of the chips' own mesh, in which the other hosts have failed."""
+    tile = data.draw(st.tuples(st.integers(1, 2), st.integers(1, 2)))
+    grid = data.draw(st.tuples(st.integers(1, 4), st.integers(1, 5)))
+    wrap = data.draw(st.tuples(st.booleans(), st.booleans()))
+    hosts = Hosts.of(tuple(n * h for n, h in zip(grid, tile, strict=True)), tile, wrap=wrap)
+    here = data.draw(st.sets(st.sampled_from(range(len(hosts))), min_size=1))
+    gone = [region for number, region in enumerate(hosts.tiles) if number not in here]
+    mesh = mm.Mesh(hosts.shape, wrap=wrap, failed=gone)
+    group_of = {number: int(mesh.component_of[mesh.rank(hosts.tiles[number].at)]) for number in here}
+    largest = max(Counter(group_of.values()).values())
+    found = hosts.largest_group(here)
+    assert len(found) == largest
+    assert {group_of[number] for number in found} == {group_of[found[0]]}
+    assert Hosts.read(str(hosts)) == hosts
+
+
+def test_a_description_says_which_axes_wrap(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text('meshmend: 1\nshape: 4x8\nwrap: "1"')
+    hosts = Hosts.described(None, "4x2", machine=file)
+    assert hosts == Hosts.described("4x8", "4x2", wrap="1") == Hosts.of("4x8", "4x2", wrap=[False, True])
+    assert hosts.largest_group([0, 2, 3]) == (0, 2, 3)
+    with pytest.raises(RestartError, match="describes a 4x8 mesh, got the shape 8x8"):
+        Hosts.described("8x8", "4x2", machine=file)
+    with pytest.raises(RestartError, match="Of what shape is the machine"):
+        Hosts.described(None, "4x2")
 
 
 @pytest.mark.parametrize(
@@ -133,6 +169,33 @@ def test_the_fabric_has_the_missing_hosts_as_its_hole(monkeypatch: pytest.Monkey
     assert fabric.mesh == mm.Mesh("8x8", failed=["4x2@4,2"])
     # Host 6 begins at (4,4), and is the sixth process: its first device sits there.
     assert fabric.jax_mesh.devices.flat[fabric.mesh.rank((4, 4))] == devices[40].device
+
+
+def test_what_the_launcher_knows_of_the_machine_reaches_the_fabric(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Wrap, single failed chips, slow cables and hardware, in the environment as `meshmend run --machine` sets it."""
+
+    def discover(used: list[Of], **facts: Any) -> mmj.Fabric:
+        return mmj.discover([one.device for one in used], **facts)
+
+    monkeypatch.setattr("meshmend.jax.job.survivors.discover", discover)
+    devices = [Of(device, i // 8) for i, device in enumerate(jax.devices()[:24])]
+    ring = Hosts.of("4x8", "4x2", wrap=[False, True])
+    fabric = fabric_of_hosts(ring, [0, 2, 3], devices)
+    assert fabric.mesh == mm.Mesh("4x8", wrap=[False, True], failed=["4x2@0,2"])
+    check_connected(fabric, [0, 2, 3])
+    file = tmp_path / "mine.yaml"
+    file.write_text('meshmend: 1\nshape: 4x8\nwrap: "1"\nhardware: tpu-v6e\nfailed: ["3,7"]\nrates: {"0,0-1,0": 1/2}')
+    environment = worker_environment(ring, 2, None, file)
+    assert environment["MESHMEND_WRAP"] == "1"
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    fabric = fabric_of_hosts(ring, [0, 2, 3], devices)
+    assert fabric.mesh == mm.Mesh(
+        "4x8", wrap=[False, True], failed=["4x2@0,2", "3,7"], cable_rates={"0,0-1,0": Fraction(1, 2)}
+    )
+    assert fabric.hardware == "tpu-v6e-xla"
 
 
 def test_survivors_that_are_cut_apart_are_named() -> None:

@@ -62,8 +62,8 @@ def initialize_alone(
 
     What the quarantine list in the folder `quarantine` names (by default in MESHMEND_SHARED) is left out.
 
-    Devices that report no coordinates form the mesh that MESHMEND_SHAPE names (with its MESHMEND_FAILED), or else the
-    one that is closest to a square: on virtual chips any will do.
+    Devices that report no coordinates form the mesh that MESHMEND_SHAPE names (with its MESHMEND_FAILED), or the one of
+    the description in MESHMEND_MACHINE, or else the one that is closest to a square: on virtual chips any will do.
 
     >>> initialize_alone(discover(jax.devices()[:6], shape="2x3")).fabric.mesh
     Mesh(2x3: 6 chips)
@@ -76,8 +76,9 @@ def initialize_alone(
     use_compile_cache(compile_cache)
     if fabric is None:
         n_devices = len(jax.devices())
-        reports = "MESHMEND_SHAPE" in os.environ or getattr(jax.devices()[0], "coords", None) is not None
-        fabric = discover(shape=None if reports else squarest(n_devices))
+        described = {"MESHMEND_SHAPE", "MESHMEND_MACHINE"} & {*os.environ}
+        is_known = bool(described) or getattr(jax.devices()[0], "coords", None) is not None
+        fabric = discover(shape=None if is_known else squarest(n_devices))
     launch = Launch(f"127.0.0.1:{DEFAULT_PORT}", 1, 0, launcher="no launcher", job=job)
     notes = Timeline(timeline or os.environ.get("MESHMEND_TIMELINE"), job=job, launch=0, process=0, host=0)
     coordination = Coordination(0, 1)

@@ -14,7 +14,7 @@ from typing import Any
 from meshmend.cost import Hardware, find_hardware
 from meshmend.cost.hardware_file import hardware_facts, parse_hardware, read_hardware
 from meshmend.errors import ParameterError
-from meshmend.jax.fabric import Fabric
+from meshmend.jax.fabric import HARDWARE, Fabric
 from meshmend.jax.job.session import Session
 from meshmend.jax.measuring import measure
 from meshmend.topology import name_shape
@@ -23,12 +23,15 @@ from meshmend.topology import name_shape
 def with_hardware(session: Session, folder: Path, given: str | Hardware | None, *, measures: bool) -> Session:
     """Return the session with the hardware that its fabric's plans are made for: the same on every process.
 
-    `given` counts if there is any; else what a file in `folder` says of this kind of device and machine; else, if the
+    `given` counts if there is any; else what the machine's description says where virtual devices stand for its chips,
+    whose links they do not have; else what a file in `folder` says of this kind of device and machine; else, if the
     job `measures`, what its devices show now, which is written there. Otherwise the fabric keeps the preset it has.
     """
     fabric = session.fabric
     if given is not None:
         return replace(session, fabric=replace(fabric, hardware=find_hardware(given)))
+    if fabric.platform == "cpu" and fabric.hardware != HARDWARE["cpu"]:
+        return session
     path = folder / file_name(fabric, session)
     found = session.coordination.exchange(_read(path) if session.launch.process == 0 else None)[0]
     if found is None and measures and fabric.mesh.n_cables:

@@ -256,7 +256,8 @@ def initialize(
 
     `shape` is the whole machine and `host` the tile of chips that a host drives, as in "8x8" and "4x2"; `place` is
     this host's number in row-major order, or the coordinate of its first chip. By default they come from the
-    environment: MESHMEND_SHAPE, MESHMEND_HOST_SHAPE and MESHMEND_HOST. TPU devices report their coordinates, and
+    environment: MESHMEND_SHAPE (or MESHMEND_MACHINE, the file that describes it, as `meshmend run --machine` sets it),
+    MESHMEND_HOST_SHAPE and MESHMEND_HOST. TPU devices report their coordinates, and
     none of the three is needed. `launch` describes the launch, by default from the launcher's environment variables.
 
     `heartbeat_s`: a process that is silent for so long counts as dead, and then all processes end. It is for hosts that
@@ -359,28 +360,29 @@ def _join(
     timeout_s: float,
 ) -> tuple[Launch, Hosts, tuple[int, ...]]:
     """Perform the rendezvous; return the launch in the order of hosts, and the host of each process."""
+    wraps = {"machine": os.environ.get("MESHMEND_MACHINE"), "wrap": os.environ.get("MESHMEND_WRAP")}
     shape = shape if shape is not None else os.environ.get("MESHMEND_SHAPE")
     host = host if host is not None else os.environ.get("MESHMEND_HOST_SHAPE")
     place = place if place is not None else os.environ.get("MESHMEND_HOST")
     if launch.hosts:
         # The launcher knows all hosts already, and has checked that they describe the same machine.
-        if shape is None or host is None:
+        if (shape is None and wraps["machine"] is None) or host is None:
             raise RestartError(
                 "The devices here report no coordinates, so the machine must be described: give `meshmend run` "
                 "--shape 8x8 and --host 4x2, or initialize() shape and host."
             )
-        machine = Hosts.of(shape, host)
+        machine = Hosts.described(shape, host, **wraps)
         return launch, machine, tuple(machine.number(number) for number in launch.hosts)
     # Errors are exchanged before anyone raises, or the others would wait for this process.
     mine: dict[str, Any] = {"port": free_port()}
-    if shape is None or host is None or place is None:
+    if (shape is None and wraps["machine"] is None) or host is None or place is None:
         mine["error"] = (
             f"Process {launch.process} has no chips assigned. Give initialize() shape, host and place, or set "
             "MESHMEND_SHAPE=8x8, MESHMEND_HOST_SHAPE=4x2 and MESHMEND_HOST=3 (this host's number)."
         )
     else:
         try:
-            hosts = Hosts.of(shape, host)
+            hosts = Hosts.described(shape, host, **wraps)
             mine |= {"machine": str(hosts), "host": hosts.number(place)}
         except (MeshError, RestartError) as error:
             mine["error"] = f"Process {launch.process}: {error}"[:2000]

@@ -88,7 +88,13 @@ def fabric_of_hosts(
     """Return the fabric in which process i drives the chips of host `numbers[i]`, in the order of its devices."""
     chips = {process: iter(hosts.chips(number)) for process, number in enumerate(numbers)}
     used = [device for device in devices if device.process_index in chips]
-    fabric = discover(used, shape=hosts.shape, coords=[next(chips[device.process_index]) for device in used])
+    coords = [next(chips[device.process_index]) for device in used]
+    # The description says more than the hosts do: slow cables, single chips that have failed, the hardware.
+    machine = os.environ.get("MESHMEND_MACHINE")
+    if machine is not None:
+        fabric = discover(used, machine=machine, coords=coords)
+    else:
+        fabric = discover(used, shape=hosts.shape, wrap=hosts.wrap if any(hosts.wrap) else None, coords=coords)
     return leave_out(fabric, quarantined, hosts)
 
 
