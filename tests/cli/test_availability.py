@@ -12,6 +12,10 @@ from typer.testing import CliRunner
 
 from meshmend.availability import ANSWERS
 from meshmend.cli import app
+from meshmend.cost import predict
+from meshmend.planning import plan
+from meshmend.study.paper import WORKLOADS
+from meshmend.topology import Mesh
 
 SMALL = ("8x8", "--days", "60", "--runs", "3", "--payload", "1MB")
 
@@ -48,8 +52,48 @@ def test_programs_get_the_same_and_every_assumption() -> None:
     assert [level["name"] for level in assumed["levels"]] == ["host", "board", "chip"]
     assert assumed["payload_bytes"] == 1e6
     assert (assumed["cube"], assumed["slice_shape"], assumed["copies_s"]) == ("8x8", "4x4", None)
-    assert assumed.keys() - {"levels", "host", "hardware", "grow", "rates_from"} <= facts["sources"].keys()
+    assert assumed.keys() - {"levels", "host", "grow", "rates_from"} <= facts["sources"].keys()
     assert "Llama 3" in facts["sources"]["mtbf_host_h"]
+
+
+QUICK = ("--days", "1", "--runs", "1", "--checks", "0")
+
+
+def test_it_prices_what_a_job_runs() -> None:
+    """Sums of four bytes per gradient, through XLA; what is given goes first."""
+    facts = facts_of("4x4", *QUICK)
+    assert facts["assumptions"]["payload_bytes"] == 4 * WORKLOADS["BERT"].parameters
+    assert facts["assumptions"]["hardware"]["name"] == "tpu-v3-xla"
+    seconds = predict(plan(Mesh("4x4"), payload_bytes=1.336e9, hardware="tpu-v3-xla"), 1.336e9, "tpu-v3-xla").seconds
+    assert facts["all_reduce_seconds"] == pytest.approx(seconds, rel=0.05)
+    shown = " ".join(run("4x4", *QUICK).split())
+    assert "the all-reduce of 1.336 GB (4 bytes per gradient, as a job sends them) takes" in shown
+    assert "on tpu-v3-xla." in shown
+    assert "the all-reduce of 1 MB takes" in " ".join(run("4x4", *QUICK, "--payload", "1MB").split())
+    assert facts_of("4x4", *QUICK, "--hardware", "tpu-v3")["assumptions"]["hardware"]["name"] == "tpu-v3"
+
+
+@pytest.mark.parametrize("command", ["availability", "report"])
+def test_a_described_machine_brings_its_hardware_and_its_slow_cables(command: str, tmp_path: Path) -> None:
+    rates = {f"{r},{c}-{r},{c + 1}": "1/2" for r in range(4) for c in range(3)}
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"meshmend: 1\nshape: 4x4\nhardware: tpu-v6e\nfailed: ['0,3']\nrates: {json.dumps(rates)}")
+    out = ("--out", str(tmp_path / "report.html")) if command == "report" else ()
+    words = [command, "--machine", str(path), "--payload", "100MB", *QUICK, *out, "--json"]
+
+    def facts(*more: str) -> Any:
+        done = CliRunner().invoke(app, [*words, *more])
+        assert done.exit_code == 0, done.output
+        return json.loads(done.output)
+
+    found = facts()
+    # A failed chip's own cables are as fast as others once it is repaired.
+    machine = Mesh("4x4", cable_rates={cable: rate for cable, rate in rates.items() if cable != "0,2-0,3"})
+    seconds = predict(plan(machine, payload_bytes=1e8, hardware="tpu-v6e-xla"), 1e8, "tpu-v6e-xla").seconds
+    assert found["assumptions"]["hardware"]["name"] == "tpu-v6e-xla"
+    assert len(found["cable_rates"]) == 11
+    assert found["all_reduce_seconds"] == pytest.approx(seconds, rel=0.05)
+    assert facts("--hardware", "tpu-v6e")["assumptions"]["hardware"]["name"] == "tpu-v6e"
 
 
 def test_every_assumption_is_an_option() -> None:
@@ -83,6 +127,8 @@ def test_every_assumption_is_an_option() -> None:
             "0.01",
             "--hardware",
             "tpu-v2",
+            "--cable-rate",
+            "0,0-0,1=1/2",
         ),
     )
     assumed = facts["assumptions"]
@@ -95,6 +141,7 @@ def test_every_assumption_is_an_option() -> None:
     assert [assumed[name] for name in larger] == ["4x8", 3, "2x4", 5]
     assert (assumed["checkpoint_min"], assumed["quick_repair_h"], assumed["payload_bytes"]) == (15, 3, 2e6)
     assert assumed["hardware"]["name"] == "tpu-v2"
+    assert facts["cable_rates"] == {"0,0-0,1": "1/2"}
     assert [(level["name"], level["mtbf_h"], level["repair_h"]) for level in assumed["levels"]] == [
         ("host", 400, 9),
         ("chip", None, 8),

@@ -118,7 +118,7 @@ def test_what_a_failure_costs(page: Page, facts: Any) -> None:
 def test_every_assumption_is_there_with_its_option_and_source(page: Page) -> None:
     help_text = run("report", "--help")
     options = [row[2] for row in page.rows if len(row) == 4 and row[2].startswith("--")]
-    assert len(options) == len(set(options)) == 25
+    assert len(options) == len(set(options)) == 26
     for option in options:
         assert option in help_text, option
     said = " ".join(page.words)

@@ -199,17 +199,32 @@ def test_availability_tells_its_progress() -> None:
     assert [line["run"] for line in told] == [0, 1, 2, 3, 4]
     assert [row["answer"] for row in found["answers"]] == [kind.name for kind in ANSWERS]
     assert all(0 < row["goodput"]["mean"] <= 1 for row in found["answers"])
-    assert found["command"] == "meshmend availability 4x4 --host 4x2 --payload 1MB --hardware tpu-v6e"
+    # Driven as in a job, which the command says.
+    assert found["command"] == "meshmend availability 4x4 --host 4x2 --payload 1MB --hardware tpu-v6e-xla"
     with pytest.raises(MeshmendError, match="host of 3x3 chips does not tile"):
         answers.availability(State(shape="4x4"), told.append, host="3x3")
 
 
-def test_the_command_for_more_is_of_the_same_torus() -> None:
-    found = answers.availability(State(shape="4x4", wrap="1", payload="1MB", hardware="tpu-v6e"), lambda _: None)
+@pytest.mark.parametrize(
+    ("state", "host"),
+    [
+        (State(shape="4x4", wrap="1", payload="1MB", hardware="tpu-v6e", cable_rate=("0,0-0,1=1/2",)), "4x2"),
+        (State(shape="3x3", payload="1MB"), "3x3"),
+    ],
+    ids=["a torus with a slow cable", "hosts without boards"],
+)
+def test_the_command_for_more_is_of_the_same_machine(state: State, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its torus, its slow cables, its boards, its hardware: as many days and runs give the very same goodput."""
+    monkeypatch.setattr(answers, "DAYS", 3.0)
+    monkeypatch.setattr(answers, "RUNS", 2)
+    found = answers.availability(state, lambda _: None, host=host)
     words = shlex.split(found["command"])
-    assert words[:4] == ["meshmend", "availability", "4x4", "--wrap"]
-    done = CliRunner().invoke(app, [*words[1:], "--days", "1", "--runs", "2", "--json"])
-    assert json.loads(done.stdout)["wrap"] == [False, True]
+    done = CliRunner().invoke(app, [*words[1:], "--days", "3", "--runs", "2", "--json"])
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    assert facts["wrap"] == list(state.mesh.wrap)
+    assert len(facts["cable_rates"]) == len(state.cable_rate)
+    assert [row["goodput"]["mean"] for row in facts["answers"]] == [row["goodput"]["mean"] for row in found["answers"]]
 
 
 def test_sixteen_by_thirty_two_is_answered_at_once() -> None:

@@ -320,9 +320,8 @@ class FaultTolerant(Answer):
         trained = [key for key, footing in self._known.items() if footing.rate > 0]
         for key in sorted(trained, key=lambda key: (-len(key), sorted(key)))[:n_states]:
             holes = outermost([self._parts[level][part] for level, part in key])
-            mesh = Mesh(self.assumptions.mesh.shape, wrap=self.assumptions.mesh.wrap, failed=holes)
             lost = np.argwhere(~self._known[key].chips)
-            mesh = Mesh(mesh.shape, wrap=mesh.wrap, failed=[tuple(chip) for chip in lost.tolist()])
+            mesh = self.assumptions.mesh.fail(*lost.tolist())
             found.append((mesh, self._throughput.holed_s(holes), self._throughput.exact(mesh)))
         return found
 

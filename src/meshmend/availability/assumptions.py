@@ -10,8 +10,10 @@ from typing import Literal, get_args
 
 from meshmend.availability.log import Rates
 from meshmend.cost.hardware import DEFAULT_HARDWARE, Hardware, find_hardware
+from meshmend.cost.units import name_bytes
 from meshmend.errors import MeshError, ParameterError
-from meshmend.study.paper import BYTES_PER_GRADIENT, CASES, WORKLOADS
+from meshmend.machines.machine import through_xla
+from meshmend.study.paper import CASES, WORKLOADS
 from meshmend.topology import Mesh, name_shape
 
 Grow = Literal["worth", "checkpoint", "at-once", "failure"]
@@ -21,6 +23,11 @@ CUBES: Mapping[int, tuple[int, ...]] = {1: (64,), 2: (8, 8), 3: (4, 4, 4)}
 """The 64 chips of a cube, by the axes of the machine."""
 CUBE_SIDE = 4
 """On machines of more axes."""
+
+BYTES_PER_SUM = 4
+"""What a job sends per gradient: sums are float32, whatever the gradients are (`accumulate_dtype` of `mmj.plan`)."""
+JOB_HARDWARE = through_xla(DEFAULT_HARDWARE)
+"""The default hardware, as a job's engine drives it."""
 
 _BERT = WORKLOADS["BERT"]
 _BERT_OVERHEAD = next(case.overhead for case in CASES if case.model == "BERT" and case.chips == 1024)
@@ -59,7 +66,9 @@ SOURCES: Mapping[str, str] = {
     "crew_price": "not counted unless given: the cost of a crew that is always on site",
     "compute_s": f"BERT on 1024 chips of TPU v3, as in `meshmend reproduce`: {_BERT.step_source}, less the 6.0 % that "
     "table 2 gives to the all-reduce",
-    "payload_bytes": f"BERT's gradients at 2 bytes: {_BERT.parameters_source}",
+    "payload_bytes": f"BERT's gradients, {BYTES_PER_SUM} bytes each, as a job sums them (float32): "
+    f"{_BERT.parameters_source}",
+    "hardware": "the machine's, as the engine of a job drives it: a TPU through XLA (the presets with -xla)",
 }
 
 
@@ -87,10 +96,11 @@ class Level:
 class Assumptions:
     """A machine, how its parts fail, how a job on it restarts, and what it trains. `SOURCES` has each number's source.
 
-    `mesh` is the machine with nothing failed. `levels` are the parts that fail. `host` is the unit that is swapped for
-    a spare and that a sub-mesh is made of. `grow` says when a job that runs on fewer chips takes repaired ones back:
-    at the end of the next checkpoint if that is `worth` the restart, at every next `checkpoint`, `at-once` (saving a
-    checkpoint first), or only when the next `failure` interrupts it anyway.
+    `mesh` is the machine with nothing failed; its slow cables count. `payload_bytes` is what a step's all-reduce sums,
+    on `hardware`: by default as a job sends it and its engine drives the machine. `levels` are the parts that fail.
+    `host` is the unit that is swapped for a spare and that a sub-mesh is made of. `grow` says when a job that runs on
+    fewer chips takes repaired ones back: at the end of the next checkpoint if that is `worth` the restart, at every
+    next `checkpoint`, `at-once` (saving a checkpoint first), or only when the next `failure` interrupts it anyway.
 
     A `cube` is what optical switches replace as a whole, a slice of `slice_shape` what elastic training loses as a
     whole; left empty, they are chosen to fit the machine. `replace_h` is the mean time to replace a lost slice, None
@@ -115,8 +125,8 @@ class Assumptions:
     price: float = 2.0
     crew_price: float = 0.0
     compute_s: float = _BERT.step_s * (1 - _BERT_OVERHEAD)
-    payload_bytes: float = _BERT.parameters * BYTES_PER_GRADIENT
-    hardware: Hardware = dataclasses.field(default_factory=lambda: find_hardware(DEFAULT_HARDWARE))
+    payload_bytes: float = _BERT.parameters * BYTES_PER_SUM
+    hardware: Hardware = dataclasses.field(default_factory=lambda: find_hardware(JOB_HARDWARE))
     grow: Grow = "worth"
     cube: tuple[int, ...] = ()
     spare_cubes: int = 2
@@ -141,7 +151,7 @@ class Assumptions:
         repair_chip_h: float = 24.0,
         repair_board_h: float = 24.0,
         repair_host_h: float = 24.0,
-        hardware: str | Hardware = DEFAULT_HARDWARE,
+        hardware: str | Hardware = JOB_HARDWARE,
         **others: object,
     ) -> Assumptions:
         """Return the assumptions for a machine of chips, boards (or None) and hosts; `others` are fields."""
@@ -227,6 +237,13 @@ class Assumptions:
         """Return these assumptions with every mean time between failures scaled."""
         levels = tuple(dataclasses.replace(level, mtbf_h=level.mtbf_h * factor) for level in self.levels)
         return dataclasses.replace(self, levels=levels)
+
+
+def name_payload(assumptions: Assumptions) -> str:
+    """Write what a step sums; of the default workload, also how many bytes of each gradient travel."""
+    is_default = assumptions.payload_bytes == Assumptions.payload_bytes
+    each = f" ({BYTES_PER_SUM} bytes per gradient, as a job sends them)" if is_default else ""
+    return name_bytes(assumptions.payload_bytes) + each
 
 
 def _fitting(shape: tuple[int, ...], host: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:

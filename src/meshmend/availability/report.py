@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
 
-from meshmend.availability.assumptions import SOURCES, Assumptions
+from meshmend.availability.assumptions import SOURCES, Assumptions, name_payload
 from meshmend.availability.simulate import LOSSES, Estimate, Outcome, Study
 from meshmend.cost.units import name_bytes, name_rate, name_seconds
 from meshmend.topology import name_shape
@@ -105,7 +105,7 @@ def _machine(study: Study) -> str:
         ("network", f"{html.escape(hardware.name)}, {name_rate(hardware.link_bytes_per_s)} per link and direction"),
         (
             "a training step",
-            f"{name_seconds(step)}, of which the all-reduce of {name_bytes(assumptions.payload_bytes)} takes "
+            f"{name_seconds(step)}, of which the all-reduce of {name_payload(assumptions)} takes "
             f"{name_seconds(study.all_reduce_s)} (predicted)",
         ),
         (
@@ -222,7 +222,8 @@ def _assumptions(assumptions: Assumptions) -> str:
         ("price", "", "price of a chip-hour", _money(assumptions.price)),
         ("crew_price", "", "quick repair: price of the crew per hour", _money(assumptions.crew_price)),
         ("compute_s", "", "a step without its all-reduce", name_seconds(assumptions.compute_s)),
-        ("payload_bytes", "", "gradients per step", name_bytes(assumptions.payload_bytes)),
+        ("payload_bytes", "", "gradients per step, as they are summed", name_bytes(assumptions.payload_bytes)),
+        ("hardware", "", "network", html.escape(assumptions.hardware.name)),
     ):
         rows.append((what, (value, "n"), *_source(field, option)))
     return _table(("what", ("value", "n"), "option", "source of the default"), rows)

@@ -8,12 +8,15 @@ plan for a thousand chips takes seconds, so only these are planned in full:
   of their sides;
 - the machine with one host lost, in its middle.
 
+Slow cables of the machine are in all of them; of its halves, the one that they slow most stands for a full mesh.
+
 The cost of other holes is estimated relative to that one from the spanning trees of `weave`, the plan for long
 payloads: growing a few is cheap, and the all-reduce time grows with the load of their busiest cable. The position
 matters much more than the size: near an edge a hole leaves a strip that few cables join to the rest. Of several holes
 the worst counts: chunks that pass the others in time wait for it anyway. Where a chip does not drive all its links at
-once, cables are not the bottleneck, and the host in the middle represents any number of holes. `exact` plans a state in
-full, to check the estimates.
+once, cables are not the bottleneck: neither the position of a hole nor its size matters much, but whether a ring can
+still visit all chips does, which a single lost chip prevents. There one hole of each kind is planned, in the middle;
+of several the worst counts again. `exact` plans a state in full, to check the estimates.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from numpy.typing import NDArray
 from meshmend.availability.assumptions import Assumptions
 from meshmend.planning.auto import Auto
 from meshmend.planning.weave.trees import grow
-from meshmend.topology import Mesh, Region
+from meshmend.topology import Cable, Mesh, Region, all_placements
 
 GAPS = (0, 1, 2, 4)
 """Distances to the edge that are distinguished, each up to the next."""
@@ -53,9 +56,9 @@ class Throughput:
         self._loads: dict[Region, float] = {}
         self._extras: dict[Region, float] = {}
         host = Region((0,) * self._machine.n_axes, assumptions.host)
-        self._middle = _moved(host, self._machine, self._machine.shape)
-        self._small = Mesh(tuple(max(1, n // 2) for n in self._machine.shape))
-        self._plain = Mesh(self._machine.shape)
+        self._middle = self._in_the_middle(host)
+        self._small = _slowest_half(self._machine)
+        self._plain = part_of(self._machine, _all_of(self._machine), keeps_wrap=False)
 
     def rate(self, n_chips: int, all_reduce_s: float) -> float:
         """Return the throughput of `n_chips` chips relative to that of the whole machine."""
@@ -68,7 +71,7 @@ class Throughput:
         if not holes or not self._assumptions.payload_bytes:
             return whole
         if self._assumptions.hardware.links_at_once is not None:
-            return whole + self._middle_extra_s
+            return whole + max(self._planned_extra_s(self._in_the_middle(hole)) for hole in holes)
         return whole + max(self._extra_s(hole) for hole in holes)
 
     def full_s(self, shape: Sequence[int]) -> float:
@@ -109,15 +112,25 @@ class Throughput:
     def _load(self, hole: Region) -> float:
         if hole not in self._loads:
             mesh = self._machine.fail(hole) if hole.n_chips < self._machine.size else None
-            trees = grow(mesh, N_TREES) if mesh is not None and mesh.is_connected and mesh.n_chips > 1 else None
-            self._loads[hole] = 0.0 if trees is None else float(np.bincount(trees.cables.ravel()).max()) / N_TREES
+            self._loads[hole] = 0.0
+            if mesh is not None and mesh.is_connected and mesh.n_chips > 1:
+                trees = grow(mesh, N_TREES, mesh.rates if mesh.has_slow_cables else None)
+                uses = np.bincount(trees.cables.ravel(), minlength=mesh.n_cables)
+                self._loads[hole] = float((uses / mesh.rates).max()) / N_TREES
         return self._loads[hole]
+
+    def _in_the_middle(self, hole: Region) -> Region:
+        return _moved(hole, self._machine, self._machine.shape)
 
     @cached_property
     def _middle_extra_s(self) -> float:
-        if self._middle.n_chips == self._machine.size:
+        return self._planned_extra_s(self._middle)
+
+    def _planned_extra_s(self, hole: Region) -> float:
+        """Return what this very hole adds, by the plan for it; nothing where no chips are left, or apart."""
+        if hole.n_chips == self._machine.size:
             return 0.0
-        holed = self._machine.fail(self._middle)
+        holed = self._machine.fail(hole)
         return self.exact(holed) - self.exact(self._machine) if holed.is_connected else 0.0
 
 
@@ -127,8 +140,9 @@ def _gaps(hole: Region, machine: Mesh) -> list[int]:
     for at, length, side, wrap in zip(hole.at, hole.shape, machine.shape, machine.wrap, strict=True):
         gap = min(at, side - at - length)
         gaps.append(INSIDE if wrap or gap >= INSIDE else max(known for known in GAPS if known <= gap))
-    # Reflecting a square hole in the diagonal of a square machine changes nothing.
-    return sorted(gaps) if len(set(zip(hole.shape, machine.shape, machine.wrap, strict=True))) == 1 else gaps
+    # Reflecting a square hole in the diagonal of a square machine changes nothing, if its cables are alike.
+    is_square = len(set(zip(hole.shape, machine.shape, machine.wrap, strict=True))) == 1
+    return sorted(gaps) if is_square and not machine.has_slow_cables else gaps
 
 
 def _moved(hole: Region, machine: Mesh, gaps: Sequence[int]) -> Region:
@@ -138,6 +152,39 @@ def _moved(hole: Region, machine: Mesh, gaps: Sequence[int]) -> Region:
         middle = (side - length) // 2 // length * length
         at.append(gap if gap < min(INSIDE, middle) else middle)
     return Region(at=tuple(at), shape=hole.shape)
+
+
+def part_of(mesh: Mesh, box: Region, *, keeps_wrap: bool = True) -> Mesh:
+    """Return a box of chips as a mesh of its own, with the failed and slow cables inside it.
+
+    An axis that the box has all of still wraps, if `keeps_wrap`.
+
+    >>> part_of(Mesh("4x8", wrap=True, cable_rates={"1,1-1,2": 0.5}), Region.parse("4x3@0,1"))
+    Mesh(4x3 wrapped on axis 0 with 1 slow cable: 12 chips)
+    """
+    spans = zip(mesh.wrap, box.shape, mesh.shape, strict=True)
+    wrap = [keeps_wrap and wraps and n == whole for wraps, n, whole in spans]
+    part = Mesh(box.shape, wrap=wrap)
+    own = {frozenset((part.chip(a), part.chip(b))) for a, b in part.cables.tolist()}
+
+    def inside(cable: Cable) -> Cable | None:
+        a, b = (tuple(x - low for x, low in zip(end, box.at, strict=True)) for end in cable)
+        return (a, b) if frozenset((a, b)) in own else None
+
+    failed = [moved for cable in mesh.failed_cables if (moved := inside(cable))]
+    slow = [(moved, rate) for cable, rate in mesh.cable_rates.items() if (moved := inside(cable))]
+    return Mesh(box.shape, wrap=wrap, failed_cables=failed, cable_rates=slow)
+
+
+def _all_of(machine: Mesh) -> Region:
+    return Region(at=(0,) * machine.n_axes, shape=machine.shape)
+
+
+def _slowest_half(machine: Mesh) -> Mesh:
+    """Return a full mesh of half the machine's sides: where cables are slow, the one that loses most by them."""
+    half = tuple(max(1, n // 2) for n in machine.shape)
+    parts = [part_of(machine, box) for box in all_placements(machine.shape, half, align=half)]
+    return max(parts, key=lambda part: float((1 / part.rates - 1).sum()))
 
 
 def outermost(holes: Sequence[Region]) -> list[Region]:

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from meshmend.availability import Estimate, Outcome, Study
-from meshmend.availability.assumptions import SOURCES
+from meshmend.availability.assumptions import SOURCES, name_payload
 from meshmend.availability.plot import plot
 from meshmend.availability.simulate import LOSSES
 from meshmend.cli.common import exit_on_error, print_json
@@ -22,9 +22,9 @@ from meshmend.cli.pricing import hardware_facts
 from meshmend.cli.replay import replay_facts, replay_folder, show_replay
 from meshmend.cli.studies import StudyOptions
 from meshmend.cli.terminal import plain, print_line, print_table, terminal
-from meshmend.cost.units import name_bytes, name_seconds
+from meshmend.cost.units import name_seconds
 from meshmend.errors import ParameterError
-from meshmend.topology import Mesh, name_shape
+from meshmend.topology import Mesh, name_cable, name_shape
 
 
 def command(
@@ -88,6 +88,7 @@ def study_facts(study: Study) -> dict[str, Any]:
         "mesh": name_shape(assumptions.mesh.shape),
         "wrap": list(assumptions.mesh.wrap),
         "chips": assumptions.mesh.size,
+        "cable_rates": {name_cable(cable): str(rate) for cable, rate in assumptions.mesh.cable_rates.items()},
         "days": study.days,
         "runs": study.runs,
         "seed": study.seed,
@@ -175,8 +176,7 @@ def _show(study: Study) -> None:
         "repair, run by run. $: per useful chip-hour. down: time without training. lost: work thrown away. stops per "
         "year: by failures + to take repaired chips back. ±: 95 % interval.",
         f"A step on the whole machine: {name_seconds(step)}, of which the all-reduce of "
-        f"{name_bytes(assumptions.payload_bytes)} takes {name_seconds(study.all_reduce_s)} on "
-        f"{assumptions.hardware.name}.",
+        f"{name_payload(assumptions)} takes {name_seconds(study.all_reduce_s)} on {assumptions.hardware.name}.",
         f"{assumptions.spares} spare hosts, or {assumptions.spare_cubes} spare cubes of "
         f"{name_shape(assumptions.cube)}, cost ${assumptions.price:g} per chip-hour like all others; slices are "
         f"{name_shape(assumptions.slice_shape)}. Every assumption is an option (--help), with its source in --json.",

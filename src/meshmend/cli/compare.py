@@ -55,7 +55,7 @@ def command(
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Compare every planner that can serve a mesh, and the same on the full mesh.
+    """Compare every planner that can serve a mesh, and the same on the full mesh, with its slow cables.
 
     A saved plan is proven, and compared with the planners for its collective on its mesh. With --update, a training
     step's exchange is priced in each way that the optimizer's state can be kept, by the plans that it would run.
@@ -74,8 +74,9 @@ def command(
         payload_bytes, how = parse_bytes(payload), price.read_mode()
         payloads = PAYLOADS if plot_to is not None else ()
         found: list[Comparison] = []
+        whole = Mesh(mesh.shape, wrap=mesh.wrap, cable_rates=mesh.cable_rates.items())
         with working(f"planning {mesh}", json) as working_on:
-            for one in (mesh,) if mesh.is_full else (mesh, Mesh(mesh.shape, wrap=mesh.wrap)):
+            for one in (mesh,) if mesh.is_full else (mesh, whole):
 
                 def tell(name: str, one: Mesh = one) -> None:
                     working_on(f"{name} on {one}")

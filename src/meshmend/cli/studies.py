@@ -10,16 +10,17 @@ from typing import Annotated, Any
 import typer
 
 from meshmend.availability import Assumptions, Study, simulate
-from meshmend.availability.assumptions import GROWS
+from meshmend.availability.assumptions import GROWS, JOB_HARDWARE
 from meshmend.availability.job import require_simpy
 from meshmend.availability.log import FailureLog, Rates, read_log
 from meshmend.availability.plot import sweep
 from meshmend.availability.throughput import Throughput
-from meshmend.cli.options import HardwareOption, HoleOptions, MachineOptions, WrapOption
+from meshmend.cli.options import CableRateOption, HoleOptions, MachineOptions, WrapOption, complete_hardware
 from meshmend.cli.terminal import working
-from meshmend.cost import DEFAULT_HARDWARE
+from meshmend.cost import PRESETS
 from meshmend.cost.units import parse_bytes
 from meshmend.errors import ParameterError
+from meshmend.machines.machine import through_xla
 from meshmend.topology import Mesh, parse_shape
 
 MAX_DAYS = 36_500
@@ -49,6 +50,7 @@ class StudyOptions:
         str, typer.Option("--board", metavar="HxW", help="Chips per board; boards tile a host. Or none.")
     ] = "2x2"
     wrap: WrapOption = "none"
+    cable_rate: CableRateOption = None
     days: Annotated[float, typer.Option("--days", metavar="DAYS", min=0.0, help="Length of a run.")] = 365.0
     runs: Annotated[
         int, typer.Option("--runs", metavar="N", min=1, help="Independent runs; more runs give narrower intervals.")
@@ -111,13 +113,27 @@ class StudyOptions:
         float, typer.Option("--crew-price", min=0.0, metavar="$", help="quick repair: price of the crew per hour.")
     ] = 0.0
     payload: Annotated[
-        str | None, typer.Option("--payload", metavar="SIZE", help="Gradients per step; default: BERT, 668MB.")
+        str | None,
+        typer.Option(
+            "--payload",
+            metavar="SIZE",
+            help="Bytes that a step sums: a job sends 4 per gradient. Default: BERT, 1.34GB.",
+        ),
     ] = None
     compute_seconds: Annotated[
         float | None,
         typer.Option("--compute-seconds", metavar="S", help="A step without its all-reduce; default: BERT, 0.132."),
     ] = None
-    hardware: HardwareOption = DEFAULT_HARDWARE
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            "--hardware",
+            metavar="NAME",
+            help=f"One of: {', '.join(PRESETS)}; or a file that `doctor --measure` wrote.",
+            show_default=f"the machine's, as a job drives it: {JOB_HARDWARE}",
+            autocompletion=complete_hardware,
+        ),
+    ] = None
     seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Random seed.")] = 0
     checks: Annotated[
         int, typer.Option("--checks", metavar="N", min=0, help="States to plan in full, to check the estimates.")
@@ -159,12 +175,15 @@ class StudyOptions:
         return log, log.rates({kind: chips // sizes[kind] for kind in log.outages})
 
     def _without_log(self, machine: MachineOptions, shape: str | None) -> Assumptions:
-        mesh = machine.mesh(shape, HoleOptions(wrap=self.wrap))
+        mesh = machine.mesh(shape, HoleOptions(wrap=self.wrap, cable_rate=self.cable_rate))
+        described = machine.hardware(None)
+        driven = JOB_HARDWARE if described is None else through_xla(described)
         others: dict[str, Any] = {} if self.payload is None else {"payload_bytes": parse_bytes(self.payload)}
         if self.compute_seconds is not None:
             others["compute_s"] = self.compute_seconds
         return Assumptions.of(
-            Mesh(mesh.shape, wrap=mesh.wrap),  # the simulation makes failures of its own
+            # The simulation makes failures of its own; slow cables stay.
+            Mesh(mesh.shape, wrap=mesh.wrap, cable_rates=mesh.cable_rates.items()),
             host=parse_shape(self.host),
             board=None if self.board == "none" else parse_shape(self.board),
             mtbf_chip_h=self.mtbf_chip,
@@ -173,7 +192,7 @@ class StudyOptions:
             repair_chip_h=self.repair_chip,
             repair_board_h=self.repair_board,
             repair_host_h=self.repair_host,
-            hardware=self.hardware,
+            hardware=self.hardware or driven,
             quick_repair_h=self.quick_repair,
             checkpoint_min=self.checkpoint_minutes,
             save_s=self.save_seconds,

@@ -50,7 +50,7 @@ def see_jax() -> dict[str, Any]:
         "holes": None,
         "wrong": None,
     }
-    if facts["coordinates"] is not None or os.environ.get("MESHMEND_SHAPE"):
+    if facts["coordinates"] is not None or _is_described():
         try:
             mesh = mmj.discover(devices).mesh
         except MeshmendError as error:
@@ -94,6 +94,11 @@ def try_jax() -> dict[str, Any]:
     return {"detail": f"all-reduce on {fabric.mesh}: run on {where}, correct"}
 
 
+def _is_described() -> bool:
+    """Whether the environment says what mesh the devices form."""
+    return bool(os.environ.get("MESHMEND_SHAPE") or os.environ.get("MESHMEND_MACHINE"))
+
+
 def measure_jax(file: str, shape: str = "") -> dict[str, Any]:
     """Measure the devices that JAX has, and write the file: those of a TPU, or virtual ones that form `shape`."""
     import jax
@@ -102,7 +107,7 @@ def measure_jax(file: str, shape: str = "") -> dict[str, Any]:
     from meshmend.cost.hardware_file import hardware_facts
 
     is_placed = getattr(jax.devices()[0], "coords", None) is not None
-    if not (shape or is_placed or os.environ.get("MESHMEND_SHAPE")):
+    if not (shape or is_placed or _is_described()):
         raise ParameterError(
             f"{jax.devices()[0].device_kind} devices report no coordinates, so nobody knows which of them are "
             "neighbours. Say which mesh virtual CPU devices are to form: --shape 4x4."

@@ -18,6 +18,7 @@ import numpy as np
 
 from meshmend.availability import Assumptions, Estimate, simulate
 from meshmend.availability.rectangle import largest_box
+from meshmend.availability.throughput import part_of
 from meshmend.cost import Forecast, predict
 from meshmend.cost.load import link_time
 from meshmend.cost.units import name_bytes, name_seconds
@@ -26,13 +27,14 @@ from meshmend.drawing.geometry import FigureLayout, strokes
 from meshmend.drawing.page import film_facts
 from meshmend.errors import ParameterError, PlanError, ScheduleFileError
 from meshmend.machines import machine_of, parse_description
+from meshmend.machines.machine import through_xla
 from meshmend.planning import PLANNERS, Auto, choose, plan
 from meshmend.planning.auto import CHOICES, Chooser
 from meshmend.schedule import Schedule
 from meshmend.schedule.serialize import load, save
 from meshmend.schedule.verify import verify
 from meshmend.studio.state import MAX_CHIPS, State, whole_machine
-from meshmend.topology import Mesh, Region, name_cable, parse_shape
+from meshmend.topology import Mesh, Region, name_cable, name_cable_rates, parse_shape
 
 Facts = dict[str, Any]
 Tell = Callable[[Facts], None]
@@ -42,6 +44,8 @@ MAX_PLAN_BYTES = 2**28
 """Largest uploaded plan, unpacked: ten million transfers."""
 DAYS, RUNS = 90.0, 4
 """A quick estimate of availability; `meshmend availability` simulates twenty years by default."""
+BOARD = (2, 2)
+"""Chips of a board, the default of `meshmend availability`; hosts that such boards do not tile have none."""
 
 
 @lru_cache(maxsize=16)
@@ -130,26 +134,27 @@ def steps(state: State, saved: UploadedPlan | None = None) -> Facts:
 
 
 def availability(state: State, tell: Tell, host: str = "4x2") -> Facts:
-    """Return what each answer to a failure is worth on the whole machine: few runs, for a quick estimate."""
-    machine = Mesh(state.mesh.shape, wrap=state.mesh.wrap)
-    shape = parse_shape(host)
-    assumptions = Assumptions.of(
-        machine,
-        host=shape,
-        board=(2, 2) if len(shape) == 2 and not any(n % 2 for n in shape) else None,
-        payload_bytes=state.payload_bytes,
-        hardware=state.chosen_hardware,
-    )
+    """Return what each answer to a failure is worth on the whole machine: few runs, for a quick estimate.
+
+    Slow cables stay, and the hardware is driven as in a job.
+    """
+    machine = Mesh(state.mesh.shape, wrap=state.mesh.wrap, cable_rates=state.mesh.cable_rates.items())
+    shape, hardware = parse_shape(host), through_xla(state.hardware)
+    board = BOARD if len(shape) == len(BOARD) and not any(n % b for n, b in zip(shape, BOARD, strict=True)) else None
+    assumptions = Assumptions.of(machine, host=shape, board=board, payload_bytes=state.payload_bytes, hardware=hardware)
     tell({"run": 0, "runs": RUNS})
     study = simulate(
         assumptions, days=DAYS, runs=RUNS, checks=0, on_run=lambda run: tell({"run": run + 1, "runs": RUNS})
     )
     words = ["meshmend", "availability", *state.machine_words, "--host", host]
+    words += [] if board is not None else ["--board", "none"]
+    for text in name_cable_rates(machine.cable_rates):
+        words += ["--cable-rate", text]
     return {
         "days": study.days,
         "runs": study.runs,
         "hours_between_failures": 1 / assumptions.failures_per_h,
-        "command": shlex.join([*words, "--payload", state.payload, "--hardware", state.hardware]),
+        "command": shlex.join([*words, "--payload", state.payload, "--hardware", hardware]),
         "answers": [
             {"answer": outcome.name, "goodput": _estimate(outcome.goodput), "gain": _estimate(outcome.gain)}
             for outcome in study.outcomes
@@ -283,17 +288,7 @@ def _healthy_part(mesh: Mesh) -> tuple[Mesh, Region]:
     """Return the largest box of live chips as a mesh of its own, with the failed and slow cables inside it."""
     box = largest_box(mesh.live)
     assert box is not None  # noqa: S101  # a mesh has a live chip
-    wrap = [w and n == whole for w, n, whole in zip(mesh.wrap, box.shape, mesh.shape, strict=True)]
-    part = Mesh(box.shape, wrap=wrap)
-    own = {frozenset((part.chip(a), part.chip(b))) for a, b in part.cables.tolist()}
-
-    def inside(cable: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        a, b = (tuple(x - low for x, low in zip(end, box.at, strict=True)) for end in cable)
-        return (a, b) if frozenset((a, b)) in own else None
-
-    failed = [moved for cable in mesh.failed_cables if (moved := inside(cable))]
-    slow = [(moved, rate) for cable, rate in mesh.cable_rates.items() if (moved := inside(cable))]
-    return Mesh(box.shape, wrap=wrap, failed_cables=failed, cable_rates=slow), box
+    return part_of(mesh, box), box
 
 
 def _estimate(estimate: Estimate) -> Facts:
