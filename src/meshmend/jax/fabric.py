@@ -226,7 +226,7 @@ def _on_machine(
     fabric = _fabric(devices, where, mesh)
     # Virtual devices stand for the machine's chips; real ones say better what they are, as XLA drives them.
     own = None if fabric.platform == "cpu" and machine.hardware is not None else fabric.hardware
-    return replace(fabric, hardware=own or machine.xla_hardware)
+    return replace(fabric, hardware=own or machine.hardware_through_xla)
 
 
 def _read_wrap(wrap: bool | Sequence[bool] | None, mesh: Mesh, kind: str | None) -> bool | Sequence[bool]:

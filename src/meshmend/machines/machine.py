@@ -38,7 +38,7 @@ class Machine:
     unplaced: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
-    def xla_hardware(self) -> str | None:
+    def hardware_through_xla(self) -> str | None:
         """The preset that fits where XLA drives the chips, as it does in a job; see `through_xla`."""
         return None if self.hardware is None else through_xla(self.hardware)
 
