@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from meshmend import Mesh, Schedule, plan
 from meshmend.cli import app
 from meshmend.cost import DEFAULT_HARDWARE, find_hardware
 from meshmend.errors import CacheWarning, LoweringError
-from meshmend.planning import PlanCache, Planner, RowPairs
+from meshmend.planning import PlanCache, Planner, RowPairs, make_planner, round_payload
 from meshmend.planning.auto import CHOICES, Field
 from meshmend.schedule import Op
 
@@ -111,10 +111,12 @@ def test_what_prepare_kept_is_found_by_plan(tmp_path: Path) -> None:
     # The mesh as it is, and the loss of each of its four hosts.
     assert (facts["plans"], facts["refused"]) == (5, {})
     cache = PlanCache(tmp_path)
+    target: dict[str, Any] = {"payload_bytes": round_payload(1e8), "hardware": "tpu-v3"}
+    asked = make_planner("row-pairs", **target)
     for mesh in (Mesh("4x4"), Mesh("4x4", failed=["2x2@2,0"])):
-        kept = cache.get(mesh, RowPairs(), neighbours_only=True)
-        assert kept == plan(mesh, "row-pairs", neighbours_only=True)
-        assert cache.get(mesh, RowPairs()) is None
+        kept = cache.get(mesh, asked, neighbours_only=True)
+        assert kept == plan(mesh, "row-pairs", neighbours_only=True, **target)
+        assert cache.get(mesh, asked) is None
 
 
 def test_the_command_line_has_it() -> None:
