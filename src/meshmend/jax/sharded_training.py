@@ -23,6 +23,7 @@ from meshmend.jax.differentiate import rows_by_tile
 from meshmend.jax.elementwise import check_elementwise, update_weights, with_steady_dtypes
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.layerwise import InsideTile, Mask, ShardedLayers, chosen_elements, squares_of
+from meshmend.jax.ordering import in_order
 from meshmend.jax.program import ProgramPair
 from meshmend.jax.sharded_params import ShardedOutline, ShardedParams, SummingPair, is_sharded, sharded_specs
 from meshmend.jax.shardings import copies_in_tile
@@ -206,7 +207,7 @@ def sharded_train_step(
             params, state, value, aux = on_chips(params, state, batch, weights, scale, program)
         return (params, state, value, aux) if has_aux else (params, state, value)
 
-    return ShardedTrainStep(init, step, fabric)
+    return ShardedTrainStep(init, in_order(step, fabric), fabric)
 
 
 class LayersOfTrees:

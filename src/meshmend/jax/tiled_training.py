@@ -33,6 +33,7 @@ from meshmend.jax.differentiate import (
 )
 from meshmend.jax.elementwise import check_elementwise, update_weights
 from meshmend.jax.layerwise import InsideTile
+from meshmend.jax.ordering import in_order
 from meshmend.jax.program import AnyProgram, Program, ProgramWithTurn, ShardedProgram
 from meshmend.jax.shardings import copies_in_tile, match_specs, specs_of_state
 from meshmend.jax.tiles import TILE_AXIS, TiledFabric
@@ -146,4 +147,4 @@ def tiled_train_step(
         )
         return params, state, value, aux
 
-    return TrainStep(init, step, fabric, accumulate_dtype, specs)
+    return TrainStep(init, in_order(step, fabric), fabric, accumulate_dtype, specs)

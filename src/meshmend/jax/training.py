@@ -29,6 +29,7 @@ from meshmend.jax.checks.checksums import checked_all_reduce
 from meshmend.jax.collectives import all_reduce, mean_dtype, shard_of, travel_dtype
 from meshmend.jax.elementwise import check_elementwise, update_weights, with_steady_dtypes
 from meshmend.jax.fabric import Fabric
+from meshmend.jax.ordering import in_order
 from meshmend.jax.program import AnyProgram, Program, ProgramWithTurn
 from meshmend.jax.tiled_training import tiled_train_step
 from meshmend.jax.tiles import TiledFabric
@@ -257,7 +258,7 @@ def train_step(
         params, state, value, aux, evidence = mapped(params, state, *inputs, scale, program)
         return params, state, value, *([aux] if has_aux else []), *([evidence] if check_sums else [])
 
-    return TrainStep(init, step, fabric, accumulate_dtype)
+    return TrainStep(init, in_order(step, fabric), fabric, accumulate_dtype)
 
 
 def mean_gradients(

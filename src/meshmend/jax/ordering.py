@@ -1,0 +1,202 @@
+"""One collective after the other, where messages are told apart by their order alone.
+
+XLA on CPU starts the collectives of a program in the same order on all devices, but goes on past a loop that is not
+over yet: what comes after it, and does not need its result, then runs beside it. Between processes the messages of
+both go over one connection of Gloo, which knows them by their order, and mix: a sum gets the wrong addends, or, where
+the sizes differ, the process ends with "collective mismatch". So the order is made a matter of data: every operation
+that communicates is given its operands only when the one before it is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+
+from meshmend.jax.fabric import Fabric
+
+COLLECTIVES = {
+    *("ppermute", "psum", "psum_invariant", "pmin", "pmax", "all_gather", "all_gather_invariant", "reduce_scatter"),
+    *("all_to_all", "ragged_all_to_all", "pbroadcast"),
+}
+LOOPS = ("scan", "while", "cond")
+"""Operations that XLA runs as a whole. What they do is at an end when their results are there."""
+
+
+def in_order(function: Callable[..., Any], fabric: Fabric) -> Callable[..., Any]:
+    """Return the function, with its collectives one after the other if the fabric's processes need that."""
+    return one_by_one(function) if mixes_messages(fabric) else function
+
+
+def mixes_messages(fabric: Fabric) -> bool:
+    """Whether collectives that run side by side may get each other's messages: CPU devices of several processes."""
+    return fabric.platform == "cpu" and len({device.process_index for device in fabric.jax_mesh.devices.flat}) > 1
+
+
+def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with the same results, in which no two collectives run side by side."""
+
+    @wraps(function)
+    def ordered(*args: Any, **settings: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args, **settings)
+        found, _ = _evaluate(closed, jax.tree.leaves((args, settings)), [])
+        return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+    return ordered
+
+
+Values = list[Any]
+
+
+def _evaluate(closed: ClosedJaxpr, given: Sequence[Any], before: Values) -> tuple[Values, Values]:
+    """Run the operations, those that communicate after `before` is there and one after the other.
+
+    Returns the results, and what is there once the last of them is complete.
+    """
+    values: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    values.update(zip(closed.jaxpr.invars, given, strict=True))
+
+    def read(variable: Any) -> Any:
+        return variable.val if isinstance(variable, Literal) else values[variable]
+
+    for operation in closed.jaxpr.eqns:
+        operands = list(map(read, operation.invars))
+        if _communicates(operation):
+            found, before = _communicate(operation, operands, before, closed.jaxpr.debug_info)
+        else:
+            found = _bind(operation, operands, closed.jaxpr.debug_info)
+        values.update(zip(operation.outvars, found, strict=True))
+    return list(map(read, closed.jaxpr.outvars)), before
+
+
+def _communicates(operation: JaxprEqn) -> bool:
+    return operation.primitive.name in COLLECTIVES or any(
+        any(map(_communicates, inner.jaxpr.eqns)) for inner in _inner(operation)
+    )
+
+
+def _needs_order(closed: ClosedJaxpr) -> bool:
+    """Whether something that communicates may run beside a loop that does."""
+    all_of_them = list(filter(_communicates, closed.jaxpr.eqns))
+    inner = [inner for operation in all_of_them for inner in _inner(operation)]
+    return bool(inner) and (len(all_of_them) > 1 or any(map(_needs_order, inner)))
+
+
+def _inner(operation: JaxprEqn) -> Iterator[ClosedJaxpr]:
+    for value in operation.params.values():
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(one, Jaxpr):
+                yield ClosedJaxpr(one, ())
+            elif isinstance(one, ClosedJaxpr):
+                yield one
+
+
+def _bind(operation: JaxprEqn, operands: Values, debug_info: Any) -> Values:
+    """Run one operation as it is."""
+    given = {v: x for v, x in zip(operation.invars, operands, strict=True) if not isinstance(v, Literal)}
+    alone = Jaxpr((), list(given), operation.outvars, [operation], operation.effects, debug_info)
+    found: Values = jaxpr_as_fun(ClosedJaxpr(alone, ()))(*given.values())
+    return found
+
+
+def _communicate(operation: JaxprEqn, operands: Values, before: Values, debug_info: Any) -> tuple[Values, Values]:
+    """Run an operation that communicates; return its results, and what is there when it is complete."""
+    name, settings = operation.primitive.name, operation.params
+    inner = list(_inner(operation))
+    if name == "shard_map":
+        return _shard_map(settings, inner[0], operands, before)
+    if inner and name not in LOOPS:
+        # A call, whose operations XLA puts among those around it.
+        return _evaluate(inner[0], operands, before)
+    operands = _once_there(before, operands)
+    if not any(map(_needs_order, inner)):
+        found = _bind(operation, operands, debug_info)
+    elif name == "scan":
+        found = _scan(settings, operands)
+    elif name == "while":
+        found = _while(settings, operands)
+    else:
+        branches = [lambda *given, closed=closed: _evaluate(closed, given, [])[0] for closed in settings["branches"]]
+        found = lax.switch(operands[0], branches, *operands[1:])
+    return found, found
+
+
+def _scan(settings: dict[str, Any], operands: Values) -> Values:
+    n_fixed, n_carried = settings["num_consts"], settings["num_carry"]
+    fixed, carried, rows = operands[:n_fixed], operands[n_fixed : n_fixed + n_carried], operands[n_fixed + n_carried :]
+
+    def body(carried: Values, row: Values) -> tuple[Values, Values]:
+        found, _ = _evaluate(settings["jaxpr"], [*fixed, *carried, *row], [])
+        return found[:n_carried], found[n_carried:]
+
+    how = {name: settings[name] for name in ("length", "reverse", "unroll")}
+    carried, results = lax.scan(body, carried, rows, **how)
+    return [*carried, *results]
+
+
+def _while(settings: dict[str, Any], operands: Values) -> Values:
+    n_asked, n_fixed = settings["cond_nconsts"], settings["body_nconsts"]
+    asked, fixed, carried = operands[:n_asked], operands[n_asked : n_asked + n_fixed], operands[n_asked + n_fixed :]
+    found: Values = lax.while_loop(
+        lambda carried: _evaluate(settings["cond_jaxpr"], [*asked, *carried], [])[0][0],
+        lambda carried: _evaluate(settings["body_jaxpr"], [*fixed, *carried], [])[0],
+        carried,
+    )
+    return found
+
+
+def _shard_map(
+    settings: dict[str, Any], closed: ClosedJaxpr, operands: Values, before: Values
+) -> tuple[Values, Values]:
+    whole = jax.sharding.PartitionSpec()
+    # JAX 0.10 calls them newly_manual_axes, earlier ones manual_axes.
+    axes = next(axes for name, axes in settings.items() if name.endswith("manual_axes"))
+    found: Values = jax.shard_map(
+        lambda zero, *given: _evaluate(closed, given, [zero])[0],
+        mesh=settings["mesh"],
+        in_specs=(whole, *settings["in_specs"]),
+        out_specs=list(settings["out_specs"]),
+        axis_names=set(axes),
+        check_vma=settings["check_vma"],
+    )(_zero_after(before), *operands)
+    return found, found
+
+
+def _once_there(before: Values, operands: Values) -> Values:
+    """Return the operands as they are, available only once `before` is.
+
+    An integer is enough where there is one: tables of a program, which its loop reads. Payloads stay where they are.
+    """
+    if not before:
+        return operands
+    zero = _zero_after(before)
+    whole = [_is_array(x) and jnp.issubdtype(x.dtype, jnp.integer) for x in operands]
+    return [
+        x + zero.astype(x.dtype) if yes else jnp.where(zero == 0, x, jnp.zeros_like(x)) if not any(whole) else x
+        for x, yes in zip(operands, whole, strict=True)
+    ]
+
+
+def _zero_after(values: Values) -> jax.Array:
+    """Return a zero that is available only once all values are."""
+    after = jnp.zeros((), jnp.uint32)
+    for value in filter(_is_array, values):
+        first = jnp.real(value[(0,) * value.ndim])
+        if jnp.issubdtype(first.dtype, jnp.floating):
+            first = lax.bitcast_convert_type(first, np.dtype(f"uint{8 * first.dtype.itemsize}"))
+        bit = first.astype(jnp.uint32) & 1
+        # Zero for either bit, which the compiler does not find out.
+        after += bit * (bit - 1)
+    return after
+
+
+def _is_array(value: Any) -> bool:
+    """Whether this has elements that are numbers: not a random key, nor the derivative of an integer."""
+    dtype = jnp.result_type(value) if not hasattr(value, "dtype") else value.dtype
+    return bool(np.size(value)) and dtype != jax.dtypes.float0 and not jnp.issubdtype(dtype, jax.dtypes.extended)
