@@ -110,4 +110,4 @@ def _listed(forecast: Forecast, parts: dict[str, float]) -> str:
 
 
 def _floor(forecast: Forecast) -> str:
-    return forecast.bound.highest_floor(forecast.payload_bytes, forecast.hardware.link_bytes_per_s).why
+    return forecast.bound.highest_line(forecast.payload_bytes, forecast.hardware.link_bytes_per_s).why
