@@ -121,8 +121,6 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("availability", "bad cube", ["8x8", "--cube", "3x3"], "cube of 3x3 chips does not tile"),
     ("availability", "bad slice", ["8x8", "--slice", "2x2"], "slice of 2x2 chips is not made of hosts of 4x2"),
     ("availability", "missing log", ["4x4", "--log", "nowhere.csv"], "nowhere.csv cannot be read"),
-    ("availability", "missing job", ["--replay", "nowhere"], "There is no folder nowhere"),
-    ("availability", "no timelines", ["--replay", "."], "There are no timelines in ."),
     ("report", "missing log", ["4x4", "--log", "nowhere.csv"], "nowhere.csv cannot be read"),
     ("report", "bad unit", ["4x4", "--payload", "much"], "is not a payload"),
     ("report", "bad host", ["4x4", "--host", "3x3"], "does not tile"),
