@@ -105,13 +105,6 @@ class Routes:
             )
         return chips
 
-    def link_load(self, src: ArrayLike, dst: ArrayLike, amount: ArrayLike = 1.0) -> NDArray[np.float64]:
-        """Return the load of each link, indexed by link number, when flow i moves amount[i] from src[i] to dst[i]."""
-        src, dst, amount = np.broadcast_arrays(np.atleast_1d(src), dst, np.asarray(amount, dtype=np.float64))
-        trace = self.follow(src, dst)
-        load = np.bincount(trace.link, weights=amount[trace.flow], minlength=self.mesh.n_link_slots)
-        return load.astype(np.float64, copy=False)
-
     @cached_property
     def hops(self) -> NDArray[np.int32]:
         """Length of every route, `[src, column]`: 0 at the destination itself, −1 where there is none.
