@@ -27,12 +27,7 @@ def test_the_ending_chooses_the_form(ending: str, tmp_path: Path) -> None:
 def test_schedules_of_trees_are_drawn_as_trees() -> None:
     schedule = plan(Mesh("4x4"), "hamiltonian")
     assert default_what(schedule, ".svg") == "rings"
-    tree = type(schedule)(
-        schedule.mesh,
-        total_chunks=schedule.total_chunks,
-        **{name: getattr(schedule, name) for name in ("step", "src", "dst", "op", "phase", "first_chunk", "owners")},
-        phase_names=("reduce to the roots", "broadcast from the roots"),
-    )
+    tree = schedule.replace(phase_names=("reduce to the roots", "broadcast from the roots"))
     assert default_what(tree, ".svg") == "trees"
     assert default_what(tree, ".html") == "steps"
 

@@ -62,9 +62,7 @@ def neighbour_hops(schedule: Schedule, routes: Routes | None = None, *, verify: 
         raise RoutingError(f"The routes are for {routes.mesh}, the schedule for {mesh}.", scheme=routes.scheme)
     rows = _join_runs(np.concatenate(list(_Lowering(schedule, near, routes).blocks())))
     step, src, dst, first_chunk, n_chunks, op, phase = rows.T
-    lowered = Schedule(
-        mesh,
-        total_chunks=schedule.total_chunks,
+    lowered = schedule.replace(
         step=np.unique(step, return_inverse=True)[1],
         src=src,
         dst=dst,
@@ -72,9 +70,6 @@ def neighbour_hops(schedule: Schedule, routes: Routes | None = None, *, verify: 
         n_chunks=n_chunks,
         op=op,
         phase=phase,
-        phase_names=schedule.phase_names,
-        owners=schedule.owners,
-        collective=schedule.collective,
         planner=f"{schedule.planner}{BY_HOPS}",
     )
     if verify:
