@@ -74,7 +74,7 @@ def command(
         payload_bytes, how = parse_bytes(payload), price.read_mode()
         payloads = PAYLOADS if plot_to is not None else ()
         found: list[Comparison] = []
-        whole = Mesh(mesh.shape, wrap=mesh.wrap, cable_rates=mesh.cable_rates.items())
+        whole = mesh.whole
         with working(f"planning {mesh}", json) as working_on:
             for one in (mesh,) if mesh.is_full else (mesh, whole):
 

@@ -138,14 +138,13 @@ class HoleOptions:
 
     def mesh(self, shape: str) -> Mesh:
         """Return the mesh that the options describe."""
-        n_axes = Mesh(shape).n_axes
-        return Mesh(
-            shape,
-            wrap=read_wrap(self.wrap, n_axes),
-            failed=self.fail or (),
-            failed_cables=self.fail_cable or (),
-            cable_rates=[parse_cable_rate(text) for text in self.cable_rate or ()],
-        )
+        wrap = read_wrap(self.wrap, Mesh(shape).n_axes)
+        return self.added_to(Mesh(shape, wrap=wrap))
+
+    def added_to(self, mesh: Mesh) -> Mesh:
+        """Return a mesh with the failures that the options add to it."""
+        rates = [parse_cable_rate(text) for text in self.cable_rate or ()]
+        return mesh.with_failures(self.fail or (), self.fail_cable or (), rates)
 
 
 @dataclass(frozen=True)
@@ -183,14 +182,7 @@ class MachineOptions:
         if shape is not None or holes.wrap != "none":
             said = shape if shape is not None else f"--wrap {holes.wrap}"
             raise ParameterError(f"{self.machine} already says what mesh it is: leave out {said}.")
-        mesh = self._read.usable_mesh
-        return Mesh(
-            mesh.shape,
-            wrap=mesh.wrap,
-            failed=[*mesh.holes, *(holes.fail or ())],
-            failed_cables=[*mesh.failed_cables, *(holes.fail_cable or ())],
-            cable_rates=[*mesh.cable_rates.items(), *(parse_cable_rate(text) for text in holes.cable_rate or ())],
-        )
+        return holes.added_to(self._read.usable_mesh)
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ def availability(state: State, tell: Tell, host: str = "4x2") -> Facts:
 
     Slow cables stay, and the hardware is driven as in a job.
     """
-    machine = Mesh(state.mesh.shape, wrap=state.mesh.wrap, cable_rates=state.mesh.cable_rates.items())
+    machine = state.mesh.whole
     shape, hardware = parse_shape(host), through_xla(state.hardware)
     board = BOARD if len(shape) == len(BOARD) and not any(n % b for n, b in zip(shape, BOARD, strict=True)) else None
     assumptions = Assumptions.of(machine, host=shape, board=board, payload_bytes=state.payload_bytes, hardware=hardware)

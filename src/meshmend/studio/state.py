@@ -92,13 +92,7 @@ class State:
     def mesh(self) -> Mesh:
         """The machine with its failures."""
         machine = whole_machine(self.shape, self.wrap)
-        return Mesh(
-            machine.shape,
-            wrap=machine.wrap,
-            failed=self.fail,
-            failed_cables=self.fail_cable,
-            cable_rates=[parse_cable_rate(text) for text in self.cable_rate],
-        )
+        return machine.with_failures(self.fail, self.fail_cable, map(parse_cable_rate, self.cable_rate))
 
     @property
     def payload_bytes(self) -> float:
