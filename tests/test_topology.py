@@ -203,7 +203,7 @@ def test_axes_that_wrap() -> None:
 
 @given(meshes(), st.sampled_from(["1/2", "3/4"]))
 def test_a_mesh_is_written_read_and_damaged_further(mesh: Mesh, rate: str) -> None:
-    cables = [tuple(mesh.chip(int(end)) for end in cable) for cable in mesh.cables]
+    cables = [(mesh.chip(int(a)), mesh.chip(int(b))) for a, b in mesh.cables]
     slow = [(cable, rate) for cable in cables[:2]]
     damaged = mesh.with_failures(failed_cables=cables[2:3], cable_rates=slow)
     holes, gone = [str(hole) for hole in mesh.holes], [*mesh.failed_cables, *cables[2:3]]

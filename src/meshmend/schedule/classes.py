@@ -21,12 +21,12 @@ class ChunkClasses:
         for edge in edges:
             is_edge[edge] = True
         # How many edges lie before each chunk, which is the number of the class that begins at an edge.
-        before = np.cumsum(is_edge) - is_edge
+        before: NDArray[np.int64] = np.cumsum(is_edge) - is_edge
         self.starts = np.flatnonzero(is_edge)[:-1]
         self.n = len(self.starts)
         self.owners = schedule.owners[self.starts].astype(np.int64)
-        self.first = before[first]
-        self.last = before[first + schedule.n_chunks]
+        self.first: NDArray[np.int64] = before[first]
+        self.last: NDArray[np.int64] = before[first + schedule.n_chunks]
         self.n_moves = int((self.last - self.first).sum())
         """How many classes all transfers move together."""
 

@@ -200,13 +200,11 @@ class Schedule:
         >>> s.replace(s.op == Op.REDUCE, collective=Collective.REDUCE_SCATTER, planner="mine")
         Schedule(mine reduce-scatter on 1x2: 2 chips, 1 step, 1 chunk, 1 transfer)
         """
-        columns = {
-            name: column if rows is None else column[rows]
-            for name, column in self._columns.items()
-            if name not in changes
+        kept: dict[str, Any] = {
+            name: column if rows is None else column[rows] for name, column in self._columns.items()
         }
         facts = ("mesh", "total_chunks", "owners", "phase_names", "collective", "planner")
-        return Schedule(**columns, **{name: getattr(self, name) for name in facts if name not in changes}, **changes)
+        return Schedule(**{**kept, **{name: getattr(self, name) for name in facts}, **changes})
 
     @cached_property
     def _columns(self) -> dict[str, NDArray[Any]]:
