@@ -14,6 +14,7 @@ from meshmend.cli.options import (
     HoleOptions,
     JsonOption,
     MachineOptions,
+    OptionalPlanArgument,
     PayloadOption,
     PriceOptions,
     given_options,
@@ -34,14 +35,7 @@ from meshmend.topology import Mesh
 
 def command(
     payload: PayloadOption,
-    plan_of: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="SHAPE|FILE",
-            help="Chips along each axis, as in 16x32; or a plan that `plan --save` wrote; or --machine.",
-            show_default=False,
-        ),
-    ] = None,
+    plan_of: OptionalPlanArgument = None,
     *,
     machine: MachineOptions,
     collective: CollectiveOption = Collective.ALL_REDUCE,

@@ -15,6 +15,7 @@ from meshmend.cli.options import (
     HoleOptions,
     JsonOption,
     MachineOptions,
+    OptionalPlanArgument,
     TuningOptions,
     complete_planner,
     completing,
@@ -44,14 +45,7 @@ def command(
     holes: HoleOptions,
     tuning: TuningOptions,
     auto: AutoOptions,
-    plan_of: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="SHAPE|FILE",
-            help="Chips along each axis, as in 16x32; or a plan that `plan --save` wrote.",
-            show_default=False,
-        ),
-    ] = None,
+    plan_of: OptionalPlanArgument = None,
     planner: Annotated[
         str | None,
         typer.Option(

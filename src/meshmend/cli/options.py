@@ -42,10 +42,12 @@ def completing(*names: str) -> Callable[[str], list[str]]:
 complete_planner = completing(*PLANNERS)
 complete_hardware = completing(*PRESETS)
 ShapeArgument = Annotated[str, typer.Argument(metavar="SHAPE", help="Chips along each axis, as in 16x32.")]
-PlanArgument = Annotated[
-    str,
+OptionalPlanArgument = Annotated[
+    str | None,
     typer.Argument(
-        metavar="SHAPE|FILE", help="Chips along each axis, as in 16x32; or a plan that `plan --save` wrote."
+        metavar="SHAPE|FILE",
+        help="Chips along each axis, as in 16x32; or a plan that `plan --save` wrote; or --machine.",
+        show_default=False,
     ),
 ]
 OptionalShapeArgument = Annotated[
@@ -102,6 +104,10 @@ CollectiveOption = Annotated[
 ]
 PayloadOption = Annotated[
     str, typer.Option("--payload", metavar="SIZE", help="Payload per chip: 102MB, 1.34GB, 64MiB.")
+]
+OptionalPayloadOption = Annotated[
+    str | None,
+    typer.Option("--payload", metavar="SIZE", help="Payload per chip: 102MB, 1.34GB, 64MiB.", show_default="100MB"),
 ]
 HardwareOption = Annotated[
     str | None,
@@ -238,12 +244,7 @@ class TuningOptions:
 class AutoOptions:
     """The payload and hardware to plan for, in commands that use them for nothing else."""
 
-    payload: Annotated[
-        str | None,
-        typer.Option(
-            "--payload", metavar="SIZE", help="Payload per chip to plan for: 102MB, 64MiB.", show_default="100MB"
-        ),
-    ] = None
+    payload: OptionalPayloadOption = None
     hardware: Annotated[
         str | None,
         typer.Option(
@@ -308,7 +309,7 @@ def read_wrap(text: str, n_axes: int) -> list[bool]:
     return parse_wrap(text, n_axes, given=f"--wrap {text}:")
 
 
-def given_options(*bundles: HoleOptions | MachineOptions | TuningOptions | AutoOptions) -> list[str]:
+def given_options(*bundles: HoleOptions | MachineOptions | TuningOptions | AutoOptions | PriceOptions) -> list[str]:
     """Return the options of these bundles that were given.
 
     >>> given_options(HoleOptions(fail_cable=["0,0-0,1"]), TuningOptions())
