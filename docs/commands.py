@@ -17,7 +17,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace the marked place by every command with its options, in the order of `meshmend --help`."""
     if PLACE not in markdown:
         return markdown
-    command = typer.main.get_command(app)
+    command: Any = typer.main.get_command(app)
+    command.commands = {name: one for name, one in command.commands.items() if not one.hidden}
     text = get_docs_for_click(obj=command, ctx=typer.Context(command), name="meshmend")
     # The page has its title; a list of commands cut off after a few words helps nobody.
     text = text.partition("**Commands**")[2].partition("\n## ")[2]

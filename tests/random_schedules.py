@@ -239,17 +239,7 @@ class _Maker:
 def with_idle_steps(template: Schedule, rng: random.Random) -> Schedule:
     """Return a schedule with some steps later than they need be, the first as well: a template to be repeated."""
     later = np.sort([rng.randint(0, template.n_transfers - template.n_steps) for _ in range(template.n_steps)])
-    names = ("src", "dst", "first_chunk", "n_chunks", "op", "phase")
-    return Schedule(
-        template.mesh,
-        total_chunks=template.total_chunks,
-        step=template.step + later[template.step],
-        owners=template.owners,
-        phase_names=template.phase_names,
-        collective=template.collective,
-        may_idle=True,
-        **{name: getattr(template, name) for name in names},
-    )
+    return template.replace(step=template.step + later[template.step], may_idle=True)
 
 
 def repeated_with_idle_steps(seed: int, *, max_chips: int = 6) -> Schedule | None:

@@ -8,12 +8,12 @@ from collections import defaultdict
 import numpy as np
 
 import meshmend as mm
-from meshmend.planning.hamiltonian import hamiltonian_ring
+from meshmend.planning.hamiltonian import find_ring
 
 
 def one_way_ring(mesh: mm.Mesh) -> mm.Schedule:
     """One ring through all chips, one way round: what a bare ring of `lax.ppermute` does."""
-    ring = np.array([mesh.rank(chip) for chip in hamiltonian_ring(mesh)])
+    ring = find_ring(mesh)
     n = len(ring)
     rows = []
     for t in range(n - 1):

@@ -121,7 +121,7 @@ def test_the_cache_tells_rates_apart(tmp_path: Path) -> None:
 
 def test_the_command_line_takes_rates() -> None:
     arguments = [
-        "predict",
+        "plan",
         "4x4",
         "--planner",
         "weave",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import time
 from itertools import product
 
@@ -7,6 +8,7 @@ import networkx as nx
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from meshmend import Mesh, Region
 from meshmend.errors import MeshError
@@ -197,3 +199,18 @@ def test_axes_that_wrap() -> None:
     read = {text: parse_wrap(text, 2, given="") for text in ("none", "all", "0", "1", "0,1", "1,0")}
     assert [axes for axes, wraps in read.items() if wraps[0]] == ["all", "0", "0,1", "1,0"]
     assert [axes for axes, wraps in read.items() if wraps[1]] == ["all", "1", "0,1", "1,0"]
+
+
+@given(meshes(), st.sampled_from(["1/2", "3/4"]))
+def test_a_mesh_is_written_read_and_damaged_further(mesh: Mesh, rate: str) -> None:
+    cables = [(mesh.chip(int(a)), mesh.chip(int(b))) for a, b in mesh.cables]
+    slow = [(cable, rate) for cable in cables[:2]]
+    damaged = mesh.with_failures(failed_cables=cables[2:3], cable_rates=slow)
+    holes, gone = [str(hole) for hole in mesh.holes], [*mesh.failed_cables, *cables[2:3]]
+    assert damaged == Mesh(mesh.shape, wrap=mesh.wrap, failed=holes, failed_cables=gone, cable_rates=slow)
+    for one in (mesh, damaged):
+        assert Mesh.from_dict(json.loads(json.dumps(one.to_dict()))) == one
+        assert ("cable_rates" in one.to_dict()) == one.has_slow_cables
+    assert damaged.whole.is_full
+    assert damaged.whole.shape == mesh.shape
+    assert damaged.whole.cable_rates == damaged.cable_rates

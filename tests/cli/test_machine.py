@@ -47,18 +47,6 @@ def test_json_has_the_same_facts(mine: Path) -> None:
     assert {"at": [0, 3], "name": "tray1.chip3", "host": "node0"} in facts["failed_chips"]
 
 
-def test_it_draws_the_machine(mine: Path, tmp_path: Path) -> None:
-    code, out = run("machine", mine, "-o", tmp_path / "mine.svg")
-    assert code == 0
-    assert "mine.svg" in out
-    assert (tmp_path / "mine.svg").read_text(encoding="utf-8").startswith("<?xml")
-    facts = json.loads(run("machine", mine, "-o", tmp_path / "mine.png", "--json")[1])
-    assert facts["bytes"] == (tmp_path / "mine.png").stat().st_size
-    code, out = run("machine", mine, "-o", tmp_path / "mine.txt")
-    assert code == 1
-    assert "expected .png, .svg or .pdf" in out
-
-
 def test_the_terminals_picture_tells_what_has_failed_and_what_is_slow(mine: Path) -> None:
     done = CLI.invoke(app, ["machine", str(mine)], env={"COLUMNS": "200"}, color=True)
     assert "o===o---o   x   o---o---o---o\n" in done.output

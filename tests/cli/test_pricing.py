@@ -1,4 +1,4 @@
-"""`meshmend predict` and `meshmend compare`."""
+"""What `meshmend plan` and `meshmend compare` say of time."""
 
 import json
 from pathlib import Path
@@ -21,8 +21,8 @@ def run(*arguments: str) -> Any:
     return json.loads(result.stdout)
 
 
-def test_predict_says_what_the_library_says() -> None:
-    facts = run("predict", *HOLED, "--planner", "row-pairs", "--segments", "2", "--hardware", "tpu-v3")
+def test_plan_says_what_the_library_says() -> None:
+    facts = run("plan", *HOLED, "--planner", "row-pairs", "--segments", "2", "--hardware", "tpu-v3")
     mesh = Mesh("8x8", failed=["2x2@2,2"])
     forecast = predict(plan(mesh, "row-pairs", segments=2), 1e6, "tpu-v3")
     assert facts["seconds"] == forecast.seconds
@@ -37,7 +37,7 @@ def test_predict_says_what_the_library_says() -> None:
 
 def test_own_hardware_on_the_command_line() -> None:
     facts = run(
-        *("predict", "1x2", "--payload", "5MB", "--planner", "two-color", "--hardware", "ideal"),
+        *("plan", "1x2", "--payload", "5MB", "--planner", "two-color", "--hardware", "ideal"),
         *("--link-rate", "40mbit", "--step-latency", "5us", "--hop-latency", "1us"),
     )
     # Two chips, one cable: half of the payload each way and back, in two steps (and two that move nothing).
@@ -45,16 +45,8 @@ def test_own_hardware_on_the_command_line() -> None:
     assert facts["seconds"] >= 1 + facts["steps"] * 6e-6 - 1e-12
 
 
-@pytest.mark.parametrize("planner", ["auto", "weave", "row-pairs"])
-def test_plan_and_predict_agree_on_the_same_words(planner: str) -> None:
-    words = ("8x8", "--fail", "2x2@2,2", "--planner", planner, "--payload", "100MB")
-    planned, predicted = run("plan", *words), run("predict", *words)
-    assert planned["considered"][0]["seconds"] == pytest.approx(predicted["seconds"], rel=1e-12)
-    assert planned["steps"] == predicted["steps"]
-
-
 def test_asynchronous_mode() -> None:
-    arguments = ("predict", *HOLED, "--planner", "row-pairs")
+    arguments = ("plan", *HOLED, "--planner", "row-pairs")
     lock_step, free = run(*arguments), run(*arguments, "--mode", "asynchronous")
     assert (lock_step["mode"], free["mode"]) == ("lock-step", "asynchronous")
     assert free["seconds"] < lock_step["seconds"]
@@ -70,14 +62,14 @@ def test_asynchronous_mode() -> None:
     ],
 )
 def test_mistakes_are_reported(arguments: tuple[str, ...], message: str) -> None:
-    for command in (("predict", "4x4", "--planner", "hamiltonian"), ("compare", "4x4")):
+    for command in (("plan", "4x4", "--planner", "hamiltonian"), ("compare", "4x4")):
         result = CliRunner().invoke(app, [*command, *arguments])
         assert result.exit_code == 1
         assert message in " ".join(result.output.split())
 
 
 def test_tables_for_people() -> None:
-    shown = CliRunner().invoke(app, ["predict", *HOLED, "--planner", "row-pairs", "--hardware", "tpu-v3"]).output
+    shown = CliRunner().invoke(app, ["plan", *HOLED, "--planner", "row-pairs", "--hardware", "tpu-v3"]).output
     assert "× the bound" in shown
     assert "yellow forwards to blue" in shown
     shown = CliRunner().invoke(app, ["compare", *HOLED, "--hardware", "tpu-v3"]).output

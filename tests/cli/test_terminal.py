@@ -38,11 +38,36 @@ def shown(*words: str, width: int = 100) -> str:
     return result.output
 
 
+def test_the_first_screen_of_the_help_is_one_screen() -> None:
+    lines = shown("--help", width=80).rstrip().splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    panels = {panel: re.findall(r"│ (\w+) ", half) for panel, half in _panels(lines)}
+    assert panels == {
+        "Start here": ["plan", "verify", "compare", "draw", "run", "doctor", "studio"],
+        "Operate": ["prepare", "store", "watch", "machine", "quarantine"],
+        "Study": ["availability", "report", "reproduce", "route"],
+        "Measure": ["compile", "bench", "lab"],
+    }
+    visible = {name for name, command in typer.main.get_command(app).commands.items() if not command.hidden}  # type: ignore[attr-defined]
+    assert visible == {name for names in panels.values() for name in names}
+    assert all(len(line) <= 60 for line in shown("--help", width=60).splitlines())
+
+
+def _panels(lines: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield the title and the lines of each panel, of which two lie beside each other."""
+    for columns in (slice(0, 40), slice(40, 80)):
+        half = "\n".join(line[columns] for line in lines)
+        yield from re.findall(r"╭─ ([\w ]+) ─+╮\n(.*?)╰", half, re.S)
+
+
 @pytest.mark.parametrize("words", list(commands()), ids=" ".join)
 def test_help_shows_flags_as_flags(words: tuple[str, ...]) -> None:
     help_ = shown(*words, "-h")
     assert help_ == shown(*words, "--help")
     assert "Usage" in help_
+    if not words:
+        return  # the first screen has a test of its own
     options = help_.partition("Options")[2]
     assert not re.search(r"<\w+|BOOLEAN|INTEGER|TEXT|--no-", options)
     assert re.search(r"--help +-h +Show this message", options)

@@ -19,18 +19,16 @@ from selenium.webdriver.common.keys import Keys
 
 from chromium import open_chromium, read_log, requests
 from meshmend import Mesh, Op, Schedule, plan
-from meshmend.cost import predict
-from meshmend.cost.units import name_seconds
-from meshmend.drawing import draw, draw_race, page
-from meshmend.drawing.fullness import follow
+from meshmend.drawing import draw, page
+from meshmend.drawing.film import film
 from meshmend.drawing.page import leb128
 from meshmend.errors import DrawingError
 
 
-def data_of(path: Path, number: int = 0) -> dict[str, Any]:
+def data_of(path: Path) -> dict[str, Any]:
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(encoding="utf-8"))
     assert found
-    return dict(json.loads(found[1])["films"][number])
+    return dict(json.loads(found[1])["film"])
 
 
 def numbers_of(data: bytes) -> list[int]:
@@ -107,32 +105,28 @@ def test_chips_fill_as_their_sums_become_complete(
 
 def test_a_chunk_can_be_followed(tmp_path: Path) -> None:
     schedule = plan(Mesh("3x4", failed=["0,0"]), "weave")
-    for chunk in (0, 5):
-        path = follow(schedule, chunk)
-        for step, held in enumerate(held_after(schedule)):
-            assert path.share_after(schedule, step) == pytest.approx(held[:, chunk])
     draw(schedule, tmp_path / "steps.html", chunks=[5, 0])
-    assert [one["chunk"] for one in data_of(tmp_path / "steps.html")["chunks"]] == [5, 0]
+    paths = data_of(tmp_path / "steps.html")["chunks"]
+    assert [path["chunk"] for path in paths] == [5, 0]
+    for path in paths:
+        transfers = list(zip(path["step"], path["src"], path["dst"], path["adds"], strict=True))
+        after = np.ones(schedule.mesh.n_chips)
+        for step, held in enumerate(held_after(schedule)):
+            before = after.copy()
+            for _, src, dst, adds in (row for row in transfers if row[0] == step):
+                after[dst] = before[src] + (before[dst] if adds else 0)
+            assert after / schedule.mesh.n_chips == pytest.approx(held[:, path["chunk"]])
     draw(schedule, tmp_path / "all.html")
     assert len(data_of(tmp_path / "all.html")["chunks"]) == 4
     with pytest.raises(DrawingError, match="There is no chunk 999"):
         draw(schedule, tmp_path / "steps.html", chunks=[999])
 
 
-def test_a_race_is_run_on_the_predicted_clock(tmp_path: Path) -> None:
-    mesh = Mesh("8x8", failed=["2x2@2,2"])
-    both = [plan(mesh, name, verify=False) for name in ("row-pairs", "hamiltonian")]
-    drawing = draw_race(both, tmp_path / "race.html", payload_bytes=1e8, hardware="tpu-v3")
-    assert drawing.what == "race"
-    for number, schedule in enumerate(both):
-        data = data_of(tmp_path / "race.html", number)
-        assert (data["name"], len(data["ends"])) == (schedule.planner, schedule.n_steps)
-        assert data["ends"][-1] == pytest.approx(predict(schedule, 1e8, "tpu-v3").seconds, rel=1e-5)
-        assert data["ends"] == sorted(data["ends"])
-    with pytest.raises(DrawingError, match="between two schedules of one mesh: got 2 of"):
-        draw_race([both[0], plan(Mesh("4x4"), "hamiltonian")], tmp_path / "race.html", payload_bytes=1e8)
-    with pytest.raises(DrawingError, match=r"ends in '.gif'; a drawing is"):
-        draw_race(both, tmp_path / "race.gif", payload_bytes=1e8)
+def test_steps_outside_the_schedule_and_empty_schedules_are_refused() -> None:
+    with pytest.raises(DrawingError, match=r"Steps 3 to 99 are not in the schedule, which has steps 0 to 29"):
+        film(plan(Mesh("4x4"), "hamiltonian"), (3, 99))
+    with pytest.raises(DrawingError, match="nothing to show step by step"):
+        film(Schedule(Mesh("1x1"), total_chunks=1, step=[], src=[], dst=[], op=[], owners=[0]))
 
 
 @pytest.mark.parametrize(
@@ -370,30 +364,6 @@ def test_following_a_chunk_in_the_browser(browser: webdriver.Chrome, schedule: S
     shown.assert_quiet()
 
 
-def test_a_race_in_the_browser(browser: webdriver.Chrome, schedule: Schedule, tmp_path: Path) -> None:
-    other = plan(schedule.mesh, "hamiltonian")
-    draw_race([schedule, other], tmp_path / "race.html", payload_bytes=1e8, hardware="tpu-v3")
-    shown = Page(browser, tmp_path / "race.html")
-    times = [predict(one, 1e8, "tpu-v3").seconds for one in (schedule, other)]
-    headings = [heading.text for heading in shown.browser.find_elements(By.TAG_NAME, "h2")]
-    assert headings == [
-        f"{one.planner}: {name_seconds(time)}, {one.n_steps} steps"
-        for one, time in zip((schedule, other), times, strict=True)
-    ]
-    shown.press(Keys.END)
-    for name in ("now", "now2"):
-        assert shown.text(name).endswith("60 of 60 chips hold all sums")
-    assert shown.text("clock").endswith("done: row-pairs, hamiltonian")
-    # Three quarters of the time of the slower one: the faster one is done first.
-    shown.slide_to(0.75)
-    slower, faster = sorted((schedule, other), key=lambda one: -times[(schedule, other).index(one)])
-    assert shown.text("clock").endswith(f"done: {faster.planner}")
-    assert slower.planner not in shown.text("clock")
-    shown.press(Keys.HOME)
-    assert shown.step == 0
-    shown.assert_quiet()
-
-
 def luminance(colour: str) -> float:
     rgb = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb]
@@ -467,7 +437,7 @@ def test_a_name_is_never_part_of_the_template(name: str, tmp_path: Path) -> None
     assert f"<title>{name} all-reduce on 1x2</title>" in text
     assert f"<h1>{name} all-reduce on 1x2</h1>" in text
     assert data_of(tmp_path / "steps.html")["name"] == name
-    assert text.count('"films":') == 1
+    assert text.count('"film":') == 1
 
 
 def test_a_large_page_steps_quickly(browser: webdriver.Chrome, tmp_path: Path) -> None:

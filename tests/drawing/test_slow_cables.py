@@ -46,5 +46,5 @@ def test_the_page_has_them_apart(tmp_path: Path) -> None:
     found = re.search(r'id="data">(.*?)</script>', page)
     assert found is not None
     facts = json.loads(found[1])
-    assert len(facts["films"][0]["slow"]) == 4
-    assert len(facts["films"][0]["cables"]) == SLOW.n_cables - 4
+    assert len(facts["film"]["slow"]) == 4
+    assert len(facts["film"]["cables"]) == SLOW.n_cables - 4

@@ -20,6 +20,7 @@ from drawing.pictures import (
 )
 from meshmend import Mesh, Op, Schedule, plan
 from meshmend.drawing import draw, figure
+from meshmend.drawing.geometry import FigureLayout, failed_cable_marks
 from meshmend.drawing.style import AT_BOUND, BLUE, BLUE_CHIP, DETOURS, RED, VERMILION, YELLOW, phase_looks
 from meshmend.drawing.trees import chunk_tree
 from meshmend.drawing.views import draw_routes
@@ -316,6 +317,18 @@ def test_a_torus_and_failed_cables_are_drawn() -> None:
     (cross,) = named(cut, "broken")
     assert cross.get_xydata().tolist() == [[2, 6.5]]
     assert_legible(cut)
+
+
+def test_a_failed_wrap_cable_is_not_marked_on_a_live_one() -> None:
+    layout = FigureLayout(Mesh("1x6", wrap=True, failed_cables=["0,0-0,5"]))
+    assert all(not 0 <= x <= 5 for x, _ in failed_cable_marks(layout))
+    cube = FigureLayout(Mesh("2x2x2", failed_cables=["0,0,0-1,0,0"]))
+    (mark,) = failed_cable_marks(cube)
+    ends = cube.places[[0, 4]]
+    assert np.isclose(mark[0], ends[:, 0].mean())
+    assert mark[1] != ends[0, 1], "on the arc between planes"
+    (crosses,) = named(figure(plan(layout.mesh, "weave", chunks=6), "rings"), "broken")
+    assert len(crosses.get_xdata()) == 2
 
 
 def test_a_schedule_without_transfers_is_a_picture_of_its_mesh() -> None:

@@ -156,6 +156,6 @@ def test_a_machine_that_is_small_or_bare_is_ambiguous() -> None:
 def test_the_cables_of_a_blackhole_galaxy_have_two_readings() -> None:
     sample = SAMPLES["blackhole galaxy"]
     galaxy = find_layout(sample.chips, sample.cables, [Grid.of((4, 8), (True, True))])
-    assert (galaxy.n_missing_cables, frozenset(galaxy.extra)) == (0, sample.extra)
+    assert frozenset(galaxy.extra) == sample.extra
     cube = find_layout(sample.chips, sample.cables, [Grid.of((2, 4, 4), (False, False, True))])
-    assert (cube.n_missing_cables, cube.extra) == (4, ())
+    assert cube.extra == ()

@@ -20,17 +20,8 @@ def test_loads_and_lengths_agree_with_following_every_flow(mesh: Mesh) -> None:
     trace = routes.follow(src, dst)
     load = np.bincount(trace.link, minlength=mesh.n_link_slots)
     assert np.array_equal(routes.all_to_all_load(), load)
-    assert np.array_equal(routes.link_load(src, dst), load)
     lengths = np.bincount(trace.flow, minlength=len(src)).reshape(mesh.n_chips, mesh.n_chips)
     assert np.array_equal(np.maximum(routes.hops, 0), lengths)
-
-
-def test_link_load_weighs_flows() -> None:
-    mesh = Mesh("1x3")
-    load = dimension_order(mesh).link_load([0, 1], [2, 2], [1.5, 2.0])
-    assert load[mesh.link(0, 1)] == 1.5
-    assert load[mesh.link(1, 2)] == 3.5
-    assert load.sum() == 5.0
 
 
 def test_a_way_round_the_hole() -> None:

@@ -192,13 +192,7 @@ def corrupt(schedule: Schedule, kind: str, rng: np.random.Generator) -> Schedule
     if outside or (columns["src"] == columns["dst"]).any():
         return None
     columns["step"] = np.unique(columns["step"], return_inverse=True)[1]
-    return Schedule(
-        schedule.mesh,
-        total_chunks=schedule.total_chunks,
-        owners=schedule.owners,
-        phase_names=schedule.phase_names,
-        **columns,  # type: ignore[arg-type]
-    )
+    return schedule.replace(**columns)
 
 
 @pytest.mark.parametrize("rounds", [6, pytest.param(40, marks=pytest.mark.slow)])

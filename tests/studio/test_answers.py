@@ -160,7 +160,7 @@ def test_an_uploaded_plan_is_proven_and_predicted(tmp_path: Path) -> None:
     found = answers.answer(State(payload="1MB"), saved)
     assert found["planner"] == "hamiltonian"
     assert found["seconds"] == mm.predict(schedule, 1e6, "tpu-v3").seconds
-    assert found["command"] == "meshmend predict mine.npz --payload 1MB --hardware tpu-v3"
+    assert found["command"] == "meshmend plan mine.npz --payload 1MB --hardware tpu-v3"
 
 
 def test_a_damaged_or_wrong_plan_is_refused_without_the_servers_path(tmp_path: Path) -> None:

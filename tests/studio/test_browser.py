@@ -277,9 +277,7 @@ def test_everything_else_is_shown(studio: Studio) -> None:
     rows = [row.text.split()[0] for row in studio.browser.find_elements(By.CSS_SELECTOR, "#alternatives tbody tr")]
     assert {"weave", "latency", "hamiltonian", "row-pairs", "two-color", "sub-mesh"} <= set(rows)
     assert studio.text("proof").startswith("✓ Proven all-reduce: every contribution of 12 chips")
-    assert studio.text("command") == (
-        "meshmend predict 4x4 --fail 2x2@0,0 --budget 0.5 --payload 1MB --hardware tpu-v6e"
-    )
+    assert studio.text("command") == ("meshmend plan 4x4 --fail 2x2@0,0 --budget 0.5 --payload 1MB --hardware tpu-v6e")
     Select(studio.find("#planner")).select_by_value("hamiltonian")
     studio.wait()
     assert studio.find("#plan dd").text == "hamiltonian"
@@ -332,11 +330,11 @@ def test_files_go_out_and_come_in(studio: Studio, tmp_path: Path) -> None:
     studio.until(lambda: "saved=" in studio.fragment)
     studio.wait()
     assert studio.failed == {"0,0", "0,1", "1,0", "1,1"}
-    assert studio.text("command").startswith("meshmend predict meshmend-4x4.npz ")
+    assert studio.text("command").startswith("meshmend plan meshmend-4x4.npz ")
     studio.chip("1,1").click()  # another mesh than the plan's: planned anew
     studio.wait()
     assert "saved=" not in studio.fragment
-    assert studio.text("command").startswith("meshmend predict 4x4 ")
+    assert studio.text("command").startswith("meshmend plan 4x4 ")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -176,7 +176,7 @@ def test_a_plan_goes_out_and_comes_back(studio: TestClient, tmp_path: Path) -> N
     state = studio.post("/upload?name=plan.npz", content=data, headers=OCTETS).json()["state"]
     assert (state["shape"], state["fail"]) == ("4x4", ["2x2@0,0"])
     (found,) = lines(studio.post("/answer", json={**state, "payload": "1MB"}))
-    assert found["command"].startswith("meshmend predict plan.npz ")
+    assert found["command"].startswith("meshmend plan plan.npz ")
 
 
 def test_a_machine_is_read(studio: TestClient) -> None:

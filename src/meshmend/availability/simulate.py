@@ -93,11 +93,6 @@ class Study:
     checks: tuple[Check, ...]
     planned: int
 
-    @property
-    def ideal_chip_hours(self) -> float:
-        """Useful chip-hours of one run of a machine that never fails."""
-        return self.assumptions.mesh.size * self.days * 24
-
 
 LOSSES = ("waiting", "restarting", "lost work", "checkpoints", "fewer chips")
 """Causes of lost work, in the order of the report."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import typer
 
 from meshmend import __version__
@@ -14,7 +17,6 @@ from meshmend.cli import (
     lab,
     machine,
     plan,
-    predict,
     prepare,
     quarantine,
     report,
@@ -29,43 +31,57 @@ from meshmend.cli import (
 from meshmend.cli import compile as compile_command
 from meshmend.cli.common import EXIT_CODES
 from meshmend.cli.options import unbundled
-from meshmend.cli.root import Command, OneLine
+from meshmend.cli.root import Command, Root
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="meshmend",
-    cls=OneLine,
+    cls=Root,
     help="Plan, prove and run an all-reduce over whatever chips of a mesh survive.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items()) + ".",
 )
-app.command("machine", cls=Command)(machine.command)
-app.command("plan", cls=Command)(unbundled(plan.command))
-app.command("prepare", cls=Command)(unbundled(prepare.command))
-app.command("route", cls=Command)(unbundled(route.command))
-app.command("verify", cls=Command)(unbundled(verify.command))
-app.command("predict", cls=Command)(unbundled(predict.command))
-app.command("compare", cls=Command)(unbundled(compare.command))
-app.command("reproduce", cls=Command)(unbundled(reproduce.command))
-app.command("availability", cls=Command)(unbundled(availability.command))
-app.command("report", cls=Command)(unbundled(report.command))
-app.command("studio", cls=Command)(unbundled(studio.command))
-app.command("draw", cls=Command)(unbundled(draw.command))
-app.command("compile", cls=Command)(unbundled(compile_command.command))
-app.command(
+START, OPERATE, STUDY, MEASURE = PANELS = ("Start here", "Operate", "Study", "Measure")
+
+
+def _add(name: str, panel: str, brief: str, command: Callable[..., None], **settings: Any) -> None:
+    """Add a command: `brief` is what the first screen of the help says about it."""
+    app.command(name, cls=Command, rich_help_panel=panel, short_help=brief, **settings)(unbundled(command))
+
+
+def _add_group(name: str, panel: str, brief: str, group: typer.Typer) -> None:
+    app.add_typer(group, name=name, rich_help_panel=panel, short_help=brief)
+
+
+_add("plan", START, "plan, prove, predict", plan.command)
+_add("predict", START, "the same", plan.command, hidden=True)
+_add("verify", START, "prove a saved plan", verify.command)
+_add("compare", START, "planners side by side", compare.command)
+_add("draw", START, "a picture, or every step", draw.command)
+_add(
     "run",
-    cls=Command,
+    START,
+    "train through lost hosts",
+    run.command,
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False},
-)(run.command)
-app.command("store", cls=Command)(store.command)
-app.command("watch", cls=Command)(watch.command)
-app.command("doctor", cls=Command)(doctor.command)
-app.add_typer(quarantine.app, name="quarantine")
-app.add_typer(lab.app, name="lab")
-app.add_typer(bench.app, name="bench")
+)
+_add("doctor", START, "what works on this host", doctor.command)
+_add("studio", START, "fail chips on a web page", studio.command)
+_add("prepare", OPERATE, "plan for each lost host", prepare.command)
+_add("store", OPERATE, "where hosts of a job meet", store.command)
+_add("watch", OPERATE, "a job and its goodput", watch.command)
+_add_group("quarantine", OPERATE, "what a job leaves out", quarantine.app)
+_add("machine", OPERATE, "read a machine's files", machine.command)
+_add("availability", STUDY, "months with failures", availability.command)
+_add("report", STUDY, "one page on costs", report.command)
+_add("reproduce", STUDY, "the paper's tables", reproduce.command)
+_add("route", STUDY, "routes round holes", route.command)
+_add_group("bench", MEASURE, "real processes and links", bench.app)
+_add_group("lab", MEASURE, "a mesh on one machine", lab.app)
+_add("compile", MEASURE, "for a TPU, without one", compile_command.command)
 
 
 def _print_version(wanted: bool) -> None:

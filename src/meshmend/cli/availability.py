@@ -19,11 +19,9 @@ from meshmend.cli.logs import log_facts, show_log
 from meshmend.cli.options import JsonOption, MachineOptions, OptionalShapeArgument
 from meshmend.cli.outputs import check_plot
 from meshmend.cli.pricing import hardware_facts
-from meshmend.cli.replay import replay_facts, replay_folder, show_replay
 from meshmend.cli.studies import StudyOptions
 from meshmend.cli.terminal import plain, print_line, print_table, terminal
 from meshmend.cost.units import name_seconds
-from meshmend.errors import ParameterError
 from meshmend.topology import Mesh, name_cable, name_shape
 
 
@@ -34,10 +32,6 @@ def command(
     plot_to: Annotated[
         Path | None, typer.Option("--plot", metavar="F", help="Plot it, with a sweep of failure rates: .png, .svg.")
     ] = None,
-    replay: Annotated[
-        Path | None,
-        typer.Option("--replay", metavar="DIR", help="In place of SHAPE, the folder of a job that ran: replay it."),
-    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Simulate months of operation under each answer to a failure, and report what each is worth.
@@ -45,20 +39,8 @@ def command(
     Quick repair, sub-mesh, hot spares, optical cubes, elastic slices, fault-tolerant.
 
     Example: meshmend availability 32x32 --plot worth.svg
-
-    With --replay, the failures of a job that ran under `meshmend run`: what happened beside what the simulator
-    predicts for them, and what other answers would have given.
     """
     with exit_on_error(json):
-        if replay is not None:
-            if plot_to is not None:
-                raise ParameterError("--plot draws a study, not a replay: leave out one of them.")
-            found = replay_folder(replay, shape, machine, options)
-            if json:
-                print_json(replay_facts(replay, found))
-            else:
-                show_replay(replay, found)
-            return
         options.check()
         check_plot("--plot", plot_to)
         assumptions, logged = options.assumptions(machine, shape)

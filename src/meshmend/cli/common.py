@@ -33,10 +33,8 @@ def mesh_facts(mesh: Mesh) -> dict[str, Any]:
     """Return the JSON description of a mesh that all commands share."""
     return {
         "mesh": name_shape(mesh.shape),
-        "wrap": list(mesh.wrap),
         "chips": mesh.n_chips,
-        "failed": [str(hole) for hole in mesh.holes],
-        "failed_cables": [name_cable(cable) for cable in mesh.failed_cables],
+        **{name: value for name, value in mesh.to_dict().items() if name != "shape"},
         "cable_rates": {name_cable(cable): str(rate) for cable, rate in mesh.cable_rates.items()},
     }
 

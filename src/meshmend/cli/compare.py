@@ -14,6 +14,7 @@ from meshmend.cli.options import (
     HoleOptions,
     JsonOption,
     MachineOptions,
+    OptionalPlanArgument,
     PayloadOption,
     PriceOptions,
     given_options,
@@ -34,14 +35,7 @@ from meshmend.topology import Mesh
 
 def command(
     payload: PayloadOption,
-    plan_of: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="SHAPE|FILE",
-            help="Chips along each axis, as in 16x32; or a plan that `plan --save` wrote; or --machine.",
-            show_default=False,
-        ),
-    ] = None,
+    plan_of: OptionalPlanArgument = None,
     *,
     machine: MachineOptions,
     collective: CollectiveOption = Collective.ALL_REDUCE,
@@ -74,7 +68,7 @@ def command(
         payload_bytes, how = parse_bytes(payload), price.read_mode()
         payloads = PAYLOADS if plot_to is not None else ()
         found: list[Comparison] = []
-        whole = Mesh(mesh.shape, wrap=mesh.wrap, cable_rates=mesh.cable_rates.items())
+        whole = mesh.whole
         with working(f"planning {mesh}", json) as working_on:
             for one in (mesh,) if mesh.is_full else (mesh, whole):
 

@@ -1,13 +1,12 @@
-"""`meshmend draw`: a plan, routes or a figure of the paper, as a picture, an animation or a page."""
+"""`meshmend draw`: a plan, routes or a figure of the paper, as a picture or a page."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
-from rich.progress import Progress
 
 from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
 from meshmend.cli.options import (
@@ -16,6 +15,7 @@ from meshmend.cli.options import (
     HoleOptions,
     JsonOption,
     MachineOptions,
+    OptionalPlanArgument,
     TuningOptions,
     complete_planner,
     completing,
@@ -24,37 +24,28 @@ from meshmend.cli.options import (
     load_plan,
 )
 from meshmend.cli.outputs import check_output
-from meshmend.cli.terminal import plain, shows_progress, terminal, working
-from meshmend.cost import DEFAULT_HARDWARE
-from meshmend.cost.units import name_bytes, parse_bytes
-from meshmend.drawing import WHAT, Drawing, draw, draw_race, draw_routes
-from meshmend.drawing.draw import MOVING, STILL, check_ending, check_size
+from meshmend.cli.terminal import plain, working
+from meshmend.cost.units import name_bytes
+from meshmend.drawing import WHAT, Drawing, draw, draw_routes
+from meshmend.drawing.draw import PAGE, STILL, What, check_ending, check_size
 from meshmend.drawing.paper import draw_paper_figure
 from meshmend.errors import DrawingError
 from meshmend.extras import require
 from meshmend.planning import PLANNERS, Auto, plan
-from meshmend.planning.proven import DEFAULT_PAYLOAD_BYTES
-from meshmend.schedule import Collective, Schedule
+from meshmend.schedule import Collective
 from meshmend.study.figures import FIGURES
 from meshmend.topology import Mesh, parse_chip
 
 
 def command(
     output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="F", help="Output file: .svg .png .pdf, or .gif .html for steps.")
+        Path, typer.Option("-o", "--output", metavar="F", help="Output file: .svg .png .pdf, or .html for steps.")
     ],
     machine: MachineOptions,
     holes: HoleOptions,
     tuning: TuningOptions,
     auto: AutoOptions,
-    plan_of: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="SHAPE|FILE",
-            help="Chips along each axis, as in 16x32; or a plan that `plan --save` wrote.",
-            show_default=False,
-        ),
-    ] = None,
+    plan_of: OptionalPlanArgument = None,
     planner: Annotated[
         str | None,
         typer.Option(
@@ -80,15 +71,6 @@ def command(
         list[int] | None,
         typer.Option("--chunk", metavar="K", help="trees: a chunk to draw; steps: a chunk to follow. Repeatable."),
     ] = None,
-    race: Annotated[
-        str | None,
-        typer.Option(
-            "--race",
-            metavar="NAME",
-            help="Two planners side by side on one clock: --planner, and this one. To .html.",
-            autocompletion=complete_planner,
-        ),
-    ] = None,
     steps: Annotated[str | None, typer.Option("--steps", metavar="A-B", help="steps: show only steps A to B.")] = None,
     route: Annotated[
         list[str] | None,
@@ -110,7 +92,7 @@ def command(
     """
     with exit_on_error(json):
         check_output("--output", output)
-        if check_ending(output, STILL + MOVING) != ".html":
+        if check_ending(output, (*STILL, PAGE)) != PAGE:
             require("matplotlib", needed_for="Drawing pictures", extra="draw")
         file = None if schedule_file is None else str(schedule_file)
         if plan_of is not None and is_file(plan_of):
@@ -119,11 +101,11 @@ def command(
         given = given_options(machine, holes, tuning, auto) + ([] if planner is None else ["--planner"])
         given += [] if collective == Collective.ALL_REDUCE else ["--collective"]
         if figure is not None:
-            _refuse("--figure", plan_of, file, route, what, chunk, steps, race, *given)
+            _refuse("--figure", plan_of, file, route, what, chunk, steps, *given)
             drawing = draw_paper_figure(figure, output)
             facts: dict[str, Any] = {**mesh_facts(FIGURES[figure].mesh), "planner": FIGURES[figure].planner or None}
         elif route is not None:
-            _refuse("--route", planner, what, chunk, steps, race)
+            _refuse("--route", planner, what, chunk, steps)
             mesh = _mesh(machine, plan_of, holes) if file is None else load_plan(file, *given, proven=False).mesh
             drawing = draw_routes(mesh, [_read_route(text) for text in route], output)
             facts = {**mesh_facts(mesh), "planner": None}
@@ -139,44 +121,16 @@ def command(
                 with working(f"planning and proving {mesh}", json):
                     schedule = plan(mesh, chosen)
             facts = {**mesh_facts(schedule.mesh), "planner": schedule.planner}
-            if race is None:
-                drawing = _draw(schedule, output, what, chunk, _read_steps(steps), shows_progress(json))
-            else:
-                if what is not None or chunk is not None or steps is not None:
-                    raise DrawingError(
-                        "--race shows all steps of both planners: leave out --what, --chunk and --steps."
-                    )
-                hardware = machine.hardware(auto.hardware)
-                target = (auto.payload, hardware)
-                with working(f"planning and proving {schedule.mesh} with {race}", json):
-                    other = plan(schedule.mesh, tuning.planner(race, *target, collective=schedule.collective))
-                payload_bytes = DEFAULT_PAYLOAD_BYTES if auto.payload is None else parse_bytes(auto.payload)
-                drawing = draw_race(
-                    [schedule, other], output, payload_bytes=payload_bytes, hardware=hardware or DEFAULT_HARDWARE
-                )
-                facts["race"] = other.planner
+            drawing = draw(schedule, output, cast("What | None", what), chunks=chunk, steps=_read_steps(steps))
         _show(drawing, facts, json)
-
-
-def _draw(
-    schedule: Schedule, output: Path, what: Any, chunks: list[int] | None, steps: tuple[int, int] | None, shown: bool
-) -> Drawing:
-    """Draw; animations take seconds, so they get a progress bar on standard error."""
-    if output.suffix != ".gif":
-        return draw(schedule, output, what, chunks=chunks, steps=steps)
-    with Progress(console=terminal(stderr=True), disable=not shown, transient=True) as progress:
-        bar = progress.add_task("frames", total=None)
-        return draw(schedule, output, what, chunks=chunks, steps=steps, on_frame=lambda: progress.advance(bar))
 
 
 def _show(drawing: Drawing, facts: dict[str, Any], json: bool) -> None:
     if json:
-        written = {"what": drawing.what, "file": str(drawing.path), "bytes": drawing.n_bytes, "note": drawing.note}
+        written = {"what": drawing.what, "file": str(drawing.path), "bytes": drawing.n_bytes}
         print_json({**facts, **written})
         return
     facts = {"shows": drawing.what, "file": plain(drawing.path), "size": name_bytes(drawing.n_bytes)}
-    if drawing.note:
-        facts["note"] = drawing.note
     print_facts("Drawing", facts)
 
 

@@ -11,16 +11,14 @@ from rich.text import Text
 
 from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
 from meshmend.cli.options import IntendedOption, JsonOption, WrapOption, read_wrap
-from meshmend.cli.outputs import check_plot
 from meshmend.cli.terminal import plain, print_line, terminal
 from meshmend.cost import find_hardware
-from meshmend.drawing import Drawing, draw_machine
 from meshmend.errors import ParameterError, name_chip
 from meshmend.machines import Machine, read_machine
 from meshmend.topology import Mesh, name_cable, parse_shape
 
 MOST_ROWS = 32
-"""Pictures of larger meshes do not fit a terminal; `--output` makes those."""
+"""Pictures of larger meshes do not fit a terminal."""
 MOST_LISTED = 12
 
 
@@ -32,9 +30,6 @@ def command(
         typer.Option("--shape", metavar="SHAPE", help="What the machine is, if the file leaves it open: 4x8."),
     ] = None,
     wrap: WrapOption = "none",
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="F", help="Draw the machine to this file: .svg .png .pdf.")
-    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Read a machine's own description: its mesh, the hole, the slow cables, and whom to call.
@@ -45,19 +40,16 @@ def command(
     Example: meshmend machine cluster.yaml
     """
     with exit_on_error(json):
-        check_plot("--output", output)
         if shape is None and wrap != "none":
             raise ParameterError("--wrap goes with --shape: give both, or neither.")
         wraps = False if shape is None else read_wrap(wrap, len(parse_shape(shape)))
         machine = read_machine(file, intended=intended, shape=shape, wrap=wraps)
         if machine.hardware is not None:
             find_hardware(machine.hardware)  # a name that is not known would fail in the next command
-        drawing = None if output is None else draw_machine(machine, output)
         if json:
-            written = {} if drawing is None else {"drawing": str(drawing.path), "bytes": drawing.n_bytes}
-            print_json({**_facts(machine, _next(machine, file, intended)), **written})
+            print_json(_facts(machine, _next(machine, file, intended)))
         else:
-            _show(machine, _next(machine, file, intended), drawing)
+            _show(machine, _next(machine, file, intended))
 
 
 def _next(machine: Machine, file: Path, intended: Path | None) -> str | None:
@@ -106,7 +98,7 @@ def _hosts_to_call(machine: Machine) -> list[str]:
     return sorted(found)
 
 
-def _show(machine: Machine, then: str | None, drawing: Drawing | None) -> None:
+def _show(machine: Machine, then: str | None) -> None:
     mesh = machine.mesh
     failed = [machine.name(at) + _on(machine.host(at)) for at in machine.failed_chips]
     cables = [f"{name_cable(cable)}{_between(machine, cable)}" for cable in mesh.failed_cables]
@@ -122,7 +114,6 @@ def _show(machine: Machine, then: str | None, drawing: Drawing | None) -> None:
         "place unknown": _listed([f"{name}: {why}" for name, why in machine.unplaced.items()]),
         "call": _listed(_hosts_to_call(machine)),
         "notes": "\n".join(plain(note) for note in machine.notes),
-        "picture": "" if drawing is None else f"{plain(drawing.path)}, {drawing.n_bytes / 1000:,.0f} kB",
     }
     print_facts(f"{machine.file}", {name: value for name, value in facts.items() if value})
     if mesh.n_axes == 2 and max(mesh.shape) <= MOST_ROWS:

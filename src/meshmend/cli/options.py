@@ -42,10 +42,12 @@ def completing(*names: str) -> Callable[[str], list[str]]:
 complete_planner = completing(*PLANNERS)
 complete_hardware = completing(*PRESETS)
 ShapeArgument = Annotated[str, typer.Argument(metavar="SHAPE", help="Chips along each axis, as in 16x32.")]
-PlanArgument = Annotated[
-    str,
+OptionalPlanArgument = Annotated[
+    str | None,
     typer.Argument(
-        metavar="SHAPE|FILE", help="Chips along each axis, as in 16x32; or a plan that `plan --save` wrote."
+        metavar="SHAPE|FILE",
+        help="Chips along each axis, as in 16x32; or a plan that `plan --save` wrote; or --machine.",
+        show_default=False,
     ),
 ]
 OptionalShapeArgument = Annotated[
@@ -103,6 +105,10 @@ CollectiveOption = Annotated[
 PayloadOption = Annotated[
     str, typer.Option("--payload", metavar="SIZE", help="Payload per chip: 102MB, 1.34GB, 64MiB.")
 ]
+OptionalPayloadOption = Annotated[
+    str | None,
+    typer.Option("--payload", metavar="SIZE", help="Payload per chip: 102MB, 1.34GB, 64MiB.", show_default="100MB"),
+]
 HardwareOption = Annotated[
     str | None,
     typer.Option(
@@ -138,14 +144,13 @@ class HoleOptions:
 
     def mesh(self, shape: str) -> Mesh:
         """Return the mesh that the options describe."""
-        n_axes = Mesh(shape).n_axes
-        return Mesh(
-            shape,
-            wrap=read_wrap(self.wrap, n_axes),
-            failed=self.fail or (),
-            failed_cables=self.fail_cable or (),
-            cable_rates=[parse_cable_rate(text) for text in self.cable_rate or ()],
-        )
+        wrap = read_wrap(self.wrap, Mesh(shape).n_axes)
+        return self.added_to(Mesh(shape, wrap=wrap))
+
+    def added_to(self, mesh: Mesh) -> Mesh:
+        """Return a mesh with the failures that the options add to it."""
+        rates = [parse_cable_rate(text) for text in self.cable_rate or ()]
+        return mesh.with_failures(self.fail or (), self.fail_cable or (), rates)
 
 
 @dataclass(frozen=True)
@@ -183,14 +188,7 @@ class MachineOptions:
         if shape is not None or holes.wrap != "none":
             said = shape if shape is not None else f"--wrap {holes.wrap}"
             raise ParameterError(f"{self.machine} already says what mesh it is: leave out {said}.")
-        mesh = self._read.usable_mesh
-        return Mesh(
-            mesh.shape,
-            wrap=mesh.wrap,
-            failed=[*mesh.holes, *(holes.fail or ())],
-            failed_cables=[*mesh.failed_cables, *(holes.fail_cable or ())],
-            cable_rates=[*mesh.cable_rates.items(), *(parse_cable_rate(text) for text in holes.cable_rate or ())],
-        )
+        return holes.added_to(self._read.usable_mesh)
 
 
 @dataclass(frozen=True)
@@ -246,12 +244,7 @@ class TuningOptions:
 class AutoOptions:
     """The payload and hardware to plan for, in commands that use them for nothing else."""
 
-    payload: Annotated[
-        str | None,
-        typer.Option(
-            "--payload", metavar="SIZE", help="Payload per chip to plan for: 102MB, 64MiB.", show_default="100MB"
-        ),
-    ] = None
+    payload: OptionalPayloadOption = None
     hardware: Annotated[
         str | None,
         typer.Option(
@@ -316,7 +309,7 @@ def read_wrap(text: str, n_axes: int) -> list[bool]:
     return parse_wrap(text, n_axes, given=f"--wrap {text}:")
 
 
-def given_options(*bundles: HoleOptions | MachineOptions | TuningOptions | AutoOptions) -> list[str]:
+def given_options(*bundles: HoleOptions | MachineOptions | TuningOptions | AutoOptions | PriceOptions) -> list[str]:
     """Return the options of these bundles that were given.
 
     >>> given_options(HoleOptions(fail_cable=["0,0-0,1"]), TuningOptions())

@@ -1,4 +1,4 @@
-"""`meshmend plan`: make a schedule, prove it, describe it and save it."""
+"""`meshmend plan`: make a schedule or read one, prove it, predict its time, describe it and save it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ from rich.text import Text
 
 from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
 from meshmend.cli.options import (
-    AutoOptions,
     CollectiveOption,
     HoleOptions,
     JsonOption,
     MachineOptions,
     NeighboursOption,
-    OptionalShapeArgument,
+    OptionalPayloadOption,
+    OptionalPlanArgument,
     PlannerOption,
+    PriceOptions,
     TuningOptions,
+    given_options,
+    is_file,
+    load_plan,
 )
 from meshmend.cli.outputs import SCHEDULES, check_output
-from meshmend.cli.pricing import hardware_facts
+from meshmend.cli.pricing import forecast_facts, hardware_facts
 from meshmend.cli.terminal import approved, plain, print_table, working
-from meshmend.cost import DEFAULT_HARDWARE, Forecast, busiest_link_load, predict
+from meshmend.cost import Forecast, busiest_link_load, predict
 from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
 from meshmend.planning import Auto, Candidate, Choice, Derived, Planner, Tuned, choose, plan
 from meshmend.planning.proven import DEFAULT_PAYLOAD_BYTES
@@ -37,42 +41,55 @@ from meshmend.schedule.verify import Proof, verify
 
 
 def command(
-    shape: OptionalShapeArgument = None,
+    plan_of: OptionalPlanArgument = None,
     *,
     machine: MachineOptions,
     planner: PlannerOption = Auto.name,
     collective: CollectiveOption = Collective.ALL_REDUCE,
     holes: HoleOptions,
     tuning: TuningOptions,
-    auto: AutoOptions,
+    payload: OptionalPayloadOption = None,
+    price: PriceOptions,
     neighbours_only: NeighboursOption = False,
     save_to: Annotated[
         Path | None, typer.Option("--save", metavar="F", help="Write the schedule to F: .npz, or .txt to read it.")
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Plan an all-reduce, or another collective, for the chips that survive, and prove it.
+    """Plan an all-reduce, or another collective, for the chips that survive; prove it, and predict how long it takes.
+
+    A saved plan is proven and predicted as it is.
 
     Example: meshmend plan 16x32 --fail 4x2@6,8 --payload 102MB --hardware tpu-v3
+    Example: meshmend plan plan.npz --payload 1GB --mode asynchronous
     """
     with exit_on_error(json):
         check_output("--save", save_to, SCHEDULES)
-        mesh = machine.mesh(shape, holes)
-        hardware = machine.hardware(auto.hardware)
-        chosen = tuning.planner(planner, auto.payload, hardware, collective=collective)
-        payload_bytes = DEFAULT_PAYLOAD_BYTES if auto.payload is None else parse_bytes(auto.payload)
-        with working(f"planning {mesh}", json) as tell:
-            started = time.perf_counter()
-            choice = choose(mesh, chosen) if isinstance(chosen, Auto | Tuned) and not neighbours_only else None
-            if choice is not None:
-                schedule = choice.schedule
-            else:
-                schedule = plan(mesh, chosen, verify=False, neighbours_only=neighbours_only)
-            plan_seconds = time.perf_counter() - started
-            tell(f"proving {schedule.n_transfers:,} transfers")
+        hardware, mode = price.read_hardware(machine), price.read_mode()
+        payload_bytes = DEFAULT_PAYLOAD_BYTES if payload is None else parse_bytes(payload)
+        choice: Choice | None = None
+        started = time.perf_counter()
+        if plan_of is not None and is_file(plan_of):
+            named = [] if planner == Auto.name else ["--planner"]
+            named += [] if collective == Collective.ALL_REDUCE else ["--collective"]
+            named += ["--neighbours-only"] if neighbours_only else []
+            schedule = load_plan(plan_of, *given_options(holes, machine, tuning), *named, proven=False)
+        else:
+            mesh = machine.mesh(plan_of, holes)
+            # Told what to plan for, a planner tunes the parameters that are not given.
+            told = [machine.hardware(None), payload, *(one for one in given_options(price) if one != "--mode")]
+            chosen = tuning.planner(planner, payload, hardware if any(told) else None, collective=collective)
+            with working(f"planning {mesh}", json):
+                if isinstance(chosen, Auto | Tuned) and not neighbours_only:
+                    choice = choose(mesh, chosen)
+                    schedule = choice.schedule
+                else:
+                    schedule = plan(mesh, chosen, verify=False, neighbours_only=neighbours_only)
+        plan_seconds = time.perf_counter() - started
+        with working(f"proving {schedule.n_transfers:,} transfers", json) as tell:
             proof = verify(schedule)
             tell("predicting its time, and the bound")
-            forecast = predict(schedule, payload_bytes, hardware or DEFAULT_HARDWARE)
+            forecast = predict(schedule, payload_bytes, hardware, mode=mode)
         if save_to is not None:
             save(schedule, save_to)
         if json:
@@ -82,7 +99,7 @@ def command(
             print_json(facts)
         else:
             more = {"planned in": name_seconds(plan_seconds)} | ({} if save_to is None else {"saved": plain(save_to)})
-            show_schedule(schedule, proof, more, {"time": _name_time(forecast)})
+            show_schedule(schedule, proof, more, forecast)
             if choice is not None:
                 _show_considered(choice)
 
@@ -91,20 +108,33 @@ def _time_facts(forecast: Forecast) -> dict[str, Any]:
     return {
         "payload_bytes": forecast.payload_bytes,
         "hardware": hardware_facts(forecast.hardware),
-        "seconds": forecast.seconds,
-        "bound_seconds": forecast.bound_seconds,
-        "ratio_to_bound": forecast.ratio_to_bound,
+        "mode": forecast.mode,
+        **forecast_facts(forecast),
+        "bound": forecast.bound.units,
+        "bound_why": forecast.bound.why,
     }
 
 
-def _name_time(forecast: Forecast) -> Text:
-    """Return the predicted time, how far it is from the bound, and for what."""
-    return Text.assemble(
-        (name_seconds(forecast.seconds), "bold"),
-        f" for {name_bytes(forecast.payload_bytes)} per chip on {forecast.hardware.name}: ",
-        (f"{forecast.ratio_to_bound:.3f}×", "bold"),
-        f" the bound of {name_seconds(forecast.bound_seconds)}",
-    )
+def _time_rows(forecast: Forecast) -> dict[str, str | Text]:
+    """Return the predicted time, how far it is from the bound, and what it is spent on."""
+    why = forecast.bound.highest_line(forecast.payload_bytes, forecast.hardware.link_bytes_per_s).why
+    return {
+        "time": Text.assemble(
+            (name_seconds(forecast.seconds), "bold"),
+            f" for {name_bytes(forecast.payload_bytes)} per chip on {forecast.hardware.name}: ",
+            (f"{forecast.ratio_to_bound:.3f}×", "bold"),
+            f" the bound of {name_seconds(forecast.bound_seconds)}",
+        ),
+        "bound": str(forecast.bound),
+        "with latency": f"at least {name_seconds(forecast.least_seconds)}: {why}",
+        "hardware": f"{forecast.hardware}; {forecast.mode}",
+        "by cause": "\n".join(f"{_part(forecast, seconds)}{name}" for name, seconds in forecast.gap.parts.items()),
+    }
+
+
+def _part(forecast: Forecast, seconds: float) -> str:
+    """Return a part of the time and its share, in columns."""
+    return f"{name_seconds(seconds):>9}  {seconds / forecast.seconds:>4.0%}  " if forecast.seconds else ""
 
 
 def _candidate_facts(candidate: Candidate) -> dict[str, Any]:
@@ -171,20 +201,22 @@ def schedule_facts(schedule: Schedule, proof: Proof) -> dict[str, Any]:
     }
 
 
-def show_schedule(
-    schedule: Schedule, proof: Proof, more: Mapping[str, str], first: Mapping[str, Text] | None = None
-) -> None:
-    """Print the same facts as a table, after what a reader wants to know `first`."""
-    phases = [f"steps {p.first_step:>4} – {p.last_step:<4}  {plain(p.name)}" for p in schedule.phases]
+def show_schedule(schedule: Schedule, proof: Proof, more: Mapping[str, str], forecast: Forecast | None = None) -> None:
+    """Print the same facts as a table, the predicted time first."""
+    times = {} if forecast is None else {name: _part(forecast, s) for name, s in forecast.by_phase.items()}
+    phases = [
+        f"steps {p.first_step:>4} – {p.last_step:<4}  {times.get(p.name, '')}{plain(p.name)}" for p in schedule.phases
+    ]
+    busiest = "" if forecast is None else f": {', '.join(str(link) for link in forecast.busiest_links)}"
     print_facts(
         f"{schedule.planner} {schedule.collective} on {schedule.mesh}",
         {
-            **(first or {}),
+            **({} if forecast is None else _time_rows(forecast)),
             "chips": f"{schedule.mesh.n_chips:,} live of {schedule.mesh.size:,}",
             "steps": f"{schedule.n_steps:,}",
             "chunks": f"{schedule.total_chunks:,}",
             "transfers": f"{schedule.n_transfers:,}",
-            "busiest link": f"{busiest_link_load(schedule):.4f} of the payload",
+            "busiest link": f"{busiest_link_load(schedule):.4f} of the payload{busiest}",
             "phases": "\n".join(phases),
             **more,
             "proof": approved(proof),

@@ -9,10 +9,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import typer
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 from meshmend.cli.common import INTERRUPTED, USAGE, exit_on_error, tell_error
-from meshmend.cli.terminal import write_what_the_encoding_lacks
+from meshmend.cli.terminal import terminal, write_what_the_encoding_lacks
+
+WIDE = 76
+"""Columns from which on two panels of the help fit beside each other."""
 
 _ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 """The class that typer raises for a wrong command line: click's, or that of typer's own copy of click."""
@@ -56,8 +62,30 @@ class CommandGroup(TyperGroup):
         return _without_types(super().get_params(ctx))
 
 
-class OneLine(CommandGroup):
-    """The root of the commands: reports every error in one line, with an exit code of `EXIT_CODES`."""
+class Root(CommandGroup):
+    """The root of the commands: help on one screen; every error in one line, with an exit code of `EXIT_CODES`."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002  # the help goes to the terminal
+        """Print the commands in their panels, two beside each other where there is room."""
+        console = terminal()
+        panels: dict[str, Table] = {}
+        for name in self.list_commands(ctx):
+            command: Any = self.get_command(ctx, name)
+            if not command.hidden:
+                table = panels.setdefault(command.rich_help_panel, Table.grid(padding=(0, 1)))
+                table.add_row(Text(name, style="cyan"), command.short_help)
+        boxes = [Panel(table, title=title, title_align="left", border_style="dim") for title, table in panels.items()]
+        beside = 2 if console.width >= WIDE else 1
+        screen = Table.grid(expand=True)
+        for _ in range(beside):
+            screen.add_column(ratio=1)
+        for first in range(0, len(boxes), beside):
+            screen.add_row(*boxes[first : first + beside])
+        flags = [option for param in self.get_params(ctx) for option in param.opts if option.startswith("--")]
+        console.print(Text.assemble(("Usage: ", "bold"), f"{ctx.command_path} COMMAND …", ("  ", ""), self.help or ""))
+        console.print(screen)
+        console.print(Text.assemble(("Options: ", "bold"), ", ".join(flags), "; of a command: COMMAND --help"))
+        console.print(Text(self.epilog or "", style="dim"))
 
     def main(
         self,

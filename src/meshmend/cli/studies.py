@@ -21,7 +21,7 @@ from meshmend.cost import PRESETS
 from meshmend.cost.units import parse_bytes
 from meshmend.errors import ParameterError
 from meshmend.machines.machine import through_xla
-from meshmend.topology import Mesh, parse_shape
+from meshmend.topology import parse_shape
 
 MAX_DAYS = 36_500
 """A century: longer than any machine runs, and short enough to simulate."""
@@ -183,7 +183,7 @@ class StudyOptions:
             others["compute_s"] = self.compute_seconds
         return Assumptions.of(
             # The simulation makes failures of its own; slow cables stay.
-            Mesh(mesh.shape, wrap=mesh.wrap, cable_rates=mesh.cable_rates.items()),
+            mesh.whole,
             host=parse_shape(self.host),
             board=None if self.board == "none" else parse_shape(self.board),
             mtbf_chip_h=self.mtbf_chip,

@@ -24,6 +24,7 @@ from meshmend.cost.paths import TransferPaths
 from meshmend.cost.step_demand import CORES_PER_MESSAGE, handled_chunks
 from meshmend.errors import ParameterError
 from meshmend.schedule import Schedule
+from meshmend.schedule.classes import ChunkClasses
 
 MAX_CELLS = 2**28
 """Limit of stored times, one per chip and class of chunks: 2 GiB."""
@@ -138,20 +139,14 @@ class _HopTable:
 
 
 class _Chunks:
-    """Chunks that always travel together, as one class; and the times at which chips have them."""
+    """Classes of chunks that always travel together, and the times at which chips have them."""
 
     def __init__(self, schedule: Schedule) -> None:
-        first = schedule.first_chunk
-        self._single = bool((schedule.n_chunks == 1).all())
-        if self._single:
-            self.n = schedule.total_chunks
-            self._first = first
-            return
-        after = first.astype(np.int64) + schedule.n_chunks
-        bounds = np.unique(np.concatenate([[0, schedule.total_chunks], first, after]))
-        self.n = len(bounds) - 1
-        self._first = np.searchsorted(bounds, first).astype(np.int32)
-        self._length = np.searchsorted(bounds, after) - self._first
+        classes = ChunkClasses(schedule)
+        self.n = classes.n
+        self._first = classes.first
+        self._length = classes.last - classes.first
+        self._single = bool((self._length == 1).all())
 
     def latest(self, ready: Floats, rows: slice, rank: NDArray[np.int32]) -> Floats:
         """Return when `rank[i]` has everything that transfer i sends."""

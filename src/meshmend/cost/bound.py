@@ -18,21 +18,37 @@ A cable of rate r carries r·b each way, and counts as r of a cable in all of th
 Where a chip drives only some of its links at once, a part sends no more than its chips can drive, and that replaces
 its number of cables. Per part there is a second, simpler bound: everything must leave it once. Only the partitions that
 are tightest without that limit are tried: the bound is valid, but a tighter one may exist.
+
+**With latency.** Bandwidth says nothing of short payloads. On known hardware three more facts do, for every schedule:
+
+- *Doubling.* A chip takes one message per chunk and step, and each adds at most as many contributions as its sender
+  holds. So a sum of P contributions takes log₂ P steps at least, rounded up, each of a step's latency and one hop, and
+  what the cables carry besides. An all-gather may do with one step, and so may an asynchronous engine, which waits for
+  no step to end.
+- *Distance.* What a chip contributes must come to the chip farthest from it. Each hop on its way costs a hop latency,
+  whether it goes in one long step or in many short ones.
+- *The last to leave.* A chip v that lies e hops from the farthest must send all it contributes over its own links.
+  Take what leaves it in the last step in which anything leaves it for the first time, and of that a transfer with the
+  fewest hops, h. All else that leaves in that step has h hops or more, so the step lasts for h hop latencies and these
+  bytes over v's links, or longer; the steps before it last for the other bytes; and from where it arrives there are
+  e − h hops to go. Together: e hops, and the payload over v's links.
+
+Each is a line, seconds + units · M/b, and the highest of them binds.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.cost.cuts import narrowest_cut, narrowest_partition
 from meshmend.cost.hardware import Hardware, Mode, find_hardware
-from meshmend.cost.time_floor import TimeFloor, time_floors
 from meshmend.errors import MeshError, ParameterError, name_chip
 from meshmend.schedule import Collective
 from meshmend.topology import Mesh
@@ -43,11 +59,22 @@ MAX_TREES = 96
 TREE_CABLES = 2**21
 """Beyond that trees are packed to find a partition: so many, or as many as use this number of cables in all, which
 takes a second or two. More trees find a better partition; the bound holds with any number."""
+MAX_SOURCES = 1024
+"""Chips whose distance from all others is measured. Of more chips than that, those that are likely to be farthest."""
+NARROWEST = 64
 ROUNDING = 1e-9
 """Sums of the same rates in another order differ by less."""
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+
+
+class Line(NamedTuple):
+    """No schedule takes less than `seconds` and `units` · M/b, because of what `why` says."""
+
+    seconds: float
+    units: float
+    why: str
 
 
 @dataclass(frozen=True)
@@ -64,7 +91,7 @@ class Bound:
     cables: int
     why: str
     is_exact: bool = True
-    floors: tuple[TimeFloor, ...] = ()
+    with_latency: tuple[Line, ...] = ()
     """What steps and hops cost at least besides, where the bound was asked for `hardware`."""
 
     def seconds(self, payload_bytes: float, link_bytes_per_s: float) -> float:
@@ -72,19 +99,19 @@ class Bound:
         return self.units * payload_bytes / link_bytes_per_s
 
     def least_seconds(self, payload_bytes: float, link_bytes_per_s: float) -> float:
-        """Return the least time with what steps and hops cost (`time_floor`), where the bound knows the hardware.
+        """Return the least time with what steps and hops cost, where the bound knows the hardware.
 
         >>> bound(Mesh("16x32", failed=["4x2@6,8"]), hardware="tpu-v4-xla").least_seconds(4e3, 50e9)  # 9 steps, 46 hops
         6.404e-05
         """
-        highest = self.highest_floor(payload_bytes, link_bytes_per_s)
+        highest = self.highest_line(payload_bytes, link_bytes_per_s)
         return highest.seconds + highest.units * payload_bytes / link_bytes_per_s
 
-    def highest_floor(self, payload_bytes: float, link_bytes_per_s: float) -> TimeFloor:
-        """Return what binds a payload over links of that rate: one of the floors, or bandwidth alone."""
+    def highest_line(self, payload_bytes: float, link_bytes_per_s: float) -> Line:
+        """Return what binds a payload over links of that rate: one of the lines, or bandwidth alone."""
         unit = payload_bytes / link_bytes_per_s
-        floors = self.floors or (TimeFloor(0.0, self.units, self.why),)
-        return max(floors, key=lambda floor: floor.seconds + floor.units * unit)
+        lines = self.with_latency or (Line(0.0, self.units, self.why),)
+        return max(lines, key=lambda line: line.seconds + line.units * unit)
 
     def __str__(self) -> str:
         return f"{'' if self.is_exact else 'at least '}{self.units:.4f} M/b: {self.why}"
@@ -140,12 +167,40 @@ def bound(
 def _with_latency(
     mesh: Mesh, hardware: Hardware, mode: Mode, collective: Collective, shares: tuple[int, ...] | None
 ) -> Bound:
-    """Return the bound with the floors of its hardware."""
+    """Return the bound with the lines of its hardware, of which the highest binds."""
     plain = bound(mesh, links_at_once=hardware.links_at_once, collective=collective, shares=shares)
-    owns = np.ones(mesh.n_chips, np.bool_) if shares is None else np.asarray(shares) > 0
-    drives = _drives(mesh, hardware.links_at_once)
-    floors = time_floors(mesh, hardware, mode, collective, units=plain.units, drives=drives, owns=owns)
-    return dataclasses.replace(plain, floors=floors)
+    adds = collective is not Collective.ALL_GATHER
+    steps = (mesh.n_chips - 1).bit_length() if adds and mode == "lock-step" else 1
+    start, hop = steps * hardware.step_latency_s, hardware.hop_latency_s
+    many = f"{steps} step{'s' * (steps != 1)}"
+    lines = [Line(start + steps * hop, plain.units, f"{many}, and what the cables carry")]
+    # An owner of a reduce-scatter or an all-gather is at one end of every way, and keeps its own share.
+    owners = np.arange(mesh.n_chips) if shares is None else np.flatnonzero(shares)
+    drives = _drives(mesh, hardware.links_at_once) if collective.is_all_reduce else np.full(mesh.n_chips, np.inf)
+    outermost: dict[float, tuple[int, int]] = {}
+    for rank, far in _eccentricities(mesh, owners):
+        width = float(drives[rank])
+        if width not in outermost or far > outermost[width][1]:
+            outermost[width] = rank, far
+    for width, (rank, far) in outermost.items():
+        left = ", after all of its payload has left it" if collective.is_all_reduce else ""
+        why = f"{many} and the {far} hops from chip {name_chip(mesh.chip(rank))}{left}"
+        lines.append(Line(start + far * hop, 1 / width, why))
+    return dataclasses.replace(plain, with_latency=tuple(lines))
+
+
+def _eccentricities(mesh: Mesh, sources: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Yield chips and how many hops they are from the chip farthest from them; not of all chips if they are many."""
+    from scipy.sparse.csgraph import shortest_path
+
+    if len(sources) > MAX_SOURCES:
+        # The farthest from the farthest of any chip is an end of the mesh, and so are its narrowest chips.
+        from_first = shortest_path(mesh.graph, directed=False, unweighted=True, indices=int(sources[0]))
+        ends = [int(sources[0]), int(sources[np.argmax(from_first[sources])])]
+        narrow = sources[np.argsort((mesh.neighbours[sources] >= 0).sum(axis=1), kind="stable")[:NARROWEST]]
+        sources = np.unique([*ends, *narrow.tolist()])
+    hops = shortest_path(mesh.graph, directed=False, unweighted=True, indices=sources)
+    yield from zip(sources.tolist(), hops.max(axis=1).astype(int).tolist(), strict=True)
 
 
 def _drives(mesh: Mesh, links_at_once: int | None) -> Floats:

@@ -54,14 +54,12 @@ class TransferPaths:
         n = schedule.mesh.n_chips
         pairs, which = np.unique(schedule.src[far].astype(np.int64) * n + schedule.dst[far], return_inverse=True)
         walk = routing.trace(schedule.mesh, *np.divmod(pairs, n))
-        order = np.lexsort((walk.hop, walk.flow))
         hops = np.bincount(walk.flow, minlength=len(pairs))
         starts = np.cumsum(hops) - hops
         # Every transfer gets a copy of its pair's path.
         far_hops = hops[which]
         far_hop = np.arange(far_hops.sum()) - np.repeat(np.cumsum(far_hops) - far_hops, far_hops)
-        path = order[np.repeat(starts[which], far_hops) + far_hop]
-        far_link = walk.link[path].astype(np.int64)
+        far_link = walk.in_order.link[np.repeat(starts[which], far_hops) + far_hop].astype(np.int64)
         return cls(link, far, far_hops, np.repeat(far, far_hops), far_hop, far_link, schedule.mesh.n_link_slots)
 
 

@@ -1,5 +1,5 @@
-"""Drawing: schedules and routes as pictures, animations and pages. Pictures need the extra `draw` (matplotlib)."""
+"""Drawing: schedules and routes as pictures and pages. Pictures need the extra `draw` (matplotlib)."""
 
-from meshmend.drawing.draw import WHAT, Drawing, draw, draw_machine, draw_race, draw_routes, figure
+from meshmend.drawing.draw import WHAT, Drawing, draw, draw_routes, figure
 
-__all__ = ["WHAT", "Drawing", "draw", "draw_machine", "draw_race", "draw_routes", "figure"]
+__all__ = ["WHAT", "Drawing", "draw", "draw_routes", "figure"]

@@ -120,9 +120,7 @@ class Sheet:
         self.figure.text(
             0.2 / width_in, 1 - 0.14 / height_in, heading, size=TITLE_PT, weight="bold", color=INK, va="top"
         )
-        self.subtitle = self.figure.text(
-            0.2 / width_in, 1 - title_in / height_in, below, size=TEXT_PT, color=GREY, va="top"
-        )
+        self.figure.text(0.2 / width_in, 1 - title_in / height_in, below, size=TEXT_PT, color=GREY, va="top")
         if self.legend is not None:
             self.legend.set_bbox_to_anchor((0.5, 0.06 / height_in), transform=self.figure.transFigure)
         self.panels: list[Axes] = []
@@ -181,19 +179,10 @@ class Sheet:
             legend.remove()
         return legend, box.height / self.figure.dpi + 0.06
 
-    def draw_mesh(
-        self,
-        axes: Axes,
-        fills: Sequence[str] = (CHIP,),
-        *,
-        unnamed: int | None = None,
-        names: Sequence[str] | None = None,
-        name_pt: float | None = None,
-    ) -> None:
+    def draw_mesh(self, axes: Axes, fills: Sequence[str] = (CHIP,), *, unnamed: int | None = None) -> None:
         """Draw cables, chips and the hole; `fills` is one colour for all live chips, or one per chip.
 
-        The rank `unnamed` gets no coordinate written into it, because something else will be drawn there. `names` are
-        written in place of coordinates, one per live chip, `name_pt` high; a chip without one keeps its coordinate.
+        The rank `unnamed` gets no coordinate written into it, because something else will be drawn there.
         """
         layout, scale = self.layout, self.scale
         width = float(np.clip(0.018 * scale.cell_pt, 0.4, 1.0))
@@ -239,7 +228,7 @@ class Sheet:
             ]
             crosses = LineCollection(arms, colors="white", linewidths=0.8 * scale.line_pt, zorder=3.1, label="crosses")
             self.add(axes, crosses)
-        self._number(axes, unnamed, names, name_pt)
+        self._number(axes, unnamed)
 
     def add(self, axes: Axes, artist: Collection) -> None:
         """Add lines or shapes to a panel. Nothing is clipped: nothing reaches out of it, and clips bloat an SVG."""
@@ -295,8 +284,8 @@ class Sheet:
                 ),
             )
 
-    def _number(self, axes: Axes, unnamed: int | None, names: Sequence[str] | None, name_pt: float | None) -> None:
-        """Write names or coordinates into the chips, or numbers along the edges where chips are too small."""
+    def _number(self, axes: Axes, unnamed: int | None) -> None:
+        """Write coordinates into the chips, or numbers along the edges where chips are too small."""
         layout, scale = self.layout, self.scale
         mesh = layout.mesh
         if scale.names_chips:
@@ -305,18 +294,7 @@ class Sheet:
             if size >= 4.5:
                 for rank, ((x, y), chip) in enumerate(zip(layout.live, mesh.coords.tolist(), strict=True)):
                     name = ",".join(map(str, chip)) if rank != unnamed else ""
-                    given = names is not None and names[rank]
-                    axes.text(
-                        x,
-                        y,
-                        given or name,
-                        size=name_pt if given else size,
-                        color=INK,
-                        ha="center",
-                        va="center" if given else "center_baseline",
-                        linespacing=0.95,
-                        zorder=6,
-                    )
+                    axes.text(x, y, name, size=size, color=INK, ha="center", va="center_baseline", zorder=6)
             return
         if not layout.is_plane:
             return

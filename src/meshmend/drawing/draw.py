@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, get_args
 
-import numpy as np
-from numpy.typing import NDArray
-
-from meshmend.cost import DEFAULT_HARDWARE, Hardware, StepDemand, find_hardware
 from meshmend.errors import DrawingError, MissingExtraError
 from meshmend.extras import install_hint
-from meshmend.machines import Machine
 from meshmend.schedule import Schedule
 from meshmend.topology import Mesh, name_shape
 
@@ -23,19 +18,18 @@ if TYPE_CHECKING:
 
 What = Literal["rings", "phases", "load", "routes", "trees", "steps"]
 WHAT: tuple[What, ...] = get_args(What)
-STILL, MOVING = (".svg", ".png", ".pdf"), (".gif", ".html")
+STILL, PAGE = (".svg", ".png", ".pdf"), ".html"
 MAX_CHIPS = 2**14
 """128×128: the chips of a larger mesh do not fit on a page."""
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """What was written. `note` says what was left out, if anything was."""
+    """What was written."""
 
     path: Path
     what: str
     n_bytes: int
-    note: str = ""
 
 
 def draw(
@@ -46,9 +40,8 @@ def draw(
     chunks: Iterable[int] | None = None,
     steps: tuple[int, int] | None = None,
     title: str | None = None,
-    on_frame: Callable[[], None] = lambda: None,
 ) -> Drawing:
-    """Draw a schedule to `path`: .svg, .png and .pdf are pictures; .gif and .html show it step by step.
+    """Draw a schedule to `path`: .svg, .png and .pdf are pictures; .html shows it step by step.
 
     `what` is one of
 
@@ -59,7 +52,7 @@ def draw(
     - "routes": the routes of transfers between chips that are not neighbours.
     - "trees": how the contributions to each of `chunks` come together; four chunks by default.
     - "steps": the transfers of every step, or of `steps` = (first, last), and how complete each chip's sums are. For
-      .gif and .html. A page can follow any of `chunks`, and a GIF follows one, if it is given.
+      .html, where any of `chunks` can be followed.
 
     >>> import meshmend as mm, tempfile
     >>> schedule = mm.plan(mm.Mesh("4x4", failed=["2x2@2,2"]), "row-pairs")
@@ -67,79 +60,26 @@ def draw(
     'steps'
     """
     path = Path(path)
-    kind = check_ending(path, STILL + MOVING)
+    kind = check_ending(path, (*STILL, PAGE))
     check_size(schedule.mesh)
     if what is not None and what not in WHAT:
         raise DrawingError(f"There is no picture {what!r}. What can be drawn: {', '.join(WHAT)}.")
     chosen = what or default_what(schedule, kind)
-    if (chosen == "steps") != (kind in MOVING):
-        forms = MOVING if chosen == "steps" else STILL
+    if (chosen == "steps") != (kind == PAGE):
+        forms = (PAGE,) if chosen == "steps" else STILL
         raise DrawingError(f"{path.name} cannot show {chosen}: {chosen} go into {' or '.join(forms)}.")
     if chunks is not None and chosen not in ("trees", "steps"):
         raise DrawingError(f"Chunks can be chosen for trees and steps, not for {chosen}.")
     if steps is not None and chosen != "steps":
-        raise DrawingError(f"Steps can be chosen for .gif and .html, not for {chosen}.")
-    note = ""
+        raise DrawingError(f"Steps can be chosen for .html, not for {chosen}.")
     if chosen != "steps":
         _canvas().write(figure(schedule, chosen, chunks=chunks, title=title), path)
     else:
         from meshmend.drawing.film import film
+        from meshmend.drawing.page import write_page
 
-        scenes = film(schedule, steps, chunks, n_chunks=4 if kind == ".html" else 0)
-        if kind == ".html":
-            from meshmend.drawing.page import write_page
-
-            write_page([scenes], path, title=title, followed=-1 if chunks is None else 0)
-        else:
-            if len(scenes.chunks) > 1:
-                raise DrawingError(f"A GIF follows one chunk: got {len(scenes.chunks)}. An .html page lets you choose.")
-            _canvas()
-            from meshmend.drawing.gif import shown_steps, write_gif
-
-            shown = len(shown_steps(scenes))
-            if shown < scenes.n_frames:
-                note = f"shows {shown} of {scenes.n_frames:,} steps; an .html page shows them all"
-            write_gif(scenes, path, title=title, on_frame=on_frame)
-    return Drawing(path, chosen, path.stat().st_size, note)
-
-
-def draw_race(
-    schedules: Sequence[Schedule],
-    path: str | Path,
-    *,
-    payload_bytes: float,
-    hardware: str | Hardware = DEFAULT_HARDWARE,
-    title: str | None = None,
-) -> Drawing:
-    """Draw two schedules of one mesh side by side to an .html page, on one clock: the lock-step prediction.
-
-    >>> import meshmend as mm, tempfile
-    >>> mesh = mm.Mesh("4x4", failed=["2x2@2,2"])
-    >>> both = [mm.plan(mesh, name) for name in ("weave", "hamiltonian")]
-    >>> draw_race(both, f"{tempfile.mkdtemp()}/race.html", payload_bytes=1e8).what
-    'race'
-    """
-    path = Path(path)
-    check_ending(path, (".html",))
-    meshes = {schedule.mesh for schedule in schedules}
-    if len(schedules) != 2 or len(meshes) != 1:
-        raise DrawingError(
-            f"A race is between two schedules of one mesh: got {len(schedules)} of {', '.join(map(str, meshes))}."
-        )
-    check_size(schedules[0].mesh)
-    from meshmend.drawing.film import film
-    from meshmend.drawing.page import write_page
-
-    seconds = [step_seconds(schedule, payload_bytes, find_hardware(hardware)) for schedule in schedules]
-    write_page([film(one, n_chunks=0) for one in schedules], path, title=title, seconds=seconds)
-    return Drawing(path, "race", path.stat().st_size)
-
-
-def step_seconds(schedule: Schedule, payload_bytes: float, hardware: Hardware) -> NDArray[np.float64]:
-    """Return how long each step lasts; a step without transfers takes no time."""
-    seconds = np.zeros(schedule.n_steps)
-    seconds[np.unique(schedule.step)] = StepDemand(schedule).step_seconds(payload_bytes, hardware)
-    return seconds
+        write_page(film(schedule, steps, chunks), path, title=title, followed=-1 if chunks is None else 0)
+    return Drawing(path, chosen, path.stat().st_size)
 
 
 def figure(
@@ -186,21 +126,9 @@ def draw_routes(
     return Drawing(path, "routes", path.stat().st_size)
 
 
-def draw_machine(machine: Machine, path: str | Path, *, title: str | None = None) -> Drawing:
-    """Draw a machine to .svg, .png or .pdf: its chips by name, what has failed, and the rates of slow cables."""
-    path = Path(path)
-    check_ending(path, STILL)
-    check_size(machine.mesh)
-    canvas = _canvas()
-    from meshmend.drawing import machine_view
-
-    canvas.write(machine_view.draw_machine(machine, title=title), path)
-    return Drawing(path, "machine", path.stat().st_size)
-
-
 def default_what(schedule: Schedule, kind: str) -> What:
     """Return what is shown by default."""
-    if kind in MOVING:
+    if kind == PAGE:
         return "steps"
     return "trees" if any("root" in name or "tree" in name for name in schedule.phase_names) else "rings"
 

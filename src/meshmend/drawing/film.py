@@ -1,4 +1,4 @@
-"""Film: a schedule as frames of arrows, one frame per step. The GIF and the page both show it."""
+"""Film: a schedule as frames of arrows, one frame per step. The page and the studio show it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.drawing.fullness import ChunkPath, fullness
+from meshmend.drawing.fullness import fullness
 from meshmend.drawing.geometry import ASIDE, FigureLayout, Stroke, strokes
 from meshmend.drawing.style import some_chunks
 from meshmend.errors import DrawingError
@@ -30,11 +30,6 @@ class Film:
     def layout(self) -> FigureLayout:
         """Where the chips lie."""
         return FigureLayout(self.schedule.mesh)
-
-    @property
-    def n_frames(self) -> int:
-        """Number of steps shown."""
-        return self.last - self.first + 1
 
     @cached_property
     def _arrow_of_row(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -59,13 +54,6 @@ class Film:
         starts, origin = self.schedule.step_starts, self.schedule.step_starts[self.first]
         return np.unique(self._arrow_of_row[1][starts[step] - origin : starts[step + 1] - origin])
 
-    def carries(self, arrows: NDArray[np.int64], path: ChunkPath, step: int) -> NDArray[np.bool_]:
-        """Return which of these arrows carry the chunk in a step."""
-        src, dst, _ = self.arrows
-        n = self.schedule.mesh.n_chips
-        now = path.step == step
-        return np.isin(src[arrows] * n + dst[arrows], path.src[now] * n + path.dst[now])
-
     @cached_property
     def levels(self) -> NDArray[np.uint8]:
         """How complete the sums of each chip (column) are after each step (row), from 0 to `LEVELS`."""
@@ -80,10 +68,8 @@ class Film:
         return [lines[i] for i in pair]
 
 
-def film(
-    schedule: Schedule, steps: tuple[int, int] | None = None, chunks: Iterable[int] | None = None, *, n_chunks: int = 4
-) -> Film:
-    """Return the film of all steps, or of `steps` = (first, last), with up to `n_chunks` chunks to follow."""
+def film(schedule: Schedule, steps: tuple[int, int] | None = None, chunks: Iterable[int] | None = None) -> Film:
+    """Return the film of all steps, or of `steps` = (first, last), with four chunks to follow, or those given."""
     if not schedule.n_steps:
         raise DrawingError(f"There is nothing to show step by step: {schedule!r} has no transfers.")
     first, last = steps if steps is not None else (0, schedule.n_steps - 1)
@@ -91,4 +77,4 @@ def film(
         raise DrawingError(
             f"Steps {first} to {last} are not in the schedule, which has steps 0 to {schedule.n_steps - 1}."
         )
-    return Film(schedule, first, last, some_chunks(schedule, chunks, n_chunks))
+    return Film(schedule, first, last, some_chunks(schedule, chunks, 4))

@@ -1,4 +1,4 @@
-"""Fullness: how complete each chip's sums are after each step, which is what fills the chips of an animation.
+"""Fullness: how complete each chip's sums are after each step, which is what fills the chips of a page.
 
 A chip is full when it holds every contribution to every chunk; of an all-gather, when it holds every chunk.
 """
@@ -65,17 +65,6 @@ class ChunkPath:
     src: NDArray[np.int64]
     dst: NDArray[np.int64]
     adds: NDArray[np.bool_]
-
-    def share_after(self, schedule: Schedule, step: int) -> NDArray[np.float64]:
-        """Return which part of its sum each chip holds after a step."""
-        held, most = _at_the_start(schedule, np.array([self.chunk]))
-        after = held[:, 0]
-        for now in np.unique(self.step[self.step <= step]).tolist():
-            rows = np.flatnonzero(self.step == now)
-            got = np.minimum(after[self.src[rows]], most)
-            before = np.where(self.adds[rows], after[self.dst[rows]], 0)
-            after[self.dst[rows]] = np.minimum(before + got, most)
-        return after / most
 
 
 def follow(schedule: Schedule, chunk: int) -> ChunkPath:

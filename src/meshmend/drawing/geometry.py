@@ -196,12 +196,7 @@ def _one_hop(layout: FigureLayout, src: int, dst: int) -> list[Points]:
 
 def _routes(mesh: Mesh, src: NDArray[np.int64], dst: NDArray[np.int64]) -> list[list[int]]:
     """Return the ranks along each pair's route, both ends included."""
-    walk = routing.trace(mesh, src, dst)
-    order = np.lexsort((walk.hop, walk.flow))
-    ways = [[int(start)] for start in src]
-    rank, direction = np.divmod(walk.link[order], mesh.n_directions)
-    for flow, beyond in zip(walk.flow[order].tolist(), mesh.neighbours[rank, direction].tolist(), strict=True):
-        ways[flow].append(beyond)
+    ways = [path.tolist() for path in routing.trace(mesh, src, dst).paths(mesh, src)]
     for way, start, end in zip(ways, src, dst, strict=True):
         if way[-1] != end:
             raise DrawingError(

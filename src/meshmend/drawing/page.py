@@ -10,7 +10,6 @@ import base64
 import html
 import json
 import re
-from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.cost.units import name_seconds
 from meshmend.drawing.film import Film
 from meshmend.drawing.fullness import LEVELS, follow
 from meshmend.drawing.geometry import Stroke, cables
@@ -31,34 +29,19 @@ MAX_PAGE_BYTES = 32_000_000
 CHIP_HALF = 0.24
 
 
-def write_page(
-    films: Sequence[Film],
-    path: Path,
-    *,
-    title: str | None = None,
-    seconds: Sequence[NDArray[np.float64]] | None = None,
-    followed: int = -1,
-) -> None:
-    """Write one film as one HTML file, or several side by side, which `seconds`, how long each step lasts, let race.
+def write_page(film: Film, path: Path, *, title: str | None = None, followed: int = -1) -> None:
+    """Write a film as one HTML file.
 
     `followed` is the number of the chunk, among the film's, that is followed at first; -1 for none.
     """
-    shown = [film_facts(film) for film in films]
-    schedule = films[0].schedule
+    schedule = film.schedule
     heading = title or f"{schedule.planner} {schedule.collective} on {schedule.mesh}"
     facts = (
         f"{schedule.mesh.n_chips:,} live chips, {schedule.n_steps:,} steps, {schedule.n_transfers:,} transfers, "
         f"{schedule.total_chunks:,} chunks"
     )
-    if seconds is not None:
-        ends = [np.cumsum(one) for one in seconds]
-        heading = title or f"{schedule.collective} on {schedule.mesh}: {' against '.join(f['name'] for f in shown)}"
-        facts = f"{schedule.mesh.n_chips:,} live chips, both on the same clock: lock-step, as predicted"
-        for one, end in zip(shown, ends, strict=True):
-            one["ends"] = [float(f"{at:.6g}") for at in end]
-            one["title"] = f"{one['name']}: {name_seconds(float(end[-1]))}, {len(end):,} steps"
     # No "<" inside the script element: a phase name from a file must not end it.
-    data = json.dumps({"ink": INK, "followed": followed, "films": shown}, separators=(",", ":"))
+    data = json.dumps({"ink": INK, "followed": followed, "film": film_facts(film)}, separators=(",", ":"))
     words = {"title": html.escape(heading), "facts": html.escape(facts), "data": data.replace("<", "\\u003c")}
     text = (files("meshmend.drawing") / "page.html").read_text(encoding="utf-8")
     # All at once: a planner's name from a file must not be read as part of the template.

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from meshmend.errors import LabError, MeshmendError
-from meshmend.topology import Mesh, name_cable_rates, parse_cable_rate
+from meshmend.topology import Mesh
 
 FOLDER = Path("/run/meshmend")
 MAX_BYTES = 2**20
@@ -64,11 +64,7 @@ class Journal:
 
     def _write(self, claim: bool) -> None:
         facts: dict[str, Any] = {
-            "shape": self.mesh.shape,
-            "wrap": self.mesh.wrap,
-            "failed": [str(hole) for hole in self.mesh.holes],
-            "failed_cables": self.mesh.failed_cables,
-            "cable_rates": name_cable_rates(self.mesh.cable_rates),
+            **self.mesh.to_dict(),
             **{name: getattr(self, name) for name in ("rate", "stage", "temporary", "token", "pid", "started")},
         }
         _make_folder()
@@ -101,13 +97,7 @@ class Journal:
             with path.open("rb") as file:
                 data = file.read(MAX_BYTES + 1)
             facts = json.loads(data)
-            mesh = Mesh(
-                facts["shape"],
-                wrap=facts["wrap"],
-                failed=facts["failed"],
-                failed_cables=facts["failed_cables"],
-                cable_rates=[parse_cable_rate(text) for text in facts.get("cable_rates", ())],
-            )
+            mesh = Mesh.from_dict(facts)
             found = cls(
                 name,
                 mesh,

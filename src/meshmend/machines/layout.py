@@ -38,12 +38,6 @@ class ChipLayout(Generic[Chip]):
     grid: Grid
     place_of: Mapping[Chip, tuple[int, ...]]
     extra: tuple[tuple[Chip, Chip], ...]
-    n_missing_cables: int
-
-    @property
-    def n_missing_chips(self) -> int:
-        """Positions of the grid without a chip."""
-        return self.grid.size - len(self.place_of)
 
 
 def find_layout(
@@ -218,7 +212,7 @@ def _made(fit: Fit, chips: Sequence[Chip], near: Sequence[set[int]]) -> ChipLayo
         if a < b and not grid.near[turned[a]] >> turned[b] & 1
     )
     place_of = {chip: grid.coordinate(position) for chip, position in zip(chips, turned, strict=True)}
-    return ChipLayout(grid, place_of, extra, fit.missing)
+    return ChipLayout(grid, place_of, extra)
 
 
 def _turns(grid: Grid, first: int) -> Iterator[tuple[int, ...]]:

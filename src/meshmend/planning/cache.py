@@ -26,7 +26,7 @@ from meshmend.schedule import Schedule
 from meshmend.schedule.neighbour_hops import BY_HOPS
 from meshmend.schedule.serialize import FORMAT, load, save
 from meshmend.schedule.verify import verify
-from meshmend.topology import Mesh, name_cable, name_cable_rates
+from meshmend.topology import Mesh
 
 RECIPE = 5
 """Raised whenever a planner's output changes, so that schedules of an older version are not taken for new ones."""
@@ -61,12 +61,7 @@ class PlanCache:
         key = {
             "format": FORMAT,
             "recipe": RECIPE,
-            "shape": mesh.shape,
-            "wrap": mesh.wrap,
-            "failed": [str(hole) for hole in mesh.holes],
-            "failed_cables": [name_cable(cable) for cable in mesh.failed_cables],
-            # Left out where all cables are equal, so that such plans are found under the names they always had.
-            **({"cable_rates": name_cable_rates(mesh.cable_rates)} if mesh.has_slow_cables else {}),
+            **mesh.to_dict(),
             "planner": planner.name,
             "collective": planner.collective,
             "parameters": _parameters(planner),

@@ -53,11 +53,11 @@ class Hamiltonian(Planner):
 
     def _check(self, mesh: Mesh) -> None:
         """Refuse a mesh on which no such ring is found."""
-        _find_ring(mesh)
+        find_ring(mesh)
 
     def _plan(self, mesh: Mesh) -> Schedule:
         """Return a reduce-scatter round the ring followed by an all-gather, in both directions at once."""
-        ring = _find_ring(mesh)
+        ring = find_ring(mesh)
         n = len(ring)
         transfers = Transfers()
         owners = np.empty(2 * n, dtype=np.int64)
@@ -79,20 +79,7 @@ class Hamiltonian(Planner):
         return transfers.schedule(mesh, planner=self.name, total_chunks=2 * n, owners=owners)
 
 
-def hamiltonian_ring(mesh: Mesh) -> list[Coordinate]:
-    """Return the chips in ring order, for pictures.
-
-    >>> hamiltonian_ring(Mesh("2x2"))
-    [(0, 0), (0, 1), (1, 1), (1, 0)]
-    """
-    try:
-        ring = _find_ring(mesh)
-    except CannotServe as refusal:
-        raise ValueError(f"No Hamiltonian ring on {mesh}: {refusal.reason}") from None
-    return [mesh.chip(int(rank)) for rank in ring]
-
-
-def _find_ring(mesh: Mesh) -> NDArray[np.int64]:
+def find_ring(mesh: Mesh) -> NDArray[np.int64]:
     """Return the ranks in ring order, or raise `CannotServe`."""
     if mesh.n_axes == 2 and mesh.is_full and min(mesh.shape) > 1 and sum(n % 2 for n in mesh.shape) == 1:
         return as_ranks(mesh, _snake(*mesh.shape))

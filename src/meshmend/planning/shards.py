@@ -52,19 +52,7 @@ def plan_shards(
     number = places[found.owners] * per_chip + np.arange(found.total_chunks) % per_chip
     owners = np.empty_like(found.owners)
     owners[number] = found.owners
-    renumbered = Schedule(
-        mesh,
-        total_chunks=found.total_chunks,
-        step=found.step,
-        src=found.src,
-        dst=found.dst,
-        first_chunk=number[found.first_chunk],
-        op=found.op,
-        phase_names=found.phase_names,
-        owners=owners,
-        collective=found.collective,
-        planner=found.planner,
-    )
+    renumbered = found.replace(first_chunk=number[found.first_chunk], owners=owners)
     ensure_proven(renumbered)
     return renumbered
 

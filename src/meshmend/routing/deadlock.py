@@ -156,8 +156,8 @@ def dependencies(routes: Routes) -> Dependencies:
 def trace_dependencies(mesh: Mesh, trace: Trace) -> Dependencies:
     """Return the channel dependency graph of the flows of a trace, taken together."""
     n_channels = int(trace.channel.max(initial=0)) + 1
-    order = np.lexsort((trace.hop, trace.flow))
-    flow, channel = trace.flow[order], trace.link[order] * n_channels + trace.channel[order]
+    hops = trace.in_order
+    flow, channel = hops.flow, hops.link * n_channels + hops.channel
     goes_on = flow[1:] == flow[:-1]
     n_nodes = mesh.n_link_slots * n_channels
     arrows = np.unique(channel[:-1][goes_on] * n_nodes + channel[1:][goes_on])

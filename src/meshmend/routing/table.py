@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,20 @@ class Trace:
     hop: NDArray[np.int64]
     link: NDArray[np.int64]
     channel: NDArray[np.int64]
+
+    @cached_property
+    def in_order(self) -> Trace:
+        """The same hops, flow by flow, each in the order in which it makes them."""
+        order = np.lexsort((self.hop, self.flow))
+        return Trace(self.flow[order], self.hop[order], self.link[order], self.channel[order])
+
+    def paths(self, mesh: Mesh, src: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """Return the ranks that each flow visits from its `src` on, as far as it comes."""
+        hops = self.in_order
+        rank, direction = np.divmod(hops.link, mesh.n_directions)
+        reached = mesh.neighbours[rank, direction].astype(np.int64)
+        ends = pairwise(np.searchsorted(hops.flow, np.arange(len(src) + 1)).tolist())
+        return [np.append(start, reached[first:last]) for start, (first, last) in zip(src, ends, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,13 +119,6 @@ class Routes:
                 dst=tuple(dst),
             )
         return chips
-
-    def link_load(self, src: ArrayLike, dst: ArrayLike, amount: ArrayLike = 1.0) -> NDArray[np.float64]:
-        """Return the load of each link, indexed by link number, when flow i moves amount[i] from src[i] to dst[i]."""
-        src, dst, amount = np.broadcast_arrays(np.atleast_1d(src), dst, np.asarray(amount, dtype=np.float64))
-        trace = self.follow(src, dst)
-        load = np.bincount(trace.link, weights=amount[trace.flow], minlength=self.mesh.n_link_slots)
-        return load.astype(np.float64, copy=False)
 
     @cached_property
     def hops(self) -> NDArray[np.int32]:

@@ -17,12 +17,16 @@ class ChunkClasses:
         first = schedule.first_chunk.astype(np.int64)
         changes = np.flatnonzero(np.diff(schedule.owners)) + 1
         edges = [np.array([0, schedule.total_chunks]), first, first + schedule.n_chunks, changes]
-        bounds = np.unique(np.concatenate(edges))
-        self.starts = bounds[:-1]
+        is_edge = np.zeros(schedule.total_chunks + 1, dtype=np.bool_)
+        for edge in edges:
+            is_edge[edge] = True
+        # How many edges lie before each chunk, which is the number of the class that begins at an edge.
+        before: NDArray[np.int64] = np.cumsum(is_edge) - is_edge
+        self.starts = np.flatnonzero(is_edge)[:-1]
         self.n = len(self.starts)
         self.owners = schedule.owners[self.starts].astype(np.int64)
-        self.first = np.searchsorted(bounds, first)
-        self.last = np.searchsorted(bounds, first + schedule.n_chunks)
+        self.first: NDArray[np.int64] = before[first]
+        self.last: NDArray[np.int64] = before[first + schedule.n_chunks]
         self.n_moves = int((self.last - self.first).sum())
         """How many classes all transfers move together."""
 

@@ -205,19 +205,7 @@ def _folded(schedule: Schedule) -> tuple[Schedule, NDArray[np.int32]]:
     template, period = schedule.template, schedule.period
     turn, step = np.divmod(template.step, np.int32(period))
     order = np.argsort(step, kind="stable")
-    folded = Schedule(
-        schedule.mesh,
-        total_chunks=template.total_chunks,
-        step=step[order],
-        src=template.src[order],
-        dst=template.dst[order],
-        first_chunk=template.first_chunk[order],
-        n_chunks=template.n_chunks[order],
-        op=template.op[order],
-        owners=template.owners,
-        collective=schedule.collective,
-        may_idle=True,
-    )
+    folded = template.replace(order, step=step[order], may_idle=True)
     return folded, (folded.first_chunk - turn[order] * template.total_chunks).astype(np.int32)
 
 

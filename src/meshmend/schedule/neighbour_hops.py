@@ -28,6 +28,7 @@ from meshmend import routing
 from meshmend.errors import LoweringError, RoutingError, VerificationError, name_chip
 from meshmend.routing import Routes
 from meshmend.schedule import Collective, Op, Schedule
+from meshmend.schedule.classes import ChunkClasses
 from meshmend.schedule.verify import verify as prove
 
 __all__ = ["neighbour_hops"]
@@ -62,9 +63,7 @@ def neighbour_hops(schedule: Schedule, routes: Routes | None = None, *, verify: 
         raise RoutingError(f"The routes are for {routes.mesh}, the schedule for {mesh}.", scheme=routes.scheme)
     rows = _join_runs(np.concatenate(list(_Lowering(schedule, near, routes).blocks())))
     step, src, dst, first_chunk, n_chunks, op, phase = rows.T
-    lowered = Schedule(
-        mesh,
-        total_chunks=schedule.total_chunks,
+    lowered = schedule.replace(
         step=np.unique(step, return_inverse=True)[1],
         src=src,
         dst=dst,
@@ -72,9 +71,6 @@ def neighbour_hops(schedule: Schedule, routes: Routes | None = None, *, verify: 
         n_chunks=n_chunks,
         op=op,
         phase=phase,
-        phase_names=schedule.phase_names,
-        owners=schedule.owners,
-        collective=schedule.collective,
         planner=f"{schedule.planner}{BY_HOPS}",
     )
     if verify:
@@ -117,16 +113,11 @@ class _Lowering:
 
     def __init__(self, schedule: Schedule, near: NDArray[np.bool_], routes: Routes | None) -> None:
         self.schedule = schedule
-        first = schedule.first_chunk.astype(np.int64)
-        changes = np.flatnonzero(np.diff(schedule.owners)) + 1
-        self.bounds = np.unique(np.concatenate([[0, schedule.total_chunks], first, first + schedule.n_chunks, changes]))
-        self.n_classes = len(self.bounds) - 1
-        low = np.searchsorted(self.bounds, first)
-        length = np.searchsorted(self.bounds, first + schedule.n_chunks) - low
+        classes = ChunkClasses(schedule)
+        self.n_classes = classes.n
+        self.bounds = np.append(classes.starts, schedule.total_chunks)
         # One entry per class and transfer, in order of transfers.
-        self.row = np.repeat(np.arange(schedule.n_transfers), length)
-        within = np.arange(len(self.row)) - np.repeat(np.cumsum(length) - length, length)
-        self.chunk_class = np.repeat(low, length) + within
+        self.row, self.chunk_class = classes.moves(slice(0, schedule.n_transfers), 0, classes.n, classes.n_moves)
         self.near = near
         shape = (schedule.mesh.n_chips, self.n_classes)
         self.content = np.repeat(np.arange(shape[0])[:, None], shape[1], axis=1)
@@ -248,19 +239,16 @@ class _Lowering:
         """Return the ranks along the route of each pair."""
         mesh = self.schedule.mesh
         trace = routing.trace(mesh, src, dst) if routes is None else routes.follow(src, dst)
-        order = np.lexsort((trace.hop, trace.flow))
-        rank, direction = np.divmod(trace.link[order], mesh.n_directions)
-        cuts = np.searchsorted(trace.flow[order], np.arange(1, len(src)))
-        reached = np.split(mesh.neighbours[rank, direction].astype(np.int64), cuts)
-        for number, path in enumerate(reached):
-            if not len(path) or path[-1] != dst[number]:
+        paths = trace.paths(mesh, src)
+        for number, path in enumerate(paths):
+            if path[-1] != dst[number]:
                 ends = mesh.chip(int(src[number])), mesh.chip(int(dst[number]))
                 raise RoutingError(
                     f"There is no route from {name_chip(ends[0])} to {name_chip(ends[1])} on {mesh}.",
                     src=ends[0],
                     dst=ends[1],
                 )
-        return [np.append(start, path) for start, path in zip(src, reached, strict=True)]
+        return paths
 
     def _spent(
         self, chip: NDArray[np.int64], chunk_class: NDArray[np.int64], step: NDArray[np.integer]

@@ -188,16 +188,23 @@ class Schedule:
         """Return the same schedule without repeats: every transfer of the whole as a row, at most `MAX_EXPANDED`."""
         if self._template is None:
             return self
-        rows: dict[str, Any] = self._columns
-        return Schedule(
-            self._mesh,
-            total_chunks=self._total_chunks,
-            owners=self.owners,
-            phase_names=self._phase_names,
-            collective=self._collective,
-            planner=self._planner,
-            **rows,
-        )
+        return self.replace()
+
+    def replace(self, rows: NDArray[Any] | None = None, **changes: Any) -> Schedule:
+        """Return a schedule without repeats that differs in what is given: the constructor's arguments, by their names.
+
+        `rows` picks the transfers that it keeps, as an index into the columns; columns that are given replace what was
+        picked. What it returns is still to be proven.
+
+        >>> s = Schedule(Mesh((1, 2)), total_chunks=1, step=[0, 1], src=[1, 0], dst=[0, 1], op=[0, 1], owners=[0])
+        >>> s.replace(s.op == Op.REDUCE, collective=Collective.REDUCE_SCATTER, planner="mine")
+        Schedule(mine reduce-scatter on 1x2: 2 chips, 1 step, 1 chunk, 1 transfer)
+        """
+        kept: dict[str, Any] = {
+            name: column if rows is None else column[rows] for name, column in self._columns.items()
+        }
+        facts = ("mesh", "total_chunks", "owners", "phase_names", "collective", "planner")
+        return Schedule(**{**kept, **{name: getattr(self, name) for name in facts}, **changes})
 
     @cached_property
     def _columns(self) -> dict[str, NDArray[Any]]:

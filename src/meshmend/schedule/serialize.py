@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from meshmend.errors import MeshError, ScheduleError, ScheduleFileError, name_chip
 from meshmend.schedule import Collective, Op, Schedule
-from meshmend.topology import Mesh, Region, name_cable, name_cable_rates, name_shape, parse_cable_rate, parse_chip
+from meshmend.topology import Mesh, Region, name_shape, parse_chip
 
 __all__ = ["from_text", "load", "save", "to_text"]
 
@@ -142,16 +142,10 @@ def _check_name(name: str) -> None:
 
 
 def _describe(schedule: Schedule) -> dict[str, Any]:
-    mesh = schedule.mesh
     repeat = {} if schedule.repeats == 1 else {"repeats": schedule.repeats, "period": schedule.period}
-    slow = {"cable_rates": name_cable_rates(mesh.cable_rates)} if mesh.has_slow_cables else {}
     return {
         "format": REPEATED_FORMAT if repeat else FORMAT,
-        "shape": list(mesh.shape),
-        "wrap": list(mesh.wrap),
-        "failed": [str(hole) for hole in mesh.holes],
-        "failed_cables": [name_cable(cable) for cable in mesh.failed_cables],
-        **slow,
+        **schedule.mesh.to_dict(),
         "chunks": schedule.template.total_chunks,
         "collective": str(schedule.collective),
         "planner": schedule.planner,
@@ -271,17 +265,13 @@ def _read_header(data: bytes) -> dict[str, Any]:
         _check_name(name)
     if sum(math.prod(Region.parse(hole).shape) for hole in failed) > math.prod(shape):
         raise ScheduleFileError("the holes in its header are larger than its mesh.")
-    slow = listed("cable_rates", str) if "cable_rates" in header else []
-    if any("@" in text for text in slow):
+    mesh: dict[str, Any] = {"shape": shape, "wrap": listed("wrap", bool), "failed": failed}
+    mesh["failed_cables"] = listed("failed_cables", str)
+    mesh["cable_rates"] = listed("cable_rates", str) if "cable_rates" in header else []
+    if any("@" in text for text in mesh["cable_rates"]):
         raise ScheduleFileError("cable_rates in its header should name cables one by one, as in 0,4-0,5=1/2.")
     return {
-        "mesh": Mesh(
-            shape,
-            wrap=listed("wrap", bool),
-            failed=failed,
-            failed_cables=listed("failed_cables", str),
-            cable_rates=[parse_cable_rate(text) for text in slow],
-        ),
+        "mesh": Mesh.from_dict(mesh),
         "total_chunks": header["chunks"],
         "collective": Collective(header["collective"]),
         "planner": header["planner"],

@@ -28,18 +28,16 @@ def single_chunk_of(schedule: Schedule) -> Schedule:
     chunk = _quickest(rows)
     keep = np.flatnonzero((rows.first_chunk <= chunk) & (chunk < rows.first_chunk + rows.n_chunks))
     used, phase = np.unique(rows.phase[keep], return_inverse=True)
-    return Schedule(
-        schedule.mesh,
+    return rows.replace(
+        keep,
         total_chunks=1,
         step=np.unique(rows.step[keep], return_inverse=True)[1],
-        src=rows.src[keep],
-        dst=rows.dst[keep],
-        op=rows.op[keep],
+        first_chunk=0,
+        n_chunks=1,
         phase=phase,
         phase_names=tuple(schedule.phase_names[i] for i in used) or ("nothing to do",),
         owners=rows.owners[[chunk]],
         collective=Collective.ALL_REDUCE,
-        planner=schedule.planner,
     )
 
 

@@ -57,20 +57,12 @@ def _half(schedule: Schedule, op: Op, collective: Collective) -> Schedule:
         # So little is left of the template that it cannot be repeated by itself.
         return _half(schedule.expanded(), op, collective)
     used, phase = np.unique(rows.phase[keep], return_inverse=True)
-    half = Schedule(
-        schedule.mesh,
-        total_chunks=rows.total_chunks,
+    half = rows.replace(
+        keep,
         step=step,
-        src=rows.src[keep],
-        dst=rows.dst[keep],
-        first_chunk=rows.first_chunk[keep],
-        n_chunks=rows.n_chunks[keep],
-        op=rows.op[keep],
         phase=phase,
         phase_names=tuple(schedule.phase_names[i] for i in used) or ("nothing to do",),
-        owners=rows.owners,
         collective=collective,
-        planner=schedule.planner,
         may_idle=schedule.repeats > 1,
     )
     return half.repeated(schedule.repeats, schedule.period)

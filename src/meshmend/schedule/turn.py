@@ -33,23 +33,7 @@ def with_turn(schedule: Schedule) -> Schedule:
     """
     if schedule.collective is not Collective.ALL_REDUCE:
         raise ScheduleError(f"Only an all-reduce can have a turn: got a schedule of a {schedule.collective}.")
-    template = schedule.template
-    turned = Schedule(
-        template.mesh,
-        total_chunks=template.total_chunks,
-        step=template.step,
-        src=template.src,
-        dst=template.dst,
-        first_chunk=template.first_chunk,
-        n_chunks=template.n_chunks,
-        op=template.op,
-        phase=template.phase,
-        phase_names=template.phase_names,
-        owners=template.owners,
-        collective=Collective.ALL_REDUCE_WITH_TURN,
-        planner=template.planner,
-        may_idle=schedule.repeats > 1,
-    )
+    turned = schedule.template.replace(collective=Collective.ALL_REDUCE_WITH_TURN, may_idle=schedule.repeats > 1)
     return turned.repeated(schedule.repeats, schedule.period)
 
 

@@ -25,15 +25,16 @@ from meshmend.cost.units import name_bytes, name_seconds
 from meshmend.drawing.film import film
 from meshmend.drawing.geometry import FigureLayout, strokes
 from meshmend.drawing.page import film_facts
-from meshmend.errors import ParameterError, PlanError, ScheduleFileError
+from meshmend.errors import ParameterError, ScheduleFileError
 from meshmend.machines import machine_of, parse_description
 from meshmend.machines.machine import through_xla
-from meshmend.planning import PLANNERS, Auto, choose, plan
+from meshmend.planning import Auto, choose, plan
 from meshmend.planning.auto import CHOICES, Chooser
 from meshmend.schedule import Schedule
 from meshmend.schedule.serialize import load, save
 from meshmend.schedule.verify import verify
 from meshmend.studio.state import MAX_CHIPS, State, whole_machine
+from meshmend.study.compare import price
 from meshmend.topology import Mesh, Region, name_cable, name_cable_rates, parse_shape
 
 Facts = dict[str, Any]
@@ -138,7 +139,7 @@ def availability(state: State, tell: Tell, host: str = "4x2") -> Facts:
 
     Slow cables stay, and the hardware is driven as in a job.
     """
-    machine = Mesh(state.mesh.shape, wrap=state.mesh.wrap, cable_rates=state.mesh.cable_rates.items())
+    machine = state.mesh.whole
     shape, hardware = parse_shape(host), through_xla(state.hardware)
     board = BOARD if len(shape) == len(BOARD) and not any(n % b for n, b in zip(shape, BOARD, strict=True)) else None
     assumptions = Assumptions.of(machine, host=shape, board=board, payload_bytes=state.payload_bytes, hardware=hardware)
@@ -266,21 +267,15 @@ def _rows(state: State, mesh: Mesh) -> Iterator[Facts]:
 
 
 def _row(state: State, mesh: Mesh, name: str, planner: str) -> Facts:
-    tuned = state.made_planner(planner)
-    if not isinstance(tuned, Chooser):
-        raise TypeError(f"{planner} is not tuned for a payload, of {', '.join(PLANNERS)}")
-    try:
-        choice = choose(mesh, tuned)
-    except PlanError as error:
-        return {"name": name, "why_not": error.why}
-    forecast = predict(choice.schedule, state.payload_bytes, state.chosen_hardware)
-    taken = choice.schedule.planner
+    found = price(state.made_planner(planner), mesh, state.payload_bytes, state.chosen_hardware)
+    if found.forecast is None:
+        return {"name": name, "why_not": found.why_not}
     return {
         "name": name,
         "why_not": None,
-        **_times(forecast),
-        "steps": choice.schedule.n_steps,
-        "detail": "" if taken == name else taken,
+        **_times(found.forecast),
+        "steps": found.figures["steps"],
+        "detail": "" if found.taken == name else found.taken,
     }
 
 

@@ -41,7 +41,7 @@ QUICK_BUDGET_S = 0.5
 
 @dataclass(frozen=True)
 class State:
-    """A machine, what has failed, and what to plan for: each field is an option of `meshmend predict`.
+    """A machine, what has failed, and what to plan for: each field is an option of `meshmend plan`.
 
     `saved` names a plan that was uploaded. It determines the mesh, so that only payload and hardware count beside it.
 
@@ -92,13 +92,7 @@ class State:
     def mesh(self) -> Mesh:
         """The machine with its failures."""
         machine = whole_machine(self.shape, self.wrap)
-        return Mesh(
-            machine.shape,
-            wrap=machine.wrap,
-            failed=self.fail,
-            failed_cables=self.fail_cable,
-            cable_rates=[parse_cable_rate(text) for text in self.cable_rate],
-        )
+        return machine.with_failures(self.fail, self.fail_cable, map(parse_cable_rate, self.cable_rate))
 
     @property
     def payload_bytes(self) -> float:
@@ -142,9 +136,9 @@ class State:
         """Return the command that asks for the same on a terminal; of a saved plan, of the file of that name.
 
         >>> State(shape="8x8", fail=("2x2@2,2",), budget=10).command()
-        'meshmend predict 8x8 --fail 2x2@2,2 --payload 100MB --hardware tpu-v3'
+        'meshmend plan 8x8 --fail 2x2@2,2 --payload 100MB --hardware tpu-v3'
         """
-        words = ["meshmend", "predict", *(self.machine_words if file is None else [file])]
+        words = ["meshmend", "plan", *(self.machine_words if file is None else [file])]
         if file is None:
             for option in ("fail", "fail_cable", "cable_rate"):
                 for text in getattr(self, option):

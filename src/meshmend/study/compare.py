@@ -44,6 +44,8 @@ class PlannerResult:
     """
 
     planner: str
+    taken: str = ""
+    """The planner whose schedule it is: for `auto`, the one that it chose."""
     why_not: str | None = None
     forecast: Forecast | None = None
     figures: Mapping[str, float] = field(default_factory=dict)
@@ -100,16 +102,22 @@ def compare(
         if on_planner is not None:
             on_planner(name)
         planner = make_planner(name, collective=collective, payload_bytes=payload_bytes, hardware=chosen)
-        entries.append(_entry(planner, mesh, payload_bytes, chosen, mode, payloads))
+        entries.append(price(planner, mesh, payload_bytes, chosen, mode, payloads))
     if saved is not None:
         entries.append(_priced("saved plan", saved, 0.0, payload_bytes, chosen, mode, payloads))
     least = bound(mesh, links_at_once=chosen.links_at_once, collective=collective)
     return Comparison(mesh, collective, least, chosen, payload_bytes, mode, tuple(payloads), tuple(entries))
 
 
-def _entry(
-    planner: Planner, mesh: Mesh, payload_bytes: float, hardware: Hardware, mode: Mode, payloads: Sequence[float]
+def price(
+    planner: Planner,
+    mesh: Mesh,
+    payload_bytes: float,
+    hardware: Hardware,
+    mode: Mode = "lock-step",
+    payloads: Sequence[float] = (),
 ) -> PlannerResult:
+    """Return one planner's row of a comparison."""
     why_not = planner.why_not(mesh)
     if why_not is not None:
         return PlannerResult(planner.name, why_not=why_not)
@@ -143,6 +151,7 @@ def _priced(
         sweep = [predict(schedule, payload, hardware, mode=mode, demand=demand).seconds for payload in payloads]
     return PlannerResult(
         name,
+        taken=schedule.planner,
         forecast=predict(schedule, payload_bytes, hardware, mode=mode, demand=demand),
         figures={column.key: column.of(schedule) for column in COLUMNS},
         plan_seconds=plan_seconds,

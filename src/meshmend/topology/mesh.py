@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from meshmend.errors import Coordinate, MeshError, name_chip
-from meshmend.topology.rates import RateLike, cables_within, check_rate
+from meshmend.topology.rates import RateLike, cables_within, check_rate, name_cable_rates, parse_cable_rate
 from meshmend.topology.region import Region, cut_into_boxes
 from meshmend.topology.text import Cable, name_cable, name_shape, parse_chip, parse_shape, whole_numbers
 
@@ -265,12 +265,60 @@ class Mesh:
         >>> Mesh("8x8").fail("2x2@2,2")
         Mesh(8x8 minus 2x2@2,2: 60 of 64 chips)
         """
+        return self.with_failures(failed)
+
+    def with_failures(
+        self,
+        failed: Iterable[Region | Sequence[int] | str] = (),
+        failed_cables: Iterable[CableLike] = (),
+        cable_rates: Iterable[tuple[Region | CableLike, RateLike]] = (),
+    ) -> Mesh:
+        """Return this mesh with more chips and cables failed, and more cables slow.
+
+        >>> Mesh("4x4", failed=["0,0"]).with_failures(failed_cables=["1,1-1,2"], cable_rates=[("2,1-2,2", 0.5)])
+        Mesh(4x4 minus 1x1@0,0, 1 cable with 1 slow cable: 15 of 16 chips)
+        """
         return Mesh(
             self._shape,
             wrap=self._wrap,
             failed=[*self.holes, *failed],
-            failed_cables=self._failed_cables,
-            cable_rates=self._slow_cables,
+            failed_cables=[*self._failed_cables, *failed_cables],
+            cable_rates=[*self._slow_cables, *cable_rates],
+        )
+
+    @property
+    def whole(self) -> Mesh:
+        """The same machine without failures; slow cables stay slow."""
+        return Mesh(self._shape, wrap=self._wrap, cable_rates=self._slow_cables)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the mesh as JSON can write it and `from_dict` reads it; without rates where no cable is slow.
+
+        >>> Mesh("4x4", failed=["0,0"], cable_rates={"1,1-1,2": 0.5}).to_dict()["cable_rates"]
+        ['1,1-1,2=1/2']
+        """
+        facts = {
+            "shape": list(self._shape),
+            "wrap": list(self._wrap),
+            "failed": [str(hole) for hole in self.holes],
+            "failed_cables": [name_cable(cable) for cable in self._failed_cables],
+        }
+        return facts | ({"cable_rates": name_cable_rates(self.cable_rates)} if self._slow_cables else {})
+
+    @classmethod
+    def from_dict(cls, facts: Mapping[str, Any]) -> Mesh:
+        """Return the mesh that `to_dict` described; other entries of the mapping are left alone.
+
+        >>> mesh = Mesh("4x4", wrap=True, failed=["0,0"], cable_rates={"1,1-1,2": 0.5})
+        >>> Mesh.from_dict(mesh.to_dict()) == mesh
+        True
+        """
+        return cls(
+            facts["shape"],
+            wrap=facts["wrap"],
+            failed=facts["failed"],
+            failed_cables=facts["failed_cables"],
+            cable_rates=[parse_cable_rate(text) for text in facts.get("cable_rates", ())],
         )
 
     def _check_chip(self, chip: Coordinate) -> None:

@@ -76,10 +76,4 @@ def describe_machine(whole: Mesh) -> str:
 
 def without_cables(mesh: Mesh, cables: Iterable[Cable]) -> Mesh:
     """Return a mesh in which these cables have failed, too."""
-    return Mesh(
-        mesh.shape,
-        wrap=mesh.wrap,
-        failed=mesh.holes,
-        failed_cables=[*mesh.failed_cables, *cables],
-        cable_rates=mesh.cable_rates.items(),
-    )
+    return mesh.with_failures(failed_cables=cables)

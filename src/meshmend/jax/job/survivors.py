@@ -21,7 +21,6 @@ from meshmend.jax.job.coordination import Coordination
 from meshmend.launch.hosts import Hosts
 from meshmend.quarantine import Quarantined, QuarantineList, SignBook, enforce, untrusted
 from meshmend.quarantine.entries import cables_of, chips_of
-from meshmend.topology import Mesh
 
 ADVICE = "`meshmend quarantine list DIR` shows why, and `meshmend quarantine clear DIR SUSPECT` takes it back."
 
@@ -132,13 +131,7 @@ def leave_out(fabric: Fabric, quarantined: Sequence[Quarantined], hosts: Hosts |
     for entry in quarantined:
         entry.suspect.check(mesh.shape, None if hosts is None else len(hosts), mesh.wrap)
     try:
-        left = Mesh(
-            mesh.shape,
-            wrap=mesh.wrap,
-            failed=[*mesh.holes, *chips_of(quarantined, hosts)],
-            failed_cables=[*mesh.failed_cables, *cables_of(quarantined)],
-            cable_rates=mesh.cable_rates.items(),
-        )
+        left = mesh.with_failures(chips_of(quarantined, hosts), cables_of(quarantined))
     except MeshError as error:
         raise RestartError(f"Nothing is left to train on: all chips of {mesh!r} are in quarantine. {ADVICE}") from error
     stays = left.live[tuple(mesh.coords.T)]

@@ -145,7 +145,7 @@ def test_what_the_paper_mesh_needs_at_least() -> None:
     # 504 contributions in one cell take 9 steps of 2 µs; 15 + 31 hops join opposite corners, with two cables each.
     for payload in (0.0, 4e3, 64e3):
         assert found.least_seconds(payload, 50e9) == pytest.approx(18e-6 + 46e-6 + payload / 2 / 50e9)
-    assert "9 steps and the 46 hops from chip (0,0)" in found.highest_floor(4e3, 50e9).why
+    assert "9 steps and the 46 hops from chip (0,0)" in found.highest_line(4e3, 50e9).why
     assert found.least_seconds(1e9, 50e9) == pytest.approx(9 * 3e-6 + found.units * 1e9 / 50e9)
     slow = bound(Mesh("16x32", failed=["4x2@6,8"]), hardware="tpu-v4-xla", mode="asynchronous")
     assert slow.least_seconds(4e3, 50e9) == pytest.approx(2e-6 + 46e-6 + 4e3 / 2 / 50e9)
@@ -169,7 +169,7 @@ def test_distances_are_those_of_the_graph(wrap: bool) -> None:
 
 def test_without_hardware_there_is_bandwidth_alone() -> None:
     plain: Any = bound(Mesh("4x4"))
-    assert plain.floors == ()
+    assert plain.with_latency == ()
     assert plain.least_seconds(1e6, 1e9) == plain.seconds(1e6, 1e9)
     with pytest.raises(ParameterError, match="links_at_once is 3, and the hardware has its own: tpu-v3-xla"):
         bound(Mesh("4x4"), hardware="tpu-v3-xla", links_at_once=3)

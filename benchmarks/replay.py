@@ -4,84 +4,35 @@ What goes in is when which host was lost and came back, how long each stage of a
 of a step. What comes out is how many steps the job should have done in its time and where the rest of the time should
 have gone, to be held against what it did; and the same for every other answer to the same failures. The measured
 goodput and the measured sums are never an input.
+
+    python benchmarks/replay.py shared
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from rich.table import Table
 
 from meshmend.availability.answers import ANSWERS, Answer, FaultTolerant, SubMesh, make_answers
 from meshmend.availability.assumptions import Assumptions, Level
 from meshmend.availability.history import Strike
-from meshmend.availability.job import TimeSpent, live_through
+from meshmend.availability.job import TimeSpent, live_through, require_simpy
 from meshmend.availability.throughput import Throughput
+from meshmend.cli.terminal import plain, print_line, print_table, terminal
 from meshmend.errors import ParameterError
-from meshmend.topology import Mesh
+from meshmend.launch.hosts import Hosts
+from meshmend.topology import Mesh, name_shape
+from recorded_job import DETECT, TRAINING, RecordedJob, RunAccount, read_record
 
-DETECT, PLAN = "detect", "plan"
-"""The stages of a recovery that the simulator knows by name; all others are its restart."""
-TRAINING, AGAIN = "training", "steps done again"
-
-
-@dataclass(frozen=True)
-class HostFailure:
-    """A host was lost `at_s` seconds after the job began, and back `away_s` later; None if it was not back by the end.
-
-    `at_s` is 0 for a host that was missing from the start, `away_s` is 0 if the job stopped and no host was missing.
-    """
-
-    at_s: float
-    host: int
-    away_s: float | None
-
-
-@dataclass(frozen=True)
-class RecordedJob:
-    """What is known of a job that ran: what the simulator is given, and `measured`, which it has to come close to."""
-
-    shape: tuple[int, ...]
-    host: tuple[int, ...]
-    until_s: float
-    """From the first start to the last step."""
-    failures: tuple[HostFailure, ...]
-    first_start_s: Mapping[str, float]
-    """From the first start to the first step, by stage."""
-    stages_s: Mapping[str, float]
-    """Median of each stage of a recovery from a loss."""
-    returns_s: Mapping[str, float]
-    """Median of each stage of taking hosts back; as after a loss, without its detection, if none came back."""
-    step_s: Mapping[int, float]
-    """Median time between two steps, by the number of chips."""
-    data_s: float
-    """Typical wait for data per step."""
-    checkpoint_steps: float
-    """Steps between two checkpoints; infinite if there are none."""
-    checkpoint_s: float
-    """Median of how long training waits for a checkpoint."""
-    steps_again: float
-    """Median of the steps that are done again after a failure."""
-    steps_on_start: float
-    """Median of the steps that a recovery itself brings: its first one, and those whose end nobody could record."""
-    measured: RunAccount
-    wrap: tuple[bool, ...] = ()
-    """For each axis, whether it wraps; empty if none does."""
-
-
-@dataclass(frozen=True)
-class RunAccount:
-    """How a job spent its time on the clock, in seconds by cause; `TRAINING` is one of them."""
-
-    steps: float
-    spent_s: Mapping[str, float]
-    stops: int
-
-    @property
-    def goodput(self) -> float:
-        """Share of the time that went into steps that count."""
-        return self.spent_s[TRAINING] / math.fsum(self.spent_s.values())
+PLAN, AGAIN = "plan", "steps done again"
 
 
 @dataclass(frozen=True)
@@ -219,3 +170,137 @@ def _stages(job: RecordedJob, answer: Answer, spent: TimeSpent) -> dict[str, flo
         weights[stage] += spent.regrowths * seconds
     whole = math.fsum(weights.values())
     return {stage: spent.restarting_h * 3600 * (one / whole if whole else 0.0) for stage, one in weights.items()}
+
+
+LEAST_SHARE = 0.0005
+"""Causes that took less of the time than this, measured and predicted, are not listed."""
+
+
+def replay_facts(folder: Path, found: Replay) -> dict[str, Any]:
+    """Return the JSON description of a replay."""
+    job = found.job
+    return {
+        "replay": str(folder),
+        "mesh": name_shape(job.shape),
+        "host": name_shape(job.host),
+        "seconds": job.until_s,
+        "inputs": {
+            "failures": [dataclasses.asdict(one) for one in job.failures],
+            "first_start_s": dict(job.first_start_s),
+            "median_stages_s": dict(job.stages_s),
+            "median_stages_of_returns_s": dict(job.returns_s),
+            "step_s_by_chips": {str(chips): seconds for chips, seconds in sorted(job.step_s.items())},
+            "data_s_per_step": job.data_s,
+            "steps_between_checkpoints": job.checkpoint_steps if math.isfinite(job.checkpoint_steps) else None,
+            "checkpoint_s": job.checkpoint_s,
+            "steps_done_again_per_failure": job.steps_again,
+            "steps_per_recovery": job.steps_on_start,
+        },
+        "measured": _run_facts(job.measured),
+        "predicted": _run_facts(found.predicted),
+        "goodput_error": found.goodput_error,
+        "steps_error": found.predicted.steps / job.measured.steps - 1,
+        "answers": [{"answer": one.name, "work": one.work, **_run_facts(one.run)} for one in found.answers],
+    }
+
+
+def _run_facts(run: RunAccount) -> dict[str, Any]:
+    badput = {cause: seconds for cause, seconds in run.spent_s.items() if cause != TRAINING}
+    return {
+        "steps": run.steps,
+        "goodput": run.goodput,
+        "training_s": run.spent_s[TRAINING],
+        "badput_s": badput,
+        "stops": run.stops,
+    }
+
+
+def show_replay(folder: Path, found: Replay) -> None:
+    """Show a replay on the terminal."""
+    job, console = found.job, terminal()
+    console.print(_title(folder, job), style="bold", soft_wrap=True)
+    print_table(_beside(job, found.predicted))
+    console.print()
+    console.print("The same failures under every answer", style="bold", soft_wrap=True)
+    print_table(_answers(found))
+    for note in (
+        "Given to the simulator: when which host was lost and came back, the first start, the median of each stage of "
+        "a recovery, the median step on each number of chips, and how often and how long it saves. All else is "
+        "predicted.",
+        "goodput: time in steps that count. work: relative to the whole machine without failures. Other answers lose "
+        "the same hosts for as long as they were away; their own times are assumptions (--help).",
+    ):
+        print_line((note, "dim"))
+
+
+def _title(folder: Path, job: RecordedJob) -> str:
+    lost = sum(one.at_s > 0 and one.away_s != 0 for one in job.failures)
+    hosts = f"{lost} loss{'es' * (lost != 1)} of a host"
+    return f"{plain(folder)}: {name_shape(job.shape)} in hosts of {name_shape(job.host)}, {job.until_s:,.0f} s, {hosts}"
+
+
+def _beside(job: RecordedJob, predicted: RunAccount) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("", style="cyan", no_wrap=True)
+    for name in ("measured", "predicted", "difference"):
+        table.add_column(name, justify="right", no_wrap=True)
+    was = job.measured
+    table.add_row("steps", f"{was.steps:,.0f}", f"{predicted.steps:,.0f}", _difference(was.steps, predicted.steps))
+    goodputs = was.goodput, predicted.goodput
+    table.add_row(
+        "goodput", *(f"{one:.2%}".replace("%", " %") for one in goodputs), _difference(*goodputs), style="bold"
+    )
+    for cause in dict.fromkeys((*was.spent_s, *predicted.spent_s)):
+        seconds = was.spent_s.get(cause, 0.0), predicted.spent_s.get(cause, 0.0)
+        if max(seconds) > LEAST_SHARE * job.until_s:
+            table.add_row(cause, *(f"{one:,.1f} s" for one in seconds), _difference(*seconds))
+    return table
+
+
+def _answers(found: Replay) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("answer", style="cyan", no_wrap=True)
+    for name in ("goodput, %", "work, %", "steps", "stops", "waiting"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in found.answers:
+        table.add_row(
+            one.name,
+            f"{100 * one.run.goodput:.2f}",
+            f"{100 * one.work:.2f}",
+            f"{one.run.steps:,.0f}",
+            str(one.run.stops),
+            f"{one.run.spent_s['waiting']:,.0f} s",
+            style="bold" if one.name == FaultTolerant.name else None,
+        )
+    return table
+
+
+def _difference(measured: float, predicted: float) -> str:
+    return f"{100 * (predicted / measured - 1):+.1f} %" if measured else "–"
+
+
+ASSUMED = {"spares": int, "swap_s": float, "spare_cubes": int, "ocs_s": float, "elastic_s": float, "replace_h": float}
+"""Assumptions that no timeline can tell, and their types."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="the shared folder of a job that ran under `meshmend run`")
+    parser.add_argument("--mesh", metavar="SHAPE", help="what it ran on, if the timelines do not say: 8x8")
+    parser.add_argument("--host", metavar="SHAPE", default="2x2", help="the chips of a host; with --mesh")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    for name, kind in ASSUMED.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help="an assumption of meshmend availability")
+    words = parser.parse_args()
+    require_simpy()
+    given = None if words.mesh is None else Hosts.of(words.mesh, words.host)
+    others = {name: getattr(words, name) for name in ASSUMED if getattr(words, name) is not None}
+    found = replay(read_record(words.folder, given), **others)
+    if words.json:
+        print(json.dumps(replay_facts(words.folder, found), indent=2))
+    else:
+        show_replay(words.folder, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -4,16 +4,76 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from meshmend.availability.replay import DETECT, TRAINING, HostFailure, RecordedJob, RunAccount
 from meshmend.errors import LaunchError
 from meshmend.launch.goodput import HostBook, Restart, TimeAccount
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.timeline import STAGES, Event, read_timeline
 from meshmend.launch.watching import Watch
+
+DETECT, TRAINING = "detect", "training"
+
+
+@dataclass(frozen=True)
+class HostFailure:
+    """A host was lost `at_s` seconds after the job began, and back `away_s` later; None if it was not back by the end.
+
+    `at_s` is 0 for a host that was missing from the start, `away_s` is 0 if the job stopped and no host was missing.
+    """
+
+    at_s: float
+    host: int
+    away_s: float | None
+
+
+@dataclass(frozen=True)
+class RecordedJob:
+    """What is known of a job that ran: what the simulator is given, and `measured`, which it has to come close to."""
+
+    shape: tuple[int, ...]
+    host: tuple[int, ...]
+    until_s: float
+    """From the first start to the last step."""
+    failures: tuple[HostFailure, ...]
+    first_start_s: Mapping[str, float]
+    """From the first start to the first step, by stage."""
+    stages_s: Mapping[str, float]
+    """Median of each stage of a recovery from a loss."""
+    returns_s: Mapping[str, float]
+    """Median of each stage of taking hosts back; as after a loss, without its detection, if none came back."""
+    step_s: Mapping[int, float]
+    """Median time between two steps, by the number of chips."""
+    data_s: float
+    """Typical wait for data per step."""
+    checkpoint_steps: float
+    """Steps between two checkpoints; infinite if there are none."""
+    checkpoint_s: float
+    """Median of how long training waits for a checkpoint."""
+    steps_again: float
+    """Median of the steps that are done again after a failure."""
+    steps_on_start: float
+    """Median of the steps that a recovery itself brings: its first one, and those whose end nobody could record."""
+    measured: RunAccount
+    wrap: tuple[bool, ...] = ()
+    """For each axis, whether it wraps; empty if none does."""
+
+
+@dataclass(frozen=True)
+class RunAccount:
+    """How a job spent its time on the clock, in seconds by cause; `TRAINING` is one of them."""
+
+    steps: float
+    spent_s: Mapping[str, float]
+    stops: int
+
+    @property
+    def goodput(self) -> float:
+        """Share of the time that went into steps that count."""
+        return self.spent_s[TRAINING] / math.fsum(self.spent_s.values())
 
 
 def read_record(folder: str | Path, machine: Hosts | None = None) -> RecordedJob:
@@ -81,7 +141,7 @@ def _machine(account: TimeAccount, given: Hosts | None, folder: str | Path) -> H
         if given is None:
             raise LaunchError(
                 f"The timelines in {folder} do not say what mesh the job ran on. Give its shape and its hosts', as in: "
-                f"meshmend availability 8x8 --host 4x2 --replay {folder}."
+                f"python benchmarks/replay.py {folder} --mesh 8x8 --host 4x2."
             )
         return given
     found = Hosts.read(account.machine)
