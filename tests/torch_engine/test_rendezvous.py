@@ -14,7 +14,8 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'meshme
 
 import torch.distributed as dist
 
-from meshmend.errors import RendezvousError
+from meshmend.errors import MeshError, RendezvousError
+from meshmend.torch.membership import Introduction, compare
 from meshmend.torch.rendezvous import FIRST_PATIENCE, Patience, check_store, exchange
 
 SHORT = timedelta(seconds=0.4)
@@ -88,3 +89,14 @@ def test_a_store_whose_chip_has_died_is_noticed_at_once() -> None:
     with pytest.raises(RendezvousError, match=rf"127\.0\.0\.1:{port} does not answer .*refused.*has died"):
         check_store(f"127.0.0.1:{port}/torchft/3/0", timedelta(seconds=10))
     assert time.monotonic() - started < 5
+
+
+def test_members_exchange_cables_and_refuse_other_terms() -> None:
+    cable, other = ((0, 0), (0, 1)), ((1, 0), (2, 0))
+    known = [frozenset({cable, other}), frozenset({other}), frozenset[Any]()]
+    said = [Introduction((0, y), "terms | of all", cables, 5 + y) for y, cables in enumerate(known)]
+    read = [Introduction.read(str(one)) for one in said]
+    assert read == said
+    assert compare(read[2], read) == {cable, other}
+    with pytest.raises(MeshError, match=r"chip \(1,1\) runs meshmend 0.1, 3x3\. Every member needs"):
+        compare(read[0], [Introduction.read("17|1,1|meshmend 0.1, 3x3")])

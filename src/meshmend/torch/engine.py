@@ -13,7 +13,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Annotated, Any, TypeVar
 
@@ -229,10 +229,8 @@ class Engine:
         turn: Turn | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        times = self._channel.times
-        timed = nullcontext() if times is None else times.call()
         # In inference mode other threads could not write to what is made here.
-        with self._channel.turn(ticket), timed, torch.inference_mode(False), torch.no_grad():
+        with self._channel.turn(ticket), torch.inference_mode(False), torch.no_grad():
             deadline = Deadline(timeout or self.timeout)
             self._agree(f"call {ticket}, {words}, {self._plan}", deadline)
             flat = memory_of(payload)

@@ -6,28 +6,17 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from meshmend.errors import Coordinate, MeshError, MeshmendError, name_chip
+from meshmend.errors import Coordinate, MeshError, name_chip
 from meshmend.topology import Cable, name_cable, parse_chip
-
-
-class UndoneError(MeshmendError):
-    """Some members of a new quorum have gone back to an earlier state, and others not yet. Field: `undone`."""
-
-    def __init__(self, undone: int) -> None:
-        self.undone = undone
-        super().__init__(
-            "Some members of the new quorum have gone back to the last verified state, others not yet: all do, and "
-            "torchft forms the next one."
-        )
 
 
 @dataclass(frozen=True)
 class Introduction:
     """What a member says of itself.
 
-    >>> said = Introduction((2, 3), "meshmend 1.0, 4x4", frozenset({((0, 0), (0, 1))}), None, 1700)
+    >>> said = Introduction((2, 3), "meshmend 1.0, 4x4", frozenset({((0, 0), (0, 1))}), 1700)
     >>> str(said)
-    '1700|2,3|meshmend 1.0, 4x4|0,0-0,1|'
+    '1700|2,3|meshmend 1.0, 4x4|0,0-0,1'
     >>> Introduction.read(str(said)) == said
     True
     """
@@ -37,24 +26,21 @@ class Introduction:
     """What all members must have alike."""
     cables: frozenset[Cable]
     """Cables in quarantine that it knows of."""
-    undone: int | None
-    """How often it has gone back to an earlier state; None if it has no state yet."""
     at_ms: int
 
     def __str__(self) -> str:
         chip, cables = ",".join(map(str, self.chip)), ";".join(sorted(map(name_cable, self.cables)))
-        return f"{self.at_ms}|{chip}|{self.terms}|{cables}|{'' if self.undone is None else self.undone}"
+        return f"{self.at_ms}|{chip}|{self.terms}|{cables}"
 
     @classmethod
     def read(cls, text: str) -> Introduction:
         """Read what a member has written; the terms of another version are at least other terms."""
         at_ms, chip, rest = text.split("|", 2)
-        terms, named, undone = ("", "", *rest.rsplit("|", 2))[-3:]
-        if not terms:
-            return cls(parse_chip(chip), rest, frozenset(), None, int(at_ms))
+        terms, is_named, named = rest.rpartition("|")
+        if not is_named:
+            return cls(parse_chip(chip), rest, frozenset(), int(at_ms))
         cables = [tuple(map(parse_chip, name.split("-"))) for name in named.split(";") if name]
-        count = int(undone) if undone else None
-        return cls(parse_chip(chip), terms, frozenset((a, b) for a, b in cables), count, int(at_ms))
+        return cls(parse_chip(chip), terms, frozenset((a, b) for a, b in cables), int(at_ms))
 
     @staticmethod
     def now_ms() -> int:
@@ -65,16 +51,11 @@ class Introduction:
 def compare(own: Introduction, all_of_them: Iterable[Introduction]) -> frozenset[Cable]:
     """Return the cables that any member knows to be in quarantine; raise if they cannot train together."""
     cables: frozenset[Cable] = frozenset()
-    counts = set()
     for other in all_of_them:
         if other.terms != own.terms:
             raise MeshError(
                 f"Chip {name_chip(own.chip)} runs {own.terms}, but chip {name_chip(other.chip)} runs {other.terms}. "
-                f"Every member needs the same shape or machine, hardware, plan and version, and the same checks."
+                f"Every member needs the same shape or machine, hardware, plan and version."
             )
         cables |= other.cables
-        counts |= set() if other.undone is None else {other.undone}
-    if len(counts) > 1:
-        # Of two states one is known to be wrong, and torchft would give the later one to everybody.
-        raise UndoneError(max(counts))
     return cables

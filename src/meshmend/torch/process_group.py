@@ -16,26 +16,24 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from meshmend import __version__
 from meshmend.cost import Hardware
-from meshmend.errors import Coordinate, DisagreementError, LostChipError, MeshError, MeshmendError, name_chip
+from meshmend.errors import Coordinate, MeshError, MeshmendError, name_chip
 from meshmend.machines import Machine
 from meshmend.planning import PlanFunction, plan
-from meshmend.quarantine import Sign
 from meshmend.schedule import Schedule
 from meshmend.topology import Cable, Mesh, Region
-from meshmend.torch.channel import Channel, Deadline, TransportError
+from meshmend.torch.channel import Channel
 from meshmend.torch.collective import check_tensors, reduce_tensors
 from meshmend.torch.engine import Engine
 from meshmend.torch.membership import Introduction, compare
@@ -43,12 +41,10 @@ from meshmend.torch.place import choose_hardware, describe_machine, find_place, 
 from meshmend.torch.plans import Plans
 from meshmend.torch.private import fail_future, gloo_group
 from meshmend.torch.private_torchft import ReconfiguredGroup
-from meshmend.torch.queue_watch import QueueWatch
 from meshmend.torch.rendezvous import Patience, check_store, exchange
 from meshmend.torch.work import MeshWork
 
 INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
-T = TypeVar("T")
 
 
 @dataclass
@@ -104,13 +100,6 @@ class MeshProcessGroup(ReconfiguredGroup):
         self._plans = Plans(plan, hardware=choose_hardware(hardware, machine, plan, is_loopback=self.is_loopback))
         self._patience = Patience(most=timeout)
         self._bad_cables: frozenset[Cable] = frozenset()
-        self.is_watched = False
-        """Whether the times of all calls are watched, for stragglers."""
-        self._watch: QueueWatch | None = None
-        self.terms = ""
-        """What else all members must have alike: which checks they run."""
-        self.undone: int | None = None
-        """How often this member has gone back to an earlier state; None until it has one."""
         self._mesh: Mesh | None = None
         self._group_ranks: list[int] = []
         self._channel: Channel | None = None
@@ -213,7 +202,6 @@ class MeshProcessGroup(ReconfiguredGroup):
             self._engines = {}
             # Engines share a channel: whichever plan a payload runs, all members count its calls alike.
             self._channel = Channel(group)
-            self._watch = QueueWatch(self._channel, self.mesh, self._group_ranks) if self.is_watched else None
         started = time.time()
         # A member that has reduced nothing yet plans too: a mesh without a plan must fail here for all members alike,
         # or those who went on would wait for the others.
@@ -246,8 +234,8 @@ class MeshProcessGroup(ReconfiguredGroup):
     def _exchange(self, store: dist.Store, rank: int, world_size: int) -> tuple[list[Coordinate], frozenset[Cable]]:
         """Exchange coordinates with the other members, and cables in quarantine: what any of them knows counts."""
         wrap = "".join(str(int(w)) for w in self._whole.wrap)
-        terms = f"meshmend {__version__}, {describe_machine(self._whole)}, wrap {wrap}, {self._plans}{self.terms}"
-        own = Introduction(self._chip, terms, self._bad_cables, self.undone, Introduction.now_ms())
+        terms = f"meshmend {__version__}, {describe_machine(self._whole)}, wrap {wrap}, {self._plans}"
+        own = Introduction(self._chip, terms, self._bad_cables, Introduction.now_ms())
         words = exchange(store, rank, world_size, str(own), self._patience.now)
         members = [Introduction.read(word) for word in words]
         self.timings.formed_ms = members[0].at_ms
@@ -319,54 +307,6 @@ class MeshProcessGroup(ReconfiguredGroup):
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> MeshWork:
         """Reduce tensors in place as one payload."""
         return self.allreduce(tensors, opts)
-
-    def gather(self, description: str, own: bytes) -> dict[Coordinate, bytes]:
-        """Return what each member passed, by chip: as many bytes from each, of what `description` says."""
-        told = self._call(lambda channel, deadline: channel.gather(description, own, deadline))
-        return {self.mesh.chip(rank): told[member] for rank, member in enumerate(self._group_ranks)}
-
-    def pass_on(self, own: bytes, distance: int) -> bytes:
-        """Send some bytes to the chip whose rank is larger by `distance`, and return those of the one before."""
-        rank, ranks = self.mesh.rank(self._chip), self._group_ranks
-        target, source = (ranks[(rank + d) % len(ranks)] for d in (distance, -distance))
-        return self._call(lambda channel, deadline: channel.pass_on(own, target, source, deadline))
-
-    def end_times(self, step: int) -> tuple[Sign, ...]:
-        """End a step of the times that are watched; return signs against whoever is slow, the same on all members."""
-        watch = self._watch
-        return () if watch is None else self._call(lambda _, deadline: watch.add(step, deadline))
-
-    def apart(self) -> AbstractContextManager[None]:
-        """Return what to enter around anything that waits for other chips, and is no all-reduce."""
-        return nullcontext() if self._watch is None else self._watch.times.apart()
-
-    def _call(self, what: Callable[[Channel, Deadline], T]) -> T:
-        """Run a call of all members, after the all-reduces that were started before it, and return its result."""
-        with self._guard:
-            channel, generation = self._channel, self._generation
-            if self._error is not None or channel is None:
-                raise self._error or MeshmendError(f"Chip {name_chip(self._chip)} has left its group.")
-            if self._worker is None:
-                self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="meshmend")
-            future = self._worker.submit(self._in_turn, channel, what)
-        try:
-            return future.result()
-        except DisagreementError:
-            raise
-        except Exception as error:
-            self._fail(error, generation)
-            raise
-
-    def _in_turn(self, channel: Channel, what: Callable[[Channel, Deadline], T]) -> T:
-        try:
-            with channel.turn(channel.ticket()):
-                return what(channel, Deadline(self._timeout))
-        except TransportError as error:
-            channel.close()
-            peer = self.mesh.chip(self._group_ranks.index(error.member))
-            lost = LostChipError(self._chip, peer, str(self.mesh), str(error))
-            channel.fail(lost)
-            raise lost from error
 
     def _fail(self, error: Exception, generation: int) -> None:
         with self._guard:
