@@ -167,9 +167,6 @@ def train(chip: Coordinate, job: ReplicaJob, life: int) -> None:
                 counts=counts[0].tolist() if same else None,
                 weights=hashlib.sha256(weights["w"].numpy().tobytes()).hexdigest()[:16],
                 configure_s=group.timings.configure_s,
-                exchange_s=group.timings.exchange_s,
-                connect_s=group.timings.connect_s,
-                plan_s=group.timings.plan_s,
                 configured_at=group.timings.configured_at,
                 failed_at=group.timings.failed_at,
             )

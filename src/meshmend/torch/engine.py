@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,6 @@ from meshmend.torch.program import ChipProgram, compile_program
 from meshmend.torch.run import ProgramRun
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
-
-_T = TypeVar("_T")
 
 Turn = Callable[[slice, Flat], None]
 """What an owner does with a part of the payload at its turn: from its place among the payload's elements and its sums,
@@ -115,16 +113,6 @@ class Engine:
             raise ScheduleError(f"{schedule!r} has more than {MAX_MESSAGES:,} messages for one chip.")
         self._plan = f"plan {digest_of(schedule, self._members)} (meshmend {__version__})"
         return program
-
-    @property
-    def members(self) -> Sequence[int]:
-        """The group's number of each rank of the schedule."""
-        return self._members
-
-    @property
-    def channel(self) -> Channel:
-        """What moves this engine's messages."""
-        return self._channel
 
     @property
     def error(self) -> Exception | None:
@@ -266,11 +254,6 @@ class Engine:
                 )
 
         return finish
-
-    def in_turn(self, call: Callable[[Channel, Deadline], _T]) -> _T:
-        """Let all members exchange something of their own, in the order of calls and with the errors of one."""
-        with self._channel.turn(self._channel.ticket()), self._closing():
-            return call(self._channel, Deadline(self.timeout))
 
     def _agree(self, words: str, deadline: Deadline) -> None:
         with self._closing():

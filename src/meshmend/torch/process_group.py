@@ -52,8 +52,6 @@ class Timings:
     """Seconds of the last `configure`, and the moment of the last error, on the clock of `time.time`."""
 
     configure_s: float = 0.0
-    exchange_s: float = 0.0
-    connect_s: float = 0.0
     plan_s: float = 0.0
     configured_at: float = 0.0
     failed_at: float = 0.0
@@ -214,22 +212,15 @@ class MeshProcessGroup(ReconfiguredGroup):
 
     def _meet(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
         """Find out where the members' chips are, and connect to them."""
-        started = time.time()
         chips, cables = self._exchange(store, rank, world_size)
         self._mesh = without_cables(self._holed(chips), cables)
         self._group_ranks = [0] * world_size
         for member, chip in enumerate(chips):
             self._group_ranks[self._mesh.rank(chip)] = member
-        self.timings.exchange_s = time.time() - started
-        started = time.time()
         # Gloo's timeout is for each connection. Everybody was there a moment ago.
         patience = min(2 * self._patience.now, self._timeout)
         interface = self._interface
-        group = gloo_group(
-            store, rank, world_size, connect_timeout=patience, timeout=self._timeout, interface=interface
-        )
-        self.timings.connect_s = time.time() - started
-        return group
+        return gloo_group(store, rank, world_size, connect_timeout=patience, timeout=self._timeout, interface=interface)
 
     def _exchange(self, store: dist.Store, rank: int, world_size: int) -> tuple[list[Coordinate], frozenset[Cable]]:
         """Exchange coordinates with the other members, and cables in quarantine: what any of them knows counts."""
