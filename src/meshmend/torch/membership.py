@@ -1,13 +1,20 @@
-"""What the members of a new quorum tell each other through the store, and what follows for all of them alike."""
+"""What the members of a new group tell each other through the store, and what follows for all of them alike."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
+import torch.distributed as dist
+
+from meshmend import __version__
 from meshmend.errors import Coordinate, MeshError, name_chip
-from meshmend.topology import Cable, name_cable, parse_chip
+from meshmend.topology import Cable, Mesh, name_cable, parse_chip
+from meshmend.torch.place import describe_machine, without_cables
+from meshmend.torch.plans import Plans
+from meshmend.torch.rendezvous import exchange
 
 
 @dataclass(frozen=True)
@@ -42,20 +49,38 @@ class Introduction:
         cables = [tuple(map(parse_chip, name.split("-"))) for name in named.split(";") if name]
         return cls(parse_chip(chip), terms, frozenset((a, b) for a, b in cables), int(at_ms))
 
-    @staticmethod
-    def now_ms() -> int:
-        """Return the time in milliseconds."""
-        return time.time_ns() // 10**6
+    @classmethod
+    def of(cls, chip: Coordinate, whole: Mesh, plans: Plans, cables: frozenset[Cable] = frozenset()) -> Introduction:
+        """Return what the member on a chip says now."""
+        wrap = "".join(str(int(w)) for w in whole.wrap)
+        terms = f"meshmend {__version__}, {describe_machine(whole)}, wrap {wrap}, {plans}"
+        return cls(chip, terms, cables, time.time_ns() // 10**6)
 
 
-def compare(own: Introduction, all_of_them: Iterable[Introduction]) -> frozenset[Cable]:
-    """Return the cables that any member knows to be in quarantine; raise if they cannot train together."""
-    cables: frozenset[Cable] = frozenset()
-    for other in all_of_them:
+def introduce(
+    store: dist.Store, rank: int, world_size: int, own: Introduction, patience: timedelta
+) -> list[Introduction]:
+    """Tell all members of a group about this one; return what they say, by rank."""
+    members = [Introduction.read(word) for word in exchange(store, rank, world_size, str(own), patience)]
+    compare(own, members)
+    return members
+
+
+def compare(own: Introduction, members: Sequence[Introduction]) -> None:
+    """Raise `MeshError` if members cannot work together."""
+    chips = [other.chip for other in members]
+    for other in members:
         if other.terms != own.terms:
             raise MeshError(
                 f"Chip {name_chip(own.chip)} runs {own.terms}, but chip {name_chip(other.chip)} runs {other.terms}. "
                 f"Every member needs the same shape or machine, hardware, plan and version."
             )
-        cables |= other.cables
-    return cables
+        if chips.count(other.chip) > 1:
+            raise MeshError(f"{chips.count(other.chip)} members say that they are chip {name_chip(other.chip)}.")
+
+
+def survivors(whole: Mesh, members: Sequence[Introduction]) -> Mesh:
+    """Return the machine without the chips that no member is on, and the cables that any knows to be in quarantine."""
+    here = {member.chip for member in members}
+    left = whole.fail(*(chip for chip in map(whole.chip, range(whole.n_chips)) if chip not in here))
+    return without_cables(left, frozenset[Cable]().union(*(member.cables for member in members)))
