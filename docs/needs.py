@@ -19,7 +19,7 @@ EXTRAS = {
     "workloads": r"--workload|meshmend\.jax\.workloads",
     "tpu": r"meshmend compile\b",
     "jax": r"import jax\b|meshmend\.jax|examples/jax/|benchmarks/jax_",
-    "torch": r"meshmend\.torch|meshmend bench (?:allreduce|failures)|examples/torch/",
+    "torch": r"meshmend\.torch|meshmend bench allreduce|(?:examples/|benchmarks/)torch",
     "draw": r"meshmend draw\b|mm\.draw\b|--plot\b|--figure\b",
     "availability": r"meshmend (?:availability|report)\b|meshmend\.availability",
     "machines": r"meshmend machine\b|meshmend\.machines|--machine\b",

@@ -88,7 +88,6 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
         ("backend.md", "one rank of twelve; tests/torch_engine/test_fsdp.py runs the same code"),
         ("operate.md", "the lines that differ from the program in torch.md"),
         ("quarantine.md", "the line of a script that the example below has whole"),
-        ("quarantine.md", "the lines that differ from the program in torch.md"),
         ("restart.md", "it needs eight hosts and a store"),
         ("restart.md", "it is a server that never ends"),
         ("restart.md", "it needs Slurm and eight nodes"),

@@ -150,8 +150,6 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("bench allreduce", "nowhere", [], "Say where"),
     ("bench allreduce", "bad unit", ["--loopback", "1x2", "--payload", "much"], "is not a payload"),
     ("bench allreduce", "no unit", ["--loopback", "1x2", "--payload", "100"], "its unit is missing"),
-    ("bench backend", "nowhere", [], "Say where"),
-    ("bench backend", "bad unit", ["--loopback", "1x2", "--payload", "much"], "is not a payload"),
     ("bench allreduce", "unwritable", ["--loopback", "1x2", "--plot", "nowhere/a.svg"], "nothing can be written"),
     ("quarantine list", "no folder", ["nowhere"], "There is no folder nowhere. Give the job's shared folder"),
     ("quarantine list", "damaged", ["damaged list"], "quarantine.json is damaged: it is not JSON"),
@@ -219,7 +217,7 @@ COMMANDS = list(commands(typer.main.get_command(app)))
 WITHOUT_FAILURES = {"doctor", "lab list"}
 """They find what is wrong with a machine and say so; that is no failure of theirs."""
 
-ELSEWHERE = {"lab run", "compile", "bench failures", "bench overhead", "bench restart", "run", "store"}
+ELSEWHERE = {"lab run", "compile", "bench restart", "run", "store"}
 """What they refuse takes root or an extra: below. What `run` and `store` refuse is in test_run.py."""
 
 
@@ -254,10 +252,7 @@ def test_usage_is_one_line(words: list[str]) -> None:
         (["compile", "--topology", "v3:4x4"], "libtpu", "tpu"),
         (["compile", "--topology", "v3:4x4", "--workload", "bert-large"], "flax", "workloads"),
         (["bench", "allreduce", "--loopback", "1x2"], "torch", "torch"),
-        (["bench", "backend", "--loopback", "1x2"], "torch", "torch"),
-        (["bench", "failures"], "torchft", "torch"),
         (["bench", "restart"], "orbax", "launch"),
-        (["bench", "overhead"], "prometheus_client", "operate"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value[:2]),
 )

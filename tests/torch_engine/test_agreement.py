@@ -358,8 +358,8 @@ def test_a_closed_engine_ends_its_thread_and_says_so() -> None:
         engine = mmt.Engine(line(2), rank, group, timeout=PATIENCE)
         for _ in range(3):
             engine.start(torch.ones(5)).wait()
-        worker: Any = engine._worker
-        threads = list(worker._threads)
+        pool: Any = engine._worker._thread
+        threads = list(pool._threads)
         assert len(threads) == 1
         barrier.wait()
         engine.close()

@@ -18,13 +18,15 @@ from meshmend.launch.events import KINDS
 from meshmend.launch.timeline import read_timeline
 from meshmend.launch.watching import Watch
 
-EXAMPLE = Path(__file__).parents[2] / "examples/torch/train_through_failure.py"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples/torch/train_through_failure.py"
+CAMPAIGN = ROOT / "benchmarks/torch_failures.py"
 
 
 def campaign(kills: int, seed: int) -> Any:
     """Run the campaign in a process of its own: it forks, which a process with threads must not."""
-    command = [sys.executable, "-m", "meshmend", "bench", "failures", "4x4", "--kills", str(kills), "--seed", str(seed)]
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
+    command = [sys.executable, str(CAMPAIGN), "4x4", "--kills", str(kills), "--seed", str(seed), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     return json.loads(done.stdout)
 

@@ -137,7 +137,6 @@ def test_a_chip_needs_no_more_than_its_group_and_what_it_keeps(monkeypatch: pyte
         ({}, r"as in Manager\.of\(group, model=model\)"),
         ({"min_replica_size": 2}, "min_replica_size has not"),
         ({"layer": torch.nn.Linear(1, 1)}, "Where is the lighthouse.*TORCHFT_LIGHTHOUSE"),
-        ({"layer": torch.nn.Linear(1, 1), "checks": mmt.Checks()}, "Checks need a shared folder"),
     ],
 )
 def test_what_is_missing_is_said(parts: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,6 +155,32 @@ def test_a_chip_in_quarantine_is_refused_before_anybody_hears_of_it(tmp_path: Pa
         mmt.Manager.of(group, shared=tmp_path, layer=layer)
     (event,) = [one for one in read_timeline(tmp_path / "timeline/host-2.jsonl") if one["event"] == "quarantined"]
     assert (event["suspect"], event["chips"], event["by"]) == (suspect, [[1, 0]], "by hand")
+
+
+def test_the_list_is_read_again_in_each_quorum(tmp_path: Path) -> None:
+    def main(chip: tuple[int, ...], number: int, address: str) -> tuple[list[str], str]:
+        warnings.simplefilter("ignore", DeprecationWarning)
+        lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=100)
+        at = f"http://127.0.0.1:{lighthouse.address().rsplit(':', 1)[1]}"
+        group = mmt.MeshProcessGroup("2x2", (1, 0), interface="lo")
+        manager = mmt.Manager(group, lambda _: None, dict, 1, shared=tmp_path, lighthouse_addr=at)
+        assert step(manager)
+        (tmp_path / "quarantine.json").write_text("torn")
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always", UserWarning)
+            assert step(manager)  # a job that trains does not stop for a list that cannot be read
+        (tmp_path / "quarantine.json").unlink()
+        QuarantineList(tmp_path).add(Suspect.parse("1,0"), why="burnt")
+        with pytest.raises(QuarantineError) as caught:
+            manager.start_quorum()
+        lighthouse.shutdown()
+        return [str(one.message) for one in warned if one.category is UserWarning], str(caught.value)
+
+    ((warned, left),) = with_store([(1, 0)], main).values()
+    assert any("What was known before of chips in quarantine still counts" in text for text in warned)
+    assert "Chip (1,0) leaves the job: 1,0 is in quarantine" in left
+    events = [event["event"] for event in read_timeline(tmp_path / "timeline/host-2.jsonl")]
+    assert events[-3:] == ["step", "quarantined", "gave up"]
 
 
 def test_a_list_of_another_machine_is_refused(tmp_path: Path) -> None:

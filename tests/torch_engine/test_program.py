@@ -68,7 +68,6 @@ def test_a_program_by_hand() -> None:
             Receive(0, 2, 3, 4, adds=False, direct=True, after_receives=(1,), after_sends=(0,)),
         ),
     )
-    assert own.peers == (0, 2)
     assert own.waiting_for_receive == (((1,), (3,)), ((0, 2), (2, 4)), ((4,), ()), ((3,), ()), ((4,), ()))
     assert own.waiting_for_send == ((4,), (3,), (2,), (), ())
     right = program.compile_program(schedule, 2)
@@ -77,12 +76,11 @@ def test_a_program_by_hand() -> None:
         Receive(1, 0, 0, 2, True, False, (), ()),
         Receive(1, 1, 2, 4, False, True, (), (0,)),
     )
-    assert right.peers == (1,)
 
 
 def test_a_chip_without_messages() -> None:
     alone = program.compile_program(plan(Mesh((1, 1)), "weave", chunks=3), 0)
-    assert (alone.sends, alone.receives, alone.peers) == ((), (), ())
+    assert (alone.sends, alone.receives) == ((), ())
     assert (alone.waiting_for_receive, alone.waiting_for_send) == ((), ())
 
 

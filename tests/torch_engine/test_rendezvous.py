@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,15 +15,19 @@ pytest.importorskip("torch", reason="torch is not installed: pip install 'meshme
 
 import torch.distributed as dist
 
-from meshmend.errors import RendezvousError
+from meshmend import Mesh
+from meshmend.errors import MeshError, RendezvousError
+from meshmend.torch.membership import Introduction, compare, survivors
 from meshmend.torch.rendezvous import FIRST_PATIENCE, Patience, check_store, exchange
 
 SHORT = timedelta(seconds=0.4)
 
 
-def meet(world_size: int, delays_s: dict[int, float], patience: timedelta = SHORT) -> dict[int, tuple[Any, float]]:
+def meet(
+    world_size: int, delays_s: dict[int, float], patience: timedelta = SHORT, store: dist.Store | None = None
+) -> dict[int, tuple[Any, float]]:
     """Let each member come after its delay; return what it got or raised, and when, by rank."""
-    store = dist.HashStore()
+    store = store or dist.HashStore()
     found: dict[int, tuple[Any, float]] = {}
     started = time.monotonic()
 
@@ -47,9 +52,11 @@ def test_everybody_gets_the_words_of_all_by_rank() -> None:
     assert [result for result, _ in found.values()] == [[f"word {rank}" for rank in range(5)]] * 5
 
 
-def test_patience_counts_from_the_last_who_came() -> None:
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_patience_counts_from_the_last_who_came(kind: str, tmp_path: Path) -> None:
     # The last comes after three times the patience, but never is it quiet for that long.
-    found = meet(5, {rank: rank * 0.75 * SHORT.total_seconds() for rank in range(5)})
+    store = dist.HashStore() if kind == "memory" else dist.FileStore(str(tmp_path / "store"), 5)
+    found = meet(5, {rank: rank * 0.75 * SHORT.total_seconds() for rank in range(5)}, store=store)
     assert [result for result, _ in found.values()] == [[f"word {rank}" for rank in range(5)]] * 5
 
 
@@ -88,3 +95,18 @@ def test_a_store_whose_chip_has_died_is_noticed_at_once() -> None:
     with pytest.raises(RendezvousError, match=rf"127\.0\.0\.1:{port} does not answer .*refused.*has died"):
         check_store(f"127.0.0.1:{port}/torchft/3/0", timedelta(seconds=10))
     assert time.monotonic() - started < 5
+
+
+def test_members_leave_out_what_any_knows_and_refuse_other_terms() -> None:
+    cable, other = ((0, 0), (0, 1)), ((1, 0), (2, 0))
+    known = [frozenset({cable, other}), frozenset({other}), frozenset[Any]()]
+    chips = [(0, 0), (1, 0), (0, 1)]
+    said = [Introduction(chip, "terms | of all", cables, 5) for chip, cables in zip(chips, known, strict=True)]
+    read = [Introduction.read(str(one)) for one in said]
+    assert read == said
+    compare(read[2], read)
+    assert survivors(Mesh("3x2"), read) == Mesh("3x2", failed=["1,1", "1x2@2,0"], failed_cables=[cable])
+    with pytest.raises(MeshError, match=r"chip \(1,1\) runs meshmend 0.1, 3x3\. Every member needs"):
+        compare(read[0], [Introduction.read("17|1,1|meshmend 0.1, 3x3")])
+    with pytest.raises(MeshError, match=r"2 members say that they are chip \(0,0\)"):
+        compare(read[0], [read[0], read[0]])

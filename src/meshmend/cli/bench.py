@@ -1,4 +1,4 @@
-"""`meshmend bench`: all-reduce times on real links or JAX devices, and survival of killed chips."""
+"""`meshmend bench`: all-reduce times on real links or JAX devices, and survival of killed hosts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -25,10 +25,7 @@ from meshmend.topology import Mesh
 
 if TYPE_CHECKING:
     from meshmend.bench.allreduce import Result
-    from meshmend.bench.backend import BackendTimes
-    from meshmend.bench.failures import FailuresReport
 
-Figures = TypeVar("Figures")
 LabOption = Annotated[
     str | None, typer.Option("--lab", metavar="SHAPE", help="Create a lab of this shape for the run. Needs root.")
 ]
@@ -109,72 +106,6 @@ def allreduce(
             _show_times(results)
 
 
-@app.command("backend", cls=Command)
-def backend(
-    lab_shape: LabOption = None,
-    loopback: LoopbackOption = None,
-    fail: FailOption = None,
-    rate: RateOption = "40mbit",
-    payload: Annotated[
-        list[str] | None, typer.Option("--payload", metavar="BYTES", help="As in 8MB. Repeatable. [default: 8MB]")
-    ] = None,
-    repeat: RepeatOption = 3,
-    json: JsonOption = False,
-) -> None:
-    """Time PyTorch's collectives and steps of FSDP2 and DDP on the backends gloo and meshmend, in the same processes.
-
-    With --fail the whole mesh is timed first, then the survivors. The payload is what is reduced, what all shards
-    together are, and about what the weights of the model take.
-
-    Example: meshmend bench backend --lab 4x4 --fail 2x2@2,2 --payload 8MB
-    """
-    with exit_on_error(json):
-        shape = _shape(lab_shape, loopback)
-        sizes = [round(parse_bytes(text)) for text in payload or ["8MB"]]
-        _require("torch")
-        from meshmend.bench.backend import compare_backends
-
-        meshes = _meshes(shape, fail)
-        results = _on_links(meshes, sizes, rate if lab_shape else None, partial(compare_backends, repeat=repeat))
-        if json:
-            print_json({"rate": rate if lab_shape else None, "results": [result.facts() for result in results]})
-        else:
-            _show_comparisons(results)
-
-
-@app.command("failures", cls=Command)
-def failures(
-    shape: Annotated[str, typer.Argument(metavar="SHAPE", help="Chips along each axis.")] = "4x4",
-    kills: Annotated[
-        int, typer.Option("--kills", metavar="N", min=1, help="How many times to kill a chip or a board.")
-    ] = 50,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Random seed: which chips, and when.")] = 0,
-    json: JsonOption = False,
-) -> None:
-    """Kill chips and boards of a training job at random moments; time each recovery and check the results.
-
-    Every committed step must have used each contribution exactly once, and left the same weights on every chip; no
-    sample may be lost or used twice in an epoch. Needs torch and torchft.
-
-    Example: meshmend bench failures 4x4 --kills 50
-    """
-    with exit_on_error(json):
-        _require("torch", "torchft")
-        from meshmend.bench.failures import ReplicaKill, campaign
-
-        def show(kill: ReplicaKill) -> None:
-            if not json:
-                stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in kill.stages_s.items())
-                where = {"before": "before", "inside": "inside", "after": "after"}[kill.moment]
-                typer.echo(f"killed {kill.hole} {where} an all-reduce: committed after {kill.total_s:.2f} s ({stages})")
-
-        report = campaign(shape, kills=kills, seed=seed, on_kill=show)
-        if json:
-            print_json(report.facts())
-        else:
-            _show_report(report)
-
-
 @app.command("restart", cls=Command)
 def restart(
     failures: Annotated[int, typer.Option("--failures", metavar="N", min=1, help="How many times to kill hosts.")] = 20,
@@ -228,42 +159,6 @@ def restart(
             _show_restarts(aided, plain)
 
 
-@app.command("overhead", cls=Command)
-def overhead(
-    hosts: Annotated[int, typer.Option("--hosts", metavar="N", min=1, help="Hosts whose lines a scrape reads.")] = 4,
-    groups: Annotated[int, typer.Option("--groups", metavar="N", min=1, help="Groups of ten steps to compare.")] = 20,
-    json: JsonOption = False,
-) -> None:
-    """Measure what the timeline and the metrics cost a step of 100 ms, in CPU time.
-
-    Directly, as the cost of a step's lines and of a scrape each second; and in pairs, as steps with and without them
-    that take turns. Needs the extra named operate.
-
-    Example: meshmend bench overhead --groups 20
-    """
-    with exit_on_error(json):
-        require("prometheus_client", needed_for="This measurement", extra="operate")
-        from meshmend.bench.overhead import measure
-
-        with terminal(stderr=True).status("measuring"):
-            found = measure(n_hosts=hosts, n_groups=groups)
-        if json:
-            print_json(found.facts())
-            return
-        low, high = found.interval
-        print_facts(
-            "timeline and metrics, CPU time of a host",
-            {
-                "lines of a step": f"{found.lines_s * 1e6:.0f} µs",
-                "a scrape": f"{found.scrape_s * 1e3:.1f} ms for {hosts} hosts",
-                "a step without them": f"{found.step_s * 1e3:.0f} ms",
-                "share of a step": f"{found.lines_s / found.step_s:.2%}, and with metrics scraped every ten seconds "
-                f"{found.share(100):.2%}, each second {found.share(10):.2%}",
-                "in pairs": f"each second: {found.paired:+.2%} ({low:+.2%} to {high:+.2%}), {groups} groups of steps",
-            },
-        )
-
-
 def _require(*modules: str, extra: str = "torch") -> None:
     require(*modules, needed_for="This measurement", extra=extra)
     # Read when torch is imported: without it, torch warns about every namespace without a name server.
@@ -285,8 +180,8 @@ def _meshes(shape: str, fail: list[str] | None) -> list[Mesh]:
 
 
 def _on_links(
-    meshes: list[Mesh], sizes: list[int], rate: str | None, measure: Callable[..., list[Figures]]
-) -> list[Figures]:
+    meshes: list[Mesh], sizes: list[int], rate: str | None, measure: Callable[..., list[Result]]
+) -> list[Result]:
     """Measure every mesh and payload, over loopback or in a lab that is made for it."""
     results = []
     status = terminal(stderr=True).status
@@ -328,26 +223,6 @@ def _show_times(results: list[Result]) -> None:
     print_table(table)
 
 
-def _show_comparisons(results: list[BackendTimes]) -> None:
-    table = Table(title="Gloo and meshmend, best run", title_justify="left", title_style="bold")
-    table.box, table.pad_edge = None, False
-    for name in ("mesh", "payload", "case"):
-        table.add_column(name, style="cyan", no_wrap=True)
-    for name in ("Gloo, s", "meshmend, s", "M/b", "× Gloo"):
-        table.add_column(name, justify="right")
-    for result in results:
-        table.add_row(
-            result.mesh,
-            name_bytes(result.payload_bytes),
-            result.case,
-            f"{result.gloo_s:.3f}",
-            f"{result.meshmend_s:.3f}",
-            "–" if result.units is None else f"{result.units:.3f}",
-            f"{result.ratio:.2f}",
-        )
-    print_table(table)
-
-
 def _show_restarts(aided: dict[str, Any], plain: dict[str, Any] | None) -> None:
     table = Table(title="from SIGKILL to the next committed step, seconds", title_justify="left", title_style="bold")
     table.box, table.pad_edge = None, False
@@ -370,27 +245,5 @@ def _show_restarts(aided: dict[str, Any], plain: dict[str, Any] | None) -> None:
             "steps": approved(f"{aided['steps']}, none missing, {aided['lost_steps']} committed ones repeated"),
             "samples": approved("each exactly once per epoch"),
             "loss": approved(f"within {aided['loss_difference']:.1e} of undisturbed runs"),
-        },
-    )
-
-
-def _show_report(report: FailuresReport) -> None:
-    facts: dict[str, Any] = report.facts()
-
-    def both(figures: dict[str, float]) -> str:
-        return f"median {figures['median']:.2f} s, worst {figures['worst']:.2f} s"
-
-    moments = ", ".join(f"{count} {moment}" for moment, count in facts["moments"].items())
-    print_facts(
-        f"failures on {facts['mesh']}",
-        {
-            "kills": f"{facts['kills']} ({facts['boards']} of them boards): {moments} an all-reduce",
-            "committed": f"{facts['committed_steps']} steps, {facts['commits']} commits by chips",
-            "refused": f"{facts['refused']} by chips",
-            "first step round the hole": both(facts["recovery_s"]),
-            **{f"  {stage}": both(figures) for stage, figures in facts["stages_s"].items()},
-            "promises": approved(
-                "every contribution exactly once, the same weights on every chip, each sample once per epoch"
-            ),
         },
     )

@@ -13,7 +13,6 @@ from meshmend.extras import require
 require("torch", needed_for="meshmend.torch", extra="torch")
 
 from meshmend.torch.backend import MeshBackend, MeshOptions, tile_ranks
-from meshmend.torch.checks import TorchChecks as Checks
 from meshmend.torch.collective import all_reduce, comm_hook
 from meshmend.torch.engine import Engine
 from meshmend.torch.measuring import measure
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from meshmend.torch.sampling import StepSampler
 
 __all__ = [
-    "Checks",
     "DistributedDataParallel",
     "Engine",
     "Manager",

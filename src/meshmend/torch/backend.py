@@ -24,15 +24,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshmend import __version__
 from meshmend.cost import Hardware
 from meshmend.errors import CollectiveError, Coordinate, MeshError, ParameterError, PayloadError, name_chip
 from meshmend.machines import Machine
 from meshmend.planning import PlanFunction, plan
 from meshmend.topology import Mesh, cut_into_tiles, parse_chip, parse_wrap
-from meshmend.torch.group_engines import GroupEngines
+from meshmend.torch.membership import Introduction, introduce, survivors
+from meshmend.torch.mesh_group import MeshGroup
 from meshmend.torch.payload import check_tensor, kind_of
-from meshmend.torch.place import choose_hardware, describe_machine, find_place
+from meshmend.torch.place import choose_hardware, find_place
 from meshmend.torch.plans import Plans
 from meshmend.torch.private import GlooBased, gloo_group, name_group
 from meshmend.torch.subgroups import mesh_of
@@ -118,48 +118,27 @@ class MeshBackend(GlooBased):
         self.options = options
         self.whole, self.chip = options.place()
         self._plans: Plans = options.plans() if parent is None else parent._plans
-        self.chips = self._exchange(store, rank, size, timeout)
+        own = Introduction.of(self.chip, self.whole, self._plans)
+        members = introduce(store, rank, size, own, timeout)
+        self.chips = [member.chip for member in members]
         interface = options.socket_interface()
         gloo = gloo_group(store, rank, size, connect_timeout=timeout, timeout=timeout, interface=interface)
         super().__init__(gloo, store)
-        absent = [chip for chip in map(self.whole.chip, range(self.whole.n_chips)) if chip not in set(self.chips)]
-        self.live: Mesh = self.whole.fail(*absent) if parent is None else parent.live
+        self.live: Mesh = survivors(self.whole, members) if parent is None else parent.live
         self.mesh = mesh_of(self.chips, self.live)
         self._timeout, self._n_splits, self._n_measured = timeout, 0, 0
         self.is_part = parent is not None
         """Whether this group was made of another one, whose plans it shares."""
-        self.engines: GroupEngines | None = None
+        self.mesh_group: MeshGroup | None = None
         """What runs plans; None where the members form no mesh."""
         if self.mesh is not None and size > 1:
-            members = sorted(range(size), key=self.chips.__getitem__)
-            self.engines = GroupEngines(self.mesh, members, gloo, self._plans, timeout)
+            self.mesh_group = MeshGroup(self.mesh, self.chips, gloo, self._plans, timeout)
         elif size > 1 and rank == 0:
             _warn_once(
                 f"The {size} members of this process group form no mesh (chips "
                 f"{', '.join(map(name_chip, self.chips[:8]))}{' …' * (size > 8)}): its collectives are Gloo's. Groups "
                 "that are rectangles of the mesh, or corresponding chips of its tiles, run plans."
             )
-
-    def _exchange(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> list[Coordinate]:
-        """Exchange coordinates with the other members; return those of all, by rank."""
-        wrap = "".join(str(int(w)) for w in self.whole.wrap)
-        terms = f"meshmend {__version__}, {describe_machine(self.whole)}, wrap {wrap}, {self._plans}"
-        store.set(f"chip/{rank}", f"{','.join(map(str, self.chip))}|{terms}")
-        keys = [f"chip/{member}" for member in range(size)]
-        store.wait(keys, timeout)
-        chips: list[Coordinate] = []
-        for word in store.multi_get(keys):
-            place, _, theirs = bytes(word).decode().partition("|")
-            if theirs != terms:
-                raise MeshError(
-                    f"Chip {name_chip(self.chip)} runs {terms}, but chip ({place}) runs {theirs}. "
-                    f"Every member needs the same shape or machine, hardware, plan and version."
-                )
-            chips.append(parse_chip(place))
-        for chip in chips:
-            if chips.count(chip) > 1:
-                raise MeshError(f"{chips.count(chip)} members say that they are chip {name_chip(chip)}.")
-        return chips
 
     @property
     def hardware(self) -> Hardware:
@@ -179,56 +158,56 @@ class MeshBackend(GlooBased):
         """Return the name of this kind of group in torch."""
         return NAME
 
-    def _start(self, engines: GroupEngines, results: list[torch.Tensor], job: Callable[[], None]) -> dist.Work:
+    def _start(self, group: MeshGroup, results: list[torch.Tensor], job: Callable[[], None]) -> dist.Work:
         def run() -> list[torch.Tensor]:
             job()
             return results
 
-        return MeshWork(engines.start(run), self.chip)
+        return MeshWork(group.start(run), self.chip)
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]  # as torch calls it
         """Reduce a tensor in place over all members; every member ends with the same bits."""
         tensors = _listed(tensors)
         opts = _options(opts, dist.AllreduceOptions)
-        if self.engines is None or len(tensors) != 1 or not _dense(tensors):
+        if self.mesh_group is None or len(tensors) != 1 or not _dense(tensors):
             return self.gloo.allreduce(tensors, opts)
-        return self._reduce(self.engines, tensors, opts)
+        return self._reduce(self.mesh_group, tensors, opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
         """Reduce tensors in place, as one payload."""
         opts = _options(opts, dist.AllreduceCoalescedOptions)
-        if self.engines is None or not _dense(tensors):
+        if self.mesh_group is None or not _dense(tensors):
             return self.gloo.allreduce_coalesced(tensors, opts)
-        return self._reduce(self.engines, list(tensors), opts)
+        return self._reduce(self.mesh_group, list(tensors), opts)
 
-    def _reduce(self, engines: GroupEngines, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
+    def _reduce(self, group: MeshGroup, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
         kind = _checked(tensors, opts.reduceOp)
         own = [tensor.detach() for tensor in tensors]
-        return self._start(engines, tensors, lambda: engines.all_reduce(own, kind, _timeout(opts)))
+        return self._start(group, tensors, lambda: group.all_reduce(own, kind, _timeout(opts)))
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Give every member the root's tensor."""
-        tensors, engines = _listed(tensors), self.engines
+        tensors, group = _listed(tensors), self.mesh_group
         if isinstance(opts, int):
             opts, root = dist.BroadcastOptions(), opts
             opts.rootRank = root
             if timeout is not None:
                 opts.timeout = timeout
         opts = _options(opts, dist.BroadcastOptions)
-        if engines is None or not _dense(tensors):
+        if group is None or not _dense(tensors):
             return self.gloo.broadcast(tensors, opts)
         root = opts.rootRank
         if not 0 <= root < self.size():
             raise CollectiveError(f"The root of a broadcast is a rank from 0 to {self.size() - 1}: got {root}.")
         _checked(tensors)
         own = [tensor.detach() for tensor in tensors]
-        return self._start(engines, tensors, lambda: engines.broadcast(own, root, _timeout(opts)))
+        return self._start(group, tensors, lambda: group.broadcast(own, root, _timeout(opts)))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Give every member everybody's tensor, each in its own output."""
         opts = _options(opts, dist.distributed_c10d.AllgatherOptions)
-        engines = self.engines
-        if engines is None or len(inputs) != 1 or len(outputs) != 1:
+        group = self.mesh_group
+        if group is None or len(inputs) != 1 or len(outputs) != 1:
             return self.gloo.allgather(outputs, inputs, opts)
         shard, filled = inputs[0], list(outputs[0])
         if len(filled) != self.size():
@@ -236,7 +215,7 @@ class MeshBackend(GlooBased):
         for output in filled:
             _expect(output, shard.dtype, shard.shape)
         _checked([*filled, shard])
-        return self._start(engines, filled, lambda: engines.gather_lists(filled, shard, _timeout(opts)))
+        return self._start(group, filled, lambda: group.gather_lists(filled, shard, _timeout(opts)))
 
     def all_gather_single(self, output: torch.Tensor, shard: torch.Tensor, opts: Any = None) -> dist.Work:
         """Fill one tensor with everybody's shard, in order of rank."""
@@ -245,13 +224,13 @@ class MeshBackend(GlooBased):
     def all_gather_single_coalesced(self, outputs: Any, shards: Any, opts: Any = None) -> dist.Work:
         """Fill each output with everybody's shard, as one payload."""
         opts = _options(opts, dist.distributed_c10d.AllgatherOptions)
-        engines, outputs, shards = self.engines, list(outputs), list(shards)
-        if engines is None or len({tensor.dtype for tensor in shards}) != 1:
+        group, outputs, shards = self.mesh_group, list(outputs), list(shards)
+        if group is None or len({tensor.dtype for tensor in shards}) != 1:
             return self.gloo.all_gather_single_coalesced(outputs, shards, opts)
         for output, shard in zip(outputs, shards, strict=True):
             _expect_shards(output, shard, self.size(), "output")
         _checked([*outputs, *shards])
-        return self._start(engines, outputs, lambda: engines.all_gather(outputs, shards, _timeout(opts)))
+        return self._start(group, outputs, lambda: group.all_gather(outputs, shards, _timeout(opts)))
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]  # other names
 
@@ -260,8 +239,8 @@ class MeshBackend(GlooBased):
     ) -> dist.Work:
         """Fill the output with the sum of everybody's input for this rank."""
         opts = _options(opts, dist.ReduceScatterOptions)
-        engines = self.engines
-        if engines is None or len(outputs) != 1 or len(inputs) != 1:
+        group = self.mesh_group
+        if group is None or len(outputs) != 1 or len(inputs) != 1:
             return self.gloo.reduce_scatter(outputs, inputs, opts)
         output, parts = outputs[0], list(inputs[0])
         if len(parts) != self.size():
@@ -271,7 +250,7 @@ class MeshBackend(GlooBased):
         for part in parts:
             _expect(part, output.dtype, output.shape)
         kind = _checked([output, *parts], opts.reduceOp)
-        return self._start(engines, [output], lambda: engines.reduce_scatter([output], [parts], kind, _timeout(opts)))
+        return self._start(group, [output], lambda: group.reduce_scatter([output], [parts], kind, _timeout(opts)))
 
     def reduce_scatter_single(self, output: torch.Tensor, shards: torch.Tensor, opts: Any = None) -> dist.Work:
         """Fill the output with the sum of everybody's shard of this rank."""
@@ -280,13 +259,13 @@ class MeshBackend(GlooBased):
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Fill each output with the sum of everybody's shard of this rank, as one payload."""
         opts = _options(opts, dist.ReduceScatterOptions)
-        engines, outputs, inputs = self.engines, list(outputs), list(inputs)
-        if engines is None or len({tensor.dtype for tensor in outputs}) != 1:
+        group, outputs, inputs = self.mesh_group, list(outputs), list(inputs)
+        if group is None or len({tensor.dtype for tensor in outputs}) != 1:
             return self.gloo.reduce_scatter_single_coalesced(outputs, inputs, opts)
         for output, payload in zip(outputs, inputs, strict=True):
             _expect_shards(payload, output, self.size(), "input")
         kind, payloads = _checked([*outputs, *inputs], opts.reduceOp), [[payload] for payload in inputs]
-        return self._start(engines, outputs, lambda: engines.reduce_scatter(outputs, payloads, kind, _timeout(opts)))
+        return self._start(group, outputs, lambda: group.reduce_scatter(outputs, payloads, kind, _timeout(opts)))
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]  # other names
 
@@ -313,13 +292,13 @@ class MeshBackend(GlooBased):
 
     def abort(self) -> None:
         """Close all connections: whatever waits, here and on other members, ends with an error."""
-        if self.engines is not None:
-            self.engines.close(abort=True)
+        if self.mesh_group is not None:
+            self.mesh_group.close(abort=True)
 
     def shutdown(self) -> None:
         """Take no more calls of collectives that run plans. The connections end with the group."""
-        if self.engines is not None:
-            self.engines.close(abort=False)
+        if self.mesh_group is not None:
+            self.mesh_group.close(abort=False)
 
 
 def tile_ranks(side: Sequence[int] | str) -> list[list[int]]:

@@ -25,7 +25,6 @@ import torch.distributed as dist
 
 from meshmend.errors import DisagreementError, ParameterError
 from meshmend.torch.private import Transport, Work, cpu_backend
-from meshmend.torch.queue_times import QueueTimes
 
 FIRST_TAG = 2**30
 TAGS_PER_CHANNEL = 2**20
@@ -80,8 +79,6 @@ class Channel:
         self.error: Exception | None = None
         self.turning_thread: int | None = None
         """The thread that runs a caller's turn now, inside a call of this channel."""
-        self.times: QueueTimes | None = None
-        """Where times are noted, while somebody watches this channel."""
         self._first_tag = _numbers.claim(self) * TAGS_PER_CHANNEL + FIRST_TAG
         self._turns = threading.Condition()
         self._n_tickets = 0
@@ -156,21 +153,7 @@ class Channel:
     def gather(self, description: str, own: bytes, deadline: Deadline) -> list[bytes]:
         """Return what each member passed, by rank: as many bytes from each, of what `description` says."""
         self.agree(f"{description}, {len(own)} bytes", deadline)
-        return self.gather_agreed(own, deadline)
-
-    def gather_agreed(self, own: bytes, deadline: Deadline) -> list[bytes]:
-        """Do as `gather`, in a turn in which members have agreed already that they will."""
         return self._gather(own, 0, deadline)
-
-    def pass_on(self, own: bytes, target: int, source: int, deadline: Deadline) -> bytes:
-        """Send a member some bytes, and return what another one has sent to this one."""
-        sizes = self.gather("sizes of what is passed on", len(own).to_bytes(8, "little"), deadline)
-        arriving = torch.empty(int.from_bytes(sizes[source], "little"), dtype=torch.uint8)
-        receive = self.recv(arriving, source, 0)
-        send = self.send(torch.frombuffer(bytearray(own), dtype=torch.uint8), target, 0)
-        self.wait(receive, source, deadline)
-        self.wait(send, target, deadline)
-        return bytes(arriving.numpy().tobytes())
 
     def _gather(self, own: bytes, first_tag: int, deadline: Deadline) -> list[bytes]:
         """Return what each member passed, by rank.

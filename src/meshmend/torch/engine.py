@@ -12,10 +12,9 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -26,13 +25,12 @@ from meshmend.schedule import Collective, Schedule
 from meshmend.schedule.verify import ensure_proven
 from meshmend.torch.channel import MAX_MESSAGES, Channel, Deadline, TransportError
 from meshmend.torch.payload import Flat, check_payload, combine_of, describe, kind_of, memory_of, overwrite
-from meshmend.torch.private import Transport, fail_future
+from meshmend.torch.private import Transport
 from meshmend.torch.program import ChipProgram, compile_program
 from meshmend.torch.run import ProgramRun
+from meshmend.torch.work import Worker
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
-
-_T = TypeVar("_T")
 
 Turn = Callable[[slice, Flat], None]
 """What an owner does with a part of the payload at its turn: from its place among the payload's elements and its sums,
@@ -71,7 +69,7 @@ class Engine:
         self._channel = Channel(group) if channel is None else channel
         self._members = list(range(schedule.mesh.n_chips)) if group_ranks is None else list(group_ranks)
         self._plan = ""
-        self._worker: ThreadPoolExecutor | None = None
+        self._worker = Worker(self._channel)
         self._guard = threading.Lock()
         refusal: MeshmendError | None = None
         try:
@@ -115,16 +113,6 @@ class Engine:
             raise ScheduleError(f"{schedule!r} has more than {MAX_MESSAGES:,} messages for one chip.")
         self._plan = f"plan {digest_of(schedule, self._members)} (meshmend {__version__})"
         return program
-
-    @property
-    def members(self) -> Sequence[int]:
-        """The group's number of each rank of the schedule."""
-        return self._members
-
-    @property
-    def channel(self) -> Channel:
-        """What moves this engine's messages."""
-        return self._channel
 
     @property
     def error(self) -> Exception | None:
@@ -229,10 +217,8 @@ class Engine:
         turn: Turn | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        times = self._channel.times
-        timed = nullcontext() if times is None else times.call()
         # In inference mode other threads could not write to what is made here.
-        with self._channel.turn(ticket), timed, torch.inference_mode(False), torch.no_grad():
+        with self._channel.turn(ticket), torch.inference_mode(False), torch.no_grad():
             deadline = Deadline(timeout or self.timeout)
             self._agree(f"call {ticket}, {words}, {self._plan}", deadline)
             flat = memory_of(payload)
@@ -268,11 +254,6 @@ class Engine:
                 )
 
         return finish
-
-    def in_turn(self, call: Callable[[Channel, Deadline], _T]) -> _T:
-        """Let all members exchange something of their own, in the order of calls and with the errors of one."""
-        with self._channel.turn(self._channel.ticket()), self._closing():
-            return call(self._channel, Deadline(self.timeout))
 
     def _agree(self, words: str, deadline: Deadline) -> None:
         with self._closing():
@@ -316,41 +297,21 @@ class Engine:
     ) -> torch.futures.Future[torch.Tensor]:
         """Start `all_reduce` and return a future of the payload. A payload that is refused is refused at once."""
         kind, words = self._checked(payload, op, turn)
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        with self._guard:  # so that calls are submitted in the order of their tickets
+            ticket = self._channel.ticket()
 
-        def work(ticket: int) -> None:
-            try:
+            def run() -> torch.Tensor:
                 self._run(payload, kind, words, ticket, turn)
-            except Exception as error:
-                fail_future(future, error)
-            else:
-                future.set_result(payload)
+                return payload
 
-        with self._guard:
-            if self.error is not None:
-                fail_future(future, self.error)
-                return future
-            if self._worker is None:
-                self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="meshmend")
-            try:
-                self._worker.submit(work, self._channel.ticket())
-            except RuntimeError as error:  # the interpreter is shutting down
-                self._break(error)
-                raise
-        return future
+            return self._worker.start(run)
 
     def close(self) -> None:
         """Close the group's connections and end the background thread.
 
         Every pending wait ends at once, here and at the neighbours. The engine is unusable afterwards.
         """
-        with self._guard:
-            self._channel.fail(MeshmendError("This engine was closed: make another on a new group."))
-            worker, self._worker = self._worker, None
-        self._channel.close()
-        if worker is not None:
-            # What is queued is not dropped: it ends with the error, and so do those who wait for it.
-            worker.shutdown(wait=False)
+        self._worker.close(MeshmendError("This engine was closed: make another on a new group."))
 
 
 def digest_of(schedule: Schedule, members: Sequence[int]) -> str:

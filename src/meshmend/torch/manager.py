@@ -11,8 +11,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,16 +20,15 @@ from typing import Any, Protocol
 import torch.distributed as dist
 import torchft
 
-from meshmend.errors import ParameterError, QuarantineError
-from meshmend.launch.events import QuorumLog
+from meshmend.errors import ParameterError, QuarantineError, name_chip
+from meshmend.launch.events import QuorumLog, note_quarantined
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.local import timeline_of
 from meshmend.launch.places import find_job
 from meshmend.launch.timeline import Timeline, process_started_at
-from meshmend.torch.checks import TorchChecks
-from meshmend.torch.guard import KEY, StateGuard
+from meshmend.quarantine import Quarantined, QuarantineList, Suspect
+from meshmend.quarantine.entries import cables_of, chips_of
 from meshmend.torch.process_group import MeshProcessGroup
-from meshmend.torch.watchlist import Watchlist
 
 LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
 CONNECT_TIMEOUT = timedelta(seconds=10)
@@ -69,10 +68,6 @@ class Manager(torchft.Manager):
     events in memory only. A chip that the folder's quarantine list names cannot join, and leaves with a
     `QuarantineError` at its next step if it has joined before; a cable of the list counts as failed.
 
-    `checks` compares the chips' states at intervals, and can recompute gradients: see `mmt.Checks` and `recompute`. A
-    chip that is found to compute wrong numbers is quarantined and leaves; all others go back to the last verified
-    state.
-
     Add what torchft does not know: `manager.note(loss=…)` before the step is committed, and around a checkpoint on disk
     `with manager.timeline.timed("checkpoint"): …`, followed by `manager.timeline.note("saved", step=…)`.
     """
@@ -85,14 +80,8 @@ class Manager(torchft.Manager):
         min_replica_size: int | None = None,
         *,
         shared: str | Path | None = None,
-        checks: TorchChecks | None = None,
         **options: Any,
     ) -> None:
-        if checks is not None and (shared is None or options.get("use_async_quorum")):
-            raise ParameterError(
-                "Checks need a shared folder, for the quarantine list, and a synchronous quorum: give shared=DIR, and "
-                "leave out use_async_quorum."
-            )
         began = process_started_at()
         hosts = Hosts.of(pg.whole.shape, (1,) * len(pg.whole.shape))
         self._hosts, self._group = hosts, pg
@@ -100,13 +89,12 @@ class Manager(torchft.Manager):
         path = None if shared is None else timeline_of(Path(shared), number)
         self.timeline = Timeline(path, job=find_job(None), host=number)
         self._events = QuorumLog(self.timeline, hosts)
-        self._watchlist = None if shared is None else Watchlist(shared, pg.whole, pg.chip, hosts, self.timeline)
-        if self._watchlist is not None:
-            # Before torchft's server sends a heartbeat: the others would wait for a chip that must not join.
-            self._watchlist.read()
-            if (entry := self._watchlist.own) is not None:
-                raise self._watchlist.refusal(entry)
-            pg.leave_out(self._watchlist.cables)
+        self._shared, self._list = shared, None if shared is None else QuarantineList(shared)
+        self._listed: tuple[Quarantined, ...] = ()
+        self._noted_entries: set[tuple[Suspect, float]] = set()
+        # Before torchft's server sends a heartbeat: the others would wait for a chip that must not join.
+        self._read_list()
+        self._obey_list()
         least = pg.whole.n_chips // 2 + 1 if min_replica_size is None else min_replica_size
         options, self._own_store = _with_defaults(pg, options)
         self._facts: dict[str, Any] = {}
@@ -114,24 +102,12 @@ class Manager(torchft.Manager):
         self._asked_at = self._ready_at = self._received_at = 0.0
         self._noted_at = time.time()
         """Up to when quorums and received states are in the timeline."""
-        self._parts: dict[str, tuple[Callable[[Any], object], Callable[[], Any]]] = {}
         super().__init__(pg, load_state_dict, state_dict, least, **options)
-        self._guard: StateGuard | None = None
-        if checks is not None and self._watchlist is not None:
-            self._guard = StateGuard(checks, self, self._rewind, pg, self._parts, self._watchlist, self.timeline, hosts)
-            super().register_state_dict_fn(KEY, self._guard.receive, self._guard.send)
         self.timeline.note("process", at=began, seconds=time.time() - began)
         self.timeline.note("round", least=least, most=pg.whole.n_chips)
 
     @classmethod
-    def of(
-        cls,
-        pg: MeshProcessGroup,
-        *,
-        shared: str | Path | None = None,
-        checks: TorchChecks | None = None,
-        **parts: Stateful,
-    ) -> Manager:
+    def of(cls, pg: MeshProcessGroup, *, shared: str | Path | None = None, **parts: Stateful) -> Manager:
         """Return a manager that keeps the state of these parts, with a default for everything else."""
         if not parts:
             raise ParameterError("Say what a chip that comes back shall receive, as in Manager.of(group, model=model).")
@@ -149,7 +125,7 @@ class Manager(torchft.Manager):
         def save() -> dict[str, Any]:
             return {name: part.state_dict() for name, part in parts.items()}
 
-        return cls(pg, restore, save, shared=shared, checks=checks)
+        return cls(pg, restore, save, shared=shared)
 
     def note(self, **facts: Any) -> None:
         """Add facts to the step under way: its `loss`, its `examples`, the seconds that it `waited_s` for data."""
@@ -157,40 +133,18 @@ class Manager(torchft.Manager):
 
     def start_quorum(self, *args: Any, **options: Any) -> None:
         """Begin a step, as torchft does; raise `QuarantineError` and leave the job if this chip is in quarantine."""
-        with self._leaving(), self._group.apart():
-            self._look_at_list()
-            if self._guard is not None:
-                self._guard.before_quorum()
-            self._asked_at, self._in_step = time.time(), True
-            super().start_quorum(*args, **options)
-            self._ready_at = time.time()
-            self._note_quorum()
-            if self._guard is not None:
-                self._guard.after_quorum()
-
-    def register_state_dict_fn(
-        self, key: str, load_state_dict: Callable[[Any], object], state_dict: Callable[[], Any]
-    ) -> None:
-        """Add a part whose state a chip that comes back receives, as torchft does."""
-        super().register_state_dict_fn(key, load_state_dict, state_dict)
-        self._parts[key] = load_state_dict, state_dict
-
-    def recompute(self, gradients: Callable[[Any], Any], batch: Any) -> None:
-        """Let another chip compute the gradient of this chip's samples, if that is due; call it in each step.
-
-        `gradients(batch)` returns tensors, the same bits on every chip that has the same state: take the gradients of
-        the module itself with `torch.autograd.grad`, not of the DistributedDataParallel around it. `batch` is what
-        `torch.save` writes and `torch.load(…, weights_only=True)` reads. Call this before the step's forward pass: if
-        chips disagree, all go back to the last verified state, and the step counts no more.
-        """
-        if self._guard is not None:
-            with self._leaving():
-                self._guard.recompute(gradients, batch)
-
-    @property
-    def verified(self) -> int:
-        """The last step whose state all due checks have found to be good; 0 if none has."""
-        return 0 if self._guard is None else self._guard.verified
+        self._read_list_again()
+        try:
+            self._obey_list()
+        except QuarantineError as error:
+            self._give_up(error)
+            self._group.abort()
+            super().shutdown(wait=False)
+            raise
+        self._asked_at, self._in_step = time.time(), True
+        super().start_quorum(*args, **options)
+        self._ready_at = time.time()
+        self._note_quorum()
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Take over the step of a state that was received or read, as torchft does."""
@@ -205,10 +159,7 @@ class Manager(torchft.Manager):
         try:
             self.wait_quorum()
             self._note_quorum()
-            if self._guard is not None:
-                self._guard.check_recomputed()
-            with self._group.apart():
-                committed = bool(super().should_commit(timeout))
+            committed = bool(super().should_commit(timeout))
         except BaseException as error:
             self._give_up(error)
             raise
@@ -240,37 +191,48 @@ class Manager(torchft.Manager):
         if sys.exception() is None:
             self.timeline.note("done", step=self.current_step())
 
-    def _look_at_list(self) -> None:
-        """Leave if this chip has been quarantined, and let the group plan round cables that have been."""
-        if self._watchlist is not None:
-            self._watchlist.look()
-            if (entry := self._watchlist.own) is not None:
-                raise self._watchlist.refusal(entry)
-            self._group.leave_out(self._watchlist.cables)
+    def _read_list(self) -> None:
+        """Read the quarantine list; raise `QuarantineError` if it is damaged or that of another machine."""
+        if self._list is not None:
+            listed, whole = self._list.active(), self._group.whole
+            for entry in listed:
+                entry.suspect.check(whole.shape, len(self._hosts), whole.wrap)
+            self._listed = listed
+            for entry in listed:
+                if (entry.suspect, entry.since) not in self._noted_entries:
+                    self._noted_entries.add((entry.suspect, entry.since))
+                    note_quarantined(self.timeline, entry, self._hosts)
 
-    @contextmanager
-    def _leaving(self) -> Iterator[None]:
-        """Leave the job if there is a `QuarantineError`: the next quorum forms without this chip."""
+    def _read_list_again(self) -> None:
+        """Read the list as it is now. A job that trains does not stop for a list that cannot be read."""
         try:
-            yield
-        except QuarantineError as error:
-            self._in_step = False
-            self._give_up(error)
-            self._group.abort()
-            super().shutdown(wait=False)
-            raise
+            self._read_list()
+        except (QuarantineError, OSError) as error:
+            warnings.warn(f"What was known before of chips in quarantine still counts: {error}", stacklevel=3)
 
-    def _rewind(self, state: dict[str, int]) -> None:
-        """Count on from an earlier step."""
-        super().load_state_dict(state)
-        self._source = "memory"
+    def _obey_list(self) -> None:
+        """Raise `QuarantineError` if this chip is in quarantine, and let the group plan round cables that are.
+
+        There is no process 0 that reads the list for all. Whether a chip is left out is its own affair: it leaves, and
+        the next quorum forms without it. Cables concern all members, who exchange them when they form a group.
+        """
+        chip = self._group.chip
+        for entry in self._listed:
+            if chip in entry.suspect.chips(self._hosts):
+                until = time.strftime("%Y-%m-%d %H:%M", time.gmtime(entry.until))
+                by = entry.by if entry.by.startswith("by") else f"by {entry.by}"
+                raise QuarantineError(
+                    f"Chip {name_chip(chip)} leaves the job: {entry.suspect} is in quarantine until {until} UTC, {by}, "
+                    f"because of {entry.why[:500]}. The others train without it. When it is repaired, clear it with "
+                    f"`meshmend quarantine clear {self._shared} {str(entry.suspect)!r}`, and start this process again."
+                )
+        self._group.leave_out(cables_of(self._listed))
 
     def _note_quorum(self) -> None:
         """Write down a quorum and a state received since the last time. With an asynchronous quorum that is later."""
         spent = self._group.timings
         if spent.configured_at > self._noted_at:
-            if self._watchlist is not None:
-                self._watchlist.look()  # who is missing may have left because of it
+            self._read_list_again()  # who is missing may have left because of it
             formed_at = spent.configured_at - spent.configure_s
             mesh = self._group.mesh
             members = sorted(self._hosts.number(mesh.chip(rank)) for rank in range(mesh.n_chips))
@@ -285,7 +247,7 @@ class Manager(torchft.Manager):
                 hosts=members,
                 machine=str(self._hosts),
             )
-            left = [] if self._watchlist is None else map(self._hosts.number, self._watchlist.chips)
+            left = map(self._hosts.number, chips_of(self._listed, self._hosts))
             self._events.form(str(spent.formed_ms), members, quarantined=left)
             self.timeline.note("join", at=formed_at, seconds=spent.configure_s - spent.plan_s)
             self.timeline.note("plan", at=spent.configured_at - spent.plan_s, seconds=spent.plan_s)

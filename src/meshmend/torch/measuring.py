@@ -32,7 +32,7 @@ from meshmend.errors import ParameterError
 from meshmend.schedule import Op, Schedule
 from meshmend.topology import Mesh
 from meshmend.torch.backend import MeshBackend
-from meshmend.torch.group_engines import GroupEngines
+from meshmend.torch.mesh_group import MeshGroup
 
 SHORT, LONG, LONGEST = 2**8, 2**16, 2**22
 """Bytes of a message: so few that bytes do not count; and at first, and at most, so many that they do."""
@@ -55,7 +55,7 @@ def measure(group: dist.ProcessGroup | None = None, *, file: str | Path | None =
     there: `hardware=file` takes it wherever a preset's name is taken, as in `MeshProcessGroup(…, hardware=file)`.
     """
     chosen = dist.group.WORLD if group is None else group
-    if not isinstance(chosen, MeshBackend) or chosen.engines is None or chosen.mesh is None:
+    if not isinstance(chosen, MeshBackend) or chosen.mesh_group is None or chosen.mesh is None:
         what = "a group of one, or one that forms no mesh" if isinstance(chosen, MeshBackend) else repr(chosen)
         raise ParameterError(
             f"measure needs a group of the meshmend backend whose members form a mesh, got {what}. Call "
@@ -63,8 +63,8 @@ def measure(group: dist.ProcessGroup | None = None, *, file: str | Path | None =
         )
     if chosen.is_part:
         raise ParameterError("measure needs all live chips: give it the default group, not one that is a part of it.")
-    mesh, engines = chosen.mesh, chosen.engines
-    hosts, loops = _run_loops(mesh, engines)
+    mesh, members = chosen.mesh, chosen.mesh_group
+    hosts, loops = _run_loops(mesh, members)
     key = f"hardware/{chosen.count_measurement()}"
     store = chosen.get_group_store()
     if chosen.rank() == 0:
@@ -72,7 +72,7 @@ def measure(group: dist.ProcessGroup | None = None, *, file: str | Path | None =
         store.set(key, json.dumps(hardware_facts(found)))
         if file is not None:
             write_hardware(found, file, _facts(mesh, hosts, loops))
-    store.wait([key], engines.timeout)
+    store.wait([key], members.timeout)
     chosen.plan_for(parse_hardware(json.loads(store.get(key)), "What rank 0 has measured"))
     return chosen.hardware
 
@@ -106,15 +106,15 @@ def _hardware(costs: FittedCosts, lanes: int, how: str, cores: int | None) -> Ha
     )
 
 
-def _run_loops(mesh: Mesh, engines: GroupEngines) -> tuple[int, list[TimedLoop]]:
+def _run_loops(mesh: Mesh, members: MeshGroup) -> tuple[int, list[TimedLoop]]:
     """Return the number of hosts, and the times of loops that all members run."""
     lanes = _lanes(mesh)
-    hosts = len(set(engines.exchange("hosts", _host())))
+    hosts = len(set(members.exchange("hosts", _host())))
 
     def timed(n_lanes: int, message_bytes: int, steps: int) -> TimedLoop:
         used = lanes[:n_lanes]
-        own = min(engines.time_run(_loop(mesh, used, steps), message_bytes * 2 * n_lanes) for _ in range(REPEAT))
-        told = engines.exchange("seconds", struct.pack("<d", own))
+        own = min(members.time_run(_loop(mesh, used, steps), message_bytes * 2 * n_lanes) for _ in range(REPEAT))
+        told = members.exchange("seconds", struct.pack("<d", own))
         seconds = max(struct.unpack("<d", word)[0] for word in told)
         return TimedLoop(steps, n_lanes, message_bytes, seconds, float(2 * sum(map(len, used))))
 

@@ -16,39 +16,33 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from meshmend import __version__
 from meshmend.cost import Hardware
-from meshmend.errors import Coordinate, DisagreementError, LostChipError, MeshError, MeshmendError, name_chip
+from meshmend.errors import Coordinate, MeshError, MeshmendError, name_chip
 from meshmend.machines import Machine
 from meshmend.planning import PlanFunction, plan
-from meshmend.quarantine import Sign
 from meshmend.schedule import Schedule
 from meshmend.topology import Cable, Mesh, Region
-from meshmend.torch.channel import Channel, Deadline, TransportError
-from meshmend.torch.collective import check_tensors, reduce_tensors
-from meshmend.torch.engine import Engine
-from meshmend.torch.membership import Introduction, compare
-from meshmend.torch.place import choose_hardware, describe_machine, find_place, without_cables
+from meshmend.torch.collective import check_tensors
+from meshmend.torch.membership import Introduction, introduce, survivors
+from meshmend.torch.mesh_group import MeshGroup, bytes_of
+from meshmend.torch.payload import kind_of
+from meshmend.torch.place import choose_hardware, find_place, without_cables
 from meshmend.torch.plans import Plans
-from meshmend.torch.private import fail_future, gloo_group
+from meshmend.torch.private import gloo_group
 from meshmend.torch.private_torchft import ReconfiguredGroup
-from meshmend.torch.queue_watch import QueueWatch
-from meshmend.torch.rendezvous import Patience, check_store, exchange
+from meshmend.torch.rendezvous import Patience, check_store
 from meshmend.torch.work import MeshWork
 
 INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
-T = TypeVar("T")
 
 
 @dataclass
@@ -56,8 +50,6 @@ class Timings:
     """Seconds of the last `configure`, and the moment of the last error, on the clock of `time.time`."""
 
     configure_s: float = 0.0
-    exchange_s: float = 0.0
-    connect_s: float = 0.0
     plan_s: float = 0.0
     configured_at: float = 0.0
     failed_at: float = 0.0
@@ -104,23 +96,14 @@ class MeshProcessGroup(ReconfiguredGroup):
         self._plans = Plans(plan, hardware=choose_hardware(hardware, machine, plan, is_loopback=self.is_loopback))
         self._patience = Patience(most=timeout)
         self._bad_cables: frozenset[Cable] = frozenset()
-        self.is_watched = False
-        """Whether the times of all calls are watched, for stragglers."""
-        self._watch: QueueWatch | None = None
-        self.terms = ""
-        """What else all members must have alike: which checks they run."""
-        self.undone: int | None = None
-        """How often this member has gone back to an earlier state; None until it has one."""
         self._mesh: Mesh | None = None
-        self._group_ranks: list[int] = []
-        self._channel: Channel | None = None
-        self._engines: dict[int, Engine] = {}
+        self._group: MeshGroup | None = None
+        """The group of this quorum; None before the first one and after `abort`."""
         self._sizes: set[int] = set()
-        self._generation = 0
+        """Sizes of payloads that were reduced: each new group plans for them at once."""
         self._error: Exception | None = None
         # Held briefly, never while a plan is made: `abort` needs it.
         self._guard = threading.Lock()
-        self._worker: ThreadPoolExecutor | None = None
         self.timings = Timings()
 
     @property
@@ -206,171 +189,56 @@ class MeshProcessGroup(ReconfiguredGroup):
 
     def form(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
         """Find the hole that the members leave, connect them and plan; `configure` calls this."""
-        group = self._meet(store, rank, world_size)
+        own = Introduction.of(self._chip, self._whole, self._plans, self._bad_cables)
+        members = introduce(store, rank, world_size, own, self._patience.now)
+        self.timings.formed_ms = members[0].at_ms
+        # Cables in quarantine: what any of the members knows counts.
+        self._mesh = mesh = survivors(self._whole, members)
+        # Gloo's timeout is for each connection. Everybody was there a moment ago.
+        patience, interface = min(2 * self._patience.now, self._timeout), self._interface
+        gloo = gloo_group(store, rank, world_size, connect_timeout=patience, timeout=self._timeout, interface=interface)
+        group = MeshGroup(mesh, [member.chip for member in members], gloo, self._plans, self._timeout)
         with self._guard:
-            self._generation += 1
-            self._error = None
-            self._engines = {}
-            # Engines share a channel: whichever plan a payload runs, all members count its calls alike.
-            self._channel = Channel(group)
-            self._watch = QueueWatch(self._channel, self.mesh, self._group_ranks) if self.is_watched else None
+            self._group, self._error = group, None
+            sizes = sorted(self._sizes)
         started = time.time()
         # A member that has reduced nothing yet plans too: a mesh without a plan must fail here for all members alike,
         # or those who went on would wait for the others.
-        reduced = sorted(self._sizes)
-        for payload_bytes in reduced or [1]:
-            self._engine(payload_bytes)
-        self._sizes = set(reduced)
+        for payload_bytes in sizes or [1]:
+            group.prepare(payload_bytes)
         self.timings.plan_s = time.time() - started
-        return group
-
-    def _meet(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
-        """Find out where the members' chips are, and connect to them."""
-        started = time.time()
-        chips, cables = self._exchange(store, rank, world_size)
-        self._mesh = without_cables(self._holed(chips), cables)
-        self._group_ranks = [0] * world_size
-        for member, chip in enumerate(chips):
-            self._group_ranks[self._mesh.rank(chip)] = member
-        self.timings.exchange_s = time.time() - started
-        started = time.time()
-        # Gloo's timeout is for each connection. Everybody was there a moment ago.
-        patience = min(2 * self._patience.now, self._timeout)
-        interface = self._interface
-        group = gloo_group(
-            store, rank, world_size, connect_timeout=patience, timeout=self._timeout, interface=interface
-        )
-        self.timings.connect_s = time.time() - started
-        return group
-
-    def _exchange(self, store: dist.Store, rank: int, world_size: int) -> tuple[list[Coordinate], frozenset[Cable]]:
-        """Exchange coordinates with the other members, and cables in quarantine: what any of them knows counts."""
-        wrap = "".join(str(int(w)) for w in self._whole.wrap)
-        terms = f"meshmend {__version__}, {describe_machine(self._whole)}, wrap {wrap}, {self._plans}{self.terms}"
-        own = Introduction(self._chip, terms, self._bad_cables, self.undone, Introduction.now_ms())
-        words = exchange(store, rank, world_size, str(own), self._patience.now)
-        members = [Introduction.read(word) for word in words]
-        self.timings.formed_ms = members[0].at_ms
-        return [member.chip for member in members], compare(own, members)
-
-    def _holed(self, chips: list[Coordinate]) -> Mesh:
-        """Return the machine without the chips that are not members."""
-        for chip in chips:
-            if chips.count(chip) > 1:
-                raise MeshError(f"{chips.count(chip)} members say that they are chip {name_chip(chip)}.")
-        here = set(chips)
-        missing = [self._whole.chip(rank) for rank in range(self._whole.n_chips)]
-        return self._whole.fail(*(chip for chip in missing if chip not in here))
-
-    def _engine(self, payload_bytes: int) -> Engine:
-        """Return the engine for payloads of this size; made at most once for each plan."""
-        size = Plans.size(payload_bytes)
-        with self._guard:
-            if size in self._engines:
-                return self._engines[size]
-            self._sizes.add(size)
-            mesh, members, channel, generation = self.mesh, self._group_ranks, self._channel, self._generation
-        if channel is None:
-            raise MeshmendError(f"Chip {name_chip(self._chip)} has left its group: torchft forms the next one.")
-        engine = Engine(
-            self._plans.get(mesh, payload_bytes),
-            mesh.rank(self._chip),
-            None,
-            group_ranks=members,
-            timeout=self._timeout,
-            channel=channel,
-        )
-        with self._guard:
-            if self._generation != generation:
-                raise MeshmendError("The group was formed again while this all-reduce was planned.")
-            return self._engines.setdefault(size, engine)
+        return gloo
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> MeshWork:
         """Reduce tensors in place, in the background; the work's future gives the tensors or the error."""
-        op = getattr(opts, "reduceOp", opts)
-        op = getattr(op, "op", op)
+        op = kind_of(getattr(opts, "reduceOp", opts))
         check_tensors(tensors, op)
-        payload_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         with self._guard:
+            group = self._group
+            if self._error is not None or group is None:
+                raise self._error or MeshmendError(f"Chip {name_chip(self._chip)} has left its group.")
+            self._sizes.add(Plans.size(bytes_of(tensors)))
+
+        def reduce() -> list[torch.Tensor]:
+            # The payload of an earlier failure may sit in the connections: nothing may run on them any more.
             if self._error is not None:
                 raise self._error
-            generation = self._generation
-        engine = self._engine(payload_bytes)
-
-        def work() -> None:
             try:
-                # The payload of an earlier failure may sit in the connections: nothing may run on them any more.
-                if self._error is not None or self._generation != generation:
-                    raise self._error or MeshmendError("The group was formed again before this all-reduce began.")
-                reduce_tensors(tensors, engine, op)
+                group.all_reduce(tensors, op)
             except Exception as error:
-                self._fail(error, generation)
-                fail_future(future, error)
-            else:
-                future.set_result(tensors)
+                self._fail(error, group)
+                raise
+            return tensors
 
-        with self._guard:
-            if self._worker is None:
-                self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="meshmend")
-            self._worker.submit(work)
-        return MeshWork(future, self._chip)
+        return MeshWork(group.start(reduce), self._chip)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> MeshWork:
         """Reduce tensors in place as one payload."""
         return self.allreduce(tensors, opts)
 
-    def gather(self, description: str, own: bytes) -> dict[Coordinate, bytes]:
-        """Return what each member passed, by chip: as many bytes from each, of what `description` says."""
-        told = self._call(lambda channel, deadline: channel.gather(description, own, deadline))
-        return {self.mesh.chip(rank): told[member] for rank, member in enumerate(self._group_ranks)}
-
-    def pass_on(self, own: bytes, distance: int) -> bytes:
-        """Send some bytes to the chip whose rank is larger by `distance`, and return those of the one before."""
-        rank, ranks = self.mesh.rank(self._chip), self._group_ranks
-        target, source = (ranks[(rank + d) % len(ranks)] for d in (distance, -distance))
-        return self._call(lambda channel, deadline: channel.pass_on(own, target, source, deadline))
-
-    def end_times(self, step: int) -> tuple[Sign, ...]:
-        """End a step of the times that are watched; return signs against whoever is slow, the same on all members."""
-        watch = self._watch
-        return () if watch is None else self._call(lambda _, deadline: watch.add(step, deadline))
-
-    def apart(self) -> AbstractContextManager[None]:
-        """Return what to enter around anything that waits for other chips, and is no all-reduce."""
-        return nullcontext() if self._watch is None else self._watch.times.apart()
-
-    def _call(self, what: Callable[[Channel, Deadline], T]) -> T:
-        """Run a call of all members, after the all-reduces that were started before it, and return its result."""
+    def _fail(self, error: Exception, group: MeshGroup) -> None:
         with self._guard:
-            channel, generation = self._channel, self._generation
-            if self._error is not None or channel is None:
-                raise self._error or MeshmendError(f"Chip {name_chip(self._chip)} has left its group.")
-            if self._worker is None:
-                self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="meshmend")
-            future = self._worker.submit(self._in_turn, channel, what)
-        try:
-            return future.result()
-        except DisagreementError:
-            raise
-        except Exception as error:
-            self._fail(error, generation)
-            raise
-
-    def _in_turn(self, channel: Channel, what: Callable[[Channel, Deadline], T]) -> T:
-        try:
-            with channel.turn(channel.ticket()):
-                return what(channel, Deadline(self._timeout))
-        except TransportError as error:
-            channel.close()
-            peer = self.mesh.chip(self._group_ranks.index(error.member))
-            lost = LostChipError(self._chip, peer, str(self.mesh), str(error))
-            channel.fail(lost)
-            raise lost from error
-
-    def _fail(self, error: Exception, generation: int) -> None:
-        with self._guard:
-            if self._error is None and self._generation == generation:
+            if self._error is None and self._group is group:
                 self._error = error
                 self.timings.failed_at = time.time()
 
@@ -380,18 +248,13 @@ class MeshProcessGroup(ReconfiguredGroup):
 
     def abort(self, errored: bool = True) -> None:
         """Close all connections: whatever waits, here and on other chips, ends with an error."""
+        left = f"Chip {name_chip(self._chip)} left the group."
         with self._guard:
-            channel, self._channel = self._channel, None
-            worker, self._worker = self._worker, None
-            left = MeshmendError(f"Chip {name_chip(self._chip)} left the group.")
+            group, self._group = self._group, None
             if errored and self._error is None:
-                self._error = left
-        if channel is not None:
-            channel.fail(left)
-            channel.close()
-        if worker is not None:
-            # What is queued is not dropped: it ends with the error, and so do those who wait for it.
-            worker.shutdown(wait=False)
+                self._error = MeshmendError(left)
+        if group is not None:
+            group.close(abort=True, why=left)
         super().abort(errored=errored)
 
     def shutdown(self) -> None:

@@ -78,20 +78,23 @@ def exchange(store: dist.Store, rank: int, world_size: int, word: str, patience:
         try:
             store.wait(keys, patience / LOOKS)
             break
-        except dist.DistStoreError:
+        except RuntimeError as error:
+            # Stores in files say it without an error of their own.
+            if not isinstance(error, dist.DistStoreError) and "Wait timeout" not in str(error):
+                raise
             n_before, n_arrived, now = n_arrived, store.add(ARRIVED, 0), time.monotonic()
         if n_arrived > n_before:
             heard = now
         elif now - heard >= patience.total_seconds():
             store.set(GIVEN_UP, str(rank))
             raise RendezvousError(
-                f"{n_arrived} of the {world_size} members of the new quorum came within {now - started:.1f} s, and "
-                f"nobody for the last {now - heard:.1f} s: the others have died since they asked for it. torchft forms "
-                "the next one without them."
+                f"{n_arrived} of the {world_size} members of the new group came within {now - started:.1f} s, and "
+                f"nobody for the last {now - heard:.1f} s: the others have died, or were never started. Under "
+                "torchft the next group forms without them."
             )
     if store.check([GIVEN_UP]):
         raise RendezvousError(
-            f"Member {store.get(GIVEN_UP).decode()} of the new quorum has given up waiting for the others. torchft "
-            "forms the next one."
+            f"Member {store.get(GIVEN_UP).decode()} of the new group has given up waiting for the others. Under "
+            "torchft the next group forms without them."
         )
     return [bytes(told).decode() for told in store.multi_get(keys)]

@@ -10,7 +10,6 @@ the same step what it sends.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -190,8 +189,6 @@ class ProgramRun:
         if part.numel():
             if message.staged:
                 part = part.clone()
-            if self.channel.times is not None:
-                self.channel.times.sent(self.members[message.peer], part.nbytes)
             self._works[number] = self.channel.send(part, self.members[message.peer], message.tag)
 
     def fail(self, error: BaseException) -> None:
@@ -240,10 +237,7 @@ class _Inbox:
             for number in self._numbers:
                 work, slot = self._posted.popleft()
                 if work is not None:
-                    asked_at = time.monotonic()
                     self._run.channel.wait(work, self._member, self._run.deadline)
-                    if self._run.channel.times is not None:
-                        self._run.channel.times.arrived(self._member, slot.nbytes, asked_at)
                 self._run.write(number, slot)
                 self._post()
         except BaseException as error:

@@ -1,14 +1,67 @@
-"""A collective under way, as torch expects it."""
+"""Collectives under way: as torch expects them, and the background thread that runs them."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 
-from meshmend.errors import Coordinate, WaitTimeoutError, name_chip
-from meshmend.torch.private import Work
+from meshmend.errors import Coordinate, MeshmendError, WaitTimeoutError, name_chip
+from meshmend.torch.channel import Channel
+from meshmend.torch.private import Work, fail_future
+
+T = TypeVar("T")
+
+
+class Worker:
+    """Runs calls on a channel in the background, one after the other, in a thread that is made when it is needed."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._guard = threading.Lock()
+        self._thread: ThreadPoolExecutor | None = None
+
+    def start(self, call: Callable[[], T]) -> torch.futures.Future[T]:
+        """Return a future of what a call returns; one that the channel's error has come before ends with that."""
+        future: torch.futures.Future[T] = torch.futures.Future()
+
+        def work() -> None:
+            try:
+                if self._channel.error is not None:
+                    raise self._channel.error
+                result = call()
+            except Exception as error:
+                fail_future(future, error)
+            else:
+                future.set_result(result)
+
+        with self._guard:
+            if self._channel.error is not None:
+                fail_future(future, self._channel.error)
+                return future
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="meshmend")
+            try:
+                self._thread.submit(work)
+            except RuntimeError as error:  # the interpreter is shutting down
+                self._channel.fail(error)
+                raise
+        return future
+
+    def close(self, why: MeshmendError, *, abort: bool = True) -> None:
+        """Take no more calls; with `abort`, also close all connections, so that those under way end with an error."""
+        with self._guard:
+            self._channel.fail(why)
+            thread, self._thread = self._thread, None
+        if abort:
+            self._channel.close()
+        if thread is not None:
+            # What is queued is not dropped: it ends with the error, and so do those who wait for it.
+            thread.shutdown(wait=False)
 
 
 class MeshWork(Work):

@@ -1,5 +1,11 @@
 """The backend against Gloo over real links: its collectives, and steps of FSDP2 and DDP, in the same processes.
 
+    sudo python benchmarks/torch_backend.py --lab 4x4 --fail 2x2@2,2 --payload 8MB     rate-limited links
+    python benchmarks/torch_backend.py --loopback 2x4 --payload 8MB                    this host's loopback
+
+With --fail the whole mesh is timed first, then the survivors. The payload is what is reduced, what all shards together
+are, and about what the weights of the model take.
+
 Each live chip is a process, in a lab inside its own network namespace. The cases alternate, so that other load on
 the machine affects both alike. All processes read the same clock, so a run lasts from the first chip's start to the
 last chip's end.
@@ -7,11 +13,14 @@ last chip's end.
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import os
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -24,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from meshmend.bench.allreduce import PORT, hardware_of, run_seconds
+from meshmend.cost.units import name_bytes, parse_bytes
 from meshmend.errors import Coordinate, LabError
 from meshmend.lab import Chips, Lab
 from meshmend.lab.namespaces import INTERFACE
@@ -65,10 +75,7 @@ class BackendTimes:
 def compare_backends(
     mesh: Mesh, payload_bytes: int, *, lab: Lab | None = None, repeat: int = 3, patience_s: float = 1800.0
 ) -> list[BackendTimes]:
-    """Time Gloo and meshmend on one mesh, in a lab or (without one) over loopback.
-
-    The payload is what is reduced, what all shards together are, and about what the model's weights take.
-    """
+    """Time Gloo and meshmend on one mesh, in a lab or (without one) over loopback."""
     host = "127.0.0.1" if lab is None else lab.address(mesh.chip(0))
     place = f"tcp://{host}:{free_port('127.0.0.1') if lab is None else PORT}"
     with Chips(None if lab is None else lab.namespaces) as chips:
@@ -165,3 +172,41 @@ def _training_step(payload_bytes: int, group: dist.ProcessGroup, *, is_sharded: 
         optimizer.zero_grad()
 
     return step
+
+
+def main() -> None:
+    """Time all meshes and payloads, and print a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    place = parser.add_mutually_exclusive_group(required=True)
+    place.add_argument("--lab", metavar="SHAPE", help="make a lab of this shape for the run; needs root")
+    place.add_argument("--loopback", metavar="SHAPE", help="no lab: processes on this host's loopback")
+    parser.add_argument("--fail", metavar="REGION", action="append", default=[], help="failed chips, as in 2x2@2,2")
+    parser.add_argument("--rate", default="40mbit", help="rate of a link of the lab, as tc writes it")
+    parser.add_argument("--payload", metavar="BYTES", action="append", help="as in 8MB, the default; repeatable")
+    parser.add_argument("--repeat", type=int, default=3, help="runs per case; the best counts")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args()
+    whole = Mesh(options.lab or options.loopback)
+    meshes = [whole, *([whole.fail(*options.fail)] if options.fail else [])]
+    sizes = [round(parse_bytes(text)) for text in options.payload or ["8MB"]]
+    with Lab.temporary(whole, rate=options.rate) if options.lab else nullcontext() as lab:
+        results: list[BackendTimes] = []
+        for mesh in meshes:
+            left = lab if lab is None or mesh == whole else lab.kill(*mesh.holes)
+            for size in sizes:
+                results += compare_backends(mesh, size, lab=left, repeat=options.repeat)
+    if options.json:
+        rate = options.rate if options.lab else None
+        print(json.dumps({"rate": rate, "results": [result.facts() for result in results]}))
+        return
+    print(f"{'mesh':24}{'payload':>10}  {'case':16}{'Gloo, s':>10}{'meshmend, s':>13}{'M/b':>8}{'× Gloo':>8}")
+    for one in results:
+        units = "–" if one.units is None else f"{one.units:.3f}"
+        print(
+            f"{one.mesh:24}{name_bytes(one.payload_bytes):>10}  {one.case:16}{one.gloo_s:10.3f}{one.meshmend_s:13.3f}"
+            f"{units:>8}{one.ratio:8.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,35 +1,178 @@
-"""The failure campaign: kill chips and boards of a training job at random moments, and check its guarantees.
+"""The failure campaign: kill chips and boards of a job under torchft at random moments, and check its guarantees.
+
+    python benchmarks/torch_failures.py 4x4 --kills 50    as in docs/torch.md
+    python benchmarks/torch_failures.py 4x4 --kills 2     a quick look
 
 After every kill the survivors must commit a step round the hole; then the killed chips come back and the mesh must be
 whole again. At the end every step that any chip committed must have used each contribution of its members exactly
 once, with the same weights on every chip that committed it, and the steps must have used each sample exactly once per
 epoch.
+
+The model is a vector of weights; each chip's contribution to a step is known beforehand, so that the sum of every
+committed step can be checked against the chips that took part.
 """
 
 from __future__ import annotations
 
+import argparse
+import faulthandler
+import functools
+import hashlib
 import json
+import logging
+import os
 import random
+import signal
 import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from meshmend.bench.replica import ReplicaJob, lighthouse, train
+import torch
+import torch.distributed as dist
+from torchft.coordination import LighthouseServer
+
 from meshmend.errors import Coordinate, LabError, name_chip
 from meshmend.lab.chips import Chips
-from meshmend.planning import PLANNERS
+from meshmend.planning import PlanCache, PlanFunction, plan
 from meshmend.topology import Mesh, Region, all_placements
+from meshmend.torch.manager import Manager
+from meshmend.torch.place import LOOPBACK
+from meshmend.torch.plans import Plans
+from meshmend.torch.process_group import MeshProcessGroup
+from meshmend.torch.sampling import StepSampler
 
+HOST = "127.0.0.1"
+INTERFACE = "lo"
 LIGHTHOUSE: Coordinate = (-1,)
 """The lighthouse runs beside the chips, under a coordinate that no chip has."""
 
 STAGES = ("detect", "quorum", "replan", "redo")
+
+
+@dataclass(frozen=True)
+class ReplicaJob:
+    """What every chip of a job receives."""
+
+    shape: tuple[int, ...]
+    lighthouse: str
+    folder: Path
+    payload_elements: int = 200_000
+    n_buckets: int = 2
+    n_samples: int = 997
+    batch_size: int = 3
+    timeout_s: float = 10.0
+    pause_s: float = 0.0
+
+    @property
+    def plan(self) -> PlanFunction:
+        """What plans, and keeps its plans where all chips find them."""
+        return functools.partial(plan, cache=PlanCache(self.folder / "plans"))
+
+    def plan_ahead(self, holes: Sequence[Region]) -> None:
+        """Plan for the whole machine and for each hole, as an operator does before the job starts."""
+        bucket_bytes = -(-self.payload_elements // self.n_buckets) * torch.float64.itemsize
+        mesh, plans = Mesh(self.shape), Plans(self.plan, hardware=LOOPBACK)
+        for payload_bytes in (1, bucket_bytes):  # chips that have reduced nothing yet plan for one byte
+            plans.get(mesh, payload_bytes)
+        plans.prepare(mesh, holes, bucket_bytes)
+
+
+def lighthouse(_: Any, address_file: Path, heartbeat_timeout_ms: int) -> None:
+    """Serve torchft's lighthouse until killed; write its address to a file."""
+    divert(address_file.with_suffix(".err"))
+    server = LighthouseServer(
+        bind=f"{HOST}:0",
+        min_replicas=1,
+        # Long: the others must wait for a chip that is slow but alive, or it continues with diverging weights.
+        join_timeout_ms=60_000,
+        quorum_tick_ms=20,
+        heartbeat_timeout_ms=heartbeat_timeout_ms,
+    )
+    port = server.address().rsplit(":", 1)[1]
+    partial = address_file.with_suffix(".part")
+    partial.write_text(f"http://{HOST}:{port}")
+    partial.rename(address_file)
+    while True:
+        time.sleep(60)
+
+
+def divert(path: Path) -> None:
+    """Redirect torchft's own logging to a file; it writes to the descriptor, bypassing Python."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(handle, 2)
+    os.close(handle)
+    faulthandler.register(signal.SIGUSR1)
+
+
+def train(chip: Coordinate, job: ReplicaJob, life: int) -> None:
+    """Train until killed, or until the file `stop` appears in the job's folder.
+
+    Bucket b of chip i holds, at every element e with e ≡ i (mod number of chips), the value 1 and elsewhere 0: the sum
+    is 1 exactly where a live chip contributed once, 2 where one did twice.
+    """
+    logging.disable(logging.CRITICAL)
+    divert(job.folder / f"{'-'.join(map(str, chip))}.{life}.err")
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+    torch.set_num_threads(1)
+    mesh = Mesh(job.shape)
+    name = "-".join(map(str, chip))
+    log = (job.folder / f"{name}.{life}.log").open("w", buffering=1)
+
+    def note(event: str, **facts: Any) -> None:
+        log.write(json.dumps({"t": time.time(), "event": event, **facts}) + "\n")
+
+    timeout = timedelta(seconds=job.timeout_s)
+    group = MeshProcessGroup(job.shape, chip, plan=job.plan, timeout=timeout, interface=INTERFACE)
+    weights = {"w": torch.zeros(job.payload_elements, dtype=torch.float64)}
+    manager = Manager(
+        pg=group,
+        load_state_dict=weights.update,
+        state_dict=lambda: dict(weights),
+        min_replica_size=1,
+        lighthouse_addr=job.lighthouse,
+    )
+    sampler = StepSampler(manager, job.n_samples, job.batch_size)
+    own = torch.zeros(job.payload_elements, dtype=torch.float64)
+    own[mesh.rank(chip) :: mesh.n_chips] = 1
+    note("up")
+    while not (job.folder / "stop").exists():
+        note("quorum")
+        manager.start_quorum()
+        step, members = manager.current_step(), manager.num_participants()
+        time.sleep(job.pause_s)
+        attempt = group.timings.formed_ms
+        note("reduce", step=step, attempt=attempt, samples=sampler.indices().tolist())
+        gradient = own * (step + 1)
+        works = [manager.allreduce(part, reduce_op=dist.ReduceOp.SUM) for part in gradient.chunk(job.n_buckets)]
+        for work in works:
+            work.wait()
+        note("reduced")
+        if manager.should_commit():
+            weights["w"] += gradient
+            counts = (gradient / (step + 1)).reshape(-1)[: mesh.n_chips * (len(gradient) // mesh.n_chips)]
+            counts = counts.reshape(-1, mesh.n_chips)
+            same = bool((counts == counts[0]).all())
+            note(
+                "commit",
+                step=step,
+                attempt=attempt,
+                members=members,
+                live=[mesh.rank(group.mesh.chip(r)) for r in range(group.mesh.n_chips)],
+                counts=counts[0].tolist() if same else None,
+                weights=hashlib.sha256(weights["w"].numpy().tobytes()).hexdigest()[:16],
+                configure_s=group.timings.configure_s,
+                configured_at=group.timings.configured_at,
+                failed_at=group.timings.failed_at,
+            )
+        else:
+            note("refused", step=step, why=str(manager.errored())[:200])
+    os._exit(0)
 
 
 @dataclass(frozen=True)
@@ -91,8 +234,7 @@ def campaign(
     rng = random.Random(seed)  # noqa: S311  # moments and places, not secrets
     mesh = Mesh(shape)
     boards = all_placements(mesh.shape, (2, 2))
-    # Without a planner for arbitrary holes, only whole boards may fail.
-    chips = all_placements(mesh.shape, (1, 1), align=1) if "weave" in PLANNERS else []
+    chips = all_placements(mesh.shape, (1, 1), align=1)
     report = FailuresReport(str(mesh))
     with tempfile.TemporaryDirectory(prefix="meshmend-") as name, Chips() as running:
         folder = Path(name)
@@ -108,14 +250,14 @@ def campaign(
         for _ in range(kills):
             watch.until(lambda: watch.committed_by(lives, mesh.n_chips), "the whole mesh does not commit")
             time.sleep(rng.random() * 0.5)
-            hole = rng.choice(boards) if not chips or rng.random() < 0.5 else rng.choice(chips)
+            hole = rng.choice(boards if rng.random() < 0.5 else chips)
             lost = [chip for chip in lives if not mesh.fail(hole).live[chip]]
             killed_at = time.time()
             running.kill(lost)
             survivors = {chip: life for chip, life in lives.items() if chip not in lost}
             for chip in lost:
                 watch.read(chip, lives[chip])
-            on_the_hole = partial(watch.committed_by, survivors, len(survivors), after=killed_at)
+            on_the_hole = functools.partial(watch.committed_by, survivors, len(survivors), after=killed_at)
             watch.until(on_the_hole, f"the survivors of {hole} do not commit")
             report.kills.append(_account(watch, hole, lost, lives, survivors, killed_at))
             on_kill(report.kills[-1])
@@ -256,3 +398,33 @@ def _judge_samples(watch: _Watch, mesh: Mesh, commits: dict[int, dict[str, Any]]
                 f"After step {step} sample {often} has been used {used[often]} times and others {min(used.values())} "
                 f"times, expected each sample once per epoch."
             )
+
+
+def main() -> None:
+    """Run the campaign, and print what it found."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("shape", nargs="?", default="4x4", help="chips along each axis")
+    parser.add_argument("--kills", type=int, default=50, help="how many times to kill a chip or a board")
+    parser.add_argument("--seed", type=int, default=0, help="random seed: which chips, and when")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args()
+
+    def show(kill: ReplicaKill) -> None:
+        if not options.json:
+            stages = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in kill.stages_s.items())
+            print(f"killed {kill.hole} {kill.moment} an all-reduce: committed after {kill.total_s:.2f} s ({stages})")
+
+    facts = campaign(options.shape, kills=options.kills, seed=options.seed, on_kill=show).facts()
+    if options.json:
+        print(json.dumps(facts))
+        return
+    moments = ", ".join(f"{count} {moment}" for moment, count in facts["moments"].items())
+    print(f"{facts['kills']} kills ({facts['boards']} of them boards): {moments} an all-reduce")
+    print(f"{facts['committed_steps']} steps, {facts['commits']} commits by chips, {facts['refused']} refused by chips")
+    for stage, figures in {"first step round the hole": facts["recovery_s"], **facts["stages_s"]}.items():
+        print(f"{stage:26}median {figures['median']:.2f} s, worst {figures['worst']:.2f} s")
+    print("every contribution exactly once, the same weights on every chip, each sample once per epoch")
+
+
+if __name__ == "__main__":
+    main()

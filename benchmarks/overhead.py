@@ -1,4 +1,7 @@
-"""What a job pays for its timeline and its metrics: CPU time per step, as a share of the step.
+"""What a job pays for its timeline and its metrics: CPU time per step, as a share of the step of 100 ms.
+
+    python benchmarks/overhead.py                four hosts, 20 groups of steps; docs/operate.md says what it found
+    python benchmarks/overhead.py --groups 2     a quick look
 
 Two measurements in one run. Directly: the CPU time of the lines that a step writes, and of a scrape. In pairs: steps of
 pure arithmetic, with and without their lines and their share of a scrape, that take turns, so that whatever else the
@@ -8,6 +11,8 @@ metrics count. The client that scrapes is another process, as Prometheus is.
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import statistics
 import subprocess
@@ -135,7 +140,7 @@ def write_step(timeline: Timeline, number: int) -> None:
 @contextmanager
 def client(port: int) -> Iterator[Callable[[], None]]:
     """Return what asks for the metrics, as Prometheus does, and waits for the answer."""
-    with subprocess.Popen(  # noqa: S603  # our own interpreter
+    with subprocess.Popen(  # our own interpreter
         [sys.executable, "-c", CLIENT],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -223,3 +228,27 @@ def cpu_s(work: Callable[[], Any]) -> float:
     began = time.process_time()
     work()
     return time.process_time() - began
+
+
+def main() -> None:
+    """Measure, and print the figures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--hosts", type=int, default=4, help="hosts whose lines a scrape reads")
+    parser.add_argument("--groups", type=int, default=20, help="groups of ten steps to compare")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args()
+    found = measure(n_hosts=options.hosts, n_groups=options.groups)
+    if options.json:
+        print(json.dumps(found.facts()))
+        return
+    low, high = found.interval
+    print(f"lines of a step        {found.lines_s * 1e6:.0f} µs")
+    print(f"a scrape               {found.scrape_s * 1e3:.1f} ms for {options.hosts} hosts")
+    print(f"a step without them    {found.step_s * 1e3:.0f} ms")
+    print(f"share of a step        {found.lines_s / found.step_s:.2%} for its lines")
+    print(f"  with metrics         scraped every ten seconds {found.share(100):.2%}, each second {found.share(10):.2%}")
+    print(f"in pairs, each second  {found.paired:+.2%} ({low:+.2%} to {high:+.2%}), {options.groups} groups of steps")
+
+
+if __name__ == "__main__":
+    main()

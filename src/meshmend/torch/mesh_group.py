@@ -1,21 +1,20 @@
-"""The collectives of one process group that run plans: engines made when they are first needed, and calls in one order.
+"""The members of a process group and the mesh that they form: collectives that run plans, in one order of calls.
 
+Under the backend of torch.distributed and under torchft alike; a group that is formed again is another `MeshGroup`.
 Members number themselves as the group does; plans number chips. `members[r]` is the member on the chip of rank r.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from meshmend.errors import LostChipError, MeshmendError
+from meshmend.errors import Coordinate, LostChipError, MeshmendError
 from meshmend.schedule import Collective, Schedule
 from meshmend.topology import Mesh
 from meshmend.torch.channel import Channel, Deadline, TransportError
@@ -23,22 +22,25 @@ from meshmend.torch.collective import reduce_tensors
 from meshmend.torch.engine import Engine
 from meshmend.torch.payload import NAMES, combine_of, describe, overwrite
 from meshmend.torch.plans import Plans
-from meshmend.torch.private import fail_future
 from meshmend.torch.program import compile_program
 from meshmend.torch.run import ProgramRun
+from meshmend.torch.work import Worker
 
 T = TypeVar("T")
 Tensors = Sequence[torch.Tensor]
 
 
-class GroupEngines:
-    """Runs collectives over the mesh that a group's members form. Arguments have been checked by the caller."""
+class MeshGroup:
+    """Runs collectives over the mesh that a group's members form. Arguments have been checked by the caller.
+
+    `chips[m]` is the chip of member m, in the coordinates of the whole machine.
+    """
 
     def __init__(
-        self, mesh: Mesh, members: Sequence[int], group: dist.ProcessGroup, plans: Plans, timeout: timedelta
+        self, mesh: Mesh, chips: Sequence[Coordinate], group: dist.ProcessGroup, plans: Plans, timeout: timedelta
     ) -> None:
         self.mesh = mesh
-        self.members = tuple(members)
+        self.members = tuple(sorted(range(len(chips)), key=chips.__getitem__))
         self.timeout = timeout
         # Engines share a channel: whichever plan a payload runs, all members count its calls alike.
         self._channel = Channel(group)
@@ -46,40 +48,32 @@ class GroupEngines:
         self._rank = self.members.index(self._member)
         self._plans = plans
         self._engines: dict[tuple[object, ...], Engine] = {}
-        self._guard = threading.Lock()
-        self._worker: ThreadPoolExecutor | None = None
+        self._worker = Worker(self._channel)
 
     def start(self, job: Callable[[], list[torch.Tensor]]) -> torch.futures.Future[list[torch.Tensor]]:
-        """Run a job in the background, after those that were started before it."""
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        """Run a job in the background, after those that were started before it; raise if the group is broken."""
 
-        def work() -> None:
-            try:
-                # What is made here is written to by other threads, which are in no inference mode.
-                with torch.inference_mode(False), torch.no_grad():
-                    result = job()
-            except Exception as error:
-                fail_future(future, error)
-            else:
-                future.set_result(result)
+        def run() -> list[torch.Tensor]:
+            # What is made here is written to by other threads, which are in no inference mode.
+            with torch.inference_mode(False), torch.no_grad():
+                return job()
 
-        with self._guard:
-            if self._channel.error is not None:
-                raise self._channel.error
-            if self._worker is None:
-                self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="meshmend")
-            self._worker.submit(work)
-        return future
+        if self._channel.error is not None:
+            raise self._channel.error
+        return self._worker.start(run)
 
-    def all_reduce(self, tensors: Tensors, op: Any, timeout: timedelta | None) -> None:
+    def prepare(self, payload_bytes: int) -> Engine:
+        """Return the engine for all-reduces of this size, which is made now if it was not before."""
+        size = Plans.size(payload_bytes)
+        return self._engine((Collective.ALL_REDUCE, size), lambda: self._plans.get(self.mesh, size))
+
+    def all_reduce(self, tensors: Tensors, op: Any, timeout: timedelta | None = None) -> None:
         """Reduce tensors in place, as one payload per dtype."""
-        size = Plans.size(_bytes_of(tensors))
-        engine = self._engine((Collective.ALL_REDUCE, size), lambda: self._plans.get(self.mesh, size))
-        reduce_tensors(tensors, engine, op, timeout=timeout)
+        reduce_tensors(tensors, self.prepare(bytes_of(tensors)), op, timeout=timeout)
 
     def broadcast(self, tensors: Tensors, root: int, timeout: timedelta | None) -> None:
         """Give everybody the root's tensors."""
-        size, rank = Plans.size(_bytes_of(tensors)), self.members.index(root)
+        size, rank = Plans.size(bytes_of(tensors)), self.members.index(root)
         engine = self._engine(("broadcast", rank, size), lambda: self._plans.broadcast(self.mesh, rank, size))
         for tensor in tensors:
             words = f"broadcast from {root}, {describe([tensor], None)}"
@@ -91,7 +85,7 @@ class GroupEngines:
     def all_gather(self, outputs: Tensors, shards: Tensors, timeout: timedelta | None) -> None:
         """Fill each output with everybody's shard, in order of member. All are of one dtype."""
         n, words = len(self.members), f"shards of {describe(shards, None)}"
-        size = Plans.size(n * _bytes_of(shards))
+        size = Plans.size(n * bytes_of(shards))
         engine = self._sharded(Collective.ALL_GATHER, size)
         if len(outputs) == 1 and outputs[0].is_contiguous():
             own = outputs[0].detach().view(n, -1)[self._member]
@@ -120,7 +114,7 @@ class GroupEngines:
         """
         n = len(self.members)
         words = f"reduce-scatter, {NAMES[op]} of shards of {describe(outputs, None)}"
-        engine = self._sharded(Collective.REDUCE_SCATTER, Plans.size(n * _bytes_of(outputs)))
+        engine = self._sharded(Collective.REDUCE_SCATTER, Plans.size(n * bytes_of(outputs)))
         packed = torch.empty((n, sum(output.numel() for output in outputs)), dtype=outputs[0].dtype)
         parts = packed.split([output.numel() for output in outputs], dim=1)
         for part, payload in zip(parts, payloads, strict=True):
@@ -185,17 +179,15 @@ class GroupEngines:
             )
         return self._engines[key]
 
-    def close(self, *, abort: bool) -> None:
+    def close(self, *, abort: bool, why: str = "This process group was closed: make another.") -> None:
         """Take no more calls; with `abort`, also close all connections, so that those under way end with an error."""
-        with self._guard:
-            self._channel.fail(MeshmendError("This process group was closed: make another."))
-            worker, self._worker = self._worker, None
-        if abort:
-            self._channel.close()
-        if worker is not None:
-            # What is queued is not dropped: it ends with the error, and so do those who wait for it.
-            worker.shutdown(wait=False)
+        self._worker.close(MeshmendError(why), abort=abort)
 
 
-def _bytes_of(tensors: Tensors) -> int:
+def bytes_of(tensors: Tensors) -> int:
+    """Return the size of some tensors together.
+
+    >>> bytes_of([torch.ones(3), torch.ones(2, dtype=torch.int64)])
+    28
+    """
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
