@@ -37,13 +37,6 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("run", "bad hosts", ["--hosts", "8:5", "--place", "0", "--store", "a", "file"], "the least and the most"),
     ("run", "metrics of nothing", ["--local", "4x4", "--metrics", "a:1", "file"], "give --shared DIR, too"),
     ("run", "bad metrics", ["--local", "4x4", "--shared", "s", "--metrics", "a:b", "file"], "--metrics is 'a:b'"),
-    ("run", "events of nothing", ["--local", "4x4", "--webhook", "http://a/b", "file"], "give --shared DIR, too"),
-    (
-        "run",
-        "bad webhook",
-        ["--local", "4x4", "--shared", "s", "--webhook", "ftp://a/b", "file"],
-        "--webhook begins with 'ftp', not with http:// or https://: give one as in https://hooks.example.com/",
-    ),
     ("store", "no secret", ["--listen", "0.0.0.0:29999"], "would listen on 0.0.0.0 without a secret"),
     ("store", "bad address", ["--listen", "here:there"], "expected an address and a port"),
     ("store", "empty secret", ["--secret-file", "file"], "file is empty"),
