@@ -32,6 +32,7 @@ from meshmend.launch.hosts import name_hosts
 from meshmend.launch.membership import BEAT_S, Membership, Message, RefusedError
 from meshmend.launch.messages import (
     HEADER_BYTES,
+    HELLO,
     MAX_HELLO_BYTES,
     NONCE_BYTES,
     MessageError,
@@ -243,7 +244,7 @@ class Store:
             else:
                 self._say_last(caller, {"say": "dropped"})  # another process has taken its place
             return
-        hello = unpack("hello to a store", frame, self._key, caller.nonce)
+        hello = unpack(HELLO, frame, self._key, caller.nonce)
         theirs = bytes.fromhex(hello["nonce"])
         if len(theirs) != NONCE_BYTES:
             raise MessageError("malformed")
