@@ -68,11 +68,11 @@ def test_a_failure_is_one_line(command: str, words: list[str], message: str) -> 
     assert message in refused(command, *words)
 
 
-def test_without_torch_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshmend.extras.find_spec", lambda name: None if name == "torch" else object())
-    monkeypatch.setitem(sys.modules, "torch", None)
+def test_without_jax_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshmend.extras.find_spec", lambda name: None if name == "jax" else object())
+    monkeypatch.setitem(sys.modules, "jax", None)
     error = refused("run", "--local", "4x4", "file")
-    assert "`meshmend run` needs torch, which is not installed here" in error
+    assert "`meshmend run` needs jax, which is not installed here" in error
     assert "pip install 'meshmend[launch]'" in error
 
 

@@ -147,7 +147,7 @@ def command(
 
 
 def _prepare() -> None:
-    require("torch", "jax", "orbax", "grain", needed_for="`meshmend run`", extra="launch")
+    require("jax", "orbax", "grain", needed_for="`meshmend run`", extra="launch")
     # Schedulers end a job by SIGTERM: it leaves in order then, as after Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
