@@ -121,7 +121,6 @@ def test_importing_meshmend_brings_no_extra() -> None:
 
 PRIVATE = {
     "jax/private.py": {"jax"},
-    "launch/agent.py": {"torch"},
     "torch/private.py": {"torch"},
     "torch/private_torchft.py": {"torchft"},
 }

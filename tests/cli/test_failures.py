@@ -162,15 +162,12 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("quarantine clear", "none", ["."], "Give suspects, as in 2,3, or --all"),
     ("quarantine clear", "some and all", [".", "2,3", "--all"], "Give suspects, as in 2,3, or --all"),
     ("watch", "no folder", ["nowhere"], "There is no folder nowhere. Give the job's shared folder"),
-    ("watch", "no web", ["ftp://10.0.0.7:9464"], "not with http:// or https://: give one as in http://10.0.0.7:9464"),
-    ("watch", "nobody", ["http://127.0.0.1:1"], "http://127.0.0.1:1 does not answer (Connection refused)"),
     (
         "watch",
-        "webhook elsewhere",
-        ["http://127.0.0.1:1", "--webhook", "http://a/b"],
-        "--webhook follows a job's shared",
+        "metrics once",
+        [".", "--once", "--metrics", "127.0.0.1:0"],
+        "--metrics serves as long as the job is watched",
     ),
-    ("watch", "metrics once", [".", "--once", "--metrics", "127.0.0.1:0"], "--metrics follows a job's shared folder"),
 ]
 
 

@@ -37,13 +37,6 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("run", "bad hosts", ["--hosts", "8:5", "--place", "0", "--store", "a", "file"], "the least and the most"),
     ("run", "metrics of nothing", ["--local", "4x4", "--metrics", "a:1", "file"], "give --shared DIR, too"),
     ("run", "bad metrics", ["--local", "4x4", "--shared", "s", "--metrics", "a:b", "file"], "--metrics is 'a:b'"),
-    ("run", "events of nothing", ["--local", "4x4", "--webhook", "http://a/b", "file"], "give --shared DIR, too"),
-    (
-        "run",
-        "bad webhook",
-        ["--local", "4x4", "--shared", "s", "--webhook", "ftp://a/b", "file"],
-        "--webhook begins with 'ftp', not with http:// or https://: give one as in https://hooks.example.com/",
-    ),
     ("store", "no secret", ["--listen", "0.0.0.0:29999"], "would listen on 0.0.0.0 without a secret"),
     ("store", "bad address", ["--listen", "here:there"], "expected an address and a port"),
     ("store", "empty secret", ["--secret-file", "file"], "file is empty"),
@@ -75,11 +68,11 @@ def test_a_failure_is_one_line(command: str, words: list[str], message: str) -> 
     assert message in refused(command, *words)
 
 
-def test_without_torch_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshmend.extras.find_spec", lambda name: None if name == "torch" else object())
-    monkeypatch.setitem(sys.modules, "torch", None)
+def test_without_jax_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshmend.extras.find_spec", lambda name: None if name == "jax" else object())
+    monkeypatch.setitem(sys.modules, "jax", None)
     error = refused("run", "--local", "4x4", "file")
-    assert "`meshmend run` needs torch, which is not installed here" in error
+    assert "`meshmend run` needs jax, which is not installed here" in error
     assert "pip install 'meshmend[launch]'" in error
 
 

@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from meshmend.jax.private import KeyValueStore, is_tracing, key_value_store, share_cache_keys_on_cpu, varying_axes
+from meshmend.jax.private import (
+    KeyValueStore,
+    is_tracing,
+    joined_as,
+    key_value_store,
+    share_cache_keys_on_cpu,
+    varying_axes,
+)
 from meshmend.launch.processes import free_port
 
 NO_STORE = (
@@ -33,18 +40,29 @@ NO_AXES = (
 
 
 @pytest.fixture
-def store() -> Iterator[KeyValueStore]:
-    """The store of a real coordination service with one process, beside JAX's own state."""
+def state() -> Iterator[Any]:
+    """A real coordination service with one process, beside JAX's own state."""
     try:
         from jax._src import distributed
 
         state = distributed.State()
         state.initialize(f"127.0.0.1:{free_port()}", num_processes=1, process_id=0)
-        client = state.client
+        assert state.client is not None
     except (ImportError, AttributeError, TypeError) as error:
         pytest.fail(f"{NO_STORE} ({error})")
-    yield KeyValueStore(client)
+    yield state
     state.shutdown()
+
+
+@pytest.fixture
+def store(state: Any) -> KeyValueStore:
+    return KeyValueStore(state.client)
+
+
+def test_a_process_knows_its_number_without_touching_devices(state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert joined_as() is None, NO_STORE
+    monkeypatch.setattr("jax._src.distributed.global_state", state)
+    assert joined_as() == (0, 1), NO_STORE
 
 
 def test_the_coordination_service_keeps_values(store: KeyValueStore) -> None:

@@ -1,12 +1,10 @@
-"""torch's agent with our rendezvous and our workers: real processes that are killed, frozen and left without a store.
+"""Agents and their workers: real processes that are killed, frozen and left without a store.
 
-The workers here do nothing but wait, so these tests take seconds. They also say what breaks when torch moves one of the
-hooks that `launch/agent.py` overrides.
+The workers here do nothing but wait, so these tests take seconds.
 """
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -123,17 +121,3 @@ def test_a_script_that_always_fails_ends_the_job_everywhere(tmp_path: Path) -> N
     assert len(one.rounds(1)) == 2
     errors = [event["message"] for event in one.events if event["event"] == "error"]
     assert any("its worker ended with exit code 4 again and again, without a new step" in error for error in errors)
-
-
-def test_torch_still_has_the_hooks_that_are_overridden() -> None:
-    from torch.distributed.elastic.agent.server import SimpleElasticAgent, api
-
-    for hook in ("_start_workers", "_stop_workers", "_monitor_workers", "_shutdown", "_exit_barrier"):
-        assert hook in vars(SimpleElasticAgent), f"torch has no {hook} any more: see launch/agent.py"
-    loop = inspect.getsource(SimpleElasticAgent)
-    # What the loop must do with them: count a failure, but not a change of hosts; and assign ranks without a store.
-    assert "self._remaining_restarts -= 1" in loop
-    assert "num_nodes_waiting > 0" in loop
-    assert 'os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL"' in loop
-    assert {"WorkerSpec", "WorkerState", "RunResult"} <= vars(api).keys()
-    assert "exit_barrier_timeout" in inspect.signature(SimpleElasticAgent.__init__).parameters

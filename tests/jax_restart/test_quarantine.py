@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_restart.test_run import SCRIPT, meshmend
-from launch.test_webhook import serving as receiving
+from jax_restart.test_run import SCRIPT, events_of, meshmend
 from meshmend.launch.timeline import read_timeline
 from meshmend.quarantine import QuarantineList, Suspect
 
@@ -20,8 +19,7 @@ def test_a_job_leaves_out_what_is_in_quarantine(tmp_path: Path) -> None:
     for name in ("1,1", "2,0-3,0", "host 3"):
         QuarantineList(shared).add(Suspect.parse(name), why="test")
     words = ["--local", "4x4", "--host", "2x2", "--hosts", "2:4", "--kill", "1@10", "--shared", "shared"]
-    with receiving() as endpoint:
-        lines = meshmend("run", *words, "--webhook", endpoint.url, "train.py", folder=tmp_path)
+    lines = meshmend("run", *words, "train.py", folder=tmp_path)
     (said,) = [line for line in lines if "in quarantine" in line]
     assert said.startswith("meshmend │ all chips of host 3 are in quarantine, so it has no part in the job. `meshmend")
     assert "meshmend │ round 1: hosts 0, 1, 2 start" in lines
@@ -32,8 +30,8 @@ def test_a_job_leaves_out_what_is_in_quarantine(tmp_path: Path) -> None:
         events = read_timeline(shared / "timeline" / f"host-{host}.jsonl")
         fabric = next(event for event in events if event["event"] == "fabric")
         assert (fabric["chips"], fabric["hosts"]) == (11, [0, 1, 2])
-    sent = [message for message in endpoint.accepted if message["kind"] == "quarantined"]
-    assert sorted(message["text"].split(": ", 1)[1].split(" is ")[0] for message in sent) == [
+    noted = events_of(shared, "quarantined")
+    assert sorted(event["text"].split(": ", 1)[1].split(" is ")[0] for event in noted) == [
         "cable 2,0-3,0",
         "chip 1,1",
         "host 3",

@@ -140,7 +140,7 @@ def test_strangers_who_say_nothing_do_not_keep_hosts_out() -> None:
         began = time.monotonic()
         with running(serving):
             assert time.monotonic() - began < 5
-        serving.wait_for("turned away: too many visitors came at once (and ")
+        serving.wait_for("turned away: too many came at once (and ")
         assert len(serving.lines) < 20
     finally:
         for stranger in strangers:

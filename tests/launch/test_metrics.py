@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -18,7 +20,7 @@ from launch.test_goodput import MadeUpJob, lived_through
 from meshmend.errors import LaunchError
 from meshmend.launch.goodput import CAUSES, read_account
 from meshmend.launch.metrics import MAX_CONNECTIONS, JobMetrics, serve_metrics
-from meshmend.launch.processes import free_port
+from meshmend.launch.processes import free_port, wait_for_server
 from meshmend.launch.timeline import STAGES, Timeline
 from meshmend.launch.watching import Watch
 
@@ -111,6 +113,53 @@ def test_a_watch_follows_files_that_are_full_and_hosts_that_come_later(tmp_path:
     assert account.total_s == pytest.approx(sum(job.truth.values()))
     assert account.step == job.step
     assert any(path.name.endswith(".history") for path in (tmp_path / "timeline").iterdir())
+
+
+def test_hosts_that_are_lost_are_shown_before_the_job_has_recovered(tmp_path: Path) -> None:
+    timelines = [Timeline(tmp_path / "timeline" / f"host-{host}.jsonl", attempt=1) for host in range(4)]
+    for timeline in timelines:
+        timeline.note("process", at=1.0, seconds=1.0)
+        timeline.note("fabric", at=2.0, seconds=1.0, chips=16, hosts=[0, 1, 2, 3], machine="4x4 in hosts of 2x2")
+        timeline.note("step", at=4.0, step=1)
+    watch = Watch(tmp_path)
+    assert (watch.snapshot().state, watch.snapshot().account.hosts) == ("stalled", (0, 1, 2, 3))  # type: ignore[union-attr]
+    for host in (0, 2):
+        timelines[host].note("host lost", at=5.0, lost=[1])
+        timelines[host].note("gave up", at=5.0)
+    now = watch.snapshot()
+    assert now.account is not None
+    assert (now.state, now.account.hosts, now.account.chips) == ("recovering", (0, 2, 3), 12)
+    timelines[0].note("host lost", at=6.0, lost=[3])
+    timelines[0].note("below minimum", at=6.0, hosts=[0, 2], least=3)
+    now = watch.snapshot()
+    assert now.account is not None
+    assert (now.state, now.account.hosts, now.account.chips) == ("waiting", (0, 2), 8)
+    for host in (0, 2, 3):
+        timelines[host].facts["attempt"] = 2
+        timelines[host].note("process", at=7.0, seconds=1.0)
+    now = watch.snapshot()
+    assert now.account is not None
+    assert (now.state, now.account.hosts) == ("recovering", (0, 2))  # host 3 is back, but has done no step
+    for host in (0, 2, 3):
+        timelines[host].note("fabric", at=8.0, seconds=1.0, chips=12, hosts=[0, 2, 3])
+        timelines[host].note("step", at=9.0, step=2)
+    now = watch.snapshot()
+    assert now.account is not None
+    assert (now.account.hosts, now.account.chips) == ((0, 2, 3), 12)
+
+
+def test_whoever_watches_a_folder_can_serve_its_metrics(tmp_path: Path) -> None:
+    account = read_account(write(lived_through(1), tmp_path))
+    assert account is not None
+    port = free_port()
+    words = [sys.executable, "-m", "meshmend", "watch", str(tmp_path), "--metrics", f"127.0.0.1:{port}"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as watching:
+        try:
+            wait_for_server(f"127.0.0.1:{port}", 60)
+            assert watching.poll() is None, watching.communicate()[0]
+            assert scrape(port)["meshmend_goodput_ratio", ()] == pytest.approx(account.goodput)
+        finally:
+            watching.terminate()
 
 
 def test_there_must_be_a_folder(tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
-"""What those who watch a job see of its quarantine list: on the terminal, in metrics, in the webhook's message."""
+"""What those who watch a job see of its quarantine list: on the terminal, in metrics, in the timelines' events."""
 
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,7 @@ from meshmend.errors import QuarantineError
 from meshmend.launch import Hosts, Timeline
 from meshmend.launch.events import note_quarantined
 from meshmend.launch.metrics import JobMetrics
-from meshmend.launch.remote import read_snapshot
 from meshmend.launch.watching import Watch
-from meshmend.launch.webhook import message_of
 from meshmend.quarantine import THE_JOB, QuarantineList, Sign, Suspect, report
 
 pytest.importorskip("prometheus_client")
@@ -69,12 +66,6 @@ def test_many_are_summed_up_and_a_damaged_list_is_said(job: Path) -> None:
     assert "Q" not in "".join(line for line in seen(job).splitlines() if line.startswith("●"))
 
 
-def test_the_snapshot_survives_the_way_to_another_machine(job: Path) -> None:
-    now = Watch(job).snapshot()
-    assert list(now.quarantined) == ["0,1", "2,0-2,1", "host 3"]
-    assert read_snapshot(json.loads(json.dumps(now.facts()))) == now
-
-
 def gauges(folder: Path) -> dict[str, float]:
     found = [sample for metric in JobMetrics(folder).collect() for sample in metric.samples]
     start = "meshmend_quarantine"
@@ -114,20 +105,17 @@ def signs_against(name: str, number: int) -> list[Sign]:
     ]
 
 
-def test_the_webhook_sends_it_once_whoever_writes_it(job: Path) -> None:
+def test_the_event_is_the_same_whoever_writes_it(job: Path) -> None:
     chip, cable, host = QuarantineList(job).active()
     events = []
     for number in range(2):
         timeline = Timeline(None, job="slurm-4711", host=number)
         for entry in (chip, cable, host):
             note_quarantined(timeline, entry, HOSTS)
-        events.append([message_of(event) for event in timeline.events])
-    assert [{**one, "time": 0} for one in events[0] if one] == [{**one, "time": 0} for one in events[1] if one]
+        events.append([{**event, "at": 0, "host": 0} for event in timeline.events])
+    assert events[0] == events[1]
     first, second, third = events[0]
-    assert first is not None
-    assert second is not None
-    assert third is not None
-    assert (first["kind"], first["hosts"], first["chips"], first["step"]) == ("quarantined", [0], [[0, 1]], 4)
+    assert (first["event"], first["hosts"], first["chips"], first["step"]) == ("quarantined", [0], [[0, 1]], 4)
     assert first["text"].startswith("slurm-4711: chip 0,1 is quarantined until ")
     assert first["text"].endswith("; the state of step 2 is the last that is known to be good")
     assert " by the job: digest at step 4" in first["text"]
@@ -135,4 +123,4 @@ def test_the_webhook_sends_it_once_whoever_writes_it(job: Path) -> None:
     assert "cable 2,0-2,1 is quarantined until" in second["text"]
     assert (third["hosts"], third["chips"]) == ([3], [[2, 2], [2, 3], [3, 2], [3, 3]])
     assert third["text"].split(" by ")[1] == "hand: hot"
-    assert len({one["id"] for one in events[0] if one}) == 3
+    assert len({event["id"] for event in events[0]}) == 3

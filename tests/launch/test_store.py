@@ -12,6 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from meshmend.errors import LaunchError
 from meshmend.launch.member import Member, Place
@@ -23,11 +25,13 @@ from meshmend.launch.messages import (
     MAX_HELLO_BYTES,
     MessageError,
     Talk,
+    _seal,
     make_key,
     make_nonce,
     pack,
     read_challenge,
     read_frame,
+    unpack,
 )
 from meshmend.launch.store import Store
 
@@ -253,6 +257,40 @@ def test_no_frame_can_be_repeated_left_out_or_sent_back() -> None:
             listener.unpack(frames[order[-1]])
     with pytest.raises(MessageError):
         Talk(key, store, host, to="a host", of="the store").unpack(frames[0])
+
+
+@given(
+    st.dictionaries(st.text(max_size=20), st.integers() | st.text(max_size=20)),
+    st.binary(max_size=40),
+    st.lists(st.integers(1, 9)),
+)
+def test_a_frame_comes_through_in_any_pieces(message: dict[str, Any], after: bytes, sizes: list[int]) -> None:
+    frame = pack("hello", message, make_key(SECRET, JOB), bytes(32))
+    stream, sizes = frame + after, [*sizes, len(frame)]
+
+    def receive(size: int) -> bytes:
+        nonlocal stream
+        piece = stream[: min(size, sizes[0] if len(sizes) == 1 else sizes.pop(0))]
+        stream = stream[len(piece) :]
+        return piece
+
+    assert read_frame(receive, 1 << 20) == frame
+    assert stream == after
+    assert unpack("hello", frame, make_key(SECRET, JOB), bytes(32)) == message
+
+
+@given(st.binary(max_size=200), st.booleans())
+def test_bytes_that_are_no_frame_are_a_message_error_or_too_few(data: bytes, magic: bool) -> None:
+    pieces = iter([MAGIC + data if magic else data, b""])
+    with pytest.raises((MessageError, ConnectionError)):
+        unpack("hello", read_frame(lambda _: next(pieces, b""), 64), make_key(SECRET, JOB), bytes(32))
+
+
+@pytest.mark.parametrize("body", [b"[" * (MAX_HELLO_BYTES - 10), b"[]", b"NaN", b'{"a": NaN}', b"\xff"])
+def test_a_body_under_the_right_tag_that_is_no_object_is_malformed(body: bytes) -> None:
+    frame = _seal("hello", body, make_key(SECRET, JOB), bytes(32))
+    with pytest.raises(MessageError, match="malformed"):
+        unpack("hello", frame, make_key(SECRET, JOB), bytes(32))
 
 
 def test_a_message_that_makes_no_sense_costs_its_sender_the_connection(serving: Serving) -> None:

@@ -135,7 +135,7 @@ def restart(
     Example: meshmend bench restart --failures 20 --unaided 4
     """
     with exit_on_error(json):
-        _require("torch", "jax", "orbax", "grain", extra="launch")
+        _require("jax", "orbax", "grain", extra="launch")
         from meshmend.bench.restart import Failure, campaign
 
         def show(failure: Failure) -> None:

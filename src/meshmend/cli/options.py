@@ -65,15 +65,6 @@ FailOption = Annotated[
 WrapOption = Annotated[
     str, typer.Option("--wrap", metavar="AXES", help="Axes that wrap (torus): none, all, or numbers as in 0,1.")
 ]
-WebhookOption = Annotated[
-    str | None,
-    typer.Option(
-        "--webhook",
-        metavar="URL",
-        help="Post the job's events (a host is lost, a chip is quarantined, the job waits or trains again) there "
-        "as JSON. [or MESHMEND_WEBHOOK]",
-    ),
-]
 MetricsOption = Annotated[
     str | None,
     typer.Option(

@@ -7,8 +7,7 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +16,7 @@ import typer
 
 from meshmend.cli.common import exit_on_error
 from meshmend.cli.metrics import check_metrics, serving
-from meshmend.cli.options import MetricsOption, WebhookOption
+from meshmend.cli.options import MetricsOption
 from meshmend.cli.store import JobOption, SecretOption
 from meshmend.cli.terminal import plain, print_line
 from meshmend.errors import LaunchError
@@ -26,9 +25,8 @@ from meshmend.launch.host import HostDescription
 from meshmend.launch.hosts import Hosts, name_hosts
 from meshmend.launch.job import Event, HostProcesses
 from meshmend.launch.local import LocalJob, timeline_of, worker_environment
-from meshmend.launch.places import find_hosts, find_job, find_place, find_secret, find_store, find_webhook
+from meshmend.launch.places import find_hosts, find_job, find_place, find_secret, find_store
 from meshmend.launch.story import Story
-from meshmend.launch.webhook import Webhook
 
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
 WATCH_S = 0.1
@@ -77,7 +75,6 @@ def command(
         typer.Option("--kill", metavar="HOST@STEP", help="With --local: kill a host after a step. Repeatable."),
     ] = None,
     metrics: MetricsOption = None,
-    webhook: WebhookOption = None,
     job: JobOption = None,
     secret_file: SecretOption = None,
     address: Annotated[
@@ -104,9 +101,6 @@ def command(
     with exit_on_error(as_json=False):
         argv = check_script(script)
         metrics = check_metrics(metrics, shared)
-        webhook = find_webhook(webhook)
-        if webhook is not None and shared is None:
-            raise LaunchError("--webhook reads the job's timelines: give --shared DIR, too.")
         if described is not None and wrap is not None:
             raise LaunchError(f"{described} already says which axes wrap: leave out --wrap {wrap}.")
         described = None if described is None else described.absolute()
@@ -123,7 +117,7 @@ def command(
                 raise LaunchError(f"--hosts is {hosts!r}, but --local {local} makes {len(machine)} hosts.")
             _prepare()
             options = {"least": least, "max_restarts": restarts, "warm": not cold, "machine": described}
-            with serving(metrics, shared), sending(webhook, shared):
+            with serving(metrics, shared):
                 _run_locally(argv, machine, shared, kills, options)
             return
         if kill:
@@ -148,25 +142,14 @@ def command(
             warm=not cold,
         )
         _prepare()
-        with serving(metrics, shared), sending(webhook, shared):
+        with serving(metrics, shared):
             _run_here(what, find_secret(secret_file))
 
 
 def _prepare() -> None:
-    require("torch", "jax", "orbax", "grain", needed_for="`meshmend run`", extra="launch")
+    require("jax", "orbax", "grain", needed_for="`meshmend run`", extra="launch")
     # Schedulers end a job by SIGTERM: it leaves in order then, as after Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-
-@contextmanager
-def sending(url: str | None, shared: Path | None) -> Iterator[None]:
-    """Send the job's events meanwhile, if that was asked for."""
-    if url is None or shared is None:
-        yield
-        return
-    shared.mkdir(parents=True, exist_ok=True)
-    with Webhook(shared, url, tell=lambda text: print_line((f"meshmend │ {plain(text)}", "bold yellow"))):
-        yield
 
 
 def check_script(words: list[str]) -> list[str]:

@@ -1,10 +1,9 @@
-"""`meshmend watch`: a running job on a terminal, from its shared folder or from one of its hosts."""
+"""`meshmend watch`: a running job on a terminal, from its shared folder."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -17,15 +16,12 @@ from rich.text import Text
 
 from meshmend.cli.common import exit_on_error, print_json
 from meshmend.cli.metrics import check_metrics, serving
-from meshmend.cli.options import MetricsOption, WebhookOption
-from meshmend.cli.terminal import plain, print_line, terminal
+from meshmend.cli.options import MetricsOption
+from meshmend.cli.terminal import plain, terminal
 from meshmend.errors import Coordinate, LaunchError
 from meshmend.launch.goodput import Restart, TimeAccount
 from meshmend.launch.hosts import Hosts
-from meshmend.launch.places import find_webhook
-from meshmend.launch.remote import RemoteWatch
 from meshmend.launch.watching import JobSnapshot, Watch
-from meshmend.launch.webhook import Webhook
 from meshmend.quarantine import Suspect
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -38,59 +34,43 @@ STYLES = {
 }
 MOST_RECOVERIES = 6
 MOST_QUARANTINED = 6
-MAX_MISSED = 5
-"""Looks in a row at which a job's host may fail to answer: it may be busy."""
 
 
 def command(
-    where: Annotated[
-        str, typer.Argument(metavar="DIR|URL", help="The job's shared folder, or the address of its --metrics.")
-    ],
+    where: Annotated[str, typer.Argument(metavar="DIR", help="The job's shared folder.")],
     every: Annotated[float, typer.Option("--every", metavar="S", min=0.1, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, once.")] = False,
     metrics: MetricsOption = None,
-    webhook: WebhookOption = None,
 ) -> None:
     """Watch a job: its mesh and the hole in it, step, loss, goodput, what is in quarantine, and each recovery.
 
     It only reads the timelines in the shared folder, so it may run anywhere that sees it, and costs the job nothing.
-    Elsewhere, watch a host that serves --metrics: http://10.0.0.7:9464. With --metrics and --webhook it serves the
-    job's metrics and sends its events itself, as long as it watches; for a job under torchft nothing else does.
+    With --metrics it serves the job's metrics itself, as long as it watches; for a job under torchft nothing else does.
 
     Example: meshmend watch shared
     """
     with exit_on_error(as_json):
-        watch = RemoteWatch(where) if "://" in where else Watch(where)
-        for name, value in (("--webhook", webhook), ("--metrics", metrics)):
-            if value is not None and (once or as_json or isinstance(watch, RemoteWatch)):
-                raise LaunchError(f"{name} follows a job's shared folder: give that folder, without --once and --json.")
+        watch = Watch(where)
+        if metrics is not None and (once or as_json):
+            raise LaunchError("--metrics serves as long as the job is watched: leave out --once and --json.")
         if as_json:
             print_json(watch.snapshot().facts())
         elif once:
             terminal().print(view(watch.snapshot(), where))
         else:
             with serving(check_metrics(metrics, Path(where)), Path(where)):
-                _follow(watch, where, every, webhook)
+                _follow(watch, where, every)
 
 
-def _follow(watch: Watch | RemoteWatch, where: str, every: float, webhook: str | None) -> None:
-    with ExitStack() as stack:
-        sender, now, missed = None, watch.snapshot(), 0
-        if isinstance(watch, Watch) and (url := find_webhook(webhook)) is not None:
-            sender = stack.enter_context(Webhook(watch.folder, url, tell=lambda text: print_line((plain(text), ""))))
-        live = stack.enter_context(Live(console=terminal(), auto_refresh=False, transient=False))
+def _follow(watch: Watch, where: str, every: float) -> None:
+    with Live(console=terminal(), auto_refresh=False, transient=False) as live:
         while True:
-            live.update(Group(view(now, where), *([] if sender is None else [sending(sender)])), refresh=True)
+            now = watch.snapshot()
+            live.update(view(now, where), refresh=True)
             if now.state == "over":
                 return
             time.sleep(every)
-            try:
-                now, missed = watch.snapshot(), 0
-            except LaunchError:
-                missed += 1
-                if missed == MAX_MISSED:
-                    raise
 
 
 def view(now: JobSnapshot, where: str) -> RenderableType:
@@ -109,15 +89,6 @@ def view(now: JobSnapshot, where: str) -> RenderableType:
     if account.recoveries:
         parts.append(recoveries(account.recoveries))
     return Group(*parts)
-
-
-def sending(sender: Webhook) -> Text:
-    """Return what has become of the events."""
-    if not sender.is_sender:
-        return Text.assemble(("webhook ", "cyan"), "another process sends the events of this folder")
-    waiting = f", {sender.n_waiting} waiting" if sender.n_waiting else ""
-    problem = f" ({plain(sender.problem)})" if sender.problem else ""
-    return Text.assemble(("webhook ", "cyan"), f"{sender.n_sent} sent{waiting}{problem}")
 
 
 def quarantine(now: JobSnapshot) -> list[Text]:

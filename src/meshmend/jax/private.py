@@ -56,6 +56,17 @@ def key_value_store() -> KeyValueStore | None:
     return None if client is None else KeyValueStore(client)
 
 
+def joined_as() -> tuple[int, int] | None:
+    """Return this process's number and how many there are, after `jax.distributed.initialize`; None before it.
+
+    Unlike `jax.process_index`, it does not touch the devices, which settings of a job must precede.
+    """
+    from jax._src import distributed
+
+    state = distributed.global_state
+    return None if state.client is None else (int(state.process_id), int(state.num_processes))
+
+
 def share_cache_keys_on_cpu() -> bool:
     """Make the compile cache's keys the same on all processes of a CPU job; return whether JAX has the hooks for that.
 

@@ -1,7 +1,6 @@
 """The launcher: `meshmend run` on every host, `meshmend store` between them, and what both need to know of a job.
 
-Nothing here imports JAX, except in the workers. torch, whose elastic agent starts and restarts them, is imported by
-`agent` only: the store, and whatever merely reads a job's hosts or its timeline, needs neither.
+Nothing here imports JAX, except in the workers.
 """
 
 from meshmend.launch.hosts import Hosts

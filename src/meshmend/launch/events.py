@@ -20,8 +20,6 @@ from meshmend.launch.timeline import Event, Timeline
 from meshmend.quarantine import Quarantined
 
 LOST, RECOVERED, BELOW_MINIMUM, QUARANTINED = "host lost", "recovered", "below minimum", "quarantined"
-KINDS = (LOST, RECOVERED, BELOW_MINIMUM, QUARANTINED)
-"""Events with an `id` and a `text` for people."""
 WRITERS = 8
 """Hosts that write an event that more live through: if all did, the loss of a rack would make millions of lines."""
 LOOK_S = 1.0

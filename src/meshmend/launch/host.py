@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from meshmend.errors import LaunchError, MeshmendError
+from meshmend.launch.agent import HostAgent
 from meshmend.launch.events import AgentLog
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.member import Member, Place
@@ -76,7 +77,7 @@ def main(descriptor: int) -> int:
         check_admitted(what)  # before the store counts on this host
     except MeshmendError as error:
         return _ended(error, report)
-    # Importing JAX, importing torch and reaching the store take seconds each: they run side by side.
+    # Importing JAX and reaching the store take seconds each: they run side by side.
     workers = Workers(warm=what.warm)
     timeline = Timeline(what.timeline or None, job=what.job, host=what.host)
     log = AgentLog(timeline, hosts=(what.hosts[0], what.hosts[1]), machine=what.machine, report=report)
@@ -114,8 +115,6 @@ def _ended(error: MeshmendError, report: Any) -> int:
 
 
 def _run(what: HostDescription, member: Member, workers: Workers, log: AgentLog, report: Any) -> int:
-    from meshmend.launch.agent import HostAgent, StoreRendezvous
-
     def progress() -> int:
         events = read_timeline(what.timeline) if what.timeline else []
         return max((event["step"] for event in events if event["event"] in ("kept", "step")), default=0)
@@ -127,26 +126,22 @@ def _run(what: HostDescription, member: Member, workers: Workers, log: AgentLog,
 
     agent = HostAgent(
         what.argv,
-        StoreRendezvous(member, what.job, lambda: check_admitted(what)),
+        member,
         workers,
         max_restarts=what.max_restarts,
+        admit=lambda: check_admitted(what),
         environment=environment,
         progress=progress,
         report=report,
     )
     try:
-        result = agent.run()
+        over = agent.run()
     except LaunchError:
         if member.over is None or not member.over["ok"]:
             raise
-        report("over", **member.over)  # cut off from the others, it waited until they had finished
-        return DONE
-    if result is None or result.is_failed():
-        code = workers.code
-        raise LaunchError(f"The worker of host {what.host} failed again and again; the last exit code was {code}.")
-    over = member.over
-    report("over", **(over or {"ok": True, "why": ""}))
-    return DONE if over is None or over["ok"] else FAILED
+        over = member.over  # cut off from the others, it waited until they had finished
+    report("over", **over)
+    return DONE if over["ok"] else FAILED
 
 
 class _QuarantinedError(LaunchError):
@@ -178,8 +173,6 @@ def _leave(number: int, _: FrameType | None) -> None:
 
 def run_host() -> None:
     """Be a host: the entry point of the process that `meshmend run` starts, with a descriptor as its argument."""
-    # torch's agent logs what this host reports itself.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     status = main(int(sys.argv[1]))
     with contextlib.suppress(OSError):
         sys.stdout.flush()

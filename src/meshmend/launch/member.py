@@ -22,6 +22,7 @@ from meshmend.errors import LaunchError
 from meshmend.launch.membership import BEAT_S, SILENT_S, Message
 from meshmend.launch.messages import (
     CHALLENGE_BYTES,
+    HELLO,
     MAX_HELLO_BYTES,
     MessageError,
     Talk,
@@ -259,7 +260,7 @@ class Member:
             if place is not None:
                 running = {"number": place.number, "name": place.name, "hosts": pack_hosts(place.hosts)}
             hello = {**self._hello, "address": address, "nonce": mine.hex(), "running": running, "number": self._number}
-            connection.sendall(pack("hello to a store", hello, self._key, theirs, limit=MAX_HELLO_BYTES))
+            connection.sendall(pack(HELLO, hello, self._key, theirs, limit=MAX_HELLO_BYTES))
             self._talk = Talk(self._key, mine, theirs, to="the store", of="a host")
             self._connection = connection
             if self._asked is not None:

@@ -1,17 +1,17 @@
-"""The wire protocol of the rendezvous. Everything that arrives is untrusted until authenticated.
+"""The wire protocol between a job's hosts and its store. Everything that arrives is untrusted until authenticated.
 
-The host of the rendezvous (process 0) sends first:
+The store sends first:
 
-    challenge   host → visitor     MAGIC, 32 random bytes
-    hello       visitor → host     frame: who it is, its fact, 32 random bytes of its own
-    welcome     host → visitor     frame: it is counted
-    everybody   host → visitor     frame: everybody's facts
-    refused     host → visitor     frame without a tag, instead of a welcome: one of `REFUSALS`
+    challenge   store → host     MAGIC, 32 random bytes
+    hello       host → store     frame: who it is, 32 random bytes of its own
+    refused     store → host     frame without a tag: one of `REFUSALS`
+
+Then both speak as `Talk` says.
 
 A frame is MAGIC, the length of its body (4 bytes, big-endian), a tag of 32 bytes, and the body, which is JSON. The tag
 is an HMAC-SHA256 of the body, of what kind of message it is, and of the other side's random bytes, with a key derived
 from the job's secret and its name. So a frame from another job, from another kind of message or from an earlier
-rendezvous is rejected, and a body is not parsed before its tag is verified. Nothing is ever unpickled.
+connection is rejected, and a body is not parsed before its tag is verified. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ import numpy as np
 from meshmend.errors import RestartError
 
 MAGIC = b"mm-rdv\x00\x02"
+HELLO = "hello to a store"
 NONCE_BYTES = 32
 TAG_BYTES = 32
 CHALLENGE_BYTES = len(MAGIC) + NONCE_BYTES
 HEADER_BYTES = len(MAGIC) + 4 + TAG_BYTES
 MAX_HELLO_BYTES = 16 << 10
-"""Of a visitor's body: facts are a few hundred bytes, and any set of 20,000 hosts at most 3.4 KB."""
+"""Of a body: facts are a few hundred bytes, and any set of 20,000 hosts at most 3.4 KB."""
 MAX_HOSTS = 1 << 20
 """Numbers of hosts are below this."""
 HOST_SETS = ("hosts", "cut_off")
@@ -46,15 +47,12 @@ HOST_SETS = ("hosts", "cut_off")
 REFUSALS = {
     "malformed": "its message was malformed",
     "key": "its secret or its job is another one; MESHMEND_SECRET and MESHMEND_JOB must be the same on all hosts",
-    "size": "it expects another number of processes",
-    "process": "there is no visitor of its number",
-    "taken": "another process of the same number is here already",
     "slow": "it took too long",
-    "full": "too many visitors came at once",
+    "full": "too many came at once",
     "files": "no file descriptor was left for it",
     "gone": "it went away in the middle of its message",
 }
-"""Why a visitor is rejected. Only the code is sent, so that no terminal shows text from an unauthenticated peer.
+"""Why a connection is rejected. Only the code is sent, so that no terminal shows text from an unauthenticated peer.
 
 A rejection has no tag: anybody can send one. So it is a reason to try again later, and never one to give up."""
 
@@ -78,12 +76,12 @@ def make_nonce() -> bytes:
 
 
 def make_challenge(nonce: bytes) -> bytes:
-    """Return the host's challenge."""
+    """Return the store's challenge."""
     return MAGIC + nonce
 
 
 def read_challenge(data: bytes) -> bytes:
-    """Return the host's random bytes."""
+    """Return the store's random bytes."""
     if not data.startswith(MAGIC) or len(data) != CHALLENGE_BYTES:
         raise MessageError("malformed")
     return data[len(MAGIC) :]
@@ -99,7 +97,7 @@ def encode(message: Any, *, limit: int | None = None) -> bytes:
     body = json.dumps(message, separators=(",", ":")).encode()
     if limit is not None and len(body) > limit:
         raise RestartError(
-            f"This process's rendezvous message has {len(body)} bytes, expected at most {limit}. Shorten it."
+            f"This host's message to the store has {len(body)} bytes, expected at most {limit}. Shorten it."
         )
     return body
 
@@ -127,7 +125,7 @@ def unpack_hosts(text: str) -> tuple[int, ...]:
 
 
 def pack_refusal(code: str) -> bytes:
-    """Return the frame that rejects a visitor."""
+    """Return the frame that rejects a connection."""
     body = json.dumps({"refused": code}).encode()
     return MAGIC + struct.pack(">I", len(body)) + bytes(TAG_BYTES) + body
 
@@ -186,7 +184,7 @@ def unpack(kind: str, frame: bytes | bytearray, key: bytes, nonce: bytes) -> dic
     body = bytes(frame[HEADER_BYTES:])
     given = bytes(frame[len(MAGIC) + 4 : HEADER_BYTES])
     if not hmac.compare_digest(given, _tag(kind, body, key, nonce)):
-        if kind != "hello" and (code := _refusal(body)) is not None:
+        if kind != HELLO and (code := _refusal(body)) is not None:
             raise MessageError(code)
         raise MessageError("key")
     return _parse(body)
@@ -226,7 +224,7 @@ def _parse(body: bytes) -> dict[str, Any]:
 
 
 def _refusal(body: bytes) -> str | None:
-    """Return why a host rejects this visitor, if its message is a rejection."""
+    """Return why the store rejects this host, if its message is a rejection."""
     try:
         code = _parse(body).get("refused")
     except MessageError:

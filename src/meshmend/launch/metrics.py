@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 import time
@@ -17,9 +16,8 @@ from meshmend.errors import LaunchError, QuarantineError
 from meshmend.extras import require
 from meshmend.launch.goodput import Attempt, Restart, TimeAccount
 from meshmend.launch.hosts import Hosts
-from meshmend.launch.remote import WATCH_PATH
 from meshmend.launch.timeline import STAGES
-from meshmend.launch.watching import STATES, JobSnapshot, Watch, read_quarantine
+from meshmend.launch.watching import STATES, Watch, read_quarantine
 from meshmend.quarantine import THE_JOB, Quarantined
 from meshmend.quarantine.entries import amount, cables_of, chips_of
 from meshmend.quarantine.report import refused
@@ -42,11 +40,6 @@ class JobMetrics:
         self.watch = Watch(folder)
         self._recoveries: tuple[tuple[Restart, ...], Metric] | None = None
         self._lock = threading.Lock()
-
-    def snapshot(self) -> JobSnapshot:
-        """Return the job as it is now."""
-        with self._lock:
-            return self.watch.snapshot()
 
     def collect(self) -> Iterator[Metric]:
         """Return the metrics as they are now."""
@@ -222,25 +215,21 @@ def _hang_up(connection: socket.socket) -> None:
 
 @contextmanager
 def serve_metrics(folder: str | Path, address: str, port: int) -> Iterator[None]:
-    """Serve a job inside the `with` block, from a thread: http://ADDRESS:PORT/metrics and, to watch it, /watch.json."""
+    """Serve a job inside the `with` block, from a thread, at http://ADDRESS:PORT/metrics."""
     require("prometheus_client", needed_for="Serving metrics", extra="operate")
     from prometheus_client import CollectorRegistry, MetricsHandler
     from prometheus_client.exposition import choose_encoder
 
     registry = CollectorRegistry(auto_describe=False)
-    job = JobMetrics(folder)
-    registry.register(job)
+    registry.register(JobMetrics(folder))
 
     class Handler(MetricsHandler):
         """Answers without compressing a few kilobytes, which would take a fifth of the time."""
 
         def do_GET(self) -> None:  # noqa: N802  # the library's name
-            """Answer with the metrics, or with the job to watch."""
-            if self.path == WATCH_PATH:
-                text, kind = json.dumps(job.snapshot().facts()).encode(), "application/json"
-            else:
-                encode, kind = choose_encoder(self.headers.get("Accept", ""))
-                text = encode(registry)
+            """Answer with the metrics."""
+            encode, kind = choose_encoder(self.headers.get("Accept", ""))
+            text = encode(registry)
             self.send_response(200)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(text)))

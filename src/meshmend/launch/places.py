@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from meshmend.errors import LaunchError
 from meshmend.launch.store import DEFAULT_PORT
@@ -18,7 +17,6 @@ PLACES = {
     "TPU_WORKER_ID": "the TPU's environment",
 }
 """Variables that have a host's number, in the order in which they are looked for, and who sets them."""
-WEBHOOK_EXAMPLE = "https://hooks.example.com/services/T000/B000"
 
 
 def find_place(given: str | None, environment: Mapping[str, str] | None = None) -> str:
@@ -87,34 +85,6 @@ def find_secret(file: Path | None, environment: Mapping[str, str] | None = None)
     if file.stat().st_mode & 0o077:
         raise LaunchError(f"{file} can be read by others on this machine. Keep the secret: chmod 600 {file}")
     return secret
-
-
-def find_webhook(given: str | None, environment: Mapping[str, str] | None = None) -> str | None:
-    """Return where a job's events are sent, None if nowhere. Its path is often a secret, so it may be a variable."""
-    env = os.environ if environment is None else environment
-    url = given or env.get("MESHMEND_WEBHOOK")
-    return check_url(url, "--webhook", WEBHOOK_EXAMPLE) if url else None
-
-
-def check_url(url: str, option: str, example: str) -> str:
-    """Return an address of the web. The error does not show its path, which is often a secret.
-
-    >>> check_url("http://10.0.0.7:9464", "the job", "http://10.0.0.7:9464")
-    'http://10.0.0.7:9464'
-    """
-    try:
-        parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port
-    except ValueError as error:
-        raise LaunchError(f"{option} is not a URL ({error}), expected one as in {example}.") from error
-    if parts.scheme not in ("http", "https"):
-        begins = url.split(":")[0][:20]
-        raise LaunchError(f"{option} begins with {begins!r}, not with http:// or https://: give one as in {example}.")
-    if not host or not url.isascii() or not url.isprintable() or " " in url:
-        raise LaunchError(f"{option} names no host that can be reached, expected a URL as in {example}.")
-    if parts.username is not None:
-        raise LaunchError(f"{option} has a user name in it, which would not be sent: give a URL as in {example}.")
-    return url
 
 
 def find_hosts(text: str | None, n_hosts: int | None) -> tuple[int, int]:

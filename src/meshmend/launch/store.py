@@ -1,6 +1,6 @@
 """The rendezvous store: one small server between the hosts of a job, on a machine that does not die with one of them.
 
-It needs neither torch nor JAX. Hosts keep a connection to it; a host that dies breaks its connection, which ends the
+It does not need JAX. Hosts keep a connection to it; a host that dies breaks its connection, which ends the
 round at once. `membership` decides who is in a round, this serves the sockets. All are served by one thread that never
 waits for one of them. Health probes, port scanners and processes of other jobs are turned away one by one: each has its
 own limits of time and bytes, and none is listened to before it has proven that it knows the job's secret.
@@ -32,6 +32,7 @@ from meshmend.launch.hosts import name_hosts
 from meshmend.launch.membership import BEAT_S, Membership, Message, RefusedError
 from meshmend.launch.messages import (
     HEADER_BYTES,
+    HELLO,
     MAX_HELLO_BYTES,
     NONCE_BYTES,
     MessageError,
@@ -243,7 +244,7 @@ class Store:
             else:
                 self._say_last(caller, {"say": "dropped"})  # another process has taken its place
             return
-        hello = unpack("hello to a store", frame, self._key, caller.nonce)
+        hello = unpack(HELLO, frame, self._key, caller.nonce)
         theirs = bytes.fromhex(hello["nonce"])
         if len(theirs) != NONCE_BYTES:
             raise MessageError("malformed")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,10 @@ QUIET_STEPS = 10
 
 
 class Watch:
-    """A job's hosts, followed by their timelines. Its memory does not grow with the number of steps.
+    """A job's hosts, followed by their timelines. Its memory does not grow with the number of steps."""
 
-    `heard` is called with each event that is read.
-    """
-
-    def __init__(self, folder: str | Path, heard: Callable[[Event], None] = lambda _: None) -> None:
+    def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self._heard = heard
         if not self.folder.is_dir():
             raise LaunchError(f"There is no folder {self.folder}. Give the job's shared folder, as in --shared.")
         self.books: dict[str, HostBook] = {}
@@ -51,7 +46,6 @@ class Watch:
     def _add(self, name: str, events: list[Event]) -> None:
         for event in events:
             self.books[name].add(event)
-            self._heard(event)
 
     def account(self, until: float | None = None) -> TimeAccount | None:
         """Return where the time went so far; None before the first step."""
@@ -129,7 +123,7 @@ def timelines(folder: str | Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class JobSnapshot:
-    """A job at one moment: what `meshmend watch` shows, and what a job serves to those who watch it from elsewhere."""
+    """A job at one moment: what `meshmend watch` shows."""
 
     folder: str
     state: str
@@ -149,7 +143,7 @@ class JobSnapshot:
     """Why the quarantine list cannot be read, empty if it can."""
 
     def facts(self) -> dict[str, Any]:
-        """Return everything as JSON can write it; `read_snapshot` reads it."""
+        """Return everything as JSON can write it."""
         account = {} if self.account is None else asdict(self.account) | self.account.facts()
         own = {name: value for name, value in vars(self).items() if name != "account"}
         return own | account

@@ -226,12 +226,17 @@ def test_processes_that_come_to_different_plans_say_so_before_the_first_step(boa
 
 TWO = """
 import os, sys, time
+import jax
 import numpy as np
 import meshmend.jax as mmj
 from meshmend.jax.job import Launch, initialize
 
 launch = Launch(sys.argv[1], 2, int(sys.argv[2]))
+if sys.argv[5] == "by hand":
+    jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+    launch = None
 with initialize("2x4", "2x2", place=int(sys.argv[2]), launch=launch, timeout_s=60) as session:
+    assert session.host_of_process == (0, 1)
     session.coordination.timeout_s = 5.0
 
     def slow(cache):
@@ -244,7 +249,7 @@ with initialize("2x4", "2x2", place=int(sys.argv[2]), launch=launch, timeout_s=6
 """
 
 
-def two_processes(seconds: float, cache: Path) -> list[subprocess.Popen[str]]:
+def two_processes(seconds: float, cache: Path, start: str) -> list[subprocess.Popen[str]]:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(sys.path),
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
@@ -252,7 +257,7 @@ def two_processes(seconds: float, cache: Path) -> list[subprocess.Popen[str]]:
     coordinator = f"127.0.0.1:{free_port()}"
     return [
         subprocess.Popen(
-            [sys.executable, "-c", TWO, coordinator, str(process), str(seconds), str(cache)],
+            [sys.executable, "-c", TWO, coordinator, str(process), str(seconds), str(cache), start],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -264,7 +269,7 @@ def two_processes(seconds: float, cache: Path) -> list[subprocess.Popen[str]]:
 
 @pytest.mark.slow
 def test_two_processes_of_which_one_plans_for_long(tmp_path: Path) -> None:
-    both = two_processes(12.0, tmp_path)
+    both = two_processes(12.0, tmp_path, "by hand")
     outputs = [one.communicate(timeout=300) for one in both]
     assert [one.returncode for one in both] == [0, 0], outputs
     assert [stdout.splitlines()[-1] for stdout, _ in outputs] == ["8", "8"]
@@ -272,7 +277,7 @@ def test_two_processes_of_which_one_plans_for_long(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_of_which_the_planner_is_killed(tmp_path: Path) -> None:
-    planner, survivor = two_processes(1000.0, tmp_path)
+    planner, survivor = two_processes(1000.0, tmp_path, "by job")
     assert planner.stdout is not None
     while "planning" not in planner.stdout.readline():
         assert planner.poll() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 from meshmend.launch.processes import free_port
 
 ROOT = Path(__file__).parents[3]
+ROUND = {"number": 1, "hosts": [0], "process": 0}
 
 
 def test_the_script_trains_and_goes_on(tmp_path: Path) -> None:
@@ -21,10 +23,7 @@ def test_the_script_trains_and_goes_on(tmp_path: Path) -> None:
     def start(steps: int) -> str:
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(sys.path),
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
+            "MESHMEND_ROUND": json.dumps({**ROUND, "coordinator": f"127.0.0.1:{free_port()}"}),
             "MESHMEND_SHAPE": "8x8",
             "MESHMEND_HOST_SHAPE": "8x8",
             "MESHMEND_HOST": "0",

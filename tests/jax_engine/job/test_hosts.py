@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.errors import RestartError
-from meshmend.jax.job import Launch, read_launch
+from meshmend.jax.job import Launch, initialize_alone, read_launch
+from meshmend.jax.job.alone import is_launched
 from meshmend.jax.job.session import check_hosts, check_preloaded
 from meshmend.jax.job.survivors import check_connected, fabric_of_hosts
 from meshmend.launch import Hosts, Timeline, read_timeline
@@ -91,21 +92,6 @@ def test_a_host_with_too_few_devices_is_named() -> None:
     assert caught.value.host == 3
 
 
-def test_torchrun_is_read() -> None:
-    env = {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "h0", "MASTER_PORT": "7", "TORCHELASTIC_RESTART_COUNT": "4"}
-    assert read_launch(env | {"TORCHELASTIC_RUN_ID": "x"}) == Launch("h0:7", 3, 2, 4, "torchrun", "x")
-    assert read_launch(env | {"TORCHELASTIC_RUN_ID": "x-3", "MESHMEND_JOB": "x"}).job == "x"
-    secret = read_launch(env | {"MESHMEND_SECRET": "swordfish"})
-    assert secret.secret == "swordfish"  # noqa: S105
-    assert "swordfish" not in repr(secret)
-    with pytest.raises(RestartError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        read_launch(env | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
-    with pytest.raises(RestartError, match="WORLD_SIZE is 'many'"):
-        read_launch(env | {"WORLD_SIZE": "many"})
-    with pytest.raises(RestartError, match="TORCHELASTIC_RESTART_COUNT is 'once'"):
-        read_launch(env | {"TORCHELASTIC_RESTART_COUNT": "once"})
-
-
 @pytest.mark.parametrize(
     ("coordinator", "n", "process", "message"),
     [
@@ -122,32 +108,28 @@ def test_launches_that_make_no_sense_are_refused(coordinator: str, n: int, proce
         Launch(coordinator, n, process)
 
 
-def test_slurm_and_jobset_are_read() -> None:
-    slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "8123", "SLURM_RESTART_COUNT": "2"}
-    launch = read_launch(slurm | {"SLURM_STEP_NODELIST": "tpu-[003-005,9],login"})
-    assert launch == Launch("tpu-003:61123", 4, 1, 2, "Slurm", "8123")
-    later = slurm | {"SLURM_STEP_NODELIST": "solo", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "3"}
-    assert read_launch(later) == Launch("solo:61317", 3, 1, 2, "Slurm", "8123")
-    assert read_launch(slurm | {"SLURM_STEP_NODELIST": "solo"}).coordinator == "solo:61123"
-    jobset = {
-        "JAX_COORDINATOR_ADDRESS": "train-workers-0-0.train",
-        "JAX_NUM_PROCESSES": "8",
-        "JAX_PROCESS_ID": "3",
-        "JOBSET_RESTART_ATTEMPT": "1",
-        "JOBSET_NAME": "train",
-    }
-    assert read_launch(jobset) == Launch("train-workers-0-0.train:8476", 8, 3, 1, "JAX's environment", "train")
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "JAX_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS"])
+def test_processes_that_have_not_joined_do_not_train_each_by_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MESHMEND_ROUND", raising=False)
+    assert not is_launched()
+    monkeypatch.setenv(name, "4")
+    with pytest.raises(RestartError, match=f"{name}=4: this is one of several processes, but they have not joined"):
+        initialize_alone()
     with pytest.raises(RestartError, match="No launcher is recognised"):
-        read_launch({})
+        read_launch()
+    monkeypatch.setenv(name, "1")
+    assert initialize_alone(mmj.discover(jax.devices()[:4], shape="2x2")).launch.n_processes == 1
 
 
 def test_everyone_must_describe_one_machine_and_another_host() -> None:
-    good = [{"machine": "m", "host": 2}, {"machine": "m", "host": 0}]
-    assert check_hosts(good) == (2, 0)
-    with pytest.raises(RestartError, match="Processes 0 and 2 both say that they are host 2"):
+    good = [{"machine": "m", "host": 0}, {"machine": "m", "host": 2}]
+    assert check_hosts(good) == (0, 2)
+    with pytest.raises(RestartError, match="Processes 1 and 2 both say that they are host 2"):
         check_hosts([*good, {"machine": "m", "host": 2}])
     with pytest.raises(RestartError, match="different machines: m; n"):
         check_hosts([*good, {"machine": "n", "host": 1}])
+    with pytest.raises(RestartError, match=r"are on hosts 2, 0\. Number them in the order of their hosts"):
+        check_hosts(good[::-1])
     with pytest.raises(RestartError, match="has no chips assigned"):
         check_hosts([*good, {"error": "Process 2 has no chips assigned."}])
 

@@ -15,14 +15,15 @@ from meshmend.errors import RestartError
 from meshmend.jax.fabric import Fabric, discover
 from meshmend.jax.job.compile_cache import use_compile_cache
 from meshmend.jax.job.coordination import Coordination
-from meshmend.jax.job.launch import DEFAULT_PORT, Launch
+from meshmend.jax.job.launch import Launch
 from meshmend.jax.job.session import Session
 from meshmend.jax.job.survivors import agree_on_quarantine, check_connected, leave_out
+from meshmend.jax.private import joined_as
 from meshmend.launch.events import note_quarantined
 from meshmend.launch.timeline import Timeline
 
-LAUNCHERS = ("MESHMEND_ROUND", "RANK", "JAX_COORDINATOR_ADDRESS", "SLURM_PROCID")
-"""Each launcher that `read_launch` knows sets one of these."""
+SIZES = ("WORLD_SIZE", "JAX_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS")
+"""Where torchrun, scripts for JAX and `srun` say how many processes they have started."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,12 @@ class LoneSession(Session):
 
 
 def is_launched(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether a launcher started this process, according to the environment.
+    """Whether this process is one of a job's: `meshmend run` started it, or JAX's processes have joined by hand.
 
-    >>> is_launched({"RANK": "2", "WORLD_SIZE": "4"}), is_launched({"HOME": "/home/ada"})
+    >>> is_launched({"MESHMEND_ROUND": "{}"}), is_launched({"HOME": "/home/ada"})
     (True, False)
     """
-    found = os.environ if environment is None else environment
-    return any(name in found for name in LAUNCHERS)
+    return "MESHMEND_ROUND" in (os.environ if environment is None else environment) or joined_as() is not None
 
 
 def initialize_alone(
@@ -68,18 +68,14 @@ def initialize_alone(
     >>> initialize_alone(discover(jax.devices()[:6], shape="2x3")).fabric.mesh
     Mesh(2x3: 6 chips)
     """
-    if jax.process_count() > 1:
-        raise RestartError(
-            f"JAX has {jax.process_count()} processes, but no launcher is recognised in the environment. Start them "
-            "with `meshmend run`, and leave jax.distributed.initialize() to the job."
-        )
+    check_alone(os.environ)
     use_compile_cache(compile_cache)
     if fabric is None:
         n_devices = len(jax.devices())
         described = {"MESHMEND_SHAPE", "MESHMEND_MACHINE"} & {*os.environ}
         is_known = bool(described) or getattr(jax.devices()[0], "coords", None) is not None
         fabric = discover(shape=None if is_known else squarest(n_devices))
-    launch = Launch(f"127.0.0.1:{DEFAULT_PORT}", 1, 0, launcher="no launcher", job=job)
+    launch = Launch("", 1, 0, launcher="no launcher", job=job)
     notes = Timeline(timeline or os.environ.get("MESHMEND_TIMELINE"), job=job, launch=0, process=0, host=0)
     coordination = Coordination(0, 1)
     quarantined = agree_on_quarantine(quarantine, coordination)
@@ -90,6 +86,16 @@ def initialize_alone(
     for entry in quarantined:
         note_quarantined(notes, entry, None)
     return LoneSession(fabric, launch, None, (0,), coordination, notes, quarantined=quarantined)
+
+
+def check_alone(environment: Mapping[str, str]) -> None:
+    """Raise if a launcher has started other processes, too: each would train by itself, over the others' files."""
+    started = [name for name in SIZES if environment.get(name, "1") not in ("", "1")]
+    if started:
+        raise RestartError(
+            f"{started[0]}={environment[started[0]]}: this is one of several processes, but they have not joined. "
+            "Start `meshmend run` in their place, or call jax.distributed.initialize() before anything else."
+        )
 
 
 def squarest(n_chips: int) -> tuple[int, int]:

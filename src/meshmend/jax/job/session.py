@@ -25,7 +25,6 @@ from meshmend.jax.fabric import Fabric
 from meshmend.jax.job.compile_cache import use_compile_cache
 from meshmend.jax.job.coordination import Coordination
 from meshmend.jax.job.launch import Launch, read_launch
-from meshmend.jax.job.rendezvous import rendezvous
 from meshmend.jax.job.survivors import (
     agree_on_quarantine,
     check_connected,
@@ -34,12 +33,13 @@ from meshmend.jax.job.survivors import (
     find_fabric,
     processes_of,
 )
+from meshmend.jax.private import joined_as
 from meshmend.jax.tiles import TiledFabric, tile
 from meshmend.jax.training_plan import TrainingPlan
 from meshmend.jax.training_plan import plan as plan_training
 from meshmend.launch.events import note_quarantined
 from meshmend.launch.hosts import Hosts
-from meshmend.launch.processes import free_port, wait_for_server
+from meshmend.launch.processes import wait_for_server
 from meshmend.launch.timeline import Timeline, process_started_at
 from meshmend.launch.warm import PRELOADED, jax_settings
 from meshmend.planning import PlanCache
@@ -258,12 +258,14 @@ def initialize(
     this host's number in row-major order, or the coordinate of its first chip. By default they come from the
     environment: MESHMEND_SHAPE (or MESHMEND_MACHINE, the file that describes it, as `meshmend run --machine` sets it),
     MESHMEND_HOST_SHAPE and MESHMEND_HOST. TPU devices report their coordinates, and
-    none of the three is needed. `launch` describes the launch, by default from the launcher's environment variables.
+    none of the three is needed. `launch` describes the launch, by default as `meshmend run` has put it into the
+    environment, or as jax.distributed.initialize() knows it, if that was called before: then processes must be numbered
+    in the order of their hosts.
 
     `heartbeat_s`: a process that is silent for so long counts as dead, and then all processes end. It is for hosts that
     freeze or lose their network; a process that dies breaks its connections, which the next collective detects at once.
     A shorter time finds a frozen host sooner, but takes a busy one (a long garbage collection, an overloaded CPU) for
-    dead. `timeout_s` is how long processes wait for each other at the rendezvous, and so what it costs if one dies
+    dead. `timeout_s` is how long processes wait for each other at the start, and so what it costs if one dies
     before it has joined; later the others wait for a process that plans or compiles as long as its heartbeats arrive,
     and it counts as dead when it has been silent for so long.
 
@@ -275,29 +277,30 @@ def initialize(
     JAX's own handler of SIGTERM is switched off: it would keep the process alive while the launcher wants it gone.
     """
     started, joining = process_started_at(), time.time()
-    launched = read_launch() if launch is None else launch
+    launched = _find_launch() if launch is None else launch
     notes = Timeline(timeline or os.environ.get("MESHMEND_TIMELINE"), job=launched.job, launch=launched.attempt)
     if launched.hosts:
         notes.facts["host"] = launched.hosts[launched.process]
     _configure(compile_cache)
     hosts, numbers = None, tuple(range(launched.n_processes))
     try:
-        if not _knows_coordinates(place):
-            launched, hosts, numbers = _join(shape, host, place, launched, timeout_s)
-        notes.facts |= {"process": launched.process, "host": numbers[launched.process]}
-        if launched.process:
-            wait_for_server(launched.coordinator, timeout_s)
-        jax.distributed.initialize(
-            launched.coordinator,
-            launched.n_processes,
-            launched.process,
-            heartbeat_timeout_seconds=heartbeat_s,
-            initialization_timeout=timeout_s,
-            shutdown_timeout_seconds=timeout_s,
-            cluster_detection_method="deactivate",
-        )
+        if launched.coordinator:
+            if launched.process:
+                wait_for_server(launched.coordinator, timeout_s)
+            jax.distributed.initialize(
+                launched.coordinator,
+                launched.n_processes,
+                launched.process,
+                heartbeat_timeout_seconds=heartbeat_s,
+                initialization_timeout=timeout_s,
+                shutdown_timeout_seconds=timeout_s,
+                cluster_detection_method="deactivate",
+            )
         joined = time.time()
         coordination = Coordination(launched.process, launched.n_processes, timeout_s=timeout_s)
+        if not _knows_coordinates(place):
+            hosts, numbers = _find_hosts(shape, host, place, launched, coordination)
+        notes.facts |= {"process": launched.process, "host": numbers[launched.process]}
         quarantined = agree_on_quarantine(quarantine, coordination, hosts)
         fabric = find_fabric(shape, hosts, numbers, quarantined)
         check_part(fabric, numbers, len(quarantined))
@@ -352,30 +355,38 @@ def _knows_coordinates(place: Any) -> bool:
     return _platform() == "tpu" or (_platform() == "" and not placed)
 
 
-def _join(
+def _find_launch() -> Launch:
+    joined = None if "MESHMEND_ROUND" in os.environ else joined_as()
+    if joined is None:
+        return read_launch()
+    return Launch("", joined[1], joined[0], launcher="jax.distributed", job=os.environ.get("MESHMEND_JOB", "job"))
+
+
+def _find_hosts(
     shape: Sequence[int] | str | None,
     host: Sequence[int] | str | None,
     place: int | str | Sequence[int] | None,
     launch: Launch,
-    timeout_s: float,
-) -> tuple[Launch, Hosts, tuple[int, ...]]:
-    """Perform the rendezvous; return the launch in the order of hosts, and the host of each process."""
+    coordination: Coordination,
+) -> tuple[Hosts, tuple[int, ...]]:
+    """Return the machine, and the host of each process, where devices do not report coordinates."""
     wraps = {"machine": os.environ.get("MESHMEND_MACHINE"), "wrap": os.environ.get("MESHMEND_WRAP")}
     shape = shape if shape is not None else os.environ.get("MESHMEND_SHAPE")
     host = host if host is not None else os.environ.get("MESHMEND_HOST_SHAPE")
     place = place if place is not None else os.environ.get("MESHMEND_HOST")
+    is_described = host is not None and (shape is not None or wraps["machine"] is not None)
     if launch.hosts:
         # The launcher knows all hosts already, and has checked that they describe the same machine.
-        if (shape is None and wraps["machine"] is None) or host is None:
+        if host is None or not is_described:
             raise RestartError(
                 "The devices here report no coordinates, so the machine must be described: give `meshmend run` "
                 "--shape 8x8 and --host 4x2, or initialize() shape and host."
             )
-        machine = Hosts.described(shape, host, **wraps)
-        return launch, machine, tuple(machine.number(number) for number in launch.hosts)
+        hosts = Hosts.described(shape, host, **wraps)
+        return hosts, tuple(hosts.number(number) for number in launch.hosts)
     # Errors are exchanged before anyone raises, or the others would wait for this process.
-    mine: dict[str, Any] = {"port": free_port()}
-    if (shape is None and wraps["machine"] is None) or host is None or place is None:
+    mine: dict[str, Any] = {}
+    if host is None or not is_described or place is None:
         mine["error"] = (
             f"Process {launch.process} has no chips assigned. Give initialize() shape, host and place, or set "
             "MESHMEND_SHAPE=8x8, MESHMEND_HOST_SHAPE=4x2 and MESHMEND_HOST=3 (this host's number)."
@@ -386,13 +397,7 @@ def _join(
             mine |= {"machine": str(hosts), "host": hosts.number(place)}
         except (MeshError, RestartError) as error:
             mine["error"] = f"Process {launch.process}: {error}"[:2000]
-    everybody = rendezvous(launch, mine, timeout_s=timeout_s)
-    ranked = check_hosts(everybody)
-    order = sorted(range(launch.n_processes), key=lambda process: ranked[process])
-    first = everybody[order[0]]
-    if launch.n_processes > 1:
-        launch = replace(launch, coordinator=f"{first['address']}:{first['port']}", process=order.index(launch.process))
-    return launch, hosts, tuple(ranked[process] for process in order)
+    return hosts, check_hosts(coordination.exchange(mine))
 
 
 def check_hosts(everybody: Sequence[dict[str, Any]]) -> tuple[int, ...]:
@@ -414,4 +419,9 @@ def check_hosts(everybody: Sequence[dict[str, Any]]) -> tuple[int, ...]:
                 "MESHMEND_HOST.",
                 host=number,
             )
+    if numbers != sorted(numbers):
+        raise RestartError(
+            f"Processes 0, 1, … are on hosts {', '.join(map(str, numbers[:20]))}. Number them in the order of their "
+            "hosts, so that after a loss the programs of the same hole are found again."
+        )
     return tuple(numbers)

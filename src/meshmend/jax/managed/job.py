@@ -29,6 +29,7 @@ from meshmend.jax.managed.model import Model, Update
 from meshmend.jax.managed.run import Aids, TrainingRun
 from meshmend.jax.managed.shared import SharedFolder, check_shared, open_shared
 from meshmend.jax.managed.step import JobStep
+from meshmend.jax.private import joined_as
 from meshmend.jax.state import Resumed
 from meshmend.planning import Planner
 
@@ -221,7 +222,7 @@ class Job:
 
 
 def _join(shared: SharedFolder) -> Session:
-    host = os.environ.get("MESHMEND_HOST", os.environ.get("RANK", "0"))
+    host = os.environ.get("MESHMEND_HOST", str((joined_as() or (0, 1))[0]))
     begin = initialize if is_launched() else initialize_alone
     timeline = os.environ.get("MESHMEND_TIMELINE") or shared.timeline(host)
     return begin(compile_cache=shared.compiled, timeline=timeline, quarantine=shared.path)

@@ -1,0 +1,146 @@
+"""The agent's loop, with a store and workers that follow a script; `tests/jax_restart/test_agent.py` has real ones."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshmend.errors import LaunchError
+from meshmend.launch import agent
+from meshmend.launch.agent import HostAgent
+from meshmend.launch.member import Place
+
+ROOT = Path(__file__).parents[2]
+
+
+class Scripted:
+    """Member and workers in one: how each round ends, in order.
+
+    A number is an exit code, "lost" a host that is lost while the worker runs, a number and "lost" a worker that fails
+    because of it, "over" and "failed" how the others end the job.
+    """
+
+    def __init__(self, *rounds: Any) -> None:
+        self.rounds = list(rounds)
+        self.over: dict[str, Any] | None = None
+        self.now: Any = None
+        self.has_news = False
+        self.told: list[str] = []
+        self.is_running = False
+
+    def join(self, port: int, why: str) -> Place:
+        assert port > 0
+        assert not self.is_running, "the worker of the last round still runs"
+        self.now, self.has_news = self.rounds.pop(0), False
+        self.told.append(f"join {why}".strip())
+        return Place(len(self.told), "name", (0, 2), 1, "127.0.0.1:5000", ())
+
+    def wait_stopped(self, timeout_s: float) -> dict[str, Any] | None:
+        if self.now in ("over", "failed"):
+            self.over = {"ok": self.now == "over", "why": "so it is"}
+            return self.over
+        # Where the worker fails first, the store says why a little later, and says it from then on.
+        self.has_news = self.has_news or timeout_s >= agent.NEWS_S or not isinstance(self.now, tuple)
+        return {"why": "host 1 is lost"} if self.has_news and not isinstance(self.now, int) else None
+
+    def finish(self, timeout_s: float) -> dict[str, Any]:
+        self.told.append("finish")
+        return self.over or {"ok": True, "why": "all have finished"}
+
+    def fail(self, why: str) -> None:
+        self.told.append(f"fail: {why}")
+
+    def start(self, argv: list[str], environment: dict[str, str]) -> int:
+        assert argv == ["train.py"]
+        assert environment["MESHMEND_ROUND"].endswith('"coordinator":"127.0.0.1:5000","hosts":[0,2],"process":1}')
+        assert environment["OWN"] == "1"
+        self.is_running = True
+        return 7
+
+    def poll(self) -> int | None:
+        if isinstance(self.now, tuple):
+            return int(self.now[0])
+        return self.now if isinstance(self.now, int) else None
+
+    def stop(self) -> None:
+        self.is_running = False
+
+
+def supervise(script: Scripted, *, steps: list[int], max_restarts: int = 2) -> Any:
+    reached = iter(steps)
+    reports: list[tuple[str, Any]] = []
+    supervisor = HostAgent(
+        ["train.py"],
+        script,  # type: ignore[arg-type]
+        script,  # type: ignore[arg-type]
+        max_restarts=max_restarts,
+        admit=lambda: None,
+        environment=lambda _: {"OWN": "1"},
+        progress=lambda: next(reached),
+        report=lambda event, **facts: reports.append((event, facts.get("left"))),
+    )
+    try:
+        return supervisor.run(), reports
+    finally:
+        assert not script.is_running
+
+
+def test_a_change_of_hosts_is_no_failure() -> None:
+    """Neither where the worker is stopped for it, nor where it fails because of it."""
+    script = Scripted("lost", (1, "lost"), "lost", (-6, "lost"), 0)
+    over, reports = supervise(script, steps=[], max_restarts=0)
+    assert over["ok"]
+    assert script.told == ["join"] * 5 + ["finish"]
+    assert [event for event, _ in reports] == ["started"] * 5
+
+
+def test_failures_count_until_there_is_a_new_step() -> None:
+    script = Scripted(3, "lost", -9, 3, 3, 0)
+    _, reports = supervise(script, steps=[0, 0, 5, 5])
+    assert [left for event, left in reports if event == "failed"] == [2, 1, 2, 1]
+    because = "its worker ended with"
+    asked = ["", f"{because} exit code 3", "", f"{because} SIGKILL", f"{because} exit code 3", f"{because} exit code 3"]
+    assert script.told == [f"join {why}".strip() for why in asked] + ["finish"]
+
+
+def test_a_worker_that_fails_again_and_again_ends_the_job() -> None:
+    script = Scripted(3, 3, 4, 0)
+    with pytest.raises(LaunchError, match="failed again and again, the last time with exit code 4"):
+        supervise(script, steps=[0, 0, 0])
+    assert script.told[-1] == "fail: its worker ended with exit code 4 again and again, without a new step"
+    assert script.rounds == [0]
+
+
+def test_the_end_of_the_job_stops_the_worker() -> None:
+    over, _ = supervise(Scripted("lost", "over"), steps=[])
+    assert over == {"ok": True, "why": "so it is"}
+    with pytest.raises(LaunchError, match="The job is over: so it is"):
+        supervise(Scripted("failed"), steps=[])
+
+
+def test_the_launcher_runs_without_torch_and_without_jax() -> None:
+    blocked = "import sys; sys.modules.update(torch=None, jax=None)\n"
+    code = blocked + "import meshmend.launch.agent, meshmend.launch.host, meshmend.cli.run, meshmend.cli.store"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_extra_of_the_launcher_brings_no_torch() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+
+    def names(extra: str) -> set[str]:
+        found: set[str] = set()
+        for requirement in extras[extra]:
+            inner = re.fullmatch(r"meshmend\[(.*)\]", requirement)
+            parts = [names(each) for each in inner[1].split(",")] if inner else []
+            found.update(*parts) if inner else found.add(re.split(r"[<>=\[; ]", requirement)[0])
+        return found
+
+    assert {"jax", "orbax-checkpoint", "grain"} <= names("launch")
+    assert not {name for name in names("launch") if "torch" in name}
+    assert "torch" in names("torch")
