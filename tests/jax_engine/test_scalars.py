@@ -19,7 +19,6 @@ import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine import cases
 from meshmend.errors import ParameterError, ScheduleError
-from meshmend.jax.checks.checksums import ADDITION, KINDS, MEMORY, TRANSFER, Fault
 from meshmend.jax.program import abstract_pair, abstract_program, abstract_turn
 from meshmend.schedule.split import all_gather_of, reduce_scatter_of
 
@@ -312,44 +311,3 @@ def test_digests_of_replicas_take_the_program_for_scalars(kind: str) -> None:
     assert len(set(found.ravel().tolist())) == 1
     assert found.any()
     assert (found == np.asarray(jax.jit(digests)(params, program.scalars))).all()
-
-
-def test_faults_in_sums_of_scalars_are_named() -> None:
-    """Each kind of fault, in each loop of the program for scalars: nothing else is found, and gradients stay right."""
-    fabric, program = holed(), program_of()
-    scalars = program.scalars
-    tree = {
-        "many": np.ones((12 * CHUNKS,), jnp.bfloat16),
-        "loss": np.random.default_rng(0).uniform(0.5, 1.5, 12).astype(np.float32),
-    }
-    mapped = jax.shard_map(
-        lambda tree, program, fault: mmj.checked_all_reduce(tree, program, fault=fault),
-        mesh=fabric.jax_mesh,
-        in_specs=(P("chip"), program.spec, P()),
-        out_specs=(P("chip"), P("chip")),
-        check_vma=False,
-    )
-    run = jax.jit(mapped)
-    nowhere = Fault(*map(jnp.int32, (0, 0, loops_of(program, scalars), 0, 0, 0, 0)))
-    plain = jax.jit(sums)(tree, program)
-    got, evidence = run(tree, program, nowhere)
-    assert all(np.asarray(got[name]).tobytes() == np.asarray(plain[name]).tobytes() for name in tree)
-    assert mmj.bad_sums(evidence, program, fabric) == []
-    for number, lanes in enumerate(scalars.layout.shape.lanes):
-        tables = scalars.tables[number]
-        for kind in KINDS:
-            lane = 0
-            ops = np.asarray(tables.ops)[:, :, lane] if len(lanes[lane].ops) > 1 else None
-            wanted = {int(mm.Op.REDUCE)} if kind == ADDITION else {int(mm.Op.REDUCE), int(mm.Op.COPY)}
-            every = np.full(tables.send.shape[:2], lanes[lane].ops[0]) if ops is None else ops
-            places = np.argwhere(np.isin(every, list(wanted)))
-            if not len(places):
-                continue
-            target, step = map(int, places[0])
-            source = next(a for a, b in lanes[lane].pairs if b == target)
-            chips = {MEMORY: (source,), TRANSFER: (source, target), ADDITION: (target,)}[kind]
-            at = (KINDS.index(kind), chips[-1], loops_of(program) + number, step, lane, 0, 29)
-            got, evidence = run(tree, program, Fault(*map(jnp.int32, at)))
-            found = mmj.bad_sums(evidence, program, fabric)
-            assert found == [mmj.BadSum(kind, tuple(map(fabric.mesh.chip, chips)), 1)]
-            assert (np.asarray(got["many"], np.float32) == 12).all()

@@ -11,12 +11,9 @@ require("jax", "optax", needed_for="meshmend.jax", extra="jax")
 
 from meshmend.jax.batching import KeepGlobal, KeepPerChip, Position
 from meshmend.jax.checks import (
-    BadSum,
     Disagreement,
     Part,
     Recompute,
-    bad_sums,
-    checked_all_reduce,
     compare_replicas,
     replica_digests,
 )
@@ -47,7 +44,6 @@ from meshmend.jax.training_plan import TrainingPlan, plan
 from meshmend.jax.updates import TrainStep
 
 __all__ = [
-    "BadSum",
     "Batch",
     "Checks",
     "Disagreement",
@@ -74,8 +70,6 @@ __all__ = [
     "add_decayed_weights",
     "all_gather",
     "all_reduce",
-    "bad_sums",
-    "checked_all_reduce",
     "clip_by_global_norm",
     "compare_replicas",
     "discover",

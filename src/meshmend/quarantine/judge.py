@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from meshmend.quarantine.sign import CHECKSUM, DIGEST, LAG, RECOMPUTE, Sign
+from meshmend.quarantine.sign import DIGEST, LAG, RECOMPUTE, Sign
 from meshmend.quarantine.suspect import Suspect
 
 WINDOW_STEPS = 10_000
@@ -50,17 +50,15 @@ class Judge:
       attempt are one observation. It is none beside another wrong number of this attempt, at that step or before: the
       replica may differ because of that. Where signs have no attempt, each step counts as one. Without a majority (two
       replicas that differ) it is none, because either may be right.
-    - **checksum**: all wrong sums of one step are one observation: a burst on a cable damages several chunks. Repeated
-      at another step, it is two.
     - **recompute**: two chips that disagree are one observation against either. A third one decides: with two against
       one, it has confirmed the sign. Another disagreement with another partner does so, too.
     - **lag**: its statistics run over a window of many steps, so a sign of at least 24 late steps is confirmed.
       Slowness and wrong numbers are never added up.
 
-    Observations of different checks add up: a wrong replica, and in the next attempt a wrong sum, are two. A sign that
-    points at several suspects counts against each. The one that most observations point at is named; of those that all
-    the same signs point at, the smallest, a cable before a chip before a host, since it costs least to leave out: if it
-    was the chip, its next sign comes over another cable. Two chips that cannot be told apart are not named.
+    Observations of different checks add up: a wrong replica, and in the next attempt a wrong gradient, are two. A sign
+    that points at several suspects counts against each. The one that most observations point at is named; of those that
+    all the same signs point at, the smallest, a cable before a chip before a host, since it costs least to leave out:
+    if it was the chip, its next sign comes over another cable. Two chips that cannot be told apart are not named.
 
     Verdicts depend on the set of signs alone, in whatever order they arrive: all processes that have the same signs
     come to the same verdicts.
@@ -68,7 +66,7 @@ class Judge:
     >>> judge, chip = Judge(), Suspect.parse("2,3")
     >>> judge.add([Sign("digest", (chip,), 400, "chunk 7 differs", {"chunk": 7, "agree": 63, "differ": 1})])
     ()
-    >>> [str(one.suspect) for one in judge.add([Sign("checksum", (chip,), 410, "the sum of chunk 7 is wrong")])]
+    >>> [str(one.suspect) for one in judge.add([Sign("recompute", (chip,), 410, "its gradient differs")])]
     ['2,3']
     """
 
@@ -161,7 +159,7 @@ def _counts(sign: Sign) -> bool:
         return _has_majority(sign, 1)
     if sign.kind == LAG:
         return sign.numbers.get("steps", 0) >= LAG_STEPS
-    return sign.kind in (CHECKSUM, RECOMPUTE)
+    return sign.kind == RECOMPUTE
 
 
 def _has_majority(sign: Sign, least: int) -> bool:

@@ -51,10 +51,7 @@ class CompiledTrainStep:
         return self._init(params, self.program)
 
     def step(self, params: Any, state: Any, batch: Batch) -> tuple[Any, ...]:
-        """Return new parameters, state and loss (and aux, and with `check_sums` the evidence, which comes last).
-
-        `params` and `state` are donated.
-        """
+        """Return new parameters, state and loss (and aux). `params` and `state` are donated."""
         scale = np.float32(batch.learning_rate_factor)
         found: tuple[Any, ...] = self._step(params, state, batch.data, self.program, weights=batch.weights, scale=scale)
         return found

@@ -14,7 +14,6 @@ class Checks:
     - `digests_every`: steps between two comparisons of all replicas of the state; 0 for never.
     - `recompute_every`: steps between two checks in which each chip repeats a part of another chip's gradient; 0 for
       never. It costs one more gradient in so many steps.
-    - `check_sums`: whether every transfer and addition of the all-reduce is checked, in every step.
     - `stragglers`: whether chips, cables and hosts that make the others wait are looked for.
     - `probe`: whether, for that, each device is timed by itself between steps. It keeps the devices idle meanwhile.
 
@@ -27,7 +26,6 @@ class Checks:
 
     digests_every: int = 100
     recompute_every: int = 200
-    check_sums: bool = False
     stragglers: bool = False
     probe: bool = False
 
