@@ -71,7 +71,7 @@ class Checking:
         if checks.recompute_every:
             exchange = session.coordination.exchange
             self._recompute = Recompute(model.gradients, session.fabric, exchange, every=checks.recompute_every)
-        self._lag = LagWatch.of(session, probe=checks.probe) if checks.stragglers else None
+        self._lag = LagWatch.of(session) if checks.stragglers else None
 
     def between(self, step: int, params: Any, state: Any, batch: Batch, *, is_last: bool = False) -> None:
         """Check the state after a step, before `batch`, the next one, is trained on. The last state always is."""

@@ -156,8 +156,6 @@ class TrainingRun:
         waited, clock = deque[float](), HostClock()
         keeper, found, checking = self._keeper, self.found, self._checking
         assert keeper is not None  # noqa: S101  # it is there until the end of the loop
-        # A device is timed while it has nothing else to do.
-        in_flight = 0 if checking is not None and checking.checks.probe else IN_FLIGHT
         is_recorder = self.aids.ledger and self.session.launch.process == 0
         ledger = Ledger(self.aids.shared.ledger) if is_recorder else None
         self.is_open = True
@@ -207,7 +205,7 @@ class TrainingRun:
                             "this one has kept. Take the steps of that one.",
                             step=number,
                         )
-                    if len(under_way) > in_flight:
+                    if len(under_way) > IN_FLIGHT:
                         settle(under_way.popleft())
                 if checking is not None:
                     checking.time(number, *clock.lap())
