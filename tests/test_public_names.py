@@ -15,7 +15,7 @@ import pytest
 import meshmend
 
 SOURCE = Path(meshmend.__file__).parent
-NEEDS = {"meshmend.jax": ("jax", "optax"), "meshmend.jax.workloads": ("flax",), "meshmend.torch": ("torch", "torchft")}
+NEEDS = {"meshmend.jax": ("jax", "optax"), "meshmend.torch": ("torch", "torchft")}
 PUBLIC = [
     "meshmend",
     "meshmend.errors",
@@ -43,7 +43,6 @@ PUBLIC = [
     "meshmend.jax.job",
     "meshmend.jax.state",
     "meshmend.jax.compiling",
-    "meshmend.jax.workloads",
     "meshmend.torch",
 ]
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshmend as mm
 import meshmend.jax as mmj
-from meshmend.jax.compiling.reach import ACROSS, reach_of_collectives
+from jax_engine.reach import ACROSS, reach_of_collectives
 
 ROWS, WIDTH = 24, 16
 INNER = {"fsdp", "tensor"}

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import meshmend as mm
 import meshmend.jax as mmj
+from jax_engine.reach import ACROSS, INSIDE, STRAIGHT, reach_of_collectives
 from meshmend.errors import ParameterError
-from meshmend.jax.compiling.reach import ACROSS, INSIDE, STRAIGHT, reach_of_collectives
 
 N_TILES, WIDTH, HIDDEN = 3, 8, 16
 SPECS = {"up": P(None, "model"), "down": P("model", None), "scale": P()}
