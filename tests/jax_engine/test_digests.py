@@ -18,7 +18,8 @@ import meshmend.jax as mmj
 from meshmend.errors import ParameterError
 from meshmend.jax.checks import digests
 from meshmend.jax.checks.signs import digest_signs
-from meshmend.quarantine import Judge
+from meshmend.quarantine import Sign
+from meshmend.quarantine.judge import judge
 
 HOLED = ("4x4", ("2x2@0,0",))
 
@@ -192,7 +193,7 @@ def test_one_flip_is_one_observation_however_many_arrays_it_spreads_to(optimizer
     params = {"w": jnp.ones((8, 4))}
     tree = jax.device_put((params, optimizer.init(params)), fabric.sharding())
     digest = jax.jit(mmj.replica_digests, static_argnums=2)
-    judge, seen = Judge(), []
+    seen: list[Sign] = []
     for number in range(1, 9):
         tree = step(tree, number == 4)
         if number in (6, 8):
@@ -200,8 +201,8 @@ def test_one_flip_is_one_observation_however_many_arrays_it_spreads_to(optimizer
             assert {one.chip for one in found} == {(1, 0)}
             assert len(found) == n_copies
             signs = [replace(sign, numbers={**sign.numbers, "attempt": 1}) for sign in digest_signs(found, number)]
-            assert judge.add(signs) == ()
             seen += signs
+            assert judge(seen) == []
     # The same chip once more, after the state was restored: that is the second observation.
     again = replace(seen[0], numbers={**seen[0].numbers, "attempt": 2})
-    assert [str(verdict.suspect) for verdict in judge.add([again])] == ["1,0"]
+    assert [str(verdict.suspect) for verdict in judge([*seen, again])] == ["1,0"]

@@ -18,7 +18,8 @@ from meshmend.errors import ParameterError
 from meshmend.jax.checks.lag import EVERY, HostClock, LagWatch
 from meshmend.jax.job import initialize_alone
 from meshmend.launch import Hosts
-from meshmend.quarantine import Judge, Sign
+from meshmend.quarantine import Sign
+from meshmend.quarantine.judge import judge
 
 HOSTS = Hosts.of("8x8", "4x2")
 MESH = Mesh("8x8", failed=["4x2@0,2", "7,7"])  # host 1 is gone, and one chip of host 7
@@ -70,7 +71,7 @@ def test_a_host_that_is_half_as_slow_again_is_named_within_50_steps(number: int)
     signs = watched(host_times(48, 5, slow={number: 1.5}))
     assert names(signs) == [f"host {number}"]
     assert signs[0].step < 50
-    (verdict,) = Judge().add(signs)
+    (verdict,) = judge(signs)
     assert verdict.suspect == signs[0].suspects[0]
 
 

@@ -35,7 +35,7 @@ from jax_engine.two_processes import run_two
 from meshmend.errors import ParameterError
 from meshmend.jax.checks.recompute import choose_rows
 from meshmend.jax.managed.model import Model
-from meshmend.quarantine import Judge
+from meshmend.quarantine.judge import judge
 
 pytest.importorskip("grain", reason="needs grain: pip install 'meshmend[restart]'")
 
@@ -76,7 +76,7 @@ def test_a_flip_of_every_bit_is_named_at_once_and_confirmed() -> None:
     inject(small(), len(BITS), seed=0)
     inject(holed(), 5, seed=1)
     (sign,) = holed().check(fault(12, [3], [7]))
-    assert [str(verdict.suspect) for verdict in Judge().add([sign])] == [chip_name(holed().fabric, 3)]
+    assert [str(verdict.suspect) for verdict in judge([sign])] == [chip_name(holed().fabric, 3)]
 
 
 @pytest.mark.slow
@@ -134,7 +134,7 @@ def test_between_two_chips_both_are_suspects() -> None:
         (sign,) = bench.check(fault(2, [1], [12]))
         assert named([sign]) == [["0,0", "0,1"]]
         assert (sign.step, sign.numbers["agree"], sign.numbers["differ"]) == (step, 1, 1)
-        assert Judge().add([sign]) == ()
+        assert judge([sign]) == []
     assert bench.check() == ()
 
 
@@ -159,7 +159,7 @@ def test_a_changed_copy_of_the_parameters_is_one_observation() -> None:
     (sign,) = bench.check(params=broken)
     assert named([sign]) == [[chip_name(bench.fabric, 4)]]
     assert sign.evidence == "its parameters or its model state differ from those of 11 of 12 devices"
-    assert Judge().add([sign]) == ()
+    assert judge([sign]) == []
 
 
 def on_callback(chips: Any) -> Any:
@@ -195,7 +195,7 @@ def test_one_chip_that_does_not_reproduce_itself_is_a_suspect() -> None:
     (sign,) = pair.check()
     assert named([sign]) == [["0,0"]]
     assert "computed from the same data before" in sign.evidence
-    assert Judge().add([sign]) == ()
+    assert judge([sign]) == []
 
 
 def test_a_program_that_depends_on_the_chip_is_found_out() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from meshmend.quarantine import Judge, Sign, Suspect
-from meshmend.quarantine.judge import judge
+from meshmend.quarantine import Sign, Suspect
+from meshmend.quarantine.judge import judge, recent
 
 A, B, C, D = (Suspect.chip((0, n)) for n in range(4))
 AB, AC = Suspect.parse("0,0-0,1"), Suspect.parse("0,0-0,2")
@@ -92,25 +92,16 @@ def test_the_order_of_signs_does_not_matter() -> None:
         expected = judge(signs)
         dice.shuffle(signs)
         assert judge(signs) == expected
-        heard = Judge()
-        heard.add(signs)
-        assert set(heard.signs) == set(signs)
 
 
-def test_a_verdict_is_given_once_and_has_its_evidence() -> None:
-    court = Judge()
-    assert court.add([Sign("recompute", (A,), 3, "chunk 1 is off by 8")]) == ()
-    (verdict,) = court.add([Sign("recompute", (A,), 5, "chunk 2 is off by 4")])
+def test_a_verdict_has_its_evidence() -> None:
+    signs = [Sign("recompute", (A,), 5, "chunk 2 is off by 4"), Sign("recompute", (A,), 3, "chunk 1 is off by 8")]
+    (verdict,) = judge(signs)
     assert verdict.step == 5
     assert verdict.why == "recompute at step 3: chunk 1 is off by 8; recompute at step 5: chunk 2 is off by 4"
-    assert court.add([recompute(7, A)]) == ()
-    court.forget(A)
-    assert court.signs == ()
-    assert court.add([recompute(8, A)]) == ()
 
 
 def test_signs_that_are_far_apart_are_not_held_together() -> None:
-    court = Judge(window_steps=100)
-    assert court.add([recompute(1, A)]) == ()
-    assert court.add([recompute(101, A)]) == ()
-    assert [one.suspect for one in court.add([recompute(200, A)])] == [A]
+    signs = [recompute(step, A) for step in (1, 101, 200)]
+    assert judge(recent(signs[:2], 100)) == []
+    assert [one.suspect for one in judge(recent(signs, 100))] == [A]

@@ -39,11 +39,18 @@ class Verdict:
         return "; ".join(told) + (f"; and {more} more" if more else "")
 
 
-class Judge:
-    """Takes in signs, and says who is to be quarantined.
+def recent(signs: Iterable[Sign], window_steps: int = WINDOW_STEPS) -> list[Sign]:
+    """Return the signs that may be held together, in order of steps: those of the last steps, and not too many."""
+    found = sorted(set(signs), key=_order)
+    last = max((sign.step for sign in found), default=0)
+    return [sign for sign in found if sign.step > last - window_steps][-MAX_SIGNS:]
 
-    A verdict needs two separate observations against the same suspect, within `window_steps`. The same step again after
-    a restart is a separate one. What one fault may have caused alone is one observation, however many signs it left.
+
+def judge(signs: Iterable[Sign], listed: Collection[Suspect] = ()) -> list[Verdict]:
+    """Return who is to be quarantined, and why: the verdicts of a set of signs.
+
+    A verdict needs two separate observations against the same suspect. The same step again after a restart is a
+    separate one. What one fault may have caused alone is one observation, however many signs it left.
 
     - **digest**: a check in which the majority of all replicas agrees. One flipped bit of a gradient is in the
       parameters and in the moments, in every later step, until the state is restored: all chunks and steps of one
@@ -63,48 +70,15 @@ class Judge:
     Verdicts depend on the set of signs alone, in whatever order they arrive: all processes that have the same signs
     come to the same verdicts.
 
-    >>> judge, chip = Judge(), Suspect.parse("2,3")
-    >>> judge.add([Sign("digest", (chip,), 400, "chunk 7 differs", {"chunk": 7, "agree": 63, "differ": 1})])
-    ()
-    >>> [str(one.suspect) for one in judge.add([Sign("recompute", (chip,), 410, "its gradient differs")])]
-    ['2,3']
-    """
-
-    def __init__(self, *, window_steps: int = WINDOW_STEPS) -> None:
-        self.window_steps = window_steps
-        self._signs: set[Sign] = set()
-        self._named: set[Suspect] = set()
-
-    @property
-    def signs(self) -> tuple[Sign, ...]:
-        """The signs that are remembered, in order of steps."""
-        return tuple(sorted(self._signs, key=_order))
-
-    def add(self, signs: Iterable[Sign]) -> tuple[Verdict, ...]:
-        """Take in signs; return the verdicts that are new."""
-        self._signs = set(recent({*self._signs, *signs}, self.window_steps))
-        new = tuple(verdict for verdict in judge(self._signs) if verdict.suspect not in self._named)
-        self._named |= {verdict.suspect for verdict in new}
-        return new
-
-    def forget(self, suspect: Suspect) -> None:
-        """Drop what is known of a suspect: it has been left out, or cleared by hand."""
-        self._signs = {sign for sign in self._signs if suspect not in sign.suspects}
-        self._named.discard(suspect)
-
-
-def recent(signs: Iterable[Sign], window_steps: int = WINDOW_STEPS) -> list[Sign]:
-    """Return the signs that may be held together, in order of steps: those of the last steps, and not too many."""
-    found = sorted(set(signs), key=_order)
-    last = max((sign.step for sign in found), default=0)
-    return [sign for sign in found if sign.step > last - window_steps][-MAX_SIGNS:]
-
-
-def judge(signs: Iterable[Sign], listed: Collection[Suspect] = ()) -> list[Verdict]:
-    """Return the verdicts of a set of signs, by the rules of `Judge`.
-
     What is `listed` is left out already, and explains the signs that name it: they do not count against others of its
     size or smaller. Against a larger one they do: a chip is found although one of its cables was named first.
+
+    >>> chip = Suspect.parse("2,3")
+    >>> differs = Sign("digest", (chip,), 400, "chunk 7 differs", {"chunk": 7, "agree": 63, "differ": 1})
+    >>> judge([differs])
+    []
+    >>> [str(one.suspect) for one in judge([differs, Sign("recompute", (chip,), 410, "its gradient differs")])]
+    ['2,3']
     """
     left = sorted(set(signs), key=_order)
     found = []

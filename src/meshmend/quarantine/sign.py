@@ -28,7 +28,7 @@ class Sign:
     `suspects` has one item if the check names a culprit. Several mean that it is one of them, and the check cannot
     tell which: two chips that compute different gradients from the same samples are both suspects.
 
-    `numbers` says how much the check knows; the `Judge` reads these:
+    `numbers` says how much the check knows; `judge` reads these:
 
     - digest: "agree" and "differ", the numbers of replicas that have the majority's digest and another one;
     - recompute: "agree" and "differ", how many chips computed the same and another gradient, a third chip included

@@ -33,10 +33,6 @@ class Checks:
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ParameterError(f"{name} is {value!r}, expected a number of steps, or 0 for never.")
 
-    def compares_digests(self, step: int) -> bool:
-        """Whether replicas are compared after a step: also where gradients are repeated, so that the state is known."""
-        return bool(self.digests_every) and self.is_due(step)
-
     def repeats_gradients(self, step: int) -> bool:
         """Whether gradients are repeated after a step."""
         return bool(self.recompute_every) and step > 0 and step % self.recompute_every == 0
