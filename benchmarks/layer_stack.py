@@ -20,12 +20,11 @@ from jax.sharding import PartitionSpec
 from hidden import Overlap, bodies_with_permutes
 from meshmend.errors import ParameterError
 from meshmend.jax.compiling.ahead_of_time import Compiled, compile_step
-from meshmend.jax.cut_params import shard_params
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.layer_scan import scan_layers
+from meshmend.jax.fsdp.layer_scan import scan_layers
+from meshmend.jax.fsdp.params import shard_params, sharded_specs
+from meshmend.jax.fsdp.training import sharded_train_step
 from meshmend.jax.program import ProgramPair, abstract_pair, abstract_program
-from meshmend.jax.sharded_params import sharded_specs
-from meshmend.jax.sharded_training import sharded_train_step
 from meshmend.jax.training import train_step
 from meshmend.schedule import Schedule
 

@@ -280,13 +280,13 @@ def test_clipping_by_plans_for_scalars_equals_one_device() -> None:
 
 def test_sharded_parameters_sum_loss_and_norm_by_the_program_for_scalars() -> None:
     fabric, pair, (whole, batch) = holed(), program_of("pair"), whole_numbers()
-    params = mmj.shard_params(whole, fabric, pair)
+    params = mmj.fsdp.shard_params(whole, fabric, pair)
 
     def loss(params: Any, batch: Any, pair: mmj.ProgramPair) -> Any:
-        return errors(mmj.gather_params(params, pair), batch)
+        return errors(mmj.fsdp.gather_params(params, pair), batch)
 
     optimizer = optax.chain(mmj.clip_by_global_norm(1.0), optax.adam(1e-2))
-    training = mmj.sharded_train_step(loss, optimizer, fabric, per_example=True)
+    training = mmj.fsdp.sharded_train_step(loss, optimizer, fabric, per_example=True)
     state = jax.eval_shape(training.init, params, pair)
     found = count(training.step, params, state, batch, pair)[1]
     assert found == lanes_of(pair.gather, pair.scatter, pair.scalars, pair.scalars)

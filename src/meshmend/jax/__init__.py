@@ -9,6 +9,7 @@ from meshmend.extras import require
 
 require("jax", "optax", needed_for="meshmend.jax", extra="jax")
 
+from meshmend.jax import fsdp
 from meshmend.jax.batching import KeepGlobal, KeepPerChip, Position
 from meshmend.jax.checks import (
     Disagreement,
@@ -18,11 +19,9 @@ from meshmend.jax.checks import (
     replica_digests,
 )
 from meshmend.jax.collectives import Shards, all_gather, all_reduce, reduce_scatter, shard_of
-from meshmend.jax.cut_params import init_sharded, reshard_params, shard_params, unshard_params
 from meshmend.jax.differentiate import value_and_grad
 from meshmend.jax.fabric import Fabric, discover
 from meshmend.jax.feed import Batch, Feed
-from meshmend.jax.layer_scan import scan_layers
 from meshmend.jax.layerwise import add_decayed_weights, clip_by_global_norm, lamb, lars, scale_by_trust_ratio
 from meshmend.jax.ledger import Ledger
 from meshmend.jax.managed import Checks, Job, JobStep
@@ -36,8 +35,6 @@ from meshmend.jax.program import (
     install_pair,
     install_turn,
 )
-from meshmend.jax.sharded_params import ShardedParams, gather_params, sharded_specs
-from meshmend.jax.sharded_training import ShardedTrainStep, sharded_train_step
 from meshmend.jax.tiles import TiledFabric, tile
 from meshmend.jax.training import train_step
 from meshmend.jax.training_plan import TrainingPlan, plan
@@ -60,8 +57,6 @@ __all__ = [
     "ProgramPair",
     "ProgramWithTurn",
     "Recompute",
-    "ShardedParams",
-    "ShardedTrainStep",
     "Shards",
     "TiledFabric",
     "TrainStep",
@@ -73,8 +68,7 @@ __all__ = [
     "clip_by_global_norm",
     "compare_replicas",
     "discover",
-    "gather_params",
-    "init_sharded",
+    "fsdp",
     "install",
     "install_pair",
     "install_turn",
@@ -84,15 +78,9 @@ __all__ = [
     "plan",
     "reduce_scatter",
     "replica_digests",
-    "reshard_params",
     "scale_by_trust_ratio",
-    "scan_layers",
     "shard_of",
-    "shard_params",
-    "sharded_specs",
-    "sharded_train_step",
     "tile",
     "train_step",
-    "unshard_params",
     "value_and_grad",
 ]

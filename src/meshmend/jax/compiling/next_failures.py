@@ -27,9 +27,9 @@ from meshmend.errors import ParameterError, PlanError
 from meshmend.jax.compiling.ahead_of_time import as_compiler_error
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.feed import Batch
+from meshmend.jax.fsdp.training import ShardedTrainStep
 from meshmend.jax.job.session import Session, is_orderly
 from meshmend.jax.program import AnyProgram
-from meshmend.jax.sharded_training import ShardedTrainStep
 from meshmend.jax.state.combine import compile_combine
 from meshmend.jax.state.layout import StateLayout
 from meshmend.jax.state.mirror import make_parts_fn

@@ -17,14 +17,13 @@ from jax.typing import DTypeLike
 from meshmend.errors import ParameterError
 from meshmend.jax.checks import Part
 from meshmend.jax.collectives import travel_dtype
-from meshmend.jax.cut_params import joined
 from meshmend.jax.elementwise import check_elementwise
 from meshmend.jax.fabric import Fabric
+from meshmend.jax.fsdp.params import ShardedParams, is_sharded, joined
+from meshmend.jax.fsdp.training import sharded_train_step
 from meshmend.jax.managed.data import RandomKey
 from meshmend.jax.managed.model_state import ModelState
 from meshmend.jax.program import AnyProgram, ProgramPair
-from meshmend.jax.sharded_params import ShardedParams, is_sharded
-from meshmend.jax.sharded_training import sharded_train_step
 from meshmend.jax.state import fetch, place
 from meshmend.jax.state.splits import AnyTrainStep
 from meshmend.jax.training import train_step
@@ -221,13 +220,13 @@ class Model:
             got = "a function" if self.is_fsdp else f"a {type(self.params).__name__}"
             raise ParameterError(
                 f"update is {update!r} and params is {got}. With update='fsdp' params is a function that makes sharded "
-                "parameters, as in params=lambda fabric, pair: mmj.init_sharded(make, key, fabric, pair), because they "
-                "are never whole on a chip; otherwise it is a pytree of arrays."
+                "parameters, as in params=lambda fabric, pair: mmj.fsdp.init_sharded(make, key, fabric, pair), because "
+                "they are never whole on a chip; otherwise it is a pytree of arrays."
             )
         if self.is_fsdp and self.shardings is not None:
             raise ParameterError(
                 "With update='fsdp' the shardings inside tiles are given where parameters are made: "
-                "mmj.init_sharded(make, key, fabric, pair, shardings=…)."
+                "mmj.fsdp.init_sharded(make, key, fabric, pair, shardings=…)."
             )
 
 
