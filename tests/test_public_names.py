@@ -40,6 +40,7 @@ PUBLIC = [
     "meshmend.launch",
     "meshmend.doctor",
     "meshmend.jax",
+    "meshmend.jax.checks",
     "meshmend.jax.fsdp",
     "meshmend.jax.job",
     "meshmend.jax.state",

@@ -16,6 +16,7 @@ import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine import cases
 from meshmend.errors import ParameterError, ScheduleError
+from meshmend.jax.collectives import shard_of
 from meshmend.planning import PLANNERS
 
 Tree = dict[str, Any]
@@ -186,7 +187,7 @@ def test_shards_are_the_owners_chunks() -> None:
     values = np.tile(np.arange(96 * 2, dtype=np.int32), (60, 1))
 
     def cut(values: jax.Array, pair: mmj.ProgramPair) -> Any:
-        return mmj.shard_of(values, pair.scatter), mmj.reduce_scatter(values, pair.scatter)
+        return shard_of(values, pair.scatter), mmj.reduce_scatter(values, pair.scatter)
 
     (cut_rows,), (summed,) = cases.on_chips(fabric, cut, values, pair)
     assert (np.asarray(summed) == 60 * np.asarray(cut_rows)).all()
@@ -209,7 +210,7 @@ def test_two_cores_a_chip_add_up_inside_the_chip_first() -> None:
     def both(values: jax.Array, program: mmj.Program, pair: mmj.ProgramPair) -> Any:
         shards = mmj.reduce_scatter(values[0], pair.scatter)
         back = mmj.all_gather(shards, pair.gather, like=values[0])
-        again = mmj.all_gather(mmj.shard_of(back, pair.scatter), pair.gather, like=back)
+        again = mmj.all_gather(shard_of(back, pair.scatter), pair.gather, like=back)
         return mmj.all_reduce(values[0], program)[None], back[None], again[None], mmj.all_reduce(1, program, mean=True)
 
     every = PartitionSpec(("chip", "core"))

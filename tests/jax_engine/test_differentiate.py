@@ -15,13 +15,14 @@ import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine.reach import ACROSS, INSIDE, STRAIGHT, reach_of_collectives
 from meshmend.errors import ParameterError
+from meshmend.jax.tiles import TiledFabric
 
 N_TILES, WIDTH, HIDDEN = 3, 8, 16
 SPECS = {"up": P(None, "model"), "down": P("model", None), "scale": P()}
 
 
 @cache
-def fabric() -> mmj.TiledFabric:
+def fabric() -> TiledFabric:
     """Three of four tiles: one chip of the first is lost."""
     return mmj.tile(mmj.discover(jax.devices()[:16], shape="4x4", failed=["0,1"]), "2x2", model=4)
 

@@ -291,7 +291,7 @@ def test_a_models_gradients_are_those_of_its_steps() -> None:
     model = Model(lambda w, batch: (batch @ w) ** 2, optax.sgd(1.0), np.ones(3, np.float32), microbatches=3)
     x = np.arange(12, dtype=np.float32).reshape(4, 3)
     weights = np.array([1, 0, 1, 1], np.float32)
-    part = mmj.Part(x, jnp.asarray(weights), jnp.zeros((4, 2), jnp.uint32))
+    part = mmj.checks.Part(x, jnp.asarray(weights), jnp.zeros((4, 2), jnp.uint32))
     sums = jax.jit(model.gradients)(jnp.ones(3), None, part)
     np.testing.assert_array_equal(sums.gradients, (weights[:, None] * 2 * x.sum(axis=1, keepdims=True) * x).sum(axis=0))
     assert sums.weight == 3
@@ -300,12 +300,12 @@ def test_a_models_gradients_are_those_of_its_steps() -> None:
 def test_what_cannot_be_recomputed_is_refused() -> None:
     tiled = mmj.tile(fabric_of("4x4", []), "2x2", model=4)
     with pytest.raises(ParameterError, match="the chips of a tile compute them together"):
-        mmj.Recompute(lambda *_: None, tiled, every=20)
+        mmj.checks.Recompute(lambda *_: None, tiled, every=20)
     with pytest.raises(ParameterError, match="every is -1"):
-        mmj.Recompute(lambda *_: None, fabric_of(), every=-1)
+        mmj.checks.Recompute(lambda *_: None, fabric_of(), every=-1)
     with pytest.raises(ParameterError, match="each from its shards of the parameters"):
         Model(lambda *_: None, optax.sgd(1.0), lambda *_: None).check_recomputable()
-    alone = mmj.Recompute(lambda *_: None, fabric_of("1x1", []), every=20)
+    alone = mmj.checks.Recompute(lambda *_: None, fabric_of("1x1", []), every=20)
     assert alone.why_off == "One chip alone has no partner to compare gradients with."
     assert not alone.is_due(20)
 
@@ -327,6 +327,6 @@ def test_every_device_with_examples_has_some_in_a_half() -> None:
 
 
 def test_checks_are_due_at_multiples() -> None:
-    recompute = mmj.Recompute(lambda *_: None, fabric_of("1x2", []), every=20)
+    recompute = mmj.checks.Recompute(lambda *_: None, fabric_of("1x2", []), every=20)
     assert [step for step in range(1, 61) if recompute.is_due(step)] == [20, 40, 60]
-    assert not mmj.Recompute(lambda *_: None, fabric_of("1x2", []), every=0).is_due(0)
+    assert not mmj.checks.Recompute(lambda *_: None, fabric_of("1x2", []), every=0).is_due(0)

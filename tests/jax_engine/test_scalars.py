@@ -304,7 +304,7 @@ def test_tiles_do_not_run_the_plan_twice_either() -> None:
 @pytest.mark.parametrize("kind", KINDS_OF_PROGRAM)
 def test_digests_of_replicas_take_the_program_for_scalars(kind: str) -> None:
     fabric, program, (params, _) = holed(), program_of(kind), whole_numbers()
-    digests = partial(mmj.replica_digests, fabric=fabric)
+    digests = partial(mmj.checks.replica_digests, fabric=fabric)
     assert count(digests, params, program)[1] == lanes_of(program.scalars)
     found = np.asarray(jax.jit(digests)(params, program))
     assert found.shape == (1, 12, 1)

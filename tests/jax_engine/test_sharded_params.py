@@ -18,6 +18,7 @@ import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.errors import ParameterError
 from meshmend.jax.state import StateLayout
+from meshmend.jax.tiles import TiledFabric
 
 WORDS, WIDTH, LAYERS = 11, 8, 3
 STEPS = 20
@@ -126,7 +127,7 @@ def train(
 
 
 @cache
-def tiles() -> tuple[mmj.TiledFabric, mmj.ProgramPair]:
+def tiles() -> tuple[TiledFabric, mmj.ProgramPair]:
     """Three tiles of two chips."""
     fabric = mmj.tile(mmj.discover(jax.devices()[:8], shape="2x4", failed=["0,1"]), "1x2", model=2)
     return fabric, mmj.install_pair(mm.plan(fabric.mesh, "weave", chunks=7, owners="even"), fabric)
@@ -355,7 +356,7 @@ def test_parameters_without_elements_train_with_the_others(where: Callable[[], A
     whole = jax.tree.map(
         lambda shape: np.asarray(rng.normal(size=shape), np.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)
     )
-    split: Any = {"shardings": P()} if isinstance(fabric, mmj.TiledFabric) else {}
+    split: Any = {"shardings": P()} if isinstance(fabric, TiledFabric) else {}
     params: Any = {
         name: mmj.fsdp.shard_params(tree, fabric, pair, stacked=name == "stack", **split)
         for name, tree in whole.items()

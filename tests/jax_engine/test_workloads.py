@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 import meshmend as mm
-import meshmend.jax as mmj
 from jax_engine import cases
 from meshmend.jax.compiling.ahead_of_time import has_libtpu, slice_fabric
+from meshmend.jax.program import abstract_program
 
 pytest.importorskip("flax", reason="needs flax: pip install 'meshmend[workloads]'")
 from workloads import WORKLOADS, abstract_arguments, compile_workload, train_step
@@ -41,7 +41,7 @@ def test_the_models_have_their_weights(name: str, n_weights: int) -> None:
 def test_a_step_keeps_shapes_and_sends_by_the_plan_only(name: str) -> None:
     fabric = cases.fabric_of("one-way ring")
     arguments = abstract_arguments(WORKLOADS[name], fabric, batch=2)
-    program = mmj.abstract_program(cases.schedule_of("one-way ring"), fabric)
+    program = abstract_program(cases.schedule_of("one-way ring"), fabric)
     step = train_step(WORKLOADS[name], fabric)
     lowered = jax.jit(step).lower(*arguments, program)
     params, statistics, state, value = lowered.out_info

@@ -85,7 +85,7 @@ def main(path: str) -> None:
     from meshmend.jax.job.hardware import with_hardware
     from meshmend.jax.job.session import RECOVERY_BUDGET_S
     from meshmend.jax.state import Keeper, fetch, place
-    from meshmend.jax.training_plan import any_pair
+    from meshmend.jax.training_plan import TrainingPlan, any_pair
     from meshmend.planning import PlanCache
 
     with initialize(
@@ -108,7 +108,7 @@ def main(path: str) -> None:
                 return _params(job.exact)
             return jax.eval_shape(lambda pair: _sharded_params(fabric, pair), any_pair(fabric))
 
-        def make_plan(fabric: mmj.Fabric, cache: PlanCache) -> mmj.TrainingPlan:
+        def make_plan(fabric: mmj.Fabric, cache: PlanCache) -> TrainingPlan:
             return mmj.plan(
                 fabric,
                 outline(fabric),
@@ -118,7 +118,7 @@ def main(path: str) -> None:
                 budget_s=RECOVERY_BUDGET_S,
             )
 
-        def build(fabric: mmj.Fabric, planned: mmj.TrainingPlan) -> CompiledTrainStep:
+        def build(fabric: mmj.Fabric, planned: TrainingPlan) -> CompiledTrainStep:
             batch, program = feed.like(fabric), planned.install(fabric)
             if job.shard == "fsdp":
                 sharded = mmj.fsdp.sharded_train_step(sharded_loss, optimizer, fabric, per_example=True)

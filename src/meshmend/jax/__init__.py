@@ -9,20 +9,13 @@ from meshmend.extras import require
 
 require("jax", "optax", needed_for="meshmend.jax", extra="jax")
 
-from meshmend.jax import fsdp
+from meshmend.jax import checks, fsdp
 from meshmend.jax.batching import KeepGlobal, KeepPerChip, Position
-from meshmend.jax.checks import (
-    Disagreement,
-    Part,
-    Recompute,
-    compare_replicas,
-    replica_digests,
-)
-from meshmend.jax.collectives import Shards, all_gather, all_reduce, reduce_scatter, shard_of
+from meshmend.jax.collectives import all_gather, all_reduce, reduce_scatter
 from meshmend.jax.differentiate import value_and_grad
 from meshmend.jax.fabric import Fabric, discover
-from meshmend.jax.feed import Batch, Feed
-from meshmend.jax.layerwise import add_decayed_weights, clip_by_global_norm, lamb, lars, scale_by_trust_ratio
+from meshmend.jax.feed import Feed
+from meshmend.jax.layerwise import add_decayed_weights, clip_by_global_norm, lamb, lars
 from meshmend.jax.ledger import Ledger
 from meshmend.jax.managed import Checks, Job, JobStep
 from meshmend.jax.measuring import measure
@@ -30,20 +23,16 @@ from meshmend.jax.program import (
     Program,
     ProgramPair,
     ProgramWithTurn,
-    abstract_program,
     install,
     install_pair,
     install_turn,
 )
-from meshmend.jax.tiles import TiledFabric, tile
+from meshmend.jax.tiles import tile
 from meshmend.jax.training import train_step
-from meshmend.jax.training_plan import TrainingPlan, plan
-from meshmend.jax.updates import TrainStep
+from meshmend.jax.training_plan import plan
 
 __all__ = [
-    "Batch",
     "Checks",
-    "Disagreement",
     "Fabric",
     "Feed",
     "Job",
@@ -51,22 +40,15 @@ __all__ = [
     "KeepGlobal",
     "KeepPerChip",
     "Ledger",
-    "Part",
     "Position",
     "Program",
     "ProgramPair",
     "ProgramWithTurn",
-    "Recompute",
-    "Shards",
-    "TiledFabric",
-    "TrainStep",
-    "TrainingPlan",
-    "abstract_program",
     "add_decayed_weights",
     "all_gather",
     "all_reduce",
+    "checks",
     "clip_by_global_norm",
-    "compare_replicas",
     "discover",
     "fsdp",
     "install",
@@ -77,9 +59,6 @@ __all__ = [
     "measure",
     "plan",
     "reduce_scatter",
-    "replica_digests",
-    "scale_by_trust_ratio",
-    "shard_of",
     "tile",
     "train_step",
     "value_and_grad",

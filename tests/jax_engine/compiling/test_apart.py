@@ -28,10 +28,11 @@ import sys, json, jax, jax.numpy as jnp, meshmend as mm, meshmend.jax as mmj
 from jax.sharding import PartitionSpec as P
 from meshmend.jax.compiling.ahead_of_time import compile_step, slice_fabric
 from jax_engine.reach import reach_of_collectives
+from meshmend.jax.program import abstract_program
 
 topology, side, hole = sys.argv[1:]
 fabric = mmj.tile(slice_fabric(topology, failed=[hole]), side)
-program = mmj.abstract_program(mm.plan(fabric.mesh, "weave", chunks=16), fabric)
+program = abstract_program(mm.plan(fabric.mesh, "weave", chunks=16), fabric)
 specs = {"up": P(None, "model"), "down": P("model", None), "scale": P()}
 shapes = {"up": (256, 1024), "down": (1024, 256), "scale": (256,)}
 
