@@ -1,15 +1,15 @@
 """What the checks of a training job cost, and whether they ever raise a false alarm, on virtual chips.
 
-    python benchmarks/jax_checks.py                        # the time of a step, plain and with each check
+    python benchmarks/jax_checks.py                        # the time of a step, and of digests of its parameters
     python benchmarks/jax_checks.py --tokens 1024 --json
-    python benchmarks/jax_checks.py clean --steps 100000   # so many checked steps: nothing may be found
+    python benchmarks/jax_checks.py clean --steps 100000   # so many steps: nothing may be found
 
-A step is timed plain and with checked sums, and beside it the digests of its parameters and the two all-reduces alone,
-all in turn, several rounds, and medians are compared. All chips share this machine's cores, so that processor time is
-what all of them work together; other programs on the machine disturb it less than the time on the clock.
+A step and the digests of its parameters are timed in turn, several rounds, and medians are compared. All
+chips share this machine's cores, so that processor time is what all of them work together; other programs on the
+machine disturb it less than the time on the clock.
 
-Checks cost as much per parameter whatever the batch, and computing costs as much per parameter and token: the share of
-the checks falls with the tokens per chip. The break-even line says how many are needed.
+Digests cost as much per parameter whatever the batch, and computing costs as much per parameter and token: their share
+falls with the tokens per chip.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-SUMS_LIMIT, DIGESTS_LIMIT = 0.05, 0.01
-"""Shares of a step that checked sums and digests may cost."""
+DIGESTS_LIMIT = 0.01
+"""Share of a step that digests may cost."""
 
 
 def make_layers(width: int, depth: int) -> list[Any]:
@@ -45,11 +45,10 @@ def loss(params: Any, batch: Any) -> Any:
 
 
 def measure(shape: str, hole: str, planner: str, width: int, depth: int, tokens: int, rounds: int) -> dict[str, Any]:
-    """Time all of them in turn; return medians, in seconds of processor time of all chips together."""
+    """Time both in turn; return medians, in seconds of processor time of all chips together."""
     import jax
     import jax.numpy as jnp
     import optax
-    from jax.sharding import PartitionSpec
 
     import meshmend as mm
     import meshmend.jax as mmj
@@ -60,31 +59,13 @@ def measure(shape: str, hole: str, planner: str, width: int, depth: int, tokens:
     rows = jax.random.normal(jax.random.key(1), (fabric.n_chips * tokens, width), jnp.float32)
     batch = jax.device_put(rows, fabric.sharding("chip"))
     optimizer = optax.sgd(1e-3)
-    steps = {}
-    for check_sums in (False, True):
-        training = mmj.train_step(loss, optimizer, fabric, check_sums=check_sums)
-        state = jax.jit(training.init)(params, program)
-        steps[check_sums] = jax.jit(training.step).lower(params, state, batch, program).compile()
-    digest = jax.jit(mmj.replica_digests, static_argnums=2).lower(params, program, fabric).compile()
-
-    def bare(function: Callable[..., Any]) -> Any:
-        """Return a compiled all-reduce of as much as the gradients."""
-        mapped = jax.shard_map(
-            lambda tree, program: jax.tree.leaves(function(tree, program))[-1][None],
-            mesh=fabric.jax_mesh,
-            in_specs=(PartitionSpec(), program.spec),
-            out_specs=program.spec,
-            check_vma=False,
-        )
-        return jax.jit(mapped).lower(params, program).compile()
-
-    plain, checked = bare(mmj.all_reduce), bare(mmj.checked_all_reduce)
+    training = mmj.train_step(loss, optimizer, fabric)
+    state = jax.jit(training.init)(params, program)
+    step = jax.jit(training.step).lower(params, state, batch, program).compile()
+    digest = jax.jit(mmj.checks.replica_digests, static_argnums=2).lower(params, program, fabric).compile()
     what: dict[str, Callable[[], Any]] = {
-        "plain": lambda: steps[False](params, state, batch, program)[2],
-        "checked sums": lambda: steps[True](params, state, batch, program)[2:],
+        "step": lambda: step(params, state, batch, program)[2],
         "digests": lambda: digest(params, program),
-        "all-reduce": lambda: plain(params, program),
-        "checked all-reduce": lambda: checked(params, program),
     }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in what}
     for number in range(rounds + 1):
@@ -95,8 +76,6 @@ def measure(shape: str, hole: str, planner: str, width: int, depth: int, tokens:
                 times[name].append((time.perf_counter() - begun[0], time.process_time() - begun[1]))
     busy = {name: median(cpu for _, cpu in found) for name, found in times.items()}
     n_params = width * width * depth
-    extra = busy["checked all-reduce"] - busy["all-reduce"]
-    per_token = busy["plain"] / (fabric.n_chips * tokens)
     return {
         "mesh": str(fabric.mesh),
         "chips": fabric.n_chips,
@@ -106,12 +85,8 @@ def measure(shape: str, hole: str, planner: str, width: int, depth: int, tokens:
         "rounds": rounds,
         "processor_s": busy,
         "wall_s": {name: median(wall for wall, _ in found) for name, found in times.items()},
-        "sums_share": extra / busy["plain"],
-        "step_with_checked_sums": busy["checked sums"] / busy["plain"],
-        "digests_share": busy["digests"] / busy["plain"],
-        "sums_ns_per_parameter": extra / (fabric.n_chips * n_params) * 1e9,
+        "digests_share": busy["digests"] / busy["step"],
         "digests_ns_per_parameter": busy["digests"] / (fabric.n_chips * n_params) * 1e9,
-        "break_even_tokens": extra / fabric.n_chips / per_token / SUMS_LIMIT,
     }
 
 
@@ -120,21 +95,15 @@ def print_measured(facts: dict[str, Any], every: int) -> None:
         f"\n{facts['mesh']}: {facts['chips']} CPU devices, {facts['parameters'] / 1e6:.2f} M parameters, "
         f"{facts['tokens_per_chip']} tokens per chip; {facts['program']}"
     )
-    print(f"{'':20}{'processor s':>12}{'wall s':>9}{'share of a plain step':>24}")
+    print(f"{'':20}{'processor s':>12}{'wall s':>9}{'share of a step':>24}")
     for name, busy in facts["processor_s"].items():
-        share = busy / facts["processor_s"]["plain"]
+        share = busy / facts["processor_s"]["step"]
         print(f"{name:20}{busy:12.3f}{facts['wall_s'][name]:9.3f}{share:24.2%}")
     print(f"\nDigests every {every} steps: {facts['digests_share'] / every:.3%} of a step. Limit {DIGESTS_LIMIT:.0%}.")
-    print(
-        f"Checked sums: {facts['sums_share']:.2%} of a step by the two all-reduces alone, whose difference is not lost "
-        f"in the step's own noise; {facts['sums_ns_per_parameter']:.1f} ns per parameter and chip. "
-        f"Limit {SUMS_LIMIT:.0%}, "
-        f"met here from {facts['break_even_tokens']:,.0f} tokens per chip on."
-    )
 
 
 def run_clean(shape: str, planner: str, steps: int, every: int) -> dict[str, Any]:
-    """Train a tiny model with checked sums in every step, and digests every so many; count what is found.
+    """Train a tiny model, compare the digests of its replicas every so many steps, and count what is found.
 
     Weights and data have magnitudes from 1e-30 to 1e30, in float32 and bfloat16, so that sums round in all ways,
     underflow and overflow.
@@ -156,7 +125,7 @@ def run_clean(shape: str, planner: str, steps: int, every: int) -> dict[str, Any
         return sum(jnp.sum(params[name].astype(jnp.float32) * jnp.mean(batch[name], axis=0)) for name in params)
 
     # Sums travel in the dtypes of the weights.
-    training = mmj.train_step(noisy, optax.sgd(1e-4), fabric, accumulate_dtype=None, check_sums=True)
+    training = mmj.train_step(noisy, optax.sgd(1e-4), fabric, accumulate_dtype=None)
 
     def draw(key: Any) -> Any:
         sizes, signs = jax.random.split(key)
@@ -166,35 +135,30 @@ def run_clean(shape: str, planner: str, steps: int, every: int) -> dict[str, Any
         values = jax.random.normal(signs, (n_chips, 48)) * 10.0**powers
         return {"narrow": values[:, ::2], "wide": values[:, 1::2]}
 
-    def train(params: Any, state: Any, evidence: Any, first: Any, program: Any) -> Any:
+    def train(params: Any, state: Any, first: Any, program: Any) -> Any:
         def one(held: Any, number: Any) -> tuple[Any, None]:
-            params, state, evidence = held
+            params, state = held
             batch = draw(jax.random.fold_in(jax.random.key(0), number))
-            new, state, _, found = training.step(params, state, batch, program)
+            new, state, _ = training.step(params, state, batch, program)
             # What has overflowed is replaced, or every step after it would be of no use.
             params = jax.tree.map(lambda x, old: jnp.where(jnp.abs(x) < 1e30, x, old), new, params)
-            return (params, state, evidence + found), None
+            return (params, state), None
 
-        held, _ = lax.scan(one, (params, state, evidence), first + jnp.arange(every))
-        return *held, mmj.replica_digests(held[0], program, fabric)
+        held, _ = lax.scan(one, (params, state), first + jnp.arange(every))
+        return *held, mmj.checks.replica_digests(held[0], program, fabric)
 
     weights = {"narrow": jnp.ones(24, jnp.bfloat16), "wide": jnp.ones(24)}
     params = jax.device_put(weights, fabric.sharding())
     state = jax.jit(training.init)(params, program)
-    n_rows = sum(map(len, program.layout.shape.lanes)) + 1
-    evidence = jax.device_put(jnp.zeros((n_chips, n_rows, 3), jnp.uint32), fabric.sharding("chip"))
     compiled = jax.jit(train)
     alarms: list[str] = []
     begun = time.perf_counter()
     for first in range(0, steps, every):
-        params, state, evidence, digests = compiled(params, state, evidence, jnp.int32(first), program)
-        alarms += [str(one) for one in mmj.compare_replicas(digests, params, fabric)]
-    alarms += [str(one) for one in mmj.bad_sums(evidence, program, fabric)]
-    n_sums = program.n_steps * -(-steps // every) * every
+        params, state, digests = compiled(params, state, jnp.int32(first), program)
+        alarms += [str(one) for one in mmj.checks.compare_replicas(digests, params, fabric)]
     return {
         "chips": n_chips,
         "steps": -(-steps // every) * every,
-        "steps_of_sums": n_sums,
         "digests": -(-steps // every),
         "alarms": alarms,
         "seconds": time.perf_counter() - begun,
@@ -223,7 +187,7 @@ def main() -> None:
         facts = run_clean(shape, options.planner, options.steps, options.every)
         found = f"{len(facts['alarms'])} false alarms: {facts['alarms'][:5]}" if facts["alarms"] else "no alarm"
         text = (
-            f"{facts['steps']:,} steps on {facts['chips']} chips with checked sums, {facts['digests']:,} comparisons "
+            f"{facts['steps']:,} steps on {facts['chips']} chips, {facts['digests']:,} comparisons "
             f"of digests: {found}, in {facts['seconds']:.0f} s."
         )
         print(json.dumps(facts, indent=2) if options.json else text)

@@ -8,8 +8,6 @@ Each way is compiled in a process of its own, because the compiler aborts on som
 step needs per chip, and how much of the computing, in the bodies of the scan over layers and outside them, lies beside
 permutes in the compiler's schedule. That is an order of instructions, not a measured time.
 
-`meshmend compile --workload transformer` compiles the same model, with other defaults.
-
 Ways: "replicated" (`train_step` with a `Program`: everything is summed after the backward pass), "update"
 (`install_pair`: the optimizer's state is sharded), "behind" (`scan_layers` with replicated parameters: each layer is
 all-reduced one layer later; gradients only), "sharded" (`scan_layers` with sharded parameters).
@@ -21,6 +19,9 @@ import argparse
 import dataclasses
 import json
 import os
+import re
+import subprocess
+import sys
 from typing import Any
 
 import meshmend as mm
@@ -31,7 +32,7 @@ WAYS = {"replicated": ("none", False), "update": ("update", False), "behind": ("
 
 def plans_for(options: argparse.Namespace, mesh: mm.Mesh, way: str) -> Any:
     """Return the schedules of a way."""
-    from meshmend.jax.compiling.layer_stack import StackPlans
+    from layer_stack import StackPlans
 
     chunks = options.chunks or mesh.n_chips
     whole = mm.plan(mesh, "weave", chunks=chunks, owners="even")
@@ -43,9 +44,8 @@ def plans_for(options: argparse.Namespace, mesh: mm.Mesh, way: str) -> Any:
 
 def compile_way(options: argparse.Namespace, way: str) -> dict[str, Any]:
     """Compile one way for the slice, and return what the compiler says of it."""
+    from layer_stack import Shard, Transformer, compile_stack
     from meshmend.jax.compiling.ahead_of_time import slice_fabric
-    from meshmend.jax.compiling.apart import StackJob, compile_stack_apart
-    from meshmend.jax.compiling.layer_stack import Shard, Transformer
 
     shard, hide = WAYS[way]
     failed = [options.hole] if options.hole else []
@@ -55,17 +55,16 @@ def compile_way(options: argparse.Namespace, way: str) -> dict[str, Any]:
         options.layers, options.width, options.sequence, options.batch, options.dtype, options.wide_sums
     )
     gradients_only = way == "behind" or (options.gradients and way == "sharded")
-    job = StackJob(
+    report, bodies = compile_stack(
         options.topology,
         model,
-        Shard(shard),
-        hide and not options.unhidden,
-        options.in_turn,
-        gradients_only,
-        failed,
-        cores=1,
+        plans,
+        fabric,
+        shard=Shard(shard),
+        hide=hide and not options.unhidden,
+        in_turn=options.in_turn,
+        gradients_only=gradients_only,
     )
-    report = compile_stack_apart(job, plans)
     return {
         "way": way,
         "chips": report.chips,
@@ -75,8 +74,19 @@ def compile_way(options: argparse.Namespace, way: str) -> dict[str, Any]:
         "temporary_bytes": report.temporary_bytes,
         "peak_bytes": report.peak_bytes,
         "compile_seconds": report.compile_seconds,
-        "bodies": [dataclasses.asdict(one) | {"place": one.place, "share": one.share} for one in report.bodies],
+        "bodies": [dataclasses.asdict(one) | {"place": one.place, "share": one.share} for one in bodies],
     }
+
+
+def compile_apart(way: str) -> dict[str, Any]:
+    """Compile one way in a process of its own, by this script with the same options."""
+    words = [sys.executable, __file__, *sys.argv[1:], "--here", "--json", "--ways", way]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = re.findall(r"^.*(?:Check failed|Fatal|Error).*$", done.stderr, re.M) or [done.stderr.strip()[-300:]]
+        raise SystemExit(f"{way}: the compiler ended with {done.returncode}: {said[0]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def main() -> None:
@@ -96,6 +106,7 @@ def main() -> None:
     parser.add_argument("--unhidden", action="store_true", help="gather each layer when it is needed: less memory")
     parser.add_argument("--in-turn", action="store_true", help="scatter one layer, then gather the next: less memory")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--here", action="store_true", help="compile in this process")
     options = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
     if not options.json:
@@ -103,7 +114,7 @@ def main() -> None:
         print(f"{options.topology}{minus}, {options.layers} layers of width {options.width}; MB per chip")
         print(f"{'':12}{'arguments':>11}{'temporaries':>13}{'peak':>9}  computing beside permutes")
     for way in options.ways:
-        facts = compile_way(options, way)
+        facts = compile_way(options, way) if options.here else compile_apart(way)
         if options.json:
             print(json.dumps(facts), flush=True)
             continue

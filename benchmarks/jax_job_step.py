@@ -100,15 +100,15 @@ def fsdp() -> None:
         return {"w": jax.random.normal(key, (64, 64)) / 16}
 
     def loss(params: Any, batch: Any, pair: Any) -> Any:
-        ends = mmj.gather_params(params["ends"], pair)
+        ends = mmj.fsdp.gather_params(params["ends"], pair)
         x = jnp.tanh(batch["x"] @ ends["read"])
-        x = mmj.scan_layers(lambda w, x: x + jnp.tanh(x @ w["w"]), params["layers"], x, pair)
+        x = mmj.fsdp.scan_layers(lambda w, x: x + jnp.tanh(x @ w["w"]), params["layers"], x, pair)
         return (x @ ends["out"] - batch["y"]) ** 2
 
     def make_params(pair: Any) -> Any:
         keys = jax.random.split(jax.random.key(0), 9)
-        layers = mmj.init_sharded(make_layer, keys[1:], fabric, pair, stacked=True)
-        return {"ends": mmj.init_sharded(make_ends, keys[0], fabric, pair), "layers": layers}
+        layers = mmj.fsdp.init_sharded(make_layer, keys[1:], fabric, pair, stacked=True)
+        return {"ends": mmj.fsdp.init_sharded(make_ends, keys[0], fabric, pair), "layers": layers}
 
     outline = jax.eval_shape(lambda: make_params(any_pair(fabric)))
     whole = mmj.plan(fabric, outline, update="fsdp", hardware=measured)
@@ -131,7 +131,7 @@ def fsdp() -> None:
     steps = {}
     for name, pair in pairs.items():
         params = make_params(pair)
-        train = mmj.sharded_train_step(loss, optax.adam(1e-2), fabric, per_example=True)
+        train = mmj.fsdp.sharded_train_step(loss, optax.adam(1e-2), fabric, per_example=True)
         state = fabric.jit(train.init)(params, pair)
         step = fabric.jit(train.step)
         value = float(step(params, state, batch, pair)[2])

@@ -53,7 +53,7 @@ def measure(shape: str, hole: str, width: int, layers: int, rows: int, every: in
     batch = next(feed.batches(fabric))
     program = mmj.install(mm.plan(fabric.mesh, "auto"), fabric)
     compiled = compile_train_step(model.training(fabric), program, params, batch)
-    recompute = mmj.Recompute(model.gradients, fabric, every=every)
+    recompute = mmj.checks.Recompute(model.gradients, fabric, every=every)
     held = place(params, fabric, None)
     state = compiled.init(held)
     recompute.compile(held, None, batch)
@@ -74,7 +74,7 @@ def measure(shape: str, hole: str, width: int, layers: int, rows: int, every: in
         return time.process_time() - started
 
     def gradients(params: Any, data: Any, weights: Any) -> Any:
-        part = mmj.Part(data, weights, np.zeros((rows, 2), np.uint32))  # type: ignore[arg-type]
+        part = mmj.checks.Part(data, weights, np.zeros((rows, 2), np.uint32))  # type: ignore[arg-type]
         return jax.tree.map(lambda x: x.sum()[None], model.gradients(params, None, part).gradients)
 
     spec, everywhere = jax.sharding.PartitionSpec(fabric.axes), jax.sharding.PartitionSpec()

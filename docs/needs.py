@@ -16,8 +16,8 @@ FENCE = re.compile(
 EXTRAS = {
     "launch": r"meshmend (?:run|store|bench restart)\b",
     "restart": r"mmj\.Job\b|meshmend\.jax\.state|train_through_failure",
-    "workloads": r"--workload|meshmend\.jax\.workloads",
-    "tpu": r"meshmend compile\b",
+    "workloads": r"benchmarks/paper_workloads",
+    "tpu": r"meshmend compile\b|benchmarks/jax_fsdp",
     "jax": r"import jax\b|meshmend\.jax|examples/jax/|benchmarks/jax_",
     "torch": r"meshmend\.torch|meshmend bench allreduce|(?:examples/|benchmarks/)torch",
     "draw": r"meshmend draw\b|mm\.draw\b|--plot\b|--figure\b",

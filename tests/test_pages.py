@@ -77,7 +77,7 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
         ("restart.md", "python", "tests/jax_engine/job/test_docs.py"),
         ("restart.md", "bash", "tests/jax_restart/test_restart.py"),
         ("restart.md", "bash", "tests/jax_restart/test_run.py"),
-        ("shard.md", "bash", "tests/jax_engine/compiling/test_layer_stack.py"),
+        ("shard.md", "bash", "tests/jax_engine/compiling/test_hidden.py"),
         ("torch.md", "bash", "tests/torch_engine/test_failures.py"),
     }
     for _, _, test in by:
@@ -118,7 +118,7 @@ NEEDS = runpy.run_path(str(ROOT / "docs" / "needs.py"))
         ("python benchmarks/weave.py\n", "needs a checkout"),
         ("pip install '.[tpu]'\nmeshmend compile --topology v6e:4x4\n", "needs a checkout"),
         ("sudo meshmend lab up 4x4\n", "needs root"),
-        ("meshmend compile --topology v6e:4x4 --workload bert\n", "needs pip install '.[workloads]'"),
+        ("python benchmarks/paper_workloads.py\n", "needs a checkout, pip install '.[workloads]'"),
     ],
 )
 def test_the_site_says_what_a_block_needs(body: str, said: str) -> None:

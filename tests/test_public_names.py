@@ -15,7 +15,7 @@ import pytest
 import meshmend
 
 SOURCE = Path(meshmend.__file__).parent
-NEEDS = {"meshmend.jax": ("jax", "optax"), "meshmend.jax.workloads": ("flax",), "meshmend.torch": ("torch", "torchft")}
+NEEDS = {"meshmend.jax": ("jax", "optax"), "meshmend.torch": ("torch", "torchft")}
 PUBLIC = [
     "meshmend",
     "meshmend.errors",
@@ -40,10 +40,11 @@ PUBLIC = [
     "meshmend.launch",
     "meshmend.doctor",
     "meshmend.jax",
+    "meshmend.jax.checks",
+    "meshmend.jax.fsdp",
     "meshmend.jax.job",
     "meshmend.jax.state",
     "meshmend.jax.compiling",
-    "meshmend.jax.workloads",
     "meshmend.torch",
 ]
 

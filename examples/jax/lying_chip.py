@@ -18,7 +18,7 @@ options.add_argument("--lies-from", type=int, default=25, help="step from which 
 options.add_argument("--save", help="file for the parameters at the end")
 given = options.parse_args()
 
-checks = mmj.Checks(digests_every=10, recompute_every=10, check_sums=True)
+checks = mmj.Checks(digests_every=10, recompute_every=10)
 job = mmj.Job(shared="shared", global_batch=64, disk_every=20, checks=checks)
 liar = int(job.fabric.mesh.rank_of[1, 2])  # below 0 once it has been left out
 

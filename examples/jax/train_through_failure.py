@@ -36,6 +36,7 @@ def train(folder: Path, steps: int) -> None:
     from meshmend.jax.compiling import CompileAhead, CompiledTrainStep, compile_train_step
     from meshmend.jax.job import initialize
     from meshmend.jax.state import Keeper, fetch, place
+    from meshmend.jax.training_plan import TrainingPlan
     from meshmend.planning import PlanCache
 
     host = os.environ["MESHMEND_HOST"]
@@ -52,7 +53,7 @@ def train(folder: Path, steps: int) -> None:
             logits = jnp.tanh(x @ params["hidden"] + params["bias"]) @ params["read"]
             return optax.softmax_cross_entropy_with_integer_labels(logits, letters[:, -1])
 
-        def plan(fabric: mmj.Fabric) -> mmj.TrainingPlan:
+        def plan(fabric: mmj.Fabric) -> TrainingPlan:
             """Plan for the bytes that these weights send, on a fabric's own hardware."""
             return mmj.plan(fabric, weights, update="sharded", cache=PlanCache(folder / "plans"))
 

@@ -247,7 +247,6 @@ def test_usage_is_one_line(words: list[str]) -> None:
         (["availability", "4x4", "--plot", "a.svg"], "matplotlib", "draw"),
         (["compile", "--topology", "v3:4x4"], "jax", "tpu"),
         (["compile", "--topology", "v3:4x4"], "libtpu", "tpu"),
-        (["compile", "--topology", "v3:4x4", "--workload", "bert-large"], "flax", "workloads"),
         (["bench", "allreduce", "--loopback", "1x2"], "torch", "torch"),
         (["bench", "restart"], "orbax", "launch"),
     ],

@@ -1,6 +1,6 @@
 """What a model may do inside a tile: one small loss per case, for the table in docs/adopt.md.
 
-`python tests/jax_engine/inside_tiles.py CASE WAY` runs one in a process of its own, as XLA may abort.
+`python tests/jax_engine/inside_tiles.py CASE` runs one in a process of its own, as XLA might abort.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshmend as mm
 import meshmend.jax as mmj
-from meshmend.jax.compiling.reach import ACROSS, reach_of_collectives
+from jax_engine.reach import ACROSS, reach_of_collectives
 
 ROWS, WIDTH = 24, 16
 INNER = {"fsdp", "tensor"}
@@ -64,7 +64,7 @@ def _cases(mesh: Any) -> dict[str, tuple[Callable[[Any, Any], Any], P]]:
 CASES = list(_cases(None))
 
 
-def try_out(name: str, way: str) -> tuple[float, list[str]]:
+def try_out(name: str) -> tuple[float, list[str]]:
     """Return the largest difference of the gradients from plain jit's, relative to the largest, and what crosses tiles.
 
     The latter are the kinds of collectives that join different tiles, apart from the plan's permutes.
@@ -90,7 +90,7 @@ def try_out(name: str, way: str) -> tuple[float, list[str]]:
             h = jnp.concatenate([jax.nn.softmax(part) for part in jnp.split(h, 2, axis=1)], axis=1)
         return jnp.mean(h**2)
 
-    differentiate = mmj.value_and_grad(loss, fabric, specs, way=way)
+    differentiate = mmj.value_and_grad(loss, fabric, specs)
     step = jax.jit(lambda p, x, program: differentiate(p, x, program=program))
     with jax.set_mesh(fabric.jax_mesh):
         arguments = params, jax.device_put(tokens, fabric.sharding(("tile", "fsdp"))), program

@@ -107,7 +107,7 @@ class Bench:
         self.fabric = fabric
         self.n_chips = fabric.mesh.n_chips
         model = Model(loss, optax.sgd(0.1), PARAMS, fault(self.n_chips), RandomKey.of(7))
-        self.recompute = mmj.Recompute(gradients or model.gradients, fabric, **{"every": 1, **options})
+        self.recompute = mmj.checks.Recompute(gradients or model.gradients, fabric, **{"every": 1, **options})
         self.params = jax.device_put(PARAMS, fabric.sharding())
         source = [{"x": x, "y": y} for x, y in zip(DATA["x"], DATA["y"], strict=True)] if data is None else data
         self.feed = mmj.Feed(source, mmj.KeepGlobal(4 * self.n_chips), threads=0, prefetch=0)

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import meshmend as mm
 import meshmend.jax as mmj
+from meshmend.jax.tiles import TiledFabric
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "examples" / "jax" / "adopt"
@@ -80,7 +81,7 @@ def test_few_lines_change_and_the_page_shows_them_all_and_no_others() -> None:
             assert re.search(rf"`{pair[0]}.py`,\s`{pair[1]}.py`, {n_new} new lines", page)
 
 
-def start_of(nnx: Any, make: Callable[[Any], Any], fabric: mmj.TiledFabric) -> tuple[Any, Any, Any]:
+def start_of(nnx: Any, make: Callable[[Any], Any], fabric: TiledFabric) -> tuple[Any, Any, Any]:
     """Return a model's graph, its first weights on the host, and how they are split inside a tile."""
     with jax.set_mesh(fabric.jax_mesh):
         graph, start = nnx.split(make(nnx.Rngs(0)))

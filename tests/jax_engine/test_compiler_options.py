@@ -56,7 +56,7 @@ def test_a_fabric_jits_with_its_options_but_not_inside_another_program(monkeypat
         for overlap in (False, True):
             fabric.jit(lambda x: x + 1, overlap=overlap)(jnp.ones(3))
         pair = mmj.install_pair(mm.plan(fabric.mesh, "hamiltonian"), fabric)
-        cut = fabric.jit(lambda tree, pair: mmj.shard_params(tree, fabric, pair).shards)
+        cut = fabric.jit(lambda tree, pair: mmj.fsdp.shard_params(tree, fabric, pair).shards)
         (shards,) = cut(np.ones(8, np.float32), pair)
     assert shards.sum() == 8
     assert [options for name, options in found if name == "jit__lambda"] == [

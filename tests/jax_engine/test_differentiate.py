@@ -13,15 +13,16 @@ from jax.sharding import PartitionSpec as P
 
 import meshmend as mm
 import meshmend.jax as mmj
+from jax_engine.reach import ACROSS, INSIDE, STRAIGHT, reach_of_collectives
 from meshmend.errors import ParameterError
-from meshmend.jax.compiling.reach import ACROSS, INSIDE, STRAIGHT, reach_of_collectives
+from meshmend.jax.tiles import TiledFabric
 
 N_TILES, WIDTH, HIDDEN = 3, 8, 16
 SPECS = {"up": P(None, "model"), "down": P("model", None), "scale": P()}
 
 
 @cache
-def fabric() -> mmj.TiledFabric:
+def fabric() -> TiledFabric:
     """Three of four tiles: one chip of the first is lost."""
     return mmj.tile(mmj.discover(jax.devices()[:16], shape="4x4", failed=["0,1"]), "2x2", model=4)
 
@@ -63,10 +64,9 @@ def check_close(got: Any, want: Any, rtol: float = 1e-5) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), got, want)
 
 
-@pytest.mark.parametrize("way", ["vmap", "manual"])
-def test_gradients_are_those_of_the_whole_batch_and_only_shards_travel(way: str) -> None:
+def test_gradients_are_those_of_the_whole_batch_and_only_shards_travel() -> None:
     w, x = params(), examples(6)
-    function = jax.jit(mmj.value_and_grad(loss, fabric(), SPECS, way=way))
+    function = jax.jit(mmj.value_and_grad(loss, fabric(), SPECS))
     on = {name: jax.device_put(leaf, fabric().sharding(*SPECS[name])) for name, leaf in w.items()}
     with jax.set_mesh(fabric().jax_mesh):
         compiled = function.lower(on, jax.device_put(x, fabric().sharding("tile")), program=program()).compile()
@@ -102,35 +102,29 @@ def test_a_batch_that_is_split_inside_tiles_stays_split() -> None:
 
 
 def test_arguments_have_their_roles() -> None:
-    """Two differentiated arguments, one that is shared, keys, rows per tile, aux of both kinds; in two microbatches."""
+    """Two differentiated arguments, one that is shared, keys, and aux; in two microbatches."""
 
-    def rich(w: Any, step: Any, x: Any, bias: Any, key: Any, seen: Any) -> Any:
-        noise = jax.random.uniform(key, (2,))
-        value = loss(w, x + bias) + step
-        return value, {"mean": jnp.mean(x, axis=0), "noise": noise, "seen": seen + 1.0}
+    def rich(w: Any, step: Any, x: Any, bias: Any, key: Any) -> Any:
+        return loss(w, x + bias) + step, {"mean": jnp.mean(x, axis=0), "noise": jax.random.uniform(key, (2,))}
 
     bias = jnp.full(WIDTH, 0.25)
-    w, x, seen = params(), examples(12), jnp.arange(3.0)
-    roles: dict[str, Any] = {"argnums": (0, 3), "shared_argnums": 1, "key_argnums": 4, "per_tile_argnums": 5}
+    w, x = params(), examples(12)
+    roles: dict[str, Any] = {"argnums": (0, 3), "shared_argnums": 1, "key_argnums": 4}
     shardings = (SPECS, None)
-    kinds = {"mean": "mean", "noise": "per tile", "seen": "per tile"}
-    once = mmj.value_and_grad(rich, fabric(), shardings, has_aux=True, aux=kinds, **roles)
-    twice = mmj.value_and_grad(rich, fabric(), shardings, has_aux=True, aux=kinds, microbatches=2, **roles)
+    once = mmj.value_and_grad(rich, fabric(), shardings, has_aux=True, **roles)
+    twice = mmj.value_and_grad(rich, fabric(), shardings, has_aux=True, microbatches=2, **roles)
     key = jax.random.key(7)
     want, wanted = jax.value_and_grad(lambda w, b: plain(w, x + b) + 0.5, argnums=(0, 1))(w, bias)
     for function in (once, twice):
-        (value, aux), gradients = run(function, w, 0.5, x, bias, key, seen)
+        (value, aux), gradients = run(function, w, 0.5, x, bias, key)
         check_close((value, gradients), (want, wanted))
         check_close(aux["mean"], x.mean(axis=0))
-        assert aux["seen"].tolist() == [1, 2, 3]
         keys = [jax.random.fold_in(key, tile) for tile in range(N_TILES)]
         if function is once:
             drawn = [jax.random.uniform(k, (2,)) for k in keys]
         else:
-            drawn = [
-                np.mean([jax.random.uniform(jax.random.fold_in(k, i), (2,)) for i in range(2)], axis=0) for k in keys
-            ]
-        check_close(aux["noise"], np.stack(drawn))
+            drawn = [jax.random.uniform(jax.random.fold_in(k, i), (2,)) for k in keys for i in range(2)]
+        check_close(aux["noise"], np.mean(drawn, axis=0))
 
 
 def test_weights_make_a_true_mean() -> None:
@@ -220,7 +214,6 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "an argument twice": ({"shared_argnums": 0}, {}, "each in one of them"),
     "no batch": ({"shared_argnums": 1}, {}, "No argument of the loss is a batch"),
     "no key": ({"key_argnums": 1, "argnums": 0}, {"more": (examples(6),)}, "expected random keys"),
-    "rows": ({"per_tile_argnums": 2}, {"more": (np.ones(4),)}, "one row for each of 3 tiles"),
 }
 
 
@@ -238,16 +231,6 @@ def test_what_cannot_be_right_is_refused(name: str) -> None:
 def test_what_cannot_be_made_is_refused() -> None:
     with pytest.raises(ParameterError, match=r"mmj\.tile\(fabric, '1x1'\)"):
         mmj.value_and_grad(loss, fabric().chips, SPECS)  # type: ignore[arg-type]
-    with pytest.raises(ParameterError, match="expected one of: vmap, manual"):
-        mmj.value_and_grad(loss, fabric(), SPECS, way="pmap")
-    with pytest.raises(ParameterError, match="aux is for a loss with has_aux"):
-        mmj.value_and_grad(loss, fabric(), SPECS, aux="per tile")
-    with pytest.raises(ParameterError, match="expected 'mean' or 'per tile'"):
-        run(
-            mmj.value_and_grad(lambda w, x: (loss(w, x), x), fabric(), SPECS, has_aux=True, aux="max"),
-            params(),
-            examples(3),
-        )
     pair = mmj.install_pair(mm.plan(fabric().mesh, "weave", chunks=6), fabric())
     with pytest.raises(
         ParameterError, match="got a ProgramPair: with that each tile has the sums of its own weights only"

@@ -186,8 +186,8 @@ def test_a_frozen_bfloat16_layer_is_frozen_or_refused(kind: str) -> None:
     program = install(schedule, fabric)
     training: Any
     if kind == "fsdp":
-        training = mmj.sharded_train_step(lambda *_: jnp.zeros(()), optimizer, fabric)
-        params = mmj.shard_params(params, fabric, program)
+        training = mmj.fsdp.sharded_train_step(lambda *_: jnp.zeros(()), optimizer, fabric)
+        params = mmj.fsdp.shard_params(params, fabric, program)
     else:
         training = mmj.train_step(lambda *_: jnp.zeros(()), optimizer, fabric, **split)
     with pytest.raises(ParameterError, match=r"treats some layers differently .* or dtype"):

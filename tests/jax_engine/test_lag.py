@@ -1,13 +1,10 @@
-"""Slow hosts and chips of a JAX job, on a clock and an exchange of the tests' own: nobody sleeps.
+"""Slow hosts of a JAX job, on a clock and an exchange of the tests' own: nobody sleeps.
 
-The simulation says what each host and each chip takes; process 0 is real, the others are what it is told of them.
+The simulation says what each host takes; process 0 is real, the others are what it is told of them.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from itertools import count
 from typing import Any
 
 import jax
@@ -18,10 +15,11 @@ from numpy.typing import NDArray
 import meshmend.jax as mmj
 from meshmend import Mesh
 from meshmend.errors import ParameterError
-from meshmend.jax.checks.lag import EVERY, PROBE_S, TRIAL_ROUNDS, HostClock, LagWatch, make_probes
+from meshmend.jax.checks.lag import EVERY, HostClock, LagWatch
 from meshmend.jax.job import initialize_alone
 from meshmend.launch import Hosts
-from meshmend.quarantine import Judge, Sign
+from meshmend.quarantine import Sign
+from meshmend.quarantine.judge import judge
 
 HOSTS = Hosts.of("8x8", "4x2")
 MESH = Mesh("8x8", failed=["4x2@0,2", "7,7"])  # host 1 is gone, and one chip of host 7
@@ -48,42 +46,18 @@ def host_times(n_steps: int, seed: int, slow: dict[int, float] | None = None) ->
     return found
 
 
-def probe_times(n_steps: int, seed: int, slow: dict[int, float] | None = None) -> Floats:
-    """Seconds [step, rank] of the probe."""
-    dice = np.random.default_rng(seed)
-    found = PROBE_S * np.exp(0.08 * dice.standard_normal((n_steps, MESH.n_chips)))
-    found[dice.random(found.shape) < 2e-3] *= 10
-    for rank, factor in (slow or {}).items():
-        found[:, rank] *= factor
-    return found
-
-
-def watched(hosts: Floats, probes: Floats | None = None, step_s: float = STEP_S) -> list[Sign]:
+def watched(hosts: Floats, step_s: float = STEP_S) -> list[Sign]:
     """Return the signs that process 0 gets, told the times of all others."""
     told_steps: list[int] = []
-
-    def row(step: int, process: int) -> dict[str, Any]:
-        found: dict[str, Any] = {"step": step, "host": hosts[step, process], "whole": step_s}
-        if probes is not None:
-            ranks = [rank for rank, owner in enumerate(PROCESS_OF_CHIP) if owner == process]
-            found["chips"] = {str(rank): probes[step, rank] for rank in ranks}
-        return found
 
     def exchange(own: Any) -> list[Any]:
         steps = [one["step"] for one in own]
         told_steps.extend(steps)
-        return [own] + [[row(step, process) for step in steps] for process in range(1, len(LIVE))]
+        others = range(1, len(LIVE))
+        return [own, *([{"step": n, "host": hosts[n, i], "whole": step_s} for n in steps] for i in others)]
 
-    mine = [rank for rank, owner in enumerate(PROCESS_OF_CHIP) if owner == 0]
-    now = [0]
-    timed: dict[int, Callable[[], float]] | None = None
-    if probes is not None:
-        timed = {rank: lambda rank=rank: probes[now[0], rank] for rank in mine}  # type: ignore[misc]
-    watch = LagWatch(MESH, exchange, PROCESS_OF_CHIP, hosts=CHIPS, probes=timed)
-    signs: list[Sign] = []
-    for step in range(len(hosts)):
-        now[0] = step
-        signs += watch.add(step, hosts[step, 0], step_s)
+    watch = LagWatch(MESH, exchange, PROCESS_OF_CHIP, hosts=CHIPS)
+    signs = [sign for step in range(len(hosts)) for sign in watch.add(step, hosts[step, 0], step_s)]
     assert told_steps == list(range(len(hosts) // EVERY * EVERY))
     return signs
 
@@ -97,19 +71,8 @@ def test_a_host_that_is_half_as_slow_again_is_named_within_50_steps(number: int)
     signs = watched(host_times(48, 5, slow={number: 1.5}))
     assert names(signs) == [f"host {number}"]
     assert signs[0].step < 50
-    (verdict,) = Judge().add(signs)
+    (verdict,) = judge(signs)
     assert verdict.suspect == signs[0].suspects[0]
-
-
-@pytest.mark.parametrize("rank", [0, 30])
-def test_the_probe_names_a_chip_within_50_steps(rank: int) -> None:
-    signs = watched(host_times(48, 6), probe_times(48, 7, slow={rank: 1.5}))
-    assert names(signs) == [",".join(map(str, MESH.chip(rank)))]
-
-
-def test_a_host_whose_chips_are_all_slow_is_named_by_the_probe() -> None:
-    ranks = {rank: 1.5 for rank, owner in enumerate(PROCESS_OF_CHIP) if LIVE[owner] == 4}
-    assert names(watched(host_times(48, 8), probe_times(48, 9, slow=ranks))) == ["host 4"]
 
 
 def test_a_host_that_hardly_makes_the_step_longer_is_left_alone() -> None:
@@ -127,13 +90,13 @@ def test_hiccups_name_nobody() -> None:
 
 
 def test_ordinary_noise_names_nobody() -> None:
-    assert watched(host_times(1000, 11), probe_times(1000, 12)) == []
+    assert watched(host_times(1000, 11)) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_ten_thousand_steps_of_noise_name_nobody(seed: int) -> None:
-    assert watched(host_times(10_000, 20 + seed), probe_times(10_000, 40 + seed)) == []
+    assert watched(host_times(10_000, 20 + seed)) == []
 
 
 def test_what_waits_for_devices_is_not_the_hosts_own_time() -> None:
@@ -162,27 +125,7 @@ def test_processes_that_add_different_steps_are_told() -> None:
         LagWatch(Mesh("2x2"), exchange, [0] * 4, every=0)
 
 
-def test_a_session_of_one_process_probes_its_own_devices() -> None:
+def test_a_session_of_one_process_is_a_host() -> None:
     with initialize_alone(mmj.discover(jax.devices()[:4], shape="2x2")) as session:
-        watch = LagWatch.of(session, probe=True)
-        for step in range(EVERY):
-            watch.add(step, 0.001, 0.1)
-        assert watch._chip_lag._chips_late._n_steps == EVERY
-        ratios = watch._chip_lag._chips_late._ratios[:EVERY]
-        assert np.isfinite(ratios).all()
-
-
-def test_the_probe_is_as_much_work_on_every_chip() -> None:
-    """As the median process says: one that finds itself four times as slow does not get less to do."""
-    fabric = mmj.discover(jax.devices()[:4], shape="2x2")
-    read = count()
-
-    def exchange(own: Any) -> list[Any]:
-        assert own == pytest.approx(PROBE_S / 8)
-        return json.loads(json.dumps([own, own, 4 * own, None]))  # type: ignore[no-any-return]
-
-    probes = make_probes(fabric, 0, exchange, now=lambda: next(read) * PROBE_S / 8)
-    assert sorted(probes) == [0, 1, 2, 3]
-    assert {probe.rounds for probe in probes.values()} == {8 * TRIAL_ROUNDS}
-    assert probes[2]() == pytest.approx(PROBE_S / 8)
-    assert make_probes(fabric, 1, lambda own: [own, 1.0]) == {}
+        watch = LagWatch.of(session)
+        assert [watch.add(step, 0.001, 0.1) for step in range(EVERY)] == [()] * EVERY

@@ -85,12 +85,12 @@ def gradients_over_chips(fabric: mmj.Fabric, params: Any, x: Any, program: Any, 
 
     def local(params: Any, x: Any, program: Any) -> Any:
         def loss(params: Any) -> Any:
-            return jnp.mean(jnp.sum(mmj.scan_layers(layer, params, x, program, **more) ** 2, axis=-1))
+            return jnp.mean(jnp.sum(mmj.fsdp.scan_layers(layer, params, x, program, **more) ** 2, axis=-1))
 
         value, gradients = jax.value_and_grad(loss)(params)
         return lax.pmean(value, fabric.axes), gradients
 
-    specs = mmj.sharded_specs(params, fabric)
+    specs = mmj.fsdp.sharded_specs(params, fabric)
     return mapped(fabric, local, (specs, P(fabric.axes), program.spec), (P(), specs))(params, x, program)
 
 
@@ -101,29 +101,29 @@ def test_gradients_are_those_of_plain_jax(shape: str, failed: str, n_layers: int
     wanted = jax.jit(jax.value_and_grad(plain))(layers, x)
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(wanted[1]))
     check_close(gradients_over_chips(fabric, layers, x, whole_program(fabric)), wanted)
-    params = mmj.shard_params(layers, fabric, pair, stacked=True)
+    params = mmj.fsdp.shard_params(layers, fabric, pair, stacked=True)
     value, gradients = gradients_over_chips(fabric, params, x, pair)
-    check_close((value, mmj.unshard_params(gradients, fabric, pair)), wanted)
+    check_close((value, mmj.fsdp.unshard_params(gradients, fabric, pair)), wanted)
 
 
 def test_unrolled_steps_sums_instead_of_means_and_nothing_hidden() -> None:
     """Of four chips: to divide by four rounds nothing."""
     fabric, pair = programs("2x2", "")
     layers, x = layers_tree(2), batch(4)
-    params = mmj.shard_params(layers, fabric, pair, stacked=True)
+    params = mmj.fsdp.shard_params(layers, fabric, pair, stacked=True)
     for given, program in ((layers, whole_program(fabric)), (params, pair)):
         value, gradients = gradients_over_chips(fabric, given, x, program)
         sums = jax.tree.map(lambda leaf: 4 * leaf, gradients)
         check_close(gradients_over_chips(fabric, given, x, program, unroll=True, mean=False), (value, sums), rounding=0)
         check_close(gradients_over_chips(fabric, given, x, program, hide=False), (value, gradients), rounding=0)
-        check_close(gradients_over_chips(fabric, given, x, program, in_turn=True), (value, gradients), rounding=0)
+    check_close(gradients_over_chips(fabric, params, x, pair, in_turn=True), (value, gradients), rounding=0)
 
 
 def test_whatever_a_layer_closes_over_has_its_gradient_and_integers_pass_through() -> None:
     """A factor that is differentiated by, a mask and a key, and a counter in x, which a layer uses as its number."""
     fabric, pair = programs("2x3", "0,0")
     layers, x = layers_tree(3), batch(5)
-    params = mmj.shard_params(layers, fabric, pair, stacked=True)
+    params = mmj.fsdp.shard_params(layers, fabric, pair, stacked=True)
     mask = np.arange(WIDTH) % 3 > 0
 
     def make(factor: Any, mask: Any, key: Any) -> Any:
@@ -142,17 +142,17 @@ def test_whatever_a_layer_closes_over_has_its_gradient_and_integers_pass_through
     def local(params: Any, x: Any, factor: Any, mask: Any, pair: Any) -> Any:
         def loss(params: Any, x: Any, factor: Any) -> Any:
             one = make(factor, mask, jax.random.key(3))
-            y, number = mmj.scan_layers(one, params, (x, jnp.int32(0)), pair)
+            y, number = mmj.fsdp.scan_layers(one, params, (x, jnp.int32(0)), pair)
             return jnp.mean(jnp.sum(y**2, axis=-1)), number
 
         found, number = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(params, x, factor)
         return found[0], found[1] / 5, lax.pmean(found[2], fabric.axes), number
 
-    specs = mmj.sharded_specs(params, fabric)
+    specs = mmj.fsdp.sharded_specs(params, fabric)
     step = mapped(fabric, local, (specs, P("chip"), P(), P(), pair.spec), (specs, P("chip"), P(), P()))
     gradients, dx, d_factor, number = step(params, x, 0.3, mask, pair)
     assert number == 3
-    found = (mmj.unshard_params(gradients, fabric, pair), dx, d_factor)
+    found = (mmj.fsdp.unshard_params(gradients, fabric, pair), dx, d_factor)
     check_close(found, jax.jit(jax.grad(wanted, argnums=(0, 1, 2)))(layers, x, 0.3))
 
 
@@ -160,7 +160,7 @@ def test_bfloat16_weights_are_summed_in_float32_and_kept_as_float32() -> None:
     """One chip brings 256, four bring 1: 260 is exact. In bfloat16, 256 + 1 is 256."""
     fabric, pair = programs("2x3", "0,0")
     whole = {"w": jnp.full((2, 3), 1 / 3, jnp.float32)}
-    params = mmj.shard_params(whole, fabric, pair, stacked=True, gather_dtype=jnp.bfloat16)
+    params = mmj.fsdp.shard_params(whole, fabric, pair, stacked=True, gather_dtype=jnp.bfloat16)
     brought = np.array([256.0] + [1.0] * 4, np.float32)
 
     def local(params: Any, x: Any, pair: Any) -> Any:
@@ -168,13 +168,15 @@ def test_bfloat16_weights_are_summed_in_float32_and_kept_as_float32() -> None:
             assert w["w"].dtype == jnp.bfloat16
             return y + jnp.sum(w["w"] * x.astype(jnp.bfloat16))
 
-        return jax.grad(lambda params: mmj.scan_layers(one, params, jnp.bfloat16(0), pair).astype(jnp.float32))(params)
+        return jax.grad(lambda params: mmj.fsdp.scan_layers(one, params, jnp.bfloat16(0), pair).astype(jnp.float32))(
+            params
+        )
 
-    specs = mmj.sharded_specs(params, fabric)
+    specs = mmj.fsdp.sharded_specs(params, fabric)
     gradients = mapped(fabric, local, (specs, P("chip"), pair.spec), specs)(params, brought, pair)
     assert [shard.dtype for shard in params.shards] == [shard.dtype for shard in gradients.shards] == [jnp.float32]
-    np.testing.assert_array_equal(mmj.unshard_params(gradients, fabric, pair)["w"], np.full((2, 3), 52.0))
-    np.testing.assert_array_equal(mmj.unshard_params(params, fabric, pair)["w"], whole["w"])
+    np.testing.assert_array_equal(mmj.fsdp.unshard_params(gradients, fabric, pair)["w"], np.full((2, 3), 52.0))
+    np.testing.assert_array_equal(mmj.fsdp.unshard_params(params, fabric, pair)["w"], whole["w"])
 
 
 def test_halves_that_do_not_fit_each_other_are_refused() -> None:
@@ -195,12 +197,12 @@ def test_halves_that_do_not_fit_each_other_are_refused() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     fabric, pair = programs("2x3", "0,0")
     layers = layers_tree(2)
-    params = mmj.shard_params(layers, fabric, pair, stacked=True)
+    params = mmj.fsdp.shard_params(layers, fabric, pair, stacked=True)
     other = mmj.install_pair(mm.plan(fabric.mesh, "weave", chunks=10, owners="even"), fabric)
 
     def call(params: Any, program: Any, one: Any = layer) -> Any:
-        specs = mmj.sharded_specs(params, fabric), P("chip"), program.spec
-        run = mapped(fabric, lambda *given: mmj.scan_layers(one, *given), specs, P("chip"))
+        specs = mmj.fsdp.sharded_specs(params, fabric), P("chip"), program.spec
+        run = mapped(fabric, lambda *given: mmj.fsdp.scan_layers(one, *given), specs, P("chip"))
         return jax.eval_shape(run, params, batch(5), program)
 
     with pytest.raises(ParameterError, match="cut by another plan, for other chunks or other owners"):
@@ -214,10 +216,10 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ParameterError, match="dtype int32, which has no gradient"):
         call({**layers, "more": jnp.ones(2, jnp.int32)}, whole_program(fabric))
     with pytest.raises(ParameterError, match="one tree, expected a stack of layers"):
-        call(mmj.shard_params(layers, fabric, pair), pair)
+        call(mmj.fsdp.shard_params(layers, fabric, pair), pair)
     with pytest.raises(ParameterError, match=r"expected the same, because its output is the next layer's input"):
         call(params, pair, lambda w, x: layer(w, x)[:1])
     with pytest.raises(ParameterError, match=r"shards of float32.* summed in bfloat16. Give accumulate_dtype"):
-        mmj.shard_params(layers, fabric, pair, gather_dtype=jnp.bfloat16, accumulate_dtype=None)
+        mmj.fsdp.shard_params(layers, fabric, pair, gather_dtype=jnp.bfloat16, accumulate_dtype=None)
     with pytest.raises(ParameterError, match="dtype int32, which has no gradient"):
-        mmj.shard_params({"n": jnp.ones(2, jnp.int32)}, fabric, pair)
+        mmj.fsdp.shard_params({"n": jnp.ones(2, jnp.int32)}, fabric, pair)

@@ -73,16 +73,16 @@ def trained(where: str, kind: str, optimizer: Any, loss: Any = loss, params: Any
     split = {"shardings": inside} if where == "tiles" else {}
     step: Any
     if kind == "fsdp":
-        params = mmj.shard_params(params, fabric, program, **split)
-        init, step = mmj.sharded_train_step(
-            lambda params, batch, pair: loss(mmj.gather_params(params, pair), batch), optimizer, fabric
+        params = mmj.fsdp.shard_params(params, fabric, program, **split)
+        init, step = mmj.fsdp.sharded_train_step(
+            lambda params, batch, pair: loss(mmj.fsdp.gather_params(params, pair), batch), optimizer, fabric
         )
     else:
         init, step = mmj.train_step(loss, optimizer, fabric, **split)
     state, step = jax.jit(init)(params, program), jax.jit(step)
     for batch in batches():
         params, state, _ = step(params, state, batch, program)
-    return mmj.unshard_params(params, fabric, program) if kind == "fsdp" else params
+    return mmj.fsdp.unshard_params(params, fabric, program) if kind == "fsdp" else params
 
 
 CLIP = 0.5

@@ -115,16 +115,6 @@ def test_a_short_write_is_an_error_and_leaves_the_ledger_as_it_was(ledger: Ledge
     assert write(ledger, (1, 0, [2, 3])).check(4, epochs=1).steps == 2
 
 
-def test_fsync_reaches_the_file_and_its_folder(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[str] = []
-    monkeypatch.setattr("os.fsync", lambda handle: synced.append(str(Path(f"/proc/self/fd/{handle}").readlink())))
-    write(ledger, (0, 0, [0]))
-    assert synced == []
-    ledger.path.unlink()
-    write(Ledger(ledger.path, fsync=True), (0, 0, [0]), (1, 0, [1]))
-    assert synced == [str(ledger.path), str(ledger.path.parent), str(ledger.path)]
-
-
 def test_two_ledgers_of_one_file_see_each_others_records(ledger: Ledger) -> None:
     other = Ledger(ledger.path)
     write(ledger, (0, 0, [0]))

@@ -16,6 +16,8 @@ import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine import cases
 from meshmend.errors import ParameterError, ScheduleError, VerificationError
+from meshmend.jax.collectives import shard_of
+from meshmend.jax.program import abstract_program
 from meshmend.planning import Weave
 from meshmend.schedule import Op
 
@@ -40,7 +42,7 @@ def fabric_without_proofs(**facts: Any) -> mmj.Fabric:
 def test_a_schedule_that_is_not_an_all_reduce_is_refused_by_everything_that_installs() -> None:
     fabric = fabric_without_proofs()
     bad = corrupted(mm.plan(fabric.mesh, "hamiltonian", verify=False))
-    for install in (mmj.install, mmj.install_pair, mmj.abstract_program):
+    for install in (mmj.install, mmj.install_pair, abstract_program):
         with pytest.raises(VerificationError, match=r"expected the contribution of .* once, got it not at all"):
             install(bad, fabric)
 
@@ -93,7 +95,7 @@ def test_a_program_that_is_not_split_by_chip_is_refused(check_vma: bool) -> None
     uses = {
         "all_reduce": (mmj.all_reduce, program),
         "reduce_scatter": (lambda a, h: mmj.reduce_scatter(a, h.scatter)[0], pair),
-        "shard_of": (lambda a, h: mmj.shard_of(a, h.scatter)[0], pair),
+        "shard_of": (lambda a, h: shard_of(a, h.scatter)[0], pair),
         "all_gather": (lambda a, h: mmj.all_gather((a.reshape(-1, 1),), h.gather, like=a), pair),
     }
     for function, tables in uses.values():

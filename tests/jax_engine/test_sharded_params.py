@@ -18,6 +18,7 @@ import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.errors import ParameterError
 from meshmend.jax.state import StateLayout
+from meshmend.jax.tiles import TiledFabric
 
 WORDS, WIDTH, LAYERS = 11, 8, 3
 STEPS = 20
@@ -68,8 +69,8 @@ def whole_loss(params: Any, batch: Any) -> Any:
 
 
 def sharded_loss(params: Any, batch: Any, pair: mmj.ProgramPair) -> Any:
-    ends = mmj.gather_params(params["ends"], pair)
-    x = mmj.scan_layers(layer, params["layers"], ends["embed"][batch["from"]], pair)
+    ends = mmj.fsdp.gather_params(params["ends"], pair)
+    x = mmj.fsdp.scan_layers(layer, params["layers"], ends["embed"][batch["from"]], pair)
     return cost(predict(ends, x), batch["to"])
 
 
@@ -81,8 +82,8 @@ def whole_params() -> Any:
 def sharded_params(fabric: mmj.Fabric, pair: mmj.ProgramPair) -> Any:
     keys = jax.random.split(jax.random.key(0), LAYERS + 1)
     return {
-        "ends": mmj.init_sharded(make_ends, keys[0], fabric, pair),
-        "layers": mmj.init_sharded(make_layer, keys[1:], fabric, pair, stacked=True),
+        "ends": mmj.fsdp.init_sharded(make_ends, keys[0], fabric, pair),
+        "layers": mmj.fsdp.init_sharded(make_layer, keys[1:], fabric, pair, stacked=True),
     }
 
 
@@ -116,7 +117,7 @@ def train(
     optimizer: optax.GradientTransformation, steps: int = STEPS, fabric_and_pair: Any = None, **options: Any
 ) -> tuple[list[float], Any, Any]:
     fabric, pair = fabric_and_pair or programs()
-    init, step = mmj.sharded_train_step(sharded_loss, optimizer, fabric, **options)
+    init, step = mmj.fsdp.sharded_train_step(sharded_loss, optimizer, fabric, **options)
     params, losses = sharded_params(fabric, pair), []
     state, step = jax.jit(init)(params, pair), jax.jit(step, donate_argnums=(0, 1))
     for batch in batches()[:steps]:
@@ -126,7 +127,7 @@ def train(
 
 
 @cache
-def tiles() -> tuple[mmj.TiledFabric, mmj.ProgramPair]:
+def tiles() -> tuple[TiledFabric, mmj.ProgramPair]:
     """Three tiles of two chips."""
     fabric = mmj.tile(mmj.discover(jax.devices()[:8], shape="2x4", failed=["0,1"]), "1x2", model=2)
     return fabric, mmj.install_pair(mm.plan(fabric.mesh, "weave", chunks=7, owners="even"), fabric)
@@ -140,9 +141,9 @@ INSIDE = {
 
 def train_on_tiles(optimizer: optax.GradientTransformation, steps: int = STEPS) -> tuple[list[float], Any, Any]:
     fabric, pair = tiles()
-    init, step = mmj.sharded_train_step(sharded_loss, optimizer, fabric)
+    init, step = mmj.fsdp.sharded_train_step(sharded_loss, optimizer, fabric)
     params = {
-        name: mmj.shard_params(tree, fabric, pair, stacked=name == "layers", shardings=INSIDE[name])
+        name: mmj.fsdp.shard_params(tree, fabric, pair, stacked=name == "layers", shardings=INSIDE[name])
         for name, tree in whole_params().items()
     }
     state, step, losses = jax.jit(init)(params, pair), jax.jit(step, donate_argnums=(0, 1)), []
@@ -161,7 +162,7 @@ def test_on_tiles_the_losses_are_those_of_replicated_parameters_too() -> None:
     assert wanted[-1] < 0.9 * wanted[0]
     losses, params, state = train_on_tiles(optimizer)
     np.testing.assert_allclose(losses, wanted, rtol=0, atol=1e-6)
-    found = mmj.unshard_params(params, fabric, pair)
+    found = mmj.fsdp.unshard_params(params, fabric, pair)
     check_close(found["ends"], whole["ends"])
     assert found["layers"]["up"].sharding.spec == P(None, None, "model")
     (moments,) = state[0].mu["layers"].shards
@@ -180,7 +181,7 @@ def test_twenty_steps_have_the_losses_of_replicated_parameters() -> None:
     assert wanted[-1] < 0.9 * wanted[0], "a run that learns nothing shows nothing"
     losses, params, state = train(optimizer, fabric_and_pair=(fabric, pair))
     np.testing.assert_allclose(losses, wanted, rtol=0, atol=1e-6)
-    check_close(mmj.unshard_params(params, fabric, pair), whole)
+    check_close(mmj.fsdp.unshard_params(params, fabric, pair), whole)
     (moments,) = state[0].mu["layers"].shards
     largest = max(len(owned) for owned in pair.scatter.layout.shape.owned)
     assert len(moments.addressable_shards) == 12
@@ -195,7 +196,7 @@ def test_microbatches_and_aux() -> None:
 
     fabric, pair = programs()
     wanted, _, _ = train(optax.sgd(0.1), 2)
-    init, step = mmj.sharded_train_step(with_aux, optax.sgd(0.1), fabric, has_aux=True, microbatches=2)
+    init, step = mmj.fsdp.sharded_train_step(with_aux, optax.sgd(0.1), fabric, has_aux=True, microbatches=2)
     params, step = sharded_params(fabric, pair), jax.jit(step)
     state = jax.jit(init)(params, pair)
     for batch, expected in zip(batches(), wanted, strict=False):
@@ -256,7 +257,7 @@ def test_norms_are_summed_over_chips_and_each_layer_has_its_own(trained: Callabl
 )
 def test_optimizers_that_need_whole_layers_are_refused(optimizer: optax.GradientTransformation, why: str) -> None:
     fabric, pair = programs()
-    init, _ = mmj.sharded_train_step(sharded_loss, optimizer, fabric)
+    init, _ = mmj.fsdp.sharded_train_step(sharded_loss, optimizer, fabric)
     with pytest.raises(ParameterError, match=why):
         jax.eval_shape(init, abstract_params(fabric, pair), pair)
 
@@ -264,20 +265,20 @@ def test_optimizers_that_need_whole_layers_are_refused(optimizer: optax.Gradient
 def test_parameters_and_state_move_to_other_survivors_bit_for_bit() -> None:
     fabric, pair = programs()
     params, state = sharded_params(fabric, pair)["layers"], jnp.int32(3)
-    whole = jax.tree.map(np.asarray, mmj.unshard_params((params, state), fabric, pair))
+    whole = jax.tree.map(np.asarray, mmj.fsdp.unshard_params((params, state), fabric, pair))
     healthy, all_pair = programs("2x3", "")
-    moved = mmj.reshard_params(whole, (params, state), healthy, all_pair)
-    again = mmj.unshard_params(moved, healthy, all_pair)
+    moved = mmj.fsdp.reshard_params(whole, (params, state), healthy, all_pair)
+    again = mmj.fsdp.unshard_params(moved, healthy, all_pair)
     for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(whole), strict=True):
         np.testing.assert_array_equal(one, other)
-    back = mmj.reshard_params(again, moved, fabric, pair)
+    back = mmj.fsdp.reshard_params(again, moved, fabric, pair)
     assert {leaf.sharding.device_set == set(fabric.jax_mesh.devices.flat) for leaf in jax.tree.leaves(back)} == {True}
     for one, other in zip(jax.tree.leaves(back), jax.tree.leaves((params, state)), strict=True):
         np.testing.assert_array_equal(one, other)
     structures: list[Any] = [jax.tree.structure(back), jax.tree.structure((params, state))]
     assert structures[0] == structures[1]
     with pytest.raises(ParameterError, match="is not what `like` was cut from"):
-        mmj.reshard_params({"norm": jnp.ones((3, 2))}, params, fabric, pair)
+        mmj.fsdp.reshard_params({"norm": jnp.ones((3, 2))}, params, fabric, pair)
 
 
 @pytest.mark.slow
@@ -286,16 +287,16 @@ def test_a_replicated_state_becomes_a_sharded_one_and_back_bit_for_bit() -> None
     fabric, pair = programs()
     optimizer = optax.sgd(1e-2, momentum=0.9)
     like = abstract_params(fabric, pair)
-    training = mmj.sharded_train_step(sharded_loss, optimizer, fabric)
+    training = mmj.fsdp.sharded_train_step(sharded_loss, optimizer, fabric)
     whole = whole_params()
     program = mmj.install(mm.plan(fabric.mesh, "weave", chunks=7), fabric)
     state = jax.eval_shape(mmj.train_step(whole_loss, optimizer, fabric).init, whole, program)
     rng = np.random.default_rng(0)
     kept = jax.tree.map(lambda x: rng.integers(1, 99, x.shape).astype(x.dtype), (whole, state))
     layout = StateLayout.of(training, pair, like)
-    found = mmj.reshard_params(kept, (like, jax.eval_shape(training.init, like, pair)), fabric, pair)
+    found = mmj.fsdp.reshard_params(kept, (like, jax.eval_shape(training.init, like, pair)), fabric, pair)
     layout.check(*found)
-    again = mmj.unshard_params(found, fabric, pair)
+    again = mmj.fsdp.unshard_params(found, fabric, pair)
     for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(kept), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -305,20 +306,22 @@ def test_a_true_mean_over_examples_however_they_are_spread() -> None:
     fabric, pair = programs()
 
     def loss(params: Any, batch: Any, pair: mmj.ProgramPair) -> Any:
-        return batch["x"] * jnp.sum(mmj.gather_params(params, pair)["w"])
+        return batch["x"] * jnp.sum(mmj.fsdp.gather_params(params, pair)["w"])
 
     tree = {"w": np.arange(7, dtype=np.float32)}
     weights = np.array([1, 1, 0, 2, 1, 1, 1, 0, 0, 1], np.float32)  # the fourth chip has no other
     x = np.arange(10, dtype=np.float32) + 1
     mean = np.sum(x * weights) / np.sum(weights)
     for microbatches in (1, 2):
-        init, step = mmj.sharded_train_step(loss, optax.sgd(0.5), fabric, per_example=True, microbatches=microbatches)
-        params = mmj.shard_params(tree, fabric, pair)
+        init, step = mmj.fsdp.sharded_train_step(
+            loss, optax.sgd(0.5), fabric, per_example=True, microbatches=microbatches
+        )
+        params = mmj.fsdp.shard_params(tree, fabric, pair)
         params, _, value = jax.jit(step)(params, jax.jit(init)(params, pair), {"x": x}, pair, weights=weights)
         assert float(value) == pytest.approx(mean * tree["w"].sum(), rel=1e-6)
-        found = mmj.unshard_params(params, fabric, pair)["w"]
+        found = mmj.fsdp.unshard_params(params, fabric, pair)["w"]
         np.testing.assert_allclose(found, tree["w"] - 0.5 * mean, rtol=1e-6)
-    _, plain = mmj.sharded_train_step(lambda *_: 0.0, optax.sgd(0.5), fabric)
+    _, plain = mmj.fsdp.sharded_train_step(lambda *_: 0.0, optax.sgd(0.5), fabric)
     with pytest.raises(ParameterError, match=r"make it with sharded_train_step\(…, per_example=True\)"):
         plain(params, (), {"x": x}, pair, weights=weights)
 
@@ -326,18 +329,18 @@ def test_a_true_mean_over_examples_however_they_are_spread() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     fabric, pair = programs()
     params = abstract_params(fabric, pair)
-    init, step = mmj.sharded_train_step(sharded_loss, optax.sgd(0.1), fabric)
+    init, step = mmj.fsdp.sharded_train_step(sharded_loss, optax.sgd(0.1), fabric)
     state = jax.eval_shape(init, params, pair)
     with pytest.raises(ParameterError, match=r"params\['more'\] is a .*, expected ShardedParams"):
         jax.eval_shape(init, {**params, "more": jnp.ones(3)}, pair)
     with pytest.raises(ParameterError, match="a stack of 3 layers, expected one tree: use scan_layers"):
-        mmj.gather_params(params["layers"], pair)
+        mmj.fsdp.gather_params(params["layers"], pair)
     with pytest.raises(ParameterError, match="Expected ShardedParams, as shard_params makes, got a dict"):
-        mmj.gather_params(whole_params()["ends"], pair)
+        mmj.fsdp.gather_params(whole_params()["ends"], pair)
     with pytest.raises(ParameterError, match="has 13 examples, which do not split evenly"):
         jax.eval_shape(step, params, state, {"from": np.zeros(13), "to": np.zeros(13)}, pair)
     with pytest.raises(ParameterError, match="shardings say how a model is split inside tiles"):
-        mmj.shard_params(whole_params()["ends"], fabric, pair, shardings=P())
+        mmj.fsdp.shard_params(whole_params()["ends"], fabric, pair, shardings=P())
 
 
 @pytest.mark.parametrize("where", [programs, pytest.param(tiles, marks=pytest.mark.slow)], ids=["chips", "tiles"])
@@ -353,25 +356,26 @@ def test_parameters_without_elements_train_with_the_others(where: Callable[[], A
     whole = jax.tree.map(
         lambda shape: np.asarray(rng.normal(size=shape), np.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)
     )
-    split: Any = {"shardings": P()} if isinstance(fabric, mmj.TiledFabric) else {}
+    split: Any = {"shardings": P()} if isinstance(fabric, TiledFabric) else {}
     params: Any = {
-        name: mmj.shard_params(tree, fabric, pair, stacked=name == "stack", **split) for name, tree in whole.items()
+        name: mmj.fsdp.shard_params(tree, fabric, pair, stacked=name == "stack", **split)
+        for name, tree in whole.items()
     }
 
     def layer(w: Any, x: Any) -> Any:
         return x * jnp.sum(w["w"]) + jnp.sum(w["none"])
 
     def loss(params: Any, batch: Any, pair: mmj.ProgramPair) -> Any:
-        flat, nothing = (mmj.gather_params(params[name], pair) for name in ("flat", "nothing"))
+        flat, nothing = (mmj.fsdp.gather_params(params[name], pair) for name in ("flat", "nothing"))
         x = batch * jnp.sum(flat["w"]) + jnp.sum(flat["none"]) + jnp.sum(nothing)
-        return jnp.mean(mmj.scan_layers(layer, params["stack"], x, pair))
+        return jnp.mean(mmj.fsdp.scan_layers(layer, params["stack"], x, pair))
 
     def plain(params: Any, batch: Any) -> Any:
         x, _ = lax.scan(lambda x, w: (layer(w, x), None), batch * jnp.sum(params["flat"]["w"]), params["stack"])
         return jnp.mean(x)
 
     optimizer, batch = optax.adam(0.1), np.arange(EXAMPLES, dtype=np.float32)
-    init, step = mmj.sharded_train_step(loss, optimizer, fabric)
+    init, step = mmj.fsdp.sharded_train_step(loss, optimizer, fabric)
     state, step = jax.jit(init)(params, pair), jax.jit(step)
     wanted, plain_state = whole, optimizer.init(whole)
     for _ in range(2):
@@ -380,9 +384,9 @@ def test_parameters_without_elements_train_with_the_others(where: Callable[[], A
         assert float(value) == pytest.approx(float(expected), rel=1e-5)
         updates, plain_state = optimizer.update(gradients, plain_state, wanted)
         wanted = optax.apply_updates(wanted, updates)
-    found = mmj.unshard_params(params, fabric, pair)
+    found = mmj.fsdp.unshard_params(params, fabric, pair)
     assert jax.tree.map(jnp.shape, found) == shapes
     check_close(found, wanted)
-    moved = mmj.reshard_params(found, params, fabric, pair)
+    moved = mmj.fsdp.reshard_params(found, params, fabric, pair)
     for one, other in zip(jax.tree.leaves(moved), jax.tree.leaves(params), strict=True):
         np.testing.assert_array_equal(one, other)

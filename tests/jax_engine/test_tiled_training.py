@@ -16,6 +16,7 @@ import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.errors import ParameterError
 from meshmend.jax.shardings import specs_of_state
+from meshmend.jax.tiles import TiledFabric
 
 SPECS = {"up": P(None, "model"), "down": P("model"), "scale": P()}
 STEPS = 4
@@ -40,13 +41,13 @@ def mean_loss(params: Any, batch: Any) -> Any:
 
 
 @cache
-def fabric_of(shape: str, failed: str, **inner: int) -> mmj.TiledFabric:
+def fabric_of(shape: str, failed: str, **inner: int) -> TiledFabric:
     n_devices = int(np.prod([int(n) for n in shape.split("x")]))
     chips = mmj.discover(jax.devices()[:n_devices], shape=shape, failed=[failed])
     return mmj.tile(chips, "2x2", **inner or {"model": 4})
 
 
-def program_of(kind: str, fabric: mmj.TiledFabric) -> Any:
+def program_of(kind: str, fabric: TiledFabric) -> Any:
     chunks = 2 * fabric.mesh.n_chips
     if kind == "program":
         return mmj.install(mm.plan(fabric.mesh, "weave", chunks=chunks), fabric)
@@ -77,7 +78,7 @@ def one_device(n_examples: int, weights: Any = None, optimizer: Any = ADAMW) -> 
 
 
 def train(
-    fabric: mmj.TiledFabric,
+    fabric: TiledFabric,
     kind: str,
     n_examples: int,
     weights: Any = None,

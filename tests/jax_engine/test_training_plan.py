@@ -74,7 +74,7 @@ def test_a_sharded_update_gets_a_plan_with_at_least_a_chunk_per_chip() -> None:
 def sharded(fabric: mmj.Fabric, width: int, layers: int) -> Any:
     def make(pair: Any) -> Any:
         keys = jax.random.split(jax.random.key(0), layers)
-        return mmj.init_sharded(
+        return mmj.fsdp.init_sharded(
             lambda key: {"w": jax.random.normal(key, (width, width))}, keys, fabric, pair, stacked=True
         )
 

@@ -101,7 +101,7 @@ def signs_against(name: str, number: int) -> list[Sign]:
     who, step = (Suspect.parse(name),), 10 + 2 * number
     return [
         Sign("digest", who, step, "differs", {"agree": 15, "differ": 1, "chunk": 0}),
-        Sign("checksum", who, step + 1, "the sum of chunk 0 is wrong"),
+        Sign("recompute", who, step + 1, "the sum of chunk 0 is wrong"),
     ]
 
 

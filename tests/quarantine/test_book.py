@@ -34,8 +34,8 @@ def digest(chip: Suspect, step: int, chunk: int = 0) -> Sign:
     return Sign("digest", (chip,), step, f"chunk {chunk} differs", {"chunk": chunk, "agree": 63, "differ": 1})
 
 
-def checksum(step: int, *suspects: Suspect) -> Sign:
-    return Sign("checksum", suspects, step)
+def recompute(step: int, *suspects: Suspect) -> Sign:
+    return Sign("recompute", suspects, step)
 
 
 def lag(chip: Suspect, step: int = 100) -> Sign:
@@ -73,7 +73,7 @@ def job(tmp_path: Path) -> Job:
 
 def test_what_is_noted_is_read(job: Job) -> None:
     assert job.book.read() == ()
-    signs = [checksum(7, A, AB, B), Sign("digest", (A,), 9, "±1 ulp", {"chunk": 3, "agree": 2.5})]
+    signs = [recompute(7, A, AB, B), Sign("digest", (A,), 9, "±1 ulp", {"chunk": 3, "agree": 2.5})]
     job.book.add(signs[:1], attempt=1, verified=5)
     job.time += 0.25
     job.book.add([], attempt=9, verified=9)
@@ -86,7 +86,7 @@ def test_what_is_noted_is_read(job: Job) -> None:
             job.book.add(signs, attempt=attempt, verified=verified)
 
 
-@pytest.mark.parametrize("sign", [digest(A, 400), checksum(400, A)], ids=lambda sign: sign.kind)
+@pytest.mark.parametrize("sign", [digest(A, 400), recompute(400, A)], ids=lambda sign: sign.kind)
 def test_the_same_sign_of_four_processes_counts_once_and_after_a_restart_twice(job: Job, sign: Sign) -> None:
     for _ in range(4):
         assert job.report(sign, attempt=1, verified=380) == []
@@ -103,23 +103,23 @@ def test_the_same_sign_of_four_processes_counts_once_and_after_a_restart_twice(j
 
 def test_processes_that_describe_one_thing_differently_have_still_seen_one(job: Job) -> None:
     for process in range(4):
-        seen = Sign("checksum", (A,), 400, f"as process {process} has seen it", {"chunk": process})
+        seen = Sign("recompute", (A,), 400, f"as process {process} has seen it", {"chunk": process})
         assert job.report(seen) == []
     assert len(job.book.read()) == 4
-    assert job.report(checksum(401, A)) == ["0,0"]
+    assert job.report(recompute(401, A)) == ["0,0"]
 
 
 def test_slowness_leaves_states_trusted(job: Job) -> None:
     assert job.report(lag(A), attempt=3, verified=80) == ["0,0"]
     assert untrusted(job.book) == []
-    job.report(checksum(101, B, C), attempt=3, verified=90)
+    job.report(recompute(101, B, C), attempt=3, verified=90)
     assert untrusted(job.book) == [(3, 90)]
 
 
 def test_a_verdict_that_was_not_listed_any_more_is_listed_at_the_next_start(job: Job) -> None:
     """The process may end between the two files."""
-    job.book.add([checksum(7, A)], attempt=1, verified=5)
-    job.book.add([checksum(8, A)], attempt=2, verified=6)
+    job.book.add([recompute(7, A)], attempt=1, verified=5)
+    job.book.add([recompute(8, A)], attempt=2, verified=6)
     assert job.listed() == []
     assert job.start() == ["0,0"]
     assert job.start() == []
@@ -130,10 +130,10 @@ def test_a_verdict_that_was_not_listed_any_more_is_listed_at_the_next_start(job:
 def test_past_the_limit_every_start_stops_until_somebody_decides(job: Job) -> None:
     chips = [Suspect.chip((row, column)) for row in range(3) for column in range(4)]
     for number, chip in enumerate(chips[:8]):
-        assert job.report(checksum(1, chip), checksum(2, chip), attempt=number) == [str(chip)]
+        assert job.report(recompute(1, chip), recompute(2, chip), attempt=number) == [str(chip)]
     for _ in range(2):
         with pytest.raises(QuarantineError, match=r"wants to quarantine 2,0 .*may leave out 8"):
-            job.report(checksum(1, chips[8]), checksum(2, chips[8]), attempt=9)
+            job.report(recompute(1, chips[8]), recompute(2, chips[8]), attempt=9)
         with pytest.raises(QuarantineError, match=r"wants to quarantine 2,0 .*may leave out 8"):
             job.start()
     # A person does not believe it, and clears the signs of a chip that the list does not have.
@@ -143,12 +143,12 @@ def test_past_the_limit_every_start_stops_until_somebody_decides(job: Job) -> No
         job.list.clear([chips[8]])
     # Of the next one a person is certain.
     with pytest.raises(QuarantineError, match="wants to quarantine 2,1"):
-        job.report(checksum(1, chips[9]), checksum(2, chips[9]), attempt=10)
+        job.report(recompute(1, chips[9]), recompute(2, chips[9]), attempt=10)
     job.list.add(chips[9], why="tested")
     assert job.start() == []
     # Or there is room again.
     with pytest.raises(QuarantineError, match="wants to quarantine 2,2"):
-        job.report(checksum(1, chips[10]), checksum(2, chips[10]), attempt=11)
+        job.report(recompute(1, chips[10]), recompute(2, chips[10]), attempt=11)
     job.list.clear([chips[0]])
     assert job.start() == ["2,2"]
 
@@ -178,21 +178,21 @@ def test_who_is_left_out_explains_its_signs(job: Job) -> None:
         folder = job.folder / str(a)
         folder.mkdir()
         here = Job(folder)
-        assert here.report(checksum(1, a, ab, b)) == []
-        assert here.report(checksum(2, a, Suspect.parse("0,0-7,0" if a == A else "0,1-7,1"))) == [str(a)]
-        assert here.report(checksum(3, b, C), attempt=2) == []
-        assert here.report(checksum(4, b), attempt=3) == [str(b)]
+        assert here.report(recompute(1, a, ab, b)) == []
+        assert here.report(recompute(2, a, Suspect.parse("0,0-7,0" if a == A else "0,1-7,1"))) == [str(a)]
+        assert here.report(recompute(3, b, C), attempt=2) == []
+        assert here.report(recompute(4, b), attempt=3) == [str(b)]
 
 
 def test_a_chip_is_found_although_its_cable_was_named_first(job: Job) -> None:
-    assert job.report(checksum(1, A, AB, B)) == []
-    assert job.report(checksum(2, A, AB, B), attempt=2) == ["0,0-0,1"]
-    assert job.report(checksum(3, A, AC, Suspect.chip((1, 0))), attempt=3) == ["0,0"]
+    assert job.report(recompute(1, A, AB, B)) == []
+    assert job.report(recompute(2, A, AB, B), attempt=2) == ["0,0-0,1"]
+    assert job.report(recompute(3, A, AC, Suspect.chip((1, 0))), attempt=3) == ["0,0"]
     assert job.start() == []
 
 
 def test_the_judge_without_a_list_is_as_it_was() -> None:
-    signs = [checksum(1, A, AB, B), checksum(2, A, AB, B), checksum(3, A, AC, Suspect.chip((1, 0)))]
+    signs = [recompute(1, A, AB, B), recompute(2, A, AB, B), recompute(3, A, AC, Suspect.chip((1, 0)))]
     assert [verdict.suspect for verdict in judge(signs)] == [A]
     assert [verdict.suspect for verdict in judge(signs, [A])] == []
     assert [verdict.suspect for verdict in judge(signs[:2], [AC])] == [AB]
@@ -201,29 +201,29 @@ def test_the_judge_without_a_list_is_as_it_was() -> None:
 def test_the_newest_signs_are_kept(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(book_module, "MAX_SIGNS", 5)
     for step in range(8):
-        job.book.add([checksum(step, A)], attempt=1, verified=0)
+        job.book.add([recompute(step, A)], attempt=1, verified=0)
     assert [noted.sign.step for noted in job.book.read()] == [3, 4, 5, 6, 7]
     size = job.book.path.stat().st_size
     monkeypatch.setattr(book_module, "MAX_BYTES", size - 1)
     with pytest.raises(QuarantineError, match=f"it has {size} bytes, expected at most {size - 1}"):
         job.book.read()
     monkeypatch.setattr(book_module, "MAX_BYTES", size)
-    job.book.add([checksum(8, A, B, C)], attempt=1, verified=0)
+    job.book.add([recompute(8, A, B, C)], attempt=1, verified=0)
     assert [noted.sign.step for noted in job.book.read()] == [5, 6, 7, 8]
 
 
 @pytest.mark.parametrize("cut", [1, 2, 40, -1])
 def test_what_a_killed_process_left_of_a_line_is_cut(job: Job, cut: int) -> None:
-    job.report(checksum(1, A), attempt=1, verified=0)
+    job.report(recompute(1, A), attempt=1, verified=0)
     whole = job.book.path.read_bytes()
     job.book.path.write_bytes(whole + whole[:cut])
     assert len(job.book.read()) == 1
-    assert job.report(checksum(1, A), attempt=2, verified=0) == ["0,0"]
+    assert job.report(recompute(1, A), attempt=2, verified=0) == ["0,0"]
     assert [noted.attempt for noted in job.book.read()] == [1, 2]
     assert all(json.loads(line) for line in job.book.path.read_text().splitlines())
 
 
-LINE = json.loads(Noted(checksum(1, A), 1, 0, 5.0).to_json())
+LINE = json.loads(Noted(recompute(1, A), 1, 0, 5.0).to_json())
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_a_damaged_book_is_never_an_empty_one(line: str, why: str, job: Job) -> 
         job.list.clear,
         job.start,
         lambda: untrusted(job.book),
-        lambda: job.report(checksum(3, A)),
+        lambda: job.report(recompute(3, A)),
     ):
         with pytest.raises(QuarantineError, match=f"(?s)signs.jsonl is damaged: .*{why}.*Repair it.*or move it away"):
             call()
@@ -267,7 +267,7 @@ def test_a_damaged_book_is_never_an_empty_one(line: str, why: str, job: Job) -> 
 def test_writers_at_the_same_time_lose_nothing(job: Job) -> None:
     def write(column: int) -> None:
         for step in range(10):
-            SignBook(job.folder).add([checksum(step, Suspect.chip((0, column)))], attempt=1, verified=0)
+            SignBook(job.folder).add([recompute(step, Suspect.chip((0, column)))], attempt=1, verified=0)
 
     threads = [threading.Thread(target=write, args=(column,)) for column in range(4)]
     for thread in threads:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from meshmend.quarantine import Judge, Sign, Suspect
-from meshmend.quarantine.judge import judge
+from meshmend.quarantine import Sign, Suspect
+from meshmend.quarantine.judge import judge, recent
 
 A, B, C, D = (Suspect.chip((0, n)) for n in range(4))
 AB, AC = Suspect.parse("0,0-0,1"), Suspect.parse("0,0-0,2")
@@ -19,10 +19,6 @@ MAJORITY = {"agree": 63, "differ": 1}
 
 def digest(chip: Suspect, step: int, chunk: int = 0, **numbers: float) -> Sign:
     return Sign("digest", (chip,), step, "", {"chunk": chunk, **MAJORITY, **numbers})
-
-
-def checksum(step: int, *suspects: Suspect) -> Sign:
-    return Sign("checksum", suspects, step)
 
 
 def recompute(step: int, *suspects: Suspect, **numbers: float) -> Sign:
@@ -43,25 +39,28 @@ def lag(chip: Suspect, steps: int) -> Sign:
         ([digest(A, 1, 0), digest(A, 1, 5)], []),  # one flip is in the parameters and in the moments
         ([digest(A, 1, attempt=1), digest(A, 2, attempt=1)], []),  # and stays there
         ([digest(A, 1, attempt=1), digest(A, 1, attempt=2)], [A]),
-        ([digest(A, 1), checksum(1, A)], []),  # the sum was wrong, so the replica is
-        ([digest(A, 9, attempt=1), replace(checksum(7, A), numbers={"attempt": 1})], []),
-        ([digest(A, 9, attempt=2), replace(checksum(7, A), numbers={"attempt": 1})], [A]),
-        ([digest(A, 5, attempt=1), replace(checksum(7, A), numbers={"attempt": 1})], [A]),  # not because of that sum
+        ([digest(A, 1), recompute(1, A)], []),  # the gradient was wrong, so the replica is
+        ([digest(A, 9, attempt=1), replace(recompute(7, A), numbers={"attempt": 1})], []),
+        ([digest(A, 9, attempt=2), replace(recompute(7, A), numbers={"attempt": 1})], [A]),
+        (
+            [digest(A, 5, attempt=1), replace(recompute(7, A), numbers={"attempt": 1})],
+            [A],
+        ),  # not because of that gradient
         ([digest(A, 1, agree=1, differ=1), digest(A, 2, agree=1, differ=1)], []),  # two replicas: either may be right
         ([digest(A, 1), digest(A, 2), digest(B, 1), digest(B, 2)], [A, B]),
-        ([checksum(1, AB)], []),
-        ([checksum(1, A, AB, B), checksum(1, A, AC, C)], []),  # one step
-        ([checksum(1, AB), checksum(2, AB)], [AB]),
-        ([checksum(1, A, AB, B), checksum(2, A, AB, B)], [AB]),  # the least that explains it
-        ([checksum(1, A, AB, B), checksum(2, A, AC, C)], [A]),
-        ([checksum(1, A, AB, B), checksum(2, A, AB, B), checksum(3, A, AC, C)], [A]),
+        ([recompute(1, AB)], []),
+        ([recompute(1, A, AB, B), recompute(1, A, AC, C)], []),  # one step
+        ([recompute(1, AB), recompute(2, AB)], [AB]),
+        ([recompute(1, A, AB, B), recompute(2, A, AB, B)], [AB]),  # the least that explains it
+        ([recompute(1, A, AB, B), recompute(2, A, AC, C)], [A]),
+        ([recompute(1, A, AB, B), recompute(2, A, AB, B), recompute(3, A, AC, C)], [A]),
         ([recompute(1, A, B)], []),
         ([recompute(1, A, B), recompute(2, A, B)], []),  # these two cannot be told apart
         ([recompute(1, A, B), recompute(2, A, C)], [A]),
         ([recompute(1, A, agree=2, differ=1)], [A]),  # a third one has decided
         ([recompute(1, A, agree=1, differ=1)], []),
         ([recompute(1, A, agree=1, differ=2)], []),  # three that differ: the program is not deterministic
-        ([digest(A, 1), checksum(9, A)], [A]),
+        ([digest(A, 1), recompute(9, A)], [A]),
         ([lag(A, 24)], [A]),
         ([lag(A, 23)], []),
         ([lag(A, 24), digest(B, 1)], [A]),
@@ -75,9 +74,7 @@ def test_the_rules(signs: list[Sign], named: list[Suspect]) -> None:
 def test_no_single_sign_but_a_decided_one_names_anybody() -> None:
     """By brute force over what a check may report."""
     counts: list[dict[str, Any]] = [{}, *({"agree": a, "differ": d} for a in range(4) for d in range(4))]
-    for kind, names, numbers in itertools.product(
-        ("digest", "checksum", "recompute"), ((A,), (AB,), (A, B), (A, AB, B)), counts
-    ):
+    for kind, names, numbers in itertools.product(("digest", "recompute"), ((A,), (AB,), (A, B), (A, AB, B)), counts):
         decided = kind == "recompute" and len(names) == 1 and numbers.get("agree", 0) >= 2
         decided = decided and numbers["agree"] > numbers["differ"]
         assert bool(judge([Sign(kind, names, 1, "", numbers)])) == decided
@@ -91,29 +88,20 @@ def test_the_order_of_signs_does_not_matter() -> None:
         for _ in range(dice.randint(1, 8)):
             step, chip = dice.randint(1, 4), dice.choice([A, B, C, D])
             several = dice.sample(pool, dice.randint(1, 3))
-            signs.append(dice.choice([digest(chip, step), checksum(step, *several), recompute(step, *several)]))
+            signs.append(dice.choice([digest(chip, step), recompute(step, *several)]))
         expected = judge(signs)
         dice.shuffle(signs)
         assert judge(signs) == expected
-        heard = Judge()
-        heard.add(signs)
-        assert set(heard.signs) == set(signs)
 
 
-def test_a_verdict_is_given_once_and_has_its_evidence() -> None:
-    court = Judge()
-    assert court.add([Sign("checksum", (A,), 3, "chunk 1 is off by 8")]) == ()
-    (verdict,) = court.add([Sign("checksum", (A,), 5, "chunk 2 is off by 4")])
+def test_a_verdict_has_its_evidence() -> None:
+    signs = [Sign("recompute", (A,), 5, "chunk 2 is off by 4"), Sign("recompute", (A,), 3, "chunk 1 is off by 8")]
+    (verdict,) = judge(signs)
     assert verdict.step == 5
-    assert verdict.why == "checksum at step 3: chunk 1 is off by 8; checksum at step 5: chunk 2 is off by 4"
-    assert court.add([checksum(7, A)]) == ()
-    court.forget(A)
-    assert court.signs == ()
-    assert court.add([checksum(8, A)]) == ()
+    assert verdict.why == "recompute at step 3: chunk 1 is off by 8; recompute at step 5: chunk 2 is off by 4"
 
 
 def test_signs_that_are_far_apart_are_not_held_together() -> None:
-    court = Judge(window_steps=100)
-    assert court.add([checksum(1, A)]) == ()
-    assert court.add([checksum(101, A)]) == ()
-    assert [one.suspect for one in court.add([checksum(200, A)])] == [A]
+    signs = [recompute(step, A) for step in (1, 101, 200)]
+    assert judge(recent(signs[:2], 100)) == []
+    assert [one.suspect for one in judge(recent(signs, 100))] == [A]

@@ -7,7 +7,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from meshmend.quarantine import Judge, Sign, Suspect
+from meshmend.quarantine import Sign, Suspect
+from meshmend.quarantine.judge import judge
 from meshmend.quarantine.opinions import Opinion, Owner, is_agreed, weigh
 
 STATE, SAMPLES = 7, 8
@@ -45,7 +46,7 @@ def test_one_liar_is_named_alone_whenever_it_lies(n_chips: int) -> None:
             for sign in ruling.signs:
                 assert sign.numbers["times"] == len(lies)
                 assert sign.numbers["agree"] == len(shifts) - 1
-                assert [verdict.suspect for verdict in Judge().add([sign])] == list(sign.suspects)
+                assert [verdict.suspect for verdict in judge([sign])] == list(sign.suspects)
 
 
 @pytest.mark.parametrize("n_chips", [5, 6, 9])
@@ -82,7 +83,7 @@ def test_three_that_differ_from_each_other_are_suspects_together() -> None:
     (sign,) = weigh(found, owners(3), 5).signs
     assert named((sign,)) == [{0, 1, 2}]
     assert sign.evidence == "they computed different gradients of examples of chip 0,0"
-    assert Judge().add([sign]) == ()
+    assert judge([sign]) == []
 
 
 def test_a_chip_that_contradicts_itself_is_named_and_its_votes_do_not_count() -> None:
@@ -99,8 +100,8 @@ def test_other_inputs_are_one_observation_and_no_vote_on_gradients() -> None:
     (sign,) = weigh(found, owners(6), 5).signs
     assert named((sign,)) == [{3}]
     assert sign.evidence == "its parameters or its model state differ from those of 5 of 6 devices"
-    assert Judge().add([sign]) == ()
-    assert len(Judge().add([sign, Sign("recompute", sign.suspects, 9)])) == 1
+    assert judge([sign]) == []
+    assert len(judge([sign, Sign("recompute", sign.suspects, 9)])) == 1
 
 
 def test_without_a_majority_of_parameters_all_are_suspects() -> None:
@@ -121,5 +122,5 @@ def test_other_samples_blame_a_chip_only_if_two_hosts_agree_against_it() -> None
     ruling = weigh(given(5, 1), owners(6, per_process=2), 5)
     assert (named(ruling.signs), ruling.has_other_samples) == ([{5}], True)
     assert ruling.signs[0].evidence.startswith("it was given other data than chips 0,0 and 0,4 for its part")
-    assert Judge().add(ruling.signs) == ()
+    assert judge(ruling.signs) == []
     assert named(weigh(given(0, 1), owners(6, per_process=2), 5).signs) == [{0, 4, 5}]

@@ -53,12 +53,12 @@ def test_a_machine_has_it_or_not() -> None:
 
 
 def test_a_sign_survives_json() -> None:
-    sign = Sign("checksum", (CHIP, Suspect.parse("2,3-2,4")), 17, "chunk 3: ±1 ulp", {"wrong": 0.25, "chunk": 3})
+    sign = Sign("recompute", (CHIP, Suspect.parse("2,3-2,4")), 17, "chunk 3: ±1 ulp", {"wrong": 0.25, "chunk": 3})
     again = Sign.from_json(sign.to_json().encode())
     assert again == sign
     assert hash(again) == hash(sign)
     assert again.to_json() == sign.to_json()
-    assert sign == Sign("checksum", sign.suspects[::-1], 17, sign.evidence, {"wrong": 0.25, "chunk": 3})
+    assert sign == Sign("recompute", sign.suspects[::-1], 17, sign.evidence, {"wrong": 0.25, "chunk": 3})
 
 
 GOOD = {"kind": "digest", "suspects": ["2,3"], "step": 1, "evidence": "", "numbers": {"agree": 3}}
@@ -67,7 +67,7 @@ GOOD = {"kind": "digest", "suspects": ["2,3"], "step": 1, "evidence": "", "numbe
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"kind": "rumour"}, "expected one of digest, checksum, recompute, lag"),
+        ({"kind": "rumour"}, "expected one of digest, recompute, lag"),
         ({"kind": ["digest"]}, "kind and evidence are texts"),
         ({"suspects": []}, "it names 0 suspects"),
         ({"suspects": ["2,3"] * 17}, "it names 17 suspects"),

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from meshmend import Mesh
 from meshmend.errors import ParameterError
 from meshmend.launch import Hosts
-from meshmend.quarantine import Judge, Sign, Stragglers
+from meshmend.quarantine import Sign, Stragglers
+from meshmend.quarantine.judge import judge
 from meshmend.quarantine.stragglers import FALSE_ALARMS, LATE, WINDOW, least_count
 
 HOSTS = Hosts.of("8x8", "4x2")
@@ -74,7 +75,7 @@ def test_a_chip_that_is_half_as_slow_again_is_named_within_50_steps(seed: int, j
     assert [str(one) for one in sign.suspects] == [",".join(map(str, MESH.chip(rank)))]
     assert sign.step < 50
     assert 1.4 < sign.numbers["factor"] < 1.6
-    (verdict,) = Judge().add([sign])
+    (verdict,) = judge([sign])
     assert verdict.suspect == sign.suspects[0]
 
 

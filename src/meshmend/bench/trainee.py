@@ -85,7 +85,7 @@ def main(path: str) -> None:
     from meshmend.jax.job.hardware import with_hardware
     from meshmend.jax.job.session import RECOVERY_BUDGET_S
     from meshmend.jax.state import Keeper, fetch, place
-    from meshmend.jax.training_plan import any_pair
+    from meshmend.jax.training_plan import TrainingPlan, any_pair
     from meshmend.planning import PlanCache
 
     with initialize(
@@ -108,7 +108,7 @@ def main(path: str) -> None:
                 return _params(job.exact)
             return jax.eval_shape(lambda pair: _sharded_params(fabric, pair), any_pair(fabric))
 
-        def make_plan(fabric: mmj.Fabric, cache: PlanCache) -> mmj.TrainingPlan:
+        def make_plan(fabric: mmj.Fabric, cache: PlanCache) -> TrainingPlan:
             return mmj.plan(
                 fabric,
                 outline(fabric),
@@ -118,10 +118,10 @@ def main(path: str) -> None:
                 budget_s=RECOVERY_BUDGET_S,
             )
 
-        def build(fabric: mmj.Fabric, planned: mmj.TrainingPlan) -> CompiledTrainStep:
+        def build(fabric: mmj.Fabric, planned: TrainingPlan) -> CompiledTrainStep:
             batch, program = feed.like(fabric), planned.install(fabric)
             if job.shard == "fsdp":
-                sharded = mmj.sharded_train_step(sharded_loss, optimizer, fabric, per_example=True)
+                sharded = mmj.fsdp.sharded_train_step(sharded_loss, optimizer, fabric, per_example=True)
                 like = jax.eval_shape(lambda pair: _sharded_params(fabric, pair), program)
                 return compile_train_step(sharded, program, like, batch)
             training = mmj.train_step(loss, optimizer, fabric, per_example=True)
@@ -190,9 +190,9 @@ def sharded_loss(params: Any, batch: Any, pair: Any) -> Any:
 
     import meshmend.jax as mmj
 
-    ends = mmj.gather_params(params["ends"], pair)
+    ends = mmj.fsdp.gather_params(params["ends"], pair)
     x = jnp.tanh(batch["x"] @ ends["w"] + ends["b"])
-    x = mmj.scan_layers(lambda w, x: x + jnp.tanh(x @ w["w"] + w["b"]), params["layers"], x, pair)
+    x = mmj.fsdp.scan_layers(lambda w, x: x + jnp.tanh(x @ w["w"] + w["b"]), params["layers"], x, pair)
     return (x @ ends["out"] - batch["y"]) ** 2
 
 
@@ -205,8 +205,8 @@ def _sharded_params(fabric: Any, pair: Any) -> Any:
     shapes = {"w": (LAYERS, WIDTH, WIDTH), "b": (LAYERS, WIDTH)}
     layers = {name: (rng.standard_normal(shape) / 16).astype(np.float32) for name, shape in shapes.items()}
     return {
-        "ends": mmj.shard_params(_params(exact=False), fabric, pair),
-        "layers": mmj.shard_params(layers, fabric, pair, stacked=True),
+        "ends": mmj.fsdp.shard_params(_params(exact=False), fabric, pair),
+        "layers": mmj.fsdp.shard_params(layers, fabric, pair, stacked=True),
     }
 
 

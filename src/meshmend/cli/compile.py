@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
-from meshmend.cli.layer_stack import TRANSFORMER, StackOptions, compile_transformer
 from meshmend.cli.options import FailOption, JsonOption, PlannerOption, TuningOptions
 from meshmend.cli.terminal import working
 from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
@@ -33,7 +32,6 @@ def command(
         str, typer.Option("--topology", metavar="GEN:SHAPE", help="A TPU slice, as in v3:32x32 or v4:4x4x8.")
     ],
     tuning: TuningOptions,
-    stack: StackOptions,
     planner: PlannerOption = Auto.name,
     fail: FailOption = None,
     wrap: Annotated[
@@ -43,33 +41,9 @@ def command(
         ),
     ] = WIRED,
     payload: Annotated[
-        str | None,
-        typer.Option(
-            "--payload",
-            metavar="SIZE",
-            help="Payload per device, as in 102.4MB.",
-            show_default="102.4MB; what a workload sends",
-        ),
-    ] = None,
+        str, typer.Option("--payload", metavar="SIZE", help="Payload per device, as in 102.4MB.")
+    ] = "102.4MB",
     dtype: Annotated[str, typer.Option("--dtype", metavar="NAME", help="float32 or bfloat16.")] = "float32",
-    workload: Annotated[
-        str | None,
-        typer.Option(
-            "--workload",
-            metavar="NAME",
-            help="Compile a whole train step instead: resnet-50, bert-large, gpt-small, or transformer.",
-        ),
-    ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(
-            "--batch",
-            metavar="N",
-            min=1,
-            help="Examples per device, for a workload.",
-            show_default="16; transformer: 1",
-        ),
-    ] = None,
     cores: Annotated[
         int | None, typer.Option("--cores", metavar="N", min=1, max=2, help="Cores used per chip; default: all.")
     ] = None,
@@ -85,21 +59,14 @@ def command(
 
     The chip (x, y) of the slice is row x, column y: --fail 4x2@6,8 is x from 6 to 9, y from 8 to 9.
 
-    With --tile the plan is for the mesh of tiles, the payload is what each device has of it, and a workload's weights
-    are split inside a tile. The compiler then runs in a process of its own, as it aborts on some programs.
-
-    The transformer is a stack of equal layers under scan_layers. Of it, this prints the memory per chip and how much
-    computing the compiler's schedule puts beside the permutes: an order of instructions, not a measured time.
+    With --tile the plan is for the mesh of tiles, and the payload is what each device has of it. The compiler then runs
+    in a process of its own, as it aborts on some programs.
 
     Example: meshmend compile --topology v3:32x32 --fail 4x2@6,8 --planner row-pairs
     Example: meshmend compile --topology v6e:8x8 --fail 2x2@2,2 --tile 2x2
-    Example: meshmend compile --topology v6e:4x4 --fail 0,1 --tile 2x2 --workload gpt-small --batch 1
-    Example: meshmend compile --topology v6e:4x4 --fail 2x2@0,0 --workload transformer --shard fsdp
     """
     with exit_on_error(json):
         require("jax", "optax", "libtpu", needed_for="meshmend compile", extra="tpu")
-        if workload is not None and workload != TRANSFORMER:
-            require("flax", needed_for="A workload", extra="workloads")
         # Compiling needs no device, and searching for a TPU that is not there takes minutes.
         os.environ["JAX_PLATFORMS"] = "cpu"
         from meshmend.jax.compiling.ahead_of_time import compile_for, slice_fabric
@@ -108,68 +75,24 @@ def command(
 
         if dtype not in ("float32", "bfloat16"):
             raise ParameterError(f"--dtype is {dtype!r}, expected float32 or bfloat16.")
-        if workload is not None and payload is not None:
-            raise ParameterError(f"--workload {workload} says what is sent: leave out --payload {payload}.")
-        payload_bytes = round(parse_bytes(payload or "102.4MB"))
+        payload_bytes = round(parse_bytes(payload))
         generation, _, chips = topology.partition(":")
         if is_shape(chips):  # libtpu knows one way to write it
             topology = f"{generation}:{name_shape(parse_shape(chips))}"
         fabric = slice_fabric(topology, failed=fail or (), wrap=_read_wrap(wrap), cores=cores)
-        if workload == TRANSFORMER:
-            if tile is not None:
-                raise ParameterError(f"--workload {TRANSFORMER} is for chips alone: leave out --tile {tile}.")
-            compile_transformer(
-                topology,
-                fabric,
-                stack,
-                planner,
-                tuning,
-                failed=list(fail or ()),
-                wrap=_read_wrap(wrap),
-                cores=cores,
-                batch=batch or 1,
-                dtype=dtype,
-                json=json,
-            )
-            return
-        stack.check_unused(workload)
-        batch = batch or 16
         cut = None if tile is None else cut_slice(fabric, tile)
         fabric = fabric if cut is None else cut
-        planned_bytes: float = payload_bytes
-        if workload is not None:
-            from meshmend.jax.workloads import find_workload, payload_of
-
-            planned_bytes = payload_of(find_workload(workload), fabric, batch=batch)
         with working(f"planning and proving {fabric.mesh}", json):
-            schedule = plan(fabric.mesh, tuning.planner(planner, planned_bytes, fabric.hardware))
-        what = "all-reduce" if workload is None else f"{workload} step"
-        facts: dict[str, Any] = (
-            {"payload_bytes": payload_bytes, "dtype": dtype}
-            if workload is None
-            else {"workload": workload, "batch_per_device": batch}
-        )
-        with working(f"compiling the {what}" + (": this takes minutes" if workload else ""), json):
-            if cut is not None:
-                facts |= {"tile": tile, "devices_per_tile": cut.devices_per_tile, "wasted_chips": cut.tiling.n_wasted}
-                job = TileJob(
-                    topology,
-                    name_shape(cut.tiling.side),
-                    list(fail or ()),
-                    _read_wrap(wrap),
-                    cores,
-                    payload_bytes,
-                    dtype,
-                    workload,
-                    batch,
-                )
-                report = compile_apart(job, schedule)
-            elif workload is None:
+            schedule = plan(fabric.mesh, tuning.planner(planner, payload_bytes, fabric.hardware))
+        facts: dict[str, Any] = {"payload_bytes": payload_bytes, "dtype": dtype}
+        with working("compiling the all-reduce", json):
+            if cut is None:
                 report = compile_for(topology, schedule, fabric, payload_bytes=payload_bytes, dtype=dtype)
             else:
-                from meshmend.jax.workloads import compile_workload, find_workload
-
-                report = compile_workload(topology, find_workload(workload), schedule, fabric, batch=batch)
+                facts |= {"tile": tile, "devices_per_tile": cut.devices_per_tile, "wasted_chips": cut.tiling.n_wasted}
+                side = name_shape(cut.tiling.side)
+                job = TileJob(topology, side, list(fail or ()), _read_wrap(wrap), cores, payload_bytes, dtype)
+                report = compile_apart(job, schedule)
         facts = {
             **mesh_facts(fabric.mesh),
             "planner": schedule.planner,
@@ -182,7 +105,7 @@ def command(
             return
         sizes = {name: name_bytes(facts[name]) for name in facts if name.endswith("_bytes")}
         print_facts(
-            f"{schedule.planner} {what} on {topology}, {fabric.mesh}",
+            f"{schedule.planner} all-reduce on {topology}, {fabric.mesh}",
             {
                 **_size_of(report, cut),
                 "program": f"{schedule.n_steps:,} steps in {report.loops} loops of up to {report.lanes} lanes",

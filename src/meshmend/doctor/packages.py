@@ -37,7 +37,7 @@ PACKAGES = (
     Package("jaxlib", "jaxlib", "the JAX engine", install_hint("jax")),
     Package("optax", "optax", "train_step of the JAX engine", install_hint("jax")),
     Package("libtpu", "libtpu", "meshmend compile, and TPUs", install_hint("tpu")),
-    Package("flax", "flax", "meshmend compile --workload", install_hint("workloads")),
+    Package("flax", "flax", "benchmarks of whole train steps", install_hint("workloads")),
     Package("orbax.checkpoint", "orbax-checkpoint", "checkpoints of a JAX job", "pip install orbax-checkpoint"),
     Package("grain", "grain", "data of a JAX job that restarts", "pip install grain"),
     Package("torch", "torch", "the PyTorch engine", install_hint("torch")),

@@ -9,24 +9,13 @@ from meshmend.extras import require
 
 require("jax", "optax", needed_for="meshmend.jax", extra="jax")
 
+from meshmend.jax import checks, fsdp
 from meshmend.jax.batching import KeepGlobal, KeepPerChip, Position
-from meshmend.jax.checks import (
-    BadSum,
-    Disagreement,
-    Part,
-    Recompute,
-    bad_sums,
-    checked_all_reduce,
-    compare_replicas,
-    replica_digests,
-)
-from meshmend.jax.collectives import Shards, all_gather, all_reduce, reduce_scatter, shard_of
-from meshmend.jax.cut_params import init_sharded, reshard_params, shard_params, unshard_params
+from meshmend.jax.collectives import all_gather, all_reduce, reduce_scatter
 from meshmend.jax.differentiate import value_and_grad
 from meshmend.jax.fabric import Fabric, discover
-from meshmend.jax.feed import Batch, Feed
-from meshmend.jax.layer_scan import scan_layers
-from meshmend.jax.layerwise import add_decayed_weights, clip_by_global_norm, lamb, lars, scale_by_trust_ratio
+from meshmend.jax.feed import Feed
+from meshmend.jax.layerwise import add_decayed_weights, clip_by_global_norm, lamb, lars
 from meshmend.jax.ledger import Ledger
 from meshmend.jax.managed import Checks, Job, JobStep
 from meshmend.jax.measuring import measure
@@ -34,23 +23,16 @@ from meshmend.jax.program import (
     Program,
     ProgramPair,
     ProgramWithTurn,
-    abstract_program,
     install,
     install_pair,
     install_turn,
 )
-from meshmend.jax.sharded_params import ShardedParams, gather_params, sharded_specs
-from meshmend.jax.sharded_training import ShardedTrainStep, sharded_train_step
-from meshmend.jax.tiles import TiledFabric, tile
+from meshmend.jax.tiles import tile
 from meshmend.jax.training import train_step
-from meshmend.jax.training_plan import TrainingPlan, plan
-from meshmend.jax.updates import TrainStep
+from meshmend.jax.training_plan import plan
 
 __all__ = [
-    "BadSum",
-    "Batch",
     "Checks",
-    "Disagreement",
     "Fabric",
     "Feed",
     "Job",
@@ -58,29 +40,17 @@ __all__ = [
     "KeepGlobal",
     "KeepPerChip",
     "Ledger",
-    "Part",
     "Position",
     "Program",
     "ProgramPair",
     "ProgramWithTurn",
-    "Recompute",
-    "ShardedParams",
-    "ShardedTrainStep",
-    "Shards",
-    "TiledFabric",
-    "TrainStep",
-    "TrainingPlan",
-    "abstract_program",
     "add_decayed_weights",
     "all_gather",
     "all_reduce",
-    "bad_sums",
-    "checked_all_reduce",
+    "checks",
     "clip_by_global_norm",
-    "compare_replicas",
     "discover",
-    "gather_params",
-    "init_sharded",
+    "fsdp",
     "install",
     "install_pair",
     "install_turn",
@@ -89,16 +59,7 @@ __all__ = [
     "measure",
     "plan",
     "reduce_scatter",
-    "replica_digests",
-    "reshard_params",
-    "scale_by_trust_ratio",
-    "scan_layers",
-    "shard_of",
-    "shard_params",
-    "sharded_specs",
-    "sharded_train_step",
     "tile",
     "train_step",
-    "unshard_params",
     "value_and_grad",
 ]

@@ -7,9 +7,8 @@ leaves are cut out of the result.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Annotated, Any
 
 import jax
@@ -58,18 +57,6 @@ def all_reduce(
     >>> total(jnp.arange(12 * 3), program).reshape(12, 3)[-1].tolist()
     [198, 210, 222]
     """
-    return all_reduce_by(partial(run, unroll=unroll), tree, program, mean=mean, accumulate_dtype=accumulate_dtype)
-
-
-def all_reduce_by(
-    run: Callable[[Chunks, Program], Chunks],
-    tree: Any,
-    program: Program,
-    *,
-    mean: bool = False,
-    accumulate_dtype: DTypeLike | None = None,
-) -> Any:
-    """Sum a pytree as `all_reduce` does; `run` runs the program, or that for scalars, over each matrix of chunks."""
     _expect(program, Collective.ALL_REDUCE, "install(schedule, fabric)")
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
     _check_varying(leaves, program)
@@ -77,7 +64,7 @@ def all_reduce_by(
         leaves = [leaf.astype(mean_dtype(leaf.dtype)) for leaf in leaves]
     results: list[Any] = [leaf.astype(_sum_dtype(leaf.dtype)) for leaf in leaves]
     for group, way in _ways(leaves, program, accumulate_dtype):
-        chunks = run(sum_in_chip(group.pack(leaves), way.layout), way)
+        chunks = run(sum_in_chip(group.pack(leaves), way.layout), way, unroll=unroll)
         for i, total in group.unpack(join_in_chip(chunks, way.layout), leaves):
             results[i] = _divide(total, _divisor(program, mean)).astype(results[i].dtype)
     return jax.tree.unflatten(structure, results)

@@ -1,16 +1,9 @@
 """Gradients over tiles: `value_and_grad` in place of `jax.value_and_grad`, for a model that is split inside a tile.
 
 Each tile differentiates the loss of its own part of the batch, under whatever sharding the model and XLA choose inside
-it. The gradients are then averaged over tiles by the planned schedule, in a `shard_map` that is manual over every axis,
-so that each chip packs only the shards that it holds and nothing moves inside a tile. There are two ways to keep tiles
-apart until then:
-
-- "vmap" (the default): `jax.vmap(…, spmd_axis_name="tile")`. Sharding constraints, and a `shard_map` over all axes
-  inside a tile that names the mesh, work in it.
-- "manual": a `shard_map` that is manual over "tile" and automatic over the rest, for models that vmap cannot batch. XLA
-  aborts on some embedding lookups in it, and a `shard_map` inside must not name the mesh.
-
-`docs/adopt.md` has the table of what works in each.
+it: `jax.vmap(…, spmd_axis_name="tile")` keeps tiles apart. The gradients are then averaged over tiles by the planned
+schedule, in a `shard_map` that is manual over every axis, so that each chip packs only the shards that it holds and
+nothing moves inside a tile. `docs/adopt.md` has the table of what works inside a tile.
 """
 
 from __future__ import annotations
@@ -33,12 +26,8 @@ from meshmend.jax.tiles import TILE_AXIS, TiledFabric
 from meshmend.jax.validation import check_microbatches, check_program, check_tile_batch, check_weights
 from meshmend.jax.weighted import divide_by_weight, weighted_sums
 
-WAYS = ("vmap", "manual")
-MEAN, PER_TILE = "mean", "per tile"
-"""What becomes of aux."""
-
 TileSums = tuple[Any, Any, Any]
-"""Sums of the gradients, of the loss and averaged aux, and of the weights (None where all count alike)."""
+"""Sums of the gradients, of the loss and aux, and of the weights (None where all count alike)."""
 
 
 def value_and_grad(
@@ -50,12 +39,9 @@ def value_and_grad(
     has_aux: bool = False,
     shared_argnums: int | Sequence[int] = (),
     key_argnums: int | Sequence[int] = (),
-    per_tile_argnums: int | Sequence[int] = (),
-    aux: Any = "mean",
     microbatches: int = 1,
     per_example: bool = False,
     accumulate_dtype: DTypeLike | None = jnp.float32,
-    way: str = "vmap",
 ) -> Callable[..., tuple[Any, Any]]:
     """Return `f(*args, program=program)` with the value and the gradients of `loss(*args)`, averaged over tiles.
 
@@ -67,19 +53,16 @@ def value_and_grad(
 
     What the arguments of the loss are: `argnums` (as in JAX) are parameters, the same on all tiles. `shared_argnums`
     are the same on all tiles and are not differentiated: a step's number, model state that is averaged. `key_argnums`
-    are random keys: each tile gets its own, `jax.random.fold_in(key, tile)`, and so does each microbatch.
-    `per_tile_argnums` have one row per tile, and each tile gets its own: model state that tiles keep apart. Everything
+    are random keys: each tile gets its own, `jax.random.fold_in(key, tile)`, and so does each microbatch. Everything
     else is a batch, whose first axis is split over tiles.
 
-    With `has_aux` the loss returns (value, aux), and f returns ((value, aux), gradients). `aux` says what becomes of
-    it, for all or as a prefix tree: "mean" over tiles (integers as float32), or "per tile", with a leading axis of
-    tiles.
+    With `has_aux` the loss returns (value, aux), and f returns ((value, aux), gradients), with the mean of aux over
+    tiles (of integers in float32).
 
-    `microbatches` cuts a tile's part into so many pieces, whose gradients are added up before anything is sent; "per
-    tile" aux is then the mean of the pieces'. With `per_example` the loss (and aux) has one value per example and
-    everything is a true mean, Σ w·v / Σ w, with `f(…, weights=w)` as in `train_step`. Sums are formed in
-    `accumulate_dtype` where that is wider. Gradients have their parameters' dtypes; the value and averaged aux keep
-    the dtype of their sums.
+    `microbatches` cuts a tile's part into so many pieces, whose gradients are added up before anything is sent. With
+    `per_example` the loss (and aux) has one value per example and everything is a true mean, Σ w·v / Σ w, with
+    `f(…, weights=w)` as in `train_step`. Sums are formed in `accumulate_dtype` where that is wider. Gradients have
+    their parameters' dtypes; the value and aux keep the dtype of their sums.
 
     >>> import jax, jax.numpy as jnp, meshmend as mm, meshmend.jax as mmj
     >>> from jax.sharding import PartitionSpec as P
@@ -96,27 +79,22 @@ def value_and_grad(
             f"Expected a fabric of tiles, got a {type(fabric).__name__}: cut it with mmj.tile(fabric, '2x2', model=4), "
             "or with mmj.tile(fabric, '1x1') for data parallelism alone."
         )
-    if way not in WAYS:
-        raise ParameterError(f"way is {way!r}, expected one of: {', '.join(WAYS)}.")
-    if aux != MEAN and (per_example or not has_aux):
-        raise ParameterError("aux is for a loss with has_aux=True and without per_example, whose aux is always a mean.")
     check_microbatches(microbatches)
-    roles = Roles(_numbers(argnums), _numbers(shared_argnums), _numbers(key_argnums), _numbers(per_tile_argnums))
-    part = TileLoss(loss, roles, has_aux, aux, microbatches, per_example, accumulate_dtype)
+    roles = Roles(_numbers(argnums), _numbers(shared_argnums), _numbers(key_argnums))
+    part = TileLoss(loss, roles, has_aux, microbatches, per_example, accumulate_dtype)
     given = (shardings,) if isinstance(argnums, int) else tuple(shardings)
 
     def mean_gradients(*args: Any, program: Program, weights: Any = None) -> tuple[Any, Any]:
         check_program(program, fabric)
         _check_whole(program)
-        params, specs, sums, kept = sums_by_tile(part, fabric, given, args, weights, way=way)
+        params, specs, sums = sums_by_tile(part, fabric, given, args, weights)
         summed, extras, weight = _sum_over_tiles(sums, specs, program, fabric)
         count = weight_of(weight, fabric, microbatches)
-        value, averaged = jax.tree.map(lambda x: divide_by_weight(x, count, empty=jnp.nan), extras)
+        value, aux = jax.tree.map(lambda x: divide_by_weight(x, count, empty=jnp.nan), extras)
         gradients = jax.tree.map(
             lambda x, like: divide_by_weight(x, count, empty=0.0).astype(jnp.result_type(like)), summed, params
         )
-        found = (value, _join_aux(averaged, kept)) if has_aux else value
-        return found, gradients[0] if isinstance(argnums, int) else gradients
+        return (value, aux) if has_aux else value, gradients[0] if isinstance(argnums, int) else gradients
 
     return mean_gradients
 
@@ -128,16 +106,15 @@ class Roles:
     params: tuple[int, ...]
     shared: tuple[int, ...]
     keys: tuple[int, ...]
-    per_tile: tuple[int, ...]
 
     def batch(self, args: Sequence[Any]) -> dict[int, Any]:
         """Return the arguments that are split over tiles, by number; refuse numbers that are no argument's."""
-        listed = [*self.params, *self.shared, *self.keys, *self.per_tile]
+        listed = [*self.params, *self.shared, *self.keys]
         if len(set(listed)) < len(listed) or not all(0 <= i < len(args) for i in listed):
             raise ParameterError(
-                f"argnums, shared_argnums, key_argnums and per_tile_argnums are {self.params}, {self.shared}, "
-                f"{self.keys} and {self.per_tile}: expected numbers from 0 to {len(args) - 1}, each in one of them, as "
-                f"the function was called with {len(args)} arguments."
+                f"argnums, shared_argnums and key_argnums are {self.params}, {self.shared} and {self.keys}: expected "
+                f"numbers from 0 to {len(args) - 1}, each in one of them, as the function was called with {len(args)} "
+                "arguments."
             )
         found = {i: arg for i, arg in enumerate(args) if i not in listed}
         if not found:
@@ -152,50 +129,45 @@ class TileLoss:
     loss: Callable[..., Any]
     roles: Roles
     has_aux: bool
-    aux: Any
     microbatches: int
     per_example: bool
     accumulate_dtype: DTypeLike | None
 
-    def sums(self, same: tuple[Any, Any], own: tuple[Any, Any, Any]) -> tuple[TileSums, Any]:
-        """Return the sums over this tile's microbatches, in the dtypes that travel, and the aux that stays here.
+    def sums(self, same: tuple[Any, Any], own: tuple[Any, Any]) -> TileSums:
+        """Return the sums over this tile's microbatches, in the dtypes that travel.
 
-        `same` is (parameters, shared arguments), `own` is (keys, per-tile arguments, (batch, weights)).
+        `same` is (parameters, shared arguments), `own` is (keys, (batch, weights)).
         """
-        keys, per_tile, (batch, weights) = own
+        keys, (batch, weights) = own
         if self.microbatches == 1:
-            return self._piece(same, (keys, per_tile), batch, weights)
+            return self._piece(same, keys, batch, weights)
 
         def cut(x: jax.Array) -> jax.Array:
             # Every n-th example: a batch that is split inside the tile stays split as it is.
             return jnp.swapaxes(x.reshape(-1, self.microbatches, *x.shape[1:]), 0, 1)
 
-        def piece(number: Any, part: Any) -> tuple[TileSums, Any]:
-            drawn = jax.tree.map(lambda key: jax.random.fold_in(key, number), keys)
-            sums, kept = self._piece(same, (drawn, per_tile), *part)
-            return sums, jax.tree.map(lambda x: self._widened(x) / self.microbatches, kept)
+        def piece(number: Any, part: Any) -> TileSums:
+            return self._piece(same, jax.tree.map(lambda key: jax.random.fold_in(key, number), keys), *part)
 
         numbers, parts = jnp.arange(self.microbatches), jax.tree.map(cut, (batch, weights))
         shapes = jax.eval_shape(piece, *jax.tree.map(lambda x: x[0], (numbers, parts)))
         start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         total, _ = lax.scan(lambda so_far, x: (jax.tree.map(jnp.add, so_far, piece(*x)), None), start, (numbers, parts))
-        found: tuple[TileSums, Any] = total
+        found: TileSums = total
         return found
 
-    def _piece(self, same: tuple[Any, Any], own: tuple[Any, Any], batch: Any, weights: Any) -> tuple[TileSums, Any]:
-        (params, shared), (keys, per_tile) = same, own
+    def _piece(self, same: tuple[Any, Any], keys: Any, batch: Any, weights: Any) -> TileSums:
+        params, shared = same
 
         def with_aux(params: Any, batch: Any) -> tuple[Any, Any]:
-            args = {**dict(zip(self.roles.params, params, strict=True)), **shared, **keys, **per_tile, **batch}
+            args = {**dict(zip(self.roles.params, params, strict=True)), **shared, **keys, **batch}
             found = self.loss(*(args[i] for i in range(len(args))))
             return found if self.has_aux else (found, ())
 
         if self.per_example:
-            sums = weighted_sums(with_aux, params, batch, weights, 1, self.accumulate_dtype)
-            return tuple(sums), jax.tree.map(lambda _: None, sums.extras[1])
-        (value, aux), gradients = jax.value_and_grad(with_aux, has_aux=True)(params, batch)
-        averaged, kept = _split_aux(aux, self.aux)
-        return (*jax.tree.map(self._widened, (gradients, (value, averaged))), None), kept
+            return tuple(weighted_sums(with_aux, params, batch, weights, 1, self.accumulate_dtype))
+        extras, gradients = jax.value_and_grad(with_aux, has_aux=True)(params, batch)
+        return *jax.tree.map(self._widened, (gradients, extras)), None
 
     def _widened(self, value: Any) -> jax.Array:
         x: jax.Array = jnp.asarray(value)
@@ -208,12 +180,10 @@ class SumsByTile(NamedTuple):
     params: tuple[Any, ...]
     specs: Any
     sums: TileSums
-    kept: Any
-    """Aux that stays with its tile."""
 
 
 def sums_by_tile(
-    part: TileLoss, fabric: TiledFabric, shardings: tuple[Any, ...], args: Sequence[Any], weights: Any, *, way: str
+    part: TileLoss, fabric: TiledFabric, shardings: tuple[Any, ...], args: Sequence[Any], weights: Any
 ) -> SumsByTile:
     """Check the arguments of a loss, and let each tile differentiate its part of the batch."""
     roles, n_tiles = part.roles, fabric.mesh.n_chips
@@ -227,15 +197,11 @@ def sums_by_tile(
         raise ParameterError("This function does not take weights: make it with per_example=True.")
     params = tuple(args[i] for i in roles.params)
     specs = match_specs(shardings, params, fabric)
-    by_tile = (
-        {i: _key_per_tile(args[i], n_tiles) for i in roles.keys},
-        {i: _check_rows(args[i], n_tiles, i) for i in roles.per_tile},
-        _split((batch, weights), n_tiles),
-    )
+    keys = {i: _key_per_tile(args[i], n_tiles) for i in roles.keys}
+    by_tile = _on_tiles((keys, _split((batch, weights), n_tiles)), fabric)
     shared = {i: args[i] for i in roles.shared}
-    apart = _by_vmap if way == "vmap" else _by_manual
-    sums, kept = apart(part.sums, fabric)((params, shared), _on_tiles(by_tile, fabric))
-    return SumsByTile(params, specs, sums, kept)
+    sums = jax.vmap(part.sums, in_axes=(None, 0), spmd_axis_name=TILE_AXIS)((params, shared), by_tile)
+    return SumsByTile(params, specs, sums)
 
 
 def rows_by_tile(batch: Any, fabric: TiledFabric) -> Any:
@@ -252,25 +218,6 @@ def stacked_specs(specs: Any) -> Any:
     """Return the specs of arrays that have one row per tile, each split inside its tile by `specs`."""
     return jax.tree.map(
         lambda spec: PartitionSpec(TILE_AXIS, *spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
-    )
-
-
-def _by_vmap(function: Callable[..., Any], fabric: TiledFabric) -> Callable[..., Any]:
-    del fabric
-    return jax.vmap(function, in_axes=(None, 0), spmd_axis_name=TILE_AXIS)
-
-
-def _by_manual(function: Callable[..., Any], fabric: TiledFabric) -> Callable[..., Any]:
-    def one_tile(same: Any, own: Any) -> Any:
-        return jax.tree.map(lambda x: x[None], function(same, jax.tree.map(lambda x: x[0], own)))
-
-    return jax.shard_map(
-        one_tile,
-        mesh=fabric.jax_mesh,
-        axis_names={TILE_AXIS},
-        in_specs=(PartitionSpec(), PartitionSpec(TILE_AXIS)),
-        out_specs=PartitionSpec(TILE_AXIS),
-        check_vma=False,
     )
 
 
@@ -318,39 +265,6 @@ def _key_per_tile(keys: Any, n_tiles: int) -> Any:
         return jax.vmap(lambda tile: jax.random.fold_in(key, tile))(jnp.arange(n_tiles))
 
     return jax.tree.map(fold, keys)
-
-
-def _check_rows(tree: Any, n_tiles: int, number: int) -> Any:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if jnp.shape(leaf)[:1] != (n_tiles,):
-            raise ParameterError(
-                f"Argument {number}{jax.tree_util.keystr(path)} is per tile and has shape {jnp.shape(leaf)}: expected "
-                f"one row for each of {n_tiles} tiles. To begin with the same on all, repeat it: "
-                f"jnp.broadcast_to(x, ({n_tiles}, *x.shape))."
-            )
-    return tree
-
-
-def _split_aux(tree: Any, roles: Any) -> tuple[Any, Any]:
-    """Return what is averaged and what stays with its tile, each with None in place of the other."""
-
-    def choose(role: Any, part: Any, chosen: str) -> Any:
-        if role not in (MEAN, PER_TILE):
-            raise ParameterError(f"aux is {role!r}, expected {MEAN!r} or {PER_TILE!r}, or a tree of them.")
-        return part if role == chosen else jax.tree.map(lambda _: None, part)
-
-    try:
-        averaged, kept = (
-            jax.tree.map(lambda role, part, chosen=chosen: choose(role, part, chosen), roles, tree)
-            for chosen in (MEAN, PER_TILE)
-        )
-    except ValueError as error:
-        raise ParameterError(f"aux is {roles!r}, which is no prefix of the loss's aux: {error}") from None
-    return averaged, kept
-
-
-def _join_aux(averaged: Any, kept: Any) -> Any:
-    return jax.tree.map(lambda a, b: b if a is None else a, averaged, kept, is_leaf=lambda x: x is None)
 
 
 def _check_whole(program: AnyProgram) -> None:

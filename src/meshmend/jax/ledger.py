@@ -55,8 +55,7 @@ class Ledger:
 
     A writer that dies in the middle of a record leaves a torn one at the end, which counts as not written; the next
     writer truncates it, with a warning. Any other damage is refused with the offset where it begins. A record survives
-    the death of the process as soon as `record` returns; only with `fsync=True` it also survives a power cut, at the
-    price of waiting for the disk at every step.
+    the death of the process as soon as `record` returns.
 
     >>> import tempfile, pathlib
     >>> ledger = Ledger(pathlib.Path(tempfile.mkdtemp()) / "ledger.jsonl")
@@ -67,9 +66,8 @@ class Ledger:
     Account(steps=2, epochs=1, left_over=0)
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, fsync: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.fsync = fsync
         self._end: _End | None = None
 
     def record(self, step: int, *, epoch: int, samples: Iterable[int]) -> None:
@@ -88,10 +86,6 @@ class Ledger:
             line = b'%s,"checksum":"%s"}\n' % (body, checksum)
             try:
                 _write_all(handle, line)
-                if self.fsync:
-                    os.fsync(handle)
-                    if before.offset == 0:
-                        _sync_folder(self.path.parent)
             except OSError as error:
                 os.ftruncate(handle, before.offset)
                 raise self._unwritten(step, error) from error
@@ -245,15 +239,6 @@ class _End:
 
 def _checksum(before: bytes, body: bytes) -> bytes:
     return hashlib.blake2b(before + body, digest_size=CHECKSUM_BYTES).hexdigest().encode()
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the name of a new file survive a power cut, too."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _write_all(handle: int, line: bytes) -> None:

@@ -80,11 +80,6 @@ class Program:
         return PartitionSpec(self.layout.axis)
 
     @property
-    def shard_spec(self) -> PartitionSpec:
-        """How `jax.shard_map` splits what `reduce_scatter` and `shard_of` return."""
-        return PartitionSpec(self.axes)
-
-    @property
     def axes(self) -> tuple[str, ...]:
         """The axes that the program's devices form."""
         layout = self.layout

@@ -22,7 +22,6 @@ from jax.typing import DTypeLike
 
 from meshmend.jax.collectives import all_reduce, shard_of, travel_dtype
 from meshmend.jax.differentiate import (
-    MEAN,
     Roles,
     TileLoss,
     TileSums,
@@ -55,7 +54,7 @@ def tiled_train_step(
 ) -> TrainStep:
     """Return `train_step` for a fabric of tiles."""
     whole, by_device, by_tile = PartitionSpec(), PartitionSpec(fabric.axes), PartitionSpec(TILE_AXIS)
-    part = TileLoss(loss, Roles((0,), (), (), ()), has_aux, MEAN, microbatches, per_example, accumulate_dtype)
+    part = TileLoss(loss, Roles((0,), (), ()), has_aux, microbatches, per_example, accumulate_dtype)
     differentiate = value_and_grad(
         loss,
         fabric,
@@ -113,7 +112,7 @@ def tiled_train_step(
             params, state = update_weights(optimizer, params, state, gradients, scale, value=value)
             params, state = placed(params, inside), placed(state, of_state)
         else:
-            sums = sums_by_tile(part, fabric, (shardings,), (params, batch), weights, way="vmap").sums
+            sums = sums_by_tile(part, fabric, (shardings,), (params, batch), weights).sums
             tile = InsideTile(params, fabric.inner_axes, copies_in_tile(inside, fabric))
             params, state, value, aux = jax.shard_map(
                 partial(update_own, tile),

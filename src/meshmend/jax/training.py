@@ -25,7 +25,6 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
-from meshmend.jax.checks.checksums import checked_all_reduce
 from meshmend.jax.collectives import all_reduce, mean_dtype, shard_of, travel_dtype
 from meshmend.jax.elementwise import check_elementwise, update_weights, with_steady_dtypes
 from meshmend.jax.fabric import Fabric
@@ -39,7 +38,6 @@ from meshmend.jax.validation import (
     check_data_parallel,
     check_microbatches,
     check_program,
-    check_replicated_update,
     check_weights,
 )
 from meshmend.jax.weighted import divide_by_weight, weighted_sums
@@ -60,7 +58,6 @@ def train_step(
     microbatches: int = 1,
     accumulate_dtype: DTypeLike | None = jnp.float32,
     per_example: bool = False,
-    check_sums: bool = False,
 ) -> TrainStep:
     """Return `init(params, program)` and `step(params, state, batch, program)` for data-parallel training.
 
@@ -89,10 +86,6 @@ def train_step(
     inside one, as in `value_and_grad`; the optimizer's state is split as its parameters are. With a `ProgramPair` or a
     `ProgramWithTurn`, each chip updates its part of its own shards, for the chips in the same place of all tiles.
 
-    With `check_sums`, which needs a `Program`, all that is summed goes by `checked_all_reduce`, for the same bits, and
-    `step` returns the evidence as its last result, one row per device: `mmj.bad_sums(evidence, program, fabric)` says
-    what went wrong.
-
     >>> import jax, jax.numpy as jnp, optax, meshmend as mm, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
     >>> pair = mmj.install_pair(mm.plan(fabric.mesh, "hamiltonian"), fabric)
@@ -108,11 +101,6 @@ def train_step(
     check_microbatches(microbatches)
     optimizer = with_steady_dtypes(optimizer)
     if isinstance(fabric, TiledFabric):
-        if check_sums:
-            raise ParameterError(
-                f"Sums over tiles are not checked yet, got check_sums=True and {fabric!r}. Give check_sums=False, or a "
-                "fabric that is not cut into tiles."
-            )
         return tiled_train_step(
             loss,
             optimizer,
@@ -133,15 +121,9 @@ def train_step(
         # With check_vma JAX would itself sum the gradients of replicated weights.
         return jax.shard_map(function, mesh=fabric.jax_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
-    def summed(tree: Any, program: Program, **how: Any) -> tuple[Any, Any]:
-        """Return the sums of a tree, and the evidence if they are checked."""
-        return checked_all_reduce(tree, program, **how) if check_sums else (all_reduce(tree, program, **how), ())
-
     def state_specs(params: Any, program: AnyProgram) -> Any:
         """Return how the optimizer's state is split: arrays by owner if the update is sharded, numbers not at all."""
         check_program(program, fabric)
-        if check_sums:
-            check_replicated_update(program)
         if isinstance(program, Program):
             return replicated
         shards = abstract_shards(params, program, accumulate_dtype)
@@ -173,12 +155,9 @@ def train_step(
 
     def mean_update(params: Any, state: Any, batch: Any, scale: Any, program: AnyProgram) -> tuple[Any, ...]:
         own_params, batch = cut_own(params, batch, program)
-        evidence: Any = ()
         extras, gradients = mean_gradients(with_aux, params, batch, microbatches, accumulate_dtype)
         if isinstance(program, Program):
-            (gradients, extras), evidence = summed(
-                (gradients, extras), program, mean=True, accumulate_dtype=accumulate_dtype
-            )
+            gradients, extras = all_reduce((gradients, extras), program, mean=True, accumulate_dtype=accumulate_dtype)
             params, state = update_weights(optimizer, params, state, gradients, scale, value=extras[0])
         else:
             extras = all_reduce(extras, program.scalars, mean=True, accumulate_dtype=accumulate_dtype)
@@ -195,13 +174,12 @@ def train_step(
                 program,
                 accumulate_dtype,
             )
-        return params, state, *extras, evidence
+        return params, state, *extras
 
     def true_mean_update(
         params: Any, state: Any, batch: Any, weights: Any, scale: Any, program: AnyProgram
     ) -> tuple[Any, ...]:
         own_params, batch = cut_own(params, batch, program)
-        evidence: Any = ()
         sums = weighted_sums(with_aux, params, batch, weights, microbatches, accumulate_dtype)
         own = jax.eval_shape(with_aux, params, batch)
 
@@ -211,7 +189,7 @@ def train_step(
             )
 
         if isinstance(program, Program):
-            (gradients, extras, weight), evidence = summed(sums, program)
+            gradients, extras, weight = all_reduce(sums, program)
             extras = means(extras, weight)
             gradients = jax.tree.map(
                 lambda x, like: divide_by_weight(x, weight, empty=0.0).astype(like.dtype), gradients, params
@@ -232,7 +210,7 @@ def train_step(
                 program,
                 accumulate_dtype,
             )
-        return params, state, *extras, evidence
+        return params, state, *extras
 
     def step(
         params: Any, state: Any, batch: Any, program: AnyProgram, *, weights: Any = None, scale: Any = None
@@ -253,10 +231,10 @@ def train_step(
         mapped = shard_mapped(
             update,
             (replicated, specs, *[by_device] * len(inputs), replicated, program.spec),
-            (replicated, specs, replicated, replicated, by_device),
+            (replicated, specs, replicated, replicated),
         )
-        params, state, value, aux, evidence = mapped(params, state, *inputs, scale, program)
-        return params, state, value, *([aux] if has_aux else []), *([evidence] if check_sums else [])
+        params, state, value, aux = mapped(params, state, *inputs, scale, program)
+        return params, state, value, *([aux] if has_aux else [])
 
     return TrainStep(init, in_order(step, fabric), fabric, accumulate_dtype)
 

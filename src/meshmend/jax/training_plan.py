@@ -24,6 +24,7 @@ from meshmend.cost.hiding import MAX_UNROLLED
 from meshmend.errors import ParameterError
 from meshmend.jax.collectives import travel_dtype
 from meshmend.jax.fabric import Fabric
+from meshmend.jax.fsdp.params import ShardedParams, is_sharded
 from meshmend.jax.program import (
     AnyProgram,
     ProgramPair,
@@ -34,7 +35,6 @@ from meshmend.jax.program import (
     install_pair,
     install_turn,
 )
-from meshmend.jax.sharded_params import ShardedParams, is_sharded
 from meshmend.jax.shardings import match_specs
 from meshmend.jax.tiles import TiledFabric
 from meshmend.planning import PlanCache, Planner, StepPlan, Workload, plan_step
@@ -188,7 +188,7 @@ def _layer_bytes(params: Any, fabric: Fabric, accumulate_dtype: DTypeLike | None
     if not trees or 0 < len(others) < len(trees):
         raise ParameterError(
             f"With update='fsdp' params is a {type(others[0]).__name__ if others else 'tree without arrays'}, expected "
-            "ShardedParams: cut it with mmj.shard_params, or make it with mmj.init_sharded."
+            "ShardedParams: cut it with mmj.fsdp.shard_params, or make it with mmj.fsdp.init_sharded."
         )
 
     def tree_bytes(leaves: list[Any], sums: DTypeLike | None) -> float:

@@ -29,8 +29,7 @@ class TrainStep:
     init: Callable[[Any, AnyProgram], Any]
     """From parameters and a program to the optimizer's state."""
     step: Callable[..., tuple[Any, ...]]
-    """From parameters, state, a batch and a program to new parameters, state, loss (and aux, and with `check_sums` the
-    evidence).
+    """From parameters, state, a batch and a program to new parameters, state, loss (and aux).
 
     Keywords: `weights` (with `per_example`) and `scale`, by which the optimizer's updates are multiplied."""
     fabric: Fabric

@@ -38,16 +38,6 @@ def check_program(program: Any, fabric: Fabric) -> None:
         )
 
 
-def check_replicated_update(program: AnyProgram) -> None:
-    """Refuse programs with which each chip updates its own weights only: sums on that way are not checked yet."""
-    if not isinstance(program, Program):
-        raise ParameterError(
-            f"Only the sums of a replicated update are checked yet, got check_sums=True and a "
-            f"{type(program).__name__}. Make the program with mmj.install(schedule, fabric) (for a job: "
-            "update='replicated'), or give check_sums=False."
-        )
-
-
 def check_data_parallel(fabric: Fabric, shardings: Any) -> None:
     """Refuse shardings where each chip has the whole model."""
     if shardings is not None:

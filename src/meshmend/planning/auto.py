@@ -122,8 +122,8 @@ class Auto(Chooser):
     `owners` and `budget_s` are as for `Weave`, the only planner that has a choice of owners and takes long.
     A reduce-scatter or an all-gather is planned as such, or is half of an all-reduce, whichever is faster.
 
-    `hide_behind_s` is the computing that the schedule runs beside, as in the body of `mmj.scan_layers`: the fastest is
-    then the one of which least shows (`meshmend.cost.hiding`).
+    `hide_behind_s` is the computing that the schedule runs beside, as in the body of `mmj.fsdp.scan_layers`: the
+    fastest is then the one of which least shows (`meshmend.cost.hiding`).
 
     Neither payload nor hardware has a default here: who forgets them would run a plan for somebody else's.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from meshmend.quarantine.sign import CHECKSUM, DIGEST, LAG, RECOMPUTE, Sign
+from meshmend.quarantine.sign import DIGEST, LAG, RECOMPUTE, Sign
 from meshmend.quarantine.suspect import Suspect
 
 WINDOW_STEPS = 10_000
@@ -39,62 +39,6 @@ class Verdict:
         return "; ".join(told) + (f"; and {more} more" if more else "")
 
 
-class Judge:
-    """Takes in signs, and says who is to be quarantined.
-
-    A verdict needs two separate observations against the same suspect, within `window_steps`. The same step again after
-    a restart is a separate one. What one fault may have caused alone is one observation, however many signs it left.
-
-    - **digest**: a check in which the majority of all replicas agrees. One flipped bit of a gradient is in the
-      parameters and in the moments, in every later step, until the state is restored: all chunks and steps of one
-      attempt are one observation. It is none beside another wrong number of this attempt, at that step or before: the
-      replica may differ because of that. Where signs have no attempt, each step counts as one. Without a majority (two
-      replicas that differ) it is none, because either may be right.
-    - **checksum**: all wrong sums of one step are one observation: a burst on a cable damages several chunks. Repeated
-      at another step, it is two.
-    - **recompute**: two chips that disagree are one observation against either. A third one decides: with two against
-      one, it has confirmed the sign. Another disagreement with another partner does so, too.
-    - **lag**: its statistics run over a window of many steps, so a sign of at least 24 late steps is confirmed.
-      Slowness and wrong numbers are never added up.
-
-    Observations of different checks add up: a wrong replica, and in the next attempt a wrong sum, are two. A sign that
-    points at several suspects counts against each. The one that most observations point at is named; of those that all
-    the same signs point at, the smallest, a cable before a chip before a host, since it costs least to leave out: if it
-    was the chip, its next sign comes over another cable. Two chips that cannot be told apart are not named.
-
-    Verdicts depend on the set of signs alone, in whatever order they arrive: all processes that have the same signs
-    come to the same verdicts.
-
-    >>> judge, chip = Judge(), Suspect.parse("2,3")
-    >>> judge.add([Sign("digest", (chip,), 400, "chunk 7 differs", {"chunk": 7, "agree": 63, "differ": 1})])
-    ()
-    >>> [str(one.suspect) for one in judge.add([Sign("checksum", (chip,), 410, "the sum of chunk 7 is wrong")])]
-    ['2,3']
-    """
-
-    def __init__(self, *, window_steps: int = WINDOW_STEPS) -> None:
-        self.window_steps = window_steps
-        self._signs: set[Sign] = set()
-        self._named: set[Suspect] = set()
-
-    @property
-    def signs(self) -> tuple[Sign, ...]:
-        """The signs that are remembered, in order of steps."""
-        return tuple(sorted(self._signs, key=_order))
-
-    def add(self, signs: Iterable[Sign]) -> tuple[Verdict, ...]:
-        """Take in signs; return the verdicts that are new."""
-        self._signs = set(recent({*self._signs, *signs}, self.window_steps))
-        new = tuple(verdict for verdict in judge(self._signs) if verdict.suspect not in self._named)
-        self._named |= {verdict.suspect for verdict in new}
-        return new
-
-    def forget(self, suspect: Suspect) -> None:
-        """Drop what is known of a suspect: it has been left out, or cleared by hand."""
-        self._signs = {sign for sign in self._signs if suspect not in sign.suspects}
-        self._named.discard(suspect)
-
-
 def recent(signs: Iterable[Sign], window_steps: int = WINDOW_STEPS) -> list[Sign]:
     """Return the signs that may be held together, in order of steps: those of the last steps, and not too many."""
     found = sorted(set(signs), key=_order)
@@ -103,10 +47,38 @@ def recent(signs: Iterable[Sign], window_steps: int = WINDOW_STEPS) -> list[Sign
 
 
 def judge(signs: Iterable[Sign], listed: Collection[Suspect] = ()) -> list[Verdict]:
-    """Return the verdicts of a set of signs, by the rules of `Judge`.
+    """Return who is to be quarantined, and why: the verdicts of a set of signs.
+
+    A verdict needs two separate observations against the same suspect. The same step again after a restart is a
+    separate one. What one fault may have caused alone is one observation, however many signs it left.
+
+    - **digest**: a check in which the majority of all replicas agrees. One flipped bit of a gradient is in the
+      parameters and in the moments, in every later step, until the state is restored: all chunks and steps of one
+      attempt are one observation. It is none beside another wrong number of this attempt, at that step or before: the
+      replica may differ because of that. Where signs have no attempt, each step counts as one. Without a majority (two
+      replicas that differ) it is none, because either may be right.
+    - **recompute**: two chips that disagree are one observation against either. A third one decides: with two against
+      one, it has confirmed the sign. Another disagreement with another partner does so, too.
+    - **lag**: its statistics run over a window of many steps, so a sign of at least 24 late steps is confirmed.
+      Slowness and wrong numbers are never added up.
+
+    Observations of different checks add up: a wrong replica, and in the next attempt a wrong gradient, are two. A sign
+    that points at several suspects counts against each. The one that most observations point at is named; of those that
+    all the same signs point at, the smallest, a cable before a chip before a host, since it costs least to leave out:
+    if it was the chip, its next sign comes over another cable. Two chips that cannot be told apart are not named.
+
+    Verdicts depend on the set of signs alone, in whatever order they arrive: all processes that have the same signs
+    come to the same verdicts.
 
     What is `listed` is left out already, and explains the signs that name it: they do not count against others of its
     size or smaller. Against a larger one they do: a chip is found although one of its cables was named first.
+
+    >>> chip = Suspect.parse("2,3")
+    >>> differs = Sign("digest", (chip,), 400, "chunk 7 differs", {"chunk": 7, "agree": 63, "differ": 1})
+    >>> judge([differs])
+    []
+    >>> [str(one.suspect) for one in judge([differs, Sign("recompute", (chip,), 410, "its gradient differs")])]
+    ['2,3']
     """
     left = sorted(set(signs), key=_order)
     found = []
@@ -161,7 +133,7 @@ def _counts(sign: Sign) -> bool:
         return _has_majority(sign, 1)
     if sign.kind == LAG:
         return sign.numbers.get("steps", 0) >= LAG_STEPS
-    return sign.kind in (CHECKSUM, RECOMPUTE)
+    return sign.kind == RECOMPUTE
 
 
 def _has_majority(sign: Sign, least: int) -> bool:

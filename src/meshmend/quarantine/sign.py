@@ -11,8 +11,8 @@ from typing import Any
 from meshmend.errors import QuarantineError
 from meshmend.quarantine.suspect import MAX_TEXT, Suspect
 
-DIGEST, CHECKSUM, RECOMPUTE, LAG = KINDS = ("digest", "checksum", "recompute", "lag")
-"""Replicas that disagree, a sum that does not add up, a gradient that another chip cannot repeat, a straggler."""
+DIGEST, RECOMPUTE, LAG = KINDS = ("digest", "recompute", "lag")
+"""Replicas that disagree, a gradient that another chip cannot repeat, a straggler."""
 MAX_EVIDENCE = 2000
 MAX_SUSPECTS = 16
 MAX_NUMBERS = 32
@@ -26,9 +26,9 @@ class Sign:
     """What one check has seen at one step.
 
     `suspects` has one item if the check names a culprit. Several mean that it is one of them, and the check cannot
-    tell which: a sum that is wrong after a transfer points at the sender, the cable and the receiver.
+    tell which: two chips that compute different gradients from the same samples are both suspects.
 
-    `numbers` says how much the check knows; the `Judge` reads these:
+    `numbers` says how much the check knows; `judge` reads these:
 
     - digest: "agree" and "differ", the numbers of replicas that have the majority's digest and another one;
     - recompute: "agree" and "differ", how many chips computed the same and another gradient, a third chip included

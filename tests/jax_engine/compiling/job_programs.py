@@ -26,7 +26,7 @@ from meshmend.jax.checks.digests import replica_digests
 from meshmend.jax.checks.recompute import Recompute
 from meshmend.jax.compiling import CompiledTrainStep, compile_train_step
 from meshmend.jax.compiling.ahead_of_time import most_in_flight, slice_fabric
-from meshmend.jax.cut_params import sharder
+from meshmend.jax.fsdp.params import sharder
 from meshmend.jax.managed.model import Model, joiner
 from meshmend.jax.program import abstract_pair, abstract_program, abstract_turn
 from meshmend.jax.tiles import TiledFabric
@@ -65,16 +65,16 @@ def loss(params: Any, x: Any) -> Any:
 
 
 def loss_of_shards(params: Any, x: Any, pair: mmj.ProgramPair) -> Any:
-    head = mmj.gather_params(params["head"], pair)
-    return jnp.sum(layer(head, mmj.scan_layers(layer, params["layers"], x, pair)) ** 2, axis=1)
+    head = mmj.fsdp.gather_params(params["head"], pair)
+    return jnp.sum(layer(head, mmj.fsdp.scan_layers(layer, params["layers"], x, pair)) ** 2, axis=1)
 
 
 def shards(fabric: mmj.Fabric, pair: mmj.ProgramPair) -> dict[str, Any]:
     inside = INSIDE if isinstance(fabric, TiledFabric) else None
     keys = jax.random.split(jax.random.key(0), LAYERS)
     return {
-        "head": mmj.shard_params(WEIGHTS, fabric, pair, shardings=inside),
-        "layers": mmj.init_sharded(draw, keys, fabric, pair, stacked=True, shardings=inside),
+        "head": mmj.fsdp.shard_params(WEIGHTS, fabric, pair, shardings=inside),
+        "layers": mmj.fsdp.init_sharded(draw, keys, fabric, pair, stacked=True, shardings=inside),
     }
 
 

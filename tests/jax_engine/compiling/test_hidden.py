@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from hidden import Overlap, bodies_with_permutes, overlaps
 from meshmend.jax.compiling import ahead_of_time
-from meshmend.jax.compiling.hidden import Overlap, bodies_with_permutes, overlaps
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "jax_fsdp.py"
 

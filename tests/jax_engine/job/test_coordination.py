@@ -21,6 +21,7 @@ import meshmend.jax as mmj
 from meshmend.errors import PlanError, RestartError
 from meshmend.jax.job import Launch, Session
 from meshmend.jax.job.coordination import Coordination
+from meshmend.jax.training_plan import TrainingPlan
 from meshmend.launch import Timeline
 from meshmend.launch.processes import free_port
 from meshmend.planning import PlanCache
@@ -180,7 +181,7 @@ def test_survivors_wait_for_a_plan_that_takes_longer_than_the_timeout(board: Boa
     made: list[str] = []
 
     def slow(session: Session) -> Any:
-        def make(cache: PlanCache) -> mmj.TrainingPlan:
+        def make(cache: PlanCache) -> TrainingPlan:
             if not made:
                 made.append("slowly")
                 time.sleep(3.0)
@@ -204,7 +205,7 @@ def test_a_plan_that_cannot_be_made_is_the_same_error_everywhere(board: Board, t
 
 
 def test_a_planner_that_dies_of_something_else_is_reported(board: Board, tmp_path: Path) -> None:
-    def broken(cache: PlanCache) -> mmj.TrainingPlan:
+    def broken(cache: PlanCache) -> TrainingPlan:
         raise OSError("stale file handle")
 
     first, second = together(sessions(board), lambda session: session.agree_on_plan(broken, tmp_path))

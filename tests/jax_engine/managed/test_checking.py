@@ -164,7 +164,7 @@ def test_memory_that_flips_costs_a_return_first_and_the_chip_the_second_time(tmp
 
 
 def test_a_clean_job_has_the_bits_of_one_without_checks(tmp_path: Path) -> None:
-    checked = start(tmp_path / "checked", mmj.Checks(EVERY, EVERY, check_sums=True))
+    checked = start(tmp_path / "checked", mmj.Checks(EVERY, EVERY))
     assert_same_bits(run(checked), run(start(tmp_path / "plain", None)))
     assert not (tmp_path / "checked" / "signs.jsonl").exists()
     verified = [event["step"] for event in checked.session.timeline.events if event["event"] == "verified"]
@@ -178,8 +178,6 @@ def test_the_last_state_is_checked_too(tmp_path: Path) -> None:
 
 def test_checks_that_have_no_use_are_refused(tmp_path: Path) -> None:
     given: dict[str, Any] = {"loss": loss, "optimizer": optax.adam(0.02), "params": PARAMS, "dataset": DATASET}
-    with pytest.raises(ParameterError, match=r"update='replicated', or check_sums=False"):
-        start(tmp_path / "a", mmj.Checks(check_sums=True)).train(**given, steps=1, update="sharded")
     with pytest.raises(ParameterError, match=r"the chips of a tile compute them together"):
         start(tmp_path / "b", mmj.Checks(), tile="2x2").train(**given, steps=1)
     given["params"] = lambda fabric, pair: None

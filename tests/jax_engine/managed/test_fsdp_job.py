@@ -48,15 +48,15 @@ def whole_loss(params: Any, batch: Any) -> Any:
 
 
 def sharded_loss(params: Any, batch: Any, pair: mmj.ProgramPair) -> Any:
-    ends = mmj.gather_params(params["ends"], pair)
-    x = mmj.scan_layers(layer, params["layers"], jnp.tanh(batch["x"] @ ends["w"]), pair)
+    ends = mmj.fsdp.gather_params(params["ends"], pair)
+    x = mmj.fsdp.scan_layers(layer, params["layers"], jnp.tanh(batch["x"] @ ends["w"]), pair)
     return (x @ ends["out"] - batch["y"]) ** 2
 
 
 def make(fabric: mmj.Fabric, pair: mmj.ProgramPair) -> Any:
     return {
-        "ends": mmj.shard_params(ENDS, fabric, pair),
-        "layers": mmj.shard_params(LAYERS, fabric, pair, stacked=True),
+        "ends": mmj.fsdp.shard_params(ENDS, fabric, pair),
+        "layers": mmj.fsdp.shard_params(LAYERS, fabric, pair, stacked=True),
     }
 
 
@@ -109,8 +109,8 @@ def test_random_keys_aux_microbatches_and_tiles(tile: str | None, tmp_path: Path
         if tile is None:
             return make(fabric, pair)
         return {
-            "ends": mmj.shard_params(ENDS, fabric, pair, shardings=inside["ends"]),
-            "layers": mmj.shard_params(LAYERS, fabric, pair, stacked=True, shardings=inside["layers"]),
+            "ends": mmj.fsdp.shard_params(ENDS, fabric, pair, shardings=inside["ends"]),
+            "layers": mmj.fsdp.shard_params(LAYERS, fabric, pair, stacked=True, shardings=inside["layers"]),
         }
 
     found = {}
@@ -144,5 +144,7 @@ def test_what_a_job_with_sharded_parameters_refuses(tmp_path: Path) -> None:
         train(one, 1, shardings=P(), **FSDP)
     with pytest.raises(ParameterError, match="update='fsdp' does not keep a model state yet"):
         train(one, 1, model_state=np.zeros(3), **FSDP)
-    with pytest.raises(ParameterError, match=r"params is a .*, expected ShardedParams: cut it with mmj.shard_params"):
+    with pytest.raises(
+        ParameterError, match=r"params is a .*, expected ShardedParams: cut it with mmj.fsdp.shard_params"
+    ):
         train(one, 1, **{**FSDP, "params": lambda *_: jnp.ones(3)})

@@ -18,7 +18,7 @@ from jax_engine.managed.test_tiled_job import SHARDINGS, SPLIT
 OPTION = {"xla_cpu_enable_fast_min_max": True}
 """One that a CPU's compiler knows, in the place of those for TPUs."""
 OF_JOBS = [f"jax/{part}/*.py" for part in ("state", "managed", "checks", "compiling")] + [
-    "jax/cut_params.py",
+    "jax/fsdp/params.py",
     "jax/measuring.py",
 ]
 CHECKED = {"checks": mmj.Checks(digests_every=1, recompute_every=2)}

@@ -60,8 +60,8 @@ def sharded_identity(shape: tuple[int, ...], n_chips: int = 4, **options: Any) -
     fabric = mmj.discover(jax.devices()[:n_chips], shape=(2, n_chips // 2))
     pair = mmj.install_pair(mm.plan(fabric.mesh, "hamiltonian"), fabric)
     tree = {"w": np.zeros(shape, F32)}
-    params = jax.eval_shape(lambda: mmj.shard_params(tree, fabric, pair, stacked=True, **options))
-    training = mmj.sharded_train_step(lambda *_: 0.0, optax.adam(0.1), fabric)
+    params = jax.eval_shape(lambda: mmj.fsdp.shard_params(tree, fabric, pair, stacked=True, **options))
+    training = mmj.fsdp.sharded_train_step(lambda *_: 0.0, optax.adam(0.1), fabric)
     return StateLayout.of(training, pair, params).identity
 
 

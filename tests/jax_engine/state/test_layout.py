@@ -25,6 +25,7 @@ import meshmend.jax as mmj
 from meshmend.errors import ParameterError, RestartError
 from meshmend.jax.state.layout import StateLayout, _device_number, place, vectors_from_leaves
 from meshmend.jax.state.outline import Outline, ShardedArray, dtype_named
+from meshmend.jax.updates import TrainStep
 from meshmend.schedule.split import reduce_scatter_of
 
 Place = tuple[int, int]
@@ -297,13 +298,13 @@ class Job:
     def layout(self) -> StateLayout:
         return StateLayout.of(self.training(), self.program, self.params)
 
-    def training(self) -> mmj.TrainStep:
+    def training(self) -> TrainStep:
         """A train step whose optimizer has this state."""
 
         def step(*_: Any) -> Any:
             raise AssertionError("a layout needs no step")
 
-        return mmj.TrainStep(lambda _params, _program: self.state, step, self.fabric, self.accumulate_dtype)
+        return TrainStep(lambda _params, _program: self.state, step, self.fabric, self.accumulate_dtype)
 
 
 CASES = [(1, False), (1, True), (2, False)]

@@ -52,8 +52,8 @@ def loss(params: Any, batch: Any) -> Any:
 
 
 def sharded_loss(params: Any, batch: Any, pair: mmj.ProgramPair) -> Any:
-    ends = mmj.gather_params(params["ends"], pair)
-    x = mmj.scan_layers(lambda w, x: x + weighted(w), params["layers"], jnp.zeros(()), pair)
+    ends = mmj.fsdp.gather_params(params["ends"], pair)
+    x = mmj.fsdp.scan_layers(lambda w, x: x + weighted(w), params["layers"], jnp.zeros(()), pair)
     return jnp.mean(batch[:, 0]) * (weighted(ends) + x)
 
 
@@ -81,10 +81,10 @@ class Trained:
         self.training: Any
         params: Any
         if kind == "fsdp":
-            self.training = mmj.sharded_train_step(sharded_loss, optax.adam(0.25), self.fabric)
+            self.training = mmj.fsdp.sharded_train_step(sharded_loss, optax.adam(0.25), self.fabric)
             params = {
-                "ends": mmj.shard_params(params_tree(), self.fabric, self.program),
-                "layers": mmj.shard_params(layers_tree(), self.fabric, self.program, stacked=True),
+                "ends": mmj.fsdp.shard_params(params_tree(), self.fabric, self.program),
+                "layers": mmj.fsdp.shard_params(layers_tree(), self.fabric, self.program, stacked=True),
             }
         else:
             self.training = mmj.train_step(loss, optax.adam(0.25), self.fabric, per_example=True)

@@ -71,11 +71,11 @@ class OnTiles:
         def loss(*_: Any) -> Any:
             raise AssertionError("nothing is trained here")
 
-        self.training = mmj.sharded_train_step(loss, optax.adam(0.25), self.fabric)
+        self.training = mmj.fsdp.sharded_train_step(loss, optax.adam(0.25), self.fabric)
         stack = {name: np.stack([values, values + 100]) for name, values in params_tree().items()}
         params = {
-            "ends": mmj.shard_params(params_tree(), self.fabric, self.program, shardings=SPECS),
-            "layers": mmj.shard_params(stack, self.fabric, self.program, stacked=True, shardings=SPECS),
+            "ends": mmj.fsdp.shard_params(params_tree(), self.fabric, self.program, shardings=SPECS),
+            "layers": mmj.fsdp.shard_params(stack, self.fabric, self.program, stacked=True, shardings=SPECS),
         }
         self.fresh = params, jax.jit(self.training.init)(params, self.program)
         self.layout = StateLayout.of(self.training, self.program, params)
@@ -206,7 +206,7 @@ def test_sharded_parameters_are_found_whole_on_other_tiles() -> None:
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(job.fresh)]
     vectors = vectors_from_leaves(job.layout.outline, job.layout.is_sharded, leaves, job.layout.boxes)
     params, _ = smaller.values(vectors)
-    whole = mmj.unshard_params(params, smaller.fabric, smaller.program)
+    whole = mmj.fsdp.unshard_params(params, smaller.fabric, smaller.program)
     wanted = {name: values.astype(np.float32) for name, values in params_tree().items()}
     assert same_bits(whole["ends"], wanted)
     expected = {name: np.stack([values, values + 100]).astype(np.float32) for name, values in params_tree().items()}

@@ -64,10 +64,10 @@ def replica_digests(
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
     >>> program = mmj.install(mm.plan(fabric.mesh, "row-pairs"), fabric)
     >>> params = {"w": jnp.ones((3, 5))}
-    >>> digests = jax.jit(mmj.replica_digests, static_argnums=2)(params, program, fabric)
+    >>> digests = jax.jit(mmj.checks.replica_digests, static_argnums=2)(params, program, fabric)
     >>> digests.shape
     (1, 12, 1)
-    >>> mmj.compare_replicas(digests, params, fabric)
+    >>> mmj.checks.compare_replicas(digests, params, fabric)
     []
     """
     check_program(program, fabric)

@@ -87,7 +87,7 @@ class Recompute:
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
     >>> def gradients(w, _, part):
     ...     return jax.grad(lambda w: jnp.sum(part.weights * (w * part.data - 1) ** 2))(w)
-    >>> recompute = mmj.Recompute(gradients, fabric, every=20)
+    >>> recompute = mmj.checks.Recompute(gradients, fabric, every=20)
     >>> w = jax.device_put(jnp.float32(3), fabric.sharding())
     >>> feed = mmj.Feed(np.arange(100, dtype=np.float32), mmj.KeepGlobal(48))
     >>> for step, batch in zip(range(1, 41), feed.batches(fabric)):

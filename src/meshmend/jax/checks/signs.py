@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from meshmend.jax.checks.checksums import BadSum
 from meshmend.jax.checks.digests import Disagreement
 from meshmend.quarantine import Sign, Suspect
-from meshmend.quarantine.sign import CHECKSUM, DIGEST, MAX_SUSPECTS
+from meshmend.quarantine.sign import DIGEST, MAX_SUSPECTS
 
 SIGNS_PER_CHIP = 4
 """Signs against one chip from one check, at most: a few pieces that differ say as much as all of them."""
@@ -34,25 +33,4 @@ def digest_signs(found: Sequence[Disagreement], step: int) -> list[Sign]:
         evidence = f"{one.where}: no majority of the {one.of} replicas agrees"
         suspects = tuple(Suspect.chip(chip) for chip in chips[:MAX_SUSPECTS])
         signs.append(Sign(DIGEST, suspects, step, evidence, {"chunk": piece, "agree": 0, "differ": one.of}))
-    return signs
-
-
-def checksum_signs(found: Iterable[BadSum], step: int) -> list[Sign]:
-    """Return the signs of sums that do not add up: against the chip, or the cable that a transfer went over.
-
-    >>> (sign,) = checksum_signs([BadSum("transfer", ((2, 3), (2, 4)), 1)], 400)
-    >>> str(sign.suspects[0]), sign.evidence
-    ('2,3-2,4', 'what 2,3 sent is not what 2,4 received (1 time)')
-    """
-    signs = []
-    for bad in found:
-        names = [",".join(map(str, chip)) for chip in bad.chips]
-        what = {
-            "memory": f"what {names[0]} holds is not what it put there",
-            "addition": f"what {names[0]} added up is not the sum",
-            "transfer": f"what {names[0]} sent is not what {names[-1]} received",
-        }[bad.kind]
-        evidence = f"{what} ({bad.times} time{'s' * (bad.times != 1)})"
-        suspect = Suspect.chip(bad.chips[0]) if len(bad.chips) == 1 else Suspect.cable(*bad.chips)
-        signs.append(Sign(CHECKSUM, (suspect,), step, evidence, {"times": bad.times}))
     return signs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import reduce
 from typing import Annotated, Any
 
 import jax
@@ -14,8 +13,6 @@ from meshmend.errors import ParameterError
 
 GOLDEN = np.uint32(0x9E3779B9)
 """2³² over the golden ratio: its multiples are spread evenly."""
-WAYS = 16
-"""Parts of a row that are added up in one round."""
 
 
 def words_of(array: jax.Array) -> Annotated[jax.Array, "uint32[S]"]:
@@ -44,27 +41,6 @@ def mixed(words: jax.Array) -> jax.Array:
     word = (word ^ (word >> 16)) * np.uint32(0x85EBCA6B)
     word = (word ^ (word >> 13)) * np.uint32(0xC2B2AE35)
     return word ^ (word >> 16)
-
-
-def digest_rows(rows: jax.Array) -> Annotated[jax.Array, "uint32[K]"]:
-    """Return the digest of each row of a matrix of chunks."""
-    return sum_rows(mixed(words_of(rows).reshape(rows.shape[0], -1)), is_flat=rows.ndim == 2)
-
-
-def sum_rows(words: Annotated[jax.Array, "[K, S]"], *, is_flat: bool) -> Annotated[jax.Array, "uint32[K]"]:
-    """Return the sum of each row, modulo 2³².
-
-    For rows of flat chunks in rounds, each of which adds up as many parts of a row: XLA on CPU fuses that with what
-    makes the words, and vectorises it. A plain reduction there is a pass of its own over words that were written for
-    it. Chunks of whole tiles are a TPU's, which does not need that.
-    """
-    words = words.astype(jnp.uint32)
-    total = jnp.zeros(words.shape[0], jnp.uint32)
-    while is_flat and words.shape[1] > WAYS * WAYS:
-        size = words.shape[1] // WAYS
-        total += jnp.sum(words[:, WAYS * size :], axis=1, dtype=jnp.uint32)
-        words = reduce(jnp.add, (words[:, i * size : (i + 1) * size] for i in range(WAYS)))
-    return total + jnp.sum(words, axis=1, dtype=jnp.uint32)
 
 
 def digest_leaves(tree: Any) -> Annotated[jax.Array, "uint32[Q]"]:

@@ -27,8 +27,6 @@ from meshmend.errors import MeshmendError, ParameterError
 from meshmend.extras import install_hint
 from meshmend.jax.collectives import all_reduce
 from meshmend.jax.compiler_options import dump_options, unknown_option, without_option
-from meshmend.jax.compiling.hidden import Overlap, bodies_with_permutes
-from meshmend.jax.compiling.reach import ACROSS, reach_of_collectives
 from meshmend.jax.fabric import Fabric, discover
 from meshmend.jax.program import abstract_program
 from meshmend.schedule import Schedule
@@ -68,15 +66,11 @@ class Compiled:
     permutes: int
     """Collective permutes in the compiled code, an asynchronous pair counted once."""
     other_collectives: int
-    across_tiles: int
-    """Collectives that join different chips (or tiles) without being permutes of the plan: more than 0 is a mistake."""
     in_flight: int
     """Most permutes that have started before one is waited for: how many links a chip drives at once."""
     hlo_chars: int
     hlo_chars_without_pairs: int
     """Size of the code apart from the lists of source-target pairs, which name every chip."""
-    bodies: tuple[Overlap, ...]
-    """The computations that have permutes, those with most computing first, and how much of it lies beside them."""
     argument_bytes: int
     temporary_bytes: int
     output_bytes: int
@@ -160,7 +154,6 @@ def compile_step(topology: str, jitted: Any, fabric: Fabric, *arguments: Any) ->
     lanes = [loop for program in programs for loop in program.layout.shape.lanes]
     device = fabric.jax_mesh.devices.flat[0]
     permutes, others = count_collectives(text)
-    reach = reach_of_collectives(text, int(fabric.jax_mesh.size) // fabric.mesh.n_chips)
     report = Compiled(
         topology=topology,
         device_kind=str(device.device_kind),
@@ -170,11 +163,9 @@ def compile_step(topology: str, jitted: Any, fabric: Fabric, *arguments: Any) ->
         lanes=max((len(loop) for loop in lanes), default=0),
         permutes=permutes,
         other_collectives=others,
-        across_tiles=sum(n for (_, where), n in reach.items() if where == ACROSS),
         in_flight=most_in_flight(text),
         hlo_chars=len(text),
         hlo_chars_without_pairs=len(without_pairs(text)),
-        bodies=tuple(bodies_with_permutes(text)),
         argument_bytes=memory.argument_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,

@@ -27,9 +27,9 @@ from meshmend.errors import ParameterError, PlanError
 from meshmend.jax.compiling.ahead_of_time import as_compiler_error
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.feed import Batch
+from meshmend.jax.fsdp.training import ShardedTrainStep
 from meshmend.jax.job.session import Session, is_orderly
 from meshmend.jax.program import AnyProgram
-from meshmend.jax.sharded_training import ShardedTrainStep
 from meshmend.jax.state.combine import compile_combine
 from meshmend.jax.state.layout import StateLayout
 from meshmend.jax.state.mirror import make_parts_fn
@@ -51,10 +51,7 @@ class CompiledTrainStep:
         return self._init(params, self.program)
 
     def step(self, params: Any, state: Any, batch: Batch) -> tuple[Any, ...]:
-        """Return new parameters, state and loss (and aux, and with `check_sums` the evidence, which comes last).
-
-        `params` and `state` are donated.
-        """
+        """Return new parameters, state and loss (and aux). `params` and `state` are donated."""
         scale = np.float32(batch.learning_rate_factor)
         found: tuple[Any, ...] = self._step(params, state, batch.data, self.program, weights=batch.weights, scale=scale)
         return found

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import jax
 
 from meshmend.errors import ParameterError, QuarantineError
-from meshmend.jax.checks.checksums import bad_sums
 from meshmend.jax.checks.digests import compare_replicas, replica_digests
 from meshmend.jax.checks.lag import LagWatch
 from meshmend.jax.checks.recompute import Recompute, check_recomputable
-from meshmend.jax.checks.signs import checksum_signs, digest_signs
+from meshmend.jax.checks.signs import digest_signs
 from meshmend.jax.compiling import CompiledTrainStep
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.feed import Batch
@@ -72,7 +71,7 @@ class Checking:
         if checks.recompute_every:
             exchange = session.coordination.exchange
             self._recompute = Recompute(model.gradients, session.fabric, exchange, every=checks.recompute_every)
-        self._lag = LagWatch.of(session, probe=checks.probe) if checks.stragglers else None
+        self._lag = LagWatch.of(session) if checks.stragglers else None
 
     def between(self, step: int, params: Any, state: Any, batch: Batch, *, is_last: bool = False) -> None:
         """Check the state after a step, before `batch`, the next one, is trained on. The last state always is."""
@@ -86,12 +85,8 @@ class Checking:
         if not self.checks.digests_every:
             self._open.append(_Open(step, None))
 
-    def settled(self, step: int, evidence: Any = None) -> None:
-        """Look at the results of a step, and at the digests of those before it."""
-        program = self._compiled.program
-        if evidence is not None and isinstance(program, Program):
-            found = bad_sums(evidence, program, self.session.fabric)
-            self._act_on(checksum_signs(found, step))
+    def settled(self, step: int) -> None:
+        """Look at the digests of the states that are old enough now that a step's results are there."""
         while self._open and self._open[0].step + WRITTEN_AFTER <= step:
             self._compare(self._open.popleft())
 

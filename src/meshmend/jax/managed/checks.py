@@ -14,9 +14,7 @@ class Checks:
     - `digests_every`: steps between two comparisons of all replicas of the state; 0 for never.
     - `recompute_every`: steps between two checks in which each chip repeats a part of another chip's gradient; 0 for
       never. It costs one more gradient in so many steps.
-    - `check_sums`: whether every transfer and addition of the all-reduce is checked, in every step.
-    - `stragglers`: whether chips, cables and hosts that make the others wait are looked for.
-    - `probe`: whether, for that, each device is timed by itself between steps. It keeps the devices idle meanwhile.
+    - `stragglers`: whether hosts that make the others wait are looked for.
 
     A state is known to be good, and is kept, where the replicas agree; with `recompute_every` where, besides, all chips
     have repeated each other's gradients.
@@ -27,21 +25,13 @@ class Checks:
 
     digests_every: int = 100
     recompute_every: int = 200
-    check_sums: bool = False
     stragglers: bool = False
-    probe: bool = False
 
     def __post_init__(self) -> None:
         for name in ("digests_every", "recompute_every"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ParameterError(f"{name} is {value!r}, expected a number of steps, or 0 for never.")
-        if self.probe and not self.stragglers:
-            raise ParameterError("probe=True times devices to find stragglers: give stragglers=True as well.")
-
-    def compares_digests(self, step: int) -> bool:
-        """Whether replicas are compared after a step: also where gradients are repeated, so that the state is known."""
-        return bool(self.digests_every) and self.is_due(step)
 
     def repeats_gradients(self, step: int) -> bool:
         """Whether gradients are repeated after a step."""

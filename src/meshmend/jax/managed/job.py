@@ -179,7 +179,6 @@ class Job:
             microbatches=microbatches,
             accumulate_dtype=accumulate_dtype,
             shardings=shardings,
-            check_sums=self.aids.checks is not None and self.aids.checks.check_sums,
         )
         feed = make_feed(dataset, self.policy, seed=seed, n_chips=self.fabric.mesh.n_chips)
         self._run = TrainingRun(

@@ -17,14 +17,13 @@ from jax.typing import DTypeLike
 from meshmend.errors import ParameterError
 from meshmend.jax.checks import Part
 from meshmend.jax.collectives import travel_dtype
-from meshmend.jax.cut_params import joined
 from meshmend.jax.elementwise import check_elementwise
 from meshmend.jax.fabric import Fabric
+from meshmend.jax.fsdp.params import ShardedParams, is_sharded, joined
+from meshmend.jax.fsdp.training import sharded_train_step
 from meshmend.jax.managed.data import RandomKey
 from meshmend.jax.managed.model_state import ModelState
 from meshmend.jax.program import AnyProgram, ProgramPair
-from meshmend.jax.sharded_params import ShardedParams, is_sharded
-from meshmend.jax.sharded_training import sharded_train_step
 from meshmend.jax.state import fetch, place
 from meshmend.jax.state.splits import AnyTrainStep
 from meshmend.jax.training import train_step
@@ -60,8 +59,6 @@ class Model:
     accumulate_dtype: DTypeLike | None = jnp.float32
     shardings: Any = None
     """How parameters are split inside tiles, where there are any."""
-    check_sums: bool = False
-    """Whether a step returns the evidence of its sums, too, as its last result: see `train_step`."""
 
     @property
     def is_fsdp(self) -> bool:
@@ -71,7 +68,6 @@ class Model:
     def training(self, fabric: Fabric) -> AnyTrainStep:
         """Return the train step, whose state is the optimizer's, and the model's beside it if there is one."""
         if self.is_fsdp:
-            self._check_sums("fsdp")
             return sharded_train_step(
                 self._call_with_pair,
                 self.optimizer,
@@ -103,9 +99,9 @@ class Model:
                 return extra[0] if self.has_aux else extra
 
             inner = self._train_step(fabric, averaged, True)
-            new_params, own, value, (means, aux), *evidence = inner.step(params, own, batch, program, **more)
+            new_params, own, value, (means, aux) = inner.step(params, own, batch, program, **more)
             new = kept.next(means, new_state, params, model_state, batch)
-            return new_params, (own, new), value, *([aux] if self.has_aux else []), *evidence
+            return new_params, (own, new), value, *([aux] if self.has_aux else [])
 
         inner_specs = plain.specs
         if inner_specs is None:
@@ -174,8 +170,6 @@ class Model:
                 f"update={update!r} does not keep a model state yet. Use update='replicated', or put what the model "
                 "remembers into its parameters."
             )
-        if update in ("sharded", "fsdp"):
-            self._check_sums(update)
         if update != "auto" or self.model_state is not None:
             return update in ("sharded", "fsdp")
         whole = jax.tree.map(
@@ -194,7 +188,6 @@ class Model:
             check_elementwise(self.optimizer, shards, whole, own=self.params, with_turn=True)
         except ParameterError:
             return False
-        self._check_sums(update)
         return True
 
     def _train_step(self, fabric: Fabric, loss: Callable[..., Any], has_aux: bool) -> TrainStep:
@@ -207,7 +200,6 @@ class Model:
             accumulate_dtype=self.accumulate_dtype,
             per_example=True,
             shardings=self.shardings,
-            check_sums=self.check_sums,
         )
 
     def _call(self, params: Any, data: Any, *model_state: Any) -> Any:
@@ -222,28 +214,19 @@ class Model:
         batch, places = data
         return self.loss(params, batch, pair, self.rng.of_examples(places))
 
-    def _check_sums(self, update: Update) -> None:
-        """Refuse checked sums where the update is sharded: only those of a replicated update are checked yet."""
-        if self.check_sums:
-            large = ", which shards the update because its state is large," if update == "auto" else ""
-            raise ParameterError(
-                f"Only the sums of a replicated update are checked yet, got check_sums=True and update={update!r}"
-                f"{large}. Use update='replicated', or check_sums=False."
-            )
-
     def _check_fsdp(self, update: Update) -> None:
         """Refuse whole parameters where they are to be sharded, and the reverse."""
         if (update == "fsdp") != self.is_fsdp:
             got = "a function" if self.is_fsdp else f"a {type(self.params).__name__}"
             raise ParameterError(
                 f"update is {update!r} and params is {got}. With update='fsdp' params is a function that makes sharded "
-                "parameters, as in params=lambda fabric, pair: mmj.init_sharded(make, key, fabric, pair), because they "
-                "are never whole on a chip; otherwise it is a pytree of arrays."
+                "parameters, as in params=lambda fabric, pair: mmj.fsdp.init_sharded(make, key, fabric, pair), because "
+                "they are never whole on a chip; otherwise it is a pytree of arrays."
             )
         if self.is_fsdp and self.shardings is not None:
             raise ParameterError(
                 "With update='fsdp' the shardings inside tiles are given where parameters are made: "
-                "mmj.init_sharded(make, key, fabric, pair, shardings=…)."
+                "mmj.fsdp.init_sharded(make, key, fabric, pair, shardings=…)."
             )
 
 

@@ -153,11 +153,9 @@ class TrainingRun:
     def steps(self) -> Iterator[JobStep]:
         """Train, one step after the other."""
         fabric, timeline, under_way = self.session.fabric, self.session.timeline, deque[JobStep]()
-        waited, evidence, clock = deque[float](), deque[Any](), HostClock()
+        waited, clock = deque[float](), HostClock()
         keeper, found, checking = self._keeper, self.found, self._checking
         assert keeper is not None  # noqa: S101  # it is there until the end of the loop
-        # A device is timed while it has nothing else to do.
-        in_flight = 0 if checking is not None and checking.checks.probe else IN_FLIGHT
         is_recorder = self.aids.ledger and self.session.launch.process == 0
         ledger = Ledger(self.aids.shared.ledger) if is_recorder else None
         self.is_open = True
@@ -168,7 +166,7 @@ class TrainingRun:
             facts = {"step": step.number, "loss": step.loss, "chips": step.chips, "examples": examples}
             timeline.note("step", **facts, waited_s=round(waited.popleft(), 6))
             if checking is not None:
-                checking.settled(step.number, evidence.popleft())
+                checking.settled(step.number)
 
         try:
             batches = self.feed.batches(fabric, at=Position(*found.extra["position"]))
@@ -185,8 +183,6 @@ class TrainingRun:
                     if checking is not None:
                         checking.between(number - 1, self.params, self._state, batch)
                     self.params, self._state, *results = self._compiled.step(self.params, self._state, given)
-                    if checking is not None:
-                        evidence.append(results.pop() if checking.checks.check_sums else None)
                     keeper.keep(
                         number,
                         self.params,
@@ -209,7 +205,7 @@ class TrainingRun:
                             "this one has kept. Take the steps of that one.",
                             step=number,
                         )
-                    if len(under_way) > in_flight:
+                    if len(under_way) > IN_FLIGHT:
                         settle(under_way.popleft())
                 if checking is not None:
                     checking.time(number, *clock.lap())

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from meshmend.errors import RestartError
 from meshmend.jax.collectives import travel_dtype
-from meshmend.jax.sharded_params import ShardedOutline, is_sharded
+from meshmend.jax.fsdp.params import ShardedOutline, is_sharded
 
 
 @dataclass(frozen=True)

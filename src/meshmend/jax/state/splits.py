@@ -17,9 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshmend.errors import RestartError
 from meshmend.jax.collectives import groups_of
+from meshmend.jax.fsdp.params import ShardedParams, is_sharded, spec_of
+from meshmend.jax.fsdp.training import ShardedTrainStep
 from meshmend.jax.program import AnyProgram, Program, ProgramPair
-from meshmend.jax.sharded_params import ShardedParams, is_sharded, spec_of
-from meshmend.jax.sharded_training import ShardedTrainStep
 from meshmend.jax.state.outline import ShardedArray
 from meshmend.jax.updates import TrainStep
 

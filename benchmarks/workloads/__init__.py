@@ -18,7 +18,6 @@ import optax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from meshmend.errors import ParameterError
 from meshmend.jax.collectives import all_reduce
 from meshmend.jax.compiling.ahead_of_time import Compiled, compile_step
 from meshmend.jax.differentiate import value_and_grad
@@ -27,10 +26,10 @@ from meshmend.jax.program import Program, abstract_program
 from meshmend.jax.shardings import specs_of_state
 from meshmend.jax.tiles import TiledFabric
 from meshmend.jax.training_plan import workload_of
-from meshmend.jax.workloads import bert, gpt, resnet
 from meshmend.schedule import Schedule
+from workloads import bert, gpt, resnet
 
-__all__ = ["WORKLOADS", "ModelWorkload", "abstract_arguments", "compile_workload", "find_workload", "train_step"]
+__all__ = ["WORKLOADS", "ModelWorkload", "abstract_arguments", "compile_workload", "payload_of", "train_step"]
 
 
 @dataclass(frozen=True)
@@ -79,15 +78,6 @@ WORKLOADS = {
     )
 }
 """By name. What a step costs does not depend on the learning rates."""
-
-
-def find_workload(name: str) -> ModelWorkload:
-    """Return the workload of that name."""
-    if name not in WORKLOADS:
-        raise ParameterError(
-            f"There is no workload {name!r}. Workloads: {', '.join(WORKLOADS)}; and, of the command, transformer."
-        )
-    return WORKLOADS[name]
 
 
 def train_step(

@@ -22,10 +22,10 @@ from meshmend.jax.collectives import all_reduce, travel_dtype
 from meshmend.jax.differentiate import rows_by_tile
 from meshmend.jax.elementwise import check_elementwise, update_weights, with_steady_dtypes
 from meshmend.jax.fabric import Fabric
+from meshmend.jax.fsdp.params import ShardedOutline, ShardedParams, SummingPair, is_sharded, sharded_specs
 from meshmend.jax.layerwise import InsideTile, Mask, ShardedLayers, chosen_elements, squares_of
 from meshmend.jax.ordering import in_order
 from meshmend.jax.program import ProgramPair
-from meshmend.jax.sharded_params import ShardedOutline, ShardedParams, SummingPair, is_sharded, sharded_specs
 from meshmend.jax.shardings import copies_in_tile
 from meshmend.jax.tiles import TILE_AXIS, TiledFabric
 from meshmend.jax.training import mean_gradients
@@ -81,10 +81,10 @@ def sharded_train_step(
     >>> import jax, jax.numpy as jnp, optax, meshmend as mm, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
     >>> pair = mmj.install_pair(mm.plan(fabric.mesh, "hamiltonian"), fabric)
-    >>> params = mmj.shard_params({"w": jnp.zeros((3, 1))}, fabric, pair)
+    >>> params = mmj.fsdp.shard_params({"w": jnp.zeros((3, 1))}, fabric, pair)
     >>> def loss(params, batch, pair):
-    ...     return jnp.mean((batch["x"] @ mmj.gather_params(params, pair)["w"] - batch["y"]) ** 2)
-    >>> init, step = mmj.sharded_train_step(loss, optax.adam(0.1), fabric)
+    ...     return jnp.mean((batch["x"] @ mmj.fsdp.gather_params(params, pair)["w"] - batch["y"]) ** 2)
+    >>> init, step = mmj.fsdp.sharded_train_step(loss, optax.adam(0.1), fabric)
     >>> state = jax.jit(init)(params, pair)
     >>> batch = {"x": jnp.ones((24, 3)), "y": jnp.ones((24, 1))}
     >>> params, state, value = jax.jit(step, donate_argnums=(0, 1))(params, state, batch, pair)
@@ -295,7 +295,7 @@ def _check_params(params: Any, program: Any) -> None:
         if not is_sharded(leaf):
             raise ParameterError(
                 f"params{jax.tree_util.keystr(path)} is a {type(leaf).__name__}, expected ShardedParams: cut it with "
-                "mmj.shard_params. Small arrays are best cut together, as one tree."
+                "mmj.fsdp.shard_params. Small arrays are best cut together, as one tree."
             )
         leaf.check(program, stacked=leaf.n_layers is not None)
     if not leaves:

@@ -17,14 +17,14 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from hidden import Overlap, bodies_with_permutes
 from meshmend.errors import ParameterError
 from meshmend.jax.compiling.ahead_of_time import Compiled, compile_step
-from meshmend.jax.cut_params import shard_params
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.layer_scan import scan_layers
+from meshmend.jax.fsdp.layer_scan import scan_layers
+from meshmend.jax.fsdp.params import shard_params, sharded_specs
+from meshmend.jax.fsdp.training import sharded_train_step
 from meshmend.jax.program import ProgramPair, abstract_pair, abstract_program
-from meshmend.jax.sharded_params import sharded_specs
-from meshmend.jax.sharded_training import sharded_train_step
 from meshmend.jax.training import train_step
 from meshmend.schedule import Schedule
 
@@ -121,8 +121,8 @@ def compile_stack(
     hide: bool = True,
     in_turn: bool = False,
     gradients_only: bool = False,
-) -> Compiled:
-    """Compile a train step, or only its gradients, with the options that let communication hide.
+) -> tuple[Compiled, list[Overlap]]:
+    """Compile a train step, or only its gradients, and say how much computing lies beside permutes.
 
     Without `hide`, layers are gathered when they are needed and gradients are summed at once or, where nothing is
     sharded, after the backward pass.
@@ -174,7 +174,8 @@ def compile_stack(
         )
         jitted = fabric.jit(training.step, overlap=True, donate_argnums=(0, 1))
         arguments = (params, _placed(made, split, fabric), x)
-    return compile_step(topology, jitted, fabric, *arguments, program)[0]
+    report, compiled = compile_step(topology, jitted, fabric, *arguments, program)
+    return report, bodies_with_permutes(str(compiled.as_text()))
 
 
 def _program(plans: StackPlans, fabric: Fabric, shard: Shard) -> Any:

@@ -21,9 +21,9 @@ from jax.typing import DTypeLike
 from meshmend.cost.hiding import MAX_UNROLLED
 from meshmend.errors import ParameterError
 from meshmend.jax.collectives import all_reduce
+from meshmend.jax.fsdp.params import ShardedParams, is_sharded
 from meshmend.jax.loops import zero_after
 from meshmend.jax.program import Program, ProgramPair
-from meshmend.jax.sharded_params import ShardedParams, is_sharded
 
 Layer = Callable[[Any, Any], Any]
 """From the weights of one layer and its input to its output, which is the next layer's input."""
@@ -65,11 +65,11 @@ def scan_layers(
     >>> from jax.sharding import PartitionSpec as P
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
     >>> pair = mmj.install_pair(mm.plan(fabric.mesh, "hamiltonian"), fabric)
-    >>> params = mmj.shard_params({"w": jnp.full((6, 8, 8), 0.1)}, fabric, pair, stacked=True)
+    >>> params = mmj.fsdp.shard_params({"w": jnp.full((6, 8, 8), 0.1)}, fabric, pair, stacked=True)
     >>> def gradients(params, x, pair):
     ...     layer = lambda w, x: x + jnp.tanh(x @ w["w"])
-    ...     return jax.grad(lambda params: jnp.mean(mmj.scan_layers(layer, params, x, pair) ** 2))(params)
-    >>> specs = mmj.sharded_specs(params, fabric)
+    ...     return jax.grad(lambda params: jnp.mean(mmj.fsdp.scan_layers(layer, params, x, pair) ** 2))(params)
+    >>> specs = mmj.fsdp.sharded_specs(params, fabric)
     >>> step = jax.jit(jax.shard_map(gradients, mesh=fabric.jax_mesh, check_vma=False,
     ...                              in_specs=(specs, P("chip"), pair.spec), out_specs=specs))
     >>> step(params, jnp.ones((24, 8)), pair)
@@ -299,8 +299,8 @@ def _check_replicated(params: Any, program: Any) -> None:
     if not isinstance(program, Program):
         raise ParameterError(
             f"The parameters are whole on every chip, and the program is a {type(program).__name__}. Give a Program "
-            "from mmj.install(schedule, fabric), or shard the parameters with mmj.shard_params(…, stacked=True) and "
-            "give a ProgramPair."
+            "from mmj.install(schedule, fabric), or shard the parameters with mmj.fsdp.shard_params(…, stacked=True) "
+            "and give a ProgramPair."
         )
     shapes = [tuple(jnp.shape(leaf)) for leaf in jax.tree.leaves(params)]
     if not shapes or not all(shape and shape[0] == shapes[0][0] > 0 for shape in shapes):
