@@ -110,16 +110,16 @@ def sharded_step(fabric: mmj.Fabric) -> tuple[Any, ...]:
     rng = np.random.default_rng(0)
     tables = {"ends": rng.normal(size=(8, 16)), "layers": rng.normal(size=(3, 16, 16)) / 4}
     params = {
-        name: mmj.shard_params({"w": jnp.asarray(x, np.float32)}, fabric, pair, stacked=name == "layers")
+        name: mmj.fsdp.shard_params({"w": jnp.asarray(x, np.float32)}, fabric, pair, stacked=name == "layers")
         for name, x in tables.items()
     }
 
     def gathering_loss(params: Any, batch: Any, pair: Any) -> Any:
-        w = mmj.gather_params(params["ends"], pair)["w"]
-        x = mmj.scan_layers(lambda w, x: x + jnp.tanh(x @ w["w"]), params["layers"], batch @ w, pair)
+        w = mmj.fsdp.gather_params(params["ends"], pair)["w"]
+        x = mmj.fsdp.scan_layers(lambda w, x: x + jnp.tanh(x @ w["w"]), params["layers"], batch @ w, pair)
         return jnp.mean((x @ w.T - 1) ** 2, axis=-1)
 
-    init, step = mmj.sharded_train_step(gathering_loss, mmj.lamb(0.1), fabric, per_example=True)
+    init, step = mmj.fsdp.sharded_train_step(gathering_loss, mmj.lamb(0.1), fabric, per_example=True)
     return step, params, jax.jit(init)(params, pair), pair
 
 

@@ -159,8 +159,8 @@ def test_a_job_that_lost_five_hosts_is_replayed_within_five_per_cent(tmp_path: P
     for host in range(1, 6):
         words += ["--kill", f"{6 - host}@{60 * host}"]
     meshmend("run", *words, "train.py", folder=tmp_path)
-    script = [sys.executable, str(Path(__file__).parents[2] / "benchmarks" / "replay.py"), "shared", "--json"]
-    facts = json.loads(subprocess.run(script, cwd=tmp_path, env=environment(), capture_output=True, check=True).stdout)
+    replay = [sys.executable, str(Path(__file__).parents[2] / "benchmarks" / "replay.py"), "shared", "--json"]
+    facts = json.loads(subprocess.run(replay, cwd=tmp_path, env=environment(), capture_output=True, check=True).stdout)
     assert [one["host"] for one in facts["inputs"]["failures"]] == [5, 4, 3, 2, 1]
     watched = json.loads("".join(meshmend("watch", "shared", "--once", "--json", folder=tmp_path)))
     assert facts["measured"]["training_s"] == pytest.approx(watched["training_s"])
