@@ -7,7 +7,15 @@ from __future__ import annotations
 
 import importlib.util
 
+import pytest
+
 if importlib.util.find_spec("torch") is not None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def compiler() -> None:
+    """Import what DDP, FSDP2 and optimizers import, which takes seconds: once, not once in every forked process."""
+    importlib.import_module("torch._dynamo")

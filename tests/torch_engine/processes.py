@@ -6,15 +6,19 @@ import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from meshmend import Mesh
+from meshmend import Mesh, plan
 from meshmend.lab.chips import Chips
 
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+remembered = lru_cache(None)(partial(plan, hardware="gloo-loopback"))
+"""What groups may plan with: plans that are made before the forks are made once for all processes."""
 
 
 def free_port() -> int:

@@ -10,13 +10,12 @@ import os
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from functools import lru_cache, partial
 from itertools import product
 from typing import Any
 
 import pytest
 
-from meshmend import Mesh, plan
+from meshmend import Mesh
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
 import torch.distributed as dist  # noqa: E402
@@ -31,7 +30,7 @@ from meshmend.errors import (  # noqa: E402
     WaitTimeoutError,
 )
 from meshmend.lab.chips import Chips  # noqa: E402
-from torch_engine.processes import free_port  # noqa: E402
+from torch_engine.processes import free_port, remembered  # noqa: E402
 
 MESH = Mesh("4x4", failed=["2x2@2,2"])
 CHIPS = [MESH.chip(rank) for rank in range(MESH.n_chips)]
@@ -57,10 +56,6 @@ OPS = {
     "MAX": dist.ReduceOp.MAX,
     "PRODUCT": dist.ReduceOp.PRODUCT,
 }
-
-
-remembered = lru_cache(None)(partial(plan, hardware="gloo-loopback"))
-"""Plans that are made before the forks, for all processes at once."""
 
 
 def run_all(main: Callable[[int], Any], *, timeout_s: float = 240) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshmend import Mesh, plan
+from meshmend import Mesh
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
 import torch.distributed as dist  # noqa: E402
@@ -21,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import meshmend.torch as mmt  # noqa: E402
 from meshmend.lab.chips import Chips  # noqa: E402
-from torch_engine.processes import free_port  # noqa: E402
+from torch_engine.processes import free_port, remembered  # noqa: E402
 
 MESH = Mesh("4x4", failed=["2x2@2,2"])
 WORDS, LENGTH = 31, 8
@@ -91,22 +90,12 @@ def train(chip: tuple[int, ...], rank: int, port: int, steps: int) -> dict[str, 
     return found
 
 
-_made: dict[Any, Any] = {}
-
-
-def remembered(mesh: Mesh, payload_bytes: int) -> Any:
-    """Plan, once for all processes if it is called before they are forked."""
-    if (mesh, payload_bytes) not in _made:
-        _made[mesh, payload_bytes] = plan(mesh, payload_bytes=payload_bytes, hardware="gloo-loopback")
-    return _made[mesh, payload_bytes]
-
-
-@pytest.mark.parametrize("steps", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_ddp_fsdp2_and_hsdp_learn_what_one_process_learns(steps: int) -> None:
-    importlib.import_module("torch._dynamo")  # FSDP2 needs it, and it takes seconds: once, before the forks
+@pytest.mark.usefixtures("compiler")
+def test_ddp_fsdp2_and_hsdp_learn_what_one_process_learns() -> None:
+    steps = 3
     for mesh in (MESH, Mesh("2x2"), Mesh("2x2", failed=["1,1"])):
         for exponent in range(5):
-            remembered(mesh, 512 * 4**exponent)
+            remembered(mesh, payload_bytes=512 * 4**exponent)
     port = free_port()
     with Chips() as chips:
         chips.start((9, 9), lambda _: losses(steps, lambda model: model, slice(None), lambda _: None))

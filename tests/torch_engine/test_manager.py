@@ -110,6 +110,7 @@ def test_a_chip_writes_down_what_a_host_does(tmp_path: Path, use_async_quorum: b
     assert all(account.recoveries[i].stages_s["detect"] >= PAUSE_S for i in (0, 2))
 
 
+@pytest.mark.usefixtures("compiler")
 def test_a_chip_needs_no_more_than_its_group_and_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     def main(chip: tuple[int, ...], number: int, address: str) -> tuple[bool, int, list[str], float]:
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -114,7 +114,7 @@ def run(mesh: Mesh, place: str, interface: str, file: Path, namespaces: Any = No
         return list(chips.results(180).values())
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("quick", "compiler")
 def test_all_members_plan_for_what_was_measured(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     found = run(MESH, f"tcp://127.0.0.1:{free_port()}", "lo", file)
@@ -131,7 +131,7 @@ def test_all_members_plan_for_what_was_measured(tmp_path: Path) -> None:
 
 
 @needs_lab
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("quick", "compiler")
 def test_in_a_lab_the_rate_of_its_links_is_found(tmp_path: Path) -> None:
     mesh = Mesh("2x2")
     with Lab.temporary(mesh, rate="40mbit", name="measured") as lab:

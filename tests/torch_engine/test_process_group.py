@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions, BarrierOptions,
 import meshmend.torch as mmt  # noqa: E402
 from meshmend.planning.workload import LARGEST_BYTES  # noqa: E402
 from meshmend.torch.plans import Plans  # noqa: E402
-from torch_engine.processes import with_store  # noqa: E402
+from torch_engine.processes import remembered, with_store  # noqa: E402
 
 Members = list[tuple[int, ...]]
 
@@ -53,9 +53,12 @@ def test_it_plans_for_all_and_then_for_those_who_are_left() -> None:
     # Members come in another order than ranks do, as torchft's replica ids make them.
     members: Members = [Mesh("2x4").chip(rank) for rank in (5, 0, 7, 2, 1, 6, 3, 4)]
     left = [chip for chip in members if chip[1] >= 2]
+    for mesh in (Mesh("2x4"), Mesh("2x4", failed=["2x2@0,0"])):
+        for size in (512, 2048, 8192):
+            remembered(mesh, payload_bytes=size)
 
     def main(chip: tuple[int, ...], number: int, address: str) -> Any:
-        group = make(chip)
+        group = make(chip, plan=remembered)
         group.configure(f"{address}/1", f"chip{number}", number, len(members))
         found: dict[str, Any] = {"mesh": group.mesh, "sum": summed(group, number), "size": group.size()}
         found["max"] = summed(group, number, dist.ReduceOp.MAX)
@@ -154,11 +157,15 @@ def test_a_machine_brings_its_holes_cables_and_rates(tmp_path: Path) -> None:
     known = Mesh("2x4", failed=["0,3"], failed_cables=["0,0-0,1"], cable_rates={"1,1-1,2": 0.5})
     members: Members = [known.chip(rank) for rank in (4, 0, 6, 2, 1, 5, 3)]
     left = [chip for chip in members if chip != (1, 3)]
+    for mesh in (known, known.fail("1,3")):
+        for size in (512, 2048, 8192):
+            remembered(mesh, payload_bytes=size)
 
     def main(chip: tuple[int, ...], number: int, address: str) -> Any:
         named = "north" if chip == (0, 0) else "south" if chip == (1, 0) else chip
         machine = file if number % 2 else read_machine(file)
-        group = mmt.MeshProcessGroup(machine=machine, chip=named, interface="lo", timeout=timedelta(seconds=20))
+        options: dict[str, Any] = {"interface": "lo", "timeout": timedelta(seconds=20), "plan": remembered}
+        group = mmt.MeshProcessGroup(machine=machine, chip=named, **options)
         group.configure(f"{address}/1", "x", number, len(members))
         found = {"mesh": group.mesh, "sum": summed(group, number), "planned": group.schedule(4000).mesh}
         if chip in left:
