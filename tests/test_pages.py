@@ -71,7 +71,6 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
         ("job.md", "python", "tests/jax_engine/managed/test_docs.py"),
         ("job.md", "bash", "tests/jax_restart/test_job.py"),
         ("job.md", "bash", "tests/jax_restart/test_tiles.py"),
-        ("operate.md", "bash", "tests/jax_restart/test_events.py"),
         ("operate.md", "bash", "tests/jax_restart/test_run.py"),
         ("quarantine.md", "bash", "tests/jax_restart/test_checking.py"),
         ("restart.md", "python", "tests/jax_engine/job/test_docs.py"),

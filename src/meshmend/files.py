@@ -1,10 +1,18 @@
-"""Whole files: a reader sees the text before or after a change, never half of it."""
+"""Files that several processes read and change: never half a file, and one writer at a time."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+LOCK_S = 60.0
+"""How long another process may keep a file locked: far longer than any change takes, unless its disk hangs."""
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -20,3 +28,30 @@ def write_whole(path: Path, text: str) -> None:
     except BaseException:
         Path(draft).unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def locked(path: Path, *, timeout_s: float = LOCK_S) -> Iterator[None]:
+    """Keep all other processes that change this file out, on any of a job's hosts, until the block ends.
+
+    Raises `TimeoutError` if another one does not let go of it. On a file system without locks it keeps nobody out.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside, until = path.with_name(path.name + ".lock"), time.monotonic() + timeout_s
+    handle = os.open(beside, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    why = f"another process has kept its lock for {timeout_s:g} s; end that one, and try again"
+                    raise TimeoutError(errno.ETIMEDOUT, why, str(path)) from None
+                time.sleep(0.01)
+                continue
+            except OSError:
+                pass  # a file system without locks
+            break
+        yield
+    finally:
+        os.close(handle)

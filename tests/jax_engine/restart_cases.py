@@ -14,10 +14,10 @@ import optax
 import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.jax.job.coordination import Coordination
-from meshmend.jax.job.launch import Launch
 from meshmend.jax.job.session import Session
 from meshmend.jax.state import Keeper, Resumed, place
 from meshmend.jax.state.layout import StateLayout, vectors_from_leaves
+from meshmend.launch import Launch
 from meshmend.launch.timeline import Timeline
 
 WEIGHTS = {"in": np.arange(12, dtype=np.float32).reshape(3, 4), "out": 100 + np.arange(8, dtype=np.float32)}

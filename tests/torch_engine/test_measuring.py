@@ -124,7 +124,8 @@ def test_all_members_plan_for_what_was_measured(tmp_path: Path) -> None:
         assert total == [10.0]
     hardware = found[0][1]
     assert (hardware.is_switched, hardware.shared_cores) == (True, len(os.sched_getaffinity(0)))
-    assert 1e-6 < hardware.message_s < 0.1
+    # A step of one message or two: on a busy machine their times do not say which of both costs what.
+    assert 1e-6 < hardware.step_latency_s + hardware.message_s < 0.1
     assert find_hardware(str(file)) == hardware
     assert json.loads(file.read_text())["measured"]["mesh"] == str(MESH)
     assert "give it the default group" in found[0][-1]

@@ -15,6 +15,7 @@ from meshmend.cost import DEFAULT_HARDWARE
 from meshmend.errors import LaunchError
 from meshmend.extras import require
 from meshmend.launch.places import check_address
+from meshmend.launch.store import is_loopback
 from meshmend.planning import Auto
 from meshmend.studio import State
 
@@ -61,7 +62,7 @@ def command(
             else:
                 print_line(("meshmend studio", "bold"), f"  {plain(url)}")
                 print_line(("Ctrl-C ends it.", "dim"))
-                if not _is_loopback(server):
+                if not is_loopback(str(server.getsockname()[0])):
                     print_line(("Everybody who can reach this address can use this machine to plan.", "yellow"))
             if open_browser:
                 webbrowser.open(url)
@@ -75,11 +76,6 @@ def _listening(address: str, port: int) -> socket.socket:
         raise LaunchError(
             f"--listen {address}:{port}: {error.strerror or error}. Choose another port, or 0 for any that is free."
         ) from None
-
-
-def _is_loopback(server: socket.socket) -> bool:
-    address = str(server.getsockname()[0])
-    return address.startswith("127.") or address == "::1"
 
 
 def _serve(server: socket.socket, address: str) -> None:

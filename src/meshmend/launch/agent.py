@@ -111,7 +111,7 @@ class HostAgent:
 
 
 def describe(place: Place) -> dict[str, Any]:
-    """Return what a worker must know of its round, for `meshmend.jax.job.read_launch`."""
+    """Return what a worker must know of its round, for `read_launch`."""
     return {
         "number": place.number,
         "coordinator": place.coordinator,

@@ -15,12 +15,12 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from meshmend.files import locked
 from meshmend.launch.history import MARK, is_taken_in, take_in
-from meshmend.locks import lock_beside, unlock
 
 Event = dict[str, Any]
 
@@ -150,8 +150,8 @@ class Timeline:
         if self._turning is not None:
             self._turning.join()
         older, full = _older(path), _full(path)
-        lock = lock_beside(path)
-        try:
+        with ExitStack() as lock:
+            lock.enter_context(locked(path))
             if not self._is_full(path.stat().st_size if path.exists() else 0, more):
                 return  # the other one has begun a new file
             if full.exists():  # of a process that was killed before it had condensed it
@@ -160,13 +160,10 @@ class Timeline:
                 older.replace(full)
             path.replace(older)
             if full.exists():
-                self._turning = threading.Thread(target=self._condense, args=(path, full, lock), daemon=True)
+                self._turning = threading.Thread(target=self._condense, args=(path, full, lock.pop_all()), daemon=True)
                 self._turning.start()
-                lock = -1  # the thread's
-        finally:
-            unlock(lock)
 
-    def _condense(self, path: Path, full: Path, lock: int = -1) -> None:
+    def _condense(self, path: Path, full: Path, lock: ExitStack | None = None) -> None:
         try:
             if not is_taken_in(_read_file(_history(path)), full):
                 take_in(_history(path), full, _events, max_bytes=self.max_bytes // 5)
@@ -174,7 +171,8 @@ class Timeline:
         except OSError as error:
             self._error = error  # which the next event says
         finally:
-            unlock(lock)
+            if lock is not None:
+                lock.close()
 
     def _warn(self) -> None:
         if self._error is not None and not self._warned:

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from meshmend.errors import QuarantineError
-from meshmend.files import write_whole
-from meshmend.quarantine.files import locked
+from meshmend.files import locked, write_whole
 from meshmend.quarantine.judge import MAX_SIGNS
 from meshmend.quarantine.sign import LAG, LAST_STEP, Sign
 from meshmend.quarantine.suspect import Suspect

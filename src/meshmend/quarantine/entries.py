@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from meshmend.errors import Coordinate, QuarantineError
-from meshmend.files import write_whole
+from meshmend.files import locked, write_whole
 from meshmend.quarantine.book import SignBook
-from meshmend.quarantine.files import locked
 from meshmend.quarantine.suspect import ChipsOfHosts, Suspect
 from meshmend.topology import Cable
 

@@ -24,11 +24,11 @@ from jax.sharding import PartitionSpec as P
 import meshmend.jax as mmj
 from jax_engine.compiling.job_programs import build
 from meshmend.jax.compiling.ahead_of_time import slice_fabric
-from meshmend.jax.job import Launch, Session, initialize_alone, survivors
+from meshmend.jax.job import Session, initialize_alone, survivors
 from meshmend.jax.job.compile_cache import use_compile_cache
 from meshmend.jax.job.coordination import Coordination
 from meshmend.jax.managed.run import AHEAD_AFTER
-from meshmend.launch import Timeline
+from meshmend.launch import Launch, Timeline
 
 CACHE, STEPS = Path("compiled"), AHEAD_AFTER + 1
 

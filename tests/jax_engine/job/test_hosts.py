@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.errors import RestartError
-from meshmend.jax.job import Launch, initialize_alone, read_launch
+from meshmend.jax.job import initialize_alone
 from meshmend.jax.job.alone import is_launched
 from meshmend.jax.job.session import check_hosts, check_preloaded
 from meshmend.jax.job.survivors import check_connected, fabric_of_hosts
-from meshmend.launch import Hosts, Timeline, read_timeline
+from meshmend.launch import Hosts, Launch, Timeline, read_launch, read_timeline
 from meshmend.launch import timeline as timelines
 from meshmend.launch.local import worker_environment
 from meshmend.launch.timeline import process_started_at

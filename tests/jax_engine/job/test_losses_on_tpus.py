@@ -23,11 +23,11 @@ import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine.two_processes import run_two
 from meshmend.jax.compiling import ahead_of_time
-from meshmend.jax.job import Launch, Session
+from meshmend.jax.job import Session
 from meshmend.jax.job.coordination import Coordination
 from meshmend.jax.job.survivors import find_fabric
 from meshmend.jax.state.mirror import backup_chips
-from meshmend.launch import Timeline
+from meshmend.launch import Launch, Timeline
 from meshmend.quarantine import Quarantined, Suspect
 
 needs_libtpu = pytest.mark.skipif(

@@ -13,10 +13,10 @@ import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine.managed.managed_cases import assert_same_bits, train
 from meshmend.errors import QuarantineError, RestartError
-from meshmend.jax.job import Launch, Session, initialize_alone
+from meshmend.jax.job import Session, initialize_alone
 from meshmend.jax.job.coordination import Coordination
 from meshmend.jax.job.survivors import agree_on_quarantine, check_connected, check_part, fabric_of_hosts, leave_out
-from meshmend.launch import Hosts, Timeline
+from meshmend.launch import Hosts, Launch, Timeline
 from meshmend.quarantine import Quarantined, QuarantineList, Suspect
 
 HOSTS = Hosts.of("4x4", "2x2")

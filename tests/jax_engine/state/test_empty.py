@@ -13,9 +13,9 @@ import pytest
 import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.jax.job.coordination import Coordination
-from meshmend.jax.job.launch import Launch
 from meshmend.jax.job.session import Session
 from meshmend.jax.state import Keeper, StateLayout
+from meshmend.launch import Launch
 from meshmend.launch.timeline import Timeline
 
 

@@ -15,11 +15,11 @@ from meshmend.errors import RestartError
 from meshmend.jax.fabric import Fabric, discover
 from meshmend.jax.job.compile_cache import use_compile_cache
 from meshmend.jax.job.coordination import Coordination
-from meshmend.jax.job.launch import Launch
 from meshmend.jax.job.session import Session
 from meshmend.jax.job.survivors import agree_on_quarantine, check_connected, leave_out
 from meshmend.jax.private import joined_as
 from meshmend.launch.events import note_quarantined
+from meshmend.launch.places import Launch
 from meshmend.launch.timeline import Timeline
 
 SIZES = ("WORLD_SIZE", "JAX_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS")

@@ -24,7 +24,6 @@ from meshmend.errors import MeshError, PlanError, QuarantineError, RestartError
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.job.compile_cache import use_compile_cache
 from meshmend.jax.job.coordination import Coordination
-from meshmend.jax.job.launch import Launch, read_launch
 from meshmend.jax.job.survivors import (
     agree_on_quarantine,
     check_connected,
@@ -39,6 +38,7 @@ from meshmend.jax.training_plan import TrainingPlan
 from meshmend.jax.training_plan import plan as plan_training
 from meshmend.launch.events import note_quarantined
 from meshmend.launch.hosts import Hosts
+from meshmend.launch.places import Launch, read_launch
 from meshmend.launch.processes import wait_for_server
 from meshmend.launch.timeline import Timeline, process_started_at
 from meshmend.launch.warm import PRELOADED, jax_settings
