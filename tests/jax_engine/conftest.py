@@ -1,6 +1,35 @@
 """JAX reads its device count once, when it is imported: 64 virtual CPU devices, before any test does that."""
 
 import os
+from collections.abc import Iterator
+
+import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=64"
+
+SAME_PROGRAMS = ("managed", "state")
+"""Tests that compile the same few train steps over and over, in jobs that start again."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep compiled programs on disk for the tests of jobs: a program that was compiled before is loaded."""
+    if request.path.parent.name not in SAME_PROGRAMS:
+        yield
+        return
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.getbasetemp() / "compiled"),  # of this process alone
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    for settings in (options, before):
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()  # JAX asks once per process whether there is a cache
+        if settings is options:
+            yield

@@ -116,7 +116,7 @@ def test_unrolled_steps_sums_instead_of_means_and_nothing_hidden() -> None:
         sums = jax.tree.map(lambda leaf: 4 * leaf, gradients)
         check_close(gradients_over_chips(fabric, given, x, program, unroll=True, mean=False), (value, sums), rounding=0)
         check_close(gradients_over_chips(fabric, given, x, program, hide=False), (value, gradients), rounding=0)
-        check_close(gradients_over_chips(fabric, given, x, program, in_turn=True), (value, gradients), rounding=0)
+    check_close(gradients_over_chips(fabric, params, x, pair, in_turn=True), (value, gradients), rounding=0)
 
 
 def test_whatever_a_layer_closes_over_has_its_gradient_and_integers_pass_through() -> None:

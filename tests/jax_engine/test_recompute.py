@@ -103,7 +103,7 @@ def flaky(checks: int, p: float, seed: int) -> None:
 
 
 def test_a_flaky_chip_is_caught_as_often_as_promised() -> None:
-    flaky(80, 0.3, seed=1000)
+    flaky(40, 0.3, seed=1000)
 
 
 @pytest.mark.slow
@@ -118,7 +118,7 @@ def test_several_liars_are_named_each() -> None:
         signs = bench.check(fault(12, chips, [3 + chip for chip in chips]))
         assert named(signs) == [[chip_name(bench.fabric, chip)] for chip in chips]
     # With the same wrong bits two agree where they meet, but not with those who are asked then.
-    for other in range(1, 12):
+    for other in (1, 4, 11):
         signs = bench.check(fault(12, [0, other], [9, 9]))
         assert named(signs) == [[chip_name(bench.fabric, chip)] for chip in (0, other)]
 

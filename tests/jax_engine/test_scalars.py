@@ -129,7 +129,7 @@ def mixed_tree(n_rows: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize("planned", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_sums_of_all_dtypes_are_right_and_the_same_on_all_chips(planned: bool) -> None:
     program, tree = program_of(planned=planned), mixed_tree(12)
 
@@ -225,11 +225,12 @@ def test_a_float32_loss_beside_bfloat16_gradients_does_not_run_the_plan_twice(pe
         )
         state = jax.jit(training.init)(params, program)
         assert count(training.step, params, state, batch, program) == (loops_of(*runs), lanes_of(*runs))
-        step = jax.jit(training.step)
-        new, _, value = step(params, state, batch, program)
-        before, _, _ = step(params, state, batch, replace(program, scalars=None))
-        assert np.asarray(new["w"]).tobytes() == np.asarray(before["w"]).tobytes(), "the gradients' bits"
-        np.testing.assert_allclose(float(value), np.asarray(errors(params, batch), np.float64).mean(), rtol=1e-6)
+        if accumulate_dtype is None:
+            step = jax.jit(training.step)
+            new, _, value = step(params, state, batch, program)
+            before, _, _ = step(params, state, batch, replace(program, scalars=None))
+            assert np.asarray(new["w"]).tobytes() == np.asarray(before["w"]).tobytes(), "the gradients' bits"
+            np.testing.assert_allclose(float(value), np.asarray(errors(params, batch), np.float64).mean(), rtol=1e-6)
 
 
 def test_weights_of_examples_beside_bfloat16_gradients_are_summed_as_scalars() -> None:

@@ -133,7 +133,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["momentum", pytest.param("adamw, a mask", marks=pytest.mark.slow), "adamw, clipped"])
 def test_the_turn_gives_what_two_phases_give(name: str) -> None:
     check_as_two_phases(EIGHT, plan_of(EIGHT, "weave", chunks=19), *OPTIMIZERS[name])
 
