@@ -21,10 +21,8 @@ def compile_once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
     options = {
-        "jax_compilation_cache_dir": str(folder),
+        "jax_compilation_cache_dir": str(tmp_path_factory.getbasetemp() / "compiled"),  # of this process alone
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
