@@ -5,6 +5,9 @@
 >>> program = mmj.install(mm.plan(fabric.mesh, "hamiltonian"), fabric)
 """
 
+import importlib
+import warnings
+
 from meshmend.extras import require
 
 require("jax", "optax", needed_for="meshmend.jax", extra="jax")
@@ -63,3 +66,28 @@ __all__ = [
     "train_step",
     "value_and_grad",
 ]
+
+_MOVED = {
+    "checks": ("Disagreement", "Part", "Recompute", "compare_replicas", "replica_digests"),
+    "collectives": ("Shards", "shard_of"),
+    "feed": ("Batch",),
+    "fsdp": (
+        *("ShardedParams", "ShardedTrainStep", "gather_params", "init_sharded", "reshard_params", "scan_layers"),
+        *("shard_params", "sharded_specs", "sharded_train_step", "unshard_params"),
+    ),
+    "layerwise": ("scale_by_trust_ratio",),
+    "program": ("abstract_program",),
+    "tiles": ("TiledFabric",),
+    "training_plan": ("TrainingPlan",),
+    "updates": ("TrainStep",),
+}
+
+
+def __getattr__(name: str) -> object:
+    """Return what was here before it moved to a module of its own, with a warning that says where it is now."""
+    for module, names in _MOVED.items():
+        if name in names:
+            home = f"{__name__}.{module}"
+            warnings.warn(f"{__name__}.{name} is {home}.{name} now.", DeprecationWarning, stacklevel=2)
+            return getattr(importlib.import_module(home), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

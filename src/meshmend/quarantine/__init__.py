@@ -7,7 +7,7 @@ somebody clears it. `Stragglers` finds who is slow. Nothing here needs an engine
 
 from meshmend.quarantine.book import Noted, SignBook, untrusted
 from meshmend.quarantine.entries import BY_HAND, THE_JOB, Quarantined, QuarantineList
-from meshmend.quarantine.judge import Verdict
+from meshmend.quarantine.judge import Judge, Verdict
 from meshmend.quarantine.report import enforce, report
 from meshmend.quarantine.sign import Sign
 from meshmend.quarantine.stragglers import Stragglers
@@ -16,6 +16,7 @@ from meshmend.quarantine.suspect import Suspect
 __all__ = [
     "BY_HAND",
     "THE_JOB",
+    "Judge",
     "Noted",
     "QuarantineList",
     "Quarantined",

@@ -39,6 +39,21 @@ class Verdict:
         return "; ".join(told) + (f"; and {more} more" if more else "")
 
 
+class Judge:
+    """Takes in signs as they come, and says by the rules of `judge` who is to be quarantined."""
+
+    def __init__(self) -> None:
+        self._signs: set[Sign] = set()
+        self._named: set[Suspect] = set()
+
+    def add(self, signs: Iterable[Sign]) -> tuple[Verdict, ...]:
+        """Take in signs; return the verdicts that are new."""
+        self._signs = set(recent({*self._signs, *signs}))
+        new = tuple(verdict for verdict in judge(self._signs) if verdict.suspect not in self._named)
+        self._named |= {verdict.suspect for verdict in new}
+        return new
+
+
 def recent(signs: Iterable[Sign], window_steps: int = WINDOW_STEPS) -> list[Sign]:
     """Return the signs that may be held together, in order of steps: those of the last steps, and not too many."""
     found = sorted(set(signs), key=_order)
