@@ -160,9 +160,9 @@ def test_a_process_alone_has_all_devices(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("MESHMEND_FAILED", "2x2@0,0")
     assert initialize_alone().fabric.mesh.n_chips == 60
     assert not is_launched({})
-    assert is_launched({"SLURM_PROCID": "0"})
-    monkeypatch.setattr(jax, "process_count", lambda: 4)
-    with pytest.raises(RestartError, match="JAX has 4 processes, but no launcher is recognised"):
+    assert is_launched({"MESHMEND_ROUND": "{}"})
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    with pytest.raises(RestartError, match="SLURM_STEP_NUM_TASKS=4: this is one of several processes"):
         initialize_alone()
 
 
