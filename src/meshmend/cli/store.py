@@ -14,9 +14,10 @@ from meshmend.cli.common import exit_on_error
 from meshmend.cli.terminal import plain
 from meshmend.errors import LaunchError
 from meshmend.launch.membership import Membership
+from meshmend.launch.messages import DEFAULT_PORT
 from meshmend.launch.places import check_address, find_job, find_secret
 from meshmend.launch.processes import raise_file_limit
-from meshmend.launch.store import DEFAULT_PORT, Store
+from meshmend.launch.store import Store
 
 JobOption = Annotated[
     str | None,

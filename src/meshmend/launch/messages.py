@@ -31,6 +31,8 @@ import numpy as np
 
 from meshmend.errors import RestartError
 
+DEFAULT_PORT = 29400
+"""Where a store listens, unless it is told otherwise."""
 MAGIC = b"mm-rdv\x00\x02"
 HELLO = "hello to a store"
 NONCE_BYTES = 32

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshmend.errors import LaunchError, RestartError
-from meshmend.launch.store import DEFAULT_PORT
+from meshmend.launch.messages import DEFAULT_PORT
 
 PLACES = {
     "MESHMEND_HOST": "the environment",

@@ -47,7 +47,6 @@ from meshmend.launch.messages import (
 )
 from meshmend.launch.processes import raise_file_limit
 
-DEFAULT_PORT = 29400
 CALLER_S = 10.0
 """How long a caller may take from connecting to the end of its hello."""
 MAX_STRANGERS = 1024
