@@ -85,6 +85,26 @@ def test_the_reader_of_programs_sees_loops_side_by_side() -> None:
     assert not side_by_side(compiled(ordering.one_by_one(both)))
 
 
+def test_what_has_literals_or_mixed_dtypes_waits_with_all_it_has() -> None:
+    """A loop whose only integers are literals, and a sum of integers and floats at once."""
+    fabric = mmj.discover(jax.devices()[:4], shape="2x2")
+    pairs = [(i, (i + 1) % 4) for i in range(4)]
+
+    def shifted(x: Any) -> Any:
+        return lax.while_loop(
+            lambda held: held[0] < 3, lambda held: (held[0] + 1, lax.ppermute(held[1], "chip", pairs)), (0, x)
+        )[1]
+
+    def function(x: Any) -> Any:
+        return shifted(x), shifted(x[:1]), lax.psum((x, x.astype(jnp.int32)), "chip")
+
+    mapped = jax.shard_map(function, mesh=fabric.jax_mesh, in_specs=P("chip"), out_specs=P("chip"), check_vma=False)
+    compiled = jax.jit(ordering.one_by_one(mapped)).lower(jnp.arange(8.0)).compile()
+    assert side_by_side(str(compiled.as_text())) == []
+    for a, b in zip(jax.tree.leaves(compiled(jnp.arange(8.0))), jax.tree.leaves(mapped(jnp.arange(8.0))), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def loss(params: Any, batch: Any) -> Any:
     hidden = jnp.tanh(batch @ params["up"])
     return jnp.mean((hidden @ params["down"] - 1) ** 2, axis=-1)

@@ -21,7 +21,7 @@ import torch.distributed as dist  # noqa: E402
 import meshmend.torch as mmt  # noqa: E402
 from meshmend.errors import ParameterError  # noqa: E402
 from meshmend.lab import Chips, Lab  # noqa: E402
-from meshmend.torch.measuring import _lanes, _loop, fit  # noqa: E402
+from meshmend.torch.measuring import _lanes, _longer, _loop, fit  # noqa: E402
 from torch_engine.processes import free_port  # noqa: E402
 
 MESH = Mesh("2x3", failed=["1,2"])
@@ -57,6 +57,20 @@ def test_the_fit_finds_cores_that_are_shared_and_links_that_are_not() -> None:
     assert (hosts.is_switched, hosts.shared_cores, hosts.links_at_once) == (False, None, 2)
     assert hosts.link_bytes_per_s == pytest.approx(1e9, rel=1e-6)
     assert hosts.step_latency_s == pytest.approx(3e-5, rel=1e-6)
+
+
+def test_bytes_that_an_idle_link_sends_at_once_do_not_count() -> None:
+    def seconds(steps: int, size: int) -> float:
+        return 3e-3 + steps * 4e-4 + max(steps * size - 2**15, 0) / 5e6
+
+    loops = []
+    for lanes in (1, 2):
+        loops += [TimedLoop(steps, lanes, 256, seconds(steps, 256), 4.0 * lanes) for steps in (2, 200)]
+        few, many = (TimedLoop(steps, lanes, 2**16, seconds(steps, 2**16), 4.0 * lanes) for steps in (2, 10))
+        loops.append(_longer(few, many))
+    found = fit(loops, Mesh("2x2"), n_hosts=1, is_loopback=False)
+    assert found.link_bytes_per_s == pytest.approx(5e6, rel=0.02)
+    assert found.start_s == pytest.approx(3e-3, rel=0.02)
 
 
 @pytest.mark.parametrize("mesh", [Mesh("2x3"), MESH, Mesh("3x3", wrap=True), Mesh("4")], ids=repr)
@@ -139,7 +153,7 @@ def test_in_a_lab_the_rate_of_its_links_is_found(tmp_path: Path) -> None:
         found = run(mesh, f"tcp://{lab.address((0, 0))}:29400", "chip0", tmp_path / "lab.json", lab.namespaces)
     hardware = found[0][1]
     assert not hardware.is_switched
-    assert 0.7 * lab.rate_bytes_per_s < hardware.link_bytes_per_s < 1.3 * lab.rate_bytes_per_s
+    assert hardware.link_bytes_per_s == pytest.approx(lab.rate_bytes_per_s, rel=0.25)
 
 
 def test_only_groups_of_the_backend_are_measured() -> None:

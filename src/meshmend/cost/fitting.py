@@ -28,7 +28,8 @@ class TimedLoop:
     """A timed loop: so many steps, with so many lanes of so many bytes each.
 
     `messages` is how many messages a step has for whatever handles them: a chip has as many as lanes, and cores that
-    chips share have those of all chips.
+    chips share have those of all chips. `starts` is how often a collective was started: not at all in what a loop of
+    many steps took longer than one of few.
     """
 
     steps: int
@@ -36,12 +37,13 @@ class TimedLoop:
     message_bytes: int
     seconds: float
     messages: float | None = None
+    starts: int = 1
 
     def costs(self, width: int) -> tuple[float, float, float, float]:
         """Return how often the start, a step, a message and a byte are paid for, if a chip drives so many links."""
         messages = float(self.lanes) if self.messages is None else self.messages
         moved = messages if width == CORES else self.lanes / min(self.lanes, width)
-        return 1.0, self.steps, self.steps * messages, self.steps * self.message_bytes * moved
+        return self.starts, self.steps, self.steps * messages, self.steps * self.message_bytes * moved
 
 
 @dataclass(frozen=True)

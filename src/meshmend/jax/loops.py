@@ -162,9 +162,15 @@ def zero_after(values: Sequence[jax.Array], index: Any) -> jax.Array:
     zero = jnp.asarray(index) >> 31
     after = jnp.zeros_like(zero)
     for part in values:
-        first = part[(0,) * part.ndim]
-        if jnp.iscomplexobj(first):
-            first = jnp.real(first)
-        bits = lax.bitcast_convert_type(first, np.dtype(f"uint{8 * first.dtype.itemsize}"))
-        after += bits.astype(zero.dtype) & zero
+        after += first_bits(part).astype(zero.dtype) & zero
     return after
+
+
+def first_bits(value: jax.Array) -> jax.Array:
+    """Return the bits of an array's first element, or of its real part, as a whole number."""
+    first = value[(0,) * value.ndim]
+    if jnp.iscomplexobj(first):
+        first = jnp.real(first)
+    if first.dtype == jnp.bool_:
+        return first.astype(jnp.uint8)
+    return lax.bitcast_convert_type(first, np.dtype(f"uint{8 * first.dtype.itemsize}"))

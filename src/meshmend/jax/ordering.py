@@ -20,13 +20,14 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from meshmend.jax.fabric import Fabric
+from meshmend.jax.loops import first_bits
 
 COLLECTIVES = {
     *("ppermute", "psum", "psum_invariant", "pmin", "pmax", "all_gather", "all_gather_invariant", "reduce_scatter"),
     *("all_to_all", "ragged_all_to_all", "pbroadcast"),
 }
 LOOPS = ("scan", "while", "cond")
-"""Operations that XLA runs as a whole. What they do is at an end when their results are there."""
+"""Operations that XLA runs as a whole: they are over once their results are there."""
 
 
 def in_order(function: Callable[..., Any], fabric: Fabric) -> Callable[..., Any]:
@@ -114,7 +115,7 @@ def _communicate(operation: JaxprEqn, operands: Values, before: Values, debug_in
     if inner and name not in LOOPS:
         # A call, whose operations XLA puts among those around it.
         return _evaluate(inner[0], operands, before)
-    operands = _once_there(before, operands)
+    operands = _once_there(before, operation, operands)
     if not any(map(_needs_order, inner)):
         found = _bind(operation, operands, debug_info)
     elif name == "scan":
@@ -168,29 +169,35 @@ def _shard_map(
     return found, found
 
 
-def _once_there(before: Values, operands: Values) -> Values:
-    """Return the operands as they are, available only once `before` is.
+def _once_there(before: Values, operation: JaxprEqn, operands: Values) -> Values:
+    """Return an operation's operands as they are, available only once `before` is.
 
-    An integer is enough where there is one: tables of a program, which its loop reads. Payloads stay where they are.
+    A loop waits for all that it reads, so its integers are enough, where it has any: the tables of a program. Payloads
+    then stay where they are. A literal stands in the operation itself, and waits for nothing.
     """
     if not before:
         return operands
     zero = _zero_after(before)
-    whole = [_is_array(x) and jnp.issubdtype(x.dtype, jnp.integer) for x in operands]
-    return [
-        x + zero.astype(x.dtype) if yes else jnp.where(zero == 0, x, jnp.zeros_like(x)) if not any(whole) else x
-        for x, yes in zip(operands, whole, strict=True)
-    ]
+    waits = [_is_array(x) and not isinstance(v, Literal) for v, x in zip(operation.invars, operands, strict=True)]
+    whole = [yes and jnp.issubdtype(x.dtype, jnp.integer) for yes, x in zip(waits, operands, strict=True)]
+    if operation.primitive.name in LOOPS and any(whole):
+        waits = whole
+    return [_plus(zero, x) if yes else x for yes, x in zip(waits, operands, strict=True)]
+
+
+def _plus(zero: jax.Array, value: Any) -> Any:
+    """Return a value with the same bits, available only once the zero is."""
+    if jnp.issubdtype(value.dtype, jnp.integer):
+        return value + zero.astype(value.dtype)
+    # Adding 0.0 would make 0.0 of -0.0.
+    return jnp.where(zero == 0, value, jnp.zeros_like(value))
 
 
 def _zero_after(values: Values) -> jax.Array:
     """Return a zero that is available only once all values are."""
     after = jnp.zeros((), jnp.uint32)
     for value in filter(_is_array, values):
-        first = jnp.real(value[(0,) * value.ndim])
-        if jnp.issubdtype(first.dtype, jnp.floating):
-            first = lax.bitcast_convert_type(first, np.dtype(f"uint{8 * first.dtype.itemsize}"))
-        bit = first.astype(jnp.uint32) & 1
+        bit = first_bits(value).astype(jnp.uint32) & 1
         # Zero for either bit, which the compiler does not find out.
         after += bit * (bit - 1)
     return after

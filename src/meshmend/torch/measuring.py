@@ -136,8 +136,17 @@ def _run_loops(mesh: Mesh, members: MeshGroup) -> tuple[int, list[TimedLoop]]:
         while long < LONGEST and long_s < COUNTS * short_s:
             long *= 4
             long_s, loops = pair(n_lanes, long)
-        found += loops
+        found.append(_longer(*loops))
     return hosts, found
+
+
+def _longer(few: TimedLoop, many: TimedLoop) -> TimedLoop:
+    """Return what many steps took longer than few.
+
+    Of long messages only this tells the rate: a link that was idle sends its first bytes faster than it goes on (a
+    bucket of tokens, buffers), so that a loop of two steps would find it too fast.
+    """
+    return replace(many, steps=many.steps - few.steps, seconds=max(many.seconds - few.seconds, 1e-6), starts=0)
 
 
 def _lanes(mesh: Mesh) -> list[Lane]:

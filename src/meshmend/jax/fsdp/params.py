@@ -302,10 +302,9 @@ def shard_params(
     >>> mmj.fsdp.shard_params(layers, fabric, pair, stacked=True)
     ShardedParams(6 layers, 432 parameters in shards of float32)
     """
-    params = jax.tree.map(jnp.asarray, params)
-    return _made(
+    return init_sharded(
         lambda tree: tree,
-        params,
+        jax.tree.map(jnp.asarray, params),
         fabric,
         program,
         stacked=stacked,
@@ -330,7 +329,7 @@ def init_sharded(
 
     No more than one layer (or the one tree) is ever whole on a chip. The options are those of `shard_params`.
     """
-    return _made(
+    made, values, outline = sharder(
         make,
         key,
         fabric,
@@ -340,10 +339,6 @@ def init_sharded(
         gather_dtype=gather_dtype,
         accumulate_dtype=accumulate_dtype,
     )
-
-
-def _made(make: Callable[[Any], Any], given: Any, fabric: Fabric, program: ProgramPair, **cut: Any) -> ShardedParams:
-    made, values, outline = sharder(make, given, fabric, program, **cut)
     return ShardedParams(made(values, program), outline)
 
 
