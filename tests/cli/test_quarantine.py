@@ -36,7 +36,7 @@ def test_adding_listing_and_clearing(tmp_path: Path) -> None:
 
 
 def test_signs_against_a_chip_that_is_not_listed_are_cleared(tmp_path: Path) -> None:
-    signs = [Sign("checksum", (Suspect.parse("2,3"),), step) for step in (1, 2)]
+    signs = [Sign("recompute", (Suspect.parse("2,3"),), step) for step in (1, 2)]
     SignBook(tmp_path).add(signs, attempt=1, verified=0)
     assert "Cleared: 2,3 (of signs)." in run("clear", str(tmp_path), "2,3")
     assert enforce(tmp_path, n_chips=64) == ()
