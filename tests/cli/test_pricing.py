@@ -1,5 +1,6 @@
 """What `meshmend plan` and `meshmend compare` say of time."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,10 @@ def test_tables_for_people() -> None:
     shown = run("plan", *HOLED, "--planner", "row-pairs", "--hardware", "tpu-v3")
     assert "× the bound" in shown
     assert "yellow forwards to blue" in shown
+    shown = run("plan", *HOLED[:3], "--payload", "1GB", "--hardware", "tpu-v3")
+    assert re.search(r"considered +time", shown)
+    assert re.search(r"weave, chunks \d+.* +taken", shown)
+    assert "ruled out" in shown
     shown = run("compare", *HOLED, "--hardware", "tpu-v3")
     assert "holed / full" in shown
     assert "it needs every row and every column intact" in shown
