@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 import meshmend as mm
-from meshmend.cli import app
+from commandline import run, run_json
 from meshmend.errors import MeshError, ScheduleFileError
 from meshmend.planning import PlanCache, Weave
 from meshmend.schedule.serialize import from_text, to_text
@@ -120,27 +118,12 @@ def test_the_cache_tells_rates_apart(tmp_path: Path) -> None:
 
 
 def test_the_command_line_takes_rates() -> None:
-    arguments = [
-        "plan",
-        "4x4",
-        "--planner",
-        "weave",
-        "--chunks",
-        "8",
-        "--hardware",
-        "ideal",
-        "--payload",
-        "1GB",
-        "--json",
-    ]
-    plain = json.loads(CliRunner().invoke(app, arguments).stdout)
-    slow = json.loads(CliRunner().invoke(app, [*arguments, "--cable-rate", "4x1@0,1=1/2"]).stdout)
+    words = ["plan", "4x4", "--planner", "weave", "--chunks", "8", "--hardware", "ideal", "--payload", "1GB"]
+    plain, slow = run_json(*words), run_json(*words, "--cable-rate", "4x1@0,1=1/2")
     assert plain["cable_rates"] == {}
     assert slow["cable_rates"] == {f"{row},1-{row + 1},1": "1/2" for row in range(3)}
     assert slow["bound"] > plain["bound"]
-    refused = CliRunner().invoke(app, [*arguments, "--cable-rate", "0,1-0,2"])
-    assert refused.exit_code == 1
-    assert "0,4-0,5=1/2" in refused.output
+    assert "0,4-0,5=1/2" in run(*words, "--cable-rate", "0,1-0,2", code=1)
 
 
 @settings(max_examples=25, deadline=None)

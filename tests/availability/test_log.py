@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from scipy import stats
-from typer.testing import CliRunner
 
+from commandline import run, run_json
 from meshmend.availability import Assumptions, simulate
 from meshmend.availability.history import draw
 from meshmend.availability.log import Duration, read_log
-from meshmend.cli import app
 from meshmend.errors import ParameterError
 
 BY_HAND = """time,host,chip,event
@@ -93,18 +90,12 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say(tmp_path: Path) -> 
     assert (held >= 51).all()
 
 
-def run(*words: str, code: int = 0) -> str:
-    result = CliRunner().invoke(app, list(words), env={"COLUMNS": "100"})
-    assert result.exit_code == code, result.output
-    return result.output
-
-
 SMALL = ("8x8", "--days", "30", "--runs", "2", "--payload", "1MB", "--checks", "0")
 
 
 def test_a_study_with_the_rates_of_a_log(tmp_path: Path) -> None:
     path = str(written(tmp_path, BY_HAND))
-    facts: Any = json.loads(run("availability", *SMALL, "--log", path, "--json"))
+    facts = run_json("availability", *SMALL, "--log", path)
     levels = {one["name"]: one["mtbf_h"] for one in facts["assumptions"]["levels"]}
     assert levels == {"host": pytest.approx(947), "board": None, "chip": pytest.approx(15214)}
     assert facts["assumptions"]["rates_from"] == "failures.csv: 3 failures in 10.0 days"
@@ -132,16 +123,14 @@ def test_people_see_the_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert log == BY_HAND
     written(tmp_path, BY_HAND)
     monkeypatch.chdir(tmp_path)
-    assert run("availability", *SMALL, "--log", "failures.csv").startswith(table)
-    shown = run("availability", *SMALL, "--log", str(written(tmp_path, BY_HAND)))
+    assert run("availability", *SMALL, "--log", "failures.csv", width=100).startswith(table)
+    shown = run("availability", *SMALL, "--log", written(tmp_path, BY_HAND), width=100)
     assert "3 failures, 2026-01-01 to 2026-01-11, 10.0 days" in shown.replace("\n", " ")
     (line,) = (line for line in shown.splitlines() if line.startswith("host "))
     assert line.split() == ["host", "8", "2", "947", "262", "to", "7,820", "2", "13.0", "3.6", "to", "107"]
     assert "No repair of a kind of part" in shown
     # Twice as many chips fail half as often.
-    facts = json.loads(
-        run("availability", *SMALL, "--log", str(tmp_path / "failures.csv"), "--log-chips", "128", "--json")
-    )
+    facts = run_json("availability", *SMALL, "--log", tmp_path / "failures.csv", "--log-chips", "128")
     assert facts["log"]["rates"][0]["mtbf"]["mean_h"] == pytest.approx((16 * 240 - 26) / 2)
 
 

@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
+from commandline import run, run_json
 from meshmend import load
-from meshmend.cli import app
 
 FACTS = {
     "mesh",
@@ -24,16 +21,6 @@ FACTS = {
     "verify_seconds",
     "busiest_link_load",
 }
-
-
-def run(*words: str, code: int = 0) -> str:
-    result = CliRunner().invoke(app, list(words))
-    assert result.exit_code == code, result.output
-    return result.stdout if "--json" in words else result.output
-
-
-def run_json(*words: str, code: int = 0) -> Any:
-    return json.loads(run(*words, "--json", code=code))
 
 
 @pytest.mark.parametrize("shape", ["16x32", "32x32"])
@@ -76,41 +63,6 @@ def test_cables_and_parameters_reach_the_planner(tmp_path: Path) -> None:
     assert facts["failed_cables"] == ["3,2-4,2"]
     assert {phase["name"] for phase in facts["phases"]} >= {"column rings: reduce-scatter", "yellow forwards to blue"}
     assert facts["chunks"] == 2 * run_json("plan", "8x8", *words[:-2])["chunks"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["plan", "8x8", "--fail", "1,1", "--planner", "hamiltonian"], "has failed while"),
-        (["plan", "8y8", "--planner", "hamiltonian"], "'8y8' is not a shape"),
-        (
-            ["plan", "8x8", "--planner", "best"],
-            "There is no planner 'best'. Planners: hamiltonian, two-color",
-        ),
-        (["plan", "8x8", "--planner", "two-color", "--segments", "2"], "two-color has no parameter 'segments'"),
-        (["plan", "8x8", "--planner", "two-color", "--wrap", "2"], "expected none, all, or axes from 0 to 1"),
-        (
-            ["plan", "2x2", "--planner", "two-color", "--save", "plan.pkl"],
-            "the name ends in '.pkl', expected .npz or .txt",
-        ),
-        (["verify", "nowhere.npz"], "nowhere.npz cannot be read"),
-    ],
-)
-def test_errors_are_one_sentence_and_exit_code_one(words: list[str], message: str) -> None:
-    shown = run(*words, code=1)
-    assert shown.startswith("Error: ")
-    assert message in shown
-    assert "Traceback" not in shown
-    told = run_json(*words, code=1)
-    assert message in told["message"]
-    assert told["error"].endswith("Error")
-
-
-def test_a_wrong_schedule_in_a_file_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "plan.txt"
-    run("plan", "2x2", "--planner", "hamiltonian", "--save", str(path))
-    path.write_text(path.read_text().replace("reduce  phase", "copy  phase", 1))
-    assert "ends with a wrong chunk" in run("verify", str(path), code=1)
 
 
 def test_help_and_version_are_quick() -> None:

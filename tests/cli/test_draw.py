@@ -1,25 +1,13 @@
 from __future__ import annotations
 
-import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from meshmend.cli import app
+import commandline
 
-
-def run(*words: str, code: int = 0) -> str:
-    result = CliRunner().invoke(app, ["draw", *words])
-    assert result.exit_code == code, result.output
-    return result.stdout if "--json" in words else result.output
-
-
-def run_json(*words: str, code: int = 0) -> Any:
-    return json.loads(run(*words, "--json", code=code))
-
-
+run, run_json = partial(commandline.run, "draw"), partial(commandline.run_json, "draw")
 HOLED = ["8x8", "--fail", "2x2@2,2", "--planner", "row-pairs"]
 
 
@@ -52,7 +40,7 @@ def test_parameters_reach_the_planner_and_the_picture(tmp_path: Path) -> None:
 def test_steps_of_a_saved_plan(tmp_path: Path) -> None:
     plan = tmp_path / "plan.npz"
     words = ["plan", "4x4", "--planner", "two-color", "--wrap", "all", "--save", str(plan)]
-    assert CliRunner().invoke(app, words).exit_code == 0
+    commandline.run(*words)
     facts = run_json("--schedule", str(plan), "--steps", "2-5", "-o", str(tmp_path / "steps.html"))
     assert facts["what"] == "steps"
     assert facts["wrap"] == [True, True]
@@ -68,23 +56,3 @@ def test_routes_without_a_plan(tmp_path: Path) -> None:
 def test_figures_of_the_paper(tmp_path: Path) -> None:
     facts = run_json("--figure", "9", "-o", str(tmp_path / "a.svg"))
     assert (facts["what"], facts["planner"], facts["failed"]) == ("figure 9", "row-pairs", ["2x2@2,2"])
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["-o", "a.svg"], "Say which mesh to draw"),
-        (["8x8", "--planner", "best", "-o", "a.svg"], "There is no planner 'best'"),
-        (["--figure", "11", "-o", "a.svg"], "there is no figure 11"),
-        (["8x8", "--figure", "9", "-o", "a.svg"], "--figure already determines the plan"),
-        (["8x8", "--route", "0,0", "-o", "a.svg"], "'0,0' is not a route. Write its two chips, as in 0,0-3,5"),
-        (["8x8", "--planner", "two-color", "--steps", "3", "-o", "a.html"], "as in 0-40"),
-        (["--schedule", "nowhere.npz", "-o", "a.svg"], "nowhere.npz cannot be read"),
-        (["8x8", "--planner", "two-color", "-o", "a.jpg"], "a.jpg ends in '.jpg'"),
-    ],
-)
-def test_errors_are_one_sentence_and_exit_code_one(words: list[str], message: str) -> None:
-    shown = run(*words, code=1)
-    assert shown.startswith("Error: ")
-    assert message in shown
-    assert message in run_json(*words, code=1)["message"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from meshmend.cli import app
+from commandline import run_json
 from meshmend.cost import find_hardware
 from meshmend.errors import ParameterError
 from meshmend.planning import PlanCache, Workload
@@ -19,11 +19,7 @@ from meshmend.topology import Mesh
 HARDWARE = "tpu-v6e-xla"
 
 
-def prepare(*words: str) -> dict[str, object]:
-    found = CliRunner().invoke(app, ["prepare", "4x4", "--host", "2x2", "--json", *words])
-    assert found.exit_code == 0, found.output
-    facts: dict[str, object] = json.loads(found.stdout)
-    return facts
+prepare = partial(run_json, "prepare", "4x4", "--host", "2x2")
 
 
 def asks_for_nothing_new(demands: StepDemands, cache: PlanCache) -> bool:
@@ -64,6 +60,5 @@ def test_what_a_shared_folder_says_and_what_it_does_not(tmp_path: Path) -> None:
         (tmp_path / PLANNED_FOR).write_text(json.dumps({**facts, key: value}))
         with pytest.raises(ParameterError):
             StepDemands.read(tmp_path)
-    found = CliRunner().invoke(app, ["prepare", "4x4", "--host", "2x2", "--shared", str(tmp_path), "--payload", "1MB"])
-    assert found.exit_code == 1
-    assert "already says what its job plans for: leave out --payload" in " ".join(found.output.split())
+    told = prepare("--shared", tmp_path, "--payload", "1MB", code=1)["message"]
+    assert "already says what its job plans for: leave out --payload" in told

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from meshmend.cli import app
+import commandline
 from meshmend.launch import Timeline
 from meshmend.quarantine import THE_JOB, QuarantineList, Sign, SignBook, Suspect, enforce
 
-
-def run(*words: str, code: int = 0) -> str:
-    result = CliRunner().invoke(app, ["quarantine", *words])
-    assert result.exit_code == code, result.output
-    return result.output
-
-
-def run_json(*words: str) -> Any:
-    return json.loads(run(*words, "--json"))
+run, run_json = partial(commandline.run, "quarantine"), partial(commandline.run_json, "quarantine")
 
 
 def test_adding_listing_and_clearing(tmp_path: Path) -> None:

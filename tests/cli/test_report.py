@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
+from commandline import run, run_json
 from meshmend.availability import ANSWERS, Assumptions, simulate
 from meshmend.availability.assumptions import SOURCES
 from meshmend.availability.report import DOES, write_report
-from meshmend.cli import app
 
 SMALL = ("8x8", "--days", "60", "--runs", "3", "--payload", "1MB", "--price", "3", "--crew-price", "40")
 HOSTILE = "<script>alert(1)</script>\"><img src=x onerror='alert(2)'>&{{lead}}"
@@ -60,19 +57,13 @@ class Page(HTMLParser):
         return found
 
 
-def run(*words: str, code: int = 0) -> str:
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == code, result.output
-    return result.output
-
-
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("facts") / "report.html"
-    found = json.loads(run("report", *SMALL, "--out", str(path), "--json"))
+    found = run_json("report", *SMALL, "--out", path)
     assert found.pop("out") == str(path)
     assert path.is_file()
-    assert found == json.loads(run("availability", *SMALL, "--json"))
+    assert found == run_json("availability", *SMALL)
     return found
 
 
@@ -159,16 +150,3 @@ def test_a_machine_that_never_fails() -> None:
 def test_a_tie_is_called_a_tie() -> None:
     study = simulate(Assumptions.of("8x8", payload_bytes=1e6), days=30, runs=2, checks=0)
     assert "too close to" in write_report(study, [])
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("8x8", "--out", "report.pdf"), "the name ends in '.pdf', expected .html or .htm"),
-        (("8x8", "--out", "nowhere/report.html"), "nothing can be written in nowhere"),
-        (("8x8", "--days", "0"), "--days 0: expected more than 0"),
-    ],
-)
-def test_mistakes_are_reported(words: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert message in run("report", *words, code=1).replace("\n", " ")

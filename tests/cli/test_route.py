@@ -1,22 +1,10 @@
 from __future__ import annotations
 
-import json
-from typing import Any
+from functools import partial
 
-import pytest
-from typer.testing import CliRunner
+import commandline
 
-from meshmend.cli import app
-
-
-def run(*words: str, code: int = 0) -> str:
-    result = CliRunner().invoke(app, ["route", *words])
-    assert result.exit_code == code, result.output
-    return result.stdout if "--json" in words else result.output
-
-
-def run_json(*words: str, code: int = 0) -> Any:
-    return json.loads(run(*words, "--json", code=code))
+run, run_json = partial(commandline.run, "route"), partial(commandline.run_json, "route")
 
 
 def test_all_pairs() -> None:
@@ -50,18 +38,3 @@ def test_schemes_and_channels() -> None:
     assert run_json("8x8", "--fail", "2x2@2,2", "--channels", "1")["scheme"] == "up-down"
     assert run_json("1x1")["busiest_link"] is None
     assert run_json("4x4", "--fail-cable", "1,1-1,2", "--scheme", "up-down")["failed_cables"] == ["1,1-1,2"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["8x8", "--from", "0,0"], "--from and --to go together"),
-        (["8x8", "--scheme", "detour", "--channels", "2"], "nothing to choose"),
-        (["8x8", "--scheme", "north"], "There is no scheme 'north'"),
-        (["1x3", "--fail", "0,1"], "not connected"),
-        (["4x4", "--fail", "1,1", "--scheme", "dimension-order", "--from", "1,0", "--to", "1,2"], "has no route"),
-        (["4x4", "--fail", "1,1", "--from", "1,1", "--to", "1,2"], "has failed"),
-    ],
-)
-def test_mistakes_are_reported(words: list[str], message: str) -> None:
-    assert message in run_json(*words, code=1)["message"]

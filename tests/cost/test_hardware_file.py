@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from meshmend.cli import app
+from commandline import run_json
 from meshmend.cost import PRESETS, Hardware, find_hardware
 from meshmend.cost.hardware_file import MAX_BYTES, read_hardware, write_hardware
 from meshmend.errors import ParameterError
@@ -84,13 +83,9 @@ def test_damaged_files_are_refused(text: str, message: str, tmp_path: Path) -> N
 def test_the_command_line_takes_a_file_and_names_one_that_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     write_hardware(MINE, path, {})
-    words = ["plan", "2x3", "--payload", "4kB", "--hardware", str(path), "--json"]
-    done = CliRunner().invoke(app, words)
-    assert json.loads(done.stdout)["hardware"]["name"] == "mine"
+    words = ["plan", "2x3", "--payload", "4kB", "--hardware", path]
+    assert run_json(*words)["hardware"]["name"] == "mine"
     path.write_text("{")
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 1
-    assert f"The hardware file {path} is not JSON" in json.loads(done.stdout)["message"]
+    assert f"The hardware file {path} is not JSON" in run_json(*words, code=1)["message"]
     path.unlink()
-    done = CliRunner().invoke(app, words)
-    assert f"The hardware file {path} cannot be read" in json.loads(done.stdout)["message"]
+    assert f"The hardware file {path} cannot be read" in run_json(*words, code=1)["message"]

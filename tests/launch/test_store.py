@@ -170,7 +170,6 @@ def test_a_frozen_host_is_dropped_and_may_come_back() -> None:
     [
         ({"secret": "other", "reach_s": 0.5}, "turns this host away: its secret or its job is another one"),
         ({"job": "other", "reach_s": 0.5}, "turns this host away: its secret or its job is another one"),
-        ({"machine": "8x8 in hosts of 4x2"}, "refuses this host: it describes its machine as 8x8"),
         ({"hosts": (2, 3)}, "refuses this host: it wants 2 to 3 hosts, the others 1 to 2"),
     ],
 )

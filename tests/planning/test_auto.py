@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import product
 
@@ -9,10 +8,8 @@ import pytest
 from checks import assert_all_reduces
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from meshmend import Mesh, PlanError, plan
-from meshmend.cli import app
 from meshmend.cost import PRESETS, Hardware, StepDemand, find_hardware
 from meshmend.errors import ParameterError
 from meshmend.planning import PLANNERS, Auto, PlanCache, Planner, RowPairs, Weave, make_planner
@@ -33,9 +30,9 @@ def variants(mesh: Mesh, step_cost: float) -> list[Planner]:
     st.sampled_from([1e-5, 1e-3, 1e-1]),
     st.sampled_from([None, 1, 2]),
 )
-@settings(max_examples=12)
+@settings(max_examples=6)
 def test_no_schedule_costs_less_than_its_floor(mesh: Mesh, step_cost: float, links_at_once: int | None) -> None:
-    if not mesh.is_connected or mesh.n_chips > 120:
+    if not mesh.is_connected or mesh.n_chips > 60:
         return
     hardware = Hardware("any", 1e9, step_latency_s=step_cost, links_at_once=links_at_once)
     for variant in variants(mesh, step_cost):
@@ -50,7 +47,7 @@ def test_no_schedule_costs_less_than_its_floor(mesh: Mesh, step_cost: float, lin
 @pytest.mark.parametrize(
     ("mesh", "machines"),
     [
-        (Mesh("4x4"), MACHINES),
+        pytest.param(Mesh("4x4"), MACHINES, marks=pytest.mark.slow),
         (Mesh("8x8", failed=["2x2@2,2"]), MACHINES[1:2]),
         pytest.param(Mesh("8x8", failed=["2x2@2,2"]), MACHINES, marks=pytest.mark.slow),
         (Mesh("6x10", wrap=True), MACHINES[:1]),
@@ -176,14 +173,3 @@ def test_the_cache_distinguishes_payloads_and_hardware(tmp_path: str) -> None:
     different = {preset.priced for preset in PRESETS.values()}
     assert len(paths) == 2 * len(different)
     assert cache.path(mesh, Auto(1e3, "tpu-v3")) == cache.path(mesh, Auto(1e3, PRESETS["tpu-v3"]))
-
-
-def test_the_command_line_shows_the_same() -> None:
-    words = ["plan", "8x8", "--fail", "2x2@2,2", "--payload", "1GB", "--hardware", "tpu-v3"]
-    facts = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
-    assert facts["planner"] == "weave"
-    assert facts["considered"][0]["planner"] == "weave"
-    assert facts["considered"][0]["seconds"] is not None
-    shown = CliRunner().invoke(app, words).stdout
-    assert "considered" in shown
-    assert "ruled out" in shown

@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import io
-import json
 import os
 import re
 import zipfile
@@ -14,10 +13,9 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
+from commandline import run, run_json
 from meshmend import Mesh, Schedule, plan, save
-from meshmend.cli import app
 from meshmend.cost import PRESETS
 from meshmend.errors import CacheWarning, ParameterError, ScheduleFileError
 from meshmend.planning import Hamiltonian, PlanCache, Planner, RowPairs, Weave, make_planner, round_payload
@@ -184,14 +182,8 @@ def test_the_default_folder_follows_the_environment(monkeypatch: pytest.MonkeyPa
     assert len(PlanCache()) == 0
 
 
-def prepare(tmp_path: Path, *words: str, code: int = 0) -> str:
-    result = CliRunner().invoke(app, ["prepare", *words, "--cache", str(tmp_path)])
-    assert result.exit_code == code, result.output
-    return result.stdout
-
-
 def test_prepare_plans_for_the_loss_of_every_host(tmp_path: Path) -> None:
-    shown = json.loads(prepare(tmp_path, "8x8", "--host", "4x2", "--planner", "row-pairs", "--json"))
+    shown = run_json("prepare", "8x8", "--host", "4x2", "--planner", "row-pairs", "--cache", tmp_path)
     # Eight hosts tile the mesh, and the mesh as it is needs a plan too.
     assert shown["plans"] == 9
     assert shown["refused"] == {}
@@ -202,27 +194,16 @@ def test_prepare_plans_for_the_loss_of_every_host(tmp_path: Path) -> None:
 
 
 def test_prepare_says_which_losses_have_no_plan(tmp_path: Path) -> None:
-    shown = prepare(tmp_path, "4x4", "--fail", "2x2@0,0", "--host", "2x2", "--planner", "row-pairs")
+    shown = run(
+        *["prepare", "4x4", "--fail", "2x2@0,0", "--host", "2x2", "--planner", "row-pairs", "--cache"], tmp_path
+    )
     assert "ready 3 of 4" in " ".join(shown.split())
     assert "2x2@2,2: the survivors form 2 disconnected groups" in shown
 
 
-def test_prepare_wants_hosts_that_tile_the_mesh(tmp_path: Path) -> None:
-    prepare(tmp_path, "8x8", "--host", "3x2", "--planner", "row-pairs", code=1)
-
-
-@pytest.mark.filterwarnings("ignore::meshmend.errors.CacheWarning")
-def test_prepare_refuses_an_unusable_folder_before_it_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr(Hamiltonian, "_plan", lambda *_: pytest.fail("planned"))
-    words = ("4x4", "--host", "4x2", "--planner", "hamiltonian", "--json")
-    shown = json.loads(prepare(tmp_path / "file", *words, code=1))
-    assert "nothing can be written in" in shown["message"]
-
-
 def test_prepare_does_not_count_plans_that_it_cannot_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(np, "savez_compressed", failing(errno.ENOSPC))
-    shown = json.loads(prepare(tmp_path, "4x4", "--host", "4x2", "--planner", "hamiltonian", "--json"))
+    shown = run_json("prepare", "4x4", "--host", "4x2", "--planner", "hamiltonian", "--cache", tmp_path)
     assert shown["plans"] == 0
     assert re.search(r"not kept in the cache\. .* No space left on device", shown["refused"]["4x2@0,0"])
 

@@ -146,6 +146,37 @@ def test_survivors_cut_apart_are_refused_by_everything_in_the_same_words(planner
             ask(CUT)
 
 
+NO_PAIR = ["2x2@0,2", "2x2@2,6", "2x2@4,0", "2x2@6,4"]
+
+
+@pytest.mark.parametrize(
+    ("planner", "shape", "failures", "message"),
+    [
+        ("hamiltonian", "4x4", ["1,1"], r"block at \(0,0\) chip \(1,1\) has failed while \(0,0\) lives"),
+        ("hamiltonian", "3x3", [], "3x3 has an odd side. Planners that can serve this mesh: two-color"),
+        ("hamiltonian", "2x2x2", [], "needs a mesh of two axes, and 2x2x2 has 3"),
+        ("hamiltonian", "5x4", ["2x2@0,0"], "5x4 has an odd side"),
+        ("hamiltonian", "1x4", [], "1x4 has an odd side"),
+        ("two-color", "4x4", ["2x2@0,0"], "have failed. Planners that can serve this mesh: hamiltonian"),
+        ("two-color", "4x4", ["0,0-0,1"], "chips or cables have failed"),
+        ("two-color", "4x4x4", [], "two axes, and 4x4x4 has 3"),
+        ("row-pairs", "8x8", NO_PAIR, "by rows, every row pair has a failure.*By columns, every column"),
+        ("row-pairs", "4x4", ["1,1"], r"a chip of the 2×2 block of chip \(0,0\) has failed, but not the whole block"),
+        ("row-pairs", "3x3", [], "3 rows of 3 chips do not form pairs"),
+        ("row-pairs", "4x5", ["2x2@0,0"], "must fall into 2×2 blocks, and it is 5 chips long"),
+        ("row-pairs", "4x4x4", [], "two axes, and 4x4x4 has 3"),
+        ("row-pairs", "4x4", ["0,0-0,1", "2,2-2,3"], "a cable of the 2×2 block of chip"),
+        ("row-pairs", "6x6", ["2x2@0,2", "2x2@2,0"], "survivors form 2 disconnected groups"),
+        ("row-pairs", "4x4", ["2x2@0,2", "1,0-2,0"], r"block of chip \(0,0\) has no way through whole blocks to a"),
+    ],
+)
+def test_other_meshes_are_refused_with_a_reason(planner: str, shape: str, failures: list[str], message: str) -> None:
+    cables = [name for name in failures if "-" in name]
+    mesh = Mesh(shape, failed=[name for name in failures if "-" not in name], failed_cables=cables)
+    with pytest.raises(PlanError, match=message):
+        plan(mesh, planner)
+
+
 def test_choosing_and_comparing_on_survivors_cut_apart() -> None:
     for ask in (
         Auto(1e6, "tpu-v3").choose,

@@ -64,21 +64,3 @@ def test_every_ring_link_carries_the_same_in_both_directions() -> None:
     # Each half goes round once to reduce and once to gather: 2 · (P−1)/P · 1/2 over each of the 2P links in use.
     assert np.count_nonzero(load) == 2 * 60
     np.testing.assert_allclose(load[load > 0], 59 / 60)
-
-
-@pytest.mark.parametrize(
-    ("mesh", "message"),
-    [
-        (
-            Mesh("4x4", failed=["1,1"]),
-            r"block at \(0,0\) chip \(1,1\) has failed while \(0,0\) lives",
-        ),
-        (Mesh("3x3"), "3x3 has an odd side. Planners that can serve this mesh: two-color"),
-        (Mesh("2x2x2"), "needs a mesh of two axes, and 2x2x2 has 3"),
-        (Mesh("5x4", failed=["2x2@0,0"]), "5x4 has an odd side"),
-        (Mesh("1x4"), "1x4 has an odd side"),
-    ],
-)
-def test_other_meshes_are_refused_with_a_reason(mesh: Mesh, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        plan(mesh, "hamiltonian")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,10 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from checks import assert_all_reduces
-from typer.testing import CliRunner
 
+from commandline import run_json
 from meshmend import Mesh, Schedule, plan
-from meshmend.cli import app
 from meshmend.cost import DEFAULT_HARDWARE, find_hardware
 from meshmend.errors import CacheWarning, LoweringError
 from meshmend.planning import PlanCache, Planner, RowPairs, make_planner, round_payload
@@ -107,7 +105,7 @@ def test_both_forms_are_kept_side_by_side(tmp_path: Path) -> None:
 
 def test_what_prepare_kept_is_found_by_plan(tmp_path: Path) -> None:
     words = ["prepare", "4x4", "--host", "2x2", "--planner", "row-pairs", "--cache", str(tmp_path), "--neighbours-only"]
-    facts = json.loads(CliRunner().invoke(app, [*words, "--json"]).output)
+    facts = run_json(*words)
     # The mesh as it is, and the loss of each of its four hosts.
     assert (facts["plans"], facts["refused"]) == (5, {})
     cache = PlanCache(tmp_path)
@@ -120,9 +118,7 @@ def test_what_prepare_kept_is_found_by_plan(tmp_path: Path) -> None:
 
 
 def test_the_command_line_has_it() -> None:
-    words = ["plan", "6x6", "--fail", "2x2@2,2", "--planner", "row-pairs", "--json"]
-    facts = [json.loads(CliRunner().invoke(app, [*words, *more]).output) for more in ([], ["--neighbours-only"])]
-    assert [fact["planner"] for fact in facts] == ["row-pairs", "row-pairs by neighbour hops"]
-    assert facts[0]["steps"] < facts[1]["steps"]
-    shown = CliRunner().invoke(app, ["plan", "4x4", "--neighbours-only", "--payload", "1MB"])
-    assert shown.exit_code == 0, shown.output
+    words = ["plan", "6x6", "--fail", "2x2@2,2", "--planner", "row-pairs"]
+    usual, near = run_json(*words), run_json(*words, "--neighbours-only")
+    assert (usual["planner"], near["planner"]) == ("row-pairs", "row-pairs by neighbour hops")
+    assert usual["steps"] < near["steps"]

@@ -98,7 +98,7 @@ def test_load_of_every_link_on_the_full_mesh_is_what_section_2_1_implies() -> No
     assert load.max() == pytest.approx(63 / 64 + 15 / 256)
 
 
-@pytest.mark.parametrize("shape", ["16x32", "32x32"])
+@pytest.mark.parametrize("shape", ["16x32", pytest.param("32x32", marks=pytest.mark.slow)])
 def test_the_papers_machines(shape: str) -> None:
     full, holed = Mesh(shape), Mesh(shape, failed=["4x2@6,8"])
     for orientation in ("rows", "columns"):
@@ -152,35 +152,9 @@ def test_segments_hide_the_second_phase() -> None:
     assert busiest_link_load(four) == pytest.approx(busiest_link_load(one))
 
 
-@pytest.mark.parametrize(
-    ("mesh", "message"),
-    [
-        (
-            Mesh("8x8", failed=["2x2@0,2", "2x2@2,6", "2x2@4,0", "2x2@6,4"]),
-            "by rows, every row pair has a failure.*By columns, every column",
-        ),
-        (Mesh("4x4", failed=["1,1"]), r"a chip of the 2×2 block of chip \(0,0\) has failed, but not the whole block"),
-        (Mesh("3x3"), "3 rows of 3 chips do not form pairs"),
-        (Mesh("4x5", failed=["2x2@0,0"]), "must fall into 2×2 blocks, and it is 5 chips long"),
-        (Mesh("4x4x4"), "two axes, and 4x4x4 has 3"),
-        (Mesh("4x4", failed_cables=["0,0-0,1", "2,2-2,3"]), "a cable of the 2×2 block of chip"),
-        (Mesh("6x6", failed=["2x2@0,2", "2x2@2,0"]), "survivors form 2 disconnected groups"),
-        (
-            Mesh("4x4", failed=["2x2@0,2"], failed_cables=["1,0-2,0"]),
-            r"block of chip \(0,0\) has no way through whole blocks to a whole row pair",
-        ),
-    ],
-)
-def test_other_meshes_are_refused_with_a_reason(mesh: Mesh, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        plan(mesh, "row-pairs")
-
-
 def test_parameters_that_make_no_sense() -> None:
     with pytest.raises(ParameterError, match="orientation is 'diagonal', expected 'auto', 'rows' or 'columns'"):
         plan(Mesh("4x4"), "row-pairs", orientation="diagonal")
-    with pytest.raises(ParameterError, match="segments is 0, expected a whole number, 1 or more"):
-        plan(Mesh("4x4"), "row-pairs", segments=0)
     with pytest.raises(ParameterError, match="row-pairs has no parameter 'colour': it takes orientation, segments"):
         plan(Mesh("4x4"), "row-pairs", colour="red")
     with pytest.raises(ParameterError, match=r"There is no planner 'ring'. Planners: hamiltonian"):

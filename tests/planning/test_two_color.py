@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from checks import assert_all_reduces
 
-from meshmend import Mesh, PlanError, plan
+from meshmend import Mesh, plan
 from meshmend.cost import busiest_link_load, link_load
 
 SHAPES = ["1x1", "1x4", "2x2", "3x3", "4x4", "4x8", "8x4", "5x7", "3x9", "8x8"]
@@ -45,19 +45,3 @@ def test_load_on_a_square_mesh_is_twice_that_because_each_link_lies_on_both_halv
 
 def test_steps_grow_with_the_sides_not_with_the_chips() -> None:
     assert plan(Mesh("16x16"), "two-color", verify=False).n_steps == 4 * 15
-
-
-@pytest.mark.parametrize(
-    ("mesh", "message"),
-    [
-        (
-            Mesh("4x4", failed=["2x2@0,0"]),
-            r"have failed. Planners that can serve this mesh: hamiltonian",
-        ),
-        (Mesh("4x4", failed_cables=["0,0-0,1"]), "chips or cables have failed"),
-        (Mesh("4x4x4"), "two axes, and 4x4x4 has 3"),
-    ],
-)
-def test_other_meshes_are_refused_with_a_reason(mesh: Mesh, message: str) -> None:
-    with pytest.raises(PlanError, match=message):
-        plan(mesh, "two-color")

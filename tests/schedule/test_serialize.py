@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
@@ -13,11 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from meshmend import Collective, Mesh, MeshmendError, Schedule, load, plan, save, verify
+from meshmend import Collective, Mesh, Schedule, load, plan, save, verify
 from meshmend.errors import ScheduleFileError
 from meshmend.schedule import serialize
 from meshmend.schedule.serialize import COLUMNS, from_text, to_text
@@ -121,21 +118,14 @@ class Bomb:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"drop": "step"}, "exactly the arrays of a schedule; look at 'step.npy'"),
-        ({"extra": np.arange(3)}, "look at 'extra.npy'"),
-        ({"step": np.array([1.5])}, "step holds <f8, expected <i4"),
         ({"step": column("step").astype("<i8")}, "step holds <i8, expected <i4"),
         ({"step": column("step").astype(">i4")}, "step holds >i4, expected <i4"),
-        ({"step": column("step").reshape(1, -1)}, r"step has shape \(1, \d+\), expected one number per transfer"),
         ({"step": np.array([{"a": 1}], dtype=object)}, r"step holds \|O, expected <i4"),
         ({"step": raw("{'descr': '<i4', 'fortran_order': False, 'shape': (10000000000000,), }")}, "step claims 40,0"),
         ({"step": raw("{'descr': '<i4', 'fortran_order': False, 'shape': (-4,), }")}, "no readable array header"),
         ({"step": raw("__import__('os').mkdir('/tmp/meshmend-was-here')")}, "no readable array header"),
-        ({"step": b"not an array"}, "no readable array header"),
-        ({"step": b""}, "no readable array header"),
         ({"step": raw("{'descr': '|O', 'fortran_order': False, 'shape': (2,), }")}, r"step holds \|O"),
         ({"step": raw("(" * 110)}, "no readable array header"),
-        ({"src": column("src")[:-1]}, r"src has shape .* expected \d+ numbers"),
         ({"src": column("src") + 32}, r"src is \d+, expected 0 to 31"),
         ({"dst": -column("dst") - 1}, "dst is -"),
         ({"first_chunk": column("first_chunk") + 2**30}, "first_chunk is 107"),
@@ -144,22 +134,14 @@ class Bomb:
         ({"phase": column("phase") + 100}, "phase is"),
         ({"owners": column("owners") + 999}, "Owners are ranks"),
         ({"step": column("step") + 5}, "step"),
-        ({"header": header(format=99)}, "format is 99; this version of meshmend reads 1 and 2"),
         ({"header": header(shape=[10**6, 10**6])}, "the limit is"),
         ({"header": header(shape=[0, 6])}, "larger than its mesh|at least one chip"),
-        ({"header": header(shape="6x6")}, "shape in its header should be a list of int"),
-        ({"header": header(wrap=[0, 1])}, "wrap in its header should be a list of bool"),
-        ({"header": header(failed=["2x2@2,2"] * 30)}, "holes in its header are larger than its mesh"),
         ({"header": header(failed=["2x2@5,5"])}, "outside the 6x6 mesh"),
         ({"header": header(chunks=10**12)}, "chunks"),
-        ({"header": header(chunks=True)}, "chunks in its header should be int, got True"),
         ({"header": header(chunks=-1)}, "1 to 2,147,483,647 chunks"),
-        ({"header": header(collective="broadcast")}, "collective 'broadcast' is none of all-reduce"),
         ({"header": header(phases=["x"] * 300)}, "1 to 256 phases"),
         ({"header": np.frombuffer(b"[" * 5000, np.uint8)}, "header is not JSON|its format is"),
-        ({"header": np.frombuffer(b"[1]", np.uint8)}, "its format is 'list'"),
         ({"header": np.frombuffer(b"\xff\xfe", np.uint8)}, "header is not JSON"),
-        ({"header": np.zeros(2**21, np.uint8)}, "header has 2,097,152 bytes"),
     ],
 )
 def test_a_tampered_archive_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -180,71 +162,7 @@ def test_pickles_are_never_opened(tmp_path: Path) -> None:
     assert not Path("/tmp/meshmend-was-here").exists()  # noqa: S108
 
 
-def test_an_archive_that_unpacks_to_too_much_is_refused_unread(tmp_path: Path) -> None:
-    path = tmp_path / "plan.npz"
-    save(SCHEDULES["holed"], path)
-    size = path.stat().st_size
-    with pytest.raises(ScheduleFileError, match=rf"claims .* bytes unpacked; at most {size:,} are read"):
-        load(path, max_bytes=size)
-    save(SCHEDULES["holed"], tmp_path / "plan.txt")
-    with pytest.raises(ScheduleFileError, match=r"bytes; at most 1,000 are read"):
-        load(tmp_path / "plan.txt", max_bytes=1000)
-
-
-def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
-    save(SCHEDULES["torus"], tmp_path / "whole.npz")
-    whole = (tmp_path / "whole.npz").read_bytes()
-    path = tmp_path / "cut.npz"
-    for length in range(0, len(whole), max(1, len(whole) // 200)):
-        path.write_bytes(whole[:length])
-        with pytest.raises(ScheduleFileError, match="archive is damaged"):
-            load(path)
-
-
-@given(st.data())
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_flipped_bytes_give_an_error_or_a_schedule(tmp_path: Path, data: st.DataObject) -> None:
-    path = tmp_path / "plan.npz"
-    if not path.exists():
-        save(SCHEDULES["torus"], path)
-    content = bytearray(path.read_bytes())
-    for _ in range(data.draw(st.integers(1, 4))):
-        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    (tmp_path / "flipped.npz").write_bytes(bytes(content))
-    with contextlib.suppress(ScheduleFileError):
-        assert isinstance(load(tmp_path / "flipped.npz"), Schedule)
-
-
 TEXT = to_text(plan(Mesh("2x2"), "hamiltonian"))
-
-
-@given(st.integers(0, len(TEXT) - 1), st.integers(0, 30), st.text(max_size=10))
-@settings(max_examples=500)
-def test_edited_text_gives_an_error_or_a_schedule(at: int, cut: int, insert: str) -> None:
-    # A schedule's own complaints come through here too; `load` wraps them.
-    with contextlib.suppress(MeshmendError):
-        assert isinstance(from_text(TEXT[:at] + insert + TEXT[at + cut :]), Schedule)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("schedule 1", "schedule 3", "line 1 should be 'meshmend schedule 1'"),
-        ("(0,0) -> (0,1)", "(0,0) -> (0,9)", r"line 5: Chip \(0,9\) lies outside the 2x2 mesh"),
-        ("  reduce", "  multiply", "line 5 is neither a step nor a transfer"),
-        ("owners (1,0)", "owners (1,0)*2147483647", "gives owners to 2147483654 chunks, expected 8"),
-        ("owners (1,0)", "holders (1,0)", "line 3 should list the owners"),
-        ("owners (1,0)", "owners 1;0", "line 3: '1;0' is not an owner"),
-        ('"chunks": 8', '"chunks": 99999999999', "the text form carries up to"),
-        ('"shape": "2x2"', '"shape": [2', "line 2 is not a header"),
-        ("phase 0", "phase 7", "phase is 7, expected 0 to 1"),
-    ],
-)
-def test_wrong_text_is_named_by_line(tmp_path: Path, old: str, new: str, message: str) -> None:
-    assert old in TEXT
-    (tmp_path / "plan.txt").write_text(TEXT.replace(old, new, 1))
-    with pytest.raises(ScheduleFileError, match=message):
-        load(tmp_path / "plan.txt")
 
 
 def test_a_transfer_on_a_failed_chip_is_refused(tmp_path: Path) -> None:
@@ -252,18 +170,6 @@ def test_a_transfer_on_a_failed_chip_is_refused(tmp_path: Path) -> None:
     (tmp_path / "plan.txt").write_text(text)
     with pytest.raises(ScheduleFileError, match=r"line \d+: Chip \(2,2\) has failed"):
         load(tmp_path / "plan.txt")
-
-
-def test_other_endings_and_missing_files(tmp_path: Path) -> None:
-    with pytest.raises(ScheduleFileError, match=r"ends in '.pkl'; a schedule is saved as .npz or .txt"):
-        save(SCHEDULES["alone"], tmp_path / "plan.pkl")
-    with pytest.raises(ScheduleFileError, match=r"ends in '.pkl'; a schedule is .npz or .txt"):
-        load(tmp_path / "plan.pkl")
-    with pytest.raises(ScheduleFileError, match="cannot be read: No such file"):
-        load(tmp_path / "none.npz")
-    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(ScheduleFileError, match="not UTF-8"):
-        load(tmp_path / "bad.txt")
 
 
 def test_an_array_that_is_there_twice_is_refused(tmp_path: Path) -> None:
@@ -475,6 +381,8 @@ def test_what_is_said_of_an_archive(tmp_path: Path, changes: dict[str, Any], mes
             f"line 3: {'z' * 40!r} is not an owner; write (row,column) or (row,column)*count.",
         ),
         ("owners (1,0)", "owners (1,0)*3", "line 3 gives owners to 10 chunks, expected 8."),
+        ("owners (1,0)", "owners (1,0)*2147483647", "line 3 gives owners to 2147483654 chunks, expected 8."),
+        ("phase 0", "phase 7", "Transfer 0: phase is 7, expected 0 to 1 on Mesh(2x2: 4 chips) with 8 chunks."),
         ("owners (1,0)", "owners (7,0)", "line 3: Chip (7,0) lies outside the 2x2 mesh; coordinates count from 0."),
         (
             '"chunks": 8',

@@ -1,10 +1,6 @@
-import json
-from typing import Any
-
 import pytest
-from typer.testing import CliRunner
 
-from meshmend.cli import app
+from commandline import run, run_json
 from meshmend.cost import predict
 from meshmend.planning import plan
 from meshmend.study.paper import BYTES_PER_GRADIENT, CASES, HOLE, WORKLOADS
@@ -72,9 +68,7 @@ def test_compute_times_can_be_given() -> None:
 
 
 def test_command_says_the_same() -> None:
-    result = CliRunner().invoke(app, ["reproduce", "--json"])
-    assert result.exit_code == 0, result.output
-    facts: dict[str, Any] = json.loads(result.stdout)
+    facts = run_json("reproduce")
     assert [(case["model"], case["chips"], case["chips_holed"]) for case in facts["cases"]] == [
         ("ResNet-50", 512, 504),
         ("ResNet-50", 1024, 1016),
@@ -92,12 +86,6 @@ def test_command_says_the_same() -> None:
 
 def test_tables_for_people(found: Reproduction, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshmend.cli.reproduce.reproduce", lambda **_: found)
-    shown = CliRunner().invoke(app, ["reproduce", "--resnet-compute", "29.5ms"]).output
+    shown = run("reproduce", "--resnet-compute", "29.5ms")
     for word in ("Table 2", "Table 1", "residual", "Inputs", "Fitted to the full-mesh columns only"):
         assert word in shown
-
-
-def test_an_invalid_time_is_reported() -> None:
-    result = CliRunner().invoke(app, ["reproduce", "--bert-compute", "soon"])
-    assert result.exit_code == 1
-    assert "is not a time" in result.output

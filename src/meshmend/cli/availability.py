@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from meshmend.availability import Estimate, Outcome, Study
 from meshmend.availability.assumptions import SOURCES, name_payload
@@ -20,7 +19,7 @@ from meshmend.cli.options import JsonOption, MachineOptions, OptionalShapeArgume
 from meshmend.cli.outputs import check_plot
 from meshmend.cli.pricing import hardware_facts
 from meshmend.cli.studies import StudyOptions
-from meshmend.cli.terminal import plain, print_line, print_table, terminal
+from meshmend.cli.terminal import plain, print_line, print_rows, terminal
 from meshmend.cost.units import name_seconds
 from meshmend.topology import Mesh, name_cable, name_shape
 
@@ -47,14 +46,15 @@ def command(
         study, swept = options.simulate(assumptions, swept=plot_to is not None, as_json=json)
         if plot_to is not None:
             plot(study, swept, plot_to)
+        facts = study_facts(study) | ({} if logged is None else {"log": log_facts(*logged)})
         if json:
-            print_json(study_facts(study) | ({} if logged is None else {"log": log_facts(*logged)}))
-        else:
-            if logged is not None:
-                show_log(*logged)
-            _show(study)
-            if plot_to is not None:
-                print_line(f"Drawn to {plain(plot_to)}.")
+            print_json(facts)
+            return
+        if logged is not None:
+            show_log(logged[0], facts["log"]["rates"])
+        _show(study, facts["answers"])
+        if plot_to is not None:
+            print_line(f"Drawn to {plain(plot_to)}.")
 
 
 def study_facts(study: Study) -> dict[str, Any]:
@@ -128,30 +128,33 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _show(study: Study) -> None:
-    assumptions, console = study.assumptions, terminal()
+def _show(study: Study, answers: list[dict[str, Any]]) -> None:
+    assumptions = study.assumptions
     mesh: Mesh = assumptions.mesh
     rate = assumptions.failures_per_h
     often = f"a failure every {1 / rate:,.1f} h" if rate else "no failures"
     title = f"{mesh}: {mesh.size:,} chips, {study.days:g} days, {study.runs} runs, {often}"
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("answer", style="cyan", no_wrap=True)
-    for name in ("goodput, %", "gain, %", "$", "down", "lost", "stops"):
-        table.add_column(name, justify="right", no_wrap=True)
-    best = max(outcome.goodput.mean for outcome in study.outcomes)
-    for outcome in study.outcomes:
-        table.add_row(
-            outcome.name,
-            _percent(outcome.goodput),
-            "" if outcome is study.outcomes[0] else _percent(outcome.gain, sign="+"),
-            f"{outcome.cost.mean:.3f}{_half(outcome.cost.half_width, '.3f')}",
-            f"{outcome.downtime:.1%}",
-            f"{outcome.losses['lost work'].mean:.1%}",
-            f"{outcome.interruptions_per_year.mean:.0f}+{outcome.regrowths_per_year.mean:.0f}",
-            style="bold" if outcome.goodput.mean == best else None,
-        )
-    console.print(title, style="bold", soft_wrap=True)
-    print_table(table)
+    terminal().print(title, style="bold", soft_wrap=True)
+    best = max(row["goodput"]["mean"] for row in answers)
+    print_rows(
+        answers,
+        [
+            ("answer", lambda row: row["answer"]),
+            ("goodput, %", lambda row: _interval(row["goodput"], 100, ".2f")),
+            (
+                "gain, %",
+                lambda row: "" if row is answers[0] else _interval(row["gain_over_quick_repair"], 100, ".2f", "+"),
+            ),
+            ("$", lambda row: _interval(row["cost_per_useful_chip_hour"], 1, ".3f")),
+            ("down", lambda row: f"{row['downtime']:.1%}"),
+            ("lost", lambda row: f"{row['losses']['lost work']['mean']:.1%}"),
+            (
+                "stops",
+                lambda row: f"{row['interruptions_per_year']['mean']:.0f}+{row['regrowths_per_year']['mean']:.0f}",
+            ),
+        ],
+        style=lambda row: "bold" if row["goodput"]["mean"] == best else None,
+    )
     step = assumptions.compute_s + study.all_reduce_s
     notes = [
         "goodput: work kept, relative to a machine that never fails or saves. gain: goodput above that of quick "
@@ -173,9 +176,7 @@ def _show(study: Study) -> None:
         print_line((note, "dim"))
 
 
-def _percent(estimate: Estimate, sign: str = "") -> str:
-    return f"{100 * estimate.mean:{sign}.2f}{_half(100 * estimate.half_width, '.2f')}"
-
-
-def _half(half_width: float, form: str) -> str:
-    return f" ± {half_width:{form}}" if math.isfinite(half_width) else ""
+def _interval(estimate: dict[str, float | None], scale: float, form: str, sign: str = "") -> str:
+    """Return a mean and half the width of its interval, as far as they are finite."""
+    mean, half = (math.inf if one is None else scale * one for one in estimate.values())
+    return f"{mean:{sign}{form}}" + (f" ± {half:{form}}" if math.isfinite(half) else "")

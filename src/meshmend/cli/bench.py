@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from meshmend.cli.bench_jax import EngineOption, MeasuredOption, time_on_jax
 from meshmend.cli.common import exit_on_error, print_facts, print_json
 from meshmend.cli.options import FailOption, JsonOption
 from meshmend.cli.outputs import check_plot
 from meshmend.cli.root import Command, CommandGroup
-from meshmend.cli.terminal import approved, print_table, terminal
+from meshmend.cli.terminal import approved, print_rows, terminal
 from meshmend.cost.units import name_bytes, parse_bytes
 from meshmend.errors import ParameterError
 from meshmend.extras import require
@@ -201,40 +200,35 @@ def _on_links(
 
 
 def _show_times(results: list[Result]) -> None:
-    table = Table(title="all-reduce, best run", title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for name in ("mesh", "payload", "case"):
-        table.add_column(name, style="cyan", no_wrap=True)
-    updates = any(result.to_plain is not None for result in results)
-    for name in ("seconds", "M/b", "× bound", "× Gloo", "median", "× best", *["× all-reduce"] * updates):
-        table.add_column(name, justify="right")
-    for result in results:
-        table.add_row(
-            result.mesh,
-            name_bytes(result.payload_bytes),
-            result.case,
-            f"{result.seconds:.4g}",
-            "–" if result.units is None else f"{result.units:.3f}",
-            "–" if result.to_bound is None else f"{result.to_bound:.2f}",
-            f"{result.to_gloo:.2f}",
-            f"{result.median_s:.4g}",
-            "–" if result.to_best is None else f"{result.to_best:.2f}",
-            *(["" if result.to_plain is None else f"{result.to_plain:.2f}"] * updates),
-        )
-    print_table(table)
+    def number(value: float | None, form: str = ".2f") -> str | None:
+        return None if value is None else f"{value:{form}}"
+
+    columns: list[tuple[str, Callable[[Result], object]]] = [
+        ("mesh", lambda row: row.mesh),
+        ("payload", lambda row: name_bytes(row.payload_bytes)),
+        ("case", lambda row: row.case),
+        ("seconds", lambda row: number(row.seconds, ".4g")),
+        ("M/b", lambda row: number(row.units, ".3f")),
+        ("× bound", lambda row: number(row.to_bound)),
+        ("× Gloo", lambda row: number(row.to_gloo)),
+        ("median", lambda row: number(row.median_s, ".4g")),
+        ("× best", lambda row: number(row.to_best)),
+    ]
+    if any(result.to_plain is not None for result in results):
+        columns.append(("× all-reduce", lambda row: number(row.to_plain) or ""))
+    print_rows(results, columns, title="all-reduce, best run", names=3)
 
 
 def _show_restarts(aided: dict[str, Any], plain: dict[str, Any] | None) -> None:
-    table = Table(title="from SIGKILL to the next committed step, seconds", title_justify="left", title_style="bold")
-    table.box, table.pad_edge = None, False
-    table.add_column("stage", style="cyan", no_wrap=True)
-    columns = [("memory and caches", aided)] + ([("disk only, no caches", plain)] if plain else [])
-    for name, _ in columns:
-        table.add_column(f"{name}: median", justify="right")
-        table.add_column("worst", justify="right")
-    for stage in (*aided["stages_s"], "total"):
-        figures = [facts["recovery_s"] if stage == "total" else facts["stages_s"][stage] for _, facts in columns]
-        table.add_row(stage, *(f"{figure[which]:.1f}" for figure in figures for which in ("median", "worst")))
-    print_table(table)
+    columns: list[tuple[str, Callable[[str], object]]] = [("stage", str)]
+    for name, facts in (("memory and caches", aided), ("disk only, no caches", plain)):
+        if facts is not None:
+            figures = facts["stages_s"] | {"total": facts["recovery_s"]}
+            columns += [
+                (f"{name}: median", lambda stage, of=figures: f"{of[stage]['median']:.1f}"),
+                ("worst", lambda stage, of=figures: f"{of[stage]['worst']:.1f}"),
+            ]
+    print_rows((*aided["stages_s"], "total"), columns, title="from SIGKILL to the next committed step, seconds")
     print_facts(
         "promises",
         {

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from meshmend.bench.jax_report import COLUMNS, N_NAMES, read_payload, summary, table_rows, title
 from meshmend.cli.common import print_facts, print_json
 from meshmend.cli.options import complete_hardware, completing
-from meshmend.cli.terminal import print_table, working
+from meshmend.cli.terminal import print_rows, working
 from meshmend.cost import find_hardware
 from meshmend.cost.units import name_bytes
 from meshmend.doctor.examine import ask, jax_environment, virtual_devices
@@ -81,11 +81,6 @@ def time_on_jax(
     if json:
         print_json(facts)
         return
-    table = Table(title=title(facts), title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for number, name in enumerate(COLUMNS):
-        is_name = number < N_NAMES
-        table.add_column(name, justify="left" if is_name else "right", style="cyan" if is_name else "", no_wrap=is_name)
-    for row in table_rows(facts):
-        table.add_row(*row)
-    print_table(table)
+    columns = [(name, itemgetter(number)) for number, name in enumerate(COLUMNS)]
+    print_rows(table_rows(facts), columns, title=title(facts), names=N_NAMES)
     print_facts("choices and predictions", summary(facts))

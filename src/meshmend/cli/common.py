@@ -81,6 +81,14 @@ def print_json(facts: Mapping[str, Any]) -> None:
     typer.echo(json.dumps(facts, indent=2))
 
 
+def print_result(as_json: bool, facts: Mapping[str, Any], title: str, shown: Mapping[str, str | Text]) -> None:
+    """Print a result: all of its facts for programs, or for people what is shown of them, below a title."""
+    if as_json:
+        print_json(facts)
+    else:
+        print_facts(title, shown)
+
+
 def print_facts(title: str, facts: Mapping[str, str | Text]) -> None:
     """Print a two-column table for people."""
     console = terminal()

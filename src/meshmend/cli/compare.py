@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from meshmend.cli.common import exit_on_error, mesh_facts, print_json
 from meshmend.cli.options import (
@@ -23,7 +23,7 @@ from meshmend.cli.options import (
 )
 from meshmend.cli.outputs import check_plot
 from meshmend.cli.pricing import forecast_facts, hardware_facts
-from meshmend.cli.terminal import plain, print_line, print_table, terminal, working
+from meshmend.cli.terminal import plain, print_line, print_rows, terminal, working
 from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
 from meshmend.planning import UpdatePlan, UpdateWay, update_plans
 from meshmend.planning.proven import read_collective
@@ -31,6 +31,9 @@ from meshmend.schedule import Collective
 from meshmend.study.compare import COLUMNS, Comparison, PlannerResult, compare
 from meshmend.study.plot import PAYLOADS, plot
 from meshmend.topology import Mesh
+
+BOUND = "bound"
+"""The last row of the table."""
 
 
 def command(
@@ -92,24 +95,23 @@ def command(
         this, full = found[0], found[1] if len(found) > 1 else None
         if plot_to is not None:
             plot(this, full, plot_to)
+        facts: dict[str, Any] = {
+            "collective": str(wanted),
+            "payload_bytes": payload_bytes,
+            "hardware": hardware_facts(chosen),
+            "mode": how,
+            "mesh": _facts(this),
+            "full_mesh": None if full is None else _facts(full),
+            **({"update": [_way_facts(way) for way in ways]} if update else {}),
+        }
         if json:
-            print_json(
-                {
-                    "collective": str(wanted),
-                    "payload_bytes": payload_bytes,
-                    "hardware": hardware_facts(chosen),
-                    "mode": how,
-                    "mesh": _facts(this),
-                    "full_mesh": None if full is None else _facts(full),
-                    **({"update": [_way_facts(way) for way in ways]} if update else {}),
-                }
-            )
-        else:
-            _show(this, full)
-            if ways:
-                _show_update(ways, this)
-            if plot_to is not None:
-                print_line(f"Drawn to {plain(plot_to)}.")
+            print_json(facts)
+            return
+        _show(this, facts["mesh"], facts["full_mesh"])
+        if update:
+            _show_update(facts["update"], this)
+        if plot_to is not None:
+            print_line(f"Drawn to {plain(plot_to)}.")
 
 
 def _facts(comparison: Comparison) -> dict[str, Any]:
@@ -134,34 +136,59 @@ def _entry_facts(entry: PlannerResult) -> dict[str, Any]:
     }
 
 
-def _show(this: Comparison, full: Comparison | None) -> None:
-    title = f"{this.collective} on {this.mesh}, {name_bytes(this.payload_bytes)} per chip, {this.mode}, {this.hardware}"
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("planner", style="cyan", no_wrap=True)
-    for name in (*_headings(), "time" if full is None else "holed", "× bound"):
-        table.add_column(name, justify="right")
-    if full is not None:
-        for name in ("full", "× bound", "holed / full"):
-            table.add_column(name, justify="right")
-    beside = {entry.planner: entry for entry in full.entries} if full is not None else {}
-    for entry in this.entries:
-        if entry.forecast is None and (entry.planner not in beside or beside[entry.planner].forecast is None):
-            continue
-        table.add_row(plain(entry.planner), *_cells(entry, beside.get(entry.planner)))
-    least = [*("" for _ in _headings()), name_seconds(this.bound_seconds), "1.000"]
-    if full is not None:
-        least += [name_seconds(full.bound_seconds), "1.000", f"{this.bound_seconds / full.bound_seconds:.3f}"]
-    table.add_row("bound", *least, style="dim")
+def _show(this: Comparison, here: dict[str, Any], there: dict[str, Any] | None) -> None:
+    rows = {row["planner"]: row for row in _with_bound(here)}
+    beside = {} if there is None else {row["planner"]: row for row in _with_bound(there)}
+
+    def ratio(name: str) -> str | None:
+        mine, full = rows[name].get("seconds"), beside.get(name, {}).get("seconds")
+        return f"{mine / full:.3f}" if mine is not None and full else None
+
+    columns: list[tuple[str, Callable[[str], object]]] = [("planner", str)]
+    columns += [
+        (column.heading, lambda name, column=column: _figure(rows[name], column.key, column.write))
+        for column in COLUMNS
+        if column.heading is not None
+    ]
+    for heading, of in (("time" if there is None else "holed", rows), *((("full", beside),) if beside else ())):
+        columns += [
+            (heading, lambda name, of=of: _figure(of.get(name, {}), "seconds", name_seconds)),
+            ("× bound", lambda name, of=of: _figure(of.get(name, {}), "ratio_to_bound", "{:.3f}".format)),
+        ]
+    columns += [] if there is None else [("holed / full", ratio)]
+    planned = [name for name in rows if "seconds" in rows[name] or "seconds" in beside.get(name, {})]
     console = terminal()
+    title = f"{this.collective} on {this.mesh}, {name_bytes(this.payload_bytes)} per chip, {this.mode}, {this.hardware}"
     console.print(title, style="bold", soft_wrap=True)
-    print_table(table)
+    print_rows(planned, columns, style=lambda name: "dim" if name == BOUND else None)
     console.print()
-    print_table(_gaps(this))
+    timed = [row for row in here["planners"] if row["why_not"] is None]
+    parts = list(timed[0]["gap"]) if timed else []
+    shares = [(part.replace("_", " "), lambda row, part=part: _share(row["gap"], part)) for part in parts]
+    print_rows(timed, [("time by cause", lambda row: row["planner"]), *shares])
     console.print()
-    print_line(("bound", "dim"), f"  {this.bound}")
-    for entry in this.entries:
-        if entry.why_not is not None:
-            print_line((plain(entry.planner), "dim"), f"  {plain(entry.why_not)}")
+    print_line((BOUND, "dim"), f"  {this.bound}")
+    for row in here["planners"]:
+        if row["why_not"] is not None:
+            print_line((plain(row["planner"]), "dim"), f"  {plain(row['why_not'])}")
+
+
+def _with_bound(facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of a mesh, the last of them that of the bound."""
+    nothing = {column.key: "" for column in COLUMNS}
+    return [*facts["planners"], {"planner": BOUND, **nothing, "seconds": facts["bound_seconds"], "ratio_to_bound": 1.0}]
+
+
+def _figure(row: dict[str, Any], key: str, write: Callable[[float], str]) -> str | None:
+    """Return a figure of a row as it is written: None if the planner has none, nothing for the bound."""
+    figure = row.get(key)
+    return figure if figure is None or figure == "" else write(figure)
+
+
+def _share(gap: dict[str, float], part: str) -> str | None:
+    """Return a part of the time in per cent; rounding errors below 0 are 0."""
+    total = sum(gap.values())
+    return f"{round(100 * gap[part] / total)}%" if total else None
 
 
 def _way_facts(way: UpdatePlan) -> dict[str, Any]:
@@ -173,21 +200,8 @@ def _way_facts(way: UpdatePlan) -> dict[str, Any]:
     }
 
 
-def _show_update(ways: tuple[UpdatePlan, ...], comparison: Comparison) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("weight update", style="cyan", no_wrap=True)
-    for name in ("time", "× all-reduce", "state per chip"):
-        table.add_column(name, justify="right")
-    table.add_column("plans", min_width=24)
-    all_reduce_s = next(way.seconds for way in ways if way.way is UpdateWay.REPLICATED)
-    for way in ways:
-        table.add_row(
-            str(way.way),
-            name_seconds(way.seconds),
-            f"{way.seconds / all_reduce_s:.3f}" if all_reduce_s else "–",
-            "all" if way.way is UpdateWay.REPLICATED else f"≤ {way.state_share:.2%}",
-            ", ".join(f"{plain(s.planner)} {s.collective}" for s in way.schedules),
-        )
+def _show_update(ways: list[dict[str, Any]], comparison: Comparison) -> None:
+    all_reduce_s = next(row["seconds"] for row in ways if row["way"] == UpdateWay.REPLICATED)
     console = terminal()
     console.print()
     console.print(
@@ -195,37 +209,17 @@ def _show_update(ways: tuple[UpdatePlan, ...], comparison: Comparison) -> None:
         style="bold",
         soft_wrap=True,
     )
-    print_table(table)
-
-
-def _headings() -> list[str]:
-    return [column.heading for column in COLUMNS if column.heading is not None]
-
-
-def _cells(entry: PlannerResult, beside: PlannerResult | None) -> list[str]:
-    here = entry.forecast
-    shown = [column for column in COLUMNS if column.heading is not None]
-    cells = ["–"] * (len(shown) + 2)
-    if here is not None:
-        figures = [column.write(entry.figures[column.key]) for column in shown]
-        cells = [*figures, name_seconds(here.seconds), f"{here.ratio_to_bound:.3f}"]
-    if beside is None:
-        return cells
-    there = beside.forecast
-    if there is None:
-        return [*cells, "–", "–", "–"]
-    ratio = "–" if here is None or not there.seconds else f"{here.seconds / there.seconds:.3f}"
-    return [*cells, name_seconds(there.seconds), f"{there.ratio_to_bound:.3f}", ratio]
-
-
-def _gaps(comparison: Comparison) -> Table:
-    """Return the shares of each plan's time, by what they are spent on."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    entries = [(entry, entry.forecast.gap.parts) for entry in comparison.entries if entry.forecast is not None]
-    table.add_column("time by cause", style="cyan", no_wrap=True)
-    for name in entries[0][1] if entries else ():
-        table.add_column(name, justify="right")
-    for entry, parts in entries:
-        total = sum(parts.values())
-        table.add_row(plain(entry.planner), *(f"{seconds / total:.0%}" if total else "–" for seconds in parts.values()))
-    return table
+    print_rows(
+        ways,
+        [
+            ("weight update", lambda row: row["way"]),
+            ("time", lambda row: name_seconds(row["seconds"])),
+            ("× all-reduce", lambda row: f"{row['seconds'] / all_reduce_s:.3f}" if all_reduce_s else None),
+            (
+                "state per chip",
+                lambda row: "all" if row["way"] == UpdateWay.REPLICATED else f"≤ {row['state_share']:.2%}",
+            ),
+            ("plans", lambda row: ", ".join(f"{one['planner']} {one['collective']}" for one in row["plans"])),
+        ],
+        wrapped="plans",
+    )

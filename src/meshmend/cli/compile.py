@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
+from meshmend.cli.common import exit_on_error, mesh_facts, print_result
 from meshmend.cli.options import FailOption, JsonOption, PlannerOption, TuningOptions
 from meshmend.cli.terminal import working
 from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
@@ -100,11 +100,10 @@ def command(
             **facts,
             **dataclasses.asdict(report),
         }
-        if json:
-            print_json(facts)
-            return
         sizes = {name: name_bytes(facts[name]) for name in facts if name.endswith("_bytes")}
-        print_facts(
+        print_result(
+            json,
+            facts,
             f"{schedule.planner} all-reduce on {topology}, {fabric.mesh}",
             {
                 **_size_of(report, cut),

@@ -8,7 +8,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
+from meshmend.cli.common import exit_on_error, mesh_facts, print_result
 from meshmend.cli.options import (
     AutoOptions,
     CollectiveOption,
@@ -26,7 +26,7 @@ from meshmend.cli.options import (
 from meshmend.cli.outputs import check_output
 from meshmend.cli.terminal import plain, working
 from meshmend.cost.units import name_bytes
-from meshmend.drawing import WHAT, Drawing, draw, draw_routes
+from meshmend.drawing import WHAT, draw, draw_routes
 from meshmend.drawing.draw import PAGE, STILL, What, check_ending, check_size
 from meshmend.drawing.paper import draw_paper_figure
 from meshmend.errors import DrawingError
@@ -122,16 +122,9 @@ def command(
                     schedule = plan(mesh, chosen)
             facts = {**mesh_facts(schedule.mesh), "planner": schedule.planner}
             drawing = draw(schedule, output, cast("What | None", what), chunks=chunk, steps=_read_steps(steps))
-        _show(drawing, facts, json)
-
-
-def _show(drawing: Drawing, facts: dict[str, Any], json: bool) -> None:
-    if json:
         written = {"what": drawing.what, "file": str(drawing.path), "bytes": drawing.n_bytes}
-        print_json({**facts, **written})
-        return
-    facts = {"shows": drawing.what, "file": plain(drawing.path), "size": name_bytes(drawing.n_bytes)}
-    print_facts("Drawing", facts)
+        shown = {"shows": drawing.what, "file": plain(drawing.path), "size": name_bytes(drawing.n_bytes)}
+        print_result(json, facts | written, "Drawing", shown)
 
 
 def _refuse(option: str, *others: object) -> None:

@@ -7,13 +7,12 @@ import subprocess
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
-from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
+from meshmend.cli.common import exit_on_error, mesh_facts, print_json, print_result
 from meshmend.cli.options import HoleOptions, JsonOption, ShapeArgument, unbundled
 from meshmend.cli.root import Command, CommandGroup
-from meshmend.cli.terminal import plain, print_line, print_table
+from meshmend.cli.terminal import print_line, print_rows
 from meshmend.errors import LabError, ParameterError
 from meshmend.lab import FoundLab, Lab, find_labs, take_down, take_down_all
 from meshmend.topology import parse_chip
@@ -145,15 +144,14 @@ def run(
 
 
 def _show(lab: Lab, as_json: bool) -> None:
-    if as_json:
-        chips: list[dict[str, Any]] = [
-            {"chip": list(chip), "namespace": namespace, "address": lab.address(chip)}
-            for chip, namespace in lab.namespaces.items()
-        ]
-        print_json({"name": lab.name, **mesh_facts(lab.mesh), "rate": lab.rate, "namespaces": chips})
-        return
+    chips: list[dict[str, Any]] = [
+        {"chip": list(chip), "namespace": namespace, "address": lab.address(chip)}
+        for chip, namespace in lab.namespaces.items()
+    ]
     first, last = lab.mesh.chip(0), lab.mesh.chip(lab.mesh.n_chips - 1)
-    print_facts(
+    print_result(
+        as_json,
+        {"name": lab.name, **mesh_facts(lab.mesh), "rate": lab.rate, "namespaces": chips},
         f"lab {lab.name}: {lab.mesh}",
         {
             "chips": f"{lab.mesh.n_chips:,} live of {lab.mesh.size:,}",
@@ -179,20 +177,17 @@ def _found_facts(lab: FoundLab) -> dict[str, Any]:
 
 
 def _show_found(labs: list[FoundLab]) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("lab", style="cyan", no_wrap=True)
-    for name in ("condition", "mesh", "rate", "namespaces", "made by"):
-        table.add_column(name)
-    for lab in labs:
-        expected = "" if lab.mesh is None else f" of {lab.mesh.n_chips}"
-        table.add_row(
-            plain(lab.name),
-            Text(lab.condition, style="green" if lab.condition == "up" else "yellow"),
-            "–" if lab.mesh is None else str(lab.mesh),
-            lab.rate or "–",
-            f"{len(lab.namespaces)}{expected}",
-            "–" if lab.pid is None else f"process {lab.pid}",
-        )
-    print_table(table)
+    print_rows(
+        labs,
+        [
+            ("lab", lambda lab: lab.name),
+            ("condition", lambda lab: Text(lab.condition, style="green" if lab.condition == "up" else "yellow")),
+            ("mesh", lambda lab: lab.mesh),
+            ("rate", lambda lab: lab.rate),
+            ("namespaces", lambda lab: f"{len(lab.namespaces)}" + (f" of {lab.mesh.n_chips}" if lab.mesh else "")),
+            ("made by", lambda lab: None if lab.pid is None else f"process {lab.pid}"),
+        ],
+        words=("condition", "mesh", "rate", "namespaces", "made by"),
+    )
     if any(lab.condition in ("half-built", "orphaned", "damaged") for lab in labs):
         print_line("Remove incomplete labs with: meshmend lab down NAME, or meshmend lab down --all")

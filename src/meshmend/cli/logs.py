@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rich.table import Table
-
 from meshmend.availability.log import Duration, FailureLog, Rates
-from meshmend.cli.terminal import plain, print_line, print_table, terminal
+from meshmend.cli.terminal import plain, print_line, print_rows, terminal
 
 
 def log_facts(log: FailureLog, rates: tuple[Rates, ...]) -> dict[str, Any]:
@@ -32,28 +30,33 @@ def _facts(one: Duration) -> dict[str, Any]:
     return {"count": one.count, "in_hours": one.hours, "mean_h": mean, "interval_95_h": [low, high]}
 
 
-def show_log(log: FailureLog, rates: tuple[Rates, ...]) -> None:
+def show_log(log: FailureLog, rates: list[dict[str, Any]]) -> None:
     """Show a log's rates on the terminal."""
     days = f"{log.begin:%Y-%m-%d} to {log.end:%Y-%m-%d}, {log.hours / 24:,.1f} days"
     terminal().print(f"{plain(log.path)}: {log.n_failures:,} failures, {days}", style="bold", soft_wrap=True)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("part", style="cyan", no_wrap=True)
-    for name in ("parts", "failed", "hours between", "95 %", "repaired", "hours", "95 %"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for one in rates:
-        table.add_row(one.kind, f"{one.parts:,}", *_cells(one.failures), *_cells(one.repairs))
-    print_table(table)
-    if any(not one.repairs.count for one in rates):
+    print_rows(
+        rates,
+        [
+            ("part", lambda row: row["part"]),
+            ("parts", lambda row: f"{row['parts']:,}"),
+            ("failed", lambda row: f"{row['mtbf']['count']:,}"),
+            ("hours between", lambda row: _hours(row["mtbf"]["mean_h"])),
+            ("95 %", lambda row: _interval(row["mtbf"])),
+            ("repaired", lambda row: f"{row['repair']['count']:,}"),
+            ("hours", lambda row: _hours(row["repair"]["mean_h"])),
+            ("95 %", lambda row: _interval(row["repair"])),
+        ],
+    )
+    if any(not row["repair"]["count"] for row in rates):
         print_line(("No repair of a kind of part: its time to repair stays as assumed.", "dim"))
     terminal().print()
 
 
-def _cells(one: Duration) -> tuple[str, str, str]:
-    low, high = one.interval_h
-    return f"{one.count:,}", _hours(one.mean_h), f"{_hours(low)} to {_hours(high)}" if one.hours else "–"
+def _interval(one: dict[str, Any]) -> str | None:
+    return " to ".join(map(_hours, one["interval_95_h"])) if one["in_hours"] else None
 
 
-def _hours(hours: float) -> str:
-    if not math.isfinite(hours):
+def _hours(hours: float | None) -> str:
+    if hours is None:
         return "∞"
     return f"{hours:,.0f}" if hours >= 100 else f"{hours:.1f}"

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
@@ -30,7 +29,7 @@ from meshmend.cli.options import (
 )
 from meshmend.cli.outputs import SCHEDULES, check_output
 from meshmend.cli.pricing import forecast_facts, hardware_facts
-from meshmend.cli.terminal import approved, plain, print_table, working
+from meshmend.cli.terminal import approved, plain, print_rows, working
 from meshmend.cost import Forecast, busiest_link_load, predict
 from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
 from meshmend.planning import Auto, Candidate, Choice, Derived, Planner, Tuned, choose, plan
@@ -157,27 +156,34 @@ def _parameters(planner: Planner) -> dict[str, Any]:
 
 
 def _show_considered(choice: Choice) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("considered", style="cyan", no_wrap=True)
-    table.add_column("time", justify="right", no_wrap=True)
-    table.add_column("", min_width=16)
-    for candidate in choice.considered:
-        parameters = _candidate_facts(candidate)["parameters"]
-        owners = "even" if isinstance(candidate.planner, Derived) else "any"
-        unsaid = {"budget_s": parameters.get("budget_s"), "owners": owners}  # the same in every row, or the default
-        given = ", ".join(
-            str(value) if name == "orientation" else f"{name} {value}"
-            for name, value in parameters.items()
-            if value is not None and unsaid.get(name) != value
-        )
-        name = f"{candidate.planner.name}, {given}" if given else candidate.planner.name
-        if candidate.why_not is not None:
-            table.add_row(candidate.planner.name, "–", candidate.why_not)
-        elif candidate.seconds is not None:
-            table.add_row(name, name_seconds(candidate.seconds), "taken" if candidate is choice.considered[0] else "")
-        elif candidate.floor_seconds is not None:
-            table.add_row(name, f"≥ {name_seconds(candidate.floor_seconds)}", "ruled out")
-    print_table(table)
+    def time_of(candidate: Candidate) -> str | None:
+        if candidate.seconds is not None:
+            return name_seconds(candidate.seconds)
+        return None if candidate.floor_seconds is None else f"≥ {name_seconds(candidate.floor_seconds)}"
+
+    def outcome(candidate: Candidate) -> str:
+        if candidate.seconds is not None:
+            return "taken" if candidate is choice.considered[0] else ""
+        return candidate.why_not or "ruled out"
+
+    print_rows(
+        [one for one in choice.considered if one.why_not is not None or time_of(one) is not None],
+        [("considered", _name_candidate), ("time", time_of), ("", outcome)],
+        wrapped="",
+    )
+
+
+def _name_candidate(candidate: Candidate) -> str:
+    """Return a planner and those of its parameters that were chosen; only the planner, if it cannot serve the mesh."""
+    parameters = {} if candidate.why_not is not None else _parameters(candidate.planner)
+    owners = "even" if isinstance(candidate.planner, Derived) else "any"
+    unsaid = {"budget_s": parameters.get("budget_s"), "owners": owners}  # the same in every row, or the default
+    given = [
+        str(value) if name == "orientation" else f"{name} {value}"
+        for name, value in parameters.items()
+        if value is not None and unsaid.get(name) != value
+    ]
+    return ", ".join([candidate.planner.name, *given])
 
 
 def schedule_facts(schedule: Schedule, proof: Proof) -> dict[str, Any]:

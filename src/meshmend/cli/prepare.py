@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
+from meshmend.cli.common import exit_on_error, mesh_facts, print_result
 from meshmend.cli.options import (
     AutoOptions,
     HoleOptions,
@@ -114,20 +114,18 @@ def command(
             "cache": str(store.folder),
             "seconds": seconds,
         }
-        if json:
-            print_json(facts)
-        else:
-            shown = [f"{lost}: {why}" for lost, why in refused.items()]
-            print_facts(
-                f"plans for {mesh} and for the loss of each of its {len(hosts)} hosts",
-                {
-                    "planned for": _planned_for(demands),
-                    "ready": Text.assemble((f"{ready}", "green"), f" of {len(hosts) + 1}"),
-                    "no plan": "\n".join(shown) or "none",
-                    "kept in": plain(store.folder),
-                    "took": name_seconds(seconds),
-                },
-            )
+        print_result(
+            json,
+            facts,
+            f"plans for {mesh} and for the loss of each of its {len(hosts)} hosts",
+            {
+                "planned for": _planned_for(demands),
+                "ready": Text.assemble((f"{ready}", "green"), f" of {len(hosts) + 1}"),
+                "no plan": "\n".join(f"{lost}: {why}" for lost, why in refused.items()) or "none",
+                "kept in": plain(store.folder),
+                "took": name_seconds(seconds),
+            },
+        )
 
 
 def _demands(shared: Path | None, planner: str, auto: AutoOptions, collective: str, tile: str | None) -> StepDemands:

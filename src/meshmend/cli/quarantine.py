@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from meshmend.cli.common import exit_on_error, print_json
 from meshmend.cli.options import JsonOption
 from meshmend.cli.root import Command, CommandGroup
-from meshmend.cli.terminal import plain, print_line, print_table
+from meshmend.cli.terminal import plain, print_line, print_rows
 from meshmend.cli.watch import duration
 from meshmend.errors import LaunchError, ParameterError
 from meshmend.launch.watching import find_machine
@@ -45,9 +44,9 @@ def list_entries(
     """
     with exit_on_error(json):
         entries = _open(folder)
-        found = entries.read() if every else entries.active()
+        found = [_facts(entry) for entry in (entries.read() if every else entries.active())]
         if json:
-            print_json({"folder": str(folder), "entries": [_facts(entry) for entry in found]})
+            print_json({"folder": str(folder), "entries": found})
         elif found:
             _show(found)
         else:
@@ -73,9 +72,9 @@ def add(
         if hosts is not None:  # all of them or none
             for suspect in wanted:
                 suspect.check(hosts.shape, len(hosts))
-        made = [entries.add(one, why=why or "added by hand", for_s=for_s, hosts=hosts) for one in wanted]
+        made = [_facts(entries.add(one, why=why or "added by hand", for_s=for_s, hosts=hosts)) for one in wanted]
         if json:
-            print_json({"folder": str(folder), "entries": [_facts(entry) for entry in made]})
+            print_json({"folder": str(folder), "entries": made})
         else:
             _show(made)
             print_line(CHANGES)
@@ -129,20 +128,17 @@ def _facts(entry: Quarantined) -> dict[str, Any]:
     return {**entry.facts(), "kind": entry.suspect.kind, "expired": entry.until <= time.time()}
 
 
-def _show(entries: tuple[Quarantined, ...] | list[Quarantined]) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("suspect", style="cyan", no_wrap=True)
-    for name in ("by", "since", "left", "verified"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("why", min_width=20)
-    for entry in entries:
-        left = entry.until - time.time()
-        table.add_row(
-            str(entry.suspect),
-            plain(entry.by),
-            time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.since)),
-            duration(left) if left > 0 else "expired",
-            f"step {entry.verified}" if entry.verified else "–",
-            plain(entry.why),
-        )
-    print_table(table)
+def _show(rows: list[dict[str, Any]]) -> None:
+    print_rows(
+        rows,
+        [
+            ("suspect", lambda row: row["suspect"]),
+            ("by", lambda row: row["by"]),
+            ("since", lambda row: time.strftime("%Y-%m-%d %H:%M", time.localtime(row["since"]))),
+            ("left", lambda row: "expired" if row["expired"] else duration(row["until"] - time.time())),
+            ("verified", lambda row: f"step {row['verified']}" if row["verified"] else None),
+            ("why", lambda row: row["why"]),
+        ],
+        words=("by", "since", "left", "verified"),
+        wrapped="why",
+    )

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import itemgetter
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from meshmend.cli.common import exit_on_error, print_json
 from meshmend.cli.options import JsonOption
 from meshmend.cli.pricing import hardware_facts
-from meshmend.cli.terminal import print_table, terminal, working
+from meshmend.cli.terminal import print_rows, terminal, working
 from meshmend.cost.units import name_rate, name_seconds, parse_seconds
 from meshmend.study.reproduce import CaseResult, Reproduction, Timed, reproduce
 
@@ -89,101 +90,55 @@ def _timed_facts(timed: Timed) -> dict[str, Any]:
 
 
 def _show(found: Reproduction) -> None:
-    console = terminal()
-    for table in (_table_2(found), _table_1(found), _table_fit(found)):
-        print_table(table)
+    for title, columns in _TABLES.items():
+        print_rows(
+            found.outcomes,
+            [("case", lambda one: one.case.name), *columns],
+            title=title,
+            words=[heading for heading, _ in columns],
+        )
     hardware = found.hardware
-    console.print(
+    terminal().print(
         f"Fitted to the full-mesh columns only: {name_rate(hardware.link_bytes_per_s)} per link, "
         f"{name_seconds(hardware.step_latency_s)} per step "
         f"(and {name_seconds(hardware.hop_latency_s)} per hop, given).\n",
         soft_wrap=True,
     )
-    inputs = _table("Inputs", "input", "value", "source")
-    for row in found.inputs:
-        inputs.add_row(*row)
-    print_table(inputs)
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for number, column in enumerate(columns):
-        table.add_column(
-            column,
-            style="cyan" if number == 0 else None,
-            no_wrap=number == 0,
-            min_width=24 if column == "source" else None,
-        )
-    return table
-
-
-def _table_2(found: Reproduction) -> Table:
-    table = _table(
-        "Table 2: all-reduce, fraction of a step",
-        "case",
-        "full: paper",
-        "ours",
-        "holed: paper",
-        "ours",
-        "holed/full: paper",
-        "ours",
+    print_rows(
+        found.inputs,
+        [("input", itemgetter(0)), ("value", itemgetter(1)), ("source", itemgetter(2))],
+        title="Inputs",
+        words=("value",),
+        wrapped="source",
     )
-    for outcome in found.outcomes:
-        case, better = outcome.case, outcome.ratio <= outcome.case.ratio
-        table.add_row(
-            case.name,
-            f"{case.overhead:.1%}",
-            f"{outcome.overhead:.1%}",
-            f"{case.overhead_holed:.1%}",
-            f"{outcome.overhead_holed:.1%}",
-            f"{case.ratio:.2f}",
-            Text(f"{outcome.ratio:.2f}", style="green" if better else "red"),
-        )
-    return table
 
 
-def _table_1(found: Reproduction) -> Table:
-    table = _table(
-        "\nTable 1: end to end, minutes",
-        "case",
-        "full: paper",
-        "holed: paper",
-        "ours",
-        "relative efficiency: paper",
-        "ours",
-    )
-    for outcome in found.outcomes:
-        case = outcome.case
-        table.add_row(
-            case.name,
-            f"{case.minutes:.2f}",
-            f"{case.minutes_holed:.2f}",
-            f"{outcome.minutes_holed:.2f}",
-            f"{case.efficiency:.3f}",
-            f"{outcome.efficiency:.3f}",
-        )
-    return table
+def _ratio(one: CaseResult) -> Text:
+    return Text(f"{one.ratio:.2f}", style="green" if one.ratio <= one.case.ratio else "red")
 
 
-def _table_fit(found: Reproduction) -> Table:
-    table = _table(
-        "\nThe fit, and the schedules",
-        "case",
-        "all-reduce, full: implied",
-        "fitted",
-        "residual",
-        "full: row-pairs by",
-        "holed: row-pairs by",
-        "time",
-    )
-    for outcome in found.outcomes:
-        table.add_row(
-            outcome.case.name,
-            name_seconds(outcome.implied_s),
-            name_seconds(outcome.full.seconds),
-            f"{outcome.residual:+.1%}",
-            f"{outcome.full.orientation} × {outcome.full.segments}",
-            f"{outcome.holed.orientation} × {outcome.holed.segments}",
-            name_seconds(outcome.holed.seconds),
-        )
-    return table
+_TABLES: dict[str, list[tuple[str, Callable[[CaseResult], object]]]] = {
+    "Table 2: all-reduce, fraction of a step": [
+        ("full: paper", lambda one: f"{one.case.overhead:.1%}"),
+        ("ours", lambda one: f"{one.overhead:.1%}"),
+        ("holed: paper", lambda one: f"{one.case.overhead_holed:.1%}"),
+        ("ours", lambda one: f"{one.overhead_holed:.1%}"),
+        ("holed/full: paper", lambda one: f"{one.case.ratio:.2f}"),
+        ("ours", _ratio),
+    ],
+    "\nTable 1: end to end, minutes": [
+        ("full: paper", lambda one: f"{one.case.minutes:.2f}"),
+        ("holed: paper", lambda one: f"{one.case.minutes_holed:.2f}"),
+        ("ours", lambda one: f"{one.minutes_holed:.2f}"),
+        ("relative efficiency: paper", lambda one: f"{one.case.efficiency:.3f}"),
+        ("ours", lambda one: f"{one.efficiency:.3f}"),
+    ],
+    "\nThe fit, and the schedules": [
+        ("all-reduce, full: implied", lambda one: name_seconds(one.implied_s)),
+        ("fitted", lambda one: name_seconds(one.full.seconds)),
+        ("residual", lambda one: f"{one.residual:+.1%}"),
+        ("full: row-pairs by", lambda one: f"{one.full.orientation} × {one.full.segments}"),
+        ("holed: row-pairs by", lambda one: f"{one.holed.orientation} × {one.holed.segments}"),
+        ("time", lambda one: name_seconds(one.holed.seconds)),
+    ],
+}

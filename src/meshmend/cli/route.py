@@ -8,11 +8,11 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
+from meshmend.cli.common import exit_on_error, mesh_facts, print_result
 from meshmend.cli.options import HoleOptions, JsonOption, ShapeArgument
 from meshmend.cli.terminal import approved
 from meshmend.errors import ParameterError, name_chip
-from meshmend.routing import SCHEMES, DeadlockProof, Routes, choose, report, route
+from meshmend.routing import SCHEMES, Routes, choose, report, route
 from meshmend.topology import parse_chip
 
 SchemeOption = Annotated[
@@ -46,55 +46,38 @@ def command(
         if scheme is not None and channels is not None:
             raise ParameterError("--channels limits the choice of a scheme; with --scheme there is nothing to choose.")
         routes, proof = choose(mesh, max_channels=channels) if scheme is None else route(mesh, scheme)
-        facts = scheme_facts(routes, proof)
         if from_ is not None and to is not None:
-            _tell_one(routes, proof, facts, parse_chip(from_), parse_chip(to), json)
+            what, (found, shown) = "route", _one(routes, parse_chip(from_), parse_chip(to))
         else:
-            _tell_all(routes, proof, facts, json)
+            what, (found, shown) = "routes", _all(routes)
+        facts = {
+            **mesh_facts(mesh),
+            "scheme": routes.scheme,
+            "virtual_channels": routes.n_channels,
+            "deadlock_free": proof.deadlock_free,
+            "dependencies": proof.n_dependencies,
+        }
+        print_result(json, facts | found, f"{routes.scheme} {what} on {mesh}", shown | {"proof": approved(proof)})
 
 
-def scheme_facts(routes: Routes, proof: DeadlockProof) -> dict[str, Any]:
-    """Return the JSON of the scheme, the same for one route and for all pairs."""
-    return {
-        **mesh_facts(routes.mesh),
-        "scheme": routes.scheme,
-        "virtual_channels": routes.n_channels,
-        "deadlock_free": proof.deadlock_free,
-        "dependencies": proof.n_dependencies,
+Rows = dict[str, str | Text]
+
+
+def _one(routes: Routes, src: tuple[int, ...], dst: tuple[int, ...]) -> tuple[dict[str, Any], Rows]:
+    """Return one route, for programs and for people."""
+    path = routes.path(src, dst)
+    used = routes.follow(routes.mesh.rank(src), routes.mesh.rank(dst)).channel.tolist()
+    facts = {"from": list(src), "to": list(dst), "hops": len(used), "path": [list(chip) for chip in path]}
+    return facts | {"channels": used}, {
+        "path": " → ".join(name_chip(chip) for chip in path),
+        "hops": str(len(used)),
+        "channels": ", ".join(map(str, used)) or "none",
     }
 
 
-def _tell_one(
-    routes: Routes,
-    proof: DeadlockProof,
-    facts: dict[str, Any],
-    src: tuple[int, ...],
-    dst: tuple[int, ...],
-    as_json: bool,
-) -> None:
-    path = routes.path(src, dst)
-    trace = routes.follow(routes.mesh.rank(src), routes.mesh.rank(dst))
-    used = trace.channel.tolist()
-    if as_json:
-        more = {"from": list(src), "to": list(dst), "hops": len(used), "path": [list(chip) for chip in path]}
-        print_json({**facts, **more, "channels": used})
-        return
-    print_facts(
-        f"{routes.scheme} route on {routes.mesh}",
-        {
-            "path": " → ".join(name_chip(chip) for chip in path),
-            "hops": str(len(used)),
-            "channels": ", ".join(map(str, used)) or "none",
-            "proof": approved(proof),
-        },
-    )
-
-
-def _tell_all(routes: Routes, proof: DeadlockProof, facts: dict[str, Any], as_json: bool) -> None:
+def _all(routes: Routes) -> tuple[dict[str, Any], Rows]:
+    """Return a report over all pairs, for programs and for people."""
     found = report(routes)
-    if as_json:
-        print_json({**facts, **asdict(found)})
-        return
     pairs = Text(f"{found.pairs:,}")
     if found.pairs_without_route:
         pairs = pairs.append(", ").append(f"{found.pairs_without_route:,} without a route", style="red")
@@ -102,15 +85,11 @@ def _tell_all(routes: Routes, proof: DeadlockProof, facts: dict[str, Any], as_js
     if found.busiest_link is not None:
         link = "→".join(name_chip(end) for end in found.busiest_link)
         busiest = f"{link} carries {found.busiest_link_flows:,} flows when every chip sends to every other"
-    print_facts(
-        f"{routes.scheme} routes on {routes.mesh}",
-        {
-            "pairs": pairs,
-            "mean route": f"{found.mean_hops:.3f} hops, {found.mean_detour:.4f} times the shortest live path",
-            "longest route": f"{found.longest_hops} hops",
-            "longest detour": f"{found.longest_detour_hops} hops over the shortest live path",
-            "busiest link": busiest,
-            "virtual channels": str(routes.n_channels),
-            "proof": approved(proof),
-        },
-    )
+    return asdict(found), {
+        "pairs": pairs,
+        "mean route": f"{found.mean_hops:.3f} hops, {found.mean_detour:.4f} times the shortest live path",
+        "longest route": f"{found.longest_hops} hops",
+        "longest detour": f"{found.longest_detour_hops} hops over the shortest live path",
+        "busiest link": busiest,
+        "virtual channels": str(routes.n_channels),
+    }

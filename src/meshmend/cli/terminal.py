@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import codecs
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -19,6 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
+
+Row = TypeVar("Row")
 
 
 def plain(value: object) -> str:
@@ -86,6 +89,40 @@ def working(words: str, as_json: bool, total: int | None = None) -> Iterator[Cal
             bar.update(task, advance=advance, description=None if now is None else plain(now))
 
         yield tell
+
+
+def print_rows(
+    rows: Iterable[Row],
+    columns: Sequence[tuple[str, Callable[[Row], object]]],
+    *,
+    title: str | None = None,
+    names: int = 1,
+    words: Collection[str] = (),
+    wrapped: str | None = None,
+    style: Callable[[Row], str | None] = lambda _: None,
+) -> None:
+    """Print a table: one line per row, and per column a heading and what it shows of a row (None is a dash).
+
+    The first `names` columns are names; the others are numbers, except those in `words`, and `wrapped`, the only column
+    whose text may be wrapped. `style` is a row's own. The rows are those that `--json` prints, wherever it has them.
+    """
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for number, (heading, _) in enumerate(columns):
+        is_name, is_text = number < names, heading == wrapped
+        table.add_column(
+            heading,
+            justify="left" if is_name or is_text or heading in words else "right",
+            style="cyan" if is_name else None,
+            no_wrap=is_name,
+            min_width=20 if is_text else None,
+        )
+    for row in rows:
+        cells = [shown(row) for _, shown in columns]
+        table.add_row(
+            *("–" if cell is None else cell if isinstance(cell, Text) else plain(cell) for cell in cells),
+            style=style(row),
+        )
+    print_table(table)
 
 
 def print_table(table: Table) -> None:

@@ -42,8 +42,14 @@ def write_page(film: Film, path: Path, *, title: str | None = None, followed: in
     )
     # No "<" inside the script element: a phase name from a file must not end it.
     data = json.dumps({"ink": INK, "followed": followed, "film": film_facts(film)}, separators=(",", ":"))
-    words = {"title": html.escape(heading), "facts": html.escape(facts), "data": data.replace("<", "\\u003c")}
-    text = (files("meshmend.drawing") / "page.html").read_text(encoding="utf-8")
+    own = files("meshmend.drawing")
+    words = {
+        "title": html.escape(heading),
+        "facts": html.escape(facts),
+        "data": data.replace("<", "\\u003c"),
+        "player": (own / "player.js").read_text(encoding="utf-8").replace("export class", "class"),
+    }
+    text = (own / "page.html").read_text(encoding="utf-8")
     # All at once: a planner's name from a file must not be read as part of the template.
     text = re.sub(r"\{\{(\w+)\}\}", lambda found: words[found[1]], text)
     size = len(text.encode())

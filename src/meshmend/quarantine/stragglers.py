@@ -1,14 +1,8 @@
-"""Stragglers: who makes the others wait, from each chip's times of computing and of waiting for its neighbours.
+"""Stragglers: who makes the others wait, from the time that each chip computes.
 
 Each step, each chip's compute time is compared with the median over all chips, so that whatever slows down all of them
 (a longer sequence, a clock that drifts) cancels. A chip is late in a step if it takes 20 % longer than that. It is
 named once it was late in at least 24 of the last 40 steps, and in so many that chance does not explain it.
-
-A cable's time is not measured itself. What its two ends wait for each other brackets it: the shorter of the two waits
-is at most the time of a transfer, and half of their sum is at least that. So a cable is late in a step if its shorter
-wait is 20 % above the median, over all cables, of the half sums. A chip that comes late to an exchange makes its
-neighbours wait, but waits for nobody, so none of its cables is late; and where a slow cable holds up everybody, all of
-them wait for one side only, except at that cable.
 
 False alarms. A pause of a single chip or of a host makes it late in the steps that it lasts for; if those are fewer
 than 24 of 40 there is no verdict, however long they take. Where ordinary jitter makes a chip late in a share p of its
@@ -18,8 +12,7 @@ is measured: the median over all chips of how often they were late, one more for
 chip whose jitter is far larger than that of the others, or lasts for tens of steps, is a straggler.
 
 What is missed: less than 20 %, or less than 5 % of the whole step; half of the chips or more being slow, which moves
-the median; and a cable that is slow in one direction only, or whose transfers hide behind computing, so that nobody
-waits.
+the median; and slow cables, which nobody measures.
 """
 
 from __future__ import annotations
@@ -41,20 +34,19 @@ from meshmend.topology import Mesh
 WINDOW = 40
 """Steps that are looked back on."""
 LATE = 1.2
-"""A chip or cable is late in a step that takes it so many times the median."""
+"""A chip is late in a step that takes it so many times the median."""
 WORTH = 0.05
 """A chip is late only if it makes the step so much longer: what costs less is not worth leaving out a chip for."""
 FALSE_ALARMS = 1e-12
 """Probability at most that chance completes a verdict, per chip and step."""
 MIN_COMPARED = 4
-"""Chips or cables that must be measured in a step to compare them."""
+"""Chips that must be measured in a step to compare them."""
 
 
 class Stragglers:
     """Watches the times of a mesh's chips, step by step.
 
     `hosts` lists the chips of each host by its number. If all chips of a host of several are slow, the host is named.
-    If all cables of a chip of several are slow, the chip is.
 
     >>> watch, mesh = Stragglers(Mesh("2x2")), Mesh("2x2")
     >>> signs = [sign for step in range(40) for sign in watch.add(step, [1.0, 1.0, 1.5, 1.0])]
@@ -68,84 +60,48 @@ class Stragglers:
             np.array([mesh.rank_of[tuple(chip)] for chip in chips if mesh.rank_of[tuple(chip)] >= 0], dtype=np.int64)
             for chips in hosts
         ]
-        self._cables = mesh.cables
-        self._sides = [
-            np.array([int(np.argmax(mesh.neighbours[a] == b)) for a, b in pairs], dtype=np.int64)
-            for pairs in (mesh.cables, mesh.cables[:, ::-1])
-        ]
-        self._chips_late = _Lateness(mesh.n_chips)
-        self._cables_late = _Lateness(mesh.n_cables)
+        self._late = _Lateness(mesh.n_chips)
         self._named: set[Suspect] = set()
 
-    def add(
-        self,
-        step: int,
-        compute_s: Annotated[ArrayLike, "[N]"],
-        waits_s: Annotated[ArrayLike, "[N, ...]"] | None = None,
-        *,
-        step_s: float = 0.0,
-    ) -> tuple[Sign, ...]:
+    def add(self, step: int, compute_s: Annotated[ArrayLike, "[N]"], *, step_s: float = 0.0) -> tuple[Sign, ...]:
         """Take in the times of one step, by rank; return signs against whoever has turned out slow, each once.
 
-        `waits_s` says how long each chip waited for each neighbour, in the order of `Mesh.neighbours`; or what a byte
-        from there took, where that is known. NaN is what was not measured. `step_s` is how long the whole step took:
-        a chip that makes it less than 5 % longer is not late. A suspect that has recovered, and is slow again later,
-        is named again.
+        NaN is what was not measured. `step_s` is how long the whole step took: a chip that makes it less than 5 %
+        longer is not late. A suspect that has recovered, and is slow again later, is named again.
         """
-        compute = _checked(compute_s, (self.mesh.n_chips,), "compute_s")
-        self._chips_late.add(compute, _median(compute), WORTH * step_s)
-        suspects = self._slow_chips()
-        if waits_s is not None:
-            waits = _checked(waits_s, (self.mesh.n_chips, self.mesh.n_directions), "waits_s")
-            first, second = (waits[pairs, side] for pairs, side in zip(self._cables.T, self._sides, strict=True))
-            self._cables_late.add(np.minimum(first, second), _median((first + second) / 2))
-            suspects |= {s: found for s, found in self._slow_cables().items() if s not in suspects}
-        new = {suspect: found for suspect, found in suspects.items() if suspect not in self._named}
+        compute = np.asarray(compute_s, dtype=np.float64)
+        if compute.shape != (self.mesh.n_chips,):
+            raise ParameterError(
+                f"compute_s has the shape {compute.shape}, expected {(self.mesh.n_chips,)}: one time per live chip."
+            )
+        self._late.add(compute, WORTH * step_s)
+        suspects = self._slow()
+        new = {suspect: ranks for suspect, ranks in suspects.items() if suspect not in self._named}
         self._named = set(suspects) | {one for one in self._named if self._is_still_late(one)}
-        return tuple(_sign(suspect, step, *found) for suspect, found in sorted(new.items()))
+        return tuple(_sign(suspect, step, self._late.numbers(ranks)) for suspect, ranks in sorted(new.items()))
 
-    def _slow_chips(self) -> dict[Suspect, tuple[_Lateness, NDArray[np.int64]]]:
-        slow, nearly = self._chips_late.slow()
-        found: dict[Suspect, tuple[_Lateness, NDArray[np.int64]]] = {}
+    def _slow(self) -> dict[Suspect, NDArray[np.int64]]:
+        """Return who is slow, and the chips that say so."""
+        slow, nearly = self._late.slow()
+        found: dict[Suspect, NDArray[np.int64]] = {}
         if not slow.any():
             return found
         for host, ranks in enumerate(self._ranks_of_host):
             if len(ranks) > 1 and slow[ranks].any() and nearly[ranks].all():
-                found[Suspect(host=host)] = (self._chips_late, ranks)
-                slow = slow.copy()
+                found[Suspect(host=host)] = ranks
                 slow[ranks] = False
         for rank in np.flatnonzero(slow):
-            found[Suspect.chip(self.mesh.chip(int(rank)))] = (self._chips_late, np.array([rank]))
-        return found
-
-    def _slow_cables(self) -> dict[Suspect, tuple[_Lateness, NDArray[np.int64]]]:
-        slow, nearly = self._cables_late.slow()
-        found: dict[Suspect, tuple[_Lateness, NDArray[np.int64]]] = {}
-        for rank in np.unique(self._cables[slow]):
-            own = np.flatnonzero((self._cables == rank).any(axis=1))
-            if len(own) > 1 and slow[own].any() and nearly[own].all():
-                found[Suspect.chip(self.mesh.chip(int(rank)))] = (self._cables_late, own)
-                slow = slow.copy()
-                slow[own] = False
-        for cable in np.flatnonzero(slow):
-            a, b = (self.mesh.chip(int(rank)) for rank in self._cables[cable])
-            found[Suspect.cable(a, b)] = (self._cables_late, np.array([cable]))
+            found[Suspect.chip(self.mesh.chip(int(rank)))] = np.array([rank])
         return found
 
     def _is_still_late(self, suspect: Suspect) -> bool:
         """Whether what was named has not recovered yet: a count on the edge of the limit is not news at every step."""
-        if suspect.host is not None:
-            return bool(self._chips_late.counts[self._ranks_of_host[suspect.host]].max() >= LAG_STEPS // 2)
-        ranks = [self.mesh.rank(end) for end in suspect.ends]
-        own = (self._cables == ranks[0]).any(axis=1) & (self._cables == ranks[-1]).any(axis=1)
-        counts = [self._cables_late.counts[own].max(initial=0)]
-        if suspect.kind == "chip":
-            counts.append(self._chips_late.counts[ranks[0]])
-        return bool(max(counts) >= LAG_STEPS // 2)
+        ranks = self._ranks_of_host[suspect.host] if suspect.host is not None else self.mesh.rank(suspect.ends[0])
+        return bool(self._late.counts[ranks].max() >= LAG_STEPS // 2)
 
 
 class _Lateness:
-    """How often each of n was late in the last `WINDOW` steps, and by how much."""
+    """How often each of n chips was late in the last `WINDOW` steps, and by how much."""
 
     def __init__(self, n: int) -> None:
         self._ratios = np.full((WINDOW, n), np.nan)
@@ -153,8 +109,10 @@ class _Lateness:
         self.counts = np.zeros(n, dtype=np.int64)
         self._n_steps = 0
 
-    def add(self, times: NDArray[np.float64], typical: float, ignored_s: float = 0.0) -> None:
+    def add(self, times: NDArray[np.float64], ignored_s: float) -> None:
         slot = self._n_steps % WINDOW
+        there = times[np.isfinite(times)]
+        typical = float(np.median(there)) if len(there) >= MIN_COMPARED else math.nan
         ratios = times / typical if typical > 0 else np.full(times.shape, np.nan)
         late = (ratios > LATE) & (times - typical > ignored_s)  # not what is NaN
         self.counts += late.astype(np.int64) - self._late[slot]
@@ -197,23 +155,9 @@ def least_count(usual: int) -> int:
     return count + 1
 
 
-def _sign(suspect: Suspect, step: int, lateness: _Lateness, which: NDArray[np.int64]) -> Sign:
-    numbers = lateness.numbers(which)
+def _sign(suspect: Suspect, step: int, numbers: dict[str, float]) -> Sign:
     text = (
         f"late in {numbers['steps']:.0f} of the last {numbers['window']:.0f} steps, in the median "
         f"{numbers['factor']:.2f} times as long as the others"
     )
     return Sign(LAG, (suspect,), step, text, numbers)
-
-
-def _median(times: NDArray[np.float64]) -> float:
-    """Return the median of what was measured; NaN if that is too little to compare."""
-    there = times[np.isfinite(times)]
-    return float(np.median(there)) if len(there) >= MIN_COMPARED else math.nan
-
-
-def _checked(times: ArrayLike, shape: tuple[int, ...], name: str) -> NDArray[np.float64]:
-    found = np.asarray(times, dtype=np.float64)
-    if found.shape != shape:
-        raise ParameterError(f"{name} has the shape {found.shape}, expected {shape}: one row per live chip.")
-    return found

@@ -41,14 +41,16 @@ MAX_QUESTION_BYTES = 2**20
 MAX_UPLOAD_BYTES = 2**25
 MAX_UPLOADS = 16
 """Plans that are kept for the page; the oldest makes room."""
+_OWN, _SCRIPT = files("meshmend.studio") / "page", "text/javascript; charset=utf-8"
 PAGE = {
-    "": ("index.html", "text/html; charset=utf-8"),
-    "studio.css": ("studio.css", "text/css; charset=utf-8"),
-    "icon.svg": ("icon.svg", "image/svg+xml"),
+    "": (_OWN / "index.html", "text/html; charset=utf-8"),
+    "studio.css": (_OWN / "studio.css", "text/css; charset=utf-8"),
+    "icon.svg": (_OWN / "icon.svg", "image/svg+xml"),
     **{
-        f"{name}.js": (f"{name}.js", "text/javascript; charset=utf-8")
-        for name in ("studio", "state", "mesh", "player", "panels", "client", "theme")
+        f"{name}.js": (_OWN / f"{name}.js", _SCRIPT)
+        for name in ("studio", "state", "mesh", "film", "panels", "client", "theme")
     },
+    "player.js": (files("meshmend.drawing") / "player.js", _SCRIPT),
 }
 """What is served, by path. There is no way to any other file."""
 HEADERS = {
@@ -67,8 +69,7 @@ DEFAULTS = ("shape", "wrap", "hardware", "payload", "planner", "budget", "saved"
 
 def make_app(listens_on: str = "127.0.0.1") -> Starlette:
     """Return the application. `listens_on` is the host that it was told to listen on, which may be named as such."""
-    page = files("meshmend.studio") / "page"
-    contents = {path: (page / name).read_bytes() for path, (name, _) in PAGE.items()}
+    contents = {path: file.read_bytes() for path, (file, _) in PAGE.items()}
 
     async def show(request: Request) -> Response:
         path = request.url.path.lstrip("/")

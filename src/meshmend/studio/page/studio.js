@@ -3,7 +3,7 @@
 import {ask, askOnce, download, get, upload} from "./client.js";
 import {MeshView} from "./mesh.js";
 import {Alternatives, notice, showAnswer, showGoodput, showLegend, showNoPlan} from "./panels.js";
-import {Player} from "./player.js";
+import {Film} from "./film.js";
 import * as states from "./state.js";
 
 const $ = id => document.getElementById(id);
@@ -31,7 +31,7 @@ const mesh = new MeshView($("view-mesh"), {
   onPoint: text => point(text),
 });
 const hint = $("pointed").innerHTML;
-const player = new Player({canvas: $("film"), svg: $("view-mesh"), view: mesh, play: $("film-play"), back: $("film-back"), forward: $("film-forward"), slider: $("film-at"), now: $("film-now")});
+const player = new Film({canvas: $("film"), svg: $("view-mesh"), view: mesh, play: $("film-play"), back: $("film-back"), forward: $("film-forward"), slider: $("film-at"), now: $("film-now")});
 mesh.onResize = () => player.resize();
 mesh.describe = {
   chip: name => `Chip ${name}: ${state.failed.has(name) ? "failed; a click repairs it." : "live; a click fails it."}`,
