@@ -68,14 +68,13 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
         ("doctor.md", "bash", "tests/cli/test_doctor.py"),
         ("index.md", "python", "tests/jax_engine/managed/test_docs.py"),
         ("index.md", "bash", "tests/jax_restart/test_job.py"),
-        ("job.md", "python", "tests/jax_engine/managed/test_docs.py"),
-        ("job.md", "bash", "tests/jax_restart/test_job.py"),
-        ("job.md", "bash", "tests/jax_restart/test_tiles.py"),
+        ("jobs.md", "bash", "tests/jax_restart/test_job.py"),
+        ("jobs.md", "bash", "tests/jax_restart/test_restart.py"),
+        ("jobs.md", "bash", "tests/jax_restart/test_tiles.py"),
+        ("jobs.md", "python", "tests/jax_engine/job/test_docs.py"),
+        ("jobs.md", "python", "tests/jax_engine/managed/test_docs.py"),
         ("operate.md", "bash", "tests/jax_restart/test_run.py"),
         ("quarantine.md", "bash", "tests/jax_restart/test_checking.py"),
-        ("restart.md", "python", "tests/jax_engine/job/test_docs.py"),
-        ("restart.md", "bash", "tests/jax_restart/test_restart.py"),
-        ("restart.md", "bash", "tests/jax_restart/test_run.py"),
         ("shard.md", "bash", "tests/jax_engine/compiling/test_hidden.py"),
         ("torch.md", "bash", "tests/torch_engine/test_failures.py"),
     }
@@ -85,11 +84,11 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
     assert reasons == [
         ("CONTRIBUTING.md", "it makes an environment and installs into it"),
         ("backend.md", "one rank of twelve; tests/torch_engine/test_fsdp.py runs the same code"),
+        ("jobs.md", "it needs eight hosts and a store"),
+        ("jobs.md", "it is a server that never ends"),
+        ("jobs.md", "it needs Slurm and eight nodes"),
         ("operate.md", "the lines that differ from the program in torch.md"),
         ("quarantine.md", "the line of a script that the example below has whole"),
-        ("restart.md", "it needs eight hosts and a store"),
-        ("restart.md", "it is a server that never ends"),
-        ("restart.md", "it needs Slurm and eight nodes"),
         ("studio.md", "it is a server that never ends"),
         ("torch.md", "it is a server that never ends"),
         ("torch.md", "one process of several; tests/torch_engine/test_measuring.py runs the same code"),
@@ -140,8 +139,8 @@ def test_what_blocks_need_can_be_installed() -> None:
 
 
 def test_a_block_that_is_not_run_says_so_on_the_site() -> None:
-    page = SimpleNamespace(file=SimpleNamespace(src_path="restart.md"))
-    shown = NEEDS["on_page_markdown"]((ROOT / "docs/restart.md").read_text(encoding="utf-8"), page=page)
+    page = SimpleNamespace(file=SimpleNamespace(src_path="jobs.md"))
+    shown = NEEDS["on_page_markdown"]((ROOT / "docs/jobs.md").read_text(encoding="utf-8"), page=page)
     assert '```bash title="not to paste alone: it needs eight hosts and a store"\n' in shown
 
 

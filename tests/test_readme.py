@@ -120,7 +120,7 @@ def goodputs_said() -> list[float]:
 
 
 def test_recovery_is_what_its_page_says() -> None:
-    text = (ROOT / "docs" / "restart.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "jobs.md").read_text(encoding="utf-8")
     assert re.findall(r"([\d.]+) s in the\s+median and ([\d.]+) s at worst", README) == re.findall(
         r"^\| \*\*total\*\* \| \*\*([\d.]+)\*\* \| \*\*([\d.]+)\*\*", text, re.M
     )

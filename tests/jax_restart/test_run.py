@@ -196,16 +196,16 @@ def test_control_c_ends_everything(number: signal.Signals, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_the_command_of_the_page_runs_as_it_stands(tmp_path: Path) -> None:
-    page = (ROOT / "docs/restart.md").read_text(encoding="utf-8")
-    (command,) = re.findall(r"^meshmend (run --local .*)$", page, re.M)
+    page = (ROOT / "docs/jobs.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^meshmend (run --local .* examples/jax/survive.py)$", page, re.M)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     lines = meshmend(*command.split(), folder=tmp_path)
-    assert any(line.startswith("meshmend │ host 1 was killed after step 20: the others resumed") for line in lines)
-    assert re.fullmatch(r"meshmend │ 100 steps on 16, then 12 chips in \d+ s", lines[-1])
+    assert any(line.startswith("meshmend │ host 1 was killed after step 40: the others resumed") for line in lines)
+    assert re.fullmatch(r"meshmend │ 100 steps on 24, then 20 chips in \d+ s", lines[-1])
 
 
 def manifest_of_the_page() -> Any:
-    page = (ROOT / "docs/restart.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/jobs.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"```yaml\n(.*?)```", page, re.S)
     return yaml.safe_load(text)
 

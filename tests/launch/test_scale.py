@@ -1,4 +1,4 @@
-"""Ten thousand hosts at one store. What docs/restart.md says of it comes from
+"""Ten thousand hosts at one store. What docs/jobs.md says of it comes from
 
     pytest -m slow -s tests/launch/test_scale.py
 
@@ -301,7 +301,7 @@ def test_hosts_join_lose_one_and_come_back_to_a_new_store(n: int) -> None:
         again_s = crowd.until(crowd.run_round(3), 60)
         peak_mb = max(peak_mb, store.peak_mb())
     row = [f"{joined_s:.1f}", f"{round_s:.1f}", f"{death_s:.1f}", f"{back_s:.1f}", f"{cpu:.2f}", f"{peak_mb:.0f}"]
-    print(f"\n| {n:,} | {' | '.join(row)} |", end="")  # noqa: T201  # the table of docs/restart.md
+    print(f"\n| {n:,} | {' | '.join(row)} |", end="")  # noqa: T201  # the table of docs/jobs.md
     assert not [member.gave_up for member in crowd.alive if member.gave_up]
     assert joined_s < 60
     assert death_s < 3
