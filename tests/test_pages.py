@@ -61,7 +61,7 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
     assert by == {
         ("README.md", "python", "tests/jax_engine/managed/test_docs.py"),
         ("README.md", "bash", "tests/jax_restart/test_job.py"),
-        ("adopt.md", "bash", "tests/jax_engine/compiling/test_apart.py"),
+        ("jax.md", "bash", "tests/jax_engine/compiling/test_apart.py"),
         ("availability.md", "bash", "tests/availability/test_log.py"),
         ("availability.md", "bash", "tests/jax_restart/test_run.py"),
         ("benchmarks.md", "bash", "tests/jax_engine/test_bench.py"),
@@ -75,7 +75,7 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
         ("jobs.md", "python", "tests/jax_engine/managed/test_docs.py"),
         ("operate.md", "bash", "tests/jax_restart/test_run.py"),
         ("quarantine.md", "bash", "tests/jax_restart/test_checking.py"),
-        ("shard.md", "bash", "tests/jax_engine/compiling/test_hidden.py"),
+        ("jax.md", "bash", "tests/jax_engine/compiling/test_hidden.py"),
         ("torch.md", "bash", "tests/torch_engine/test_failures.py"),
     }
     for _, _, test in by:
