@@ -20,7 +20,7 @@ def run_all(page: Path) -> None:
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # These need torch or a lab, and are run by the tests of those.
-WITH_TORCH = {"backend.md", "lab.md", "torch.md"}
+WITH_TORCH = {"lab.md", "torch.md"}
 BLOCKS = [block for page in PAGES for block in read(page)]
 HERE = [block for block in BLOCKS if block.page.name not in WITH_TORCH and block.kind not in ("text", "diff")]
 
@@ -83,7 +83,6 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
     reasons = [(block.page.name, block.reason) for block in BLOCKS if block.reason]
     assert reasons == [
         ("CONTRIBUTING.md", "it makes an environment and installs into it"),
-        ("backend.md", "one rank of twelve; tests/torch_engine/test_fsdp.py runs the same code"),
         ("jobs.md", "it needs eight hosts and a store"),
         ("jobs.md", "it is a server that never ends"),
         ("jobs.md", "it needs Slurm and eight nodes"),
@@ -91,6 +90,7 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
         ("quarantine.md", "the line of a script that the example below has whole"),
         ("studio.md", "it is a server that never ends"),
         ("torch.md", "it is a server that never ends"),
+        ("torch.md", "one rank of twelve; tests/torch_engine/test_fsdp.py runs the same code"),
         ("torch.md", "one process of several; tests/torch_engine/test_measuring.py runs the same code"),
         ("torch.md", "one rank of several; examples/torch/sharded_update.py is the whole program"),
         ("where.md", "it needs a TPU"),
