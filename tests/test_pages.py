@@ -64,7 +64,7 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
         ("jax.md", "bash", "tests/jax_engine/compiling/test_apart.py"),
         ("availability.md", "bash", "tests/availability/test_log.py"),
         ("availability.md", "bash", "tests/jax_restart/test_run.py"),
-        ("benchmarks.md", "bash", "tests/jax_engine/test_bench.py"),
+        ("measured.md", "bash", "tests/jax_engine/test_bench.py"),
         ("doctor.md", "bash", "tests/cli/test_doctor.py"),
         ("index.md", "python", "tests/jax_engine/managed/test_docs.py"),
         ("index.md", "bash", "tests/jax_restart/test_job.py"),

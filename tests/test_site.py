@@ -31,7 +31,7 @@ from meshmend.availability.report import write_report
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("", "start/", "jobs/", "availability/", "benchmarks/", "cli/")
+PAGES = ("", "start/", "jobs/", "availability/", "measured/", "cli/")
 WIDE, NARROW = (1280, 800), (390, 844)
 VIEWS = [(page, size, scheme) for page in PAGES for size in (WIDE, NARROW) for scheme in ("light", "dark")]
 
