@@ -88,7 +88,7 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
         ("jobs.md", "it needs Slurm and eight nodes"),
         ("operate.md", "the lines that differ from the program in torch.md"),
         ("quarantine.md", "the line of a script that the example below has whole"),
-        ("studio.md", "it is a server that never ends"),
+        ("see.md", "it is a server that never ends"),
         ("torch.md", "it is a server that never ends"),
         ("torch.md", "one rank of twelve; tests/torch_engine/test_fsdp.py runs the same code"),
         ("torch.md", "one process of several; tests/torch_engine/test_measuring.py runs the same code"),
