@@ -74,7 +74,7 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
         ("jobs.md", "python", "tests/jax_engine/job/test_docs.py"),
         ("jobs.md", "python", "tests/jax_engine/managed/test_docs.py"),
         ("operate.md", "bash", "tests/jax_restart/test_run.py"),
-        ("quarantine.md", "bash", "tests/jax_restart/test_checking.py"),
+        ("operate.md", "bash", "tests/jax_restart/test_checking.py"),
         ("jax.md", "bash", "tests/jax_engine/compiling/test_hidden.py"),
         ("torch.md", "bash", "tests/torch_engine/test_failures.py"),
     }
@@ -87,7 +87,7 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
         ("jobs.md", "it is a server that never ends"),
         ("jobs.md", "it needs Slurm and eight nodes"),
         ("operate.md", "the lines that differ from the program in torch.md"),
-        ("quarantine.md", "the line of a script that the example below has whole"),
+        ("operate.md", "the line of a script that the example below has whole"),
         ("see.md", "it is a server that never ends"),
         ("torch.md", "it is a server that never ends"),
         ("torch.md", "one rank of twelve; tests/torch_engine/test_fsdp.py runs the same code"),
