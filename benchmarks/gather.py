@@ -1,4 +1,4 @@
-"""The tables of docs/gather.md: gather against the optimum, against what is split from weave, and over slow cables.
+"""The tables of docs/measured.md: gather against the optimum, against what is split from weave, and over slow cables.
 
 python benchmarks/gather.py
 """

@@ -1,4 +1,4 @@
-"""The tables of docs/latency.md: short payloads by weave and by latency, and Swing's distances against the butterfly's.
+"""The tables of docs/measured.md: short payloads by weave and latency, and Swing's distances against the butterfly's.
 
 python benchmarks/latency.py
 """

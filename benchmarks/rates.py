@@ -1,6 +1,6 @@
 """Slow cables: weave's time over the weighted bound on 16x32 minus 4x2@6,8, and what other ways cost in lock-step.
 
-    python benchmarks/rates.py                 4,096 chunks, as in docs/weave.md
+    python benchmarks/rates.py                 4,096 chunks, as in docs/measured.md
     python benchmarks/rates.py --chunks 256    a quick look
 
 Every ratio is a forecast for long payloads on ideal hardware over the bound of the mesh with its slow cables:

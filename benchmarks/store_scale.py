@@ -298,9 +298,15 @@ def measure(n: int) -> str:
         crowd.wait(SILENT_S + 2)  # nobody is missed, and so nobody is stopped
         check(crowd.said["stop"] + crowd.said["round"] == messages == 3 * n - 2, crowd.state())
         crowd.die(n // 2 + 1)
-        crowd.until(crowd.run_round(3), 60)
+        again_s = crowd.until(crowd.run_round(3), 60)
         peak_mb = max(peak_mb, store.peak_mb())
     check(not any(member.gave_up for member in crowd.alive), "a host has given up")
+    check(joined_s < 60 and back_s < 60, f"joined in {joined_s:.1f} s, back in {back_s:.1f} s: 60 s are the limit")
+    check(
+        death_s < 3 and again_s < 3,
+        f"the rounds after deaths took {death_s:.1f} and {again_s:.1f} s: 3 s are the limit",
+    )
+    check(peak_mb < 500, f"the store took {peak_mb:.0f} MB: 500 MB are the limit")
     figures = [f"{joined_s:.1f}", f"{round_s:.1f}", f"{death_s:.1f}", f"{back_s:.1f}", f"{cpu:.2f}", f"{peak_mb:.0f}"]
     return f"| {n:,} | {' | '.join(figures)} |"
 

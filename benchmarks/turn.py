@@ -1,4 +1,4 @@
-"""The table of docs/weave.md: a sharded weight update with the turn, in two phases, and the all-reduce itself.
+"""The table of docs/plans.md: a sharded weight update with the turn, in two phases, and the all-reduce itself.
 
 python benchmarks/turn.py
 

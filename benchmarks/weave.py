@@ -1,6 +1,6 @@
 """Weave's figures: time and busiest link over the bound, steps, seconds to plan and peak memory.
 
-    python benchmarks/weave.py           the meshes of docs/weave.md with 4,096 chunks, and with the default
+    python benchmarks/weave.py           the meshes of docs/measured.md with 4,096 chunks, and with the default
     python benchmarks/weave.py --scale   8×8 to 256×256 with the default number of chunks
     python benchmarks/weave.py --auto    what `auto` plans for long payloads, by budget, and 256×256
     python benchmarks/weave.py --repeat 5   plan each mesh five times; the best time counts

@@ -20,7 +20,7 @@ def run_all(page: Path) -> None:
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # These need torch or a lab, and are run by the tests of those.
-WITH_TORCH = {"backend.md", "lab.md", "torch.md"}
+WITH_TORCH = {"lab.md", "torch.md"}
 BLOCKS = [block for page in PAGES for block in read(page)]
 HERE = [block for block in BLOCKS if block.page.name not in WITH_TORCH and block.kind not in ("text", "diff")]
 
@@ -61,22 +61,21 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
     assert by == {
         ("README.md", "python", "tests/jax_engine/managed/test_docs.py"),
         ("README.md", "bash", "tests/jax_restart/test_job.py"),
-        ("adopt.md", "bash", "tests/jax_engine/compiling/test_apart.py"),
+        ("jax.md", "bash", "tests/jax_engine/compiling/test_apart.py"),
         ("availability.md", "bash", "tests/availability/test_log.py"),
         ("availability.md", "bash", "tests/jax_restart/test_run.py"),
-        ("benchmarks.md", "bash", "tests/jax_engine/test_bench.py"),
-        ("doctor.md", "bash", "tests/cli/test_doctor.py"),
+        ("measured.md", "bash", "tests/jax_engine/test_bench.py"),
+        ("start.md", "bash", "tests/cli/test_doctor.py"),
         ("index.md", "python", "tests/jax_engine/managed/test_docs.py"),
         ("index.md", "bash", "tests/jax_restart/test_job.py"),
-        ("job.md", "python", "tests/jax_engine/managed/test_docs.py"),
-        ("job.md", "bash", "tests/jax_restart/test_job.py"),
-        ("job.md", "bash", "tests/jax_restart/test_tiles.py"),
+        ("jobs.md", "bash", "tests/jax_restart/test_job.py"),
+        ("jobs.md", "bash", "tests/jax_restart/test_restart.py"),
+        ("jobs.md", "bash", "tests/jax_restart/test_tiles.py"),
+        ("jobs.md", "python", "tests/jax_engine/job/test_docs.py"),
+        ("jobs.md", "python", "tests/jax_engine/managed/test_docs.py"),
         ("operate.md", "bash", "tests/jax_restart/test_run.py"),
-        ("quarantine.md", "bash", "tests/jax_restart/test_checking.py"),
-        ("restart.md", "python", "tests/jax_engine/job/test_docs.py"),
-        ("restart.md", "bash", "tests/jax_restart/test_restart.py"),
-        ("restart.md", "bash", "tests/jax_restart/test_run.py"),
-        ("shard.md", "bash", "tests/jax_engine/compiling/test_hidden.py"),
+        ("operate.md", "bash", "tests/jax_restart/test_checking.py"),
+        ("jax.md", "bash", "tests/jax_engine/compiling/test_hidden.py"),
         ("torch.md", "bash", "tests/torch_engine/test_failures.py"),
     }
     for _, _, test in by:
@@ -84,14 +83,14 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
     reasons = [(block.page.name, block.reason) for block in BLOCKS if block.reason]
     assert reasons == [
         ("CONTRIBUTING.md", "it makes an environment and installs into it"),
-        ("backend.md", "one rank of twelve; tests/torch_engine/test_fsdp.py runs the same code"),
+        ("jobs.md", "it needs eight hosts and a store"),
+        ("jobs.md", "it is a server that never ends"),
+        ("jobs.md", "it needs Slurm and eight nodes"),
         ("operate.md", "the lines that differ from the program in torch.md"),
-        ("quarantine.md", "the line of a script that the example below has whole"),
-        ("restart.md", "it needs eight hosts and a store"),
-        ("restart.md", "it is a server that never ends"),
-        ("restart.md", "it needs Slurm and eight nodes"),
-        ("studio.md", "it is a server that never ends"),
+        ("operate.md", "the line of a script that the example below has whole"),
+        ("see.md", "it is a server that never ends"),
         ("torch.md", "it is a server that never ends"),
+        ("torch.md", "one rank of twelve; tests/torch_engine/test_fsdp.py runs the same code"),
         ("torch.md", "one process of several; tests/torch_engine/test_measuring.py runs the same code"),
         ("torch.md", "one rank of several; examples/torch/sharded_update.py is the whole program"),
         ("where.md", "it needs a TPU"),
@@ -140,8 +139,8 @@ def test_what_blocks_need_can_be_installed() -> None:
 
 
 def test_a_block_that_is_not_run_says_so_on_the_site() -> None:
-    page = SimpleNamespace(file=SimpleNamespace(src_path="restart.md"))
-    shown = NEEDS["on_page_markdown"]((ROOT / "docs/restart.md").read_text(encoding="utf-8"), page=page)
+    page = SimpleNamespace(file=SimpleNamespace(src_path="jobs.md"))
+    shown = NEEDS["on_page_markdown"]((ROOT / "docs/jobs.md").read_text(encoding="utf-8"), page=page)
     assert '```bash title="not to paste alone: it needs eight hosts and a store"\n' in shown
 
 

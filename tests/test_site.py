@@ -31,7 +31,7 @@ from meshmend.availability.report import write_report
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("", "start/", "job/", "availability/", "benchmarks/", "cli/")
+PAGES = ("", "start/", "jobs/", "availability/", "measured/", "cli/")
 WIDE, NARROW = (1280, 800), (390, 844)
 VIEWS = [(page, size, scheme) for page in PAGES for size in (WIDE, NARROW) for scheme in ("light", "dark")]
 
@@ -183,7 +183,7 @@ def test_what_is_copied_can_be_pasted(page: str, site: str, browser: webdriver.C
         if shown:
             assert re.search(r"language-(bash|python|yaml)", look), (look, text)
             assert not re.search(r"^(\$|>>>) ", text, re.M), text
-    if page in ("start/", "job/"):
+    if page in ("start/", "jobs/"):
         assert any(shown for _, shown, _ in blocks)
 
 

@@ -1,4 +1,4 @@
-"""Draw the screenshots of docs/studio.md: the studio in Chromium, on a desk and on a phone, in both themes.
+"""Draw the screenshots of docs/see.md: the studio in Chromium, on a desk and on a phone, in both themes.
 
 python docs/figures/studio.py [FOLDER]
 """

@@ -129,7 +129,7 @@ def test_a_host_dies(comes_back: bool, alone: Path, tmp_path: Path, monkeypatch:
 def test_the_command_of_the_readme(steps: int, kill: int, tmp_path: Path) -> None:
     """Host 1 is killed: the others resume from their copies, and lose no kept step. 100 steps: as it stands."""
     readme, home, page = (
-        (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/index.md", "docs/job.md")
+        (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/index.md", "docs/jobs.md")
     )
     (words,) = re.findall(r"```bash\nmeshmend (run .*?) train.py\n```", readme)
     assert f"meshmend {words} examples/jax/survive.py" in page

@@ -198,18 +198,16 @@ def test_control_c_ends_everything(number: signal.Signals, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_the_command_of_the_page_runs_as_it_stands(tmp_path: Path) -> None:
-    page = (ROOT / "docs/restart.md").read_text(encoding="utf-8")
-    (command,) = re.findall(r"^meshmend (run --local .*)$", page, re.M)
+    page = (ROOT / "docs/jobs.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^meshmend (run --local .* examples/jax/survive.py)$", page, re.M)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     lines = meshmend(*command.split(), folder=tmp_path)
-    assert any(line.startswith("meshmend │ host 1 was killed after step 20: the others resumed") for line in lines)
-    assert re.fullmatch(r"meshmend │ 100 steps on 16, then 12 chips in \d+ s", lines[-1])
+    assert any(line.startswith("meshmend │ host 1 was killed after step 40: the others resumed") for line in lines)
+    assert re.fullmatch(r"meshmend │ 100 steps on 24, then 20 chips in \d+ s", lines[-1])
 
 
-def manifest_of_the_page() -> Any:
-    page = (ROOT / "docs/restart.md").read_text(encoding="utf-8")
-    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.S)
-    return yaml.safe_load(text)
+def read_manifest() -> Any:
+    return yaml.safe_load((ROOT / "examples/operate/jobset.yaml").read_text(encoding="utf-8"))
 
 
 def refuse_unknown_fields(schema: Any) -> None:
@@ -233,7 +231,7 @@ def test_the_manifest_is_one_that_jobset_takes() -> None:
     refuse_unknown_fields(schema)
     schema["properties"]["metadata"] = {"type": "object"}  # the API server's own, not in a CRD
     validator = jsonschema.Draft7Validator(schema)
-    manifest = manifest_of_the_page()
+    manifest = read_manifest()
     assert manifest["apiVersion"].split("/")[1] == version["name"]
     assert [error.message for error in validator.iter_errors(manifest)] == []
     # A schema that takes everything would prove nothing.
@@ -247,7 +245,7 @@ def test_the_manifest_starts_what_the_command_line_has() -> None:
 
     from meshmend.cli import app
 
-    manifest = manifest_of_the_page()
+    manifest = read_manifest()
     assert manifest["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
     jobs = {job["name"]: job for job in manifest["spec"]["replicatedJobs"]}
     assert jobs["hosts"]["replicas"] == 8

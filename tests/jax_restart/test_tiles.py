@@ -125,7 +125,7 @@ def test_a_host_of_a_tiled_job_dies(
 
 @pytest.mark.slow
 def test_the_command_of_the_page(tmp_path: Path) -> None:
-    page = (ROOT / "docs/job.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/jobs.md").read_text(encoding="utf-8")
     (words,) = re.findall(r"```bash\nmeshmend (run .*?) examples/jax/survive_tiles.py\n```", page)
     command = [sys.executable, "-m", "meshmend", *words.split(), str(ROOT / "examples/jax/survive_tiles.py")]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -146,7 +146,7 @@ def test_the_page_shows_what_changes() -> None:
     changed = [
         line for line in difflib.unified_diff(plain, tiles, lineterm="", n=0) if line[:2] not in ("--", "++", "@@")
     ]
-    page = (ROOT / "docs/job.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/jobs.md").read_text(encoding="utf-8")
     for line in changed:
-        assert f"\n{line}\n" in page, f"docs/job.md does not show: {line}"
+        assert f"\n{line}\n" in page, f"docs/jobs.md does not show: {line}"
     assert len(changed) < 8

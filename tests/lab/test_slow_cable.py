@@ -115,7 +115,7 @@ def test_a_cable_at_half_rate_costs_little_if_it_is_planned_for(cable: str) -> N
     whole_s, whole_load = found["whole lab"]
     for case, (median_s, load) in found.items():
         told = f"{median_s:.2f} s, ratio {median_s / whole_s:.2f}, of the busiest link {load / whole_load:.2f}"
-        print(f"{cable} at 1/2, {case}: {told}")  # noqa: T201  # the figures of docs/lab.md
+        print(f"{cable} at 1/2, {case}: {told}")  # noqa: T201  # the figures of docs/measured.md
     known_s, as_if_whole_s, as_if_dead_s = (found[case][0] for case in list(found)[1:])
     assert known_s <= 1.25 * whole_s
     assert known_s < as_if_whole_s

@@ -57,7 +57,7 @@ def live_cables(mesh: Mesh) -> nx.Graph[tuple[int, ...]]:
 
 
 def claims_neighbours(schedule: Schedule, phase: str) -> bool:
-    """What docs/rings.md says of the phases: shards skip rows, and rings fold on an axis that does not wrap."""
+    """What docs/plans.md says of the phases: shards skip rows, and rings fold on an axis that does not wrap."""
     if schedule.planner == "latency":
         return False
     if schedule.planner == "row-pairs":

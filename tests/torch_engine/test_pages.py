@@ -1,4 +1,4 @@
-"""The pages that need torch, each block alone, as its reader would run it."""
+"""The page that needs torch, each block alone, as its reader would run it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import pytest
 from lab.test_namespaces import needs_lab
 from pages import ROOT, Block, read, run
 
-PAGES = ("torch.md", "backend.md")
-BLOCKS = [block for page in PAGES for block in read(ROOT / "docs" / page) if block.kind != "text"]
+BLOCKS = [block for block in read(ROOT / "docs/torch.md") if block.kind != "text"]
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if not block.slow], ids=lambda block: block.name)

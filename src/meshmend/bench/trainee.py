@@ -2,7 +2,7 @@
 
     meshmend run … -m meshmend.bench.trainee job.json
 
-It is the complete script of docs/restart.md with a few switches, so that the campaign can switch off one aid at a time.
+It is the complete script of docs/jobs.md with a few switches, so that the campaign can switch off one aid at a time.
 """
 
 from __future__ import annotations

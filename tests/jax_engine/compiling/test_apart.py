@@ -77,7 +77,7 @@ def test_only_the_plans_permutes_cross_tiles(topology: str, side: str, hole: str
 
 
 @needs_libtpu
-@pytest.mark.slow  # the command itself runs with docs/adopt.md
+@pytest.mark.slow  # the command itself runs with docs/jax.md
 def test_the_command_compiles_for_tiles() -> None:
     words = ["compile", "--topology", "v6e:4x4", "--fail", "0,1", "--tile", "2x2", "--payload", "1MB", "--json"]
     done = CliRunner().invoke(app, words)
@@ -108,7 +108,7 @@ def test_the_v6e_compiler_fails_without_the_fabrics_options_and_the_error_says_s
     ("says", "advice"),
     [
         ("F0101 x.cc:7] Check failed: id < 60 Unexpected device_id 61, target has 60", "ring_reordering=false"),
-        ("F0101 y.cc:9] Check failed: a == b", "docs/adopt.md"),
+        ("F0101 y.cc:9] Check failed: a == b", "docs/jax.md"),
     ],
 )
 def test_a_compiler_that_aborts_is_an_error_that_says_what_to_do(

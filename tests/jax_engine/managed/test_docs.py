@@ -1,4 +1,4 @@
-"""The script of docs/job.md runs as it stands, and a plain script becomes one that survives by a few lines."""
+"""The script of docs/jobs.md runs as it stands, and a plain script becomes one that survives by a few lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs/job.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/jobs.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 HOME = (ROOT / "docs/index.md").read_text(encoding="utf-8")
 PLAIN, SURVIVING = (
@@ -40,7 +40,7 @@ def run(script: str, folder: Path) -> list[list[float]]:
 
 
 def test_the_script_of_the_page_is_short_and_is_the_example(tmp_path: Path) -> None:
-    (script,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    script = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0]
     for other in (README, HOME):
         assert re.findall(r"```python\n(.*?)```", other, re.DOTALL)[0] == script
     code = [line for line in script.splitlines() if line and not line.startswith(("import", "from"))]

@@ -60,7 +60,7 @@ def _advice(said: str) -> str:
             "It cannot place collectives inside tiles next to a hole by default. Compile with fabric.compiler_options, "
             "which sets xla_tpu_enable_glp_ring_reordering=false."
         )
-    return "Try another tile or another sharding inside it: docs/adopt.md lists what is known to work."
+    return "Try another tile or another sharding inside it: docs/jax.md lists what is known to work."
 
 
 def compile_from_stdin() -> None:

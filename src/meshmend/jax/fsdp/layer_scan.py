@@ -57,7 +57,7 @@ def scan_layers(
     `x` is any tree; a layer returns one of the same shapes and dtypes. Without `hide` each layer is gathered when it is
     needed and its gradients are summed at once: nothing hides, and a chip needs the memory of one layer's weights and
     one layer's gradients less. With `in_turn` the backward pass gathers a layer's weights only when the gradients of
-    the one above are scattered, not meanwhile, which may take the memory of one layer less: docs/shard.md has figures.
+    the one above are scattered, not meanwhile, which may take the memory of one layer less: docs/jax.md has figures.
     `unroll` writes the steps of the plan out one by one, so that the TPU's scheduler sees each permute: by default on
     TPUs, where there is something to hide, for plans of at most 96 steps. Compile with `fabric.overlap_options`.
 

@@ -3,7 +3,7 @@
 Each chunk is reduced up a spanning tree to its root and broadcast back down. Many trees share the cables evenly
 (`trees`), their roots are spread over the chips (`roots`), and the chunks follow each other so closely that links
 are busy from soon after the start to shortly before the end, with sums of later chunks going up while earlier
-ones come down (`slots`). docs/weave.md says why this is near the bound, and why no ring scheme can be.
+ones come down (`slots`). docs/plans.md says why this is near the bound, and why no ring scheme can be.
 
 That plans every chunk for itself. For payloads of very many chunks a few trees are planned instead, as a template that
 is repeated (`periodic`).
@@ -38,7 +38,7 @@ MOST_CHUNKS = 4096
 MOST_REPEATED_PER_SIDE, MOST_REPEATED = 1024, 2**18
 """The same where a template is repeated: filling and draining then adds half a per cent."""
 FILLING_PER_SIDE, REPEATED_FILLING_PER_SIDE = 1.5, 4.0
-"""Steps of filling and draining for each chip along each side of a plain mesh, as measured (docs/weave.md)."""
+"""Steps of filling and draining for each chip along each side of a plain mesh, as measured (docs/plans.md)."""
 UNEVEN = 1.006
 """Busiest link over the mean where chunks are planned one by one, as measured."""
 TRANSFER_SECONDS = 2e-6
