@@ -148,12 +148,13 @@ class Crowd:
             self._beats.append((now + BEAT_S, member))
         for selected, events in self._selector.select(0.005):
             member = selected.data
-            if selected.fileobj is not member.connection:
+            connection: socket.socket | None = member.connection
+            if connection is None or selected.fileobj is not connection:
                 continue
             if events & selectors.EVENT_WRITE:
-                self._selector.modify(selected.fileobj, selectors.EVENT_READ, member)
+                self._selector.modify(connection, selectors.EVENT_READ, member)
             if events & selectors.EVENT_READ:
-                self._read(member, member.connection)
+                self._read(member, connection)
 
     def _connect(self, member: Light) -> None:
         if member.gave_up:

@@ -220,14 +220,14 @@ def _show_times(results: list[Result]) -> None:
 
 
 def _show_restarts(aided: dict[str, Any], plain: dict[str, Any] | None) -> None:
+    def figure(of: dict[str, Any], which: str) -> Callable[[str], object]:
+        return lambda stage: f"{of[stage][which]:.1f}"
+
     columns: list[tuple[str, Callable[[str], object]]] = [("stage", str)]
     for name, facts in (("memory and caches", aided), ("disk only, no caches", plain)):
         if facts is not None:
             figures = facts["stages_s"] | {"total": facts["recovery_s"]}
-            columns += [
-                (f"{name}: median", lambda stage, of=figures: f"{of[stage]['median']:.1f}"),
-                ("worst", lambda stage, of=figures: f"{of[stage]['worst']:.1f}"),
-            ]
+            columns += [(f"{name}: median", figure(figures, "median")), ("worst", figure(figures, "worst"))]
     print_rows((*aided["stages_s"], "total"), columns, title="from SIGKILL to the next committed step, seconds")
     print_facts(
         "promises",

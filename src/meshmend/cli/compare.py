@@ -144,17 +144,14 @@ def _show(this: Comparison, here: dict[str, Any], there: dict[str, Any] | None) 
         mine, full = rows[name].get("seconds"), beside.get(name, {}).get("seconds")
         return f"{mine / full:.3f}" if mine is not None and full else None
 
+    def figure(of: dict[str, dict[str, Any]], key: str, write: Callable[[Any], str]) -> Callable[[str], object]:
+        return lambda name: _figure(of.get(name, {}), key, write)
+
     columns: list[tuple[str, Callable[[str], object]]] = [("planner", str)]
-    columns += [
-        (column.heading, lambda name, column=column: _figure(rows[name], column.key, column.write))
-        for column in COLUMNS
-        if column.heading is not None
-    ]
+    columns += [(one.heading, figure(rows, one.key, one.write)) for one in COLUMNS if one.heading is not None]
     for heading, of in (("time" if there is None else "holed", rows), *((("full", beside),) if beside else ())):
-        columns += [
-            (heading, lambda name, of=of: _figure(of.get(name, {}), "seconds", name_seconds)),
-            ("× bound", lambda name, of=of: _figure(of.get(name, {}), "ratio_to_bound", "{:.3f}".format)),
-        ]
+        columns.append((heading, figure(of, "seconds", name_seconds)))
+        columns.append(("× bound", figure(of, "ratio_to_bound", "{:.3f}".format)))
     columns += [] if there is None else [("holed / full", ratio)]
     planned = [name for name in rows if "seconds" in rows[name] or "seconds" in beside.get(name, {})]
     console = terminal()
