@@ -10,7 +10,7 @@ import pytest
 
 from commandline import run_json
 from meshmend.cost import PRESETS, Hardware, find_hardware
-from meshmend.cost.hardware_file import MAX_BYTES, read_hardware, write_hardware
+from meshmend.cost.hardware import MAX_BYTES, read_hardware, write_hardware
 from meshmend.errors import ParameterError
 
 MINE = Hardware(

@@ -13,8 +13,7 @@ import pytest
 
 from meshmend import Mesh, plan, predict
 from meshmend.cost import find_hardware
-from meshmend.cost.hardware import adjusted
-from meshmend.cost.hardware_file import write_hardware
+from meshmend.cost.hardware import adjusted, write_hardware
 from meshmend.errors import ParameterError
 from meshmend.planning import PlanCache, plan_broadcast, plan_shards
 from meshmend.schedule import Collective

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 import meshmend.jax as mmj
 from meshmend.bench.jax_report import JOB, PSUM, as_text, compare, read_payload
 from meshmend.cost import StepDemand
-from meshmend.cost.hardware_file import hardware_facts
+from meshmend.cost.hardware import hardware_facts
 from meshmend.errors import LabError, MeshmendError, ParameterError, PlanError
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.job import Session, initialize, initialize_alone

@@ -14,7 +14,7 @@ from meshmend.cli.common import exit_on_error, print_facts, print_json
 from meshmend.cli.options import JsonOption
 from meshmend.cli.outputs import check_output
 from meshmend.cli.terminal import plain, print_line, working
-from meshmend.cost.hardware_file import hardware_facts, read_hardware
+from meshmend.cost.hardware import hardware_facts, read_hardware
 from meshmend.cost.units import name_rate, name_seconds
 from meshmend.doctor import Finding, Status, examine
 from meshmend.doctor.examine import TIMEOUT_S, ask, jax_environment, virtual_devices

@@ -104,7 +104,7 @@ def measure_jax(file: str, shape: str = "") -> dict[str, Any]:
     import jax
 
     import meshmend.jax as mmj
-    from meshmend.cost.hardware_file import hardware_facts
+    from meshmend.cost.hardware import hardware_facts
 
     is_placed = getattr(jax.devices()[0], "coords", None) is not None
     if not (shape or is_placed or _is_described()):

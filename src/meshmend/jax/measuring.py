@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from meshmend.cost import Hardware, find_hardware
 from meshmend.cost.fitting import TimedLoop, fit_loops
-from meshmend.cost.hardware_file import write_hardware
+from meshmend.cost.hardware import write_hardware
 from meshmend.errors import ParameterError
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.loops import move

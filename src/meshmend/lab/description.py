@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from meshmend.cost import Hardware, find_hardware
-from meshmend.cost.hardware_file import write_hardware
+from meshmend.cost.hardware import write_hardware
 from meshmend.files import write_whole
 from meshmend.machines.own import facts_of
 from meshmend.topology import Mesh

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshmend.cost import Hardware, between_tiles
-from meshmend.cost.hardware_file import MAX_BYTES, hardware_facts, parse_hardware
+from meshmend.cost.hardware import MAX_BYTES, hardware_facts, parse_hardware
 from meshmend.errors import ParameterError
 from meshmend.files import write_whole
 from meshmend.planning.auto import Auto

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from meshmend.cost import Hardware
 from meshmend.cost.fitting import CORES, FittedCosts, TimedLoop, fit_loops
-from meshmend.cost.hardware_file import hardware_facts, parse_hardware, write_hardware
+from meshmend.cost.hardware import hardware_facts, parse_hardware, write_hardware
 from meshmend.cost.step_demand import ADDED
 from meshmend.errors import ParameterError
 from meshmend.schedule import Op, Schedule

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meshmend.cost import Hardware, find_hardware
-from meshmend.cost.hardware_file import hardware_facts, parse_hardware, read_hardware
+from meshmend.cost.hardware import hardware_facts, parse_hardware, read_hardware
 from meshmend.errors import ParameterError
 from meshmend.jax.fabric import HARDWARE, Fabric
 from meshmend.jax.job.session import Session
