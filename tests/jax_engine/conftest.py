@@ -5,11 +5,31 @@ from collections.abc import Iterator
 
 import pytest
 
+CHIPS = "--xla_force_host_platform_device_count=64"
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=64"
+os.environ["XLA_FLAGS"] = CHIPS
+
+COMPILE_QUICKLY = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+"""Most of these tests' time is XLA's compiler, and this halves it; what programs mean does not depend on it. Jobs,
+pages and examples, which run in processes of their own, and the slow tests have XLA as users have it."""
 
 SAME_PROGRAMS = ("managed", "state")
 """Tests that compile the same few train steps over and over, in jobs that start again."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile quickly, unless the slow tests are asked for."""
+    if config.getoption("markexpr") != "slow":
+        os.environ["XLA_FLAGS"] = f"{CHIPS} {COMPILE_QUICKLY}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let JAX read its flags now: libtpu refuses those that are for CPUs, and processes that tests start have none."""
+    if any("jax_engine" in item.path.parts for item in items):
+        import jax
+
+        jax.devices()
+    os.environ["XLA_FLAGS"] = CHIPS
 
 
 @pytest.fixture(scope="module", autouse=True)
