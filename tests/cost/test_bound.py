@@ -150,7 +150,7 @@ def check_bound_holds(schedule: Schedule, links_at_once: int | None) -> None:
         assert forecast.bound_seconds == bound(schedule.mesh, links_at_once=links_at_once).units
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(plans(), st.sampled_from([None, 1, 2, 3]))
 def test_no_schedule_beats_it(schedule: Schedule, links_at_once: int | None) -> None:
     check_bound_holds(schedule, links_at_once)

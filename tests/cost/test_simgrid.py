@@ -31,7 +31,7 @@ BANDWIDTH, LATENCY, MIXED = (1e8, "ideal"), (1e4, "ethernet-10g"), (3e6, "tpu-v3
 HOPS = (1e6, Hardware("long hops", 1e9, step_latency_s=1e-6, hop_latency_s=2e-5))
 LONG = 50_000
 """Transfers beyond which a schedule is simulated for one payload only."""
-TOO_LONG = 200_000
+TOO_LONG = 60_000
 """Transfers beyond which a schedule is left to the slow tests."""
 
 CASES = [
