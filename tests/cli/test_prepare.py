@@ -56,9 +56,18 @@ def test_what_a_shared_folder_says_and_what_it_does_not(tmp_path: Path) -> None:
         StepDemands.read(tmp_path)
     StepDemands(Workload(8192), find_hardware(HARDWARE)).write(tmp_path)
     facts = json.loads((tmp_path / PLANNED_FOR).read_text())
-    for key, value in (("payload_bytes", "much"), ("tile", 3), ("collective", "gossip"), ("hardware", None)):
+    damages: dict[str, tuple[object, ...]] = {
+        "payload_bytes": ("much", None, True, -1, float("nan"), float("inf"), 10**400),
+        "max_steps": ("few", True, 0, -3, 1.5),
+        "tile": (3, [2, 2], "2x2" * 100),
+        "planner": (3, None, ["weave"]),
+        "collective": ("gossip", None, ["all-reduce"]),
+        "hardware": (None,),
+    }
+    for key, value in ((key, value) for key, values in damages.items() for value in values):
         (tmp_path / PLANNED_FOR).write_text(json.dumps({**facts, key: value}))
-        with pytest.raises(ParameterError):
+        with pytest.raises(ParameterError, match=key if key != "hardware" else "is not one of ours"):
             StepDemands.read(tmp_path)
+    (tmp_path / PLANNED_FOR).write_text(json.dumps(facts))
     told = prepare("--shared", tmp_path, "--payload", "1MB", code=1)["message"]
     assert "already says what its job plans for: leave out --payload" in told

@@ -27,6 +27,8 @@ from meshmend.topology import Mesh, cut_into_tiles
 
 PLANNED_FOR = "planned-for.json"
 """The file of a shared folder that says what a job plans for."""
+MAX_WORD, MAX_PAYLOAD_BYTES = 64, 1e18
+"""What is believed of that file: longer words and larger payloads no job has written."""
 SCALAR_BYTES = 64
 """What the plan for scalars is made for: a loss, a weight, a few norms."""
 
@@ -109,14 +111,18 @@ class StepDemands:
             ) from None
         where = str(path)
         hardware = parse_hardware(facts, where)
-        payload, tile, max_steps, planner = (
-            facts.get(key) for key in ("payload_bytes", "tile", "max_steps", "planner")
-        )
-        if not isinstance(payload, int | float) or isinstance(payload, bool) or payload < 0:
-            raise ParameterError(f"{where} has payload_bytes {payload!r}, expected a number of bytes.")
-        if not isinstance(tile, str | None) or not isinstance(max_steps, int | None) or not isinstance(planner, str):
-            raise ParameterError(f"{where} has a tile, max_steps or planner that a job would not write.")
-        return cls(Workload(payload, read_collective(facts.get("collective"))), hardware, tile, max_steps, planner)
+        tile, planner, collective = (facts.get(key) for key in ("tile", "planner", "collective"))
+        for word in (tile or "", planner, collective):
+            if not isinstance(word, str) or len(word) > MAX_WORD:
+                raise ParameterError(f"{where} has a tile, planner or collective that is not a short text.")
+        payload, max_steps = facts.get("payload_bytes"), facts.get("max_steps")
+        if type(payload) not in (int, float) or not 0 <= payload < MAX_PAYLOAD_BYTES:
+            raise ParameterError(
+                f"{where} has payload_bytes {str(payload)[:40]}, expected a number of bytes, 0 or more."
+            )
+        if max_steps is not None and (type(max_steps) is not int or max_steps < 1):
+            raise ParameterError(f"{where} has max_steps {str(max_steps)[:40]}, expected 1 or more, or null.")
+        return cls(Workload(payload, read_collective(collective)), hardware, tile, max_steps, planner)
 
 
 def plan_step(
