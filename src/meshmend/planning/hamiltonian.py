@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from meshmend.errors import Coordinate, name_chip
 from meshmend.planning.base import CannotServe, Floor, Planner
-from meshmend.planning.blocks import check_blocks, live_blocks
 from meshmend.planning.build import (
     DIRECTIONS,
     Transfers,
@@ -29,7 +28,7 @@ from meshmend.planning.build import (
     ring_reduce_scatter,
 )
 from meshmend.schedule import Op, Schedule
-from meshmend.topology import Cable, Mesh
+from meshmend.topology import Cable, Mesh, name_shape
 
 Join = tuple[tuple[int, int], bool]
 """The upper or left one of two blocks, and whether the other lies below it."""
@@ -83,7 +82,7 @@ def find_ring(mesh: Mesh) -> NDArray[np.int64]:
     """Return the ranks in ring order, or raise `CannotServe`."""
     if mesh.n_axes == 2 and mesh.is_full and min(mesh.shape) > 1 and sum(n % 2 for n in mesh.shape) == 1:
         return as_ranks(mesh, _snake(*mesh.shape))
-    check_blocks(mesh)
+    _check_blocks(mesh)
     return _ring_round_tree(mesh)
 
 
@@ -98,8 +97,28 @@ def _snake(rows: int, columns: int) -> list[Coordinate]:
     return ring
 
 
+def _check_blocks(mesh: Mesh) -> None:
+    """Refuse a mesh that does not fall into 2×2 blocks that are wholly live or wholly failed."""
+    if mesh.n_axes != 2:
+        raise CannotServe(f"it needs a mesh of two axes, and {name_shape(mesh.shape)} has {mesh.n_axes}.")
+    if any(n % 2 for n in mesh.shape):
+        raise CannotServe(f"it pairs chips into 2×2 blocks, and {name_shape(mesh.shape)} has an odd side.")
+    rows, columns = mesh.shape
+    counts = mesh.live.reshape(rows // 2, 2, columns // 2, 2).sum(axis=(1, 3))
+    broken = np.argwhere((counts > 0) & (counts < 4))
+    if len(broken):
+        row, column = (2 * int(x) for x in broken[0])
+        cells = [(r, c) for r in (row, row + 1) for c in (column, column + 1)]
+        dead = next(cell for cell in cells if not mesh.live[cell])
+        live = next(cell for cell in cells if mesh.live[cell])
+        raise CannotServe(
+            f"it needs holes made of whole 2×2 blocks at even rows and columns, and in the block at "
+            f"{name_chip((row, column))} chip {name_chip(dead)} has failed while {name_chip(live)} lives."
+        )
+
+
 def _ring_round_tree(mesh: Mesh) -> NDArray[np.int64]:
-    blocks = live_blocks(mesh)
+    blocks = mesh.live[::2, ::2]  # each is wholly live or wholly failed
     joins = _spanning_tree(mesh, blocks)
     # next_of[chip] along the ring, for chips numbered in the full mesh. Each block alone is a clockwise square.
     columns = mesh.shape[1]
