@@ -6,6 +6,7 @@ Importing this registers the backend "meshmend". `MeshProcessGroup`, `Manager`, 
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from meshmend.extras import require
@@ -38,24 +39,17 @@ __all__ = [
 ]
 
 
+_WITH_TORCHFT = {
+    "DistributedDataParallel": "ddp",
+    "Manager": "manager",
+    "MeshProcessGroup": "process_group",
+    "StepSampler": "sampling",
+}
+
+
 def __getattr__(name: str) -> Any:
     """Import torchft only for those who use it."""
-    if name in ("DistributedDataParallel", "Manager", "MeshProcessGroup", "StepSampler"):
-        require("torchft", needed_for=f"meshmend.torch.{name}", extra="torch")
-    if name == "DistributedDataParallel":
-        from meshmend.torch.ddp import DistributedDataParallel
-
-        return DistributedDataParallel
-    if name == "Manager":
-        from meshmend.torch.manager import Manager
-
-        return Manager
-    if name == "MeshProcessGroup":
-        from meshmend.torch.process_group import MeshProcessGroup
-
-        return MeshProcessGroup
-    if name == "StepSampler":
-        from meshmend.torch.sampling import StepSampler
-
-        return StepSampler
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _WITH_TORCHFT:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    require("torchft", needed_for=f"meshmend.torch.{name}", extra="torch")
+    return getattr(import_module(f"meshmend.torch.{_WITH_TORCHFT[name]}"), name)
