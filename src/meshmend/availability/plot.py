@@ -6,7 +6,7 @@ Needs matplotlib (the extra `draw`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,14 +41,10 @@ _LOSS_LOOKS = {
 }
 
 
-def sweep(
-    study: Study, throughput: Throughput, on_study: Callable[[float], None] | None = None
-) -> list[tuple[float, Study]]:
+def sweep(study: Study, throughput: Throughput) -> list[tuple[float, Study]]:
     """Repeat the study for machines that fail more and less often, with fewer runs of the same length."""
     found = []
     for factor in FACTORS:
-        if on_study is not None:
-            on_study(factor)
         runs = min(study.runs, SWEEP_RUNS)
         scaled = study.assumptions.scaled(factor)
         found.append(

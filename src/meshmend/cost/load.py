@@ -29,9 +29,9 @@ def link_load(schedule: Schedule, paths: TransferPaths | None = None) -> NDArray
     return load / schedule.total_chunks
 
 
-def link_time(schedule: Schedule, paths: TransferPaths | None = None) -> NDArray[np.float64]:
+def link_time(schedule: Schedule) -> NDArray[np.float64]:
     """Return how long each link is busy, in units of M/b: its load over its rate."""
-    return link_load(schedule, paths) / schedule.mesh.link_rates
+    return link_load(schedule) / schedule.mesh.link_rates
 
 
 def busiest_link_load(schedule: Schedule) -> float:

@@ -85,13 +85,12 @@ class Sheet:
         panels: Sequence[str] = ("",),
         keys: Sequence[Artist] = (),
         colour_bar: bool = False,
-        columns: int | None = None,
     ) -> None:
         self.layout = layout
         left, right, top, bottom = layout.box
         across, down = right - left, bottom - top
         n = len(panels)
-        columns = columns or _columns(n, across, down)
+        columns = _columns(n, across, down)
         rows = math.ceil(n / columns)
         room = WIDTH_IN - 0.4 - (1.0 if colour_bar else 0.0)
         cell = min(room / (columns * across), 8.4 / (rows * down), 0.78)

@@ -16,6 +16,9 @@ from functools import cached_property
 
 from meshmend.topology import Mesh, name_shape
 
+MOST_AXES = 3
+"""Of grids that are guessed; a description may name any."""
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -161,7 +164,7 @@ def _moves(factor: tuple[int, bool], source: int, target: int) -> Iterator[tuple
         yield tuple(n - 1 - x for x in range(n))
 
 
-def likely_grids(n_chips: int, most_missing: int, most_axes: int = 3) -> list[Grid]:
+def likely_grids(n_chips: int, most_missing: int) -> list[Grid]:
     """Return every mesh and torus of about that many chips, each graph once, with as few axes as describe it.
 
     >>> [str(grid) for grid in likely_grids(5, 0)]
@@ -171,7 +174,7 @@ def likely_grids(n_chips: int, most_missing: int, most_axes: int = 3) -> list[Gr
     """
     found: dict[tuple[tuple[int, bool], ...], Grid] = {}
     for size in range(n_chips, n_chips + most_missing + 1):
-        for shape in sorted(_shapes(size, most_axes), key=lambda shape: (len(shape), 1 in shape)):
+        for shape in sorted(_shapes(size), key=lambda shape: (len(shape), 1 in shape)):
             for wrap in itertools.product((False, True), repeat=len(shape)):
                 if all(n > 2 for n, w in zip(shape, wrap, strict=True) if w):
                     grid = Grid.of(shape, wrap)
@@ -179,9 +182,9 @@ def likely_grids(n_chips: int, most_missing: int, most_axes: int = 3) -> list[Gr
     return list(found.values())
 
 
-def _shapes(size: int, most_axes: int) -> list[tuple[int, ...]]:
+def _shapes(size: int) -> list[tuple[int, ...]]:
     """Return the shapes of that size with their axes in ascending order; a line has one row."""
-    return [(1, size), *(shape for shape in _products(size, most_axes, 2) if len(shape) > 1)]
+    return [(1, size), *(shape for shape in _products(size, MOST_AXES, 2) if len(shape) > 1)]
 
 
 def _products(size: int, most: int, least: int) -> list[tuple[int, ...]]:

@@ -79,7 +79,7 @@ def line_ring(length: int, *, wrap: bool) -> NDArray[np.int64]:
     return np.concatenate([places[::2], places[1::2][::-1]])
 
 
-def ring_reduce_scatter(n: int, direction: int = 1) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+def ring_reduce_scatter(n: int, direction: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Return (time, position, shard) of each send of a ring reduce-scatter over n positions.
 
     At time t, position i sends shard i − t (for direction +1; i + t for −1) to the next position that way.
@@ -89,13 +89,13 @@ def ring_reduce_scatter(n: int, direction: int = 1) -> tuple[NDArray[np.int64], 
     return time, position, (position - direction * time) % n
 
 
-def ring_all_gather(n: int, direction: int = 1) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+def ring_all_gather(n: int, direction: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Return (time, position, shard) of each send of the ring all-gather that follows `ring_reduce_scatter`."""
     time, position = np.divmod(np.arange((n - 1) * n), n)
     return time, position, (position + direction * (1 - time)) % n
 
 
-def ring_owners(n: int, direction: int = 1) -> NDArray[np.int64]:
+def ring_owners(n: int, direction: int) -> NDArray[np.int64]:
     """Return the position that owns each shard after `ring_reduce_scatter`."""
     return np.asarray((np.arange(n) - direction) % n)
 
