@@ -31,6 +31,8 @@ from meshmend.schedule import Op, Schedule
 from meshmend.topology import Mesh
 
 PHASES = ("reduce to the roots", "broadcast from the roots")
+
+# What was tuned, all in one place. None of it can make a plan wrong: every plan is proven, whatever these are.
 CHUNKS_PER_SIDE = 16
 """Default chunks per chip along each side: filling and draining then add about a fifth."""
 MOST_CHUNKS = 4096
@@ -53,8 +55,11 @@ WORTH_TRYING, ALWAYS_WORTH_TRYING_S = 1.1, 0.1
 """A planner whose estimated time is longer than the best one's by more than this is not tried, unless it takes so few
 seconds that the estimate need not be believed."""
 DEFAULT_BUDGET_S = 10.0
-Owners = Literal["even", "any", "none"]
 FEW_TREES = 256
+"""How many different trees are grown at least, where there are as many chunks."""
+CHUNKS_PER_TREE = 4
+"""How many chunks take the same tree, where there are many more of them."""
+Owners = Literal["even", "any", "none"]
 
 
 @final
@@ -292,7 +297,7 @@ def _most_chunks(mesh: Mesh, transfers: int) -> int:
 
 def _n_trees(mesh: Mesh, chunks: int) -> int:
     """Return how many different trees to grow; chunks beyond that take them again."""
-    trees = max(FEW_TREES, chunks // 4)
+    trees = max(FEW_TREES, chunks // CHUNKS_PER_TREE)
     # A full square mesh is in balance after every such round.
     whole_rounds = trees // sum(mesh.shape) * sum(mesh.shape)
     return min(chunks, whole_rounds or trees)
