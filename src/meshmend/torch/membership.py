@@ -12,7 +12,7 @@ import torch.distributed as dist
 from meshmend import __version__
 from meshmend.errors import Coordinate, MeshError, name_chip
 from meshmend.topology import Cable, Mesh, name_cable, parse_chip
-from meshmend.torch.place import describe_machine, without_cables
+from meshmend.torch.place import describe_machine
 from meshmend.torch.plans import Plans
 from meshmend.torch.rendezvous import exchange
 
@@ -83,4 +83,4 @@ def survivors(whole: Mesh, members: Sequence[Introduction]) -> Mesh:
     """Return the machine without the chips that no member is on, and the cables that any knows to be in quarantine."""
     here = {member.chip for member in members}
     left = whole.fail(*(chip for chip in map(whole.chip, range(whole.n_chips)) if chip not in here))
-    return without_cables(left, frozenset[Cable]().union(*(member.cables for member in members)))
+    return left.with_failures(failed_cables=frozenset[Cable]().union(*(member.cables for member in members)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from meshmend.cost import Hardware, find_hardware
@@ -11,7 +11,7 @@ from meshmend.errors import Coordinate, MeshError, ParameterError
 from meshmend.machines import Machine
 from meshmend.machines.read import as_machine
 from meshmend.planning import PlanFunction
-from meshmend.topology import Cable, Mesh, name_shape
+from meshmend.topology import Mesh, name_shape
 from meshmend.torch.plans import bound_keywords
 
 LOOPBACK, NETWORK = "gloo-loopback", "ethernet-10g"
@@ -72,8 +72,3 @@ def describe_machine(whole: Mesh) -> str:
         return name_shape(whole.shape)
     exact = repr((whole.holes, whole.failed_cables, sorted(whole.cable_rates.items())))
     return f"{whole} [{hashlib.sha256(exact.encode()).hexdigest()[:12]}]"
-
-
-def without_cables(mesh: Mesh, cables: Iterable[Cable]) -> Mesh:
-    """Return a mesh in which these cables have failed, too."""
-    return mesh.with_failures(failed_cables=cables)

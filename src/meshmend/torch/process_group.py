@@ -35,7 +35,7 @@ from meshmend.torch.collective import check_tensors
 from meshmend.torch.membership import Introduction, introduce, survivors
 from meshmend.torch.mesh_group import MeshGroup, bytes_of
 from meshmend.torch.payload import kind_of
-from meshmend.torch.place import choose_hardware, find_place, without_cables
+from meshmend.torch.place import choose_hardware, find_place
 from meshmend.torch.plans import Plans
 from meshmend.torch.private import gloo_group
 from meshmend.torch.private_torchft import ReconfiguredGroup
@@ -153,7 +153,7 @@ class MeshProcessGroup(ReconfiguredGroup):
         """
         before, self._bad_cables = self._bad_cables, frozenset(cables)
         mesh = None if self._bad_cables <= before else self._mesh
-        if mesh is not None and without_cables(mesh, self._bad_cables) != mesh:
+        if mesh is not None and mesh.with_failures(failed_cables=self._bad_cables) != mesh:
             self.abort()
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
