@@ -83,10 +83,13 @@ class Entry:
             self.refuse("a mapping")
         return self.value
 
-    def items(self) -> Iterator[tuple[Any, Entry]]:
-        """Yield the keys and values of a mapping."""
-        for key, value in self.mapping().items():
-            yield key, self._sub(value, f".{key}")
+    def items(self, field: str | None = None) -> Iterator[tuple[Any, Entry]]:
+        """Yield the keys and values of a mapping, or of the one in a field: none where that is not there."""
+        found = self if field is None else self.get(field)
+        if found is None:
+            return
+        for key, value in found.mapping().items():
+            yield key, found._sub(value, f".{key}")
 
     def get(self, key: str) -> Entry | None:
         """Return a field of a mapping, None if it is not there or empty."""
@@ -100,12 +103,15 @@ class Entry:
             self.refuse(f"a field {key!r}", f"only {', '.join(map(str, list(self.mapping())[:8])) or 'nothing'}")
         return found
 
-    def rows(self) -> Iterator[Entry]:
-        """Yield the values of a list."""
-        if not isinstance(self.value, list):
-            self.refuse("a list")
-        for number, value in enumerate(self.value):
-            yield self._sub(value, f"[{number}]")
+    def rows(self, field: str | None = None) -> Iterator[Entry]:
+        """Yield the values of a list, or of the one in a field: none where that is not there."""
+        found = self if field is None else self.get(field)
+        if found is None:
+            return
+        if not isinstance(found.value, list):
+            found.refuse("a list")
+        for number, value in enumerate(found.value):
+            yield found._sub(value, f"[{number}]")
 
     def whole(self, least: int = 0, most: int = MAX_NUMBER) -> int:
         """Return the value as a whole number."""

@@ -109,8 +109,7 @@ def _health(found: Description, nodes: list[Entry], size: int) -> None:
 
 def _why_not_ready(status: Entry) -> str | None:
     """Return why a node is not ready; None if it is."""
-    conditions = status.get("conditions")
-    for condition in conditions.rows() if conditions is not None else ():
+    for condition in status.rows("conditions"):
         kind, value = condition.get("type"), condition.get("status")
         if kind is not None and kind.value == "Ready":
             if value is not None and value.value == "True":

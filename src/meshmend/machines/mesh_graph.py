@@ -53,8 +53,7 @@ def _is_ring(kind: Entry) -> bool:
 def read_observed(root: Entry) -> Description:
     """Return the chips and channels that a physical system descriptor lists."""
     found = Description(OBSERVED, root.file)
-    described = root.get("asic_descriptors")
-    for row in described.rows() if described is not None else ():
+    for row in root.rows("asic_descriptors"):
         asic = _number(row, "asic_id")
         about = _one(row, "asic_descriptor")
         tray, location = _number(about, "tray_id", default=0), _number(about, "asic_location", default=0)
@@ -63,8 +62,7 @@ def read_observed(root: Entry) -> Description:
         found.add_chip(str(asic), Chip(f"asic {asic} (tray {tray}, location {location})", name))
     ends: dict[tuple[str, str], set[tuple[int, int]]] = {}
     for graph in root.need("system_graph").rows():
-        hosts = graph.get("asic_connectivity_graph")
-        for host in hosts.rows() if hosts is not None else ():
+        for host in graph.rows("asic_connectivity_graph"):
             _read_host(host, found, ends)
     for (a, b), channels in ends.items():
         if a not in found.chips or b not in found.chips:
@@ -80,17 +78,14 @@ def read_observed(root: Entry) -> Description:
 def _read_host(host: Entry, found: Description, ends: dict[tuple[str, str], set[tuple[int, int]]]) -> None:
     """Collect channels; both ends list each of them, and one is enough."""
     name = host.get("host_name")
-    asics = host.get("asic_topologies")
-    for asic in asics.rows() if asics is not None else ():
+    for asic in host.rows("asic_topologies"):
         a = str(_number(asic, "asic_id"))
         if a not in found.chips:
             found.add_chip(a, Chip(f"asic {a}", None if name is None else next(name.rows()).text()))
         topology = asic.get("topology")
-        edges = None if topology is None else next(topology.rows()).get("asic_connections")
-        for edge in edges.rows() if edges is not None else ():
+        for edge in () if topology is None else next(topology.rows()).rows("asic_connections"):
             b = str(_number(edge, "dst_asic_id"))
-            channels = edge.get("eth_connections")
-            for channel in channels.rows() if channels is not None else ():
+            for channel in edge.rows("eth_connections"):
                 here = _number(channel, "src_chan", default=0, most=63)
                 there = _number(channel, "dst_chan", default=0, most=63)
                 pair, ports = ((a, b), (here, there)) if a < b else ((b, a), (there, here))

@@ -94,8 +94,7 @@ def _read_cables(root: Entry, found: Description) -> None:
     for name in ("wrap", "hosts", "rates", "links"):
         if (entry := root.get(name)) is not None:
             entry.refuse("a field 'shape' beside it", f"{name} alone")
-    chips = root.get("chips")
-    for name, chip in chips.items() if chips is not None else ():
+    for name, chip in root.items("chips"):
         host = chip.get("host") if isinstance(chip.value, dict) else None
         found.add_chip(str(name)[:256], Chip(str(name)[:256], None if host is None else host.text()))
     for cable in root.need("cables").rows():
@@ -109,8 +108,7 @@ def _read_cables(root: Entry, found: Description) -> None:
             if name not in found.chips:
                 found.add_chip(name, Chip(name))
         found.add_channel(a, b, ends[2].whole(least=1, most=1024) if len(ends) == 3 else found.channels or 1)
-    failed = root.get("failed")
-    for entry in failed.rows() if failed is not None else ():
+    for entry in root.rows("failed"):
         name = entry.text()
         hit = [key for key, chip in found.chips.items() if name in (chip.name, chip.host)]
         if not hit:
@@ -128,16 +126,14 @@ def _read_shape(root: Entry, found: Description) -> None:
     wrap = root.get("wrap")
     wraps = [False] * len(shape) if wrap is None else parse_wrap(wrap.text(64), len(shape), f"wrap: {wrap.text(64)}:")
     found.grids, found.lists_cables = [Grid.of(shape, wraps)], False
-    hosts = root.get("hosts")
     host_of: dict[Coordinate, str] = {}
-    for name, region in hosts.items() if hosts is not None else ():
+    for name, region in root.items("hosts"):
         for place in _chips_of(region, shape):
             if place in host_of:
                 region.refuse("each chip on one host", f"{name_chip(place)}, which {host_of[place]} has")
             host_of[place] = str(name)[:256]
-    chips = root.get("chips")
     named: dict[Coordinate, str] = {}
-    for name, chip in chips.items() if chips is not None else ():
+    for name, chip in root.items("chips"):
         at = chip.need("at") if isinstance(chip.value, dict) else chip
         place = _place(at, shape)
         if place in named:
@@ -148,18 +144,15 @@ def _read_shape(root: Entry, found: Description) -> None:
     for place in sorted({*named, *host_of}):
         name = named.get(place, ",".join(map(str, place)))
         found.add_chip(name, Chip(name, host_of.get(place), place=place))
-    failed = root.get("failed")
-    for entry in failed.rows() if failed is not None else ():
+    for entry in root.rows("failed"):
         _read_failed(entry, found, shape)
-    rates = root.get("rates")
-    for text, rate in rates.items() if rates is not None else ():
+    for text, rate in root.items("rates"):
         if rate.value is None:
             rate.refuse("a rate", advice=QUOTE)
         found.rates[_cable(str(text), rate, shape)] = check_rate(
             rate.value if _is_number(rate.value) else rate.text(32)
         )
-    links = root.get("links")
-    for text, names in links.items() if links is not None else ():
+    for text, names in root.items("links"):
         for name in names.rows():
             found.link_names[name.text(128)] = _cable(str(text), names, shape)
 

@@ -52,8 +52,7 @@ def read(root: Entry) -> Description:
         key_of[chip] = str(unique[chip]) if chip in unique else f"chip {chip}"
         found.add_chip(key_of[chip], Chip(f"chip {chip}", boards.get(chip), place=places.get(chip)))
     used: set[tuple[object, int]] = set()
-    cables = root.get("ethernet_connections")
-    for row in cables.rows() if cables is not None else ():
+    for row in root.rows("ethernet_connections"):
         ends = [_end(end, key_of) for end in row.rows()]
         if len(ends) != 2:
             row.refuse("two ends of a channel", f"{len(ends)}")
@@ -87,8 +86,7 @@ def _boards(root: Entry) -> tuple[dict[object, str], list[str]]:
     """Return the board of each chip, and the kinds of all boards."""
     of_chip: dict[object, str] = {}
     kinds: list[str] = []
-    boards = root.get("boards")
-    for board in boards.rows() if boards is not None else ():
+    for board in root.rows("boards"):
         fields: dict[str, Entry] = {}
         for part in board.rows():
             fields.update({str(key): entry for key, entry in part.items()})
@@ -102,10 +100,9 @@ def _boards(root: Entry) -> tuple[dict[object, str], list[str]]:
 
 def _places(root: Entry) -> dict[object, tuple[int, ...]]:
     """Return coordinates where there are any: x, y, rack, shelf; only within one shelf are they a place in the mesh."""
-    chips = root.get("chips")
     found: dict[object, tuple[int, ...]] = {}
     shelves = set()
-    for chip, entry in chips.items() if chips is not None else ():
+    for chip, entry in root.items("chips"):
         x, y, *shelf = (part.whole(most=2**16) for part in entry.rows()) if len(entry.value or ()) == 4 else (0, 0, -1)
         shelves.add(tuple(shelf))
         found[chip] = (y, x)
