@@ -152,43 +152,33 @@ class Spares(Answer):
 
     def __init__(self, assumptions: Assumptions, throughput: Throughput, parts: list[list[Region]]) -> None:
         super().__init__(assumptions, throughput, parts)
-        self._left = self.n_spares
+        self._unit, self._n_spares, self._swap_s = self._stock()
+        self._left = self._n_spares
         self._empty: deque[int] = deque()
 
-    @property
     @abstractmethod
-    def unit(self) -> tuple[int, ...]:
-        """The chips that are replaced together."""
-
-    @property
-    @abstractmethod
-    def n_spares(self) -> int:
-        """How many units are kept ready."""
-
-    @property
-    @abstractmethod
-    def swap_s(self) -> float:
-        """Time to put a spare in place."""
+    def _stock(self) -> tuple[tuple[int, ...], int, float]:
+        """Return which chips are replaced together, how many such units are kept ready, and the seconds of a swap."""
 
     @property
     def owned_chips(self) -> int:
         """Spares are paid for whether they are needed or not."""
-        return super().owned_chips + self.n_spares * math.prod(self.unit)
+        return super().owned_chips + self._n_spares * math.prod(self._unit)
 
     @property
     def start_h(self) -> float:
         """Swapping comes before the restart."""
-        return (self.swap_s + self.assumptions.restart_s) / 3600
+        return (self._swap_s + self.assumptions.restart_s) / 3600
 
     def reset(self) -> None:
         """Start another run with all spares in the pool."""
         super().reset()
-        self._left = self.n_spares
+        self._left = self._n_spares
         self._empty.clear()
 
     def strike(self, strike: Strike) -> Region | None:
         """Send the part's unit to repair; return the part's chips, or None if its place is empty."""
-        place = _place(self._parts[strike.level][strike.part], self.assumptions.mesh.shape, self.unit)
+        place = _place(self._parts[strike.level][strike.part], self.assumptions.mesh.shape, self._unit)
         if place in self._empty:
             return None
         if self._left:
@@ -218,20 +208,8 @@ class HotSpares(Spares):
 
     name = "hot spares"
 
-    @property
-    def unit(self) -> tuple[int, ...]:
-        """A host."""
-        return self.assumptions.host
-
-    @property
-    def n_spares(self) -> int:
-        """Hosts that are kept ready."""
-        return self.assumptions.spares
-
-    @property
-    def swap_s(self) -> float:
-        """Time to wire a spare host in."""
-        return self.assumptions.swap_s
+    def _stock(self) -> tuple[tuple[int, ...], int, float]:
+        return self.assumptions.host, self.assumptions.spares, self.assumptions.swap_s
 
 
 @final
@@ -240,20 +218,9 @@ class OpticalCubes(Spares):
 
     name = "optical cubes"
 
-    @property
-    def unit(self) -> tuple[int, ...]:
-        """A cube: cables inside it are fixed, so it is replaced as a whole."""
-        return self.assumptions.cube
-
-    @property
-    def n_spares(self) -> int:
-        """Cubes that are kept ready."""
-        return self.assumptions.spare_cubes
-
-    @property
-    def swap_s(self) -> float:
-        """Time to reconfigure the switches."""
-        return self.assumptions.ocs_s
+    def _stock(self) -> tuple[tuple[int, ...], int, float]:
+        # Cables inside a cube are fixed, so it is replaced as a whole.
+        return self.assumptions.cube, self.assumptions.spare_cubes, self.assumptions.ocs_s
 
 
 @final
