@@ -231,9 +231,9 @@ def test_what_cannot_be_right_is_refused(name: str) -> None:
 def test_what_cannot_be_made_is_refused() -> None:
     with pytest.raises(ParameterError, match=r"mmj\.tile\(fabric, '1x1'\)"):
         mmj.value_and_grad(loss, fabric().chips, SPECS)  # type: ignore[arg-type]
-    pair = mmj.install_pair(mm.plan(fabric().mesh, "weave", chunks=6), fabric())
+    pair = mmj.install(mm.plan(fabric().mesh, "weave", chunks=6), fabric(), update="two-phase")
     with pytest.raises(
-        ParameterError, match="got a ProgramPair: with that each tile has the sums of its own weights only"
+        ParameterError, match="got update='two-phase': with that each tile has the sums of its own weights only"
     ):
         mmj.value_and_grad(loss, fabric(), SPECS)(params(), examples(3), program=pair)
 

@@ -182,8 +182,7 @@ def test_a_frozen_bfloat16_layer_is_frozen_or_refused(kind: str) -> None:
         fabric = mmj.tile(mmj.discover(jax.devices()[:8], shape="2x4"), "1x2", model=2)
         split = {"shardings": jax.sharding.PartitionSpec()}
     schedule = mm.plan(fabric.mesh, "hamiltonian")
-    install: Any = mmj.install_turn if kind == "turn" else mmj.install_pair
-    program = install(schedule, fabric)
+    program = mmj.install(schedule, fabric, update="fused" if kind == "turn" else "two-phase")
     training: Any
     if kind == "fsdp":
         training = mmj.fsdp.sharded_train_step(lambda *_: jnp.zeros(()), optimizer, fabric)
@@ -236,7 +235,9 @@ def test_an_optimizer_that_fails_on_whole_layers_too_fails_with_its_own_error() 
 @cache
 def small(sharded: bool) -> tuple[mmj.Fabric, Any]:
     fabric = mmj.discover(jax.devices()[:4], shape="2x2")
-    return fabric, (mmj.install_pair if sharded else mmj.install)(mm.plan(fabric.mesh, "hamiltonian"), fabric)
+    return fabric, mmj.install(
+        mm.plan(fabric.mesh, "hamiltonian"), fabric, update="two-phase" if sharded else "replicated"
+    )
 
 
 def train(optimizer: Any, sharded: bool, params: Any, n_steps: int = 1) -> Any:

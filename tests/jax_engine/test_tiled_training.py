@@ -52,8 +52,10 @@ def program_of(kind: str, fabric: TiledFabric) -> Any:
     if kind == "program":
         return mmj.install(mm.plan(fabric.mesh, "weave", chunks=chunks), fabric)
     if kind == "pair":
-        return mmj.install_pair(mm.plan(fabric.mesh, "weave", chunks=chunks, owners="even"), fabric)
-    return mmj.install_turn(mm.plan(fabric.mesh, "weave", chunks=chunks, collective="all-reduce-with-turn"), fabric)
+        return mmj.install(mm.plan(fabric.mesh, "weave", chunks=chunks, owners="even"), fabric, update="two-phase")
+    return mmj.install(
+        mm.plan(fabric.mesh, "weave", chunks=chunks, collective="all-reduce-with-turn"), fabric, update="fused"
+    )
 
 
 def batches(n_examples: int) -> Any:
@@ -238,12 +240,12 @@ REFUSED = {
     "mmj.lamb with a turn": (
         mmj.lamb(0.1),
         "turn",
-        r"needs norms of layers before .*ProgramPair from install_pair\(\)",
+        r"needs norms of layers before .*update='two-phase'",
     ),
     "mmj.lars with a turn": (
         mmj.lars(0.1),
         "turn",
-        r"needs norms of layers before .*ProgramPair from install_pair\(\)",
+        r"needs norms of layers before .*update='two-phase'",
     ),
 }
 
@@ -262,7 +264,7 @@ def test_what_cannot_update_shards_of_shards_is_refused(name: str) -> None:
 def test_value_and_grad_takes_no_program_for_a_sharded_update() -> None:
     fabric = fabric_of("4x4", "0,1")
     differentiate = mmj.value_and_grad(mean_loss, fabric, SPECS, has_aux=True)
-    with pytest.raises(ParameterError, match=r"got a ProgramWithTurn.*use mmj\.train_step"):
+    with pytest.raises(ParameterError, match=r"got update='fused'.*use mmj\.train_step"):
         differentiate(params_tree(), batches(24)[0], program=program_of("turn", fabric))
 
 

@@ -7,6 +7,7 @@
 
 import importlib
 import warnings
+from functools import partial
 
 from meshmend.extras import require
 
@@ -22,14 +23,7 @@ from meshmend.jax.layerwise import add_decayed_weights, clip_by_global_norm, lam
 from meshmend.jax.ledger import Ledger
 from meshmend.jax.managed import Checks, Job, JobStep
 from meshmend.jax.measuring import measure
-from meshmend.jax.program import (
-    Program,
-    ProgramPair,
-    ProgramWithTurn,
-    install,
-    install_pair,
-    install_turn,
-)
+from meshmend.jax.program import Program, install
 from meshmend.jax.tiles import tile
 from meshmend.jax.training import train_step
 from meshmend.jax.training_plan import plan
@@ -45,8 +39,6 @@ __all__ = [
     "Ledger",
     "Position",
     "Program",
-    "ProgramPair",
-    "ProgramWithTurn",
     "add_decayed_weights",
     "all_gather",
     "all_reduce",
@@ -55,8 +47,6 @@ __all__ = [
     "discover",
     "fsdp",
     "install",
-    "install_pair",
-    "install_turn",
     "lamb",
     "lars",
     "measure",
@@ -82,9 +72,20 @@ _MOVED = {
     "updates": ("TrainStep",),
 }
 
+_REPLACED = {
+    "ProgramPair": ("Program", Program),
+    "ProgramWithTurn": ("Program", Program),
+    "install_pair": ("install(…, update='two-phase')", partial(install, update="two-phase")),
+    "install_turn": ("install(…, update='fused')", partial(install, update="fused")),
+}
+
 
 def __getattr__(name: str) -> object:
-    """Return what was here before it moved to a module of its own, with a warning that says where it is now."""
+    """Return what was here before it moved or was replaced, with a warning that says what to use now."""
+    if name in _REPLACED:
+        now, found = _REPLACED[name]
+        warnings.warn(f"{__name__}.{name} is {__name__}.{now} now.", DeprecationWarning, stacklevel=2)
+        return found
     for module, names in _MOVED.items():
         if name in names:
             home = f"{__name__}.{module}"

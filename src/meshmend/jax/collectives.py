@@ -101,7 +101,7 @@ def reduce_scatter(
     the chip that owns most; the rows that it does not need are zero. `shard_of` cuts any pytree the same way. `unroll`
     is as in `all_reduce`.
     """
-    _expect(program, Collective.REDUCE_SCATTER, "install_pair(schedule, fabric).scatter")
+    _expect(program, Collective.REDUCE_SCATTER, "install(schedule, fabric, update='two-phase')")
     leaves = jax.tree.leaves(jax.tree.map(jnp.asarray, tree))
     _check_varying(leaves, program)
     whole = [str(leaf.dtype) for leaf in leaves if mean and not jnp.issubdtype(leaf.dtype, jnp.inexact)]
@@ -121,7 +121,7 @@ def shard_of(tree: Any, program: Program, *, accumulate_dtype: DTypeLike | None 
     """Cut a pytree that is the same on all chips into shards, as `reduce_scatter` does, without communication."""
     has_turn = getattr(program, "collective", None) is Collective.ALL_REDUCE_WITH_TURN
     expected = Collective.ALL_REDUCE_WITH_TURN if has_turn else Collective.REDUCE_SCATTER
-    _expect(program, expected, "install_pair(schedule, fabric).scatter")
+    _expect(program, expected, "install(schedule, fabric, update='two-phase')")
     leaves = jax.tree.leaves(jax.tree.map(jnp.asarray, tree))
     layout = program.layout
     shards = []
@@ -149,7 +149,7 @@ def all_gather(
     not in `accumulate_dtype`: float32 master weights of a bfloat16 model are gathered as bfloat16. `unroll` is as in
     `all_reduce`.
     """
-    _expect(program, Collective.ALL_GATHER, "install_pair(schedule, fabric).gather")
+    _expect(program, Collective.ALL_GATHER, "install(schedule, fabric, update='two-phase').gather")
     leaves, structure = jax.tree.flatten(like)
     groups = groups_of(leaves, program.layout, accumulate_dtype)
     if len(shards) != len(groups):

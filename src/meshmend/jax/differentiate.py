@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
 from meshmend.jax.collectives import all_reduce, mean_dtype, travel_dtype
-from meshmend.jax.program import AnyProgram, Program
+from meshmend.jax.program import Program
 from meshmend.jax.shardings import match_specs
 from meshmend.jax.tiles import TILE_AXIS, TiledFabric
 from meshmend.jax.validation import check_microbatches, check_program, check_tile_batch, check_weights
@@ -267,12 +267,12 @@ def _key_per_tile(keys: Any, n_tiles: int) -> Any:
     return jax.tree.map(fold, keys)
 
 
-def _check_whole(program: AnyProgram) -> None:
-    if not isinstance(program, Program):
+def _check_whole(program: Program) -> None:
+    if program.is_sharded:
         raise ParameterError(
-            f"Expected a Program, as mmj.install makes, got a {type(program).__name__}: with that each tile has the "
-            "sums of its own weights only. For an update that is sharded over tiles use mmj.train_step(loss, "
-            "optimizer, fabric, shardings=…)."
+            f"Expected a program with update='replicated', as mmj.install makes, got update={program.update!r}: with "
+            "that each tile has the sums of its own weights only. For an update that is sharded over tiles use "
+            "mmj.train_step(loss, optimizer, fabric, shardings=…)."
         )
 
 

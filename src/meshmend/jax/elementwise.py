@@ -26,10 +26,10 @@ POSITIONAL = frozenset({"iota", "random_bits", "threefry2x32", "rng_bit_generato
 """Operations whose results depend on an element's position in the array, which differs in a shard."""
 STEADY_WITHIN = 4
 """Updates after which the dtypes of a state no longer change, in any optimizer seen so far; most need one."""
-INSTEAD = "or pass a Program from install() instead of a ProgramPair to update all weights on every chip."
+INSTEAD = "or install with update='replicated', to update all weights on every chip."
 NEEDS_NORMS = (
-    "This optimizer needs norms of layers before it updates the first weight, as LARS and LAMB do; but with a turn "
-    "each weight is updated as soon as its gradient is complete. Pass a ProgramPair from install_pair() instead."
+    "This optimizer needs norms of layers before it updates the first weight, as LARS and LAMB do; but in a fused "
+    "update each weight is updated as soon as its gradient is complete. Install with update='two-phase' instead."
 )
 
 

@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
 from meshmend.jax.collectives import Group, all_reduce, groups_of
-from meshmend.jax.program import ShardedProgram
+from meshmend.jax.program import Program
 
 Mask = Any
 """A pytree of bools like the parameters, or a function from the parameters to one; None is all True."""
@@ -91,13 +91,13 @@ class ShardedLayers:
     """The layers of a tree of parameters that is cut into shards; for use inside `jax.shard_map`."""
 
     def __init__(
-        self, params: Any, program: ShardedProgram, accumulate_dtype: DTypeLike | None, tile: InsideTile | None = None
+        self, params: Any, program: Program, accumulate_dtype: DTypeLike | None, tile: InsideTile | None = None
     ) -> None:
         self.params = params
         self.program = program
         self.tile = tile
         self.leaves = jax.tree.leaves(params)
-        self.groups = groups_of(self.leaves, program.sharded_by.layout, accumulate_dtype)
+        self.groups = groups_of(self.leaves, program.layout, accumulate_dtype)
         self.layer_of = [self._layer_of(group) for group in self.groups]
 
     def norms(self, *trees: Any) -> list[Any]:
@@ -132,11 +132,11 @@ class ShardedLayers:
             local = self.tile.total(
                 [[x * s.astype(x.dtype) for x, s in zip(tree, shares, strict=True)] for tree in local]
             )
-        return all_reduce(local, self.program.scalars)
+        return all_reduce(local, self.program.for_scalars)
 
     def _layer_of(self, group: Group) -> jax.Array:
         """Return the number within the group of each element's layer; padding has the number after the last."""
-        owned = self.program.sharded_by.owned[0]
+        owned = self.program.owned[0]
         layer = layers_of_chunks(owned, group, self.leaves)
         # A chip that owns less than others has rows past the last chunk: they must not count as anybody's.
         mine = (owned < group.layout.shape.total_chunks)[:, None]

@@ -33,7 +33,7 @@ from meshmend.jax.collectives import (
 from meshmend.jax.elementwise import NEEDS_NORMS, update_weights
 from meshmend.jax.layerwise import InsideTile, Mask, ShardedLayers, chosen_elements, layers_of_chunks, squares_of
 from meshmend.jax.loops import Chunks, run_with_turn
-from meshmend.jax.program import ProgramWithTurn
+from meshmend.jax.program import Program
 
 Rows = tuple[Annotated[jax.Array, "[R, ...]"], ...]
 """A chip's own chunks, one per row, each in the shape that it travels in."""
@@ -56,12 +56,12 @@ def streamed_update(
     mean: Callable[[Shards], Shards],
     scale: Any,
     value: Any,
-    program: ProgramWithTurn,
+    program: Program,
     accumulate_dtype: DTypeLike | None,
     tile: InsideTile | None = None,
 ) -> tuple[Any, Any]:
     """Return new parameters and state; `mean` makes the mean gradients of the sums of what all devices give."""
-    layout, owned = program.through.layout, program.through.owned[0]
+    layout, owned = program.layout, program.owned[0]
     leaves, like = jax.tree.leaves(gradients), jax.tree.leaves(params)
     groups = groups_of(leaves, layout, accumulate_dtype)
     split = _SplitState(state, groups, len(owned))
@@ -102,7 +102,7 @@ def streamed_update(
     payload, held = run_with_turn(payload, start, program, turn, down)
 
     if limits:
-        totals = all_reduce(held.squares if tile is None else tile.total(held.squares), program.scalars)
+        totals = all_reduce(held.squares if tile is None else tile.total(held.squares), program.for_scalars)
         below = [jnp.sqrt(total) < limit for total, limit in zip(totals, limits, strict=True)]
         # NaN is not below any limit: clipping makes NaN of everything then.
         exceeded = ~jnp.all(jnp.stack(below))
@@ -184,7 +184,7 @@ class _SplitState:
                 raise ParameterError(
                     f"The optimizer's state has an array of shape {leaf.shape}, which is no shard of the weights "
                     f"(expected one of {sorted(by_shape)}). Use an optimizer whose state has the shapes of the weights "
-                    "that it is given, or pass a ProgramPair from install_pair() instead."
+                    "that it is given, or install with update='two-phase'."
                 )
         self.numbers, self.arrays = self._sorted(leaves)
         self.groups = [by_shape[leaf.shape] for leaf in self.arrays]

@@ -1,7 +1,7 @@
 """A train step over tiles: the model is split inside a tile, and tiles share the batch.
 
-Each tile differentiates its part of the batch (`differentiate`). With a `Program` the gradients are summed over tiles,
-and every tile updates all weights, each chip its own shards. With a `ProgramPair` or a `ProgramWithTurn` the update is
+Each tile differentiates its part of the batch (`differentiate`). With a replicated update the gradients are summed over
+tiles, and every tile updates all weights, each chip its own shards. With two phases or a fused update it is
 sharded over tiles as well: each chip sums its shards with the chips in its place of the other tiles, updates the chunks
 of them that its tile owns, and the new weights come back the same way. So a chip has the optimizer's state of one
 T-th of its shards, where there are T tiles.
@@ -33,7 +33,7 @@ from meshmend.jax.differentiate import (
 from meshmend.jax.elementwise import check_elementwise, update_weights
 from meshmend.jax.layerwise import InsideTile
 from meshmend.jax.ordering import in_order
-from meshmend.jax.program import AnyProgram, Program, ProgramWithTurn, ShardedProgram
+from meshmend.jax.program import Program
 from meshmend.jax.shardings import copies_in_tile, match_specs, specs_of_state
 from meshmend.jax.tiles import TILE_AXIS, TiledFabric
 from meshmend.jax.updates import TrainStep, abstract_shards, sharded_update
@@ -65,11 +65,11 @@ def tiled_train_step(
         accumulate_dtype=accumulate_dtype,
     )
 
-    def specs(params: Any, program: AnyProgram) -> tuple[Any, Any]:
+    def specs(params: Any, program: Program) -> tuple[Any, Any]:
         """Return how parameters and the optimizer's state are split."""
         check_program(program, fabric)
         inside = match_specs((shardings,), (params,), fabric)[0]
-        if isinstance(program, Program):
+        if not program.is_sharded:
             return inside, specs_of_state(jax.eval_shape(optimizer.init, params), params, inside)
 
         def shard(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -78,7 +78,7 @@ def tiled_train_step(
 
         own = abstract_shards(jax.tree.map(shard, params, inside), program, accumulate_dtype)
         wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, accumulate_dtype)), params)
-        check_elementwise(optimizer, own, wide, own=params, with_turn=isinstance(program, ProgramWithTurn))
+        check_elementwise(optimizer, own, wide, own=params, with_turn=program.update == "fused")
         state = jax.eval_shape(optimizer.init, own)
         return inside, jax.tree.map(lambda leaf: by_device if leaf.ndim else whole, state)
 
@@ -88,25 +88,25 @@ def tiled_train_step(
 
         return jax.tree.map(constrain, tree, specs)
 
-    def init(params: Any, program: AnyProgram) -> Any:
+    def init(params: Any, program: Program) -> Any:
         params = jax.tree.map(jnp.asarray, params)
         inside, of_state = specs(params, program)
-        if isinstance(program, Program):
+        if not program.is_sharded:
             return placed(optimizer.init(params), of_state)
 
-        def local(params: Any, program: ShardedProgram) -> Any:
-            return optimizer.init(shard_of(params, program.sharded_by, accumulate_dtype=accumulate_dtype))
+        def local(params: Any, program: Program) -> Any:
+            return optimizer.init(shard_of(params, program, accumulate_dtype=accumulate_dtype))
 
         return jax.shard_map(
             local, mesh=fabric.jax_mesh, in_specs=(inside, program.spec), out_specs=of_state, check_vma=False
         )(params, program)
 
     def step(
-        params: Any, state: Any, batch: Any, program: AnyProgram, *, weights: Any = None, scale: Any = None
+        params: Any, state: Any, batch: Any, program: Program, *, weights: Any = None, scale: Any = None
     ) -> tuple[Any, ...]:
         params = jax.tree.map(jnp.asarray, params)
         inside, of_state = specs(params, program)
-        if isinstance(program, Program):
+        if not program.is_sharded:
             found, gradients = differentiate(params, batch, program=program, weights=weights)
             value, aux = found if has_aux else (found, None)
             params, state = update_weights(optimizer, params, state, gradients, scale, value=value)
@@ -124,17 +124,17 @@ def tiled_train_step(
         return (params, state, value, aux) if has_aux else (params, state, value)
 
     def update_own(
-        tile: InsideTile, params: Any, state: Any, sums: TileSums, scale: Any, program: ShardedProgram
+        tile: InsideTile, params: Any, state: Any, sums: TileSums, scale: Any, program: Program
     ) -> tuple[Any, Any, Any, Any]:
         """Update this chip's part of its shards, and return all of them as their owners have updated them."""
         (gradients,), extras, weight = jax.tree.map(lambda x: x[0], sums)
-        extras, weight = all_reduce((extras, weight), program.scalars)
+        extras, weight = all_reduce((extras, weight), program.for_scalars)
         count = weight_of(weight, fabric, microbatches)
         value, aux = jax.tree.map(lambda x: divide_by_weight(x, count, empty=jnp.nan), extras)
         params, state = sharded_update(
             optimizer,
             params,
-            shard_of(params, program.sharded_by, accumulate_dtype=accumulate_dtype),
+            shard_of(params, program, accumulate_dtype=accumulate_dtype),
             state,
             gradients,
             lambda total: divide_by_weight(total, count, empty=0.0).astype(total.dtype),

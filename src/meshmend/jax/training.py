@@ -1,12 +1,12 @@
 """Data-parallel training over a holed mesh: a train step for any loss function and optax optimizer.
 
-Three ways to update the weights, chosen by what is passed as the program:
+Three ways to update the weights, chosen by how the program was installed:
 
-- `Program` (`install`): gradients are all-reduced, and every chip updates all weights.
-- `ProgramPair` (`install_pair`): gradients are reduce-scattered, each chip updates the weights that it owns, with its
+- `update="replicated"`: gradients are all-reduced, and every chip updates all weights.
+- `update="two-phase"`: gradients are reduce-scattered, each chip updates the weights that it owns, with its
   share of the optimizer's state, and the new weights are all-gathered. The same bytes travel, and the optimizer's
   memory and work are divided by the number of chips. Chips that own nothing (for example beside a hole) are supported.
-- `ProgramWithTurn` (`install_turn`): the same within one all-reduce: the owner updates a chunk between its way up and
+- `update="fused"`: the same within one all-reduce: the owner updates a chunk between its way up and
   its way down. See `streaming`.
 
 The parts are plain functions of pytrees: jit them, donate to them, scan over them.
@@ -29,7 +29,7 @@ from meshmend.jax.collectives import all_reduce, mean_dtype, shard_of, travel_dt
 from meshmend.jax.elementwise import check_elementwise, update_weights, with_steady_dtypes
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.ordering import in_order
-from meshmend.jax.program import AnyProgram, Program, ProgramWithTurn
+from meshmend.jax.program import Program
 from meshmend.jax.tiled_training import tiled_train_step
 from meshmend.jax.tiles import TiledFabric
 from meshmend.jax.updates import TrainStep, abstract_shards, sharded_update
@@ -64,8 +64,8 @@ def train_step(
     `loss(params, batch)` is the mean over its batch. A batch is a pytree of arrays whose first axis is split over all
     devices; `microbatches` cuts each device's part into so many equal pieces, whose gradients are added up before
     anything is sent. Gradients, the loss and (with `has_aux`) `aux` are averaged over devices, summed in
-    `accumulate_dtype` where that is wider than their own dtype. With a `Program`, all that is summed in one dtype
-    travels together; a few numbers in another dtype take `program.scalars`, as the loss and norms do in a sharded
+    `accumulate_dtype` where that is wider than their own dtype. With a replicated update, all that is summed in one
+    dtype travels together; a few numbers in another dtype take `program.scalars`, as the loss and norms do in a sharded
     update. Integers and bools in `aux` come back as their means in float32.
 
     With `per_example`, `loss(params, batch)` has one value per example, and everything is a true mean over examples,
@@ -78,23 +78,23 @@ def train_step(
     `step(…, scale=factor)` multiplies the optimizer's updates, which scales the learning rate; the factor may
     change from step to step without compiling again. Optimizers that take the loss (`value`) get its mean.
 
-    With a `ProgramPair` the optimizer must be element-wise, as SGD, momentum, Adam and AdamW do, or get
+    With an update of two phases the optimizer must be element-wise, as SGD, momentum, Adam and AdamW do, or get
     the norms of layers from here: use `mmj.lars`, `mmj.lamb` and `mmj.clip_by_global_norm`. Others are refused. With a
-    `ProgramWithTurn` likewise, but without LARS and LAMB, which need their norms before the first update.
+    fused update likewise, but without LARS and LAMB, which need their norms before the first update.
 
     On a fabric of tiles (`mmj.tile`) a batch is split over tiles, and `shardings` says how each parameter is split
-    inside one, as in `value_and_grad`; the optimizer's state is split as its parameters are. With a `ProgramPair` or a
-    `ProgramWithTurn`, each chip updates its part of its own shards, for the chips in the same place of all tiles.
+    inside one, as in `value_and_grad`; the optimizer's state is split as its parameters are. Where the
+    update is sharded, each chip updates its part of its own shards, for the chips in the same place of all tiles.
 
     >>> import jax, jax.numpy as jnp, optax, meshmend as mm, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
-    >>> pair = mmj.install_pair(mm.plan(fabric.mesh, "hamiltonian"), fabric)
+    >>> program = mmj.install(mm.plan(fabric.mesh, "hamiltonian"), fabric, update="two-phase")
     >>> loss = lambda w, batch: jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
     >>> init, step = mmj.train_step(loss, optax.adam(0.1), fabric)
     >>> w = jnp.zeros((3, 1))
-    >>> state = jax.jit(init)(w, pair)
+    >>> state = jax.jit(init)(w, program)
     >>> batch = {"x": jnp.ones((24, 3)), "y": jnp.ones((24, 1))}
-    >>> w, state, value = jax.jit(step, donate_argnums=(0, 1))(w, state, batch, pair)
+    >>> w, state, value = jax.jit(step, donate_argnums=(0, 1))(w, state, batch, program)
     >>> float(value)
     1.0
     """
@@ -121,46 +121,46 @@ def train_step(
         # With check_vma JAX would itself sum the gradients of replicated weights.
         return jax.shard_map(function, mesh=fabric.jax_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
-    def state_specs(params: Any, program: AnyProgram) -> Any:
+    def state_specs(params: Any, program: Program) -> Any:
         """Return how the optimizer's state is split: arrays by owner if the update is sharded, numbers not at all."""
         check_program(program, fabric)
-        if isinstance(program, Program):
+        if not program.is_sharded:
             return replicated
         shards = abstract_shards(params, program, accumulate_dtype)
         whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, accumulate_dtype)), params)
-        check_elementwise(optimizer, shards, whole, own=params, with_turn=isinstance(program, ProgramWithTurn))
+        check_elementwise(optimizer, shards, whole, own=params, with_turn=program.update == "fused")
         state = jax.eval_shape(optimizer.init, shards)
         return jax.tree.map(lambda leaf: by_device if leaf.ndim else replicated, state)
 
-    def init(params: Any, program: AnyProgram) -> Any:
-        def local(params: Any, program: AnyProgram) -> Any:
-            if isinstance(program, Program):
+    def init(params: Any, program: Program) -> Any:
+        def local(params: Any, program: Program) -> Any:
+            if not program.is_sharded:
                 return optimizer.init(params)
-            return optimizer.init(shard_of(params, program.sharded_by, accumulate_dtype=accumulate_dtype))
+            return optimizer.init(shard_of(params, program, accumulate_dtype=accumulate_dtype))
 
         params = jax.tree.map(jnp.asarray, params)
         specs = state_specs(params, program)
         return shard_mapped(local, (replicated, program.spec), specs)(params, program)
 
-    def cut_own(params: Any, batch: Any, program: AnyProgram) -> tuple[Any, Any]:
+    def cut_own(params: Any, batch: Any, program: Program) -> tuple[Any, Any]:
         """Return this chip's shard of the parameters if the update is sharded, and the batch.
 
         To be cut, the parameters are packed. That is over, and its buffer free, before anything is made of the batch.
         """
-        if isinstance(program, Program):
+        if not program.is_sharded:
             return None, batch
-        own_params = shard_of(params, program.sharded_by, accumulate_dtype=accumulate_dtype)
+        own_params = shard_of(params, program, accumulate_dtype=accumulate_dtype)
         found: tuple[Any, Any] = lax.optimization_barrier((own_params, batch))
         return found
 
-    def mean_update(params: Any, state: Any, batch: Any, scale: Any, program: AnyProgram) -> tuple[Any, ...]:
+    def mean_update(params: Any, state: Any, batch: Any, scale: Any, program: Program) -> tuple[Any, ...]:
         own_params, batch = cut_own(params, batch, program)
         extras, gradients = mean_gradients(with_aux, params, batch, microbatches, accumulate_dtype)
-        if isinstance(program, Program):
+        if not program.is_sharded:
             gradients, extras = all_reduce((gradients, extras), program, mean=True, accumulate_dtype=accumulate_dtype)
             params, state = update_weights(optimizer, params, state, gradients, scale, value=extras[0])
         else:
-            extras = all_reduce(extras, program.scalars, mean=True, accumulate_dtype=accumulate_dtype)
+            extras = all_reduce(extras, program.for_scalars, mean=True, accumulate_dtype=accumulate_dtype)
             n_devices = int(fabric.jax_mesh.size)
             params, state = sharded_update(
                 optimizer,
@@ -177,7 +177,7 @@ def train_step(
         return params, state, *extras
 
     def true_mean_update(
-        params: Any, state: Any, batch: Any, weights: Any, scale: Any, program: AnyProgram
+        params: Any, state: Any, batch: Any, weights: Any, scale: Any, program: Program
     ) -> tuple[Any, ...]:
         own_params, batch = cut_own(params, batch, program)
         sums = weighted_sums(with_aux, params, batch, weights, microbatches, accumulate_dtype)
@@ -188,7 +188,7 @@ def train_step(
                 lambda x, like: divide_by_weight(x, weight, empty=jnp.nan).astype(mean_dtype(like.dtype)), extras, own
             )
 
-        if isinstance(program, Program):
+        if not program.is_sharded:
             gradients, extras, weight = all_reduce(sums, program)
             extras = means(extras, weight)
             gradients = jax.tree.map(
@@ -196,7 +196,7 @@ def train_step(
             )
             params, state = update_weights(optimizer, params, state, gradients, scale, value=extras[0])
         else:
-            extras, weight = all_reduce((sums.extras, sums.weight), program.scalars)
+            extras, weight = all_reduce((sums.extras, sums.weight), program.for_scalars)
             extras = means(extras, weight)
             params, state = sharded_update(
                 optimizer,
@@ -213,7 +213,7 @@ def train_step(
         return params, state, *extras
 
     def step(
-        params: Any, state: Any, batch: Any, program: AnyProgram, *, weights: Any = None, scale: Any = None
+        params: Any, state: Any, batch: Any, program: Program, *, weights: Any = None, scale: Any = None
     ) -> tuple[Any, ...]:
         params = jax.tree.map(jnp.asarray, params)
         specs = state_specs(params, program)

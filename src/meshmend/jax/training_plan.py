@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -25,23 +25,23 @@ from meshmend.errors import ParameterError
 from meshmend.jax.collectives import travel_dtype
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.fsdp.params import ShardedParams, is_sharded
-from meshmend.jax.program import (
-    AnyProgram,
-    ProgramPair,
-    abstract_pair,
-    abstract_program,
-    abstract_turn,
-    install,
-    install_pair,
-    install_turn,
-)
+from meshmend.jax.program import Program, Update, abstract_program, install
 from meshmend.jax.shardings import match_specs
 from meshmend.jax.tiles import TiledFabric
 from meshmend.planning import PlanCache, Planner, StepPlan, Workload, plan_step
-from meshmend.schedule import Collective
+from meshmend.schedule import Collective, Schedule
 
 PlannedUpdate = Literal["replicated", "sharded", "fsdp"]
 UPDATES: tuple[PlannedUpdate, ...] = ("replicated", "sharded", "fsdp")
+
+
+class _Parts(TypedDict, total=False):
+    """What `install` takes beside a schedule and a fabric."""
+
+    update: Update
+    scatter: Schedule | None
+    gather: Schedule | None
+    scalars: Schedule | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,21 +64,19 @@ class TrainingPlan(StepPlan):
                 content.update(np.ascontiguousarray(column).tobytes())
         return content.hexdigest()
 
-    def install(self, fabric: Fabric) -> AnyProgram:
+    def install(self, fabric: Fabric) -> Program:
         """Put the tables on the fabric's devices."""
-        if self.update == "fsdp":
-            return install_pair(None, fabric, scatter=self.scatter, gather=self.gather, scalars=self.scalars)
-        way = install if self.update == "replicated" else install_turn
-        assert self.schedule is not None  # noqa: S101  # only FSDP has none
-        return way(self.schedule, fabric, scalars=self.scalars)
+        return install(self.schedule, fabric, **self._parts)
 
-    def abstract(self, fabric: Fabric) -> AnyProgram:
-        """Return programs of shapes only, to compile for devices that are not here."""
+    def abstract(self, fabric: Fabric) -> Program:
+        """Return a program of shapes only, to compile for devices that are not here."""
+        return abstract_program(self.schedule, fabric, **self._parts)
+
+    @property
+    def _parts(self) -> _Parts:
         if self.update == "fsdp":
-            return abstract_pair(None, fabric, scatter=self.scatter, gather=self.gather, scalars=self.scalars)
-        way = abstract_program if self.update == "replicated" else abstract_turn
-        assert self.schedule is not None  # noqa: S101  # only FSDP has none
-        return way(self.schedule, fabric, scalars=self.scalars)
+            return {"update": "two-phase", "scatter": self.scatter, "gather": self.gather, "scalars": self.scalars}
+        return {"update": "replicated" if self.update == "replicated" else "fused", "scalars": self.scalars}
 
 
 def plan(
@@ -132,10 +130,12 @@ def max_steps_of(fabric: Fabric) -> int | None:
     return MAX_UNROLLED if fabric.platform == "tpu" else None
 
 
-def any_pair(fabric: Fabric) -> ProgramPair:
-    """Return the shapes of some pair of programs on a fabric, to find out what they cut before they are planned."""
+def any_pair(fabric: Fabric) -> Program:
+    """Return the shapes of some two-phase program on a fabric, to find out what it cuts before it is planned."""
     made = plan_step(fabric.mesh, Workload(0, Collective.ALL_GATHER).rounded(), hardware_of(fabric))
-    return abstract_pair(None, fabric, scatter=made.scatter, gather=made.gather, scalars=made.scalars)
+    return abstract_program(
+        None, fabric, update="two-phase", scatter=made.scatter, gather=made.gather, scalars=made.scalars
+    )
 
 
 def hardware_of(fabric: Fabric, hardware: str | Hardware | None = None) -> Hardware:

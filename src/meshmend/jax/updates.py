@@ -14,7 +14,7 @@ from meshmend.jax.collectives import all_gather, groups_of, reduce_scatter
 from meshmend.jax.elementwise import update_weights
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.layerwise import InsideTile, ShardedLayers
-from meshmend.jax.program import AnyProgram, ProgramWithTurn, ShardedProgram
+from meshmend.jax.program import Program
 from meshmend.jax.streaming import streamed_update
 
 
@@ -26,7 +26,7 @@ class TrainStep:
     `compile_train_step` take it whole: what they must know of it is said nowhere else.
     """
 
-    init: Callable[[Any, AnyProgram], Any]
+    init: Callable[[Any, Program], Any]
     """From parameters and a program to the optimizer's state."""
     step: Callable[..., tuple[Any, ...]]
     """From parameters, state, a batch and a program to new parameters, state, loss (and aux).
@@ -34,7 +34,7 @@ class TrainStep:
     Keywords: `weights` (with `per_example`) and `scale`, by which the optimizer's updates are multiplied."""
     fabric: Fabric
     accumulate_dtype: DTypeLike | None
-    specs: Callable[[Any, AnyProgram], tuple[Any, Any]] | None = None
+    specs: Callable[[Any, Program], tuple[Any, Any]] | None = None
     """From parameters and a program to the PartitionSpecs of parameters and state inside tiles; None without tiles."""
 
     def __iter__(self) -> Iterator[Callable[..., Any]]:
@@ -50,7 +50,7 @@ def sharded_update(
     mean: Callable[[Any], Any],
     scale: Any,
     value: Any,
-    program: ShardedProgram,
+    program: Program,
     accumulate_dtype: DTypeLike | None,
     tile: InsideTile | None = None,
 ) -> tuple[Any, Any]:
@@ -62,21 +62,21 @@ def sharded_update(
     def means(sums: Any) -> Any:
         return jax.tree.map(mean, sums)
 
-    if isinstance(program, ProgramWithTurn):
+    if program.update == "fused":
         return streamed_update(
             optimizer, params, own_params, state, gradients, means, scale, value, program, accumulate_dtype, tile
         )
-    pair = program
-    own_gradients = means(reduce_scatter(gradients, pair.scatter, accumulate_dtype=accumulate_dtype))
-    layers = ShardedLayers(params, pair, accumulate_dtype, tile)
+    own_gradients = means(reduce_scatter(gradients, program, accumulate_dtype=accumulate_dtype))
+    layers = ShardedLayers(params, program, accumulate_dtype, tile)
     own_params, state = update_weights(optimizer, own_params, state, own_gradients, scale, value=value, layers=layers)
-    return all_gather(own_params, pair.gather, like=params, accumulate_dtype=accumulate_dtype), state
+    assert program.gather is not None  # noqa: S101  # it has two phases
+    return all_gather(own_params, program.gather, like=params, accumulate_dtype=accumulate_dtype), state
 
 
 def abstract_shards(
-    params: Any, program: ShardedProgram, accumulate_dtype: DTypeLike | None
+    params: Any, program: Program, accumulate_dtype: DTypeLike | None
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Return the shapes of one device's shards of the parameters."""
-    n_rows = program.sharded_by.owned.shape[-1]
-    groups = groups_of(jax.tree.leaves(params), program.sharded_by.layout, accumulate_dtype)
+    n_rows = program.owned.shape[-1]
+    groups = groups_of(jax.tree.leaves(params), program.layout, accumulate_dtype)
     return tuple(jax.ShapeDtypeStruct((n_rows, group.chunk), group.dtype) for group in groups)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from meshmend.errors import ParameterError
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.program import AnyProgram, Program
+from meshmend.jax.program import Program
 
 
 def check_microbatches(microbatches: Any) -> None:
@@ -19,22 +19,20 @@ def check_microbatches(microbatches: Any) -> None:
         raise ParameterError(f"microbatches is {microbatches!r}, expected a whole number of at least 1.")
 
 
-def check_program(program: Any, fabric: Fabric) -> None:
-    """Refuse what is no program, pair of programs or program with a turn, and those of another fabric."""
-    if not isinstance(program, AnyProgram):
+def check_program(program: object, fabric: Fabric) -> None:
+    """Refuse what is no program, and those of another fabric."""
+    if not isinstance(program, Program):
         raise ParameterError(
-            f"Expected a Program, a ProgramPair or a ProgramWithTurn, got a {type(program).__name__}: make one of a "
-            "schedule with mmj.install(schedule, fabric), mmj.install_pair or mmj.install_turn, and pass it as an "
-            "argument."
+            f"Expected a Program, got a {type(program).__name__}: make one of a schedule with mmj.install(schedule, "
+            "fabric, update=…), and pass it as an argument."
         )
-    first = program if isinstance(program, Program) else program.sharded_by
     # Inside jit the tables have no devices: there only the number of chips can be compared.
-    where = getattr(first.owned, "sharding", None)
+    where = getattr(program.owned, "sharding", None)
     jax_mesh = where.mesh if isinstance(where, NamedSharding) and isinstance(where.mesh, Mesh) else fabric.jax_mesh
-    if first.n_chips != fabric.mesh.n_chips or jax_mesh != fabric.jax_mesh:
+    if program.n_chips != fabric.mesh.n_chips or jax_mesh != fabric.jax_mesh:
         raise ParameterError(
-            f"The program is for {first.n_chips} chips of another fabric than the train step's, which is {fabric!r}. "
-            "Give train_step and install (or install_pair, install_turn) the same fabric."
+            f"The program is for {program.n_chips} chips of another fabric than the train step's, which is {fabric!r}. "
+            "Give train_step and install the same fabric."
         )
 
 

@@ -29,7 +29,7 @@ from meshmend.errors import ParameterError
 from meshmend.jax.checks.words import mixed, words_of
 from meshmend.jax.collectives import all_reduce
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.program import AnyProgram, Program
+from meshmend.jax.program import Program
 from meshmend.jax.shardings import match_specs
 from meshmend.jax.tiles import TiledFabric
 from meshmend.jax.validation import check_data_parallel, check_program
@@ -52,7 +52,7 @@ class Disagreement(NamedTuple):
 
 
 def replica_digests(
-    params: Any, program: AnyProgram, fabric: Fabric, *, shardings: Any = None
+    params: Any, program: Program, fabric: Fabric, *, shardings: Any = None
 ) -> Annotated[jax.Array, "uint32[I, D, Q]"]:
     """Return the digests of all copies of the parameters: for each place inside a tile (one without tiles), each device
     or tile that holds a copy, and each piece.
@@ -71,7 +71,7 @@ def replica_digests(
     []
     """
     check_program(program, fabric)
-    scalars = (program.scalars or program) if isinstance(program, Program) else program.scalars
+    scalars = program.for_scalars
     specs = _specs(params, fabric, shardings)
     inner = fabric.inner_axes
     over = tuple(axis for axis in fabric.axes if axis not in inner)

@@ -29,7 +29,7 @@ from meshmend.jax.fabric import Fabric
 from meshmend.jax.feed import Batch
 from meshmend.jax.fsdp.training import ShardedTrainStep
 from meshmend.jax.job.session import Session, is_orderly
-from meshmend.jax.program import AnyProgram
+from meshmend.jax.program import Program
 from meshmend.jax.state.combine import compile_combine
 from meshmend.jax.state.layout import StateLayout
 from meshmend.jax.state.mirror import make_parts_fn
@@ -40,7 +40,7 @@ from meshmend.jax.state.splits import AnyTrainStep
 class CompiledTrainStep:
     """A `TrainStep`, compiled for one program, one model and one size of batch. Made by `compile_train_step`."""
 
-    program: AnyProgram
+    program: Program
     layout: StateLayout
     """The layout of parameters and state on the fabric, which `Keeper` uses."""
     _init: Callable[..., Any] = field(repr=False)
@@ -57,7 +57,7 @@ class CompiledTrainStep:
         return found
 
 
-def compile_train_step(training: AnyTrainStep, program: AnyProgram, params: Any, batch: Batch) -> CompiledTrainStep:
+def compile_train_step(training: AnyTrainStep, program: Program, params: Any, batch: Batch) -> CompiledTrainStep:
     """Compile `train_step(…, per_example=True)` for a feed's batches, and what keeps and combines copies of its state.
 
     Or `sharded_train_step(…, per_example=True)`, with its sharded parameters.

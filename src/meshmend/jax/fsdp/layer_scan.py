@@ -23,7 +23,7 @@ from meshmend.errors import ParameterError
 from meshmend.jax.collectives import all_reduce
 from meshmend.jax.fsdp.params import ShardedParams, is_sharded
 from meshmend.jax.loops import zero_after
-from meshmend.jax.program import Program, ProgramPair
+from meshmend.jax.program import Program
 
 Layer = Callable[[Any, Any], Any]
 """From the weights of one layer and its input to its output, which is the next layer's input."""
@@ -33,7 +33,7 @@ def scan_layers(
     layer: Layer,
     params: Any,
     x: Any,
-    program: Program | ProgramPair,
+    program: Program,
     *,
     mean: bool = True,
     accumulate_dtype: DTypeLike | None = jnp.float32,
@@ -45,9 +45,9 @@ def scan_layers(
 
     Call it inside `jax.shard_map`, with the program as an argument, as `all_reduce`. What `params` are says how:
 
-    - `ShardedParams` of a stack, with the `ProgramPair` that cut them: each layer's weights are gathered while the one
-      before it computes, and their gradients are reduce-scattered one layer later. `jax.grad` returns shards.
-    - A tree of arrays whose first axis is the layers, the same on all chips, with a `Program`: gradients are
+    - `ShardedParams` of a stack, with the two-phase program that cut them: each layer's weights are gathered while the
+      one before it computes, and their gradients are reduce-scattered one layer later. `jax.grad` returns shards.
+    - A tree of arrays whose first axis is the layers, the same on all chips, with a replicated program: gradients are
       all-reduced one layer later. Do not average them again.
 
     Gradients are means over all devices, or sums without `mean`; those of replicated parameters are summed in
@@ -64,7 +64,7 @@ def scan_layers(
     >>> import jax, jax.numpy as jnp, meshmend as mm, meshmend.jax as mmj
     >>> from jax.sharding import PartitionSpec as P
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
-    >>> pair = mmj.install_pair(mm.plan(fabric.mesh, "hamiltonian"), fabric)
+    >>> pair = mmj.install(mm.plan(fabric.mesh, "hamiltonian"), fabric, update="two-phase")
     >>> params = mmj.fsdp.shard_params({"w": jnp.full((6, 8, 8), 0.1)}, fabric, pair, stacked=True)
     >>> def gradients(params, x, pair):
     ...     layer = lambda w, x: x + jnp.tanh(x @ w["w"])
@@ -122,14 +122,14 @@ class _Sharded:
     def like(self) -> Any:
         return self.params.outline.like
 
-    def fetch(self, params: ShardedParams, number: Any, program: ProgramPair) -> Any:
+    def fetch(self, params: ShardedParams, number: Any, program: Program) -> Any:
         return params.gather(params.layer(number), program, unroll=self.unroll)
 
     def weights(self, held: Any, params: ShardedParams, number: Any) -> Any:
         del params, number
         return held
 
-    def send(self, gradients: Any, program: ProgramPair) -> ShardedParams:
+    def send(self, gradients: Any, program: Program) -> ShardedParams:
         shards = self.params.scatter(gradients, program, mean=self.mean, unroll=self.unroll)
         return ShardedParams(shards, self.params.outline)
 
@@ -288,19 +288,18 @@ def _zeros(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf), jnp.result_type(leaf)), tree)
 
 
-def _unrolls(program: Program | ProgramPair, hide: bool, unroll: bool | None) -> bool:
+def _unrolls(program: Program, hide: bool, unroll: bool | None) -> bool:
     if unroll is not None:
         return unroll
-    programs = [program] if isinstance(program, Program) else [program.scatter, program.gather]
-    return hide and all(one.layout.platform == "tpu" and one.n_steps <= MAX_UNROLLED for one in programs)
+    return hide and all(one.layout.platform == "tpu" and one.n_steps <= MAX_UNROLLED for one in program.phases)
 
 
-def _check_replicated(params: Any, program: Any) -> None:
-    if not isinstance(program, Program):
+def _check_replicated(params: Any, program: Program) -> None:
+    if program.is_sharded:
         raise ParameterError(
-            f"The parameters are whole on every chip, and the program is a {type(program).__name__}. Give a Program "
-            "from mmj.install(schedule, fabric), or shard the parameters with mmj.fsdp.shard_params(…, stacked=True) "
-            "and give a ProgramPair."
+            f"The parameters are whole on every chip, and the program has update={program.update!r}. Give one from "
+            "mmj.install(schedule, fabric), or shard the parameters with mmj.fsdp.shard_params(…, stacked=True) and "
+            "give one with update='two-phase'."
         )
     shapes = [tuple(jnp.shape(leaf)) for leaf in jax.tree.leaves(params)]
     if not shapes or not all(shape and shape[0] == shapes[0][0] > 0 for shape in shapes):

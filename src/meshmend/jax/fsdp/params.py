@@ -35,14 +35,10 @@ from jax.typing import DTypeLike
 from meshmend.errors import ParameterError
 from meshmend.jax.collectives import Shards, all_gather, reduce_scatter, shard_of, travel_dtype
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.program import Program, ProgramPair
+from meshmend.jax.program import Program
 from meshmend.jax.shardings import match_specs
 from meshmend.jax.tiles import TILE_AXIS, TiledFabric
 from meshmend.jax.validation import check_data_parallel, check_program
-
-
-class SummingPair(ProgramPair):
-    """A pair with which gradients are sums over all devices, whatever a loss asks for: a train step divides them."""
 
 
 @dataclass(frozen=True)
@@ -120,13 +116,17 @@ class ShardedParams:
         """Return the shards of one layer of a stack."""
         return tuple(lax.dynamic_index_in_dim(shard, number, keepdims=False) for shard in self.shards)
 
-    def gather(self, shards: Shards, program: ProgramPair, *, unroll: bool = False) -> Any:
+    def gather(self, shards: Shards, program: Program, *, unroll: bool = False) -> Any:
         """Return the tree (of one layer) on every chip, or split inside every tile."""
         outline = self.outline
 
-        def local(shards: Shards, program: ProgramPair) -> Any:
+        def local(shards: Shards, program: Program) -> Any:
             return all_gather(
-                shards, program.gather, like=outline.own_like, accumulate_dtype=outline.accumulate_dtype, unroll=unroll
+                shards,
+                check_pair(program),
+                like=outline.own_like,
+                accumulate_dtype=outline.accumulate_dtype,
+                unroll=unroll,
             )
 
         if outline.inside is None:
@@ -148,15 +148,15 @@ class ShardedParams:
         mapped.def_vmap(refuse)
         return mapped(shards, program)
 
-    def scatter(self, tree: Any, program: ProgramPair, *, mean: bool, unroll: bool = False) -> Shards:
+    def scatter(self, tree: Any, program: Program, *, mean: bool, unroll: bool = False) -> Shards:
         """Sum a tree (of one layer) over all chips, or over tiles, and return this chip's shards of it."""
         outline = self.outline
 
-        def local(tree: Any, program: ProgramPair) -> Shards:
+        def local(tree: Any, program: Program) -> Shards:
             return reduce_scatter(
                 tree,
-                program.scatter,
-                mean=mean and not isinstance(program, SummingPair),
+                program,
+                mean=mean and not program.only_sums,
                 accumulate_dtype=outline.accumulate_dtype,
                 unroll=unroll,
             )
@@ -180,11 +180,11 @@ class ShardedParams:
         def row_per_tile(x: Any) -> Any:
             return jnp.broadcast_to(x, (mesh.shape[TILE_AXIS], *x.shape))
 
-        def sum_same(tree: Any, program: ProgramPair) -> Shards:
+        def sum_same(tree: Any, program: Program) -> Shards:
             """Sum what is the same on all tiles."""
             return sum_rows(jax.tree.map(row_per_tile, tree), program)
 
-        def sum_batched(axis_size: int, in_batched: Any, tree: Any, program: ProgramPair) -> tuple[Shards, Any]:
+        def sum_batched(axis_size: int, in_batched: Any, tree: Any, program: Program) -> tuple[Shards, Any]:
             del axis_size
             rows = jax.tree.map(lambda x, batched: x if batched else row_per_tile(x), tree, in_batched[0])
             shards = sum_rows(rows, program)
@@ -198,7 +198,7 @@ class ShardedParams:
     def check(self, program: Any, *, stacked: bool) -> None:
         """Refuse a program that did not cut these, and a stack where one tree is expected or the reverse."""
         check_pair(program)
-        if self.outline.cut_by != name_cut(program.scatter):
+        if self.outline.cut_by != name_cut(program):
             raise ParameterError(
                 "These parameters were cut by another plan, for other chunks or other owners. Put them together with "
                 "unshard_params and the programs that cut them, and cut them again with shard_params."
@@ -220,7 +220,7 @@ class ShardedParams:
         return f"ShardedParams({layers}{self.n_params:,} parameters in shards of {dtypes})"
 
 
-def gather_params(params: ShardedParams, program: ProgramPair, *, mean: bool = True, unroll: bool = False) -> Any:
+def gather_params(params: ShardedParams, program: Program, *, mean: bool = True, unroll: bool = False) -> Any:
     """Return the whole tree on every chip; its gradient is the shards of the chips' mean.
 
     For what is not in a stack of layers: embeddings, heads, norms. Without `mean` the gradient is the sum. `unroll` is
@@ -231,13 +231,13 @@ def gather_params(params: ShardedParams, program: ProgramPair, *, mean: bool = T
     params.check(program, stacked=False)
 
     @jax.custom_vjp
-    def gather(shards: Shards, program: ProgramPair) -> Any:
+    def gather(shards: Shards, program: Program) -> Any:
         return params.gather(shards, program, unroll=unroll)
 
-    def forward(shards: Shards, program: ProgramPair) -> tuple[Any, ProgramPair]:
+    def forward(shards: Shards, program: Program) -> tuple[Any, Program]:
         return gather(shards, program), program
 
-    def backward(program: ProgramPair, gradients: Any) -> tuple[Shards, None]:
+    def backward(program: Program, gradients: Any) -> tuple[Shards, None]:
         return params.scatter(gradients, program, mean=mean, unroll=unroll), None
 
     gather.defvjp(forward, backward)
@@ -261,13 +261,16 @@ def spec_of(outline: ShardedOutline, fabric: Fabric) -> PartitionSpec:
     return PartitionSpec(fabric.axes) if outline.n_layers is None else PartitionSpec(None, fabric.axes)
 
 
-def check_pair(program: Any) -> None:
-    """Refuse what is no pair of programs."""
-    if not isinstance(program, ProgramPair):
+def check_pair(program: object) -> Program:
+    """Return the all-gather of a program with two phases; refuse any other."""
+    gather = program.gather if isinstance(program, Program) else None
+    if gather is None:
+        got = f"update={program.update!r}" if isinstance(program, Program) else f"a {type(program).__name__}"
         raise ParameterError(
-            f"Parameters are sharded by a ProgramPair, got a {type(program).__name__}: make one with "
-            "mmj.install_pair(schedule, fabric)."
+            f"Parameters are sharded by a program with update='two-phase', got {got}: make one with "
+            "mmj.install(schedule, fabric, update='two-phase')."
         )
+    return gather
 
 
 def name_cut(program: Program) -> str:
@@ -280,7 +283,7 @@ def name_cut(program: Program) -> str:
 def shard_params(
     params: Any,
     fabric: Fabric,
-    program: ProgramPair,
+    program: Program,
     *,
     stacked: bool = False,
     shardings: Any = None,
@@ -297,7 +300,7 @@ def shard_params(
 
     >>> import jax, jax.numpy as jnp, meshmend as mm, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
-    >>> pair = mmj.install_pair(mm.plan(fabric.mesh, "hamiltonian"), fabric)
+    >>> pair = mmj.install(mm.plan(fabric.mesh, "hamiltonian"), fabric, update="two-phase")
     >>> layers = {"w": jnp.ones((6, 8, 8)), "b": jnp.ones((6, 8))}
     >>> mmj.fsdp.shard_params(layers, fabric, pair, stacked=True)
     ShardedParams(6 layers, 432 parameters in shards of float32)
@@ -318,7 +321,7 @@ def init_sharded(
     make: Callable[[Any], Any],
     key: Any,
     fabric: Fabric,
-    program: ProgramPair,
+    program: Program,
     *,
     stacked: bool = False,
     shardings: Any = None,
@@ -346,7 +349,7 @@ def sharder(
     make: Callable[[Any], Any],
     given: Any,
     fabric: Fabric,
-    program: ProgramPair,
+    program: Program,
     *,
     stacked: bool = False,
     shardings: Any = None,
@@ -365,12 +368,12 @@ def sharder(
         tuple(_gather_dtype(leaf.dtype, gather_dtype, accumulate_dtype) for leaf in leaves),
         n_layers,
         None if accumulate_dtype is None else np.dtype(accumulate_dtype),
-        name_cut(program.scatter),
+        name_cut(program),
         _inside(shardings, one, fabric),
     )
 
-    def cut(tree: Any, program: ProgramPair) -> Shards:
-        return shard_of(tree, program.scatter, accumulate_dtype=accumulate_dtype)
+    def cut(tree: Any, program: Program) -> Shards:
+        return shard_of(tree, program, accumulate_dtype=accumulate_dtype)
 
     if outline.inside is None:
         function = _shard_mapped(
@@ -383,7 +386,7 @@ def sharder(
         # Made by XLA, so that no chip has more of an array than its part of it.
         of_chip = _shard_mapped(cut, fabric, (outline.specs_inside, program.spec), PartitionSpec(fabric.axes))
 
-        def function(given: Any, program: ProgramPair) -> Shards:
+        def function(given: Any, program: Program) -> Shards:
             found: Shards = _by_layer(lambda one: of_chip(make(one), program), given, outline)
             return found
 
@@ -440,7 +443,7 @@ def _inside(shardings: Any, like: Any, fabric: Fabric) -> InsideTiles | None:
     return InsideTiles(fabric.jax_mesh, tuple(is_spec))
 
 
-def unshard_params(tree: Any, fabric: Fabric, program: ProgramPair) -> Any:
+def unshard_params(tree: Any, fabric: Fabric, program: Program) -> Any:
     """Return a tree with all `ShardedParams` in it put together on every chip, in the dtypes of their shards.
 
     On tiles the arrays are split inside each tile, and every tile has them. Nothing is rounded, so that cutting them
@@ -451,7 +454,7 @@ def unshard_params(tree: Any, fabric: Fabric, program: ProgramPair) -> Any:
     def whole(params: ShardedParams) -> Any:
         join = joined(params, fabric, program)
 
-        def function(shards: Shards, program: ProgramPair) -> Any:
+        def function(shards: Shards, program: Program) -> Any:
             return _by_layer(lambda one: join(one, program), shards, params.outline)
 
         return fabric.jit(function)(params.shards, program)
@@ -459,7 +462,7 @@ def unshard_params(tree: Any, fabric: Fabric, program: ProgramPair) -> Any:
     return jax.tree.map(lambda x: whole(x) if is_sharded(x) else x, tree, is_leaf=is_sharded)
 
 
-def joined(params: ShardedParams, fabric: Fabric, program: ProgramPair) -> Callable[..., Any]:
+def joined(params: ShardedParams, fabric: Fabric, program: Program) -> Callable[..., Any]:
     """Return the function from one layer's shards and the programs to its tree, in the dtypes of the shards."""
     params.check(program, stacked=params.n_layers is not None)
     outline = params.outline
@@ -467,14 +470,14 @@ def joined(params: ShardedParams, fabric: Fabric, program: ProgramPair) -> Calla
         lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, outline.accumulate_dtype)), outline.own_like
     )
     return _shard_mapped(
-        lambda one, program: all_gather(one, program.gather, like=like),
+        lambda one, program: all_gather(one, check_pair(program), like=like),
         fabric,
         (PartitionSpec(fabric.axes), program.spec),
         outline.specs_inside,
     )
 
 
-def reshard_params(whole: Any, like: Any, fabric: Fabric, program: ProgramPair) -> Any:
+def reshard_params(whole: Any, like: Any, fabric: Fabric, program: Program) -> Any:
     """Cut what `unshard_params` put together as `like` was cut, for this fabric; `like` may be of other chips.
 
     Both are any trees, such as (parameters, optimizer's state), on any devices or on none. Where `like` has a

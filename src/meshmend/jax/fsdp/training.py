@@ -8,7 +8,7 @@ of all gradients are sums over chips: `mmj.lamb`, `mmj.lars` and `mmj.clip_by_gl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,17 +22,17 @@ from meshmend.jax.collectives import all_reduce, travel_dtype
 from meshmend.jax.differentiate import rows_by_tile
 from meshmend.jax.elementwise import check_elementwise, update_weights, with_steady_dtypes
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.fsdp.params import ShardedOutline, ShardedParams, SummingPair, is_sharded, sharded_specs
+from meshmend.jax.fsdp.params import ShardedOutline, ShardedParams, is_sharded, sharded_specs
 from meshmend.jax.layerwise import InsideTile, Mask, ShardedLayers, chosen_elements, squares_of
 from meshmend.jax.ordering import in_order
-from meshmend.jax.program import ProgramPair
+from meshmend.jax.program import Program
 from meshmend.jax.shardings import copies_in_tile
 from meshmend.jax.tiles import TILE_AXIS, TiledFabric
 from meshmend.jax.training import mean_gradients
 from meshmend.jax.validation import check_batch, check_microbatches, check_program, check_tile_batch, check_weights
 from meshmend.jax.weighted import divide_by_weight, weighted_sums
 
-ShardedLoss = Callable[[Any, Any, ProgramPair], Any]
+ShardedLoss = Callable[[Any, Any, Program], Any]
 """From sharded parameters, a device's part of the batch and the programs to a scalar (or, with `has_aux`, that and a
 pytree of arrays)."""
 
@@ -41,7 +41,7 @@ pytree of arrays)."""
 class ShardedTrainStep:
     """The two functions of a training loop with sharded parameters, both to be jitted. Made by `sharded_train_step`."""
 
-    init: Callable[[Any, ProgramPair], Any]
+    init: Callable[[Any, Program], Any]
     """From parameters and programs to the optimizer's state, sharded as the parameters are."""
     step: Callable[..., tuple[Any, ...]]
     """From parameters, state, a batch and programs to new parameters, state, loss (and aux).
@@ -80,7 +80,7 @@ def sharded_train_step(
 
     >>> import jax, jax.numpy as jnp, optax, meshmend as mm, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
-    >>> pair = mmj.install_pair(mm.plan(fabric.mesh, "hamiltonian"), fabric)
+    >>> pair = mmj.install(mm.plan(fabric.mesh, "hamiltonian"), fabric, update="two-phase")
     >>> params = mmj.fsdp.shard_params({"w": jnp.zeros((3, 1))}, fabric, pair)
     >>> def loss(params, batch, pair):
     ...     return jnp.mean((batch["x"] @ mmj.fsdp.gather_params(params, pair)["w"] - batch["y"]) ** 2)
@@ -95,7 +95,7 @@ def sharded_train_step(
     optimizer = with_steady_dtypes(optimizer)
     whole, by_device = PartitionSpec(), PartitionSpec(fabric.axes)
 
-    def state_specs(params: Any, program: ProgramPair) -> Any:
+    def state_specs(params: Any, program: Program) -> Any:
         """Return how the optimizer's state is split: what is like the parameters as they are, numbers not at all."""
         _check_params(params, program)
         check_program(program, fabric)
@@ -123,16 +123,16 @@ def sharded_train_step(
     def shard_mapped(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         return jax.shard_map(function, mesh=fabric.jax_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
-    def init(params: Any, program: ProgramPair) -> Any:
+    def init(params: Any, program: Program) -> Any:
         specs = state_specs(params, program)
         return shard_mapped(optimizer.init, (sharded_specs(params, fabric),), specs)(params)
 
-    def differentiate(params: Any, batch: Any, weights: Any, program: ProgramPair) -> tuple[Any, Any, Any]:
+    def differentiate(params: Any, batch: Any, weights: Any, program: Program) -> tuple[Any, Any, Any]:
         """Return the shards of everybody's gradients, and of this device's part of the batch loss, aux and weight.
 
         All are means, and there is no weight; or, with `per_example`, all are sums.
         """
-        pair = SummingPair(*program) if per_example else program
+        pair = replace(program, only_sums=per_example)
 
         def with_aux(params: Any, batch: Any) -> tuple[Any, Any]:
             found = loss(params, batch, pair)
@@ -145,25 +145,21 @@ def sharded_train_step(
         return gradients, extras, None
 
     def update(
-        params: Any, state: Any, gradients: Any, own: tuple[Any, Any], scale: Any, program: ProgramPair
+        params: Any, state: Any, gradients: Any, own: tuple[Any, Any], scale: Any, program: Program
     ) -> tuple[Any, ...]:
         extras, weight = own
         if per_example:
-            (value, aux), weight = all_reduce((extras, weight), program.scalars)
+            (value, aux), weight = all_reduce((extras, weight), program.for_scalars)
             value, aux = jax.tree.map(lambda x: divide_by_weight(x, weight, empty=jnp.nan), (value, aux))
             gradients = jax.tree.map(lambda x: divide_by_weight(x, weight, empty=0.0).astype(x.dtype), gradients)
         else:
-            value, aux = all_reduce(extras, program.scalars, mean=True, accumulate_dtype=accumulate_dtype)
+            value, aux = all_reduce(extras, program.for_scalars, mean=True, accumulate_dtype=accumulate_dtype)
         layers = LayersOfTrees(params, program, fabric)
         params, state = update_weights(optimizer, params, state, gradients, scale, value=value, layers=layers)
         return params, state, value, aux
 
-    def on_chips(
-        params: Any, state: Any, batch: Any, weights: Any, scale: Any, program: ProgramPair
-    ) -> tuple[Any, ...]:
-        def local(
-            params: Any, state: Any, batch: Any, weights: Any, scale: Any, program: ProgramPair
-        ) -> tuple[Any, ...]:
+    def on_chips(params: Any, state: Any, batch: Any, weights: Any, scale: Any, program: Program) -> tuple[Any, ...]:
+        def local(params: Any, state: Any, batch: Any, weights: Any, scale: Any, program: Program) -> tuple[Any, ...]:
             gradients, extras, weight = differentiate(params, batch, weights, program)
             return update(params, state, gradients, (extras, weight), scale, program)
 
@@ -174,7 +170,7 @@ def sharded_train_step(
         return found
 
     def on_tiles(
-        params: Any, state: Any, batch: Any, weights: Any, scale: Any, program: ProgramPair, fabric: TiledFabric
+        params: Any, state: Any, batch: Any, weights: Any, scale: Any, program: Program, fabric: TiledFabric
     ) -> tuple[Any, ...]:
         def local(params: Any, state: Any, gradients: Any, own: Any, *others: Any) -> tuple[Any, ...]:
             return update(params, state, gradients, jax.tree.map(lambda x: x[0], own), *others)
@@ -191,7 +187,7 @@ def sharded_train_step(
         return found
 
     def step(
-        params: Any, state: Any, batch: Any, program: ProgramPair, *, weights: Any = None, scale: Any = None
+        params: Any, state: Any, batch: Any, program: Program, *, weights: Any = None, scale: Any = None
     ) -> tuple[Any, ...]:
         if per_example:
             n_examples = jnp.shape(jax.tree.leaves(batch)[0])[0]
@@ -213,7 +209,7 @@ def sharded_train_step(
 class LayersOfTrees:
     """The layers of sharded parameters, for transformations that ask for norms or masks (`layerwise.Layers`)."""
 
-    def __init__(self, params: Any, program: ProgramPair, fabric: Fabric) -> None:
+    def __init__(self, params: Any, program: Program, fabric: Fabric) -> None:
         self.program = program
         self.structure: Any
         self.trees, self.structure = jax.tree.flatten(params, is_leaf=is_sharded)
@@ -285,7 +281,7 @@ class LayersOfTrees:
             ]
             for tree in trees
         ]
-        found: list[Any] = all_reduce(parts, self.program.scalars)
+        found: list[Any] = all_reduce(parts, self.program.for_scalars)
         return found
 
 

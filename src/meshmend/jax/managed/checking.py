@@ -26,7 +26,6 @@ from meshmend.jax.feed import Batch
 from meshmend.jax.job.session import Session
 from meshmend.jax.managed.checks import Checks
 from meshmend.jax.managed.model import Model
-from meshmend.jax.program import Program
 from meshmend.jax.state import Keeper
 from meshmend.jax.tiles import TiledFabric
 from meshmend.launch.events import note_quarantined
@@ -153,7 +152,7 @@ class Checking:
 
     def _compared(self, params: Any, state: Any) -> Any:
         """Return the part of the state that every chip, or every tile, has a copy of."""
-        is_whole = isinstance(self._compiled.program, Program) and not isinstance(self.session.fabric, TiledFabric)
+        is_whole = not self._compiled.program.is_sharded and not isinstance(self.session.fabric, TiledFabric)
         return {"params": params, "state": state} if is_whole else {"params": params}
 
     @property

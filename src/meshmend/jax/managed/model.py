@@ -23,7 +23,7 @@ from meshmend.jax.fsdp.params import ShardedParams, is_sharded, joined
 from meshmend.jax.fsdp.training import sharded_train_step
 from meshmend.jax.managed.data import RandomKey
 from meshmend.jax.managed.model_state import ModelState
-from meshmend.jax.program import AnyProgram, ProgramPair
+from meshmend.jax.program import Program
 from meshmend.jax.state import fetch, place
 from meshmend.jax.state.splits import AnyTrainStep
 from meshmend.jax.training import train_step
@@ -33,7 +33,7 @@ from meshmend.jax.weighted import Sums, weighted_sums
 
 Update = Literal["auto", "replicated", "sharded", "fsdp"]
 SHARDED_FROM_BYTES = 1 << 28
-"""Bytes of optimizer state from which "auto" shards it, for the price of the same all-reduce (`install_turn`). Less of
+"""Bytes of optimizer state from which "auto" shards it, for the price of the same all-reduce (a fused update). Less of
 it fits beside the model on any accelerator: 256 MiB of the 8 GB and more that they have."""
 
 
@@ -82,11 +82,11 @@ class Model:
         kept = ModelState(self.model_state)
         plain = self._train_step(fabric, lambda params, data: self._call(params, data, kept.start), True)
 
-        def init(params: Any, program: AnyProgram) -> Any:
+        def init(params: Any, program: Program) -> Any:
             start = jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, fabric.sharding()), kept.start)
             return plain.init(params, program), start
 
-        def step(params: Any, state: Any, batch: Any, program: AnyProgram, **more: Any) -> tuple[Any, ...]:
+        def step(params: Any, state: Any, batch: Any, program: Program, **more: Any) -> tuple[Any, ...]:
             own, model_state = state
 
             def averaged(params: Any, data: Any) -> Any:
@@ -107,7 +107,7 @@ class Model:
         if inner_specs is None:
             return TrainStep(init, step, fabric, self.accumulate_dtype)
 
-        def specs(params: Any, program: AnyProgram) -> tuple[Any, Any]:
+        def specs(params: Any, program: Program) -> tuple[Any, Any]:
             inside, of_state = inner_specs(params, program)
             return inside, (of_state, jax.tree.map(lambda _: PartitionSpec(), kept.start))
 
@@ -144,17 +144,17 @@ class Model:
         """
         return self.like(fabric, any_pair(fabric)) if self.is_fsdp else self.params
 
-    def like(self, fabric: Fabric, program: AnyProgram) -> Any:
+    def like(self, fabric: Fabric, program: Program) -> Any:
         """Return the parameters as shapes and dtypes, or as they were given."""
         return jax.eval_shape(lambda pair: self.params(fabric, pair), program) if self.is_fsdp else self.params
 
-    def place(self, fabric: Fabric, program: AnyProgram) -> Any:
+    def place(self, fabric: Fabric, program: Program) -> Any:
         """Return what a new job begins with, on the devices."""
         return self.params(fabric, program) if self.is_fsdp else place(self.params, fabric, self.shardings)
 
-    def fetch(self, params: Any, fabric: Fabric, program: AnyProgram) -> Any:
+    def fetch(self, params: Any, fabric: Fabric, program: Program) -> Any:
         """Return parameters as NumPy arrays; shards are gathered, one layer at a time, so every process must ask."""
-        return fetch_params(params, fabric, program) if isinstance(program, ProgramPair) else fetch(params)
+        return fetch_params(params, fabric, program) if self.is_fsdp else fetch(params)
 
     def is_sharded(self, update: Update) -> bool:
         """Whether each chip updates only its own share of the weights.
@@ -208,7 +208,7 @@ class Model:
         batch, places = data
         return self.loss(params, *model_state, batch, self.rng.of_examples(places))
 
-    def _call_with_pair(self, params: Any, data: Any, pair: ProgramPair) -> Any:
+    def _call_with_pair(self, params: Any, data: Any, pair: Program) -> Any:
         if self.rng is None:
             return self.loss(params, data, pair)
         batch, places = data
@@ -230,7 +230,7 @@ class Model:
             )
 
 
-def fetch_params(tree: Any, fabric: Fabric, program: ProgramPair) -> Any:
+def fetch_params(tree: Any, fabric: Fabric, program: Program) -> Any:
     """Return sharded parameters whole, as NumPy arrays, with one layer at a time on the chips. For every process."""
 
     def whole(params: ShardedParams) -> Any:
@@ -241,7 +241,7 @@ def fetch_params(tree: Any, fabric: Fabric, program: ProgramPair) -> Any:
     return jax.tree.map(whole, tree, is_leaf=is_sharded)
 
 
-def joiner(params: ShardedParams, fabric: Fabric, program: ProgramPair) -> jax.stages.Wrapped:
+def joiner(params: ShardedParams, fabric: Fabric, program: Program) -> jax.stages.Wrapped:
     """Return the program from a layer's number, sharded parameters and programs to that layer's (or the one) tree."""
     join, is_tree = joined(params, fabric, program), params.n_layers is None
     return fabric.jit(lambda number, params, program: join(params.shards if is_tree else params.layer(number), program))
