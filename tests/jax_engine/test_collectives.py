@@ -90,7 +90,7 @@ def test_all_reduce_and_its_pair_equal_psum(name: str) -> None:
         shards = mmj.reduce_scatter(tree, pair.scatter, accumulate_dtype=jnp.float32)
         return (
             mmj.all_reduce(tree, program, accumulate_dtype=jnp.float32),
-            mmj.all_gather(shards, pair.gather, like=plain_psum(tree), accumulate_dtype=jnp.float32),
+            mmj.all_gather(shards, pair, like=plain_psum(tree), accumulate_dtype=jnp.float32),
             plain_psum(tree),
         )
 
@@ -146,7 +146,7 @@ def test_types_too_narrow_to_add_up_in_are_refused_or_widened() -> None:
 
     def summed(tree: Tree, program: mmj.Program, pair: mmj.Program) -> Any:
         shards = mmj.reduce_scatter(tree, pair.scatter, accumulate_dtype=jnp.float32)
-        back = mmj.all_gather(shards, pair.gather, like=tree, accumulate_dtype=jnp.float32)
+        back = mmj.all_gather(shards, pair, like=tree, accumulate_dtype=jnp.float32)
         return mmj.all_reduce(tree, program, accumulate_dtype=jnp.float32), back
 
     tree = {"narrow": jnp.asarray(rows, jnp.float8_e4m3fn), "float32": jnp.asarray(rows, jnp.float32)}
@@ -218,8 +218,8 @@ def test_two_cores_a_chip_add_up_inside_the_chip_first() -> None:
 
     def both(values: jax.Array, program: mmj.Program, pair: mmj.Program) -> Any:
         shards = mmj.reduce_scatter(values[0], pair.scatter)
-        back = mmj.all_gather(shards, pair.gather, like=values[0])
-        again = mmj.all_gather(shard_of(back, pair.scatter), pair.gather, like=back)
+        back = mmj.all_gather(shards, pair, like=values[0])
+        again = mmj.all_gather(shard_of(back, pair.scatter), pair, like=back)
         return mmj.all_reduce(values[0], program)[None], back[None], again[None], mmj.all_reduce(1, program, mean=True)
 
     every = PartitionSpec(("chip", "core"))
@@ -310,14 +310,14 @@ def test_wrong_programs_are_refused() -> None:
 
     def mismatched(x: jax.Array, pair: mmj.Program) -> Any:
         shards = mmj.reduce_scatter(x, pair.scatter)
-        return mmj.all_gather(shards, pair.gather, like=jnp.zeros(100))
+        return mmj.all_gather(shards, pair, like=jnp.zeros(100))
 
     with pytest.raises(ParameterError, match=r"A shard has shape .* expected .* cut from another tree"):
         cases.on_chips(fabric, mismatched, x, pair)
     with pytest.raises(ParameterError, match="There are 1 shards, but a tree like this has 2"):
         cases.on_chips(
             fabric,
-            lambda x, h: mmj.all_gather(mmj.reduce_scatter(x, h.scatter), h.gather, like=(x, x.astype(jnp.int32))),
+            lambda x, h: mmj.all_gather(mmj.reduce_scatter(x, h.scatter), h, like=(x, x.astype(jnp.int32))),
             x,
             pair,
         )

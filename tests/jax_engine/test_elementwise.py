@@ -128,7 +128,9 @@ BY_LAYER = {
 
 @pytest.mark.parametrize("name", BY_LAYER)
 def test_optimizers_that_tell_layers_apart_are_refused(name: str) -> None:
-    with pytest.raises(ParameterError, match=r"treats some layers differently.*mmj\.lamb; or pass a Program"):
+    with pytest.raises(
+        ParameterError, match=r"treats some layers differently.*mmj\.lamb; or install with update='replicated'"
+    ):
         check_elementwise(BY_LAYER[name], SHARDS, LAYERS)
 
 
@@ -166,7 +168,9 @@ BY_DTYPE = {
 def test_optimizers_that_tell_dtypes_apart_are_refused(name: str) -> None:
     """Shards have the dtype of sums, so that all layers look the same to them."""
     check_elementwise(BY_DTYPE[name], WIDE_SHARDS, in_float32(NARROW), own=in_float32(NARROW))
-    with pytest.raises(ParameterError, match=r"treats some layers differently \(.* or dtype\).*pass a Program"):
+    with pytest.raises(
+        ParameterError, match=r"treats some layers differently \(.* or dtype\).*install with update='replicated'"
+    ):
         check_elementwise(BY_DTYPE[name], WIDE_SHARDS, in_float32(NARROW), own=NARROW)
 
 
@@ -220,7 +224,9 @@ MIXING = {
 
 @pytest.mark.parametrize("name", MIXING)
 def test_optimizers_that_combine_weights_or_draw_random_numbers_are_refused(name: str) -> None:
-    with pytest.raises(ParameterError, match=r"cannot update shards of the weights: its \w+ .*or pass a Program"):
+    with pytest.raises(
+        ParameterError, match=r"cannot update shards of the weights: its \w+ .*or install with update='replicated'"
+    ):
         check_elementwise(MIXING[name], SHARDS, LAYERS)
 
 

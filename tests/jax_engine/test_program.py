@@ -98,7 +98,7 @@ def test_a_program_that_is_not_split_by_chip_is_refused(check_vma: bool) -> None
         "all_reduce": (mmj.all_reduce, program),
         "reduce_scatter": (lambda a, h: mmj.reduce_scatter(a, h.scatter)[0], pair),
         "shard_of": (lambda a, h: shard_of(a, h.scatter)[0], pair),
-        "all_gather": (lambda a, h: mmj.all_gather((a.reshape(-1, 1),), h.gather, like=a), pair),
+        "all_gather": (lambda a, h: mmj.all_gather((a.reshape(-1, 1),), h, like=a), pair),
     }
     for function, tables in uses.values():
         with pytest.raises(ParameterError, match=r"received 12 rows .* expected its own row only.*program\.spec"):

@@ -118,7 +118,7 @@ def test_a_sharded_update_finds_its_chunks() -> None:
 
     def through_shards(x: jax.Array, pair: mmj.Program) -> jax.Array:
         shards = mmj.reduce_scatter(x, pair.scatter)
-        return jnp.asarray(mmj.all_gather(shards, pair.gather, like=x))
+        return jnp.asarray(mmj.all_gather(shards, pair, like=x))
 
     mapped = jax.jit(
         jax.shard_map(

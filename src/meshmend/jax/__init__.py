@@ -25,7 +25,7 @@ from meshmend.jax.managed import Checks, Job, JobStep
 from meshmend.jax.measuring import measure
 from meshmend.jax.program import Program, install
 from meshmend.jax.tiles import tile
-from meshmend.jax.training import train_step
+from meshmend.jax.training import TrainStep, train_step
 from meshmend.jax.training_plan import plan
 
 __all__ = [
@@ -62,19 +62,20 @@ _MOVED = {
     "collectives": ("Shards", "shard_of"),
     "feed": ("Batch",),
     "fsdp": (
-        *("ShardedParams", "ShardedTrainStep", "gather_params", "init_sharded", "reshard_params", "scan_layers"),
+        *("ShardedParams", "gather_params", "init_sharded", "reshard_params", "scan_layers"),
         *("shard_params", "sharded_specs", "sharded_train_step", "unshard_params"),
     ),
     "layerwise": ("scale_by_trust_ratio",),
     "program": ("abstract_program",),
     "tiles": ("TiledFabric",),
     "training_plan": ("TrainingPlan",),
-    "updates": ("TrainStep",),
+    "training": ("TrainStep",),
 }
 
 _REPLACED = {
     "ProgramPair": ("Program", Program),
     "ProgramWithTurn": ("Program", Program),
+    "ShardedTrainStep": ("training.TrainStep", TrainStep),
     "install_pair": ("install(…, update='two-phase')", partial(install, update="two-phase")),
     "install_turn": ("install(…, update='fused')", partial(install, update="fused")),
 }

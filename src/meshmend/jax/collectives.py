@@ -145,11 +145,12 @@ def all_gather(
 ) -> Any:
     """Send every chip's shards to all chips and return them as a pytree with the shapes and dtypes of `like`.
 
-    `accumulate_dtype` must be what the shards were cut with. They travel in the widest dtype of the leaves of `like`,
-    not in `accumulate_dtype`: float32 master weights of a bfloat16 model are gathered as bfloat16. `unroll` is as in
-    `all_reduce`.
+    The program is that of the reduce-scatter, with two phases, or an all-gather by itself. `accumulate_dtype` must be
+    what the shards were cut with. They travel in the widest dtype of the leaves of `like`, not in `accumulate_dtype`:
+    float32 master weights of a bfloat16 model are gathered as bfloat16. `unroll` is as in `all_reduce`.
     """
-    _expect(program, Collective.ALL_GATHER, "install(schedule, fabric, update='two-phase').gather")
+    program = getattr(program, "gather", None) or program
+    _expect(program, Collective.ALL_GATHER, "install(schedule, fabric, update='two-phase')")
     leaves, structure = jax.tree.flatten(like)
     groups = groups_of(leaves, program.layout, accumulate_dtype)
     if len(shards) != len(groups):

@@ -25,7 +25,9 @@ from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
 from meshmend.jax.collectives import Group, all_reduce, groups_of
+from meshmend.jax.fabric import Fabric
 from meshmend.jax.program import Program
+from meshmend.jax.shardings import copies_in_tile
 
 Mask = Any
 """A pytree of bools like the parameters, or a function from the parameters to one; None is all True."""
@@ -85,6 +87,11 @@ class InsideTile:
         the order in which a tile's devices are added up, and so do all devices of a tile.
         """
         return lax.psum(tree, self.axes) if self.axes else tree
+
+
+def inside_tile(whole: Any, specs: Any, fabric: Fabric) -> InsideTile | None:
+    """Return how parameters with these specs lie inside a tile; None where a device has all of them."""
+    return InsideTile(whole, fabric.inner_axes, copies_in_tile(specs, fabric)) if fabric.inner_axes else None
 
 
 class ShardedLayers:

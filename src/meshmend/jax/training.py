@@ -14,38 +14,73 @@ The parts are plain functions of pytrees: jit them, donate to them, scan over th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from meshmend.errors import ParameterError
-from meshmend.jax.collectives import all_reduce, mean_dtype, shard_of, travel_dtype
+from meshmend.jax.collectives import (
+    all_gather,
+    all_reduce,
+    groups_of,
+    mean_dtype,
+    reduce_scatter,
+    shard_of,
+    travel_dtype,
+)
+from meshmend.jax.differentiate import count_of, rows_by_tile, sum_over_tiles
 from meshmend.jax.elementwise import check_elementwise, update_weights, with_steady_dtypes
 from meshmend.jax.fabric import Fabric
+from meshmend.jax.gradients import LossSums, PartLoss, Sums, divide_by_weight
+from meshmend.jax.layerwise import ShardedLayers, inside_tile
 from meshmend.jax.ordering import in_order
 from meshmend.jax.program import Program
-from meshmend.jax.tiled_training import tiled_train_step
-from meshmend.jax.tiles import TiledFabric
-from meshmend.jax.updates import TrainStep, abstract_shards, sharded_update
-from meshmend.jax.validation import (
-    check_batch,
-    check_data_parallel,
-    check_microbatches,
-    check_program,
-    check_weights,
-)
-from meshmend.jax.weighted import divide_by_weight, weighted_sums
+from meshmend.jax.shardings import match_specs, specs_of_state, stacked_specs
+from meshmend.jax.streaming import streamed_update
+from meshmend.jax.tiles import TILE_AXIS, TiledFabric
+from meshmend.jax.validation import check_batch, check_data_parallel, check_microbatches, check_program, weights_of
 
 LossFunction = Callable[[Any, Any], Any]
 """From parameters and a batch to a scalar (or, with `has_aux`, to a scalar and a pytree of arrays).
 
 With `per_example`, to one value for each example of the batch (and arrays whose first axis is the examples)."""
+Mean = Callable[[jax.Array], jax.Array]
+Specs = Any
+"""PartitionSpecs in a tree, or in a prefix of one."""
+WHOLE = PartitionSpec()
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """The two functions of a training loop, both to be jitted, and what they were made for. Made by `train_step`.
+
+    Unpack it (`init, step = mmj.train_step(…)`) where the functions are all you need. `StateLayout.of` and
+    `compile_train_step` take it whole: what they must know of it is said nowhere else.
+    """
+
+    init: Callable[[Any, Program], Any]
+    """From parameters and a program to the optimizer's state."""
+    step: Callable[..., tuple[Any, ...]]
+    """From parameters, state, a batch and a program to new parameters, state, loss (and aux).
+
+    Keywords: `weights` (with `per_example`) and `scale`, by which the optimizer's updates are multiplied."""
+    fabric: Fabric
+    accumulate_dtype: DTypeLike | None
+    specs: Callable[[Any, Program], tuple[Specs, Specs]] | None = None
+    """From parameters and a program to the PartitionSpecs of parameters and state inside tiles; None without tiles."""
+    is_fsdp: bool = False
+    """Whether parameters are sharded by owner."""
+
+    def __iter__(self) -> Iterator[Callable[..., Any]]:
+        return iter((self.init, self.step))
 
 
 def train_step(
@@ -98,173 +133,268 @@ def train_step(
     >>> float(value)
     1.0
     """
-    check_microbatches(microbatches)
-    optimizer = with_steady_dtypes(optimizer)
-    if isinstance(fabric, TiledFabric):
-        return tiled_train_step(
-            loss,
-            optimizer,
-            fabric,
-            shardings,
-            has_aux=has_aux,
-            microbatches=microbatches,
-            accumulate_dtype=accumulate_dtype,
-            per_example=per_example,
-        )
-    check_data_parallel(fabric, shardings)
-    replicated, by_device = PartitionSpec(), PartitionSpec(fabric.axes)
+    if not isinstance(fabric, TiledFabric):
+        check_data_parallel(fabric, shardings)
+    return _WholeParams(
+        loss, with_steady_dtypes(optimizer), fabric, has_aux, microbatches, accumulate_dtype, per_example, shardings
+    ).train_step()
 
-    def with_aux(params: Any, batch: Any) -> tuple[Any, Any]:
-        return loss(params, batch) if has_aux else (loss(params, batch), ())
 
-    def shard_mapped(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        # With check_vma JAX would itself sum the gradients of replicated weights.
-        return jax.shard_map(function, mesh=fabric.jax_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+class Before(NamedTuple):
+    """What a device updates."""
 
-    def state_specs(params: Any, program: Program) -> Any:
-        """Return how the optimizer's state is split: arrays by owner if the update is sharded, numbers not at all."""
-        check_program(program, fabric)
-        if not program.is_sharded:
-            return replicated
-        shards = abstract_shards(params, program, accumulate_dtype)
-        whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, accumulate_dtype)), params)
-        check_elementwise(optimizer, shards, whole, own=params, with_turn=program.update == "fused")
-        state = jax.eval_shape(optimizer.init, shards)
-        return jax.tree.map(lambda leaf: by_device if leaf.ndim else replicated, state)
+    whole: Any
+    """The parameters as they are outside of `jax.shard_map`, with the shapes that masks may look at."""
+    params: Any
+    own: Any
+    """What of the parameters this device updates."""
+    state: Any
+    value: jax.Array
+    scale: Any
 
-    def init(params: Any, program: Program) -> Any:
-        def local(params: Any, program: Program) -> Any:
-            if not program.is_sharded:
-                return optimizer.init(params)
-            return optimizer.init(shard_of(params, program, accumulate_dtype=accumulate_dtype))
 
+@dataclass(frozen=True, eq=False)
+class Training(ABC):
+    """A step: differentiate each part of the batch, then update the weights, in `jax.shard_map` over all devices.
+
+    A part is differentiated by one device, inside that `shard_map`. On a fabric of tiles a part is a tile's, and XLA
+    splits the work inside it: so it comes before, under `jax.vmap` over tiles.
+    """
+
+    loss: Callable[..., Any]
+    optimizer: optax.GradientTransformation
+    fabric: Fabric
+    has_aux: bool
+    microbatches: int
+    accumulate_dtype: DTypeLike | None
+    per_example: bool
+
+    @property
+    @abstractmethod
+    def is_fsdp(self) -> bool:
+        """Whether parameters are sharded by owner: gradients then come out of the loss as shards of their sums."""
+
+    @abstractmethod
+    def specs(self, params: Any, program: Program) -> tuple[Specs, Specs]:
+        """Return how parameters and the optimizer's state are split; refuse what cannot be updated so."""
+
+    @abstractmethod
+    def loss_of(self, program: Program) -> PartLoss:
+        """Return the loss as a function of parameters and examples."""
+
+    @abstractmethod
+    def cut(self, params: Any, program: Program) -> Any:
+        """Return what of the parameters this device updates."""
+
+    @abstractmethod
+    def update(self, before: Before, gradients: Any, mean: Mean, program: Program) -> tuple[Any, Any]:
+        """Return new parameters and state; `mean` makes the mean of complete sums, which gradients may not be yet."""
+
+    def train_step(self) -> TrainStep:
+        """Return the two functions."""
+        check_microbatches(self.microbatches)
+        specs = self.specs if self.tiles is not None and not self.is_fsdp else None
+        step = in_order(self.step, self.fabric)
+        return TrainStep(self.init, step, self.fabric, self.accumulate_dtype, specs, self.is_fsdp)
+
+    @property
+    def tiles(self) -> TiledFabric | None:
+        """The fabric, if it is one of tiles."""
+        return self.fabric if isinstance(self.fabric, TiledFabric) else None
+
+    def init(self, params: Any, program: Program) -> Any:
+        """Return the optimizer's state."""
         params = jax.tree.map(jnp.asarray, params)
-        specs = state_specs(params, program)
-        return shard_mapped(local, (replicated, program.spec), specs)(params, program)
+        of_params, of_state = self.specs(params, program)
+        if self.tiles is not None and not program.is_sharded:
+            return self._put(self.optimizer.init(params), of_state)
 
-    def cut_own(params: Any, batch: Any, program: Program) -> tuple[Any, Any]:
-        """Return this chip's shard of the parameters if the update is sharded, and the batch.
+        def local(params: Any, program: Program) -> Any:
+            return self.optimizer.init(self.cut(params, program))
 
-        To be cut, the parameters are packed. That is over, and its buffer free, before anything is made of the batch.
-        """
-        if not program.is_sharded:
-            return None, batch
-        own_params = shard_of(params, program, accumulate_dtype=accumulate_dtype)
-        found: tuple[Any, Any] = lax.optimization_barrier((own_params, batch))
-        return found
-
-    def mean_update(params: Any, state: Any, batch: Any, scale: Any, program: Program) -> tuple[Any, ...]:
-        own_params, batch = cut_own(params, batch, program)
-        extras, gradients = mean_gradients(with_aux, params, batch, microbatches, accumulate_dtype)
-        if not program.is_sharded:
-            gradients, extras = all_reduce((gradients, extras), program, mean=True, accumulate_dtype=accumulate_dtype)
-            params, state = update_weights(optimizer, params, state, gradients, scale, value=extras[0])
-        else:
-            extras = all_reduce(extras, program.for_scalars, mean=True, accumulate_dtype=accumulate_dtype)
-            n_devices = int(fabric.jax_mesh.size)
-            params, state = sharded_update(
-                optimizer,
-                params,
-                own_params,
-                state,
-                gradients,
-                lambda total: total / n_devices,
-                scale,
-                extras[0],
-                program,
-                accumulate_dtype,
-            )
-        return params, state, *extras
-
-    def true_mean_update(
-        params: Any, state: Any, batch: Any, weights: Any, scale: Any, program: Program
-    ) -> tuple[Any, ...]:
-        own_params, batch = cut_own(params, batch, program)
-        sums = weighted_sums(with_aux, params, batch, weights, microbatches, accumulate_dtype)
-        own = jax.eval_shape(with_aux, params, batch)
-
-        def means(extras: Any, weight: Any) -> Any:
-            return jax.tree.map(
-                lambda x, like: divide_by_weight(x, weight, empty=jnp.nan).astype(mean_dtype(like.dtype)), extras, own
-            )
-
-        if not program.is_sharded:
-            gradients, extras, weight = all_reduce(sums, program)
-            extras = means(extras, weight)
-            gradients = jax.tree.map(
-                lambda x, like: divide_by_weight(x, weight, empty=0.0).astype(like.dtype), gradients, params
-            )
-            params, state = update_weights(optimizer, params, state, gradients, scale, value=extras[0])
-        else:
-            extras, weight = all_reduce((sums.extras, sums.weight), program.for_scalars)
-            extras = means(extras, weight)
-            params, state = sharded_update(
-                optimizer,
-                params,
-                own_params,
-                state,
-                sums.gradients,
-                lambda total: divide_by_weight(total, weight, empty=0.0).astype(total.dtype),
-                scale,
-                extras[0],
-                program,
-                accumulate_dtype,
-            )
-        return params, state, *extras
+        return self._mapped(local, (of_params, program.spec), of_state)(params, program)
 
     def step(
-        params: Any, state: Any, batch: Any, program: Program, *, weights: Any = None, scale: Any = None
+        self, params: Any, state: Any, batch: Any, program: Program, *, weights: Any = None, scale: Any = None
     ) -> tuple[Any, ...]:
+        """Return new parameters, state, loss (and aux)."""
         params = jax.tree.map(jnp.asarray, params)
-        specs = state_specs(params, program)
-        check_batch(batch, fabric)
-        update: Callable[..., tuple[Any, ...]]
-        if per_example:
-            n_examples = jnp.shape(jax.tree.leaves(batch)[0])[0]
-            weights = jnp.ones(n_examples) if weights is None else jnp.asarray(weights)
-            check_weights(weights, batch)
-            update, inputs = true_mean_update, [batch, weights]
-        elif weights is None:
-            update, inputs = mean_update, [batch]
-        else:
-            raise ParameterError("This step does not take weights: make it with train_step(…, per_example=True).")
-        mapped = shard_mapped(
-            update,
-            (replicated, specs, *[by_device] * len(inputs), replicated, program.spec),
-            (replicated, specs, replicated, replicated),
+        of_params, of_state = self.specs(params, program)
+        # A part of weighted examples may be filled up, by a device alone.
+        pieces = 1 if self.per_example and self.tiles is None else self.microbatches
+        check_batch(
+            {"batch": batch}, self.fabric, pieces, instead="Repeat it for each example, or make it a parameter."
         )
-        params, state, value, aux = mapped(params, state, *inputs, scale, program)
-        return params, state, value, *([aux] if has_aux else [])
+        maker = "sharded_train_step" if self.is_fsdp else "train_step"
+        weights = weights_of(weights, batch, maker, per_example=self.per_example)
+        given, of_given = (batch, weights), PartitionSpec(self.fabric.batch_axes)
+        if self.tiles is not None:
+            given, of_given = self._sums_by_tile(self.tiles, params, of_params, given, program)
+        if self.tiles is not None and not program.is_sharded:
+            found = self._update_outside(self.tiles, params, state, given, scale, program)
+        else:
+            found = self._mapped(
+                partial(self._local, params),
+                (of_params, of_state, of_given, WHOLE, program.spec),
+                (of_params, of_state, WHOLE, WHOLE),
+            )(params, state, given, scale, program)
+        return found if self.has_aux else found[:3]
 
-    return TrainStep(init, in_order(step, fabric), fabric, accumulate_dtype)
+    def _sums(self, params: Any, batch: Any, weights: Any, program: Program) -> tuple[Sums, Any]:
+        """Differentiate one part of the batch."""
+        part = LossSums(
+            self.has_aux,
+            self.microbatches,
+            self.accumulate_dtype,
+            is_split_inside=self.tiles is not None,
+            over_devices=self.is_fsdp,
+        )
+        return part.of(self.loss_of(program), params, batch, weights)
+
+    def _sums_by_tile(
+        self, tiles: TiledFabric, params: Any, of_params: Specs, given: tuple[Any, Any], program: Program
+    ) -> tuple[Sums, Specs]:
+        """Let each tile differentiate its part of the batch; return the sums, one row per tile, and their specs."""
+        # The shards of the gradients are the same for all tiles, or rather for none: they are split over all devices.
+        rows: Any = Sums(None if self.is_fsdp else 0, 0, 0)  # type: ignore[arg-type]
+        by_vmap = jax.vmap(
+            lambda *given: self._sums(*given)[0],
+            in_axes=(None, 0, 0, None),
+            out_axes=rows,
+            spmd_axis_name=TILE_AXIS,
+        )
+        by_tile: Any = PartitionSpec(TILE_AXIS)
+        of_gradients = of_params if self.is_fsdp else stacked_specs(of_params)
+        return by_vmap(params, *rows_by_tile(given, tiles), program), Sums(of_gradients, by_tile, by_tile)
+
+    def _local(
+        self, whole: Any, params: Any, state: Any, given: Any, scale: Any, program: Program
+    ) -> tuple[Any, Any, Any, Any]:
+        """Return new parameters, state, loss and aux of one device, inside `jax.shard_map`."""
+        own = self.cut(params, program)
+        if own is not params:
+            # To be cut, parameters are packed. That is over, and its buffer free, before anything is made of the batch.
+            own, given = lax.optimization_barrier((own, given))
+        if self.tiles is None:
+            sums, dtypes = self._sums(params, *given, program)
+        else:
+            gradients = given.gradients if self.is_fsdp else _first(given.gradients)
+            sums, dtypes = Sums(gradients, *_first((given.extras, given.weight))), None
+        if program.is_sharded:
+            extras, weight = all_reduce((sums.extras, sums.weight), program.for_scalars)
+            sums = Sums(sums.gradients, extras, weight)
+        else:
+            sums = all_reduce(sums, program)
+        value, aux = self._means(sums, dtypes)
+        before = Before(whole, params, own, state, value, scale)
+        return *self.update(before, sums.gradients, self._mean(sums), program), value, aux
+
+    def _update_outside(
+        self, tiles: TiledFabric, params: Any, state: Any, sums: Sums, scale: Any, program: Program
+    ) -> tuple[Any, Any, Any, Any]:
+        """Return the same for whole arrays that XLA splits inside tiles, as any optimizer may look at them."""
+        of_params, of_state = self.specs(params, program)
+        sums = sum_over_tiles(sums, of_params, program, tiles)
+        value, aux = self._means(sums, None)
+        before = Before(params, params, params, state, value, scale)
+        params, state = self.update(before, sums.gradients, self._mean(sums), program)
+        return self._put(params, of_params), self._put(state, of_state), value, aux
+
+    def _mean(self, sums: Sums) -> Mean:
+        count = count_of(sums.weight, self.fabric, self.microbatches)
+        return lambda total: divide_by_weight(total, count, empty=0.0).astype(total.dtype)
+
+    def _means(self, sums: Sums, dtypes: Any) -> tuple[Any, Any]:
+        """Return the mean loss and aux, in the dtypes of their sums, or in the means' own where they are known."""
+        count = count_of(sums.weight, self.fabric, self.microbatches)
+        means = jax.tree.map(lambda x: divide_by_weight(x, count, empty=jnp.nan), sums.extras)
+        if dtypes is not None:
+            means = jax.tree.map(lambda x, like: x.astype(mean_dtype(like.dtype)), means, dtypes)
+        value, aux = means
+        return value, aux
+
+    def _mapped(self, function: Callable[..., Any], in_specs: Specs, out_specs: Specs) -> Callable[..., Any]:
+        # With check_vma JAX would itself sum the gradients of replicated weights.
+        mesh = self.fabric.jax_mesh
+        return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def _put(self, tree: Any, specs: Specs) -> Any:
+        def constrain(leaf: Any, spec: PartitionSpec) -> Any:
+            return lax.with_sharding_constraint(leaf, NamedSharding(self.fabric.jax_mesh, spec))
+
+        return jax.tree.map(constrain, tree, specs)
 
 
-def mean_gradients(
-    with_aux: LossFunction, params: Any, batch: Any, microbatches: int, accumulate_dtype: DTypeLike | None
-) -> tuple[Any, Any]:
-    """Return the mean loss with its aux, and the mean gradients, over this device's microbatches."""
-    differentiate = jax.value_and_grad(with_aux, has_aux=True)
-    if microbatches == 1:
-        return differentiate(params, batch)
-    for leaf in jax.tree.leaves(batch):
-        if leaf.shape[0] % microbatches:
-            raise ParameterError(
-                f"A device's part of the batch has {leaf.shape[0]} examples, which do not divide into {microbatches} "
-                "microbatches."
+@dataclass(frozen=True, eq=False)
+class _WholeParams(Training):
+    """A step for parameters that are whole on every chip, or on every tile, where they are split inside it."""
+
+    shardings: Any
+
+    @property
+    def is_fsdp(self) -> bool:
+        return False
+
+    def specs(self, params: Any, program: Program) -> tuple[Specs, Specs]:
+        check_program(program, self.fabric)
+        inside = match_specs((self.shardings,), (params,), self.fabric)[0]
+        if not program.is_sharded:
+            if self.tiles is None:
+                return inside, WHOLE
+            return inside, specs_of_state(jax.eval_shape(self.optimizer.init, params), params, inside)
+
+        def local(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+            shape = NamedSharding(self.fabric.jax_mesh, spec).shard_shape(tuple(leaf.shape))
+            return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+        groups = groups_of(jax.tree.leaves(jax.tree.map(local, params, inside)), program.layout, self.accumulate_dtype)
+        own = tuple(jax.ShapeDtypeStruct((program.owned.shape[-1], one.chunk), one.dtype) for one in groups)
+        wide = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, self.accumulate_dtype)), params
+        )
+        check_elementwise(self.optimizer, own, wide, own=params, with_turn=program.update == "fused")
+        by_device = PartitionSpec(self.fabric.axes)
+        state = jax.eval_shape(self.optimizer.init, own)
+        return inside, jax.tree.map(lambda leaf: by_device if leaf.ndim else WHOLE, state)
+
+    def loss_of(self, program: Program) -> PartLoss:
+        del program
+        return lambda params, batch, _: self.loss(params, batch)
+
+    def cut(self, params: Any, program: Program) -> Any:
+        return shard_of(params, program, accumulate_dtype=self.accumulate_dtype) if program.is_sharded else params
+
+    def update(self, before: Before, gradients: Any, mean: Mean, program: Program) -> tuple[Any, Any]:
+        if not program.is_sharded:
+            gradients = jax.tree.map(lambda x, like: mean(x).astype(like.dtype), gradients, before.params)
+            return update_weights(
+                self.optimizer, before.params, before.state, gradients, before.scale, value=before.value
             )
-    pieces = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
+        inside = match_specs((self.shardings,), (before.whole,), self.fabric)[0]
+        tile = inside_tile(before.whole, inside, self.fabric)
+        sums = self.accumulate_dtype
+        if program.update == "fused":
+            means = partial(jax.tree.map, mean)
+            return streamed_update(
+                self.optimizer,
+                before.params,
+                before.own,
+                before.state,
+                gradients,
+                means,
+                before.scale,
+                before.value,
+                program,
+                sums,
+                tile,
+            )
+        own_gradients = jax.tree.map(mean, reduce_scatter(gradients, program, accumulate_dtype=sums))
+        layers = ShardedLayers(before.params, program, sums, tile)
+        own, state = update_weights(
+            self.optimizer, before.own, before.state, own_gradients, before.scale, value=before.value, layers=layers
+        )
+        return all_gather(own, program, like=before.params, accumulate_dtype=sums), state
 
-    def sum_dtype(own: Any) -> Any:
-        return travel_dtype(mean_dtype(own), accumulate_dtype)
 
-    def widened(tree: Any) -> Any:
-        return jax.tree.map(lambda x: jnp.asarray(x).astype(sum_dtype(jnp.asarray(x).dtype)), tree)
-
-    def add(total: Any, piece: Any) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, widened(differentiate(params, piece))), None
-
-    shapes = jax.eval_shape(differentiate, params, jax.tree.map(lambda x: x[0], pieces))
-    start = jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x.dtype)), shapes)
-    total, _ = lax.scan(add, start, pieces)
-    value, gradients = jax.tree.map(lambda x, like: (x / microbatches).astype(mean_dtype(like.dtype)), total, shapes)
-    return value, gradients
+def _first(rows: Any) -> Any:
+    return jax.tree.map(lambda x: x[0], rows)

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypedDict
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from meshmend.cost import Hardware, between_tiles, find_hardware
@@ -26,7 +26,7 @@ from meshmend.jax.collectives import travel_dtype
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.fsdp.params import ShardedParams, is_sharded
 from meshmend.jax.program import Program, Update, abstract_program, install
-from meshmend.jax.shardings import match_specs
+from meshmend.jax.shardings import is_spec, match_specs
 from meshmend.jax.tiles import TiledFabric
 from meshmend.planning import PlanCache, Planner, StepPlan, Workload, plan_step
 from meshmend.schedule import Collective, Schedule
@@ -161,7 +161,7 @@ def workload_of(
     leaves = jax.tree.leaves(params)
     shapes = [tuple(np.shape(leaf)) for leaf in leaves]
     if isinstance(fabric, TiledFabric):
-        specs = jax.tree.leaves(match_specs((shardings,), (params,), fabric)[0], is_leaf=_is_spec)
+        specs = jax.tree.leaves(match_specs((shardings,), (params,), fabric)[0], is_leaf=is_spec)
         shapes = [
             NamedSharding(fabric.jax_mesh, spec).shard_shape(shape) for spec, shape in zip(specs, shapes, strict=True)
         ]
@@ -175,10 +175,6 @@ def workload_of(
     total = sum(by_dtype.values()) if is_fused else max(by_dtype.values(), default=0)
     collective = Collective.ALL_REDUCE_WITH_TURN if is_fused else Collective.ALL_REDUCE
     return Workload(total / cores, collective).rounded()
-
-
-def _is_spec(value: Any) -> bool:
-    return isinstance(value, PartitionSpec)
 
 
 def _layer_bytes(params: Any, fabric: Fabric, accumulate_dtype: DTypeLike | None) -> float:

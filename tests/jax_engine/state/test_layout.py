@@ -25,7 +25,7 @@ import meshmend.jax as mmj
 from meshmend.errors import ParameterError, RestartError
 from meshmend.jax.state.layout import StateLayout, _device_number, place, vectors_from_leaves
 from meshmend.jax.state.outline import Outline, ShardedArray, dtype_named
-from meshmend.jax.updates import TrainStep
+from meshmend.jax.training import TrainStep
 from meshmend.schedule.split import reduce_scatter_of
 
 Place = tuple[int, int]

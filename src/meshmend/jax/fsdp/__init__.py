@@ -14,11 +14,10 @@ from meshmend.jax.fsdp.params import (
     sharded_specs,
     unshard_params,
 )
-from meshmend.jax.fsdp.training import ShardedTrainStep, sharded_train_step
+from meshmend.jax.fsdp.training import sharded_train_step
 
 __all__ = [
     "ShardedParams",
-    "ShardedTrainStep",
     "gather_params",
     "init_sharded",
     "reshard_params",

@@ -36,7 +36,7 @@ from meshmend.errors import ParameterError
 from meshmend.jax.collectives import Shards, all_gather, reduce_scatter, shard_of, travel_dtype
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.program import Program
-from meshmend.jax.shardings import match_specs
+from meshmend.jax.shardings import is_spec, match_specs, stacked_specs
 from meshmend.jax.tiles import TILE_AXIS, TiledFabric
 from meshmend.jax.validation import check_data_parallel, check_program
 
@@ -122,11 +122,7 @@ class ShardedParams:
 
         def local(shards: Shards, program: Program) -> Any:
             return all_gather(
-                shards,
-                check_pair(program),
-                like=outline.own_like,
-                accumulate_dtype=outline.accumulate_dtype,
-                unroll=unroll,
+                shards, program, like=outline.own_like, accumulate_dtype=outline.accumulate_dtype, unroll=unroll
             )
 
         if outline.inside is None:
@@ -164,15 +160,10 @@ class ShardedParams:
         if outline.inside is None:
             return local(tree, program)
         mesh = outline.inside.jax_mesh
-        stacked = jax.tree.map(
-            lambda spec: PartitionSpec(TILE_AXIS, *spec),
-            outline.specs_inside,
-            is_leaf=lambda x: isinstance(x, PartitionSpec),
-        )
         sum_rows: Callable[..., Shards] = jax.shard_map(
             lambda tree, program: local(jax.tree.map(lambda x: x[0], tree), program),
             mesh=mesh,
-            in_specs=(stacked, program.spec),
+            in_specs=(stacked_specs(outline.specs_inside), program.spec),
             out_specs=PartitionSpec(mesh.axis_names),
             check_vma=False,
         )
@@ -261,16 +252,14 @@ def spec_of(outline: ShardedOutline, fabric: Fabric) -> PartitionSpec:
     return PartitionSpec(fabric.axes) if outline.n_layers is None else PartitionSpec(None, fabric.axes)
 
 
-def check_pair(program: object) -> Program:
-    """Return the all-gather of a program with two phases; refuse any other."""
-    gather = program.gather if isinstance(program, Program) else None
-    if gather is None:
+def check_pair(program: object) -> None:
+    """Refuse what is no program of two phases."""
+    if not isinstance(program, Program) or program.gather is None:
         got = f"update={program.update!r}" if isinstance(program, Program) else f"a {type(program).__name__}"
         raise ParameterError(
             f"Parameters are sharded by a program with update='two-phase', got {got}: make one with "
             "mmj.install(schedule, fabric, update='two-phase')."
         )
-    return gather
 
 
 def name_cut(program: Program) -> str:
@@ -439,8 +428,7 @@ def _inside(shardings: Any, like: Any, fabric: Fabric) -> InsideTiles | None:
         check_data_parallel(fabric, shardings)
         return None
     specs = match_specs((shardings,), (like,), fabric)[0]
-    is_spec = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    return InsideTiles(fabric.jax_mesh, tuple(is_spec))
+    return InsideTiles(fabric.jax_mesh, tuple(jax.tree.leaves(specs, is_leaf=is_spec)))
 
 
 def unshard_params(tree: Any, fabric: Fabric, program: Program) -> Any:
@@ -470,7 +458,7 @@ def joined(params: ShardedParams, fabric: Fabric, program: Program) -> Callable[
         lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, outline.accumulate_dtype)), outline.own_like
     )
     return _shard_mapped(
-        lambda one, program: all_gather(one, check_pair(program), like=like),
+        lambda one, program: all_gather(one, program, like=like),
         fabric,
         (PartitionSpec(fabric.axes), program.spec),
         outline.specs_inside,

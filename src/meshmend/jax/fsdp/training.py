@@ -7,50 +7,29 @@ of all gradients are sums over chips: `mmj.lamb`, `mmj.lars` and `mmj.clip_by_gl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
 from meshmend.jax.collectives import all_reduce, travel_dtype
-from meshmend.jax.differentiate import rows_by_tile
 from meshmend.jax.elementwise import check_elementwise, update_weights, with_steady_dtypes
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.fsdp.params import ShardedOutline, ShardedParams, is_sharded, sharded_specs
-from meshmend.jax.layerwise import InsideTile, Mask, ShardedLayers, chosen_elements, squares_of
-from meshmend.jax.ordering import in_order
+from meshmend.jax.gradients import PartLoss
+from meshmend.jax.layerwise import Mask, ShardedLayers, chosen_elements, inside_tile, squares_of
 from meshmend.jax.program import Program
-from meshmend.jax.shardings import copies_in_tile
-from meshmend.jax.tiles import TILE_AXIS, TiledFabric
-from meshmend.jax.training import mean_gradients
-from meshmend.jax.validation import check_batch, check_microbatches, check_program, check_tile_batch, check_weights
-from meshmend.jax.weighted import divide_by_weight, weighted_sums
+from meshmend.jax.training import Before, Mean, Training, TrainStep
+from meshmend.jax.validation import check_program
 
 ShardedLoss = Callable[[Any, Any, Program], Any]
 """From sharded parameters, a device's part of the batch and the programs to a scalar (or, with `has_aux`, that and a
 pytree of arrays)."""
-
-
-@dataclass(frozen=True)
-class ShardedTrainStep:
-    """The two functions of a training loop with sharded parameters, both to be jitted. Made by `sharded_train_step`."""
-
-    init: Callable[[Any, Program], Any]
-    """From parameters and programs to the optimizer's state, sharded as the parameters are."""
-    step: Callable[..., tuple[Any, ...]]
-    """From parameters, state, a batch and programs to new parameters, state, loss (and aux).
-
-    Keywords: `weights` (with `per_example`) and `scale`, by which the optimizer's updates are multiplied."""
-    fabric: Fabric
-
-    def __iter__(self) -> Iterator[Callable[..., Any]]:
-        return iter((self.init, self.step))
 
 
 def sharded_train_step(
@@ -62,7 +41,7 @@ def sharded_train_step(
     microbatches: int = 1,
     accumulate_dtype: DTypeLike | None = jnp.float32,
     per_example: bool = False,
-) -> ShardedTrainStep:
+) -> TrainStep:
     """Return `init(params, pair)` and `step(params, state, batch, pair)` for parameters that are sharded by owner.
 
     `loss(params, batch, pair)` is the mean over its part of the batch, as in `train_step`; it runs inside
@@ -91,15 +70,24 @@ def sharded_train_step(
     >>> float(value), params
     (1.0, ShardedParams(3 parameters in shards of float32))
     """
-    check_microbatches(microbatches)
-    optimizer = with_steady_dtypes(optimizer)
-    whole, by_device = PartitionSpec(), PartitionSpec(fabric.axes)
+    return _ShardedParams(
+        loss, with_steady_dtypes(optimizer), fabric, has_aux, microbatches, accumulate_dtype, per_example
+    ).train_step()
 
-    def state_specs(params: Any, program: Program) -> Any:
-        """Return how the optimizer's state is split: what is like the parameters as they are, numbers not at all."""
+
+@dataclass(frozen=True, eq=False)
+class _ShardedParams(Training):
+    """A step for parameters of which each chip has its own chunks, and of which the loss gathers what it needs."""
+
+    @property
+    def is_fsdp(self) -> bool:
+        return True
+
+    def specs(self, params: Any, program: Program) -> tuple[Any, Any]:
+        """Return how what is like the parameters is split, as they are; numbers not at all."""
         _check_params(params, program)
-        check_program(program, fabric)
-        n_devices = int(fabric.jax_mesh.size)
+        check_program(program, self.fabric)
+        n_devices = int(self.fabric.jax_mesh.size)
 
         def own(one: ShardedParams) -> ShardedParams:
             shards: Any = [
@@ -115,95 +103,25 @@ def sharded_train_step(
         shards, layer_shapes, as_given = (
             jax.tree.map(f, params, is_leaf=is_sharded) for f in (own, layers, lambda one: one.outline.like)
         )
-        check_elementwise(optimizer, shards, layer_shapes, own=as_given)
-        state = jax.eval_shape(optimizer.init, shards)
+        check_elementwise(self.optimizer, shards, layer_shapes, own=as_given)
+        state = jax.eval_shape(self.optimizer.init, shards)
         _check_state(state)
-        return sharded_specs(state, fabric)
+        return sharded_specs(params, self.fabric), sharded_specs(state, self.fabric)
 
-    def shard_mapped(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        return jax.shard_map(function, mesh=fabric.jax_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    def loss_of(self, program: Program) -> PartLoss:
+        only_sums = replace(program, only_sums=True)
+        return lambda params, batch, _: self.loss(params, batch, only_sums)
 
-    def init(params: Any, program: Program) -> Any:
-        specs = state_specs(params, program)
-        return shard_mapped(optimizer.init, (sharded_specs(params, fabric),), specs)(params)
+    def cut(self, params: Any, program: Program) -> Any:
+        del program
+        return params
 
-    def differentiate(params: Any, batch: Any, weights: Any, program: Program) -> tuple[Any, Any, Any]:
-        """Return the shards of everybody's gradients, and of this device's part of the batch loss, aux and weight.
-
-        All are means, and there is no weight; or, with `per_example`, all are sums.
-        """
-        pair = replace(program, only_sums=per_example)
-
-        def with_aux(params: Any, batch: Any) -> tuple[Any, Any]:
-            found = loss(params, batch, pair)
-            return found if has_aux else (found, ())
-
-        if per_example:
-            sums = weighted_sums(with_aux, params, batch, weights, microbatches, accumulate_dtype, over_devices=True)
-            return sums.gradients, sums.extras, sums.weight
-        extras, gradients = mean_gradients(with_aux, params, batch, microbatches, accumulate_dtype)
-        return gradients, extras, None
-
-    def update(
-        params: Any, state: Any, gradients: Any, own: tuple[Any, Any], scale: Any, program: Program
-    ) -> tuple[Any, ...]:
-        extras, weight = own
-        if per_example:
-            (value, aux), weight = all_reduce((extras, weight), program.for_scalars)
-            value, aux = jax.tree.map(lambda x: divide_by_weight(x, weight, empty=jnp.nan), (value, aux))
-            gradients = jax.tree.map(lambda x: divide_by_weight(x, weight, empty=0.0).astype(x.dtype), gradients)
-        else:
-            value, aux = all_reduce(extras, program.for_scalars, mean=True, accumulate_dtype=accumulate_dtype)
-        layers = LayersOfTrees(params, program, fabric)
-        params, state = update_weights(optimizer, params, state, gradients, scale, value=value, layers=layers)
-        return params, state, value, aux
-
-    def on_chips(params: Any, state: Any, batch: Any, weights: Any, scale: Any, program: Program) -> tuple[Any, ...]:
-        def local(params: Any, state: Any, batch: Any, weights: Any, scale: Any, program: Program) -> tuple[Any, ...]:
-            gradients, extras, weight = differentiate(params, batch, weights, program)
-            return update(params, state, gradients, (extras, weight), scale, program)
-
-        check_batch(batch, fabric)
-        specs = sharded_specs(params, fabric), state_specs(params, program)
-        mapped = shard_mapped(local, (*specs, by_device, by_device, whole, program.spec), (*specs, whole, whole))
-        found: tuple[Any, ...] = mapped(params, state, batch, weights, scale, program)
-        return found
-
-    def on_tiles(
-        params: Any, state: Any, batch: Any, weights: Any, scale: Any, program: Program, fabric: TiledFabric
-    ) -> tuple[Any, ...]:
-        def local(params: Any, state: Any, gradients: Any, own: Any, *others: Any) -> tuple[Any, ...]:
-            return update(params, state, gradients, jax.tree.map(lambda x: x[0], own), *others)
-
-        check_tile_batch({2: batch}, fabric, microbatches)
-        by_tile = PartitionSpec(TILE_AXIS)
-        specs = sharded_specs(params, fabric), state_specs(params, program)
-        # The shards of the gradients are the same for all tiles, or rather for none: they are split over all devices.
-        by_vmap = jax.vmap(differentiate, in_axes=(None, 0, 0, None), out_axes=(None, 0, 0), spmd_axis_name=TILE_AXIS)
-        rows, row_weights = rows_by_tile((batch, weights), fabric)
-        gradients, extras, weight = by_vmap(params, rows, row_weights, program)
-        mapped = shard_mapped(local, (*specs, specs[0], by_tile, whole, program.spec), (*specs, whole, whole))
-        found: tuple[Any, ...] = mapped(params, state, gradients, (extras, weight), scale, program)
-        return found
-
-    def step(
-        params: Any, state: Any, batch: Any, program: Program, *, weights: Any = None, scale: Any = None
-    ) -> tuple[Any, ...]:
-        if per_example:
-            n_examples = jnp.shape(jax.tree.leaves(batch)[0])[0]
-            weights = jnp.ones(n_examples) if weights is None else jnp.asarray(weights)
-            check_weights(weights, batch)
-        elif weights is not None:
-            raise ParameterError(
-                "This step does not take weights: make it with sharded_train_step(…, per_example=True)."
-            )
-        if isinstance(fabric, TiledFabric):
-            params, state, value, aux = on_tiles(params, state, batch, weights, scale, program, fabric)
-        else:
-            params, state, value, aux = on_chips(params, state, batch, weights, scale, program)
-        return (params, state, value, aux) if has_aux else (params, state, value)
-
-    return ShardedTrainStep(init, in_order(step, fabric), fabric)
+    def update(self, before: Before, gradients: Any, mean: Mean, program: Program) -> tuple[Any, Any]:
+        means = jax.tree.map(lambda x, like: mean(x).astype(like.dtype), gradients, before.params)
+        layers = LayersOfTrees(before.params, program, self.fabric)
+        return update_weights(
+            self.optimizer, before.params, before.state, means, before.scale, value=before.value, layers=layers
+        )
 
 
 class LayersOfTrees:
@@ -216,9 +134,7 @@ class LayersOfTrees:
         self.layers = [self._layers_of(one.outline, fabric) for one in self.trees]
 
     def _layers_of(self, outline: ShardedOutline, fabric: Fabric) -> ShardedLayers:
-        tile = None
-        if isinstance(fabric, TiledFabric):
-            tile = InsideTile(outline.like, fabric.inner_axes, copies_in_tile(outline.specs_inside, fabric))
+        tile = inside_tile(outline.like, outline.specs_inside, fabric)
         return ShardedLayers(outline.own_like, self.program, outline.accumulate_dtype, tile)
 
     def norms(self, *trees: Any) -> list[Any]:

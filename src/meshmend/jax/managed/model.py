@@ -21,15 +21,13 @@ from meshmend.jax.elementwise import check_elementwise
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.fsdp.params import ShardedParams, is_sharded, joined
 from meshmend.jax.fsdp.training import sharded_train_step
+from meshmend.jax.gradients import LossSums, Sums
 from meshmend.jax.managed.data import RandomKey
 from meshmend.jax.managed.model_state import ModelState
 from meshmend.jax.program import Program
 from meshmend.jax.state import fetch, place
-from meshmend.jax.state.splits import AnyTrainStep
-from meshmend.jax.training import train_step
+from meshmend.jax.training import TrainStep, train_step
 from meshmend.jax.training_plan import any_pair
-from meshmend.jax.updates import TrainStep
-from meshmend.jax.weighted import Sums, weighted_sums
 
 Update = Literal["auto", "replicated", "sharded", "fsdp"]
 SHARDED_FROM_BYTES = 1 << 28
@@ -65,7 +63,7 @@ class Model:
         """Whether parameters are sharded: then they are made for a fabric and its programs."""
         return callable(self.params)
 
-    def training(self, fabric: Fabric) -> AnyTrainStep:
+    def training(self, fabric: Fabric) -> TrainStep:
         """Return the train step, whose state is the optimizer's, and the model's beside it if there is one."""
         if self.is_fsdp:
             return sharded_train_step(
@@ -123,11 +121,12 @@ class Model:
         data = part.data if self.rng is None else (part.data, part.places)
         given = () if self.model_state is None else (model_state,)
 
-        def loss(params: Any, data: Any) -> tuple[Any, Any]:
-            found = self._call(params, data, *given)
-            return found if self.has_aux or given else (found, ())
+        def loss(params: Any, data: Any, _: Any) -> Any:
+            return self._call(params, data, *given)
 
-        return weighted_sums(loss, params, data, part.weights, -(-self.microbatches // 2), self.accumulate_dtype)
+        has_aux = self.has_aux or bool(given)
+        sums = LossSums(has_aux, -(-self.microbatches // 2), self.accumulate_dtype)
+        return sums.of(loss, params, data, part.weights)[0]
 
     def check_recomputable(self) -> None:
         """Raise `ParameterError` if no single chip could compute a gradient of this model."""

@@ -24,8 +24,9 @@ from meshmend.jax.program import Program
 from meshmend.jax.shardings import match_specs
 from meshmend.jax.state.identity import Identity
 from meshmend.jax.state.outline import Outline, Vectors
-from meshmend.jax.state.splits import AnyTrainStep, splits_of
+from meshmend.jax.state.splits import splits_of
 from meshmend.jax.tiles import TiledFabric
+from meshmend.jax.training import TrainStep
 from meshmend.jax.validation import check_program
 
 Boxes = list[list[list[int]]]
@@ -52,7 +53,7 @@ class StateLayout:
     identity: Identity = field(repr=False)
 
     @classmethod
-    def of(cls, training: AnyTrainStep, program: Program, params: Any) -> StateLayout:
+    def of(cls, training: TrainStep, program: Program, params: Any) -> StateLayout:
         """Describe the state that `training.init` makes; its optimizer's part is sharded by owner if the update is.
 
         That is the same for a fused update and one of two phases of one plan. With `sharded_train_step` everything

@@ -18,13 +18,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshmend.errors import RestartError
 from meshmend.jax.collectives import groups_of
 from meshmend.jax.fsdp.params import ShardedParams, is_sharded, spec_of
-from meshmend.jax.fsdp.training import ShardedTrainStep
 from meshmend.jax.program import Program
 from meshmend.jax.state.outline import ShardedArray
-from meshmend.jax.updates import TrainStep
-
-AnyTrainStep = TrainStep | ShardedTrainStep
-"""Train steps whose state can be kept."""
+from meshmend.jax.training import TrainStep
 
 
 @dataclass(frozen=True)
@@ -36,9 +32,9 @@ class Split:
     """What it holds, if it is split by owner."""
 
 
-def splits_of(training: AnyTrainStep, program: Program, params: Any, state: Any) -> list[Split]:
+def splits_of(training: TrainStep, program: Program, params: Any, state: Any) -> list[Split]:
     """Return how each leaf of (params, state) is split; raise `RestartError` for what cannot be kept."""
-    if isinstance(training, ShardedTrainStep):
+    if training.is_fsdp:
         return _of_sharded_params(training, program, (params, state))
     return _of_update(training, program, params, state)
 
@@ -77,7 +73,7 @@ def _of_update(training: TrainStep, program: Program, params: Any, state: Any) -
     return found
 
 
-def _of_sharded_params(training: ShardedTrainStep, program: Program, tree: Any) -> list[Split]:
+def _of_sharded_params(training: TrainStep, program: Program, tree: Any) -> list[Split]:
     fabric, found = training.fabric, list[Split]()
     layout = program.layout
     n_rows = int(fabric.jax_mesh.size) * len(layout.shape.owned[0])
