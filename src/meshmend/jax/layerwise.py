@@ -24,7 +24,9 @@ from jax import lax
 from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
-from meshmend.jax.collectives import Group, all_reduce, groups_of
+from meshmend.errors import ParameterError
+from meshmend.jax.collectives import Group, Shards, all_reduce, groups_of
+from meshmend.jax.elementwise import NEEDS_NORMS
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.program import Program
 from meshmend.jax.shardings import copies_in_tile
@@ -94,60 +96,137 @@ def inside_tile(whole: Any, specs: Any, fabric: Fabric) -> InsideTile | None:
     return InsideTile(whole, fabric.inner_axes, copies_in_tile(specs, fabric)) if fabric.inner_axes else None
 
 
+@dataclass(frozen=True)
+class LayerPart:
+    """A tree of layers that is cut into shards together: which layer each element of this device's shards is of."""
+
+    n_layers: int
+    groups: Sequence[Group]
+    """Of layers, by their numbers in the tree; those without elements are in none."""
+    numbers: Sequence[jax.Array]
+    """For each group, the number in it of each element's layer; padding has the number after the last."""
+    tile: InsideTile | None = None
+    is_stack: bool = False
+    """Whether the shards are of a stack of such trees, each with norms of its own."""
+
+    @classmethod
+    def of_shards(
+        cls,
+        params: Any,
+        program: Program,
+        accumulate_dtype: DTypeLike | None,
+        tile: InsideTile | None = None,
+        *,
+        is_stack: bool = False,
+    ) -> LayerPart:
+        """Return the layers of `params`, as this device has them before they are cut by the program."""
+        leaves, owned = jax.tree.leaves(params), program.owned[0]
+        groups = groups_of(leaves, program.layout, accumulate_dtype)
+        # A chip that owns less than others has rows past the last chunk: they must not count as anybody's.
+        mine = (owned < program.layout.shape.total_chunks)[:, None]
+        numbers = [jnp.where(mine, layers_of_chunks(owned, one, leaves), len(one.members)) for one in groups]
+        return cls(len(leaves), groups, numbers, tile, is_stack)
+
+    def sums_of_squares(self, shards: Shards) -> list[jax.Array]:
+        """Return, for each group, each layer's sum of squares in this tile, and a zero for the padding."""
+        found = []
+        for shard, numbers, group in zip(shards, self.numbers, self.groups, strict=True):
+
+            def sums(squares: jax.Array, numbers: jax.Array = numbers, n_layers: int = len(group.members)) -> jax.Array:
+                return jax.ops.segment_sum(squares.ravel(), numbers.ravel(), n_layers + 1).at[-1].set(0)
+
+            squares = squares_of(shard)
+            own = jax.vmap(sums)(squares) if self.is_stack else sums(squares)
+            found.append(own if self.tile is None else own * self.tile.shares(group).astype(own.dtype))
+        return found if self.tile is None else self.tile.total(found)
+
+    def sum_of_squares(self, shards: Shards) -> jax.Array:
+        """Return this device's share of the sum of all squares, whatever layers they are of."""
+        total = jnp.zeros((), jnp.float32)
+        for shard, numbers, group in zip(shards, self.numbers, self.groups, strict=True):
+            squares = squares_of(shard)
+            if self.tile is not None:
+                squares = squares * jnp.asarray(self.tile.shares(group))[numbers]
+            total = total + jnp.sum(squares, where=numbers < len(group.members))
+        return total
+
+
 class ShardedLayers:
-    """The layers of a tree of parameters that is cut into shards; for use inside `jax.shard_map`."""
+    """The layers of parameters that are cut into shards; for use inside `jax.shard_map`.
+
+    `whole` are the parameters as masks see them. By default a tree of updates is the shards of one part; where it is
+    something else, `split` takes the parts' shards out of it, and `join` makes one of them.
+
+    Where they are streamed, this is one chunk of many that are updated one after the other, and norms are not known
+    yet: none counts as over its limit, and limits and squares are noted.
+    """
 
     def __init__(
-        self, params: Any, program: Program, accumulate_dtype: DTypeLike | None, tile: InsideTile | None = None
+        self,
+        parts: Sequence[LayerPart],
+        program: Program,
+        whole: Any,
+        *,
+        split: Callable[[Any], list[Shards]] = lambda tree: [tree],
+        join: Callable[[list[Shards]], Any] = lambda parts: parts[0],
+        is_streamed: bool = False,
     ) -> None:
-        self.params = params
+        self.parts = parts
         self.program = program
-        self.tile = tile
-        self.leaves = jax.tree.leaves(params)
-        self.groups = groups_of(self.leaves, program.layout, accumulate_dtype)
-        self.layer_of = [self._layer_of(group) for group in self.groups]
+        self.whole = whole
+        self.split = split
+        self.join = join
+        self.is_streamed = is_streamed
+        self.limits: list[Any] = []
+        self.squares: list[jax.Array] = []
 
     def norms(self, *trees: Any) -> list[Any]:
-        """Return the norms as arrays like the shards."""
-        squares = self._sums_of_squares(*trees)
+        """Return the norms as trees like the updates."""
+        if self.is_streamed:
+            raise ParameterError(NEEDS_NORMS)
         return [
-            tuple(jnp.sqrt(per_layer)[layer] for per_layer, layer in zip(tree, self.layer_of, strict=True))
-            for tree in squares
+            self.join(
+                [
+                    tuple(jnp.sqrt(x)[..., numbers] for x, numbers in zip(sums, part.numbers, strict=True))
+                    for sums, part in zip(tree, self.parts, strict=True)
+                ]
+            )
+            for tree in self._sums_of_squares(*trees)
         ]
 
     def global_norm(self, tree: Any, *, limit: Any = None) -> Any:
         """Return the norm over all layers."""
-        del limit
-        (squares,) = self._sums_of_squares(tree)
-        return jnp.sqrt(sum(jnp.sum(per_layer) for per_layer in squares))
+        if not self.is_streamed:
+            return jnp.sqrt(sum(jnp.sum(x) for x in jax.tree.leaves(self._sums_of_squares(tree))))
+        if limit is None:
+            raise ParameterError(NEEDS_NORMS)
+        self.limits.append(limit)
+        self.squares.append(
+            sum(
+                (part.sum_of_squares(shards) for part, shards in zip(self.parts, self.split(tree), strict=True)),
+                start=jnp.zeros((), jnp.float32),
+            )
+        )
+        return jnp.zeros(())
 
     def chosen(self, mask: Mask) -> Any:
-        """Return bools as arrays like the shards."""
-        return chosen_elements(mask, self.params, self.groups, self.layer_of, self.tile)
+        """Return bools as trees like the updates."""
+        chosen = jax.tree.leaves(jax.tree.map(lambda _, yes: yes, self.whole, _mask_of(mask, self.whole)))
+        found = []
+        for part in self.parts:
+            own, chosen = chosen[: part.n_layers], chosen[part.n_layers :]
+            by_group = (jnp.array([*(bool(own[i]) for i in group.members), False]) for group in part.groups)
+            found.append(tuple(yes[numbers] for yes, numbers in zip(by_group, part.numbers, strict=True)))
+        return self.join(found)
 
-    def _sums_of_squares(self, *trees: Any) -> Any:
-        """Return, for each tree and group, each layer's sum of squares over all chips, and a zero for the padding."""
+    def _sums_of_squares(self, *trees: Any) -> list[list[list[jax.Array]]]:
+        """Return, for each tree, part and group, the sums over all chips: one per layer, and a zero for the padding."""
         local = [
-            [
-                jax.ops.segment_sum(squares_of(shard).ravel(), layer.ravel(), len(group.members) + 1).at[-1].set(0)
-                for shard, layer, group in zip(tree, self.layer_of, self.groups, strict=True)
-            ]
+            [part.sums_of_squares(shards) for part, shards in zip(self.parts, self.split(tree), strict=True)]
             for tree in trees
         ]
-        if self.tile is not None:
-            shares = [self.tile.shares(group) for group in self.groups]
-            local = self.tile.total(
-                [[x * s.astype(x.dtype) for x, s in zip(tree, shares, strict=True)] for tree in local]
-            )
-        return all_reduce(local, self.program.for_scalars)
-
-    def _layer_of(self, group: Group) -> jax.Array:
-        """Return the number within the group of each element's layer; padding has the number after the last."""
-        owned = self.program.owned[0]
-        layer = layers_of_chunks(owned, group, self.leaves)
-        # A chip that owns less than others has rows past the last chunk: they must not count as anybody's.
-        mine = (owned < group.layout.shape.total_chunks)[:, None]
-        return jnp.where(mine, layer, len(group.members))
+        found: list[list[list[jax.Array]]] = all_reduce(local, self.program.for_scalars)
+        return found
 
 
 def squares_of(values: jax.Array) -> jax.Array:
@@ -157,16 +236,6 @@ def squares_of(values: jax.Array) -> jax.Array:
     """
     values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
     return jnp.real(values * jnp.conj(values))
-
-
-def chosen_elements(
-    mask: Mask, params: Any, groups: Sequence[Group], layer_of: Sequence[jax.Array], tile: InsideTile | None = None
-) -> Any:
-    """Return, for each group, whether the mask chooses the layers with these numbers."""
-    params = params if tile is None else tile.whole
-    chosen = jax.tree.leaves(jax.tree.map(lambda _, yes: yes, params, _mask_of(mask, params)))
-    by_layer = [jnp.array([*(bool(chosen[i]) for i in group.members), False]) for group in groups]
-    return tuple(yes[layer] for yes, layer in zip(by_layer, layer_of, strict=True))
 
 
 def layers_of_chunks(chunks: jax.Array, group: Group, leaves: Sequence[Any]) -> jax.Array:

@@ -30,8 +30,8 @@ from meshmend.jax.collectives import (
     join_in_chip,
     sum_in_chip,
 )
-from meshmend.jax.elementwise import NEEDS_NORMS, update_weights
-from meshmend.jax.layerwise import InsideTile, Mask, ShardedLayers, chosen_elements, layers_of_chunks, squares_of
+from meshmend.jax.elementwise import update_weights
+from meshmend.jax.layerwise import InsideTile, LayerPart, ShardedLayers, layers_of_chunks
 from meshmend.jax.loops import Chunks, run_with_turn
 from meshmend.jax.program import Program
 
@@ -58,9 +58,13 @@ def streamed_update(
     value: Any,
     program: Program,
     accumulate_dtype: DTypeLike | None,
-    tile: InsideTile | None = None,
+    whole: Any,
+    tile: InsideTile | None,
 ) -> tuple[Any, Any]:
-    """Return new parameters and state; `mean` makes the mean gradients of the sums of what all devices give."""
+    """Return new parameters and state.
+
+    `mean` makes the mean gradients of the sums of what all devices give. `whole` are the parameters as masks see them.
+    """
     layout, owned = program.layout, program.owned[0]
     leaves, like = jax.tree.leaves(gradients), jax.tree.leaves(params)
     groups = groups_of(leaves, layout, accumulate_dtype)
@@ -73,14 +77,18 @@ def streamed_update(
             optimizer, weights, split.join(split.numbers, arrays), mean(sums), scale, value=value, layers=layers
         )
 
+    def layers_of(chunk: jax.Array) -> ShardedLayers:
+        numbers = [layers_of_chunks(chunk[None], one, like).reshape(-1, one.chunk_shape[-1]) for one in groups]
+        return ShardedLayers([LayerPart(len(like), groups, numbers, tile)], program, whole, is_streamed=True)
+
     # One update of nothing: it has the new numbers (such as the count of steps), which no weight has influence on.
-    first = StreamedLayers(params, groups, jnp.zeros((), jnp.int32), tile)
+    first = layers_of(jnp.zeros((), jnp.int32))
     numbers, _ = split.parts(update(_zeros(rows), _zeros(before), _zeros(rows), first)[1])
     limits = first.limits
 
     def turn(sums: tuple[Chunks, ...], held: Streamed, chunk: jax.Array) -> tuple[tuple[Chunks, ...], Streamed]:
         row = jnp.sum(owned < chunk)
-        layers = StreamedLayers(params, groups, chunk, tile)
+        layers = layers_of(chunk)
         weights, after = update(
             tuple(_flat(lax.dynamic_slice_in_dim(x, row, 1)) for x in rows),
             tuple(_flat(lax.dynamic_slice_in_dim(x, row, 1)) for x in held.state),
@@ -109,7 +117,7 @@ def streamed_update(
 
         def again(_: Any, now: tuple[Any, Any]) -> tuple[Any, Any]:
             payload, _ = now
-            layers = ShardedLayers(params, program, accumulate_dtype, tile)
+            layers = ShardedLayers([LayerPart.of_shards(params, program, accumulate_dtype, tile)], program, whole)
             weights, after = update(own_params, split.arrays, tuple(map(_shards, held.sums)), layers)
             _, arrays = split.parts(after)
             new = _as_rows(weights, groups)
@@ -129,47 +137,6 @@ def streamed_update(
         for i, values in group.unpack(join_in_chip(chunks, layout), like):
             results[i] = values.astype(like[i].dtype)
     return jax.tree.unflatten(jax.tree.structure(params), results), split.join(numbers, map(_shards, arrays))
-
-
-class StreamedLayers:
-    """Stands in for `ShardedLayers` at the turn of one chunk: no norm is over its limit, and squares are noted."""
-
-    def __init__(self, params: Any, groups: Sequence[Group], chunk: jax.Array, tile: InsideTile | None = None) -> None:
-        self.params = params
-        self.groups = groups
-        self.chunk = chunk
-        self.tile = tile
-        self.limits: list[Any] = []
-        self.squares: list[jax.Array] = []
-
-    def norms(self, *trees: Any) -> list[Any]:
-        """Refuse: norms of layers are not known before the last turn."""
-        del trees
-        raise ParameterError(NEEDS_NORMS)
-
-    def global_norm(self, tree: Any, *, limit: Any = None) -> Any:
-        """Return 0, and note the sum of squares and the limit that it is to be compared with."""
-        if limit is None:
-            raise ParameterError(NEEDS_NORMS)
-        squares = []
-        for part, group, layer in zip(tree, self.groups, self._layer_of(), strict=True):
-            counts = (layer < len(group.members)).reshape(part.shape)
-            own = squares_of(part)
-            if self.tile is not None:
-                own = own * jnp.asarray(self.tile.shares(group))[layer].reshape(part.shape)
-            squares.append(jnp.sum(own, where=counts))
-        self.limits.append(limit)
-        self.squares.append(sum(squares, start=jnp.zeros((), jnp.float32)))
-        return jnp.zeros(())
-
-    def chosen(self, mask: Mask) -> Any:
-        """Return bools as arrays like the chunk."""
-        chosen = chosen_elements(mask, self.params, self.groups, self._layer_of(), self.tile)
-        return tuple(_flat(yes.reshape(1, *group.chunk_shape)) for yes, group in zip(chosen, self.groups, strict=True))
-
-    def _layer_of(self) -> list[jax.Array]:
-        leaves = jax.tree.leaves(self.params)
-        return [layers_of_chunks(self.chunk[None], group, leaves) for group in self.groups]
 
 
 class _SplitState:

@@ -40,7 +40,7 @@ from meshmend.jax.differentiate import count_of, rows_by_tile, sum_over_tiles
 from meshmend.jax.elementwise import check_elementwise, update_weights, with_steady_dtypes
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.gradients import LossSums, PartLoss, Sums, divide_by_weight
-from meshmend.jax.layerwise import ShardedLayers, inside_tile
+from meshmend.jax.layerwise import LayerPart, ShardedLayers, inside_tile
 from meshmend.jax.ordering import in_order
 from meshmend.jax.program import Program
 from meshmend.jax.shardings import match_specs, specs_of_state, stacked_specs
@@ -374,22 +374,22 @@ class _WholeParams(Training):
         tile = inside_tile(before.whole, inside, self.fabric)
         sums = self.accumulate_dtype
         if program.update == "fused":
-            means = partial(jax.tree.map, mean)
             return streamed_update(
                 self.optimizer,
                 before.params,
                 before.own,
                 before.state,
                 gradients,
-                means,
+                partial(jax.tree.map, mean),
                 before.scale,
                 before.value,
                 program,
                 sums,
+                before.whole,
                 tile,
             )
         own_gradients = jax.tree.map(mean, reduce_scatter(gradients, program, accumulate_dtype=sums))
-        layers = ShardedLayers(before.params, program, sums, tile)
+        layers = ShardedLayers([LayerPart.of_shards(before.params, program, sums, tile)], program, before.whole)
         own, state = update_weights(
             self.optimizer, before.own, before.state, own_gradients, before.scale, value=before.value, layers=layers
         )

@@ -17,12 +17,12 @@ import optax
 from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
-from meshmend.jax.collectives import all_reduce, travel_dtype
+from meshmend.jax.collectives import Shards, travel_dtype
 from meshmend.jax.elementwise import check_elementwise, update_weights, with_steady_dtypes
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.fsdp.params import ShardedOutline, ShardedParams, is_sharded, sharded_specs
+from meshmend.jax.fsdp.params import ShardedParams, is_sharded, sharded_specs
 from meshmend.jax.gradients import PartLoss
-from meshmend.jax.layerwise import Mask, ShardedLayers, chosen_elements, inside_tile, squares_of
+from meshmend.jax.layerwise import LayerPart, ShardedLayers, inside_tile
 from meshmend.jax.program import Program
 from meshmend.jax.training import Before, Mean, Training, TrainStep
 from meshmend.jax.validation import check_program
@@ -118,87 +118,35 @@ class _ShardedParams(Training):
 
     def update(self, before: Before, gradients: Any, mean: Mean, program: Program) -> tuple[Any, Any]:
         means = jax.tree.map(lambda x, like: mean(x).astype(like.dtype), gradients, before.params)
-        layers = LayersOfTrees(before.params, program, self.fabric)
+        layers = _layers_of(before.params, program, self.fabric)
         return update_weights(
             self.optimizer, before.params, before.state, means, before.scale, value=before.value, layers=layers
         )
 
 
-class LayersOfTrees:
-    """The layers of sharded parameters, for transformations that ask for norms or masks (`layerwise.Layers`)."""
-
-    def __init__(self, params: Any, program: Program, fabric: Fabric) -> None:
-        self.program = program
-        self.structure: Any
-        self.trees, self.structure = jax.tree.flatten(params, is_leaf=is_sharded)
-        self.layers = [self._layers_of(one.outline, fabric) for one in self.trees]
-
-    def _layers_of(self, outline: ShardedOutline, fabric: Fabric) -> ShardedLayers:
-        tile = inside_tile(outline.like, outline.specs_inside, fabric)
-        return ShardedLayers(outline.own_like, self.program, outline.accumulate_dtype, tile)
-
-    def norms(self, *trees: Any) -> list[Any]:
-        """Return, as arrays like the shards, the norm of the array (of its own layer) that each element belongs to."""
-        return [
-            self._spread(
-                lambda squares, layers: tuple(
-                    jnp.sqrt(per_array)[..., numbers]
-                    for per_array, numbers in zip(squares, layers.layer_of, strict=True)
-                ),
-                squares,
-            )
-            for squares in self._sums_of_squares(*trees)
-        ]
-
-    def global_norm(self, tree: Any, *, limit: Any = None) -> Any:
-        """Return the norm over everything."""
-        del limit
-        (squares,) = self._sums_of_squares(tree)
-        return jnp.sqrt(sum(jnp.sum(per_array) for per_array in jax.tree.leaves(squares)))
-
-    def chosen(self, mask: Mask) -> Any:
-        """Return whether each element's array is chosen by the mask, which sees one layer of a stack."""
-        like = jax.tree.unflatten(self.structure, [one.outline.like for one in self.trees])
-        if mask is None:
-            masks = [None] * len(self.trees)
-        else:
-            masks = self.structure.flatten_up_to(mask(like) if callable(mask) else mask)
-        return self._spread(
-            lambda mask, layers: chosen_elements(mask, layers.params, layers.groups, layers.layer_of), masks
+def _layers_of(params: Any, program: Program, fabric: Fabric) -> ShardedLayers:
+    """Return the layers of sharded parameters; each layer of a stack has norms of its own."""
+    trees, structure = jax.tree.flatten(params, is_leaf=is_sharded)
+    parts = [
+        LayerPart.of_shards(
+            one.outline.own_like,
+            program,
+            one.outline.accumulate_dtype,
+            inside_tile(one.outline.like, one.outline.specs_inside, fabric),
+            is_stack=one.n_layers is not None,
         )
+        for one in trees
+    ]
 
-    def _spread(self, function: Callable[[Any, ShardedLayers], Any], given: list[Any]) -> Any:
-        found = [
-            ShardedParams(function(one, layers), tree.outline)
-            for one, layers, tree in zip(given, self.layers, self.trees, strict=True)
-        ]
-        return jax.tree.unflatten(self.structure, found)
+    def split(tree: Any) -> list[Shards]:
+        return [one.shards for one in jax.tree.leaves(tree, is_leaf=is_sharded)]
 
-    def _sums_of_squares(self, *trees: Any) -> list[Any]:
-        """Return, for each tree and each part of it, the sums over all chips: one per array, or per layer and array."""
+    def join(shards: list[Shards]) -> Any:
+        found = [ShardedParams(own, one.outline) for own, one in zip(shards, trees, strict=True)]
+        return jax.tree.unflatten(structure, found)
 
-        def local(one: ShardedParams, layers: ShardedLayers) -> list[Any]:
-            found = []
-            for shard, numbers, group in zip(one.shards, layers.layer_of, layers.groups, strict=True):
-                n_arrays = len(group.members)
-                flat = squares_of(shard).reshape(-1, numbers.size)
-                sums = jax.vmap(lambda x: jax.ops.segment_sum(x, numbers.ravel(), n_arrays + 1))(flat)  # noqa: B023
-                # The last is what is padding.
-                sums = sums.at[:, n_arrays].set(0)
-                if layers.tile is not None:
-                    sums = sums * layers.tile.shares(group).astype(sums.dtype)
-                found.append(sums if one.n_layers is not None else sums[0])
-            return found if layers.tile is None else layers.tile.total(found)
-
-        parts = [
-            [
-                local(one, layers)
-                for one, layers in zip(jax.tree.leaves(tree, is_leaf=is_sharded), self.layers, strict=True)
-            ]
-            for tree in trees
-        ]
-        found: list[Any] = all_reduce(parts, self.program.for_scalars)
-        return found
+    whole = jax.tree.unflatten(structure, [one.outline.like for one in trees])
+    return ShardedLayers(parts, program, whole, split=split, join=join)
 
 
 def _check_params(params: Any, program: Any) -> None:
