@@ -23,6 +23,8 @@ from meshmend.jax.private import varying_axes
 from meshmend.jax.program import ChunkLayout, Program
 from meshmend.schedule import Collective
 
+Tree = Any
+"""A pytree of arrays, or of what there is one of for each of them: JAX has no type for it."""
 MAX_CHUNK = 2**31 - 1
 """Elements of a chunk, at most. Chunks, and the elements of a chunk, are counted in 32 bits; elements never are."""
 Shards = tuple[Annotated[jax.Array, "[R, n]"], ...]
@@ -30,13 +32,13 @@ Shards = tuple[Annotated[jax.Array, "[R, n]"], ...]
 
 
 def all_reduce(
-    tree: Any,
+    tree: Tree,
     program: Program,
     *,
     mean: bool = False,
     accumulate_dtype: DTypeLike | None = None,
     unroll: bool = False,
-) -> Any:
+) -> Tree:
     """Sum a pytree of arrays over all live chips; every chip ends with the same bits.
 
     Call it inside `jax.shard_map` over `fabric.jax_mesh`, with the program as an argument split by `program.spec` and
@@ -88,7 +90,7 @@ def _ways(
 
 
 def reduce_scatter(
-    tree: Any,
+    tree: Tree,
     program: Program,
     *,
     mean: bool = False,
@@ -117,7 +119,7 @@ def reduce_scatter(
     return tuple(shards)
 
 
-def shard_of(tree: Any, program: Program, *, accumulate_dtype: DTypeLike | None = None) -> Shards:
+def shard_of(tree: Tree, program: Program, *, accumulate_dtype: DTypeLike | None = None) -> Shards:
     """Cut a pytree that is the same on all chips into shards, as `reduce_scatter` does, without communication."""
     has_turn = getattr(program, "collective", None) is Collective.ALL_REDUCE_WITH_TURN
     expected = Collective.ALL_REDUCE_WITH_TURN if has_turn else Collective.REDUCE_SCATTER
@@ -139,10 +141,10 @@ def all_gather(
     shards: Shards,
     program: Program,
     *,
-    like: Any,
+    like: Tree,
     accumulate_dtype: DTypeLike | None = None,
     unroll: bool = False,
-) -> Any:
+) -> Tree:
     """Send every chip's shards to all chips and return them as a pytree with the shapes and dtypes of `like`.
 
     The program is that of the reduce-scatter, with two phases, or an all-gather by itself. `accumulate_dtype` must be

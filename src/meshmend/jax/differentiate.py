@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
-from meshmend.jax.collectives import all_reduce
+from meshmend.jax.collectives import Tree, all_reduce
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.gradients import LossSums, Sums, divide_by_weight
 from meshmend.jax.program import Program
@@ -36,7 +36,7 @@ LIST_IT = (
 def value_and_grad(
     loss: Callable[..., Any],
     fabric: TiledFabric,
-    shardings: Any,
+    shardings: Tree,
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
@@ -87,15 +87,15 @@ def value_and_grad(
     part = LossSums(has_aux, microbatches, accumulate_dtype, is_split_inside=True)
     given = (shardings,) if isinstance(argnums, int) else tuple(shardings)
 
-    def of_tile(params: Any, shared: Any, keys: Any, batch: Any, weights: Any) -> Sums:
-        def call(params: Any, batch: Any, number: jax.Array | None) -> Any:
+    def of_tile(params: Tree, shared: Tree, keys: Tree, batch: Tree, weights: Any) -> Sums:
+        def call(params: Tree, batch: Tree, number: jax.Array | None) -> Any:
             own = keys if number is None else jax.tree.map(lambda key: jax.random.fold_in(key, number), keys)
             args = {**dict(zip(roles.params, params, strict=True)), **shared, **own, **batch}
             return loss(*(args[i] for i in range(len(args))))
 
         return part.of(call, params, batch, weights)[0]
 
-    def mean_gradients(*args: Any, program: Program, weights: Any = None) -> tuple[Any, Any]:
+    def mean_gradients(*args: Any, program: Program, weights: Any = None) -> tuple[Tree, Tree]:
         check_program(program, fabric)
         _check_whole(program)
         batch = roles.batch(args)
@@ -140,13 +140,13 @@ class Roles:
         return found
 
 
-def rows_by_tile(batch: Any, fabric: TiledFabric) -> Any:
+def rows_by_tile(batch: Tree, fabric: TiledFabric) -> Tree:
     """Return a batch with one row per tile, each on its tile."""
     n_tiles = fabric.mesh.n_chips
     return on_tiles(jax.tree.map(lambda x: jnp.reshape(x, (n_tiles, -1, *jnp.shape(x)[1:])), batch), fabric)
 
 
-def on_tiles(tree: Any, fabric: TiledFabric) -> Any:
+def on_tiles(tree: Tree, fabric: TiledFabric) -> Tree:
     """Split the first axis over tiles, and leave the others as they are."""
 
     def constrain(x: Any) -> Any:
@@ -161,10 +161,10 @@ def count_of(weight: jax.Array | None, fabric: Fabric, microbatches: int) -> jax
     return jnp.asarray(fabric.n_parts * microbatches, jnp.float32) if weight is None else weight
 
 
-def sum_over_tiles(sums: Sums, specs: Any, program: Program, fabric: TiledFabric) -> Sums:
+def sum_over_tiles(sums: Sums, specs: Tree, program: Program, fabric: TiledFabric) -> Sums:
     """Add up what tiles have, one row per tile; each chip packs its own shards of the gradients, and only those."""
 
-    def local(sums: Sums, program: Program) -> Any:
+    def local(sums: Sums, program: Program) -> Tree:
         return all_reduce(jax.tree.map(lambda x: x[0], sums), program)
 
     by_tile, whole = PartitionSpec(TILE_AXIS), PartitionSpec()
@@ -178,7 +178,7 @@ def sum_over_tiles(sums: Sums, specs: Any, program: Program, fabric: TiledFabric
     return total
 
 
-def _key_per_tile(keys: Any, n_tiles: int) -> Any:
+def _key_per_tile(keys: Tree, n_tiles: int) -> Tree:
     """Return one key per tile for each key of a tree: typed keys, or raw ones (`jax.random.PRNGKey`)."""
 
     def fold(key: Any) -> Any:

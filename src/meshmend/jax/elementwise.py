@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from meshmend.errors import ParameterError
+from meshmend.jax.collectives import Tree
 from meshmend.jax.formulas import Formulas, inner_jaxprs
 
 MIXING = frozenset(
@@ -35,10 +36,10 @@ NEEDS_NORMS = (
 
 def check_elementwise(
     optimizer: optax.GradientTransformation,
-    shards: Any,
-    whole: Any = None,
+    shards: Tree,
+    whole: Tree = None,
     *,
-    own: Any = None,
+    own: Tree = None,
     with_turn: bool = False,
 ) -> None:
     """Raise a `ParameterError` that says why, if the optimizer's update of shards is not that of whole layers.
@@ -79,8 +80,8 @@ def check_elementwise(
 
 
 def updates_of(
-    optimizer: optax.GradientTransformation, gradients: Any, state: Any, params: Any, *, value: Any, **more: Any
-) -> tuple[Any, Any]:
+    optimizer: optax.GradientTransformation, gradients: Tree, state: Tree, params: Tree, *, value: Any, **more: Any
+) -> tuple[Tree, Tree]:
     """Call an optimizer's update with everything a train step has; refuse by name any other argument it requires."""
     update = optax.with_extra_args_support(optimizer).update
     try:
@@ -96,8 +97,8 @@ def updates_of(
 
 
 def update_weights(
-    optimizer: optax.GradientTransformation, params: Any, state: Any, gradients: Any, scale: Any, **more: Any
-) -> tuple[Any, Any]:
+    optimizer: optax.GradientTransformation, params: Tree, state: Tree, gradients: Tree, scale: Any, **more: Any
+) -> tuple[Tree, Tree]:
     """Apply the optimizer's updates, times `scale` if there is one."""
     updates, state = updates_of(optimizer, gradients, state, params, **more)
     if scale is not None:
@@ -114,7 +115,7 @@ def with_steady_dtypes(optimizer: optax.GradientTransformation) -> optax.Gradien
     """
     plain = optax.with_extra_args_support(optimizer)
 
-    def after(gradients: Any, state: Any, weights: Any) -> Any:
+    def after(gradients: Tree, state: Tree, weights: Tree) -> Tree:
         layers = _NoLayers(weights, with_turn=False)
         return updates_of(plain, gradients, state, weights, value=jnp.ones(()), layers=layers)[1]
 
@@ -126,7 +127,7 @@ def with_steady_dtypes(optimizer: optax.GradientTransformation) -> optax.Gradien
             is_wider = False
         return jnp.asarray(leaf, new.dtype) if is_wider and jnp.shape(leaf) == new.shape else leaf
 
-    def init(params: Any) -> Any:
+    def init(params: Tree) -> Tree:
         state = plain.init(params)
         for _ in range(STEADY_WITHIN):
             new = jax.eval_shape(after, params, state, params)
@@ -143,15 +144,15 @@ def with_steady_dtypes(optimizer: optax.GradientTransformation) -> optax.Gradien
 
 
 def _traceable(
-    optimizer: optax.GradientTransformation, shards: Any, whole: Any, with_turn: bool
+    optimizer: optax.GradientTransformation, shards: Tree, whole: Tree, with_turn: bool
 ) -> tuple[Any, Callable[..., Any]]:
     """Return the state for shards, and an update that can be traced; raise if the optimizer needs layers instead."""
 
-    def traced(gradients: Any, state: Any, weights: Any) -> Any:
+    def traced(gradients: Tree, state: Tree, weights: Tree) -> Tree:
         layers = _NoLayers(weights, with_turn)
         return updates_of(optimizer, gradients, state, weights, value=jnp.ones(()), layers=layers)
 
-    def works(tree: Any) -> Any:
+    def works(tree: Tree) -> Tree:
         state = jax.eval_shape(optimizer.init, tree)
         jax.eval_shape(traced, tree, state, tree)
         return state
@@ -166,10 +167,12 @@ def _traceable(
         raise _by_layer() from error
 
 
-def _ignores_dtypes(optimizer: optax.GradientTransformation, update: Callable[..., Any], own: Any, whole: Any) -> bool:
+def _ignores_dtypes(
+    optimizer: optax.GradientTransformation, update: Callable[..., Any], own: Tree, whole: Tree
+) -> bool:
     """Whether an update does the same to layers in their own dtypes as in those of the shards."""
 
-    def facts(tree: Any) -> list[Any]:
+    def facts(tree: Tree) -> list[Any]:
         return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
 
     if facts(own) == facts(whole):
@@ -196,22 +199,22 @@ def _by_layer() -> ParameterError:
 class _NoLayers:
     """Stands in for `ShardedLayers` while an update is traced: all of its results are element-wise."""
 
-    def __init__(self, shards: Any, with_turn: bool) -> None:
+    def __init__(self, shards: Tree, with_turn: bool) -> None:
         self.shards = shards
         self.with_turn = with_turn
 
-    def norms(self, *trees: Any) -> list[Any]:
+    def norms(self, *trees: Tree) -> list[Tree]:
         if self.with_turn:
             raise ParameterError(NEEDS_NORMS)
         return [jax.tree.map(jnp.abs, tree) for tree in trees]  # norms are real, of complex weights too
 
-    def global_norm(self, tree: Any, *, limit: Any = None) -> Any:
+    def global_norm(self, tree: Tree, *, limit: Any = None) -> Any:
         del tree
         if self.with_turn and limit is None:
             raise ParameterError(NEEDS_NORMS)
         return jnp.ones(())
 
-    def chosen(self, mask: Any) -> Any:
+    def chosen(self, mask: Any) -> Tree:
         del mask
         return jax.tree.map(lambda shard: jnp.ones(shard.shape, jnp.bool_), self.shards)
 

@@ -19,7 +19,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
-from meshmend.jax.collectives import mean_dtype, travel_dtype
+from meshmend.jax.collectives import Tree, mean_dtype, travel_dtype
 
 PartLoss = Callable[[Any, Any, jax.Array | None], Any]
 """From parameters, examples and the number of their microbatch (None for all at once) to what the loss returns."""
@@ -28,8 +28,8 @@ PartLoss = Callable[[Any, Any, jax.Array | None], Any]
 class Sums(NamedTuple):
     """What a device or a tile has added up, in the dtypes that are sent."""
 
-    gradients: Any
-    extras: Any
+    gradients: Tree
+    extras: Tree
     """Of the loss, and of aux."""
     weight: Annotated[jax.Array, "[]"] | None
     """None where the loss is a mean: it counts as one example of weight 1."""
@@ -51,8 +51,8 @@ class LossSums:
     padding repeats a sample."""
 
     def of(
-        self, loss: PartLoss, params: Any, batch: Any, weights: Annotated[jax.Array, "[B]"] | None
-    ) -> tuple[Sums, Any]:
+        self, loss: PartLoss, params: Tree, batch: Tree, weights: Annotated[jax.Array, "[B]"] | None
+    ) -> tuple[Sums, Tree]:
         """Return the sums over the microbatches; and the loss and aux as scalars of their own dtypes, for these only.
 
         With weights the loss returns a value per example, and aux likewise, and each counts times its weight. An
@@ -82,15 +82,15 @@ class LossSums:
         return x.reshape(self.microbatches, n_rows, *x.shape[1:])
 
     def _piece(
-        self, loss: PartLoss, params: Any, number: jax.Array | None, batch: Any, weights: jax.Array | None
-    ) -> tuple[Sums, Any]:
+        self, loss: PartLoss, params: Tree, number: jax.Array | None, batch: Tree, weights: jax.Array | None
+    ) -> tuple[Sums, Tree]:
         """Return the sums over one microbatch."""
         used = None if weights is None else weights != 0
         if weights is not None:
             weights = weights.astype(jnp.promote_types(weights.dtype, jnp.float32))
             batch = _only_used(batch, used)
 
-        def total(params: Any) -> tuple[jax.Array, tuple[Any, Any]]:
+        def total(params: Tree) -> tuple[jax.Array, tuple[Any, Any]]:
             found = loss(params, batch, number)
             own = found if self.has_aux else (found, ())
             extras = own
@@ -119,7 +119,7 @@ def divide_by_weight(
     return jnp.where(weight == 0, jnp.asarray(empty, total.dtype), total / weight)
 
 
-def _only_used(batch: Any, used: Annotated[jax.Array, "[B]"] | None) -> Any:
+def _only_used(batch: Tree, used: Annotated[jax.Array, "[B]"] | None) -> Tree:
     """Return the examples with the first that counts in place of those that don't.
 
     A cotangent of 0 times a derivative of NaN is NaN, so examples that don't count must not be computed with.
@@ -140,7 +140,7 @@ def _weighted(
     return jnp.tensordot(weights.astype(values.dtype), values, axes=1, precision=lax.Precision.HIGHEST)
 
 
-def _check_per_example(extras: Any, weights: Annotated[jax.Array, "[B]"]) -> None:
+def _check_per_example(extras: Tree, weights: Annotated[jax.Array, "[B]"]) -> None:
     """Refuse a loss and aux that do not have one value per example."""
     for name, tree, exactly in (("the loss", extras[0], True), ("a value of aux", extras[1], False)):
         for leaf in jax.tree.leaves(tree):

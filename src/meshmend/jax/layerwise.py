@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
 from meshmend.errors import ParameterError
-from meshmend.jax.collectives import Group, Shards, all_reduce, groups_of
+from meshmend.jax.collectives import Group, Shards, Tree, all_reduce, groups_of
 from meshmend.jax.elementwise import NEEDS_NORMS
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.program import Program
@@ -38,32 +38,32 @@ Mask = Any
 class Layers(Protocol):
     """What a layer-wise transformation may ask: each result is a pytree that multiplies with the updates."""
 
-    def norms(self, *trees: Any) -> list[Any]:
+    def norms(self, *trees: Tree) -> list[Tree]:
         """Return, for each tree, the norm of the layer that each element belongs to."""
 
-    def global_norm(self, tree: Any, *, limit: Any = None) -> Any:
+    def global_norm(self, tree: Tree, *, limit: Any = None) -> Any:
         """Return the norm over all layers; with a `limit`, a norm below it may be any number below it."""
 
-    def chosen(self, mask: Mask) -> Any:
+    def chosen(self, mask: Mask) -> Tree:
         """Return whether each element's layer is chosen by the mask."""
 
 
 class WholeLayers:
     """The layers as they are: one leaf each."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params: Tree) -> None:
         self.params = params
 
-    def norms(self, *trees: Any) -> list[Any]:
+    def norms(self, *trees: Tree) -> list[Tree]:
         """Return one norm per leaf."""
         return [jax.tree.map(lambda leaf: jnp.linalg.norm(jnp.ravel(leaf)), tree) for tree in trees]
 
-    def global_norm(self, tree: Any, *, limit: Any = None) -> Any:
+    def global_norm(self, tree: Tree, *, limit: Any = None) -> Any:
         """Return the norm over all leaves."""
         del limit
         return optax.tree.norm(tree)
 
-    def chosen(self, mask: Mask) -> Any:
+    def chosen(self, mask: Mask) -> Tree:
         """Return one bool per leaf."""
         return jax.tree.map(lambda _, yes: yes, self.params, _mask_of(mask, self.params))
 
@@ -72,7 +72,7 @@ class WholeLayers:
 class InsideTile:
     """How layers lie inside a tile, of which a chip has its shards only: what norms and masks of whole layers need."""
 
-    whole: Any
+    whole: Tree
     """The parameters as they are outside of `jax.shard_map`, with the shapes that a mask may look at."""
     axes: tuple[str, ...]
     copies: tuple[int, ...]
@@ -82,7 +82,7 @@ class InsideTile:
         """Return how much of each layer's squares a device counts, so that a tile counts each element once."""
         return np.array([*(1 / self.copies[i] for i in group.members), 0], np.float32)
 
-    def total(self, tree: Any) -> Any:
+    def total(self, tree: Tree) -> Tree:
         """Add up what the devices of a tile have.
 
         This comes before the sum over tiles: then chips in the same place of all tiles end with the same bits, whatever
@@ -91,7 +91,7 @@ class InsideTile:
         return lax.psum(tree, self.axes) if self.axes else tree
 
 
-def inside_tile(whole: Any, specs: Any, fabric: Fabric) -> InsideTile | None:
+def inside_tile(whole: Tree, specs: Tree, fabric: Fabric) -> InsideTile | None:
     """Return how parameters with these specs lie inside a tile; None where a device has all of them."""
     return InsideTile(whole, fabric.inner_axes, copies_in_tile(specs, fabric)) if fabric.inner_axes else None
 
@@ -112,7 +112,7 @@ class LayerPart:
     @classmethod
     def of_shards(
         cls,
-        params: Any,
+        params: Tree,
         program: Program,
         accumulate_dtype: DTypeLike | None,
         tile: InsideTile | None = None,
@@ -165,7 +165,7 @@ class ShardedLayers:
         self,
         parts: Sequence[LayerPart],
         program: Program,
-        whole: Any,
+        whole: Tree,
         *,
         split: Callable[[Any], list[Shards]] = lambda tree: [tree],
         join: Callable[[list[Shards]], Any] = lambda parts: parts[0],
@@ -180,7 +180,7 @@ class ShardedLayers:
         self.limits: list[Any] = []
         self.squares: list[jax.Array] = []
 
-    def norms(self, *trees: Any) -> list[Any]:
+    def norms(self, *trees: Tree) -> list[Tree]:
         """Return the norms as trees like the updates."""
         if self.is_streamed:
             raise ParameterError(NEEDS_NORMS)
@@ -194,7 +194,7 @@ class ShardedLayers:
             for tree in self._sums_of_squares(*trees)
         ]
 
-    def global_norm(self, tree: Any, *, limit: Any = None) -> Any:
+    def global_norm(self, tree: Tree, *, limit: Any = None) -> Any:
         """Return the norm over all layers."""
         if not self.is_streamed:
             return jnp.sqrt(sum(jnp.sum(x) for x in jax.tree.leaves(self._sums_of_squares(tree))))
@@ -209,7 +209,7 @@ class ShardedLayers:
         )
         return jnp.zeros(())
 
-    def chosen(self, mask: Mask) -> Any:
+    def chosen(self, mask: Mask) -> Tree:
         """Return bools as trees like the updates."""
         chosen = jax.tree.leaves(jax.tree.map(lambda _, yes: yes, self.whole, _mask_of(mask, self.whole)))
         found = []
@@ -219,7 +219,7 @@ class ShardedLayers:
             found.append(tuple(yes[numbers] for yes, numbers in zip(by_group, part.numbers, strict=True)))
         return self.join(found)
 
-    def _sums_of_squares(self, *trees: Any) -> list[list[list[jax.Array]]]:
+    def _sums_of_squares(self, *trees: Tree) -> list[list[list[jax.Array]]]:
         """Return, for each tree, part and group, the sums over all chips: one per layer, and a zero for the padding."""
         local = [
             [part.sums_of_squares(shards) for part, shards in zip(self.parts, self.split(tree), strict=True)]
@@ -262,7 +262,7 @@ def layer_numbers(chunks: jax.Array, offsets: jax.Array, ends: NDArray[np.int64]
     return jax.vmap(lambda row: jnp.searchsorted(row, offsets, side="right"))(within)
 
 
-def _mask_of(mask: Mask, params: Any) -> Any:
+def _mask_of(mask: Mask, params: Tree) -> Tree:
     if mask is None:
         return jax.tree.map(lambda _: True, params)
     return mask(params) if callable(mask) else mask
@@ -276,11 +276,11 @@ def scale_by_trust_ratio(
     The same as `optax.scale_by_trust_ratio` (and, with a mask, as that within `optax.masked`), for shards too.
     """
 
-    def update(updates: Any, state: Any, params: Any = None, *, layers: Layers | None = None, **_: Any) -> Any:
+    def update(updates: Tree, state: Tree, params: Tree = None, *, layers: Layers | None = None, **_: Any) -> Tree:
         layers = _known(layers, params)
         weights, changes = layers.norms(params, updates)
 
-        def scaled(change: Any, weight_norm: Any, change_norm: Any, yes: Any) -> Any:
+        def scaled(change: jax.Array, weight_norm: jax.Array, change_norm: jax.Array, yes: jax.Array) -> jax.Array:
             zero = (weight_norm == 0.0) | (change_norm == 0.0)
             ratio = trust_coefficient * weight_norm / (change_norm + eps)
             return change * jnp.where(yes & ~zero, ratio, 1.0).astype(change.dtype)
@@ -293,10 +293,10 @@ def scale_by_trust_ratio(
 def add_decayed_weights(weight_decay: float, mask: Mask = None) -> optax.GradientTransformationExtraArgs:
     """Add the weights, scaled, to the updates of the layers that the mask chooses, for shards too."""
 
-    def update(updates: Any, state: Any, params: Any = None, *, layers: Layers | None = None, **_: Any) -> Any:
+    def update(updates: Tree, state: Tree, params: Tree = None, *, layers: Layers | None = None, **_: Any) -> Tree:
         chosen = _known(layers, params).chosen(mask)
 
-        def decayed(change: Any, weight: Any, yes: Any) -> Any:
+        def decayed(change: jax.Array, weight: jax.Array, yes: jax.Array) -> jax.Array:
             return change + jnp.where(yes, weight_decay * weight, 0.0).astype(change.dtype)
 
         return jax.tree.map(decayed, updates, params, chosen), state
@@ -310,10 +310,10 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
     The same as `optax.clip_by_global_norm`: where one update is NaN, so is the norm, and all updates become NaN.
     """
 
-    def update(updates: Any, state: Any, params: Any = None, *, layers: Layers | None = None, **_: Any) -> Any:
+    def update(updates: Tree, state: Tree, params: Tree = None, *, layers: Layers | None = None, **_: Any) -> Tree:
         norm = _known(layers, updates if params is None else params).global_norm(updates, limit=max_norm)
 
-        def clipped(change: Any) -> Any:
+        def clipped(change: jax.Array) -> jax.Array:
             # As optax does it, for the same bits; and NaN is not below the limit, so that all updates become NaN.
             scaled = (change / norm.astype(change.dtype)) * max_norm
             return jnp.where(norm < max_norm, change, scaled.astype(change.dtype))
@@ -359,12 +359,12 @@ def lars(
     )
 
 
-def _known(layers: Layers | None, params: Any) -> Layers:
+def _known(layers: Layers | None, params: Tree) -> Layers:
     if params is None:
         raise ValueError("This transformation needs the parameters: call update(updates, state, params).")
     return WholeLayers(params) if layers is None else layers
 
 
-def _no_state(params: Any) -> optax.EmptyState:
+def _no_state(params: Tree) -> optax.EmptyState:
     del params
     return optax.EmptyState()

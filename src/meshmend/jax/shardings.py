@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshmend.errors import ParameterError
+from meshmend.jax.collectives import Tree
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.tiles import TILE_AXIS
 
 
-def match_specs(shardings: Any, params: Any, fabric: Fabric) -> Any:
+def match_specs(shardings: Tree, params: Tree, fabric: Fabric) -> Tree:
     """Return one PartitionSpec for each parameter, in a tree like theirs.
 
     `shardings` has PartitionSpecs, NamedShardings or None (one copy per chip) in a tree like the parameters', or in a
@@ -41,7 +42,7 @@ def match_specs(shardings: Any, params: Any, fabric: Fabric) -> Any:
     return jax.tree.unflatten(structure, specs)
 
 
-def copies_in_tile(specs: Any, fabric: Fabric) -> tuple[int, ...]:
+def copies_in_tile(specs: Tree, fabric: Fabric) -> tuple[int, ...]:
     """Return, for each of the specs in a tree, how many devices of a tile have the same elements."""
 
     def parts(spec: PartitionSpec) -> int:
@@ -51,12 +52,12 @@ def copies_in_tile(specs: Any, fabric: Fabric) -> tuple[int, ...]:
     return tuple(fabric.devices_per_tile // parts(spec) for spec in jax.tree.leaves(specs, is_leaf=is_spec))
 
 
-def stacked_specs(specs: Any) -> Any:
+def stacked_specs(specs: Tree) -> Tree:
     """Return the specs of arrays that have one row per tile, each split inside its tile by `specs`."""
     return jax.tree.map(lambda spec: PartitionSpec(TILE_AXIS, *spec), specs, is_leaf=is_spec)
 
 
-def specs_of_state(state: Any, params: Any, specs: Any) -> Any:
+def specs_of_state(state: Tree, params: Tree, specs: Tree) -> Tree:
     """Return one PartitionSpec for each array of an optimizer's state: that of the parameter that it belongs to.
 
     An array belongs to the parameter whose path its own ends with, if it has the same shape, as a moment in optax does;

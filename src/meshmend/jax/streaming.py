@@ -24,6 +24,7 @@ from meshmend.errors import ParameterError
 from meshmend.jax.collectives import (
     Group,
     Shards,
+    Tree,
     all_reduce,
     gather_dtype,
     groups_of,
@@ -49,18 +50,18 @@ class Streamed(NamedTuple):
 
 def streamed_update(
     optimizer: optax.GradientTransformation,
-    params: Any,
+    params: Tree,
     own_params: Shards,
-    state: Any,
-    gradients: Any,
+    state: Tree,
+    gradients: Tree,
     mean: Callable[[Shards], Shards],
     scale: Any,
     value: Any,
     program: Program,
     accumulate_dtype: DTypeLike | None,
-    whole: Any,
+    whole: Tree,
     tile: InsideTile | None,
-) -> tuple[Any, Any]:
+) -> tuple[Tree, Tree]:
     """Return new parameters and state.
 
     `mean` makes the mean gradients of the sums of what all devices give. `whole` are the parameters as masks see them.
@@ -72,7 +73,7 @@ def streamed_update(
     rows = _as_rows(own_params, groups)
     before = _as_rows(split.arrays, split.groups)
 
-    def update(weights: Any, arrays: Any, sums: Any, layers: Any) -> tuple[Any, Any]:
+    def update(weights: Tree, arrays: Tree, sums: Tree, layers: Any) -> tuple[Tree, Tree]:
         return update_weights(
             optimizer, weights, split.join(split.numbers, arrays), mean(sums), scale, value=value, layers=layers
         )
@@ -115,7 +116,7 @@ def streamed_update(
         # NaN is not below any limit: clipping makes NaN of everything then.
         exceeded = ~jnp.all(jnp.stack(below))
 
-        def again(_: Any, now: tuple[Any, Any]) -> tuple[Any, Any]:
+        def again(_: Any, now: tuple[Any, Any]) -> tuple[Tree, Tree]:
             payload, _ = now
             layers = ShardedLayers([LayerPart.of_shards(params, program, accumulate_dtype, tile)], program, whole)
             weights, after = update(own_params, split.arrays, tuple(map(_shards, held.sums)), layers)
@@ -142,7 +143,7 @@ def streamed_update(
 class _SplitState:
     """An optimizer's state as its numbers, which all chips have, and its arrays, which are shards like the weights."""
 
-    def __init__(self, state: Any, groups: Sequence[Group], n_rows: int) -> None:
+    def __init__(self, state: Tree, groups: Sequence[Group], n_rows: int) -> None:
         leaves, self.structure = jax.tree.flatten(state)
         self.is_array = [leaf.ndim > 0 for leaf in leaves]
         by_shape = {(n_rows, group.chunk): group for group in groups}
@@ -156,11 +157,11 @@ class _SplitState:
         self.numbers, self.arrays = self._sorted(leaves)
         self.groups = [by_shape[leaf.shape] for leaf in self.arrays]
 
-    def parts(self, state: Any) -> tuple[list[Any], list[Any]]:
+    def parts(self, state: Tree) -> tuple[list[Any], list[Any]]:
         """Return a state's numbers and its arrays."""
         return self._sorted(jax.tree.leaves(state))
 
-    def join(self, numbers: Any, arrays: Any) -> Any:
+    def join(self, numbers: Any, arrays: Tree) -> Tree:
         """Return a state of these."""
         ours = {False: iter(numbers), True: iter(arrays)}
         return jax.tree.unflatten(self.structure, [next(ours[which]) for which in self.is_array])

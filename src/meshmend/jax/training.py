@@ -28,6 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from meshmend.jax.collectives import (
+    Tree,
     all_gather,
     all_reduce,
     groups_of,
@@ -88,7 +89,7 @@ def train_step(
     optimizer: optax.GradientTransformation,
     fabric: Fabric,
     *,
-    shardings: Any = None,
+    shardings: Tree = None,
     has_aux: bool = False,
     microbatches: int = 1,
     accumulate_dtype: DTypeLike | None = jnp.float32,
@@ -143,12 +144,12 @@ def train_step(
 class Before(NamedTuple):
     """What a device updates."""
 
-    whole: Any
+    whole: Tree
     """The parameters as they are outside of `jax.shard_map`, with the shapes that masks may look at."""
-    params: Any
-    own: Any
+    params: Tree
+    own: Tree
     """What of the parameters this device updates."""
-    state: Any
+    state: Tree
     value: jax.Array
     scale: Any
 
@@ -175,7 +176,7 @@ class Training(ABC):
         """Whether parameters are sharded by owner: gradients then come out of the loss as shards of their sums."""
 
     @abstractmethod
-    def specs(self, params: Any, program: Program) -> tuple[Specs, Specs]:
+    def specs(self, params: Tree, program: Program) -> tuple[Specs, Specs]:
         """Return how parameters and the optimizer's state are split; refuse what cannot be updated so."""
 
     @abstractmethod
@@ -183,11 +184,11 @@ class Training(ABC):
         """Return the loss as a function of parameters and examples."""
 
     @abstractmethod
-    def cut(self, params: Any, program: Program) -> Any:
+    def cut(self, params: Tree, program: Program) -> Tree:
         """Return what of the parameters this device updates."""
 
     @abstractmethod
-    def update(self, before: Before, gradients: Any, mean: Mean, program: Program) -> tuple[Any, Any]:
+    def update(self, before: Before, gradients: Tree, mean: Mean, program: Program) -> tuple[Tree, Tree]:
         """Return new parameters and state; `mean` makes the mean of complete sums, which gradients may not be yet."""
 
     def train_step(self) -> TrainStep:
@@ -202,20 +203,20 @@ class Training(ABC):
         """The fabric, if it is one of tiles."""
         return self.fabric if isinstance(self.fabric, TiledFabric) else None
 
-    def init(self, params: Any, program: Program) -> Any:
+    def init(self, params: Tree, program: Program) -> Tree:
         """Return the optimizer's state."""
         params = jax.tree.map(jnp.asarray, params)
         of_params, of_state = self.specs(params, program)
         if self.tiles is not None and not program.is_sharded:
             return self._put(self.optimizer.init(params), of_state)
 
-        def local(params: Any, program: Program) -> Any:
+        def local(params: Tree, program: Program) -> Tree:
             return self.optimizer.init(self.cut(params, program))
 
         return self._mapped(local, (of_params, program.spec), of_state)(params, program)
 
     def step(
-        self, params: Any, state: Any, batch: Any, program: Program, *, weights: Any = None, scale: Any = None
+        self, params: Tree, state: Tree, batch: Tree, program: Program, *, weights: Any = None, scale: Any = None
     ) -> tuple[Any, ...]:
         """Return new parameters, state, loss (and aux)."""
         params = jax.tree.map(jnp.asarray, params)
@@ -231,7 +232,7 @@ class Training(ABC):
         if self.tiles is not None:
             given, of_given = self._sums_by_tile(self.tiles, params, of_params, given, program)
         if self.tiles is not None and not program.is_sharded:
-            found = self._update_outside(self.tiles, params, state, given, scale, program)
+            found = self._update_outside(self.tiles, (of_params, of_state), params, state, given, scale, program)
         else:
             found = self._mapped(
                 partial(self._local, params),
@@ -240,7 +241,7 @@ class Training(ABC):
             )(params, state, given, scale, program)
         return found if self.has_aux else found[:3]
 
-    def _sums(self, params: Any, batch: Any, weights: Any, program: Program) -> tuple[Sums, Any]:
+    def _sums(self, params: Tree, batch: Tree, weights: Any, program: Program) -> tuple[Sums, Tree]:
         """Differentiate one part of the batch."""
         part = LossSums(
             self.has_aux,
@@ -252,11 +253,11 @@ class Training(ABC):
         return part.of(self.loss_of(program), params, batch, weights)
 
     def _sums_by_tile(
-        self, tiles: TiledFabric, params: Any, of_params: Specs, given: tuple[Any, Any], program: Program
+        self, tiles: TiledFabric, params: Tree, of_params: Specs, given: tuple[Any, Any], program: Program
     ) -> tuple[Sums, Specs]:
         """Let each tile differentiate its part of the batch; return the sums, one row per tile, and their specs."""
         # The shards of the gradients are the same for all tiles, or rather for none: they are split over all devices.
-        rows: Any = Sums(None if self.is_fsdp else 0, 0, 0)  # type: ignore[arg-type]
+        rows: Tree = Sums(None if self.is_fsdp else 0, 0, 0)  # type: ignore[arg-type]
         by_vmap = jax.vmap(
             lambda *given: self._sums(*given)[0],
             in_axes=(None, 0, 0, None),
@@ -268,8 +269,8 @@ class Training(ABC):
         return by_vmap(params, *rows_by_tile(given, tiles), program), Sums(of_gradients, by_tile, by_tile)
 
     def _local(
-        self, whole: Any, params: Any, state: Any, given: Any, scale: Any, program: Program
-    ) -> tuple[Any, Any, Any, Any]:
+        self, whole: Tree, params: Tree, state: Tree, given: Tree, scale: Any, program: Program
+    ) -> tuple[Tree, Tree, Tree, Tree]:
         """Return new parameters, state, loss and aux of one device, inside `jax.shard_map`."""
         own = self.cut(params, program)
         if own is not params:
@@ -290,10 +291,17 @@ class Training(ABC):
         return *self.update(before, sums.gradients, self._mean(sums), program), value, aux
 
     def _update_outside(
-        self, tiles: TiledFabric, params: Any, state: Any, sums: Sums, scale: Any, program: Program
-    ) -> tuple[Any, Any, Any, Any]:
+        self,
+        tiles: TiledFabric,
+        specs: tuple[Specs, Specs],
+        params: Tree,
+        state: Tree,
+        sums: Sums,
+        scale: Any,
+        program: Program,
+    ) -> tuple[Tree, Tree, Tree, Tree]:
         """Return the same for whole arrays that XLA splits inside tiles, as any optimizer may look at them."""
-        of_params, of_state = self.specs(params, program)
+        of_params, of_state = specs
         sums = sum_over_tiles(sums, of_params, program, tiles)
         value, aux = self._means(sums, None)
         before = Before(params, params, params, state, value, scale)
@@ -304,7 +312,7 @@ class Training(ABC):
         count = count_of(sums.weight, self.fabric, self.microbatches)
         return lambda total: divide_by_weight(total, count, empty=0.0).astype(total.dtype)
 
-    def _means(self, sums: Sums, dtypes: Any) -> tuple[Any, Any]:
+    def _means(self, sums: Sums, dtypes: Any) -> tuple[Tree, Tree]:
         """Return the mean loss and aux, in the dtypes of their sums, or in the means' own where they are known."""
         count = count_of(sums.weight, self.fabric, self.microbatches)
         means = jax.tree.map(lambda x: divide_by_weight(x, count, empty=jnp.nan), sums.extras)
@@ -318,7 +326,7 @@ class Training(ABC):
         mesh = self.fabric.jax_mesh
         return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
-    def _put(self, tree: Any, specs: Specs) -> Any:
+    def _put(self, tree: Tree, specs: Specs) -> Tree:
         def constrain(leaf: Any, spec: PartitionSpec) -> Any:
             return lax.with_sharding_constraint(leaf, NamedSharding(self.fabric.jax_mesh, spec))
 
@@ -329,13 +337,13 @@ class Training(ABC):
 class _WholeParams(Training):
     """A step for parameters that are whole on every chip, or on every tile, where they are split inside it."""
 
-    shardings: Any
+    shardings: Tree
 
     @property
     def is_fsdp(self) -> bool:
         return False
 
-    def specs(self, params: Any, program: Program) -> tuple[Specs, Specs]:
+    def specs(self, params: Tree, program: Program) -> tuple[Specs, Specs]:
         check_program(program, self.fabric)
         inside = match_specs((self.shardings,), (params,), self.fabric)[0]
         if not program.is_sharded:
@@ -361,10 +369,10 @@ class _WholeParams(Training):
         del program
         return lambda params, batch, _: self.loss(params, batch)
 
-    def cut(self, params: Any, program: Program) -> Any:
+    def cut(self, params: Tree, program: Program) -> Tree:
         return shard_of(params, program, accumulate_dtype=self.accumulate_dtype) if program.is_sharded else params
 
-    def update(self, before: Before, gradients: Any, mean: Mean, program: Program) -> tuple[Any, Any]:
+    def update(self, before: Before, gradients: Tree, mean: Mean, program: Program) -> tuple[Tree, Tree]:
         if not program.is_sharded:
             gradients = jax.tree.map(lambda x, like: mean(x).astype(like.dtype), gradients, before.params)
             return update_weights(
@@ -396,5 +404,5 @@ class _WholeParams(Training):
         return all_gather(own, program, like=before.params, accumulate_dtype=sums), state
 
 
-def _first(rows: Any) -> Any:
+def _first(rows: Tree) -> Tree:
     return jax.tree.map(lambda x: x[0], rows)

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from meshmend.cost import Hardware, between_tiles, find_hardware
 from meshmend.cost.hiding import MAX_UNROLLED
 from meshmend.errors import ParameterError
-from meshmend.jax.collectives import travel_dtype
+from meshmend.jax.collectives import Tree, travel_dtype
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.fsdp.params import ShardedParams, is_sharded
 from meshmend.jax.program import Program, Update, abstract_program, install
@@ -81,10 +81,10 @@ class TrainingPlan(StepPlan):
 
 def plan(
     fabric: Fabric,
-    params: Any,
+    params: Tree,
     *,
     update: PlannedUpdate = "replicated",
-    shardings: Any = None,
+    shardings: Tree = None,
     accumulate_dtype: DTypeLike | None = jnp.float32,
     hardware: str | Hardware | None = None,
     planner: str | Planner = "auto",
@@ -153,7 +153,7 @@ def hardware_of(fabric: Fabric, hardware: str | Hardware | None = None) -> Hardw
 
 
 def workload_of(
-    fabric: Fabric, params: Any, *, update: PlannedUpdate, shardings: Any, accumulate_dtype: DTypeLike | None
+    fabric: Fabric, params: Tree, *, update: PlannedUpdate, shardings: Tree, accumulate_dtype: DTypeLike | None
 ) -> Workload:
     """Return what a step of these parameters sends: bytes per device, in the dtype that travels."""
     if update == "fsdp":
@@ -177,7 +177,7 @@ def workload_of(
     return Workload(total / cores, collective).rounded()
 
 
-def _layer_bytes(params: Any, fabric: Fabric, accumulate_dtype: DTypeLike | None) -> float:
+def _layer_bytes(params: Tree, fabric: Fabric, accumulate_dtype: DTypeLike | None) -> float:
     """Return the bytes per device of one layer, of those sharded trees that send most in a step."""
     trees: list[Any] = jax.tree.leaves(params, is_leaf=is_sharded)
     others = [one for one in trees if not isinstance(one, ShardedParams)]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from meshmend.errors import ParameterError
+from meshmend.jax.collectives import Tree
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.program import Program
 from meshmend.jax.tiles import TiledFabric
@@ -37,7 +38,7 @@ def check_program(program: object, fabric: Fabric) -> None:
         )
 
 
-def check_data_parallel(fabric: Fabric, shardings: Any) -> None:
+def check_data_parallel(fabric: Fabric, shardings: Tree) -> None:
     """Refuse shardings where each chip has the whole model."""
     if shardings is not None:
         raise ParameterError(
@@ -75,7 +76,7 @@ def check_batch(batch: dict[str, Any], fabric: Fabric, microbatches: int, *, ins
             )
 
 
-def weights_of(weights: Any, batch: Any, maker: str, *, per_example: bool) -> jax.Array | None:
+def weights_of(weights: Any, batch: Tree, maker: str, *, per_example: bool) -> jax.Array | None:
     """Return the weights of examples, by default all 1, or None where the loss is a mean; refuse any that do not fit.
 
     `maker` is the function that makes what is called with them.
@@ -89,7 +90,7 @@ def weights_of(weights: Any, batch: Any, maker: str, *, per_example: bool) -> ja
     return found
 
 
-def check_weights(weights: Any, batch: Any) -> None:
+def check_weights(weights: Any, batch: Tree) -> None:
     """Refuse weights that are not one real number per example, and arrays with different numbers of examples."""
     (first, leaf), *others = jax.tree_util.tree_leaves_with_path(batch)
     n_examples = jnp.shape(leaf)[0]

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from meshmend.cost.hiding import MAX_UNROLLED
 from meshmend.errors import ParameterError
-from meshmend.jax.collectives import all_reduce
+from meshmend.jax.collectives import Tree, all_reduce
 from meshmend.jax.fsdp.params import ShardedParams, is_sharded
 from meshmend.jax.loops import zero_after
 from meshmend.jax.program import Program
@@ -31,8 +31,8 @@ Layer = Callable[[Any, Any], Any]
 
 def scan_layers(
     layer: Layer,
-    params: Any,
-    x: Any,
+    params: Tree,
+    x: Tree,
     program: Program,
     *,
     mean: bool = True,
@@ -95,16 +95,16 @@ class _Stack(Protocol):
     def n_layers(self) -> int: ...
 
     @property
-    def like(self) -> Any:
+    def like(self) -> Tree:
         """One layer's weights, as shapes and dtypes."""
 
-    def fetch(self, params: Any, number: Any, program: Any) -> Any:
+    def fetch(self, params: Tree, number: jax.Array | int, program: Program) -> Tree:
         """Begin to make a layer's weights available; what is returned is held until it computes."""
 
-    def weights(self, held: Any, params: Any, number: Any) -> Any:
+    def weights(self, held: Tree, params: Tree, number: jax.Array | int) -> Tree:
         """Return a layer's weights of what was fetched."""
 
-    def send(self, gradients: Any, program: Any) -> Any:
+    def send(self, gradients: Tree, program: Program) -> Tree:
         """Return the gradients of one layer, over all devices."""
 
 
@@ -119,24 +119,24 @@ class _Sharded:
         return self.params.n_layers or 0
 
     @property
-    def like(self) -> Any:
+    def like(self) -> Tree:
         return self.params.outline.like
 
-    def fetch(self, params: ShardedParams, number: Any, program: Program) -> Any:
+    def fetch(self, params: ShardedParams, number: jax.Array | int, program: Program) -> Tree:
         return params.gather(params.layer(number), program, unroll=self.unroll)
 
-    def weights(self, held: Any, params: ShardedParams, number: Any) -> Any:
+    def weights(self, held: Tree, params: ShardedParams, number: jax.Array | int) -> Tree:
         del params, number
         return held
 
-    def send(self, gradients: Any, program: Program) -> ShardedParams:
+    def send(self, gradients: Tree, program: Program) -> ShardedParams:
         shards = self.params.scatter(gradients, program, mean=self.mean, unroll=self.unroll)
         return ShardedParams(shards, self.params.outline)
 
 
 @dataclass(frozen=True)
 class _Replicated:
-    params: Any
+    params: Tree
     mean: bool
     accumulate_dtype: DTypeLike | None
     unroll: bool
@@ -146,17 +146,17 @@ class _Replicated:
         return int(jax.tree.leaves(self.params)[0].shape[0])
 
     @property
-    def like(self) -> Any:
+    def like(self) -> Tree:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), self.params)
 
-    def fetch(self, params: Any, number: Any, program: Program) -> None:
+    def fetch(self, params: Tree, number: jax.Array | int, program: Program) -> None:
         del params, number, program
 
-    def weights(self, held: None, params: Any, number: Any) -> Any:
+    def weights(self, held: None, params: Tree, number: jax.Array | int) -> Tree:
         del held
         return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, number, keepdims=False), params)
 
-    def send(self, gradients: Any, program: Program) -> Any:
+    def send(self, gradients: Tree, program: Program) -> Tree:
         return all_reduce(
             gradients, program, mean=self.mean, accumulate_dtype=self.accumulate_dtype, unroll=self.unroll
         )
@@ -168,24 +168,24 @@ OneLayer = Callable[[Any, Sequence[Any], Sequence[Any]], Flat]
 
 
 def _scan(
-    one: OneLayer, params: Any, x: Flat, outer: Flat, program: Any, stack: _Stack, hide: bool, in_turn: bool
+    one: OneLayer, params: Tree, x: Flat, outer: Flat, program: Program, stack: _Stack, hide: bool, in_turn: bool
 ) -> Flat:
     """Run the layers, with a backward pass that is written out."""
     n_layers = stack.n_layers
 
-    def ahead(params: Any, number: Any, program: Any) -> Any:
+    def ahead(params: Tree, number: jax.Array | int, program: Program) -> Tree:
         """Fetch a layer before it is its time; without `hide`, nothing."""
         return stack.fetch(params, jnp.clip(number, 0, n_layers - 1), program) if hide else None
 
-    def weights(held: Any, params: Any, number: Any, program: Any) -> Any:
+    def weights(held: Tree, params: Tree, number: jax.Array | int, program: Program) -> Tree:
         return stack.weights(held if hide else stack.fetch(params, number, program), params, number)
 
     @jax.custom_vjp
-    def run(params: Any, x: Flat, outer: Flat, program: Any) -> Flat:
+    def run(params: Tree, x: Flat, outer: Flat, program: Program) -> Flat:
         return forward(params, x, outer, program)[0]
 
-    def forward(params: Any, x: Flat, outer: Flat, program: Any) -> tuple[Flat, Any]:
-        def layer(carry: Any, number: Any) -> Any:
+    def forward(params: Tree, x: Flat, outer: Flat, program: Program) -> tuple[Flat, Any]:
+        def layer(carry: Tree, number: jax.Array | int) -> Tree:
             x, held = carry
             y = one(weights(held, params, number, program), x, outer)
             # Nothing follows the last layer, which is fetched again: the backward pass begins with it.
@@ -194,12 +194,12 @@ def _scan(
         (y, held), inputs = lax.scan(layer, (x, ahead(params, 0, program)), jnp.arange(n_layers))
         return y, (params, inputs, held, outer, program)
 
-    def backward(kept: Any, dy: Flat) -> tuple[Any, Flat, Flat, None]:
+    def backward(kept: Tree, dy: Flat) -> tuple[Any, Flat, Flat, None]:
         params, inputs, held, outer, program = kept
         x_parts, outer_parts = _Parts(inputs), _Parts(outer)
         fixed_outer = outer_parts.fixed(outer)
 
-        def layer(carry: Any, number: Any) -> Any:
+        def layer(carry: Tree, number: jax.Array | int) -> Tree:
             dx, held, waiting, d_outer, sums = carry
             x = [lax.dynamic_index_in_dim(leaf, number, keepdims=False) for leaf in inputs]
             fixed_x = x_parts.fixed(x)
@@ -248,7 +248,7 @@ class _Parts:
         return [None if not yes and fixed is None else next(ours[yes]) for yes in self.is_varied]
 
 
-def _pure(layer: Layer, like: Any, x: Any) -> tuple[OneLayer, Flat]:
+def _pure(layer: Layer, like: Tree, x: Tree) -> tuple[OneLayer, Flat]:
     """Return a layer as a function of all that it depends on, and those values that it closes over.
 
     A value that is traced (a mask, a key, something to be differentiated by) may not be closed over by a function with
@@ -273,7 +273,7 @@ def _pure(layer: Layer, like: Any, x: Any) -> tuple[OneLayer, Flat]:
     return one, outer
 
 
-def _put(sums: Any, one: Any, number: Any) -> Any:
+def _put(sums: Tree, one: Any, number: jax.Array | int) -> Tree:
     """Write one layer's gradients to its place; a place after the last is the last."""
     return jax.tree.map(
         lambda all_layers, layer: lax.dynamic_update_index_in_dim(
@@ -284,7 +284,7 @@ def _put(sums: Any, one: Any, number: Any) -> Any:
     )
 
 
-def _zeros(tree: Any) -> Any:
+def _zeros(tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf), jnp.result_type(leaf)), tree)
 
 
@@ -294,7 +294,7 @@ def _unrolls(program: Program, hide: bool, unroll: bool | None) -> bool:
     return hide and all(one.layout.platform == "tpu" and one.n_steps <= MAX_UNROLLED for one in program.phases)
 
 
-def _check_replicated(params: Any, program: Program) -> None:
+def _check_replicated(params: Tree, program: Program) -> None:
     if program.is_sharded:
         raise ParameterError(
             f"The parameters are whole on every chip, and the program has update={program.update!r}. Give one from "

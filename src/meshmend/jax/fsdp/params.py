@@ -33,7 +33,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
-from meshmend.jax.collectives import Shards, all_gather, reduce_scatter, shard_of, travel_dtype
+from meshmend.jax.collectives import Shards, Tree, all_gather, reduce_scatter, shard_of, travel_dtype
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.program import Program
 from meshmend.jax.shardings import is_spec, match_specs, stacked_specs
@@ -66,13 +66,13 @@ class ShardedOutline:
     """None where there are no tiles."""
 
     @property
-    def like(self) -> Any:
+    def like(self) -> Tree:
         """The tree (of one layer), as shapes and dtypes."""
         leaves = [jax.ShapeDtypeStruct(*facts) for facts in zip(self.shapes, self.dtypes, strict=True)]
         return jax.tree.unflatten(self.structure, leaves)
 
     @property
-    def own_like(self) -> Any:
+    def own_like(self) -> Tree:
         """What one chip has of that tree before it is cut into chunks: all of it, or its part inside a tile."""
         if self.inside is None:
             return self.like
@@ -84,7 +84,7 @@ class ShardedOutline:
         )
 
     @property
-    def specs_inside(self) -> Any:
+    def specs_inside(self) -> Tree:
         """How the tree (of one layer) is split inside a tile."""
         specs = [PartitionSpec()] * len(self.shapes) if self.inside is None else self.inside.specs
         return jax.tree.unflatten(self.structure, specs)
@@ -116,11 +116,11 @@ class ShardedParams:
         """Return the shards of one layer of a stack."""
         return tuple(lax.dynamic_index_in_dim(shard, number, keepdims=False) for shard in self.shards)
 
-    def gather(self, shards: Shards, program: Program, *, unroll: bool = False) -> Any:
+    def gather(self, shards: Shards, program: Program, *, unroll: bool = False) -> Tree:
         """Return the tree (of one layer) on every chip, or split inside every tile."""
         outline = self.outline
 
-        def local(shards: Shards, program: Program) -> Any:
+        def local(shards: Shards, program: Program) -> Tree:
             return all_gather(
                 shards, program, like=outline.own_like, accumulate_dtype=outline.accumulate_dtype, unroll=unroll
             )
@@ -144,11 +144,11 @@ class ShardedParams:
         mapped.def_vmap(refuse)
         return mapped(shards, program)
 
-    def scatter(self, tree: Any, program: Program, *, mean: bool, unroll: bool = False) -> Shards:
+    def scatter(self, tree: Tree, program: Program, *, mean: bool, unroll: bool = False) -> Shards:
         """Sum a tree (of one layer) over all chips, or over tiles, and return this chip's shards of it."""
         outline = self.outline
 
-        def local(tree: Any, program: Program) -> Shards:
+        def local(tree: Tree, program: Program) -> Shards:
             return reduce_scatter(
                 tree,
                 program,
@@ -168,14 +168,14 @@ class ShardedParams:
             check_vma=False,
         )
 
-        def row_per_tile(x: Any) -> Any:
+        def row_per_tile(x: Any) -> Tree:
             return jnp.broadcast_to(x, (mesh.shape[TILE_AXIS], *x.shape))
 
-        def sum_same(tree: Any, program: Program) -> Shards:
+        def sum_same(tree: Tree, program: Program) -> Shards:
             """Sum what is the same on all tiles."""
             return sum_rows(jax.tree.map(row_per_tile, tree), program)
 
-        def sum_batched(axis_size: int, in_batched: Any, tree: Any, program: Program) -> tuple[Shards, Any]:
+        def sum_batched(axis_size: int, in_batched: Any, tree: Tree, program: Program) -> tuple[Shards, Any]:
             del axis_size
             rows = jax.tree.map(lambda x, batched: x if batched else row_per_tile(x), tree, in_batched[0])
             shards = sum_rows(rows, program)
@@ -211,7 +211,7 @@ class ShardedParams:
         return f"ShardedParams({layers}{self.n_params:,} parameters in shards of {dtypes})"
 
 
-def gather_params(params: ShardedParams, program: Program, *, mean: bool = True, unroll: bool = False) -> Any:
+def gather_params(params: ShardedParams, program: Program, *, mean: bool = True, unroll: bool = False) -> Tree:
     """Return the whole tree on every chip; its gradient is the shards of the chips' mean.
 
     For what is not in a stack of layers: embeddings, heads, norms. Without `mean` the gradient is the sum. `unroll` is
@@ -222,7 +222,7 @@ def gather_params(params: ShardedParams, program: Program, *, mean: bool = True,
     params.check(program, stacked=False)
 
     @jax.custom_vjp
-    def gather(shards: Shards, program: Program) -> Any:
+    def gather(shards: Shards, program: Program) -> Tree:
         return params.gather(shards, program, unroll=unroll)
 
     def forward(shards: Shards, program: Program) -> tuple[Any, Program]:
@@ -235,7 +235,7 @@ def gather_params(params: ShardedParams, program: Program, *, mean: bool = True,
     return gather(params.shards, program)
 
 
-def sharded_specs(tree: Any, fabric: Fabric) -> Any:
+def sharded_specs(tree: Tree, fabric: Fabric) -> Tree:
     """Return how `jax.shard_map` splits a tree that has `ShardedParams` in it; other leaves are whole on each chip."""
     return jax.tree.map(
         lambda x: spec_of(x.outline, fabric) if is_sharded(x) else PartitionSpec(), tree, is_leaf=is_sharded
@@ -270,12 +270,12 @@ def name_cut(program: Program) -> str:
 
 
 def shard_params(
-    params: Any,
+    params: Tree,
     fabric: Fabric,
     program: Program,
     *,
     stacked: bool = False,
-    shardings: Any = None,
+    shardings: Tree = None,
     gather_dtype: DTypeLike | None = None,
     accumulate_dtype: DTypeLike | None = jnp.float32,
 ) -> ShardedParams:
@@ -313,7 +313,7 @@ def init_sharded(
     program: Program,
     *,
     stacked: bool = False,
-    shardings: Any = None,
+    shardings: Tree = None,
     gather_dtype: DTypeLike | None = None,
     accumulate_dtype: DTypeLike | None = jnp.float32,
 ) -> ShardedParams:
@@ -336,12 +336,12 @@ def init_sharded(
 
 def sharder(
     make: Callable[[Any], Any],
-    given: Any,
+    given: Tree,
     fabric: Fabric,
     program: Program,
     *,
     stacked: bool = False,
-    shardings: Any = None,
+    shardings: Tree = None,
     gather_dtype: DTypeLike | None = None,
     accumulate_dtype: DTypeLike | None = jnp.float32,
 ) -> tuple[jax.stages.Wrapped, list[Any], ShardedOutline]:
@@ -361,7 +361,7 @@ def sharder(
         _inside(shardings, one, fabric),
     )
 
-    def cut(tree: Any, program: Program) -> Shards:
+    def cut(tree: Tree, program: Program) -> Shards:
         return shard_of(tree, program, accumulate_dtype=accumulate_dtype)
 
     if outline.inside is None:
@@ -375,7 +375,7 @@ def sharder(
         # Made by XLA, so that no chip has more of an array than its part of it.
         of_chip = _shard_mapped(cut, fabric, (outline.specs_inside, program.spec), PartitionSpec(fabric.axes))
 
-        def function(given: Any, program: Program) -> Shards:
+        def function(given: Tree, program: Program) -> Shards:
             found: Shards = _by_layer(lambda one: of_chip(make(one), program), given, outline)
             return found
 
@@ -385,7 +385,7 @@ def sharder(
     return made, values, outline
 
 
-def _on_every_process(given: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+def _on_every_process(given: Tree) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Return arrays as every process may give them to one program, and the way back from there.
 
     An array on a device of this process alone cannot be part of it; its values can. Random keys travel as bits.
@@ -405,7 +405,7 @@ def _on_every_process(given: Any) -> tuple[list[Any], Callable[[list[Any]], Any]
     bits = [jax.random.key_data(leaf) if key else leaf for leaf, key in zip(leaves, is_key, strict=True)]
     values = [np.asarray(leaf) if local else leaf for leaf, local in zip(bits, is_local, strict=True)]
 
-    def restored(values: list[Any]) -> Any:
+    def restored(values: list[Any]) -> Tree:
         found = [
             value if kind is None else jax.random.wrap_key_data(value, impl=kind)
             for value, kind in zip(values, kinds, strict=True)
@@ -415,7 +415,7 @@ def _on_every_process(given: Any) -> tuple[list[Any], Callable[[list[Any]], Any]
     return values, restored
 
 
-def _by_layer(function: Callable[[Any], Any], given: Any, outline: ShardedOutline) -> Any:
+def _by_layer(function: Callable[[Any], Any], given: Tree, outline: ShardedOutline) -> Tree:
     return function(given) if outline.n_layers is None else lax.map(function, given)
 
 
@@ -423,7 +423,7 @@ def _shard_mapped(function: Callable[..., Any], fabric: Fabric, in_specs: Any, o
     return jax.shard_map(function, mesh=fabric.jax_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def _inside(shardings: Any, like: Any, fabric: Fabric) -> InsideTiles | None:
+def _inside(shardings: Tree, like: Tree, fabric: Fabric) -> InsideTiles | None:
     if not isinstance(fabric, TiledFabric):
         check_data_parallel(fabric, shardings)
         return None
@@ -431,7 +431,7 @@ def _inside(shardings: Any, like: Any, fabric: Fabric) -> InsideTiles | None:
     return InsideTiles(fabric.jax_mesh, tuple(jax.tree.leaves(specs, is_leaf=is_spec)))
 
 
-def unshard_params(tree: Any, fabric: Fabric, program: Program) -> Any:
+def unshard_params(tree: Tree, fabric: Fabric, program: Program) -> Tree:
     """Return a tree with all `ShardedParams` in it put together on every chip, in the dtypes of their shards.
 
     On tiles the arrays are split inside each tile, and every tile has them. Nothing is rounded, so that cutting them
@@ -439,10 +439,10 @@ def unshard_params(tree: Any, fabric: Fabric, program: Program) -> Any:
     optimizer's state move from one set of survivors to another.
     """
 
-    def whole(params: ShardedParams) -> Any:
+    def whole(params: ShardedParams) -> Tree:
         join = joined(params, fabric, program)
 
-        def function(shards: Shards, program: Program) -> Any:
+        def function(shards: Shards, program: Program) -> Tree:
             return _by_layer(lambda one: join(one, program), shards, params.outline)
 
         return fabric.jit(function)(params.shards, program)
@@ -465,14 +465,14 @@ def joined(params: ShardedParams, fabric: Fabric, program: Program) -> Callable[
     )
 
 
-def reshard_params(whole: Any, like: Any, fabric: Fabric, program: Program) -> Any:
+def reshard_params(whole: Tree, like: Tree, fabric: Fabric, program: Program) -> Tree:
     """Cut what `unshard_params` put together as `like` was cut, for this fabric; `like` may be of other chips.
 
     Both are any trees, such as (parameters, optimizer's state), on any devices or on none. Where `like` has a
     `ShardedParams`, `whole` has the tree that it is of; everything else is copied to every device.
     """
 
-    def cut(like: Any, whole: Any) -> Any:
+    def cut(like: Tree, whole: Tree) -> Tree:
         whole = jax.device_put(whole, fabric.sharding())
         if not is_sharded(like):
             return whole
@@ -496,7 +496,7 @@ def reshard_params(whole: Any, like: Any, fabric: Fabric, program: Program) -> A
     return jax.tree.map(cut, like, whole, is_leaf=is_sharded)
 
 
-def _count_layers(params: Any) -> int:
+def _count_layers(params: Tree) -> int:
     shapes = [tuple(leaf.shape) for leaf in jax.tree.leaves(params)]
     counts = {shape[0] if shape else 0 for shape in shapes}
     if len(counts) != 1 or counts == {0}:

@@ -17,7 +17,7 @@ import optax
 from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
-from meshmend.jax.collectives import Shards, travel_dtype
+from meshmend.jax.collectives import Shards, Tree, travel_dtype
 from meshmend.jax.elementwise import check_elementwise, update_weights, with_steady_dtypes
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.fsdp.params import ShardedParams, is_sharded, sharded_specs
@@ -83,7 +83,7 @@ class _ShardedParams(Training):
     def is_fsdp(self) -> bool:
         return True
 
-    def specs(self, params: Any, program: Program) -> tuple[Any, Any]:
+    def specs(self, params: Tree, program: Program) -> tuple[Tree, Tree]:
         """Return how what is like the parameters is split, as they are; numbers not at all."""
         _check_params(params, program)
         check_program(program, self.fabric)
@@ -96,7 +96,7 @@ class _ShardedParams(Training):
             ]
             return ShardedParams(tuple(shards), one.outline)
 
-        def layers(one: ShardedParams) -> Any:
+        def layers(one: ShardedParams) -> Tree:
             sums = one.outline.accumulate_dtype
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, sums)), one.outline.like)
 
@@ -112,11 +112,11 @@ class _ShardedParams(Training):
         only_sums = replace(program, only_sums=True)
         return lambda params, batch, _: self.loss(params, batch, only_sums)
 
-    def cut(self, params: Any, program: Program) -> Any:
+    def cut(self, params: Tree, program: Program) -> Tree:
         del program
         return params
 
-    def update(self, before: Before, gradients: Any, mean: Mean, program: Program) -> tuple[Any, Any]:
+    def update(self, before: Before, gradients: Tree, mean: Mean, program: Program) -> tuple[Tree, Tree]:
         means = jax.tree.map(lambda x, like: mean(x).astype(like.dtype), gradients, before.params)
         layers = _layers_of(before.params, program, self.fabric)
         return update_weights(
@@ -124,7 +124,7 @@ class _ShardedParams(Training):
         )
 
 
-def _layers_of(params: Any, program: Program, fabric: Fabric) -> ShardedLayers:
+def _layers_of(params: Tree, program: Program, fabric: Fabric) -> ShardedLayers:
     """Return the layers of sharded parameters; each layer of a stack has norms of its own."""
     trees, structure = jax.tree.flatten(params, is_leaf=is_sharded)
     parts = [
@@ -138,10 +138,10 @@ def _layers_of(params: Any, program: Program, fabric: Fabric) -> ShardedLayers:
         for one in trees
     ]
 
-    def split(tree: Any) -> list[Shards]:
+    def split(tree: Tree) -> list[Shards]:
         return [one.shards for one in jax.tree.leaves(tree, is_leaf=is_sharded)]
 
-    def join(shards: list[Shards]) -> Any:
+    def join(shards: list[Shards]) -> Tree:
         found = [ShardedParams(own, one.outline) for own, one in zip(shards, trees, strict=True)]
         return jax.tree.unflatten(structure, found)
 
@@ -149,7 +149,7 @@ def _layers_of(params: Any, program: Program, fabric: Fabric) -> ShardedLayers:
     return ShardedLayers(parts, program, whole, split=split, join=join)
 
 
-def _check_params(params: Any, program: Any) -> None:
+def _check_params(params: Tree, program: Any) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_sharded)
     for path, leaf in leaves:
         if not is_sharded(leaf):
@@ -162,7 +162,7 @@ def _check_params(params: Any, program: Any) -> None:
         raise ParameterError("There are no parameters.")
 
 
-def _check_state(state: Any) -> None:
+def _check_state(state: Tree) -> None:
     """Refuse an array of the state that is not like the parameters: nobody knows how it is split."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_sharded):
         if not is_sharded(leaf) and leaf.ndim:
