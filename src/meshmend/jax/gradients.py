@@ -1,7 +1,7 @@
 """What one device, or one tile, adds up of its part of a batch: gradients, the loss and aux, and the examples' weights.
 
-Only sums travel, and they are divided once, when they are complete: by the number of means that were added up, or with
-weights by the total weight, for a true mean over the examples actually used. So it does not matter which device had
+Only sums travel, and they are divided when they are complete: by the number of means that were added up, or with
+weights by the total weight, for a true mean over the examples actually used. Then it does not matter which device had
 which example, nor how many each had; and integer-valued gradients, whose sums are exact, give the same bits on any
 number of chips.
 """
@@ -44,6 +44,8 @@ class LossSums:
     accumulate_dtype: DTypeLike | None
     is_split_inside: bool = False
     """Whether the examples may be split over the devices of a tile."""
+    divides: bool = False
+    """Whether what has no weights is the mean over the microbatches, in dtypes of its own, not their sum."""
     over_devices: bool = False
     """Whether gradients come out of the loss summed over all devices, as those of sharded parameters do.
 
@@ -65,9 +67,12 @@ class LossSums:
         pieces = jnp.arange(self.microbatches), jax.tree.map(self._cut, batch), weights
         if weights is not None:
             pieces = *pieces[:2], self._cut(weights, "constant")
-        shapes, own = jax.eval_shape(one, *jax.tree.map(lambda x: x[0], pieces))
-        start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        shapes = jax.eval_shape(one, *jax.tree.map(lambda x: x[0], pieces))
+        start, own = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         total, _ = lax.scan(lambda so_far, piece: (jax.tree.map(jnp.add, so_far, one(*piece)[0]), None), start, pieces)
+        if weights is None and self.divides:
+            gradients, extras = jax.tree.map(self._mean, (total.gradients, total.extras), (params, own))
+            total = Sums(gradients, extras, None)
         return total, own
 
     def _cut(self, x: jax.Array, padding: str = "edge") -> jax.Array:
@@ -106,6 +111,9 @@ class LossSums:
             counted = Sums(*jax.tree.map(lambda x: jnp.where(jnp.any(used), x, jnp.zeros_like(x)), sums))
             sums = counted._replace(gradients=sums.gradients) if self.over_devices else counted
         return sums, jax.tree.map(lambda x: jnp.zeros((), jnp.result_type(x)), own)
+
+    def _mean(self, total: jax.Array, like: jax.Array) -> jax.Array:
+        return self._widened((total / self.microbatches).astype(mean_dtype(like.dtype)))
 
     def _widened(self, value: Any) -> jax.Array:
         x: jax.Array = jnp.asarray(value)

@@ -128,7 +128,7 @@ class LayerPart:
         return cls(len(leaves), groups, numbers, tile, is_stack)
 
     def sums_of_squares(self, shards: Shards) -> list[jax.Array]:
-        """Return, for each group, each layer's sum of squares in this tile, and a zero for the padding."""
+        """Return, for each group, this device's share of each layer's sum of squares, and a zero for the padding."""
         found = []
         for shard, numbers, group in zip(shards, self.numbers, self.groups, strict=True):
 
@@ -138,7 +138,7 @@ class LayerPart:
             squares = squares_of(shard)
             own = jax.vmap(sums)(squares) if self.is_stack else sums(squares)
             found.append(own if self.tile is None else own * self.tile.shares(group).astype(own.dtype))
-        return found if self.tile is None else self.tile.total(found)
+        return found
 
     def sum_of_squares(self, shards: Shards) -> jax.Array:
         """Return this device's share of the sum of all squares, whatever layers they are of."""
@@ -225,6 +225,9 @@ class ShardedLayers:
             [part.sums_of_squares(shards) for part, shards in zip(self.parts, self.split(tree), strict=True)]
             for tree in trees
         ]
+        tile = self.parts[0].tile
+        if tile is not None:  # all parts lie in the same
+            local = tile.total(local)
         found: list[list[list[jax.Array]]] = all_reduce(local, self.program.for_scalars)
         return found
 

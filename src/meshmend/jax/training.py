@@ -150,7 +150,6 @@ class Before(NamedTuple):
     own: Tree
     """What of the parameters this device updates."""
     state: Tree
-    value: jax.Array
     scale: Any
 
 
@@ -188,8 +187,13 @@ class Training(ABC):
         """Return what of the parameters this device updates."""
 
     @abstractmethod
-    def update(self, before: Before, gradients: Tree, mean: Mean, program: Program) -> tuple[Tree, Tree]:
-        """Return new parameters and state; `mean` makes the mean of complete sums, which gradients may not be yet."""
+    def update(
+        self, before: Before, value: jax.Array, gradients: Tree, mean: Mean, program: Program
+    ) -> tuple[Tree, Tree]:
+        """Return new parameters and state; `mean` makes the mean of complete sums, which gradients may not be yet.
+
+        `value` is the mean loss.
+        """
 
     def train_step(self) -> TrainStep:
         """Return the two functions."""
@@ -228,67 +232,77 @@ class Training(ABC):
         )
         maker = "sharded_train_step" if self.is_fsdp else "train_step"
         weights = weights_of(weights, batch, maker, per_example=self.per_example)
-        given, of_given = (batch, weights), PartitionSpec(self.fabric.batch_axes)
+        found: tuple[Any, ...]
+        given: Tree = (batch, weights)
+        of_given: Specs = PartitionSpec(self.fabric.batch_axes)
+        local: Callable[..., Any] = partial(self._on_chip, params)
         if self.tiles is not None:
-            given, of_given = self._sums_by_tile(self.tiles, params, of_params, given, program)
+            given, dtypes = self._sums_by_tile(self.tiles, params, batch, weights, program)
+            of_given = self._specs_of_sums(of_params)
+            local = partial(self._on_tile, params, dtypes)
         if self.tiles is not None and not program.is_sharded:
             found = self._update_outside(self.tiles, (of_params, of_state), params, state, given, scale, program)
         else:
-            found = self._mapped(
-                partial(self._local, params),
-                (of_params, of_state, of_given, WHOLE, program.spec),
-                (of_params, of_state, WHOLE, WHOLE),
-            )(params, state, given, scale, program)
+            in_specs = of_params, of_state, of_given, WHOLE, program.spec
+            out_specs = of_params, of_state, WHOLE, WHOLE
+            found = self._mapped(local, in_specs, out_specs)(params, state, given, scale, program)
         return found if self.has_aux else found[:3]
 
-    def _sums(self, params: Tree, batch: Tree, weights: Any, program: Program) -> tuple[Sums, Tree]:
+    def _sums(self, params: Tree, batch: Tree, weights: jax.Array | None, program: Program) -> tuple[Sums, Tree]:
         """Differentiate one part of the batch."""
         part = LossSums(
             self.has_aux,
             self.microbatches,
             self.accumulate_dtype,
-            is_split_inside=self.tiles is not None,
+            is_split_inside=self._adds_pieces,
+            divides=not self._adds_pieces,
             over_devices=self.is_fsdp,
         )
         return part.of(self.loss_of(program), params, batch, weights)
 
     def _sums_by_tile(
-        self, tiles: TiledFabric, params: Tree, of_params: Specs, given: tuple[Any, Any], program: Program
-    ) -> tuple[Sums, Specs]:
-        """Let each tile differentiate its part of the batch; return the sums, one row per tile, and their specs."""
+        self, tiles: TiledFabric, params: Tree, batch: Tree, weights: jax.Array | None, program: Program
+    ) -> tuple[Sums, Tree]:
+        """Let each tile differentiate its part of the batch; return the sums, one row per tile, and own dtypes."""
         # The shards of the gradients are the same for all tiles, or rather for none: they are split over all devices.
-        rows: Tree = Sums(None if self.is_fsdp else 0, 0, 0)  # type: ignore[arg-type]
-        by_vmap = jax.vmap(
-            lambda *given: self._sums(*given)[0],
-            in_axes=(None, 0, 0, None),
-            out_axes=rows,
-            spmd_axis_name=TILE_AXIS,
-        )
-        by_tile: Any = PartitionSpec(TILE_AXIS)
-        of_gradients = of_params if self.is_fsdp else stacked_specs(of_params)
-        return by_vmap(params, *rows_by_tile(given, tiles), program), Sums(of_gradients, by_tile, by_tile)
+        rows: Tree = 0
+        out_axes = Sums(None if self.is_fsdp else rows, rows, rows), None
+        by_vmap = jax.vmap(self._sums, in_axes=(None, 0, 0, None), out_axes=out_axes, spmd_axis_name=TILE_AXIS)
+        sums, dtypes = by_vmap(params, *rows_by_tile((batch, weights), tiles), program)
+        return sums, dtypes
 
-    def _local(
-        self, whole: Tree, params: Tree, state: Tree, given: Tree, scale: Any, program: Program
+    def _specs_of_sums(self, of_params: Specs) -> Specs:
+        """Return how the sums of tiles are split."""
+        by_tile: Specs = PartitionSpec(TILE_AXIS)
+        return Sums(of_params if self.is_fsdp else stacked_specs(of_params), by_tile, by_tile)
+
+    def _on_chip(
+        self, whole: Tree, params: Tree, state: Tree, part: tuple[Tree, Any], scale: Any, program: Program
     ) -> tuple[Tree, Tree, Tree, Tree]:
-        """Return new parameters, state, loss and aux of one device, inside `jax.shard_map`."""
+        """Return new parameters, state, loss and aux of a device with its part of the batch, in `jax.shard_map`."""
         own = self.cut(params, program)
         if own is not params:
             # To be cut, parameters are packed. That is over, and its buffer free, before anything is made of the batch.
-            own, given = lax.optimization_barrier((own, given))
-        if self.tiles is None:
-            sums, dtypes = self._sums(params, *given, program)
-        else:
-            gradients = given.gradients if self.is_fsdp else _first(given.gradients)
-            sums, dtypes = Sums(gradients, *_first((given.extras, given.weight))), None
+            own, part = lax.optimization_barrier((own, part))
+        sums, dtypes = self._sums(params, *part, program)
+        return self._updated(Before(whole, params, own, state, scale), sums, dtypes, program)
+
+    def _on_tile(
+        self, whole: Tree, dtypes: Tree, params: Tree, state: Tree, rows: Sums, scale: Any, program: Program
+    ) -> tuple[Tree, Tree, Tree, Tree]:
+        """Return the same of a device of a tile, of whose sums it has its own row."""
+        gradients = rows.gradients if self.is_fsdp else _first(rows.gradients)
+        sums = Sums(gradients, *_first((rows.extras, rows.weight)))
+        return self._updated(Before(whole, params, self.cut(params, program), state, scale), sums, dtypes, program)
+
+    def _updated(self, before: Before, sums: Sums, dtypes: Tree, program: Program) -> tuple[Tree, Tree, Tree, Tree]:
         if program.is_sharded:
             extras, weight = all_reduce((sums.extras, sums.weight), program.for_scalars)
             sums = Sums(sums.gradients, extras, weight)
         else:
             sums = all_reduce(sums, program)
         value, aux = self._means(sums, dtypes)
-        before = Before(whole, params, own, state, value, scale)
-        return *self.update(before, sums.gradients, self._mean(sums), program), value, aux
+        return *self.update(before, value, sums.gradients, self._mean(sums), program), value, aux
 
     def _update_outside(
         self,
@@ -304,19 +318,32 @@ class Training(ABC):
         of_params, of_state = specs
         sums = sum_over_tiles(sums, of_params, program, tiles)
         value, aux = self._means(sums, None)
-        before = Before(params, params, params, state, value, scale)
-        params, state = self.update(before, sums.gradients, self._mean(sums), program)
+        before = Before(params, params, params, state, scale)
+        params, state = self.update(before, value, sums.gradients, self._mean(sums), program)
         return self._put(params, of_params), self._put(state, of_state), value, aux
 
+    @property
+    def _adds_pieces(self) -> bool:
+        """Whether a mean is divided once, with all microbatches added up; not by each device and then by their number.
+
+        XLA splits such a part of the batch inside its tile, and the loss and aux keep the dtypes of their sums.
+        """
+        return self.tiles is not None and not self.is_fsdp
+
+    def _count(self, sums: Sums) -> jax.Array:
+        return count_of(sums.weight, self.fabric, self.microbatches if self._adds_pieces else 1)
+
     def _mean(self, sums: Sums) -> Mean:
-        count = count_of(sums.weight, self.fabric, self.microbatches)
+        if self.is_fsdp and sums.weight is None:
+            return lambda mean: mean  # made by the loss, which may ask for a sum instead
+        count = self._count(sums)
         return lambda total: divide_by_weight(total, count, empty=0.0).astype(total.dtype)
 
-    def _means(self, sums: Sums, dtypes: Any) -> tuple[Tree, Tree]:
-        """Return the mean loss and aux, in the dtypes of their sums, or in the means' own where they are known."""
-        count = count_of(sums.weight, self.fabric, self.microbatches)
+    def _means(self, sums: Sums, dtypes: Tree) -> tuple[Tree, Tree]:
+        """Return the mean loss and aux."""
+        count = self._count(sums)
         means = jax.tree.map(lambda x: divide_by_weight(x, count, empty=jnp.nan), sums.extras)
-        if dtypes is not None:
+        if not self._adds_pieces and not (self.is_fsdp and self.per_example):
             means = jax.tree.map(lambda x, like: x.astype(mean_dtype(like.dtype)), means, dtypes)
         value, aux = means
         return value, aux
@@ -372,12 +399,12 @@ class _WholeParams(Training):
     def cut(self, params: Tree, program: Program) -> Tree:
         return shard_of(params, program, accumulate_dtype=self.accumulate_dtype) if program.is_sharded else params
 
-    def update(self, before: Before, gradients: Tree, mean: Mean, program: Program) -> tuple[Tree, Tree]:
+    def update(
+        self, before: Before, value: jax.Array, gradients: Tree, mean: Mean, program: Program
+    ) -> tuple[Tree, Tree]:
         if not program.is_sharded:
             gradients = jax.tree.map(lambda x, like: mean(x).astype(like.dtype), gradients, before.params)
-            return update_weights(
-                self.optimizer, before.params, before.state, gradients, before.scale, value=before.value
-            )
+            return update_weights(self.optimizer, before.params, before.state, gradients, before.scale, value=value)
         inside = match_specs((self.shardings,), (before.whole,), self.fabric)[0]
         tile = inside_tile(before.whole, inside, self.fabric)
         sums = self.accumulate_dtype
@@ -390,7 +417,7 @@ class _WholeParams(Training):
                 gradients,
                 partial(jax.tree.map, mean),
                 before.scale,
-                before.value,
+                value,
                 program,
                 sums,
                 before.whole,
@@ -399,7 +426,7 @@ class _WholeParams(Training):
         own_gradients = jax.tree.map(mean, reduce_scatter(gradients, program, accumulate_dtype=sums))
         layers = ShardedLayers([LayerPart.of_shards(before.params, program, sums, tile)], program, before.whole)
         own, state = update_weights(
-            self.optimizer, before.own, before.state, own_gradients, before.scale, value=before.value, layers=layers
+            self.optimizer, before.own, before.state, own_gradients, before.scale, value=value, layers=layers
         )
         return all_gather(own, program, like=before.params, accumulate_dtype=sums), state
 

@@ -109,18 +109,20 @@ class _ShardedParams(Training):
         return sharded_specs(params, self.fabric), sharded_specs(state, self.fabric)
 
     def loss_of(self, program: Program) -> PartLoss:
-        only_sums = replace(program, only_sums=True)
-        return lambda params, batch, _: self.loss(params, batch, only_sums)
+        program = replace(program, only_sums=self.per_example)
+        return lambda params, batch, _: self.loss(params, batch, program)
 
     def cut(self, params: Tree, program: Program) -> Tree:
         del program
         return params
 
-    def update(self, before: Before, gradients: Tree, mean: Mean, program: Program) -> tuple[Tree, Tree]:
+    def update(
+        self, before: Before, value: jax.Array, gradients: Tree, mean: Mean, program: Program
+    ) -> tuple[Tree, Tree]:
         means = jax.tree.map(lambda x, like: mean(x).astype(like.dtype), gradients, before.params)
         layers = _layers_of(before.params, program, self.fabric)
         return update_weights(
-            self.optimizer, before.params, before.state, means, before.scale, value=before.value, layers=layers
+            self.optimizer, before.params, before.state, means, before.scale, value=value, layers=layers
         )
 
 
