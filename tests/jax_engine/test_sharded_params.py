@@ -189,6 +189,24 @@ def test_twenty_steps_have_the_losses_of_replicated_parameters() -> None:
     assert moments.addressable_shards[0].data.size <= 2 * LAYERS * (5 * WIDTH + 2) * WIDTH / 12
 
 
+@pytest.mark.parametrize("mean", [True, False])
+def test_a_loss_may_ask_for_the_sum_of_gradients(mean: bool) -> None:
+    """Integers, whose sums over 5 chips and means over 3 microbatches are exact."""
+    fabric, pair = programs()
+    rows = np.random.default_rng(0).integers(-9, 9, (30, 3)).astype(np.float32) * 30
+
+    def loss(params: Any, batch: Any, pair: mmj.Program) -> Any:
+        return jnp.mean(batch @ mmj.fsdp.gather_params(params, pair, mean=mean)["w"])
+
+    init, step = mmj.fsdp.sharded_train_step(loss, optax.sgd(1.0), fabric, microbatches=3)
+    params = mmj.fsdp.shard_params({"w": jnp.zeros(3)}, fabric, pair)
+    params, _, value = jax.jit(step)(params, jax.jit(init)(params, pair), rows, pair)
+    gradients = rows.reshape(5, -1, 3).mean(1)
+    assert value == 0
+    expected = -gradients.mean(0) if mean else -gradients.sum(0)
+    np.testing.assert_array_equal(mmj.fsdp.unshard_params(params, fabric, pair)["w"], expected)
+
+
 @pytest.mark.slow
 def test_microbatches_and_aux() -> None:
     def with_aux(params: Any, batch: Any, pair: mmj.Program) -> Any:

@@ -156,6 +156,20 @@ def test_microbatches_give_the_same_gradients() -> None:
         mmj.train_step(loss, optax.sgd(0.1), fabric, microbatches=0)
 
 
+@pytest.mark.parametrize("update", ["replicated", "two-phase"])
+def test_the_mean_over_microbatches_has_the_dtype_of_the_gradient(update: Any) -> None:
+    """Each chip rounds its mean of 3 microbatches to bfloat16; 5 of these are added up in float32."""
+    fabric = mmj.discover(jax.devices()[:6], shape="2x3", failed=["0,0"])
+    program = mmj.install(mm.plan(fabric.mesh, "weave", chunks=7, owners="even"), fabric, update=update)
+    rows = np.random.default_rng(0).integers(-99, 99, (15, 4))
+    init, step = mmj.train_step(lambda w, x: jnp.mean(x @ w), optax.sgd(1.0), fabric, microbatches=3)
+    w = jnp.zeros(4, jnp.bfloat16)
+    found = jax.jit(step)(w, jax.jit(init)(w, program), jnp.asarray(rows, jnp.bfloat16), program)[0]
+    own = (rows.reshape(5, 3, 4).sum(1).astype(np.float32) / np.float32(3)).astype(jnp.bfloat16)
+    expected = -(own.astype(np.float32).sum(0) / np.float32(5))
+    np.testing.assert_array_equal(np.asarray(found), expected.astype(jnp.bfloat16))
+
+
 def test_the_state_is_split_over_the_owners() -> None:
     name = "row-pairs 4x4 - 2x2"
     schedule, fabric = cases.schedule_of(name), cases.fabric_of(name)

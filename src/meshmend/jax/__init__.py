@@ -13,7 +13,8 @@ from meshmend.extras import require
 
 require("jax", "optax", needed_for="meshmend.jax", extra="jax")
 
-from meshmend.jax import checks, fsdp
+from meshmend.jax import checks as checks
+from meshmend.jax import fsdp as fsdp
 from meshmend.jax.batching import KeepGlobal, KeepPerChip, Position
 from meshmend.jax.collectives import all_gather, all_reduce, reduce_scatter
 from meshmend.jax.differentiate import value_and_grad
@@ -42,10 +43,8 @@ __all__ = [
     "add_decayed_weights",
     "all_gather",
     "all_reduce",
-    "checks",
     "clip_by_global_norm",
     "discover",
-    "fsdp",
     "install",
     "lamb",
     "lars",

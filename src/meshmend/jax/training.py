@@ -265,10 +265,11 @@ class Training(ABC):
     ) -> tuple[Sums, Tree]:
         """Let each tile differentiate its part of the batch; return the sums, one row per tile, and own dtypes."""
         # The shards of the gradients are the same for all tiles, or rather for none: they are split over all devices.
-        rows: Tree = 0
-        out_axes = Sums(None if self.is_fsdp else rows, rows, rows), None
+        row: Tree = 0
+        out_axes = Sums(None if self.is_fsdp else row, row, row), None
         by_vmap = jax.vmap(self._sums, in_axes=(None, 0, 0, None), out_axes=out_axes, spmd_axis_name=TILE_AXIS)
-        sums, dtypes = by_vmap(params, *rows_by_tile((batch, weights), tiles), program)
+        rows, row_weights = rows_by_tile((batch, weights), tiles)
+        sums, dtypes = by_vmap(params, rows, row_weights, program)
         return sums, dtypes
 
     def _specs_of_sums(self, of_params: Specs) -> Specs:
