@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import jax
 import pytest
 
-import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.jax.training import TrainStep
 
@@ -27,14 +25,6 @@ def test_a_name_that_was_replaced_is_found_with_a_warning(name: str) -> None:
 def test_the_step_of_sharded_parameters_has_the_class_of_all_steps() -> None:
     with pytest.warns(DeprecationWarning, match=r"is meshmend\.jax\.training\.TrainStep now"):
         assert mmj.fsdp.ShardedTrainStep is TrainStep
-
-
-def test_what_installed_another_kind_of_program_does() -> None:
-    fabric = mmj.discover(jax.devices()[:4], shape="2x2")
-    schedule = mm.plan(fabric.mesh, "weave", chunks=4, owners="even")
-    for name, update in (("install_pair", "two-phase"), ("install_turn", "fused")):
-        with pytest.warns(DeprecationWarning, match=rf"update='{update}'"):
-            assert getattr(mmj, name)(schedule, fabric).update == update
 
 
 def test_other_names_are_unknown() -> None:

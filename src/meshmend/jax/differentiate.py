@@ -34,7 +34,7 @@ LIST_IT = (
 
 
 def value_and_grad(
-    loss: Callable[..., Any],
+    loss: Callable[..., Tree],
     fabric: TiledFabric,
     shardings: Tree,
     *,
@@ -45,7 +45,7 @@ def value_and_grad(
     microbatches: int = 1,
     per_example: bool = False,
     accumulate_dtype: DTypeLike | None = jnp.float32,
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[..., tuple[Tree, Tree]]:
     """Return `f(*args, program=program)` with the value and the gradients of `loss(*args)`, averaged over tiles.
 
     Use it inside `jax.jit` as `jax.value_and_grad(loss)` is used; `program` is an argument of the jitted function. The
@@ -88,7 +88,7 @@ def value_and_grad(
     given = (shardings,) if isinstance(argnums, int) else tuple(shardings)
 
     def of_tile(params: Tree, shared: Tree, keys: Tree, batch: Tree, weights: Any) -> Sums:
-        def call(params: Tree, batch: Tree, number: jax.Array | None) -> Any:
+        def call(params: Tree, batch: Tree, number: jax.Array | None) -> Tree:
             own = keys if number is None else jax.tree.map(lambda key: jax.random.fold_in(key, number), keys)
             args = {**dict(zip(roles.params, params, strict=True)), **shared, **own, **batch}
             return loss(*(args[i] for i in range(len(args))))
@@ -125,7 +125,7 @@ class Roles:
     shared: tuple[int, ...]
     keys: tuple[int, ...]
 
-    def batch(self, args: Sequence[Any]) -> dict[int, Any]:
+    def batch(self, args: Sequence[Tree]) -> dict[int, Any]:
         """Return the arguments that are split over tiles, by number; refuse numbers that are no argument's."""
         listed = [*self.params, *self.shared, *self.keys]
         if len(set(listed)) < len(listed) or not all(0 <= i < len(args) for i in listed):
@@ -181,7 +181,7 @@ def sum_over_tiles(sums: Sums, specs: Tree, program: Program, fabric: TiledFabri
 def _key_per_tile(keys: Tree, n_tiles: int) -> Tree:
     """Return one key per tile for each key of a tree: typed keys, or raw ones (`jax.random.PRNGKey`)."""
 
-    def fold(key: Any) -> Any:
+    def fold(key: jax.Array) -> jax.Array:
         is_raw = not jnp.issubdtype(jnp.result_type(key), jax.dtypes.prng_key)
         if is_raw and (jnp.ndim(key) != 1 or jnp.result_type(key) != jnp.uint32):
             raise ParameterError(

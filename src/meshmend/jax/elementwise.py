@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from meshmend.errors import ParameterError
 from meshmend.jax.collectives import Tree
@@ -119,7 +120,7 @@ def with_steady_dtypes(optimizer: optax.GradientTransformation) -> optax.Gradien
         layers = _NoLayers(weights, with_turn=False)
         return updates_of(plain, gradients, state, weights, value=jnp.ones(()), layers=layers)[1]
 
-    def widened(leaf: Any, new: Any) -> Any:
+    def widened(leaf: jax.Array, new: jax.ShapeDtypeStruct) -> jax.Array:
         old = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
         try:
             is_wider = old != new.dtype and jnp.promote_types(old, new.dtype) == new.dtype
@@ -145,7 +146,7 @@ def with_steady_dtypes(optimizer: optax.GradientTransformation) -> optax.Gradien
 
 def _traceable(
     optimizer: optax.GradientTransformation, shards: Tree, whole: Tree, with_turn: bool
-) -> tuple[Any, Callable[..., Any]]:
+) -> tuple[Tree, Callable[..., Tree]]:
     """Return the state for shards, and an update that can be traced; raise if the optimizer needs layers instead."""
 
     def traced(gradients: Tree, state: Tree, weights: Tree) -> Tree:
@@ -168,11 +169,11 @@ def _traceable(
 
 
 def _ignores_dtypes(
-    optimizer: optax.GradientTransformation, update: Callable[..., Any], own: Tree, whole: Tree
+    optimizer: optax.GradientTransformation, update: Callable[..., Tree], own: Tree, whole: Tree
 ) -> bool:
     """Whether an update does the same to layers in their own dtypes as in those of the shards."""
 
-    def facts(tree: Tree) -> list[Any]:
+    def facts(tree: Tree) -> list[tuple[tuple[int, ...], object]]:
         return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
 
     if facts(own) == facts(whole):
@@ -208,7 +209,7 @@ class _NoLayers:
             raise ParameterError(NEEDS_NORMS)
         return [jax.tree.map(jnp.abs, tree) for tree in trees]  # norms are real, of complex weights too
 
-    def global_norm(self, tree: Tree, *, limit: Any = None) -> Any:
+    def global_norm(self, tree: Tree, *, limit: ArrayLike | None = None) -> jax.Array:
         del tree
         if self.with_turn and limit is None:
             raise ParameterError(NEEDS_NORMS)

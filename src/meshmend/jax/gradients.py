@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from meshmend.errors import ParameterError
 from meshmend.jax.collectives import Tree, mean_dtype, travel_dtype
 
-PartLoss = Callable[[Any, Any, jax.Array | None], Any]
+PartLoss = Callable[[Tree, Tree, jax.Array | None], Tree]
 """From parameters, examples and the number of their microbatch (None for all at once) to what the loss returns."""
 
 
@@ -95,7 +95,7 @@ class LossSums:
             weights = weights.astype(jnp.promote_types(weights.dtype, jnp.float32))
             batch = _only_used(batch, used)
 
-        def total(params: Tree) -> tuple[jax.Array, tuple[Any, Any]]:
+        def total(params: Tree) -> tuple[jax.Array, tuple[Tree, Tree]]:
             found = loss(params, batch, number)
             own = found if self.has_aux else (found, ())
             extras = own
@@ -109,7 +109,7 @@ class LossSums:
         sums = Sums(*jax.tree.map(self._widened, (gradients, extras, weight)))
         if used is not None:
             counted = Sums(*jax.tree.map(lambda x: jnp.where(jnp.any(used), x, jnp.zeros_like(x)), sums))
-            sums = counted._replace(gradients=sums.gradients) if self.over_devices else counted
+            sums = Sums(sums.gradients, counted.extras, counted.weight) if self.over_devices else counted
         return sums, jax.tree.map(lambda x: jnp.zeros((), jnp.result_type(x)), own)
 
     def _mean(self, total: jax.Array, like: jax.Array) -> jax.Array:

@@ -21,11 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 from numpy.typing import NDArray
 
 from meshmend.errors import ParameterError
-from meshmend.jax.collectives import Group, Shards, Tree, all_reduce, groups_of
+from meshmend.jax.collectives import Group, Leaf, Shards, Tree, all_reduce, groups_of
 from meshmend.jax.elementwise import NEEDS_NORMS
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.program import Program
@@ -41,7 +41,7 @@ class Layers(Protocol):
     def norms(self, *trees: Tree) -> list[Tree]:
         """Return, for each tree, the norm of the layer that each element belongs to."""
 
-    def global_norm(self, tree: Tree, *, limit: Any = None) -> Any:
+    def global_norm(self, tree: Tree, *, limit: ArrayLike | None = None) -> jax.Array:
         """Return the norm over all layers; with a `limit`, a norm below it may be any number below it."""
 
     def chosen(self, mask: Mask) -> Tree:
@@ -58,10 +58,11 @@ class WholeLayers:
         """Return one norm per leaf."""
         return [jax.tree.map(lambda leaf: jnp.linalg.norm(jnp.ravel(leaf)), tree) for tree in trees]
 
-    def global_norm(self, tree: Tree, *, limit: Any = None) -> Any:
+    def global_norm(self, tree: Tree, *, limit: ArrayLike | None = None) -> jax.Array:
         """Return the norm over all leaves."""
         del limit
-        return optax.tree.norm(tree)
+        norm: jax.Array = optax.tree.norm(tree)
+        return norm
 
     def chosen(self, mask: Mask) -> Tree:
         """Return one bool per leaf."""
@@ -177,7 +178,7 @@ class ShardedLayers:
         self.split = split
         self.join = join
         self.is_streamed = is_streamed
-        self.limits: list[Any] = []
+        self.limits: list[ArrayLike] = []
         self.squares: list[jax.Array] = []
 
     def norms(self, *trees: Tree) -> list[Tree]:
@@ -194,7 +195,7 @@ class ShardedLayers:
             for tree in self._sums_of_squares(*trees)
         ]
 
-    def global_norm(self, tree: Tree, *, limit: Any = None) -> Any:
+    def global_norm(self, tree: Tree, *, limit: ArrayLike | None = None) -> jax.Array:
         """Return the norm over all layers."""
         if not self.is_streamed:
             return jnp.sqrt(sum(jnp.sum(x) for x in jax.tree.leaves(self._sums_of_squares(tree))))
@@ -241,7 +242,7 @@ def squares_of(values: jax.Array) -> jax.Array:
     return jnp.real(values * jnp.conj(values))
 
 
-def layers_of_chunks(chunks: jax.Array, group: Group, leaves: Sequence[Any]) -> jax.Array:
+def layers_of_chunks(chunks: jax.Array, group: Group, leaves: Sequence[Leaf]) -> jax.Array:
     """Return the number within the group of the layer that each element of this core's chunks belongs to.
 
     What is padding at the end of the payload has the number after the last.
@@ -327,7 +328,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
 
 
 def lamb(
-    learning_rate: float | Callable[[Any], Any],
+    learning_rate: optax.ScalarOrSchedule,
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-6,
@@ -344,7 +345,7 @@ def lamb(
 
 
 def lars(
-    learning_rate: float | Callable[[Any], Any],
+    learning_rate: optax.ScalarOrSchedule,
     weight_decay: float = 0.0,
     weight_decay_mask: Mask = None,
     trust_coefficient: float = 0.001,

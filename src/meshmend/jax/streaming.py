@@ -116,7 +116,7 @@ def streamed_update(
         # NaN is not below any limit: clipping makes NaN of everything then.
         exceeded = ~jnp.all(jnp.stack(below))
 
-        def again(_: Any, now: tuple[Any, Any]) -> tuple[Tree, Tree]:
+        def again(_: Any, now: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
             payload, _ = now
             layers = ShardedLayers([LayerPart.of_shards(params, program, accumulate_dtype, tile)], program, whole)
             weights, after = update(own_params, split.arrays, tuple(map(_shards, held.sums)), layers)
@@ -146,7 +146,7 @@ class _SplitState:
     def __init__(self, state: Tree, groups: Sequence[Group], n_rows: int) -> None:
         leaves, self.structure = jax.tree.flatten(state)
         self.is_array = [leaf.ndim > 0 for leaf in leaves]
-        by_shape = {(n_rows, group.chunk): group for group in groups}
+        by_shape: dict[tuple[int, ...], Group] = {(n_rows, group.chunk): group for group in groups}
         for leaf in leaves:
             if leaf.ndim and leaf.shape not in by_shape:
                 raise ParameterError(
@@ -157,7 +157,7 @@ class _SplitState:
         self.numbers, self.arrays = self._sorted(leaves)
         self.groups = [by_shape[leaf.shape] for leaf in self.arrays]
 
-    def parts(self, state: Tree) -> tuple[list[Any], list[Any]]:
+    def parts(self, state: Tree) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return a state's numbers and its arrays."""
         return self._sorted(jax.tree.leaves(state))
 
@@ -166,7 +166,7 @@ class _SplitState:
         ours = {False: iter(numbers), True: iter(arrays)}
         return jax.tree.unflatten(self.structure, [next(ours[which]) for which in self.is_array])
 
-    def _sorted(self, leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+    def _sorted(self, leaves: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         pairs = list(zip(leaves, self.is_array, strict=True))
         return [leaf for leaf, is_array in pairs if not is_array], [leaf for leaf, is_array in pairs if is_array]
 

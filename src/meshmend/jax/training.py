@@ -49,7 +49,7 @@ from meshmend.jax.streaming import streamed_update
 from meshmend.jax.tiles import TILE_AXIS, TiledFabric
 from meshmend.jax.validation import check_batch, check_data_parallel, check_microbatches, check_program, weights_of
 
-LossFunction = Callable[[Any, Any], Any]
+LossFunction = Callable[[Tree, Tree], Tree]
 """From parameters and a batch to a scalar (or, with `has_aux`, to a scalar and a pytree of arrays).
 
 With `per_example`, to one value for each example of the batch (and arrays whose first axis is the examples)."""
@@ -67,9 +67,9 @@ class TrainStep:
     `compile_train_step` take it whole: what they must know of it is said nowhere else.
     """
 
-    init: Callable[[Any, Program], Any]
+    init: Callable[[Tree, Program], Tree]
     """From parameters and a program to the optimizer's state."""
-    step: Callable[..., tuple[Any, ...]]
+    step: Callable[..., tuple[Tree, ...]]
     """From parameters, state, a batch and a program to new parameters, state, loss (and aux).
 
     Keywords: `weights` (with `per_example`) and `scale`, by which the optimizer's updates are multiplied."""
@@ -80,7 +80,7 @@ class TrainStep:
     is_fsdp: bool = False
     """Whether parameters are sharded by owner."""
 
-    def __iter__(self) -> Iterator[Callable[..., Any]]:
+    def __iter__(self) -> Iterator[Callable[..., Tree]]:
         return iter((self.init, self.step))
 
 
@@ -161,7 +161,7 @@ class Training(ABC):
     splits the work inside it: so it comes before, under `jax.vmap` over tiles.
     """
 
-    loss: Callable[..., Any]
+    loss: Callable[..., Tree]
     optimizer: optax.GradientTransformation
     fabric: Fabric
     has_aux: bool
@@ -221,7 +221,7 @@ class Training(ABC):
 
     def step(
         self, params: Tree, state: Tree, batch: Tree, program: Program, *, weights: Any = None, scale: Any = None
-    ) -> tuple[Any, ...]:
+    ) -> tuple[Tree, ...]:
         """Return new parameters, state, loss (and aux)."""
         params = jax.tree.map(jnp.asarray, params)
         of_params, of_state = self.specs(params, program)
@@ -232,10 +232,10 @@ class Training(ABC):
         )
         maker = "sharded_train_step" if self.is_fsdp else "train_step"
         weights = weights_of(weights, batch, maker, per_example=self.per_example)
-        found: tuple[Any, ...]
+        found: tuple[Tree, ...]
         given: Tree = (batch, weights)
         of_given: Specs = PartitionSpec(self.fabric.batch_axes)
-        local: Callable[..., Any] = partial(self._on_chip, params)
+        local: Callable[..., Tree] = partial(self._on_chip, params)
         if self.tiles is not None:
             given, dtypes = self._sums_by_tile(self.tiles, params, batch, weights, program)
             of_given = self._specs_of_sums(of_params)
@@ -349,7 +349,7 @@ class Training(ABC):
         value, aux = means
         return value, aux
 
-    def _mapped(self, function: Callable[..., Any], in_specs: Specs, out_specs: Specs) -> Callable[..., Any]:
+    def _mapped(self, function: Callable[..., Tree], in_specs: Specs, out_specs: Specs) -> Callable[..., Tree]:
         # With check_vma JAX would itself sum the gradients of replicated weights.
         mesh = self.fabric.jax_mesh
         return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

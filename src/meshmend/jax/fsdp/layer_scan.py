@@ -8,7 +8,7 @@ two whole layers at a time, and the gradients of two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,7 +25,7 @@ from meshmend.jax.fsdp.params import ShardedParams, is_sharded
 from meshmend.jax.loops import zero_after
 from meshmend.jax.program import Program
 
-Layer = Callable[[Any, Any], Any]
+Layer = Callable[[Tree, Tree], Tree]
 """From the weights of one layer and its input to its output, which is the next layer's input."""
 
 
@@ -40,7 +40,7 @@ def scan_layers(
     hide: bool = True,
     in_turn: bool = False,
     unroll: bool | None = None,
-) -> Any:
+) -> Tree:
     """Return `x` after all layers, `x = layer(weights, x)` in sequence, with communication behind the computing.
 
     Call it inside `jax.shard_map`, with the program as an argument, as `all_reduce`. What `params` are says how:
@@ -163,7 +163,7 @@ class _Replicated:
 
 
 Flat = list[Any]
-OneLayer = Callable[[Any, Sequence[Any], Sequence[Any]], Flat]
+OneLayer = Callable[[Tree, Flat, Flat], Flat]
 """From a layer's weights, its input and what it closes over, the latter two as lists, to its output as a list."""
 
 
@@ -194,7 +194,7 @@ def _scan(
         (y, held), inputs = lax.scan(layer, (x, ahead(params, 0, program)), jnp.arange(n_layers))
         return y, (params, inputs, held, outer, program)
 
-    def backward(kept: Tree, dy: Flat) -> tuple[Any, Flat, Flat, None]:
+    def backward(kept: Tree, dy: Flat) -> tuple[Tree, Flat, Flat, None]:
         params, inputs, held, outer, program = kept
         x_parts, outer_parts = _Parts(inputs), _Parts(outer)
         fixed_outer = outer_parts.fixed(outer)
@@ -204,7 +204,7 @@ def _scan(
             x = [lax.dynamic_index_in_dim(leaf, number, keepdims=False) for leaf in inputs]
             fixed_x = x_parts.fixed(x)
 
-            def varied(w: Any, x: Flat, outer: Flat) -> Flat:
+            def varied(w: Tree, x: Flat, outer: Flat) -> Flat:
                 y = one(w, x_parts.join(x, fixed_x), outer_parts.join(outer, fixed_outer))
                 return x_parts.varied(y)
 
@@ -264,7 +264,7 @@ def _pure(layer: Layer, like: Tree, x: Tree) -> tuple[OneLayer, Flat]:
     is_traced = [isinstance(value, jax.core.Tracer) for value in closed.consts]
     outer = [value for value, traced in zip(closed.consts, is_traced, strict=True) if traced]
 
-    def one(w: Any, x: Sequence[Any], outer: Sequence[Any]) -> Flat:
+    def one(w: Tree, x: Flat, outer: Flat) -> Flat:
         theirs = iter(outer)
         consts = [next(theirs) if traced else value for value, traced in zip(closed.consts, is_traced, strict=True)]
         found: Flat = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*jax.tree.leaves(w), *x)
@@ -273,7 +273,7 @@ def _pure(layer: Layer, like: Tree, x: Tree) -> tuple[OneLayer, Flat]:
     return one, outer
 
 
-def _put(sums: Tree, one: Any, number: jax.Array | int) -> Tree:
+def _put(sums: Tree, one: Tree, number: jax.Array | int) -> Tree:
     """Write one layer's gradients to its place; a place after the last is the last."""
     return jax.tree.map(
         lambda all_layers, layer: lax.dynamic_update_index_in_dim(

@@ -22,7 +22,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -56,10 +56,10 @@ class ShardedOutline:
     structure: Any
     shapes: tuple[tuple[int, ...], ...]
     """Of one layer's arrays, where there is a stack of layers."""
-    dtypes: tuple[np.dtype[Any], ...]
+    dtypes: tuple[np.dtype[np.generic], ...]
     """What the arrays are gathered as."""
     n_layers: int | None
-    accumulate_dtype: np.dtype[Any] | None
+    accumulate_dtype: np.dtype[np.generic] | None
     cut_by: str
     """A name for the chunks and owners of the plan."""
     inside: InsideTiles | None = None
@@ -138,7 +138,7 @@ class ShardedParams:
             )
         )
 
-        def refuse(*_: Any) -> Any:
+        def refuse(*_: Any) -> NoReturn:
             raise ParameterError("Shards are the same for all tiles: give vmap's in_axes None for sharded parameters.")
 
         mapped.def_vmap(refuse)
@@ -225,10 +225,10 @@ def gather_params(params: ShardedParams, program: Program, *, mean: bool = True,
     def gather(shards: Shards, program: Program) -> Tree:
         return params.gather(shards, program, unroll=unroll)
 
-    def forward(shards: Shards, program: Program) -> tuple[Any, Program]:
+    def forward(shards: Shards, program: Program) -> tuple[Tree, Program]:
         return gather(shards, program), program
 
-    def backward(program: Program, gradients: Any) -> tuple[Shards, None]:
+    def backward(program: Program, gradients: Tree) -> tuple[Shards, None]:
         return params.scatter(gradients, program, mean=mean, unroll=unroll), None
 
     gather.defvjp(forward, backward)
@@ -307,7 +307,7 @@ def shard_params(
 
 
 def init_sharded(
-    make: Callable[[Any], Any],
+    make: Callable[[Tree], Tree],
     key: Any,
     fabric: Fabric,
     program: Program,
@@ -335,7 +335,7 @@ def init_sharded(
 
 
 def sharder(
-    make: Callable[[Any], Any],
+    make: Callable[[Tree], Tree],
     given: Tree,
     fabric: Fabric,
     program: Program,
@@ -385,7 +385,7 @@ def sharder(
     return made, values, outline
 
 
-def _on_every_process(given: Tree) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+def _on_every_process(given: Tree) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
     """Return arrays as every process may give them to one program, and the way back from there.
 
     An array on a device of this process alone cannot be part of it; its values can. Random keys travel as bits.
@@ -415,11 +415,11 @@ def _on_every_process(given: Tree) -> tuple[list[Any], Callable[[list[Any]], Any
     return values, restored
 
 
-def _by_layer(function: Callable[[Any], Any], given: Tree, outline: ShardedOutline) -> Tree:
+def _by_layer(function: Callable[[Tree], Tree], given: Tree, outline: ShardedOutline) -> Tree:
     return function(given) if outline.n_layers is None else lax.map(function, given)
 
 
-def _shard_mapped(function: Callable[..., Any], fabric: Fabric, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def _shard_mapped(function: Callable[..., Tree], fabric: Fabric, in_specs: Any, out_specs: Any) -> Callable[..., Tree]:
     return jax.shard_map(function, mesh=fabric.jax_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
@@ -450,7 +450,7 @@ def unshard_params(tree: Tree, fabric: Fabric, program: Program) -> Tree:
     return jax.tree.map(lambda x: whole(x) if is_sharded(x) else x, tree, is_leaf=is_sharded)
 
 
-def joined(params: ShardedParams, fabric: Fabric, program: Program) -> Callable[..., Any]:
+def joined(params: ShardedParams, fabric: Fabric, program: Program) -> Callable[..., Tree]:
     """Return the function from one layer's shards and the programs to its tree, in the dtypes of the shards."""
     params.check(program, stacked=params.n_layers is not None)
     outline = params.outline
@@ -506,13 +506,13 @@ def _count_layers(params: Tree) -> int:
     return int(counts.pop())
 
 
-def _gather_dtype(own: Any, wanted: DTypeLike | None, accumulate_dtype: DTypeLike | None) -> np.dtype[Any]:
+def _gather_dtype(own: Any, wanted: DTypeLike | None, accumulate_dtype: DTypeLike | None) -> np.dtype[np.generic]:
     """Return what a parameter is gathered as; refuse what has no gradient, and gradients of other sums than shards."""
     if not jnp.issubdtype(own, jnp.inexact):
         raise ParameterError(
             f"A parameter has dtype {own}, which has no gradient. Shard real numbers only, and close over the rest."
         )
-    dtype: np.dtype[Any] = np.dtype(own if wanted is None else wanted)
+    dtype: np.dtype[np.generic] = np.dtype(own if wanted is None else wanted)
     sums = travel_dtype(own, accumulate_dtype)
     if travel_dtype(dtype, accumulate_dtype) != sums:
         raise ParameterError(

@@ -27,7 +27,7 @@ from meshmend.jax.program import Program
 from meshmend.jax.training import Before, Mean, Training, TrainStep
 from meshmend.jax.validation import check_program
 
-ShardedLoss = Callable[[Any, Any, Program], Any]
+ShardedLoss = Callable[[Tree, Tree, Program], Tree]
 """From sharded parameters, a device's part of the batch and the programs to a scalar (or, with `has_aux`, that and a
 pytree of arrays)."""
 
