@@ -9,8 +9,8 @@ step needs per chip, and how much of the computing, in the bodies of the scan ov
 permutes in the compiler's schedule. That is an order of instructions, not a measured time.
 
 Ways: "replicated" (`train_step` with a `Program`: everything is summed after the backward pass), "update"
-(`install_pair`: the optimizer's state is sharded), "behind" (`scan_layers` with replicated parameters: each layer is
-all-reduced one layer later; gradients only), "sharded" (`scan_layers` with sharded parameters).
+(`update="two-phase"`: the optimizer's state is sharded), "behind" (`scan_layers` with replicated parameters: each layer
+is all-reduced one layer later; gradients only), "sharded" (`scan_layers` with sharded parameters).
 """
 
 from __future__ import annotations

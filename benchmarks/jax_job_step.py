@@ -123,8 +123,8 @@ def fsdp() -> None:
         mm.plan(fabric.mesh, "gather", chunks=fabric.n_chips, collective=half)
         for half in ("reduce-scatter", "all-gather")
     ]
-    pairs["gather, a chunk per chip"] = mmj.install_pair(
-        None, fabric, scatter=by_hand[0], gather=by_hand[1], scalars=whole.scalars
+    pairs["gather, a chunk per chip"] = mmj.install(
+        None, fabric, scatter=by_hand[0], gather=by_hand[1], scalars=whole.scalars, update="two-phase"
     )
     x = np.random.default_rng(0).normal(size=(24, 8)).astype(np.float32)
     batch = {"x": x, "y": np.sin(x.sum(1))}

@@ -35,7 +35,7 @@ def main() -> None:
     hosts = Hosts.of("8x8", "4x2")
     fabric = mmj.discover(shape="8x8")
     schedule = mm.plan(fabric.mesh, "row-pairs")
-    pair = mmj.install_pair(schedule, fabric)
+    pair = mmj.install(schedule, fabric, update="two-phase")
 
     def loss(params: Any, batch: Any) -> Any:
         for layer in params:

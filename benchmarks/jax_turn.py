@@ -59,12 +59,12 @@ def measure(shape: str, hole: str, chunks: int, megabytes: float, rounds: int, o
     training = mmj.train_step(loss, chosen, fabric)
     batch = jnp.ones((fabric.mesh.n_chips, 1))
     runs: dict[str, Any] = {}
-    for name, install in (
-        ("all-reduce, replicated update", mmj.install),
-        ("two phases, sharded update", mmj.install_pair),
-        ("turn, sharded update", mmj.install_turn),
+    for name, update in (
+        ("all-reduce, replicated update", "replicated"),
+        ("two phases, sharded update", "two-phase"),
+        ("turn, sharded update", "fused"),
     ):
-        program = install(schedule, fabric)
+        program = mmj.install(schedule, fabric, update=update)  # type: ignore[arg-type]
         weights = jax.device_put(jnp.ones(size), fabric.sharding())
         state = jax.jit(training.init)(weights, program)
         on_one = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
@@ -100,7 +100,7 @@ def measure_compiled(topology: str, hole: str, cores: int | None, megabytes: flo
     import meshmend as mm
     import meshmend.jax as mmj
     from meshmend.jax.compiling.ahead_of_time import slice_fabric
-    from meshmend.jax.program import abstract_program, abstract_turn
+    from meshmend.jax.program import abstract_program
 
     fabric = slice_fabric(topology, failed=[hole], wrap=False, cores=cores)
     schedule = mm.plan(
@@ -113,12 +113,9 @@ def measure_compiled(topology: str, hole: str, cores: int | None, megabytes: flo
     weights = jax.ShapeDtypeStruct((size,), jnp.float32, sharding=fabric.sharding())
     batch = jax.ShapeDtypeStruct((int(fabric.jax_mesh.size), 1), jnp.float32, sharding=fabric.sharding(fabric.axes))
     runs = []
-    for name, abstract in (
-        ("all-reduce, replicated update", abstract_program),
-        ("turn, sharded update", abstract_turn),
-    ):
-        program = abstract(schedule, fabric)
-        arrays = fabric.sharding() if abstract is abstract_program else fabric.sharding(fabric.axes)
+    for name, update in (("all-reduce, replicated update", "replicated"), ("turn, sharded update", "fused")):
+        program = abstract_program(schedule, fabric, update=update)  # type: ignore[arg-type]
+        arrays = fabric.sharding() if update == "replicated" else fabric.sharding(fabric.axes)
         state = jax.tree.map(
             lambda x, arrays=arrays: jax.ShapeDtypeStruct(
                 x.shape, x.dtype, sharding=arrays if x.ndim else fabric.sharding()

@@ -24,7 +24,7 @@ from meshmend.jax.fabric import Fabric
 from meshmend.jax.fsdp.layer_scan import scan_layers
 from meshmend.jax.fsdp.params import shard_params, sharded_specs
 from meshmend.jax.fsdp.training import sharded_train_step
-from meshmend.jax.program import ProgramPair, abstract_pair, abstract_program
+from meshmend.jax.program import Program, abstract_program
 from meshmend.jax.training import train_step
 from meshmend.schedule import Schedule
 
@@ -181,7 +181,7 @@ def compile_stack(
 def _program(plans: StackPlans, fabric: Fabric, shard: Shard) -> Any:
     if shard is Shard.NONE:
         return abstract_program(plans.whole, fabric)
-    return abstract_pair(plans.whole, fabric, scatter=plans.scatter, gather=plans.gather)
+    return abstract_program(plans.whole, fabric, scatter=plans.scatter, gather=plans.gather, update="two-phase")
 
 
 def _params(model: Transformer, fabric: Fabric, program: Any, shard: Shard) -> tuple[Any, Any]:
@@ -189,7 +189,7 @@ def _params(model: Transformer, fabric: Fabric, program: Any, shard: Shard) -> t
     if shard is not Shard.FSDP:
         return _placed(model.weights, PartitionSpec(), fabric), PartitionSpec()
 
-    def cut(tree: Any, program: ProgramPair) -> Any:
+    def cut(tree: Any, program: Program) -> Any:
         return shard_params(tree, fabric, program, stacked=True, accumulate_dtype=model.sums)
 
     made = jax.eval_shape(cut, model.weights, program)

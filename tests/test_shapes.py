@@ -20,7 +20,7 @@ BOUNDARIES = [
     "jax/collectives.py",
     "schedule/lanes.py",
     "jax/program.py",
-    "jax/weighted.py",
+    "jax/gradients.py",
     "jax/state/layout.py",
     "jax/state/outline.py",
     "torch/engine.py",

@@ -95,7 +95,7 @@ def train_with_psum(fabric: mmj.Fabric, optimizer: Any, params: Any, batches: li
 
 
 def train_with_meshmend(
-    fabric: mmj.Fabric, optimizer: Any, params: Any, batches: list[np.ndarray], program: mmj.Program | mmj.ProgramPair
+    fabric: mmj.Fabric, optimizer: Any, params: Any, batches: list[np.ndarray], program: mmj.Program
 ) -> list[float]:
     """Train over the plan's all-reduce, or over its pair with the update in between."""
     init, step = mmj.train_step(loss, optimizer, fabric)
@@ -146,7 +146,7 @@ def main() -> None:
             fabric, optimizer, params, batches, mmj.install(schedule, fabric)
         ),
         "meshmend, sharded update": lambda: train_with_meshmend(
-            fabric, optimizer, params, batches, mmj.install_pair(schedule, fabric)
+            fabric, optimizer, params, batches, mmj.install(schedule, fabric, update="two-phase")
         ),
     }  # fmt: skip
     losses: dict[str, list[float]] = {}

@@ -77,4 +77,4 @@ def on_chips(fabric: mmj.Fabric, function: Any, *arguments: Any) -> Any:
 
 
 def _is_program(value: Any) -> bool:
-    return isinstance(value, mmj.Program | mmj.ProgramPair)
+    return isinstance(value, mmj.Program)

@@ -28,7 +28,7 @@ def machine(shape: str, sharded: bool) -> tuple[mmj.Fabric, Any]:
     n_devices = int(np.prod([int(n) for n in shape.split("x")]))
     fabric = mmj.discover(jax.devices()[:n_devices], shape=shape)
     schedule = mm.plan(fabric.mesh, "hamiltonian")
-    return fabric, (mmj.install_pair if sharded else mmj.install)(schedule, fabric)
+    return fabric, mmj.install(schedule, fabric, update="two-phase" if sharded else "replicated")
 
 
 def begin(weights: Any, optimizer: Any, shape: str, sharded: bool) -> tuple[Any, Any, StateLayout]:

@@ -84,13 +84,13 @@ def test_all_reduce_and_its_pair_equal_psum(name: str) -> None:
     tree = payload(n, schedule.total_chunks)
     if name not in ("hamiltonian 4x4", "row-pairs 4x8 - 2x2"):
         tree = {key: tree[key] for key in THREE}
-    program, pair = mmj.install(schedule, fabric), mmj.install_pair(schedule, fabric)
+    program, pair = mmj.install(schedule, fabric), mmj.install(schedule, fabric, update="two-phase")
 
-    def everything(tree: Tree, program: mmj.Program, pair: mmj.ProgramPair) -> Any:
+    def everything(tree: Tree, program: mmj.Program, pair: mmj.Program) -> Any:
         shards = mmj.reduce_scatter(tree, pair.scatter, accumulate_dtype=jnp.float32)
         return (
             mmj.all_reduce(tree, program, accumulate_dtype=jnp.float32),
-            mmj.all_gather(shards, pair.gather, like=plain_psum(tree), accumulate_dtype=jnp.float32),
+            mmj.all_gather(shards, pair, like=plain_psum(tree), accumulate_dtype=jnp.float32),
             plain_psum(tree),
         )
 
@@ -127,7 +127,7 @@ def test_means_of_integers_are_made_in_float32_and_do_not_wrap() -> None:
     assert {leaf.dtype for leaf in means.values()} == {jnp.dtype(jnp.float32)}
     for dtype, value in largest.items():
         assert (np.asarray(means[dtype]) == float(value)).all(), dtype
-    pair = mmj.install_pair(cases.schedule_of(name), fabric)
+    pair = mmj.install(cases.schedule_of(name), fabric, update="two-phase")
     with pytest.raises(ParameterError, match=r"a mean of int8 would not be cut .*x\.astype\(jnp\.float32\)"):
         cases.on_chips(fabric, lambda x, h: mmj.reduce_scatter(x, h.scatter, mean=True), tree["int8"], pair)
 
@@ -135,7 +135,7 @@ def test_means_of_integers_are_made_in_float32_and_do_not_wrap() -> None:
 def test_types_too_narrow_to_add_up_in_are_refused_or_widened() -> None:
     name = "row-pairs 4x4 - 2x2"
     fabric, schedule = cases.fabric_of(name), cases.schedule_of(name)
-    program, pair = mmj.install(schedule, fabric), mmj.install_pair(schedule, fabric)
+    program, pair = mmj.install(schedule, fabric), mmj.install(schedule, fabric, update="two-phase")
     rows = np.random.default_rng(0).integers(0, 2, (12, 9))
     for dtype, wider in (("float8_e4m3fn", jnp.float32), ("float8_e5m2", jnp.float32), ("int4", jnp.int32)):
         values = jnp.asarray(rows, dtype)
@@ -144,9 +144,9 @@ def test_types_too_narrow_to_add_up_in_are_refused_or_widened() -> None:
         ):
             cases.on_chips(fabric, mmj.all_reduce, values, program)
 
-    def summed(tree: Tree, program: mmj.Program, pair: mmj.ProgramPair) -> Any:
+    def summed(tree: Tree, program: mmj.Program, pair: mmj.Program) -> Any:
         shards = mmj.reduce_scatter(tree, pair.scatter, accumulate_dtype=jnp.float32)
-        back = mmj.all_gather(shards, pair.gather, like=tree, accumulate_dtype=jnp.float32)
+        back = mmj.all_gather(shards, pair, like=tree, accumulate_dtype=jnp.float32)
         return mmj.all_reduce(tree, program, accumulate_dtype=jnp.float32), back
 
     tree = {"narrow": jnp.asarray(rows, jnp.float8_e4m3fn), "float32": jnp.asarray(rows, jnp.float32)}
@@ -191,11 +191,11 @@ def test_negative_zeros_and_nans_reach_every_chip_with_the_same_bits() -> None:
 def test_shards_are_the_owners_chunks() -> None:
     name = "row-pairs 4x4 - 2x2"
     schedule, fabric = cases.schedule_of(name), cases.fabric_of(name)
-    pair = mmj.install_pair(schedule, fabric)
+    pair = mmj.install(schedule, fabric, update="two-phase")
     n, chunks = schedule.mesh.n_chips, schedule.total_chunks
     values = np.tile(np.arange(chunks * 2, dtype=np.int32), (n, 1))
 
-    def cut(values: jax.Array, pair: mmj.ProgramPair) -> Any:
+    def cut(values: jax.Array, pair: mmj.Program) -> Any:
         return shard_of(values, pair.scatter), mmj.reduce_scatter(values, pair.scatter)
 
     (cut_rows,), (summed,) = cases.on_chips(fabric, cut, values, pair)
@@ -213,13 +213,13 @@ def test_two_cores_a_chip_add_up_inside_the_chip_first() -> None:
     chips = cases.fabric_of("hamiltonian 4x4").mesh.fail("2x2@0,0")
     fabric = mmj.Fabric(chips, jax.sharding.Mesh(devices.reshape(12, 2), ("chip", "core")), None)
     schedule = mm.plan(chips, "row-pairs")
-    program, pair = mmj.install(schedule, fabric), mmj.install_pair(schedule, fabric)
+    program, pair = mmj.install(schedule, fabric), mmj.install(schedule, fabric, update="two-phase")
     values = np.random.default_rng(0).integers(-99, 99, (24, 1001), dtype=np.int32)
 
-    def both(values: jax.Array, program: mmj.Program, pair: mmj.ProgramPair) -> Any:
+    def both(values: jax.Array, program: mmj.Program, pair: mmj.Program) -> Any:
         shards = mmj.reduce_scatter(values[0], pair.scatter)
-        back = mmj.all_gather(shards, pair.gather, like=values[0])
-        again = mmj.all_gather(shard_of(back, pair.scatter), pair.gather, like=back)
+        back = mmj.all_gather(shards, pair, like=values[0])
+        again = mmj.all_gather(shard_of(back, pair.scatter), pair, like=back)
         return mmj.all_reduce(values[0], program)[None], back[None], again[None], mmj.all_reduce(1, program, mean=True)
 
     every = PartitionSpec(("chip", "core"))
@@ -297,27 +297,27 @@ def test_runs_in_place() -> None:
 
 def test_wrong_programs_are_refused() -> None:
     fabric = cases.fabric_of("hamiltonian 4x4")
-    pair = mmj.install_pair(cases.schedule_of("hamiltonian 4x4"), fabric)
+    pair = mmj.install(cases.schedule_of("hamiltonian 4x4"), fabric, update="two-phase")
     x = np.zeros((16, 4), np.float32)
     with pytest.raises(ParameterError, match=r"for reduce-scatter, expected one for all-reduce.*install"):
         cases.on_chips(fabric, mmj.all_reduce, x, pair.scatter)
-    with pytest.raises(ParameterError, match=r"for all-gather, expected one for reduce-scatter.*install_pair"):
+    with pytest.raises(ParameterError, match=r"for all-gather, expected one for reduce-scatter.*update='two-phase'"):
         cases.on_chips(fabric, mmj.reduce_scatter, x, pair.gather)
     with pytest.raises(
         ScheduleError, match=r"The schedule is for .*4x8 minus.* but the fabric is .*Plan for fabric.mesh"
     ):
         mmj.install(cases.schedule_of("hamiltonian 4x8 - 2x2"), fabric)
 
-    def mismatched(x: jax.Array, pair: mmj.ProgramPair) -> Any:
+    def mismatched(x: jax.Array, pair: mmj.Program) -> Any:
         shards = mmj.reduce_scatter(x, pair.scatter)
-        return mmj.all_gather(shards, pair.gather, like=jnp.zeros(100))
+        return mmj.all_gather(shards, pair, like=jnp.zeros(100))
 
     with pytest.raises(ParameterError, match=r"A shard has shape .* expected .* cut from another tree"):
         cases.on_chips(fabric, mismatched, x, pair)
     with pytest.raises(ParameterError, match="There are 1 shards, but a tree like this has 2"):
         cases.on_chips(
             fabric,
-            lambda x, h: mmj.all_gather(mmj.reduce_scatter(x, h.scatter), h.gather, like=(x, x.astype(jnp.int32))),
+            lambda x, h: mmj.all_gather(mmj.reduce_scatter(x, h.scatter), h, like=(x, x.astype(jnp.int32))),
             x,
             pair,
         )

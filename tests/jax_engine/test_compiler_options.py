@@ -55,7 +55,7 @@ def test_a_fabric_jits_with_its_options_but_not_inside_another_program(monkeypat
     with recorded_compilations(at_least=1) as found:
         for overlap in (False, True):
             fabric.jit(lambda x: x + 1, overlap=overlap)(jnp.ones(3))
-        pair = mmj.install_pair(mm.plan(fabric.mesh, "hamiltonian"), fabric)
+        pair = mmj.install(mm.plan(fabric.mesh, "hamiltonian"), fabric, update="two-phase")
         cut = fabric.jit(lambda tree, pair: mmj.fsdp.shard_params(tree, fabric, pair).shards)
         (shards,) = cut(np.ones(8, np.float32), pair)
     assert shards.sum() == 8

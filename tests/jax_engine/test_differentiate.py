@@ -199,7 +199,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         r"nearest sizes that do are 3 and 6\. For a batch of any size use mmj",
     ),
     "microbatches": ({"microbatches": 2}, {"x": examples(9)}, r"3 tiles and 2 microbatches each\..* 6 and 12"),
-    "a number for a batch": ({}, {"x": 3.0}, "List 1 in shared_argnums"),
+    "a number for a batch": ({}, {"x": 3.0}, r"Argument 1 is a single number.* List it in shared_argnums"),
     "an unknown axis": ({"shardings": P("tensor")}, {}, r"there is no such axis: .*inside a tile, of \('model',\)"),
     "the axis of tiles": ({"shardings": P("tile")}, {}, "parameters are the same on all tiles"),
     "an axis that does not divide": (
@@ -210,7 +210,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "too many axes": ({"shardings": {**SPECS, "scale": P(None, "model")}}, {}, "it has fewer axes"),
     "another tree": ({"shardings": [P(), P()]}, {}, "2 shardings for 3 parameters"),
     "no sharding": ({"shardings": "model"}, {}, "expected a PartitionSpec or a NamedSharding"),
-    "weights": ({}, {"weights": np.ones(6)}, "make it with per_example=True"),
+    "weights": ({}, {"weights": np.ones(6)}, r"make it with value_and_grad\(…, per_example=True\)"),
     "an argument twice": ({"shared_argnums": 0}, {}, "each in one of them"),
     "no batch": ({"shared_argnums": 1}, {}, "No argument of the loss is a batch"),
     "no key": ({"key_argnums": 1, "argnums": 0}, {"more": (examples(6),)}, "expected random keys"),
@@ -231,9 +231,9 @@ def test_what_cannot_be_right_is_refused(name: str) -> None:
 def test_what_cannot_be_made_is_refused() -> None:
     with pytest.raises(ParameterError, match=r"mmj\.tile\(fabric, '1x1'\)"):
         mmj.value_and_grad(loss, fabric().chips, SPECS)  # type: ignore[arg-type]
-    pair = mmj.install_pair(mm.plan(fabric().mesh, "weave", chunks=6), fabric())
+    pair = mmj.install(mm.plan(fabric().mesh, "weave", chunks=6), fabric(), update="two-phase")
     with pytest.raises(
-        ParameterError, match="got a ProgramPair: with that each tile has the sums of its own weights only"
+        ParameterError, match="got update='two-phase': with that each tile has the sums of its own weights only"
     ):
         mmj.value_and_grad(loss, fabric(), SPECS)(params(), examples(3), program=pair)
 

@@ -128,7 +128,9 @@ BY_LAYER = {
 
 @pytest.mark.parametrize("name", BY_LAYER)
 def test_optimizers_that_tell_layers_apart_are_refused(name: str) -> None:
-    with pytest.raises(ParameterError, match=r"treats some layers differently.*mmj\.lamb; or pass a Program"):
+    with pytest.raises(
+        ParameterError, match=r"treats some layers differently.*mmj\.lamb; or install with update='replicated'"
+    ):
         check_elementwise(BY_LAYER[name], SHARDS, LAYERS)
 
 
@@ -166,7 +168,9 @@ BY_DTYPE = {
 def test_optimizers_that_tell_dtypes_apart_are_refused(name: str) -> None:
     """Shards have the dtype of sums, so that all layers look the same to them."""
     check_elementwise(BY_DTYPE[name], WIDE_SHARDS, in_float32(NARROW), own=in_float32(NARROW))
-    with pytest.raises(ParameterError, match=r"treats some layers differently \(.* or dtype\).*pass a Program"):
+    with pytest.raises(
+        ParameterError, match=r"treats some layers differently \(.* or dtype\).*install with update='replicated'"
+    ):
         check_elementwise(BY_DTYPE[name], WIDE_SHARDS, in_float32(NARROW), own=NARROW)
 
 
@@ -182,8 +186,7 @@ def test_a_frozen_bfloat16_layer_is_frozen_or_refused(kind: str) -> None:
         fabric = mmj.tile(mmj.discover(jax.devices()[:8], shape="2x4"), "1x2", model=2)
         split = {"shardings": jax.sharding.PartitionSpec()}
     schedule = mm.plan(fabric.mesh, "hamiltonian")
-    install: Any = mmj.install_turn if kind == "turn" else mmj.install_pair
-    program = install(schedule, fabric)
+    program = mmj.install(schedule, fabric, update="fused" if kind == "turn" else "two-phase")
     training: Any
     if kind == "fsdp":
         training = mmj.fsdp.sharded_train_step(lambda *_: jnp.zeros(()), optimizer, fabric)
@@ -221,7 +224,9 @@ MIXING = {
 
 @pytest.mark.parametrize("name", MIXING)
 def test_optimizers_that_combine_weights_or_draw_random_numbers_are_refused(name: str) -> None:
-    with pytest.raises(ParameterError, match=r"cannot update shards of the weights: its \w+ .*or pass a Program"):
+    with pytest.raises(
+        ParameterError, match=r"cannot update shards of the weights: its \w+ .*or install with update='replicated'"
+    ):
         check_elementwise(MIXING[name], SHARDS, LAYERS)
 
 
@@ -236,7 +241,9 @@ def test_an_optimizer_that_fails_on_whole_layers_too_fails_with_its_own_error() 
 @cache
 def small(sharded: bool) -> tuple[mmj.Fabric, Any]:
     fabric = mmj.discover(jax.devices()[:4], shape="2x2")
-    return fabric, (mmj.install_pair if sharded else mmj.install)(mm.plan(fabric.mesh, "hamiltonian"), fabric)
+    return fabric, mmj.install(
+        mm.plan(fabric.mesh, "hamiltonian"), fabric, update="two-phase" if sharded else "replicated"
+    )
 
 
 def train(optimizer: Any, sharded: bool, params: Any, n_steps: int = 1) -> Any:

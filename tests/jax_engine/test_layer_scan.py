@@ -36,17 +36,17 @@ def layer(w: Any, x: Any) -> Any:
 
 
 @cache
-def programs(shape: str = "4x4", failed: str = "2x2@0,0") -> tuple[mmj.Fabric, mmj.ProgramPair]:
+def programs(shape: str = "4x4", failed: str = "2x2@0,0") -> tuple[mmj.Fabric, mmj.Program]:
     """A ring round the hole, or, on five chips, seven chunks that are gathered and scattered by plans of their own."""
     n_devices = int(np.prod([int(n) for n in shape.split("x")]))
     fabric = mmj.discover(jax.devices()[:n_devices], shape=shape, failed=[failed] if failed else [])
     whole = mm.plan(fabric.mesh, "hamiltonian" if n_devices != 6 else "weave")
     if n_devices != 6:
-        return fabric, mmj.install_pair(whole, fabric)
+        return fabric, mmj.install(whole, fabric, update="two-phase")
     scatter, gather = (
         mm.plan(fabric.mesh, "gather", chunks=7, collective=what) for what in ("reduce-scatter", "all-gather")
     )
-    return fabric, mmj.install_pair(whole, fabric, scatter=scatter, gather=gather)
+    return fabric, mmj.install(whole, fabric, scatter=scatter, gather=gather, update="two-phase")
 
 
 @cache
@@ -187,18 +187,18 @@ def test_halves_that_do_not_fit_each_other_are_refused() -> None:
         for chunks, what in ((7, "reduce-scatter"), (8, "all-gather"))
     )
     with pytest.raises(ParameterError, match="do not have the same chunks with the same owners"):
-        mmj.install_pair(whole, fabric, scatter=scatter, gather=gather)
+        mmj.install(whole, fabric, scatter=scatter, gather=gather, update="two-phase")
     with pytest.raises(ParameterError, match="Expected a schedule for all-gather, got one for reduce-scatter"):
-        mmj.install_pair(whole, fabric, scatter=scatter, gather=scatter)
+        mmj.install(whole, fabric, scatter=scatter, gather=scatter, update="two-phase")
     with pytest.raises(ParameterError, match="there is no schedule for all-gather"):
-        mmj.install_pair(whole, fabric, scatter=scatter)
+        mmj.install(whole, fabric, scatter=scatter, update="two-phase")
 
 
 def test_what_does_not_fit_is_refused() -> None:
     fabric, pair = programs("2x3", "0,0")
     layers = layers_tree(2)
     params = mmj.fsdp.shard_params(layers, fabric, pair, stacked=True)
-    other = mmj.install_pair(mm.plan(fabric.mesh, "weave", chunks=10, owners="even"), fabric)
+    other = mmj.install(mm.plan(fabric.mesh, "weave", chunks=10, owners="even"), fabric, update="two-phase")
 
     def call(params: Any, program: Any, one: Any = layer) -> Any:
         specs = mmj.fsdp.sharded_specs(params, fabric), P("chip"), program.spec
@@ -207,9 +207,9 @@ def test_what_does_not_fit_is_refused() -> None:
 
     with pytest.raises(ParameterError, match="cut by another plan, for other chunks or other owners"):
         call(params, other)
-    with pytest.raises(ParameterError, match=r"the program is a ProgramPair\. Give a Program from mmj\.install"):
+    with pytest.raises(ParameterError, match=r"the program has update='two-phase'\. Give one from mmj\.install"):
         call(layers, pair)
-    with pytest.raises(ParameterError, match="sharded by a ProgramPair, got a Program"):
+    with pytest.raises(ParameterError, match="sharded by a program with update='two-phase', got update='replicated'"):
         call(params, whole_program(fabric))
     with pytest.raises(ParameterError, match="expected the same first axis for all, the layers"):
         call({**layers, "more": jnp.ones(3)}, whole_program(fabric))

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.jax.layerwise import squares_of
+from meshmend.jax.program import Update
 
 EXAMPLES = 15
 """Of three chips, and of three tiles."""
@@ -35,8 +36,8 @@ def program_of(where: str, kind: str) -> Any:
     fabric = fabric_of(where)
     collective = "all-reduce-with-turn" if kind == "turn" else "all-reduce"
     plan = mm.plan(fabric.mesh, "weave", chunks=3, owners="even", collective=collective)
-    install: dict[str, Any] = {"program": mmj.install, "turn": mmj.install_turn}
-    return install.get(kind, mmj.install_pair)(plan, fabric)
+    updates: dict[str, Update] = {"program": "replicated", "turn": "fused"}
+    return mmj.install(plan, fabric, update=updates.get(kind, "two-phase"))
 
 
 def make_params() -> Any:

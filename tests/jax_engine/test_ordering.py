@@ -18,6 +18,7 @@ import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine.two_processes import run_two
 from meshmend.jax import ordering
+from meshmend.jax.program import Update
 
 COLLECTIVE = re.compile(r" (collective-permute|all-reduce|all-gather|reduce-scatter|all-to-all)\(")
 LOOP = re.compile(r" (while|conditional|call)\(")
@@ -116,9 +117,10 @@ def tree(dtype: Any = np.float32) -> Any:
     return {name: jnp.asarray(x / 2, dtype if name == "up" else np.float32) for name, x in values.items()}
 
 
-def replicated_step(fabric: mmj.Fabric, install: Any, dtype: Any = np.float32) -> tuple[Any, ...]:
-    plan: dict[str, Any] = {"collective": "all-reduce-with-turn"} if install is mmj.install_turn else {"owners": "even"}
-    program = install(mm.plan(fabric.mesh, "weave", chunks=2 * fabric.mesh.n_chips, **plan), fabric)
+def replicated_step(fabric: mmj.Fabric, update: Update, dtype: Any = np.float32) -> tuple[Any, ...]:
+    plan: dict[str, Any] = {"collective": "all-reduce-with-turn"} if update == "fused" else {"owners": "even"}
+    schedule = mm.plan(fabric.mesh, "weave", chunks=2 * fabric.mesh.n_chips, **plan)
+    program = mmj.install(schedule, fabric, update=update)
     optimizer = optax.chain(mmj.clip_by_global_norm(0.1), optax.adam(0.1))
     init, step = mmj.train_step(loss, optimizer, fabric, per_example=True, accumulate_dtype=None)
     params = tree(dtype)
@@ -126,7 +128,9 @@ def replicated_step(fabric: mmj.Fabric, install: Any, dtype: Any = np.float32) -
 
 
 def sharded_step(fabric: mmj.Fabric) -> tuple[Any, ...]:
-    pair = mmj.install_pair(mm.plan(fabric.mesh, "weave", chunks=2 * fabric.mesh.n_chips, owners="even"), fabric)
+    pair = mmj.install(
+        mm.plan(fabric.mesh, "weave", chunks=2 * fabric.mesh.n_chips, owners="even"), fabric, update="two-phase"
+    )
     rng = np.random.default_rng(0)
     tables = {"ends": rng.normal(size=(8, 16)), "layers": rng.normal(size=(3, 16, 16)) / 4}
     params = {
@@ -144,9 +148,9 @@ def sharded_step(fabric: mmj.Fabric) -> tuple[Any, ...]:
 
 
 STEPS: dict[str, Callable[[mmj.Fabric], tuple[Any, ...]]] = {
-    "replicated, two dtypes": lambda fabric: replicated_step(fabric, mmj.install, jnp.bfloat16),
-    "two-phase": lambda fabric: replicated_step(fabric, mmj.install_pair),
-    "fused, two dtypes": lambda fabric: replicated_step(fabric, mmj.install_turn, jnp.bfloat16),
+    "replicated, two dtypes": lambda fabric: replicated_step(fabric, "replicated", jnp.bfloat16),
+    "two-phase": lambda fabric: replicated_step(fabric, "two-phase"),
+    "fused, two dtypes": lambda fabric: replicated_step(fabric, "fused", jnp.bfloat16),
     "fsdp": sharded_step,
 }
 

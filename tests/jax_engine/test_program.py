@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ import meshmend.jax as mmj
 from jax_engine import cases
 from meshmend.errors import ParameterError, ScheduleError, VerificationError
 from meshmend.jax.collectives import shard_of
-from meshmend.jax.program import abstract_program
+from meshmend.jax.program import UPDATES, Update, abstract_program
 from meshmend.planning import Weave
 from meshmend.schedule import Op
 
@@ -42,9 +43,10 @@ def fabric_without_proofs(**facts: Any) -> mmj.Fabric:
 def test_a_schedule_that_is_not_an_all_reduce_is_refused_by_everything_that_installs() -> None:
     fabric = fabric_without_proofs()
     bad = corrupted(mm.plan(fabric.mesh, "hamiltonian", verify=False))
-    for install in (mmj.install, mmj.install_pair, abstract_program):
+    both: list[Update] = ["replicated", "two-phase"]
+    for install, update in itertools.product((mmj.install, abstract_program), both):
         with pytest.raises(VerificationError, match=r"expected the contribution of .* once, got it not at all"):
-            install(bad, fabric)
+            install(bad, fabric, update=update)
 
 
 def test_a_schedule_that_was_not_proven_is_proven_on_the_way() -> None:
@@ -58,11 +60,11 @@ def test_a_schedule_that_was_not_proven_is_proven_on_the_way() -> None:
 @pytest.mark.parametrize("planner", ["row-pairs", "hamiltonian", "two-color", "weave"])
 def test_a_plan_for_a_torus_does_not_fit_a_mesh_but_the_other_way_round_it_does(planner: str) -> None:
     plain, torus = (mm.plan(mm.Mesh("4x4", wrap=wrap), planner) for wrap in (False, True))
-    for install in (mmj.install, mmj.install_pair):
+    for update in UPDATES:
         with pytest.raises(
             ScheduleError, match=r"8 cables that the fabric.* lacks: one joins \(0,0\) and \(0,3\).*wrap"
         ):
-            install(torus, fabric_without_proofs())
+            mmj.install(torus, fabric_without_proofs(), update=update)
     mmj.install(torus, fabric_without_proofs(wrap=True))
     mmj.install(plain, fabric_without_proofs(wrap=True))
 
@@ -80,7 +82,7 @@ def test_a_plan_may_leave_cables_out_but_not_use_a_failed_one() -> None:
 def test_a_program_that_is_not_split_by_chip_is_refused(check_vma: bool) -> None:
     """With `PartitionSpec()` every chip would read the first chip's table, and every sum would be wrong."""
     fabric, schedule = cases.fabric_of(HOLED), cases.schedule_of(HOLED)
-    program, pair = mmj.install(schedule, fabric), mmj.install_pair(schedule, fabric)
+    program, pair = mmj.install(schedule, fabric), mmj.install(schedule, fabric, update="two-phase")
     x = jnp.ones((12, 4))
 
     def mapped(function: Any, spec: PartitionSpec) -> Any:
@@ -96,7 +98,7 @@ def test_a_program_that_is_not_split_by_chip_is_refused(check_vma: bool) -> None
         "all_reduce": (mmj.all_reduce, program),
         "reduce_scatter": (lambda a, h: mmj.reduce_scatter(a, h.scatter)[0], pair),
         "shard_of": (lambda a, h: shard_of(a, h.scatter)[0], pair),
-        "all_gather": (lambda a, h: mmj.all_gather((a.reshape(-1, 1),), h.gather, like=a), pair),
+        "all_gather": (lambda a, h: mmj.all_gather((a.reshape(-1, 1),), h, like=a), pair),
     }
     for function, tables in uses.values():
         with pytest.raises(ParameterError, match=r"received 12 rows .* expected its own row only.*program\.spec"):
@@ -135,15 +137,15 @@ def test_gradients_that_jax_has_summed_over_the_cores_are_refused() -> None:
 
 def test_a_schedule_or_the_other_kind_of_program_is_no_program() -> None:
     fabric, schedule = cases.fabric_of(HOLED), cases.schedule_of(HOLED)
-    pair = mmj.install_pair(schedule, fabric)
     with pytest.raises(
         ParameterError, match=r"Expected a Program for all-reduce, got a Schedule.*mmj\.install\(schedule"
     ):
         mmj.all_reduce(jnp.ones(3), schedule)  # type: ignore[arg-type]
     with pytest.raises(
-        ParameterError, match=r"for reduce-scatter, got a ProgramPair.*install_pair\(schedule, fabric\)\.scatter"
+        ParameterError,
+        match=r"is for all-reduce, expected one for reduce-scatter.*install\(schedule, fabric, update='two-phase'\)",
     ):
-        mmj.reduce_scatter(jnp.ones(3), pair)  # type: ignore[arg-type]
+        mmj.reduce_scatter(jnp.ones(3), mmj.install(schedule, fabric))
     with pytest.raises(
         ParameterError, match=r"Expected a Schedule, as meshmend\.plan\(fabric\.mesh\) makes, got a Mesh"
     ):
@@ -154,7 +156,7 @@ def test_a_schedule_or_the_other_kind_of_program_is_no_program() -> None:
     for call in calls:
         with pytest.raises(
             ParameterError,
-            match=r"Expected a Program, a ProgramPair or a ProgramWithTurn, got a Schedule.*mmj\.install",
+            match=r"Expected a Program, got a Schedule.*mmj\.install",
         ):
             call()
 
@@ -163,6 +165,22 @@ def test_a_plan_that_leaves_the_chunks_to_a_few_owners_is_no_pair() -> None:
     fabric = cases.fabric_of("trees 4x4")
     few = mm.plan(fabric.mesh, Weave(chunks=48, trees=2, budget_s=0.1))
     with pytest.raises(ParameterError, match=r"One of 16 chips owns \d+ of 48 chunks .* Plan with owners='even'\."):
-        mmj.install_pair(few, fabric)
+        mmj.install(few, fabric, update="two-phase")
     even = mm.plan(fabric.mesh, "weave", chunks=48, owners="even")
-    assert mmj.install_pair(even, fabric).scatter.n_chips == 16
+    assert mmj.install(even, fabric, update="two-phase").scatter.n_chips == 16
+
+
+def test_other_ways_to_update_are_refused_and_the_names_of_before_still_install() -> None:
+    fabric, schedule = cases.fabric_of(HOLED), cases.schedule_of(HOLED)
+    with pytest.raises(
+        ParameterError, match="update is 'sharded', expected one of: 'replicated', 'fused', 'two-phase'"
+    ):
+        mmj.install(schedule, fabric, update="sharded")  # type: ignore[arg-type]
+    with pytest.raises(ParameterError, match=r"scatter and gather go with update='two-phase', got them with .*'fused'"):
+        mmj.install(schedule, fabric, update="fused", scatter=schedule)
+    for name, update in (("install_pair", "two-phase"), ("install_turn", "fused")):
+        with pytest.warns(DeprecationWarning, match=rf"{name} is meshmend\.jax\.install\(…, update='{update}'\) now"):
+            install = getattr(mmj, name)
+        assert install(schedule, fabric).update == update
+    with pytest.warns(DeprecationWarning, match=r"ProgramPair is meshmend\.jax\.Program now"):
+        assert mmj.ProgramPair is mmj.Program

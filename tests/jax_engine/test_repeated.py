@@ -113,12 +113,12 @@ def test_sums_are_exact(name: str) -> None:
 def test_a_sharded_update_finds_its_chunks() -> None:
     fabric = cases.fabric_of("trees 4x4")
     schedule = mm.plan(fabric.mesh, Weave(chunks=48, trees=6, budget_s=0.1))
-    pair = mmj.install_pair(schedule, fabric)
+    pair = mmj.install(schedule, fabric, update="two-phase")
     values = np.random.default_rng(1).integers(-99, 99, size=(16, 100)).astype(np.int32)
 
-    def through_shards(x: jax.Array, pair: mmj.ProgramPair) -> jax.Array:
+    def through_shards(x: jax.Array, pair: mmj.Program) -> jax.Array:
         shards = mmj.reduce_scatter(x, pair.scatter)
-        return jnp.asarray(mmj.all_gather(shards, pair.gather, like=x))
+        return jnp.asarray(mmj.all_gather(shards, pair, like=x))
 
     mapped = jax.jit(
         jax.shard_map(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -19,15 +18,10 @@ import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine import cases
 from meshmend.errors import ParameterError, ScheduleError
-from meshmend.jax.program import abstract_pair, abstract_program, abstract_turn
+from meshmend.jax.program import UPDATES, Update, abstract_program
 from meshmend.schedule.split import all_gather_of, reduce_scatter_of
 
 CHUNKS = 48
-KINDS_OF_PROGRAM: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "program": (mmj.install, abstract_program),
-    "pair": (mmj.install_pair, abstract_pair),
-    "turn": (mmj.install_turn, abstract_turn),
-}
 
 
 @cache
@@ -46,9 +40,8 @@ def short_plan() -> mm.Schedule:
 
 
 @cache
-def program_of(kind: str = "program", *, planned: bool = True) -> Any:
-    install, _ = KINDS_OF_PROGRAM[kind]
-    return install(long_plan(), holed(), scalars=short_plan() if planned else None)
+def program_of(update: Update = "replicated", *, planned: bool = True) -> Any:
+    return mmj.install(long_plan(), holed(), update=update, scalars=short_plan() if planned else None)
 
 
 def steps_of_chunk(schedule: mm.Schedule, chunk: int) -> int:
@@ -72,14 +65,15 @@ def count(function: Any, *arguments: Any, **keywords: Any) -> tuple[int, int]:
     return text.count("stablehlo.while"), text.count("stablehlo.collective_permute")
 
 
-@pytest.mark.parametrize("kind", KINDS_OF_PROGRAM)
-def test_all_kinds_of_programs_have_a_program_for_scalars_of_the_same_few_steps(kind: str) -> None:
+@pytest.mark.parametrize("update", UPDATES)
+def test_all_kinds_of_programs_have_a_program_for_scalars_of_the_same_few_steps(update: Update) -> None:
     schedule = long_plan()
     fewest = min(steps_of_chunk(schedule, chunk) for chunk in range(CHUNKS))
     assert short_plan().n_steps < fewest < schedule.n_steps / 2, "otherwise there is nothing to be seen here"
-    for install in KINDS_OF_PROGRAM[kind]:
+    for install in (mmj.install, abstract_program):
         for plan, n_steps in ((None, fewest), (short_plan(), short_plan().n_steps)):
-            scalars = install(schedule, holed(), scalars=plan).scalars
+            scalars = install(schedule, holed(), update=update, scalars=plan).scalars
+            assert scalars is not None
             assert scalars.n_steps == n_steps
             assert scalars.collective is mm.Collective.ALL_REDUCE
             assert scalars.scalars is None
@@ -87,25 +81,25 @@ def test_all_kinds_of_programs_have_a_program_for_scalars_of_the_same_few_steps(
 
 def test_a_plan_without_a_turn_gives_the_same_program_for_scalars() -> None:
     plain = mm.plan(holed().mesh, "hamiltonian")
-    assert len({install(plain, holed()).scalars.n_steps for install, _ in KINDS_OF_PROGRAM.values()}) == 1
+    assert len({mmj.install(plain, holed(), update=update).for_scalars.n_steps for update in UPDATES}) == 1
 
 
 def test_halves_need_no_whole_where_there_is_a_plan_for_scalars() -> None:
     fabric = holed()
     halves = {"scatter": reduce_scatter_of(long_plan()), "gather": all_gather_of(long_plan())}
-    pair = mmj.install_pair(None, fabric, **halves, scalars=short_plan())
-    assert pair.scalars.n_steps == short_plan().n_steps
+    pair = mmj.install(None, fabric, **halves, scalars=short_plan(), update="two-phase")
+    assert pair.for_scalars.n_steps == short_plan().n_steps
     with pytest.raises(ParameterError, match=r"no plan for the few numbers .* as in scalars=mm\.plan\(fabric\.mesh"):
-        mmj.install_pair(None, fabric, **halves)
+        mmj.install(None, fabric, **halves, update="two-phase")
     with pytest.raises(ParameterError, match=r"Expected a Schedule, .* got a NoneType"):
-        mmj.install_pair(None, fabric, scalars=short_plan())
+        mmj.install(None, fabric, scalars=short_plan(), update="two-phase")
     with pytest.raises(ParameterError, match="Scalars go with an all-reduce, got them with a schedule for all-gather"):
         mmj.install(halves["gather"], fabric, scalars=short_plan())
-    for install, _ in KINDS_OF_PROGRAM.values():
+    for update in UPDATES:
         with pytest.raises(ParameterError, match="Expected an all-reduce as scalars, got a schedule for all-gather"):
-            install(long_plan(), fabric, scalars=halves["gather"])
+            mmj.install(long_plan(), fabric, update=update, scalars=halves["gather"])
         with pytest.raises(ScheduleError, match=r"The schedule is for .* Plan for fabric\.mesh"):
-            install(long_plan(), fabric, scalars=mm.plan(mm.Mesh("4x4"), "latency"))
+            mmj.install(long_plan(), fabric, update=update, scalars=mm.plan(mm.Mesh("4x4"), "latency"))
 
 
 def mixed_tree(n_rows: int) -> dict[str, Any]:
@@ -250,15 +244,15 @@ def test_norms_of_a_sharded_update_take_the_program_for_scalars() -> None:
     """The loss is one run of it, the norms another; of the long plan there are its halves, or its one way, only."""
     fabric, (params, batch) = holed(), whole_numbers()
     clipped = optax.chain(mmj.clip_by_global_norm(1.0), optax.adam(1e-2))
-    pair, turn = program_of("pair"), program_of("turn")
+    pair, turn = program_of("two-phase"), program_of("fused")
     halves = (pair.scatter, pair.gather)
     for optimizer, program, runs in (
         (optax.adam(1e-2), pair, (*halves, pair.scalars)),
         (clipped, pair, (*halves, pair.scalars, pair.scalars)),
         (mmj.lamb(1e-2), pair, (*halves, pair.scalars, pair.scalars)),
-        (optax.adam(1e-2), turn, (turn.through, turn.scalars)),
+        (optax.adam(1e-2), turn, (turn, turn.scalars)),
         # Where the norm is over its limit, it is summed once more with what goes down again.
-        (clipped, turn, (turn.through, turn.scalars, turn.scalars, turn.through, turn.scalars)),
+        (clipped, turn, (turn, turn.scalars, turn.scalars, turn, turn.scalars)),
     ):
         training = mmj.train_step(mean_error, optimizer, fabric)
         state = jax.eval_shape(training.init, params, program)
@@ -272,7 +266,7 @@ def test_clipping_by_plans_for_scalars_equals_one_device() -> None:
     gradients = jax.grad(mean_error)(params, batch)
     assert optax.tree.norm(gradients) > 1
     wanted = params["w"] - 1e-2 * gradients["w"] / optax.tree.norm(gradients)
-    for kind in KINDS_OF_PROGRAM:
+    for kind in UPDATES:
         training, program = mmj.train_step(mean_error, optimizer, fabric), program_of(kind)
         new, _, value = jax.jit(training.step)(params, jax.jit(training.init)(params, program), batch, program)
         np.testing.assert_allclose(new["w"], wanted, atol=1e-6)
@@ -280,10 +274,10 @@ def test_clipping_by_plans_for_scalars_equals_one_device() -> None:
 
 
 def test_sharded_parameters_sum_loss_and_norm_by_the_program_for_scalars() -> None:
-    fabric, pair, (whole, batch) = holed(), program_of("pair"), whole_numbers()
+    fabric, pair, (whole, batch) = holed(), program_of("two-phase"), whole_numbers()
     params = mmj.fsdp.shard_params(whole, fabric, pair)
 
-    def loss(params: Any, batch: Any, pair: mmj.ProgramPair) -> Any:
+    def loss(params: Any, batch: Any, pair: mmj.Program) -> Any:
         return errors(mmj.fsdp.gather_params(params, pair), batch)
 
     optimizer = optax.chain(mmj.clip_by_global_norm(1.0), optax.adam(1e-2))
@@ -302,8 +296,8 @@ def test_tiles_do_not_run_the_plan_twice_either() -> None:
     assert text.count("stablehlo.collective_permute") == lanes_of(program, program.scalars)
 
 
-@pytest.mark.parametrize("kind", KINDS_OF_PROGRAM)
-def test_digests_of_replicas_take_the_program_for_scalars(kind: str) -> None:
+@pytest.mark.parametrize("kind", UPDATES)
+def test_digests_of_replicas_take_the_program_for_scalars(kind: Update) -> None:
     fabric, program, (params, _) = holed(), program_of(kind), whole_numbers()
     digests = partial(mmj.checks.replica_digests, fabric=fabric)
     assert count(digests, params, program)[1] == lanes_of(program.scalars)

@@ -27,12 +27,12 @@ EXAMPLES = 60
 
 
 @cache
-def programs(shape: str = "2x3", failed: str = "0,0") -> tuple[mmj.Fabric, mmj.ProgramPair]:
+def programs(shape: str = "2x3", failed: str = "0,0") -> tuple[mmj.Fabric, mmj.Program]:
     """Chunks that do not divide by the number of chips; or, on many, rings round the hole."""
     mesh = mm.Mesh(shape, failed=[failed] if failed else [])
     fabric = mmj.discover(jax.devices()[: mesh.size], shape=shape, failed=mesh.holes)
     plan = mm.plan(mesh, "hamiltonian") if mesh.size > 8 else mm.plan(mesh, "weave", chunks=7, owners="even")
-    return fabric, mmj.install_pair(plan, fabric)
+    return fabric, mmj.install(plan, fabric, update="two-phase")
 
 
 def make_ends(key: Any) -> Any:
@@ -68,7 +68,7 @@ def whole_loss(params: Any, batch: Any) -> Any:
     return cost(predict(params["ends"], x), batch["to"])
 
 
-def sharded_loss(params: Any, batch: Any, pair: mmj.ProgramPair) -> Any:
+def sharded_loss(params: Any, batch: Any, pair: mmj.Program) -> Any:
     ends = mmj.fsdp.gather_params(params["ends"], pair)
     x = mmj.fsdp.scan_layers(layer, params["layers"], ends["embed"][batch["from"]], pair)
     return cost(predict(ends, x), batch["to"])
@@ -79,7 +79,7 @@ def whole_params() -> Any:
     return {"ends": make_ends(keys[0]), "layers": jax.vmap(make_layer)(keys[1:])}
 
 
-def sharded_params(fabric: mmj.Fabric, pair: mmj.ProgramPair) -> Any:
+def sharded_params(fabric: mmj.Fabric, pair: mmj.Program) -> Any:
     keys = jax.random.split(jax.random.key(0), LAYERS + 1)
     return {
         "ends": mmj.fsdp.init_sharded(make_ends, keys[0], fabric, pair),
@@ -87,7 +87,7 @@ def sharded_params(fabric: mmj.Fabric, pair: mmj.ProgramPair) -> Any:
     }
 
 
-def abstract_params(fabric: mmj.Fabric, pair: mmj.ProgramPair) -> Any:
+def abstract_params(fabric: mmj.Fabric, pair: mmj.Program) -> Any:
     return jax.eval_shape(lambda pair: sharded_params(fabric, pair), pair)
 
 
@@ -127,10 +127,10 @@ def train(
 
 
 @cache
-def tiles() -> tuple[TiledFabric, mmj.ProgramPair]:
+def tiles() -> tuple[TiledFabric, mmj.Program]:
     """Three tiles of two chips."""
     fabric = mmj.tile(mmj.discover(jax.devices()[:8], shape="2x4", failed=["0,1"]), "1x2", model=2)
-    return fabric, mmj.install_pair(mm.plan(fabric.mesh, "weave", chunks=7, owners="even"), fabric)
+    return fabric, mmj.install(mm.plan(fabric.mesh, "weave", chunks=7, owners="even"), fabric, update="two-phase")
 
 
 INSIDE = {
@@ -189,9 +189,27 @@ def test_twenty_steps_have_the_losses_of_replicated_parameters() -> None:
     assert moments.addressable_shards[0].data.size <= 2 * LAYERS * (5 * WIDTH + 2) * WIDTH / 12
 
 
+@pytest.mark.parametrize("mean", [True, False])
+def test_a_loss_may_ask_for_the_sum_of_gradients(mean: bool) -> None:
+    """Integers, whose sums over 5 chips and means over 3 microbatches are exact."""
+    fabric, pair = programs()
+    rows = np.random.default_rng(0).integers(-9, 9, (30, 3)).astype(np.float32) * 30
+
+    def loss(params: Any, batch: Any, pair: mmj.Program) -> Any:
+        return jnp.mean(batch @ mmj.fsdp.gather_params(params, pair, mean=mean)["w"])
+
+    init, step = mmj.fsdp.sharded_train_step(loss, optax.sgd(1.0), fabric, microbatches=3)
+    params = mmj.fsdp.shard_params({"w": jnp.zeros(3)}, fabric, pair)
+    params, _, value = jax.jit(step)(params, jax.jit(init)(params, pair), rows, pair)
+    gradients = rows.reshape(5, -1, 3).mean(1)
+    assert value == 0
+    expected = -gradients.mean(0) if mean else -gradients.sum(0)
+    np.testing.assert_array_equal(mmj.fsdp.unshard_params(params, fabric, pair)["w"], expected)
+
+
 @pytest.mark.slow
 def test_microbatches_and_aux() -> None:
-    def with_aux(params: Any, batch: Any, pair: mmj.ProgramPair) -> Any:
+    def with_aux(params: Any, batch: Any, pair: mmj.Program) -> Any:
         return sharded_loss(params, batch, pair), {"words": jnp.mean(batch["from"])}
 
     fabric, pair = programs()
@@ -305,7 +323,7 @@ def test_a_true_mean_over_examples_however_they_are_spread() -> None:
     """Twelve examples on five chips, of which some have one that does not count: NumPy's weighted mean."""
     fabric, pair = programs()
 
-    def loss(params: Any, batch: Any, pair: mmj.ProgramPair) -> Any:
+    def loss(params: Any, batch: Any, pair: mmj.Program) -> Any:
         return batch["x"] * jnp.sum(mmj.fsdp.gather_params(params, pair)["w"])
 
     tree = {"w": np.arange(7, dtype=np.float32)}
@@ -365,7 +383,7 @@ def test_parameters_without_elements_train_with_the_others(where: Callable[[], A
     def layer(w: Any, x: Any) -> Any:
         return x * jnp.sum(w["w"]) + jnp.sum(w["none"])
 
-    def loss(params: Any, batch: Any, pair: mmj.ProgramPair) -> Any:
+    def loss(params: Any, batch: Any, pair: mmj.Program) -> Any:
         flat, nothing = (mmj.fsdp.gather_params(params[name], pair) for name in ("flat", "nothing"))
         x = batch * jnp.sum(flat["w"]) + jnp.sum(flat["none"]) + jnp.sum(nothing)
         return jnp.mean(mmj.fsdp.scan_layers(layer, params["stack"], x, pair))

@@ -52,8 +52,10 @@ def program_of(kind: str, fabric: TiledFabric) -> Any:
     if kind == "program":
         return mmj.install(mm.plan(fabric.mesh, "weave", chunks=chunks), fabric)
     if kind == "pair":
-        return mmj.install_pair(mm.plan(fabric.mesh, "weave", chunks=chunks, owners="even"), fabric)
-    return mmj.install_turn(mm.plan(fabric.mesh, "weave", chunks=chunks, collective="all-reduce-with-turn"), fabric)
+        return mmj.install(mm.plan(fabric.mesh, "weave", chunks=chunks, owners="even"), fabric, update="two-phase")
+    return mmj.install(
+        mm.plan(fabric.mesh, "weave", chunks=chunks, collective="all-reduce-with-turn"), fabric, update="fused"
+    )
 
 
 def batches(n_examples: int) -> Any:
@@ -223,27 +225,31 @@ def test_norms_on_fifteen_tiles(name: str, kind: str) -> None:
 
 REFUSED = {
     "optax.lamb": (optax.lamb(0.1), "pair", r"combines values of several weights.*mmj\.lamb"),
-    "optax.lars": (optax.lars(0.1), "pair", r"treats some layers differently.*mmj\.lars.*Program from install\(\)"),
+    "optax.lars": (
+        optax.lars(0.1),
+        "pair",
+        r"treats some layers differently.*mmj\.lars.*install with update='replicated'",
+    ),
     "optax.clip_by_global_norm": (
         optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
         "turn",
-        r"combines values of several weights.*mmj\.clip_by_global_norm.*Program from install\(\)",
+        r"combines values of several weights.*mmj\.clip_by_global_norm.*install with update='replicated'",
     ),
-    "adafactor": (optax.adafactor(0.1), "pair", r"or pass a Program from install\(\)"),
+    "adafactor": (optax.adafactor(0.1), "pair", r"or install with update='replicated'"),
     "adaptive clipping": (
         optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)),
         "pair",
-        r"combines values of several weights.*Program from install\(\)",
+        r"combines values of several weights.*install with update='replicated'",
     ),
     "mmj.lamb with a turn": (
         mmj.lamb(0.1),
         "turn",
-        r"needs norms of layers before .*ProgramPair from install_pair\(\)",
+        r"needs norms of layers before .*update='two-phase'",
     ),
     "mmj.lars with a turn": (
         mmj.lars(0.1),
         "turn",
-        r"needs norms of layers before .*ProgramPair from install_pair\(\)",
+        r"needs norms of layers before .*update='two-phase'",
     ),
 }
 
@@ -262,7 +268,7 @@ def test_what_cannot_update_shards_of_shards_is_refused(name: str) -> None:
 def test_value_and_grad_takes_no_program_for_a_sharded_update() -> None:
     fabric = fabric_of("4x4", "0,1")
     differentiate = mmj.value_and_grad(mean_loss, fabric, SPECS, has_aux=True)
-    with pytest.raises(ParameterError, match=r"got a ProgramWithTurn.*use mmj\.train_step"):
+    with pytest.raises(ParameterError, match=r"got update='fused'.*use mmj\.train_step"):
         differentiate(params_tree(), batches(24)[0], program=program_of("turn", fabric))
 
 

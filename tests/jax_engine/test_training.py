@@ -107,7 +107,7 @@ def test_training_on_a_hole_gives_the_losses_of_psum(name: str, optimizer: optax
     wanted = train_with_psum(fabric, optimizer)
     assert wanted[0][-1] < 0.9 * wanted[0][0], "a run that learns nothing shows nothing"
     check_same(train(fabric, optimizer, mmj.install(schedule, fabric)), wanted)
-    check_same(train(fabric, optimizer, mmj.install_pair(schedule, fabric)), wanted)
+    check_same(train(fabric, optimizer, mmj.install(schedule, fabric, update="two-phase")), wanted)
 
 
 def matrices_only(params: Any) -> Any:
@@ -142,7 +142,7 @@ def test_layerwise_optimizers_agree_with_optax_whole_and_sharded(
     wanted = train_with_psum(fabric, theirs)
     assert wanted[0][-1] < 0.95 * wanted[0][0]
     check_same(train(fabric, ours, mmj.install(schedule, fabric)), wanted)
-    check_same(train(fabric, ours, mmj.install_pair(schedule, fabric)), wanted)
+    check_same(train(fabric, ours, mmj.install(schedule, fabric, update="two-phase")), wanted)
 
 
 def test_microbatches_give_the_same_gradients() -> None:
@@ -150,16 +150,30 @@ def test_microbatches_give_the_same_gradients() -> None:
     program = mmj.install(schedule, fabric)
     whole, cut = (train(fabric, optax.sgd(0.1), program, microbatches=n) for n in (1, 4))
     check_same(cut, whole)
-    with pytest.raises(ParameterError, match="has 4 examples, which do not divide into 3 microbatches"):
+    with pytest.raises(ParameterError, match=r"do not split evenly over the 16 devices .* and 3 microbatches each"):
         train(fabric, optax.sgd(0.1), program, microbatches=3)
     with pytest.raises(ParameterError, match="microbatches is 0"):
         mmj.train_step(loss, optax.sgd(0.1), fabric, microbatches=0)
 
 
+@pytest.mark.parametrize("update", ["replicated", "two-phase"])
+def test_the_mean_over_microbatches_has_the_dtype_of_the_gradient(update: Any) -> None:
+    """Each chip rounds its mean of 3 microbatches to bfloat16; 5 of these are added up in float32."""
+    fabric = mmj.discover(jax.devices()[:6], shape="2x3", failed=["0,0"])
+    program = mmj.install(mm.plan(fabric.mesh, "weave", chunks=7, owners="even"), fabric, update=update)
+    rows = np.random.default_rng(0).integers(-99, 99, (15, 4))
+    init, step = mmj.train_step(lambda w, x: jnp.mean(x @ w), optax.sgd(1.0), fabric, microbatches=3)
+    w = jnp.zeros(4, jnp.bfloat16)
+    found = jax.jit(step)(w, jax.jit(init)(w, program), jnp.asarray(rows, jnp.bfloat16), program)[0]
+    own = (rows.reshape(5, 3, 4).sum(1).astype(np.float32) / np.float32(3)).astype(jnp.bfloat16)
+    expected = -(own.astype(np.float32).sum(0) / np.float32(5))
+    np.testing.assert_array_equal(np.asarray(found), expected.astype(jnp.bfloat16))
+
+
 def test_the_state_is_split_over_the_owners() -> None:
     name = "row-pairs 4x4 - 2x2"
     schedule, fabric = cases.schedule_of(name), cases.fabric_of(name)
-    _, params, state = train(fabric, optax.adam(1e-2), mmj.install_pair(schedule, fabric), steps=2)
+    _, params, state = train(fabric, optax.adam(1e-2), mmj.install(schedule, fabric, update="two-phase"), steps=2)
     n_params = sum(leaf.size for leaf in params.values())
     (mu,) = state[0].mu
     on_a_chip = mu.addressable_shards[0].data
@@ -185,7 +199,7 @@ def test_bfloat16_weights_keep_their_dtype_and_losses_and_aux_are_means() -> Non
     init, step = mmj.train_step(with_aux, optax.adam(1e-2), fabric, has_aux=True)
     batch = batches(16)[0]
     by_program = []
-    for program in (mmj.install(schedule, fabric), mmj.install_pair(schedule, fabric)):
+    for program in (mmj.install(schedule, fabric), mmj.install(schedule, fabric, update="two-phase")):
         state = jax.jit(init)(params, program)
         new, _, value, aux = jax.jit(step)(params, state, batch, program)
         assert {leaf.dtype for leaf in new.values()} == {jnp.dtype(jnp.bfloat16)}
@@ -200,7 +214,7 @@ def test_bfloat16_weights_keep_their_dtype_and_losses_and_aux_are_means() -> Non
 def test_gradients_of_bfloat16_weights_are_summed_in_float32(sharded: bool) -> None:
     """One chip brings 256, eight bring 1, seven nothing: 264 / 16 = 16.5 is exact. In bfloat16, 256 + 1 is 256."""
     schedule, fabric = cases.schedule_of("hamiltonian 4x4"), cases.fabric_of("hamiltonian 4x4")
-    program = (mmj.install_pair if sharded else mmj.install)(schedule, fabric)
+    program = mmj.install(schedule, fabric, update="two-phase" if sharded else "replicated")
     init, step = mmj.train_step(lambda w, batch: jnp.sum(w * batch.astype(w.dtype)), optax.sgd(1.0), fabric)
     w = jnp.zeros((), jnp.bfloat16)
     batch = np.array([256.0] + [1.0] * 8 + [0.0] * 7, np.float32)
@@ -215,7 +229,7 @@ def test_two_cores_a_chip_train_too() -> None:
     schedule = mm.plan(mesh, "hamiltonian")
     wanted = train_with_psum(fabric, optax.lamb(1e-2))
     check_same(train(fabric, mmj.lamb(1e-2), mmj.install(schedule, fabric)), wanted)
-    check_same(train(fabric, mmj.lamb(1e-2), mmj.install_pair(schedule, fabric)), wanted)
+    check_same(train(fabric, mmj.lamb(1e-2), mmj.install(schedule, fabric, update="two-phase")), wanted)
 
 
 def test_masks_by_layer_are_refused() -> None:
@@ -223,6 +237,6 @@ def test_masks_by_layer_are_refused() -> None:
     schedule, fabric = cases.schedule_of("hamiltonian 4x4"), cases.fabric_of("hamiltonian 4x4")
     init, _ = mmj.train_step(loss, masked, fabric)
     with pytest.raises(ParameterError, match="treats some layers differently"):
-        jax.jit(init)(make_params(), mmj.install_pair(schedule, fabric))
+        jax.jit(init)(make_params(), mmj.install(schedule, fabric, update="two-phase"))
     state = jax.jit(init)(make_params(), mmj.install(schedule, fabric))
     assert jax.tree.map(jnp.shape, state[0].mu) == jax.tree.map(jnp.shape, make_params()), "whole layers are welcome"

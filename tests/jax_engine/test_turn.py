@@ -16,6 +16,7 @@ import meshmend as mm
 import meshmend.jax as mmj
 import meshmend.numpy as mmn
 from meshmend.errors import ParameterError
+from meshmend.jax.program import Update
 from meshmend.jax.state.layout import StateLayout, vectors_from_leaves
 from meshmend.jax.turn_tables import turn_tables
 from meshmend.schedule.lanes import lower
@@ -102,6 +103,9 @@ def check_same(got: Any, wanted: Any, tolerance: float) -> None:
         np.testing.assert_allclose(ours, theirs, tolerance, tolerance, err_msg=jax.tree_util.keystr(path))
 
 
+SHARDED: tuple[Update, ...] = ("fused", "two-phase")
+
+
 def check_as_two_phases(
     where: tuple[str, str], schedule: mm.Schedule, optimizer: Any, tolerance: float, params: Any = None, **more: Any
 ) -> None:
@@ -112,8 +116,8 @@ def check_as_two_phases_on(
     fabric: mmj.Fabric, schedule: mm.Schedule, optimizer: Any, tolerance: float, params: Any = None, **more: Any
 ) -> None:
     got, wanted = (
-        trained(fabric, optimizer, install(schedule, fabric), params or make_params(), **more)
-        for install in (mmj.install_turn, mmj.install_pair)
+        trained(fabric, optimizer, mmj.install(schedule, fabric, update=update), params or make_params(), **more)
+        for update in SHARDED
     )
     check_same(got[0], wanted[0], tolerance)
     check_same(got[1], wanted[1], 1e-6)  # losses are added up along another way, and are no whole numbers
@@ -169,7 +173,7 @@ def test_clipping_on_the_way_is_clipping_first() -> None:
     """In NumPy, to the bit: the one factor that is not 1 is a sixty-fourth."""
     fabric, params = fabric_of(*EIGHT), make_params()
     optimizer = optax.chain(mmj.clip_by_global_norm(LIMIT), optax.sgd(0.5))
-    program = mmj.install_turn(plan_of(EIGHT, "weave", chunks=19), fabric)
+    program = mmj.install(plan_of(EIGHT, "weave", chunks=19), fabric, update="fused")
     found, _ = trained(fabric, optimizer, program, params, columns=1)
     firsts = [first for first, *_ in MEANS]
     norms = [8.0 * abs(first) for first in firsts]
@@ -201,7 +205,7 @@ def test_weights_are_sent_down_in_their_own_dtype_where_sums_are_over() -> None:
     schedule, fabric = plan_of(TWELVE, "hamiltonian"), fabric_of(*TWELVE)
     params = {name: leaf.astype(jnp.bfloat16) for name, leaf in make_params().items()}
     check_as_two_phases(TWELVE, schedule, optax.adam(1e-2), 0.0, params)
-    training, program = mmj.train_step(loss, optax.adam(1e-2), fabric), mmj.install_turn(schedule, fabric)
+    training, program = mmj.train_step(loss, optax.adam(1e-2), fabric), mmj.install(schedule, fabric, update="fused")
     state = jax.eval_shape(training.init, params, program)
     text = jax.jit(training.step).lower(params, state, batches(12)[0], program).as_text()
     chunk = -(-sum(leaf.size for leaf in params.values()) // schedule.total_chunks)
@@ -256,10 +260,10 @@ def test_a_single_chunk_of_an_all_reduce_is_one(planner: str, fewest: int) -> No
 def test_a_chip_keeps_its_share_of_the_state_only() -> None:
     fabric, schedule = fabric_of(*SIXTY), plan_of(SIXTY, "weave", chunks=120)
     training = mmj.train_step(lambda w, batch: jnp.sum(w) * jnp.mean(batch), optax.adamw(1e-2), fabric)
-    program = mmj.install_turn(schedule, fabric)
+    program = mmj.install(schedule, fabric, update="fused")
     weights = jnp.zeros(100_000)
     layout = StateLayout.of(training, program, weights)
-    assert layout == StateLayout.of(training, mmj.install_pair(schedule, fabric), weights)
+    assert layout == StateLayout.of(training, mmj.install(schedule, fabric, update="two-phase"), weights)
     state = jax.jit(training.init)(weights, program)
     on_one = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
     chunk = -(-100_000 // 120)
@@ -269,20 +273,20 @@ def test_a_chip_keeps_its_share_of_the_state_only() -> None:
 
 def test_what_does_not_go_with_a_turn_is_refused() -> None:
     fabric, schedule = fabric_of(*EIGHT), plan_of(EIGHT, "weave", chunks=19)
-    program = mmj.install_turn(schedule, fabric)
+    program = mmj.install(schedule, fabric, update="fused")
     params = make_params()
     for optimizer, why in [
-        (mmj.lamb(0.1), r"norms of layers.*LARS and LAMB.*install_pair\(\)"),
-        (mmj.lars(0.1), r"norms of layers.*LARS and LAMB.*install_pair\(\)"),
+        (mmj.lamb(0.1), r"norms of layers.*LARS and LAMB.*update='two-phase'"),
+        (mmj.lars(0.1), r"norms of layers.*LARS and LAMB.*update='two-phase'"),
         (optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), r"combines values.*mmj\.clip_by_global_norm"),
         (optax.adamw(0.1, mask=matrices), r"treats some layers differently"),
     ]:
         with pytest.raises(ParameterError, match=why):
             mmj.train_step(loss, optimizer, fabric).init(params, program)
     with pytest.raises(ParameterError, match=r"Expected an all-reduce, got a schedule of a reduce-scatter"):
-        mmj.install_turn(reduce_scatter_of(schedule), fabric)
-    with pytest.raises(ParameterError, match=r"for all-reduce, expected one for reduce-scatter|got a ProgramWithTurn"):
-        mmj.reduce_scatter(params, program)  # type: ignore[arg-type]  # not a program
+        mmj.install(reduce_scatter_of(schedule), fabric, update="fused")
+    with pytest.raises(ParameterError, match=r"for all-reduce-with-turn, expected one for reduce-scatter"):
+        mmj.reduce_scatter(params, program)
     plain = mm.plan(fabric.mesh, "weave", chunks=19, owners="even")
-    assert mmj.install_turn(plain, fabric).through.layout == program.through.layout, "any all-reduce that has a turn"
+    assert mmj.install(plain, fabric, update="fused").layout == program.layout, "any all-reduce that has a turn"
     assert with_turn(plain) == schedule

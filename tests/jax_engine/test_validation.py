@@ -20,7 +20,9 @@ from meshmend.errors import ParameterError
 def small(sharded: bool = False) -> tuple[mmj.Fabric, Any]:
     """Four chips."""
     fabric = mmj.discover(jax.devices()[:4], shape="2x2")
-    return fabric, (mmj.install_pair if sharded else mmj.install)(mm.plan(fabric.mesh, "hamiltonian"), fabric)
+    return fabric, mmj.install(
+        mm.plan(fabric.mesh, "hamiltonian"), fabric, update="two-phase" if sharded else "replicated"
+    )
 
 
 def linear(w: Any, batch: Any) -> Any:

@@ -25,12 +25,12 @@ HOLES = {64: [], 60: ["2x2@2,2"], 56: ["4x2@2,2"], 48: ["2x8@0,0"]}
 def machine(n_chips: int, sharded: bool) -> tuple[mmj.Fabric, Any]:
     fabric = mmj.discover(shape="8x8", failed=HOLES[n_chips])
     schedule = mm.plan(fabric.mesh, "row-pairs")
-    return fabric, (mmj.install_pair if sharded else mmj.install)(schedule, fabric)
+    return fabric, mmj.install(schedule, fabric, update="two-phase" if sharded else "replicated")
 
 
 def small(sharded: bool) -> tuple[mmj.Fabric, Any]:
     fabric, schedule = cases.fabric_of(SMALL), cases.schedule_of(SMALL)
-    return fabric, (mmj.install_pair if sharded else mmj.install)(schedule, fabric)
+    return fabric, mmj.install(schedule, fabric, update="two-phase" if sharded else "replicated")
 
 
 def feed_of(data: np.ndarray, policy: Any) -> mmj.Feed:

@@ -43,7 +43,7 @@ def train(fabric: mmj.Fabric) -> dict[str, Any]:
     feed = mmj.Feed(source, mmj.KeepGlobal(20), threads=2, prefetch=0)
     schedule = mm.plan(fabric.mesh, "row-pairs")
     init, step = mmj.train_step(lambda w, x: x @ w, optax.sgd(0.125), fabric, per_example=True)
-    pair = mmj.install_pair(schedule, fabric)
+    pair = mmj.install(schedule, fabric, update="two-phase")
     params = jax.device_put(jnp.zeros(4), fabric.sharding())
     state, step = jax.jit(init)(params, pair), jax.jit(step)
     used = []

@@ -7,12 +7,14 @@
 
 import importlib
 import warnings
+from functools import partial
 
 from meshmend.extras import require
 
 require("jax", "optax", needed_for="meshmend.jax", extra="jax")
 
-from meshmend.jax import checks, fsdp
+from meshmend.jax import checks as checks
+from meshmend.jax import fsdp as fsdp
 from meshmend.jax.batching import KeepGlobal, KeepPerChip, Position
 from meshmend.jax.collectives import all_gather, all_reduce, reduce_scatter
 from meshmend.jax.differentiate import value_and_grad
@@ -22,16 +24,9 @@ from meshmend.jax.layerwise import add_decayed_weights, clip_by_global_norm, lam
 from meshmend.jax.ledger import Ledger
 from meshmend.jax.managed import Checks, Job, JobStep
 from meshmend.jax.measuring import measure
-from meshmend.jax.program import (
-    Program,
-    ProgramPair,
-    ProgramWithTurn,
-    install,
-    install_pair,
-    install_turn,
-)
+from meshmend.jax.program import Program, install
 from meshmend.jax.tiles import tile
-from meshmend.jax.training import train_step
+from meshmend.jax.training import TrainStep, train_step
 from meshmend.jax.training_plan import plan
 
 __all__ = [
@@ -45,18 +40,12 @@ __all__ = [
     "Ledger",
     "Position",
     "Program",
-    "ProgramPair",
-    "ProgramWithTurn",
     "add_decayed_weights",
     "all_gather",
     "all_reduce",
-    "checks",
     "clip_by_global_norm",
     "discover",
-    "fsdp",
     "install",
-    "install_pair",
-    "install_turn",
     "lamb",
     "lars",
     "measure",
@@ -72,19 +61,31 @@ _MOVED = {
     "collectives": ("Shards", "shard_of"),
     "feed": ("Batch",),
     "fsdp": (
-        *("ShardedParams", "ShardedTrainStep", "gather_params", "init_sharded", "reshard_params", "scan_layers"),
+        *("ShardedParams", "gather_params", "init_sharded", "reshard_params", "scan_layers"),
         *("shard_params", "sharded_specs", "sharded_train_step", "unshard_params"),
     ),
     "layerwise": ("scale_by_trust_ratio",),
     "program": ("abstract_program",),
     "tiles": ("TiledFabric",),
     "training_plan": ("TrainingPlan",),
-    "updates": ("TrainStep",),
+    "training": ("TrainStep",),
+}
+
+_REPLACED = {
+    "ProgramPair": ("Program", Program),
+    "ProgramWithTurn": ("Program", Program),
+    "ShardedTrainStep": ("training.TrainStep", TrainStep),
+    "install_pair": ("install(…, update='two-phase')", partial(install, update="two-phase")),
+    "install_turn": ("install(…, update='fused')", partial(install, update="fused")),
 }
 
 
 def __getattr__(name: str) -> object:
-    """Return what was here before it moved to a module of its own, with a warning that says where it is now."""
+    """Return what was here before it moved or was replaced, with a warning that says what to use now."""
+    if name in _REPLACED:
+        now, found = _REPLACED[name]
+        warnings.warn(f"{__name__}.{name} is {__name__}.{now} now.", DeprecationWarning, stacklevel=2)
+        return found
     for module, names in _MOVED.items():
         if name in names:
             home = f"{__name__}.{module}"

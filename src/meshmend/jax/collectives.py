@@ -23,6 +23,9 @@ from meshmend.jax.private import varying_axes
 from meshmend.jax.program import ChunkLayout, Program
 from meshmend.schedule import Collective
 
+Tree = Any
+"""A pytree of arrays, or of what there is one of for each of them: JAX has no type for it."""
+Leaf = jax.Array | jax.ShapeDtypeStruct
 MAX_CHUNK = 2**31 - 1
 """Elements of a chunk, at most. Chunks, and the elements of a chunk, are counted in 32 bits; elements never are."""
 Shards = tuple[Annotated[jax.Array, "[R, n]"], ...]
@@ -30,13 +33,13 @@ Shards = tuple[Annotated[jax.Array, "[R, n]"], ...]
 
 
 def all_reduce(
-    tree: Any,
+    tree: Tree,
     program: Program,
     *,
     mean: bool = False,
     accumulate_dtype: DTypeLike | None = None,
     unroll: bool = False,
-) -> Any:
+) -> Tree:
     """Sum a pytree of arrays over all live chips; every chip ends with the same bits.
 
     Call it inside `jax.shard_map` over `fabric.jax_mesh`, with the program as an argument split by `program.spec` and
@@ -62,7 +65,7 @@ def all_reduce(
     _check_varying(leaves, program)
     if mean:
         leaves = [leaf.astype(mean_dtype(leaf.dtype)) for leaf in leaves]
-    results: list[Any] = [leaf.astype(_sum_dtype(leaf.dtype)) for leaf in leaves]
+    results: list[jax.Array] = [leaf.astype(_sum_dtype(leaf.dtype)) for leaf in leaves]
     for group, way in _ways(leaves, program, accumulate_dtype):
         chunks = run(sum_in_chip(group.pack(leaves), way.layout), way, unroll=unroll)
         for i, total in group.unpack(join_in_chip(chunks, way.layout), leaves):
@@ -71,7 +74,7 @@ def all_reduce(
 
 
 def _ways(
-    leaves: Sequence[Any], program: Program, accumulate_dtype: DTypeLike | None
+    leaves: Sequence[jax.Array], program: Program, accumulate_dtype: DTypeLike | None
 ) -> Iterator[tuple[Group, Program]]:
     """Return the groups of an all-reduce, each with the program that it takes: this one, or that for scalars.
 
@@ -88,7 +91,7 @@ def _ways(
 
 
 def reduce_scatter(
-    tree: Any,
+    tree: Tree,
     program: Program,
     *,
     mean: bool = False,
@@ -101,7 +104,7 @@ def reduce_scatter(
     the chip that owns most; the rows that it does not need are zero. `shard_of` cuts any pytree the same way. `unroll`
     is as in `all_reduce`.
     """
-    _expect(program, Collective.REDUCE_SCATTER, "install_pair(schedule, fabric).scatter")
+    _expect(program, Collective.REDUCE_SCATTER, "install(schedule, fabric, update='two-phase')")
     leaves = jax.tree.leaves(jax.tree.map(jnp.asarray, tree))
     _check_varying(leaves, program)
     whole = [str(leaf.dtype) for leaf in leaves if mean and not jnp.issubdtype(leaf.dtype, jnp.inexact)]
@@ -117,11 +120,11 @@ def reduce_scatter(
     return tuple(shards)
 
 
-def shard_of(tree: Any, program: Program, *, accumulate_dtype: DTypeLike | None = None) -> Shards:
+def shard_of(tree: Tree, program: Program, *, accumulate_dtype: DTypeLike | None = None) -> Shards:
     """Cut a pytree that is the same on all chips into shards, as `reduce_scatter` does, without communication."""
     has_turn = getattr(program, "collective", None) is Collective.ALL_REDUCE_WITH_TURN
     expected = Collective.ALL_REDUCE_WITH_TURN if has_turn else Collective.REDUCE_SCATTER
-    _expect(program, expected, "install_pair(schedule, fabric).scatter")
+    _expect(program, expected, "install(schedule, fabric, update='two-phase')")
     leaves = jax.tree.leaves(jax.tree.map(jnp.asarray, tree))
     layout = program.layout
     shards = []
@@ -139,17 +142,18 @@ def all_gather(
     shards: Shards,
     program: Program,
     *,
-    like: Any,
+    like: Tree,
     accumulate_dtype: DTypeLike | None = None,
     unroll: bool = False,
-) -> Any:
+) -> Tree:
     """Send every chip's shards to all chips and return them as a pytree with the shapes and dtypes of `like`.
 
-    `accumulate_dtype` must be what the shards were cut with. They travel in the widest dtype of the leaves of `like`,
-    not in `accumulate_dtype`: float32 master weights of a bfloat16 model are gathered as bfloat16. `unroll` is as in
-    `all_reduce`.
+    The program is that of the reduce-scatter, with two phases, or an all-gather by itself. `accumulate_dtype` must be
+    what the shards were cut with. They travel in the widest dtype of the leaves of `like`, not in `accumulate_dtype`:
+    float32 master weights of a bfloat16 model are gathered as bfloat16. `unroll` is as in `all_reduce`.
     """
-    _expect(program, Collective.ALL_GATHER, "install_pair(schedule, fabric).gather")
+    program = getattr(program, "gather", None) or program
+    _expect(program, Collective.ALL_GATHER, "install(schedule, fabric, update='two-phase')")
     leaves, structure = jax.tree.flatten(like)
     groups = groups_of(leaves, program.layout, accumulate_dtype)
     if len(shards) != len(groups):
@@ -159,7 +163,9 @@ def all_gather(
         )
     layout = program.layout
     # Leaves without elements are in no group, and `like` may have shapes only: they are made here.
-    results: list[Any] = [None if math.prod(leaf.shape) else jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+    results: list[jax.Array | None] = [
+        None if math.prod(leaf.shape) else jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves
+    ]
     for shard, group in zip(shards, groups, strict=True):
         if shard.size != program.owned.shape[-1] * group.chunk:
             raise ParameterError(
@@ -180,7 +186,7 @@ class Group:
     """Leaves that travel together, in one dtype, as one matrix of chunks."""
 
     members: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.generic]
     layout: ChunkLayout
     size: int
 
@@ -196,7 +202,7 @@ class Group:
         """A chunk's axes. On TPU the last two fill whole tiles, so that slices of chunks are slices of memory."""
         return (self.chunk,) if self.layout.tile == 1 else (self.chunk // 128, 128)
 
-    def pack(self, leaves: Sequence[Any]) -> Annotated[jax.Array, "[C, K, ...]"]:
+    def pack(self, leaves: Sequence[jax.Array]) -> Annotated[jax.Array, "[C, K, ...]"]:
         """Return the leaves as chunks, of shape (cores, chunks, *chunk), padded with zeros."""
         parts = [jnp.ravel(leaves[i]).astype(self.dtype) for i in self.members]
         padding = self.layout.n_cores * self.layout.shape.total_chunks * self.chunk - self.size
@@ -206,7 +212,7 @@ class Group:
         return flat.reshape(self.layout.n_cores, self.layout.shape.total_chunks, *self.chunk_shape)
 
     def unpack(
-        self, flat: Annotated[jax.Array, "[S]"], leaves: Sequence[Any]
+        self, flat: Annotated[jax.Array, "[S]"], leaves: Sequence[Leaf]
     ) -> list[tuple[int, Annotated[jax.Array, "[...]"]]]:
         """Cut the leaves out of what `pack` made, still in the dtype that travelled: (number, values) of each."""
         found, start = [], 0
@@ -217,9 +223,9 @@ class Group:
         return found
 
 
-def groups_of(leaves: Sequence[Any], layout: ChunkLayout, accumulate_dtype: DTypeLike | None) -> list[Group]:
+def groups_of(leaves: Sequence[Leaf], layout: ChunkLayout, accumulate_dtype: DTypeLike | None) -> list[Group]:
     """Sort leaves (or their shapes) by the dtype that travels; empty ones have nothing to send."""
-    members: dict[np.dtype[Any], list[int]] = {}
+    members: dict[np.dtype[np.generic], list[int]] = {}
     for i, leaf in enumerate(leaves):
         if math.prod(leaf.shape):
             members.setdefault(travel_dtype(leaf.dtype, accumulate_dtype), []).append(i)
@@ -236,7 +242,7 @@ def groups_of(leaves: Sequence[Any], layout: ChunkLayout, accumulate_dtype: DTyp
     return groups
 
 
-def travel_dtype(own: Any, accumulate_dtype: DTypeLike | None) -> np.dtype[Any]:
+def travel_dtype(own: DTypeLike, accumulate_dtype: DTypeLike | None) -> np.dtype[np.generic]:
     """Return the dtype of a leaf's sums: its own, or the wider of it and `accumulate_dtype`."""
     if jnp.issubdtype(own, jnp.bool_):
         return np.dtype(np.int32)
@@ -251,29 +257,29 @@ def travel_dtype(own: Any, accumulate_dtype: DTypeLike | None) -> np.dtype[Any]:
             f"{np.dtype(own)} is too narrow to add up in: give accumulate_dtype=jnp.{wider}, which widens the values "
             "while they travel, or convert them first."
         )
-    dtype: np.dtype[Any] = np.dtype(own)
+    dtype: np.dtype[np.generic] = np.dtype(own)
     return dtype
 
 
-def mean_dtype(own: Any) -> np.dtype[Any]:
+def mean_dtype(own: DTypeLike) -> np.dtype[np.generic]:
     """Return the dtype of a mean: that of the values, or float32 for integers and bools."""
-    dtype: np.dtype[Any] = np.dtype(own if jnp.issubdtype(own, jnp.inexact) else np.float32)
+    dtype: np.dtype[np.generic] = np.dtype(own if jnp.issubdtype(own, jnp.inexact) else np.float32)
     return dtype
 
 
-def _sum_dtype(own: Any) -> np.dtype[Any]:
+def _sum_dtype(own: DTypeLike) -> np.dtype[np.generic]:
     """Return the dtype of a leaf's sum, as `lax.psum` has it: bools are counted."""
-    dtype: np.dtype[Any] = np.dtype(np.int32 if jnp.issubdtype(own, jnp.bool_) else own)
+    dtype: np.dtype[np.generic] = np.dtype(np.int32 if jnp.issubdtype(own, jnp.bool_) else own)
     return dtype
 
 
-def gather_dtype(group: Group, leaves: Sequence[Any]) -> Any:
+def gather_dtype(group: Group, leaves: Sequence[Leaf]) -> np.dtype[np.generic]:
     """Return the widest dtype of a group's leaves; that of the group where they are too narrow to compare."""
     dtypes = [leaves[i].dtype for i in group.members]
     return group.dtype if any(map(_is_narrow, dtypes)) else jnp.result_type(*dtypes)
 
 
-def _is_narrow(dtype: Any) -> bool:
+def _is_narrow(dtype: DTypeLike) -> bool:
     """Whether this is one of the types of 8 and fewer bits (float8, int4, …) that JAX does no arithmetic between."""
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.finfo(dtype).bits < 16
@@ -334,7 +340,7 @@ def _check_split(program: Program) -> None:
         )
 
 
-def _check_varying(leaves: Sequence[Any], program: Program) -> None:
+def _check_varying(leaves: Sequence[jax.Array], program: Program) -> None:
     """Refuse values that JAX knows to be equal on some devices: under check_vma=True it has summed gradients itself."""
     if not varying_axes(program.owned):
         return

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,21 +19,24 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
-from meshmend.jax.collectives import all_reduce, mean_dtype, travel_dtype
-from meshmend.jax.program import AnyProgram, Program
-from meshmend.jax.shardings import match_specs
+from meshmend.jax.collectives import Tree, all_reduce
+from meshmend.jax.fabric import Fabric
+from meshmend.jax.gradients import LossSums, Sums, divide_by_weight
+from meshmend.jax.program import Program
+from meshmend.jax.shardings import match_specs, stacked_specs
 from meshmend.jax.tiles import TILE_AXIS, TiledFabric
-from meshmend.jax.validation import check_microbatches, check_program, check_tile_batch, check_weights
-from meshmend.jax.weighted import divide_by_weight, weighted_sums
+from meshmend.jax.validation import check_batch, check_microbatches, check_program, weights_of
 
-TileSums = tuple[Any, Any, Any]
-"""Sums of the gradients, of the loss and aux, and of the weights (None where all count alike)."""
+LIST_IT = (
+    "List it in shared_argnums if it is the same on all tiles, or in key_argnums if it is a random key; any other "
+    "argument is a batch."
+)
 
 
 def value_and_grad(
-    loss: Callable[..., Any],
+    loss: Callable[..., Tree],
     fabric: TiledFabric,
-    shardings: Any,
+    shardings: Tree,
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
@@ -42,7 +45,7 @@ def value_and_grad(
     microbatches: int = 1,
     per_example: bool = False,
     accumulate_dtype: DTypeLike | None = jnp.float32,
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[..., tuple[Tree, Tree]]:
     """Return `f(*args, program=program)` with the value and the gradients of `loss(*args)`, averaged over tiles.
 
     Use it inside `jax.jit` as `jax.value_and_grad(loss)` is used; `program` is an argument of the jitted function. The
@@ -81,18 +84,33 @@ def value_and_grad(
         )
     check_microbatches(microbatches)
     roles = Roles(_numbers(argnums), _numbers(shared_argnums), _numbers(key_argnums))
-    part = TileLoss(loss, roles, has_aux, microbatches, per_example, accumulate_dtype)
+    part = LossSums(has_aux, microbatches, accumulate_dtype, is_split_inside=True)
     given = (shardings,) if isinstance(argnums, int) else tuple(shardings)
 
-    def mean_gradients(*args: Any, program: Program, weights: Any = None) -> tuple[Any, Any]:
+    def of_tile(params: Tree, shared: Tree, keys: Tree, batch: Tree, weights: Any) -> Sums:
+        def call(params: Tree, batch: Tree, number: jax.Array | None) -> Tree:
+            own = keys if number is None else jax.tree.map(lambda key: jax.random.fold_in(key, number), keys)
+            args = {**dict(zip(roles.params, params, strict=True)), **shared, **own, **batch}
+            return loss(*(args[i] for i in range(len(args))))
+
+        return part.of(call, params, batch, weights)[0]
+
+    def mean_gradients(*args: Any, program: Program, weights: Any = None) -> tuple[Tree, Tree]:
         check_program(program, fabric)
         _check_whole(program)
-        params, specs, sums = sums_by_tile(part, fabric, given, args, weights)
-        summed, extras, weight = _sum_over_tiles(sums, specs, program, fabric)
-        count = weight_of(weight, fabric, microbatches)
-        value, aux = jax.tree.map(lambda x: divide_by_weight(x, count, empty=jnp.nan), extras)
+        batch = roles.batch(args)
+        check_batch({f"Argument {i}": arg for i, arg in batch.items()}, fabric, microbatches, instead=LIST_IT)
+        weights = weights_of(weights, list(batch.values()), "value_and_grad", per_example=per_example)
+        params, shared = tuple(args[i] for i in roles.params), {i: args[i] for i in roles.shared}
+        specs = match_specs(given, params, fabric)
+        keys = on_tiles({i: _key_per_tile(args[i], fabric.mesh.n_chips) for i in roles.keys}, fabric)
+        by_vmap = jax.vmap(of_tile, in_axes=(None, None, 0, 0, 0), spmd_axis_name=TILE_AXIS)
+        sums = by_vmap(params, shared, keys, *rows_by_tile((batch, weights), fabric))
+        total = sum_over_tiles(sums, specs, program, fabric)
+        count = count_of(total.weight, fabric, microbatches)
+        value, aux = jax.tree.map(lambda x: divide_by_weight(x, count, empty=jnp.nan), total.extras)
         gradients = jax.tree.map(
-            lambda x, like: divide_by_weight(x, count, empty=0.0).astype(jnp.result_type(like)), summed, params
+            lambda x, like: divide_by_weight(x, count, empty=0.0).astype(jnp.result_type(like)), total.gradients, params
         )
         return (value, aux) if has_aux else value, gradients[0] if isinstance(argnums, int) else gradients
 
@@ -107,7 +125,7 @@ class Roles:
     shared: tuple[int, ...]
     keys: tuple[int, ...]
 
-    def batch(self, args: Sequence[Any]) -> dict[int, Any]:
+    def batch(self, args: Sequence[Tree]) -> dict[int, Any]:
         """Return the arguments that are split over tiles, by number; refuse numbers that are no argument's."""
         listed = [*self.params, *self.shared, *self.keys]
         if len(set(listed)) < len(listed) or not all(0 <= i < len(args) for i in listed):
@@ -122,123 +140,13 @@ class Roles:
         return found
 
 
-@dataclass(frozen=True)
-class TileLoss:
-    """A loss as one tile differentiates it."""
-
-    loss: Callable[..., Any]
-    roles: Roles
-    has_aux: bool
-    microbatches: int
-    per_example: bool
-    accumulate_dtype: DTypeLike | None
-
-    def sums(self, same: tuple[Any, Any], own: tuple[Any, Any]) -> TileSums:
-        """Return the sums over this tile's microbatches, in the dtypes that travel.
-
-        `same` is (parameters, shared arguments), `own` is (keys, (batch, weights)).
-        """
-        keys, (batch, weights) = own
-        if self.microbatches == 1:
-            return self._piece(same, keys, batch, weights)
-
-        def cut(x: jax.Array) -> jax.Array:
-            # Every n-th example: a batch that is split inside the tile stays split as it is.
-            return jnp.swapaxes(x.reshape(-1, self.microbatches, *x.shape[1:]), 0, 1)
-
-        def piece(number: Any, part: Any) -> TileSums:
-            return self._piece(same, jax.tree.map(lambda key: jax.random.fold_in(key, number), keys), *part)
-
-        numbers, parts = jnp.arange(self.microbatches), jax.tree.map(cut, (batch, weights))
-        shapes = jax.eval_shape(piece, *jax.tree.map(lambda x: x[0], (numbers, parts)))
-        start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        total, _ = lax.scan(lambda so_far, x: (jax.tree.map(jnp.add, so_far, piece(*x)), None), start, (numbers, parts))
-        found: TileSums = total
-        return found
-
-    def _piece(self, same: tuple[Any, Any], keys: Any, batch: Any, weights: Any) -> TileSums:
-        params, shared = same
-
-        def with_aux(params: Any, batch: Any) -> tuple[Any, Any]:
-            args = {**dict(zip(self.roles.params, params, strict=True)), **shared, **keys, **batch}
-            found = self.loss(*(args[i] for i in range(len(args))))
-            return found if self.has_aux else (found, ())
-
-        if self.per_example:
-            return tuple(weighted_sums(with_aux, params, batch, weights, 1, self.accumulate_dtype))
-        extras, gradients = jax.value_and_grad(with_aux, has_aux=True)(params, batch)
-        return *jax.tree.map(self._widened, (gradients, extras)), None
-
-    def _widened(self, value: Any) -> jax.Array:
-        x: jax.Array = jnp.asarray(value)
-        return x.astype(travel_dtype(mean_dtype(x.dtype), self.accumulate_dtype))
-
-
-class SumsByTile(NamedTuple):
-    """What tiles have before anything is summed over them, one row per tile, and how parameters are split inside."""
-
-    params: tuple[Any, ...]
-    specs: Any
-    sums: TileSums
-
-
-def sums_by_tile(
-    part: TileLoss, fabric: TiledFabric, shardings: tuple[Any, ...], args: Sequence[Any], weights: Any
-) -> SumsByTile:
-    """Check the arguments of a loss, and let each tile differentiate its part of the batch."""
-    roles, n_tiles = part.roles, fabric.mesh.n_chips
-    batch = roles.batch(args)
-    check_tile_batch(batch, fabric, part.microbatches)
-    if part.per_example:
-        n_examples = jnp.shape(jax.tree.leaves(batch)[0])[0]
-        weights = jnp.ones(n_examples) if weights is None else jnp.asarray(weights)
-        check_weights(weights, list(batch.values()))
-    elif weights is not None:
-        raise ParameterError("This function does not take weights: make it with per_example=True.")
-    params = tuple(args[i] for i in roles.params)
-    specs = match_specs(shardings, params, fabric)
-    keys = {i: _key_per_tile(args[i], n_tiles) for i in roles.keys}
-    by_tile = _on_tiles((keys, _split((batch, weights), n_tiles)), fabric)
-    shared = {i: args[i] for i in roles.shared}
-    sums = jax.vmap(part.sums, in_axes=(None, 0), spmd_axis_name=TILE_AXIS)((params, shared), by_tile)
-    return SumsByTile(params, specs, sums)
-
-
-def rows_by_tile(batch: Any, fabric: TiledFabric) -> Any:
+def rows_by_tile(batch: Tree, fabric: TiledFabric) -> Tree:
     """Return a batch with one row per tile, each on its tile."""
-    return _on_tiles(_split(batch, fabric.mesh.n_chips), fabric)
+    n_tiles = fabric.mesh.n_chips
+    return on_tiles(jax.tree.map(lambda x: jnp.reshape(x, (n_tiles, -1, *jnp.shape(x)[1:])), batch), fabric)
 
 
-def weight_of(weight: Any, fabric: TiledFabric, microbatches: int) -> jax.Array:
-    """Return what sums over tiles are divided by: their weight, or the number of means that were added up."""
-    return jnp.asarray(fabric.mesh.n_chips * microbatches, jnp.float32) if weight is None else weight
-
-
-def stacked_specs(specs: Any) -> Any:
-    """Return the specs of arrays that have one row per tile, each split inside its tile by `specs`."""
-    return jax.tree.map(
-        lambda spec: PartitionSpec(TILE_AXIS, *spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
-    )
-
-
-def _sum_over_tiles(sums: TileSums, specs: Any, program: Program, fabric: TiledFabric) -> TileSums:
-    """Add up what tiles have, one row per tile; each chip packs its own shards of the gradients, and only those."""
-
-    def local(sums: TileSums, program: Program) -> Any:
-        return all_reduce(jax.tree.map(lambda x: x[0], sums), program)
-
-    by_tile, whole = PartitionSpec(TILE_AXIS), PartitionSpec()
-    total: TileSums = jax.shard_map(
-        local,
-        mesh=fabric.jax_mesh,
-        in_specs=((stacked_specs(specs), by_tile, by_tile), program.spec),
-        out_specs=(specs, whole, whole),
-        check_vma=False,
-    )(sums, program)
-    return total
-
-
-def _on_tiles(tree: Any, fabric: TiledFabric) -> Any:
+def on_tiles(tree: Tree, fabric: TiledFabric) -> Tree:
     """Split the first axis over tiles, and leave the others as they are."""
 
     def constrain(x: Any) -> Any:
@@ -248,14 +156,32 @@ def _on_tiles(tree: Any, fabric: TiledFabric) -> Any:
     return jax.tree.map(constrain, tree)
 
 
-def _split(tree: Any, n_tiles: int) -> Any:
-    return jax.tree.map(lambda x: jnp.reshape(x, (n_tiles, -1, *jnp.shape(x)[1:])), tree)
+def count_of(weight: jax.Array | None, fabric: Fabric, microbatches: int) -> jax.Array:
+    """Return what sums over devices, or tiles, are divided by: their weight, or the number of means added up."""
+    return jnp.asarray(fabric.n_parts * microbatches, jnp.float32) if weight is None else weight
 
 
-def _key_per_tile(keys: Any, n_tiles: int) -> Any:
+def sum_over_tiles(sums: Sums, specs: Tree, program: Program, fabric: TiledFabric) -> Sums:
+    """Add up what tiles have, one row per tile; each chip packs its own shards of the gradients, and only those."""
+
+    def local(sums: Sums, program: Program) -> Tree:
+        return all_reduce(jax.tree.map(lambda x: x[0], sums), program)
+
+    by_tile, whole = PartitionSpec(TILE_AXIS), PartitionSpec()
+    total: Sums = jax.shard_map(
+        local,
+        mesh=fabric.jax_mesh,
+        in_specs=(Sums(stacked_specs(specs), by_tile, by_tile), program.spec),  # type: ignore[arg-type]
+        out_specs=Sums(specs, whole, whole),  # type: ignore[arg-type]
+        check_vma=False,
+    )(sums, program)
+    return total
+
+
+def _key_per_tile(keys: Tree, n_tiles: int) -> Tree:
     """Return one key per tile for each key of a tree: typed keys, or raw ones (`jax.random.PRNGKey`)."""
 
-    def fold(key: Any) -> Any:
+    def fold(key: jax.Array) -> jax.Array:
         is_raw = not jnp.issubdtype(jnp.result_type(key), jax.dtypes.prng_key)
         if is_raw and (jnp.ndim(key) != 1 or jnp.result_type(key) != jnp.uint32):
             raise ParameterError(
@@ -267,12 +193,12 @@ def _key_per_tile(keys: Any, n_tiles: int) -> Any:
     return jax.tree.map(fold, keys)
 
 
-def _check_whole(program: AnyProgram) -> None:
-    if not isinstance(program, Program):
+def _check_whole(program: Program) -> None:
+    if program.is_sharded:
         raise ParameterError(
-            f"Expected a Program, as mmj.install makes, got a {type(program).__name__}: with that each tile has the "
-            "sums of its own weights only. For an update that is sharded over tiles use mmj.train_step(loss, "
-            "optimizer, fabric, shardings=…)."
+            f"Expected a program with update='replicated', as mmj.install makes, got update={program.update!r}: with "
+            "that each tile has the sums of its own weights only. For an update that is sharded over tiles use "
+            "mmj.train_step(loss, optimizer, fabric, shardings=…)."
         )
 
 

@@ -14,8 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from meshmend.errors import ParameterError
+from meshmend.jax.collectives import Tree
 from meshmend.jax.formulas import Formulas, inner_jaxprs
 
 MIXING = frozenset(
@@ -26,19 +28,19 @@ POSITIONAL = frozenset({"iota", "random_bits", "threefry2x32", "rng_bit_generato
 """Operations whose results depend on an element's position in the array, which differs in a shard."""
 STEADY_WITHIN = 4
 """Updates after which the dtypes of a state no longer change, in any optimizer seen so far; most need one."""
-INSTEAD = "or pass a Program from install() instead of a ProgramPair to update all weights on every chip."
+INSTEAD = "or install with update='replicated', to update all weights on every chip."
 NEEDS_NORMS = (
-    "This optimizer needs norms of layers before it updates the first weight, as LARS and LAMB do; but with a turn "
-    "each weight is updated as soon as its gradient is complete. Pass a ProgramPair from install_pair() instead."
+    "This optimizer needs norms of layers before it updates the first weight, as LARS and LAMB do; but in a fused "
+    "update each weight is updated as soon as its gradient is complete. Install with update='two-phase' instead."
 )
 
 
 def check_elementwise(
     optimizer: optax.GradientTransformation,
-    shards: Any,
-    whole: Any = None,
+    shards: Tree,
+    whole: Tree = None,
     *,
-    own: Any = None,
+    own: Tree = None,
     with_turn: bool = False,
 ) -> None:
     """Raise a `ParameterError` that says why, if the optimizer's update of shards is not that of whole layers.
@@ -79,8 +81,8 @@ def check_elementwise(
 
 
 def updates_of(
-    optimizer: optax.GradientTransformation, gradients: Any, state: Any, params: Any, *, value: Any, **more: Any
-) -> tuple[Any, Any]:
+    optimizer: optax.GradientTransformation, gradients: Tree, state: Tree, params: Tree, *, value: Any, **more: Any
+) -> tuple[Tree, Tree]:
     """Call an optimizer's update with everything a train step has; refuse by name any other argument it requires."""
     update = optax.with_extra_args_support(optimizer).update
     try:
@@ -96,8 +98,8 @@ def updates_of(
 
 
 def update_weights(
-    optimizer: optax.GradientTransformation, params: Any, state: Any, gradients: Any, scale: Any, **more: Any
-) -> tuple[Any, Any]:
+    optimizer: optax.GradientTransformation, params: Tree, state: Tree, gradients: Tree, scale: Any, **more: Any
+) -> tuple[Tree, Tree]:
     """Apply the optimizer's updates, times `scale` if there is one."""
     updates, state = updates_of(optimizer, gradients, state, params, **more)
     if scale is not None:
@@ -114,11 +116,11 @@ def with_steady_dtypes(optimizer: optax.GradientTransformation) -> optax.Gradien
     """
     plain = optax.with_extra_args_support(optimizer)
 
-    def after(gradients: Any, state: Any, weights: Any) -> Any:
+    def after(gradients: Tree, state: Tree, weights: Tree) -> Tree:
         layers = _NoLayers(weights, with_turn=False)
         return updates_of(plain, gradients, state, weights, value=jnp.ones(()), layers=layers)[1]
 
-    def widened(leaf: Any, new: Any) -> Any:
+    def widened(leaf: jax.Array, new: jax.ShapeDtypeStruct) -> jax.Array:
         old = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
         try:
             is_wider = old != new.dtype and jnp.promote_types(old, new.dtype) == new.dtype
@@ -126,7 +128,7 @@ def with_steady_dtypes(optimizer: optax.GradientTransformation) -> optax.Gradien
             is_wider = False
         return jnp.asarray(leaf, new.dtype) if is_wider and jnp.shape(leaf) == new.shape else leaf
 
-    def init(params: Any) -> Any:
+    def init(params: Tree) -> Tree:
         state = plain.init(params)
         for _ in range(STEADY_WITHIN):
             new = jax.eval_shape(after, params, state, params)
@@ -143,15 +145,15 @@ def with_steady_dtypes(optimizer: optax.GradientTransformation) -> optax.Gradien
 
 
 def _traceable(
-    optimizer: optax.GradientTransformation, shards: Any, whole: Any, with_turn: bool
-) -> tuple[Any, Callable[..., Any]]:
+    optimizer: optax.GradientTransformation, shards: Tree, whole: Tree, with_turn: bool
+) -> tuple[Tree, Callable[..., Tree]]:
     """Return the state for shards, and an update that can be traced; raise if the optimizer needs layers instead."""
 
-    def traced(gradients: Any, state: Any, weights: Any) -> Any:
+    def traced(gradients: Tree, state: Tree, weights: Tree) -> Tree:
         layers = _NoLayers(weights, with_turn)
         return updates_of(optimizer, gradients, state, weights, value=jnp.ones(()), layers=layers)
 
-    def works(tree: Any) -> Any:
+    def works(tree: Tree) -> Tree:
         state = jax.eval_shape(optimizer.init, tree)
         jax.eval_shape(traced, tree, state, tree)
         return state
@@ -166,10 +168,12 @@ def _traceable(
         raise _by_layer() from error
 
 
-def _ignores_dtypes(optimizer: optax.GradientTransformation, update: Callable[..., Any], own: Any, whole: Any) -> bool:
+def _ignores_dtypes(
+    optimizer: optax.GradientTransformation, update: Callable[..., Tree], own: Tree, whole: Tree
+) -> bool:
     """Whether an update does the same to layers in their own dtypes as in those of the shards."""
 
-    def facts(tree: Any) -> list[Any]:
+    def facts(tree: Tree) -> list[tuple[tuple[int, ...], object]]:
         return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
 
     if facts(own) == facts(whole):
@@ -196,22 +200,22 @@ def _by_layer() -> ParameterError:
 class _NoLayers:
     """Stands in for `ShardedLayers` while an update is traced: all of its results are element-wise."""
 
-    def __init__(self, shards: Any, with_turn: bool) -> None:
+    def __init__(self, shards: Tree, with_turn: bool) -> None:
         self.shards = shards
         self.with_turn = with_turn
 
-    def norms(self, *trees: Any) -> list[Any]:
+    def norms(self, *trees: Tree) -> list[Tree]:
         if self.with_turn:
             raise ParameterError(NEEDS_NORMS)
         return [jax.tree.map(jnp.abs, tree) for tree in trees]  # norms are real, of complex weights too
 
-    def global_norm(self, tree: Any, *, limit: Any = None) -> Any:
+    def global_norm(self, tree: Tree, *, limit: ArrayLike | None = None) -> jax.Array:
         del tree
         if self.with_turn and limit is None:
             raise ParameterError(NEEDS_NORMS)
         return jnp.ones(())
 
-    def chosen(self, mask: Any) -> Any:
+    def chosen(self, mask: Any) -> Tree:
         del mask
         return jax.tree.map(lambda shard: jnp.ones(shard.shape, jnp.bool_), self.shards)
 

@@ -82,6 +82,11 @@ class Fabric:
         return self.axes
 
     @property
+    def n_parts(self) -> int:
+        """Parts of a batch that are differentiated each by itself: one per device, or one per tile."""
+        return math.prod(self.jax_mesh.shape[axis] for axis in self.batch_axes)
+
+    @property
     def inner_axes(self) -> tuple[str, ...]:
         """The axes inside a tile, over which a model may be split; none where chips are not cut into tiles."""
         return ()

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from meshmend.errors import MissingExtraError, ParameterError
 from meshmend.extras import install_hint
 from meshmend.jax.batching import BatchSplit, Policy, Position
+from meshmend.jax.collectives import Tree
 from meshmend.jax.fabric import Fabric
 
 
@@ -33,7 +34,7 @@ class Batch:
     `train_step(…, per_example=True)`, and put `after` into the checkpoint that has the step's parameters.
     """
 
-    data: Any
+    data: Tree
     """A pytree of arrays, the first axis split over all devices or tiles; padding repeats a sample of the same step."""
     weights: jax.Array
     """1.0 for each example that counts and 0.0 for padding, split like the data."""
@@ -137,7 +138,7 @@ class Feed:
         split, at = self.split(fabric), Position()
         sharding, n_rows = fabric.sharding(fabric.batch_axes), split.n_devices * split.rows
 
-        def shape(local: NDArray[Any]) -> Any:
+        def shape(local: NDArray[np.generic]) -> Any:
             local = _canonical(local)
             return jax.ShapeDtypeStruct((n_rows, *local.shape[1:]), local.dtype, sharding=sharding)
 
@@ -145,7 +146,7 @@ class Feed:
         factor = self.policy.learning_rate_factor(fabric.mesh.n_chips, fabric.mesh.size)
         return Batch(jax.tree.map(shape, data), shape(np.zeros(1, np.float32)), factor, at, split.after(at), self)
 
-    def read(self, fabric: Fabric, at: Position, devices: Sequence[int], rows: Sequence[int]) -> tuple[Any, Any]:
+    def read(self, fabric: Fabric, at: Position, devices: Sequence[int], rows: Sequence[int]) -> tuple[Tree, Tree]:
         """Read some rows of any devices at a position (again); return data and weights, as NumPy arrays.
 
         Device after device, whichever process feeds them. A batch of the same position has the same in these rows,
@@ -160,7 +161,7 @@ class Feed:
         places = split.places(devices)[:, list(rows)]
         return jax.tree.map(_canonical, data), (places.ravel() < split.count(at)).astype(np.float32)
 
-    def _read(self, parts: DeviceRows) -> Any:
+    def _read(self, parts: DeviceRows) -> Tree:
         grain = _grain()
         ahead = max(self.prefetch * len(parts.places), self.threads) if self.prefetch else 0
         options = grain.ReadOptions(num_threads=self.threads, prefetch_buffer_size=ahead)
@@ -174,10 +175,10 @@ class Feed:
         place_of = {device: i * split.rows for i, device in enumerate(mine)}
         sharding = fabric.sharding(fabric.batch_axes)
 
-        def spread(local: NDArray[Any]) -> jax.Array:
+        def spread(local: NDArray[np.generic]) -> jax.Array:
             """Make one array over all devices of the rows of this process's own."""
 
-            def part(index: Any) -> NDArray[Any]:
+            def part(index: Any) -> NDArray[np.generic]:
                 first = place_of[(index[0].start or 0) // split.rows]
                 return local[first : first + split.rows]
 
@@ -225,7 +226,7 @@ class DeviceRows:
     def __len__(self) -> int:
         return self.steps * len(self.places)
 
-    def __getitem__(self, number: int) -> list[Any]:
+    def __getitem__(self, number: int) -> list[Tree]:
         step, device = divmod(int(number), len(self.places))
         at = self.split.position(self.at, step)
         count = self.split.count(at)
@@ -234,7 +235,7 @@ class DeviceRows:
             places[0] = 0
         return [self._sample(at, place) if place < count else None for place in places]
 
-    def _sample(self, at: Position, place: int) -> Any:
+    def _sample(self, at: Position, place: int) -> Tree:
         sample = self.samples[at.epoch * self.split.epoch_size + at.sample + place]
         if sample is None:
             raise ParameterError(
@@ -244,13 +245,13 @@ class DeviceRows:
         return sample
 
 
-def _stack(rows: list[Any]) -> Any:
+def _stack(rows: list[Tree]) -> Tree:
     """Stack samples, and repeat the first one where there is none."""
     valid = next(row for row in rows if row is not None)
     return jax.tree.map(lambda *leaves: np.stack(leaves), *(valid if row is None else row for row in rows))
 
 
-def _canonical(local: NDArray[Any]) -> NDArray[Any]:
+def _canonical(local: NDArray[np.generic]) -> NDArray[np.generic]:
     """Return an array in a dtype that JAX has: it warns of others, and NumPy makes 64-bit integers of Python's."""
     return local.astype(jax.dtypes.canonicalize_dtype(local.dtype), copy=False)
 

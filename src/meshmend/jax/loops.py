@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshmend.jax.program import ChunkLayout, Program, ProgramWithTurn, Tables
+from meshmend.jax.program import ChunkLayout, Program, Tables
 from meshmend.schedule import Op
 from meshmend.schedule.lanes import KEEP, Lane
 
@@ -39,19 +39,19 @@ def run(chunks: Chunks, program: Program, *, unroll: bool = False) -> Chunks:
 
 
 def run_with_turn(
-    payload: tuple[Chunks, ...], carried: Any, program: ProgramWithTurn, turn: Turn, down: tuple[Any, ...]
+    payload: tuple[Chunks, ...], carried: Any, program: Program, turn: Turn, down: tuple[Any, ...]
 ) -> tuple[tuple[Chunks, ...], Any]:
     """Run all matrices of chunks through the program together, with a turn of each chunk at its owner.
 
     What goes down has the dtypes `down`. Where sums and turned chunks share a loop they share its permutes too, and
     all travel in the dtypes of the sums; the loops after the last turn carry `down`.
     """
-    through, layout = program.through, program.through.layout
+    layout, all_due = program.layout, program.due or ()
     total = layout.shape.total_chunks
-    if not through.tables:  # a single chip owns everything, and has it complete
+    if not program.tables:  # a single chip owns everything, and has it complete
         return _take_turns(payload, carried, jnp.arange(total), total, turn)
-    last = max(i for i, due in enumerate(program.turns) if due.shape[-1])
-    for i, (tables, due, lanes) in enumerate(zip(through.tables, program.turns, layout.shape.lanes, strict=True)):
+    last = max(i for i, due in enumerate(all_due) if due.shape[-1])
+    for i, (tables, due, lanes) in enumerate(zip(program.tables, all_due, layout.shape.lanes, strict=True)):
 
         def step(held: Any, row: Any, due: jax.Array, lanes: tuple[Lane, ...] = lanes) -> Any:
             payload, carried = held

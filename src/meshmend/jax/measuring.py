@@ -178,7 +178,7 @@ def _program(fabric: Fabric, kinds: list[tuple[tuple[Lane, ...], int]]) -> Calla
     return timed
 
 
-def _put(values: NDArray[Any], sharding: jax.sharding.NamedSharding) -> jax.Array:
+def _put(values: NDArray[np.generic], sharding: jax.sharding.NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 

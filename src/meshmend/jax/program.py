@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -33,7 +33,9 @@ TPU_TILE = 1024
 MOST_OWNED = 8
 """A chip may own this many times its fair share of the chunks where the update is sharded, but no more."""
 
-Place = Callable[[NDArray[Any], NamedSharding], Any]
+Update = Literal["replicated", "fused", "two-phase"]
+UPDATES: tuple[Update, ...] = ("replicated", "fused", "two-phase")
+Put = Callable[[NDArray[np.generic], NamedSharding], jax.Array]
 
 
 class Tables(NamedTuple):
@@ -65,14 +67,49 @@ class ChunkLayout:
 class Program:
     """A schedule on its devices. Made by `install`; pass it as an argument, split by `spec`.
 
-    `scalars` is an all-reduce of few steps, for the few numbers that every chip needs: losses, metrics, norms. An
-    all-reduce that was installed has one; that one itself has none, and neither have halves of an all-reduce.
+    `update` says which of the tables it has beside those of its own loops. "replicated" has none. "two-phase" has a
+    reduce-scatter's own tables, and those of the all-gather that follows it, in `gather`. "fused" has in `due` which
+    chunks a chip updates in which step, a table per loop.
+
+    `scalars` is an all-reduce of few steps, for the few numbers that every chip needs: losses, metrics, norms. What was
+    installed to sum gradients has one; that one itself has none, and neither has half of an all-reduce by itself.
     """
 
     tables: tuple[Tables, ...]
     owned: Annotated[jax.Array, "int32[N, R]"]
     layout: ChunkLayout = field(metadata={"static": True})
     scalars: Program | None = None
+    gather: Program | None = None
+    due: tuple[Annotated[jax.Array, "int32[N, T, S]"], ...] | None = None
+    only_sums: bool = field(default=False, metadata={"static": True})
+    """Whether gradients of sharded parameters are sums over devices whatever a loss asks for: a step divides them."""
+
+    @property
+    def update(self) -> Update:
+        """Who updates the weights: every chip all of them, or their owners, on the way or between two phases."""
+        if self.gather is not None:
+            return "two-phase"
+        return "replicated" if self.due is None else "fused"
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each chip updates only the weights that it owns."""
+        return self.update != "replicated"
+
+    @property
+    def for_scalars(self) -> Program:
+        """The program that a few numbers take: `scalars`, or this one where it has none."""
+        return self if self.scalars is None else self.scalars
+
+    @property
+    def scatter(self) -> Program:
+        """The first of two phases, beside `gather`: the program's own loops."""
+        return self
+
+    @property
+    def phases(self) -> tuple[Program, ...]:
+        """The programs that a payload takes one after the other: this one and, with two phases, `gather`."""
+        return (self,) if self.gather is None else (self, self.gather)
 
     @property
     def spec(self) -> PartitionSpec:
@@ -92,256 +129,197 @@ class Program:
 
     @property
     def collective(self) -> Collective:
-        """What the program does."""
+        """What the program's own loops do."""
         return self.layout.shape.collective
 
     @property
     def n_steps(self) -> int:
-        """Steps of all loops."""
+        """Steps of its own loops."""
         repeat = self.layout.shape.repeat
         return repeat.n_steps if repeat else sum(table.send.shape[-2] for table in self.tables)
 
     def __repr__(self) -> str:
+        return f"Program({', then '.join(one._described() for one in self.phases)})"
+
+    def _described(self) -> str:
         repeat = self.layout.shape.repeat
         steps = [repeat.n_steps] if repeat else [t.send.shape[-2] for t in self.tables]
         loops = ", ".join(f"{n} steps of {t.send.shape[-1]} lanes" for n, t in zip(steps, self.tables, strict=True))
-        return f"Program({self.collective} over {self.n_chips} chips: {loops or 'nothing to do'})"
+        return f"{self.collective} over {self.n_chips} chips: {loops or 'nothing to do'}"
 
 
-class ProgramPair(NamedTuple):
-    """An all-reduce as two programs, with room between them for a sharded update. Made by `install_pair`.
-
-    `scalars` is an all-reduce of few steps, for the few numbers that every chip needs: losses, metrics, norms.
-    """
-
-    scatter: Program
-    gather: Program
-    scalars: Program
-
-    @property
-    def spec(self) -> PartitionSpec:
-        """How `jax.shard_map` splits all of them."""
-        return self.scatter.spec
-
-    @property
-    def sharded_by(self) -> Program:
-        """The program whose chunks and owners say which shards a chip has."""
-        return self.scatter
-
-
-class ProgramWithTurn(NamedTuple):
-    """An all-reduce in which each chunk is updated at its owner, between its way up and its way down.
-
-    Made by `install_turn`. `turns` says which chunks a chip turns in which step, a table per loop of `through`.
-    `scalars` is an all-reduce of few steps, for the few numbers that every chip needs: losses, metrics, norms.
-    """
-
-    through: Program
-    turns: tuple[Annotated[jax.Array, "int32[N, T, S]"], ...]
-    scalars: Program
-
-    @property
-    def spec(self) -> PartitionSpec:
-        """How `jax.shard_map` splits all of it."""
-        return self.through.spec
-
-    @property
-    def sharded_by(self) -> Program:
-        """The program whose chunks and owners say which shards a chip has."""
-        return self.through
-
-
-ShardedProgram = ProgramPair | ProgramWithTurn
-"""Programs with which each chip updates its own weights only."""
-AnyProgram = Program | ProgramPair | ProgramWithTurn
-"""Programs that a train step takes."""
-
-
-def install(schedule: Schedule, fabric: Fabric, *, scalars: Schedule | None = None) -> Program:
-    """Lower a schedule and put its tables on the fabric's devices.
+def install(
+    schedule: Schedule | None,
+    fabric: Fabric,
+    *,
+    update: Update = "replicated",
+    scatter: Schedule | None = None,
+    gather: Schedule | None = None,
+    scalars: Schedule | None = None,
+) -> Program:
+    """Lower a schedule and put its tables on the fabric's devices, for one of three ways to update the weights.
 
     A schedule that is not proven yet (from a file, or made by hand) is proven here, or refused. It must be for the
     chips of the fabric, and use no cable that the fabric does not have: a plan for a torus does not fit a mesh.
 
+    `update` is "replicated" where every chip updates all weights, and for any program outside of training. With the
+    others each chip updates the weights that it owns. "two-phase" splits an all-reduce into its reduce-scatter and its
+    all-gather, with room for the update between them. `scatter` and `gather` take their place where they were planned
+    as such, with `collective="reduce-scatter"` and `"all-gather"`: the planner "gather" needs about two thirds of the
+    steps of weave's. They must cut the payload into the same chunks with the same owners. "fused" updates each chunk at
+    its owner on its way, for the price of the all-reduce: plan it with `collective="all-reduce-with-turn"`; any other
+    all-reduce with even owners that has a turn will do. Every chip makes room for as many chunks as the chip that owns
+    most, so a plan that leaves them to a few is refused.
+
     `scalars` is an all-reduce that was planned for a few bytes, as `mm.plan(fabric.mesh, "latency")`. It carries the
-    few numbers that every chip needs: losses, metrics, norms. Without it they take the way of one chunk of `schedule`.
+    few numbers that every chip needs: losses, metrics, norms. Without it they take the way of one chunk of `schedule`,
+    which may be None where scatter, gather and scalars are all given.
 
     >>> import jax, meshmend as mm, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
-    >>> mmj.install(mm.plan(fabric.mesh, "hamiltonian"), fabric)
+    >>> schedule = mm.plan(fabric.mesh, "hamiltonian")
+    >>> mmj.install(schedule, fabric)
     Program(all-reduce over 12 chips: 11 steps of 2 lanes, 11 steps of 2 lanes)
-    """
-    return _whole(schedule, fabric, _put, scalars)
-
-
-def install_pair(
-    schedule: Schedule | None,
-    fabric: Fabric,
-    *,
-    scatter: Schedule | None = None,
-    gather: Schedule | None = None,
-    scalars: Schedule | None = None,
-) -> ProgramPair:
-    """Prepare an all-reduce's reduce-scatter and all-gather, each proven first, for a sharded weight update.
-
-    Every chip makes room for as many chunks as the chip that owns most, so a plan that leaves them to a few is refused.
-
-    `scatter` and `gather` take their place where they were planned as such, with `collective="reduce-scatter"` and
-    `"all-gather"`: the planner "gather" needs about two thirds of the steps of weave's. They must cut the payload into
-    the same chunks with the same owners. `scalars` is as in `install`; with all three `schedule` is not used, and may
-    be None.
-
-    >>> import jax, meshmend as mm, meshmend.jax as mmj
-    >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
-    >>> scatter, gather = (mm.plan(fabric.mesh, "gather", chunks=12, collective=what)
-    ...                    for what in ("reduce-scatter", "all-gather"))
-    >>> scalars = mm.plan(fabric.mesh, "latency")
-    >>> mmj.install_pair(None, fabric, scatter=scatter, gather=gather, scalars=scalars).gather
-    Program(all-gather over 12 chips: 1 steps of 2 lanes, 4 steps of 4 lanes, 4 steps of 2 lanes)
-    """
-    return _pair(schedule, fabric, _put, scatter, gather, scalars)
-
-
-def install_turn(schedule: Schedule, fabric: Fabric, *, scalars: Schedule | None = None) -> ProgramWithTurn:
-    """Prepare an all-reduce, proven to have a turn, for a sharded weight update on its way: for the price of the whole.
-
-    Plan it with `collective="all-reduce-with-turn"`; any other all-reduce with even owners that has a turn will do.
-    `scalars` is as in `install`.
-
-    >>> import jax, meshmend as mm, meshmend.jax as mmj
-    >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
+    >>> mmj.install(schedule, fabric, update="two-phase").gather
+    Program(all-gather over 12 chips: 11 steps of 2 lanes)
     >>> schedule = mm.plan(fabric.mesh, "weave", chunks=24, collective="all-reduce-with-turn")
-    >>> mmj.install_turn(schedule, fabric).through
+    >>> mmj.install(schedule, fabric, update="fused")
     Program(all-reduce-with-turn over 12 chips: 4 steps of 4 lanes, 17 steps of 4 lanes, 4 steps of 4 lanes)
     """
-    return _with_turn(schedule, fabric, _put, scalars)
+    return _Installer(fabric, _put).program(schedule, update, scatter, gather, scalars)
 
 
-def abstract_program(schedule: Schedule, fabric: Fabric, *, scalars: Schedule | None = None) -> Program:
-    """Return a program of shapes only, to compile for devices that are not here."""
-    return _whole(schedule, fabric, _abstract, scalars)
-
-
-def abstract_pair(
+def abstract_program(
     schedule: Schedule | None,
     fabric: Fabric,
     *,
+    update: Update = "replicated",
     scatter: Schedule | None = None,
     gather: Schedule | None = None,
     scalars: Schedule | None = None,
-) -> ProgramPair:
-    """Return what `install_pair` does, of shapes only."""
-    return _pair(schedule, fabric, _abstract, scatter, gather, scalars)
+) -> Program:
+    """Return what `install` does, of shapes only: to compile for devices that are not here."""
+    return _Installer(fabric, _abstract).program(schedule, update, scatter, gather, scalars)
 
 
-def abstract_turn(schedule: Schedule, fabric: Fabric, *, scalars: Schedule | None = None) -> ProgramWithTurn:
-    """Return what `install_turn` does, of shapes only."""
-    return _with_turn(schedule, fabric, _abstract, scalars)
+def _abstract(table: NDArray[np.generic], sharding: NamedSharding) -> jax.Array:
+    shape: Any = jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=sharding)
+    found: jax.Array = shape
+    return found
 
 
-def _abstract(table: NDArray[Any], sharding: NamedSharding) -> Any:
-    return jax.ShapeDtypeStruct(table.shape, table.dtype, sharding=sharding)
-
-
-def _put(table: NDArray[Any], sharding: NamedSharding) -> jax.Array:
+def _put(table: NDArray[np.generic], sharding: NamedSharding) -> jax.Array:
     # Each process fills in the rows of its own devices, so this works on many hosts too.
     return jax.make_array_from_callback(table.shape, sharding, lambda index: table[index], dtype=table.dtype)
 
 
-def _proven(schedule: Any, fabric: Fabric) -> Schedule:
-    """Return a schedule that fits the fabric and is proven; refuse any other."""
-    found = _check_fit(schedule, fabric.mesh)
-    ensure_proven(found)
-    return found
+@dataclass(frozen=True)
+class _Installer:
+    """Makes programs on one fabric, with tables that `put` puts there."""
 
+    fabric: Fabric
+    put: Put
 
-def _program(schedule: Schedule, fabric: Fabric, place: Place) -> Program:
-    return _place(lower(_proven(schedule, fabric)), fabric, place)
+    def program(
+        self,
+        schedule: Schedule | None,
+        update: Update,
+        scatter: Schedule | None,
+        gather: Schedule | None,
+        scalars: Schedule | None,
+    ) -> Program:
+        """Return the program for one way to update the weights, and for scalars beside it."""
+        if update not in UPDATES:
+            raise ParameterError(f"update is {update!r}, expected one of: {', '.join(map(repr, UPDATES))}.")
+        if update != "two-phase" and (scatter is not None or gather is not None):
+            raise ParameterError(f"scatter and gather go with update='two-phase', got them with update={update!r}.")
+        if update == "two-phase":
+            made = self._two_phase(schedule, scatter, gather)
+        elif update == "fused":
+            made = self._fused(schedule)
+        else:
+            made = self._one(self._proven(schedule))
+            if not made.collective.is_all_reduce:
+                if scalars is not None:
+                    raise ParameterError(
+                        f"Scalars go with an all-reduce, got them with a schedule for {made.collective}. Leave them "
+                        "out, or give both halves and update='two-phase'."
+                    )
+                return made
+        return replace(made, scalars=self._scalars(schedule, scalars))
 
+    def _two_phase(self, schedule: Schedule | None, scatter: Schedule | None, gather: Schedule | None) -> Program:
+        if scatter is None and gather is None:
+            whole = self._proven(schedule)
+            halves = reduce_scatter_of(whole), all_gather_of(whole)
+        else:
+            halves = _check_halves(scatter, gather, self.fabric)
+        _check_owners(halves[0])
+        up, down = (self._one(self._proven(half)) for half in halves)
+        return replace(up, gather=down)
 
-def _whole(schedule: Schedule, fabric: Fabric, place: Place, scalars: Schedule | None) -> Program:
-    program = _program(schedule, fabric, place)
-    if program.collective.is_all_reduce:
-        return replace(program, scalars=_scalars(schedule, fabric, place, scalars))
-    if scalars is not None:
-        raise ParameterError(
-            f"Scalars go with an all-reduce, got them with a schedule for {program.collective}. Leave them out, or "
-            "give both halves to install_pair."
+    def _fused(self, schedule: Schedule | None) -> Program:
+        given = _check_fit(schedule, self.fabric.mesh)
+        turned = with_turn(given) if given.collective is Collective.ALL_REDUCE else given
+        if turned.collective is not Collective.ALL_REDUCE_WITH_TURN:
+            raise ParameterError(
+                f"Expected an all-reduce, got a schedule of a {turned.collective}. Plan with "
+                "collective='all-reduce-with-turn'."
+            )
+        ensure_proven(turned)
+        _check_owners(turned)
+        lowered = lower(turned)
+        return replace(self._lowered(lowered), due=tuple(map(self._by_chip, turn_tables(turned, lowered))))
+
+    def _scalars(self, schedule: Schedule | None, scalars: Schedule | None) -> Program:
+        """Return the program for the few numbers that every chip needs, beside that of a schedule."""
+        if scalars is None and schedule is None:
+            raise ParameterError(
+                "There is no plan for the few numbers that every chip needs, such as the loss: give an all-reduce as "
+                "the schedule, or one for a few bytes, as in scalars=mm.plan(fabric.mesh, 'latency')."
+            )
+        given = single_chunk_of(self._proven(schedule)) if scalars is None else scalars
+        program = self._one(self._proven(given))
+        if not program.collective.is_all_reduce:
+            raise ParameterError(
+                f"Expected an all-reduce as scalars, got a schedule for {program.collective}. Plan one for a few "
+                "bytes, as in scalars=mm.plan(fabric.mesh, 'latency')."
+            )
+        return program
+
+    def _proven(self, schedule: Schedule | None) -> Schedule:
+        """Return a schedule that fits the fabric and is proven; refuse any other."""
+        found = _check_fit(schedule, self.fabric.mesh)
+        ensure_proven(found)
+        return found
+
+    def _one(self, schedule: Schedule) -> Program:
+        return self._lowered(lower(schedule))
+
+    def _lowered(self, lowered: Lowered) -> Program:
+        fabric = self.fabric
+        tables = tuple(
+            Tables(
+                self._by_chip(loop.send),
+                self._by_chip(loop.receive),
+                self._by_chip(loop.ops) if any(len(lane.ops) > 1 for lane in loop.lanes) else None,
+            )
+            for loop in lowered.loops
         )
-    return program
-
-
-def _scalars(schedule: Schedule | None, fabric: Fabric, place: Place, scalars: Schedule | None) -> Program:
-    """Return the program for the few numbers that every chip needs, beside that of a schedule."""
-    if scalars is None and schedule is None:
-        raise ParameterError(
-            "There is no plan for the few numbers that every chip needs, such as the loss: give an all-reduce as the "
-            "schedule, or one for a few bytes, as in scalars=mm.plan(fabric.mesh, 'latency')."
+        layout = ChunkLayout(
+            shape=lowered.shape,
+            axis=fabric.axis,
+            core_axis=fabric.core_axis,
+            n_cores=fabric.jax_mesh.shape[fabric.core_axis] if fabric.core_axis else 1,
+            platform=fabric.platform,
         )
-    program = _program(single_chunk_of(_proven(schedule, fabric)) if scalars is None else scalars, fabric, place)
-    if not program.collective.is_all_reduce:
-        raise ParameterError(
-            f"Expected an all-reduce as scalars, got a schedule for {program.collective}. Plan one for a few bytes, as "
-            "in scalars=mm.plan(fabric.mesh, 'latency')."
-        )
-    return program
+        return Program(tables, self._by_chip(lowered.owned), layout)
+
+    def _by_chip(self, table: NDArray[np.generic]) -> jax.Array:
+        return self.put(table, self.fabric.sharding(self.fabric.axis))
 
 
-def _pair(
-    schedule: Schedule | None,
-    fabric: Fabric,
-    place: Place,
-    scatter: Schedule | None,
-    gather: Schedule | None,
-    scalars: Schedule | None,
-) -> ProgramPair:
-    if scatter is None and gather is None:
-        whole = _proven(schedule, fabric)
-        halves = reduce_scatter_of(whole), all_gather_of(whole)
-    else:
-        halves = _check_halves(scatter, gather, fabric)
-    _check_owners(halves[0])
-    up, down = (_program(half, fabric, place) for half in halves)
-    return ProgramPair(up, down, _scalars(schedule, fabric, place, scalars))
-
-
-def _with_turn(schedule: Schedule, fabric: Fabric, place: Place, scalars: Schedule | None) -> ProgramWithTurn:
-    _check_fit(schedule, fabric.mesh)
-    turned = with_turn(schedule) if schedule.collective is Collective.ALL_REDUCE else schedule
-    if turned.collective is not Collective.ALL_REDUCE_WITH_TURN:
-        raise ParameterError(
-            f"Expected an all-reduce, got a schedule of a {turned.collective}. Plan with "
-            "collective='all-reduce-with-turn'."
-        )
-    ensure_proven(turned)
-    _check_owners(turned)
-    lowered = lower(turned)
-    by_chip = fabric.sharding(fabric.axis)
-    turns = tuple(place(table, by_chip) for table in turn_tables(turned, lowered))
-    return ProgramWithTurn(_place(lowered, fabric, place), turns, _scalars(schedule, fabric, place, scalars))
-
-
-def _place(lowered: Lowered, fabric: Fabric, place: Place) -> Program:
-    by_chip = fabric.sharding(fabric.axis)
-    tables = tuple(
-        Tables(
-            place(loop.send, by_chip),
-            place(loop.receive, by_chip),
-            place(loop.ops, by_chip) if any(len(lane.ops) > 1 for lane in loop.lanes) else None,
-        )
-        for loop in lowered.loops
-    )
-    layout = ChunkLayout(
-        shape=lowered.shape,
-        axis=fabric.axis,
-        core_axis=fabric.core_axis,
-        n_cores=fabric.jax_mesh.shape[fabric.core_axis] if fabric.core_axis else 1,
-        platform=fabric.platform,
-    )
-    return Program(tables, place(lowered.owned, by_chip), layout)
-
-
-def _check_fit(schedule: Any, mesh: Mesh) -> Schedule:
+def _check_fit(schedule: object, mesh: Mesh) -> Schedule:
     """Return the schedule; refuse one for other chips than the mesh has, or for a cable that is not there."""
     if not isinstance(schedule, Schedule):
         raise ParameterError(

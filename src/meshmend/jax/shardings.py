@@ -10,10 +10,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshmend.errors import ParameterError
-from meshmend.jax.tiles import TILE_AXIS, TiledFabric
+from meshmend.jax.collectives import Tree
+from meshmend.jax.fabric import Fabric
+from meshmend.jax.tiles import TILE_AXIS
 
 
-def match_specs(shardings: Any, params: Any, fabric: TiledFabric) -> Any:
+def match_specs(shardings: Tree, params: Tree, fabric: Fabric) -> Tree:
     """Return one PartitionSpec for each parameter, in a tree like theirs.
 
     `shardings` has PartitionSpecs, NamedShardings or None (one copy per chip) in a tree like the parameters', or in a
@@ -40,17 +42,22 @@ def match_specs(shardings: Any, params: Any, fabric: TiledFabric) -> Any:
     return jax.tree.unflatten(structure, specs)
 
 
-def copies_in_tile(specs: Any, fabric: TiledFabric) -> tuple[int, ...]:
+def copies_in_tile(specs: Tree, fabric: Fabric) -> tuple[int, ...]:
     """Return, for each of the specs in a tree, how many devices of a tile have the same elements."""
 
     def parts(spec: PartitionSpec) -> int:
         names = [one for names in spec if names is not None for one in ((names,) if isinstance(names, str) else names)]
         return prod(fabric.jax_mesh.shape[one] for one in names)
 
-    return tuple(fabric.devices_per_tile // parts(spec) for spec in jax.tree.leaves(specs, is_leaf=_is_sharding))
+    return tuple(fabric.devices_per_tile // parts(spec) for spec in jax.tree.leaves(specs, is_leaf=is_spec))
 
 
-def specs_of_state(state: Any, params: Any, specs: Any) -> Any:
+def stacked_specs(specs: Tree) -> Tree:
+    """Return the specs of arrays that have one row per tile, each split inside its tile by `specs`."""
+    return jax.tree.map(lambda spec: PartitionSpec(TILE_AXIS, *spec), specs, is_leaf=is_spec)
+
+
+def specs_of_state(state: Tree, params: Tree, specs: Tree) -> Tree:
     """Return one PartitionSpec for each array of an optimizer's state: that of the parameter that it belongs to.
 
     An array belongs to the parameter whose path its own ends with, if it has the same shape, as a moment in optax does;
@@ -59,7 +66,7 @@ def specs_of_state(state: Any, params: Any, specs: Any) -> Any:
     known = {
         (path, jnp.shape(leaf)): spec
         for (path, leaf), spec in zip(
-            jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(specs, is_leaf=_is_sharding), strict=True
+            jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(specs, is_leaf=is_spec), strict=True
         )
     }
 
@@ -70,11 +77,16 @@ def specs_of_state(state: Any, params: Any, specs: Any) -> Any:
     return jax.tree_util.tree_map_with_path(spec_of, state)
 
 
+def is_spec(value: object) -> bool:
+    """Whether this is a PartitionSpec, for `is_leaf`."""
+    return isinstance(value, PartitionSpec)
+
+
 def _is_sharding(value: Any) -> bool:
     return value is None or isinstance(value, PartitionSpec | NamedSharding)
 
 
-def _check_spec(given: Any, shape: tuple[int, ...], name: str, fabric: TiledFabric) -> PartitionSpec:
+def _check_spec(given: Any, shape: tuple[int, ...], name: str, fabric: Fabric) -> PartitionSpec:
     """Return a sharding as a spec of the axes inside a tile that divides the parameter's axes."""
     if not _is_sharding(given):
         raise ParameterError(

@@ -24,16 +24,17 @@ from meshmend.errors import ParameterError
 from meshmend.jax.collectives import (
     Group,
     Shards,
+    Tree,
     all_reduce,
     gather_dtype,
     groups_of,
     join_in_chip,
     sum_in_chip,
 )
-from meshmend.jax.elementwise import NEEDS_NORMS, update_weights
-from meshmend.jax.layerwise import InsideTile, Mask, ShardedLayers, chosen_elements, layers_of_chunks, squares_of
+from meshmend.jax.elementwise import update_weights
+from meshmend.jax.layerwise import InsideTile, LayerPart, ShardedLayers, layers_of_chunks
 from meshmend.jax.loops import Chunks, run_with_turn
-from meshmend.jax.program import ProgramWithTurn
+from meshmend.jax.program import Program
 
 Rows = tuple[Annotated[jax.Array, "[R, ...]"], ...]
 """A chip's own chunks, one per row, each in the shape that it travels in."""
@@ -49,38 +50,46 @@ class Streamed(NamedTuple):
 
 def streamed_update(
     optimizer: optax.GradientTransformation,
-    params: Any,
+    params: Tree,
     own_params: Shards,
-    state: Any,
-    gradients: Any,
+    state: Tree,
+    gradients: Tree,
     mean: Callable[[Shards], Shards],
     scale: Any,
     value: Any,
-    program: ProgramWithTurn,
+    program: Program,
     accumulate_dtype: DTypeLike | None,
-    tile: InsideTile | None = None,
-) -> tuple[Any, Any]:
-    """Return new parameters and state; `mean` makes the mean gradients of the sums of what all devices give."""
-    layout, owned = program.through.layout, program.through.owned[0]
+    whole: Tree,
+    tile: InsideTile | None,
+) -> tuple[Tree, Tree]:
+    """Return new parameters and state.
+
+    `mean` makes the mean gradients of the sums of what all devices give. `whole` are the parameters as masks see them.
+    """
+    layout, owned = program.layout, program.owned[0]
     leaves, like = jax.tree.leaves(gradients), jax.tree.leaves(params)
     groups = groups_of(leaves, layout, accumulate_dtype)
     split = _SplitState(state, groups, len(owned))
     rows = _as_rows(own_params, groups)
     before = _as_rows(split.arrays, split.groups)
 
-    def update(weights: Any, arrays: Any, sums: Any, layers: Any) -> tuple[Any, Any]:
+    def update(weights: Tree, arrays: Tree, sums: Tree, layers: Any) -> tuple[Tree, Tree]:
         return update_weights(
             optimizer, weights, split.join(split.numbers, arrays), mean(sums), scale, value=value, layers=layers
         )
 
+    def layers_of(chunk: jax.Array) -> ShardedLayers:
+        numbers = [layers_of_chunks(chunk[None], one, like).reshape(-1, one.chunk_shape[-1]) for one in groups]
+        return ShardedLayers([LayerPart(len(like), groups, numbers, tile)], program, whole, is_streamed=True)
+
     # One update of nothing: it has the new numbers (such as the count of steps), which no weight has influence on.
-    first = StreamedLayers(params, groups, jnp.zeros((), jnp.int32), tile)
+    first = layers_of(jnp.zeros((), jnp.int32))
     numbers, _ = split.parts(update(_zeros(rows), _zeros(before), _zeros(rows), first)[1])
     limits = first.limits
 
     def turn(sums: tuple[Chunks, ...], held: Streamed, chunk: jax.Array) -> tuple[tuple[Chunks, ...], Streamed]:
         row = jnp.sum(owned < chunk)
-        layers = StreamedLayers(params, groups, chunk, tile)
+        layers = layers_of(chunk)
         weights, after = update(
             tuple(_flat(lax.dynamic_slice_in_dim(x, row, 1)) for x in rows),
             tuple(_flat(lax.dynamic_slice_in_dim(x, row, 1)) for x in held.state),
@@ -102,14 +111,14 @@ def streamed_update(
     payload, held = run_with_turn(payload, start, program, turn, down)
 
     if limits:
-        totals = all_reduce(held.squares if tile is None else tile.total(held.squares), program.scalars)
+        totals = all_reduce(held.squares if tile is None else tile.total(held.squares), program.for_scalars)
         below = [jnp.sqrt(total) < limit for total, limit in zip(totals, limits, strict=True)]
         # NaN is not below any limit: clipping makes NaN of everything then.
         exceeded = ~jnp.all(jnp.stack(below))
 
-        def again(_: Any, now: tuple[Any, Any]) -> tuple[Any, Any]:
+        def again(_: Any, now: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
             payload, _ = now
-            layers = ShardedLayers(params, program, accumulate_dtype, tile)
+            layers = ShardedLayers([LayerPart.of_shards(params, program, accumulate_dtype, tile)], program, whole)
             weights, after = update(own_params, split.arrays, tuple(map(_shards, held.sums)), layers)
             _, arrays = split.parts(after)
             new = _as_rows(weights, groups)
@@ -131,74 +140,33 @@ def streamed_update(
     return jax.tree.unflatten(jax.tree.structure(params), results), split.join(numbers, map(_shards, arrays))
 
 
-class StreamedLayers:
-    """Stands in for `ShardedLayers` at the turn of one chunk: no norm is over its limit, and squares are noted."""
-
-    def __init__(self, params: Any, groups: Sequence[Group], chunk: jax.Array, tile: InsideTile | None = None) -> None:
-        self.params = params
-        self.groups = groups
-        self.chunk = chunk
-        self.tile = tile
-        self.limits: list[Any] = []
-        self.squares: list[jax.Array] = []
-
-    def norms(self, *trees: Any) -> list[Any]:
-        """Refuse: norms of layers are not known before the last turn."""
-        del trees
-        raise ParameterError(NEEDS_NORMS)
-
-    def global_norm(self, tree: Any, *, limit: Any = None) -> Any:
-        """Return 0, and note the sum of squares and the limit that it is to be compared with."""
-        if limit is None:
-            raise ParameterError(NEEDS_NORMS)
-        squares = []
-        for part, group, layer in zip(tree, self.groups, self._layer_of(), strict=True):
-            counts = (layer < len(group.members)).reshape(part.shape)
-            own = squares_of(part)
-            if self.tile is not None:
-                own = own * jnp.asarray(self.tile.shares(group))[layer].reshape(part.shape)
-            squares.append(jnp.sum(own, where=counts))
-        self.limits.append(limit)
-        self.squares.append(sum(squares, start=jnp.zeros((), jnp.float32)))
-        return jnp.zeros(())
-
-    def chosen(self, mask: Mask) -> Any:
-        """Return bools as arrays like the chunk."""
-        chosen = chosen_elements(mask, self.params, self.groups, self._layer_of(), self.tile)
-        return tuple(_flat(yes.reshape(1, *group.chunk_shape)) for yes, group in zip(chosen, self.groups, strict=True))
-
-    def _layer_of(self) -> list[jax.Array]:
-        leaves = jax.tree.leaves(self.params)
-        return [layers_of_chunks(self.chunk[None], group, leaves) for group in self.groups]
-
-
 class _SplitState:
     """An optimizer's state as its numbers, which all chips have, and its arrays, which are shards like the weights."""
 
-    def __init__(self, state: Any, groups: Sequence[Group], n_rows: int) -> None:
+    def __init__(self, state: Tree, groups: Sequence[Group], n_rows: int) -> None:
         leaves, self.structure = jax.tree.flatten(state)
         self.is_array = [leaf.ndim > 0 for leaf in leaves]
-        by_shape = {(n_rows, group.chunk): group for group in groups}
+        by_shape: dict[tuple[int, ...], Group] = {(n_rows, group.chunk): group for group in groups}
         for leaf in leaves:
             if leaf.ndim and leaf.shape not in by_shape:
                 raise ParameterError(
                     f"The optimizer's state has an array of shape {leaf.shape}, which is no shard of the weights "
                     f"(expected one of {sorted(by_shape)}). Use an optimizer whose state has the shapes of the weights "
-                    "that it is given, or pass a ProgramPair from install_pair() instead."
+                    "that it is given, or install with update='two-phase'."
                 )
         self.numbers, self.arrays = self._sorted(leaves)
         self.groups = [by_shape[leaf.shape] for leaf in self.arrays]
 
-    def parts(self, state: Any) -> tuple[list[Any], list[Any]]:
+    def parts(self, state: Tree) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return a state's numbers and its arrays."""
         return self._sorted(jax.tree.leaves(state))
 
-    def join(self, numbers: Any, arrays: Any) -> Any:
+    def join(self, numbers: Any, arrays: Tree) -> Tree:
         """Return a state of these."""
         ours = {False: iter(numbers), True: iter(arrays)}
         return jax.tree.unflatten(self.structure, [next(ours[which]) for which in self.is_array])
 
-    def _sorted(self, leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+    def _sorted(self, leaves: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         pairs = list(zip(leaves, self.is_array, strict=True))
         return [leaf for leaf, is_array in pairs if not is_array], [leaf for leaf, is_array in pairs if is_array]
 

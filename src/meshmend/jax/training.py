@@ -1,12 +1,12 @@
 """Data-parallel training over a holed mesh: a train step for any loss function and optax optimizer.
 
-Three ways to update the weights, chosen by what is passed as the program:
+Three ways to update the weights, chosen by how the program was installed:
 
-- `Program` (`install`): gradients are all-reduced, and every chip updates all weights.
-- `ProgramPair` (`install_pair`): gradients are reduce-scattered, each chip updates the weights that it owns, with its
+- `update="replicated"`: gradients are all-reduced, and every chip updates all weights.
+- `update="two-phase"`: gradients are reduce-scattered, each chip updates the weights that it owns, with its
   share of the optimizer's state, and the new weights are all-gathered. The same bytes travel, and the optimizer's
   memory and work are divided by the number of chips. Chips that own nothing (for example beside a hole) are supported.
-- `ProgramWithTurn` (`install_turn`): the same within one all-reduce: the owner updates a chunk between its way up and
+- `update="fused"`: the same within one all-reduce: the owner updates a chunk between its way up and
   its way down. See `streaming`.
 
 The parts are plain functions of pytrees: jit them, donate to them, scan over them.
@@ -14,38 +14,74 @@ The parts are plain functions of pytrees: jit them, donate to them, scan over th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from meshmend.errors import ParameterError
-from meshmend.jax.collectives import all_reduce, mean_dtype, shard_of, travel_dtype
+from meshmend.jax.collectives import (
+    Tree,
+    all_gather,
+    all_reduce,
+    groups_of,
+    mean_dtype,
+    reduce_scatter,
+    shard_of,
+    travel_dtype,
+)
+from meshmend.jax.differentiate import count_of, rows_by_tile, sum_over_tiles
 from meshmend.jax.elementwise import check_elementwise, update_weights, with_steady_dtypes
 from meshmend.jax.fabric import Fabric
+from meshmend.jax.gradients import LossSums, PartLoss, Sums, divide_by_weight
+from meshmend.jax.layerwise import LayerPart, ShardedLayers, inside_tile
 from meshmend.jax.ordering import in_order
-from meshmend.jax.program import AnyProgram, Program, ProgramWithTurn
-from meshmend.jax.tiled_training import tiled_train_step
-from meshmend.jax.tiles import TiledFabric
-from meshmend.jax.updates import TrainStep, abstract_shards, sharded_update
-from meshmend.jax.validation import (
-    check_batch,
-    check_data_parallel,
-    check_microbatches,
-    check_program,
-    check_weights,
-)
-from meshmend.jax.weighted import divide_by_weight, weighted_sums
+from meshmend.jax.program import Program
+from meshmend.jax.shardings import match_specs, specs_of_state, stacked_specs
+from meshmend.jax.streaming import streamed_update
+from meshmend.jax.tiles import TILE_AXIS, TiledFabric
+from meshmend.jax.validation import check_batch, check_data_parallel, check_microbatches, check_program, weights_of
 
-LossFunction = Callable[[Any, Any], Any]
+LossFunction = Callable[[Tree, Tree], Tree]
 """From parameters and a batch to a scalar (or, with `has_aux`, to a scalar and a pytree of arrays).
 
 With `per_example`, to one value for each example of the batch (and arrays whose first axis is the examples)."""
+Mean = Callable[[jax.Array], jax.Array]
+Specs = Any
+"""PartitionSpecs in a tree, or in a prefix of one."""
+WHOLE = PartitionSpec()
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """The two functions of a training loop, both to be jitted, and what they were made for. Made by `train_step`.
+
+    Unpack it (`init, step = mmj.train_step(…)`) where the functions are all you need. `StateLayout.of` and
+    `compile_train_step` take it whole: what they must know of it is said nowhere else.
+    """
+
+    init: Callable[[Tree, Program], Tree]
+    """From parameters and a program to the optimizer's state."""
+    step: Callable[..., tuple[Tree, ...]]
+    """From parameters, state, a batch and a program to new parameters, state, loss (and aux).
+
+    Keywords: `weights` (with `per_example`) and `scale`, by which the optimizer's updates are multiplied."""
+    fabric: Fabric
+    accumulate_dtype: DTypeLike | None
+    specs: Callable[[Any, Program], tuple[Specs, Specs]] | None = None
+    """From parameters and a program to the PartitionSpecs of parameters and state inside tiles; None without tiles."""
+    is_fsdp: bool = False
+    """Whether parameters are sharded by owner."""
+
+    def __iter__(self) -> Iterator[Callable[..., Tree]]:
+        return iter((self.init, self.step))
 
 
 def train_step(
@@ -53,7 +89,7 @@ def train_step(
     optimizer: optax.GradientTransformation,
     fabric: Fabric,
     *,
-    shardings: Any = None,
+    shardings: Tree = None,
     has_aux: bool = False,
     microbatches: int = 1,
     accumulate_dtype: DTypeLike | None = jnp.float32,
@@ -64,8 +100,8 @@ def train_step(
     `loss(params, batch)` is the mean over its batch. A batch is a pytree of arrays whose first axis is split over all
     devices; `microbatches` cuts each device's part into so many equal pieces, whose gradients are added up before
     anything is sent. Gradients, the loss and (with `has_aux`) `aux` are averaged over devices, summed in
-    `accumulate_dtype` where that is wider than their own dtype. With a `Program`, all that is summed in one dtype
-    travels together; a few numbers in another dtype take `program.scalars`, as the loss and norms do in a sharded
+    `accumulate_dtype` where that is wider than their own dtype. With a replicated update, all that is summed in one
+    dtype travels together; a few numbers in another dtype take `program.scalars`, as the loss and norms do in a sharded
     update. Integers and bools in `aux` come back as their means in float32.
 
     With `per_example`, `loss(params, batch)` has one value per example, and everything is a true mean over examples,
@@ -78,193 +114,323 @@ def train_step(
     `step(…, scale=factor)` multiplies the optimizer's updates, which scales the learning rate; the factor may
     change from step to step without compiling again. Optimizers that take the loss (`value`) get its mean.
 
-    With a `ProgramPair` the optimizer must be element-wise, as SGD, momentum, Adam and AdamW do, or get
+    With an update of two phases the optimizer must be element-wise, as SGD, momentum, Adam and AdamW do, or get
     the norms of layers from here: use `mmj.lars`, `mmj.lamb` and `mmj.clip_by_global_norm`. Others are refused. With a
-    `ProgramWithTurn` likewise, but without LARS and LAMB, which need their norms before the first update.
+    fused update likewise, but without LARS and LAMB, which need their norms before the first update.
 
     On a fabric of tiles (`mmj.tile`) a batch is split over tiles, and `shardings` says how each parameter is split
-    inside one, as in `value_and_grad`; the optimizer's state is split as its parameters are. With a `ProgramPair` or a
-    `ProgramWithTurn`, each chip updates its part of its own shards, for the chips in the same place of all tiles.
+    inside one, as in `value_and_grad`; the optimizer's state is split as its parameters are. Where the
+    update is sharded, each chip updates its part of its own shards, for the chips in the same place of all tiles.
 
     >>> import jax, jax.numpy as jnp, optax, meshmend as mm, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
-    >>> pair = mmj.install_pair(mm.plan(fabric.mesh, "hamiltonian"), fabric)
+    >>> program = mmj.install(mm.plan(fabric.mesh, "hamiltonian"), fabric, update="two-phase")
     >>> loss = lambda w, batch: jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
     >>> init, step = mmj.train_step(loss, optax.adam(0.1), fabric)
     >>> w = jnp.zeros((3, 1))
-    >>> state = jax.jit(init)(w, pair)
+    >>> state = jax.jit(init)(w, program)
     >>> batch = {"x": jnp.ones((24, 3)), "y": jnp.ones((24, 1))}
-    >>> w, state, value = jax.jit(step, donate_argnums=(0, 1))(w, state, batch, pair)
+    >>> w, state, value = jax.jit(step, donate_argnums=(0, 1))(w, state, batch, program)
     >>> float(value)
     1.0
     """
-    check_microbatches(microbatches)
-    optimizer = with_steady_dtypes(optimizer)
-    if isinstance(fabric, TiledFabric):
-        return tiled_train_step(
-            loss,
-            optimizer,
-            fabric,
-            shardings,
-            has_aux=has_aux,
-            microbatches=microbatches,
-            accumulate_dtype=accumulate_dtype,
-            per_example=per_example,
-        )
-    check_data_parallel(fabric, shardings)
-    replicated, by_device = PartitionSpec(), PartitionSpec(fabric.axes)
+    if not isinstance(fabric, TiledFabric):
+        check_data_parallel(fabric, shardings)
+    return _WholeParams(
+        loss, with_steady_dtypes(optimizer), fabric, has_aux, microbatches, accumulate_dtype, per_example, shardings
+    ).train_step()
 
-    def with_aux(params: Any, batch: Any) -> tuple[Any, Any]:
-        return loss(params, batch) if has_aux else (loss(params, batch), ())
 
-    def shard_mapped(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        # With check_vma JAX would itself sum the gradients of replicated weights.
-        return jax.shard_map(function, mesh=fabric.jax_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+class Before(NamedTuple):
+    """What a device updates."""
 
-    def state_specs(params: Any, program: AnyProgram) -> Any:
-        """Return how the optimizer's state is split: arrays by owner if the update is sharded, numbers not at all."""
-        check_program(program, fabric)
-        if isinstance(program, Program):
-            return replicated
-        shards = abstract_shards(params, program, accumulate_dtype)
-        whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, accumulate_dtype)), params)
-        check_elementwise(optimizer, shards, whole, own=params, with_turn=isinstance(program, ProgramWithTurn))
-        state = jax.eval_shape(optimizer.init, shards)
-        return jax.tree.map(lambda leaf: by_device if leaf.ndim else replicated, state)
+    whole: Tree
+    """The parameters as they are outside of `jax.shard_map`, with the shapes that masks may look at."""
+    params: Tree
+    own: Tree
+    """What of the parameters this device updates."""
+    state: Tree
+    scale: Any
 
-    def init(params: Any, program: AnyProgram) -> Any:
-        def local(params: Any, program: AnyProgram) -> Any:
-            if isinstance(program, Program):
-                return optimizer.init(params)
-            return optimizer.init(shard_of(params, program.sharded_by, accumulate_dtype=accumulate_dtype))
 
-        params = jax.tree.map(jnp.asarray, params)
-        specs = state_specs(params, program)
-        return shard_mapped(local, (replicated, program.spec), specs)(params, program)
+@dataclass(frozen=True, eq=False)
+class Training(ABC):
+    """A step: differentiate each part of the batch, then update the weights, in `jax.shard_map` over all devices.
 
-    def cut_own(params: Any, batch: Any, program: AnyProgram) -> tuple[Any, Any]:
-        """Return this chip's shard of the parameters if the update is sharded, and the batch.
+    A part is differentiated by one device, inside that `shard_map`. On a fabric of tiles a part is a tile's, and XLA
+    splits the work inside it: so it comes before, under `jax.vmap` over tiles.
+    """
 
-        To be cut, the parameters are packed. That is over, and its buffer free, before anything is made of the batch.
+    loss: Callable[..., Tree]
+    optimizer: optax.GradientTransformation
+    fabric: Fabric
+    has_aux: bool
+    microbatches: int
+    accumulate_dtype: DTypeLike | None
+    per_example: bool
+
+    @property
+    @abstractmethod
+    def is_fsdp(self) -> bool:
+        """Whether parameters are sharded by owner: gradients then come out of the loss as shards of their sums."""
+
+    @abstractmethod
+    def specs(self, params: Tree, program: Program) -> tuple[Specs, Specs]:
+        """Return how parameters and the optimizer's state are split; refuse what cannot be updated so."""
+
+    @abstractmethod
+    def loss_of(self, program: Program) -> PartLoss:
+        """Return the loss as a function of parameters and examples."""
+
+    @abstractmethod
+    def cut(self, params: Tree, program: Program) -> Tree:
+        """Return what of the parameters this device updates."""
+
+    @abstractmethod
+    def update(
+        self, before: Before, value: jax.Array, gradients: Tree, mean: Mean, program: Program
+    ) -> tuple[Tree, Tree]:
+        """Return new parameters and state; `mean` makes the mean of complete sums, which gradients may not be yet.
+
+        `value` is the mean loss.
         """
-        if isinstance(program, Program):
-            return None, batch
-        own_params = shard_of(params, program.sharded_by, accumulate_dtype=accumulate_dtype)
-        found: tuple[Any, Any] = lax.optimization_barrier((own_params, batch))
-        return found
 
-    def mean_update(params: Any, state: Any, batch: Any, scale: Any, program: AnyProgram) -> tuple[Any, ...]:
-        own_params, batch = cut_own(params, batch, program)
-        extras, gradients = mean_gradients(with_aux, params, batch, microbatches, accumulate_dtype)
-        if isinstance(program, Program):
-            gradients, extras = all_reduce((gradients, extras), program, mean=True, accumulate_dtype=accumulate_dtype)
-            params, state = update_weights(optimizer, params, state, gradients, scale, value=extras[0])
-        else:
-            extras = all_reduce(extras, program.scalars, mean=True, accumulate_dtype=accumulate_dtype)
-            n_devices = int(fabric.jax_mesh.size)
-            params, state = sharded_update(
-                optimizer,
-                params,
-                own_params,
-                state,
-                gradients,
-                lambda total: total / n_devices,
-                scale,
-                extras[0],
-                program,
-                accumulate_dtype,
-            )
-        return params, state, *extras
+    def train_step(self) -> TrainStep:
+        """Return the two functions."""
+        check_microbatches(self.microbatches)
+        specs = self.specs if self.tiles is not None and not self.is_fsdp else None
+        step = in_order(self.step, self.fabric)
+        return TrainStep(self.init, step, self.fabric, self.accumulate_dtype, specs, self.is_fsdp)
 
-    def true_mean_update(
-        params: Any, state: Any, batch: Any, weights: Any, scale: Any, program: AnyProgram
-    ) -> tuple[Any, ...]:
-        own_params, batch = cut_own(params, batch, program)
-        sums = weighted_sums(with_aux, params, batch, weights, microbatches, accumulate_dtype)
-        own = jax.eval_shape(with_aux, params, batch)
+    @property
+    def tiles(self) -> TiledFabric | None:
+        """The fabric, if it is one of tiles."""
+        return self.fabric if isinstance(self.fabric, TiledFabric) else None
 
-        def means(extras: Any, weight: Any) -> Any:
-            return jax.tree.map(
-                lambda x, like: divide_by_weight(x, weight, empty=jnp.nan).astype(mean_dtype(like.dtype)), extras, own
-            )
+    def init(self, params: Tree, program: Program) -> Tree:
+        """Return the optimizer's state."""
+        params = jax.tree.map(jnp.asarray, params)
+        of_params, of_state = self.specs(params, program)
+        if self.tiles is not None and not program.is_sharded:
+            return self._put(self.optimizer.init(params), of_state)
 
-        if isinstance(program, Program):
-            gradients, extras, weight = all_reduce(sums, program)
-            extras = means(extras, weight)
-            gradients = jax.tree.map(
-                lambda x, like: divide_by_weight(x, weight, empty=0.0).astype(like.dtype), gradients, params
-            )
-            params, state = update_weights(optimizer, params, state, gradients, scale, value=extras[0])
-        else:
-            extras, weight = all_reduce((sums.extras, sums.weight), program.scalars)
-            extras = means(extras, weight)
-            params, state = sharded_update(
-                optimizer,
-                params,
-                own_params,
-                state,
-                sums.gradients,
-                lambda total: divide_by_weight(total, weight, empty=0.0).astype(total.dtype),
-                scale,
-                extras[0],
-                program,
-                accumulate_dtype,
-            )
-        return params, state, *extras
+        def local(params: Tree, program: Program) -> Tree:
+            return self.optimizer.init(self.cut(params, program))
+
+        return self._mapped(local, (of_params, program.spec), of_state)(params, program)
 
     def step(
-        params: Any, state: Any, batch: Any, program: AnyProgram, *, weights: Any = None, scale: Any = None
-    ) -> tuple[Any, ...]:
+        self, params: Tree, state: Tree, batch: Tree, program: Program, *, weights: Any = None, scale: Any = None
+    ) -> tuple[Tree, ...]:
+        """Return new parameters, state, loss (and aux)."""
         params = jax.tree.map(jnp.asarray, params)
-        specs = state_specs(params, program)
-        check_batch(batch, fabric)
-        update: Callable[..., tuple[Any, ...]]
-        if per_example:
-            n_examples = jnp.shape(jax.tree.leaves(batch)[0])[0]
-            weights = jnp.ones(n_examples) if weights is None else jnp.asarray(weights)
-            check_weights(weights, batch)
-            update, inputs = true_mean_update, [batch, weights]
-        elif weights is None:
-            update, inputs = mean_update, [batch]
-        else:
-            raise ParameterError("This step does not take weights: make it with train_step(…, per_example=True).")
-        mapped = shard_mapped(
-            update,
-            (replicated, specs, *[by_device] * len(inputs), replicated, program.spec),
-            (replicated, specs, replicated, replicated),
+        of_params, of_state = self.specs(params, program)
+        # A part of weighted examples may be filled up, by a device alone.
+        pieces = 1 if self.per_example and self.tiles is None else self.microbatches
+        check_batch(
+            {"batch": batch}, self.fabric, pieces, instead="Repeat it for each example, or make it a parameter."
         )
-        params, state, value, aux = mapped(params, state, *inputs, scale, program)
-        return params, state, value, *([aux] if has_aux else [])
+        maker = "sharded_train_step" if self.is_fsdp else "train_step"
+        weights = weights_of(weights, batch, maker, per_example=self.per_example)
+        found: tuple[Tree, ...]
+        given: Tree = (batch, weights)
+        of_given: Specs = PartitionSpec(self.fabric.batch_axes)
+        local: Callable[..., Tree] = partial(self._on_chip, params)
+        if self.tiles is not None:
+            given, dtypes = self._sums_by_tile(self.tiles, params, batch, weights, program)
+            of_given = self._specs_of_sums(of_params)
+            local = partial(self._on_tile, params, dtypes)
+        if self.tiles is not None and not program.is_sharded:
+            found = self._update_outside(self.tiles, (of_params, of_state), params, state, given, scale, program)
+        else:
+            in_specs = of_params, of_state, of_given, WHOLE, program.spec
+            out_specs = of_params, of_state, WHOLE, WHOLE
+            found = self._mapped(local, in_specs, out_specs)(params, state, given, scale, program)
+        return found if self.has_aux else found[:3]
 
-    return TrainStep(init, in_order(step, fabric), fabric, accumulate_dtype)
+    def _sums(self, params: Tree, batch: Tree, weights: jax.Array | None, program: Program) -> tuple[Sums, Tree]:
+        """Differentiate one part of the batch."""
+        part = LossSums(
+            self.has_aux,
+            self.microbatches,
+            self.accumulate_dtype,
+            is_split_inside=self._adds_pieces,
+            divides=not self._adds_pieces,
+            over_devices=self.is_fsdp,
+        )
+        return part.of(self.loss_of(program), params, batch, weights)
+
+    def _sums_by_tile(
+        self, tiles: TiledFabric, params: Tree, batch: Tree, weights: jax.Array | None, program: Program
+    ) -> tuple[Sums, Tree]:
+        """Let each tile differentiate its part of the batch; return the sums, one row per tile, and own dtypes."""
+        # The shards of the gradients are the same for all tiles, or rather for none: they are split over all devices.
+        row: Tree = 0
+        out_axes = Sums(None if self.is_fsdp else row, row, row), None
+        by_vmap = jax.vmap(self._sums, in_axes=(None, 0, 0, None), out_axes=out_axes, spmd_axis_name=TILE_AXIS)
+        rows, row_weights = rows_by_tile((batch, weights), tiles)
+        sums, dtypes = by_vmap(params, rows, row_weights, program)
+        return sums, dtypes
+
+    def _specs_of_sums(self, of_params: Specs) -> Specs:
+        """Return how the sums of tiles are split."""
+        by_tile: Specs = PartitionSpec(TILE_AXIS)
+        return Sums(of_params if self.is_fsdp else stacked_specs(of_params), by_tile, by_tile)
+
+    def _on_chip(
+        self, whole: Tree, params: Tree, state: Tree, part: tuple[Tree, Any], scale: Any, program: Program
+    ) -> tuple[Tree, Tree, Tree, Tree]:
+        """Return new parameters, state, loss and aux of a device with its part of the batch, in `jax.shard_map`."""
+        own = self.cut(params, program)
+        if own is not params:
+            # To be cut, parameters are packed. That is over, and its buffer free, before anything is made of the batch.
+            own, part = lax.optimization_barrier((own, part))
+        sums, dtypes = self._sums(params, *part, program)
+        return self._updated(Before(whole, params, own, state, scale), sums, dtypes, program)
+
+    def _on_tile(
+        self, whole: Tree, dtypes: Tree, params: Tree, state: Tree, rows: Sums, scale: Any, program: Program
+    ) -> tuple[Tree, Tree, Tree, Tree]:
+        """Return the same of a device of a tile, of whose sums it has its own row."""
+        gradients = rows.gradients if self.is_fsdp else _first(rows.gradients)
+        sums = Sums(gradients, *_first((rows.extras, rows.weight)))
+        return self._updated(Before(whole, params, self.cut(params, program), state, scale), sums, dtypes, program)
+
+    def _updated(self, before: Before, sums: Sums, dtypes: Tree, program: Program) -> tuple[Tree, Tree, Tree, Tree]:
+        if program.is_sharded:
+            extras, weight = all_reduce((sums.extras, sums.weight), program.for_scalars)
+            sums = Sums(sums.gradients, extras, weight)
+        else:
+            sums = all_reduce(sums, program)
+        value, aux = self._means(sums, dtypes)
+        return *self.update(before, value, sums.gradients, self._mean(sums), program), value, aux
+
+    def _update_outside(
+        self,
+        tiles: TiledFabric,
+        specs: tuple[Specs, Specs],
+        params: Tree,
+        state: Tree,
+        sums: Sums,
+        scale: Any,
+        program: Program,
+    ) -> tuple[Tree, Tree, Tree, Tree]:
+        """Return the same for whole arrays that XLA splits inside tiles, as any optimizer may look at them."""
+        of_params, of_state = specs
+        sums = sum_over_tiles(sums, of_params, program, tiles)
+        value, aux = self._means(sums, None)
+        before = Before(params, params, params, state, scale)
+        params, state = self.update(before, value, sums.gradients, self._mean(sums), program)
+        return self._put(params, of_params), self._put(state, of_state), value, aux
+
+    @property
+    def _adds_pieces(self) -> bool:
+        """Whether a mean is divided once, with all microbatches added up; not by each device and then by their number.
+
+        XLA splits such a part of the batch inside its tile, and the loss and aux keep the dtypes of their sums.
+        """
+        return self.tiles is not None and not self.is_fsdp
+
+    def _count(self, sums: Sums) -> jax.Array:
+        return count_of(sums.weight, self.fabric, self.microbatches if self._adds_pieces else 1)
+
+    def _mean(self, sums: Sums) -> Mean:
+        if self.is_fsdp and sums.weight is None:
+            return lambda mean: mean  # made by the loss, which may ask for a sum instead
+        count = self._count(sums)
+        return lambda total: divide_by_weight(total, count, empty=0.0).astype(total.dtype)
+
+    def _means(self, sums: Sums, dtypes: Tree) -> tuple[Tree, Tree]:
+        """Return the mean loss and aux."""
+        count = self._count(sums)
+        means = jax.tree.map(lambda x: divide_by_weight(x, count, empty=jnp.nan), sums.extras)
+        if not self._adds_pieces and not (self.is_fsdp and self.per_example):
+            means = jax.tree.map(lambda x, like: x.astype(mean_dtype(like.dtype)), means, dtypes)
+        value, aux = means
+        return value, aux
+
+    def _mapped(self, function: Callable[..., Tree], in_specs: Specs, out_specs: Specs) -> Callable[..., Tree]:
+        # With check_vma JAX would itself sum the gradients of replicated weights.
+        mesh = self.fabric.jax_mesh
+        return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def _put(self, tree: Tree, specs: Specs) -> Tree:
+        def constrain(leaf: Any, spec: PartitionSpec) -> Any:
+            return lax.with_sharding_constraint(leaf, NamedSharding(self.fabric.jax_mesh, spec))
+
+        return jax.tree.map(constrain, tree, specs)
 
 
-def mean_gradients(
-    with_aux: LossFunction, params: Any, batch: Any, microbatches: int, accumulate_dtype: DTypeLike | None
-) -> tuple[Any, Any]:
-    """Return the mean loss with its aux, and the mean gradients, over this device's microbatches."""
-    differentiate = jax.value_and_grad(with_aux, has_aux=True)
-    if microbatches == 1:
-        return differentiate(params, batch)
-    for leaf in jax.tree.leaves(batch):
-        if leaf.shape[0] % microbatches:
-            raise ParameterError(
-                f"A device's part of the batch has {leaf.shape[0]} examples, which do not divide into {microbatches} "
-                "microbatches."
+@dataclass(frozen=True, eq=False)
+class _WholeParams(Training):
+    """A step for parameters that are whole on every chip, or on every tile, where they are split inside it."""
+
+    shardings: Tree
+
+    @property
+    def is_fsdp(self) -> bool:
+        return False
+
+    def specs(self, params: Tree, program: Program) -> tuple[Specs, Specs]:
+        check_program(program, self.fabric)
+        inside = match_specs((self.shardings,), (params,), self.fabric)[0]
+        if not program.is_sharded:
+            if self.tiles is None:
+                return inside, WHOLE
+            return inside, specs_of_state(jax.eval_shape(self.optimizer.init, params), params, inside)
+
+        def local(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+            shape = NamedSharding(self.fabric.jax_mesh, spec).shard_shape(tuple(leaf.shape))
+            return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+        groups = groups_of(jax.tree.leaves(jax.tree.map(local, params, inside)), program.layout, self.accumulate_dtype)
+        own = tuple(jax.ShapeDtypeStruct((program.owned.shape[-1], one.chunk), one.dtype) for one in groups)
+        wide = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, self.accumulate_dtype)), params
+        )
+        check_elementwise(self.optimizer, own, wide, own=params, with_turn=program.update == "fused")
+        by_device = PartitionSpec(self.fabric.axes)
+        state = jax.eval_shape(self.optimizer.init, own)
+        return inside, jax.tree.map(lambda leaf: by_device if leaf.ndim else WHOLE, state)
+
+    def loss_of(self, program: Program) -> PartLoss:
+        del program
+        return lambda params, batch, _: self.loss(params, batch)
+
+    def cut(self, params: Tree, program: Program) -> Tree:
+        return shard_of(params, program, accumulate_dtype=self.accumulate_dtype) if program.is_sharded else params
+
+    def update(
+        self, before: Before, value: jax.Array, gradients: Tree, mean: Mean, program: Program
+    ) -> tuple[Tree, Tree]:
+        if not program.is_sharded:
+            gradients = jax.tree.map(lambda x, like: mean(x).astype(like.dtype), gradients, before.params)
+            return update_weights(self.optimizer, before.params, before.state, gradients, before.scale, value=value)
+        inside = match_specs((self.shardings,), (before.whole,), self.fabric)[0]
+        tile = inside_tile(before.whole, inside, self.fabric)
+        sums = self.accumulate_dtype
+        if program.update == "fused":
+            return streamed_update(
+                self.optimizer,
+                before.params,
+                before.own,
+                before.state,
+                gradients,
+                partial(jax.tree.map, mean),
+                before.scale,
+                value,
+                program,
+                sums,
+                before.whole,
+                tile,
             )
-    pieces = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
+        own_gradients = jax.tree.map(mean, reduce_scatter(gradients, program, accumulate_dtype=sums))
+        layers = ShardedLayers([LayerPart.of_shards(before.params, program, sums, tile)], program, before.whole)
+        own, state = update_weights(
+            self.optimizer, before.own, before.state, own_gradients, before.scale, value=value, layers=layers
+        )
+        return all_gather(own, program, like=before.params, accumulate_dtype=sums), state
 
-    def sum_dtype(own: Any) -> Any:
-        return travel_dtype(mean_dtype(own), accumulate_dtype)
 
-    def widened(tree: Any) -> Any:
-        return jax.tree.map(lambda x: jnp.asarray(x).astype(sum_dtype(jnp.asarray(x).dtype)), tree)
-
-    def add(total: Any, piece: Any) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, widened(differentiate(params, piece))), None
-
-    shapes = jax.eval_shape(differentiate, params, jax.tree.map(lambda x: x[0], pieces))
-    start = jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x.dtype)), shapes)
-    total, _ = lax.scan(add, start, pieces)
-    value, gradients = jax.tree.map(lambda x, like: (x / microbatches).astype(mean_dtype(like.dtype)), total, shapes)
-    return value, gradients
+def _first(rows: Tree) -> Tree:
+    return jax.tree.map(lambda x: x[0], rows)

@@ -11,37 +11,37 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from meshmend.cost import Hardware, between_tiles, find_hardware
 from meshmend.cost.hiding import MAX_UNROLLED
 from meshmend.errors import ParameterError
-from meshmend.jax.collectives import travel_dtype
+from meshmend.jax.collectives import Tree, travel_dtype
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.fsdp.params import ShardedParams, is_sharded
-from meshmend.jax.program import (
-    AnyProgram,
-    ProgramPair,
-    abstract_pair,
-    abstract_program,
-    abstract_turn,
-    install,
-    install_pair,
-    install_turn,
-)
-from meshmend.jax.shardings import match_specs
+from meshmend.jax.program import Program, Update, abstract_program, install
+from meshmend.jax.shardings import is_spec, match_specs
 from meshmend.jax.tiles import TiledFabric
 from meshmend.planning import PlanCache, Planner, StepPlan, Workload, plan_step
-from meshmend.schedule import Collective
+from meshmend.schedule import Collective, Schedule
 
 PlannedUpdate = Literal["replicated", "sharded", "fsdp"]
 UPDATES: tuple[PlannedUpdate, ...] = ("replicated", "sharded", "fsdp")
+
+
+class _Parts(TypedDict, total=False):
+    """What `install` takes beside a schedule and a fabric."""
+
+    update: Update
+    scatter: Schedule | None
+    gather: Schedule | None
+    scalars: Schedule | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,29 +64,27 @@ class TrainingPlan(StepPlan):
                 content.update(np.ascontiguousarray(column).tobytes())
         return content.hexdigest()
 
-    def install(self, fabric: Fabric) -> AnyProgram:
+    def install(self, fabric: Fabric) -> Program:
         """Put the tables on the fabric's devices."""
-        if self.update == "fsdp":
-            return install_pair(None, fabric, scatter=self.scatter, gather=self.gather, scalars=self.scalars)
-        way = install if self.update == "replicated" else install_turn
-        assert self.schedule is not None  # noqa: S101  # only FSDP has none
-        return way(self.schedule, fabric, scalars=self.scalars)
+        return install(self.schedule, fabric, **self._parts)
 
-    def abstract(self, fabric: Fabric) -> AnyProgram:
-        """Return programs of shapes only, to compile for devices that are not here."""
+    def abstract(self, fabric: Fabric) -> Program:
+        """Return a program of shapes only, to compile for devices that are not here."""
+        return abstract_program(self.schedule, fabric, **self._parts)
+
+    @property
+    def _parts(self) -> _Parts:
         if self.update == "fsdp":
-            return abstract_pair(None, fabric, scatter=self.scatter, gather=self.gather, scalars=self.scalars)
-        way = abstract_program if self.update == "replicated" else abstract_turn
-        assert self.schedule is not None  # noqa: S101  # only FSDP has none
-        return way(self.schedule, fabric, scalars=self.scalars)
+            return {"update": "two-phase", "scatter": self.scatter, "gather": self.gather, "scalars": self.scalars}
+        return {"update": "replicated" if self.update == "replicated" else "fused", "scalars": self.scalars}
 
 
 def plan(
     fabric: Fabric,
-    params: Any,
+    params: Tree,
     *,
     update: PlannedUpdate = "replicated",
-    shardings: Any = None,
+    shardings: Tree = None,
     accumulate_dtype: DTypeLike | None = jnp.float32,
     hardware: str | Hardware | None = None,
     planner: str | Planner = "auto",
@@ -132,10 +130,12 @@ def max_steps_of(fabric: Fabric) -> int | None:
     return MAX_UNROLLED if fabric.platform == "tpu" else None
 
 
-def any_pair(fabric: Fabric) -> ProgramPair:
-    """Return the shapes of some pair of programs on a fabric, to find out what they cut before they are planned."""
+def any_pair(fabric: Fabric) -> Program:
+    """Return the shapes of some two-phase program on a fabric, to find out what it cuts before it is planned."""
     made = plan_step(fabric.mesh, Workload(0, Collective.ALL_GATHER).rounded(), hardware_of(fabric))
-    return abstract_pair(None, fabric, scatter=made.scatter, gather=made.gather, scalars=made.scalars)
+    return abstract_program(
+        None, fabric, update="two-phase", scatter=made.scatter, gather=made.gather, scalars=made.scalars
+    )
 
 
 def hardware_of(fabric: Fabric, hardware: str | Hardware | None = None) -> Hardware:
@@ -153,7 +153,7 @@ def hardware_of(fabric: Fabric, hardware: str | Hardware | None = None) -> Hardw
 
 
 def workload_of(
-    fabric: Fabric, params: Any, *, update: PlannedUpdate, shardings: Any, accumulate_dtype: DTypeLike | None
+    fabric: Fabric, params: Tree, *, update: PlannedUpdate, shardings: Tree, accumulate_dtype: DTypeLike | None
 ) -> Workload:
     """Return what a step of these parameters sends: bytes per device, in the dtype that travels."""
     if update == "fsdp":
@@ -161,7 +161,7 @@ def workload_of(
     leaves = jax.tree.leaves(params)
     shapes = [tuple(np.shape(leaf)) for leaf in leaves]
     if isinstance(fabric, TiledFabric):
-        specs = jax.tree.leaves(match_specs((shardings,), (params,), fabric)[0], is_leaf=_is_spec)
+        specs = jax.tree.leaves(match_specs((shardings,), (params,), fabric)[0], is_leaf=is_spec)
         shapes = [
             NamedSharding(fabric.jax_mesh, spec).shard_shape(shape) for spec, shape in zip(specs, shapes, strict=True)
         ]
@@ -177,11 +177,7 @@ def workload_of(
     return Workload(total / cores, collective).rounded()
 
 
-def _is_spec(value: Any) -> bool:
-    return isinstance(value, PartitionSpec)
-
-
-def _layer_bytes(params: Any, fabric: Fabric, accumulate_dtype: DTypeLike | None) -> float:
+def _layer_bytes(params: Tree, fabric: Fabric, accumulate_dtype: DTypeLike | None) -> float:
     """Return the bytes per device of one layer, of those sharded trees that send most in a step."""
     trees: list[Any] = jax.tree.leaves(params, is_leaf=is_sharded)
     others = [one for one in trees if not isinstance(one, ShardedParams)]

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from meshmend.errors import ParameterError
+from meshmend.jax.collectives import Tree
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.program import AnyProgram, Program
+from meshmend.jax.program import Program
+from meshmend.jax.tiles import TiledFabric
 
 
 def check_microbatches(microbatches: Any) -> None:
@@ -19,26 +21,24 @@ def check_microbatches(microbatches: Any) -> None:
         raise ParameterError(f"microbatches is {microbatches!r}, expected a whole number of at least 1.")
 
 
-def check_program(program: Any, fabric: Fabric) -> None:
-    """Refuse what is no program, pair of programs or program with a turn, and those of another fabric."""
-    if not isinstance(program, AnyProgram):
+def check_program(program: object, fabric: Fabric) -> None:
+    """Refuse what is no program, and those of another fabric."""
+    if not isinstance(program, Program):
         raise ParameterError(
-            f"Expected a Program, a ProgramPair or a ProgramWithTurn, got a {type(program).__name__}: make one of a "
-            "schedule with mmj.install(schedule, fabric), mmj.install_pair or mmj.install_turn, and pass it as an "
-            "argument."
+            f"Expected a Program, got a {type(program).__name__}: make one of a schedule with mmj.install(schedule, "
+            "fabric, update=…), and pass it as an argument."
         )
-    first = program if isinstance(program, Program) else program.sharded_by
     # Inside jit the tables have no devices: there only the number of chips can be compared.
-    where = getattr(first.owned, "sharding", None)
+    where = getattr(program.owned, "sharding", None)
     jax_mesh = where.mesh if isinstance(where, NamedSharding) and isinstance(where.mesh, Mesh) else fabric.jax_mesh
-    if first.n_chips != fabric.mesh.n_chips or jax_mesh != fabric.jax_mesh:
+    if program.n_chips != fabric.mesh.n_chips or jax_mesh != fabric.jax_mesh:
         raise ParameterError(
-            f"The program is for {first.n_chips} chips of another fabric than the train step's, which is {fabric!r}. "
-            "Give train_step and install (or install_pair, install_turn) the same fabric."
+            f"The program is for {program.n_chips} chips of another fabric than the train step's, which is {fabric!r}. "
+            "Give train_step and install the same fabric."
         )
 
 
-def check_data_parallel(fabric: Fabric, shardings: Any) -> None:
+def check_data_parallel(fabric: Fabric, shardings: Tree) -> None:
     """Refuse shardings where each chip has the whole model."""
     if shardings is not None:
         raise ParameterError(
@@ -47,56 +47,50 @@ def check_data_parallel(fabric: Fabric, shardings: Any) -> None:
         )
 
 
-def check_batch(batch: Any, fabric: Fabric) -> None:
-    """Refuse a batch whose arrays do not split evenly over the fabric's devices."""
-    n_devices = int(fabric.jax_mesh.size)
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    if not leaves:
-        raise ParameterError("The batch has no arrays, so there is nothing to split over the devices.")
-    for path, leaf in leaves:
-        name, shape = f"batch{jax.tree_util.keystr(path)}", jnp.shape(leaf)
-        if not shape:
-            raise ParameterError(
-                f"{name} is a single number, but the first axis of each array of a batch is split over the devices. "
-                "Repeat it for each example, or make it a parameter."
-            )
-        if shape[0] % n_devices or not shape[0]:
-            below = shape[0] // n_devices * n_devices
-            nearest = f"{below} and {below + n_devices}" if below else f"{n_devices} and {2 * n_devices}"
-            raise ParameterError(
-                f"{name} has {shape[0]} examples, which do not split evenly over the {n_devices} devices of "
-                f"{fabric!r}. The nearest sizes that do are {nearest}. For a batch of any size use mmj.Feed, which "
-                "pads it, and train_step(…, per_example=True) with its weights."
-            )
+def check_batch(batch: dict[str, Any], fabric: Fabric, microbatches: int, *, instead: str) -> None:
+    """Refuse a batch, in parts by their names, whose arrays do not split evenly over devices or tiles and microbatches.
 
-
-def check_tile_batch(batch: dict[int, Any], fabric: Fabric, microbatches: int) -> None:
-    """Refuse arguments (by number) whose arrays do not split evenly over tiles and microbatches."""
-    n_tiles = fabric.mesh.n_chips
-    n_parts = n_tiles * microbatches
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    if not leaves:
-        raise ParameterError("The batch has no arrays, so there is nothing to split over tiles.")
-    for path, leaf in leaves:
-        number, shape = path[0].key, jnp.shape(leaf)
-        name = f"Argument {number}{jax.tree_util.keystr(path[1:])}"
+    `instead` says what to do with a single number.
+    """
+    n_parts = fabric.n_parts * microbatches
+    is_tiled = isinstance(fabric, TiledFabric)
+    named = [
+        (f"{name}{jax.tree_util.keystr(path)}", jnp.shape(leaf))
+        for name, part in batch.items()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(part)
+    ]
+    over = f"{fabric.n_parts} tiles" if is_tiled else f"the {fabric.n_parts} devices of {fabric!r}"
+    if not named:
+        raise ParameterError(f"The batch has no arrays, so there is nothing to split over {over}.")
+    for name, shape in named:
         if not shape:
-            raise ParameterError(
-                f"{name} is a single number, but it counts as a batch, whose first axis is split over tiles. List "
-                f"{number} in shared_argnums if it is the same on all tiles, or in key_argnums if it is a random key."
-            )
+            raise ParameterError(f"{name} is a single number, but a batch's first axis is split over {over}. {instead}")
         if shape[0] % n_parts or not shape[0]:
             below = shape[0] // n_parts * n_parts
             nearest = f"{below} and {below + n_parts}" if below else f"{n_parts} and {2 * n_parts}"
             pieces = f" and {microbatches} microbatches each" if microbatches > 1 else ""
             raise ParameterError(
-                f"{name} has {shape[0]} examples, which do not split evenly over {n_tiles} tiles{pieces}. The nearest "
-                f"sizes that do are {nearest}. For a batch of any size use mmj.Feed, which pads it to one of these, "
-                "and value_and_grad(…, per_example=True) with its weights."
+                f"{name} has {shape[0]} examples, which do not split evenly over {over}{pieces}. The nearest sizes "
+                f"that do are {nearest}. For a batch of any size use mmj.Feed, which pads it to one of these, and "
+                "per_example=True with its weights."
             )
 
 
-def check_weights(weights: Any, batch: Any) -> None:
+def weights_of(weights: Any, batch: Tree, maker: str, *, per_example: bool) -> jax.Array | None:
+    """Return the weights of examples, by default all 1, or None where the loss is a mean; refuse any that do not fit.
+
+    `maker` is the function that makes what is called with them.
+    """
+    if not per_example:
+        if weights is not None:
+            raise ParameterError(f"This does not take weights: make it with {maker}(…, per_example=True).")
+        return None
+    found = jnp.ones(jnp.shape(jax.tree.leaves(batch)[0])[0]) if weights is None else jnp.asarray(weights)
+    check_weights(found, batch)
+    return found
+
+
+def check_weights(weights: Any, batch: Tree) -> None:
     """Refuse weights that are not one real number per example, and arrays with different numbers of examples."""
     (first, leaf), *others = jax.tree_util.tree_leaves_with_path(batch)
     n_examples = jnp.shape(leaf)[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -28,11 +28,11 @@ from meshmend.jax.compiling import CompiledTrainStep, compile_train_step
 from meshmend.jax.compiling.ahead_of_time import most_in_flight, slice_fabric
 from meshmend.jax.fsdp.params import sharder
 from meshmend.jax.managed.model import Model, joiner
-from meshmend.jax.program import abstract_pair, abstract_program, abstract_turn
+from meshmend.jax.program import Update, abstract_program
 from meshmend.jax.tiles import TiledFabric
 
 WIDTH, LAYERS = 128, 2
-WAYS: dict[str, Callable[..., Any]] = {"replicated": abstract_program, "turn": abstract_turn, "fsdp": abstract_pair}
+WAYS: dict[str, Update] = {"replicated": "replicated", "turn": "fused", "fsdp": "two-phase"}
 WEIGHTS = {"up": np.zeros((WIDTH, 4 * WIDTH), np.float32), "down": np.zeros((4 * WIDTH, WIDTH), np.float32)}
 INSIDE = {"up": P(None, "model"), "down": P("model", None)}
 SAMPLES = np.zeros((64, WIDTH), np.float32)
@@ -64,12 +64,12 @@ def loss(params: Any, x: Any) -> Any:
     return jnp.sum(layer(params, x) ** 2, axis=1)
 
 
-def loss_of_shards(params: Any, x: Any, pair: mmj.ProgramPair) -> Any:
+def loss_of_shards(params: Any, x: Any, pair: mmj.Program) -> Any:
     head = mmj.fsdp.gather_params(params["head"], pair)
     return jnp.sum(layer(head, mmj.fsdp.scan_layers(layer, params["layers"], x, pair)) ** 2, axis=1)
 
 
-def shards(fabric: mmj.Fabric, pair: mmj.ProgramPair) -> dict[str, Any]:
+def shards(fabric: mmj.Fabric, pair: mmj.Program) -> dict[str, Any]:
     inside = INSIDE if isinstance(fabric, TiledFabric) else None
     keys = jax.random.split(jax.random.key(0), LAYERS)
     return {
@@ -90,7 +90,7 @@ def model_of(kind: str, fabric: mmj.Fabric) -> Model:
 
 def build(kind: str, fabric: mmj.Fabric) -> CompiledTrainStep:
     """As `TrainingRun` does: init, step, copies, and restoring from them."""
-    program = WAYS[kind](mm.plan(fabric.mesh, "weave", chunks=2 * fabric.mesh.n_chips), fabric)
+    program = abstract_program(mm.plan(fabric.mesh, "weave", chunks=2 * fabric.mesh.n_chips), fabric, update=WAYS[kind])
     model, feed = model_of(kind, fabric), mmj.Feed(SAMPLES, mmj.KeepPerChip(2), threads=0, prefetch=0)
     return compile_train_step(model.training(fabric), program, model.like(fabric, program), feed.like(fabric))
 
@@ -105,7 +105,7 @@ def compile_the_rest(kind: str, fabric: mmj.Fabric, compiled: CompiledTrainStep)
             for number, leaf in enumerate(layout.leaves)
         ],
     )
-    if isinstance(program, mmj.ProgramPair):
+    if program.update == "two-phase":
         inside = INSIDE if isinstance(fabric, TiledFabric) else None
         keys = jax.random.split(jax.random.key(0), LAYERS)
         made, values, _ = sharder(draw, keys, fabric, program, stacked=True, shardings=inside)
@@ -115,9 +115,8 @@ def compile_the_rest(kind: str, fabric: mmj.Fabric, compiled: CompiledTrainStep)
         for part in params.values():
             joiner(part, fabric, program).lower(number, part, program).compile()
         return
-    few = program if isinstance(program, mmj.Program) else program.scalars
     digest = fabric.jit(partial(replica_digests, fabric=fabric, shardings=model.shardings))
-    digest.lower(params, few).compile()
+    digest.lower(params, program).compile()
     if not isinstance(fabric, TiledFabric):
         feed = mmj.Feed(SAMPLES, mmj.KeepPerChip(2), threads=0, prefetch=0)
         Recompute(model.gradients, fabric, every=1).compile(params, None, feed.like(fabric))

@@ -13,10 +13,11 @@ import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.jax.compiling import compile_train_step
 from meshmend.jax.job.coordination import Coordination
+from meshmend.jax.program import UPDATES, Update
 
 
-def build(fabric: mmj.Fabric, way: str) -> bool:
-    program = getattr(mmj, way)(mm.plan(fabric.mesh, "hamiltonian"), fabric)
+def build(fabric: mmj.Fabric, update: Update) -> bool:
+    program = mmj.install(mm.plan(fabric.mesh, "hamiltonian"), fabric, update=update)
     feed = mmj.Feed(np.ones((64, 4), np.float32), mmj.KeepGlobal(16), threads=0, prefetch=0)
     training = mmj.train_step(lambda w, x: x @ w, optax.adam(0.1), fabric, per_example=True)
     compiled = compile_train_step(training, program, np.zeros(4, np.float32), feed.like(fabric))
@@ -31,6 +32,6 @@ if __name__ == "__main__":
     theirs = [device for device in jax.devices() if device.process_index == 1]
     if me == 0:
         fabric = mmj.discover(theirs, shape="2x4")
-        told = {way: build(fabric, way) for way in ("install", "install_turn", "install_pair")}
+        told = {update: build(fabric, update) for update in UPDATES}
     Coordination(me, 2).exchange(None)
     sys.stdout.write(json.dumps(told) + "\n")

@@ -187,5 +187,5 @@ def test_libtpus_cache_keys_are_those_of_the_restarted_job(
 def test_a_process_compiles_for_the_loss_of_its_own_host() -> None:
     """Then none of the devices is its own. Two real processes, of which the first compiles for the second's."""
     first, second = run_two("jax_engine.job.loss_of_own_host", timeout_s=300)
-    assert first == {"install": True, "install_turn": True, "install_pair": True}
+    assert first == {"replicated": True, "fused": True, "two-phase": True}
     assert second == {}

@@ -47,13 +47,13 @@ def whole_loss(params: Any, batch: Any) -> Any:
     return (x @ params["ends"]["out"] - batch["y"]) ** 2
 
 
-def sharded_loss(params: Any, batch: Any, pair: mmj.ProgramPair) -> Any:
+def sharded_loss(params: Any, batch: Any, pair: mmj.Program) -> Any:
     ends = mmj.fsdp.gather_params(params["ends"], pair)
     x = mmj.fsdp.scan_layers(layer, params["layers"], jnp.tanh(batch["x"] @ ends["w"]), pair)
     return (x @ ends["out"] - batch["y"]) ** 2
 
 
-def make(fabric: mmj.Fabric, pair: mmj.ProgramPair) -> Any:
+def make(fabric: mmj.Fabric, pair: mmj.Program) -> Any:
     return {
         "ends": mmj.fsdp.shard_params(ENDS, fabric, pair),
         "layers": mmj.fsdp.shard_params(LAYERS, fabric, pair, stacked=True),
@@ -95,7 +95,7 @@ def test_it_resumes_from_disk_with_the_same_bits(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("tile", [None, "1x2"])
 def test_random_keys_aux_microbatches_and_tiles(tile: str | None, tmp_path: Path) -> None:
-    def noisy(params: Any, batch: Any, pair: mmj.ProgramPair, keys: Any) -> Any:
+    def noisy(params: Any, batch: Any, pair: mmj.Program, keys: Any) -> Any:
         noise = jax.vmap(jax.random.uniform)(keys)
         return sharded_loss(params, batch, pair) + noise, {"noise": noise}
 
@@ -105,7 +105,7 @@ def test_random_keys_aux_microbatches_and_tiles(tile: str | None, tmp_path: Path
 
     inside = {"ends": {"w": P(), "out": P(), "none": P()}, "layers": {"w": P()}}
 
-    def made(fabric: mmj.Fabric, pair: mmj.ProgramPair) -> Any:
+    def made(fabric: mmj.Fabric, pair: mmj.Program) -> Any:
         if tile is None:
             return make(fabric, pair)
         return {

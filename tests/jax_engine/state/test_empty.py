@@ -23,7 +23,7 @@ from meshmend.launch.timeline import Timeline
 def test_a_dtype_of_which_there_is_no_element(sharded: bool, tmp_path: Path) -> None:
     fabric = mmj.discover(jax.devices()[:4], shape="2x2")
     schedule = mm.plan(fabric.mesh, "hamiltonian")
-    program = (mmj.install_pair if sharded else mmj.install)(schedule, fabric)
+    program = mmj.install(schedule, fabric, update="two-phase" if sharded else "replicated")
     train = mmj.train_step(lambda w, batch: jnp.mean(batch) * jnp.sum(w["w"]), optax.adam(0.1), fabric)
     params = {"w": np.arange(5.0, dtype=np.float32), "none": jnp.zeros((0, 3), jnp.bfloat16)}
     params = jax.device_put(params, fabric.sharding())

@@ -58,7 +58,7 @@ OTHERS = {
 def sharded_identity(shape: tuple[int, ...], n_chips: int = 4, **options: Any) -> Identity:
     """Of a stack of layers, and of Adam's state for it; nothing is computed."""
     fabric = mmj.discover(jax.devices()[:n_chips], shape=(2, n_chips // 2))
-    pair = mmj.install_pair(mm.plan(fabric.mesh, "hamiltonian"), fabric)
+    pair = mmj.install(mm.plan(fabric.mesh, "hamiltonian"), fabric, update="two-phase")
     tree = {"w": np.zeros(shape, F32)}
     params = jax.eval_shape(lambda: mmj.fsdp.shard_params(tree, fabric, pair, stacked=True, **options))
     training = mmj.fsdp.sharded_train_step(lambda *_: 0.0, optax.adam(0.1), fabric)

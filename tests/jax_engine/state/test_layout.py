@@ -25,7 +25,7 @@ import meshmend.jax as mmj
 from meshmend.errors import ParameterError, RestartError
 from meshmend.jax.state.layout import StateLayout, _device_number, place, vectors_from_leaves
 from meshmend.jax.state.outline import Outline, ShardedArray, dtype_named
-from meshmend.jax.updates import TrainStep
+from meshmend.jax.training import TrainStep
 from meshmend.schedule.split import reduce_scatter_of
 
 Place = tuple[int, int]
@@ -251,12 +251,12 @@ def test_outlines_at_the_edge_are_whole() -> None:
 
 
 @cache
-def machine(n_cores: int, failed: bool = False) -> tuple[mmj.Fabric, mm.Schedule, mmj.ProgramPair, mmj.Program]:
+def machine(n_cores: int, failed: bool = False) -> tuple[mmj.Fabric, mm.Schedule, mmj.Program, mmj.Program]:
     chips = [chip for chip in np.ndindex(2, 3) if not (failed and chip == (0, 0))]
     coords = [chip for chip in chips for _ in range(n_cores)]
     fabric = mmj.discover(jax.devices()[: len(coords)], shape="2x3", coords=coords)
     schedule = mm.plan(fabric.mesh, "weave", chunks=2 * len(chips) + 3)
-    return fabric, schedule, mmj.install_pair(schedule, fabric), mmj.install(schedule, fabric)
+    return fabric, schedule, mmj.install(schedule, fabric, update="two-phase"), mmj.install(schedule, fabric)
 
 
 class Job:
@@ -357,7 +357,7 @@ def test_a_layout_needs_a_program_for_the_fabric_of_its_train_step() -> None:
     for other in (Job(failed=True), Job(n_cores=2)):
         with pytest.raises(ParameterError, match=r"another fabric than the train step's, which is Fabric.*same fabric"):
             StateLayout.of(job.training(), other.program, job.params)
-    with pytest.raises(ParameterError, match=r"Expected a Program, a ProgramPair or a ProgramWithTurn, got a Schedule"):
+    with pytest.raises(ParameterError, match=r"Expected a Program, got a Schedule"):
         StateLayout.of(job.training(), job.schedule, job.params)  # type: ignore[arg-type]
 
 

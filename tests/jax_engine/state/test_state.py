@@ -51,7 +51,7 @@ def loss(params: Any, batch: Any) -> Any:
     return batch[:, 0] * weighted(params)
 
 
-def sharded_loss(params: Any, batch: Any, pair: mmj.ProgramPair) -> Any:
+def sharded_loss(params: Any, batch: Any, pair: mmj.Program) -> Any:
     ends = mmj.fsdp.gather_params(params["ends"], pair)
     x = mmj.fsdp.scan_layers(lambda w, x: x + weighted(w), params["layers"], jnp.zeros(()), pair)
     return jnp.mean(batch[:, 0]) * (weighted(ends) + x)
@@ -76,8 +76,8 @@ class Trained:
         failed = [HOSTS.tiles[host] for host in lost]
         self.kind = kind
         self.fabric = mmj.discover(jax.devices()[:64], shape="8x8", failed=failed)
-        install: Any = mmj.install if kind == "program" else mmj.install_pair
-        self.program = install(mm.plan(self.fabric.mesh, "hamiltonian"), self.fabric)
+        plan = mm.plan(self.fabric.mesh, "hamiltonian")
+        self.program = mmj.install(plan, self.fabric, update="replicated" if kind == "program" else "two-phase")
         self.training: Any
         params: Any
         if kind == "fsdp":

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.errors import RestartError
+from meshmend.jax.program import Update
 from meshmend.jax.state import fetch, place
 from meshmend.jax.state.disk import Disk
 from meshmend.jax.state.layout import StateLayout, vectors_from_leaves
@@ -51,8 +52,8 @@ class OnTiles:
         self.fabric = mmj.tile(chips, side, **inner)
         owners: dict[str, Any] = {"collective": "all-reduce-with-turn"} if sharded else {}
         schedule = mm.plan(self.fabric.mesh, "weave", chunks=2 * self.fabric.mesh.n_chips, **owners)
-        install: Any = {False: mmj.install, True: mmj.install_turn, "fsdp": mmj.install_pair}[sharded]
-        self.program = install(schedule, self.fabric)
+        updates: dict[bool | str, Update] = {False: "replicated", True: "fused", "fsdp": "two-phase"}
+        self.program = mmj.install(schedule, self.fabric, update=updates[sharded])
         self.training: Any
         if sharded == "fsdp":
             self._shard()

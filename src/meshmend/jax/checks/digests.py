@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 
 from meshmend.errors import ParameterError
 from meshmend.jax.checks.words import mixed, words_of
-from meshmend.jax.collectives import all_reduce
+from meshmend.jax.collectives import Tree, all_reduce
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.program import AnyProgram, Program
+from meshmend.jax.program import Program
 from meshmend.jax.shardings import match_specs
 from meshmend.jax.tiles import TiledFabric
 from meshmend.jax.validation import check_data_parallel, check_program
@@ -52,7 +52,7 @@ class Disagreement(NamedTuple):
 
 
 def replica_digests(
-    params: Any, program: AnyProgram, fabric: Fabric, *, shardings: Any = None
+    params: Tree, program: Program, fabric: Fabric, *, shardings: Tree = None
 ) -> Annotated[jax.Array, "uint32[I, D, Q]"]:
     """Return the digests of all copies of the parameters: for each place inside a tile (one without tiles), each device
     or tile that holds a copy, and each piece.
@@ -71,13 +71,13 @@ def replica_digests(
     []
     """
     check_program(program, fabric)
-    scalars = (program.scalars or program) if isinstance(program, Program) else program.scalars
+    scalars = program.for_scalars
     specs = _specs(params, fabric, shardings)
     inner = fabric.inner_axes
     over = tuple(axis for axis in fabric.axes if axis not in inner)
     n_copies = prod(fabric.jax_mesh.shape[axis] for axis in over)
 
-    def local(params: Any, scalars: Program) -> jax.Array:
+    def local(params: Tree, scalars: Program) -> jax.Array:
         own = jnp.stack([digest for leaf in jax.tree.leaves(params) for digest in _digests(leaf)])
         rows = jnp.zeros((n_copies, len(own)), jnp.uint32).at[lax.axis_index(over)].set(own)
         found: jax.Array = all_reduce(rows, scalars)
@@ -95,7 +95,7 @@ def replica_digests(
 
 
 def compare_replicas(
-    digests: Annotated[Any, "uint32[I, D, Q]"], params: Any, fabric: Fabric, *, shardings: Any = None
+    digests: Annotated[Any, "uint32[I, D, Q]"], params: Tree, fabric: Fabric, *, shardings: Tree = None
 ) -> list[Disagreement]:
     """Return where the copies of the parameters differ, chip by chip; an empty list is how it should be.
 
@@ -134,14 +134,14 @@ def _chip(fabric: Fabric, copy: int, place: int) -> tuple[int, ...]:
     return fabric.mesh.chip(copy // (int(fabric.jax_mesh.size) // fabric.mesh.n_chips))
 
 
-def _specs(params: Any, fabric: Fabric, shardings: Any) -> Any:
+def _specs(params: Tree, fabric: Fabric, shardings: Tree) -> Tree:
     if isinstance(fabric, TiledFabric):
         return match_specs(shardings, params, fabric)
     check_data_parallel(fabric, shardings)
     return jax.tree.map(lambda _: PartitionSpec(), params)
 
 
-def _pieces(params: Any, fabric: Fabric, shardings: Any) -> Iterator[str]:
+def _pieces(params: Tree, fabric: Fabric, shardings: Tree) -> Iterator[str]:
     """Return the name of each piece, in the order of the digests."""
     specs = jax.tree.leaves(_specs(params, fabric, shardings), is_leaf=lambda x: isinstance(x, PartitionSpec))
     for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(params), specs, strict=True):

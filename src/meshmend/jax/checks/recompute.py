@@ -48,6 +48,7 @@ from numpy.typing import NDArray
 from meshmend.errors import ParameterError
 from meshmend.jax.batching import Position
 from meshmend.jax.checks.words import digest_leaves, digest_tree
+from meshmend.jax.collectives import Tree
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.feed import Batch
 from meshmend.jax.tiles import TiledFabric
@@ -64,14 +65,14 @@ OWN = 0
 class Part(NamedTuple):
     """Examples of one device: half of its part of a batch."""
 
-    data: Any
+    data: Tree
     weights: Annotated[jax.Array, "float32[H]"]
     """0 for padding, which must have no influence."""
     places: Annotated[jax.Array, "uint32[H, 2]"]
     """Epoch of each example and its place in it, which do not depend on the chips: for random keys."""
 
 
-Gradients = Callable[[Any, Any, Part], Any]
+Gradients = Callable[[Tree, Tree, Part], Tree]
 """From parameters, the model's state (None without one) and a part to a pytree of arrays, without collectives."""
 
 
@@ -127,14 +128,14 @@ class Recompute:
             for number, device in enumerate(fabric.jax_mesh.devices.flat)
         ]
         self._is_first = True
-        self._choose: Callable[..., Any] | None = None
-        self._run: Callable[..., Any] | None = None
+        self._choose: Callable[..., Tree] | None = None
+        self._run: Callable[..., Tree] | None = None
 
     def is_due(self, step: int) -> bool:
         """Whether there is a check before this step."""
         return self.every > 0 and step % self.every == 0 and not self.why_off
 
-    def compile(self, params: Any, model_state: Any, batch: Batch) -> None:
+    def compile(self, params: Tree, model_state: Tree, batch: Batch) -> None:
         """Compile the check for parameters, a model state (None without one) and batches of these shapes.
 
         Without it, the first check does so. The parameters and the state may be on any device or on none.
@@ -143,7 +144,7 @@ class Recompute:
         by_device, everywhere = fabric.sharding(fabric.axes), fabric.sharding()
         half = -(-self._n_rows(batch) // 2)
 
-        def shapes(tree: Any, sharding: Any, rows: int | None = None) -> Any:
+        def shapes(tree: Tree, sharding: Any, rows: int | None = None) -> Tree:
             def shape(leaf: Any) -> jax.ShapeDtypeStruct:
                 dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
                 first = np.shape(leaf) if rows is None else (rows * len(self._owners), *np.shape(leaf)[1:])
@@ -151,15 +152,15 @@ class Recompute:
 
             return jax.tree.map(shape, tree)
 
-        def choose(batch: Any, rows: jax.Array) -> Any:
+        def choose(batch: Tree, rows: jax.Array) -> Tree:
             return jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0, mode="clip"), batch)
 
-        def run(params: Any, model_state: Any, part: Part) -> jax.Array:
+        def run(params: Tree, model_state: Tree, part: Part) -> jax.Array:
             found = digest_leaves(self.gradients(params, model_state, part))
             inputs = jnp.stack([digest_tree((params, model_state)), digest_tree(_without_padding(part))])
             return jnp.concatenate([inputs, found])[None]
 
-        def mapped(function: Callable[..., Any], *specs: PartitionSpec) -> Any:
+        def mapped(function: Callable[..., Tree], *specs: PartitionSpec) -> jax.stages.Wrapped:
             return fabric.jit(
                 jax.shard_map(function, mesh=fabric.jax_mesh, in_specs=specs, out_specs=axes, check_vma=False)
             )
@@ -177,7 +178,7 @@ class Recompute:
             .compile()
         )
 
-    def check(self, step: int, params: Any, model_state: Any, batch: Batch) -> tuple[Sign, ...]:
+    def check(self, step: int, params: Tree, model_state: Tree, batch: Batch) -> tuple[Sign, ...]:
         """Compare gradients of the step's batch, before the step; return what speaks against chips.
 
         `params` and `model_state` (None without one) are on the devices, a copy on each. `batch` is the feed's own.
@@ -200,7 +201,7 @@ class Recompute:
         opinions += self._ask([*arbiters, *more], params, model_state, parts)
         return self._conclude(weigh(opinions, self._owners, step), was_first=was_first)
 
-    def _ask(self, shifts: Sequence[int], params: Any, model_state: Any, parts: _Parts) -> list[Opinion]:
+    def _ask(self, shifts: Sequence[int], params: Tree, model_state: Tree, parts: _Parts) -> list[Opinion]:
         """Have each device compute the part that is so many chips further; return what all processes found."""
         assert self._choose is not None and self._run is not None  # noqa: S101, PT018  # compiled in `check`
         # All are dispatched before any is waited for: the host reads while devices compute.
@@ -287,7 +288,7 @@ class _Parts:
         devices = self._fabric.jax_mesh.devices.flat
         self._mine = [number for number, device in enumerate(devices) if device.process_index == here]
 
-    def of(self, shift: int, choose: Callable[..., Any]) -> Part:
+    def of(self, shift: int, choose: Callable[..., Tree]) -> Part:
         """Return the part that each device computes: its own from the devices, as the step gets it, or a partner's."""
         if shift == OWN and self._own is not None:
             return self._own
@@ -306,11 +307,11 @@ class _Parts:
             self._own = part
         return part
 
-    def _spread(self, local: NDArray[Any]) -> jax.Array:
+    def _spread(self, local: NDArray[np.generic]) -> jax.Array:
         """Make one array over all devices of the rows of this process's own."""
         n_rows, fabric = len(self._rows), self._fabric
 
-        def part(index: Any) -> NDArray[Any]:
+        def part(index: Any) -> NDArray[np.generic]:
             first = self._mine.index((index[0].start or 0) // n_rows) * n_rows
             return local[first : first + n_rows]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from meshmend.errors import ParameterError
+from meshmend.jax.collectives import Tree
 
 GOLDEN = np.uint32(0x9E3779B9)
 """2³² over the golden ratio: its multiples are spread evenly."""
@@ -43,11 +44,11 @@ def mixed(words: jax.Array) -> jax.Array:
     return word ^ (word >> 16)
 
 
-def digest_leaves(tree: Any) -> Annotated[jax.Array, "uint32[Q]"]:
+def digest_leaves(tree: Tree) -> Annotated[jax.Array, "uint32[Q]"]:
     """Return the digest of each array of a tree."""
     return jnp.stack([jnp.sum(mixed(words_of(leaf)), dtype=jnp.uint32) for leaf in jax.tree.leaves(tree)])
 
 
-def digest_tree(tree: Any) -> Annotated[jax.Array, "uint32[]"]:
+def digest_tree(tree: Tree) -> Annotated[jax.Array, "uint32[]"]:
     """Return one digest of all arrays of a tree: a change of one word in any of them always changes it."""
     return jnp.sum(mixed(digest_leaves(tree)), dtype=jnp.uint32)

@@ -151,7 +151,7 @@ def compile_step(topology: str, jitted: Any, fabric: Fabric, *arguments: Any) ->
         text = _text_of(compiled, Path(dump))
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
     programs = [leaf for leaf in jax.tree.leaves(arguments, is_leaf=_is_program) if _is_program(leaf)]
-    lanes = [loop for program in programs for loop in program.layout.shape.lanes]
+    lanes = [loop for program in programs for one in program.phases for loop in one.layout.shape.lanes]
     device = fabric.jax_mesh.devices.flat[0]
     permutes, others = count_collectives(text)
     report = Compiled(

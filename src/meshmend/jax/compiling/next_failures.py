@@ -27,20 +27,19 @@ from meshmend.errors import ParameterError, PlanError
 from meshmend.jax.compiling.ahead_of_time import as_compiler_error
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.feed import Batch
-from meshmend.jax.fsdp.training import ShardedTrainStep
 from meshmend.jax.job.session import Session, is_orderly
-from meshmend.jax.program import AnyProgram
+from meshmend.jax.program import Program
 from meshmend.jax.state.combine import compile_combine
 from meshmend.jax.state.layout import StateLayout
 from meshmend.jax.state.mirror import make_parts_fn
-from meshmend.jax.state.splits import AnyTrainStep
+from meshmend.jax.training import TrainStep
 
 
 @dataclass(frozen=True)
 class CompiledTrainStep:
     """A `TrainStep`, compiled for one program, one model and one size of batch. Made by `compile_train_step`."""
 
-    program: AnyProgram
+    program: Program
     layout: StateLayout
     """The layout of parameters and state on the fabric, which `Keeper` uses."""
     _init: Callable[..., Any] = field(repr=False)
@@ -57,7 +56,7 @@ class CompiledTrainStep:
         return found
 
 
-def compile_train_step(training: AnyTrainStep, program: AnyProgram, params: Any, batch: Batch) -> CompiledTrainStep:
+def compile_train_step(training: TrainStep, program: Program, params: Any, batch: Batch) -> CompiledTrainStep:
     """Compile `train_step(…, per_example=True)` for a feed's batches, and what keeps and combines copies of its state.
 
     Or `sharded_train_step(…, per_example=True)`, with its sharded parameters.
@@ -73,7 +72,7 @@ def compile_train_step(training: AnyTrainStep, program: AnyProgram, params: Any,
     params, state = jax.tree.unflatten(layout.structure, leaves)
     fabric, scale = training.fabric, jax.ShapeDtypeStruct((), np.float32)
     # What gathers its parameters hides that behind computing.
-    step = fabric.jit(training.step, overlap=isinstance(training, ShardedTrainStep), donate_argnums=(0, 1))
+    step = fabric.jit(training.step, overlap=training.is_fsdp, donate_argnums=(0, 1))
     with as_compiler_error(f"{fabric.mesh!r} of {fabric.jax_mesh.devices.flat[0].device_kind}"):
         init = fabric.jit(training.init).lower(params, program).compile()
         lowered = step.lower(params, state, batch.data, program, weights=batch.weights, scale=scale)

@@ -4,6 +4,8 @@
 `training` is the train step.
 """
 
+import warnings
+
 from meshmend.jax.fsdp.layer_scan import scan_layers
 from meshmend.jax.fsdp.params import (
     ShardedParams,
@@ -14,11 +16,11 @@ from meshmend.jax.fsdp.params import (
     sharded_specs,
     unshard_params,
 )
-from meshmend.jax.fsdp.training import ShardedTrainStep, sharded_train_step
+from meshmend.jax.fsdp.training import sharded_train_step
+from meshmend.jax.training import TrainStep
 
 __all__ = [
     "ShardedParams",
-    "ShardedTrainStep",
     "gather_params",
     "init_sharded",
     "reshard_params",
@@ -28,3 +30,12 @@ __all__ = [
     "sharded_train_step",
     "unshard_params",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Return what was replaced, with a warning that says what to use now."""
+    if name == "ShardedTrainStep":
+        now = "meshmend.jax.training.TrainStep"
+        warnings.warn(f"{__name__}.{name} is {now} now.", DeprecationWarning, stacklevel=2)
+        return TrainStep
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

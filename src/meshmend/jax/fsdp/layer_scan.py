@@ -8,7 +8,7 @@ two whole layers at a time, and the gradients of two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,34 +20,34 @@ from jax.typing import DTypeLike
 
 from meshmend.cost.hiding import MAX_UNROLLED
 from meshmend.errors import ParameterError
-from meshmend.jax.collectives import all_reduce
+from meshmend.jax.collectives import Tree, all_reduce
 from meshmend.jax.fsdp.params import ShardedParams, is_sharded
 from meshmend.jax.loops import zero_after
-from meshmend.jax.program import Program, ProgramPair
+from meshmend.jax.program import Program
 
-Layer = Callable[[Any, Any], Any]
+Layer = Callable[[Tree, Tree], Tree]
 """From the weights of one layer and its input to its output, which is the next layer's input."""
 
 
 def scan_layers(
     layer: Layer,
-    params: Any,
-    x: Any,
-    program: Program | ProgramPair,
+    params: Tree,
+    x: Tree,
+    program: Program,
     *,
     mean: bool = True,
     accumulate_dtype: DTypeLike | None = jnp.float32,
     hide: bool = True,
     in_turn: bool = False,
     unroll: bool | None = None,
-) -> Any:
+) -> Tree:
     """Return `x` after all layers, `x = layer(weights, x)` in sequence, with communication behind the computing.
 
     Call it inside `jax.shard_map`, with the program as an argument, as `all_reduce`. What `params` are says how:
 
-    - `ShardedParams` of a stack, with the `ProgramPair` that cut them: each layer's weights are gathered while the one
-      before it computes, and their gradients are reduce-scattered one layer later. `jax.grad` returns shards.
-    - A tree of arrays whose first axis is the layers, the same on all chips, with a `Program`: gradients are
+    - `ShardedParams` of a stack, with the two-phase program that cut them: each layer's weights are gathered while the
+      one before it computes, and their gradients are reduce-scattered one layer later. `jax.grad` returns shards.
+    - A tree of arrays whose first axis is the layers, the same on all chips, with a replicated program: gradients are
       all-reduced one layer later. Do not average them again.
 
     Gradients are means over all devices, or sums without `mean`; those of replicated parameters are summed in
@@ -64,7 +64,7 @@ def scan_layers(
     >>> import jax, jax.numpy as jnp, meshmend as mm, meshmend.jax as mmj
     >>> from jax.sharding import PartitionSpec as P
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
-    >>> pair = mmj.install_pair(mm.plan(fabric.mesh, "hamiltonian"), fabric)
+    >>> pair = mmj.install(mm.plan(fabric.mesh, "hamiltonian"), fabric, update="two-phase")
     >>> params = mmj.fsdp.shard_params({"w": jnp.full((6, 8, 8), 0.1)}, fabric, pair, stacked=True)
     >>> def gradients(params, x, pair):
     ...     layer = lambda w, x: x + jnp.tanh(x @ w["w"])
@@ -95,16 +95,16 @@ class _Stack(Protocol):
     def n_layers(self) -> int: ...
 
     @property
-    def like(self) -> Any:
+    def like(self) -> Tree:
         """One layer's weights, as shapes and dtypes."""
 
-    def fetch(self, params: Any, number: Any, program: Any) -> Any:
+    def fetch(self, params: Tree, number: jax.Array | int, program: Program) -> Tree:
         """Begin to make a layer's weights available; what is returned is held until it computes."""
 
-    def weights(self, held: Any, params: Any, number: Any) -> Any:
+    def weights(self, held: Tree, params: Tree, number: jax.Array | int) -> Tree:
         """Return a layer's weights of what was fetched."""
 
-    def send(self, gradients: Any, program: Any) -> Any:
+    def send(self, gradients: Tree, program: Program) -> Tree:
         """Return the gradients of one layer, over all devices."""
 
 
@@ -119,24 +119,24 @@ class _Sharded:
         return self.params.n_layers or 0
 
     @property
-    def like(self) -> Any:
+    def like(self) -> Tree:
         return self.params.outline.like
 
-    def fetch(self, params: ShardedParams, number: Any, program: ProgramPair) -> Any:
+    def fetch(self, params: ShardedParams, number: jax.Array | int, program: Program) -> Tree:
         return params.gather(params.layer(number), program, unroll=self.unroll)
 
-    def weights(self, held: Any, params: ShardedParams, number: Any) -> Any:
+    def weights(self, held: Tree, params: ShardedParams, number: jax.Array | int) -> Tree:
         del params, number
         return held
 
-    def send(self, gradients: Any, program: ProgramPair) -> ShardedParams:
+    def send(self, gradients: Tree, program: Program) -> ShardedParams:
         shards = self.params.scatter(gradients, program, mean=self.mean, unroll=self.unroll)
         return ShardedParams(shards, self.params.outline)
 
 
 @dataclass(frozen=True)
 class _Replicated:
-    params: Any
+    params: Tree
     mean: bool
     accumulate_dtype: DTypeLike | None
     unroll: bool
@@ -146,46 +146,46 @@ class _Replicated:
         return int(jax.tree.leaves(self.params)[0].shape[0])
 
     @property
-    def like(self) -> Any:
+    def like(self) -> Tree:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), self.params)
 
-    def fetch(self, params: Any, number: Any, program: Program) -> None:
+    def fetch(self, params: Tree, number: jax.Array | int, program: Program) -> None:
         del params, number, program
 
-    def weights(self, held: None, params: Any, number: Any) -> Any:
+    def weights(self, held: None, params: Tree, number: jax.Array | int) -> Tree:
         del held
         return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, number, keepdims=False), params)
 
-    def send(self, gradients: Any, program: Program) -> Any:
+    def send(self, gradients: Tree, program: Program) -> Tree:
         return all_reduce(
             gradients, program, mean=self.mean, accumulate_dtype=self.accumulate_dtype, unroll=self.unroll
         )
 
 
 Flat = list[Any]
-OneLayer = Callable[[Any, Sequence[Any], Sequence[Any]], Flat]
+OneLayer = Callable[[Tree, Flat, Flat], Flat]
 """From a layer's weights, its input and what it closes over, the latter two as lists, to its output as a list."""
 
 
 def _scan(
-    one: OneLayer, params: Any, x: Flat, outer: Flat, program: Any, stack: _Stack, hide: bool, in_turn: bool
+    one: OneLayer, params: Tree, x: Flat, outer: Flat, program: Program, stack: _Stack, hide: bool, in_turn: bool
 ) -> Flat:
     """Run the layers, with a backward pass that is written out."""
     n_layers = stack.n_layers
 
-    def ahead(params: Any, number: Any, program: Any) -> Any:
+    def ahead(params: Tree, number: jax.Array | int, program: Program) -> Tree:
         """Fetch a layer before it is its time; without `hide`, nothing."""
         return stack.fetch(params, jnp.clip(number, 0, n_layers - 1), program) if hide else None
 
-    def weights(held: Any, params: Any, number: Any, program: Any) -> Any:
+    def weights(held: Tree, params: Tree, number: jax.Array | int, program: Program) -> Tree:
         return stack.weights(held if hide else stack.fetch(params, number, program), params, number)
 
     @jax.custom_vjp
-    def run(params: Any, x: Flat, outer: Flat, program: Any) -> Flat:
+    def run(params: Tree, x: Flat, outer: Flat, program: Program) -> Flat:
         return forward(params, x, outer, program)[0]
 
-    def forward(params: Any, x: Flat, outer: Flat, program: Any) -> tuple[Flat, Any]:
-        def layer(carry: Any, number: Any) -> Any:
+    def forward(params: Tree, x: Flat, outer: Flat, program: Program) -> tuple[Flat, Any]:
+        def layer(carry: Tree, number: jax.Array | int) -> Tree:
             x, held = carry
             y = one(weights(held, params, number, program), x, outer)
             # Nothing follows the last layer, which is fetched again: the backward pass begins with it.
@@ -194,17 +194,17 @@ def _scan(
         (y, held), inputs = lax.scan(layer, (x, ahead(params, 0, program)), jnp.arange(n_layers))
         return y, (params, inputs, held, outer, program)
 
-    def backward(kept: Any, dy: Flat) -> tuple[Any, Flat, Flat, None]:
+    def backward(kept: Tree, dy: Flat) -> tuple[Tree, Flat, Flat, None]:
         params, inputs, held, outer, program = kept
         x_parts, outer_parts = _Parts(inputs), _Parts(outer)
         fixed_outer = outer_parts.fixed(outer)
 
-        def layer(carry: Any, number: Any) -> Any:
+        def layer(carry: Tree, number: jax.Array | int) -> Tree:
             dx, held, waiting, d_outer, sums = carry
             x = [lax.dynamic_index_in_dim(leaf, number, keepdims=False) for leaf in inputs]
             fixed_x = x_parts.fixed(x)
 
-            def varied(w: Any, x: Flat, outer: Flat) -> Flat:
+            def varied(w: Tree, x: Flat, outer: Flat) -> Flat:
                 y = one(w, x_parts.join(x, fixed_x), outer_parts.join(outer, fixed_outer))
                 return x_parts.varied(y)
 
@@ -248,7 +248,7 @@ class _Parts:
         return [None if not yes and fixed is None else next(ours[yes]) for yes in self.is_varied]
 
 
-def _pure(layer: Layer, like: Any, x: Any) -> tuple[OneLayer, Flat]:
+def _pure(layer: Layer, like: Tree, x: Tree) -> tuple[OneLayer, Flat]:
     """Return a layer as a function of all that it depends on, and those values that it closes over.
 
     A value that is traced (a mask, a key, something to be differentiated by) may not be closed over by a function with
@@ -264,7 +264,7 @@ def _pure(layer: Layer, like: Any, x: Any) -> tuple[OneLayer, Flat]:
     is_traced = [isinstance(value, jax.core.Tracer) for value in closed.consts]
     outer = [value for value, traced in zip(closed.consts, is_traced, strict=True) if traced]
 
-    def one(w: Any, x: Sequence[Any], outer: Sequence[Any]) -> Flat:
+    def one(w: Tree, x: Flat, outer: Flat) -> Flat:
         theirs = iter(outer)
         consts = [next(theirs) if traced else value for value, traced in zip(closed.consts, is_traced, strict=True)]
         found: Flat = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*jax.tree.leaves(w), *x)
@@ -273,7 +273,7 @@ def _pure(layer: Layer, like: Any, x: Any) -> tuple[OneLayer, Flat]:
     return one, outer
 
 
-def _put(sums: Any, one: Any, number: Any) -> Any:
+def _put(sums: Tree, one: Tree, number: jax.Array | int) -> Tree:
     """Write one layer's gradients to its place; a place after the last is the last."""
     return jax.tree.map(
         lambda all_layers, layer: lax.dynamic_update_index_in_dim(
@@ -284,23 +284,22 @@ def _put(sums: Any, one: Any, number: Any) -> Any:
     )
 
 
-def _zeros(tree: Any) -> Any:
+def _zeros(tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf), jnp.result_type(leaf)), tree)
 
 
-def _unrolls(program: Program | ProgramPair, hide: bool, unroll: bool | None) -> bool:
+def _unrolls(program: Program, hide: bool, unroll: bool | None) -> bool:
     if unroll is not None:
         return unroll
-    programs = [program] if isinstance(program, Program) else [program.scatter, program.gather]
-    return hide and all(one.layout.platform == "tpu" and one.n_steps <= MAX_UNROLLED for one in programs)
+    return hide and all(one.layout.platform == "tpu" and one.n_steps <= MAX_UNROLLED for one in program.phases)
 
 
-def _check_replicated(params: Any, program: Any) -> None:
-    if not isinstance(program, Program):
+def _check_replicated(params: Tree, program: Program) -> None:
+    if program.is_sharded:
         raise ParameterError(
-            f"The parameters are whole on every chip, and the program is a {type(program).__name__}. Give a Program "
-            "from mmj.install(schedule, fabric), or shard the parameters with mmj.fsdp.shard_params(…, stacked=True) "
-            "and give a ProgramPair."
+            f"The parameters are whole on every chip, and the program has update={program.update!r}. Give one from "
+            "mmj.install(schedule, fabric), or shard the parameters with mmj.fsdp.shard_params(…, stacked=True) and "
+            "give one with update='two-phase'."
         )
     shapes = [tuple(jnp.shape(leaf)) for leaf in jax.tree.leaves(params)]
     if not shapes or not all(shape and shape[0] == shapes[0][0] > 0 for shape in shapes):

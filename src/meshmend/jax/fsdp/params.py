@@ -22,7 +22,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -33,16 +33,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
-from meshmend.jax.collectives import Shards, all_gather, reduce_scatter, shard_of, travel_dtype
+from meshmend.jax.collectives import Shards, Tree, all_gather, reduce_scatter, shard_of, travel_dtype
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.program import Program, ProgramPair
-from meshmend.jax.shardings import match_specs
+from meshmend.jax.program import Program
+from meshmend.jax.shardings import is_spec, match_specs, stacked_specs
 from meshmend.jax.tiles import TILE_AXIS, TiledFabric
 from meshmend.jax.validation import check_data_parallel, check_program
-
-
-class SummingPair(ProgramPair):
-    """A pair with which gradients are sums over all devices, whatever a loss asks for: a train step divides them."""
 
 
 @dataclass(frozen=True)
@@ -60,23 +56,23 @@ class ShardedOutline:
     structure: Any
     shapes: tuple[tuple[int, ...], ...]
     """Of one layer's arrays, where there is a stack of layers."""
-    dtypes: tuple[np.dtype[Any], ...]
+    dtypes: tuple[np.dtype[np.generic], ...]
     """What the arrays are gathered as."""
     n_layers: int | None
-    accumulate_dtype: np.dtype[Any] | None
+    accumulate_dtype: np.dtype[np.generic] | None
     cut_by: str
     """A name for the chunks and owners of the plan."""
     inside: InsideTiles | None = None
     """None where there are no tiles."""
 
     @property
-    def like(self) -> Any:
+    def like(self) -> Tree:
         """The tree (of one layer), as shapes and dtypes."""
         leaves = [jax.ShapeDtypeStruct(*facts) for facts in zip(self.shapes, self.dtypes, strict=True)]
         return jax.tree.unflatten(self.structure, leaves)
 
     @property
-    def own_like(self) -> Any:
+    def own_like(self) -> Tree:
         """What one chip has of that tree before it is cut into chunks: all of it, or its part inside a tile."""
         if self.inside is None:
             return self.like
@@ -88,7 +84,7 @@ class ShardedOutline:
         )
 
     @property
-    def specs_inside(self) -> Any:
+    def specs_inside(self) -> Tree:
         """How the tree (of one layer) is split inside a tile."""
         specs = [PartitionSpec()] * len(self.shapes) if self.inside is None else self.inside.specs
         return jax.tree.unflatten(self.structure, specs)
@@ -120,13 +116,13 @@ class ShardedParams:
         """Return the shards of one layer of a stack."""
         return tuple(lax.dynamic_index_in_dim(shard, number, keepdims=False) for shard in self.shards)
 
-    def gather(self, shards: Shards, program: ProgramPair, *, unroll: bool = False) -> Any:
+    def gather(self, shards: Shards, program: Program, *, unroll: bool = False) -> Tree:
         """Return the tree (of one layer) on every chip, or split inside every tile."""
         outline = self.outline
 
-        def local(shards: Shards, program: ProgramPair) -> Any:
+        def local(shards: Shards, program: Program) -> Tree:
             return all_gather(
-                shards, program.gather, like=outline.own_like, accumulate_dtype=outline.accumulate_dtype, unroll=unroll
+                shards, program, like=outline.own_like, accumulate_dtype=outline.accumulate_dtype, unroll=unroll
             )
 
         if outline.inside is None:
@@ -142,21 +138,21 @@ class ShardedParams:
             )
         )
 
-        def refuse(*_: Any) -> Any:
+        def refuse(*_: Any) -> NoReturn:
             raise ParameterError("Shards are the same for all tiles: give vmap's in_axes None for sharded parameters.")
 
         mapped.def_vmap(refuse)
         return mapped(shards, program)
 
-    def scatter(self, tree: Any, program: ProgramPair, *, mean: bool, unroll: bool = False) -> Shards:
+    def scatter(self, tree: Tree, program: Program, *, mean: bool, unroll: bool = False) -> Shards:
         """Sum a tree (of one layer) over all chips, or over tiles, and return this chip's shards of it."""
         outline = self.outline
 
-        def local(tree: Any, program: ProgramPair) -> Shards:
+        def local(tree: Tree, program: Program) -> Shards:
             return reduce_scatter(
                 tree,
-                program.scatter,
-                mean=mean and not isinstance(program, SummingPair),
+                program,
+                mean=mean and not program.only_sums,
                 accumulate_dtype=outline.accumulate_dtype,
                 unroll=unroll,
             )
@@ -164,27 +160,22 @@ class ShardedParams:
         if outline.inside is None:
             return local(tree, program)
         mesh = outline.inside.jax_mesh
-        stacked = jax.tree.map(
-            lambda spec: PartitionSpec(TILE_AXIS, *spec),
-            outline.specs_inside,
-            is_leaf=lambda x: isinstance(x, PartitionSpec),
-        )
         sum_rows: Callable[..., Shards] = jax.shard_map(
             lambda tree, program: local(jax.tree.map(lambda x: x[0], tree), program),
             mesh=mesh,
-            in_specs=(stacked, program.spec),
+            in_specs=(stacked_specs(outline.specs_inside), program.spec),
             out_specs=PartitionSpec(mesh.axis_names),
             check_vma=False,
         )
 
-        def row_per_tile(x: Any) -> Any:
+        def row_per_tile(x: Any) -> Tree:
             return jnp.broadcast_to(x, (mesh.shape[TILE_AXIS], *x.shape))
 
-        def sum_same(tree: Any, program: ProgramPair) -> Shards:
+        def sum_same(tree: Tree, program: Program) -> Shards:
             """Sum what is the same on all tiles."""
             return sum_rows(jax.tree.map(row_per_tile, tree), program)
 
-        def sum_batched(axis_size: int, in_batched: Any, tree: Any, program: ProgramPair) -> tuple[Shards, Any]:
+        def sum_batched(axis_size: int, in_batched: Any, tree: Tree, program: Program) -> tuple[Shards, Any]:
             del axis_size
             rows = jax.tree.map(lambda x, batched: x if batched else row_per_tile(x), tree, in_batched[0])
             shards = sum_rows(rows, program)
@@ -198,7 +189,7 @@ class ShardedParams:
     def check(self, program: Any, *, stacked: bool) -> None:
         """Refuse a program that did not cut these, and a stack where one tree is expected or the reverse."""
         check_pair(program)
-        if self.outline.cut_by != name_cut(program.scatter):
+        if self.outline.cut_by != name_cut(program):
             raise ParameterError(
                 "These parameters were cut by another plan, for other chunks or other owners. Put them together with "
                 "unshard_params and the programs that cut them, and cut them again with shard_params."
@@ -220,7 +211,7 @@ class ShardedParams:
         return f"ShardedParams({layers}{self.n_params:,} parameters in shards of {dtypes})"
 
 
-def gather_params(params: ShardedParams, program: ProgramPair, *, mean: bool = True, unroll: bool = False) -> Any:
+def gather_params(params: ShardedParams, program: Program, *, mean: bool = True, unroll: bool = False) -> Tree:
     """Return the whole tree on every chip; its gradient is the shards of the chips' mean.
 
     For what is not in a stack of layers: embeddings, heads, norms. Without `mean` the gradient is the sum. `unroll` is
@@ -231,20 +222,20 @@ def gather_params(params: ShardedParams, program: ProgramPair, *, mean: bool = T
     params.check(program, stacked=False)
 
     @jax.custom_vjp
-    def gather(shards: Shards, program: ProgramPair) -> Any:
+    def gather(shards: Shards, program: Program) -> Tree:
         return params.gather(shards, program, unroll=unroll)
 
-    def forward(shards: Shards, program: ProgramPair) -> tuple[Any, ProgramPair]:
+    def forward(shards: Shards, program: Program) -> tuple[Tree, Program]:
         return gather(shards, program), program
 
-    def backward(program: ProgramPair, gradients: Any) -> tuple[Shards, None]:
+    def backward(program: Program, gradients: Tree) -> tuple[Shards, None]:
         return params.scatter(gradients, program, mean=mean, unroll=unroll), None
 
     gather.defvjp(forward, backward)
     return gather(params.shards, program)
 
 
-def sharded_specs(tree: Any, fabric: Fabric) -> Any:
+def sharded_specs(tree: Tree, fabric: Fabric) -> Tree:
     """Return how `jax.shard_map` splits a tree that has `ShardedParams` in it; other leaves are whole on each chip."""
     return jax.tree.map(
         lambda x: spec_of(x.outline, fabric) if is_sharded(x) else PartitionSpec(), tree, is_leaf=is_sharded
@@ -261,12 +252,13 @@ def spec_of(outline: ShardedOutline, fabric: Fabric) -> PartitionSpec:
     return PartitionSpec(fabric.axes) if outline.n_layers is None else PartitionSpec(None, fabric.axes)
 
 
-def check_pair(program: Any) -> None:
-    """Refuse what is no pair of programs."""
-    if not isinstance(program, ProgramPair):
+def check_pair(program: object) -> None:
+    """Refuse what is no program of two phases."""
+    if not isinstance(program, Program) or program.gather is None:
+        got = f"update={program.update!r}" if isinstance(program, Program) else f"a {type(program).__name__}"
         raise ParameterError(
-            f"Parameters are sharded by a ProgramPair, got a {type(program).__name__}: make one with "
-            "mmj.install_pair(schedule, fabric)."
+            f"Parameters are sharded by a program with update='two-phase', got {got}: make one with "
+            "mmj.install(schedule, fabric, update='two-phase')."
         )
 
 
@@ -278,12 +270,12 @@ def name_cut(program: Program) -> str:
 
 
 def shard_params(
-    params: Any,
+    params: Tree,
     fabric: Fabric,
-    program: ProgramPair,
+    program: Program,
     *,
     stacked: bool = False,
-    shardings: Any = None,
+    shardings: Tree = None,
     gather_dtype: DTypeLike | None = None,
     accumulate_dtype: DTypeLike | None = jnp.float32,
 ) -> ShardedParams:
@@ -297,7 +289,7 @@ def shard_params(
 
     >>> import jax, jax.numpy as jnp, meshmend as mm, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
-    >>> pair = mmj.install_pair(mm.plan(fabric.mesh, "hamiltonian"), fabric)
+    >>> pair = mmj.install(mm.plan(fabric.mesh, "hamiltonian"), fabric, update="two-phase")
     >>> layers = {"w": jnp.ones((6, 8, 8)), "b": jnp.ones((6, 8))}
     >>> mmj.fsdp.shard_params(layers, fabric, pair, stacked=True)
     ShardedParams(6 layers, 432 parameters in shards of float32)
@@ -315,13 +307,13 @@ def shard_params(
 
 
 def init_sharded(
-    make: Callable[[Any], Any],
+    make: Callable[[Tree], Tree],
     key: Any,
     fabric: Fabric,
-    program: ProgramPair,
+    program: Program,
     *,
     stacked: bool = False,
-    shardings: Any = None,
+    shardings: Tree = None,
     gather_dtype: DTypeLike | None = None,
     accumulate_dtype: DTypeLike | None = jnp.float32,
 ) -> ShardedParams:
@@ -343,13 +335,13 @@ def init_sharded(
 
 
 def sharder(
-    make: Callable[[Any], Any],
-    given: Any,
+    make: Callable[[Tree], Tree],
+    given: Tree,
     fabric: Fabric,
-    program: ProgramPair,
+    program: Program,
     *,
     stacked: bool = False,
-    shardings: Any = None,
+    shardings: Tree = None,
     gather_dtype: DTypeLike | None = None,
     accumulate_dtype: DTypeLike | None = jnp.float32,
 ) -> tuple[jax.stages.Wrapped, list[Any], ShardedOutline]:
@@ -365,12 +357,12 @@ def sharder(
         tuple(_gather_dtype(leaf.dtype, gather_dtype, accumulate_dtype) for leaf in leaves),
         n_layers,
         None if accumulate_dtype is None else np.dtype(accumulate_dtype),
-        name_cut(program.scatter),
+        name_cut(program),
         _inside(shardings, one, fabric),
     )
 
-    def cut(tree: Any, program: ProgramPair) -> Shards:
-        return shard_of(tree, program.scatter, accumulate_dtype=accumulate_dtype)
+    def cut(tree: Tree, program: Program) -> Shards:
+        return shard_of(tree, program, accumulate_dtype=accumulate_dtype)
 
     if outline.inside is None:
         function = _shard_mapped(
@@ -383,7 +375,7 @@ def sharder(
         # Made by XLA, so that no chip has more of an array than its part of it.
         of_chip = _shard_mapped(cut, fabric, (outline.specs_inside, program.spec), PartitionSpec(fabric.axes))
 
-        def function(given: Any, program: ProgramPair) -> Shards:
+        def function(given: Tree, program: Program) -> Shards:
             found: Shards = _by_layer(lambda one: of_chip(make(one), program), given, outline)
             return found
 
@@ -393,7 +385,7 @@ def sharder(
     return made, values, outline
 
 
-def _on_every_process(given: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+def _on_every_process(given: Tree) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
     """Return arrays as every process may give them to one program, and the way back from there.
 
     An array on a device of this process alone cannot be part of it; its values can. Random keys travel as bits.
@@ -413,7 +405,7 @@ def _on_every_process(given: Any) -> tuple[list[Any], Callable[[list[Any]], Any]
     bits = [jax.random.key_data(leaf) if key else leaf for leaf, key in zip(leaves, is_key, strict=True)]
     values = [np.asarray(leaf) if local else leaf for leaf, local in zip(bits, is_local, strict=True)]
 
-    def restored(values: list[Any]) -> Any:
+    def restored(values: list[Any]) -> Tree:
         found = [
             value if kind is None else jax.random.wrap_key_data(value, impl=kind)
             for value, kind in zip(values, kinds, strict=True)
@@ -423,24 +415,23 @@ def _on_every_process(given: Any) -> tuple[list[Any], Callable[[list[Any]], Any]
     return values, restored
 
 
-def _by_layer(function: Callable[[Any], Any], given: Any, outline: ShardedOutline) -> Any:
+def _by_layer(function: Callable[[Tree], Tree], given: Tree, outline: ShardedOutline) -> Tree:
     return function(given) if outline.n_layers is None else lax.map(function, given)
 
 
-def _shard_mapped(function: Callable[..., Any], fabric: Fabric, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def _shard_mapped(function: Callable[..., Tree], fabric: Fabric, in_specs: Any, out_specs: Any) -> Callable[..., Tree]:
     return jax.shard_map(function, mesh=fabric.jax_mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def _inside(shardings: Any, like: Any, fabric: Fabric) -> InsideTiles | None:
+def _inside(shardings: Tree, like: Tree, fabric: Fabric) -> InsideTiles | None:
     if not isinstance(fabric, TiledFabric):
         check_data_parallel(fabric, shardings)
         return None
     specs = match_specs((shardings,), (like,), fabric)[0]
-    is_spec = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    return InsideTiles(fabric.jax_mesh, tuple(is_spec))
+    return InsideTiles(fabric.jax_mesh, tuple(jax.tree.leaves(specs, is_leaf=is_spec)))
 
 
-def unshard_params(tree: Any, fabric: Fabric, program: ProgramPair) -> Any:
+def unshard_params(tree: Tree, fabric: Fabric, program: Program) -> Tree:
     """Return a tree with all `ShardedParams` in it put together on every chip, in the dtypes of their shards.
 
     On tiles the arrays are split inside each tile, and every tile has them. Nothing is rounded, so that cutting them
@@ -448,10 +439,10 @@ def unshard_params(tree: Any, fabric: Fabric, program: ProgramPair) -> Any:
     optimizer's state move from one set of survivors to another.
     """
 
-    def whole(params: ShardedParams) -> Any:
+    def whole(params: ShardedParams) -> Tree:
         join = joined(params, fabric, program)
 
-        def function(shards: Shards, program: ProgramPair) -> Any:
+        def function(shards: Shards, program: Program) -> Tree:
             return _by_layer(lambda one: join(one, program), shards, params.outline)
 
         return fabric.jit(function)(params.shards, program)
@@ -459,7 +450,7 @@ def unshard_params(tree: Any, fabric: Fabric, program: ProgramPair) -> Any:
     return jax.tree.map(lambda x: whole(x) if is_sharded(x) else x, tree, is_leaf=is_sharded)
 
 
-def joined(params: ShardedParams, fabric: Fabric, program: ProgramPair) -> Callable[..., Any]:
+def joined(params: ShardedParams, fabric: Fabric, program: Program) -> Callable[..., Tree]:
     """Return the function from one layer's shards and the programs to its tree, in the dtypes of the shards."""
     params.check(program, stacked=params.n_layers is not None)
     outline = params.outline
@@ -467,21 +458,21 @@ def joined(params: ShardedParams, fabric: Fabric, program: ProgramPair) -> Calla
         lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, outline.accumulate_dtype)), outline.own_like
     )
     return _shard_mapped(
-        lambda one, program: all_gather(one, program.gather, like=like),
+        lambda one, program: all_gather(one, program, like=like),
         fabric,
         (PartitionSpec(fabric.axes), program.spec),
         outline.specs_inside,
     )
 
 
-def reshard_params(whole: Any, like: Any, fabric: Fabric, program: ProgramPair) -> Any:
+def reshard_params(whole: Tree, like: Tree, fabric: Fabric, program: Program) -> Tree:
     """Cut what `unshard_params` put together as `like` was cut, for this fabric; `like` may be of other chips.
 
     Both are any trees, such as (parameters, optimizer's state), on any devices or on none. Where `like` has a
     `ShardedParams`, `whole` has the tree that it is of; everything else is copied to every device.
     """
 
-    def cut(like: Any, whole: Any) -> Any:
+    def cut(like: Tree, whole: Tree) -> Tree:
         whole = jax.device_put(whole, fabric.sharding())
         if not is_sharded(like):
             return whole
@@ -505,7 +496,7 @@ def reshard_params(whole: Any, like: Any, fabric: Fabric, program: ProgramPair) 
     return jax.tree.map(cut, like, whole, is_leaf=is_sharded)
 
 
-def _count_layers(params: Any) -> int:
+def _count_layers(params: Tree) -> int:
     shapes = [tuple(leaf.shape) for leaf in jax.tree.leaves(params)]
     counts = {shape[0] if shape else 0 for shape in shapes}
     if len(counts) != 1 or counts == {0}:
@@ -515,13 +506,13 @@ def _count_layers(params: Any) -> int:
     return int(counts.pop())
 
 
-def _gather_dtype(own: Any, wanted: DTypeLike | None, accumulate_dtype: DTypeLike | None) -> np.dtype[Any]:
+def _gather_dtype(own: Any, wanted: DTypeLike | None, accumulate_dtype: DTypeLike | None) -> np.dtype[np.generic]:
     """Return what a parameter is gathered as; refuse what has no gradient, and gradients of other sums than shards."""
     if not jnp.issubdtype(own, jnp.inexact):
         raise ParameterError(
             f"A parameter has dtype {own}, which has no gradient. Shard real numbers only, and close over the rest."
         )
-    dtype: np.dtype[Any] = np.dtype(own if wanted is None else wanted)
+    dtype: np.dtype[np.generic] = np.dtype(own if wanted is None else wanted)
     sums = travel_dtype(own, accumulate_dtype)
     if travel_dtype(dtype, accumulate_dtype) != sums:
         raise ParameterError(

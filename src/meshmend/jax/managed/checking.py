@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -20,13 +20,13 @@ from meshmend.jax.checks.digests import compare_replicas, replica_digests
 from meshmend.jax.checks.lag import LagWatch
 from meshmend.jax.checks.recompute import Recompute, check_recomputable
 from meshmend.jax.checks.signs import digest_signs
+from meshmend.jax.collectives import Tree
 from meshmend.jax.compiling import CompiledTrainStep
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.feed import Batch
 from meshmend.jax.job.session import Session
 from meshmend.jax.managed.checks import Checks
 from meshmend.jax.managed.model import Model
-from meshmend.jax.program import Program
 from meshmend.jax.state import Keeper
 from meshmend.jax.tiles import TiledFabric
 from meshmend.launch.events import note_quarantined
@@ -45,7 +45,7 @@ class _Open(NamedTuple):
     """A state whose replicas are being compared."""
 
     step: int
-    digests: Any
+    digests: Tree
 
 
 class Checking:
@@ -65,7 +65,7 @@ class Checking:
         self.keeper = keeper
         self._model = model
         self._compiled = compiled
-        self._digest: Callable[..., Any] | None = None
+        self._digest: Callable[..., Tree] | None = None
         self._open = deque[_Open]()
         self._recompute: Recompute | None = None
         if checks.recompute_every:
@@ -73,7 +73,7 @@ class Checking:
             self._recompute = Recompute(model.gradients, session.fabric, exchange, every=checks.recompute_every)
         self._lag = LagWatch.of(session) if checks.stragglers else None
 
-    def between(self, step: int, params: Any, state: Any, batch: Batch, *, is_last: bool = False) -> None:
+    def between(self, step: int, params: Tree, state: Tree, batch: Batch, *, is_last: bool = False) -> None:
         """Check the state after a step, before `batch`, the next one, is trained on. The last state always is."""
         if not step or not (is_last or self.checks.is_due(step)):
             return
@@ -139,7 +139,7 @@ class Checking:
         if entries or any(sign.kind != LAG for sign in signs):
             raise FoundError(_describe(signs, entries, verified))
 
-    def _digests(self, params: Any, state: Any) -> Any:
+    def _digests(self, params: Tree, state: Tree) -> Tree:
         """Start to digest the state, and return the digests to be."""
         program = self._compiled.program
         _, shardings = self._replicated
@@ -151,13 +151,13 @@ class Checking:
                 self._digest = jitted.lower(tree, program).compile()
         return self._digest(tree, program)
 
-    def _compared(self, params: Any, state: Any) -> Any:
+    def _compared(self, params: Tree, state: Tree) -> Tree:
         """Return the part of the state that every chip, or every tile, has a copy of."""
-        is_whole = isinstance(self._compiled.program, Program) and not isinstance(self.session.fabric, TiledFabric)
+        is_whole = not self._compiled.program.is_sharded and not isinstance(self.session.fabric, TiledFabric)
         return {"params": params, "state": state} if is_whole else {"params": params}
 
     @property
-    def _replicated(self) -> tuple[Any, Any]:
+    def _replicated(self) -> tuple[Tree, Tree]:
         """The shapes of what is compared, and how it is split inside tiles."""
         layout = self._compiled.layout
         like = self._compared(*jax.tree.unflatten(layout.structure, layout.leaves))

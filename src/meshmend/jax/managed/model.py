@@ -21,19 +21,17 @@ from meshmend.jax.elementwise import check_elementwise
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.fsdp.params import ShardedParams, is_sharded, joined
 from meshmend.jax.fsdp.training import sharded_train_step
+from meshmend.jax.gradients import LossSums, Sums
 from meshmend.jax.managed.data import RandomKey
 from meshmend.jax.managed.model_state import ModelState
-from meshmend.jax.program import AnyProgram, ProgramPair
+from meshmend.jax.program import Program
 from meshmend.jax.state import fetch, place
-from meshmend.jax.state.splits import AnyTrainStep
-from meshmend.jax.training import train_step
+from meshmend.jax.training import TrainStep, train_step
 from meshmend.jax.training_plan import any_pair
-from meshmend.jax.updates import TrainStep
-from meshmend.jax.weighted import Sums, weighted_sums
 
 Update = Literal["auto", "replicated", "sharded", "fsdp"]
 SHARDED_FROM_BYTES = 1 << 28
-"""Bytes of optimizer state from which "auto" shards it, for the price of the same all-reduce (`install_turn`). Less of
+"""Bytes of optimizer state from which "auto" shards it, for the price of the same all-reduce (a fused update). Less of
 it fits beside the model on any accelerator: 256 MiB of the 8 GB and more that they have."""
 
 
@@ -65,7 +63,7 @@ class Model:
         """Whether parameters are sharded: then they are made for a fabric and its programs."""
         return callable(self.params)
 
-    def training(self, fabric: Fabric) -> AnyTrainStep:
+    def training(self, fabric: Fabric) -> TrainStep:
         """Return the train step, whose state is the optimizer's, and the model's beside it if there is one."""
         if self.is_fsdp:
             return sharded_train_step(
@@ -82,11 +80,11 @@ class Model:
         kept = ModelState(self.model_state)
         plain = self._train_step(fabric, lambda params, data: self._call(params, data, kept.start), True)
 
-        def init(params: Any, program: AnyProgram) -> Any:
+        def init(params: Any, program: Program) -> Any:
             start = jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, fabric.sharding()), kept.start)
             return plain.init(params, program), start
 
-        def step(params: Any, state: Any, batch: Any, program: AnyProgram, **more: Any) -> tuple[Any, ...]:
+        def step(params: Any, state: Any, batch: Any, program: Program, **more: Any) -> tuple[Any, ...]:
             own, model_state = state
 
             def averaged(params: Any, data: Any) -> Any:
@@ -107,7 +105,7 @@ class Model:
         if inner_specs is None:
             return TrainStep(init, step, fabric, self.accumulate_dtype)
 
-        def specs(params: Any, program: AnyProgram) -> tuple[Any, Any]:
+        def specs(params: Any, program: Program) -> tuple[Any, Any]:
             inside, of_state = inner_specs(params, program)
             return inside, (of_state, jax.tree.map(lambda _: PartitionSpec(), kept.start))
 
@@ -123,11 +121,12 @@ class Model:
         data = part.data if self.rng is None else (part.data, part.places)
         given = () if self.model_state is None else (model_state,)
 
-        def loss(params: Any, data: Any) -> tuple[Any, Any]:
-            found = self._call(params, data, *given)
-            return found if self.has_aux or given else (found, ())
+        def loss(params: Any, data: Any, _: Any) -> Any:
+            return self._call(params, data, *given)
 
-        return weighted_sums(loss, params, data, part.weights, -(-self.microbatches // 2), self.accumulate_dtype)
+        has_aux = self.has_aux or bool(given)
+        sums = LossSums(has_aux, -(-self.microbatches // 2), self.accumulate_dtype)
+        return sums.of(loss, params, data, part.weights)[0]
 
     def check_recomputable(self) -> None:
         """Raise `ParameterError` if no single chip could compute a gradient of this model."""
@@ -144,17 +143,17 @@ class Model:
         """
         return self.like(fabric, any_pair(fabric)) if self.is_fsdp else self.params
 
-    def like(self, fabric: Fabric, program: AnyProgram) -> Any:
+    def like(self, fabric: Fabric, program: Program) -> Any:
         """Return the parameters as shapes and dtypes, or as they were given."""
         return jax.eval_shape(lambda pair: self.params(fabric, pair), program) if self.is_fsdp else self.params
 
-    def place(self, fabric: Fabric, program: AnyProgram) -> Any:
+    def place(self, fabric: Fabric, program: Program) -> Any:
         """Return what a new job begins with, on the devices."""
         return self.params(fabric, program) if self.is_fsdp else place(self.params, fabric, self.shardings)
 
-    def fetch(self, params: Any, fabric: Fabric, program: AnyProgram) -> Any:
+    def fetch(self, params: Any, fabric: Fabric, program: Program) -> Any:
         """Return parameters as NumPy arrays; shards are gathered, one layer at a time, so every process must ask."""
-        return fetch_params(params, fabric, program) if isinstance(program, ProgramPair) else fetch(params)
+        return fetch_params(params, fabric, program) if self.is_fsdp else fetch(params)
 
     def is_sharded(self, update: Update) -> bool:
         """Whether each chip updates only its own share of the weights.
@@ -208,7 +207,7 @@ class Model:
         batch, places = data
         return self.loss(params, *model_state, batch, self.rng.of_examples(places))
 
-    def _call_with_pair(self, params: Any, data: Any, pair: ProgramPair) -> Any:
+    def _call_with_pair(self, params: Any, data: Any, pair: Program) -> Any:
         if self.rng is None:
             return self.loss(params, data, pair)
         batch, places = data
@@ -230,7 +229,7 @@ class Model:
             )
 
 
-def fetch_params(tree: Any, fabric: Fabric, program: ProgramPair) -> Any:
+def fetch_params(tree: Any, fabric: Fabric, program: Program) -> Any:
     """Return sharded parameters whole, as NumPy arrays, with one layer at a time on the chips. For every process."""
 
     def whole(params: ShardedParams) -> Any:
@@ -241,7 +240,7 @@ def fetch_params(tree: Any, fabric: Fabric, program: ProgramPair) -> Any:
     return jax.tree.map(whole, tree, is_leaf=is_sharded)
 
 
-def joiner(params: ShardedParams, fabric: Fabric, program: ProgramPair) -> jax.stages.Wrapped:
+def joiner(params: ShardedParams, fabric: Fabric, program: Program) -> jax.stages.Wrapped:
     """Return the program from a layer's number, sharded parameters and programs to that layer's (or the one) tree."""
     join, is_tree = joined(params, fabric, program), params.n_layers is None
     return fabric.jit(lambda number, params, program: join(params.shards if is_tree else params.layer(number), program))

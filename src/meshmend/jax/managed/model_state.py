@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshmend.errors import ParameterError
+from meshmend.jax.collectives import Tree
 from meshmend.jax.formulas import inner_jaxprs
 
 
 class ModelState:
     """The state that a new job begins with, and how the next one comes from what a loss returns."""
 
-    def __init__(self, start: Any) -> None:
+    def __init__(self, start: Tree) -> None:
         given = jax.tree_util.tree_leaves_with_path(start)
         self.names = [f"model_state{jax.tree_util.keystr(path)}" for path, _ in given]
         self.structure: Any = jax.tree.structure(start)
@@ -31,18 +32,23 @@ class ModelState:
         self.is_whole = [not jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in self.leaves]
 
     @property
-    def start(self) -> Any:
+    def start(self) -> Tree:
         """The state before the first step."""
         return jax.tree.unflatten(self.structure, self.leaves)
 
-    def averaged(self, new: Any) -> list[Any]:
+    def averaged(self, new: Tree) -> list[Tree]:
         """Return the rows of those arrays whose mean is the next state; refuse a state of other arrays or shapes."""
         self._check_new(new)
         return [leaf for leaf, whole in zip(jax.tree.leaves(new), self.is_whole, strict=True) if not whole]
 
     def next(
-        self, means: Sequence[Any], new_state: Callable[[Any, Any, Any], Any], params: Any, state: Any, data: Any
-    ) -> Any:
+        self,
+        means: Sequence[Tree],
+        new_state: Callable[[Tree, Tree, Tree], Tree],
+        params: Tree,
+        state: Tree,
+        data: Tree,
+    ) -> Tree:
         """Return the next state: the means, and the whole numbers that `new_state(params, state, data)` has."""
         numbers, averages = iter(self._whole_numbers(new_state, params, state, data)), iter(means)
         found = [
@@ -52,13 +58,13 @@ class ModelState:
         return jax.tree.unflatten(self.structure, found)
 
     def _whole_numbers(
-        self, new_state: Callable[[Any, Any, Any], Any], params: Any, state: Any, data: Any
-    ) -> list[Any]:
+        self, new_state: Callable[[Tree, Tree, Tree], Tree], params: Tree, state: Tree, data: Tree
+    ) -> list[Tree]:
         which = [i for i, whole in enumerate(self.is_whole) if whole]
         if not which:
             return []
 
-        def first_rows(params: Any, state: Any, data: Any) -> list[Any]:
+        def first_rows(params: Tree, state: Tree, data: Tree) -> list[Tree]:
             new = jax.tree.leaves(new_state(params, state, data))
             for i in which:
                 self._check_whole(i, new[i])
@@ -74,7 +80,7 @@ class ModelState:
                     "examples: the next state is their mean, which is not a whole number. Keep it as float32, or "
                     "return what is the same for all examples, as in a counter of steps."
                 )
-        found: list[Any] = jax.extend.core.jaxpr_as_fun(_without_the_rest(traced))(*given, *examples)
+        found: list[Tree] = jax.extend.core.jaxpr_as_fun(_without_the_rest(traced))(*given, *examples)
         return found
 
     @staticmethod
@@ -88,7 +94,7 @@ class ModelState:
             )
         return array
 
-    def _check_whole(self, number: int, new: Any) -> None:
+    def _check_whole(self, number: int, new: Tree) -> None:
         """Refuse whole numbers that have become something else: to convert them back could lose something."""
         expected = self.leaves[number].dtype
         if new.dtype != expected:
@@ -97,10 +103,10 @@ class ModelState:
                 f"the dtype that they have, as in x.astype(jnp.{expected})."
             )
 
-    def _check_new(self, new: Any) -> None:
+    def _check_new(self, new: Tree) -> None:
         """Refuse a new state that could not be the next step's: other arrays, or other shapes."""
 
-        def shapes(tree: Any, first: int) -> Any:
+        def shapes(tree: Tree, first: int) -> Tree:
             return jax.tree.map(lambda leaf: list(jnp.shape(leaf)[first:]), tree)
 
         expected, found = shapes(self.start, 0), shapes(new, 1)

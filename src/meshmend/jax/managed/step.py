@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from meshmend.jax.collectives import Tree
 from meshmend.jax.feed import Batch
 from meshmend.jax.state.fetch import fetch
 
@@ -28,7 +29,7 @@ class JobStep:
     recovered: bool
     """Whether it is the first one after a restart."""
     _results: Any = field(repr=False)
-    _params: Callable[[JobStep], Any] = field(repr=False)
+    _params: Callable[[JobStep], Tree] = field(repr=False)
 
     @property
     def epoch(self) -> int:
@@ -41,11 +42,11 @@ class JobStep:
         return float(fetch(self._results[0]))
 
     @cached_property
-    def aux(self) -> Any:
+    def aux(self) -> Tree:
         """The metrics that the loss returned with `has_aux`, each the mean over the samples; None without."""
         return fetch(self._results[1]) if len(self._results) > 1 else None
 
     @property
-    def params(self) -> Any:
+    def params(self) -> Tree:
         """The parameters after this step, as NumPy arrays. Only until the next step: that one overwrites them."""
         return self._params(self)

@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 
 from meshmend.errors import RestartError
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.program import AnyProgram, Program
+from meshmend.jax.program import Program
 from meshmend.jax.shardings import match_specs
 from meshmend.jax.state.identity import Identity
 from meshmend.jax.state.outline import Outline, Vectors
-from meshmend.jax.state.splits import AnyTrainStep, splits_of
+from meshmend.jax.state.splits import splits_of
 from meshmend.jax.tiles import TiledFabric
+from meshmend.jax.training import TrainStep
 from meshmend.jax.validation import check_program
 
 Boxes = list[list[list[int]]]
@@ -52,10 +53,10 @@ class StateLayout:
     identity: Identity = field(repr=False)
 
     @classmethod
-    def of(cls, training: AnyTrainStep, program: AnyProgram, params: Any) -> StateLayout:
+    def of(cls, training: TrainStep, program: Program, params: Any) -> StateLayout:
         """Describe the state that `training.init` makes; its optimizer's part is sharded by owner if the update is.
 
-        That is the same for a `ProgramPair` and a `ProgramWithTurn` of one plan. With `sharded_train_step` everything
+        That is the same for a fused update and one of two phases of one plan. With `sharded_train_step` everything
         that is `ShardedParams` is sharded by owner.
 
         `params` may be on any device or on none: only shapes and dtypes count.
@@ -83,8 +84,8 @@ class StateLayout:
         n_cores = n_devices // (fabric.mesh.n_chips * n_places)
         owned: NDArray[Any] = np.zeros((fabric.mesh.n_chips, 0), int)
         total_chunks = 0
-        if not isinstance(program, Program):
-            shape_of_program = program.sharded_by.layout.shape
+        if program.is_sharded:
+            shape_of_program = program.layout.shape
             total_chunks, owned = shape_of_program.total_chunks, np.array(shape_of_program.owned)
         outline = Outline(
             n_devices, n_cores, total_chunks, tuple(map(tuple, owned.tolist())), replicated, sharded, n_places

@@ -18,13 +18,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshmend.errors import RestartError
 from meshmend.jax.collectives import groups_of
 from meshmend.jax.fsdp.params import ShardedParams, is_sharded, spec_of
-from meshmend.jax.fsdp.training import ShardedTrainStep
-from meshmend.jax.program import AnyProgram, Program, ProgramPair
+from meshmend.jax.program import Program
 from meshmend.jax.state.outline import ShardedArray
-from meshmend.jax.updates import TrainStep
-
-AnyTrainStep = TrainStep | ShardedTrainStep
-"""Train steps whose state can be kept."""
+from meshmend.jax.training import TrainStep
 
 
 @dataclass(frozen=True)
@@ -36,14 +32,14 @@ class Split:
     """What it holds, if it is split by owner."""
 
 
-def splits_of(training: AnyTrainStep, program: AnyProgram, params: Any, state: Any) -> list[Split]:
+def splits_of(training: TrainStep, program: Program, params: Any, state: Any) -> list[Split]:
     """Return how each leaf of (params, state) is split; raise `RestartError` for what cannot be kept."""
-    if isinstance(training, ShardedTrainStep):
+    if training.is_fsdp:
         return _of_sharded_params(training, program, (params, state))
     return _of_update(training, program, params, state)
 
 
-def _of_update(training: TrainStep, program: AnyProgram, params: Any, state: Any) -> list[Split]:
+def _of_update(training: TrainStep, program: Program, params: Any, state: Any) -> list[Split]:
     fabric = training.fabric
     leaves = jax.tree_util.tree_leaves_with_path((params, state))
     specs = [PartitionSpec()] * len(leaves)
@@ -51,14 +47,14 @@ def _of_update(training: TrainStep, program: AnyProgram, params: Any, state: Any
         inside = training.specs(params, program)
         specs = jax.tree.leaves(inside, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
     found = [Split(spec) for spec in specs]
-    if isinstance(program, Program):
+    if not program.is_sharded:
         return found
     n_params = len(jax.tree.leaves(params))
     shards = [
         jax.ShapeDtypeStruct(NamedSharding(fabric.jax_mesh, spec).shard_shape(tuple(leaf.shape)), leaf.dtype)
         for (_, leaf), spec in zip(leaves[:n_params], specs, strict=False)
     ]
-    layout = program.sharded_by.layout
+    layout = program.layout
     groups = groups_of(shards, layout, training.accumulate_dtype)
     n_rows = int(fabric.jax_mesh.size) * len(layout.shape.owned[0])
     expected = [(n_rows, group.chunk) for group in groups]
@@ -77,10 +73,9 @@ def _of_update(training: TrainStep, program: AnyProgram, params: Any, state: Any
     return found
 
 
-def _of_sharded_params(training: ShardedTrainStep, program: AnyProgram, tree: Any) -> list[Split]:
+def _of_sharded_params(training: TrainStep, program: Program, tree: Any) -> list[Split]:
     fabric, found = training.fabric, list[Split]()
-    assert isinstance(program, ProgramPair)  # noqa: S101  # `training.init` refuses others
-    layout = program.scatter.layout
+    layout = program.layout
     n_rows = int(fabric.jax_mesh.size) * len(layout.shape.owned[0])
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sharded):
         if not is_sharded(leaf):
