@@ -25,7 +25,6 @@ from meshmend.errors import MeshmendError
 
 MOST_OBJECTS = 100_000
 """Objects that are looked at. A loss that reaches more holds a data set, or all of a framework."""
-JITTED = type(jax.jit(lambda: None))
 WRAPPERS = (property, functools.cached_property, staticmethod, classmethod)
 
 
@@ -102,8 +101,8 @@ class _Pickler(pickle._Pickler):
             case _ if isinstance(obj, WRAPPERS):
                 parts = [getattr(obj, name, None) for name in ("fget", "fset", "func", "__func__")]
                 return str, (type(obj).__name__,), parts
-            case _ if isinstance(obj, JITTED):
-                return str, ("jit",), [obj.__wrapped__]  # type: ignore[attr-defined]
+            case _ if hasattr(obj, "__wrapped__") and hasattr(obj, "lower"):  # a jitted function
+                return str, ("jit",), [obj.__wrapped__]
             case jax.Array() if jnp.issubdtype(obj.dtype, jax.dtypes.prng_key):
                 return str, ("key", str(jax.random.key_impl(obj))), [jax.random.key_data(obj)]
         return NotImplemented
