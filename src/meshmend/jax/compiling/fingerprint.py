@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import pickle
 import sys
 import sysconfig
@@ -25,6 +26,8 @@ from meshmend.errors import MeshmendError
 
 MOST_OBJECTS = 100_000
 """Objects that are looked at. A loss that reaches more holds a data set, or all of a framework."""
+INSTALLED = tuple(sysconfig.get_path(which) + os.sep for which in ("stdlib", "platstdlib", "purelib", "platlib"))
+"""Found once: a process has thousands of modules, and to find these folders takes as long as to load a program."""
 WRAPPERS = (property, functools.cached_property, staticmethod, classmethod)
 
 
@@ -155,8 +158,7 @@ def is_installed(name: str) -> bool:
     if file is None:  # a part of an extension module has none
         parent = name.rpartition(".")[0]
         return bool(parent) and is_installed(parent)
-    folders = {sysconfig.get_path(which) for which in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return any(Path(file).is_relative_to(one) for one in folders) or "site-packages" in Path(file).parts
+    return file.startswith(INSTALLED) or f"{os.sep}site-packages{os.sep}" in file
 
 
 @functools.cache
