@@ -15,12 +15,12 @@ LOCK_S = 60.0
 """How long another process may keep a file locked: far longer than any change takes, unless its disk hangs."""
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file, so that whoever reads it sees the text before or after, however this process ends."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Replace a file, so that whoever reads it sees what it had before or after, however this process ends."""
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         Path(draft).chmod(0o644)  # a temporary file is for its owner only

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from meshmend.jax.private import (
     KeyValueStore,
+    compiling_anew,
     is_tracing,
     joined_as,
     key_value_store,
@@ -28,6 +30,10 @@ NO_STORE = (
 NO_KEYS = (
     "JAX makes the keys of its compile cache otherwise: on CPU, all processes but the first compile anew after a "
     "restart (meshmend.jax.job.compile_cache). Change share_cache_keys_on_cpu in meshmend/jax/private.py."
+)
+NO_CACHE = (
+    "JAX looks into its compile cache all the same: what a CPU job saves of its programs would fail when it runs "
+    "(meshmend.jax.compiling.saved). Change compiling_anew in meshmend/jax/private.py."
 )
 NO_TRACING = (
     "JAX does not say any more whether it is tracing: Fabric.jit would give compiler options to a part of a jitted "
@@ -108,6 +114,30 @@ def test_jaxs_own_client_is_found_once_there_is_one(monkeypatch: pytest.MonkeyPa
     except (ImportError, AttributeError) as error:
         pytest.fail(f"{NO_STORE} ({error})")
     assert key_value_store() is not None, NO_STORE
+
+
+def test_a_thread_can_compile_without_the_compile_cache(tmp_path: Path) -> None:
+    from jax.experimental.compilation_cache import compilation_cache
+
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    try:
+        for name, value in options.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        with compiling_anew():
+            assert jax.jit(lambda x: 3 * x).lower(1.0).compile()(2.0) == 6
+        assert not list(tmp_path.iterdir()), NO_CACHE
+        jax.jit(lambda x: 4 * x).lower(1.0).compile()
+        assert list(tmp_path.iterdir()), "the oracle: afterwards it is written to"
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 def test_keys_of_the_compile_cache_are_those_of_the_devices_kinds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,29 @@ def test_the_trajectory_is_bit_identical_though_the_coordinators_host_dies(undis
 
 
 @pytest.mark.slow
+def test_after_a_loss_that_was_prepared_for_nothing_is_traced_or_compiled(
+    undisturbed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_LOG_COMPILES", "1")
+    first = Run(replace(undisturbed.job, folder=str(tmp_path / "first"), pause_s=1.0))
+    first.go([], random.Random(0))
+    assert "Finished tracing" in (first.folder / "host-0.log").read_text(), "the oracle: JAX logs what it traces"
+    ahead = {event["lost"]: event for event in first.events(0) if event["event"] == "compile ahead"}
+    assert [sorted(ahead), ["saved" in event for event in ahead.values()]] == [[0, 1, 2, 3], [True] * 4]
+    run, failure = failed(undisturbed, tmp_path / "second", HostKill((2,)))
+    assert failure.source == "memory"
+    assert_same_trajectory(run, undisturbed)
+    for host in (0, 1, 3):
+        attempts = [e for e in run.events(host) if e.get("attempt") == 2 and e["event"] == "step"]
+        starts = [e for e in run.events(host) if e["event"] == "compile" and "seconds" in e and "attempt" not in e]
+        begun = next(e for e in starts if attempts[0]["at"] - 30 < e["at"] < attempts[0]["at"] and e["launch"] > 1)
+        assert "loaded" in begun, begun
+        log = [line.split(" ", 1) for line in (run.folder / f"host-{host}.log").read_text().splitlines()]
+        during = [text for at, text in log if begun["at"] - 1 <= float(at) <= attempts[0]["at"]]
+        assert not [text for text in during if "Finished tracing" in text or "Compiling" in text]
+
+
+@pytest.mark.slow
 def test_losing_the_keeper_of_the_lost_parts_during_recovery_brings_the_job_back_to_disk(
     undisturbed: Run, tmp_path: Path
 ) -> None:

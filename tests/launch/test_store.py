@@ -26,6 +26,7 @@ from meshmend.launch.messages import (
     MessageError,
     Talk,
     _seal,
+    derive_key,
     make_key,
     make_nonce,
     pack,
@@ -290,6 +291,12 @@ def test_a_body_under_the_right_tag_that_is_no_object_is_malformed(body: bytes) 
     frame = _seal("hello", body, make_key(SECRET, JOB), bytes(32))
     with pytest.raises(MessageError, match="malformed"):
         unpack("hello", frame, make_key(SECRET, JOB), bytes(32))
+
+
+def test_a_workers_key_is_of_one_secret_and_one_purpose_and_no_key_of_messages() -> None:
+    keys = [derive_key(SECRET, "programs"), derive_key(SECRET, "others"), derive_key("another", "programs")]
+    assert len({*keys, make_key(SECRET, JOB), make_key(SECRET, "programs")}) == 5
+    assert derive_key(SECRET, "programs") == keys[0]
 
 
 def test_a_message_that_makes_no_sense_costs_its_sender_the_connection(serving: Serving) -> None:

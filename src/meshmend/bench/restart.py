@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import random
+import secrets
 import shutil
 import statistics
 import tempfile
@@ -37,6 +38,9 @@ STORE_PAUSE_S = 0.2
 """Pause after each step where the store is killed: a job that trains on must not be over before it is back."""
 LOSS_TOLERANCE = 1e-3
 """Sums in another order round differently, and training propagates that; the measured effect is far below this."""
+
+SECRET = secrets.token_hex(32)
+"""Of all jobs here: what one has compiled and signed, the next one loads."""
 
 Event = dict[str, Any]
 SHARDS = ("update", "fsdp")
@@ -224,6 +228,7 @@ class Run:
             self.folder / "launcher",
             least=2,
             max_restarts=5,
+            secret=SECRET,
             on_line=log,
             on_event=lambda event: log(event["host"], json.dumps(event)),
         )

@@ -80,7 +80,7 @@ def main(path: str) -> None:
     import optax
 
     import meshmend.jax as mmj
-    from meshmend.jax.compiling import CompileAhead, CompiledTrainStep, compile_train_step
+    from meshmend.jax.compiling.saved import SavedSteps, shapes_of
     from meshmend.jax.job import initialize
     from meshmend.jax.job.hardware import with_hardware
     from meshmend.jax.job.session import RECOVERY_BUDGET_S
@@ -118,21 +118,19 @@ def main(path: str) -> None:
                 budget_s=RECOVERY_BUDGET_S,
             )
 
-        def build(fabric: mmj.Fabric, planned: TrainingPlan) -> CompiledTrainStep:
-            batch, program = feed.like(fabric), planned.install(fabric)
+        def ingredients(fabric: mmj.Fabric, program: Any) -> tuple[Any, Any, Any]:
             if job.shard == "fsdp":
                 sharded = mmj.fsdp.sharded_train_step(sharded_loss, optimizer, fabric, per_example=True)
                 like = jax.eval_shape(lambda pair: _sharded_params(fabric, pair), program)
-                return compile_train_step(sharded, program, like, batch)
-            training = mmj.train_step(loss, optimizer, fabric, per_example=True)
-            return compile_train_step(training, program, _params(job.exact), batch)
-
-        def build_ahead(fabric: mmj.Fabric) -> None:
-            build(fabric, make_plan(fabric, PlanCache(plans)))
+                return sharded, like, feed.like(fabric)
+            return mmj.train_step(loss, optimizer, fabric, per_example=True), _params(job.exact), feed.like(fabric)
 
         planned = session.agree_on_plan(lambda cache: make_plan(fabric, cache), plans)
-        with timeline.timed("compile"):
-            compiled = build(fabric, planned)
+        params = shapes_of(_params(job.exact))
+        made_of = {"losses": (loss, sharded_loss), "optimizer": optimizer, "params": params, "policy": _policy(job)}
+        programs = caches / "programs" if job.compile_cache else None
+        steps = SavedSteps(programs, session, made_of | {"shard": job.shard}, ingredients)
+        compiled = steps.start(planned)
         is_fsdp = job.shard == "fsdp"
         params = _sharded_params(fabric, compiled.program) if is_fsdp else place(_params(job.exact), fabric)
         keeper = Keeper(
@@ -157,9 +155,10 @@ def main(path: str) -> None:
             keeper.keep(number, params, state, extra=batch.after)
             facts: dict[str, Any] = {"digest": _digest(params)} if job.exact else {}
             timeline.note("step", step=number, loss=float(fetch(value)), examples=len(batch.indices), **facts)
+            steps.confirm()
             if job.ahead and number == found.step + 3:
                 # Not earlier: it would slow down a restart.
-                ahead = CompileAhead(session, build_ahead, plan=lambda fabric: make_plan(fabric, PlanCache(plans)))
+                ahead = steps.ahead(lambda fabric: make_plan(fabric, PlanCache(plans)))
             time.sleep(job.pause_s if fabric.mesh.is_full else job.pause_on_hole_s)
         keeper.close()
         if ahead is not None:

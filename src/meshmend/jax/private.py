@@ -7,6 +7,9 @@ against the new version.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -88,6 +91,34 @@ def share_cache_keys_on_cpu() -> bool:
     hash_config.from_meshmend = True  # type: ignore[attr-defined]
     cache_key._hash_accelerator_config = hash_config  # type: ignore[assignment]
     return True
+
+
+_anew = threading.local()
+
+
+@contextmanager
+def compiling_anew() -> Iterator[None]:
+    """Compile in this thread without reading or writing JAX's compile cache.
+
+    XLA's CPU executables cannot be written again after they were read: what such a file has in it loads, and fails when
+    it runs ("Function wrapped_broadcast not found"). The setting that switches the cache off counts only once per
+    process.
+    """
+    from jax._src import compiler
+
+    keyed = compiler._get_cache_key
+    if not getattr(keyed, "from_meshmend", False):
+
+        def key_of(*given: Any, **more: Any) -> str | None:
+            return None if getattr(_anew, "is_on", False) else keyed(*given, **more)
+
+        key_of.from_meshmend = True  # type: ignore[attr-defined]
+        compiler._get_cache_key = key_of
+    _anew.is_on = True
+    try:
+        yield
+    finally:
+        _anew.is_on = False
 
 
 def is_tracing() -> bool:

@@ -22,6 +22,8 @@ from meshmend.launch.events import AgentLog
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.member import Member, Place
 from meshmend.launch.membership import SILENT_S
+from meshmend.launch.messages import derive_key
+from meshmend.launch.places import PROGRAM_KEY
 from meshmend.launch.processes import die_with_parent
 from meshmend.launch.timeline import Timeline, read_timeline
 from meshmend.launch.worker import Workers
@@ -65,7 +67,9 @@ def main(descriptor: int) -> int:
     os.set_inheritable(descriptor, False)
     what = HostDescription(**json.loads(sys.stdin.read()))
     os.environ.update(what.environment)
-    secret = os.environ.pop("MESHMEND_SECRET", "")  # the worker has no use for it
+    secret = os.environ.pop("MESHMEND_SECRET", "")  # the worker has no use for it, only for a key of its own
+    if secret:
+        os.environ[PROGRAM_KEY] = derive_key(secret, PROGRAM_KEY).hex()
 
     reporting = threading.Lock()  # what is longer than a page is not written at once
 

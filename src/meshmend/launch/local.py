@@ -38,7 +38,8 @@ class LocalJob:
 
     `shared` is the folder that all hosts see. A round needs `least` hosts, by default half of them. `machine` is the
     file that describes the machine whose chips these virtual ones stand for. `environment` returns what a host's worker
-    gets besides. A host that is killed loses its memory, which is a folder of its own.
+    gets besides. A host that is killed loses its memory, which is a folder of its own. With the `secret` of an earlier
+    job its compiled programs are loaded; by default it is a new one.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class LocalJob:
         silent_s: float = SILENT_S,
         start_s: float = START_S,
         machine: Path | None = None,
+        secret: str | None = None,
         environment: Callable[[int], Mapping[str, str]] = lambda _: {},
         on_line: Callable[[int, str], None] = lambda *_: None,
         on_event: Callable[[Event], None] = lambda _: None,
@@ -68,7 +70,7 @@ class LocalJob:
         self._start_s = start_s
         self._machine = machine
         self._environment = environment
-        self._secret = secrets.token_hex(32)
+        self._secret = secret or secrets.token_hex(32)
         self._port = 0
         self._store: subprocess.Popen[bytes] | None = None
         self.processes = HostProcesses(secret=self._secret, on_line=on_line, on_event=on_event)

@@ -72,6 +72,11 @@ def make_key(secret: str, job: str) -> bytes:
     return hmac.digest(os.fsencode(secret), b"meshmend rendezvous " + os.fsencode(job), "sha256")
 
 
+def derive_key(secret: str, purpose: str) -> bytes:
+    """Return a key for a purpose, from which nobody learns the secret: a worker has one to sign its files with."""
+    return hmac.digest(os.fsencode(secret), b"meshmend key for " + purpose.encode(), "sha256")
+
+
 def make_nonce() -> bytes:
     """Return random bytes that no message has ever been tagged with."""
     return secrets.token_bytes(NONCE_BYTES)

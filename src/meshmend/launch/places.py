@@ -14,6 +14,8 @@ from pathlib import Path
 from meshmend.errors import LaunchError, RestartError
 from meshmend.launch.messages import DEFAULT_PORT
 
+PROGRAM_KEY = "MESHMEND_PROGRAM_KEY"
+"""Where a worker finds the key that it signs compiled programs with; its agent derives it from the job's secret."""
 PLACES = {
     "MESHMEND_HOST": "the environment",
     "SLURM_NODEID": "Slurm",

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental.serialize_executable import serialize
 from jax.sharding import PartitionSpec as P
 
 import meshmend as mm
@@ -133,7 +134,8 @@ def main(topology: str, hole: str, side: str, kind: str, *, with_the_rest: bool)
     facts = {
         "programs": [name for name, _ in found],
         "all_have_options": all(fabric.compiler_options.items() <= options.items() for _, options in found),
-        "in_flight": most_in_flight(compiled._step.as_text()),  # type: ignore[attr-defined]
+        "can_be_saved": all(len(serialize(one)[0]) > 1000 for one in compiled.executables.values()),
+        "in_flight": most_in_flight(compiled.executables["step"].as_text()),
     }
     sys.stdout.write(f"\n{json.dumps(facts)}\n")
 

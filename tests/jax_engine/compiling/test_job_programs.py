@@ -39,6 +39,7 @@ def test_a_tiled_job_with_a_hole_steps_and_restores_on_v6e() -> None:
     facts = run("v6e:4x4", "0,1", "2x2", "replicated")
     assert facts["programs"] == IN_TRAINING
     assert facts["all_have_options"]
+    assert facts["can_be_saved"], "that a TPU loads them again, nobody could try here"
 
 
 @needs_libtpu

@@ -471,7 +471,7 @@ def test_a_host_combines_a_state_in_place(monkeypatch: pytest.MonkeyPatch) -> No
 
     here = jax.devices()[0]
     monkeypatch.setattr(combining, "BLOCK_BYTES", block)
-    monkeypatch.setattr(combining, "_leaders", lambda _: (here, SimpleNamespace(process_index=1)))
+    monkeypatch.setattr(combining, "leaders_of", lambda _: (here, SimpleNamespace(process_index=1)))
     monkeypatch.setattr(combining, "make_adder", lambda _: (add, None))
     monkeypatch.setattr(jax, "make_array_from_single_device_arrays", lambda shape, how, arrays: arrays[0])
     tracemalloc.start()

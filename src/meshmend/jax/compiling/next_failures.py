@@ -1,18 +1,22 @@
 """Compile a training job's functions, for the current survivors and for those after the next failure.
 
-XLA's compile cache is keyed by the program and the numbers of its devices, not by how many other processes there are.
-So while all hosts are up, process 0 can compile for the loss of each, for devices with the numbers that the survivors'
-will have (`Session.fabrics_ahead`). A restart with a hole that has never happened then finds its programs compiled.
+A compiled program names its devices by their numbers, and does not depend on how many other processes there are. So
+while all hosts are up, process 0 can compile for the loss of each, for devices with the numbers that the survivors'
+will have (`Session.fabrics_ahead`). A restart with a hole that has never happened then loads its programs (`saved`), or
+finds them in XLA's compile cache.
 
-On a TPU the key also has the slice's topology. Tests show that the survivors' programs are found by their keys where
-the slice still says that it is whole (libtpu's own devices and keys, without a TPU). That a TPU's runtime comes up
-without a host, and what it then says of its topology, nobody has tried: Cloud TPU restarts a slice whole or not at all.
+On a TPU the cache's key also has the slice's topology. Tests show that the survivors' programs are found by their keys
+where the slice still says that it is whole (libtpu's own devices and keys, without a TPU). That a TPU's runtime comes
+up without a host, and what it then says of its topology, nobody has tried: Cloud TPU restarts a slice whole or not at
+all.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
+import re
 import threading
 import warnings
 from collections.abc import Callable
@@ -42,17 +46,20 @@ class CompiledTrainStep:
     program: Program
     layout: StateLayout
     """The layout of parameters and state on the fabric, which `Keeper` uses."""
-    _init: Callable[..., Any] = field(repr=False)
-    _step: Callable[..., Any] = field(repr=False)
+    hlo: str
+    """Digest of the step before it was compiled; "" if it calls this process, as `jax.debug.print` does."""
+    executables: dict[str, Any] = field(repr=False)
+    """The compiled "init" and "step"."""
 
     def init(self, params: Any) -> Any:
         """Return the optimizer's state for parameters that are on the devices (`place`)."""
-        return self._init(params, self.program)
+        return self.executables["init"](params, self.program)
 
     def step(self, params: Any, state: Any, batch: Batch) -> tuple[Any, ...]:
         """Return new parameters, state and loss (and aux). `params` and `state` are donated."""
         scale = np.float32(batch.learning_rate_factor)
-        found: tuple[Any, ...] = self._step(params, state, batch.data, self.program, weights=batch.weights, scale=scale)
+        run = self.executables["step"]
+        found: tuple[Any, ...] = run(params, state, batch.data, self.program, weights=batch.weights, scale=scale)
         return found
 
 
@@ -63,6 +70,24 @@ def compile_train_step(training: TrainStep, program: Program, params: Any, batch
 
     `params` and `batch` may be on any device or on none (`Feed.like`): only shapes and dtypes count.
     """
+    fabric = training.fabric
+    with as_compiler_error(f"{fabric.mesh!r} of {fabric.jax_mesh.devices.flat[0].device_kind}"):
+        layout, (params, state), lowered = _lower(training, program, params, batch)
+        _check_result(layout, lowered)
+        init = fabric.jit(training.init).lower(params, program).compile()
+        executables = {"init": init, "step": lowered.compile()}
+        layout.programs["cut"] = fabric.jit(make_parts_fn(layout)).lower(params, state).compile()
+        layout.programs["add"] = compile_combine(layout.outline, fabric)
+    return CompiledTrainStep(program, layout, _digest(lowered), executables)
+
+
+def step_digest(training: TrainStep, program: Program, params: Any, batch: Batch) -> str:
+    """Trace a step without compiling it; return what `compile_train_step(…).hlo` would be."""
+    return _digest(_lower(training, program, params, batch)[2])
+
+
+def _lower(training: TrainStep, program: Program, params: Any, batch: Batch) -> tuple[StateLayout, Any, Any]:
+    """Return the state's layout, the (params, state) to compile for, and the step as JAX has lowered it."""
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), params)
     layout = StateLayout.of(training, program, like)
     leaves = [
@@ -70,17 +95,18 @@ def compile_train_step(training: TrainStep, program: Program, params: Any, batch
         for i, leaf in enumerate(layout.leaves)
     ]
     params, state = jax.tree.unflatten(layout.structure, leaves)
-    fabric, scale = training.fabric, jax.ShapeDtypeStruct((), np.float32)
     # What gathers its parameters hides that behind computing.
-    step = fabric.jit(training.step, overlap=training.is_fsdp, donate_argnums=(0, 1))
-    with as_compiler_error(f"{fabric.mesh!r} of {fabric.jax_mesh.devices.flat[0].device_kind}"):
-        init = fabric.jit(training.init).lower(params, program).compile()
-        lowered = step.lower(params, state, batch.data, program, weights=batch.weights, scale=scale)
-        _check_result(layout, lowered)
-        compiled = lowered.compile()
-        fabric.jit(make_parts_fn(layout)).lower(params, state).compile()
-        compile_combine(layout.outline, fabric)
-    return CompiledTrainStep(program, layout, init, compiled)
+    step = training.fabric.jit(training.step, overlap=training.is_fsdp, donate_argnums=(0, 1))
+    scale = jax.ShapeDtypeStruct((), np.float32)
+    lowered = step.lower(params, state, batch.data, program, weights=batch.weights, scale=scale)
+    return layout, (params, state), lowered
+
+
+def _digest(lowered: Any) -> str:
+    text = lowered.as_text()
+    if re.search(r"callback|is_host_transfer ?= ?true", text):
+        return ""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _check_result(layout: StateLayout, lowered: Any) -> None:
@@ -98,10 +124,10 @@ def _check_result(layout: StateLayout, lowered: Any) -> None:
 class CompileAhead:
     """Compiles for the loss of each single host, one after the other, in a thread of process 0.
 
-    `build(fabric)` must plan, install and compile for any fabric, as the job itself does for its own. `plan(fabric)`,
-    if it is given, only plans; it is called for all losses first, because plans are quick and programs are not. Where
-    `build` raises,
-    that loss is left out: `failures` and the timeline say why, a warning says it once, and the next one is built.
+    `build(fabric)` must plan, install and compile for any fabric, as the job itself does for its own; a dict that it
+    returns goes into the timeline. `first()` and `plan(fabric)`, if they are given, are called before, the latter for
+    all losses: it only plans, because plans are quick and programs are not. Where `build` raises, that loss is left
+    out: `failures` and the timeline say why, a warning says it once, and the next one is built.
 
     Leave the `with` block, or call `stop`, before the session ends. Leaving it by an exception does not wait for the
     current build; no further one is started. The session then ends the process, and the build with it; without a
@@ -109,11 +135,17 @@ class CompileAhead:
     """
 
     def __init__(
-        self, session: Session, build: Callable[[Fabric], Any], *, plan: Callable[[Fabric], Any] | None = None
+        self,
+        session: Session,
+        build: Callable[[Fabric], Any],
+        *,
+        plan: Callable[[Fabric], Any] | None = None,
+        first: Callable[[], Any] | None = None,
     ) -> None:
         self.session = session
         self.build = build
         self.plan = plan
+        self.first = first
         self.ready: list[int] = []
         """Hosts whose loss has been compiled for."""
         self.failures: dict[int | None, str] = {}
@@ -125,6 +157,8 @@ class CompileAhead:
 
     def _run(self) -> None:
         try:
+            if self.first is not None and self.session.launch.process == 0:
+                self.first()
             losses, unlisted = self._losses()
             for _, fabric in losses:
                 if self._stop.is_set():
@@ -136,9 +170,7 @@ class CompileAhead:
                 if self._stop.is_set():
                     return
                 with self.session.timeline.timed("compile ahead", lost=lost) as facts:
-                    why_not = self._build(lost, fabric)
-                    if why_not is not None:
-                        facts["why_not"] = why_not
+                    facts |= self._build(lost, fabric)
             if unlisted is not None:
                 raise unlisted
         except Exception as error:
@@ -154,17 +186,17 @@ class CompileAhead:
             return found, error
         return found, None
 
-    def _build(self, lost: int, fabric: Fabric) -> str | None:
+    def _build(self, lost: int, fabric: Fabric) -> dict[str, Any]:
         try:
-            self.build(fabric)
+            facts = self.build(fabric)
         except PlanError as error:
             # Some losses have no plan: worth knowing, but nothing is broken.
             self.failures[lost] = error.why
-            return error.why
+            return {"why_not": error.why}
         except Exception as error:
-            return self._failed(lost, error)
+            return {"why_not": self._failed(lost, error)}
         self.ready.append(lost)
-        return None
+        return facts if isinstance(facts, dict) else {}
 
     def _failed(self, lost: int | None, error: Exception) -> str:
         why = f"{type(error).__name__}: {error}"[:300]

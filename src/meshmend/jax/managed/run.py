@@ -19,7 +19,8 @@ import numpy as np
 from meshmend.errors import ParameterError, RestartError
 from meshmend.jax.batching import Position
 from meshmend.jax.checks.lag import HostClock
-from meshmend.jax.compiling import CompileAhead, CompiledTrainStep, compile_train_step
+from meshmend.jax.compiling import CompileAhead
+from meshmend.jax.compiling.saved import SavedSteps, shapes_of
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.feed import Batch, Feed
 from meshmend.jax.job.session import RECOVERY_BUDGET_S, Session
@@ -31,6 +32,7 @@ from meshmend.jax.managed.data import with_places
 from meshmend.jax.managed.model import Model
 from meshmend.jax.managed.shared import SharedFolder
 from meshmend.jax.managed.step import JobStep
+from meshmend.jax.program import Program
 from meshmend.jax.state import Keeper, fetch
 from meshmend.jax.state.layout import StateLayout
 from meshmend.jax.tiles import TiledFabric
@@ -98,8 +100,8 @@ class TrainingRun:
         self.plan = session.agree_on_plan(lambda cache: self._plan(session.fabric, cache), aids.shared.plans)
         if session.launch.process == 0:
             self._note_demands()
-        with session.timeline.timed("compile"):
-            self._compiled = self._build(session.fabric, self.plan)
+        self._saved_steps = SavedSteps(aids.shared.programs, session, self._made_of(), self._ingredients)
+        self._compiled = self._saved_steps.start(self.plan)
         layout = self._compiled.layout
         self._take_over()
         self._keeper: Keeper | None = Keeper(
@@ -165,6 +167,7 @@ class TrainingRun:
             examples = self.feed.split(fabric).count(step.batch.at)
             facts = {"step": step.number, "loss": step.loss, "chips": step.chips, "examples": examples}
             timeline.note("step", **facts, waited_s=round(waited.popleft(), 6))
+            self._saved_steps.confirm()
             if checking is not None:
                 checking.settled(step.number)
 
@@ -195,7 +198,7 @@ class TrainingRun:
                     recovered = found.source != "start" and number == found.step + 1
                     under_way.append(JobStep(number, fabric.n_chips, batch, recovered, results, self._params_of))
                     if number == found.step + AHEAD_AFTER and self.aids.compile_ahead:
-                        self._ahead = CompileAhead(self.session, self._build_ahead, plan=self._plan_ahead)
+                        self._ahead = self._saved_steps.ahead(self._plan_ahead)
                     self.is_suspended = True
                     yield under_way[-1]
                     self.is_suspended = False
@@ -260,13 +263,14 @@ class TrainingRun:
             demands = StepDemands(self.plan.workload, hardware_of(chips), tile, max_steps_of(fabric), planner)
             demands.write(self.aids.shared.path)
 
-    def _build(self, fabric: Fabric, planned: TrainingPlan) -> CompiledTrainStep:
-        program = planned.install(fabric)
-        batch = self._input(self.feed.like(fabric), fabric)
-        return compile_train_step(self.model.training(fabric), program, self.model.like(fabric, program), batch)
+    def _made_of(self) -> dict[str, Any]:
+        """Return all that the train step depends on: of whole parameters, their shapes."""
+        params = self.model.params if self.model.is_fsdp else shapes_of(self.model.params)
+        return vars(self.model) | {"params": params, "sharded": self.is_sharded, "policy": self.feed.policy}
 
-    def _build_ahead(self, fabric: Fabric) -> None:
-        self._build(fabric, self._plan_ahead(fabric))
+    def _ingredients(self, fabric: Fabric, program: Program) -> tuple[Any, Any, Any]:
+        batch = self._input(self.feed.like(fabric), fabric)
+        return self.model.training(fabric), self.model.like(fabric, program), batch
 
     def _plan_ahead(self, fabric: Fabric) -> TrainingPlan:
         return self._plan(fabric, PlanCache(self.aids.shared.plans))

@@ -36,6 +36,11 @@ class SharedFolder:
         return self.path / "compiled"
 
     @property
+    def programs(self) -> Path:
+        """Train steps that are compiled already, signed with the job's key."""
+        return self.path / "programs"
+
+    @property
     def disk(self) -> Path:
         """Checkpoints."""
         return self.path / "disk"

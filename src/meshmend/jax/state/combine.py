@@ -18,18 +18,20 @@ BLOCK_BYTES = 16 << 20
 """Bytes sent at a time, which bounds the device memory that this needs."""
 
 
-def combine(vectors: Vectors, fabric: Fabric) -> Vectors:
+def combine(vectors: Vectors, fabric: Fabric, compiled: Any = None) -> Vectors:
     """Return vectors in which every element is as on the one process that has it; elsewhere its bits must be zero.
 
-    They are the given ones, filled in block by block: a host holds the state once.
+    They are the given ones, filled in block by block: a host holds the state once. `compiled` is what
+    `compile_combine` has made for their outline.
     """
-    leaders = _leaders(fabric)
+    leaders = leaders_of(fabric)
     if len(leaders) == 1:
         return vectors
     streams = [vector.view(np.uint8).reshape(-1) for vector in vectors.values()]
     n_bytes = sum(map(len, streams))
     block = _block(n_bytes)
     add, sharding = make_adder(fabric)
+    add = compiled or add
     here = next(device for device in leaders if device.process_index == jax.process_index())
     for start in range(0, n_bytes, block):
         row = np.zeros(block, np.uint8)
@@ -54,7 +56,7 @@ def _pieces(streams: Sequence[NDArray[np.uint8]], start: int, end: int) -> Itera
         first += len(stream)
 
 
-def _leaders(fabric: Fabric) -> tuple[Any, ...]:
+def leaders_of(fabric: Fabric) -> tuple[Any, ...]:
     """Return one device of each process."""
     first: dict[int, Any] = {}
     for device in fabric.jax_mesh.devices.flat:
@@ -62,12 +64,13 @@ def _leaders(fabric: Fabric) -> tuple[Any, ...]:
     return tuple(first[process] for process in sorted(first))
 
 
-def compile_combine(outline: Outline, fabric: Fabric) -> None:
-    """Compile what `combine` runs for a state's vectors, into the compile cache: a restart then finds it there."""
-    if len(_leaders(fabric)) > 1:
-        add, sharding = make_adder(fabric)
-        words = _block(sum(dtype_named(dtype).itemsize * size for dtype, size in outline.vectors.values())) // 4
-        add.lower(jax.ShapeDtypeStruct((sharding.num_devices, words), np.uint32, sharding=sharding)).compile()
+def compile_combine(outline: Outline, fabric: Fabric) -> Any:
+    """Compile what `combine` runs for a state's vectors; None where one process has all of them."""
+    if len(leaders_of(fabric)) == 1:
+        return None
+    add, sharding = make_adder(fabric)
+    words = _block(sum(dtype_named(dtype).itemsize * size for dtype, size in outline.vectors.values())) // 4
+    return add.lower(jax.ShapeDtypeStruct((sharding.num_devices, words), np.uint32, sharding=sharding)).compile()
 
 
 def _block(n_bytes: int) -> int:
@@ -77,7 +80,7 @@ def _block(n_bytes: int) -> int:
 
 def make_adder(fabric: Fabric) -> tuple[jax.stages.Wrapped, NamedSharding]:
     """Return what sums rows of words, one per host, on a device of each; and how these rows lie on the devices."""
-    mesh = jax.sharding.Mesh(np.array(_leaders(fabric)), ("host",))
+    mesh = jax.sharding.Mesh(np.array(leaders_of(fabric)), ("host",))
     by_host = PartitionSpec("host")
 
     def add(row: jax.Array) -> jax.Array:

@@ -304,7 +304,7 @@ class Keeper:
                     self._damaged.add(source.step)
                 continue
             if source.kind == "memory":
-                vectors = combine(vectors, self.session.fabric)
+                vectors = combine(vectors, self.session.fabric, self.layout.programs.get("add"))
                 extra = answers[min(source.providers.values())]["extra"]
             params, state = self.layout.to_devices(vectors, like)
             if passed_over:

@@ -51,6 +51,8 @@ class StateLayout:
     """How each leaf lies on the devices."""
     outline: Outline = field(repr=False)
     identity: Identity = field(repr=False)
+    programs: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What is compiled for it already: "cut", which makes copies, and "add", which combines those of several hosts."""
 
     @classmethod
     def of(cls, training: TrainStep, program: Program, params: Any) -> StateLayout:

@@ -119,13 +119,14 @@ class Mirror:
                 "them. If that host is lost, the job goes back to its last checkpoint on disk.",
                 stacklevel=2,
             )
-        self._cut: Any = layout.fabric.jit(make_parts_fn(layout, self.host_of_chip))
+        self._cut: Any = layout.programs.get("cut") or layout.fabric.jit(make_parts_fn(layout, self.host_of_chip))
         self._writer = ThreadPoolExecutor(1, "meshmend-mirror")
         self._writing: Future[None] | None = None
 
     def compile(self, params: Any, state: Any) -> None:
-        """Compile ahead of the first copy."""
-        self._cut = self._cut.lower(params, state).compile()
+        """Compile ahead of the first copy, unless that was done."""
+        if "cut" not in self.layout.programs:
+            self._cut = self._cut.lower(params, state).compile()
 
     def keep(self, step: int, params: Any, state: Any, extra: Any, verified: int = UNCHECKED) -> None:
         """Keep a copy of a step. Returns once the copy of the step before is written; this one is written meanwhile.
