@@ -26,7 +26,8 @@ from meshmend.jax.managed import Checks, Job, JobStep
 from meshmend.jax.measuring import measure
 from meshmend.jax.program import Program, install
 from meshmend.jax.tiles import tile
-from meshmend.jax.training import TrainStep, train_step
+from meshmend.jax.training import TrainStep as _TrainStep
+from meshmend.jax.training import train_step
 from meshmend.jax.training_plan import plan
 
 __all__ = [
@@ -74,7 +75,7 @@ _MOVED = {
 _REPLACED = {
     "ProgramPair": ("Program", Program),
     "ProgramWithTurn": ("Program", Program),
-    "ShardedTrainStep": ("training.TrainStep", TrainStep),
+    "ShardedTrainStep": ("training.TrainStep", _TrainStep),
     "install_pair": ("install(…, update='two-phase')", partial(install, update="two-phase")),
     "install_turn": ("install(…, update='fused')", partial(install, update="fused")),
 }
