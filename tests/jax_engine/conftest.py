@@ -17,17 +17,22 @@ SAME_PROGRAMS = ("managed", "state")
 """Tests that compile the same few train steps over and over, in jobs that start again."""
 
 
+def flags(config: pytest.Config) -> str:
+    """Return XLA's flags for the tests of this process: quick ones compile quickly."""
+    return CHIPS if config.getoption("markexpr") == "slow" else f"{CHIPS} {COMPILE_QUICKLY}"
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile quickly, unless the slow tests are asked for."""
-    if config.getoption("markexpr") != "slow":
-        os.environ["XLA_FLAGS"] = f"{CHIPS} {COMPILE_QUICKLY}"
+    """Set the flags before a module of tests is imported."""
+    os.environ["XLA_FLAGS"] = flags(config)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Let JAX read its flags now: libtpu refuses those that are for CPUs, and processes that tests start have none."""
     if any("jax_engine" in item.path.parts for item in items):
         import jax
 
+        os.environ["XLA_FLAGS"] = flags(config)
         jax.devices()
     os.environ["XLA_FLAGS"] = CHIPS
 

@@ -7,12 +7,8 @@ timeline says of compiling, and the parameters at the end.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from typing import Any
-
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 import jax
 import numpy as np

@@ -296,6 +296,8 @@ def run_job(shared: Path, steps: int, update: str, *, key: bytes = KEY) -> Any:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(sys.path),
         "MESHMEND_MEMORY": str(shared.parent / "memory"),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         PROGRAM_KEY: key.hex(),
     }
     words = [sys.executable, "-m", "jax_engine.compiling.saved_job", str(shared), str(steps), update]
