@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
@@ -200,6 +201,10 @@ def abstract_program(
 ) -> Program:
     """Return what `install` does, of shapes only: to compile for devices that are not here."""
     return _Installer(fabric, _abstract).program(schedule, update, scatter, gather, scalars)
+
+
+abstract_turn = partial(abstract_program, update="fused")
+"""What it was called before; it goes with the next version."""
 
 
 def _abstract(table: NDArray[np.generic], sharding: NamedSharding) -> jax.Array:

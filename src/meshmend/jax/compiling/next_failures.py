@@ -48,19 +48,25 @@ class CompiledTrainStep:
     """The layout of parameters and state on the fabric, which `Keeper` uses."""
     hlo: str
     """Digest of the step before it was compiled; "" if it calls this process, as `jax.debug.print` does."""
-    executables: dict[str, Any] = field(repr=False)
-    """The compiled "init" and "step"."""
+    _init: Any = field(repr=False)
+    _step: Any = field(repr=False)
 
     def init(self, params: Any) -> Any:
         """Return the optimizer's state for parameters that are on the devices (`place`)."""
-        return self.executables["init"](params, self.program)
+        return self._init(params, self.program)
 
     def step(self, params: Any, state: Any, batch: Batch) -> tuple[Any, ...]:
         """Return new parameters, state and loss (and aux). `params` and `state` are donated."""
         scale = np.float32(batch.learning_rate_factor)
-        run = self.executables["step"]
-        found: tuple[Any, ...] = run(params, state, batch.data, self.program, weights=batch.weights, scale=scale)
+        given = (params, state, batch.data, self.program)
+        found: tuple[Any, ...] = self._step(*given, weights=batch.weights, scale=scale)
         return found
+
+    @property
+    def executables(self) -> dict[str, Any]:
+        """All that was compiled: "init" and "step", and what makes and combines copies of the state."""
+        of_state = {which: one for which, one in self.layout.programs.items() if one is not None}
+        return {"init": self._init, "step": self._step} | of_state
 
 
 def compile_train_step(training: TrainStep, program: Program, params: Any, batch: Batch) -> CompiledTrainStep:
@@ -75,10 +81,10 @@ def compile_train_step(training: TrainStep, program: Program, params: Any, batch
         layout, (params, state), lowered = _lower(training, program, params, batch)
         _check_result(layout, lowered)
         init = fabric.jit(training.init).lower(params, program).compile()
-        executables = {"init": init, "step": lowered.compile()}
+        step = lowered.compile()
         layout.programs["cut"] = fabric.jit(make_parts_fn(layout)).lower(params, state).compile()
         layout.programs["add"] = compile_combine(layout.outline, fabric)
-    return CompiledTrainStep(program, layout, _digest(lowered), executables)
+    return CompiledTrainStep(program, layout, _digest(lowered), init, step)
 
 
 def step_digest(training: TrainStep, program: Program, params: Any, batch: Batch) -> str:

@@ -249,11 +249,8 @@ def _dump(compiled: CompiledTrainStep) -> bytes:
     if not compiled.hlo:
         raise _NotSavedError("the step calls back into this process, as jax.debug.print does")
     layout = compiled.layout
-    found = compiled.executables | {which: one for which, one in layout.programs.items() if one is not None}
-    executables = {}
     try:
-        for which, one in found.items():
-            executables[which] = serialize(one)
+        executables = {which: serialize(one) for which, one in compiled.executables.items()}
         fabric: Any = None  # its devices are this process's
         return pickle.dumps((executables, replace(layout, fabric=fabric, programs={}), compiled.hlo))
     except Exception as error:  # whatever a program or a pytree has in it that cannot be written
@@ -270,9 +267,9 @@ def _load(body: bytes, fabric: Fabric, program: Program) -> CompiledTrainStep:
             loaded[which] = deserialize_and_load(executable, in_tree, out_tree, execution_devices=used)
         programs = {which: loaded.pop(which, None) for which in ("cut", "add")}
         layout = replace(layout, fabric=fabric, programs=programs)
+        return CompiledTrainStep(program, layout, hlo, loaded["init"], loaded["step"])
     except Exception as error:  # whatever another version, another machine or a missing class raises
         raise _NotLoadedError(f"does not load: {type(error).__name__}: {error}") from error
-    return CompiledTrainStep(program, layout, hlo, loaded)
 
 
 def shapes_of(tree: Any) -> Any:
