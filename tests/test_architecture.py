@@ -20,7 +20,6 @@ ORDER = [
     "errors",
     "extras",
     "shapes",
-    "locks",
     "files",
     "topology",
     "machines",

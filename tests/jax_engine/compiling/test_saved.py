@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -22,9 +23,12 @@ import pytest
 import meshmend.jax as mmj
 from meshmend.errors import RestartError
 from meshmend.jax.compiling import CompiledTrainStep
+from meshmend.jax.compiling.fingerprint import fingerprint
 from meshmend.jax.compiling.saved import SavedSteps, shapes_of
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.job import initialize_alone
+from meshmend.jax.managed.model import Model
+from meshmend.jax.managed.run import TrainingRun
 from meshmend.jax.training_plan import TrainingPlan
 from meshmend.launch.places import PROGRAM_KEY
 
@@ -290,6 +294,20 @@ def test_old_files_are_pruned_and_what_was_used_last_stays(tmp_path: Path) -> No
     assert sorted(int(path.stem) for path in tmp_path.iterdir()) == list(range(10, 30))
     steps.prune(most_bytes=250)
     assert sorted(int(path.stem) for path in tmp_path.iterdir()) == [28, 29]
+
+
+def test_a_job_names_its_program_after_the_shape_of_an_example_on_any_fabric() -> None:
+    def made_of(samples: Any, fabric: Fabric) -> str:
+        feed = mmj.Feed(samples, mmj.KeepGlobal(24), threads=0, prefetch=0)
+        session = SimpleNamespace(fabric=fabric)
+        run: Any = SimpleNamespace(model=model, feed=feed, session=session, is_sharded=True)
+        return fingerprint(**TrainingRun._made_of(run))
+
+    model = Model(lambda w, x: x.sum(axis=1) * w.sum(), optax.sgd(0.1), WEIGHTS)
+    whole, left = small(), mmj.discover(jax.devices()[:12], shape="3x4", failed=["0,0"])
+    assert made_of(SAMPLES, whole) == made_of(SAMPLES[:32] + 1, left)
+    assert made_of(SAMPLES, whole) != made_of(SAMPLES[:, :3], whole)
+    assert made_of(SAMPLES, whole) != made_of(SAMPLES.astype(np.int32), whole)
 
 
 def run_job(shared: Path, steps: int, update: str, *, key: bytes = KEY) -> Any:

@@ -264,9 +264,12 @@ class TrainingRun:
             demands.write(self.aids.shared.path)
 
     def _made_of(self) -> dict[str, Any]:
-        """Return all that the train step depends on: of whole parameters, their shapes."""
+        """Return all that the train step depends on: of whole parameters and of an example, their shapes."""
         params = self.model.params if self.model.is_fsdp else shapes_of(self.model.params)
-        return vars(self.model) | {"params": params, "sharded": self.is_sharded, "policy": self.feed.policy}
+        batch = self.feed.like(self.session.fabric).data
+        example = shapes_of(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch))
+        facts = {"params": params, "example": example, "sharded": self.is_sharded, "policy": self.feed.policy}
+        return vars(self.model) | facts
 
     def _ingredients(self, fabric: Fabric, program: Program) -> tuple[Any, Any, Any]:
         batch = self._input(self.feed.like(fabric), fabric)

@@ -125,7 +125,7 @@ class Mirror:
 
     def compile(self, params: Any, state: Any) -> None:
         """Compile ahead of the first copy, unless that was done."""
-        if "cut" not in self.layout.programs:
+        if self.layout.programs.get("cut") is None:
             self._cut = self._cut.lower(params, state).compile()
 
     def keep(self, step: int, params: Any, state: Any, extra: Any, verified: int = UNCHECKED) -> None:
