@@ -78,7 +78,7 @@ def compile_way(options: argparse.Namespace, way: str) -> dict[str, Any]:
     }
 
 
-def compile_apart(way: str) -> dict[str, Any]:
+def compile_in_subprocess(way: str) -> dict[str, Any]:
     """Compile one way in a process of its own, by this script with the same options."""
     words = [sys.executable, __file__, *sys.argv[1:], "--here", "--json", "--ways", way]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -114,7 +114,7 @@ def main() -> None:
         print(f"{options.topology}{minus}, {options.layers} layers of width {options.width}; MB per chip")
         print(f"{'':12}{'arguments':>11}{'temporaries':>13}{'peak':>9}  computing beside permutes")
     for way in options.ways:
-        facts = compile_way(options, way) if options.here else compile_apart(way)
+        facts = compile_way(options, way) if options.here else compile_in_subprocess(way)
         if options.json:
             print(json.dumps(facts), flush=True)
             continue

@@ -41,20 +41,20 @@ def measure(shape: str, hole: str, width: int, layers: int, rows: int, every: in
     import meshmend.jax as mmj
     from meshmend.jax.compiling import compile_train_step
     from meshmend.jax.managed.model import Model
-    from meshmend.jax.state import place
+    from meshmend.jax.state import put
 
     fabric = mmj.discover(shape=shape, failed=[hole])
-    dice = np.random.default_rng(0)
-    params: Any = [dice.normal(size=(width, width)).astype(np.float32) / width**0.5 for _ in range(layers)]
+    rng = np.random.default_rng(0)
+    params: Any = [rng.normal(size=(width, width)).astype(np.float32) / width**0.5 for _ in range(layers)]
     model = Model(loss, optax.sgd(1e-3), params)
     # An epoch that grain shuffles quickly; a step uses few of its samples.
-    data = dice.normal(size=(30_000, width)).astype(np.float32)
+    data = rng.normal(size=(30_000, width)).astype(np.float32)
     feed = mmj.Feed(data, mmj.KeepPerChip(rows), threads=0, prefetch=0)
     batch = next(feed.batches(fabric))
     program = mmj.install(mm.plan(fabric.mesh, "auto"), fabric)
     compiled = compile_train_step(model.training(fabric), program, params, batch)
     recompute = mmj.checks.Recompute(model.gradients, fabric, every=every)
-    held = place(params, fabric, None)
+    held = put(params, fabric, None)
     state = compiled.init(held)
     recompute.compile(held, None, batch)
     if recompute.check(every, held, None, batch):

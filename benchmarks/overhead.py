@@ -107,7 +107,7 @@ class WatchedJob:
 
     def __init__(self, folder: Path, n_hosts: int, ask: Callable[[], None]) -> None:
         self.scrape = ask
-        self._timelines = [Timeline(timeline_of(folder, host), host=host, attempt=1) for host in range(n_hosts)]
+        self._timelines = [Timeline(timeline_of(folder, host), host=host, round=1) for host in range(n_hosts)]
         self.steps = 0
         for timeline in self._timelines:
             timeline.note("process", seconds=1.0)
@@ -165,7 +165,7 @@ def client(port: int) -> Iterator[Callable[[], None]]:
 def measure(*, n_hosts: int = 4, n_groups: int = 20, n_batches: int = 20, n_scrapes: int = 30) -> Overhead:
     """Measure both ways."""
     with tempfile.TemporaryDirectory(prefix="meshmend-") as name:
-        alone = Timeline(Path(name) / "alone" / "host-0.jsonl", max_bytes=MAX_FILE_BYTES // SMALL, host=0, attempt=1)
+        alone = Timeline(Path(name) / "alone" / "host-0.jsonl", max_bytes=MAX_FILE_BYTES // SMALL, host=0, round=1)
         batches = [range(1 + i * BATCH, 1 + (i + 1) * BATCH) for i in range(n_batches)]
         lines = [cpu_s(partial(write_steps, alone, batch)) / BATCH for batch in batches]
         folder, port = Path(name) / "shared", free_port(LOOPBACK)

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from meshmend.errors import LaunchError
-from meshmend.launch.goodput import HostBook, Restart, TimeAccount
+from meshmend.launch.goodput import HostHistory, Recovery, TimeAccount
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.timeline import STAGES, Event, read_timeline
 from meshmend.launch.watching import Watch
@@ -84,7 +84,7 @@ def read_record(folder: str | Path, machine: Hosts | None = None) -> RecordedJob
     watch = Watch(folder)
     watch.read()
     account = watch.account()
-    if not watch.books:
+    if not watch.histories:
         raise LaunchError(
             f"There are no timelines in {folder}. Give the folder that the job was started with, as in "
             "`meshmend run --shared DIR`."
@@ -97,8 +97,8 @@ def read_record(folder: str | Path, machine: Hosts | None = None) -> RecordedJob
             f"The job in {folder} has not been interrupted in its {account.step:,} steps: there is no failure to "
             "replay. `meshmend watch` shows where its time went."
         )
-    books = list(watch.books.values())
-    step_s = _step_times(books)
+    histories = list(watch.histories.values())
+    step_s = _step_times(histories)
     if not step_s:
         raise LaunchError(f"The job in {folder} has nowhere done two steps in a row: how long one takes is not known.")
     inner = Path(folder) / "timeline"
@@ -123,7 +123,7 @@ def read_record(folder: str | Path, machine: Hosts | None = None) -> RecordedJob
         stages_s=_medians(losses or returns, stages),
         returns_s=_medians(returns, stages) if returns else _medians(losses, stages) | {DETECT: 0.0},
         step_s=step_s,
-        data_s=_data_wait(books),
+        data_s=_data_wait(histories),
         checkpoint_steps=every,
         checkpoint_s=pause_s,
         steps_again=statistics.median(max(0, steps) for steps in again),
@@ -168,34 +168,34 @@ def _failures(account: TimeAccount, watch: Watch, n_hosts: int) -> Iterable[Host
         yield HostFailure(began, host, None)
 
 
-def _in_turn(one: Restart, watch: Watch) -> dict[int, float]:
+def _in_turn(one: Recovery, watch: Watch) -> dict[int, float]:
     """Return how much later than the first each lost host was lost, by its last sign of life; within the recovery."""
     ended = {}
     for host in one.lost:
-        book = watch.books.get(str(host))
-        before = [part.ended for part in book.attempts if part.started <= one.at] if book is not None else []
+        history = watch.histories.get(str(host))
+        before = [part.ended for part in history.rounds if part.started <= one.at] if history is not None else []
         ended[host] = max([one.at, *before[-1:]])
     earliest = min(ended.values(), default=0.0)
     return {host: min(at - earliest, one.total_s) for host, at in ended.items()}
 
 
-def _medians(restarts: Sequence[Restart], stages: Sequence[str]) -> dict[str, float]:
+def _medians(restarts: Sequence[Recovery], stages: Sequence[str]) -> dict[str, float]:
     return {stage: statistics.median(one.stages_s.get(stage, 0.0) for one in restarts) for stage in stages}
 
 
-def _step_times(books: Sequence[HostBook]) -> dict[int, float]:
+def _step_times(hosts: Sequence[HostHistory]) -> dict[int, float]:
     """Return the median time of a step by the number of chips, over all hosts: they train in step."""
     found: dict[int, list[float]] = {}
-    for one in (attempt for book in books for attempt in book.attempts if attempt.chips):
+    for one in (part for host in hosts for part in host.rounds if part.chips):
         times = [(until - since) / (after - before) for (before, since), (after, until) in pairwise(one.marks)]
         found.setdefault(one.chips, []).extend(times)
     return {chips: statistics.median(times) for chips, times in found.items() if times}
 
 
-def _data_wait(books: Sequence[HostBook]) -> float:
-    """Return how long a step typically waits for its data: the median over the attempts of their mean."""
-    attempts = [one for book in books for one in book.attempts if len(one.marks) > 1]
-    return statistics.median([one.data_s / (one.marks[-1][0] - one.marks[0][0]) for one in attempts] or [0.0])
+def _data_wait(hosts: Sequence[HostHistory]) -> float:
+    """Return how long a step typically waits for its data: the median over the rounds of their mean."""
+    rounds = [one for host in hosts for one in host.rounds if len(one.marks) > 1]
+    return statistics.median([one.data_s / (one.marks[-1][0] - one.marks[0][0]) for one in rounds] or [0.0])
 
 
 def _checkpoints(paths: Sequence[Path]) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 What goes in is when which host was lost and came back, how long each stage of a recovery typically takes, and the time
 of a step. What comes out is how many steps the job should have done in its time and where the rest of the time should
-have gone, to be held against what it did; and the same for every other answer to the same failures. The measured
+have gone, to be held against what it did; and the same for every other policy to the same failures. The measured
 goodput and the measured sums are never an input.
 
     python benchmarks/replay.py shared
@@ -21,10 +21,10 @@ from typing import Any
 
 from rich.table import Table
 
-from meshmend.availability.answers import ANSWERS, Answer, FaultTolerant, SubMesh, make_answers
 from meshmend.availability.assumptions import Assumptions, Level
-from meshmend.availability.history import Strike
-from meshmend.availability.job import TimeSpent, live_through, require_simpy
+from meshmend.availability.history import FailureEvent
+from meshmend.availability.job import TimeSpent, require_simpy, simulate_run
+from meshmend.availability.policies import POLICIES, FaultTolerant, Policy, SubMesh, make_policies
 from meshmend.availability.throughput import Throughput
 from meshmend.cli.terminal import plain, print_line, print_table, terminal
 from meshmend.errors import ParameterError
@@ -36,8 +36,8 @@ PLAN, AGAIN = "plan", "steps done again"
 
 
 @dataclass(frozen=True)
-class ReplayedAnswer:
-    """What an answer gives for the failures of a job. `work` is relative to the whole machine without any failure."""
+class ReplayedPolicy:
+    """What a policy gives for the failures of a job. `work` is relative to the whole machine without any failure."""
 
     name: str
     run: RunAccount
@@ -46,16 +46,16 @@ class ReplayedAnswer:
 
 @dataclass(frozen=True)
 class Replay:
-    """A job beside its simulation: `predicted` is the answer that it ran under, and one of `answers`."""
+    """A job beside its simulation: `predicted` is the policy that it ran under, and one of `policies`."""
 
     job: RecordedJob
     assumptions: Assumptions
-    answers: tuple[ReplayedAnswer, ...]
+    policies: tuple[ReplayedPolicy, ...]
 
     @property
     def predicted(self) -> RunAccount:
         """What the simulator predicts for the job as it ran."""
-        return next(one.run for one in self.answers if one.name == FaultTolerant.name)
+        return next(one.run for one in self.policies if one.name == FaultTolerant.name)
 
     @property
     def goodput_error(self) -> float:
@@ -63,22 +63,22 @@ class Replay:
         return self.predicted.goodput / self.job.measured.goodput - 1
 
 
-def replay(job: RecordedJob, kinds: Sequence[type[Answer]] = ANSWERS, **others: Any) -> Replay:
-    """Simulate the failures of a job under each answer. `others` are assumptions that no timeline can tell."""
+def replay(job: RecordedJob, kinds: Sequence[type[Policy]] = POLICIES, **others: Any) -> Replay:
+    """Simulate the failures of a job under each policy. `others` are assumptions that no timeline can tell."""
     assumptions = assume(job, **others)
     # A step's time is measured, so nothing needs to be planned.
-    policies = make_answers(assumptions, Throughput(assumptions), kinds)
-    strikes = sorted(
-        Strike(one.at_s / 3600, 0, one.host, (job.until_s if one.away_s is None else one.away_s) / 3600)
+    policies = make_policies(assumptions, Throughput(assumptions), kinds)
+    failures = sorted(
+        FailureEvent(one.at_s / 3600, 0, one.host, (job.until_s if one.away_s is None else one.away_s) / 3600)
         for one in job.failures
     )
     hours, start_h = job.until_s / 3600, math.fsum(job.first_start_s.values()) / 3600
     found = []
-    for answer in policies:
+    for policy in policies:
         # What a spare takes, or a slice, is assumed; those that go on with what is left take hosts back as the job did.
-        regrow_h = math.fsum(job.returns_s.values()) / 3600 if isinstance(answer, (SubMesh, FaultTolerant)) else None
-        spent = live_through(answer, strikes, hours, first_start_h=start_h, regrow_h=regrow_h)
-        found.append(ReplayedAnswer(answer.name, _as_run(job, answer, spent), spent.useful_h / hours))
+        regrow_h = math.fsum(job.returns_s.values()) / 3600 if isinstance(policy, (SubMesh, FaultTolerant)) else None
+        spent = simulate_run(policy, failures, hours, first_start_h=start_h, regrow_h=regrow_h)
+        found.append(ReplayedPolicy(policy.name, _as_run(job, policy, spent), spent.useful_h / hours))
     return Replay(job, assumptions, tuple(found))
 
 
@@ -127,7 +127,7 @@ def step_time(step_s: Mapping[int, float], chips: int) -> float:
     return step_s[nearest] * nearest / chips
 
 
-def _as_run(job: RecordedJob, answer: Answer, spent: TimeSpent) -> RunAccount:
+def _as_run(job: RecordedJob, policy: Policy, spent: TimeSpent) -> RunAccount:
     """Return a simulated run as a timeline's account has it: by the clock, with the stages of recoveries."""
     training_s, data_s, steps = 0.0, 0.0, 0.0
     for chips, hours in spent.kept_h.items():
@@ -135,7 +135,7 @@ def _as_run(job: RecordedJob, answer: Answer, spent: TimeSpent) -> RunAccount:
         waited = min(done * job.data_s, hours * 3600)
         steps, data_s, training_s = steps + done, data_s + waited, training_s + hours * 3600 - waited
     starts = spent.interruptions + spent.regrowths
-    stages = _stages(job, answer, spent)
+    stages = _stages(job, policy, spent)
     parts = {
         **stages,
         "checkpoint": spent.saving_h * 3600,
@@ -152,17 +152,17 @@ def _as_run(job: RecordedJob, answer: Answer, spent: TimeSpent) -> RunAccount:
     )
 
 
-def _stages(job: RecordedJob, answer: Answer, spent: TimeSpent) -> dict[str, float]:
+def _stages(job: RecordedJob, policy: Policy, spent: TimeSpent) -> dict[str, float]:
     """Split the simulated time in starts among stages, in the proportions in which they were given."""
-    start_s = answer.start_h * 3600
-    left_out = (DETECT,) if isinstance(answer, FaultTolerant) else (DETECT, PLAN)
+    start_s = policy.start_h * 3600
+    left_out = (DETECT,) if isinstance(policy, FaultTolerant) else (DETECT, PLAN)
     usual = {stage: seconds for stage, seconds in job.stages_s.items() if stage not in left_out}
     total = math.fsum(usual.values())
     weights = dict.fromkeys((*job.first_start_s, *job.stages_s, *job.returns_s), 0.0)
     for stage, seconds in job.first_start_s.items():
         weights[stage] += seconds
     weights[DETECT] = weights.get(DETECT, 0.0) + spent.interruptions * job.stages_s.get(DETECT, 0.0)
-    regrown = job.returns_s if isinstance(answer, (SubMesh, FaultTolerant)) else {}
+    regrown = job.returns_s if isinstance(policy, (SubMesh, FaultTolerant)) else {}
     restarts = spent.interruptions + (0 if regrown else spent.regrowths)
     for stage, seconds in usual.items():
         weights[stage] += restarts * start_s * (seconds / total if total else 0.0)
@@ -200,7 +200,7 @@ def replay_facts(folder: Path, found: Replay) -> dict[str, Any]:
         "predicted": _run_facts(found.predicted),
         "goodput_error": found.goodput_error,
         "steps_error": found.predicted.steps / job.measured.steps - 1,
-        "answers": [{"answer": one.name, "work": one.work, **_run_facts(one.run)} for one in found.answers],
+        "policies": [{"policy": one.name, "work": one.work, **_run_facts(one.run)} for one in found.policies],
     }
 
 
@@ -221,13 +221,13 @@ def show_replay(folder: Path, found: Replay) -> None:
     console.print(_title(folder, job), style="bold", soft_wrap=True)
     print_table(_beside(job, found.predicted))
     console.print()
-    console.print("The same failures under every answer", style="bold", soft_wrap=True)
+    console.print("The same failures under every policy", style="bold", soft_wrap=True)
     print_table(_answers(found))
     for note in (
         "Given to the simulator: when which host was lost and came back, the first start, the median of each stage of "
         "a recovery, the median step on each number of chips, and how often and how long it saves. All else is "
         "predicted.",
-        "goodput: time in steps that count. work: relative to the whole machine without failures. Other answers lose "
+        "goodput: time in steps that count. work: relative to the whole machine without failures. Other policies lose "
         "the same hosts for as long as they were away; their own times are assumptions (--help).",
     ):
         print_line((note, "dim"))
@@ -259,10 +259,10 @@ def _beside(job: RecordedJob, predicted: RunAccount) -> Table:
 
 def _answers(found: Replay) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("answer", style="cyan", no_wrap=True)
+    table.add_column("policy", style="cyan", no_wrap=True)
     for name in ("goodput, %", "work, %", "steps", "stops", "waiting"):
         table.add_column(name, justify="right", no_wrap=True)
-    for one in found.answers:
+    for one in found.policies:
         table.add_row(
             one.name,
             f"{100 * one.run.goodput:.2f}",

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from meshmend.cost import Hardware, find_hardware, predict
 from meshmend.cost.simgrid import simulate
-from meshmend.cost.units import name_bytes
+from meshmend.cost.units import format_bytes
 from meshmend.planning import PLANNERS, plan
 from meshmend.schedule import Schedule
 from meshmend.topology import Mesh
@@ -36,7 +36,7 @@ def schedules(full: bool) -> list[tuple[str, Schedule]]:
         Mesh("16x16", failed=["4x2@6,8"]),
     ):
         for name, kind in PLANNERS.items():
-            if kind().why_not(mesh) is None:
+            if kind().unsupported_reason(mesh) is None:
                 found.append((f"{name} on {mesh}", plan(mesh, name, verify=False)))
     pipelined = plan(Mesh("8x8", failed=["2x2@2,2"]), "row-pairs", segments=3)
     found.append(("row-pairs, 3 segments, on 8x8 minus 2x2@2,2", pipelined))
@@ -55,7 +55,7 @@ def main() -> None:
             simulated = float(simulate(schedule, payload, hardware).sum())
             took = time.perf_counter() - started
             ratio = predict(schedule, payload, hardware).seconds / simulated
-            table.add_row(name, name_bytes(payload), hardware.name, f"{ratio:.6f}", f"{took:.1f} s")
+            table.add_row(name, format_bytes(payload), hardware.name, f"{ratio:.6f}", f"{took:.1f} s")
     Console().print(table)
 
 

@@ -31,8 +31,8 @@ from meshmend.launch.membership import BEAT_S, SILENT_S, Message
 from meshmend.launch.messages import (
     CHALLENGE_BYTES,
     MAX_HELLO_BYTES,
+    AuthenticatedChannel,
     MessageError,
-    Talk,
     frame_bytes,
     make_key,
     make_nonce,
@@ -60,7 +60,7 @@ class Light:
     host: int
     again: Iterator[float]
     connection: socket.socket | None = None
-    talk: Talk | None = None
+    channel: AuthenticatedChannel | None = None
     data: bytearray = field(default_factory=bytearray)
     is_admitted: bool = False
     gave_up: str = ""
@@ -144,7 +144,7 @@ class Crowd:
             self._connect(self.members[heapq.heappop(self._retries)[1]])
         while self._beats[0][0] <= now:
             _, member = self._beats.popleft()
-            self._say(member, {"say": "beat"})
+            self._send_message(member, {"type": "beat"})
             self._beats.append((now + BEAT_S, member))
         for selected, events in self._selector.select(0.005):
             member = selected.data
@@ -172,13 +172,13 @@ class Crowd:
         if why:
             self.said[why] += 1
             heapq.heappush(self._retries, (time.monotonic() + next(member.again), member.host))
-        member.connection = member.talk = None
+        member.connection = member.channel = None
         member.data, member.is_admitted = bytearray(), False
 
-    def _say(self, member: Light, message: Message) -> None:
-        if member.connection is not None and member.talk is not None:
+    def _send_message(self, member: Light, message: Message) -> None:
+        if member.connection is not None and member.channel is not None:
             try:
-                member.connection.sendall(member.talk.pack(message))
+                member.connection.sendall(member.channel.pack(message))
             except OSError as error:
                 self._close(member, str(error))
 
@@ -192,13 +192,13 @@ class Crowd:
         try:
             if not more:
                 raise ConnectionError("the connection was closed")
-            if member.talk is None and len(member.data) >= CHALLENGE_BYTES:
+            if member.channel is None and len(member.data) >= CHALLENGE_BYTES:
                 self._introduce(member, connection)
-            while member.talk is not None and (size := frame_bytes(member.data, MAX_HELLO_BYTES)) is not None:
+            while member.channel is not None and (size := frame_bytes(member.data, MAX_HELLO_BYTES)) is not None:
                 if len(member.data) < size:
                     break
                 frame, member.data = member.data[:size], member.data[size:]
-                self._take(member, member.talk.unpack(frame))
+                self._take(member, member.channel.unpack(frame))
         except (OSError, MessageError) as error:
             self._close(member, str(error))
 
@@ -213,24 +213,24 @@ class Crowd:
         hello = {"host": member.host, "hosts": (1, len(self.members)), "machine": str(self.machine)}
         hello |= {"address": "127.0.0.1", "nonce": mine.hex(), "running": running, "number": member.number}
         connection.sendall(pack("hello to a store", hello, self._key, theirs, limit=MAX_HELLO_BYTES))
-        member.talk = Talk(self._key, mine, theirs, to="the store", of="a host")
+        member.channel = AuthenticatedChannel(self._key, mine, theirs, to="the store", of="a host")
         if not member.hosts:
-            self._say(member, {"say": "join", "port": 7000})
+            self._send_message(member, {"type": "join", "port": 7000})
 
     def _take(self, member: Light, message: Message) -> None:
-        say = message["say"]
-        self.said[say] += 1
-        if say == "refused":
+        kind = message["type"]
+        self.said[kind] += 1
+        if kind == "refused":
             member.gave_up = message["why"]
             self._close(member)
             return
         if not member.is_admitted:
             member.is_admitted, member.again = True, pauses(SILENT_S / 3)
-        if say == "round":
+        if kind == "round":
             member.number, member.name, member.hosts = message["number"], message["name"], message["hosts"]
-        elif say in ("stop", "dropped"):
+        elif kind in ("stop", "dropped"):
             member.hosts = ()
-            self._say(member, {"say": "join", "port": 7000})
+            self._send_message(member, {"type": "join", "port": 7000})
 
 
 class StoreProcess:
@@ -314,8 +314,10 @@ def measure(n: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("hosts", nargs="*", type=int, choices=SHAPES, help="numbers of hosts", metavar="HOSTS")
+    parser.add_argument("hosts", nargs="*", type=int, help="numbers of hosts", metavar="HOSTS")
     wanted = parser.parse_args().hosts or list(SHAPES)
+    if not SHAPES.keys() >= set(wanted):
+        parser.error(f"HOSTS are some of {', '.join(map(str, SHAPES))}")
     raise_file_limit()
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < max(wanted) + 100:
         parser.error(f"{max(wanted):,} hosts need as many descriptors: ulimit -n {max(wanted) + 1000}")

@@ -23,8 +23,8 @@ import meshmend.torch as mmt
 from meshmend import Mesh, Schedule
 from meshmend.lab.chips import Chips
 from meshmend.torch.channel import Channel
-from meshmend.torch.place import LOOPBACK
 from meshmend.torch.plans import Plans
+from meshmend.torch.position import LOOPBACK
 
 SHAPES = ("2x2", "4x4")
 PAYLOADS = ((4_000, 100), (32_000_000, 8))
@@ -45,7 +45,7 @@ def main() -> None:
                     chips.start(mesh.chip(rank), measure, schedule, rank, port, payload_bytes, times)
                 found = chips.results(timeout_s=600)
             agreed, bare = (
-                statistics.median(max(seconds[which][turn] for seconds in found.values()) for turn in range(times))
+                statistics.median(max(seconds[which][number] for seconds in found.values()) for number in range(times))
                 for which in (True, False)
             )
             print(f"{shape} {payload_bytes:>11,} bytes: {agreed * 1e3:.1f} ms, {bare * 1e3:.1f} ms without agreement")
@@ -62,7 +62,7 @@ def measure(
     payload = torch.empty(payload_bytes // 4)
     agree = Channel.agree
     seconds: dict[bool, list[float]] = {True: [], False: []}
-    for _turn in range(times):
+    for _ in range(times):
         for which, runs in seconds.items():
             Channel.agree = agree if which else _nothing  # type: ignore[method-assign,assignment]
             payload.fill_(1.0)

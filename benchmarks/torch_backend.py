@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from meshmend.bench.allreduce import PORT, hardware_of, run_seconds
-from meshmend.cost.units import name_bytes, parse_bytes
+from meshmend.cost.units import format_bytes, parse_bytes
 from meshmend.errors import Coordinate, LabError
 from meshmend.lab import Chips, Lab
 from meshmend.lab.namespaces import INTERFACE
@@ -77,14 +77,14 @@ def compare_backends(
 ) -> list[BackendTimes]:
     """Time Gloo and meshmend on one mesh, in a lab or (without one) over loopback."""
     host = "127.0.0.1" if lab is None else lab.address(mesh.chip(0))
-    place = f"tcp://{host}:{free_port('127.0.0.1') if lab is None else PORT}"
+    where = f"tcp://{host}:{free_port('127.0.0.1') if lab is None else PORT}"
     with Chips(None if lab is None else lab.namespaces) as chips:
         for rank in range(mesh.n_chips):
             interface = "lo" if lab is None else INTERFACE
             options = MeshOptions(
                 mesh.shape, mesh.chip(rank), wrap=mesh.wrap, hardware=hardware_of(lab), interface=interface
             )
-            chips.start(mesh.chip(rank), _time_cases, mesh, options, payload_bytes, repeat, place)
+            chips.start(mesh.chip(rank), _time_cases, mesh, options, payload_bytes, repeat, where)
         spans: list[Spans] = list(chips.results(patience_s).values())
     found = []
     unit_s = None if lab is None else payload_bytes / lab.rate_bytes_per_s
@@ -108,14 +108,14 @@ def compare_backends(
 
 
 def _time_cases(
-    chip: Coordinate, mesh: Mesh, options: MeshOptions, payload_bytes: int, repeat: int, place: str
+    chip: Coordinate, mesh: Mesh, options: MeshOptions, payload_bytes: int, repeat: int, where: str
 ) -> Spans:
     """Run every case in turn on one chip; return when each run began and ended."""
     os.environ["GLOO_SOCKET_IFNAME"] = options.interface or ""
     torch.set_num_threads(1)
     rank, n = mesh.rank(chip), mesh.n_chips
     dist.init_process_group(
-        "cpu:meshmend", init_method=place, rank=rank, world_size=n, timeout=TIMEOUT, pg_options=options
+        "cpu:meshmend", init_method=where, rank=rank, world_size=n, timeout=TIMEOUT, pg_options=options
     )
     groups = {"gloo": dist.new_group(range(n), backend="gloo", timeout=TIMEOUT), "meshmend": dist.group.WORLD}
     # Ones, so that every sum is known: a fast wrong result does not count.
@@ -177,9 +177,9 @@ def _training_step(payload_bytes: int, group: dist.ProcessGroup, *, is_sharded: 
 def main() -> None:
     """Time all meshes and payloads, and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    place = parser.add_mutually_exclusive_group(required=True)
-    place.add_argument("--lab", metavar="SHAPE", help="make a lab of this shape for the run; needs root")
-    place.add_argument("--loopback", metavar="SHAPE", help="no lab: processes on this host's loopback")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--lab", metavar="SHAPE", help="make a lab of this shape for the run; needs root")
+    where.add_argument("--loopback", metavar="SHAPE", help="no lab: processes on this host's loopback")
     parser.add_argument("--fail", metavar="REGION", action="append", default=[], help="failed chips, as in 2x2@2,2")
     parser.add_argument("--rate", default="40mbit", help="rate of a link of the lab, as tc writes it")
     parser.add_argument("--payload", metavar="BYTES", action="append", help="as in 8MB, the default; repeatable")
@@ -203,7 +203,7 @@ def main() -> None:
     for one in results:
         units = "–" if one.units is None else f"{one.units:.3f}"
         print(
-            f"{one.mesh:24}{name_bytes(one.payload_bytes):>10}  {one.case:16}{one.gloo_s:10.3f}{one.meshmend_s:13.3f}"
+            f"{one.mesh:24}{format_bytes(one.payload_bytes):>10}  {one.case:16}{one.gloo_s:10.3f}{one.meshmend_s:13.3f}"
             f"{units:>8}{one.ratio:8.2f}"
         )
 

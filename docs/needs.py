@@ -34,7 +34,7 @@ FIRST = "index.md"
 def needs(body: str) -> str:
     """Return what a block needs, in a few words.
 
-    >>> needs("sudo meshmend bench allreduce --lab 4x4 --plot times.svg")
+    >>> needs("sudo meshmend bench allreduce --lab 4x4; meshmend compare 4x4 --payload 1MB --plot times.svg")
     "needs root, pip install '.[draw,torch]'"
     """
     found = {extra for extra, tells in EXTRAS.items() if re.search(tells, body)}

@@ -47,7 +47,7 @@ def is_right(schedule: Schedule) -> bool:
     for (chip, chunk), content in held.items():
         owner = int(schedule.owners[chunk])
         match schedule.collective:
-            case Collective.ALL_REDUCE | Collective.ALL_REDUCE_WITH_TURN:
+            case Collective.ALL_REDUCE | Collective.ALL_REDUCE_WITH_UPDATE:
                 right = content == everyone
             case Collective.REDUCE_SCATTER:
                 right = chip != owner or content == everyone

@@ -40,7 +40,7 @@ def doublings(rng: random.Random) -> Schedule:
 def growth(rng: random.Random) -> Schedule:
     """Chips of a ring add each other up in turn, so that counts grow like Fibonacci's numbers and faster."""
     n = rng.randint(2, 4)
-    steps: list[Step] = [[(turn % n, (turn + 1) % n, Op.REDUCE)] for turn in range(rng.randint(n, 120))]
+    steps: list[Step] = [[(step % n, (step + 1) % n, Op.REDUCE)] for step in range(rng.randint(n, 120))]
     return of_steps(rng, _line(n), steps + _spread(rng, n))
 
 

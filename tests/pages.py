@@ -99,9 +99,12 @@ def furnish(folder: Path) -> Path:
 
 
 def commands(folder: Path) -> Path:
-    """The commands that pages use, in a folder of their own: this meshmend, no sudo for root, a pip that only looks."""
+    """The commands that pages use, in a folder of their own: this meshmend, no sudo for root, a pip that only looks.
+
+    `meshmend doctor` shows its help only: it tries every engine, which tests/cli/test_doctor.py lets it do once.
+    """
     scripts = {
-        "meshmend": f'exec "{sys.executable}" -m meshmend "$@"',
+        "meshmend": f'[ "$*" = doctor ] && set -- doctor --help\nexec "{sys.executable}" -m meshmend "$@"',
         "pip": f'exec "{sys.executable}" "{__file__}" --requirements "$@"',
         "python": f'exec "{sys.executable}" "$@"',
     }

@@ -104,9 +104,9 @@ def tree_plan(mesh: Mesh, chunks: int, rng: np.random.Generator) -> Schedule:
         owners.append(root)
         deepest = max(depth.values())
         # Children of one parent at different steps: no two writes of a chunk at a chip may share a step.
-        turn = {chip: number for number, chip in enumerate(sorted(order, key=lambda chip: -depth[chip]))}
+        slot = {chip: number for number, chip in enumerate(sorted(order, key=lambda chip: -depth[chip]))}
         for chip in order[1:]:
-            rows.append((turn[chip], chip, parent[chip], chunk, Op.REDUCE))
+            rows.append((slot[chip], chip, parent[chip], chunk, Op.REDUCE))
             rows.append((len(order) + depth[chip] - 1, parent[chip], chip, chunk, Op.COPY))
         assert deepest < len(order)
     columns: list[tuple[int, ...]] = list(zip(*rows, strict=True)) if rows else [()] * 5
@@ -142,7 +142,7 @@ def planner_plans(draw: st.DrawFn, max_side: int = 8) -> Schedule:
         places = [at for at in all_placements(mesh.shape, hole) if mesh.fail(at).is_connected]
         if places:
             mesh = mesh.fail(draw(st.sampled_from(places)))
-    able = [name for name in PLANNERS if make_planner(name).why_not(mesh) is None]
+    able = [name for name in PLANNERS if make_planner(name).unsupported_reason(mesh) is None]
     if not able:
         return tree_plan(mesh, 4, np.random.default_rng(0))
     return make_planner(draw(st.sampled_from(sorted(able)))).plan(mesh)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,61 @@ def test_imports_run_one_way(path: Path) -> None:
         assert ORDER.index(other) <= ORDER.index(part), f"{path.name} reaches from {part!r} to {other!r}"
     if part == "planning" and path.name not in CHOOSERS:
         assert imports_of(path) <= PLANNERS_MAY
+
+
+def module_of(path: Path) -> str:
+    """The name by which a file is imported."""
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def modules_imported(tree: ast.AST, modules: Collection[str]) -> set[str]:
+    """The modules of meshmend that a file imports anywhere, but not under TYPE_CHECKING."""
+    found: set[str] = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            found |= modules_imported(ast.Module(node.orelse, []), modules)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names} & set(modules)
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names & set(modules) or {node.module or ""} & set(modules)
+        else:
+            found |= modules_imported(node, modules)
+    return found
+
+
+def import_cycle(imports: Mapping[str, Collection[str]]) -> list[str]:
+    """Modules of which each imports the next, and the last the first; none if there is no such cycle."""
+    left = {name: set(others) for name, others in imports.items()}
+    while left:
+        free = {name for name, others in left.items() if not others & set(left)}
+        if not free:
+            found = [min(left)]
+            while found[-1] not in found[:-1]:
+                found.append(min(left[found[-1]] & set(left)))
+            return found[found.index(found[-1]) :]
+        left = {name: others for name, others in left.items() if name not in free}
+    return []
+
+
+def test_no_modules_import_each_other() -> None:
+    paths = {module_of(path): path for path in SOURCE.rglob("*.py")}
+    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in paths.items()}
+    assert import_cycle({name: modules_imported(tree, paths) for name, tree in trees.items()}) == []
+
+
+def test_an_import_cycle_is_found() -> None:
+    modules = {
+        "m.a": "from m import b",
+        "m.b": "def f():\n    import m.c",
+        "m.c": "if TYPE_CHECKING:\n    from m.b import g\nelse:\n    from m.a import f",
+        "m.d": "from m.a import f",
+    }
+    imports = {name: modules_imported(ast.parse(text), modules) for name, text in modules.items()}
+    assert imports == {"m.a": {"m.b"}, "m.b": {"m.c"}, "m.c": {"m.a"}, "m.d": {"m.a"}}
+    assert import_cycle(imports) == ["m.a", "m.b", "m.c", "m.a"]
+    assert import_cycle(imports | {"m.c": set()}) == []
 
 
 def test_the_verifier_imports_no_planner() -> None:
@@ -178,6 +234,35 @@ def test_extras_end_before_the_next_release_that_may_move_private_names() -> Non
         (bounds,) = [text.removeprefix(library) for text in asked if re.match(rf"{library}[<>=]", text)]
         major, minor = map(int, wanted[library].split("."))
         assert bounds.endswith(f",<{major}.{minor + 1}"), f"CI tests {library} {major}.{minor}, the extra has {bounds}"
+
+
+def test_no_function_is_longer_than_a_hundred_lines() -> None:
+    long = [
+        f"{path.name}: {node.name}"
+        for path in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno >= 100
+    ]
+    assert not long
+
+
+def test_few_packages_know_each_other() -> None:
+    paths = {module_of(path): path for path in SOURCE.rglob("*.py")}
+    packages = {path.name for path in SOURCE.iterdir() if path.is_dir()}
+    pairs = {
+        (name.split(".")[1], other.split(".")[1])
+        for name, path in paths.items()
+        for other in modules_imported(ast.parse(path.read_text(encoding="utf-8")), paths)
+        if name != SOURCE.name and other != SOURCE.name
+    }
+    assert 50 < len([pair for pair in pairs if len(set(pair)) == 2 and packages.issuperset(pair)]) < 110
+
+
+def test_any_is_rare_in_jax() -> None:
+    words = [
+        word for path in (SOURCE / "jax").rglob("*.py") for word in re.findall(r"\bAny\b", path.read_text("utf-8"))
+    ]
+    assert 0 < len(words) <= 500
 
 
 def test_no_file_is_two_ideas() -> None:

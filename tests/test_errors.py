@@ -40,10 +40,11 @@ def make(kind: type[MeshmendError]) -> MeshmendError:
     positional, named = [], {}
     hints = get_type_hints(kind.__init__)
     for name, parameter in inspect.signature(kind).parameters.items():
-        if str(hints[name]).startswith("collections.abc.Sequence"):
-            value: Any = ("weave", "row-pairs") if "str" in str(hints[name]) else (1, 2)
+        hint = getattr(hints[name], "type", hints[name])  # that of an InitVar
+        if str(hint).startswith("collections.abc.Sequence"):
+            value: Any = ("weave", "row-pairs") if "str" in str(hint) else (1, 2)
         else:
-            value = VALUES[hints[name]]
+            value = VALUES[hint]
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
             named[name] = value
         else:

@@ -61,9 +61,10 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
     assert by == {
         ("README.md", "python", "tests/jax_engine/managed/test_docs.py"),
         ("README.md", "bash", "tests/jax_restart/test_job.py"),
-        ("jax.md", "bash", "tests/jax_engine/compiling/test_apart.py"),
+        ("jax.md", "bash", "tests/jax_engine/compiling/test_tiles.py"),
         ("availability.md", "bash", "tests/availability/test_log.py"),
         ("availability.md", "bash", "tests/jax_restart/test_run.py"),
+        ("machines.md", "bash", "tests/jax_engine/test_bench.py"),
         ("measured.md", "bash", "tests/jax_engine/test_bench.py"),
         ("start.md", "bash", "tests/cli/test_doctor.py"),
         ("index.md", "python", "tests/jax_engine/managed/test_docs.py"),
@@ -83,6 +84,7 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
     reasons = [(block.page.name, block.reason) for block in BLOCKS if block.reason]
     assert reasons == [
         ("CONTRIBUTING.md", "it makes an environment and installs into it"),
+        ("CONTRIBUTING.md", "it searches for half an hour"),
         ("jobs.md", "it needs eight hosts and a store"),
         ("jobs.md", "it is a server that never ends"),
         ("jobs.md", "it needs Slurm and eight nodes"),

@@ -149,7 +149,7 @@ def test_a_simulated_year_is_what_it_says() -> None:
     def goodput(*words: str) -> dict[str, float]:
         done = CliRunner().invoke(app, ["availability", "32x32", *words, "--json"])
         assert done.exit_code == 0, done.output
-        return {one["answer"]: one["goodput"]["mean"] for one in json.loads(done.stdout)["answers"]}
+        return {one["policy"]: one["goodput"]["mean"] for one in json.loads(done.stdout)["policies"]}
 
     said = [value for answer, value in goodput().items() if answer not in ON_ITS_PAGE_ONLY]
     said.append(goodput("--hardware", "tpu-v6e-xla")["fault-tolerant"])

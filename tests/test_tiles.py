@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import meshmend as mm
 from meshmend.errors import MeshError
 from meshmend.topology import Mesh, cut_into_tiles
 from meshmend.topology import tiles as module
@@ -245,8 +244,3 @@ def test_tiles_of_one_chip_are_the_mesh() -> None:
 def test_what_is_no_tile_is_refused(side: str, message: str) -> None:
     with pytest.raises(MeshError, match=message):
         cut_into_tiles(Mesh("8x8", failed=["2,2"]), side)
-
-
-def test_the_mesh_of_tiles_is_planned_like_any_other() -> None:
-    tiling = cut_into_tiles(Mesh("8x8", failed=["2x2@2,2"]), "4x2")
-    assert mm.plan(tiling.tiles, "weave").is_proven

@@ -61,15 +61,6 @@ def test_holes_are_disjoint_boxes_of_exactly_the_failed_chips(mesh: Mesh) -> Non
     assert np.array_equal(covered, (~mesh.live).astype(int))
 
 
-@given(meshes())
-def test_a_mesh_survives_being_written_down(mesh: Mesh) -> None:
-    again = Mesh(
-        mesh.shape, wrap=mesh.wrap, failed=[str(hole) for hole in mesh.holes], failed_cables=mesh.failed_cables
-    )
-    assert again == mesh
-    assert hash(again) == hash(mesh)
-
-
 def test_ranks_count_live_chips_in_row_major_order() -> None:
     mesh = Mesh("2x3", failed=["0,1"])
     assert [mesh.chip(rank) for rank in range(5)] == [(0, 0), (0, 2), (1, 0), (1, 1), (1, 2)]
@@ -109,15 +100,12 @@ def test_paper_machines() -> None:
 
 
 def test_a_quarter_of_a_million_chips_takes_less_than_a_second() -> None:
-    seconds = []
-    for _ in range(3):
-        started = time.perf_counter()
-        mesh = Mesh((512, 512), failed=["4x2@6,8", "2x2@100,200", "32x32@300,300"])
-        assert mesh.n_chips == 512 * 512 - 8 - 4 - 1024
-        assert mesh.n_cables == len(mesh.cables)
-        assert mesh.is_connected
-        seconds.append(time.perf_counter() - started)
-    assert min(seconds) < 1.0
+    started = time.process_time()
+    mesh = Mesh((512, 512), failed=["4x2@6,8", "2x2@100,200", "32x32@300,300"])
+    assert mesh.n_chips == 512 * 512 - 8 - 4 - 1024
+    assert mesh.n_cables == len(mesh.cables)
+    assert mesh.is_connected
+    assert time.process_time() - started < 1.0
 
 
 def test_three_dimensional_torus() -> None:

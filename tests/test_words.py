@@ -25,6 +25,45 @@ INSTEAD = {
     r"(?<!bench )(?<![\w.:/\"'`-])all ?reduces?\b(?![\w(=.\"'`])": "all-reduce",
 }
 
+RENAMED = {
+    "ALL_REDUCE_WITH_TURN": "ALL_REDUCE_WITH_UPDATE",
+    "ANSWERS": "POLICIES",
+    "Aids": "RecoveryOptions",
+    "Caller": "Peer",
+    "CannotServe": "Unsupported",
+    "Chooser": "AutoPlanner",
+    "Footing": "Allocation",
+    "HostBook": "HostHistory",
+    "Introduction": "MemberInfo",
+    "LoneSession": "SingleProcessSession",
+    "Noted": "LogEntry",
+    "Opinion": "Vote",
+    "Ruling": "VoteResult",
+    "SignBook": "FaultLog",
+    "Strike": "FailureEvent",
+    "Talk": "AuthenticatedChannel",
+    "TurnError": "UpdateError",
+    "compile_apart": "compile_in_subprocess",
+    "dice": "rng",
+    "find_place": "find_host_index",
+    "for_now": "retryable",
+    "got furthest": "progressed furthest",
+    "hide_behind_s": "overlap_s",
+    "least shows": "least exposed communication",
+    "live_through": "simulate_run",
+    "n_places": "chips_per_tile, devices_per_tile",
+    "name_bytes": "format_bytes",
+    "pass_on": "ring_shift",
+    "person who signs": "decision-maker",
+    "shown_seconds": "exposed_seconds",
+    "sign book": "fault log",
+    "strangers": "unauthenticated connections",
+    "turn_tables": "update_tables",
+    "why_not": "unsupported_reason",
+    "with a turn": "with a fused update",
+    "with_turn": "with_update",
+}
+
 
 @functools.cache
 def texts() -> dict[Path, str]:
@@ -45,3 +84,13 @@ def test_private_words_stay_out(word: str, instead: str) -> None:
         for match in re.finditer(word, text, re.IGNORECASE)
     ]
     assert not found, f"write {instead!r} in place of these:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_what_was_renamed_is_gone(old: str, new: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, match.start()) + 1}"
+        for path, text in texts().items()
+        for match in re.finditer(rf"(?<!\w){re.escape(old)}(?!\w)", text)
+    ]
+    assert not found, f"{old!r} is {new!r} now:\n" + "\n".join(found)

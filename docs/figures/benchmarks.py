@@ -118,23 +118,23 @@ def draw_payloads(rows: list[Row]) -> str:
     left, top, right, bottom, most = 60.0, 50.0, 780.0, 290.0, 16.0
     sizes = sorted({float(row["payload_bytes"]) for row in rows})
 
-    def place(payload: float, ratio: float) -> tuple[float, float]:
+    def point_at(payload: float, ratio: float) -> tuple[float, float]:
         across = math.log(payload / sizes[0]) / math.log(sizes[-1] / sizes[0])
         up = math.log(min(ratio, most)) / math.log(most)
         return left + (right - left) * across, bottom - (bottom - top) * up
 
     parts = ['<text class="soft" x="20" y="28">predicted time ÷ the least possible with latency</text>']
     for ratio in (1, 2, 4, 8, 16):
-        _, y = place(sizes[0], ratio)
+        _, y = point_at(sizes[0], ratio)
         parts.append(f'<line class="grid" x1="{left}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>')
         parts.append(f'<text class="soft" x="{left - 10}" y="{y + 4:.1f}" text-anchor="end">{ratio} ×</text>')
     for size, name in zip(sizes, ("1 kB", "10 kB", "100 kB", "1 MB", "10 MB", "100 MB", "1 GB", "10 GB"), strict=True):
-        x, _ = place(size, 1)
+        x, _ = point_at(size, 1)
         parts.append(f'<text class="soft" x="{x:.1f}" y="{bottom + 20}" text-anchor="middle">{name}</text>')
     ends = []
     for index, planner in enumerate(PLANNERS):
         mine = [row for row in rows if row["planner"] == planner]
-        points = [place(float(row["payload_bytes"]), float(row["over_least"])) for row in mine]
+        points = [point_at(float(row["payload_bytes"]), float(row["over_least"])) for row in mine]
         parts.append(f'<path class="l l{index}" d="M{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>')
         ends.append((points[-1][1], planner))
     at = -math.inf

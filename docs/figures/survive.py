@@ -57,7 +57,7 @@ def record() -> dict[str, Any]:
         raise SystemExit("No host was killed, or none resumed: see above.")
     restored = {host: max(e["at"] for e in events[host] if e["event"] == "restore") for host in survivors}
     since = {
-        host: [e["at"] for e in events[host] if e["event"] == "kept" and e["at"] > restored[host]] for host in survivors
+        host: [e["at"] for e in events[host] if e["event"] == "step" and e["at"] > restored[host]] for host in survivors
     }
     again = max(min(times) for times in since.values())
     killed_at = again - float(said[3])
@@ -186,8 +186,8 @@ def axes(found: dict[str, Any], layout: Layout) -> list[str]:
     for step in [*range(0, last - layout.ticks + 1, layout.ticks), last]:
         x = left + (right - left) * step / last
         words = f"step {step}" if step == last else str(step)
-        place = "end" if step == last else "middle" if step else "start"
-        parts.append(f'<text class="soft" x="{x:g}" y="{bottom + 18:g}" text-anchor="{place}">{words}</text>')
+        anchor = "end" if step == last else "middle" if step else "start"
+        parts.append(f'<text class="soft" x="{x:g}" y="{bottom + 18:g}" text-anchor="{anchor}">{words}</text>')
     x = left + (right - left) * found["killed"]["step"] / last
     parts.append(f'<g class="gone">{line("kill", (x, top), (x, bottom))}</g>')
     return parts

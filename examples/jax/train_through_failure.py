@@ -35,7 +35,7 @@ def train(folder: Path, steps: int) -> None:
     import meshmend.jax as mmj
     from meshmend.jax.compiling import CompileAhead, CompiledTrainStep, compile_train_step
     from meshmend.jax.job import initialize
-    from meshmend.jax.state import Keeper, fetch, place
+    from meshmend.jax.state import Keeper, fetch, put
     from meshmend.jax.training_plan import TrainingPlan
     from meshmend.planning import PlanCache
 
@@ -67,7 +67,7 @@ def train(folder: Path, steps: int) -> None:
         session.agree_on_plan(lambda _: plan(fabric))
         with session.timeline.timed("compile"):
             compiled = build(fabric)
-        params = place(weights, fabric)
+        params = put(weights, fabric)
         keeper = Keeper(
             session,
             compiled.layout,
@@ -140,7 +140,7 @@ class Story:
             for event in events:
                 if event["event"] == "step":
                     known = found.get(event["step"])
-                    if known is None or event["attempt"] > known["attempt"]:
+                    if known is None or event["round"] > known["round"]:
                         found[event["step"]] = event
         return [found[step] for step in sorted(found)]
 
@@ -219,8 +219,8 @@ def main() -> None:
     from rich.live import Live
 
     from meshmend.launch import Hosts
+    from meshmend.launch.goodput import HostHistory, gave_up_at
     from meshmend.launch.local import LocalJob
-    from meshmend.launch.timeline import split_recovery
 
     console = Console(quiet=options.no_view)
     with (
@@ -271,9 +271,9 @@ def main() -> None:
             )
             statuses = hosts.wait(120)
             story.update()
-    survivors = [events for host, events in story.events.items() if host != options.victim]
-    gave_up = [e["at"] for events in survivors for e in events if e["event"] == "gave up"]
-    split = split_recovery(story.events[last], gave_up, killed_at, committed_at)
+    histories = {host: HostHistory(events) for host, events in story.events.items() if host != options.victim}
+    again = next(one for one in histories[last].rounds if one.started > killed_at)
+    split = again.stages_since(killed_at, gave_up_at(histories.values()), until=committed_at)
     restored = next(e for e in story.events[last] if e["event"] == "restore" and e["at"] > killed_at)
     steps = story.steps
     draw(story, options.victim, killed_at, committed_at, options.figure)

@@ -1,4 +1,4 @@
-"""ZeRO-1 with the turn: every chip keeps the optimizer's state of the weights that it owns, and nothing else.
+"""ZeRO-1 with a fused update: every chip keeps the optimizer's state of the weights that it owns, and nothing else.
 
     python examples/torch/sharded_update.py --optimizer adamw
 
@@ -55,7 +55,7 @@ RULES: dict[str, tuple[Rule, Callable[[Any], torch.optim.Optimizer]]] = {
 class ShardedOptimizer:
     """Updates a model's weights in one all-reduce; keeps the optimizer's state of what this chip owns.
 
-    What the turns make is kept aside until the all-reduce has returned. If it raises, neither weights nor state have
+    What the updates make is kept aside until the all-reduce has returned. If it raises, neither weights nor state have
     changed on this chip, and the step can be redone on a new group.
     """
 
@@ -71,11 +71,11 @@ class ShardedOptimizer:
         payload = torch.cat([weight.grad.reshape(-1) for weight in self.weights if weight.grad is not None])
         pending: dict[int, Tensors] = {}
 
-        def turn(where: slice, values: torch.Tensor) -> None:
+        def update(where: slice, values: torch.Tensor) -> None:
             new, pending[where.start] = self.rule(old[where], values, self.state[where.start], self.step_number + 1)
             values.copy_(new)
 
-        self.engine.all_reduce(payload, dist.ReduceOp.AVG, turn=turn)
+        self.engine.all_reduce(payload, dist.ReduceOp.AVG, update=update)
         self.state, self.step_number = pending, self.step_number + 1
         parts = payload.split([weight.numel() for weight in self.weights])
         with torch.no_grad():
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     given = parser.parse_args()
     mesh = mm.Mesh("3x4", failed=["1,1"])
-    schedule = mm.plan(mesh, "weave", chunks=4 * mesh.n_chips, collective="all-reduce-with-turn")
+    schedule = mm.plan(mesh, "weave", chunks=4 * mesh.n_chips, collective="all-reduce-with-update")
     with tempfile.TemporaryDirectory() as folder, Chips() as chips:
         for rank in range(mesh.n_chips):
             chips.start(

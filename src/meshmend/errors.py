@@ -7,6 +7,7 @@ so that a program can act on them without parsing text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any
 
 __all__ = [
@@ -21,7 +22,6 @@ __all__ = [
     "LabError",
     "LaunchError",
     "LayoutError",
-    "LedgerError",
     "LostChipError",
     "LoweringError",
     "MachineError",
@@ -37,7 +37,7 @@ __all__ = [
     "RoutingError",
     "ScheduleError",
     "ScheduleFileError",
-    "TurnError",
+    "UpdateError",
     "VerificationError",
     "WaitTimeoutError",
     "WrongSumError",
@@ -70,26 +70,19 @@ class MeshError(MeshmendError, ValueError):
     """The description of a mesh, a hole or a cable is invalid."""
 
 
+@dataclass(eq=False, repr=False)
 class MachineError(MeshmendError, ValueError):
     """The description of a machine cannot be read; nothing in it was executed.
 
     Fields, each None where it does not apply: `file`, `line` (counted from 1), `expected`, `got`.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        file: str | None = None,
-        line: int | None = None,
-        expected: str | None = None,
-        got: str | None = None,
-    ) -> None:
-        self.file = file
-        self.line = line
-        self.expected = expected
-        self.got = got
-        super().__init__(message)
+    message: InitVar[str]
+    _: KW_ONLY
+    file: str | None = None
+    line: int | None = None
+    expected: str | None = None
+    got: str | None = None
 
 
 class LayoutError(MeshmendError, ValueError):
@@ -157,24 +150,18 @@ class PlanError(MeshmendError):
         super().__init__(f"{planner} cannot plan for {mesh_name}: {why}{advice}")
 
 
+@dataclass(eq=False, repr=False)
 class RoutingError(MeshmendError):
     """A route table cannot be built, or does not meet its requirements.
 
     Fields, each None where it does not apply: `scheme` (its name), `src` and `dst` (coordinates).
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        scheme: str | None = None,
-        src: Coordinate | None = None,
-        dst: Coordinate | None = None,
-    ) -> None:
-        self.scheme = scheme
-        self.src = src
-        self.dst = dst
-        super().__init__(message)
+    message: InitVar[str]
+    _: KW_ONLY
+    scheme: str | None = None
+    src: Coordinate | None = None
+    dst: Coordinate | None = None
 
 
 class DeadlockError(RoutingError):
@@ -189,60 +176,44 @@ class DeadlockError(RoutingError):
         super().__init__(message, scheme=scheme)
 
 
+@dataclass(eq=False, repr=False)
 class LoweringError(MeshmendError):
     """A schedule has no equivalent in the requested form.
 
     Fields, each None where it does not apply: `planner`, `step`, `chip` (its coordinate), `chunk`.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        planner: str,
-        step: int | None = None,
-        chip: Coordinate | None = None,
-        chunk: int | None = None,
-    ) -> None:
-        self.planner = planner
-        self.step = step
-        self.chip = chip
-        self.chunk = chunk
-        super().__init__(message)
+    message: InitVar[str]
+    _: KW_ONLY
+    planner: str
+    step: int | None = None
+    chip: Coordinate | None = None
+    chunk: int | None = None
 
 
+@dataclass(eq=False, repr=False)
 class VerificationError(MeshmendError):
     """A schedule is not what it claims to be.
 
     Fields, each None where it does not apply: `step`, `src` and `dst` (coordinates), `chunk`, `expected`, `got`.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        step: int | None = None,
-        src: Coordinate | None = None,
-        dst: Coordinate | None = None,
-        chunk: int | None = None,
-        expected: str | None = None,
-        got: str | None = None,
-    ) -> None:
-        self.step = step
-        self.src = src
-        self.dst = dst
-        self.chunk = chunk
-        self.expected = expected
-        self.got = got
-        super().__init__(message)
+    message: InitVar[str]
+    _: KW_ONLY
+    step: int | None = None
+    src: Coordinate | None = None
+    dst: Coordinate | None = None
+    chunk: int | None = None
+    expected: str | None = None
+    got: str | None = None
 
 
 class WrongSumError(VerificationError):
     """A chip ends with a chunk that is not the sum (or the copy) that the collective requires."""
 
 
-class TurnError(VerificationError):
-    """A chunk does not turn at its owner: some chip would end with another value than the one that is put there."""
+class UpdateError(VerificationError):
+    """A chunk is not updated at its owner: some chip would end with another value than the one that is put there."""
 
 
 class CollisionError(VerificationError):
@@ -345,29 +316,6 @@ class WaitTimeoutError(MeshmendError, TimeoutError, RuntimeError):
 
     def __init__(self, message: str, *, waited_s: float) -> None:
         self.waited_s = waited_s
-        super().__init__(message)
-
-
-class LedgerError(MeshmendError):
-    """A job's ledger is damaged, has a gap, or does not use each sample exactly once per epoch.
-
-    Fields, each None (or empty) where it does not apply: `step`, `epoch`, `samples` (their record numbers), `offset`
-    (the byte of the file where damage begins).
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        step: int | None = None,
-        epoch: int | None = None,
-        samples: Sequence[int] = (),
-        offset: int | None = None,
-    ) -> None:
-        self.step = step
-        self.epoch = epoch
-        self.samples = tuple(samples)
-        self.offset = offset
         super().__init__(message)
 
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from meshmend.errors import MissingExtraError
+from meshmend.errors import MissingExtraError, ParameterError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def install_hint(extra: str | None = None) -> str:
@@ -32,3 +37,14 @@ def require(*modules: str, needed_for: str, extra: str) -> None:
     for module in modules:
         if find_spec(module) is None:
             raise MissingExtraError(needed_for, module, install_hint(extra))
+
+
+def new_figure(path: Path, size_in: tuple[float, float]) -> Figure:
+    """Return an empty figure of matplotlib for a plot that `path` can hold; raise an error that says what to do."""
+    require("matplotlib", needed_for="Plotting", extra="draw")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size_in, layout="constrained")
+    if path.suffix.removeprefix(".").lower() not in figure.canvas.get_supported_filetypes():
+        raise ParameterError(f"Cannot draw to {path.name!r}: expected a name that ends in .png, .svg or .pdf.")
+    return figure

@@ -20,32 +20,32 @@ from numpy.typing import NDArray
 
 from meshmend.errors import ScheduleError
 from meshmend.schedule import Collective, Op, Schedule
-from meshmend.schedule.turn import turn_steps
+from meshmend.schedule.fused_update import update_steps
 from meshmend.schedule.verify import ensure_proven
 
-__all__ = ["Turn", "run"]
+__all__ = ["Update", "run"]
 
 Number = TypeVar("Number", bound=np.generic)
-Turn = Callable[[int, NDArray[Any]], NDArray[Any]]
-"""What an owner does with a chunk at its turn: from the chunk's number and its sum to what every chip ends with."""
+Update = Callable[[int, NDArray[Any]], NDArray[Any]]
+"""What an owner does with a complete chunk: from its number and its sum to what every chip ends with."""
 
 
 def run(
-    schedule: Schedule, payload: Annotated[NDArray[Number], "[N, ...]"], *, turn: Turn | None = None
+    schedule: Schedule, payload: Annotated[NDArray[Number], "[N, ...]"], *, update: Update | None = None
 ) -> Annotated[NDArray[Number], "[N, ...]"]:
     """Run a schedule on `payload`, one row per rank, and return what every chip holds at the end.
 
     Rows may have any shape and size; sums use the payload's own dtype. Where the size is not divisible by
     the number of chunks, the last chunks are padded with zeros, which do not change sums.
 
-    An all-reduce with a turn may be given one: `turn(chunk, values)` is called once for each chunk, at its owner, with
-    its sum, and every chip ends with what it returns.
+    An all-reduce with an update may be given one: `update(chunk, values)` is called once for each chunk, at its owner,
+    with its sum, and every chip ends with what it returns.
     """
-    if turn is not None:
-        if schedule.collective is not Collective.ALL_REDUCE_WITH_TURN:
+    if update is not None:
+        if schedule.collective is not Collective.ALL_REDUCE_WITH_UPDATE:
             raise ScheduleError(
-                f"The schedule is for {schedule.collective}, which has no turn. Plan with "
-                f"collective={Collective.ALL_REDUCE_WITH_TURN.value!r}."
+                f"The schedule is for {schedule.collective}, which has no update. Plan with "
+                f"collective={Collective.ALL_REDUCE_WITH_UPDATE.value!r}."
             )
         ensure_proven(schedule)
     n_chips, n_chunks, repeats = schedule.mesh.n_chips, schedule.total_chunks, schedule.repeats
@@ -63,37 +63,39 @@ def run(
         apart = held.reshape(n_chips, repeats, -1, chunk_size).swapaxes(1, 2)
         n_apart = n_chunks // repeats
 
-        def turn_all(chunk: int, values: NDArray[Any]) -> NDArray[Any]:
+        def update_all(chunk: int, values: NDArray[Any]) -> NDArray[Any]:
             parts = enumerate(values.reshape(repeats, chunk_size))
-            return np.concatenate([turn(repeat * n_apart + chunk, part) for repeat, part in parts]) if turn else values
+            return (
+                np.concatenate([update(repeat * n_apart + chunk, part) for repeat, part in parts]) if update else values
+            )
 
         done = _run(
             schedule.template,
             np.ascontiguousarray(apart).reshape(n_chips, n_apart, -1),
-            turn_all if turn is not None else None,
+            update_all if update is not None else None,
         )
         held = done.reshape(n_chips, -1, repeats, chunk_size).swapaxes(1, 2)
     else:
-        held = _run(schedule, held, turn)
+        held = _run(schedule, held, update)
     return held.reshape(n_chips, -1)[:, :size].reshape(payload.shape)
 
 
 def _run(
-    schedule: Schedule, held: Annotated[NDArray[Any], "[N, K, n]"], turn: Turn | None
+    schedule: Schedule, held: Annotated[NDArray[Any], "[N, K, n]"], update: Update | None
 ) -> Annotated[NDArray[Any], "[N, K, n]"]:
     """Run all steps on what chips hold, of shape (chips, chunks, elements), in place."""
     due: dict[int, list[int]] = {}
-    if turn is not None:
-        for chunk, step in enumerate(turn_steps(schedule).tolist()):
+    if update is not None:
+        for chunk, step in enumerate(update_steps(schedule).tolist()):
             due.setdefault(step, []).append(chunk)
 
-    def turn_after(step: int) -> None:
+    def update_after(step: int) -> None:
         for chunk in due.get(step, ()):
-            if turn is not None:
+            if update is not None:
                 owner = schedule.owners[chunk]
-                held[owner, chunk] = turn(chunk, held[owner, chunk].copy())
+                held[owner, chunk] = update(chunk, held[owner, chunk].copy())
 
-    turn_after(-1)  # a chip alone has nothing to wait for
+    update_after(-1)  # a chip alone has nothing to wait for
     for step, (start, stop) in enumerate(pairwise(schedule.step_starts)):
         # Runs of one length are moved together; a step rarely has more than two or three lengths.
         outbox = [
@@ -105,7 +107,7 @@ def _run(
             adds = schedule.op[rows] == Op.REDUCE
             data[adds] += held[dst[adds], chunks[adds]]
             held[dst, chunks] = data
-        turn_after(step)
+        update_after(step)
     return held
 
 

@@ -64,14 +64,14 @@ def drawn(folder: Path, machine: Assumptions, hours: float, seed: int) -> Path:
     start = datetime(2026, 1, 1, tzinfo=UTC)
     rows = [(0.0, "begin", -1), (hours, "end", -1)]
     until: dict[int, float] = {}
-    for strike in draw(machine, hours, seed, 0):
-        if strike.at_h < until.get(strike.part, 0.0):
+    for failure in draw(machine, hours, seed, 0):
+        if failure.at_h < until.get(failure.part, 0.0):
             continue
-        back = strike.at_h + strike.repair_factor * machine.levels[0].repair_h
-        until[strike.part] = back
-        rows.append((strike.at_h, "failed", strike.part))
+        back = failure.at_h + failure.repair_factor * machine.levels[0].repair_h
+        until[failure.part] = back
+        rows.append((failure.at_h, "failed", failure.part))
         if back < hours:
-            rows.append((back, "repaired", strike.part))
+            rows.append((back, "repaired", failure.part))
     lines = [
         f"{(start + timedelta(hours=at)).isoformat()},{'' if part < 0 else part},{event}" for at, event, part in rows
     ]
@@ -112,7 +112,7 @@ def test_a_study_with_the_rates_of_a_log(tmp_path: Path) -> None:
         mtbf_board_h=math.inf,
     )
     study = simulate(given, days=30, runs=2, checks=0)
-    got = [one["goodput"]["mean"] for one in facts["answers"]]
+    got = [one["goodput"]["mean"] for one in facts["policies"]]
     assert got == pytest.approx([one.goodput.mean for one in study.outcomes], rel=1e-6)
 
 

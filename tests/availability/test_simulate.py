@@ -8,8 +8,8 @@ from scipy import stats
 
 from meshmend import Mesh
 from meshmend.availability import Assumptions, Estimate, simulate
-from meshmend.availability.answers import QuickRepair
 from meshmend.availability.history import draw
+from meshmend.availability.policies import QuickRepair
 from meshmend.errors import MeshError, ParameterError
 
 
@@ -48,14 +48,14 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
     )  # fmt: skip
     held = 0
     for seed in range(60):
-        study = simulate(machine, days=300, runs=8, seed=seed, checks=0, answers=[QuickRepair])
+        study = simulate(machine, days=300, runs=8, seed=seed, checks=0, kinds=[QuickRepair])
         got = study.outcomes[0].goodput
         held += abs(got.mean - 50 / 60) < got.half_width
     # 57 of 60 on average; fewer than 51 has a chance of 1 in 500. Runs begin with the machine up: a bias of 1e-4.
     assert held >= 51
 
 
-def test_answers_live_through_the_same_history_and_seeds_repeat() -> None:
+def test_policies_see_the_same_history_and_seeds_repeat() -> None:
     machine = Assumptions.of("8x8", payload_bytes=1e6)
     one, same, other = (simulate(machine, days=50, runs=2, seed=seed, checks=0) for seed in (1, 1, 2))
     assert one == same
@@ -64,13 +64,13 @@ def test_answers_live_through_the_same_history_and_seeds_repeat() -> None:
 
 def test_strikes_come_as_often_as_asked() -> None:
     machine = Assumptions.of("32x32")
-    strikes = draw(machine, hours=100_000, seed=3, run=0)
+    failures = draw(machine, hours=100_000, seed=3, run=0)
     for number, (level, parts) in enumerate(zip(machine.levels, (128, 256, 1024), strict=True)):
         mean = parts * 100_000 / level.mtbf_h
-        found = [strike for strike in strikes if strike.level == number]
+        found = [failure for failure in failures if failure.level == number]
         assert abs(len(found) - mean) < 4 * math.sqrt(mean)
-        assert {strike.part for strike in found} <= set(range(parts))
-    assert strikes == sorted(strikes)
+        assert {failure.part for failure in found} <= set(range(parts))
+    assert failures == sorted(failures)
 
 
 def test_defaults_are_what_their_sources_say() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import commandline
-from meshmend.availability import ANSWERS
+from meshmend.availability import POLICIES
 from meshmend.cost import predict
 from meshmend.planning import plan
 from meshmend.study.paper import WORKLOADS
@@ -19,9 +19,9 @@ run, facts_of = partial(commandline.run, "availability"), partial(commandline.ru
 SMALL = ("8x8", "--days", "60", "--runs", "3", "--payload", "1MB")
 
 
-def test_people_see_every_answer() -> None:
+def test_people_see_every_policy() -> None:
     shown = run(*SMALL)
-    for kind in ANSWERS:
+    for kind in POLICIES:
         assert kind.name in shown
     assert "±" in shown
     assert "64 chips, 60 days, 3 runs" in shown
@@ -31,8 +31,8 @@ def test_people_see_every_answer() -> None:
 
 def test_programs_get_the_same_and_every_assumption() -> None:
     facts = facts_of(*SMALL)
-    assert [one["answer"] for one in facts["answers"]] == [kind.name for kind in ANSWERS]
-    for one in facts["answers"]:
+    assert [one["policy"] for one in facts["policies"]] == [kind.name for kind in POLICIES]
+    for one in facts["policies"]:
         total = one["goodput"]["mean"] + sum(loss["mean"] for loss in one["losses"].values())
         assert total == pytest.approx(1)
         assert one["goodput"]["half_width_95"] >= 0

@@ -41,7 +41,7 @@ def test_steps_of_a_saved_plan(tmp_path: Path) -> None:
     plan = tmp_path / "plan.npz"
     words = ["plan", "4x4", "--planner", "two-color", "--wrap", "all", "--save", str(plan)]
     commandline.run(*words)
-    facts = run_json("--schedule", str(plan), "--steps", "2-5", "-o", str(tmp_path / "steps.html"))
+    facts = run_json(str(plan), "--steps", "2-5", "-o", str(tmp_path / "steps.html"))
     assert facts["what"] == "steps"
     assert facts["wrap"] == [True, True]
 

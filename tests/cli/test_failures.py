@@ -120,7 +120,7 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("draw", "cut mesh", ["4x4", *CUT, "-o", "a.svg"], "cannot plan"),
     ("draw", "damaged", ["damaged.npz", "-o", "a.svg"], "damaged.npz"),
     ("draw", "plan and holes", ["plan.npz", "--wrap", "all", "-o", "a.svg"], "leave out --wrap"),
-    ("draw", "two plans", ["plan.npz", "--schedule", "plan.npz", "-o", "a.svg"], "already determines the plan"),
+    ("draw", "two plans", ["plan.npz", "--figure", "3", "-o", "a.svg"], "already determines the plan"),
     ("draw", "unwritable", ["4x4", "-o", "nowhere/a.svg"], "--output: nothing can be written in nowhere"),
     ("draw", "folder in place of file", ["4x4", "-o", "folder.npz"], "this is a folder"),
     ("draw", "bad ending", ["4x4", "-o", "a.jpg"], "a.jpg ends in '.jpg'"),
@@ -139,7 +139,6 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("lab down", "name and all", ["nobody", "--all"], "leave out the name"),
     ("bench allreduce", "nowhere", [], "Say where"),
     ("bench allreduce", "bad unit", ["--loopback", "1x2", "--payload", "much"], "is not a payload"),
-    ("bench allreduce", "unwritable", ["--loopback", "1x2", "--plot", "nowhere/a.svg"], "nothing can be written"),
     ("quarantine list", "no folder", ["nowhere"], "There is no folder nowhere. Give the job's shared folder"),
     ("quarantine list", "damaged", ["damaged list"], "quarantine.json is damaged: it is not JSON"),
     ("quarantine add", "no folder", ["nowhere", "2,3"], "There is no folder nowhere"),
@@ -351,7 +350,7 @@ def test_plan_compare_and_draw_take_a_saved_plan() -> None:
     entries = json.loads(run(["compare", "plan.npz", *PAID, "--json"])[1])["mesh"]["planners"]
     saved = {entry["planner"]: entry for entry in entries}["saved plan"]
     assert saved["seconds"] == by_file["seconds"]
-    for words in (["plan.npz"], ["--schedule", "plan.npz"], shape):
+    for words in (["plan.npz"], shape):
         assert run(["draw", *words, "-o", "a.html", "--json"])[0] == 0
         assert json.loads(run(["draw", *words, "-o", f"{len(words)}.html", "--json"])[1])["planner"] == "hamiltonian"
     assert run(["draw", "plan.npz", "--route", "0,0-1,1", "-o", "b.svg"])[0] == 0
@@ -374,7 +373,7 @@ def test_every_command_takes_every_collective(collective: Collective) -> None:
     assert (code, planned["collective"], planned["verified"]) == (0, str(collective), True)
     assert all("planner" not in candidate["parameters"] for candidate in planned["considered"])
     verified = " ".join(run(["verify", "asked.npz"])[1].split())
-    assert ("turns at its owner" in verified) == (collective is Collective.ALL_REDUCE_WITH_TURN)
+    assert ("updated at its owner" in verified) == (collective is Collective.ALL_REDUCE_WITH_UPDATE)
     assert planned["seconds"] == pytest.approx(planned["considered"][0]["seconds"])
     compared = json.loads(run(["compare", *asked, *PAID, "--json"])[1])
     assert (compared["collective"], compared["mesh"]["bound"]) == (str(collective), planned["bound"])

@@ -60,7 +60,7 @@ def test_plan_takes_the_machine_and_more_holes(mine: Path) -> None:
     run("plan", code=2)
 
 
-def test_a_failure_without_a_place_is_shown_and_not_planned_for(tmp_path: Path) -> None:
+def test_a_failure_without_a_position_is_shown_and_not_planned_for(tmp_path: Path) -> None:
     path = tmp_path / "nodes.json"
     path.write_text(nodes([f"node{n}" for n in range(16)], bad=["node5"]), encoding="utf-8")
     out = run("machine", path)
@@ -79,7 +79,7 @@ def test_an_ambiguous_machine_is_settled_by_its_shape_or_by_what_was_intended(tm
     run("plan", "--machine", hurt, "--intended", whole, "--planner", "weave", "--chunks", 8)
 
 
-T3000 = 'meshmend: 1\nhardware: tenstorrent-t3000\nshape: 4x8\nfailed: ["0,3"]\nrates: {"1,1-1,2": 1/2}'
+T3000 = 'meshmend: 1\nhardware: tenstorrent-t3000\nshape: 2x4\nfailed: ["0,3"]\nrates: {"1,1-1,2": 1/2}'
 """A described machine whose links have less than a third of the rate of the default's."""
 
 

@@ -31,7 +31,7 @@ def asks_for_nothing_new(demands: StepDemands, cache: PlanCache) -> bool:
 
 
 @pytest.mark.parametrize("tile", [None, "2x1"])
-@pytest.mark.parametrize("collective", ["all-reduce", "all-reduce-with-turn", "all-gather"])
+@pytest.mark.parametrize("collective", ["all-reduce", "all-reduce-with-update", "all-gather"])
 def test_a_job_finds_what_was_prepared_before_it_began(collective: str, tile: str | None, tmp_path: Path) -> None:
     words = ["--payload", "210kB", "--hardware", HARDWARE, "--collective", collective, "--cache", str(tmp_path)]
     facts = prepare(*words, *([] if tile is None else ["--tile", tile]))

@@ -10,7 +10,7 @@ import pytest
 
 import commandline
 from meshmend.launch import Timeline
-from meshmend.quarantine import THE_JOB, QuarantineList, Sign, SignBook, Suspect, enforce
+from meshmend.quarantine import THE_JOB, FaultLog, Observation, QuarantineList, Suspect, enforce
 
 run, run_json = partial(commandline.run, "quarantine"), partial(commandline.run_json, "quarantine")
 
@@ -35,10 +35,10 @@ def test_adding_listing_and_clearing(tmp_path: Path) -> None:
     assert "Nothing was in quarantine" in run("clear", folder, "--all")
 
 
-def test_signs_against_a_chip_that_is_not_listed_are_cleared(tmp_path: Path) -> None:
-    signs = [Sign("recompute", (Suspect.parse("2,3"),), step) for step in (1, 2)]
-    SignBook(tmp_path).add(signs, attempt=1, verified=0)
-    assert "Cleared: 2,3 (of signs)." in run("clear", str(tmp_path), "2,3")
+def test_observations_against_a_chip_that_is_not_listed_are_cleared(tmp_path: Path) -> None:
+    observations = [Observation("recompute", (Suspect.parse("2,3"),), step) for step in (1, 2)]
+    FaultLog(tmp_path).add(observations, attempt=1, verified=0)
+    assert "Cleared: 2,3 (of observations)." in run("clear", str(tmp_path), "2,3")
     assert enforce(tmp_path, n_chips=64) == ()
     assert "2,3 is not in quarantine" in run("clear", str(tmp_path), "2,3", code=1)
 

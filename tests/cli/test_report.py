@@ -1,4 +1,4 @@
-"""`meshmend report`: one page, for the person who signs."""
+"""`meshmend report`: one page, for the decision-maker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from commandline import run, run_json
-from meshmend.availability import ANSWERS, Assumptions, simulate
+from meshmend.availability import POLICIES, Assumptions, simulate
 from meshmend.availability.assumptions import SOURCES
 from meshmend.availability.report import DOES, write_report
 
@@ -76,15 +76,15 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
 
 def test_it_has_what_availability_says(page: Page, facts: Any) -> None:
     """The same options give the same study."""
-    first = facts["answers"][0]
-    for one in facts["answers"]:
-        row = page.row(one["answer"], 7)
+    first = facts["policies"][0]
+    for one in facts["policies"]:
+        row = page.row(one["policy"], 7)
         goodput, cost = one["goodput"], one["cost_per_useful_chip_hour"]["mean"]
         assert row[1] == f"{100 * goodput['mean']:.2f} ± {100 * goodput['half_width_95']:.2f} %"
         assert row[4] == f"${cost:.3f}"
-        assert DOES[one["answer"]] in row[0]
+        assert DOES[one["policy"]] in row[0]
         # What a year is worth, by hand: 64 chips at $3, 16 more of two spare hosts or 128 of two cubes, a crew at $40.
-        spares = {"hot spares": 16, "optical cubes": 128}.get(one["answer"], 0)
+        spares = {"hot spares": 16, "optical cubes": 128}.get(one["policy"], 0)
         paid_h = 3 * (64 + spares) + 40 * (one is first)
         value = (3 * 64 * goodput["mean"] - paid_h) * 8760
         if one is first:
@@ -96,11 +96,11 @@ def test_it_has_what_availability_says(page: Page, facts: Any) -> None:
 
 
 def test_what_a_failure_costs(page: Page, facts: Any) -> None:
-    for one in facts["answers"]:
+    for one in facts["policies"]:
         stops = one["interruptions_per_year"]["mean"]
         lost = sum(share["mean"] for cause, share in one["losses"].items() if cause != "checkpoints")
         hours = lost * 8760 / stops
-        row = page.row(one["answer"], 5)
+        row = page.row(one["policy"], 5)
         assert row[1] == f"{stops:,.0f}"
         assert row[2] == f"{hours:.2f} h"
         assert float(row[4].strip("$").replace(",", "")) == pytest.approx(hours * 64 * 3, rel=0.006)
@@ -117,10 +117,10 @@ def test_every_assumption_is_there_with_its_option_and_source(page: Page) -> Non
         assert source in said
 
 
-def test_the_sweep_has_every_answer_at_every_rate(page: Page) -> None:
+def test_the_sweep_has_every_policy_at_every_rate(page: Page) -> None:
     rows = [row for row in page.rows if "×)" in row[0]]
     assert [re.findall(r"\(([\d.]+) ×\)", row[0])[0] for row in rows] == ["0.25", "0.5", "1", "2", "4"]
-    assert all(len(row) == 1 + len(ANSWERS) for row in rows)
+    assert all(len(row) == 1 + len(POLICIES) for row in rows)
 
 
 def test_a_hostile_name_stays_a_name(page: Page) -> None:

@@ -71,13 +71,8 @@ def torn(rng: np.random.Generator, max_chips: int) -> Mesh:
         shape = tuple(int(n) for n in rng.integers(1, 9, rng.integers(1, 4)))
         if 2 <= np.prod(shape) <= max_chips:
             wrap = tuple(bool(w) for w in rng.random(len(shape)) < 0.4)
-            mesh = tear(
-                shape,
-                wrap,
-                float(rng.choice([0, 0.1, 0.3])),
-                float(rng.choice([0, 0.1, 0.3])),
-                int(rng.integers(2**31)),
-            )
+            lost_chips, lost_cables = (float(lost) for lost in rng.choice([0, 0.1, 0.3], 2))
+            mesh = tear(shape, wrap, lost_chips, lost_cables, int(rng.integers(2**31)))
             if mesh.n_chips > 1:
                 return mesh
 
@@ -105,17 +100,11 @@ def best_of_all_cuts(mesh: Mesh, shares: list[int]) -> Fraction:
     return Fraction(int(lacking[best]), int(np.asarray(cables)[best]))
 
 
-def test_random_graphs_against_brute_force() -> None:
-    rng = np.random.default_rng(1)
-    for _ in range(150):
-        check_small(torn(rng, max_chips=9), rng)
-
-
-@pytest.mark.slow
-def test_random_graphs_against_brute_force_hundreds() -> None:
-    rng = np.random.default_rng(2)
-    for _ in range(1500):
-        check_small(torn(rng, max_chips=10), rng)
+@pytest.mark.parametrize(("n", "chips"), [(100, 9), pytest.param(1500, 10, marks=pytest.mark.slow)])
+def test_random_graphs_against_brute_force(n: int, chips: int) -> None:
+    rng = np.random.default_rng(n)
+    for _ in range(n):
+        check_small(torn(rng, max_chips=chips), rng)
 
 
 def least_largest_load(mesh: Mesh) -> float:
@@ -145,18 +134,11 @@ def least_largest_load(mesh: Mesh) -> float:
     return float(solved.fun)
 
 
-def test_partitions_match_spanning_trees() -> None:
-    rng = np.random.default_rng(3)
-    for _ in range(12):
-        mesh = torn(rng, max_chips=16)
-        assert float(quotient(mesh, narrowest_partition(mesh))) == pytest.approx(least_largest_load(mesh), rel=1e-6)
-
-
-@pytest.mark.slow
-def test_partitions_match_spanning_trees_on_hundreds() -> None:
-    rng = np.random.default_rng(4)
-    for _ in range(200):
-        mesh = torn(rng, max_chips=64)
+@pytest.mark.parametrize(("n", "chips"), [(12, 16), pytest.param(200, 64, marks=pytest.mark.slow)])
+def test_partitions_match_spanning_trees(n: int, chips: int) -> None:
+    rng = np.random.default_rng(n)
+    for _ in range(n):
+        mesh = torn(rng, max_chips=chips)
         assert float(quotient(mesh, narrowest_partition(mesh))) == pytest.approx(least_largest_load(mesh), rel=1e-6)
 
 

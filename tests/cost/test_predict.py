@@ -55,7 +55,7 @@ def test_long_paths_wait_longer_but_do_not_hold_up_short_ones() -> None:
     assert predict(schedule, 4.0, by_hops).seconds == pytest.approx(30 + 1)
 
 
-def test_a_chip_that_drives_one_link_sends_in_turn() -> None:
+def test_a_chip_that_drives_one_link_sends_one_after_the_other() -> None:
     mesh = Mesh("1x3")
     schedule = Schedule(mesh, total_chunks=2, step=[0, 0], src=[1, 1], dst=[0, 2], op=[0, 0], owners=[0, 0])
     assert predict(schedule, 2.0, Hardware("all", 1.0)).seconds == 1
@@ -105,7 +105,7 @@ def lock_step_oracle(schedule: Schedule, payload: float, hardware: Hardware) -> 
     return total
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(plans(), st.sampled_from([1.0, 1e4, 1e7]), st.sampled_from([None, 1, 2]))
 def test_lock_step_is_the_slowest_queue_of_each_step(
     schedule: Schedule, payload: float, links_at_once: int | None
@@ -195,22 +195,24 @@ def test_one_profile_serves_many_payloads() -> None:
             )
 
 
-def test_payload_sweep_costs_milliseconds() -> None:
-    demand = StepDemand(plan(Mesh("16x32", failed=["4x2@6,8"]), "row-pairs"))
-    hardware = find_hardware("tpu-v3")
+def test_a_sweep_of_payloads_costs_less_than_one_profile() -> None:
+    schedule, hardware = plan(Mesh("16x32", failed=["4x2@6,8"]), "row-pairs", verify=False), find_hardware("tpu-v3")
+    started = time.process_time()
+    demand = StepDemand(schedule)
     demand.seconds(1.0, hardware)
-    started = time.perf_counter()
+    profiled = time.process_time()
     times = [demand.seconds(payload, hardware) for payload in np.geomspace(1e3, 1e10, 30)]
-    assert time.perf_counter() - started < 0.5
+    assert time.process_time() - profiled < profiled - started
     assert times == sorted(times)
 
 
-@pytest.mark.parametrize("planner", ["hamiltonian", "row-pairs"])
-def test_32x32_is_predicted_in_under_two_seconds(planner: str) -> None:
-    schedule = plan(Mesh("32x32", failed=["4x2@6,8"]), planner, verify=False)
-    started = time.perf_counter()
+def test_32x32_is_predicted_in_less_time_than_it_is_planned_and_proven() -> None:
+    mesh = Mesh("32x32", failed=["4x2@6,8"])
+    started = time.process_time()
+    schedule = plan(mesh, "row-pairs")
+    planned = time.process_time()
     predict(schedule, 102.4e6, "tpu-v3")
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - planned < planned - started
 
 
 def test_nothing_to_do_takes_no_time() -> None:

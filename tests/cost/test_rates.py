@@ -72,24 +72,15 @@ def best_of_all_cuts(mesh: Mesh, shares: list[int]) -> Fraction:
     return best
 
 
-def check_against_all(mesh: Mesh) -> None:
-    labels = narrowest_partition(mesh)
-    assert Fraction(int(labels.max())) / rate_between(mesh, labels) == best_of_all_partitions(mesh)
-    assert bound(mesh).units == pytest.approx(float(best_of_all_partitions(mesh)), rel=1e-12)
-    assert bound(mesh).is_exact
-
-
-def test_partitions_against_brute_force() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(60):
-        check_against_all(slowed(torn(rng, max_chips=8), rng))
-
-
-@pytest.mark.slow
-def test_partitions_against_brute_force_on_hundreds() -> None:
-    rng = np.random.default_rng(1)
-    for _ in range(400):
-        check_against_all(slowed(torn(rng, max_chips=10), rng, most=12))
+@pytest.mark.parametrize(("n", "chips", "most"), [(60, 8, 6), pytest.param(400, 10, 12, marks=pytest.mark.slow)])
+def test_partitions_against_brute_force(n: int, chips: int, most: int) -> None:
+    rng = np.random.default_rng(n)
+    for _ in range(n):
+        mesh = slowed(torn(rng, max_chips=chips), rng, most)
+        labels = narrowest_partition(mesh)
+        assert Fraction(int(labels.max())) / rate_between(mesh, labels) == best_of_all_partitions(mesh)
+        assert bound(mesh).units == pytest.approx(float(best_of_all_partitions(mesh)), rel=1e-12)
+        assert bound(mesh).is_exact
 
 
 def test_cuts_against_brute_force() -> None:
@@ -165,8 +156,8 @@ def test_forecasts_by_hand() -> None:
     assert first.time == pytest.approx(3.0)
     assert first.rate == pytest.approx(1 / 3)
     # The first cable slow instead: in lock-step the third step is quick, asynchronously the second chunk waits.
-    turned = line({"0,0-0,1": 1 / 3}, [(0, 0, 1, 0), (1, 1, 2, 0), (1, 0, 1, 1), (2, 1, 2, 1)], chunks=2)
-    assert predict(turned, 2e9, "ideal").seconds == pytest.approx(3 + 3 + 1)
+    both_ways = line({"0,0-0,1": 1 / 3}, [(0, 0, 1, 0), (1, 1, 2, 0), (1, 0, 1, 1), (2, 1, 2, 1)], chunks=2)
+    assert predict(both_ways, 2e9, "ideal").seconds == pytest.approx(3 + 3 + 1)
 
 
 def test_a_slow_hop_on_the_way_delays_the_end_whichever_it_is() -> None:
@@ -208,7 +199,7 @@ SLOW = (
         pytest.param(mesh, name, id=f"{name} on {mesh}")
         for mesh in SLOW
         for name in ("hamiltonian", "two-color", "row-pairs", "weave")
-        if PLANNERS[name]().why_not(mesh) is None
+        if PLANNERS[name]().unsupported_reason(mesh) is None
     ],
 )
 def test_simgrid_agrees(mesh: Mesh, planner: str) -> None:

@@ -24,7 +24,7 @@ CASES = [
 def of_all_shards(schedule: mm.Schedule, tiling: Tiling) -> mm.Schedule:
     """The plan as chips see it: each transfer between tiles, once for each place in them."""
     one_by_one = schedule.expanded()
-    n = tiling.n_places
+    n = tiling.chips_per_tile
     return mm.Schedule(
         tiling.chips,
         total_chunks=schedule.total_chunks,

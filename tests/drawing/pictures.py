@@ -19,7 +19,7 @@ def named(figure: Figure, name: str) -> list[Any]:
     return [artist for axes in figure.axes for artist in axes.get_children() if artist.get_label() == name]
 
 
-def failed_places(figure: Figure) -> list[set[tuple[int, int]]]:
+def failed_coordinates(figure: Figure) -> list[set[tuple[int, int]]]:
     """For each panel, the (row, column) of the squares that are drawn as failed; each must be red and crossed out."""
     found = []
     for squares in named(figure, "failed chips"):
@@ -27,8 +27,8 @@ def failed_places(figure: Figure) -> list[set[tuple[int, int]]]:
         assert red > 0.7
         assert max(green, blue) < 0.35
         found.append({(round(y), round(x)) for x, y in np.asarray(squares.get_offsets())})
-    for arms, places in zip(named(figure, "crosses"), found, strict=True):
-        assert len(arms.get_paths()) == 2 * len(places)
+    for arms, positions in zip(named(figure, "crosses"), found, strict=True):
+        assert len(arms.get_paths()) == 2 * len(positions)
     return found
 
 

@@ -45,7 +45,7 @@ def test_rows_go_down_and_columns_go_right() -> None:
 
 def test_planes_of_a_3d_mesh_do_not_overlap() -> None:
     layout = FigureLayout(Mesh("5x3x2"))
-    assert len({tuple(place) for place in layout.places.tolist()}) == 30
+    assert len({tuple(position) for position in layout.positions.tolist()}) == 30
 
 
 def test_there_is_one_line_for_every_cable_and_two_stubs_for_a_wrapped_one() -> None:

@@ -211,10 +211,10 @@ class Page:
     def pixels(self) -> str:
         return str(self.browser.execute_script("return document.getElementById('mesh').toDataURL()"))
 
-    def slide_to(self, place: float) -> None:
+    def slide_to(self, position: float) -> None:
         """Click the slider at a place between 0 and 1."""
         slider = self.browser.find_element(By.ID, "slider")
-        offset = round((place - 0.5) * (slider.size["width"] - 16))
+        offset = round((position - 0.5) * (slider.size["width"] - 16))
         ActionChains(self.browser).move_to_element_with_offset(slider, offset, 0).click().perform()
 
     def press(self, key: str) -> None:
@@ -268,9 +268,9 @@ def test_stepping_forward_and_back(shown: Page, schedule: Schedule) -> None:
 
 
 def test_the_slider_goes_anywhere(shown: Page, schedule: Schedule) -> None:
-    for place in (0.5, 1.0, 0.25, 0.0):
-        shown.slide_to(place)
-        assert abs(shown.step - place * (schedule.n_steps - 1)) <= 1
+    for position in (0.5, 1.0, 0.25, 0.0):
+        shown.slide_to(position)
+        assert abs(shown.step - position * (schedule.n_steps - 1)) <= 1
         assert shown.n_arrows == arrows_in(schedule, shown.step)
     shown.assert_quiet()
 
@@ -350,8 +350,8 @@ def test_following_a_chunk_in_the_browser(browser: webdriver.Chrome, schedule: S
     draw(schedule, tmp_path / "steps.html", chunks=[7])
     shown = Page(browser, tmp_path / "steps.html")
     everything = (*held_after(schedule),)
-    for place in (0.0, 0.4, 0.7, 1.0):
-        shown.slide_to(place)
+    for position in (0.0, 0.4, 0.7, 1.0):
+        shown.slide_to(position)
         full = int((everything[shown.step][:, 7] == 1).sum())
         assert shown.text("now").endswith(f"{full} of 60 chips hold the sum of chunk 7")
     followed = shown.pixels
@@ -440,6 +440,7 @@ def test_a_name_is_never_part_of_the_template(name: str, tmp_path: Path) -> None
     assert text.count('"film":') == 1
 
 
+@pytest.mark.slow
 def test_a_large_page_steps_quickly(browser: webdriver.Chrome, tmp_path: Path) -> None:
     schedule = plan(Mesh("32x32", failed=["4x2@6,8"]), "row-pairs", verify=False)
     draw(schedule, tmp_path / "steps.html", steps=(60, 90))

@@ -11,7 +11,7 @@ from matplotlib.colors import to_hex
 from drawing.pictures import (
     assert_legible,
     both_ways,
-    failed_places,
+    failed_coordinates,
     lines_of,
     n_heads,
     named,
@@ -31,12 +31,9 @@ CASES = [
     ("4x4", "hamiltonian", ["2x2@2,2"]),
     ("4x6", "row-pairs", []),
     ("8x8", "row-pairs", ["2x2@2,2"]),
-    ("8x8", "row-pairs", ["4x2@2,2"]),
     ("8x8", "row-pairs", ["2x4@2,2"]),
     ("12x10", "row-pairs", ["2x2@2,2", "2x2@6,6"]),
     ("16x32", "row-pairs", ["4x2@6,8"]),
-    ("32x32", "hamiltonian", ["4x2@6,8"]),
-    ("32x32", "row-pairs", ["2x4@6,8"]),
 ]
 
 
@@ -66,9 +63,9 @@ def test_rings_show_each_pair_of_the_reductions_once(schedule: Schedule) -> None
 def test_holes_are_red_in_every_panel(schedule: Schedule) -> None:
     for what in ("rings", "load", "trees"):
         picture = figure(schedule, what)
-        places = failed_places(picture)
+        positions = failed_coordinates(picture)
         n_panels = len(named(picture, "chips"))
-        assert places == [failed_chips(schedule.mesh)] * (n_panels if schedule.mesh.holes else 0)
+        assert positions == [failed_chips(schedule.mesh)] * (n_panels if schedule.mesh.holes else 0)
         chips = named(picture, "chips")[0]
         assert len(chips.get_offsets()) == schedule.mesh.n_chips
 
@@ -84,7 +81,7 @@ def test_yellow_chips_are_those_beside_the_hole() -> None:
         assert yellow == {(row, column) for row in (2, 3) for column in (0, 1, 4, 5, 6, 7)}
 
 
-@pytest.mark.parametrize("case", CASES[:-3], ids=str)
+@pytest.mark.parametrize("case", CASES[:-1], ids=str)
 def test_phases_show_every_pair_of_every_phase(case: tuple[str, str, list[str]]) -> None:
     shape, planner, failed = case
     schedule = plan(Mesh(shape, failed=failed), planner)
@@ -218,7 +215,7 @@ def test_the_tree_of_an_all_gather_spans_the_chips_and_begins_at_the_owner(plann
         ("all-reduce", "owner, where the sum is complete"),
         ("reduce-scatter", "owner, where the sum is complete"),
         ("all-gather", "owner, where the chunk comes from"),
-        ("all-reduce-with-turn", "owner, where the sum is complete and may be replaced"),
+        ("all-reduce-with-update", "owner, where the sum is complete and may be replaced"),
     ],
 )
 def test_every_collective_has_trees_that_say_what_an_owner_is(collective: str, owner: str) -> None:
@@ -324,7 +321,7 @@ def test_a_failed_wrap_cable_is_not_marked_on_a_live_one() -> None:
     assert all(not 0 <= x <= 5 for x, _ in failed_cable_marks(layout))
     cube = FigureLayout(Mesh("2x2x2", failed_cables=["0,0,0-1,0,0"]))
     (mark,) = failed_cable_marks(cube)
-    ends = cube.places[[0, 4]]
+    ends = cube.positions[[0, 4]]
     assert np.isclose(mark[0], ends[:, 0].mean())
     assert mark[1] != ends[0, 1], "on the arc between planes"
     (crosses,) = named(figure(plan(layout.mesh, "weave", chunks=6), "rings"), "broken")
@@ -337,7 +334,7 @@ def test_a_schedule_without_transfers_is_a_picture_of_its_mesh() -> None:
     assert len(named(picture, "chips")[0].get_offsets()) == 1
 
 
-@pytest.mark.parametrize("what", ["rings", "load", "trees", "phases"])
+@pytest.mark.parametrize("what", ["rings", pytest.param("phases", marks=pytest.mark.slow)])
 def test_a_32x32_svg_stays_small(what: str, tmp_path: object) -> None:
     schedule = plan(Mesh("32x32", failed=["4x2@6,8"]), "row-pairs", verify=False)
     drawing = draw(schedule, f"{tmp_path}/picture.svg", what)  # type: ignore[arg-type]

@@ -123,9 +123,9 @@ class Bench:
         return self.recompute.check(next(self.step), given, state, next(self.batches))
 
 
-def named(signs: Any) -> list[list[str]]:
-    """The suspects of each sign."""
-    return [[str(suspect) for suspect in sign.suspects] for sign in signs]
+def named(observations: Any) -> list[list[str]]:
+    """The suspects of each observation."""
+    return [[str(suspect) for suspect in observation.suspects] for observation in observations]
 
 
 def chip_name(fabric: mmj.Fabric, rank: int) -> str:
@@ -145,9 +145,9 @@ def binomial_tail(n: int, k: int, q: float) -> float:
 
 
 def several_checks(bench: Bench) -> list[str]:
-    """The signs of clean checks and of checks with liars, over the end of an epoch, as text."""
+    """The observations of clean checks and of checks with liars, over the end of an epoch, as text."""
     faults = [None, None, fault(12, [1], [3]), fault(12, [10], [31]), fault(12, [0, 11], [5, 6]), None]
-    return [sign.to_json() for faulty in faults for sign in bench.check(faulty)]
+    return [observation.to_json() for faulty in faults for observation in bench.check(faulty)]
 
 
 if __name__ == "__main__":

@@ -15,8 +15,10 @@ import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.jax.job.coordination import Coordination
 from meshmend.jax.job.session import Session
-from meshmend.jax.state import Keeper, Resumed, place
-from meshmend.jax.state.layout import StateLayout, vectors_from_leaves
+from meshmend.jax.state import Keeper, Resumed, put
+from meshmend.jax.state.layout import StateLayout
+from meshmend.jax.state.outline import Vectors
+from meshmend.jax.state.saving import copy_to_host
 from meshmend.launch import Launch
 from meshmend.launch.timeline import Timeline
 
@@ -34,7 +36,7 @@ def machine(shape: str, sharded: bool) -> tuple[mmj.Fabric, Any]:
 def begin(weights: Any, optimizer: Any, shape: str, sharded: bool) -> tuple[Any, Any, StateLayout]:
     """What a new job starts with: params, state and their layout."""
     fabric, program = machine(shape, sharded)
-    params = place(weights, fabric)
+    params = put(weights, fabric)
     training = mmj.train_step(_loss, optimizer, fabric)
     return params, jax.jit(training.init)(params, program), StateLayout.of(training, program, params)
 
@@ -83,9 +85,9 @@ class Started:
         params, state = jax.tree.unflatten(tree, new)
         return params, state
 
-    def keep(self, *steps: int, hold: bool = False) -> None:
+    def keep(self, *steps: int, pin: bool = False) -> None:
         for step in steps:
-            self.keeper.keep(step, *self.values(step), extra=["after", step], hold=hold)
+            self.keeper.keep(step, *self.values(step), extra=["after", step], pin=pin)
 
     def crash(self) -> None:
         """End as a killed process does, once what it has begun is written."""
@@ -119,9 +121,15 @@ def assert_is_step(job: Started, found: Resumed, step: int) -> None:
 
 def elements(job: Started, tree: Any) -> dict[str, bytes]:
     """All elements of a state, without the padding of shards: that is no part of it."""
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
-    vectors = vectors_from_leaves(job.layout.outline, job.layout.is_sharded, leaves)
-    return {name: vector.tobytes() for name, vector in vectors.items()}
+    return {name: vector.tobytes() for name, vector in vectors_of(job.layout, tree).items()}
+
+
+def vectors_of(layout: StateLayout, tree: Any) -> Vectors:
+    """The vectors of a state, all of which is on this process's devices."""
+    vectors = layout.outline.empty()
+    for name, start, values in copy_to_host(layout, *tree):
+        vectors[name][start : start + len(values)] = values
+    return vectors
 
 
 def arrays_on_disk(disk: Path, step: int) -> list[Path]:

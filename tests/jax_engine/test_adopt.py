@@ -115,41 +115,6 @@ def losses_of(step: Callable[..., Any], start: Any, inputs: Iterable[tuple[Any, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("side", "inner", "n_examples"),
-    [("4x2", {"model": 8}, 224), ("2x2", {"data": 2, "model": 2}, 240)],
-    ids=["4x2 tiles", "two inner axes"],
-)
-def test_other_tiles_train_the_same(side: str, inner: dict[str, int], n_examples: int) -> None:
-    """The NNX model for 20 steps, against plain jit on as many chips, the model split over the same axes."""
-    nnx = pytest.importorskip("flax.nnx", reason="needs flax: pip install 'meshmend[workloads]'")
-    recipe: Any = importlib.import_module("transformer")
-    fabric = mmj.tile(mmj.discover(shape="8x8", failed=["2x2@2,2"]), side, **inner)
-    program = mmj.install(mm.plan(fabric.mesh, "weave", chunks=32), fabric)
-    graph, start, specs = start_of(nnx, recipe.Transformer, fabric)
-
-    def loss(params: Any, tokens: Any) -> Any:
-        return recipe.loss(nnx.merge(graph, params), tokens)
-
-    batches = [tokens[:n_examples] for tokens in recipe.batches(20)]
-    by_tile = fabric.sharding(("tile", "data") if "data" in inner else "tile")
-    function = mmj.value_and_grad(loss, fabric, specs)
-    with jax.set_mesh(fabric.jax_mesh):
-        want = losses_of(
-            step_of(jax.value_and_grad(loss)),
-            placed(start, specs, fabric.jax_mesh),
-            ((jax.device_put(tokens, by_tile),) for tokens in batches),
-        )
-        got = losses_of(
-            step_of(lambda params, tokens, program: function(params, tokens, program=program)),
-            placed(start, specs, fabric.jax_mesh),
-            ((jax.device_put(tokens, by_tile), program) for tokens in batches),
-        )
-    assert want[-1] < want[0], "it learns"
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
-
-
-@pytest.mark.slow
 def test_with_dropout_losses_differ_by_rounding_alone() -> None:
     """The NNX model with dropout for 20 steps: tiles are as near to plain jit as plain jit is to itself.
 

@@ -37,9 +37,9 @@ def test_every_sample_is_used_once_however_often_the_chips_change(
     for n_chips, n_cores, n_steps in runs:
         split = split_of(policy, epoch_size, n_chips, n_cores)
         for _ in range(n_steps):
-            places = split.places()
-            real = places[places < split.count(at)]
-            used.update((at.epoch, at.sample + int(place)) for place in real)
+            offsets = split.offsets()
+            real = offsets[offsets < split.count(at)]
+            used.update((at.epoch, at.sample + int(offset)) for offset in real)
             at = split.after(at)
     wanted = [(epoch, sample) for epoch in range(at.epoch) for sample in range(epoch_size)]
     wanted += [(at.epoch, sample) for sample in range(at.sample)]
@@ -51,11 +51,11 @@ def test_no_chip_and_no_device_has_more_than_one_more_than_another(
     epoch_size: int, n_examples: int, n_chips: int, n_cores: int
 ) -> None:
     split = BatchSplit(epoch_size, n_examples, n_chips, n_cores)
-    places = split.places()
-    assert places.shape == (n_chips * n_cores, split.rows)
+    offsets = split.offsets()
+    assert offsets.shape == (n_chips * n_cores, split.rows)
     assert split.rows == math.ceil(n_examples / (n_chips * n_cores)), "no row more than the fullest device needs"
     for count in {1, min(n_examples, epoch_size), n_examples}:
-        by_device = (places < count).sum(axis=1)
+        by_device = (offsets < count).sum(axis=1)
         by_chip = by_device.reshape(n_chips, n_cores).sum(axis=1)
         assert np.ptp(by_device) <= 1
         assert np.ptp(by_chip) <= 1

@@ -10,15 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from meshmend import Mesh, plan, predict
-from meshmend.bench.jax_report import as_text, compare, read_payload
+from meshmend.bench.jax_report import as_text, compare
 from meshmend.cli import app
 from meshmend.cost import find_hardware
-from meshmend.errors import LabError, ParameterError
+from meshmend.errors import LabError
 from meshmend.planning.auto import CHOICES
 
 
@@ -82,13 +81,13 @@ def test_devices_without_coordinates_need_a_shape(tmp_path: Path) -> None:
     assert not (tmp_path / "mine.json").exists()
 
 
-def test_every_planner_is_timed_beside_psum_and_the_job(measured: tuple[Path, Any], tmp_path: Path) -> None:
+def test_every_planner_is_timed_beside_psum_and_the_job(measured: tuple[Path, Any]) -> None:
     path, _ = measured
-    mesh, plot = Mesh("2x3", failed=["0,0"]), tmp_path / "times.svg"
+    mesh = Mesh("2x3", failed=["0,0"])
     words = ("--loopback", "2x3", "--fail", "0,0", "--payload", "4kB", "--payload", "1002B", "--hardware", str(path))
-    facts = figures("bench", "allreduce", "--engine", "jax", *words, "--repeat", "2", "--plot", str(plot))
+    facts = figures("bench", "allreduce", "--engine", "jax", *words, "--repeat", "2")
     hardware = find_hardware(str(path))
-    able = [kind.name for kind in CHOICES if kind().why_not(mesh) is None]
+    able = [kind.name for kind in CHOICES if kind().unsupported_reason(mesh) is None]
     assert 2 <= len(able) < len(CHOICES)
     assert (facts["mesh"], facts["chips"], facts["processes"]) == (str(mesh), 5, 1)
     assert facts["hardware"]["message_s"] == hardware.message_s
@@ -114,7 +113,6 @@ def test_every_planner_is_timed_beside_psum_and_the_job(measured: tuple[Path, An
         assert choice["job_to_psum"] == pytest.approx(by_case["job"]["seconds"] / by_case["psum"]["seconds"])
     errors = [abs(one["error"]) for one in facts["results"] if one["case"] not in ("psum", "job")]
     assert facts["median_error"] == pytest.approx(statistics.median(errors))
-    assert plot.stat().st_size > 1000
 
 
 def test_a_wrong_sum_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,18 +130,6 @@ def test_a_wrong_sum_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmj, "all_reduce", lambda x, program: right(x, program).at[0, -1].add(1))
     with pytest.raises(LabError, match="latency gave a wrong sum on 2x2"):
         jax_allreduce._time(session, {"latency": program}, 100, 1)
-
-
-def test_contributions_differ_and_their_sums_are_exact() -> None:
-    from meshmend.bench.jax_allreduce import contribution
-
-    rows = np.stack([contribution(rank, 1000) for rank in range(13)])
-    assert len(np.unique(rows, axis=0)) == 13
-    assert (rows.astype(np.int64) == rows).all()
-    assert np.abs(rows).max() <= 6
-    assert read_payload("64MB") == 64_000_000
-    with pytest.raises(ParameterError, match="at least 4 bytes"):
-        read_payload("3B")
 
 
 @pytest.mark.parametrize(

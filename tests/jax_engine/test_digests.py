@@ -17,8 +17,8 @@ import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.errors import ParameterError
 from meshmend.jax.checks import digests
-from meshmend.jax.checks.signs import digest_signs
-from meshmend.quarantine import Sign
+from meshmend.jax.checks.observations import digest_observations
+from meshmend.quarantine import Observation
 from meshmend.quarantine.judge import judge
 
 HOLED = ("4x4", ("2x2@0,0",))
@@ -115,9 +115,9 @@ def test_swapped_words_flipped_signs_and_shifted_zeros_are_noticed() -> None:
     fabric, program = holed()
     plain = np.arange(1, 13, dtype=np.float32).reshape(3, 4)
     params = jax.device_put(plain, fabric.sharding())
-    signs = plain.copy()
-    signs[0, :2] *= -1  # the top bit of two words, which a sum of words would not notice
-    for changed in (plain[::-1].copy(), signs, np.roll(plain, 1)):
+    observations = plain.copy()
+    observations[0, :2] *= -1  # the top bit of two words, which a sum of words would not notice
+    for changed in (plain[::-1].copy(), observations, np.roll(plain, 1)):
         found = mmj.checks.compare_replicas(digest_on(fabric)(with_copy(params, 5, changed), program), params, fabric)
         assert [one.chip for one in found] == [fabric.mesh.chip(5)]
 
@@ -132,7 +132,7 @@ def test_without_a_majority_everybody_is_listed_and_nobody_named() -> None:
     assert [(one.chip, one.agreeing, one.of) for one in found] == [((0, 0), 0, 2), ((0, 1), 0, 2)]
 
 
-def test_inside_tiles_chips_of_the_same_place_are_compared() -> None:
+def test_inside_tiles_chips_of_the_same_slot_are_compared() -> None:
     fabric = mmj.tile(mmj.discover(jax.devices()[:16], shape="4x4", failed=["0,1"]), "2x2", fsdp=2, tensor=2)
     program = mmj.install(mm.plan(fabric.mesh, "weave"), fabric)
     shardings = {"w": PartitionSpec("fsdp", "tensor"), "b": PartitionSpec("tensor")}
@@ -194,15 +194,18 @@ def test_one_flip_is_one_observation_however_many_arrays_it_spreads_to(optimizer
     params = {"w": jnp.ones((8, 4))}
     tree = jax.device_put((params, optimizer.init(params)), fabric.sharding())
     digest = jax.jit(mmj.checks.replica_digests, static_argnums=2)
-    seen: list[Sign] = []
+    seen: list[Observation] = []
     for number in range(1, 9):
         tree = step(tree, number == 4)
         if number in (6, 8):
             found = mmj.checks.compare_replicas(digest(tree, program, fabric), tree, fabric)
             assert {one.chip for one in found} == {(1, 0)}
             assert len(found) == n_copies
-            signs = [replace(sign, numbers={**sign.numbers, "attempt": 1}) for sign in digest_signs(found, number)]
-            seen += signs
+            observations = [
+                replace(observation, numbers={**observation.numbers, "attempt": 1})
+                for observation in digest_observations(found, number)
+            ]
+            seen += observations
             assert judge(seen) == []
     # The same chip once more, after the state was restored: that is the second observation.
     again = replace(seen[0], numbers={**seen[0].numbers, "attempt": 2})

@@ -174,7 +174,7 @@ def test_optimizers_that_tell_dtypes_apart_are_refused(name: str) -> None:
         check_elementwise(BY_DTYPE[name], WIDE_SHARDS, in_float32(NARROW), own=NARROW)
 
 
-@pytest.mark.parametrize("kind", ["pair", "turn", "fsdp", "pair on tiles"])
+@pytest.mark.parametrize("kind", ["pair", "fused", "fsdp", "pair on tiles"])
 def test_a_frozen_bfloat16_layer_is_frozen_or_refused(kind: str) -> None:
     """In every kind of sharded program; with a Program it is what optax does on one device."""
     params: Any = {"frozen": jnp.ones(4, jnp.bfloat16), "free": jnp.ones(4)}
@@ -186,7 +186,7 @@ def test_a_frozen_bfloat16_layer_is_frozen_or_refused(kind: str) -> None:
         fabric = mmj.tile(mmj.discover(jax.devices()[:8], shape="2x4"), "1x2", model=2)
         split = {"shardings": jax.sharding.PartitionSpec()}
     schedule = mm.plan(fabric.mesh, "hamiltonian")
-    program = mmj.install(schedule, fabric, update="fused" if kind == "turn" else "two-phase")
+    program = mmj.install(schedule, fabric, update="fused" if kind == "fused" else "two-phase")
     training: Any
     if kind == "fsdp":
         training = mmj.fsdp.sharded_train_step(lambda *_: jnp.zeros(()), optimizer, fabric)
@@ -207,6 +207,10 @@ MIXING = {
     "lamb": optax.lamb(0.1),
     "adafactor": optax.adafactor(0.1),
     "clip_by_global_norm": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+    "clipping of a billion": optax.chain(optax.clip_by_global_norm(1e9), optax.sgd(0.1)),
+    "clipping after a thousand steps": optax.chain(
+        optax.conditionally_transform(optax.clip_by_global_norm(1.0), lambda step: step > 1000), optax.sgd(0.1)
+    ),
     "adaptive clipping": optax.adaptive_grad_clip(0.1),
     "centralize": optax.chain(optax.centralize(), optax.sgd(0.1)),
     "novograd": optax.novograd(0.1),
@@ -228,6 +232,20 @@ def test_optimizers_that_combine_weights_or_draw_random_numbers_are_refused(name
         ParameterError, match=r"cannot update shards of the weights: its \w+ .*or install with update='replicated'"
     ):
         check_elementwise(MIXING[name], SHARDS, LAYERS)
+
+
+def test_what_only_large_layers_show_is_seen() -> None:
+    """Adafactor keeps a row and a column of moments from 128 by 128 weights on; others may ask for any size."""
+    large = {"w": shape(512, 512), "b": shape(512)}
+    factored = optax.adafactor(0.1, multiply_by_parameter_scale=False, clipping_threshold=None)
+    with pytest.raises(ParameterError, match="its reduce_sum combines values of several weights"):
+        check_elementwise(factored, (shape(256, 1026),), large)
+
+    def slower(updates: Any, _: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf * (0.1 if leaf.shape == (512, 512) else 1.0), updates)
+
+    with pytest.raises(ParameterError, match="treats some layers differently"):
+        check_elementwise(optax.stateless(slower), (shape(256, 1026),), large)
 
 
 def test_an_optimizer_that_fails_on_whole_layers_too_fails_with_its_own_error() -> None:

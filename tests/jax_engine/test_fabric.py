@@ -184,19 +184,6 @@ def test_every_preset_has_a_form_that_xla_drives(name: str) -> None:
     assert name.startswith("tpu-") == through.endswith("-xla") or name == "cpu-xla"
 
 
-def test_the_sum_on_a_described_machine_is_numpys(tmp_path: Path) -> None:
-    file = written(tmp_path, 'meshmend: 1\nshape: 2x2\nfailed: ["0,0-0,1"]\nrates: {"1,0-1,1": 1/2}')
-    fabric = mmj.discover(jax.devices()[:4], machine=file)
-    program = mmj.install(mm.plan(fabric.mesh, "weave", chunks=4), fabric)
-    gradients = np.random.default_rng(0).integers(-9, 9, size=(4, 50), dtype=np.int32)
-    spec = jax.sharding.PartitionSpec("chip")
-    step = jax.shard_map(
-        mmj.all_reduce, mesh=fabric.jax_mesh, in_specs=(spec, program.spec), out_specs=spec, check_vma=False
-    )
-    found = np.asarray(jax.jit(step)(gradients, program))
-    assert (found == gradients.sum(axis=0)).all()
-
-
 def test_devices_with_coordinates_are_matched_with_the_machine(tmp_path: Path) -> None:
     devices = [d for d in slice_of((4, 4)) if d.coords[:2] != (3, 3)]
     fabric = mmj.discover(list(reversed(devices)), machine=written(tmp_path, MINE))

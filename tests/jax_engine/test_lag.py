@@ -18,7 +18,7 @@ from meshmend.errors import ParameterError
 from meshmend.jax.checks.lag import EVERY, HostClock, LagWatch
 from meshmend.jax.job import initialize_alone
 from meshmend.launch import Hosts
-from meshmend.quarantine import Sign
+from meshmend.quarantine import Observation
 from meshmend.quarantine.judge import judge
 
 HOSTS = Hosts.of("8x8", "4x2")
@@ -34,20 +34,20 @@ Floats = NDArray[np.float64]
 
 def host_times(n_steps: int, seed: int, slow: dict[int, float] | None = None) -> Floats:
     """Seconds [step, process]: jitter, tenfold hiccups, pauses of up to five steps, a drift of all; some are slow."""
-    dice = np.random.default_rng(seed)
-    found = HOST_S * np.exp(0.1 * dice.standard_normal((n_steps, len(LIVE))))
-    found[dice.random(found.shape) < 5e-3] *= 10
+    rng = np.random.default_rng(seed)
+    found = HOST_S * np.exp(0.1 * rng.standard_normal((n_steps, len(LIVE))))
+    found[rng.random(found.shape) < 5e-3] *= 10
     for process in range(len(LIVE)):
-        for begin in np.flatnonzero(dice.random(n_steps) < 2e-3):
-            found[begin : begin + dice.integers(1, 6), process] += 1.0
+        for begin in np.flatnonzero(rng.random(n_steps) < 2e-3):
+            found[begin : begin + rng.integers(1, 6), process] += 1.0
     found *= 1 + 0.2 * np.sin(np.arange(n_steps) / 700)[:, None]
     for number, factor in (slow or {}).items():
         found[:, LIVE.index(number)] *= factor
     return found
 
 
-def watched(hosts: Floats, step_s: float = STEP_S) -> list[Sign]:
-    """Return the signs that process 0 gets, told the times of all others."""
+def watched(hosts: Floats, step_s: float = STEP_S) -> list[Observation]:
+    """Return the observations that process 0 gets, told the times of all others."""
     told_steps: list[int] = []
 
     def exchange(own: Any) -> list[Any]:
@@ -57,22 +57,24 @@ def watched(hosts: Floats, step_s: float = STEP_S) -> list[Sign]:
         return [own, *([{"step": n, "host": hosts[n, i], "whole": step_s} for n in steps] for i in others)]
 
     watch = LagWatch(MESH, exchange, PROCESS_OF_CHIP, hosts=CHIPS)
-    signs = [sign for step in range(len(hosts)) for sign in watch.add(step, hosts[step, 0], step_s)]
+    observations = [
+        observation for step in range(len(hosts)) for observation in watch.add(step, hosts[step, 0], step_s)
+    ]
     assert told_steps == list(range(len(hosts) // EVERY * EVERY))
-    return signs
+    return observations
 
 
-def names(signs: list[Sign]) -> list[str]:
-    return [str(one) for sign in signs for one in sign.suspects]
+def names(observations: list[Observation]) -> list[str]:
+    return [str(one) for observation in observations for one in observation.suspects]
 
 
 @pytest.mark.parametrize("number", [0, 3, 7])
 def test_a_host_that_is_half_as_slow_again_is_named_within_50_steps(number: int) -> None:
-    signs = watched(host_times(48, 5, slow={number: 1.5}))
-    assert names(signs) == [f"host {number}"]
-    assert signs[0].step < 50
-    (verdict,) = judge(signs)
-    assert verdict.suspect == signs[0].suspects[0]
+    observations = watched(host_times(48, 5, slow={number: 1.5}))
+    assert names(observations) == [f"host {number}"]
+    assert observations[0].step < 50
+    (verdict,) = judge(observations)
+    assert verdict.suspect == observations[0].suspects[0]
 
 
 def test_a_host_that_hardly_makes_the_step_longer_is_left_alone() -> None:

@@ -20,8 +20,8 @@ from meshmend.jax.program import Update
 EXAMPLES = 15
 """Of three chips, and of three tiles."""
 STEPS = 2
-INSIDE = {"z": P(None, "model"), "turn": P(), "w": P("model"), "b": P()}
-WAYS = [(where, kind) for where in ("chips", "tiles") for kind in ("program", "pair", "turn", "fsdp")]
+INSIDE = {"z": P(None, "model"), "fused": P(), "w": P("model"), "b": P()}
+WAYS = [(where, kind) for where in ("chips", "tiles") for kind in ("program", "pair", "fused", "fsdp")]
 
 
 @cache
@@ -34,9 +34,9 @@ def fabric_of(where: str) -> mmj.Fabric:
 @cache
 def program_of(where: str, kind: str) -> Any:
     fabric = fabric_of(where)
-    collective = "all-reduce-with-turn" if kind == "turn" else "all-reduce"
+    collective = "all-reduce-with-update" if kind == "fused" else "all-reduce"
     plan = mm.plan(fabric.mesh, "weave", chunks=3, owners="even", collective=collective)
-    updates: dict[str, Update] = {"program": "replicated", "turn": "fused"}
+    updates: dict[str, Update] = {"program": "replicated", "fused": "fused"}
     return mmj.install(plan, fabric, update=updates.get(kind, "two-phase"))
 
 
@@ -44,7 +44,7 @@ def make_params() -> Any:
     """Complex layers of which z² adds up to something quite different from |z|², and real ones."""
     rng = np.random.default_rng(0)
     z = rng.normal(size=(3, 4)) + 1j * rng.normal(size=(3, 4))
-    params = {"z": z, "turn": np.array([3 + 4j, 1j, -2j]), "w": rng.normal(size=(4, 2)), "b": rng.normal(size=2)}
+    params = {"z": z, "fused": np.array([3 + 4j, 1j, -2j]), "w": rng.normal(size=(4, 2)), "b": rng.normal(size=2)}
     return {name: x.astype(np.complex64 if x.dtype == complex else np.float32) for name, x in params.items()}
 
 
@@ -54,7 +54,7 @@ def batches() -> Any:
 
 
 def loss(params: Any, batch: Any) -> Any:
-    hidden = (batch * params["turn"]) @ params["z"]
+    hidden = (batch * params["fused"]) @ params["z"]
     return jnp.mean((jnp.real(hidden * jnp.exp(1j * jnp.imag(hidden))) @ params["w"] + params["b"]) ** 2)
 
 
@@ -95,7 +95,7 @@ OPTIMIZERS = {
     "lars": (mmj.lars(1.0, 1e-2, trust_coefficient=0.1), optax.lars(1.0, 1e-2, trust_coefficient=0.1)),
     "lamb": (mmj.lamb(0.1, weight_decay=0.1), optax.lamb(0.1, weight_decay=0.1)),
 }
-QUICK = [("chips", "pair", "lamb"), ("chips", "turn", "clip"), ("chips", "fsdp", "lars")]
+QUICK = [("chips", "pair", "lamb"), ("chips", "fused", "clip"), ("chips", "fsdp", "lars")]
 
 
 def slow_unless(quick: bool, *case: str) -> Any:
@@ -108,7 +108,8 @@ def slow_unless(quick: bool, *case: str) -> Any:
         slow_unless((*way, name) in QUICK, *way, name)
         for way in WAYS
         for name in OPTIMIZERS
-        if way[1] != "turn" or name == "clip"  # with a turn there are no norms of layers: see test_turn
+        if way[1] != "fused"
+        or name == "clip"  # with a fused update there are no norms of layers: see test_fused_update
     ],
 )
 def test_norms_of_complex_weights_are_optax_s(where: str, kind: str, optimizer: str) -> None:
@@ -126,7 +127,7 @@ def part_nan(params: Any, batch: Any) -> Any:
     return 3 * jnp.sum(params["b"]) + jnp.sum(params["w"] * (3 + poison)) + 0 * jnp.sum(batch)
 
 
-@pytest.mark.parametrize(("where", "kind"), [slow_unless(way == ("chips", "turn"), *way) for way in WAYS])
+@pytest.mark.parametrize(("where", "kind"), [slow_unless(way == ("chips", "fused"), *way) for way in WAYS])
 def test_one_nan_makes_all_clipped_updates_nan_as_optax_s(where: str, kind: str) -> None:
     params = {"w": np.ones((4, 2), np.float32), "b": np.ones(2, np.float32)}
     ours, theirs = OPTIMIZERS["clip"]

@@ -118,7 +118,7 @@ def tree(dtype: Any = np.float32) -> Any:
 
 
 def replicated_step(fabric: mmj.Fabric, update: Update, dtype: Any = np.float32) -> tuple[Any, ...]:
-    plan: dict[str, Any] = {"collective": "all-reduce-with-turn"} if update == "fused" else {"owners": "even"}
+    plan: dict[str, Any] = {"collective": "all-reduce-with-update"} if update == "fused" else {"owners": "even"}
     schedule = mm.plan(fabric.mesh, "weave", chunks=2 * fabric.mesh.n_chips, **plan)
     program = mmj.install(schedule, fabric, update=update)
     optimizer = optax.chain(mmj.clip_by_global_norm(0.1), optax.adam(0.1))
@@ -153,13 +153,22 @@ STEPS: dict[str, Callable[[mmj.Fabric], tuple[Any, ...]]] = {
     "fused, two dtypes": lambda fabric: replicated_step(fabric, "fused", jnp.bfloat16),
     "fsdp": sharded_step,
 }
+LONG = ("two-phase", "fused, two dtypes")
+"""For the slow tests: the programs of the others have as many loops."""
 
 
 @pytest.mark.parametrize("tiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["chips", "tiles"])
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("two-phase", "fused, two dtypes") else ())
+        for name in STEPS
+    ],
+)
 def test_collectives_of_a_step_wait_for_each_other(name: str, tiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    chips = mmj.discover(jax.devices()[:8], shape="2x4", failed=["1x2@0,0"])
-    fabric = mmj.tile(chips, "1x2", model=2) if tiled else chips
+    fabric = mmj.discover(jax.devices()[:4], shape="2x2", failed=["0,0"])
+    if tiled:
+        fabric = mmj.tile(mmj.discover(jax.devices()[:8], shape="2x4", failed=["1x2@0,0"]), "1x2", model=2)
     batch = np.random.default_rng(1).normal(size=(12, 8)).astype(np.float32)
 
     def trained() -> tuple[str, Any]:

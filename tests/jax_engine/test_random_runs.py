@@ -36,7 +36,7 @@ def run(schedule: Schedule, payload: NDArray[np.int32]) -> NDArray[np.int32]:
     fabric = mmj.discover(jax.devices()[: mesh.size], shape=mesh.shape, failed=mesh.holes, wrap=mesh.wrap)
     program = mmj.install(schedule, fabric)
     match schedule.collective:
-        case Collective.ALL_REDUCE | Collective.ALL_REDUCE_WITH_TURN:
+        case Collective.ALL_REDUCE | Collective.ALL_REDUCE_WITH_UPDATE:
             return np.asarray(cases.on_chips(fabric, mmj.all_reduce, payload, program))
         case Collective.REDUCE_SCATTER:
             (shards,) = cases.on_chips(fabric, mmj.reduce_scatter, payload, program)
@@ -66,7 +66,7 @@ def wanted(schedule: Schedule, payload: NDArray[np.int32]) -> NDArray[np.int32]:
     """What the collective promises, by sums that know nothing of schedules."""
     total = np.broadcast_to(payload.sum(axis=0, dtype=np.int32), payload.shape)
     match schedule.collective:
-        case Collective.ALL_REDUCE | Collective.ALL_REDUCE_WITH_TURN:
+        case Collective.ALL_REDUCE | Collective.ALL_REDUCE_WITH_UPDATE:
             return total
         case Collective.REDUCE_SCATTER:
             return own_chunks(schedule, total)

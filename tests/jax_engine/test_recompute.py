@@ -65,18 +65,18 @@ def inject(bench: Bench, injections: int, seed: int) -> None:
         name, leaf, bit = BITS[number % len(BITS)]
         chip = int(rng.integers(bench.n_chips))
         element = int(rng.integers(PARAMS[name].size))
-        (sign,) = bench.check(fault(bench.n_chips, [chip], [bit], leaf=leaf, element=element))
-        assert named([sign]) == [[chip_name(bench.fabric, chip)]], (name, bit, chip, element)
-        assert sign.numbers == {"agree": min(4, bench.n_chips - 1), "differ": 1, "times": min(5, bench.n_chips)}
-        assert "differs from that of chip" in sign.evidence
+        (observation,) = bench.check(fault(bench.n_chips, [chip], [bit], leaf=leaf, element=element))
+        assert named([observation]) == [[chip_name(bench.fabric, chip)]], (name, bit, chip, element)
+        assert observation.numbers == {"agree": min(4, bench.n_chips - 1), "differ": 1, "times": min(5, bench.n_chips)}
+        assert "differs from that of chip" in observation.evidence
         assert bench.recompute.is_deterministic
 
 
 def test_a_flip_of_every_bit_is_named_at_once_and_confirmed() -> None:
     inject(small(), len(BITS), seed=0)
     inject(holed(), 5, seed=1)
-    (sign,) = holed().check(fault(12, [3], [7]))
-    assert [str(verdict.suspect) for verdict in judge([sign])] == [chip_name(holed().fabric, 3)]
+    (observation,) = holed().check(fault(12, [3], [7]))
+    assert [str(verdict.suspect) for verdict in judge([observation])] == [chip_name(holed().fabric, 3)]
 
 
 @pytest.mark.slow
@@ -96,9 +96,9 @@ def flaky(checks: int, p: float, seed: int) -> None:
     bench = small()
     caught = 0
     for number in range(checks):
-        signs = bench.check(fault(4, [2], [20], p=p, seed=seed + number))
-        assert named(signs) in ([], [["1,0"]])
-        caught += len(signs)
+        observations = bench.check(fault(4, [2], [20], p=p, seed=seed + number))
+        assert named(observations) in ([], [["1,0"]])
+        caught += len(observations)
     assert binomial_tail(checks, caught, 1 - (1 - p) ** 2) > 0.01, caught
 
 
@@ -115,12 +115,12 @@ def test_flaky_chips_of_all_kinds_are_caught_as_often_as_promised(p: float) -> N
 def test_several_liars_are_named_each() -> None:
     bench = holed()
     for chips in ([1, 5], [2, 3, 11], [0, 6]):
-        signs = bench.check(fault(12, chips, [3 + chip for chip in chips]))
-        assert named(signs) == [[chip_name(bench.fabric, chip)] for chip in chips]
+        observations = bench.check(fault(12, chips, [3 + chip for chip in chips]))
+        assert named(observations) == [[chip_name(bench.fabric, chip)] for chip in chips]
     # With the same wrong bits two agree where they meet, but not with those who are asked then.
     for other in (1, 4, 11):
-        signs = bench.check(fault(12, [0, other], [9, 9]))
-        assert named(signs) == [[chip_name(bench.fabric, chip)] for chip in (0, other)]
+        observations = bench.check(fault(12, [0, other], [9, 9]))
+        assert named(observations) == [[chip_name(bench.fabric, chip)] for chip in (0, other)]
 
 
 def test_the_first_check_catches_too_and_the_next_ones_still_do() -> None:
@@ -131,10 +131,10 @@ def test_the_first_check_catches_too_and_the_next_ones_still_do() -> None:
 def test_between_two_chips_both_are_suspects() -> None:
     bench = Bench(fabric_of("1x2", []), simple)
     for step in (1, 2):
-        (sign,) = bench.check(fault(2, [1], [12]))
-        assert named([sign]) == [["0,0", "0,1"]]
-        assert (sign.step, sign.numbers["agree"], sign.numbers["differ"]) == (step, 1, 1)
-        assert judge([sign]) == []
+        (observation,) = bench.check(fault(2, [1], [12]))
+        assert named([observation]) == [["0,0", "0,1"]]
+        assert (observation.step, observation.numbers["agree"], observation.numbers["differ"]) == (step, 1, 1)
+        assert judge([observation]) == []
     assert bench.check() == ()
 
 
@@ -156,10 +156,10 @@ def test_two_cores_per_chip_meet_other_chips() -> None:
 def test_a_changed_copy_of_the_parameters_is_one_observation() -> None:
     bench = holed()
     broken = {**bench.params, "w": with_copy(bench.params["w"], 4, lambda w: w.at[0, 0].add(1.0))}
-    (sign,) = bench.check(params=broken)
-    assert named([sign]) == [[chip_name(bench.fabric, 4)]]
-    assert sign.evidence == "its parameters or its model state differ from those of 11 of 12 devices"
-    assert judge([sign]) == []
+    (observation,) = bench.check(params=broken)
+    assert named([observation]) == [[chip_name(bench.fabric, 4)]]
+    assert observation.evidence == "its parameters or its model state differ from those of 11 of 12 devices"
+    assert judge([observation]) == []
 
 
 def on_callback(chips: Any) -> Any:
@@ -188,14 +188,14 @@ def test_a_program_that_gives_something_else_each_time_is_found_out_once() -> No
 
 def test_one_chip_that_does_not_reproduce_itself_is_a_suspect() -> None:
     bench = Bench(fabric_of("2x2", []), on_callback([False, True, False, False]))
-    (sign,) = bench.check()
-    assert named([sign]) == [["0,1"]]
+    (observation,) = bench.check()
+    assert named([observation]) == [["0,1"]]
     assert bench.recompute.is_deterministic
     pair = Bench(fabric_of("1x2", []), on_callback([True, False]))
-    (sign,) = pair.check()
-    assert named([sign]) == [["0,0"]]
-    assert "computed from the same data before" in sign.evidence
-    assert judge([sign]) == []
+    (observation,) = pair.check()
+    assert named([observation]) == [["0,0"]]
+    assert "computed from the same data before" in observation.evidence
+    assert judge([observation]) == []
 
 
 def test_a_program_that_depends_on_the_chip_is_found_out() -> None:
@@ -224,23 +224,23 @@ def test_a_dataset_that_gives_something_else_when_read_again_is_found_out() -> N
         assert bench.check() == ()
 
 
-def test_many_liars_after_a_clean_check_are_signs_not_the_program() -> None:
+def test_many_liars_after_a_clean_check_are_observations_not_the_program() -> None:
     bench = small()
     assert bench.check() == ()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        signs = bench.check(fault(4, [0, 1, 2], [1, 2, 3]))
-    assert {name for names in named(signs) for name in names} >= {"0,0", "0,1", "1,0"}
+        observations = bench.check(fault(4, [0, 1, 2], [1, 2, 3]))
+    assert {name for names in named(observations) for name in names} >= {"0,0", "0,1", "1,0"}
     assert bench.recompute.is_deterministic
 
 
 def test_partners_compute_each_others_examples_and_all_meet() -> None:
-    """By NumPy's gradients of all halves that a check may be about: one half explains all opinions."""
+    """By NumPy's gradients of all halves that a check may be about: one half explains all votes."""
     fabric = fabric_of("2x3", ["0,1"])
-    opinions: list[Any] = []
+    votes: list[Any] = []
 
     def exchange(fact: Any) -> list[Any]:
-        opinions.extend(fact)
+        votes.extend(fact)
         return [fact]
 
     def gradients(params: Any, state: Any, part: Any) -> Any:
@@ -252,7 +252,7 @@ def test_partners_compute_each_others_examples_and_all_meet() -> None:
     pairs = set()
     halves = set()
     for step in range(1, 9):
-        opinions.clear()
+        votes.clear()
         batch = next(bench.batches)
         state = jax.device_put(fault(5), fabric.sharding())
         assert bench.recompute.check(step, bench.params, state, batch) == ()
@@ -267,13 +267,11 @@ def test_partners_compute_each_others_examples_and_all_meet() -> None:
             return int.from_bytes(hashlib.blake2b(words.tobytes(), digest_size=8).digest(), "big")
 
         found = [
-            half
-            for half in combinations(range(4), 2)
-            if all(one.gradient == digest(one.part, half) for one in opinions)
+            half for half in combinations(range(4), 2) if all(one.gradient == digest(one.part, half) for one in votes)
         ]
         assert len(found) == 1, (step, found)
         halves.add(found[0])
-        shifts = {(one.part - one.device) % 5 for one in opinions} - {0}
+        shifts = {(one.part - one.device) % 5 for one in votes} - {0}
         assert len(shifts) == 1
         pairs |= {(step > 4, shift) for shift in shifts}
     assert len(pairs) == 8  # each other chip in four checks, and again in the next four
@@ -312,12 +310,12 @@ def test_what_cannot_be_recomputed_is_refused() -> None:
 
 def test_every_device_with_examples_has_some_in_a_half() -> None:
     """All sizes of batches on four devices, the chosen rows by brute force."""
-    dice = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for n_rows in range(1, 8):
         for n_examples in range(4, 4 * n_rows + 1):
             seen = set()
             for _ in range(20):
-                rows = choose_rows(n_rows, n_examples / 4, dice)
+                rows = choose_rows(n_rows, n_examples / 4, rng)
                 assert len(set(rows.tolist())) == len(rows) == (n_rows + 1) // 2
                 assert rows.max() < n_rows
                 for device in range(4):

@@ -31,7 +31,7 @@ def holed() -> mmj.Fabric:
 
 @cache
 def long_plan() -> mm.Schedule:
-    return mm.plan(holed().mesh, "weave", chunks=CHUNKS, collective="all-reduce-with-turn")
+    return mm.plan(holed().mesh, "weave", chunks=CHUNKS, collective="all-reduce-with-update")
 
 
 @cache
@@ -79,7 +79,7 @@ def test_all_kinds_of_programs_have_a_program_for_scalars_of_the_same_few_steps(
             assert scalars.scalars is None
 
 
-def test_a_plan_without_a_turn_gives_the_same_program_for_scalars() -> None:
+def test_a_plan_without_an_update_gives_the_same_program_for_scalars() -> None:
     plain = mm.plan(holed().mesh, "hamiltonian")
     assert len({mmj.install(plain, holed(), update=update).for_scalars.n_steps for update in UPDATES}) == 1
 
@@ -244,15 +244,15 @@ def test_norms_of_a_sharded_update_take_the_program_for_scalars() -> None:
     """The loss is one run of it, the norms another; of the long plan there are its halves, or its one way, only."""
     fabric, (params, batch) = holed(), whole_numbers()
     clipped = optax.chain(mmj.clip_by_global_norm(1.0), optax.adam(1e-2))
-    pair, turn = program_of("two-phase"), program_of("fused")
+    pair, fused = program_of("two-phase"), program_of("fused")
     halves = (pair.scatter, pair.gather)
     for optimizer, program, runs in (
         (optax.adam(1e-2), pair, (*halves, pair.scalars)),
         (clipped, pair, (*halves, pair.scalars, pair.scalars)),
         (mmj.lamb(1e-2), pair, (*halves, pair.scalars, pair.scalars)),
-        (optax.adam(1e-2), turn, (turn, turn.scalars)),
+        (optax.adam(1e-2), fused, (fused, fused.scalars)),
         # Where the norm is over its limit, it is summed once more with what goes down again.
-        (clipped, turn, (turn, turn.scalars, turn.scalars, turn, turn.scalars)),
+        (clipped, fused, (fused, fused.scalars, fused.scalars, fused, fused.scalars)),
     ):
         training = mmj.train_step(mean_error, optimizer, fabric)
         state = jax.eval_shape(training.init, params, program)

@@ -97,13 +97,15 @@ def batches() -> Any:
     return [{"from": row, "to": (3 * row + 1) % WORDS} for row in words]
 
 
-def train_on_one_device(optimizer: optax.GradientTransformation, steps: int = STEPS) -> tuple[list[float], Any]:
-    params, losses = whole_params(), []
-    state = optimizer.init(params)
+def plain_training(
+    loss: Any, params: Any, optimizer: optax.GradientTransformation, steps: int
+) -> tuple[list[float], Any]:
+    """Optax's own way, on one device: return the losses and the last parameters."""
+    state, losses = optimizer.init(params), []
 
     @jax.jit
     def step(params: Any, state: Any, batch: Any) -> Any:
-        value, gradients = jax.value_and_grad(whole_loss)(params, batch)
+        value, gradients = jax.value_and_grad(loss)(params, batch)
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, value
 
@@ -177,7 +179,7 @@ def check_close(got: Any, wanted: Any, tolerance: float = 1e-5) -> None:
 def test_twenty_steps_have_the_losses_of_replicated_parameters() -> None:
     fabric, pair = programs("4x4", "2x2@0,0")
     optimizer = optax.adamw(1e-2, weight_decay=0.1)
-    wanted, whole = train_on_one_device(optimizer)
+    wanted, whole = plain_training(whole_loss, whole_params(), optimizer, STEPS)
     assert wanted[-1] < 0.9 * wanted[0], "a run that learns nothing shows nothing"
     losses, params, state = train(optimizer, fabric_and_pair=(fabric, pair))
     np.testing.assert_allclose(losses, wanted, rtol=0, atol=1e-6)
@@ -207,29 +209,13 @@ def test_a_loss_may_ask_for_the_sum_of_gradients(mean: bool) -> None:
     np.testing.assert_array_equal(mmj.fsdp.unshard_params(params, fabric, pair)["w"], expected)
 
 
-@pytest.mark.slow
-def test_microbatches_and_aux() -> None:
-    def with_aux(params: Any, batch: Any, pair: mmj.Program) -> Any:
-        return sharded_loss(params, batch, pair), {"words": jnp.mean(batch["from"])}
-
-    fabric, pair = programs()
-    wanted, _, _ = train(optax.sgd(0.1), 2)
-    init, step = mmj.fsdp.sharded_train_step(with_aux, optax.sgd(0.1), fabric, has_aux=True, microbatches=2)
-    params, step = sharded_params(fabric, pair), jax.jit(step)
-    state = jax.jit(init)(params, pair)
-    for batch, expected in zip(batches(), wanted, strict=False):
-        params, state, value, aux = step(params, state, batch, pair)
-        assert value == pytest.approx(expected, abs=1e-6)
-        assert aux["words"] == pytest.approx(batch["from"].mean(), rel=1e-6)
-
-
 def matrices_only(params: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
 
 def per_layer(optimizer: optax.GradientTransformation, steps: int) -> tuple[list[float], Any]:
     """Train whole parameters with the layers of the stack apart, so that each has norms of its own."""
-    params, losses = whole_params(), []
+    params = whole_params()
     split = {f"{n}": jax.tree.map(lambda leaf, n=n: leaf[n], params["layers"]) for n in range(LAYERS)}
 
     def loss(split: Any, batch: Any) -> Any:
@@ -237,18 +223,7 @@ def per_layer(optimizer: optax.GradientTransformation, steps: int) -> tuple[list
         return whole_loss({"ends": split["ends"], "layers": layers}, batch)
 
     split["ends"] = params["ends"]
-    state = optimizer.init(split)
-
-    @jax.jit
-    def step(split: Any, state: Any, batch: Any) -> Any:
-        value, gradients = jax.value_and_grad(loss)(split, batch)
-        updates, state = optimizer.update(gradients, state, split)
-        return optax.apply_updates(split, updates), state, value
-
-    for batch in batches()[:steps]:
-        split, state, value = step(split, state, batch)
-        losses.append(float(value))
-    return losses, split
+    return plain_training(loss, split, optimizer, steps)
 
 
 @pytest.mark.slow

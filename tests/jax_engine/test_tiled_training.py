@@ -54,7 +54,7 @@ def program_of(kind: str, fabric: TiledFabric) -> Any:
     if kind == "pair":
         return mmj.install(mm.plan(fabric.mesh, "weave", chunks=chunks, owners="even"), fabric, update="two-phase")
     return mmj.install(
-        mm.plan(fabric.mesh, "weave", chunks=chunks, collective="all-reduce-with-turn"), fabric, update="fused"
+        mm.plan(fabric.mesh, "weave", chunks=chunks, collective="all-reduce-with-update"), fabric, update="fused"
     )
 
 
@@ -107,7 +107,7 @@ def train(
 
 @pytest.mark.parametrize(
     "kind",
-    ["turn", pytest.param("program", marks=pytest.mark.slow), pytest.param("pair", marks=pytest.mark.slow)],
+    ["fused", pytest.param("program", marks=pytest.mark.slow), pytest.param("pair", marks=pytest.mark.slow)],
 )
 def test_a_step_on_tiles_is_that_of_one_device(kind: str) -> None:
     fabric = fabric_of("4x4", "0,1")
@@ -122,28 +122,6 @@ def test_a_step_on_tiles_is_that_of_one_device(kind: str) -> None:
         (moment,) = state[0].mu
         # A chip's shards are 8·4 + 4·4 + 4 elements, of which its tile owns a third, in chunks of ⌈52 / 6⌉.
         assert moment.addressable_shards[0].data.shape == (2, -(-52 // 6))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["turn", "pair"])
-def test_a_sharded_update_on_fifteen_tiles(kind: str) -> None:
-    """8×8 chips, 2×2 tiles, one lost: equal to the replicated update, with a fifteenth of its state per chip."""
-    fabric = fabric_of("8x8", "2x2@2,2")
-    assert fabric.mesh.n_chips == 15
-    weights = (np.arange(60) % 3 != 0).astype(np.float32)
-    want_losses, want, whole = train(fabric, "program", 60, weights)
-    losses, params, state = train(fabric, kind, 60, weights)
-    np.testing.assert_allclose(losses, want_losses, rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), params, want)
-    plain_losses, plain = one_device(60, weights)
-    np.testing.assert_allclose(losses, plain_losses, rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), params, plain)
-
-    def elements_per_chip(state: Any) -> int:
-        return sum(leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(state[0].mu))
-
-    assert elements_per_chip(whole) == 52
-    assert elements_per_chip(state) == 2 * -(-52 // 30)  # two chunks of 30, each rounded up to whole elements
 
 
 def long_ones(params: Any) -> Any:
@@ -177,7 +155,13 @@ NORMS = {
         *(
             pytest.param(name, kind, marks=pytest.mark.slow)
             for name, kind in [
-                *[("lars", "pair"), ("clipping", "pair"), ("clipping", "turn"), ("a mask", "pair"), ("a mask", "turn")],
+                *[
+                    ("lars", "pair"),
+                    ("clipping", "pair"),
+                    ("clipping", "fused"),
+                    ("a mask", "pair"),
+                    ("a mask", "fused"),
+                ],
                 *[("lamb", "program"), ("lars", "program"), ("clipping", "program")],
             ]
         ),
@@ -193,9 +177,9 @@ def test_norms_are_of_whole_layers(name: str, kind: str) -> None:
     np.testing.assert_allclose(losses, want, rtol=2e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), params, expected)
     for leaf in jax.tree.leaves(params):
-        by_place: dict[Any, Any] = {}
+        by_slot: dict[Any, Any] = {}
         for shard in leaf.addressable_shards:
-            first = by_place.setdefault(str(shard.index), np.asarray(shard.data))
+            first = by_slot.setdefault(str(shard.index), np.asarray(shard.data))
             assert np.array_equal(first, shard.data), "all copies end with the same bits"
 
 
@@ -212,17 +196,6 @@ def test_some_of_these_steps_are_clipped_and_some_are_not() -> None:
     assert min(norms) < LIMIT < max(norms), norms
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "kind"), [("lamb", "pair"), ("lars", "pair"), ("clipping", "turn")])
-def test_norms_on_fifteen_tiles(name: str, kind: str) -> None:
-    fabric = fabric_of("8x8", "2x2@2,2")
-    ours, optaxs = NORMS[name]
-    losses, params, _ = train(fabric, kind, 60, optimizer=ours, microbatches=2)
-    want, expected = one_device(60, optimizer=optaxs)
-    np.testing.assert_allclose(losses, want, rtol=2e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), params, expected)
-
-
 REFUSED = {
     "optax.lamb": (optax.lamb(0.1), "pair", r"combines values of several weights.*mmj\.lamb"),
     "optax.lars": (
@@ -232,7 +205,7 @@ REFUSED = {
     ),
     "optax.clip_by_global_norm": (
         optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
-        "turn",
+        "fused",
         r"combines values of several weights.*mmj\.clip_by_global_norm.*install with update='replicated'",
     ),
     "adafactor": (optax.adafactor(0.1), "pair", r"or install with update='replicated'"),
@@ -241,14 +214,14 @@ REFUSED = {
         "pair",
         r"combines values of several weights.*install with update='replicated'",
     ),
-    "mmj.lamb with a turn": (
+    "mmj.lamb with a fused update": (
         mmj.lamb(0.1),
-        "turn",
+        "fused",
         r"needs norms of layers before .*update='two-phase'",
     ),
-    "mmj.lars with a turn": (
+    "mmj.lars with a fused update": (
         mmj.lars(0.1),
-        "turn",
+        "fused",
         r"needs norms of layers before .*update='two-phase'",
     ),
 }
@@ -269,7 +242,7 @@ def test_value_and_grad_takes_no_program_for_a_sharded_update() -> None:
     fabric = fabric_of("4x4", "0,1")
     differentiate = mmj.value_and_grad(mean_loss, fabric, SPECS, has_aux=True)
     with pytest.raises(ParameterError, match=r"got update='fused'.*use mmj\.train_step"):
-        differentiate(params_tree(), batches(24)[0], program=program_of("turn", fabric))
+        differentiate(params_tree(), batches(24)[0], program=program_of("fused", fabric))
 
 
 def test_state_is_split_as_the_parameter_that_it_belongs_to() -> None:

@@ -114,37 +114,6 @@ def matrices_only(params: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        pytest.param(
-            mmj.lamb(0.05, weight_decay=0.1, mask=matrices_only),
-            optax.lamb(0.05, weight_decay=0.1, mask=matrices_only),
-            marks=pytest.mark.slow,  # test_layerwise has a quick one, as of clipping
-        ),
-        (
-            mmj.lars(0.1, 1e-3, matrices_only, trust_coefficient=0.3, trust_ratio_mask=matrices_only),
-            optax.lars(0.1, 1e-3, matrices_only, trust_coefficient=0.3, trust_ratio_mask=matrices_only),
-        ),
-        pytest.param(
-            optax.chain(mmj.clip_by_global_norm(0.3), optax.sgd(0.3)),
-            optax.chain(optax.clip_by_global_norm(0.3), optax.sgd(0.3)),
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["lamb", "lars", "clip_by_global_norm"],
-)
-def test_layerwise_optimizers_agree_with_optax_whole_and_sharded(
-    ours: optax.GradientTransformation, theirs: optax.GradientTransformation
-) -> None:
-    name = "row-pairs 4x4 - 2x2"
-    schedule, fabric = cases.schedule_of(name), cases.fabric_of(name)
-    wanted = train_with_psum(fabric, theirs)
-    assert wanted[0][-1] < 0.95 * wanted[0][0]
-    check_same(train(fabric, ours, mmj.install(schedule, fabric)), wanted)
-    check_same(train(fabric, ours, mmj.install(schedule, fabric, update="two-phase")), wanted)
-
-
 def test_microbatches_give_the_same_gradients() -> None:
     schedule, fabric = cases.schedule_of("trees 4x4"), cases.fabric_of("trees 4x4")
     program = mmj.install(schedule, fabric)

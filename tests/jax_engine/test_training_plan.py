@@ -56,14 +56,14 @@ def test_a_sharded_update_gets_a_plan_with_at_least_a_chunk_per_chip() -> None:
     for n_bytes in (4096, 2**27):
         planned = mmj.plan(fabric, floats(n_bytes), update="sharded", budget_s=2.0)
         assert planned.schedule is not None
-        assert planned.schedule.collective is Collective.ALL_REDUCE_WITH_TURN
+        assert planned.schedule.collective is Collective.ALL_REDUCE_WITH_UPDATE
         # Rings leave chips beside a hole without a chunk; no chip has more than twice its share of the state.
         owned = np.bincount(planned.schedule.owners, minlength=fabric.n_chips)
         assert planned.schedule.total_chunks >= fabric.n_chips
         assert owned.max() / planned.schedule.total_chunks <= 2 / fabric.n_chips
         expected = mm.plan(
             fabric.mesh,
-            collective="all-reduce-with-turn",
+            collective="all-reduce-with-update",
             payload_bytes=planned.workload.payload_bytes,
             hardware="tpu-v6e-xla",
             budget_s=2.0,

@@ -17,13 +17,13 @@ from jax_engine import cases
 from meshmend.errors import ParameterError
 
 SMALL = "row-pairs 4x4 - 2x2"
-HOLES = {64: [], 60: ["2x2@2,2"], 56: ["4x2@2,2"], 48: ["2x8@0,0"]}
-"""Holes of an 8×8 mesh, by the number of chips that they leave."""
+HOLES = {16: [], 12: ["2x2@0,2"], 8: ["2x4@0,0"]}
+"""Holes of a 4×4 mesh, by the number of chips that they leave."""
 
 
 @cache
 def machine(n_chips: int, sharded: bool) -> tuple[mmj.Fabric, Any]:
-    fabric = mmj.discover(shape="8x8", failed=HOLES[n_chips])
+    fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=HOLES[n_chips])
     schedule = mm.plan(fabric.mesh, "row-pairs")
     return fabric, mmj.install(schedule, fabric, update="two-phase" if sharded else "replicated")
 
@@ -85,7 +85,7 @@ def test_integer_gradients_give_the_same_bits_on_any_number_of_chips(name: str, 
 
 
 def test_integer_gradients_give_the_same_bits_on_two_numbers_of_chips() -> None:
-    check_same_bits("sgd", True, (60, 48))
+    check_same_bits("sgd", True, (12, 8))
 
 
 def check_same_bits(name: str, sharded: bool, numbers: tuple[int, ...]) -> None:
@@ -209,19 +209,6 @@ def test_a_shrunk_batch_trains_with_a_smaller_rate() -> None:
     feed = feed_of(data, mmj.KeepPerChip(2))
     (after,) = run(fabric, program, feed, optax.sgd(1.0), n_steps=1)
     np.testing.assert_allclose(after["w"], -0.75 * data[feed.records(0, 0, 24)].mean(axis=0), rtol=1e-6)
-
-
-@pytest.mark.parametrize("sharded", [False, True], ids=["program", "pair"])
-def test_bfloat16_weights_get_the_mean_of_float32_sums(sharded: bool) -> None:
-    """257 ones and 3 twos over 12 chips: in bfloat16 257 is 256, so a sum that was rounded would show."""
-    fabric, program = small(sharded)
-    x = np.concatenate([np.ones(257), np.full(3, 2.0), np.zeros(4)]).astype(jnp.bfloat16)
-    weights = np.concatenate([np.ones(260), np.zeros(4)]).astype(np.float32)
-    init, step = mmj.train_step(lambda w, b: b * w, optax.sgd(1.0), fabric, per_example=True)
-    w = jnp.zeros((), jnp.bfloat16)
-    new, _, _ = jax.jit(step)(w, jax.jit(init)(w, program), x, program, weights=weights)
-    assert new.dtype == jnp.bfloat16
-    assert float(new) == -float(np.float32(263 / 260).astype(jnp.bfloat16))
 
 
 def test_a_loss_of_the_wrong_shape_and_unusable_weights_are_refused() -> None:

@@ -45,7 +45,7 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 """
 
 
-def why_not() -> str:
+def unsupported_reason() -> str:
     """Return why there can be no cluster here, "" if there can be one."""
     if os.geteuid() != 0:
         return "starting Slurm's daemons needs root"
@@ -153,7 +153,7 @@ class SlurmJob:
         self._where = f"127.0.0.1:{free_ports(1)[0]}"
         hosts = f"{least}:{lab.n_nodes}"
         words = [sys.executable, "-m", "meshmend", "run", *self._options, "--store", self._where, "--hosts", hosts]
-        words += ["--shape", shape, "--host", host, "--shared", str(folder / "launcher"), "--place"]
+        words += ["--shape", shape, "--host", host, "--shared", str(folder / "launcher"), "--host-index"]
         script = [
             "#!/bin/bash",
             "#SBATCH --nodes=1 --ntasks=1 --requeue --open-mode=append",

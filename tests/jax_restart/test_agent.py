@@ -103,7 +103,7 @@ def test_killed_frozen_failing_and_without_a_store(watched: Watched) -> None:
     # The store is lost: the workers do not notice. The new one knows them, and hears of the next death.
     starts = [len(watched.rounds(host)) for host in range(3)]
     job.kill_store()
-    watched.until(lambda: sum(e.get("say") == "unreachable" for e in watched.events) >= 3)
+    watched.until(lambda: sum(e.get("type") == "unreachable" for e in watched.events) >= 3)
     job.start_store()
     time.sleep(4.0)  # longer than a new store waits for the hosts of a round
     job.watch(0.2)

@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 import yaml
 
-from jax_restart.test_events import environment, hosts_of
+from jax_restart.test_run import environment
 from launch.test_operate import FOLDER, ask, needs_prometheus
 from launch.test_quarantine import signs_against
 from meshmend.errors import QuarantineError
@@ -83,6 +83,12 @@ def running(words: list[str], folder: Path, **more: Any) -> Iterator[subprocess.
     finally:
         kill_tree(process.pid)
         process.wait()
+
+
+def hosts_of(driver: subprocess.Popen[bytes]) -> list[int]:
+    """Processes of the hosts of `meshmend run --local`, which starts them in order."""
+    mine = [int(pid) for pid in Path(f"/proc/{driver.pid}/task/{driver.pid}/children").read_text().split()]
+    return sorted(pid for pid in mine if b"run_host" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
 class Watched:

@@ -24,7 +24,7 @@ from meshmend.launch import Timeline
 facts = json.loads(os.environ["MESHMEND_ROUND"])
 host = int(os.environ["MESHMEND_HOST"])
 notes = Timeline(
-    os.environ["MESHMEND_TIMELINE"], job=os.environ["MESHMEND_JOB"], launch=facts["number"], host=host
+    os.environ["MESHMEND_TIMELINE"], job=os.environ["MESHMEND_JOB"], round=facts["number"], host=host
 )
 notes.note("process", seconds=0.0)
 notes.note("fabric", chips=4 * len(facts["hosts"]), hosts=facts["hosts"], machine="2x6 in hosts of 2x2")
@@ -32,7 +32,7 @@ step, kept = 0, Path("step")
 while True:
     step = max(step, int(kept.read_text() or 0) if kept.exists() else 0) + 1
     time.sleep(0.02)
-    notes.note("step", step=step, attempt=facts["number"])
+    notes.note("step", step=step)
     if facts["process"] == 0:
         Path("draft").write_text(str(step))
         Path("draft").replace(kept)
@@ -100,11 +100,11 @@ def train_through_two_losses(job: RunningJob) -> None:
     (lost,), (recovered,) = job.events(0, "host lost"), job.events(0, "recovered")
     assert (lost["lost"], lost["chips"]) == ([2], [[0, 4], [0, 5], [1, 4], [1, 5]])
     assert lost["step"] > 45
-    assert {"job", "launch", "attempt", "host"} <= lost.keys()
+    assert {"job", "round", "host"} <= lost.keys()
     assert (recovered["hosts"], recovered["lost"]) == ([0, 1], [2])
     # The seconds are those between its own steps: its worker may do one more before it is stopped.
     steps = job.events(0, "step")
-    first = next(i for i, step in enumerate(steps) if step["launch"] == 2)
+    first = next(i for i, step in enumerate(steps) if step["round"] == 2)
     assert recovered["seconds"] == steps[first]["at"] - steps[first - 1]["at"]
     assert [event["id"] for event in job.events(1, "host lost", "recovered")] == [lost["id"], recovered["id"]]
     kill_tree(pids[1])
@@ -114,7 +114,7 @@ def train_through_two_losses(job: RunningJob) -> None:
     output = job.folder / "output"
     until(lambda: "after round 2 host 0 waits: the job needs 2 hosts" in output.read_text())
     for event in job.events(0, "round", "step", "host lost", "recovered", "below minimum"):
-        assert {"job", "launch", "host"} <= event.keys()
+        assert {"job", "round", "host"} <= event.keys()
         assert event["event"] == "round" or "step" in event
     noted = job.events(0, "host lost", "recovered", "below minimum")
     assert [event["event"] for event in noted] == ["host lost", "recovered", "host lost", "below minimum"]

@@ -23,11 +23,11 @@ STEPS = 40
 
 
 def write_script(folder: Path, pause_on_hole_s: float = 0.0) -> Path:
-    """The example with fewer steps and a ledger; slow on a hole, where a host is to come back before the end."""
+    """The example with fewer steps; slow on a hole, where a host is to come back before the end."""
     text = (ROOT / "examples/jax/survive.py").read_text(encoding="utf-8")
     for old, new in (
         ("steps=100", f"steps={STEPS}"),
-        ("global_batch=256", "global_batch=64, ledger=True, disk_every=20"),
+        ("global_batch=256", "global_batch=64, disk_every=20"),
         (
             "    if step.number %",
             f"    __import__('time').sleep({pause_on_hole_s} * (step.chips == 4))\n    if step.number %",
@@ -65,21 +65,21 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def account(folder: Path) -> Any:
+def steps_done(folder: Path) -> int:
     import inspect
     from argparse import ArgumentParser
 
-    from meshmend.jax import Ledger
+    from meshmend.jax.positions import check_positions
 
     n_samples = len(Path(str(inspect.getsourcefile(ArgumentParser))).read_bytes()) - 8
-    return Ledger(folder / "shared/ledger.jsonl").check(n_samples)
+    return check_positions(folder / "shared", n_samples)
 
 
 def test_the_script_alone_learns(alone: Path) -> None:
     found = losses(read_timeline(alone / "shared/timeline/host-0.jsonl"))
     assert list(found) == list(range(1, STEPS + 1))
     assert found[STEPS] < 0.6 * found[1]
-    assert account(alone).steps == STEPS
+    assert steps_done(alone) == STEPS
 
 
 @pytest.mark.parametrize("comes_back", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -115,7 +115,7 @@ def test_a_host_dies(comes_back: bool, alone: Path, tmp_path: Path, monkeypatch:
         assert restored[1][1] >= 6  # 8 was done, and the copies of the last two may be under way
         assert [e["chips"] for e in events(host) if e["event"] == "fabric"] == [6, 4, 6][: 2 + comes_back]
         assert {e["step"] for e in events(host) if e["event"] == "kept"} == set(range(1, STEPS + 1))
-    assert account(tmp_path).steps == STEPS
+    assert steps_done(tmp_path) == STEPS
     found = losses(events(1)) | losses(events(2))
     # The losses of the last steps before a failure may not have been noted.
     assert len(found) >= STEPS - 2 * (1 + comes_back) * IN_FLIGHT

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from jax_restart.slurm_lab import SlurmJob, SlurmLab, why_not
+from jax_restart.slurm_lab import SlurmJob, SlurmLab, unsupported_reason
 from meshmend.bench.restart import HostKill, Run
 from meshmend.bench.trainee import TrainingJob
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(why_not() != "", reason=f"no Slurm cluster: {why_not()}"),
+    pytest.mark.skipif(unsupported_reason() != "", reason=f"no Slurm cluster: {unsupported_reason()}"),
 ]
 
 

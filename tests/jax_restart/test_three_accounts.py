@@ -16,7 +16,7 @@ import pytest
 
 from jax_restart.test_run import ROOT, environment, meshmend
 from launch.test_operate import ask
-from meshmend.launch.goodput import HostBook, TimeAccount, read_account, settle
+from meshmend.launch.goodput import HostHistory, TimeAccount, read_account, summarize
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.local import LocalJob, timeline_of
 from meshmend.launch.metrics import serve_metrics
@@ -54,7 +54,7 @@ def series(port: int, name: str) -> Series:
 def at(paths: list[Path], until: float) -> TimeAccount:
     """Return the account of what had been written at an instant."""
     events = [[e for e in read_timeline(path) if e["at"] + e.get("seconds", 0.0) <= until + 1e-4] for path in paths]
-    account = settle([HostBook(each) for each in events])
+    account = summarize([HostHistory(each) for each in events])
     assert account is not None
     return account
 

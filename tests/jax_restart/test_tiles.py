@@ -24,11 +24,11 @@ KILLED_AFTER = 6
 
 
 def write_script(folder: Path, update: str) -> Path:
-    """The example with fewer steps and a ledger."""
+    """The example with fewer steps."""
     text = (ROOT / "examples/jax/survive_tiles.py").read_text(encoding="utf-8")
     for old, new in (
         ("steps=100", f"steps={STEPS}, update={update!r}"),
-        ("global_batch=256", "global_batch=64, ledger=True, disk_every=10"),
+        ("global_batch=256", "global_batch=64, disk_every=10"),
     ):
         assert old in text
         text = text.replace(old, new)
@@ -41,14 +41,14 @@ def losses(events: list[dict[str, Any]]) -> dict[int, float]:
     return {event["step"]: event["loss"] for event in events if event["event"] == "step"}
 
 
-def steps_in_ledger(folder: Path) -> int:
+def steps_done(folder: Path) -> int:
     import inspect
     from argparse import ArgumentParser
 
-    from meshmend.jax import Ledger
+    from meshmend.jax.positions import check_positions
 
     n_samples = len(Path(str(inspect.getsourcefile(ArgumentParser))).read_bytes()) - 8
-    return Ledger(folder / "shared/ledger.jsonl").check(n_samples).steps
+    return check_positions(folder / "shared", n_samples)
 
 
 def undisturbed(folder: Path, shape: str, chips: int) -> dict[int, float]:
@@ -109,12 +109,14 @@ def test_a_host_of_a_tiled_job_dies(
         seen = events(number)
         restored = [(event["source"], event["step"]) for event in seen if event["event"] == "restore"]
         assert [source for source, _ in restored] == ["start", "memory"]
-        committed = max(event["step"] for event in seen if event["event"] == "step" and event["attempt"] == 1)
+        committed = max(event["step"] for event in seen if event["event"] == "step" and event["round"] == 1)
         # The result of step n means that all hosts have kept step n − 2.
         assert restored[1][1] >= max(KILLED_AFTER, committed) - 2
         assert tuple(event["tiles"] for event in seen if event["event"] == "tiles") == tiles
-        assert {event["step"] for event in seen if event["event"] == "kept"} == set(range(1, STEPS + 1))
-    assert steps_in_ledger(tmp_path) == STEPS
+        # A host may be stopped between writing its copy of the step that is restored and saying so.
+        kept = {event["step"] for event in seen if event["event"] == "kept"} | {restored[1][1]}
+        assert kept == set(range(1, STEPS + 1))
+    assert steps_done(tmp_path) == STEPS
     found = losses(events(survivors[0])) | losses(events(2))
     assert len(found) >= STEPS - 2 * IN_FLIGHT
     assert STEPS in found

@@ -14,7 +14,7 @@ import pytest
 from meshmend.errors import LaunchError
 from meshmend.launch import agent
 from meshmend.launch.agent import HostAgent
-from meshmend.launch.member import Place
+from meshmend.launch.member import Assignment
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,12 +34,12 @@ class Scripted:
         self.told: list[str] = []
         self.is_running = False
 
-    def join(self, port: int, why: str) -> Place:
+    def join(self, port: int, why: str) -> Assignment:
         assert port > 0
         assert not self.is_running, "the worker of the last round still runs"
         self.now, self.has_news = self.rounds.pop(0), False
         self.told.append(f"join {why}".strip())
-        return Place(len(self.told), "name", (0, 2), 1, "127.0.0.1:5000", ())
+        return Assignment(len(self.told), "name", (0, 2), 1, "127.0.0.1:5000", ())
 
     def wait_stopped(self, timeout_s: float) -> dict[str, Any] | None:
         if self.now in ("over", "failed"):

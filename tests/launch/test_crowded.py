@@ -1,4 +1,4 @@
-"""A store that is crowded, paused, replaced or without means: none of that, and no stranger, ends a host."""
+"""A store that is crowded, paused, replaced or without means: none of that ends a host."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from meshmend.launch.messages import (
     CHALLENGE_BYTES,
     MAX_HELLO_BYTES,
     REFUSALS,
-    Talk,
+    AuthenticatedChannel,
     make_challenge,
     make_key,
     make_nonce,
@@ -76,8 +76,8 @@ def impostor(port: int, *codes: str) -> Iterator[Counter[str]]:
 
 
 def test_hosts_that_come_at_once_are_all_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than there are places for strangers, before the store has served the first."""
-    monkeypatch.setattr("meshmend.launch.store.MAX_STRANGERS", 10)
+    """More than is room for unauthenticated connections, before the store has served the first."""
+    monkeypatch.setattr("meshmend.launch.store.MAX_UNAUTHENTICATED", 10)
     monkeypatch.setattr("meshmend.launch.store.PATIENCE_S", 0.0)
     n = 100
     serving = Serving(start_s=60)
@@ -86,9 +86,9 @@ def test_hosts_that_come_at_once_are_all_admitted(monkeypatch: pytest.MonkeyPatc
         time.sleep(0.5)
     try:
         places = joined(*members)
-        assert [place.process for place in places] == list(range(n))
-        assert {place.hosts for place in places} == {tuple(range(n))}
-        assert any("unreachable" in heard for heard in serving.heard.values())  # some had to come twice
+        assert [assigned.process for assigned in places] == list(range(n))
+        assert {assigned.hosts for assigned in places} == {tuple(range(n))}
+        assert any("unreachable" in received for received in serving.received.values())  # some had to come twice
     finally:
         for member in members:
             member._closed.set()
@@ -126,25 +126,25 @@ def test_a_crowded_store_is_waited_for_and_a_foreign_one_is_not() -> None:
         time.sleep(2)
         assert patient.stopped is None
     patient.close()
-    refused = pytest.raises(LaunchError, match=r"No store answers at .*turns this host away: its secret or its job")
+    refused = pytest.raises(LaunchError, match=r"No store answers at .*refuses this host: its secret or its job")
     with impostor(port, "key"), refused:
         host().join(7000)
 
 
-def test_strangers_who_say_nothing_do_not_keep_hosts_out() -> None:
+def test_connections_that_send_nothing_do_not_keep_hosts_out() -> None:
     """As many as there are places, and as many again in the kernel's queue."""
     raise_file_limit()
     serving = Serving()
-    strangers = [knock(serving.port) for _ in range(2000)]
+    outsiders = [knock(serving.port) for _ in range(2000)]
     try:
         began = time.monotonic()
         with running(serving):
             assert time.monotonic() - began < 5
-        serving.wait_for("turned away: too many came at once (and ")
+        serving.wait_for("refused: too many came at once (and ")
         assert len(serving.lines) < 20
     finally:
-        for stranger in strangers:
-            stranger.close()
+        for outsider in outsiders:
+            outsider.close()
         serving.stop()
 
 
@@ -157,7 +157,7 @@ def test_a_store_that_pauses_drops_nobody() -> None:
             pass
         assert first.wait_stopped(1.5) is None
         assert second.wait_stopped(0) is None
-        assert serving.heard == {0: ["round"], 1: ["round"]}
+        assert serving.received == {0: ["round"], 1: ["round"]}
     serving.stop()
 
 
@@ -167,21 +167,21 @@ def test_a_member_that_is_unknown_is_told_that_it_was_dropped() -> None:
     serving = Serving(silent_s=30)
 
     @contextlib.contextmanager
-    def connected() -> Iterator[tuple[socket.socket, Talk]]:
+    def connected() -> Iterator[tuple[socket.socket, AuthenticatedChannel]]:
         mine = make_nonce()
         with knock(serving.port) as connection:
             theirs = read_challenge(connection.recv(CHALLENGE_BYTES, socket.MSG_WAITALL))
             hello = {"host": 0, "hosts": [1, 2], "machine": MACHINE, "nonce": mine.hex()}
             connection.sendall(pack("hello to a store", hello, key, theirs))
-            yield connection, Talk(key, mine, theirs, to="the store", of="a host")
+            yield connection, AuthenticatedChannel(key, mine, theirs, to="the store", of="a host")
 
-    with connected() as (first, talk):
+    with connected() as (first, channel):
         time.sleep(2.5)
         with connected():
-            first.sendall(talk.pack({"say": "beat"}))
-            said = [talk.unpack(read_frame(first.recv, MAX_HELLO_BYTES))["say"]]
+            first.sendall(channel.pack({"type": "beat"}))
+            said = [channel.unpack(read_frame(first.recv, MAX_HELLO_BYTES))["type"]]
             while said[-1] == "beat":
-                said.append(talk.unpack(read_frame(first.recv, MAX_HELLO_BYTES))["say"])
+                said.append(channel.unpack(read_frame(first.recv, MAX_HELLO_BYTES))["type"])
             assert said[-1] == "dropped"
     serving.stop()
 
@@ -239,7 +239,7 @@ def test_a_system_without_means_costs_nobody_its_connection(monkeypatch: pytest.
         assert first.wait_stopped(0.1) is None
         late = serving.member(1)
         time.sleep(1.5)
-        assert "refused" not in serving.heard[1]
+        assert "refused" not in serving.received[1]
         late.close()
     serving.stop()
 
@@ -267,7 +267,7 @@ def test_a_log_that_cannot_be_written_does_not_stop_the_store(kind: str) -> None
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         stuck.wait(30)
 
-    with Store(Membership(), job=JOB, secret=SECRET, tell=tell) as store:
+    with Store(Membership(), job=JOB, secret=SECRET, log=tell) as store:
         ended = threading.Event()
         thread = threading.Thread(target=store.serve, args=(ended.is_set,))
         thread.start()

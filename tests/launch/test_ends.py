@@ -16,21 +16,21 @@ def test_a_host_that_returns_while_the_job_finishes_changes_nothing() -> None:
     job.join(0, 1)
     job.wait(1)
     job.started(0, 1)
-    job.say(0, say="done")
+    job.say(0, type="done")
     job.arrive(2)
     job.wait(5)
     job.join(2)
     job.wait(5)
-    assert job.last(1)["say"] == "round"
-    job.say(1, say="done")
+    assert job.last(1)["type"] == "round"
+    job.say(1, type="done")
     assert job.membership.over == {"ok": True, "why": "all hosts have finished, except host 2"}
     assert job.last(2)["ok"]
 
 
 FATES: dict[str, Message | None] = {
-    "done": {"say": "done"},
-    "stopped": {"say": "join", "port": 1, "why": ""},
-    "fails": {"say": "join", "port": 1, "why": "its worker ended with exit code 1"},
+    "done": {"type": "done"},
+    "stopped": {"type": "join", "port": 1, "why": ""},
+    "fails": {"type": "join", "port": 1, "why": "its worker ended with exit code 1"},
     "lost": None,
 }
 """What a host says last; None if it says nothing."""
@@ -50,7 +50,7 @@ def test_how_a_job_ends_does_not_depend_on_the_order_of_messages(fates: tuple[st
         left = list(order)
         while left:
             # The first in this order that has something to say: who is only stopped speaks when it is stopped.
-            host = next((h for h in left if everybody[h] != "stopped" or job.last(h)["say"] == "stop"), None)
+            host = next((h for h in left if everybody[h] != "stopped" or job.last(h)["type"] == "stop"), None)
             if host is None:
                 break
             left.remove(host)
@@ -59,7 +59,7 @@ def test_how_a_job_ends_does_not_depend_on_the_order_of_messages(fates: tuple[st
             else:
                 job.say(host, **message)
         for host in left:  # nobody has stopped them, so they finish
-            job.say(host, say="done")
+            job.say(host, type="done")
         assert job.membership.over is not None
         ends.add(job.membership.over["ok"])
     assert ends == {"fails" not in fates or "lost" in fates}
@@ -67,11 +67,11 @@ def test_how_a_job_ends_does_not_depend_on_the_order_of_messages(fates: tuple[st
 
 def test_a_host_that_has_finished_and_left_has_finished() -> None:
     job = running(3)
-    job.say(0, say="done")
+    job.say(0, type="done")
     job.leave(0)
     job.leave(1)
-    assert job.last(2)["say"] == "round"
-    job.say(2, say="done")
+    assert job.last(2)["type"] == "round"
+    job.say(2, type="done")
     assert job.membership.over == {"ok": True, "why": "all hosts have finished, except host 1"}
 
 
@@ -79,10 +79,10 @@ def test_a_new_store_does_not_end_a_job_before_it_knows_all_of_its_hosts() -> No
     claim = {"number": 7, "name": "abc", "hosts": [0, 1, 2]}
     job = Job(3, silent_s=5)
     job.arrive(0, running=claim, number=7)
-    job.say(0, say="done")
+    job.say(0, type="done")
     assert job.membership.over is None
     job.arrive(1, running=claim, number=7)
-    job.say(1, say="done")
+    job.say(1, type="done")
     job.wait(4)
     assert job.membership.over is None
     job.wait(2)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshmend.launch.events import BELOW_MINIMUM, LOST, RECOVERED, WRITERS, AgentLog
-from meshmend.launch.member import Place
+from meshmend.launch.member import Assignment
 from meshmend.launch.timeline import Timeline, read_timeline
 
 MACHINE = "4x4 in hosts of 2x2"
@@ -29,17 +29,17 @@ class Agents:
     def start(self, *hosts: int, cut_off: tuple[int, ...] = ()) -> None:
         self.number += 1
         for process, host in enumerate(hosts):
-            self.logs[host].start_round(Place(self.number, f"name{self.number}", hosts, process, "a:1", cut_off))
+            self.logs[host].start_round(
+                Assignment(self.number, f"name{self.number}", hosts, process, "a:1", cut_off, self.number - 1)
+            )
 
     def train(self, *hosts: int, step: int, at: float) -> None:
         for host in hosts:
-            Timeline(self.paths[host], job="night", launch=self.number, attempt=self.number + 7, host=host).note(
-                "step", at=at, step=step
-            )
+            Timeline(self.paths[host], job="night", round=self.number, host=host).note("step", at=at, step=step)
 
-    def hear(self, *hosts: int, **message: Any) -> None:
+    def on_message(self, *hosts: int, **message: Any) -> None:
         for host in hosts:
-            self.logs[host].hear({"number": self.number, **message})
+            self.logs[host].on_message({"number": self.number, **message})
 
     def events(self, host: int, *kinds: str) -> list[dict[str, Any]]:
         self.logs[host].close()
@@ -50,24 +50,23 @@ def test_a_lost_host_and_the_recovery_are_written_by_every_survivor(tmp_path: Pa
     agents, now = Agents(tmp_path), time.time()
     agents.start(0, 1, 2, 3)
     agents.train(0, 1, 2, 3, step=40, at=now + 1)
-    agents.hear(0, 2, 3, say="stop", lost=1, why="host 1 is lost: its connection to the store broke")
+    agents.on_message(0, 2, 3, type="stop", lost=1, why="host 1 is lost: its connection to the store broke")
     agents.start(0, 2, 3)
     agents.train(0, 2, 3, step=40, at=now + 24.5)
     agents.train(0, 2, 3, step=41, at=now + 25.0)
     said = []
     for host in (0, 2, 3):
         lost, recovered = agents.events(host, LOST, RECOVERED)
-        assert {name: lost[name] for name in ("job", "launch", "attempt", "host", "step", "lost")} == {
+        assert {name: lost[name] for name in ("job", "round", "host", "step", "lost")} == {
             "job": "night",
-            "launch": 1,
-            "attempt": 8,
+            "round": 1,
             "host": host,
             "step": 40,
             "lost": [1],
         }
         assert lost["chips"] == [[0, 2], [0, 3], [1, 2], [1, 3]]
         assert (recovered["at"], recovered["seconds"]) == (now + 1, pytest.approx(23.5))
-        assert (recovered["step"], recovered["launch"], recovered["attempt"]) == (40, 2, 9)
+        assert (recovered["step"], recovered["round"]) == (40, 2)
         assert (recovered["hosts"], recovered["lost"], recovered["joined"]) == ([0, 2, 3], [1], [])
         said.append((lost["id"], lost["text"], recovered["id"], recovered["text"]))
     assert len(set(said)) == 1
@@ -85,10 +84,10 @@ def test_hosts_that_die_at_once_are_all_lost(tmp_path: Path) -> None:
     agents.start(0, 1, 2, 3)
     now = time.time()
     agents.train(0, 1, 2, 3, step=5, at=now)
-    agents.hear(0, 2, say="stop", lost=3, why="host 3 is lost: its connection to the store broke")
+    agents.on_message(0, 2, type="stop", lost=3, why="host 3 is lost: its connection to the store broke")
     agents.start(0, 2)
-    agents.hear(0, say="stop", lost=2, why="host 2 is lost: not heard from for 10 s")
-    agents.hear(0, say="short", hosts=[0], least=2)
+    agents.on_message(0, type="stop", lost=2, why="host 2 is lost: not heard from for 10 s")
+    agents.on_message(0, type="short", hosts=[0], least=2)
     lost = agents.events(0, LOST)
     assert [event["lost"] for event in lost] == [[3], [1], [2]]
     assert len({event["id"] for event in lost}) == 3
@@ -108,12 +107,12 @@ def test_hosts_that_are_cut_off_or_come_back_are_not_lost(tmp_path: Path) -> Non
     agents, now = Agents(tmp_path, machine="1x8 in hosts of 1x2"), time.time()
     agents.start(0, 1, 2, 3)
     agents.train(0, 1, 2, 3, step=3, at=now + 1)
-    agents.hear(0, 2, 3, say="stop", lost=1, why="host 1 is lost: its connection to the store broke")
+    agents.on_message(0, 2, 3, type="stop", lost=1, why="host 1 is lost: its connection to the store broke")
     agents.start(2, 3, cut_off=(0,))
     assert [event["lost"] for event in agents.events(2, LOST)] == [[1]]
     agents.train(2, 3, step=4, at=time.time() + 1)
     agents.logs[2].look()
-    agents.hear(2, 3, say="stop", lost=None, why="host 1 has joined")
+    agents.on_message(2, 3, type="stop", lost=None, why="host 1 has joined")
     agents.start(0, 1, 2, 3)
     agents.train(0, 1, 2, 3, step=5, at=time.time() + 2)
     assert [event["lost"] for event in agents.events(2, LOST)] == [[1]]
@@ -122,10 +121,11 @@ def test_hosts_that_are_cut_off_or_come_back_are_not_lost(tmp_path: Path) -> Non
 
 
 def test_an_earlier_job_in_the_folder_does_not_count(tmp_path: Path) -> None:
-    Timeline(tmp_path / "host-0.jsonl", job="yesterday", host=0).note("step", step=900)
+    Timeline(tmp_path / "host-0.jsonl", job="yesterday", round=7, host=0).note("step", step=900)
     agents = Agents(tmp_path, 2, machine="")
+    assert [log.rounds_before for log in agents.logs] == [7, 0]
     agents.start(0, 1)
-    agents.hear(0, say="stop", lost=1, why="host 1 is lost: its connection to the store broke")
+    agents.on_message(0, type="stop", lost=1, why="host 1 is lost: its connection to the store broke")
     (lost,) = agents.events(0, LOST)
     assert (lost["step"], lost["chips"]) == (0, [])
 
@@ -135,7 +135,7 @@ def test_the_loss_of_many_is_written_by_a_few(tmp_path: Path) -> None:
     agents, now = Agents(tmp_path, 40, machine=""), time.time()
     agents.start(*range(40))
     agents.train(*range(40), step=3, at=now + 1)
-    agents.hear(*range(10, 40), say="stop", lost=0, why="hosts 0-9 are lost: not heard from for 10 s")
+    agents.on_message(*range(10, 40), type="stop", lost=0, why="hosts 0-9 are lost: not heard from for 10 s")
     agents.start(*range(10, 40))
     agents.train(*range(10, 40), step=4, at=time.time() + 1)
     lost = [event for host in range(10, 40) for event in agents.events(host, LOST)]
@@ -144,7 +144,7 @@ def test_the_loss_of_many_is_written_by_a_few(tmp_path: Path) -> None:
     assert len({event["id"] for event in lost}) == 10
     for log in agents.logs:
         log.look()
-    agents.hear(*range(10, 40), say="stop", lost=None, why="hosts 0-9 have joined")
+    agents.on_message(*range(10, 40), type="stop", lost=None, why="hosts 0-9 have joined")
     agents.start(*range(40))
     agents.train(*range(40), step=5, at=time.time() + 2)
     recovered = [event for host in range(40) for event in agents.events(host, RECOVERED)]

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from meshmend.launch.goodput import CAUSES, MAX_MARKS, HostBook, read_account, settle
-from meshmend.launch.history import condense
-from meshmend.launch.timeline import STAGES, Timeline, read_before, read_timeline
+from meshmend.launch.goodput import CAUSES, MAX_MARKS, HostHistory, read_account, summarize
+from meshmend.launch.timeline import MARK, STAGES, Timeline, condense, read_timeline
 
 Event = dict[str, Any]
 
@@ -30,7 +29,7 @@ class MadeUpJob:
         self.events: list[list[Event]] = [[] for _ in range(n_hosts)]
         self.now = 1_000_000.0
         self.step = 0
-        self.attempt = 0
+        self.round = 0
 
     def spend(self, cause: str, longest_s: float = 5.0) -> float:
         seconds = self.random.uniform(0.01, longest_s)
@@ -44,7 +43,7 @@ class MadeUpJob:
 
     def train(self, hosts: list[int], steps: int, lose: int) -> None:
         """Start on some hosts and do some steps, of which the last `lose` will have to be done again."""
-        self.attempt += 1
+        self.round += 1
         for event in ("process", "join", "fabric"):
             at = self.now
             seconds = self.spend("start")
@@ -56,9 +55,7 @@ class MadeUpJob:
             seconds = self.spend(event)
             facts = {"step": self.step, "source": "memory"} if event == "restore" else {}
             for host in hosts:
-                self.events[host].append(
-                    {"at": at, "event": event, "seconds": seconds, "attempt": self.attempt, **facts}
-                )
+                self.events[host].append({"at": at, "event": event, "seconds": seconds, "round": self.round, **facts})
         resumed = self.step
         for number in range(resumed + 1, resumed + steps + 1):
             if number == resumed + 1:
@@ -76,8 +73,8 @@ class MadeUpJob:
                     self.truth["steps done again"] += waited
                     waited = 0.0
                 self.spend("training" if number <= resumed + steps - lose else "steps done again")
-            self.say(hosts, "step", step=number, loss=1 / number, attempt=self.attempt, waited_s=waited)
-            self.say(hosts, "kept", step=number, attempt=self.attempt)
+            self.say(hosts, "step", step=number, loss=1 / number, round=self.round, waited_s=waited)
+            self.say(hosts, "kept", step=number, round=self.round)
         self.step = resumed + steps - lose
 
 
@@ -98,7 +95,7 @@ def lived_through(seed: int, most_lost: int = 3) -> MadeUpJob:
 @pytest.mark.parametrize("seed", range(30))
 def test_every_second_of_a_job_is_accounted_for(seed: int) -> None:
     job = lived_through(seed)
-    account = settle([HostBook(events) for events in job.events])
+    account = summarize([HostHistory(events) for events in job.events])
     assert account is not None
     assert account.training_s + sum(account.badput_s.values()) == pytest.approx(account.total_s, rel=1e-9)
     assert account.total_s == pytest.approx(sum(job.truth.values()), rel=1e-9)
@@ -107,7 +104,7 @@ def test_every_second_of_a_job_is_accounted_for(seed: int) -> None:
         if cause not in ("steps done again", "checkpoint", "data"):
             assert account.badput_s[cause] == pytest.approx(job.truth[cause], abs=1e-6), cause
     assert account.step == job.step
-    assert len(account.recoveries) == job.attempt - 1
+    assert len(account.recoveries) == job.round - 1
     assert all(sum(one.stages_s[stage] for stage in STAGES) == pytest.approx(one.total_s) for one in account.recoveries)
 
 
@@ -117,11 +114,11 @@ def test_goodput_is_the_share_of_steps_that_count() -> None:
         {"at": 0.0, "event": "process", "seconds": 1.0},
         {"at": 1.0, "event": "restore", "seconds": 0.5, "step": 0},
     ]
-    steps = [{"at": 1.0 + n, "event": "step", "step": n, "attempt": 1} for n in range(1, 11)]
-    again = [{"at": 12.0, "event": "process", "seconds": 1.0, "attempt": 2}]
+    steps = [{"at": 1.0 + n, "event": "step", "step": n, "round": 1} for n in range(1, 11)]
+    again = [{"at": 12.0, "event": "process", "seconds": 1.0, "round": 2}]
     again += [{"at": 13.0, "event": "restore", "seconds": 0.5, "step": 8, "source": "memory"}]
-    again += [{"at": 14.0 + n, "event": "step", "step": 8 + n, "attempt": 2} for n in range(5)]
-    account = settle([HostBook([*first, *steps, {"at": 11.5, "event": "gave up"}, *again])])
+    again += [{"at": 14.0 + n, "event": "step", "step": 8 + n, "round": 2} for n in range(5)]
+    account = summarize([HostHistory([*first, *steps, {"at": 11.5, "event": "gave up"}, *again])])
     assert account is not None
     # Steps 2 to 8 (7 s), and after the recovery 9 to 13, of which the second and later ones take 1 s each.
     assert account.training_s == pytest.approx(7.0 + 3.0 + 1.0)
@@ -140,16 +137,16 @@ def test_quorums_of_a_job_whose_processes_go_on() -> None:
 
     def quorum(at: float, number: int, step: int, hosts: list[int], seconds: float = 0.5) -> list[Event]:
         """A quorum, then 0.25 s to connect and 0.25 s to plan."""
-        facts = {"attempt": number, "step": step, "chips": len(hosts), "hosts": hosts}
+        facts = {"round": number, "step": step, "chips": len(hosts), "hosts": hosts}
         return [
             {"at": at, "event": "quorum", "seconds": seconds, "source": "in place", **facts},
-            {"at": at + seconds, "event": "join", "seconds": 0.25, "attempt": number},
-            {"at": at + seconds + 0.25, "event": "plan", "seconds": 0.25, "attempt": number},
+            {"at": at + seconds, "event": "join", "seconds": 0.25, "round": number},
+            {"at": at + seconds + 0.25, "event": "plan", "seconds": 0.25, "round": number},
         ]
 
     def steps(first_at: float, first: int, last: int, number: int) -> list[Event]:
         found = range(first, last + 1)
-        return [{"at": first_at + n - first, "event": "step", "step": n, "attempt": number} for n in found]
+        return [{"at": first_at + n - first, "event": "step", "step": n, "round": number} for n in found]
 
     started = [{"at": 0.0, "event": "process", "seconds": 2.0}]
     stays = [
@@ -165,14 +162,14 @@ def test_quorums_of_a_job_whose_processes_go_on() -> None:
         {"at": 27.0, "event": "refused", "seconds": 0.5},
         *steps(28.5, 16, 17, 300),
     ]
-    # The other one dies at 10 s, and its second life speaks for the last attempt: it writes a moment later.
+    # The other one dies at 10 s, and its second life speaks for the last round: it writes a moment later.
     back = [{"at": 17.0, "event": "process", "seconds": 2.0}, *quorum(19.0, 300, 0, [0, 1], seconds=2.0)]
     back += [{"at": 21.5, "event": "restore", "seconds": 0.5, "step": 10, "source": "peers"}]
     back += [dict(event, at=event["at"] + 0.001) for event in steps(22.5, 11, 15, 300)]
     back += [{"at": 27.0, "event": "refused", "seconds": 0.5}]
     back += [dict(event, at=event["at"] + 0.001) for event in steps(28.5, 16, 17, 300)]
     leaves = [*started, *quorum(3.0, 100, 0, [0, 1]), *steps(6.0, 1, 5, 100), *back]
-    account = settle([HostBook(stays), HostBook(leaves)])
+    account = summarize([HostHistory(stays), HostHistory(leaves)])
     assert account is not None
     assert account.total_s == pytest.approx(29.501)
     assert account.training_s + sum(account.badput_s.values()) == pytest.approx(account.total_s)
@@ -197,9 +194,9 @@ def test_quorums_of_a_job_whose_processes_go_on() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_condensed_timelines_give_the_same_account(seed: int) -> None:
     job = lived_through(seed, most_lost=0)  # within a line steps count as equally long, which matters for lost ones
-    books = [HostBook(events) for events in job.events]
+    histories = [HostHistory(events) for events in job.events]
     short = [list(condense(events)) for events in job.events]
-    whole, condensed = settle(books), settle([HostBook(events) for events in short])
+    whole, condensed = summarize(histories), summarize([HostHistory(events) for events in short])
     assert whole is not None
     assert condensed is not None
     assert sum(map(len, short)) < 0.4 * sum(map(len, job.events))
@@ -212,13 +209,11 @@ def test_condensed_timelines_give_the_same_account(seed: int) -> None:
 def test_a_million_steps_stay_small(tmp_path: Path) -> None:
     """The same code with a hundredth of the bytes and of the steps: 10,000 steps in 480 KB."""
     path = tmp_path / "host-0.jsonl"
-    timeline = Timeline(path, max_bytes=480_000, host=0, attempt=1)
+    timeline = Timeline(path, max_bytes=480_000, host=0, round=1)
     timeline.note("process", at=0.0, seconds=1.0)
     for number in range(1, 10_001):
         timeline.note("step", at=float(number), step=number, loss=0.5, chips=16, examples=512, waited_s=0.001)
         timeline.note("kept", at=float(number), step=number, bytes=123456)
-    if timeline._turning is not None:
-        timeline._turning.join()
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 480_000
     account = read_account([path])
     assert account is not None
@@ -226,7 +221,7 @@ def test_a_million_steps_stay_small(tmp_path: Path) -> None:
     assert account.total_s == pytest.approx(10_000.0)
     assert account.training_s == pytest.approx(9_999.0 - 9.999, rel=1e-3)
     assert len(timeline.events) <= 10_000
-    assert len(HostBook(read_timeline(path)).attempts[0].marks) <= MAX_MARKS
+    assert len(HostHistory(read_timeline(path)).rounds[0].marks) <= MAX_MARKS
 
 
 MILLION = """
@@ -260,7 +255,7 @@ def look():
 
 watcher = threading.Thread(target=look)
 watcher.start()
-timeline = Timeline(path, host=0, attempt=1, launch=0, process=0)
+timeline = Timeline(path, host=0, round=1, process=0)
 timeline.note("process", at=0.0, seconds=1.0)
 resident = []
 for number in range(1, steps + 1):
@@ -276,7 +271,7 @@ print(max(most, size()), *resident)
 
 
 @pytest.mark.slow
-def test_a_million_steps_take_less_than_50_mb_and_no_more_memory(tmp_path: Path) -> None:
+def test_a_million_steps_take_less_than_25_mb_and_no_more_memory(tmp_path: Path) -> None:
     """Every line goes through the real writer, and the folder's size is looked at a hundred times a second."""
     path = tmp_path / "host-0.jsonl"
     done = subprocess.run(
@@ -287,7 +282,7 @@ def test_a_million_steps_take_less_than_50_mb_and_no_more_memory(tmp_path: Path)
     tenth, last = max(resident[:10]), max(resident[90:])
     sizes = [f"{n / 1e6:.1f} MB" for n in (most, tenth, last)]
     sys.stderr.write(f"files at most {sizes[0]}, resident {sizes[1]}, then {sizes[2]}\n")
-    assert most < 50e6
+    assert most < 25e6
     # By the tenth part its memory of events is full, and files have been condensed.
     assert last < tenth + 5e6
     account = read_account([path])
@@ -297,7 +292,7 @@ def test_a_million_steps_take_less_than_50_mb_and_no_more_memory(tmp_path: Path)
     assert account.training_s == pytest.approx(10**5 - 0.1 - 123.0, rel=1e-4)
 
 
-# The larger bound has room in the history for all steps of the longer test: a full one drops its oldest lines.
+# The larger bound has room for all steps of the longer test: a condensed file that is full drops its oldest lines.
 @pytest.mark.parametrize(("kills", "max_bytes"), [(8, 30_000), pytest.param(50, 150_000, marks=pytest.mark.slow)])
 def test_a_killed_writer_loses_no_more_than_its_last_record(kills: int, max_bytes: int, tmp_path: Path) -> None:
     """Processes that write as fast as they can, with files that are full every few hundred lines, are killed."""
@@ -313,7 +308,7 @@ def test_a_killed_writer_loses_no_more_than_its_last_record(kills: int, max_byte
         process = subprocess.Popen([sys.executable, "-c", code, str(path), str(last)], stdout=subprocess.PIPE)
         assert process.stdout is not None
         said = [int(process.stdout.readline()) for _ in range(chance.randint(200, 600))]
-        time.sleep(chance.random() * 0.02)  # also inside a line, a renaming, or the thread that condenses
+        time.sleep(chance.random() * 0.02)  # also inside a line, or while the file is condensed
         process.send_signal(signal.SIGKILL)
         said += map(int, process.communicate()[0].split())
         covered: list[int] = []
@@ -322,7 +317,7 @@ def test_a_killed_writer_loses_no_more_than_its_last_record(kills: int, max_byte
         assert covered == list(range(1, covered[-1] + 1))
         assert covered[-1] - said[-1] in (0, 1)  # a line may be written though its writer had no time to say so
         last = covered[-1]
-    assert Path(f"{path}.history").exists()
+    assert MARK in path.read_text()[:100]
 
 
 def test_lines_that_are_no_events_are_left_out(tmp_path: Path) -> None:
@@ -347,6 +342,6 @@ def test_two_writers_of_one_timeline_lose_nothing_when_it_is_full(tmp_path: Path
     command = [sys.executable, "-c", writer, str(path)]
     writers = [subprocess.Popen([*command, name], stderr=subprocess.PIPE, text=True) for name in "ab"]
     assert [one.communicate(timeout=120)[1] for one in writers] == ["", ""], "nothing is warned of"
-    assert read_before(path), "it was full"
+    assert MARK in path.read_text()[:100], "it was full"
     found = [(event["writer"], event["number"]) for event in read_timeline(path) if event["event"] == "mark"]
     assert sorted(found) == [(name, number) for name in "ab" for number in range(marks)]

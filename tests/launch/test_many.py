@@ -7,7 +7,7 @@ import time
 import pytest
 
 from launch.test_membership import Job, running
-from meshmend.launch.messages import MAX_HELLO_BYTES, Talk, pack, pack_hosts
+from meshmend.launch.messages import MAX_HELLO_BYTES, AuthenticatedChannel, pack, pack_hosts
 
 
 def test_hosts_that_fall_silent_together_are_lost_together() -> None:
@@ -15,9 +15,9 @@ def test_hosts_that_fall_silent_together_are_lost_together() -> None:
     half = tuple(range(600))
     job.wait(12, silent=half)
     assert len(job.membership.members) == 600
-    stops = [message for message in job.heard[700] if message["say"] == "stop"]
+    stops = [message for message in job.received[700] if message["type"] == "stop"]
     assert [stop["why"] for stop in stops] == ["hosts 0-599 are lost: not heard from for 10 s"]
-    assert [job.last(host)["say"] for host in half] == ["dropped"] * 600
+    assert [job.last(host)["type"] for host in half] == ["dropped"] * 600
     job.join(*range(600, 1200))
     assert job.last(700)["hosts"] == tuple(range(600, 1200))
 
@@ -26,11 +26,11 @@ def test_a_loss_costs_three_messages_per_host() -> None:
     """Of the store: stop, round; of each host: join. And two lines for people."""
     for n in (10, 1000):
         job = running(n)
-        said = sum(map(len, job.heard.values()))
+        said = sum(map(len, job.received.values()))
         job.membership.news.clear()
         job.leave(3)
         job.join(*(host for host in range(n) if host != 3))
-        assert sum(map(len, job.heard.values())) - said == 2 * (n - 1)
+        assert sum(map(len, job.received.values())) - said == 2 * (n - 1)
         assert len(job.membership.news) == 2
         assert max(map(len, job.membership.news)) < 200
 
@@ -41,7 +41,7 @@ def test_a_heartbeat_costs_the_same_with_any_number_of_hosts() -> None:
         times = []
         for i in range(200):
             began = time.perf_counter()
-            job.membership.hear(i % n, {"say": "beat"}, job.now)
+            job.membership.on_message(i % n, {"type": "beat"}, job.now)
             job.membership.tick(job.now)
             job.membership.due(job.now)
             times.append(time.perf_counter() - began)
@@ -58,7 +58,7 @@ def test_a_round_of_twenty_thousand_hosts_fits_a_message(hole: range) -> None:
     job.join(*hosts)
     job.wait(1)
     store, member = (
-        Talk(b"key", *nonces, to=to, of=of)
+        AuthenticatedChannel(b"key", *nonces, to=to, of=of)
         for nonces, to, of in (((b"a", b"b"), "a host", "the store"), ((b"b", b"a"), "the store", "a host"))
     )
     frame = store.pack(job.last(hosts[-1]))

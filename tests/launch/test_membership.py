@@ -20,25 +20,25 @@ class Job:
         self.n_hosts = n_hosts
         self.least = least
         self.membership = Membership(**settings)
-        self.heard: dict[Hashable, list[Message]] = {}
+        self.received: dict[Hashable, list[Message]] = {}
 
     def hello(self, host: int, **more: Any) -> Message:
         return {"host": host, "hosts": [self.least, self.n_hosts], "machine": self.machine, **more}
 
     def arrive(self, *hosts: int, **more: Any) -> None:
         for host in hosts:
-            self.heard[host] = []
+            self.received[host] = []
             self.membership.arrive(host, self.hello(host, **more), f"10.0.0.{host}", self.now)
         self.deliver()
 
     def say(self, host: int, **message: Any) -> None:
-        self.membership.hear(host, message, self.now)
+        self.membership.on_message(host, message, self.now)
         self.membership.tick(self.now)
         self.deliver()
 
     def join(self, *hosts: int) -> None:
         for host in hosts:
-            self.say(host, say="join", port=7000 + host)
+            self.say(host, type="join", port=7000 + host)
 
     def leave(self, host: int) -> None:
         self.membership.leave(host, "its connection to the store broke", self.now)
@@ -52,22 +52,22 @@ class Job:
             self.now = min(until, self.now + 0.5)
             for host in list(self.membership.members):
                 if host not in silent:
-                    self.membership.hear(host, {"say": "beat"}, self.now)
+                    self.membership.on_message(host, {"type": "beat"}, self.now)
             self.membership.tick(self.now)
         self.deliver()
 
     def deliver(self) -> None:
         for key, message in self.membership.outbox:
-            self.heard[key].append(message)
+            self.received[key].append(message)
         self.membership.outbox.clear()
 
     def last(self, host: int) -> Message:
-        return self.heard[host][-1]
+        return self.received[host][-1]
 
     def started(self, *hosts: int) -> None:
         """Check that just these hosts run in one round, and that all of them know it."""
         rounds = [self.last(host) for host in hosts]
-        assert {message["say"] for message in rounds} == {"round"}
+        assert {message["type"] for message in rounds} == {"round"}
         assert all(tuple(message["hosts"]) == hosts for message in rounds)
         first = f"10.0.0.{hosts[0]}:{7000 + hosts[0]}"
         assert {message["coordinator"] for message in rounds} == {first}
@@ -86,7 +86,7 @@ def test_the_first_round_starts_when_all_hosts_have_come_in_any_order() -> None:
     job = Job(4)
     job.arrive(2, 0, 3)
     job.join(3, 0, 2)
-    assert all(not heard for heard in job.heard.values())
+    assert all(not received for received in job.received.values())
     job.arrive(1)
     job.join(1)
     job.started(0, 1, 2, 3)
@@ -97,11 +97,11 @@ def test_the_first_round_goes_without_hosts_that_do_not_come() -> None:
     job.arrive(3)
     job.join(3)
     job.wait(60)
-    assert not job.heard[3]  # one is not enough, however long it waits
+    assert not job.received[3]  # one is not enough, however long it waits
     job.arrive(1)
     job.join(1)
     job.wait(29)
-    assert not job.heard[1]
+    assert not job.received[1]
     job.wait(2)
     job.started(1, 3)
 
@@ -110,11 +110,11 @@ def test_a_lost_host_ends_the_round_at_once_and_the_next_waits_for_nobody() -> N
     job = running(4)
     job.leave(0)
     for host in (1, 2, 3):
-        assert job.last(host)["say"] == "stop"
+        assert job.last(host)["type"] == "stop"
         assert job.last(host)["lost"] == 0
         assert "host 0 is lost: its connection to the store broke" in job.last(host)["why"]
     job.join(3, 1)
-    assert job.last(1)["say"] == "stop"  # host 2 has not stopped its worker yet
+    assert job.last(1)["type"] == "stop"  # host 2 has not stopped its worker yet
     job.join(2)
     job.started(1, 2, 3)
     assert job.last(1)["number"] == 2
@@ -130,7 +130,7 @@ def test_a_second_host_may_be_lost_while_the_others_ask_for_a_round() -> None:
 
 def test_a_worker_that_fails_starts_everybody_again() -> None:
     job = running(3)
-    job.say(1, say="join", port=7001, why="its worker ended with SIGKILL")
+    job.say(1, type="join", port=7001, why="its worker ended with SIGKILL")
     assert "host 1 starts again: its worker ended with SIGKILL" in job.last(0)["why"]
     job.join(0, 2)
     job.started(0, 1, 2)
@@ -148,7 +148,7 @@ def test_hosts_that_come_together_cause_one_restart() -> None:
     job.arrive(2)
     job.join(2)
     job.wait(0.5)
-    assert job.last(0)["say"] == "round"
+    assert job.last(0)["type"] == "round"
     job.wait(1)
     assert job.last(0)["why"] == "hosts 2, 3 have joined"
     job.join(0, 1)
@@ -158,9 +158,9 @@ def test_hosts_that_come_together_cause_one_restart() -> None:
 def test_a_silent_host_is_dropped_and_one_that_beats_is_not() -> None:
     job = running(3, silent_s=5)
     job.wait(4, silent=(1,))
-    assert job.last(0)["say"] == "round"
+    assert job.last(0)["type"] == "round"
     job.wait(2, silent=(1,))
-    assert job.last(1)["say"] == "dropped"
+    assert job.last(1)["type"] == "dropped"
     assert "host 1 is lost: not heard from for" in job.last(0)["why"]
     job.join(0, 2)
     job.started(0, 2)
@@ -172,7 +172,7 @@ def test_a_host_that_does_not_ask_is_not_waited_for_without_end() -> None:
     job.leave(0)
     job.join(1, 2)
     job.wait(19)
-    assert job.last(1)["say"] == "stop"
+    assert job.last(1)["type"] == "stop"
     job.wait(2)
     job.started(1, 2)
     job.join(3)
@@ -187,10 +187,10 @@ def test_a_store_that_slept_drops_nobody(slept_s: float) -> None:
     job = running(3, silent_s=5)
     job.membership.tick(job.now + 0.9)  # almost a second after their heartbeats
     job.now += 0.9 + slept_s
-    job.membership.hear(0, {"say": "beat"}, job.now)  # the first that it reads
+    job.membership.on_message(0, {"type": "beat"}, job.now)  # the first that it reads
     job.membership.tick(job.now)
     job.deliver()
-    assert [job.last(host)["say"] for host in range(3)] == ["round"] * 3
+    assert [job.last(host)["type"] for host in range(3)] == ["round"] * 3
 
 
 def test_a_new_store_takes_over_a_round_that_runs() -> None:
@@ -199,7 +199,7 @@ def test_a_new_store_takes_over_a_round_that_runs() -> None:
     job = Job(3, silent_s=5)
     job.arrive(0, 1, 2, running=claim, number=7)
     job.wait(20)
-    assert all(not heard for heard in job.heard.values())  # nobody was disturbed
+    assert all(not received for received in job.received.values())  # nobody was disturbed
     job.leave(1)
     job.join(0, 2)
     job.started(0, 2)
@@ -223,7 +223,7 @@ def test_a_new_store_waits_as_long_as_hosts_of_the_round_come_back() -> None:
     for host in range(9):
         job.arrive(host, running=claim, number=7)
         job.wait(4)
-    assert all(not heard for heard in job.heard.values())
+    assert all(not received for received in job.received.values())
     job.wait(2)
     assert "host 9 is lost: it did not come back to the store" in job.last(0)["why"]
 
@@ -235,11 +235,11 @@ def test_a_new_store_ends_a_round_whose_host_has_started_again(first: int) -> No
     job = Job(3, silent_s=5)
     for host in (first, 1 - first):
         job.arrive(host, **({} if host == 1 else {"running": claim, "number": 7}))
-    assert job.last(0)["say"] == "stop"
+    assert job.last(0)["type"] == "stop"
     job.join(0, 1)
-    assert job.last(0)["say"] == "stop"  # host 2 is on its way back
+    assert job.last(0)["type"] == "stop"  # host 2 is on its way back
     job.arrive(2, running=claim, number=7)
-    assert job.last(2)["say"] == "stop"
+    assert job.last(2)["type"] == "stop"
     job.join(2)
     job.started(0, 1, 2)
     assert job.last(0)["number"] == 8
@@ -252,8 +252,8 @@ def test_a_host_that_was_cut_off_is_stopped_before_it_may_take_part_again() -> N
     job.join(0, 2)
     job.started(0, 2)
     job.arrive(1, running=claim, number=1)
-    assert job.last(1)["say"] == "stop"
-    assert job.last(0)["say"] == "round"
+    assert job.last(1)["type"] == "stop"
+    assert job.last(0)["type"] == "round"
     job.join(1)
     job.wait(2)
     job.join(0, 2)
@@ -262,31 +262,31 @@ def test_a_host_that_was_cut_off_is_stopped_before_it_may_take_part_again() -> N
 
 def test_the_job_is_over_when_all_have_finished() -> None:
     job = running(3)
-    job.say(0, say="done")
-    job.say(2, say="done")
+    job.say(0, type="done")
+    job.say(2, type="done")
     assert job.membership.over is None
-    job.say(1, say="done")
+    job.say(1, type="done")
     assert job.membership.over == {"ok": True, "why": "all hosts have finished"}
-    assert [job.last(host)["say"] for host in range(3)] == ["over"] * 3
+    assert [job.last(host)["type"] for host in range(3)] == ["over"] * 3
     with pytest.raises(RefusedError, match="this job is over: all hosts have finished"):
         job.arrive(0)
 
 
 def test_a_host_that_is_lost_after_the_last_step_starts_nothing_again() -> None:
     job = running(3)
-    job.say(0, say="done")
+    job.say(0, type="done")
     job.leave(1)
-    job.say(2, say="done")
+    job.say(2, type="done")
     assert job.membership.over is not None
     assert job.membership.over["ok"]
 
 
 def test_a_host_that_fails_after_others_have_finished_ends_the_job() -> None:
     job = running(3)
-    job.say(0, say="done")
-    job.say(1, say="join", port=7001, why="its worker ended with exit code 1")
-    assert job.last(2)["say"] == "round"  # it may still save its state
-    job.say(2, say="done")
+    job.say(0, type="done")
+    job.say(1, type="join", port=7001, why="its worker ended with exit code 1")
+    assert job.last(2)["type"] == "round"  # it may still save its state
+    job.say(2, type="done")
     assert job.membership.over is not None
     assert not job.membership.over["ok"]
     assert job.membership.over["why"] == "host 1: its worker ended with exit code 1, after host 0 had finished"
@@ -294,7 +294,7 @@ def test_a_host_that_fails_after_others_have_finished_ends_the_job() -> None:
 
 def test_a_host_that_gives_up_ends_the_job_for_all() -> None:
     job = running(3)
-    job.say(1, say="failed", why="no")
+    job.say(1, type="failed", why="no")
     assert [job.last(host)["why"] for host in range(3)] == ["host 1 gave up: no"] * 3
 
 
@@ -306,22 +306,22 @@ def test_a_host_that_gives_up_ends_the_job_for_all() -> None:
         ({"machine": "4x4 in hosts of 2x2", "host": 4}, "it describes a machine that cannot be: There is no host 4"),
         ({"hosts": [2, 4]}, "it wants 2 to 4 hosts, the others 1 to 3. Give all the same --hosts"),
         ({"host": 3}, "the job has 3 hosts already"),
-        ({"host": 1}, "another process, at 10.0.0.1, is host 1 already. Give each host its own --place"),
+        ({"host": 1}, "another process, at 10.0.0.1, is host 1 already: give each its own --host-index"),
     ],
 )
 def test_hosts_that_do_not_belong_are_refused(hello: Message, message: str) -> None:
     job = running(3, machine="4x4 in hosts of 2x2")
     with pytest.raises(RefusedError, match=message) as caught:
         job.membership.arrive("new", {**job.hello(2), **hello}, "10.0.0.9", job.now)
-    assert caught.value.for_now == (hello == {"host": 1})
-    assert job.last(0)["say"] == "round"
+    assert caught.value.retryable == (hello == {"host": 1})
+    assert job.last(0)["type"] == "round"
 
 
 def test_a_host_that_was_switched_off_and_on_replaces_what_is_left_of_it() -> None:
     job = running(3, silent_s=5)
     job.wait(3, silent=(1,))
     job.membership.arrive("again", job.hello(1), "10.0.0.1", job.now)
-    job.heard["again"] = []
+    job.received["again"] = []
     job.deliver()
     assert "host 1 is lost: its process was replaced by a new one" in job.last(0)["why"]
 
@@ -344,7 +344,7 @@ def test_hosts_of_a_round_always_agree_on_it(seed: int) -> None:
         elif rng.random() < 0.3:
             job.join(host)
         for other in sorted(here):
-            if job.heard[other] and job.last(other)["say"] == "stop" and rng.random() < 0.7:
+            if job.received[other] and job.last(other)["type"] == "stop" and rng.random() < 0.7:
                 job.join(other)
         job.wait(rng.choice([0.0, 0.5, 2.0]))
         current = job.membership.round
@@ -353,7 +353,7 @@ def test_hosts_of_a_round_always_agree_on_it(seed: int) -> None:
             assert running_now == set(current.hosts)
             job.started(*current.hosts)
     for other in sorted(here):
-        if job.heard[other] and job.last(other)["say"] == "stop":
+        if job.received[other] and job.last(other)["type"] == "stop":
             job.join(other)
     job.wait(3)
     while job.membership.round is None and len(here) >= 2:
@@ -372,9 +372,9 @@ def test_where_the_mesh_is_cut_the_larger_part_trains_and_the_other_waits() -> N
     job.join(0, 2, 3)
     job.started(2, 3)
     assert job.last(2)["cut_off"] == [0]
-    n_messages = len(job.heard[2])
+    n_messages = len(job.received[2])
     job.wait(60)
-    assert len(job.heard[2]) == n_messages  # a host that waits does not end the round over and over
+    assert len(job.received[2]) == n_messages  # a host that waits does not end the round over and over
     job.arrive(1)
     job.join(1)
     job.wait(5)
@@ -402,7 +402,7 @@ def test_a_part_that_is_too_small_waits() -> None:
     job.leave(1)
     job.join(0, 2)
     job.wait(60)
-    assert job.last(0) == job.last(2) == {"say": "short", "hosts": [0, 2], "least": 2, "number": 1}
+    assert job.last(0) == job.last(2) == {"type": "short", "hosts": [0, 2], "least": 2, "number": 1}
 
 
 def test_a_host_that_is_cut_off_does_not_keep_the_job_from_ending() -> None:
@@ -411,8 +411,8 @@ def test_a_host_that_is_cut_off_does_not_keep_the_job_from_ending() -> None:
     job.join(0, 1, 2, 3)
     job.leave(1)
     job.join(0, 2, 3)
-    job.say(2, say="done")
-    job.say(3, say="done")
+    job.say(2, type="done")
+    job.say(3, type="done")
     assert [job.last(host)["ok"] for host in (0, 2, 3)] == [True] * 3
 
 
@@ -421,21 +421,40 @@ def test_a_job_with_too_few_hosts_says_so_once() -> None:
     job.arrive(0, 1)
     job.join(0, 1)
     job.wait(60.0)
-    assert all(message["say"] != "short" for host in (0, 1) for message in job.heard[host])  # it has not started yet
+    assert all(
+        message["type"] != "short" for host in (0, 1) for message in job.received[host]
+    )  # it has not started yet
     job.arrive(2, 3)
     job.join(2, 3)
     job.leave(3)
     job.join(0, 1, 2)
     job.leave(2)
     job.leave(1)
-    assert all(message["say"] != "short" for message in job.heard[0])  # host 0 stops its worker first
+    assert all(message["type"] != "short" for message in job.received[0])  # host 0 stops its worker first
     job.join(0)
     job.wait(60.0)
-    said = [message for message in job.heard[0] if message["say"] == "short"]
-    assert said == [{"say": "short", "hosts": [0], "least": 3, "number": 2}]
+    said = [message for message in job.received[0] if message["type"] == "short"]
+    assert said == [{"type": "short", "hosts": [0], "least": 3, "number": 2}]
     job.arrive(1, 2)
     job.join(1, 2)
-    assert [message["number"] for message in job.heard[0] if message["say"] == "round"] == [1, 2, 3]
+    assert [message["number"] for message in job.received[0] if message["type"] == "round"] == [1, 2, 3]
     job.leave(2)
     job.join(0, 1)
-    assert [message["number"] for message in job.heard[0] if message["say"] == "short"] == [2, 3]
+    assert [message["number"] for message in job.received[0] if message["type"] == "short"] == [2, 3]
+
+
+def test_rounds_are_counted_on_from_earlier_jobs_in_the_same_folder() -> None:
+    """The hosts' timelines know different parts of the past; a round never has the number of an earlier one."""
+    job = Job(3, start_s=30.0)
+    job.arrive(0, rounds_before=4)
+    job.arrive(1, rounds_before=6)
+    job.join(0, 1)
+    job.wait(29.0)
+    assert job.received[0] == [], "a new job gives its hosts the time that it always does"
+    job.wait(2.0)
+    assert (job.last(0)["number"], job.last(0)["before"]) == (7, 0)
+    job.arrive(2, rounds_before=9)
+    job.join(2)
+    job.wait(3.0)
+    job.join(0, 1)
+    assert (job.last(2)["number"], job.last(2)["before"]) == (10, 7)

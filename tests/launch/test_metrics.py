@@ -21,7 +21,7 @@ from meshmend.errors import LaunchError
 from meshmend.launch.goodput import CAUSES, read_account
 from meshmend.launch.metrics import MAX_CONNECTIONS, JobMetrics, serve_metrics
 from meshmend.launch.processes import free_port, wait_for_server
-from meshmend.launch.timeline import STAGES, Timeline
+from meshmend.launch.timeline import MARK, STAGES, Timeline
 from meshmend.launch.watching import Watch
 
 prometheus = pytest.importorskip("prometheus_client.parser")
@@ -64,7 +64,7 @@ def test_metrics_are_those_of_the_account(seed: int, tmp_path: Path) -> None:
     )
     assert parts == pytest.approx(found["meshmend_job_seconds_total", ()])
     for stage in (*STAGES, "total"):
-        assert found["meshmend_recovery_seconds_count", (("stage", stage),)] == job.attempt - 1
+        assert found["meshmend_recovery_seconds_count", (("stage", stage),)] == job.round - 1
     everything = found["meshmend_recovery_seconds_sum", (("stage", "total"),)]
     assert everything == pytest.approx(sum(one.total_s for one in account.recoveries))
 
@@ -94,12 +94,12 @@ def test_a_job_without_a_step_is_starting(tmp_path: Path) -> None:
 
 
 def test_a_watch_follows_files_that_are_full_and_hosts_that_come_later(tmp_path: Path) -> None:
-    """What is followed event by event, through renamed files, is what is read in one go."""
+    """What is followed event by event, through files that are condensed, is what is read in one go."""
     job = lived_through(1)
     (tmp_path / "timeline").mkdir()
     lines = {host: [json.dumps(event) for event in events] for host, events in enumerate(job.events)}
     timelines = [
-        Timeline(tmp_path / "timeline" / f"host-{host}.jsonl", max_bytes=20_000) for host in range(job.n_hosts)
+        Timeline(tmp_path / "timeline" / f"host-{host}.jsonl", max_bytes=10_000) for host in range(job.n_hosts)
     ]
     watch = Watch(tmp_path)
     for host, timeline in enumerate(timelines):
@@ -113,11 +113,11 @@ def test_a_watch_follows_files_that_are_full_and_hosts_that_come_later(tmp_path:
     assert account is not None
     assert account.total_s == pytest.approx(sum(job.truth.values()))
     assert account.step == job.step
-    assert any(path.name.endswith(".history") for path in (tmp_path / "timeline").iterdir())
+    assert any(MARK in timeline.path.read_text()[:100] for timeline in timelines if timeline.path is not None)
 
 
 def test_hosts_that_are_lost_are_shown_before_the_job_has_recovered(tmp_path: Path) -> None:
-    timelines = [Timeline(tmp_path / "timeline" / f"host-{host}.jsonl", attempt=1) for host in range(4)]
+    timelines = [Timeline(tmp_path / "timeline" / f"host-{host}.jsonl", round=1) for host in range(4)]
     for timeline in timelines:
         timeline.note("process", at=1.0, seconds=1.0)
         timeline.note("fabric", at=2.0, seconds=1.0, chips=16, hosts=[0, 1, 2, 3], machine="4x4 in hosts of 2x2")
@@ -136,7 +136,7 @@ def test_hosts_that_are_lost_are_shown_before_the_job_has_recovered(tmp_path: Pa
     assert now.account is not None
     assert (now.state, now.account.hosts, now.account.chips) == ("waiting", (0, 2), 8)
     for host in (0, 2, 3):
-        timelines[host].facts["attempt"] = 2
+        timelines[host].facts["round"] = 2
         timelines[host].note("process", at=7.0, seconds=1.0)
     now = watch.snapshot()
     assert now.account is not None

@@ -16,7 +16,7 @@ from meshmend.launch import Hosts, Timeline
 from meshmend.launch.events import note_quarantined
 from meshmend.launch.metrics import JobMetrics
 from meshmend.launch.watching import Watch
-from meshmend.quarantine import THE_JOB, QuarantineList, Sign, Suspect, report
+from meshmend.quarantine import THE_JOB, Observation, QuarantineList, Suspect, report
 
 pytest.importorskip("prometheus_client")
 HOSTS = Hosts.of("4x4", "2x2")
@@ -92,16 +92,16 @@ def test_metrics_say_that_the_limit_has_stopped_the_job(job: Path) -> None:
     assert gauges(job) == {"d_chips": 8, "d_cables": 1, "d_by_job": 4, "_refused": 1}
     QuarantineList(job).clear([Suspect.parse("2,0")])
     assert gauges(job)["_refused"] == 0
-    (job / "signs.jsonl").write_text("{\n")
+    (job / "fault_log.jsonl").write_text("{\n")
     assert gauges(job) == {"d_chips": 8, "d_cables": 1, "d_by_job": 4}
 
 
-def signs_against(name: str, number: int) -> list[Sign]:
+def signs_against(name: str, number: int) -> list[Observation]:
     """Two separate observations: a replica that differs, and a wrong sum afterwards."""
     who, step = (Suspect.parse(name),), 10 + 2 * number
     return [
-        Sign("digest", who, step, "differs", {"agree": 15, "differ": 1, "chunk": 0}),
-        Sign("recompute", who, step + 1, "the sum of chunk 0 is wrong"),
+        Observation("digest", who, step, "differs", {"agree": 15, "differ": 1, "chunk": 0}),
+        Observation("recompute", who, step + 1, "the sum of chunk 0 is wrong"),
     ]
 
 

@@ -16,15 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshmend.errors import LaunchError
-from meshmend.launch.member import Member, Place
+from meshmend.launch.member import Assignment, Member
 from meshmend.launch.membership import Membership
 from meshmend.launch.messages import (
     CHALLENGE_BYTES,
     HEADER_BYTES,
     MAGIC,
     MAX_HELLO_BYTES,
+    AuthenticatedChannel,
     MessageError,
-    Talk,
     _seal,
     derive_key,
     make_key,
@@ -44,10 +44,10 @@ class Serving:
 
     def __init__(self, port: int = 0, **settings: Any) -> None:
         self.lines: list[str] = []
-        self.heard: dict[int, list[str]] = {}
+        self.received: dict[int, list[str]] = {}
         """What each host was told."""
         self._stop = threading.Event()
-        self.store = Store(Membership(**settings), job=JOB, secret=SECRET, port=port, tell=self.lines.append)
+        self.store = Store(Membership(**settings), job=JOB, secret=SECRET, port=port, log=self.lines.append)
         self.port = self.store.port
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
@@ -80,9 +80,9 @@ class Serving:
         assert not self._thread.is_alive()
 
     def member(self, host: int, **more: Any) -> Member:
-        heard = self.heard[host] = []
+        received = self.received[host] = []
         settings = {"machine": MACHINE, "hosts": (1, 2), "secret": SECRET, "job": JOB, **more}
-        settings |= {"heard": lambda message: heard.append(message["say"])}
+        settings |= {"on_message": lambda message: received.append(message["type"])}
         return Member(f"127.0.0.1:{self.port}", host=host, **settings)
 
     def wait_for(self, words: str) -> None:
@@ -104,8 +104,8 @@ def running(serving: Serving) -> Iterator[tuple[Member, Member]]:
     """Two hosts in a round."""
     members = serving.member(0), serving.member(1)
     places = joined(*members)
-    assert [place.process for place in places] == [0, 1]
-    assert {place.coordinator for place in places} == {"127.0.0.1:7000"}
+    assert [assigned.process for assigned in places] == [0, 1]
+    assert {assigned.coordinator for assigned in places} == {"127.0.0.1:7000"}
     try:
         yield members
     finally:
@@ -113,10 +113,10 @@ def running(serving: Serving) -> Iterator[tuple[Member, Member]]:
             member.close()
 
 
-def joined(*members: Member) -> list[Place]:
+def joined(*members: Member) -> list[Assignment]:
     """Have hosts ask for a round at the same time, and return it."""
     with ThreadPoolExecutor(len(members)) as pool:
-        asked: list[Future[Place]] = [pool.submit(member.join, 7000 + i) for i, member in enumerate(members)]
+        asked: list[Future[Assignment]] = [pool.submit(member.join, 7000 + i) for i, member in enumerate(members)]
         return [future.result(timeout=20) for future in asked]
 
 
@@ -139,7 +139,7 @@ def test_training_goes_on_while_the_store_is_lost_and_a_new_one_takes_over() -> 
         try:
             again.wait_for("joined: 2 of 2")
             assert first.wait_stopped(1.5) is None  # nobody was stopped
-            assert serving.heard[1] == ["round", "unreachable"]
+            assert serving.received[1] == ["round", "unreachable"]
             second.close()
             stopped = first.wait_stopped(10)
             assert stopped is not None
@@ -169,21 +169,21 @@ def test_a_frozen_host_is_dropped_and_may_come_back() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"secret": "other", "reach_s": 0.5}, "turns this host away: its secret or its job is another one"),
-        ({"job": "other", "reach_s": 0.5}, "turns this host away: its secret or its job is another one"),
+        ({"secret": "other", "reach_s": 0.5}, "refuses this host: its secret or its job is another one"),
+        ({"job": "other", "reach_s": 0.5}, "refuses this host: its secret or its job is another one"),
         ({"hosts": (2, 3)}, "refuses this host: it wants 2 to 3 hosts, the others 1 to 2"),
     ],
 )
 def test_hosts_that_do_not_belong_are_told_why(serving: Serving, settings: dict[str, Any], message: str) -> None:
     with running(serving) as (first, _):
-        stranger = serving.member(1, **settings)
+        outsider = serving.member(1, **settings)
         with pytest.raises(LaunchError, match=message):
-            stranger.join(7001)
-        stranger.close()
+            outsider.join(7001)
+        outsider.close()
         assert first.wait_stopped(0.2) is None
 
 
-def test_two_hosts_of_the_same_place_are_told_so(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_hosts_of_the_same_index_are_told_so(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshmend.launch.member.REFUSED_FOR_S", 1.0)
     with running(serving) as (first, _):
         twin = serving.member(1)
@@ -227,13 +227,13 @@ def test_beyond_this_machine_a_secret_is_asked_for() -> None:
         MAGIC + b"\0\0\0\2" + bytes(32) + b"{}",
     ],
 )
-def test_strangers_disturb_nobody(serving: Serving, data: bytes) -> None:
+def test_unauthenticated_connections_disturb_nobody(serving: Serving, data: bytes) -> None:
     with running(serving) as (first, _):
-        stranger = socket.create_connection(("127.0.0.1", serving.port), timeout=5)
-        with stranger, contextlib.suppress(OSError):
-            stranger.sendall(data)
-            stranger.shutdown(socket.SHUT_WR)
-            while stranger.recv(1 << 16):
+        outsider = socket.create_connection(("127.0.0.1", serving.port), timeout=5)
+        with outsider, contextlib.suppress(OSError):
+            outsider.sendall(data)
+            outsider.shutdown(socket.SHUT_WR)
+            while outsider.recv(1 << 16):
                 pass
         assert first.wait_stopped(0.1) is None
     serving.stop()
@@ -241,14 +241,14 @@ def test_strangers_disturb_nobody(serving: Serving, data: bytes) -> None:
 
 def test_no_frame_can_be_repeated_left_out_or_sent_back() -> None:
     key, store, host = make_key(SECRET, JOB), make_nonce(), make_nonce()
-    talk = Talk(key, store, host, to="a host", of="the store")
-    frames = [talk.pack({"say": str(i)}) for i in range(3)]
+    channel = AuthenticatedChannel(key, store, host, to="a host", of="the store")
+    frames = [channel.pack({"type": str(i)}) for i in range(3)]
 
-    def ear() -> Talk:
-        return Talk(key, host, store, to="the store", of="a host")
+    def ear() -> AuthenticatedChannel:
+        return AuthenticatedChannel(key, host, store, to="the store", of="a host")
 
     listener = ear()
-    assert [listener.unpack(frame)["say"] for frame in frames] == ["0", "1", "2"]
+    assert [listener.unpack(frame)["type"] for frame in frames] == ["0", "1", "2"]
     for order in ([1], [0, 0], [0, 2]):
         listener = ear()
         for i in order[:-1]:
@@ -256,7 +256,7 @@ def test_no_frame_can_be_repeated_left_out_or_sent_back() -> None:
         with pytest.raises(MessageError, match="its secret or its job is another one"):
             listener.unpack(frames[order[-1]])
     with pytest.raises(MessageError):
-        Talk(key, store, host, to="a host", of="the store").unpack(frames[0])
+        AuthenticatedChannel(key, store, host, to="a host", of="the store").unpack(frames[0])
 
 
 @given(
@@ -305,15 +305,15 @@ def test_a_message_that_makes_no_sense_costs_its_sender_the_connection(serving: 
         theirs = read_challenge(connection.recv(CHALLENGE_BYTES, socket.MSG_WAITALL))
         hello = {"host": 0, "hosts": [1, 2], "machine": MACHINE, "nonce": mine.hex()}
         connection.sendall(pack("hello to a store", hello, key, theirs))
-        talk = Talk(key, mine, theirs, to="the store", of="a host")
-        connection.sendall(talk.pack({"say": "join"}))  # without a port
+        channel = AuthenticatedChannel(key, mine, theirs, to="the store", of="a host")
+        connection.sendall(channel.pack({"type": "join"}))  # without a port
         said: list[dict[str, Any]] = []
         while not said or "refused" not in said[-1]:
             frame = read_frame(connection.recv, MAX_HELLO_BYTES)
             said.append(json.loads(frame[HEADER_BYTES:]))
         assert said[-1] == {"refused": "malformed"}
         assert connection.recv(1) == b""
-    serving.wait_for("turned away: its message was malformed")
+    serving.wait_for("refused: its message was malformed")
 
 
 def test_the_job_ends_for_all_at_the_same_time(serving: Serving) -> None:

@@ -12,12 +12,12 @@ Place = tuple[int, ...]
 
 def grid_graph(shape: Sequence[int], wrap: Sequence[bool]) -> nx.Graph[Place]:
     graph: nx.Graph[Place] = nx.Graph()
-    for place in itertools.product(*map(range, shape)):
-        graph.add_node(place)
+    for coordinate in itertools.product(*map(range, shape)):
+        graph.add_node(coordinate)
         for axis, (n, wraps) in enumerate(zip(shape, wrap, strict=True)):
-            x = place[axis] + 1
+            x = coordinate[axis] + 1
             if x < n or (wraps and n > 2):
-                graph.add_edge(place, (*place[:axis], x % n, *place[axis + 1 :]))
+                graph.add_edge(coordinate, (*coordinate[:axis], x % n, *coordinate[axis + 1 :]))
     return graph
 
 
@@ -27,10 +27,10 @@ def same_layout(
 ) -> bool:
     """Whether some isomorphism of the two grids puts every chip of the first where the second has it."""
     graphs = []
-    for shape, wrap, places in (one, other):
+    for shape, wrap, coordinates in (one, other):
         graph = grid_graph(shape, wrap)
         nx.set_node_attributes(graph, dict.fromkeys(graph, ""), "chip")
-        for chip, place in places.items():
-            graph.nodes[place]["chip"] = chip
+        for chip, coordinate in coordinates.items():
+            graph.nodes[coordinate]["chip"] = chip
         graphs.append(graph)
     return bool(nx.vf2pp_is_isomorphic(graphs[0], graphs[1], node_label="chip"))

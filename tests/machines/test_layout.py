@@ -21,10 +21,10 @@ LOSSES = [(1, 0), (2, 0), (0, 3), (1, 3), (2, 3)]
 """Chips and cables that are gone."""
 
 
-def places(sample: Sample) -> dict[str, tuple[int, ...]]:
+def coordinates(sample: Sample) -> dict[str, tuple[int, ...]]:
     """Where the sample's tool would find its chips, by name."""
     machine = machine_of(parse_description(sample.text, sample.name))
-    return {chip.name: place for place, chip in machine.chips.items()}
+    return {chip.name: coordinate for coordinate, chip in machine.chips.items()}
 
 
 @pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES.keys())
@@ -34,7 +34,7 @@ def test_every_sample_is_laid_out(sample: Sample) -> None:
     assert machine.mesh.is_full
     assert not machine.mesh.has_slow_cables
     graph = grid_graph(sample.shape, sample.wrap)
-    at = list(places(sample).values())
+    at = list(coordinates(sample).values())
     assert len(set(at)) == len(at) == len(sample.chips)
     by_number = dict(zip(sample.chips, at, strict=True))
     joined = {edge for edge in sample.cables if graph.has_edge(by_number[edge[0]], by_number[edge[1]])}
@@ -44,7 +44,7 @@ def test_every_sample_is_laid_out(sample: Sample) -> None:
 
 def check(sample: Sample, rounds: int, seed: int) -> Counter[str]:
     """Remove chips and cables at random; the layout is the true one up to symmetry, or there is none."""
-    truth, rng, seen = places(sample), random.Random(seed), Counter[str]()
+    truth, rng, seen = coordinates(sample), random.Random(seed), Counter[str]()
     for number in range(rounds):
         chips, cables = LOSSES[number % len(LOSSES)]
         hurt = removed(sample, rng, chips, cables)
@@ -55,7 +55,7 @@ def check(sample: Sample, rounds: int, seed: int) -> Counter[str]:
                 raise
             seen[error.why] += 1
             continue
-        here = {chip.name: place for place, chip in machine.chips.items() if not chip.failed}
+        here = {chip.name: coordinate for coordinate, chip in machine.chips.items() if not chip.failed}
         true = {name: truth[name] for name in here}
         found = (machine.mesh.shape, machine.mesh.wrap, here)
         assert same_layout(found, (sample.shape, sample.wrap, true)), (sample.name, seed, number)
@@ -116,7 +116,7 @@ def test_layouts_are_those_of_brute_force(shape: tuple[int, int], wrap: tuple[bo
             if not all(graph.has_edge(where[a], where[b]) for a, b in kept.edges):
                 continue
             if graph.subgraph(at).number_of_edges() - kept.number_of_edges() <= 3:
-                ways.add(min(tuple(image[place] for place in at) for image in every))
+                ways.add(min(tuple(image[coordinate] for coordinate in at) for image in every))
         try:
             layout = find_layout(chips, kept.edges, [Grid.of(shape, wrap)])
         except LayoutError as error:
@@ -124,8 +124,8 @@ def test_layouts_are_those_of_brute_force(shape: tuple[int, int], wrap: tuple[bo
                 raise
             ambiguous += 1
         else:
-            at = tuple(layout.place_of[chip] for chip in chips)
-            assert ways == {min(tuple(image[place] for place in at) for image in every)}
+            at = tuple(layout.coordinate_of[chip] for chip in chips)
+            assert ways == {min(tuple(image[coordinate] for coordinate in at) for image in every)}
             found += 1
     assert found + ambiguous > 1
 

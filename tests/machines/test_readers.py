@@ -48,7 +48,7 @@ def test_a_lost_channel_is_a_slow_cable_and_a_lost_cable_has_failed() -> None:
     del cables[17, 18]
     text = write_umd(type(galaxy)(**{**galaxy.__dict__, "cables": cables}))
     machine = read(text)
-    at = {chip.name: place for place, chip in machine.chips.items()}
+    at = {chip.name: coordinate for coordinate, chip in machine.chips.items()}
     rates = {frozenset(cable): rate for cable, rate in machine.mesh.cable_rates.items()}
     assert rates == {
         frozenset((at["chip 0"], at["chip 1"])): Fraction(3, 4),

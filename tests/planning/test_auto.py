@@ -9,19 +9,19 @@ from checks import assert_all_reduces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshmend import Mesh, PlanError, plan
-from meshmend.cost import PRESETS, Hardware, StepDemand, find_hardware
+from meshmend import Mesh, plan
+from meshmend.cost import Hardware, StepDemand, find_hardware
 from meshmend.errors import ParameterError
 from meshmend.planning import PLANNERS, Auto, PlanCache, Planner, RowPairs, Weave, make_planner
-from meshmend.planning.auto import CHOICES, Field
+from meshmend.planning.auto import CHOICES, Candidates
 from strategies import block_meshes, torn_meshes
 
-PAYLOADS = [float(x) for x in np.logspace(3, 10, 6)]
+PAYLOADS = [float(x) for x in np.logspace(3, 10, 3)]
 MACHINES = ["ideal", "tpu-v3", "tpu-v3-xla", "ethernet-10g"]
 
 
 def variants(mesh: Mesh, step_cost: float) -> list[Planner]:
-    able = [kind() for kind in CHOICES if kind().why_not(mesh) is None]
+    able = [kind() for kind in CHOICES if kind().unsupported_reason(mesh) is None]
     return [*able, *(variant for planner in able for variant in planner.variants(mesh, step_cost))]
 
 
@@ -60,7 +60,7 @@ def test_no_schedule_costs_less_than_its_floor(mesh: Mesh, step_cost: float, lin
     ids=str,
 )
 def test_auto_is_never_slower_than_any_planner_it_could_have_chosen(mesh: Mesh, machines: list[str]) -> None:
-    field = Field(mesh)
+    field = Candidates(mesh)
     demands: dict[Planner, StepDemand] = {}
     for payload, hardware in product(PAYLOADS, map(find_hardware, machines)):
         choice = field.choose(payload, hardware)
@@ -81,12 +81,12 @@ def test_what_auto_plans_is_proven_and_sums_exactly() -> None:
 def test_the_table_lists_what_was_made_what_was_ruled_out_and_what_does_not_apply() -> None:
     choice = Auto(1e9, "tpu-v3").choose(Mesh("8x8", failed=["2x2@2,2"]))
     made = [c for c in choice.considered if c.seconds is not None]
-    ruled_out = [c for c in choice.considered if c.seconds is None and c.why_not is None]
+    ruled_out = [c for c in choice.considered if c.seconds is None and c.unsupported_reason is None]
     assert made[0].planner == choice.planner
     assert [c.seconds for c in made] == sorted(c.seconds or 0 for c in made)
     assert ruled_out
     assert all((c.floor_seconds or 0) >= choice.seconds for c in ruled_out)
-    assert [c.planner.name for c in choice.considered if c.why_not] == ["two-color"]
+    assert [c.planner.name for c in choice.considered if c.unsupported_reason] == ["two-color"]
 
 
 def test_one_link_at_a_time_wants_rings_and_all_at_once_wants_trees() -> None:
@@ -97,20 +97,16 @@ def test_one_link_at_a_time_wants_rings_and_all_at_once_wants_trees() -> None:
 
 def test_berts_gradients_go_faster_round_the_hole_than_any_ring_goes_on_the_full_machine() -> None:
     payload, hardware = 1.34e9, find_hardware("tpu-v3")
-    holed = Auto(payload, "tpu-v3").choose(Mesh("32x32", failed=["4x2@6,8"]))
-    full = Mesh("32x32")
+    holed = Auto(payload, "tpu-v3").choose(Mesh("16x32", failed=["4x2@6,8"]))
+    full = Mesh("16x32")
     # A ring's steps all carry the same, so the 2(P−1) steps of the Hamiltonian ring need no schedule to be priced.
-    rings = [2 * 1023 * (hardware.hop_latency_s + payload / 2048 / hardware.link_bytes_per_s)]
+    rings = [2 * 511 * (hardware.hop_latency_s + payload / 1024 / hardware.link_bytes_per_s)]
     made = (plan(full, name, verify=False) for name in ("two-color", "row-pairs"))
     rings += [StepDemand(schedule).seconds(payload, hardware) for schedule in made]
     assert holed.seconds < 0.7 * min(rings)
 
 
-def test_survivors_cut_apart_and_payloads_that_make_no_sense() -> None:
-    with pytest.raises(
-        PlanError, match="auto cannot plan for 3x3 minus 1x3@1,0: the survivors form 2 disconnected groups"
-    ):
-        plan(Mesh("3x3", failed=["1x3@1,0"]))
+def test_payloads_and_hardware_that_make_no_sense() -> None:
     with pytest.raises(ParameterError, match="payload_bytes is 0, expected a positive number"):
         plan(Mesh("3x3"), payload_bytes=0)
     with pytest.raises(ParameterError, match=r"There is no hardware 'tpu-v9'. Presets: ideal"):
@@ -164,12 +160,3 @@ def test_the_cache_distinguishes_tuned_plans(tmp_path: str) -> None:
     assert len({cache.path(mesh, planner) for planner in asked}) == len(asked)
     assert plan(mesh, "weave", payload_bytes=1e3, cache=cache) == plan(mesh, "weave", payload_bytes=1e3, cache=cache)
     assert len(cache) == 1
-
-
-def test_the_cache_distinguishes_payloads_and_hardware(tmp_path: str) -> None:
-    cache = PlanCache(tmp_path)
-    mesh = Mesh("4x4")
-    paths = {cache.path(mesh, Auto(payload, name)) for payload in (1e3, 1e6) for name in PRESETS}
-    different = {preset.priced for preset in PRESETS.values()}
-    assert len(paths) == 2 * len(different)
-    assert cache.path(mesh, Auto(1e3, "tpu-v3")) == cache.path(mesh, Auto(1e3, PRESETS["tpu-v3"]))

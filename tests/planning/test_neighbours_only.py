@@ -15,7 +15,7 @@ from meshmend import Mesh, Schedule, plan
 from meshmend.cost import DEFAULT_HARDWARE, find_hardware
 from meshmend.errors import CacheWarning, LoweringError
 from meshmend.planning import PlanCache, Planner, RowPairs, make_planner, round_payload
-from meshmend.planning.auto import CHOICES, Field
+from meshmend.planning.auto import CHOICES, Candidates
 from meshmend.schedule import Op
 
 HOLED = Mesh("6x6", failed=["2x2@2,2"])
@@ -85,7 +85,7 @@ def test_auto_goes_on_to_the_fastest_that_has_such_a_form(monkeypatch: pytest.Mo
     assert plan(line, payload_bytes=4.0).planner == "doubling"
     schedule = plan(line, payload_bytes=4.0, neighbours_only=True)
     ranked = [
-        candidate.planner.name for candidate in Field(line).choose(4.0, find_hardware(DEFAULT_HARDWARE)).considered
+        candidate.planner.name for candidate in Candidates(line).choose(4.0, find_hardware(DEFAULT_HARDWARE)).considered
     ]
     assert schedule.planner.removesuffix(" by neighbour hops") == ranked[1]
     assert not has_far_transfers(schedule)

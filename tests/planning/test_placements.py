@@ -29,16 +29,16 @@ def check(shape: str, holes: list[Region], planner: str) -> str:
 
 @pytest.mark.parametrize("planner", RING_PLANNERS)
 @pytest.mark.parametrize("hole", ["2x2", "2x4", "4x2", "2x6", "6x2"])
-@pytest.mark.parametrize("shape", ["8x8", "8x12"])
+@pytest.mark.parametrize("shape", ["8x8", pytest.param("8x12", marks=pytest.mark.slow)])
 def test_every_single_hole(shape: str, hole: str, planner: str) -> None:
-    places = all_placements(parse_shape(shape), parse_shape(hole))
-    outcomes = Counter(check(shape, [place], planner) for place in places)
+    positions = all_placements(parse_shape(shape), parse_shape(hole))
+    outcomes = Counter(check(shape, [position], planner) for position in positions)
     rows, columns = ((n - h) // 2 + 1 for n, h in zip(parse_shape(shape), parse_shape(hole), strict=True))
     # One such hole never cuts these meshes and always leaves a whole pair.
     assert outcomes == {"all-reduces": rows * columns}
 
 
-@pytest.mark.parametrize("planner", RING_PLANNERS)
+@pytest.mark.parametrize("planner", ["row-pairs", pytest.param("hamiltonian", marks=pytest.mark.slow)])
 def test_every_pair_of_boards_on_8x8(planner: str) -> None:
     boards = all_placements((8, 8), (2, 2))
     outcomes = Counter(check("8x8", list(pair), planner) for pair in combinations(boards, 2))
@@ -55,7 +55,7 @@ def test_every_pair_of_boards_on_4x4_where_pairs_run_out() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("planner", RING_PLANNERS)
-@pytest.mark.parametrize(("hole", "places"), [("2x2", 8 * 16), ("4x2", 7 * 16), ("2x4", 8 * 15)])
-def test_every_single_hole_on_the_papers_smaller_machine(hole: str, places: int, planner: str) -> None:
-    outcomes = Counter(check("16x32", [place], planner) for place in all_placements((16, 32), parse_shape(hole)))
-    assert outcomes == {"all-reduces": places}
+@pytest.mark.parametrize(("hole", "positions"), [("2x2", 8 * 16), ("4x2", 7 * 16), ("2x4", 8 * 15)])
+def test_every_single_hole_on_the_papers_smaller_machine(hole: str, positions: int, planner: str) -> None:
+    outcomes = Counter(check("16x32", [position], planner) for position in all_placements((16, 32), parse_shape(hole)))
+    assert outcomes == {"all-reduces": positions}

@@ -9,7 +9,7 @@ from checks import assert_all_reduces
 from meshmend import Mesh, plan
 from meshmend.cost import busiest_link_load, link_load
 
-SHAPES = ["1x1", "1x4", "2x2", "3x3", "4x4", "4x8", "8x4", "5x7", "3x9", "8x8"]
+SHAPES = ["1x1", "1x4", "2x2", "3x3", "4x8", "5x7"]
 
 
 @pytest.mark.parametrize(("shape", "wrap"), list(product(SHAPES, [False, True, (True, False), (False, True)])))

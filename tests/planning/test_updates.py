@@ -33,13 +33,13 @@ def test_every_way_costs_what_its_plans_are_predicted_to_take(mesh: Mesh, payloa
         owned = np.bincount(plan.schedules[0].owners, minlength=mesh.n_chips)
         sharded = plan.way is not UpdateWay.REPLICATED
         assert plan.state_share == pytest.approx(owned.max() / owned.sum() if sharded else 1.0)
-    # A turn is an all-reduce too: a replicated update can have its plan.
-    assert ways[UpdateWay.REPLICATED].seconds <= ways[UpdateWay.TURN].seconds * 1.001
+    # A fused update is an all-reduce too: a replicated update can have its plan.
+    assert ways[UpdateWay.REPLICATED].seconds <= ways[UpdateWay.FUSED].seconds * 1.001
 
 
 def test_each_way_is_what_plan_takes_for_its_collective() -> None:
     ways = by_way(MESH, 1e8, "tpu-v6e")
-    asked = {UpdateWay.TURN: Collective.ALL_REDUCE_WITH_TURN, UpdateWay.REPLICATED: Collective.ALL_REDUCE}
+    asked = {UpdateWay.FUSED: Collective.ALL_REDUCE_WITH_UPDATE, UpdateWay.REPLICATED: Collective.ALL_REDUCE}
     for way, collective in asked.items():
         assert ways[way].schedules == (mm.plan(MESH, collective=collective, payload_bytes=1e8, hardware="tpu-v6e"),)
     scatter = mm.plan(MESH, collective="reduce-scatter", payload_bytes=1e8, hardware="tpu-v6e")
@@ -58,9 +58,9 @@ def test_the_two_phases_have_the_same_owners_and_give_the_sum(payload_bytes: flo
 def test_on_long_payloads_two_phases_lose_what_weave_gains() -> None:
     ways = by_way(Mesh("8x8", failed=["2x2@2,2"]), 1e8, "tpu-v6e")
     # A corner has two links and must send, then receive, nearly everything: (1 − 1/60) M/b, whoever plans it.
-    unit = 1e8 / predict(ways[UpdateWay.TURN].schedules[0], 1e8, "tpu-v6e").hardware.link_bytes_per_s
+    unit = 1e8 / predict(ways[UpdateWay.FUSED].schedules[0], 1e8, "tpu-v6e").hardware.link_bytes_per_s
     assert ways[UpdateWay.TWO_PHASES].seconds >= (1 - 1 / 60) * unit
-    assert ways[UpdateWay.TURN].seconds < 0.9 * unit
+    assert ways[UpdateWay.FUSED].seconds < 0.9 * unit
 
 
 def test_survivors_apart_are_refused() -> None:

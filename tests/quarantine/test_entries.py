@@ -58,9 +58,9 @@ def test_clearing(tmp_path: Path) -> None:
 
 
 def test_a_campaign_of_false_alarms_ends_at_the_limit(tmp_path: Path) -> None:
-    entries, dice = QuarantineList(tmp_path), random.Random(0)
+    entries, rng = QuarantineList(tmp_path), random.Random(0)
     chips = [Suspect.chip((row, column)) for row in range(8) for column in range(8)]
-    dice.shuffle(chips)
+    rng.shuffle(chips)
     assert limit(64, 8) == 8  # 64 / 16 is 4, a host has 8
     for chip in chips[:8]:
         entries.add(chip, why="false alarm", by=THE_JOB, hosts=HOSTS)

@@ -1,4 +1,4 @@
-"""Signs to verdicts: the rules of each kind, and that the order of arrival does not matter."""
+"""Observations to verdicts: the rules of each kind, and that the order of arrival does not matter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshmend.quarantine import Sign, Suspect
+from meshmend.quarantine import Observation, Suspect
 from meshmend.quarantine.judge import judge, recent
 
 A, B, C, D = (Suspect.chip((0, n)) for n in range(4))
@@ -17,20 +17,20 @@ AB, AC = Suspect.parse("0,0-0,1"), Suspect.parse("0,0-0,2")
 MAJORITY = {"agree": 63, "differ": 1}
 
 
-def digest(chip: Suspect, step: int, chunk: int = 0, **numbers: float) -> Sign:
-    return Sign("digest", (chip,), step, "", {"chunk": chunk, **MAJORITY, **numbers})
+def digest(chip: Suspect, step: int, chunk: int = 0, **numbers: float) -> Observation:
+    return Observation("digest", (chip,), step, "", {"chunk": chunk, **MAJORITY, **numbers})
 
 
-def recompute(step: int, *suspects: Suspect, **numbers: float) -> Sign:
-    return Sign("recompute", suspects, step, "", numbers)
+def recompute(step: int, *suspects: Suspect, **numbers: float) -> Observation:
+    return Observation("recompute", suspects, step, "", numbers)
 
 
-def lag(chip: Suspect, steps: int) -> Sign:
-    return Sign("lag", (chip,), 100, "", {"steps": steps})
+def lag(chip: Suspect, steps: int) -> Observation:
+    return Observation("lag", (chip,), 100, "", {"steps": steps})
 
 
 @pytest.mark.parametrize(
-    ("signs", "named"),
+    ("observations", "named"),
     [
         ([digest(A, 1)], []),
         ([digest(A, 1), digest(A, 1)], []),  # the same one, heard twice
@@ -67,41 +67,44 @@ def lag(chip: Suspect, steps: int) -> Sign:
         ([lag(A, 3), digest(A, 1)], []),  # slowness does not confirm wrong numbers
     ],
 )
-def test_the_rules(signs: list[Sign], named: list[Suspect]) -> None:
-    assert [verdict.suspect for verdict in judge(signs)] == named
+def test_the_rules(observations: list[Observation], named: list[Suspect]) -> None:
+    assert [verdict.suspect for verdict in judge(observations)] == named
 
 
-def test_no_single_sign_but_a_decided_one_names_anybody() -> None:
+def test_no_single_observation_but_a_decided_one_names_anybody() -> None:
     """By brute force over what a check may report."""
     counts: list[dict[str, Any]] = [{}, *({"agree": a, "differ": d} for a in range(4) for d in range(4))]
     for kind, names, numbers in itertools.product(("digest", "recompute"), ((A,), (AB,), (A, B), (A, AB, B)), counts):
         decided = kind == "recompute" and len(names) == 1 and numbers.get("agree", 0) >= 2
         decided = decided and numbers["agree"] > numbers["differ"]
-        assert bool(judge([Sign(kind, names, 1, "", numbers)])) == decided
+        assert bool(judge([Observation(kind, names, 1, "", numbers)])) == decided
 
 
-def test_the_order_of_signs_does_not_matter() -> None:
-    dice = random.Random(1)
+def test_the_order_of_observations_does_not_matter() -> None:
+    rng = random.Random(1)
     pool = [A, B, C, D, AB, AC]
     for _ in range(200):
-        signs = []
-        for _ in range(dice.randint(1, 8)):
-            step, chip = dice.randint(1, 4), dice.choice([A, B, C, D])
-            several = dice.sample(pool, dice.randint(1, 3))
-            signs.append(dice.choice([digest(chip, step), recompute(step, *several)]))
-        expected = judge(signs)
-        dice.shuffle(signs)
-        assert judge(signs) == expected
+        observations = []
+        for _ in range(rng.randint(1, 8)):
+            step, chip = rng.randint(1, 4), rng.choice([A, B, C, D])
+            several = rng.sample(pool, rng.randint(1, 3))
+            observations.append(rng.choice([digest(chip, step), recompute(step, *several)]))
+        expected = judge(observations)
+        rng.shuffle(observations)
+        assert judge(observations) == expected
 
 
 def test_a_verdict_has_its_evidence() -> None:
-    signs = [Sign("recompute", (A,), 5, "chunk 2 is off by 4"), Sign("recompute", (A,), 3, "chunk 1 is off by 8")]
-    (verdict,) = judge(signs)
+    observations = [
+        Observation("recompute", (A,), 5, "chunk 2 is off by 4"),
+        Observation("recompute", (A,), 3, "chunk 1 is off by 8"),
+    ]
+    (verdict,) = judge(observations)
     assert verdict.step == 5
     assert verdict.why == "recompute at step 3: chunk 1 is off by 8; recompute at step 5: chunk 2 is off by 4"
 
 
-def test_signs_that_are_far_apart_are_not_held_together() -> None:
-    signs = [recompute(step, A) for step in (1, 101, 200)]
-    assert judge(recent(signs[:2], 100)) == []
-    assert [one.suspect for one in judge(recent(signs, 100))] == [A]
+def test_observations_that_are_far_apart_are_not_counted_together() -> None:
+    observations = [recompute(step, A) for step in (1, 101, 200)]
+    assert judge(recent(observations[:2], 100)) == []
+    assert [one.suspect for one in judge(recent(observations, 100))] == [A]

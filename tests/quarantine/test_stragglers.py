@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from meshmend import Mesh
 from meshmend.errors import ParameterError
 from meshmend.launch import Hosts
-from meshmend.quarantine import Sign, Stragglers
+from meshmend.quarantine import Observation, Stragglers
 from meshmend.quarantine.judge import judge
 from meshmend.quarantine.stragglers import FALSE_ALARMS, LATE, WINDOW, least_count
 
@@ -31,13 +31,13 @@ def times(
     Jitter of each chip; hiccups of single chips, tenfold; pauses of a host that last for up to five
     steps; all of them drift by a fifth, and once become 30 % slower for good.
     """
-    dice = np.random.default_rng(seed)
-    compute = np.exp(jitter * dice.standard_normal((n_steps, mesh.n_chips)))
-    compute[dice.random(compute.shape) < 2e-3] *= 10
+    rng = np.random.default_rng(seed)
+    compute = np.exp(jitter * rng.standard_normal((n_steps, mesh.n_chips)))
+    compute[rng.random(compute.shape) < 2e-3] *= 10
     for chips in CHIPS:
         ranks = [int(mesh.rank_of[chip]) for chip in chips if mesh.rank_of[chip] >= 0]
-        for begin in np.flatnonzero(dice.random(n_steps) < 2e-3):
-            compute[begin : begin + dice.integers(1, 6), ranks] += 3.0
+        for begin in np.flatnonzero(rng.random(n_steps) < 2e-3):
+            compute[begin : begin + rng.integers(1, 6), ranks] += 3.0
     compute *= 1 + 0.2 * np.sin(np.arange(n_steps) / 700)[:, None]
     compute[n_steps // 2 :] *= 1.3
     for rank, factor in (slow or {}).items():
@@ -45,29 +45,29 @@ def times(
     return compute
 
 
-def watched(compute: NDArray[np.float64], mesh: Mesh = MESH) -> list[Sign]:
+def watched(compute: NDArray[np.float64], mesh: Mesh = MESH) -> list[Observation]:
     watch = Stragglers(mesh, CHIPS)
-    return [sign for step in range(len(compute)) for sign in watch.add(step, compute[step])]
+    return [observation for step in range(len(compute)) for observation in watch.add(step, compute[step])]
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("jitter", [0.02, 0.08, 0.15])
 def test_a_chip_that_is_half_as_slow_again_is_named_within_50_steps(seed: int, jitter: float) -> None:
     rank = (seed * 13 + 5) % MESH.n_chips
-    (sign,) = watched(times(300, seed, jitter=jitter, slow={rank: 1.5}))
-    assert [str(one) for one in sign.suspects] == [",".join(map(str, MESH.chip(rank)))]
-    assert sign.step < 50
-    assert 1.4 < sign.numbers["factor"] < 1.6
-    (verdict,) = judge([sign])
-    assert verdict.suspect == sign.suspects[0]
+    (observation,) = watched(times(300, seed, jitter=jitter, slow={rank: 1.5}))
+    assert [str(one) for one in observation.suspects] == [",".join(map(str, MESH.chip(rank)))]
+    assert observation.step < 50
+    assert 1.4 < observation.numbers["factor"] < 1.6
+    (verdict,) = judge([observation])
+    assert verdict.suspect == observation.suspects[0]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_slow_host_is_named_and_not_its_chips(seed: int) -> None:
     host = seed % len(HOSTS)
-    signs = watched(times(300, seed, slow={int(MESH.rank(chip)): 1.5 for chip in CHIPS[host]}))
-    assert [str(one) for sign in signs for one in sign.suspects] == [f"host {host}"]
-    assert signs[0].step < 50
+    observations = watched(times(300, seed, slow={int(MESH.rank(chip)): 1.5 for chip in CHIPS[host]}))
+    assert [str(one) for observation in observations for one in observation.suspects] == [f"host {host}"]
+    assert observations[0].step < 50
 
 
 def test_ordinary_noise_names_nobody() -> None:
@@ -83,8 +83,10 @@ def test_ordinary_noise_of_any_size_names_nobody(seed: int, jitter: float) -> No
 
 def test_around_a_hole_and_several_at_once() -> None:
     mesh = Mesh("8x8", failed=["4x2@0,2"], failed_cables=["6,6-6,7"])
-    signs = watched(times(300, 7, mesh=mesh, slow={int(mesh.rank((0, 7))): 1.5, int(mesh.rank((5, 0))): 2.0}), mesh)
-    assert {str(one) for sign in signs for one in sign.suspects} == {"0,7", "5,0"}
+    observations = watched(
+        times(300, 7, mesh=mesh, slow={int(mesh.rank((0, 7))): 1.5, int(mesh.rank((5, 0))): 2.0}), mesh
+    )
+    assert {str(one) for observation in observations for one in observation.suspects} == {"0,7", "5,0"}
 
 
 def test_what_recovers_is_named_again_when_it_is_slow_again() -> None:
@@ -92,14 +94,14 @@ def test_what_recovers_is_named_again_when_it_is_slow_again() -> None:
     for step in range(200):
         compute = np.ones(64)
         compute[9] = 1.5 if step % 100 < 50 else 1.0
-        named += [sign.step for sign in watch.add(step, compute)]
+        named += [observation.step for observation in watch.add(step, compute)]
     assert named == [23, 123]
 
 
 def test_what_was_not_measured_is_nobodys_fault() -> None:
-    watch, dice = Stragglers(MESH), np.random.default_rng(0)
+    watch, rng = Stragglers(MESH), np.random.default_rng(0)
     for step in range(200):
-        compute = np.where(dice.random(64) < 0.5, np.nan, 1.0)
+        compute = np.where(rng.random(64) < 0.5, np.nan, 1.0)
         compute[3] = np.nan
         assert watch.add(step, compute) == ()
     for step in range(100):
@@ -112,7 +114,7 @@ def test_what_was_not_measured_is_nobodys_fault() -> None:
 def test_what_hardly_makes_a_step_longer_is_not_worth_a_chip(step_s: float, named: list[int]) -> None:
     watch, compute = Stragglers(MESH), np.ones(64)
     compute[9] = 1.5  # half a second longer: 5 % of ten
-    assert [sign.step for step in range(60) for sign in watch.add(step, compute, step_s=step_s)] == named
+    assert [observation.step for step in range(60) for observation in watch.add(step, compute, step_s=step_s)] == named
 
 
 def test_half_of_the_chips_being_slow_gives_no_verdict() -> None:

@@ -53,9 +53,9 @@ def test_the_papers_second_phases_are_free_of_deadlock() -> None:
 def test_256x256_needs_no_table_of_all_pairs() -> None:
     mesh = Mesh("256x256", failed=["4x2@6,8"])
     src, dst = np.random.default_rng(0).integers(0, mesh.n_chips, (2, 2000))
-    started = time.perf_counter()
+    started = time.process_time()
     found = trace(mesh, np.append(src, mesh.rank((8, 3))), np.append(dst, mesh.rank((8, 13))))
-    assert time.perf_counter() - started < 20
+    assert time.process_time() - started < 20
     assert (found.flow == 2000).sum() == 14
 
 

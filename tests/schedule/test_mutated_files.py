@@ -1,4 +1,4 @@
-"""Saved plans, damaged and forged in every way that we could think of: an error, or a schedule with the right verdict.
+"""Saved plans, damaged and forged at random: an error, or a schedule with the right verdict.
 
 `pytest -m slow tests/schedule/test_mutated_files.py` reads 10,000 of them.
 """
@@ -11,10 +11,8 @@ import random
 import resource
 import struct
 import time
-import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,42 +87,6 @@ def numbers(rng: random.Random, members: Members) -> Members:
     return members
 
 
-def swapped(rng: random.Random, members: Members) -> Members:
-    """Let two members change places, or one stand in for another."""
-    one, two = rng.sample(list(members), 2)
-    members[one], members[two] = members[two], rng.choice([members[one], members[two]])
-    return members
-
-
-def dtypes(rng: random.Random, members: Members) -> Members:
-    """Write a column in another dtype, order or shape, with values that are no numbers among them."""
-    name = rng.choice(list(COLUMNS))
-    column = np.load(io.BytesIO(members[f"{name}.npy"]))
-    forms: list[Callable[[], Any]] = [
-        lambda: column.astype(np.float64) * np.nan,
-        lambda: column.astype(rng.choice(["<f4", "<i8", ">i4", "<u4", "|i1", "|b1", "<c8"])),
-        lambda: column.astype("U5"),
-        lambda: column.reshape(1, -1),
-        lambda: np.asfortranarray(column.reshape(-1, 1)),
-        lambda: np.zeros((0, 0), column.dtype),
-        lambda: np.zeros((), column.dtype),
-    ]
-    members[f"{name}.npy"] = npy(rng.choice(forms)())
-    return members
-
-
-def claims(rng: random.Random, members: Members) -> Members:
-    """Let an array's own header claim another shape, dtype or length than is there."""
-    name = rng.choice(list(members))
-    shape = rng.choice(["(10**9,)", f"({10 ** rng.randint(1, 20)},)", "(-1,)", "()", "(2, 2)", "(1e3,)", "(nan,)"])
-    dtype = rng.choice(["<i4", "|u1", "|O", "<M8[s]", "<i4,", "V8"])
-    text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}".encode().ljust(117) + b"\n"
-    length = rng.choice([len(text), len(text), 65535, 0, rng.randrange(65536)])
-    version = rng.choice([b"\x01\x00", b"\x01\x00", b"\x02\x00", b"\xff\xff"])
-    members[name] = b"\x93NUMPY" + version + length.to_bytes(2, "little") + text + members[name][128:]
-    return members
-
-
 def header(rng: random.Random, members: Members) -> Members:
     """Change a fact of the header."""
     facts = json.loads(np.load(io.BytesIO(members["header.npy"])).tobytes())
@@ -145,8 +107,8 @@ def header(rng: random.Random, members: Members) -> Members:
         "",
         "\x1b[2J",
     ]
-    values += [[], [1], [2, 2], [2**24, 2], [[1]], {"a": 1}, ["0,0"], ["9,9"], ["0,0-0,1"], ["x"], "all-reduce"]
-    values += ["reduce-scatter", "all-gather", [True, False], ["9" * 5000], "[" * 100, [4, 4, 4, 4], ["x"] * 300]
+    values += ["\x1b[2J", [], [1], [2, 2], [2**24, 2], [[1]], {"a": 1}, ["0,0"], ["9,9"], ["0,0-0,1"], ["x"]]
+    values += ["all-reduce", "reduce-scatter", [True, False], ["9" * 5000], "[" * 100, [4, 4, 4, 4], ["x"] * 300]
     facts[key] = rng.choice(values)
     if rng.random() < 0.2:
         del facts[rng.choice(list(facts))]
@@ -180,21 +142,6 @@ def text(rng: random.Random, data: bytes) -> bytes:
     return "\n".join(lines).encode()
 
 
-def tricks(rng: random.Random, members: Members) -> bytes:
-    """Pack the same arrays as `save` never would."""
-    stream = io.BytesIO()
-    packing = rng.choice([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-    names = list(members)
-    with zipfile.ZipFile(stream, "w", packing) as archive, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # zipfile warns of names that are there twice
-        for name in rng.sample(names, len(names)):
-            archive.writestr(rng.choice([name] * 20 + [f"../{name}", f"/{name}", name.upper()]), members[name])
-        if rng.random() < 0.5:
-            archive.writestr(rng.choice([*names, "extra.npy", "a/", "\x1b[2J.npy"]), bytes(rng.randrange(2**20)))
-        archive.comment = bytes(rng.randrange(100))
-    return rng.choice([b"", bytes(rng.randrange(200))]) + stream.getvalue() + rng.choice([b"", b"", bytes(100)])
-
-
 def npy(array: Any) -> bytes:
     stream = io.BytesIO()
     np.save(stream, array)
@@ -210,12 +157,12 @@ def packed(members: Members) -> bytes:
 
 
 ON_BYTES = (bits, cut, sizes)
-ON_MEMBERS = (numbers, numbers, swapped, dtypes, claims, header, header)
+ON_MEMBERS = (numbers, header)
 
 
 def mutate(rng: random.Random, archive: bytes, written: bytes) -> tuple[str, str, bytes]:
     """Return the kind of damage, the file's ending and its content."""
-    kind = rng.choice([*ON_BYTES, *ON_MEMBERS, tricks, text, text])
+    kind = rng.choice([*ON_BYTES, *ON_MEMBERS, text])
     if kind is text:
         return "text", ".txt", text(rng, written)
     if kind in ON_BYTES:
@@ -224,8 +171,6 @@ def mutate(rng: random.Random, archive: bytes, written: bytes) -> tuple[str, str
         return kind.__name__, ".npz", kind(rng, archive)
     with zipfile.ZipFile(io.BytesIO(archive)) as source:
         members = {name: source.read(name) for name in source.namelist()}
-    if kind is tricks:
-        return "tricks", ".npz", tricks(rng, members)
     return kind.__name__, ".npz", packed(kind(rng, members))  # type: ignore[operator]
 
 
@@ -266,4 +211,4 @@ def test_a_mutated_file_is_refused_or_gets_the_right_verdict(tmp_path: Path, n_f
     assert grown < 700, f"{grown:.0f} MB more than before"
     for verdict in ("refused", "wrong", "proven"):
         assert sum(n for (_, v), n in outcomes.items() if v == verdict) >= n_files // 100, outcomes
-    assert len({kind for kind, _ in outcomes}) == len({*ON_BYTES, *ON_MEMBERS, tricks, text})
+    assert len({kind for kind, _ in outcomes}) == len({*ON_BYTES, *ON_MEMBERS, text})

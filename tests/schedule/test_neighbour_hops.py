@@ -48,7 +48,7 @@ def test_any_routes_will_do(make_routes: Callable[[Mesh], Routes]) -> None:
 @given(block_meshes(), st.sampled_from(["rows", "columns"]), st.integers(1, 3))
 def test_row_pairs_anywhere(mesh: Mesh, orientation: str, segments: int) -> None:
     planner = RowPairs(orientation=orientation, segments=segments)  # type: ignore[arg-type]
-    if planner.why_not(mesh) is None:
+    if planner.unsupported_reason(mesh) is None:
         schedule = planner.plan(mesh)
         check_lowered(schedule, neighbour_hops(schedule))
 

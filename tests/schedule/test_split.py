@@ -46,8 +46,3 @@ def test_only_an_all_reduce_can_be_split() -> None:
     half = reduce_scatter_of(mm.plan(mm.Mesh("4x4"), "hamiltonian"))
     with pytest.raises(ScheduleError, match="Only an all-reduce can be split: got a schedule of a reduce-scatter"):
         all_gather_of(half)
-
-
-def test_one_chip_splits_into_empty_schedules() -> None:
-    schedule = mm.Schedule(mm.Mesh((1, 1)), total_chunks=1, step=[], src=[], dst=[], op=[], owners=[0])
-    assert all_gather_of(schedule).n_steps == 0

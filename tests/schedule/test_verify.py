@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import copy
-import pickle
 import subprocess
 import sys
 from collections import Counter
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +11,11 @@ from numpy.typing import NDArray
 
 import meshmend.numpy as mmn
 from memory import PEAK_MEGABYTES
-from meshmend import Collective, Mesh, Op, Schedule, plan, verify
-from meshmend.errors import CollisionError, DeadPathError, VerificationError, WrongSumError
+from meshmend import Mesh, Op, Schedule, plan, verify
+from meshmend.errors import CollisionError, VerificationError, WrongSumError
 from meshmend.schedule.verify import ensure_proven
 
 LINE = Mesh("1x3")
-METHODS: tuple[Literal["exact", "fingerprint"], ...] = ("exact", "fingerprint")
 
 
 def line(**changes: Any) -> Schedule:
@@ -45,99 +42,11 @@ def test_a_correct_schedule_is_proven_by_both_methods(method: Any) -> None:
     assert f"proven all-reduce: every contribution of 3 chips exactly once in 1 chunk ({how}; " in str(proof)
 
 
-@pytest.mark.parametrize("method", ["exact", "fingerprint"])
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        # Chip (0,2) is never told the sum of all: it hears a copy of a partial one.
-        (
-            {"op": [Op.REDUCE, Op.COPY, Op.COPY, Op.COPY]},
-            WrongSumError,
-            r"Chip \(0,0\) ends with a wrong chunk 0: expected the contribution of \(0,2\) once, got it not at all. "
-            r"The last write there is step 3, a COPY from \(0,1\)",
-        ),
-        (
-            {"op": [Op.REDUCE, Op.REDUCE, Op.COPY, Op.REDUCE]},
-            WrongSumError,
-            r"Chip \(0,0\) .* expected the contribution of \(0,0\) once, got it twice. "
-            r"Step 3 counts it twice: it adds \(0,1\) to \(0,0\), and both hold it",
-        ),
-        (
-            {"step": [0, 1, 2], "src": [0, 1, 2], "dst": [1, 2, 1], "op": [0, 0, 1]},
-            WrongSumError,
-            r"Chip \(0,0\) .* expected the contribution of \(0,1\) once, got it not at all "
-            r"\(1 other contributions are wrong too\). No step ever writes this chunk there",
-        ),
-        (
-            {"step": [0, 0, 1, 2], "dst": [1, 2, 1, 0], "src": [0, 1, 2, 1]},
-            WrongSumError,
-            r"expected the contribution of \(0,0\) once, got it not at all",
-        ),
-        (
-            {"step": [0, 0, 1, 2], "src": [0, 2, 1, 1], "dst": [1, 1, 0, 2], "op": [0, 0, 1, 1]},
-            CollisionError,
-            r"Step 0 writes chunk 0 of chip \(0,1\) twice, from \(0,0\) and from \(0,2\)",
-        ),
-    ],
-)
-def test_a_wrong_schedule_is_named(method: Any, changes: Any, error: Any, message: str) -> None:
-    with pytest.raises(error, match=message) as caught:
-        verify(line(**changes), method=method)
-    assert caught.value.chunk == 0
-    assert caught.value.dst in {(0, 0), (0, 1), (0, 2)}
-    assert caught.value.expected
-    assert caught.value.got
-
-
-def test_a_failure_after_planning_is_detected() -> None:
-    mesh = Mesh("4x4")
-    schedule = plan(mesh, "row-pairs")
-    with pytest.raises(DeadPathError, match=r"over .*\(1,2\).* but chip \(1,2\) has failed. Plan again with failed="):
-        verify(schedule, mesh=mesh.fail("1,2"))
-    with pytest.raises(VerificationError, match="not the same machine"):
-        verify(schedule, mesh=Mesh("4x5"))
-    with pytest.raises(VerificationError, match="has other survivors"):
-        verify(plan(mesh.fail("2x2@0,0"), "hamiltonian"), mesh=mesh)
-
-
-def test_a_failed_cable_sends_a_transfer_round_it_or_stops_it() -> None:
+def test_a_failed_cable_sends_a_transfer_round_it() -> None:
     square = Mesh("2x2")
     schedule = plan(square, "hamiltonian")
     # Still an all-reduce: the network carries the broken hop round the other way.
     assert verify(schedule, mesh=Mesh("2x2", failed_cables=["0,0-0,1"])).transfers == schedule.n_transfers
-    with pytest.raises(DeadPathError, match=r"no live path joins them. The survivors are not connected"):
-        verify(schedule, mesh=Mesh("2x2", failed_cables=["0,0-0,1", "0,0-1,0"]))
-
-
-def test_reduce_scatter_and_all_gather_are_held_to_their_own_promises() -> None:
-    whole = line()
-    for keep, collective in ((Op.REDUCE, Collective.REDUCE_SCATTER), (Op.COPY, Collective.ALL_GATHER)):
-        rows = whole.op == keep
-        half = line(
-            step=np.arange(2), src=whole.src[rows], dst=whole.dst[rows], op=whole.op[rows], collective=collective
-        )
-        for method in METHODS:
-            assert verify(half, method=method).collective is collective
-            wrong_owner = line(
-                step=np.arange(2),
-                src=whole.src[rows],
-                dst=whole.dst[rows],
-                op=whole.op[rows],
-                collective=collective,
-                owners=[0],
-            )
-            with pytest.raises(WrongSumError, match="ends with a wrong chunk 0"):
-                verify(wrong_owner, method=method)
-
-
-def test_counting_cannot_wrap_round_to_a_right_looking_number() -> None:
-    # Two chips add each other up 70 times: counts pass every power of two that a machine word could hide.
-    steps = np.arange(70)
-    src, dst = steps % 2, 1 - steps % 2
-    schedule = Schedule(Mesh("1x2"), total_chunks=1, step=steps, src=src, dst=dst, op=Op.REDUCE, owners=[0])
-    for method in METHODS:
-        with pytest.raises(WrongSumError, match="got it 999 times or more"):
-            verify(schedule, method=method)
 
 
 def test_chunks_that_travel_together_are_followed_as_one() -> None:
@@ -241,35 +150,6 @@ def test_a_schedule_carries_whether_it_is_proven() -> None:
     assert schedule.is_proven
     assert plan(Mesh("2x2")).is_proven
     assert not plan(Mesh("2x2"), verify=False).is_proven
-
-
-def test_a_proof_on_another_mesh_is_not_this_schedules_proof() -> None:
-    schedule = Schedule(
-        Mesh("2x2"), total_chunks=1, step=[0, 1, 2], src=[1, 2, 3], dst=[0, 0, 2], op=[0, 0, 0], owners=[0]
-    )
-    with pytest.raises(WrongSumError):
-        ensure_proven(schedule)
-    assert not schedule.is_proven
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])  # noqa: S301  # our own
-def test_a_copy_is_not_proven_and_cannot_be_changed(copied: Any) -> None:
-    schedule = line()
-    verify(schedule)
-    other = copied(schedule)
-    assert other == schedule
-    assert not other.is_proven
-    for array in (other.src, other.owners):
-        with pytest.raises(ValueError, match="read-only"):
-            array[0] = 1
-    verify(other)
-
-
-def test_a_proof_has_one_error_bound_whatever_the_size() -> None:
-    # The wrong chunk is settled before the numbers are drawn, so more chips and chunks give no more chances to pass.
-    small, large = (verify(plan(Mesh(shape), "two-color"), method="fingerprint") for shape in ("2x2", "6x6"))
-    assert small.false_pass_probability == large.false_pass_probability
-    assert "in 144 chunks (" in str(large)
 
 
 def test_too_few_transfers_are_refused_before_the_mesh_is_looked_at() -> None:

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import meshmend as mm
-from meshmend.availability import ANSWERS
+from meshmend.availability import POLICIES
 from meshmend.availability.rectangle import largest_box
 from meshmend.cli import app
 from meshmend.cost.units import name_seconds
@@ -95,7 +95,7 @@ def test_alternatives_are_every_planner_a_smaller_mesh_and_the_whole_one() -> No
     by_name = {row["name"]: row for row in rows}
     assert list(by_name) == [*(kind.name for kind in CHOICES), "sub-mesh", "no failures"]
     holed = mm.Mesh("6x6", failed=["2x2@2,2"])
-    assert by_name["two-color"]["why_not"] == TwoColor().why_not(holed) is not None
+    assert by_name["two-color"]["unsupported_reason"] == TwoColor().unsupported_reason(holed) is not None
     for name in ("hamiltonian", "row-pairs", "weave", "latency"):
         assert by_name[name]["seconds"] == mm.predict(oracle(holed, name, 1e6), 1e6, "tpu-v6e").seconds
     for name, shape in (("sub-mesh", "2x6"), ("no failures", "6x6")):
@@ -197,8 +197,8 @@ def test_availability_tells_its_progress() -> None:
     told: list[dict[str, Any]] = []
     found = answers.availability(State(shape="4x4", payload="1MB", hardware="tpu-v6e"), told.append)
     assert [line["run"] for line in told] == [0, 1, 2, 3, 4]
-    assert [row["answer"] for row in found["answers"]] == [kind.name for kind in ANSWERS]
-    assert all(0 < row["goodput"]["mean"] <= 1 for row in found["answers"])
+    assert [row["policy"] for row in found["policies"]] == [kind.name for kind in POLICIES]
+    assert all(0 < row["goodput"]["mean"] <= 1 for row in found["policies"])
     # Driven as in a job, which the command says.
     assert found["command"] == "meshmend availability 4x4 --host 4x2 --payload 1MB --hardware tpu-v6e-xla"
     with pytest.raises(MeshmendError, match="host of 3x3 chips does not tile"):
@@ -224,11 +224,12 @@ def test_the_command_for_more_is_of_the_same_machine(state: State, host: str, mo
     facts = json.loads(done.stdout)
     assert facts["wrap"] == list(state.mesh.wrap)
     assert len(facts["cable_rates"]) == len(state.cable_rate)
-    assert [row["goodput"]["mean"] for row in facts["answers"]] == [row["goodput"]["mean"] for row in found["answers"]]
+    told, known = facts["policies"], found["policies"]
+    assert [row["goodput"]["mean"] for row in told] == [row["goodput"]["mean"] for row in known]
 
 
 def test_sixteen_by_thirty_two_is_answered_at_once() -> None:
-    # A second of a quiet core, counted in work: 3 million turns of a loop take a quarter of it.
+    # A second of a quiet core, counted in work: 3 million passes of a loop take a quarter of it.
     started = time.process_time()
     assert sum(i * i for i in range(3_000_000)) > 0
     unit = time.process_time() - started

@@ -424,11 +424,11 @@ def test_tensors_of_every_form_and_works(results: list[dict[str, Any]]) -> None:
 
 def test_groups_that_are_parts_of_the_mesh_and_others(results: list[dict[str, Any]]) -> None:
     total = float(sum(DIAGONAL))
-    for place, rank in enumerate(DIAGONAL):
+    for position, rank in enumerate(DIAGONAL):
         assert results[rank]["diagonal"] == (None, [total] * 2)
-        assert len(results[rank]["warnings"]) == (place == 0), "one warning, from one process"
-    for place, rank in enumerate(TILE):
-        assert results[rank]["split"] == ("2x2", place, [float(sum(TILE))] * 2)
+        assert len(results[rank]["warnings"]) == (position == 0), "one warning, from one process"
+    for position, rank in enumerate(TILE):
+        assert results[rank]["split"] == ("2x2", position, [float(sum(TILE))] * 2)
     tiles, across, inside = results[0]["tiles"]
     assert (across, inside) == ("2x2 minus 1x1@1,1", "2x2")
     assert [[MEMBERS[rank] for rank in tile] for tile in tiles] == [
@@ -469,13 +469,13 @@ def test_a_process_says_where_its_chip_is(monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("MESHMEND_SHAPE", "MESHMEND_CHIP", "MESHMEND_WRAP", "MESHMEND_MACHINE"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(MeshError, match="MESHMEND_SHAPE=4x4"):
-        mmt.MeshOptions().place()
+        mmt.MeshOptions().position()
     with pytest.raises(MeshError, match=r"Chip \(4,0\) lies outside"):
-        mmt.MeshOptions("4x4", (4, 0)).place()
+        mmt.MeshOptions("4x4", (4, 0)).position()
     monkeypatch.setenv("MESHMEND_SHAPE", "4x8")
     monkeypatch.setenv("MESHMEND_CHIP", "1,2")
     monkeypatch.setenv("MESHMEND_WRAP", "1")
-    assert mmt.MeshOptions().place() == (Mesh("4x8", wrap=(False, True)), (1, 2))
-    assert mmt.MeshOptions(chip=(3, 3)).place()[1] == (3, 3)
+    assert mmt.MeshOptions().position() == (Mesh("4x8", wrap=(False, True)), (1, 2))
+    assert mmt.MeshOptions(chip=(3, 3)).position()[1] == (3, 3)
     with pytest.raises(ParameterError, match="init_process_group"):
         mmt.tile_ranks("2x2")

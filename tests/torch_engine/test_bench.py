@@ -26,19 +26,8 @@ def bench(*words: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_loopback(tmp_path: Path) -> None:
-    facts = bench(
-        "--loopback",
-        "2x2",
-        "--payload",
-        "1MB",
-        "--payload",
-        "100KB",
-        "--repeat",
-        "1",
-        "--plot",
-        str(tmp_path / "t.svg"),
-    )
+def test_loopback() -> None:
+    facts = bench("--loopback", "2x2", "--payload", "1MB", "--payload", "100KB", "--repeat", "1")
     assert {result["payload_bytes"] for result in facts["results"]} == {1_000_000, 100_000}
     assert {"gloo", "hamiltonian", "two-color"} <= {result["case"] for result in facts["results"]}
     for result in facts["results"]:
@@ -49,7 +38,6 @@ def test_loopback(tmp_path: Path) -> None:
         planned = {r["case"]: r["to_best"] for r in facts["results"] if r["payload_bytes"] == size}
         assert "auto" in planned
         assert min(ratio for case, ratio in planned.items() if case not in ("gloo", "process group")) == 1
-    assert (tmp_path / "t.svg").stat().st_size > 1000
 
 
 @pytest.mark.slow
@@ -58,13 +46,8 @@ def test_backends_are_timed_side_by_side() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     results = json.loads(done.stdout)["results"]
-    assert [result["case"] for result in results] == [
-        "all-reduce",
-        "reduce-scatter",
-        "all-gather",
-        "FSDP2 step",
-        "DDP step",
-    ]
+    cases = ["all-reduce", "reduce-scatter", "all-gather", "FSDP2 step", "DDP step"]
+    assert [result["case"] for result in results] == cases
     for result in results:
         assert result["ratio"] == pytest.approx(result["meshmend_s"] / result["gloo_s"])
         assert (result["mesh"], result["chips"], result["units"]) == ("1x2", 2, None)
@@ -92,16 +75,15 @@ def test_an_update_is_torchs_adamw() -> None:
 
 
 @needs_lab
-def test_a_lab_whole_and_holed(tmp_path: Path) -> None:
+def test_a_lab_whole_and_holed() -> None:
     words = ["--lab", "2x4", "--fail", "2x2@0,0", "--rate", "80mbit", "--payload", "1MB", "--repeat", "1"]
-    facts = bench(*words, "--planner", "hamiltonian", "--plot", str(tmp_path / "t.png"))
+    facts = bench(*words, "--planner", "hamiltonian")
     cases = [(result["mesh"], result["case"]) for result in facts["results"]]
     assert cases == [(mesh, case) for mesh in ("2x4", "2x4 minus 2x2@0,0") for case in ("gloo", "hamiltonian")]
     for result in facts["results"]:
         assert result["units"] == pytest.approx(result["seconds"] / 0.1)
         # A token bucket lets its first burst through at once, so a short payload may come a little under the bound.
         assert result["to_bound"] > 0.9
-    assert (tmp_path / "t.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(

@@ -84,36 +84,6 @@ def test_every_planner_is_exact_and_all_chips_agree(shape: str, failed: list[str
             assert first[f"{name} bits"] == hashlib.sha256(wanted.tobytes()).hexdigest()
 
 
-def reduce_trees(chip: Any, mesh: Mesh, group: Any, schedule: Any) -> Any:
-    engine = mmt.Engine(schedule, mesh.rank(chip), group)
-    rank = mesh.rank(chip)
-    tree = {
-        "a": torch.full((3, 5), float(rank)),
-        "b": [torch.full((7,), rank, dtype=torch.int64), torch.full((4, 6), float(rank)).t()],
-        "name": "left alone",
-    }
-    mmt.all_reduce(tree, engine)
-    mean = torch.full((10,), float(rank))
-    mmt.all_reduce(mean, engine, mean=True)
-    most = torch.tensor([rank, -rank])
-    engine.all_reduce(most, dist.ReduceOp.MAX)
-    futures = [engine.start(torch.full((100,), i * rank)) for i in range(5)]
-    return (
-        [t.unique().tolist() for t in (tree["a"], *tree["b"])],
-        tree["b"][1].shape,
-        mean.unique().tolist(),
-        most.tolist(),
-        [future.wait().unique().tolist() for future in futures],
-    )
-
-
-def test_trees_means_other_operations_and_futures() -> None:
-    mesh = Mesh("2x2")
-    found = on_every_chip(mesh, reduce_trees, plan(mesh, "hamiltonian"))
-    for result in found.values():
-        assert result == ([[6.0], [6], [6.0]], (6, 4), [1.5], [3, 0], [[6 * i] for i in range(5)])
-
-
 def train(chip: Any, mesh: Mesh, group: Any, schedule: Any, port: int) -> Any:
     rank = mesh.rank(chip)
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)

@@ -26,7 +26,6 @@ MESH = Mesh("4x4", failed=["2x2@0,0"])
 ETHERNET = find_hardware("ethernet-10g")
 LINKS = {
     "40 Mbit/s": adjusted(ETHERNET, link_bytes_per_s=5e6),
-    "100 times as fast": adjusted(ETHERNET, link_bytes_per_s=1.25e11),
     "slow steps": adjusted(ETHERNET, step_latency_s=5e-4),
     "loopback": find_hardware("gloo-loopback"),
 }
@@ -41,7 +40,7 @@ def clear(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("way", "name"),
-    [("hardware=", name) for name in LINKS]
+    [("hardware=", "40 Mbit/s"), ("hardware=", "loopback")]
     + [(way, "slow steps") for way in ("a file", "bound to plan", "the machine's")],
 )
 def test_a_group_runs_the_plans_for_its_links(

@@ -94,7 +94,7 @@ def test_a_chip_writes_down_what_a_host_does(tmp_path: Path, use_async_quorum: b
         (4, "disk"),
         (7, "in place"),
     ]
-    assert sorted({one["attempt"] for one in quorums}) == [one["attempt"] for one in quorums]
+    assert sorted({one["round"] for one in quorums}) == [one["round"] for one in quorums]
     assert all(one["hosts"] == [2] and one["chips"] == 1 for one in quorums)
     watch = Watch(tmp_path)
     watch.read()

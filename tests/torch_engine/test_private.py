@@ -21,7 +21,6 @@ from torchft.process_group import ProcessGroupWrapper, create_store_client
 from meshmend.torch.ddp import DistributedDataParallel
 from meshmend.torch.manager import Manager
 from meshmend.torch.private import GlooBased, Work, cpu_backend, gloo_backend, gloo_group, leaves_with_paths, name_group
-from meshmend.torch.private_torchft import HookedDataParallel, ReconfiguredGroup
 from meshmend.torch.process_group import MeshProcessGroup
 from torch_engine.processes import with_store
 
@@ -138,20 +137,6 @@ def test_torchft_says_when_it_has_received_a_state_and_what_went_wrong() -> None
     assert calls in inspect.getsource(torchft.Manager), "timelines would miss states from peers: see torch/manager.py"
     wrapped = ExceptionWithTraceback(ValueError("why"))
     assert isinstance(wrapped.original_exception, ValueError), "timelines would not say why a step was given up"
-
-
-def test_configure_calls_form_and_buckets_go_to_reduce_bucket() -> None:
-    class Group(ReconfiguredGroup):
-        def form(self, store: Any, rank: int, world_size: int) -> Any:
-            return store, rank, world_size
-
-    class Parallel(HookedDataParallel):
-        @staticmethod
-        def reduce_bucket(manager: Any, bucket: Any) -> Any:
-            return manager, bucket
-
-    assert Group(SECONDS)._create_pg("store", 1, 2) == ("store", 1, 2)
-    assert Parallel._comm_hook("manager", "bucket") == ("manager", "bucket")
 
 
 @pytest.mark.parametrize("ours", [MeshProcessGroup, DistributedDataParallel, Manager])

@@ -181,21 +181,6 @@ def test_a_machine_brings_its_holes_cables_and_rates(tmp_path: Path) -> None:
             assert found["left"] == [6.0]
 
 
-def test_members_with_different_machines_are_refused(tmp_path: Path) -> None:
-    for name, rate in (("one", "1/2"), ("other", "1/4")):
-        (tmp_path / name).write_text(MINE.replace("1/2", rate))
-
-    def main(_: Any, number: int, address: str) -> str:
-        machine = tmp_path / ("one" if number == 0 else "other")
-        group = mmt.MeshProcessGroup(machine=machine, chip=(1, number), interface="lo")
-        with pytest.raises(MeshError) as caught:
-            group.configure(address, "x", number, 2)
-        return str(caught.value)
-
-    for told in with_store([(0,), (1,)], main).values():
-        assert "Every member needs the same shape or machine, hardware, plan and version" in told
-
-
 def test_machines_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(MINE)
@@ -233,18 +218,6 @@ def test_payloads_share_few_plans_and_prepared_ones_are_found() -> None:
     assert plans.get(mesh.fail("2x2@2,2"), 1000) is plans.get(mesh.fail("2x2@2,2"), 1001)
     with pytest.raises(PlanError, match="hamiltonian cannot plan for 4x4 minus 1x1@1,1"):
         plans.get(mesh.fail((1, 1)), 1000)
-
-
-def test_over_links_gradients_are_woven_and_cut_into_more_chunks_the_longer_they_are() -> None:
-    # The number of chunks grows with the square root of the payload: 1 for 512 bytes, where few steps matter most.
-    links = Hardware("links", 1e9, step_latency_s=5e-6, hop_latency_s=5e-6)
-    plans, mesh = Plans(hardware=links), Mesh("4x4", failed=["2x2@0,0"])
-    found = [plans.get(mesh, 512 * chunks**2) for chunks in (1, 8, 256)]
-    assert [(schedule.planner, schedule.total_chunks) for schedule in found] == [
-        ("latency", 1),
-        ("weave", 8),
-        ("weave", 256),
-    ]
 
 
 def test_members_compare_what_is_bound_to_their_plan_but_not_where_it_is_kept(tmp_path: Path) -> None:
@@ -310,7 +283,7 @@ def test_members_with_different_payloads_get_an_error() -> None:
 
 
 def test_abort_does_not_wait_for_a_plan_and_ends_the_thread() -> None:
-    def main(chip: tuple[int, ...], _: int, address: str) -> Any:
+    def main(chip: tuple[int, ...], _: int, address: str) -> None:
         group = mmt.MeshProcessGroup((1, 1), chip, interface="lo", timeout=timedelta(seconds=20))
         group.configure(f"{address}/1", "x", 0, 1)
         planning, go_on = threading.Event(), threading.Event()
@@ -331,22 +304,24 @@ def test_abort_does_not_wait_for_a_plan_and_ends_the_thread() -> None:
         with pytest.raises(MeshmendError, match="left"):
             call.result(20)
         caller.shutdown()
-        # Formed anew many times: never more than one thread of ours.
+        # Formed anew many times: the thread of the group before ends each time, and in the end all do.
         group._plans.get = get  # type: ignore[method-assign]
-        counts = []
-        for turn in range(2, 12):
-            group.configure(f"{address}/{turn}", "x", 0, 1)
+        for update in range(2, 12):
+            group.configure(f"{address}/{update}", "x", 0, 1)
             assert summed(group, 1.0) == [1.0]
-            counts.append(sum(thread.name.startswith("meshmend") for thread in threading.enumerate()))
+            wait_for_threads(1)
         group.shutdown()
-        deadline = time.monotonic() + 20
-        while any(thread.name.startswith("meshmend") for thread in threading.enumerate()):
-            assert time.monotonic() < deadline, "a thread is left"
-            time.sleep(0.01)
-        return max(counts)
+        wait_for_threads(0)
 
-    # While a group is formed the thread of the one before may be on its way out.
-    assert with_store([(0, 0)], main)[0, 0] <= 2
+    with_store([(0, 0)], main)
+
+
+def wait_for_threads(most: int) -> None:
+    """Wait until no more threads of ours than this are left; on a busy machine those that end take their time."""
+    deadline = time.monotonic() + 20
+    while sum(thread.name.startswith("meshmend") for thread in threading.enumerate()) > most:
+        assert time.monotonic() < deadline, "a thread is left"
+        time.sleep(0.01)
 
 
 def caller_of(call: Any) -> threading.Event:

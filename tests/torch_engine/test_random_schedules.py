@@ -122,7 +122,7 @@ def test_one_send_that_two_receives_wait_for() -> None:
         assert found == [[6.0]] * 3
 
 
-@pytest.mark.parametrize("n_chips", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("n_chips", [1, 3, 8])
 def test_random_schedules_among_threads(n_chips: int) -> None:
     todo = schedules(range(300, 340), n_chips)
     wanted = [payload(i, size, n_chips).sum(axis=0).tobytes() for i, _ in enumerate(todo) for size in SIZES]

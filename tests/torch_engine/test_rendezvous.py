@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from meshmend import Mesh
 from meshmend.errors import MeshError, RendezvousError
-from meshmend.torch.membership import Introduction, compare, survivors
+from meshmend.torch.membership import MemberInfo, compare, survivors
 from meshmend.torch.rendezvous import FIRST_PATIENCE, Patience, check_store, exchange
 
 SHORT = timedelta(seconds=0.4)
@@ -101,12 +101,12 @@ def test_members_leave_out_what_any_knows_and_refuse_other_terms() -> None:
     cable, other = ((0, 0), (0, 1)), ((1, 0), (2, 0))
     known = [frozenset({cable, other}), frozenset({other}), frozenset[Any]()]
     chips = [(0, 0), (1, 0), (0, 1)]
-    said = [Introduction(chip, "terms | of all", cables, 5) for chip, cables in zip(chips, known, strict=True)]
-    read = [Introduction.read(str(one)) for one in said]
+    said = [MemberInfo(chip, "terms | of all", cables, 5) for chip, cables in zip(chips, known, strict=True)]
+    read = [MemberInfo.read(str(one)) for one in said]
     assert read == said
     compare(read[2], read)
     assert survivors(Mesh("3x2"), read) == Mesh("3x2", failed=["1,1", "1x2@2,0"], failed_cables=[cable])
     with pytest.raises(MeshError, match=r"chip \(1,1\) runs meshmend 0.1, 3x3\. Every member needs"):
-        compare(read[0], [Introduction.read("17|1,1|meshmend 0.1, 3x3")])
+        compare(read[0], [MemberInfo.read("17|1,1|meshmend 0.1, 3x3")])
     with pytest.raises(MeshError, match=r"2 members say that they are chip \(0,0\)"):
         compare(read[0], [read[0], read[0]])

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from meshmend.availability.log import Rates
 from meshmend.cost.hardware import DEFAULT_HARDWARE, Hardware, find_hardware
-from meshmend.cost.units import name_bytes
+from meshmend.cost.units import format_bytes
 from meshmend.errors import MeshError, ParameterError
 from meshmend.machines.machine import through_xla
 from meshmend.study.paper import CASES, WORKLOADS
@@ -49,7 +49,7 @@ SOURCES: Mapping[str, str] = {
     "restart_s": "an estimate: start the processes, compile or load the program, restore the checkpoint",
     "swap_s": "an estimate: wire a spare host into the mesh and test its links",
     "replan_s": "an estimate: plan and prove for a 32x32 mesh takes a few seconds (`meshmend plan`)",
-    "spares": "a choice: two hosts; that any spare can replace any host favours this answer",
+    "spares": "a choice: two hosts; that any spare can replace any host favours this policy",
     "cube": "a choice: 64 chips, as in TPU v4 and v5p, whose cubes are 4x4x4 (Jouppi et al., ISCA 2023), or as near to "
     "it as hosts and mesh allow. No 2-D machine is built of cubes: there it shows what optical switches would be worth",
     "spare_cubes": "a choice: two, as of hosts. Gemini's report (2023) has 'a small number of cubes' per pod ready",
@@ -243,7 +243,7 @@ def name_payload(assumptions: Assumptions) -> str:
     """Write what a step sums; of the default workload, also how many bytes of each gradient travel."""
     is_default = assumptions.payload_bytes == Assumptions.payload_bytes
     each = f" ({BYTES_PER_SUM} bytes per gradient, as a job sends them)" if is_default else ""
-    return name_bytes(assumptions.payload_bytes) + each
+    return format_bytes(assumptions.payload_bytes) + each
 
 
 def _fitting(shape: tuple[int, ...], host: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:

@@ -65,10 +65,9 @@ class Rates:
 
 @dataclass(frozen=True)
 class Outage:
-    """A part was down for so long, hours after the log began; `is_over` unless it still was at the end."""
+    """A part was down for so long; `is_over` unless it still was at the end of the log."""
 
     part: str
-    at_h: float
     down_h: float
     is_over: bool
 
@@ -125,7 +124,7 @@ def read_log(path: str | Path) -> FailureLog:
     begin, end = _bounds(path, rows)
     if begin == end:
         raise ParameterError(f"The log {path} covers no time. Add rows with the events 'begin' and 'end'.")
-    return FailureLog(path, begin, end, _outages(path, rows, begin, end, kinds))
+    return FailureLog(path, begin, end, _outages(path, rows, end, kinds))
 
 
 @dataclass(frozen=True)
@@ -180,15 +179,13 @@ def _bounds(path: Path, rows: list[_Row]) -> tuple[datetime, datetime]:
     return begin, end
 
 
-def _outages(
-    path: Path, rows: list[_Row], begin: datetime, end: datetime, kinds: list[str]
-) -> dict[str, tuple[Outage, ...]]:
+def _outages(path: Path, rows: list[_Row], end: datetime, kinds: list[str]) -> dict[str, tuple[Outage, ...]]:
     found: dict[str, list[Outage]] = {kind: [] for kind in kinds}
     down: dict[tuple[str, str], _Row] = {}
 
     def note(failed: _Row, until: datetime, *, is_over: bool) -> None:
-        at_h, down_h = ((b - a).total_seconds() / 3600 for a, b in ((begin, failed.time), (failed.time, until)))
-        found[failed.kind].append(Outage(failed.part, at_h, down_h, is_over))
+        down_h = (until - failed.time).total_seconds() / 3600
+        found[failed.kind].append(Outage(failed.part, down_h, is_over))
 
     for row in rows:
         key = (row.kind, row.part)

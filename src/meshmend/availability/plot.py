@@ -1,4 +1,4 @@
-"""Plot: where the hours of a machine went under each answer, and how that changes with the failure rate.
+"""Plot: where the hours of a machine went under each policy, and how that changes with the failure rate.
 
 Needs matplotlib (the extra `draw`).
 """
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from meshmend.availability.simulate import LOSSES, Study, simulate
 from meshmend.availability.throughput import Throughput
-from meshmend.errors import MissingExtraError, ParameterError
-from meshmend.extras import install_hint
+from meshmend.extras import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,15 +54,7 @@ def sweep(study: Study, throughput: Throughput) -> list[tuple[float, Study]]:
 
 def plot(study: Study, swept: Sequence[tuple[float, Study]], path: Path) -> None:
     """Draw the study on the left and the sweep on the right; save to `path`."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtraError("Plotting", "matplotlib", install_hint("draw")) from None
-
-    figure = Figure(figsize=(12, 5.2), layout="constrained")
-    suffix = path.suffix.removeprefix(".").lower()
-    if suffix not in figure.canvas.get_supported_filetypes():
-        raise ParameterError(f"Cannot draw to {path.name!r}: expected a name that ends in .png, .svg or .pdf.")
+    figure = new_figure(path, (12, 5.2))
     left, right = figure.subplots(1, 2, width_ratios=[1.15, 1])
     _bars(left, study)
     _curves(right, swept)
@@ -78,27 +69,27 @@ def plot(study: Study, swept: Sequence[tuple[float, Study]], path: Path) -> None
 
 def _bars(axes: Axes, study: Study) -> None:
     outcomes = list(reversed(study.outcomes))
-    places = list(range(len(outcomes)))
+    positions = list(range(len(outcomes)))
     goodputs = [100 * outcome.goodput.mean for outcome in outcomes]
     colours = [_ANSWER_LOOKS[outcome.name][0] for outcome in outcomes]
-    axes.barh(places, goodputs, color=colours, height=0.56)
+    axes.barh(positions, goodputs, color=colours, height=0.56)
     left = list(goodputs)
     for cause in reversed(LOSSES):
         widths = [100 * outcome.losses[cause].mean for outcome in outcomes]
         colour, hatch = _LOSS_LOOKS[cause]
         axes.barh(
-            places, widths, left=left, color=colour, hatch=hatch, height=0.56, label=cause, edgecolor="white", lw=0.5
+            positions, widths, left=left, color=colour, hatch=hatch, height=0.56, label=cause, edgecolor="white", lw=0.5
         )
         left = [start + width for start, width in zip(left, widths, strict=True)]
     spans = [_shown(outcome.goodput.half_width) for outcome in outcomes]
-    axes.errorbar(goodputs, places, xerr=spans, fmt="none", ecolor="black", capsize=4, lw=1.4)
+    axes.errorbar(goodputs, positions, xerr=spans, fmt="none", ecolor="black", capsize=4, lw=1.4)
     low = max(0.0, 5 * math.floor(min(goodputs) / 5 - 1))
-    for place, outcome in zip(places, outcomes, strict=True):
+    for position, outcome in zip(positions, outcomes, strict=True):
         text = f"{100 * outcome.goodput.mean:.1f} %, \\${outcome.cost.mean:.2f} per useful chip-hour"
-        axes.text(low + (100 - low) * 0.01, place + 0.33, text, va="bottom", ha="left", fontsize=10)
-    axes.set_yticks(places, [outcome.name for outcome in outcomes])
+        axes.text(low + (100 - low) * 0.01, position + 0.33, text, va="bottom", ha="left", fontsize=10)
+    axes.set_yticks(positions, [outcome.name for outcome in outcomes])
     axes.set_xlim(low, 100)
-    axes.set_ylim(-0.5, len(places) - 0.35)
+    axes.set_ylim(-0.5, len(positions) - 0.35)
     axes.set_xlabel(f"% of an ideal machine (axis from {low:g} %)")
     axes.set_title("goodput, and where the rest went", loc="left", fontsize=11)
     axes.legend(ncols=len(LOSSES), frameon=False, loc="upper center", bbox_to_anchor=(0.45, -0.13), fontsize=9)

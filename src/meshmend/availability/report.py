@@ -1,6 +1,6 @@
-"""Report: a study as one HTML page for the person who signs, which needs no other file and no network.
+"""Report: a study as one HTML page for the decision-maker, which needs no other file and no network.
 
-It says what the answers are worth in goodput and money, what one failure costs, and every assumption with its
+It says what the policies are worth in goodput and money, what one failure costs, and every assumption with its
 source. Nothing in it runs; names from outside are escaped.
 """
 
@@ -14,7 +14,7 @@ from importlib.resources import files
 
 from meshmend.availability.assumptions import SOURCES, Assumptions, name_payload
 from meshmend.availability.simulate import LOSSES, Estimate, Outcome, Study
-from meshmend.cost.units import name_bytes, name_rate, name_seconds
+from meshmend.cost.units import format_bytes, name_rate, name_seconds
 from meshmend.topology import name_shape
 
 HOURS = 8760
@@ -27,7 +27,7 @@ DOES = {
     "elastic slices": "train on the other slices, until the lost one is replaced",
     "fault-tolerant": "train on all remaining chips, round the hole",
 }
-"""What a job does under each answer."""
+"""What a job does under each policy."""
 _LOOKS = dict(zip(LOSSES, ("waiting", "restarting", "lost", "checkpoints", "fewer"), strict=True))
 
 Cell = str | tuple[str, str]
@@ -48,10 +48,10 @@ def write_report(study: Study, swept: Sequence[tuple[float, Study]], *, name: st
         "machine": _machine(study),
         "bars": _bars(study),
         "key": _key(),
-        "answers": _answers(study),
+        "policies": _policies(study),
         "answers_note": (
             "Goodput: work that was kept, relative to a machine that never fails or saves. ±: 95 % interval over the "
-            "runs, in each of which all answers face the same failures. Worth: chip time won against quick repair at "
+            "runs, in each of which all policies face the same failures. Worth: chip time won against quick repair at "
             "the price of a chip-hour, less what spares and crew cost."
         ),
         "failure": _failure(study),
@@ -71,7 +71,7 @@ def write_report(study: Study, swept: Sequence[tuple[float, Study]], *, name: st
 
 
 def _lead(study: Study) -> str:
-    """Say which answer keeps most work and which is cheapest, and whether the runs tell them apart."""
+    """Say which policy keeps most work and which is cheapest, and whether the runs tell them apart."""
     best = max(study.outcomes, key=lambda outcome: outcome.goodput.mean)
     cheapest = min(study.outcomes, key=lambda outcome: outcome.cost.mean)
     others = [outcome for outcome in study.outcomes if outcome is not best]
@@ -117,7 +117,7 @@ def _machine(study: Study) -> str:
     return _table((), rows)
 
 
-def _answers(study: Study) -> str:
+def _policies(study: Study) -> str:
     best = max(outcome.goodput.mean for outcome in study.outcomes)
     first = _worth(study, study.outcomes[0])
     rows = []
@@ -132,7 +132,7 @@ def _answers(study: Study) -> str:
         )
         rows.append((cells, "best" if outcome.goodput.mean == best else ""))
     heads: tuple[Cell, ...] = (
-        "answer",
+        "policy",
         *((text, "n") for text in ("goodput", "over quick repair", "worth per year", "$ per useful chip-hour")),
         ("without training", "n"),
         ("stops per year: failures + regrowths", "n"),
@@ -169,7 +169,7 @@ def _failure(study: Study) -> str:
         "chip-hours",
         "price of one failure",
     )
-    return _table(("answer", *((text, "n") for text in heads)), rows)
+    return _table(("policy", *((text, "n") for text in heads)), rows)
 
 
 def _sweep(swept: Sequence[tuple[float, Study]]) -> str:
@@ -222,7 +222,7 @@ def _assumptions(assumptions: Assumptions) -> str:
         ("price", "", "price of a chip-hour", _money(assumptions.price)),
         ("crew_price", "", "quick repair: price of the crew per hour", _money(assumptions.crew_price)),
         ("compute_s", "", "a step without its all-reduce", name_seconds(assumptions.compute_s)),
-        ("payload_bytes", "", "gradients per step, as they are summed", name_bytes(assumptions.payload_bytes)),
+        ("payload_bytes", "", "gradients per step, as they are summed", format_bytes(assumptions.payload_bytes)),
         ("hardware", "", "network", html.escape(assumptions.hardware.name)),
     ):
         rows.append((what, (value, "n"), *_source(field, option)))
@@ -255,7 +255,7 @@ def _checks(study: Study) -> str:
 
 
 def _bars(study: Study) -> str:
-    """Draw a bar per answer: goodput, and where the rest went."""
+    """Draw a bar per policy: goodput, and where the rest went."""
     low = max(0.0, 0.05 * math.floor(min(outcome.goodput.mean for outcome in study.outcomes) / 0.05 - 1))
     left, right, height = 130, 780, 38
 

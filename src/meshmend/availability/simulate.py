@@ -1,6 +1,6 @@
-"""Simulate: the answers side by side, over independent runs.
+"""Simulate: the policies side by side, over independent runs.
 
-Every run draws one history and simulates it under each answer, so the differences between answers are paired: all
+Every run draws one history and simulates it under each policy, so the differences between policies are paired: all
 have the same luck. Intervals are Student's t, over the runs.
 """
 
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshmend.availability.answers import ANSWERS, Answer, FaultTolerant, make_answers
 from meshmend.availability.assumptions import Assumptions
 from meshmend.availability.history import draw
-from meshmend.availability.job import TimeSpent, live_through, require_simpy
+from meshmend.availability.job import TimeSpent, require_simpy, simulate_run
+from meshmend.availability.policies import POLICIES, FaultTolerant, Policy, make_policies
 from meshmend.availability.throughput import Throughput, step_error
 from meshmend.errors import ParameterError
 
@@ -47,11 +47,11 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of one answer. Fractions are of the hours of a machine that never fails and never saves.
+    """The results of one policy. Fractions are of the hours of a machine that never fails and never saves.
 
     `goodput` is the work that was kept; it and `losses` (by cause) add up to 1. `utilisation` is the same work relative
     to all chips that are owned, spares included. `cost` is money per useful chip-hour, `price_h` money per hour. `gain`
-    is the goodput above that of the first answer, run by run.
+    is the goodput above that of the first policy, run by run.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Study:
-    """The answers side by side, their assumptions, and the accuracy of the estimated states."""
+    """The policies side by side, their assumptions, and the accuracy of the estimated states."""
 
     assumptions: Assumptions
     days: float
@@ -106,12 +106,12 @@ def simulate(
     seed: int = 0,
     checks: int = 2,
     throughput: Throughput | None = None,
-    answers: Sequence[type[Answer]] = ANSWERS,
+    kinds: Sequence[type[Policy]] = POLICIES,
     on_run: Callable[[int], None] | None = None,
 ) -> Study:
-    """Simulate `runs` runs of `days` days under every answer. `checks` states are planned in full for comparison.
+    """Simulate `runs` runs of `days` days under every policy. `checks` states are planned in full for comparison.
 
-    `throughput` may be passed to share the results for a machine's states among several studies, and `answers` to
+    `throughput` may be passed to share the results for a machine's states among several studies, and `kinds` to
     simulate only some.
 
     >>> study = simulate(Assumptions.of("8x8", payload_bytes=1e6), days=30, runs=2, checks=0)
@@ -123,28 +123,28 @@ def simulate(
     require_simpy()
     hours = days * 24
     known = throughput or Throughput(assumptions)
-    policies = make_answers(assumptions, known, answers)
+    policies = make_policies(assumptions, known, kinds)
     spent: list[list[TimeSpent]] = [[] for _ in policies]
     for run in range(runs):
-        strikes = draw(assumptions, hours, seed, run)
-        for answer, played in zip(policies, spent, strict=True):
-            played.append(live_through(answer, strikes, hours))
+        failures = draw(assumptions, hours, seed, run)
+        for policy, played in zip(policies, spent, strict=True):
+            played.append(simulate_run(policy, failures, hours))
         if on_run is not None:
             on_run(run)
     first = [run.useful_h / hours for run in spent[0]]
-    outcomes = tuple(_outcome(answer, played, hours, first) for answer, played in zip(policies, spent, strict=True))
+    outcomes = tuple(_outcome(policy, played, hours, first) for policy, played in zip(policies, spent, strict=True))
     checked = [
         Check(str(mesh), estimated, exact, step_error(assumptions, estimated, exact))
-        for answer in policies
-        if isinstance(answer, FaultTolerant)
-        for mesh, estimated, exact in answer.check(checks)
+        for policy in policies
+        if isinstance(policy, FaultTolerant)
+        for mesh, estimated, exact in policy.check(checks)
     ]
     whole = known.exact(assumptions.mesh)
     return Study(assumptions, days, runs, seed, whole, outcomes, tuple(checked), known.n_planned)
 
 
-def _outcome(answer: Answer, played: list[TimeSpent], hours: float, first: list[float]) -> Outcome:
-    size = answer.assumptions.mesh.size
+def _outcome(policy: Policy, played: list[TimeSpent], hours: float, first: list[float]) -> Outcome:
+    size = policy.assumptions.mesh.size
     goodput = [run.useful_h / hours for run in played]
     causes = {
         "waiting": [run.waiting_h for run in played],
@@ -154,11 +154,11 @@ def _outcome(answer: Answer, played: list[TimeSpent], hours: float, first: list[
         "fewer chips": [run.short_h for run in played],
     }
     return Outcome(
-        answer.name,
-        answer.price_h,
+        policy.name,
+        policy.price_h,
         goodput=Estimate.over(goodput),
-        utilisation=Estimate.over([g * size / answer.owned_chips for g in goodput]),
-        cost=Estimate.over([answer.price_h / (g * size) if g else math.inf for g in goodput]),
+        utilisation=Estimate.over([g * size / policy.owned_chips for g in goodput]),
+        cost=Estimate.over([policy.price_h / (g * size) if g else math.inf for g in goodput]),
         losses={cause: Estimate.over([h / hours for h in causes[cause]]) for cause in LOSSES},
         interruptions_per_year=Estimate.over([run.interruptions * 8760 / hours for run in played]),
         regrowths_per_year=Estimate.over([run.regrowths * 8760 / hours for run in played]),

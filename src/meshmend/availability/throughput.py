@@ -103,8 +103,8 @@ class Throughput:
     def _extra_s(self, hole: Region) -> float:
         """Return what one hole adds to the all-reduce of the whole machine."""
         if hole not in self._extras:
-            place = _moved(hole, self._machine, _gaps(hole, self._machine))
-            more = self._load(place) - self._load(self._middle)
+            position = _moved(hole, self._machine, _gaps(hole, self._machine))
+            more = self._load(position) - self._load(self._middle)
             unit_s = self._assumptions.payload_bytes / self._assumptions.hardware.link_bytes_per_s
             self._extras[hole] = self._middle_extra_s + more * unit_s
         return self._extras[hole]

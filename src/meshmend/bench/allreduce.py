@@ -1,6 +1,6 @@
 """All-reduce times over real links: Gloo's own, and every plan's, on the same mesh in the same run.
 
-With updates, each plan is also timed as a training step's exchange with a turn: owners apply AdamW on the way.
+With updates, each plan is also timed as a training step's exchange with a fused update: owners apply AdamW on the way.
 
 Each live chip is a process, in a lab inside its own network namespace. The cases alternate, so that other load on
 the machine affects all of them alike. All processes read the same clock, so a run lasts from the first chip's
@@ -31,14 +31,14 @@ from meshmend.planning import PLANNERS, plan
 from meshmend.schedule import Collective, Schedule
 from meshmend.topology import Mesh
 from meshmend.torch.engine import Engine
-from meshmend.torch.place import LOOPBACK
+from meshmend.torch.position import LOOPBACK
 from meshmend.torch.private import gloo_backend
 
 GLOO = "gloo"
 PROCESS_GROUP = "process group"
 """`MeshProcessGroup` with the plan that it chooses itself: over loopback, where its overhead is visible."""
 UPDATE = ", update"
-"""After a planner's name: its all-reduce with a turn, in which owners update their weights with AdamW."""
+"""After a planner's name: its all-reduce with an update, in which owners update their weights with AdamW."""
 PORT = 29400
 TIMEOUT = timedelta(minutes=10)
 
@@ -79,20 +79,20 @@ def applicable(
     """Return the proven plan of every planner that serves a mesh, with parameters that suit payload and hardware.
 
     The last is that of "auto", which process groups run by default. With `update`, also those of an all-reduce with a
-    turn, where the planner has one.
+    update, where the planner has one.
     """
     schedules = {}
-    collectives = [Collective.ALL_REDUCE] + [Collective.ALL_REDUCE_WITH_TURN] * update
+    collectives = [Collective.ALL_REDUCE] + [Collective.ALL_REDUCE_WITH_UPDATE] * update
     for name in names or PLANNERS:
         for collective in collectives:
-            turns = collective is Collective.ALL_REDUCE_WITH_TURN
+            is_fused = collective is Collective.ALL_REDUCE_WITH_UPDATE
             try:
                 made = plan(mesh, name, collective=collective, payload_bytes=payload_bytes, hardware=hardware)
             except PlanError:
-                if names and not turns:
+                if names and not is_fused:
                     raise
             else:
-                schedules[name + UPDATE * turns] = made
+                schedules[name + UPDATE * is_fused] = made
     return schedules
 
 
@@ -214,7 +214,7 @@ def _update_with(engine: Engine, n_weights: int) -> Callable[[torch.Tensor], Non
     owned = engine.owned(n_weights)
     state = {where.start: [torch.zeros(where.stop - where.start) for _ in range(3)] for where in owned}
 
-    def turn(where: slice, values: torch.Tensor) -> None:
+    def adamw(where: slice, values: torch.Tensor) -> None:
         weights, mean, square = state[where.start]
         mean.mul_(beta1).add_(values, alpha=1 - beta1)
         square.mul_(beta2).addcmul_(values, values, value=1 - beta2)
@@ -227,7 +227,7 @@ def _update_with(engine: Engine, n_weights: int) -> Callable[[torch.Tensor], Non
             weights.fill_(1.0)
             for moment in moments:
                 moment.zero_()
-        engine.all_reduce(gradients, turn=turn)
+        engine.all_reduce(gradients, update=adamw)
 
     return update
 

@@ -37,8 +37,8 @@ from meshmend.cost.hardware import hardware_facts
 from meshmend.errors import LabError, MeshmendError, ParameterError, PlanError
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.job import Session, initialize, initialize_alone
-from meshmend.jax.job.alone import is_launched
 from meshmend.jax.job.hardware import with_hardware
+from meshmend.jax.job.single_process import is_launched
 from meshmend.jax.program import Program
 from meshmend.jax.training_plan import hardware_of
 from meshmend.planning import PlanCache, plan

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
+from meshmend.cost.units import format_bytes, name_seconds, parse_bytes
 from meshmend.errors import ParameterError
 
 PSUM = "psum"
@@ -67,7 +67,7 @@ def table_rows(facts: Mapping[str, Any]) -> list[tuple[str, ...]]:
         is_planned = result["predicted_s"] is not None
         rows.append(
             (
-                name_bytes(result["payload_bytes"]),
+                format_bytes(result["payload_bytes"]),
                 f"{JOB}: {result['planner']}" if result["case"] == JOB else result["case"],
                 str(result["steps"]) if is_planned else "–",
                 name_seconds(result["seconds"]),
@@ -89,7 +89,7 @@ def title(facts: Mapping[str, Any]) -> str:
 def summary(facts: Mapping[str, Any]) -> dict[str, str]:
     """Return what the table says of a job's choices and of predictions."""
     found = {
-        f"a job of {name_bytes(choice['payload_bytes'])}": f"takes {choice['job']}, {choice['job_to_fastest']:.2f} × "
+        f"a job of {format_bytes(choice['payload_bytes'])}": f"takes {choice['job']}, {choice['job_to_fastest']:.2f} × "
         f"the fastest plan ({choice['fastest']}), {choice['job_to_psum']:.2f} × psum"
         for choice in facts["choices"]
     }

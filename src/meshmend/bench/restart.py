@@ -24,9 +24,10 @@ from typing import Any
 
 from meshmend.bench.trainee import N_SAMPLES, TrainingJob
 from meshmend.errors import LabError, ParameterError
+from meshmend.launch.goodput import HostHistory, gave_up_at
 from meshmend.launch.hosts import Hosts
-from meshmend.launch.local import LocalJob
-from meshmend.launch.timeline import STAGES, read_timeline, split_recovery
+from meshmend.launch.local import LocalJob, timeline_of
+from meshmend.launch.timeline import STAGES, read_timeline
 from meshmend.topology import name_shape, parse_shape
 
 N_HOSTS = 4
@@ -235,21 +236,21 @@ class Run:
 
     def _lose_store(self, hosts: Any, kill: HostKill) -> Failure:
         """Kill the store alone and start it again: the hosts must go on as if nothing had happened."""
-        attempt, killed_at = self._attempt(), time.time()
+        round_, killed_at = self._round(), time.time()
         hosts.kill_store()
-        step = self._committed(attempt) + 2  # begun since
+        step = self._committed(round_) + 2  # begun since
         self._until(partial(self._whole_since, step), f"step {step} without a store", hosts)
         seconds = time.time() - killed_at
         hosts.watch(max(0.0, (kill.store_away_s or 0.0) - seconds))
         hosts.start_store()
-        step = self._committed(attempt) + 2
+        step = self._committed(round_) + 2
         self._until(partial(self._whole_since, step), f"step {step} with a new store", hosts)
-        if self._attempt() != attempt:
-            raise LabError(f"The loss of the store ended attempt {attempt}; see {self.folder}/host-*.log.")
+        if self._round() != round_:
+            raise LabError(f"The loss of the store ended round {round_}; see {self.folder}/host-*.log.")
         return Failure((), step, "", 0, seconds, dict.fromkeys(STAGES, 0.0), of_store=True)
 
     def _fail(self, hosts: Any, kill: HostKill) -> Failure:
-        before, victims = self._attempt(), kill.hosts
+        before, victims = self._round(), kill.hosts
         if kill.store_away_s is not None:
             hosts.kill_store()
         for i, victim in enumerate(victims):
@@ -264,37 +265,34 @@ class Run:
         self._until(lambda: self._first_commit(survivors, before), f"a step without hosts {victims}", hosts)
         commit = self._first_commit(survivors, before)
         assert commit is not None  # noqa: S101  # it was waited for
-        attempt, step, at, last = commit
-        resumed = next(e for e in self.events(last) if e["event"] == "restore" and e.get("attempt") == attempt)
-        committed = max(self._committed(a) for a in range(1, attempt)) if attempt > 1 else 0
+        round_, step, at, last = commit
+        resumed = next(e for e in self.events(last) if e["event"] == "restore" and e.get("round") == round_)
+        committed = max(self._committed(a) for a in range(1, round_)) if round_ > 1 else 0
         if resumed["source"] == "memory" and resumed["step"] < committed:
             raise LabError(f"Step {committed} was committed, but the job went back to {resumed['step']}.")
+        histories = [HostHistory(self.events(host)) for host in survivors]
+        (its,) = [one for one in HostHistory(self.events(last)).rounds if one.number == round_]
         return Failure(
             hosts=victims,
             step=step,
             source=resumed["source"],
             lost_steps=max(0, committed - resumed["step"]),
             total_s=at - killed_at,
-            stages_s=self._stages(survivors, last, killed_at, at),
+            stages_s=its.stages_since(killed_at, gave_up_at(histories), until=at),  # at the host that committed last
             of_store=kill.store_away_s is not None,
         )
 
-    def _stages(self, survivors: set[int], last: int, killed_at: float, at: float) -> dict[str, float]:
-        """Split the time into stages, at the host that committed last."""
-        gave_up = [e["at"] for host in survivors for e in self.events(host) if e["event"] == "gave up"]
-        return split_recovery(self.events(last), gave_up, killed_at, at)
-
     def events(self, host: int) -> list[Event]:
         """Return a host's timeline."""
-        return read_timeline(self.folder / f"timeline-{host}.jsonl")
+        return read_timeline(timeline_of(self.folder, host))
 
     def digests(self) -> dict[int, str]:
-        """Return a digest of the parameters after each step (of an exact job), from the attempt that counts."""
+        """Return a digest of the parameters after each step (of an exact job), from the round that counts."""
         found: dict[int, tuple[int, str]] = {}
         for host in range(N_HOSTS):
             for event in self.events(host):
                 if event["event"] == "step":
-                    mine = (event["attempt"], event["digest"])
+                    mine = (event["round"], event["digest"])
                     found[event["step"]] = max(found.get(event["step"], mine), mine)
         return {step: digest for step, (_, digest) in sorted(found.items())}
 
@@ -303,37 +301,37 @@ class Run:
         losses = {e["step"]: e["loss"] for h in range(N_HOSTS) for e in self.events(h) if e["event"] == "step"}
         return float(statistics.mean(losses[step] for step in sorted(losses)[-5:]))
 
-    def _kept(self, attempt: int) -> dict[int, dict[int, float]]:
-        """Return when each host of an attempt had each step: kept in memory, or just computed where nothing is kept."""
+    def _kept(self, round_: int) -> dict[int, dict[int, float]]:
+        """Return when each host of a round had each step: kept in memory, or just computed where nothing is kept."""
         sign = "kept" if self.job.memory else "step"
         found: dict[int, dict[int, float]] = {}
         for host in range(N_HOSTS):
-            mine = [e for e in self.events(host) if e.get("attempt") == attempt]
+            mine = [e for e in self.events(host) if e.get("round") == round_]
             if mine:
                 found[host] = {e["step"]: e["at"] for e in mine if e["event"] == sign}
         return found
 
-    def _committed(self, attempt: int) -> int:
-        kept = self._kept(attempt)
+    def _committed(self, round_: int) -> int:
+        kept = self._kept(round_)
         common = set.intersection(*(set(steps) for steps in kept.values())) if kept else set()
         return max(common, default=0)
 
-    def _attempt(self) -> int:
-        return max((e.get("attempt", 0) for host in range(N_HOSTS) for e in self.events(host)), default=0)
+    def _round(self) -> int:
+        return max((e.get("round", 0) for host in range(N_HOSTS) for e in self.events(host)), default=0)
 
     def _whole_since(self, step: int) -> bool:
-        kept = self._kept(self._attempt())
+        kept = self._kept(self._round())
         return len(kept) == N_HOSTS and all(max(steps, default=0) >= step for steps in kept.values())
 
     def _first_commit(self, survivors: set[int], after: int) -> tuple[int, int, float, int] | None:
-        """Return the first step committed by just the survivors: (attempt, step, when, by which host last)."""
-        for attempt in range(after + 1, self._attempt() + 1):
-            kept = self._kept(attempt)
+        """Return the first step committed by just the survivors: (round, step, when, by which host last)."""
+        for round_ in range(after + 1, self._round() + 1):
+            kept = self._kept(round_)
             if set(kept) == survivors and all(kept.values()):
                 step = max(min(steps) for steps in kept.values())
                 if all(step in steps for steps in kept.values()):
                     last = max(kept, key=lambda host: kept[host][step])
-                    return attempt, step, kept[last][step], last
+                    return round_, step, kept[last][step], last
         return None
 
     def _until(self, condition: Callable[[], Any], what: str, hosts: Any) -> None:
@@ -344,8 +342,8 @@ class Run:
                 raise LabError(f"The job never reached {what}; see {self.folder}/host-*.log.")
 
     def _check(self) -> None:
-        from meshmend.jax.ledger import Ledger
+        from meshmend.jax.positions import check_positions
 
-        account = Ledger(self.folder / "ledger.jsonl").check(N_SAMPLES)
-        if account.steps != self.job.steps:
-            raise LabError(f"The ledger has {account.steps} steps, expected {self.job.steps}.")
+        steps = check_positions(self.folder, N_SAMPLES)
+        if steps != self.job.steps:
+            raise LabError(f"The job has done {steps} steps, expected {self.job.steps}.")

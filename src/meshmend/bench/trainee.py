@@ -33,7 +33,7 @@ UPDATES: dict[str, Literal["replicated", "sharded", "fsdp"]] = {
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What to train, and with which aids."""
+    """What to train, and with which options."""
 
     folder: str
     caches: str = ""
@@ -84,15 +84,16 @@ def main(path: str) -> None:
     from meshmend.jax.job import initialize
     from meshmend.jax.job.hardware import with_hardware
     from meshmend.jax.job.session import RECOVERY_BUDGET_S
-    from meshmend.jax.state import Keeper, fetch, place
+    from meshmend.jax.state import Keeper, fetch, put
     from meshmend.jax.training_plan import TrainingPlan, any_pair
+    from meshmend.launch.local import timeline_of
     from meshmend.planning import PlanCache
 
     with initialize(
         job.shape,
         job.host,
         compile_cache=caches / "compiled" if job.compile_cache else None,
-        timeline=folder / f"timeline-{host}.jsonl",
+        timeline=timeline_of(folder, int(host)),
         timeout_s=15,
     ) as joined:
         # What a job does: it measures once, and plans for that.
@@ -132,7 +133,7 @@ def main(path: str) -> None:
         steps = SavedSteps(programs, session, made_of | {"shard": job.shard}, ingredients)
         compiled = steps.start(planned)
         is_fsdp = job.shard == "fsdp"
-        params = _sharded_params(fabric, compiled.program) if is_fsdp else place(_params(job.exact), fabric)
+        params = _sharded_params(fabric, compiled.program) if is_fsdp else put(_params(job.exact), fabric)
         keeper = Keeper(
             session,
             compiled.layout,
@@ -143,18 +144,17 @@ def main(path: str) -> None:
         )
         found = keeper.restore(params, compiled.init(params), extra=mmj.Position())
         params, state = found.params, found.state
-        batches = feed.batches(fabric, at=mmj.Position(*found.extra))
+        at = mmj.Position(*found.extra)
+        batches = feed.batches(fabric, at=at)
+        timeline.note("feed", step=found.step, position=at, batch=feed.split(fabric).global_batch)
         ahead = None
-        ledger = mmj.Ledger(folder / "ledger.jsonl") if session.launch.process == 0 else None
         for number in range(found.step + 1, job.steps + 1):
             batch = next(batches)
-            # Before the step: a step that all hosts have kept must be in the ledger, whichever host dies when.
-            if ledger is not None:
-                ledger.record(number, epoch=batch.at.epoch, samples=batch.indices)
             params, state, value = compiled.step(params, state, batch)
             keeper.keep(number, params, state, extra=batch.after)
             facts: dict[str, Any] = {"digest": _digest(params)} if job.exact else {}
-            timeline.note("step", step=number, loss=float(fetch(value)), examples=len(batch.indices), **facts)
+            facts |= {"examples": len(batch.indices), "position": batch.at}
+            timeline.note("step", step=number, loss=float(fetch(value)), **facts)
             steps.confirm()
             if job.ahead and number == found.step + 3:
                 # Not earlier: it would slow down a restart.

@@ -1,4 +1,4 @@
-"""`meshmend availability`: what each answer to a failure is worth over months."""
+"""`meshmend availability`: what each failure policy is worth over months."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import typer
 
 from meshmend.availability import Estimate, Outcome, Study
 from meshmend.availability.assumptions import SOURCES, name_payload
+from meshmend.availability.log import Duration, FailureLog, Rates
 from meshmend.availability.plot import plot
 from meshmend.availability.simulate import LOSSES
-from meshmend.cli.common import exit_on_error, print_json
-from meshmend.cli.logs import log_facts, show_log
+from meshmend.cli.common import print_json
 from meshmend.cli.options import JsonOption, MachineOptions, OptionalShapeArgument
 from meshmend.cli.outputs import check_plot
-from meshmend.cli.pricing import hardware_facts
 from meshmend.cli.studies import StudyOptions
 from meshmend.cli.terminal import plain, print_line, print_rows, terminal
+from meshmend.cost.hardware import hardware_facts
 from meshmend.cost.units import name_seconds
 from meshmend.topology import Mesh, name_cable, name_shape
 
@@ -33,28 +33,27 @@ def command(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Simulate months of operation under each answer to a failure, and report what each is worth.
+    """Simulate months of operation under each failure policy, and report what each is worth.
 
     Quick repair, sub-mesh, hot spares, optical cubes, elastic slices, fault-tolerant.
 
     Example: meshmend availability 32x32 --plot worth.svg
     """
-    with exit_on_error(json):
-        options.check()
-        check_plot("--plot", plot_to)
-        assumptions, logged = options.assumptions(machine, shape)
-        study, swept = options.simulate(assumptions, swept=plot_to is not None, as_json=json)
-        if plot_to is not None:
-            plot(study, swept, plot_to)
-        facts = study_facts(study) | ({} if logged is None else {"log": log_facts(*logged)})
-        if json:
-            print_json(facts)
-            return
-        if logged is not None:
-            show_log(logged[0], facts["log"]["rates"])
-        _show(study, facts["answers"])
-        if plot_to is not None:
-            print_line(f"Drawn to {plain(plot_to)}.")
+    options.check()
+    check_plot("--plot", plot_to)
+    assumptions, logged = options.assumptions(machine, shape)
+    study, swept = options.simulate(assumptions, swept=plot_to is not None, as_json=json)
+    if plot_to is not None:
+        plot(study, swept, plot_to)
+    facts = study_facts(study) | ({} if logged is None else {"log": _log_facts(*logged)})
+    if json:
+        print_json(facts)
+        return
+    if logged is not None:
+        _show_log(logged[0], facts["log"]["rates"])
+    _show(study, facts["policies"])
+    if plot_to is not None:
+        print_line(f"Drawn to {plain(plot_to)}.")
 
 
 def study_facts(study: Study) -> dict[str, Any]:
@@ -85,13 +84,13 @@ def study_facts(study: Study) -> dict[str, Any]:
                 }
                 for one in assumptions.levels
             ],
-            "hardware": hardware_facts(assumptions.hardware),
+            "hardware": hardware_facts(assumptions.hardware)["hardware"],
             **numbers,
         },
         "sources": dict(SOURCES),
         "hours_between_failures": _finite(1 / assumptions.failures_per_h) if assumptions.failures_per_h else None,
         "all_reduce_seconds": study.all_reduce_s,
-        "answers": [_outcome_facts(outcome) for outcome in study.outcomes],
+        "policies": [_outcome_facts(outcome) for outcome in study.outcomes],
         "planned_in_full": study.planned,
         "checks": [
             {
@@ -107,7 +106,7 @@ def study_facts(study: Study) -> dict[str, Any]:
 
 def _outcome_facts(outcome: Outcome) -> dict[str, Any]:
     return {
-        "answer": outcome.name,
+        "policy": outcome.name,
         "goodput": _estimate_facts(outcome.goodput),
         "gain_over_quick_repair": _estimate_facts(outcome.gain),
         "utilisation": _estimate_facts(outcome.utilisation),
@@ -128,22 +127,22 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _show(study: Study, answers: list[dict[str, Any]]) -> None:
+def _show(study: Study, policies: list[dict[str, Any]]) -> None:
     assumptions = study.assumptions
     mesh: Mesh = assumptions.mesh
     rate = assumptions.failures_per_h
     often = f"a failure every {1 / rate:,.1f} h" if rate else "no failures"
     title = f"{mesh}: {mesh.size:,} chips, {study.days:g} days, {study.runs} runs, {often}"
     terminal().print(title, style="bold", soft_wrap=True)
-    best = max(row["goodput"]["mean"] for row in answers)
+    best = max(row["goodput"]["mean"] for row in policies)
     print_rows(
-        answers,
+        policies,
         [
-            ("answer", lambda row: row["answer"]),
+            ("policy", lambda row: row["policy"]),
             ("goodput, %", lambda row: _interval(row["goodput"], 100, ".2f")),
             (
                 "gain, %",
-                lambda row: "" if row is answers[0] else _interval(row["gain_over_quick_repair"], 100, ".2f", "+"),
+                lambda row: "" if row is policies[0] else _interval(row["gain_over_quick_repair"], 100, ".2f", "+"),
             ),
             ("$", lambda row: _interval(row["cost_per_useful_chip_hour"], 1, ".3f")),
             ("down", lambda row: f"{row['downtime']:.1%}"),
@@ -180,3 +179,55 @@ def _interval(estimate: dict[str, float | None], scale: float, form: str, sign: 
     """Return a mean and half the width of its interval, as far as they are finite."""
     mean, half = (math.inf if one is None else scale * one for one in estimate.values())
     return f"{mean:{sign}{form}}" + (f" ± {half:{form}}" if math.isfinite(half) else "")
+
+
+def _log_facts(log: FailureLog, rates: tuple[Rates, ...]) -> dict[str, Any]:
+    """Return the JSON description of a log and its rates."""
+    return {
+        "path": str(log.path),
+        "begin": log.begin.isoformat(),
+        "end": log.end.isoformat(),
+        "days": log.hours / 24,
+        "failures": log.n_failures,
+        "rates": [
+            {"part": one.kind, "parts": one.parts, "mtbf": _mean_time(one.failures), "repair": _mean_time(one.repairs)}
+            for one in rates
+        ],
+    }
+
+
+def _mean_time(one: Duration) -> dict[str, Any]:
+    mean, low, high = map(_finite, (one.mean_h, *one.interval_h))
+    return {"count": one.count, "in_hours": one.hours, "mean_h": mean, "interval_95_h": [low, high]}
+
+
+def _show_log(log: FailureLog, rates: list[dict[str, Any]]) -> None:
+    """Show a log's rates on the terminal."""
+    days = f"{log.begin:%Y-%m-%d} to {log.end:%Y-%m-%d}, {log.hours / 24:,.1f} days"
+    terminal().print(f"{plain(log.path)}: {log.n_failures:,} failures, {days}", style="bold", soft_wrap=True)
+    print_rows(
+        rates,
+        [
+            ("part", lambda row: row["part"]),
+            ("parts", lambda row: f"{row['parts']:,}"),
+            ("failed", lambda row: f"{row['mtbf']['count']:,}"),
+            ("hours between", lambda row: _hours(row["mtbf"]["mean_h"])),
+            ("95 %", lambda row: _log_interval(row["mtbf"])),
+            ("repaired", lambda row: f"{row['repair']['count']:,}"),
+            ("hours", lambda row: _hours(row["repair"]["mean_h"])),
+            ("95 %", lambda row: _log_interval(row["repair"])),
+        ],
+    )
+    if any(not row["repair"]["count"] for row in rates):
+        print_line(("No repair of a kind of part: its time to repair stays as assumed.", "dim"))
+    terminal().print()
+
+
+def _log_interval(one: dict[str, Any]) -> str | None:
+    return " to ".join(map(_hours, one["interval_95_h"])) if one["in_hours"] else None
+
+
+def _hours(hours: float | None) -> str:
+    if hours is None:
+        return "∞"
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.1f}"

@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from meshmend.cli.bench_jax import EngineOption, MeasuredOption, time_on_jax
-from meshmend.cli.common import exit_on_error, print_facts, print_json
+from meshmend.cli.common import print_facts, print_json
 from meshmend.cli.options import FailOption, JsonOption
-from meshmend.cli.outputs import check_plot
 from meshmend.cli.root import Command, CommandGroup
 from meshmend.cli.terminal import approved, print_rows, terminal
-from meshmend.cost.units import name_bytes, parse_bytes
+from meshmend.cost.units import format_bytes, parse_bytes
 from meshmend.errors import ParameterError
 from meshmend.extras import require
 from meshmend.lab import Lab
@@ -54,11 +52,11 @@ def allreduce(
     engine: EngineOption = "torch",
     hardware: MeasuredOption = None,
     update: Annotated[
-        bool, typer.Option("--update", help="Also time a sharded update: each plan with a turn, AdamW at the owners.")
+        bool,
+        typer.Option(
+            "--update", help="Also time a sharded update: each plan with a fused update, AdamW at the owners."
+        ),
     ] = False,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="F", help="Draw the times into F: .svg, .png or .pdf.")
-    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Time Gloo's own all-reduce and every plan, on the same links in the same run.
@@ -72,37 +70,31 @@ def allreduce(
 
     Example: meshmend bench allreduce --lab 4x4 --fail 2x2@0,0 --payload 32MB
     """
-    with exit_on_error(json):
-        check_plot("--plot", plot)
-        if engine not in ("torch", "jax"):
-            raise ParameterError(f"--engine is {engine!r}, expected 'torch' or 'jax'.")
-        if engine == "jax":
-            if lab_shape or update:
-                raise ParameterError(f"{'--lab' if lab_shape else '--update'} is for --engine torch: leave it out.")
-            time_on_jax(loopback, fail or [], payload or ["4MB"], planner or [], repeat, hardware, plot, json)
-            return
-        if hardware is not None:
-            raise ParameterError("--hardware is for --engine jax: leave it out.")
-        shape = _shape(lab_shape, loopback)
-        sizes = [round(parse_bytes(text)) for text in payload or ["32MB"]]
-        _require("torch")
-        meshes = _meshes(shape, fail)
-        from meshmend.bench.allreduce import measure
+    if engine not in ("torch", "jax"):
+        raise ParameterError(f"--engine is {engine!r}, expected 'torch' or 'jax'.")
+    if engine == "jax":
+        if lab_shape or update:
+            raise ParameterError(f"{'--lab' if lab_shape else '--update'} is for --engine torch: leave it out.")
+        time_on_jax(loopback, fail or [], payload or ["4MB"], planner or [], repeat, hardware, json)
+        return
+    if hardware is not None:
+        raise ParameterError("--hardware is for --engine jax: leave it out.")
+    shape = _shape(lab_shape, loopback)
+    sizes = [round(parse_bytes(text)) for text in payload or ["32MB"]]
+    _require("torch")
+    meshes = _meshes(shape, fail)
+    from meshmend.bench.allreduce import measure
 
-        results = _on_links(
-            meshes,
-            sizes,
-            rate if lab_shape else None,
-            partial(measure, planners=planner, repeat=repeat, update=update),
-        )
-        if plot is not None:
-            from meshmend.bench.plot import draw_times
-
-            draw_times(results, plot)
-        if json:
-            print_json({"rate": rate if lab_shape else None, "results": [result.facts() for result in results]})
-        else:
-            _show_times(results)
+    results = _on_links(
+        meshes,
+        sizes,
+        rate if lab_shape else None,
+        partial(measure, planners=planner, repeat=repeat, update=update),
+    )
+    if json:
+        print_json({"rate": rate if lab_shape else None, "results": [result.facts() for result in results]})
+    else:
+        _show_times(results)
 
 
 @app.command("restart", cls=Command)
@@ -133,29 +125,28 @@ def restart(
 
     Example: meshmend bench restart --failures 20 --unaided 4
     """
-    with exit_on_error(json):
-        _require("jax", "orbax", "grain", extra="launch")
-        from meshmend.bench.restart import Failure, campaign
+    _require("jax", "orbax", "grain", extra="launch")
+    from meshmend.bench.restart import Failure, campaign
 
-        def show(failure: Failure) -> None:
-            if not json:
-                stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in failure.stages_s.items())
-                who = "host " + " then ".join(map(str, failure.hosts)) + " and the store" * failure.of_store
-                what = f"resumed from {failure.source} after {failure.total_s:.1f} s ({stages})"
-                if not failure.hosts:
-                    who, what = "the store", f"all hosts went on, a step later after {failure.total_s:.1f} s"
-                typer.echo(f"killed {who}: {what}")
+    def show(failure: Failure) -> None:
+        if not json:
+            stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in failure.stages_s.items())
+            who = "host " + " then ".join(map(str, failure.hosts)) + " and the store" * failure.of_store
+            what = f"resumed from {failure.source} after {failure.total_s:.1f} s ({stages})"
+            if not failure.hosts:
+                who, what = "the store", f"all hosts went on, a step later after {failure.total_s:.1f} s"
+            typer.echo(f"killed {who}: {what}")
 
-        aided = campaign(failures, host=host, shard=shard, seed=seed, store=store, on_failure=show).facts()
-        plain = (
-            campaign(unaided, host=host, shard=shard, seed=seed, aided=False, second=False, on_failure=show).facts()
-            if unaided
-            else None
-        )
-        if json:
-            print_json({"restart": aided, "unaided": plain})
-        else:
-            _show_restarts(aided, plain)
+    aided = campaign(failures, host=host, shard=shard, seed=seed, store=store, on_failure=show).facts()
+    plain = (
+        campaign(unaided, host=host, shard=shard, seed=seed, aided=False, second=False, on_failure=show).facts()
+        if unaided
+        else None
+    )
+    if json:
+        print_json({"restart": aided, "unaided": plain})
+    else:
+        _show_restarts(aided, plain)
 
 
 def _require(*modules: str, extra: str = "torch") -> None:
@@ -187,14 +178,14 @@ def _on_links(
     if rate is None:
         for mesh in meshes:
             for size in sizes:
-                with status(f"{mesh}, {name_bytes(size)} over loopback"):
+                with status(f"{mesh}, {format_bytes(size)} over loopback"):
                     results += measure(mesh, size)
         return results
     with Lab.temporary(meshes[0], rate=rate) as lab:
         for mesh in meshes:
             left = lab if mesh == lab.mesh else lab.kill(*mesh.holes)
             for size in sizes:
-                with status(f"{mesh}, {name_bytes(size)} over links of {rate}"):
+                with status(f"{mesh}, {format_bytes(size)} over links of {rate}"):
                     results += measure(mesh, size, lab=left)
     return results
 
@@ -205,7 +196,7 @@ def _show_times(results: list[Result]) -> None:
 
     columns: list[tuple[str, Callable[[Result], object]]] = [
         ("mesh", lambda row: row.mesh),
-        ("payload", lambda row: name_bytes(row.payload_bytes)),
+        ("payload", lambda row: format_bytes(row.payload_bytes)),
         ("case", lambda row: row.case),
         ("seconds", lambda row: number(row.seconds, ".4g")),
         ("M/b", lambda row: number(row.units, ".3f")),

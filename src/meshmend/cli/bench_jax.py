@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from operator import itemgetter
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,7 +12,7 @@ from meshmend.cli.common import print_facts, print_json
 from meshmend.cli.options import complete_hardware, completing
 from meshmend.cli.terminal import print_rows, working
 from meshmend.cost import find_hardware
-from meshmend.cost.units import name_bytes
+from meshmend.cost.units import format_bytes
 from meshmend.doctor.examine import ask, jax_environment, virtual_devices
 from meshmend.errors import LabError
 from meshmend.extras import require
@@ -48,10 +47,9 @@ def time_on_jax(
     planners: list[str],
     repeat: int,
     hardware: str | None,
-    plot: Path | None,
     json: bool,
 ) -> None:
-    """Time `psum`, every planner and what a job takes; print a table or JSON, and draw the plot.
+    """Time `psum`, every planner and what a job takes; print a table or JSON.
 
     With a shape, on virtual CPU devices; without one, on the devices that JAX has and that know where they are. What is
     wrong with the options is said here, before the other process starts.
@@ -67,17 +65,13 @@ def time_on_jax(
         words += ["--hardware", hardware]
     for name in planners:
         make_planner(name)
-    sizes = ", ".join(name_bytes(read_payload(text)) for text in payloads)
+    sizes = ", ".join(format_bytes(read_payload(text)) for text in payloads)
     repeated = {"--fail": holes, "--payload": payloads, "--planner": planners}
     words += [word for option, values in repeated.items() for value in values for word in (option, value)]
     with working(f"all-reduces of {sizes}", json):
         facts, failure = ask(words, environment, TIMEOUT_S)
     if failure is not None:
         raise LabError(f"The measurement failed: {failure}")
-    if plot is not None:
-        from meshmend.bench.plot import draw_jax_times
-
-        draw_jax_times(facts, plot)
     if json:
         print_json(facts)
         return

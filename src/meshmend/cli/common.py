@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -15,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshmend.cli.terminal import plain, print_line, terminal
+from meshmend.cost import Forecast
 from meshmend.errors import MeshmendError
 from meshmend.topology import Mesh, name_cable, name_shape
 
@@ -36,6 +38,22 @@ def mesh_facts(mesh: Mesh) -> dict[str, Any]:
         "chips": mesh.n_chips,
         **{name: value for name, value in mesh.to_dict().items() if name != "shape"},
         "cable_rates": {name_cable(cable): str(rate) for cable, rate in mesh.cable_rates.items()},
+    }
+
+
+def forecast_facts(forecast: Forecast) -> dict[str, Any]:
+    """Return the JSON of a forecast."""
+    return {
+        "seconds": forecast.seconds,
+        "bound_seconds": forecast.bound_seconds,
+        "least_seconds": forecast.least_seconds,
+        "ratio_to_bound": forecast.ratio_to_bound,
+        "busiest_link_load": forecast.busiest_link_load,
+        "busiest_links": [
+            {"src": list(link.src), "dst": list(link.dst), "load": link.load} for link in forecast.busiest_links
+        ],
+        "by_phase": forecast.by_phase,
+        "gap": dataclasses.asdict(forecast.gap),
     }
 
 

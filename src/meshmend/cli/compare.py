@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshmend.cli.common import exit_on_error, mesh_facts, print_json
+from meshmend.cli.common import forecast_facts, mesh_facts, print_json
 from meshmend.cli.options import (
     CollectiveOption,
     HoleOptions,
@@ -22,9 +22,9 @@ from meshmend.cli.options import (
     load_plan,
 )
 from meshmend.cli.outputs import check_plot
-from meshmend.cli.pricing import forecast_facts, hardware_facts
 from meshmend.cli.terminal import plain, print_line, print_rows, terminal, working
-from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
+from meshmend.cost.hardware import hardware_facts
+from meshmend.cost.units import format_bytes, name_seconds, parse_bytes
 from meshmend.planning import UpdatePlan, UpdateWay, update_plans
 from meshmend.planning.proven import read_collective
 from meshmend.schedule import Collective
@@ -48,7 +48,8 @@ def command(
         Path | None, typer.Option("--plot", metavar="F", help="Plot time against payload, 1 KB to 10 GB: .png, .svg.")
     ] = None,
     update: Annotated[
-        bool, typer.Option("--update", help="Also price a weight update: with a turn, in two phases, or replicated.")
+        bool,
+        typer.Option("--update", help="Also price a weight update: with a fused update, in two phases, or replicated."),
     ] = False,
     json: JsonOption = False,
 ) -> None:
@@ -59,59 +60,58 @@ def command(
 
     Example: meshmend compare 32x32 --fail 4x2@6,8 --payload 102MB --hardware tpu-v3 --plot times.png
     """
-    with exit_on_error(json):
-        check_plot("--plot", plot_to)
-        named = [] if collective == Collective.ALL_REDUCE else ["--collective"]
-        saved = None
-        if plan_of is not None and is_file(plan_of):
-            saved = load_plan(plan_of, *given_options(holes, machine), *named)
-        wanted = read_collective(collective) if saved is None else saved.collective
-        mesh = machine.mesh(plan_of, holes) if saved is None else saved.mesh
-        chosen = price.read_hardware(machine)
-        payload_bytes, how = parse_bytes(payload), price.read_mode()
-        payloads = PAYLOADS if plot_to is not None else ()
-        found: list[Comparison] = []
-        whole = mesh.whole
-        with working(f"planning {mesh}", json) as working_on:
-            for one in (mesh,) if mesh.is_full else (mesh, whole):
+    check_plot("--plot", plot_to)
+    named = [] if collective == Collective.ALL_REDUCE else ["--collective"]
+    saved = None
+    if plan_of is not None and is_file(plan_of):
+        saved = load_plan(plan_of, *given_options(holes, machine), *named)
+    wanted = read_collective(collective) if saved is None else saved.collective
+    mesh = machine.mesh(plan_of, holes) if saved is None else saved.mesh
+    chosen = price.read_hardware(machine)
+    payload_bytes, how = parse_bytes(payload), price.read_mode()
+    payloads = PAYLOADS if plot_to is not None else ()
+    found: list[Comparison] = []
+    whole = mesh.whole
+    with working(f"planning {mesh}", json) as working_on:
+        for one in (mesh,) if mesh.is_full else (mesh, whole):
 
-                def tell(name: str, one: Mesh = one) -> None:
-                    working_on(f"{name} on {one}")
+            def tell(name: str, one: Mesh = one) -> None:
+                working_on(f"{name} on {one}")
 
-                found.append(
-                    compare(
-                        one,
-                        payload_bytes,
-                        chosen,
-                        collective=wanted,
-                        mode=how,
-                        payloads=payloads,
-                        on_planner=tell,
-                        saved=saved if one is mesh else None,
-                    )
+            found.append(
+                compare(
+                    one,
+                    payload_bytes,
+                    chosen,
+                    collective=wanted,
+                    mode=how,
+                    payloads=payloads,
+                    on_planner=tell,
+                    saved=saved if one is mesh else None,
                 )
-            working_on(f"weight update on {mesh}")
-            ways = update_plans(mesh, payload_bytes, chosen) if update else ()
-        this, full = found[0], found[1] if len(found) > 1 else None
-        if plot_to is not None:
-            plot(this, full, plot_to)
-        facts: dict[str, Any] = {
-            "collective": str(wanted),
-            "payload_bytes": payload_bytes,
-            "hardware": hardware_facts(chosen),
-            "mode": how,
-            "mesh": _facts(this),
-            "full_mesh": None if full is None else _facts(full),
-            **({"update": [_way_facts(way) for way in ways]} if update else {}),
-        }
-        if json:
-            print_json(facts)
-            return
-        _show(this, facts["mesh"], facts["full_mesh"])
-        if update:
-            _show_update(facts["update"], this)
-        if plot_to is not None:
-            print_line(f"Drawn to {plain(plot_to)}.")
+            )
+        working_on(f"weight update on {mesh}")
+        ways = update_plans(mesh, payload_bytes, chosen) if update else ()
+    this, full = found[0], found[1] if len(found) > 1 else None
+    if plot_to is not None:
+        plot(this, full, plot_to)
+    facts: dict[str, Any] = {
+        "collective": str(wanted),
+        "payload_bytes": payload_bytes,
+        "hardware": hardware_facts(chosen)["hardware"],
+        "mode": how,
+        "mesh": _facts(this),
+        "full_mesh": None if full is None else _facts(full),
+        **({"update": [_way_facts(way) for way in ways]} if update else {}),
+    }
+    if json:
+        print_json(facts)
+        return
+    _show(this, facts["mesh"], facts["full_mesh"])
+    if update:
+        _show_update(facts["update"], this)
+    if plot_to is not None:
+        print_line(f"Drawn to {plain(plot_to)}.")
 
 
 def _facts(comparison: Comparison) -> dict[str, Any]:
@@ -126,10 +126,10 @@ def _facts(comparison: Comparison) -> dict[str, Any]:
 
 def _entry_facts(entry: PlannerResult) -> dict[str, Any]:
     if entry.forecast is None:
-        return {"planner": entry.planner, "why_not": entry.why_not}
+        return {"planner": entry.planner, "unsupported_reason": entry.unsupported_reason}
     return {
         "planner": entry.planner,
-        "why_not": None,
+        "unsupported_reason": None,
         **entry.figures,
         "plan_seconds": entry.plan_seconds,
         **forecast_facts(entry.forecast),
@@ -155,19 +155,21 @@ def _show(this: Comparison, here: dict[str, Any], there: dict[str, Any] | None) 
     columns += [] if there is None else [("holed / full", ratio)]
     planned = [name for name in rows if "seconds" in rows[name] or "seconds" in beside.get(name, {})]
     console = terminal()
-    title = f"{this.collective} on {this.mesh}, {name_bytes(this.payload_bytes)} per chip, {this.mode}, {this.hardware}"
+    title = (
+        f"{this.collective} on {this.mesh}, {format_bytes(this.payload_bytes)} per chip, {this.mode}, {this.hardware}"
+    )
     console.print(title, style="bold", soft_wrap=True)
     print_rows(planned, columns, style=lambda name: "dim" if name == BOUND else None)
     console.print()
-    timed = [row for row in here["planners"] if row["why_not"] is None]
+    timed = [row for row in here["planners"] if row["unsupported_reason"] is None]
     parts = list(timed[0]["gap"]) if timed else []
     shares = [(part.replace("_", " "), lambda row, part=part: _share(row["gap"], part)) for part in parts]
     print_rows(timed, [("time by cause", lambda row: row["planner"]), *shares])
     console.print()
     print_line((BOUND, "dim"), f"  {this.bound}")
     for row in here["planners"]:
-        if row["why_not"] is not None:
-            print_line((plain(row["planner"]), "dim"), f"  {plain(row['why_not'])}")
+        if row["unsupported_reason"] is not None:
+            print_line((plain(row["planner"]), "dim"), f"  {plain(row['unsupported_reason'])}")
 
 
 def _with_bound(facts: dict[str, Any]) -> list[dict[str, Any]]:
@@ -202,7 +204,7 @@ def _show_update(ways: list[dict[str, Any]], comparison: Comparison) -> None:
     console = terminal()
     console.print()
     console.print(
-        f"weight update on {comparison.mesh}, {name_bytes(comparison.payload_bytes)} of gradients per chip, lock-step",
+        f"weight update on {comparison.mesh}, {format_bytes(comparison.payload_bytes)} of gradients, lock-step",
         style="bold",
         soft_wrap=True,
     )

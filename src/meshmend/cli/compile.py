@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshmend.cli.common import exit_on_error, mesh_facts, print_result
+from meshmend.cli.common import mesh_facts, print_result
 from meshmend.cli.options import FailOption, JsonOption, PlannerOption, TuningOptions
 from meshmend.cli.terminal import working
-from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
+from meshmend.cost.units import format_bytes, name_seconds, parse_bytes
 from meshmend.errors import ParameterError
 from meshmend.extras import require
 from meshmend.planning import Auto, plan
@@ -59,71 +59,63 @@ def command(
 
     The chip (x, y) of the slice is row x, column y: --fail 4x2@6,8 is x from 6 to 9, y from 8 to 9.
 
-    With --tile the plan is for the mesh of tiles, and the payload is what each device has of it. The compiler then runs
-    in a process of its own, as it aborts on some programs.
+    With --tile the plan is for the mesh of tiles, and the payload is what each device has of it.
 
     Example: meshmend compile --topology v3:32x32 --fail 4x2@6,8 --planner row-pairs
     Example: meshmend compile --topology v6e:8x8 --fail 2x2@2,2 --tile 2x2
     """
-    with exit_on_error(json):
-        require("jax", "optax", "libtpu", needed_for="meshmend compile", extra="tpu")
-        # Compiling needs no device, and searching for a TPU that is not there takes minutes.
-        os.environ["JAX_PLATFORMS"] = "cpu"
-        from meshmend.jax.compiling.ahead_of_time import compile_for, slice_fabric
-        from meshmend.jax.compiling.apart import TileJob, compile_apart
-        from meshmend.jax.tiles import tile as cut_slice
+    require("jax", "optax", "libtpu", needed_for="meshmend compile", extra="tpu")
+    # Compiling needs no device, and searching for a TPU that is not there takes minutes.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    from meshmend.jax.compiling.ahead_of_time import compile_for, slice_fabric
+    from meshmend.jax.tiles import tile as cut_slice
 
-        if dtype not in ("float32", "bfloat16"):
-            raise ParameterError(f"--dtype is {dtype!r}, expected float32 or bfloat16.")
-        payload_bytes = round(parse_bytes(payload))
-        generation, _, chips = topology.partition(":")
-        if is_shape(chips):  # libtpu knows one way to write it
-            topology = f"{generation}:{name_shape(parse_shape(chips))}"
-        fabric = slice_fabric(topology, failed=fail or (), wrap=_read_wrap(wrap), cores=cores)
-        cut = None if tile is None else cut_slice(fabric, tile)
-        fabric = fabric if cut is None else cut
-        with working(f"planning and proving {fabric.mesh}", json):
-            schedule = plan(fabric.mesh, tuning.planner(planner, payload_bytes, fabric.hardware))
-        facts: dict[str, Any] = {"payload_bytes": payload_bytes, "dtype": dtype}
-        with working("compiling the all-reduce", json):
-            if cut is None:
-                report = compile_for(topology, schedule, fabric, payload_bytes=payload_bytes, dtype=dtype)
-            else:
-                facts |= {"tile": tile, "devices_per_tile": cut.devices_per_tile, "wasted_chips": cut.tiling.n_wasted}
-                side = name_shape(cut.tiling.side)
-                job = TileJob(topology, side, list(fail or ()), _read_wrap(wrap), cores, payload_bytes, dtype)
-                report = compile_apart(job, schedule)
-        facts = {
-            **mesh_facts(fabric.mesh),
-            "planner": schedule.planner,
-            "steps": schedule.n_steps,
-            **facts,
-            **dataclasses.asdict(report),
-        }
-        sizes = {name: name_bytes(facts[name]) for name in facts if name.endswith("_bytes")}
-        print_result(
-            json,
-            facts,
-            f"{schedule.planner} all-reduce on {topology}, {fabric.mesh}",
-            {
-                **_size_of(report, cut),
-                "program": f"{schedule.n_steps:,} steps in {report.loops} loops of up to {report.lanes} lanes",
-                "collectives": f"{report.permutes} permutes, {report.in_flight} in flight at once"
-                + (
-                    f", {report.other_collectives} inside the {'chips' if cut is None else 'tiles'}"
-                    if report.other_collectives
-                    else ""
-                ),
-                "HLO": f"{report.hlo_chars_without_pairs:,} characters, and "
-                f"{report.hlo_chars - report.hlo_chars_without_pairs:,} of lists of chips",
-                "memory per device": f"{sizes['argument_bytes']} arguments, "
-                f"{sizes['temporary_bytes']} temporaries, {sizes['aliased_bytes']} in place",
-                "work per device": f"{report.flops / 1e9:,.1f} GFLOP, {sizes['accessed_bytes']} read and "
-                "written (a loop's body counted once)",
-                "compiled in": f"{name_seconds(report.compile_seconds)}, "
-                f"lowered in {name_seconds(report.lower_seconds)}",
-            },
-        )
+    if dtype not in ("float32", "bfloat16"):
+        raise ParameterError(f"--dtype is {dtype!r}, expected float32 or bfloat16.")
+    payload_bytes = round(parse_bytes(payload))
+    generation, _, chips = topology.partition(":")
+    if is_shape(chips):  # libtpu knows one way to write it
+        topology = f"{generation}:{name_shape(parse_shape(chips))}"
+    fabric = slice_fabric(topology, failed=fail or (), wrap=_read_wrap(wrap), cores=cores)
+    cut = None if tile is None else cut_slice(fabric, tile)
+    fabric = fabric if cut is None else cut
+    with working(f"planning and proving {fabric.mesh}", json):
+        schedule = plan(fabric.mesh, tuning.planner(planner, payload_bytes, fabric.hardware))
+    facts: dict[str, Any] = {"payload_bytes": payload_bytes, "dtype": dtype}
+    if cut is not None:
+        facts |= {"tile": tile, "devices_per_tile": cut.devices_per_tile, "wasted_chips": cut.tiling.n_wasted}
+    with working("compiling the all-reduce", json):
+        report = compile_for(topology, schedule, fabric, payload_bytes=payload_bytes, dtype=dtype)
+    facts = {
+        **mesh_facts(fabric.mesh),
+        "planner": schedule.planner,
+        "steps": schedule.n_steps,
+        **facts,
+        **dataclasses.asdict(report),
+    }
+    sizes = {name: format_bytes(facts[name]) for name in facts if name.endswith("_bytes")}
+    print_result(
+        json,
+        facts,
+        f"{schedule.planner} all-reduce on {topology}, {fabric.mesh}",
+        {
+            **_size_of(report, cut),
+            "program": f"{schedule.n_steps:,} steps in {report.loops} loops of up to {report.lanes} lanes",
+            "collectives": f"{report.permutes} permutes, {report.in_flight} in flight at once"
+            + (
+                f", {report.other_collectives} inside the {'chips' if cut is None else 'tiles'}"
+                if report.other_collectives
+                else ""
+            ),
+            "HLO": f"{report.hlo_chars_without_pairs:,} characters, and "
+            f"{report.hlo_chars - report.hlo_chars_without_pairs:,} of lists of chips",
+            "memory per device": f"{sizes['argument_bytes']} arguments, "
+            f"{sizes['temporary_bytes']} temporaries, {sizes['aliased_bytes']} in place",
+            "work per device": f"{report.flops / 1e9:,.1f} GFLOP, {sizes['accessed_bytes']} read and "
+            "written (a loop's body counted once)",
+            "compiled in": f"{name_seconds(report.compile_seconds)}, lowered in {name_seconds(report.lower_seconds)}",
+        },
+    )
 
 
 def _size_of(report: Compiled, cut: TiledFabric | None) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from meshmend import __version__
-from meshmend.cli.common import exit_on_error, print_facts, print_json
+from meshmend.cli.common import print_facts, print_json
 from meshmend.cli.options import JsonOption
 from meshmend.cli.outputs import check_output
 from meshmend.cli.terminal import plain, print_line, working
@@ -52,27 +52,26 @@ def command(
 
     Example: meshmend doctor --measure mine.json --shape 4x4
     """
-    with exit_on_error(json):
-        if measure is not None:
-            _measure(measure, shape, timeout, json)
-            return
-        if shape is not None:
-            raise ParameterError("--shape says which mesh is measured: give --measure FILE.json as well.")
-        with working("looking around", json) as working_on:
-            findings = examine(timeout_s=timeout, on_trial=lambda name: working_on(f"trying {name}"))
-        broken = [finding for finding in findings if finding.status == "broken"]
-        if json:
-            print_json(
-                {
-                    "meshmend": __version__,
-                    "healthy": not broken,
-                    "findings": [asdict(finding) for finding in findings],
-                }
-            )
-        else:
-            _show(findings)
-        if broken:
-            raise typer.Exit(1)
+    if measure is not None:
+        _measure(measure, shape, timeout, json)
+        return
+    if shape is not None:
+        raise ParameterError("--shape says which mesh is measured: give --measure FILE.json as well.")
+    with working("looking around", json) as working_on:
+        findings = examine(timeout_s=timeout, on_trial=lambda name: working_on(f"trying {name}"))
+    broken = [finding for finding in findings if finding.status == "broken"]
+    if json:
+        print_json(
+            {
+                "meshmend": __version__,
+                "healthy": not broken,
+                "findings": [asdict(finding) for finding in findings],
+            }
+        )
+    else:
+        _show(findings)
+    if broken:
+        raise typer.Exit(1)
 
 
 def _measure(path: Path, shape: str | None, timeout_s: float, json: bool) -> None:

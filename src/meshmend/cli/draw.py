@@ -8,7 +8,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from meshmend.cli.common import exit_on_error, mesh_facts, print_result
+from meshmend.cli.common import mesh_facts, print_result
 from meshmend.cli.options import (
     AutoOptions,
     CollectiveOption,
@@ -25,7 +25,7 @@ from meshmend.cli.options import (
 )
 from meshmend.cli.outputs import check_output
 from meshmend.cli.terminal import plain, working
-from meshmend.cost.units import name_bytes
+from meshmend.cost.units import format_bytes
 from meshmend.drawing import WHAT, draw, draw_routes
 from meshmend.drawing.draw import PAGE, STILL, What, check_ending, check_size
 from meshmend.drawing.paper import draw_paper_figure
@@ -78,9 +78,6 @@ def command(
             "--route", metavar="r,c-r,c", help="Draw the route between two chips instead of a plan. Repeatable."
         ),
     ] = None,
-    schedule_file: Annotated[
-        Path | None, typer.Option("--schedule", metavar="F", help="Draw a schedule that `plan --save` wrote.")
-    ] = None,
     figure: Annotated[
         int | None, typer.Option("--figure", metavar="N", help="Draw figure N of the paper, 1 to 10, from our plans.")
     ] = None,
@@ -90,41 +87,36 @@ def command(
 
     Example: meshmend draw 8x8 --fail 2x2@2,2 --planner row-pairs -o rings.svg
     """
-    with exit_on_error(json):
-        check_output("--output", output)
-        if check_ending(output, (*STILL, PAGE)) != PAGE:
-            require("matplotlib", needed_for="Drawing pictures", extra="draw")
-        file = None if schedule_file is None else str(schedule_file)
-        if plan_of is not None and is_file(plan_of):
-            _refuse("FILE", file)
-            plan_of, file = None, plan_of
-        given = given_options(machine, holes, tuning, auto) + ([] if planner is None else ["--planner"])
-        given += [] if collective == Collective.ALL_REDUCE else ["--collective"]
-        if figure is not None:
-            _refuse("--figure", plan_of, file, route, what, chunk, steps, *given)
-            drawing = draw_paper_figure(figure, output)
-            facts: dict[str, Any] = {**mesh_facts(FIGURES[figure].mesh), "planner": FIGURES[figure].planner or None}
-        elif route is not None:
-            _refuse("--route", planner, what, chunk, steps)
-            mesh = _mesh(machine, plan_of, holes) if file is None else load_plan(file, *given, proven=False).mesh
-            drawing = draw_routes(mesh, [_read_route(text) for text in route], output)
-            facts = {**mesh_facts(mesh), "planner": None}
+    check_output("--output", output)
+    if check_ending(output, (*STILL, PAGE)) != PAGE:
+        require("matplotlib", needed_for="Drawing pictures", extra="draw")
+    file = plan_of if plan_of is not None and is_file(plan_of) else None
+    given = given_options(machine, holes, tuning, auto) + ([] if planner is None else ["--planner"])
+    given += [] if collective == Collective.ALL_REDUCE else ["--collective"]
+    if figure is not None:
+        _refuse("--figure", plan_of, route, what, chunk, steps, *given)
+        drawing = draw_paper_figure(figure, output)
+        facts: dict[str, Any] = {**mesh_facts(FIGURES[figure].mesh), "planner": FIGURES[figure].planner or None}
+    elif route is not None:
+        _refuse("--route", planner, what, chunk, steps)
+        mesh = _mesh(machine, plan_of, holes) if file is None else load_plan(file, *given, proven=False).mesh
+        drawing = draw_routes(mesh, [_read_route(text) for text in route], output)
+        facts = {**mesh_facts(mesh), "planner": None}
+    else:
+        if file is not None:
+            schedule = load_plan(file, *given, proven=False)
         else:
-            if file is not None:
-                _refuse("--schedule", plan_of)
-                schedule = load_plan(file, *given, proven=False)
-            else:
-                mesh = _mesh(machine, plan_of, holes)
-                check_size(mesh)
-                hardware = machine.hardware(auto.hardware)
-                chosen = tuning.planner(planner or Auto.name, auto.payload, hardware, collective=collective)
-                with working(f"planning and proving {mesh}", json):
-                    schedule = plan(mesh, chosen)
-            facts = {**mesh_facts(schedule.mesh), "planner": schedule.planner}
-            drawing = draw(schedule, output, cast("What | None", what), chunks=chunk, steps=_read_steps(steps))
-        written = {"what": drawing.what, "file": str(drawing.path), "bytes": drawing.n_bytes}
-        shown = {"shows": drawing.what, "file": plain(drawing.path), "size": name_bytes(drawing.n_bytes)}
-        print_result(json, facts | written, "Drawing", shown)
+            mesh = _mesh(machine, plan_of, holes)
+            check_size(mesh)
+            hardware = machine.hardware(auto.hardware)
+            chosen = tuning.planner(planner or Auto.name, auto.payload, hardware, collective=collective)
+            with working(f"planning and proving {mesh}", json):
+                schedule = plan(mesh, chosen)
+        facts = {**mesh_facts(schedule.mesh), "planner": schedule.planner}
+        drawing = draw(schedule, output, cast("What | None", what), chunks=chunk, steps=_read_steps(steps))
+    written = {"what": drawing.what, "file": str(drawing.path), "bytes": drawing.n_bytes}
+    shown = {"shows": drawing.what, "file": plain(drawing.path), "size": format_bytes(drawing.n_bytes)}
+    print_result(json, facts | written, "Drawing", shown)
 
 
 def _refuse(option: str, *others: object) -> None:

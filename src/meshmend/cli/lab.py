@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from meshmend.cli.common import exit_on_error, mesh_facts, print_json, print_result
+from meshmend.cli.common import mesh_facts, print_json, print_result
 from meshmend.cli.options import HoleOptions, JsonOption, ShapeArgument, unbundled
 from meshmend.cli.root import Command, CommandGroup
 from meshmend.cli.terminal import print_line, print_rows
@@ -41,8 +41,7 @@ def up(
 
     Example: meshmend lab up 4x4 --rate 40mbit
     """
-    with exit_on_error(json):
-        _show(Lab.up(holes.mesh(shape), rate=rate, name=name), json)
+    _show(Lab.up(holes.mesh(shape), rate=rate, name=name), json)
 
 
 @app.command("kill", cls=Command)
@@ -55,28 +54,25 @@ def kill(
 
     Example: meshmend lab kill 2x2@0,0
     """
-    with exit_on_error(json):
-        _show(Lab.find(name).kill(*holes), json)
+    _show(Lab.find(name).kill(*holes), json)
 
 
 @app.command("show", cls=Command)
 def show(name: NameArgument = None, named: NameOption = "lab", json: JsonOption = False) -> None:
     """Describe a lab."""
-    with exit_on_error(json):
-        _show(Lab.find(name or named), json)
+    _show(Lab.find(name or named), json)
 
 
 @app.command("list", cls=Command)
 def list_labs(json: JsonOption = False) -> None:
     """List the labs on this machine, including what is left of half-built and orphaned ones."""
-    with exit_on_error(json):
-        labs = find_labs()
-        if json:
-            print_json({"labs": [_found_facts(lab) for lab in labs]})
-        elif labs:
-            _show_found(labs)
-        else:
-            print_line("No lab is up. Create one: meshmend lab up 4x4")
+    labs = find_labs()
+    if json:
+        print_json({"labs": [_found_facts(lab) for lab in labs]})
+    elif labs:
+        _show_found(labs)
+    else:
+        print_line("No lab is up. Create one: meshmend lab up 4x4")
 
 
 @app.command("down", cls=Command)
@@ -90,18 +86,17 @@ def down(
 
     Example: meshmend lab down
     """
-    with exit_on_error(json):
-        if every and (name is not None or named != "lab"):
-            raise ParameterError("--all removes every lab: leave out the name.")
-        labs = take_down_all() if every else [take_down(name or named)]
-        if json:
-            removed = [{"name": lab.name, "up": False, "was": lab.condition} for lab in labs]
-            print_json({"labs": removed} if every else removed[0])
-            return
-        for lab in labs:
-            print_line(f"The lab {lab.name} is down.")
-        if not labs:
-            print_line("No lab was up.")
+    if every and (name is not None or named != "lab"):
+        raise ParameterError("--all removes every lab: leave out the name.")
+    labs = take_down_all() if every else [take_down(name or named)]
+    if json:
+        removed = [{"name": lab.name, "up": False, "was": lab.condition} for lab in labs]
+        print_json({"labs": removed} if every else removed[0])
+        return
+    for lab in labs:
+        print_line(f"The lab {lab.name} is down.")
+    if not labs:
+        print_line("No lab was up.")
 
 
 @app.command(
@@ -123,12 +118,11 @@ def run(
 
     Example: meshmend lab run -- sh -c 'echo $MESHMEND_CHIP'
     """
-    with exit_on_error(as_json=False):
-        lab = Lab.find(name)
-        if os.geteuid() != 0:
-            raise LabError("Entering a network namespace needs root: run this command with sudo.")
-        chips = [parse_chip(word) for word in chip] if chip else list(lab.namespaces)
-        namespaces = {each: lab.namespaces[lab.mesh.chip(lab.mesh.rank(each))] for each in chips}
+    lab = Lab.find(name)
+    if os.geteuid() != 0:
+        raise LabError("Entering a network namespace needs root: run this command with sudo.")
+    chips = [parse_chip(word) for word in chip] if chip else list(lab.namespaces)
+    namespaces = {each: lab.namespaces[lab.mesh.chip(lab.mesh.rank(each))] for each in chips}
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for each, namespace in namespaces.items():

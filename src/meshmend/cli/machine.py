@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
+from meshmend.cli.common import mesh_facts, print_facts, print_json
 from meshmend.cli.options import IntendedOption, JsonOption, WrapOption, read_wrap
 from meshmend.cli.terminal import plain, print_line, terminal
 from meshmend.cost import find_hardware
@@ -39,17 +39,16 @@ def command(
 
     Example: meshmend machine cluster.yaml
     """
-    with exit_on_error(json):
-        if shape is None and wrap != "none":
-            raise ParameterError("--wrap goes with --shape: give both, or neither.")
-        wraps = False if shape is None else read_wrap(wrap, len(parse_shape(shape)))
-        machine = read_machine(file, intended=intended, shape=shape, wrap=wraps)
-        if machine.hardware is not None:
-            find_hardware(machine.hardware)  # a name that is not known would fail in the next command
-        if json:
-            print_json(_facts(machine, _next(machine, file, intended)))
-        else:
-            _show(machine, _next(machine, file, intended))
+    if shape is None and wrap != "none":
+        raise ParameterError("--wrap goes with --shape: give both, or neither.")
+    wraps = False if shape is None else read_wrap(wrap, len(parse_shape(shape)))
+    machine = read_machine(file, intended=intended, shape=shape, wrap=wraps)
+    if machine.hardware is not None:
+        find_hardware(machine.hardware)  # a name that is not known would fail in the next command
+    if json:
+        print_json(_facts(machine, _next(machine, file, intended)))
+    else:
+        _show(machine, _next(machine, file, intended))
 
 
 def _next(machine: Machine, file: Path, intended: Path | None) -> str | None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from meshmend.errors import LaunchError
 from meshmend.extras import require
+from meshmend.launch.environment import check_address
 from meshmend.launch.metrics import serve_metrics
-from meshmend.launch.places import check_address
 
 
 def check_metrics(where: str | None, shared: Path | None) -> str | None:

@@ -236,16 +236,7 @@ class AutoOptions:
     """The payload and hardware to plan for, in commands that use them for nothing else."""
 
     payload: OptionalPayloadOption = None
-    hardware: Annotated[
-        str | None,
-        typer.Option(
-            "--hardware",
-            metavar="NAME",
-            help=f"Hardware to plan for: one of {', '.join(PRESETS)}.",
-            show_default=DEFAULT_HARDWARE,
-            autocompletion=complete_hardware,
-        ),
-    ] = None
+    hardware: HardwareOption = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from meshmend.cli.common import exit_on_error, mesh_facts, print_facts, print_json
+from meshmend.cli.common import forecast_facts, mesh_facts, print_facts, print_json
 from meshmend.cli.options import (
     CollectiveOption,
     HoleOptions,
@@ -28,10 +28,10 @@ from meshmend.cli.options import (
     load_plan,
 )
 from meshmend.cli.outputs import SCHEDULES, check_output
-from meshmend.cli.pricing import forecast_facts, hardware_facts
 from meshmend.cli.terminal import approved, plain, print_rows, working
 from meshmend.cost import Forecast, busiest_link_load, predict
-from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
+from meshmend.cost.hardware import hardware_facts
+from meshmend.cost.units import format_bytes, name_seconds, parse_bytes
 from meshmend.planning import Auto, Candidate, Choice, Derived, Planner, Tuned, choose, plan
 from meshmend.planning.proven import DEFAULT_PAYLOAD_BYTES
 from meshmend.schedule import Collective, Schedule
@@ -62,51 +62,50 @@ def command(
     Example: meshmend plan 16x32 --fail 4x2@6,8 --payload 102MB --hardware tpu-v3
     Example: meshmend plan plan.npz --payload 1GB --mode asynchronous
     """
-    with exit_on_error(json):
-        check_output("--save", save_to, SCHEDULES)
-        hardware, mode = price.read_hardware(machine), price.read_mode()
-        payload_bytes = DEFAULT_PAYLOAD_BYTES if payload is None else parse_bytes(payload)
-        choice: Choice | None = None
-        started = time.perf_counter()
-        if plan_of is not None and is_file(plan_of):
-            named = [] if planner == Auto.name else ["--planner"]
-            named += [] if collective == Collective.ALL_REDUCE else ["--collective"]
-            named += ["--neighbours-only"] if neighbours_only else []
-            schedule = load_plan(plan_of, *given_options(holes, machine, tuning), *named, proven=False)
-        else:
-            mesh = machine.mesh(plan_of, holes)
-            # Told what to plan for, a planner tunes the parameters that are not given.
-            told = [machine.hardware(None), payload, *(one for one in given_options(price) if one != "--mode")]
-            chosen = tuning.planner(planner, payload, hardware if any(told) else None, collective=collective)
-            with working(f"planning {mesh}", json):
-                if isinstance(chosen, Auto | Tuned) and not neighbours_only:
-                    choice = choose(mesh, chosen)
-                    schedule = choice.schedule
-                else:
-                    schedule = plan(mesh, chosen, verify=False, neighbours_only=neighbours_only)
-        plan_seconds = time.perf_counter() - started
-        with working(f"proving {schedule.n_transfers:,} transfers", json) as tell:
-            proof = verify(schedule)
-            tell("predicting its time, and the bound")
-            forecast = predict(schedule, payload_bytes, hardware, mode=mode)
-        if save_to is not None:
-            save(schedule, save_to)
-        if json:
-            facts = schedule_facts(schedule, proof) | _time_facts(forecast) | {"plan_seconds": plan_seconds}
-            if choice is not None:
-                facts["considered"] = [_candidate_facts(candidate) for candidate in choice.considered]
-            print_json(facts)
-        else:
-            more = {"planned in": name_seconds(plan_seconds)} | ({} if save_to is None else {"saved": plain(save_to)})
-            show_schedule(schedule, proof, more, forecast)
-            if choice is not None:
-                _show_considered(choice)
+    check_output("--save", save_to, SCHEDULES)
+    hardware, mode = price.read_hardware(machine), price.read_mode()
+    payload_bytes = DEFAULT_PAYLOAD_BYTES if payload is None else parse_bytes(payload)
+    choice: Choice | None = None
+    started = time.perf_counter()
+    if plan_of is not None and is_file(plan_of):
+        named = [] if planner == Auto.name else ["--planner"]
+        named += [] if collective == Collective.ALL_REDUCE else ["--collective"]
+        named += ["--neighbours-only"] if neighbours_only else []
+        schedule = load_plan(plan_of, *given_options(holes, machine, tuning), *named, proven=False)
+    else:
+        mesh = machine.mesh(plan_of, holes)
+        # Told what to plan for, a planner tunes the parameters that are not given.
+        told = [machine.hardware(None), payload, *(one for one in given_options(price) if one != "--mode")]
+        chosen = tuning.planner(planner, payload, hardware if any(told) else None, collective=collective)
+        with working(f"planning {mesh}", json):
+            if isinstance(chosen, Auto | Tuned) and not neighbours_only:
+                choice = choose(mesh, chosen)
+                schedule = choice.schedule
+            else:
+                schedule = plan(mesh, chosen, verify=False, neighbours_only=neighbours_only)
+    plan_seconds = time.perf_counter() - started
+    with working(f"proving {schedule.n_transfers:,} transfers", json) as tell:
+        proof = verify(schedule)
+        tell("predicting its time, and the bound")
+        forecast = predict(schedule, payload_bytes, hardware, mode=mode)
+    if save_to is not None:
+        save(schedule, save_to)
+    if json:
+        facts = schedule_facts(schedule, proof) | _time_facts(forecast) | {"plan_seconds": plan_seconds}
+        if choice is not None:
+            facts["considered"] = [_candidate_facts(candidate) for candidate in choice.considered]
+        print_json(facts)
+    else:
+        more = {"planned in": name_seconds(plan_seconds)} | ({} if save_to is None else {"saved": plain(save_to)})
+        show_schedule(schedule, proof, more, forecast)
+        if choice is not None:
+            _show_considered(choice)
 
 
 def _time_facts(forecast: Forecast) -> dict[str, Any]:
     return {
         "payload_bytes": forecast.payload_bytes,
-        "hardware": hardware_facts(forecast.hardware),
+        "hardware": hardware_facts(forecast.hardware)["hardware"],
         "mode": forecast.mode,
         **forecast_facts(forecast),
         "bound": forecast.bound.units,
@@ -120,7 +119,7 @@ def _time_rows(forecast: Forecast) -> dict[str, str | Text]:
     return {
         "time": Text.assemble(
             (name_seconds(forecast.seconds), "bold"),
-            f" for {name_bytes(forecast.payload_bytes)} per chip on {forecast.hardware.name}: ",
+            f" for {format_bytes(forecast.payload_bytes)} per chip on {forecast.hardware.name}: ",
             (f"{forecast.ratio_to_bound:.3f}×", "bold"),
             f" the bound of {name_seconds(forecast.bound_seconds)}",
         ),
@@ -142,7 +141,7 @@ def _candidate_facts(candidate: Candidate) -> dict[str, Any]:
         "parameters": _parameters(candidate.planner),
         "seconds": candidate.seconds,
         "at_least_seconds": candidate.floor_seconds,
-        "why_not": candidate.why_not,
+        "unsupported_reason": candidate.unsupported_reason,
     }
 
 
@@ -164,10 +163,10 @@ def _show_considered(choice: Choice) -> None:
     def outcome(candidate: Candidate) -> str:
         if candidate.seconds is not None:
             return "taken" if candidate is choice.considered[0] else ""
-        return candidate.why_not or "ruled out"
+        return candidate.unsupported_reason or "ruled out"
 
     print_rows(
-        [one for one in choice.considered if one.why_not is not None or time_of(one) is not None],
+        [one for one in choice.considered if one.unsupported_reason is not None or time_of(one) is not None],
         [("considered", _name_candidate), ("time", time_of), ("", outcome)],
         wrapped="",
     )
@@ -175,7 +174,7 @@ def _show_considered(choice: Choice) -> None:
 
 def _name_candidate(candidate: Candidate) -> str:
     """Return a planner and those of its parameters that were chosen; only the planner, if it cannot serve the mesh."""
-    parameters = {} if candidate.why_not is not None else _parameters(candidate.planner)
+    parameters = {} if candidate.unsupported_reason is not None else _parameters(candidate.planner)
     owners = "even" if isinstance(candidate.planner, Derived) else "any"
     unsaid = {"budget_s": parameters.get("budget_s"), "owners": owners}  # the same in every row, or the default
     given = [

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from meshmend.cli.common import exit_on_error, mesh_facts, print_result
+from meshmend.cli.common import mesh_facts, print_result
 from meshmend.cli.options import (
     AutoOptions,
     HoleOptions,
@@ -23,8 +23,8 @@ from meshmend.cli.options import (
 from meshmend.cli.outputs import check_folder
 from meshmend.cli.terminal import plain, working
 from meshmend.cost import DEFAULT_HARDWARE, find_hardware
-from meshmend.cost.hiding import MAX_UNROLLED
-from meshmend.cost.units import name_bytes, name_seconds, parse_bytes
+from meshmend.cost.overlap import MAX_UNROLLED
+from meshmend.cost.units import format_bytes, name_seconds, parse_bytes
 from meshmend.errors import CacheWarning, LoweringError, MeshError, ParameterError, PlanError
 from meshmend.planning import Auto, PlanCache, StepDemands, Workload
 from meshmend.planning.cache import PREPARED_BUDGET_S
@@ -32,7 +32,7 @@ from meshmend.planning.proven import DEFAULT_PAYLOAD_BYTES
 from meshmend.schedule import Collective
 from meshmend.topology import Mesh, Region, all_placements, name_shape, parse_shape
 
-WAYS = (Collective.ALL_REDUCE.value, Collective.ALL_REDUCE_WITH_TURN.value, Collective.ALL_GATHER.value)
+WAYS = (Collective.ALL_REDUCE.value, Collective.ALL_REDUCE_WITH_UPDATE.value, Collective.ALL_GATHER.value)
 """What a step may run: a replicated update, a fused one, sharded parameters."""
 
 
@@ -70,62 +70,61 @@ def command(
 
     Example: meshmend prepare 16x32 --host 4x2 --shared shared
     """
-    with exit_on_error(json):
-        mesh = holes.mesh(shape)
-        hosts = _hosts(mesh, host)
-        store = PlanCache(shared / "plans" if cache is None and shared is not None else cache)
-        check_folder("--cache", store.folder, make=True)
-        budget_s = PREPARED_BUDGET_S if tuning.budget is None else tuning.budget
-        demands = _demands(shared, planner, auto, collective, tile)
-        given = {"orientation": tuning.orientation, "segments": tuning.segments, "chunks": tuning.chunks}
-        parameters = {key: value for key, value in given.items() if value is not None}
-        ready, refused = 0, {}
-        started = time.perf_counter()
-        with working("planning", json, total=len(hosts) + 1) as tell:
-            for lost in (None, *hosts):
-                tell(f"planning for the loss of {lost}" if lost else "planning the healthy mesh")
-                try:
-                    survivors = mesh.fail(lost) if lost else mesh
-                    # The table reports the cache's warnings: a plan that is in the cache is ready, whatever they say.
-                    with warnings.catch_warnings(record=True) as warned:
-                        warnings.simplefilter("always", CacheWarning)
-                        demands.plan(
-                            survivors, cache=store, budget_s=budget_s, neighbours_only=neighbours_only, **parameters
-                        )
-                    unkept = [str(word.message) for word in warned if "not kept" in str(word.message)]
-                    if unkept:
-                        refused[str(lost or "nothing")] = " ".join(unkept)
-                    else:
-                        ready += 1
-                except (LoweringError, MeshError, PlanError) as error:
-                    refused[str(lost or "nothing")] = error.why if isinstance(error, PlanError) else str(error)
-                tell(advance=1)
-        seconds = time.perf_counter() - started
-        facts = {
-            **mesh_facts(mesh),
-            "host": host,
-            "planner": demands.planner,
-            "payload_bytes": demands.workload.payload_bytes,
-            "collective": demands.workload.collective.value,
-            "tile": demands.tile,
-            "hardware": demands.hardware.name,
-            "plans": ready,
-            "refused": refused,
-            "cache": str(store.folder),
-            "seconds": seconds,
-        }
-        print_result(
-            json,
-            facts,
-            f"plans for {mesh} and for the loss of each of its {len(hosts)} hosts",
-            {
-                "planned for": _planned_for(demands),
-                "ready": Text.assemble((f"{ready}", "green"), f" of {len(hosts) + 1}"),
-                "no plan": "\n".join(f"{lost}: {why}" for lost, why in refused.items()) or "none",
-                "kept in": plain(store.folder),
-                "took": name_seconds(seconds),
-            },
-        )
+    mesh = holes.mesh(shape)
+    hosts = _hosts(mesh, host)
+    store = PlanCache(shared / "plans" if cache is None and shared is not None else cache)
+    check_folder("--cache", store.folder, make=True)
+    budget_s = PREPARED_BUDGET_S if tuning.budget is None else tuning.budget
+    demands = _demands(shared, planner, auto, collective, tile)
+    given = {"orientation": tuning.orientation, "segments": tuning.segments, "chunks": tuning.chunks}
+    parameters = {key: value for key, value in given.items() if value is not None}
+    ready, refused = 0, {}
+    started = time.perf_counter()
+    with working("planning", json, total=len(hosts) + 1) as tell:
+        for lost in (None, *hosts):
+            tell(f"planning for the loss of {lost}" if lost else "planning the healthy mesh")
+            try:
+                survivors = mesh.fail(lost) if lost else mesh
+                # The table reports the cache's warnings: a plan that is in the cache is ready, whatever they say.
+                with warnings.catch_warnings(record=True) as warned:
+                    warnings.simplefilter("always", CacheWarning)
+                    demands.plan(
+                        survivors, cache=store, budget_s=budget_s, neighbours_only=neighbours_only, **parameters
+                    )
+                unkept = [str(word.message) for word in warned if "not kept" in str(word.message)]
+                if unkept:
+                    refused[str(lost or "nothing")] = " ".join(unkept)
+                else:
+                    ready += 1
+            except (LoweringError, MeshError, PlanError) as error:
+                refused[str(lost or "nothing")] = error.why if isinstance(error, PlanError) else str(error)
+            tell(advance=1)
+    seconds = time.perf_counter() - started
+    facts = {
+        **mesh_facts(mesh),
+        "host": host,
+        "planner": demands.planner,
+        "payload_bytes": demands.workload.payload_bytes,
+        "collective": demands.workload.collective.value,
+        "tile": demands.tile,
+        "hardware": demands.hardware.name,
+        "plans": ready,
+        "refused": refused,
+        "cache": str(store.folder),
+        "seconds": seconds,
+    }
+    print_result(
+        json,
+        facts,
+        f"plans for {mesh} and for the loss of each of its {len(hosts)} hosts",
+        {
+            "planned for": _planned_for(demands),
+            "ready": Text.assemble((f"{ready}", "green"), f" of {len(hosts) + 1}"),
+            "no plan": "\n".join(f"{lost}: {why}" for lost, why in refused.items()) or "none",
+            "kept in": plain(store.folder),
+            "took": name_seconds(seconds),
+        },
+    )
 
 
 def _demands(shared: Path | None, planner: str, auto: AutoOptions, collective: str, tile: str | None) -> StepDemands:
@@ -152,7 +151,7 @@ def _demands(shared: Path | None, planner: str, auto: AutoOptions, collective: s
 
 def _planned_for(demands: StepDemands) -> str:
     tiles = "" if demands.tile is None else f" between tiles of {demands.tile} chips"
-    size = name_bytes(demands.workload.payload_bytes)
+    size = format_bytes(demands.workload.payload_bytes)
     return f"{demands.workload.collective.value} of {size}{tiles}, {demands.hardware.name}"
 
 

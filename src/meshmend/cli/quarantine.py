@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshmend.cli.common import exit_on_error, print_json
+from meshmend.cli.common import print_json
 from meshmend.cli.options import JsonOption
 from meshmend.cli.root import Command, CommandGroup
 from meshmend.cli.terminal import plain, print_line, print_rows
@@ -42,15 +42,14 @@ def list_entries(
 
     Example: meshmend quarantine list shared
     """
-    with exit_on_error(json):
-        entries = _open(folder)
-        found = [_facts(entry) for entry in (entries.read() if every else entries.active())]
-        if json:
-            print_json({"folder": str(folder), "entries": found})
-        elif found:
-            _show(found)
-        else:
-            print_line(f"Nothing is in quarantine in {plain(folder)}.")
+    entries = _open(folder)
+    found = [_facts(entry) for entry in (entries.read() if every else entries.active())]
+    if json:
+        print_json({"folder": str(folder), "entries": found})
+    elif found:
+        _show(found)
+    else:
+        print_line(f"Nothing is in quarantine in {plain(folder)}.")
 
 
 @app.command("add", cls=Command)
@@ -65,19 +64,18 @@ def add(
 
     Example: meshmend quarantine add shared 2,3 --why "fails the burn-in" --for 30d
     """
-    with exit_on_error(json):
-        entries, hosts = _open(folder), find_machine(folder)
-        for_s = parse_duration(length)
-        wanted = [Suspect.parse(text) for text in suspects]
-        if hosts is not None:  # all of them or none
-            for suspect in wanted:
-                suspect.check(hosts.shape, len(hosts))
-        made = [_facts(entries.add(one, why=why or "added by hand", for_s=for_s, hosts=hosts)) for one in wanted]
-        if json:
-            print_json({"folder": str(folder), "entries": made})
-        else:
-            _show(made)
-            print_line(CHANGES)
+    entries, hosts = _open(folder), find_machine(folder)
+    for_s = parse_duration(length)
+    wanted = [Suspect.parse(text) for text in suspects]
+    if hosts is not None:  # all of them or none
+        for suspect in wanted:
+            suspect.check(hosts.shape, len(hosts))
+    made = [_facts(entries.add(one, why=why or "added by hand", for_s=for_s, hosts=hosts)) for one in wanted]
+    if json:
+        print_json({"folder": str(folder), "entries": made})
+    else:
+        _show(made)
+        print_line(CHANGES)
 
 
 @app.command("clear", cls=Command)
@@ -87,23 +85,22 @@ def clear(
     every: Annotated[bool, typer.Option("--all", help="Everything that is listed.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Take suspects off the list: they were tested or replaced. Signs against them count no longer.
+    """Take suspects off the list: they were tested or replaced. Observations against them count no longer.
 
     Example: meshmend quarantine clear shared 2,3
     """
-    with exit_on_error(json):
-        if every == bool(suspects):
-            raise ParameterError("Which ones? Give suspects, as in 2,3, or --all.")
-        wanted = [Suspect.parse(text) for text in suspects or ()]
-        gone = _open(folder).clear(None if every else wanted)
-        if json:
-            print_json({"folder": str(folder), "cleared": [_facts(entry) for entry in gone]})
-        elif names := [str(entry.suspect) for entry in gone] + [
-            f"{one} (of signs)" for one in wanted if one not in {entry.suspect for entry in gone}
-        ]:
-            print_line(f"Cleared: {', '.join(names)}. {CHANGES}")
-        else:
-            print_line(f"Nothing was in quarantine in {plain(folder)}.")
+    if every == bool(suspects):
+        raise ParameterError("Which ones? Give suspects, as in 2,3, or --all.")
+    wanted = [Suspect.parse(text) for text in suspects or ()]
+    gone = _open(folder).clear(None if every else wanted)
+    if json:
+        print_json({"folder": str(folder), "cleared": [_facts(entry) for entry in gone]})
+    elif names := [str(entry.suspect) for entry in gone] + [
+        f"{one} (of observations)" for one in wanted if one not in {entry.suspect for entry in gone}
+    ]:
+        print_line(f"Cleared: {', '.join(names)}. {CHANGES}")
+    else:
+        print_line(f"Nothing was in quarantine in {plain(folder)}.")
 
 
 def parse_duration(text: str) -> float:

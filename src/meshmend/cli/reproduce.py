@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from meshmend.cli.common import exit_on_error, print_json
+from meshmend.cli.common import print_json
 from meshmend.cli.options import JsonOption
-from meshmend.cli.pricing import hardware_facts
 from meshmend.cli.terminal import print_rows, terminal, working
+from meshmend.cost.hardware import hardware_facts
 from meshmend.cost.units import name_rate, name_seconds, parse_seconds
 from meshmend.study.reproduce import CaseResult, Reproduction, Timed, reproduce
 
@@ -32,23 +32,22 @@ def command(
 
     Example: meshmend reproduce --resnet-compute 29.5ms
     """
-    with exit_on_error(json):
-        with working("planning", json) as working_on:
-            found = reproduce(
-                resnet_compute_s=None if resnet_compute is None else parse_seconds(resnet_compute),
-                bert_compute_s=None if bert_compute is None else parse_seconds(bert_compute),
-                on_plan=working_on,
-            )
-        if json:
-            print_json(
-                {
-                    "fitted_hardware": hardware_facts(found.hardware),
-                    "inputs": [{"name": name, "value": value, "source": why} for name, value, why in found.inputs],
-                    "cases": [_facts(outcome) for outcome in found.outcomes],
-                }
-            )
-        else:
-            _show(found)
+    with working("planning", json) as working_on:
+        found = reproduce(
+            resnet_compute_s=None if resnet_compute is None else parse_seconds(resnet_compute),
+            bert_compute_s=None if bert_compute is None else parse_seconds(bert_compute),
+            on_plan=working_on,
+        )
+    if json:
+        print_json(
+            {
+                "fitted_hardware": hardware_facts(found.hardware)["hardware"],
+                "inputs": [{"name": name, "value": value, "source": why} for name, value, why in found.inputs],
+                "cases": [_facts(outcome) for outcome in found.outcomes],
+            }
+        )
+    else:
+        _show(found)
 
 
 def _facts(outcome: CaseResult) -> dict[str, Any]:

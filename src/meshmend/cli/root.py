@@ -44,10 +44,15 @@ def _without_types(params: list[Any]) -> list[Any]:
 
 
 class Command(TyperCommand):
-    """A command, with help that is wrapped to the terminal."""
+    """A command, with help that is wrapped to the terminal, whose errors are one line, or with `--json` one object."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings | {"help": reflowed(settings.get("help"))})
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run it."""
+        with exit_on_error(ctx.params.get("json", False)):
+            return super().invoke(ctx)
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return what it takes, with `--help`."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from meshmend.cli.common import exit_on_error, mesh_facts, print_result
+from meshmend.cli.common import mesh_facts, print_result
 from meshmend.cli.options import HoleOptions, JsonOption, ShapeArgument
 from meshmend.cli.terminal import approved
 from meshmend.errors import ParameterError, name_chip
@@ -39,25 +39,24 @@ def command(
 
     Example: meshmend route 8x8 --fail 2x2@2,2 --from 2,1 --to 2,4
     """
-    with exit_on_error(json):
-        mesh = holes.mesh(shape)
-        if (from_ is None) != (to is None):
-            raise ParameterError("--from and --to go together: give both for one route, neither for all pairs.")
-        if scheme is not None and channels is not None:
-            raise ParameterError("--channels limits the choice of a scheme; with --scheme there is nothing to choose.")
-        routes, proof = choose(mesh, max_channels=channels) if scheme is None else route(mesh, scheme)
-        if from_ is not None and to is not None:
-            what, (found, shown) = "route", _one(routes, parse_chip(from_), parse_chip(to))
-        else:
-            what, (found, shown) = "routes", _all(routes)
-        facts = {
-            **mesh_facts(mesh),
-            "scheme": routes.scheme,
-            "virtual_channels": routes.n_channels,
-            "deadlock_free": proof.deadlock_free,
-            "dependencies": proof.n_dependencies,
-        }
-        print_result(json, facts | found, f"{routes.scheme} {what} on {mesh}", shown | {"proof": approved(proof)})
+    mesh = holes.mesh(shape)
+    if (from_ is None) != (to is None):
+        raise ParameterError("--from and --to go together: give both for one route, neither for all pairs.")
+    if scheme is not None and channels is not None:
+        raise ParameterError("--channels limits the choice of a scheme; with --scheme there is nothing to choose.")
+    routes, proof = choose(mesh, max_channels=channels) if scheme is None else route(mesh, scheme)
+    if from_ is not None and to is not None:
+        what, (found, shown) = "route", _one(routes, parse_chip(from_), parse_chip(to))
+    else:
+        what, (found, shown) = "routes", _all(routes)
+    facts = {
+        **mesh_facts(mesh),
+        "scheme": routes.scheme,
+        "virtual_channels": routes.n_channels,
+        "deadlock_free": proof.deadlock_free,
+        "dependencies": proof.n_dependencies,
+    }
+    print_result(json, facts | found, f"{routes.scheme} {what} on {mesh}", shown | {"proof": approved(proof)})
 
 
 Rows = dict[str, str | Text]

@@ -7,10 +7,13 @@ import re
 import signal
 import tempfile
 import time
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -21,12 +24,13 @@ from meshmend.cli.store import JobOption, SecretOption
 from meshmend.cli.terminal import plain, print_line
 from meshmend.errors import LaunchError
 from meshmend.extras import require
+from meshmend.launch.environment import find_host_index, find_hosts, find_job, find_secret, find_store
+from meshmend.launch.goodput import rounds_of
 from meshmend.launch.host import HostDescription
 from meshmend.launch.hosts import Hosts, name_hosts
 from meshmend.launch.job import Event, HostProcesses
 from meshmend.launch.local import LocalJob, timeline_of, worker_environment
-from meshmend.launch.places import find_hosts, find_job, find_place, find_secret, find_store
-from meshmend.launch.story import Story
+from meshmend.launch.watching import Watch
 
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
 WATCH_S = 0.1
@@ -67,8 +71,9 @@ def command(
     shared: Annotated[
         Path | None, typer.Option("--shared", metavar="DIR", help="A folder that all hosts see: caches, timelines.")
     ] = None,
-    place: Annotated[
-        str | None, typer.Option("--place", metavar="N|r,c", help="Which host this is. [default: Slurm's, JobSet's]")
+    host_index: Annotated[
+        str | None,
+        typer.Option("--host-index", metavar="N|r,c", help="Which host this is. [default: Slurm's, JobSet's]"),
     ] = None,
     kill: Annotated[
         list[str] | None,
@@ -99,57 +104,96 @@ def command(
     Example: meshmend run --local 4x8 --host 4x2 --kill 1@20 train.py
     """
     with exit_on_error(as_json=False):
-        argv = check_script(script)
-        metrics = check_metrics(metrics, shared)
         if described is not None and wrap is not None:
             raise LaunchError(f"{described} already says which axes wrap: leave out --wrap {wrap}.")
-        described = None if described is None else described.absolute()
-        wraps = wrap or os.environ.get("MESHMEND_WRAP")
-        if local is not None:
-            if store or place or shape:
-                raise LaunchError(
-                    "--local brings its own store, places and shape: leave out --store, --place, --shape."
-                )
-            machine = Hosts.described(local, host or local, machine=described, wrap=wraps)
-            kills = [parse_kill(text, len(machine)) for text in kill or ()]
-            least, most = find_hosts(hosts, len(machine))
-            if most != len(machine):
-                raise LaunchError(f"--hosts is {hosts!r}, but --local {local} makes {len(machine)} hosts.")
-            _prepare()
-            options = {"least": least, "max_restarts": restarts, "warm": not cold, "machine": described}
-            with serving(metrics, shared):
-                _run_locally(argv, machine, shared, kills, options)
-            return
-        if kill:
-            raise LaunchError("--kill is for jobs on this machine: give --local, or kill a host by hand.")
-        # With a description alone, devices report where they are, as a TPU's do.
-        if (shape is not None and host is None) or (host is not None and shape is None and described is None):
-            raise LaunchError("--shape and --host belong together: the machine's mesh, and the chips of one host.")
-        machine_or_none = None if host is None else Hosts.described(shape, host, machine=described, wrap=wraps)
-        here = find_place(place)
-        number = machine_or_none.number(here) if machine_or_none is not None else _number(here)
-        what = HostDescription(
-            argv=argv,
-            store=find_store(store),
-            host=number,
-            hosts=find_hosts(hosts, None if machine_or_none is None else len(machine_or_none)),
-            job=find_job(job),
-            machine="" if machine_or_none is None else str(machine_or_none),
-            environment=worker_environment(machine_or_none, number, shared and shared.absolute(), described),
-            timeline="" if shared is None else str(timeline_of(shared.absolute(), number)),
-            address=address or "",
+        asked = _Asked(
+            argv=check_script(script),
+            shared=shared,
+            shape=local or shape,
+            host=host,
+            machine=None if described is None else described.absolute(),
+            wrap=wrap or os.environ.get("MESHMEND_WRAP"),
+            hosts=hosts,
             max_restarts=restarts,
             warm=not cold,
         )
-        _prepare()
+        metrics = check_metrics(metrics, shared)
+        if local is not None:
+            if store or host_index or shape:
+                raise LaunchError(
+                    "--local brings its own store, hosts and shape: leave out --store, --host-index, --shape."
+                )
+            run = _local_job(asked, kill or ())
+        else:
+            if kill:
+                raise LaunchError("--kill is for jobs on this machine: give --local, or kill a host by hand.")
+            run = _host_of_cluster(asked, host_index, store, job, secret_file, address)
+        require("jax", "orbax", "grain", needed_for="`meshmend run`", extra="launch")
+        # Schedulers end a job by SIGTERM: it leaves in order then, as after Ctrl-C.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         with serving(metrics, shared):
-            _run_here(what, find_secret(secret_file))
+            run()
 
 
-def _prepare() -> None:
-    require("jax", "orbax", "grain", needed_for="`meshmend run`", extra="launch")
-    # Schedulers end a job by SIGTERM: it leaves in order then, as after Ctrl-C.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+@dataclass(frozen=True)
+class _Asked:
+    """What jobs on this machine and on a cluster are both given."""
+
+    argv: list[str]
+    shared: Path | None
+    shape: str | None
+    host: str | None
+    machine: Path | None
+    wrap: str | None
+    hosts: str | None
+    max_restarts: int
+    warm: bool
+
+    def cut(self, host: str) -> Hosts:
+        """Return the hosts of the machine, each with so many chips."""
+        return Hosts.described(self.shape, host, machine=self.machine, wrap=self.wrap)
+
+
+def _local_job(asked: _Asked, kill: Iterable[str]) -> Callable[[], None]:
+    """Return what runs a whole job on this machine."""
+    machine = asked.cut(asked.host or str(asked.shape))
+    kills = [parse_kill(text, len(machine)) for text in kill]
+    least, most = find_hosts(asked.hosts, len(machine))
+    if most != len(machine):
+        raise LaunchError(f"--hosts is {asked.hosts!r}, but --local {asked.shape} makes {len(machine)} hosts.")
+    return partial(_run_locally, asked, machine, least, kills)
+
+
+def _host_of_cluster(
+    asked: _Asked,
+    host_index: str | None,
+    store: str | None,
+    job: str | None,
+    secret_file: Path | None,
+    address: str | None,
+) -> Callable[[], None]:
+    """Return what runs this host of a job."""
+    host, described, shared = asked.host, asked.machine is not None, asked.shared and asked.shared.absolute()
+    # With a description alone, devices report where they are, as a TPU's do.
+    if (host is None and asked.shape is not None) or (host is not None and asked.shape is None and not described):
+        raise LaunchError("--shape and --host belong together: the machine's mesh, and the chips of one host.")
+    machine = None if host is None else asked.cut(host)
+    here = find_host_index(host_index)
+    number = _number(here) if machine is None else machine.number(here)
+    what = HostDescription(
+        argv=asked.argv,
+        store=find_store(store),
+        host=number,
+        hosts=find_hosts(asked.hosts, None if machine is None else len(machine)),
+        job=find_job(job),
+        machine="" if machine is None else str(machine),
+        environment=worker_environment(machine, number, shared, asked.machine),
+        timeline="" if shared is None else str(timeline_of(shared, number)),
+        address=address or "",
+        max_restarts=asked.max_restarts,
+        warm=asked.warm,
+    )
+    return partial(_run_here, what, find_secret(secret_file))
 
 
 def check_script(words: list[str]) -> list[str]:
@@ -187,10 +231,12 @@ def parse_kill(text: str, n_hosts: int) -> Kill:
     return Kill(host, step)
 
 
-def _number(place: str) -> int:
-    if not place.isdecimal():
-        raise LaunchError(f"--place is {place!r}: without --shape and --host, a host is given by its number, as in 5.")
-    return int(place)
+def _number(host_index: str) -> int:
+    if not host_index.isdecimal():
+        raise LaunchError(
+            f"--host-index is {host_index!r}: without --shape and --host, a host is given by its number, as in 5."
+        )
+    return int(host_index)
 
 
 class Screen:
@@ -222,9 +268,9 @@ class Screen:
             said = f"round {event['number']}: {name_hosts(starting)} {'starts' if len(starting) == 1 else 'start'}"
             waits = f"; {name_hosts(waiting)} {'waits' if len(waiting) == 1 else 'wait'}, cut off from them"
             self.say(said + waits * bool(waiting))
-        elif kind == "store" and event["say"] == "stop":
+        elif kind == "store" and event["type"] == "stop":
             self.say(f"round {event['number']} ends: {event['why']}", "bold yellow")
-        elif kind == "store" and event["say"] == "unreachable":
+        elif kind == "store" and event["type"] == "unreachable":
             self.say(f"host {host} cannot reach the store ({event['why']}); it tries again", "bold yellow")
         elif kind == "short":
             here = event["hosts"]
@@ -260,57 +306,65 @@ def _why(screen: Screen, statuses: dict[int, int]) -> str:
     return f"Host {host} ended with status {status}; what it wrote is above."
 
 
-def _run_locally(argv: list[str], machine: Hosts, shared: Path | None, kills: list[Kill], options: Any) -> None:
-    screen = Screen(len(machine))
+def _run_locally(asked: _Asked, machine: Hosts, least: int, kills: list[Kill]) -> None:
+    screen, began = Screen(len(machine)), time.time()
     with ExitStack() as stack:
-        folder = shared or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshmend-")))
-        story = Story(timeline_of(folder.absolute(), host) for host in range(len(machine)))
-        story.read()
+        folder = (asked.shared or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshmend-")))).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        job, left, killed = Watch(folder), list(kills), list[tuple[Kill, float]]()
         screen.say(f"{machine}: {len(machine)} host{'s' * (len(machine) != 1)} on this machine, files in {folder}")
-        running = stack.enter_context(
-            LocalJob(argv, machine, folder.absolute(), on_line=screen.line, on_event=screen.event, **options)
+        hosts = LocalJob(
+            asked.argv,
+            machine,
+            folder,
+            least=least,
+            max_restarts=asked.max_restarts,
+            warm=asked.warm,
+            machine=asked.machine,
+            on_line=screen.line,
+            on_event=screen.event,
         )
+        running = stack.enter_context(hosts)
         running.start()
-        left, killed = list(kills), list[tuple[Kill, float]]()
-
-        def watch() -> None:
-            story.read()
-            for one in [each for each in left if story.step_of(each.host) >= each.step]:
+        while running.running:
+            job.read()
+            for one in [each for each in left if _steps_of(job, each.host, began) >= each.step]:
                 left.remove(one)
                 if one.host in running.running:
                     killed.append((one, running.kill(one.host)))
-                    screen.say(
-                        f"host {one.host} is killed after step {story.step_of(one.host)}, its memory is lost",
-                        "bold red",
-                    )
-
-        while running.running:
-            watch()
-            running.processes.watch(WATCH_S)
-        story.read()
-        statuses = running.processes.statuses
-        _summarise(screen, story, machine, killed, left)
-        if any(statuses.values()):
-            raise LaunchError(_why(screen, statuses))
+                    step = _steps_of(job, one.host, began)
+                    screen.say(f"host {one.host} is killed after step {step}, its memory is lost", "bold red")
+            running.watch(WATCH_S)
+        job.read()
+        _summarise(screen, job, began, killed, left)
+        if any(running.processes.statuses.values()):
+            raise LaunchError(_why(screen, running.processes.statuses))
 
 
-def _summarise(
-    screen: Screen, story: Story, machine: Hosts, killed: list[tuple[Kill, float]], left: list[Kill]
-) -> None:
-    dead: set[int] = set()
+def _steps_of(job: Watch, host: int, since: float) -> int:
+    """Return the last step that a host has done in its last round, 0 if it has done none there since then."""
+    last = job.latest.get(str(host))
+    step = 0 if last is None or last.started < since else max(last.last, last.kept)
+    return step if last is not None and step > last.resumed else 0
+
+
+def _summarise(screen: Screen, job: Watch, began: float, killed: list[tuple[Kill, float]], left: list[Kill]) -> None:
     for one, at in killed:
-        dead.add(one.host)
-        recovery = story.recovery(machine.largest_group(set(range(len(machine))) - dead), at)
-        if recovery is None:
+        found = job.recovery(at)
+        if found is None:
             screen.say(f"host {one.host} was killed after step {one.step}; no step was done without it", "bold red")
             continue
+        recovery, step = found
         stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in recovery.stages_s.items() if seconds >= 0.05)
         screen.say(
             f"host {one.host} was killed after step {one.step}: the others resumed from step {recovery.resumed} "
-            f"({recovery.source}) and had done step {recovery.step} {recovery.total_s:.1f} s later ({stages})"
+            f"({recovery.source}) and had done step {step} {recovery.total_s:.1f} s later ({stages})"
         )
     for one in left:
-        screen.say(f"host {one.host} was not killed: the job ended after step {story.step_of(one.host)}", "bold yellow")
-    if story.step:
-        chips = ", then ".join(map(str, story.meshes))
-        screen.say(f"{story.step} step{'s' * (story.step != 1)} on {chips} chips in {time.time() - story.began:.0f} s")
+        screen.say(
+            f"host {one.host} was not killed: the job ended after step {_steps_of(job, one.host, began)}", "bold yellow"
+        )
+    rounds = [one for one in rounds_of(job.histories.values()) if one.started > began]
+    if rounds:
+        step, chips = rounds[-1].last, ", then ".join(str(n) for n, _ in groupby(one.chips for one in rounds))
+        screen.say(f"{step} step{'s' * (step != 1)} on {chips} chips in {time.time() - began:.0f} s")

@@ -10,12 +10,11 @@ from typing import Annotated
 
 import typer
 
-from meshmend.cli.common import exit_on_error
 from meshmend.cli.terminal import plain
 from meshmend.errors import LaunchError
+from meshmend.launch.environment import check_address, find_job, find_secret
 from meshmend.launch.membership import Membership
 from meshmend.launch.messages import DEFAULT_PORT
-from meshmend.launch.places import check_address, find_job, find_secret
 from meshmend.launch.processes import raise_file_limit
 from meshmend.launch.store import Store
 
@@ -43,17 +42,16 @@ def command(
 
     Example: meshmend store --listen 10.0.0.7:29400 --secret-file secret
     """
-    with exit_on_error(as_json=False):
-        address, port = check_address(listen, "--listen").rsplit(":", 1)
-        name, secret = find_job(job), find_secret(secret_file)
+    address, port = check_address(listen, "--listen").rsplit(":", 1)
+    name, secret = find_job(job), find_secret(secret_file)
 
-        def tell(line: str) -> None:
-            # Past the buffer of sys.stdout: what that cannot write it tries to write at the end, and fails or hangs.
-            text = f"{time.strftime('%H:%M:%S')} {plain(line)}\n"
-            os.write(sys.stdout.fileno(), text.encode(sys.stdout.encoding, sys.stdout.errors or "strict"))
+    def log(line: str) -> None:
+        # Past the buffer of sys.stdout: what that cannot write it tries to write at the end, and fails or hangs.
+        text = f"{time.strftime('%H:%M:%S')} {plain(line)}\n"
+        os.write(sys.stdout.fileno(), text.encode(sys.stdout.encoding, sys.stdout.errors or "strict"))
 
-        raise_file_limit()
-        with Store(Membership(), job=name, secret=secret, address=address, port=int(port), tell=tell) as store:
-            over = store.serve()
-        if not over["ok"]:
-            raise LaunchError(f"The job failed: {over['why']}.")
+    raise_file_limit()
+    with Store(Membership(), job=name, secret=secret, address=address, port=int(port), log=log) as store:
+        over = store.serve()
+    if not over["ok"]:
+        raise LaunchError(f"The job failed: {over['why']}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,8 +29,10 @@ MAX_DAYS = 36_500
 
 Logged = tuple[FailureLog, tuple[Rates, ...]]
 """A log, and its rates."""
-RATES = ("mtbf_chip", "mtbf_board", "mtbf_host", "repair_chip", "repair_board", "repair_host")
+RATES = ("mtbf_chip_h", "mtbf_board_h", "mtbf_host_h", "repair_chip_h", "repair_board_h", "repair_host_h")
 """Options that a log replaces; of parts that it has no repairs of, the time to repair stays."""
+AS_GIVEN = ({field.name for field in fields(Assumptions)} | set(RATES)) - {"host", "cube", "slice_shape", "hardware"}
+"""Options that are assumptions as they are, under the same names."""
 
 
 def _hours(what: str, name: str) -> Any:
@@ -55,12 +57,12 @@ class StudyOptions:
     runs: Annotated[
         int, typer.Option("--runs", metavar="N", min=1, help="Independent runs; more runs give narrower intervals.")
     ] = 20
-    mtbf_chip: Annotated[float, _hours("Mean time between failures of a chip; inf: never.", "mtbf-chip")] = 85_000
-    mtbf_board: Annotated[float, _hours("The same of a board, not counting its chips.", "mtbf-board")] = 150_000
-    mtbf_host: Annotated[float, _hours("The same of a host, not counting its boards.", "mtbf-host")] = 19_000
-    repair_chip: Annotated[float, _hours("Mean time to repair a chip.", "repair-chip")] = 24.0
-    repair_board: Annotated[float, _hours("Mean time to repair a board.", "repair-board")] = 24.0
-    repair_host: Annotated[float, _hours("Mean time to repair a host.", "repair-host")] = 24.0
+    mtbf_chip_h: Annotated[float, _hours("Mean time between failures of a chip; inf: never.", "mtbf-chip")] = 85_000
+    mtbf_board_h: Annotated[float, _hours("The same of a board, not counting its chips.", "mtbf-board")] = 150_000
+    mtbf_host_h: Annotated[float, _hours("The same of a host, not counting its boards.", "mtbf-host")] = 19_000
+    repair_chip_h: Annotated[float, _hours("Mean time to repair a chip.", "repair-chip")] = 24.0
+    repair_board_h: Annotated[float, _hours("Mean time to repair a board.", "repair-board")] = 24.0
+    repair_host_h: Annotated[float, _hours("Mean time to repair a host.", "repair-host")] = 24.0
     log: Annotated[
         Path | None,
         typer.Option(
@@ -71,18 +73,18 @@ class StudyOptions:
         int | None,
         typer.Option("--log-chips", metavar="N", min=1, help="Chips the log is about; default: those of the machine."),
     ] = None
-    quick_repair: Annotated[float, _hours("quick repair: mean time to repair anything.", "quick-repair")] = 4.0
-    checkpoint_minutes: Annotated[
+    quick_repair_h: Annotated[float, _hours("quick repair: mean time to repair anything.", "quick-repair")] = 4.0
+    checkpoint_min: Annotated[
         float, typer.Option("--checkpoint-minutes", metavar="MINUTES", help="Training time between checkpoints.")
     ] = 60.0
-    save_seconds: Annotated[float, _seconds("How long training pauses for a checkpoint.", "save-seconds")] = 30.0
-    copies_seconds: Annotated[
+    save_s: Annotated[float, _seconds("How long training pauses for a checkpoint.", "save-seconds")] = 30.0
+    copies_s: Annotated[
         float, _seconds("With copies in memory, training that a failure loses at most.", "copies-seconds")
     ] = math.inf
-    detect_seconds: Annotated[float, _seconds("Time from a failure to a decision.", "detect-seconds")] = 60.0
-    restart_seconds: Annotated[float, _seconds("Time from a decision to the first step.", "restart-seconds")] = 300.0
-    swap_seconds: Annotated[float, _seconds("hot spares: time to wire a spare in.", "swap-seconds")] = 60.0
-    replan_seconds: Annotated[float, _seconds("fault-tolerant: time to plan round the hole.", "replan-seconds")] = 10.0
+    detect_s: Annotated[float, _seconds("Time from a failure to a decision.", "detect-seconds")] = 60.0
+    restart_s: Annotated[float, _seconds("Time from a decision to the first step.", "restart-seconds")] = 300.0
+    swap_s: Annotated[float, _seconds("hot spares: time to wire a spare in.", "swap-seconds")] = 60.0
+    replan_s: Annotated[float, _seconds("fault-tolerant: time to plan round the hole.", "replan-seconds")] = 10.0
     grow: Annotated[
         str,
         typer.Option(
@@ -97,15 +99,15 @@ class StudyOptions:
     spare_cubes: Annotated[
         int, typer.Option("--spare-cubes", metavar="N", min=0, help="optical cubes: cubes kept ready.")
     ] = 2
-    ocs_seconds: Annotated[float, _seconds("optical cubes: time to reconfigure the switches.", "ocs-seconds")] = 10.0
+    ocs_s: Annotated[float, _seconds("optical cubes: time to reconfigure the switches.", "ocs-seconds")] = 10.0
     slice_shape: Annotated[
         str | None,
         typer.Option("--slice", metavar="HxW", help="elastic slices: chips of a slice; default: half of two axes."),
     ] = None
-    elastic_seconds: Annotated[
+    elastic_s: Annotated[
         float, _seconds("elastic slices: time to go on without a slice, or with it.", "elastic-seconds")
     ] = 30.0
-    replace_slice: Annotated[
+    replace_h: Annotated[
         float | None, _hours("elastic slices: mean time to replace one; default: as a repair.", "replace-slice")
     ] = None
     price: Annotated[float, typer.Option("--price", min=0.0, metavar="$", help="Price per chip-hour.")] = 2.0
@@ -120,7 +122,7 @@ class StudyOptions:
             help="Bytes that a step sums: a job sends 4 per gradient. Default: BERT, 1.34GB.",
         ),
     ] = None
-    compute_seconds: Annotated[
+    compute_s: Annotated[
         float | None,
         typer.Option("--compute-seconds", metavar="S", help="A step without its all-reduce; default: BERT, 0.132."),
     ] = None
@@ -163,7 +165,8 @@ class StudyOptions:
             return None
         for name in RATES:
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                raise ParameterError(f"--{name.replace('_', '-')} and --log both give a rate: leave out one of them.")
+                option = name.removesuffix("_h").replace("_", "-")
+                raise ParameterError(f"--{option} and --log both give a rate: leave out one of them.")
         chips = assumptions.mesh.size if self.log_chips is None else self.log_chips
         log = read_log(self.log)
         sizes = {level.name: math.prod(level.shape) for level in assumptions.levels}
@@ -178,40 +181,20 @@ class StudyOptions:
         mesh = machine.mesh(shape, HoleOptions(wrap=self.wrap, cable_rate=self.cable_rate))
         described = machine.hardware(None)
         driven = JOB_HARDWARE if described is None else through_xla(described)
-        others: dict[str, Any] = {} if self.payload is None else {"payload_bytes": parse_bytes(self.payload)}
-        if self.compute_seconds is not None:
-            others["compute_s"] = self.compute_seconds
+        given: dict[str, Any] = {
+            name: value for name, value in vars(self).items() if name in AS_GIVEN and value is not None
+        }
+        if self.payload is not None:
+            given["payload_bytes"] = parse_bytes(self.payload)
         return Assumptions.of(
             # The simulation makes failures of its own; slow cables stay.
             mesh.whole,
             host=parse_shape(self.host),
             board=None if self.board == "none" else parse_shape(self.board),
-            mtbf_chip_h=self.mtbf_chip,
-            mtbf_board_h=self.mtbf_board,
-            mtbf_host_h=self.mtbf_host,
-            repair_chip_h=self.repair_chip,
-            repair_board_h=self.repair_board,
-            repair_host_h=self.repair_host,
             hardware=self.hardware or driven,
-            quick_repair_h=self.quick_repair,
-            checkpoint_min=self.checkpoint_minutes,
-            save_s=self.save_seconds,
-            detect_s=self.detect_seconds,
-            restart_s=self.restart_seconds,
-            swap_s=self.swap_seconds,
-            replan_s=self.replan_seconds,
-            spares=self.spares,
-            price=self.price,
-            crew_price=self.crew_price,
-            grow=self.grow,
             cube=() if self.cube is None else parse_shape(self.cube),
-            spare_cubes=self.spare_cubes,
-            ocs_s=self.ocs_seconds,
             slice_shape=() if self.slice_shape is None else parse_shape(self.slice_shape),
-            elastic_s=self.elastic_seconds,
-            replace_h=self.replace_slice,
-            copies_s=self.copies_seconds,
-            **others,
+            **given,
         )
 
     def simulate(

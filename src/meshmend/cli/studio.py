@@ -8,13 +8,20 @@ from typing import Annotated
 
 import typer
 
-from meshmend.cli.common import exit_on_error, print_json
-from meshmend.cli.options import HardwareOption, HoleOptions, JsonOption, MachineOptions, PlannerOption
+from meshmend.cli.common import print_json
+from meshmend.cli.options import (
+    HardwareOption,
+    HoleOptions,
+    JsonOption,
+    MachineOptions,
+    PayloadOption,
+    PlannerOption,
+)
 from meshmend.cli.terminal import plain, print_line
 from meshmend.cost import DEFAULT_HARDWARE
 from meshmend.errors import LaunchError
 from meshmend.extras import require
-from meshmend.launch.places import check_address
+from meshmend.launch.environment import check_address
 from meshmend.launch.store import is_loopback
 from meshmend.planning import Auto
 from meshmend.studio import State
@@ -30,9 +37,7 @@ def command(
     *,
     machine: MachineOptions,
     holes: HoleOptions,
-    payload: Annotated[
-        str, typer.Option("--payload", metavar="SIZE", help="Payload per chip: 102MB, 1.34GB, 64MiB.")
-    ] = "100MB",
+    payload: PayloadOption = "100MB",
     hardware: HardwareOption = None,
     planner: PlannerOption = Auto.name,
     listen: Annotated[
@@ -47,26 +52,25 @@ def command(
 
     Example: meshmend studio 16x32 --fail 4x2@6,8 --payload 1GB --hardware tpu-v6e
     """
-    with exit_on_error(json):
-        address, port = check_address(listen, "--listen", DEFAULT_PORT).rsplit(":", 1)
-        require("starlette", "uvicorn", needed_for="meshmend studio", extra="studio")
-        mesh = machine.mesh(shape if shape is not None or machine.machine is not None else "8x8", holes)
-        chosen = machine.hardware(hardware) or DEFAULT_HARDWARE
-        state = State.of(mesh, payload=payload, hardware=chosen, planner=planner)
-        state.mesh, state.payload_bytes, state.made_planner()  # whatever is wrong with them is said here
-        with _listening(address.strip("[]"), int(port)) as server:
-            port = str(server.getsockname()[1])
-            url = f"http://{address}:{port}/#{state.fragment}"
-            if json:
-                print_json({"url": url, "address": address, "port": int(port)})
-            else:
-                print_line(("meshmend studio", "bold"), f"  {plain(url)}")
-                print_line(("Ctrl-C ends it.", "dim"))
-                if not is_loopback(str(server.getsockname()[0])):
-                    print_line(("Everybody who can reach this address can use this machine to plan.", "yellow"))
-            if open_browser:
-                webbrowser.open(url)
-            _serve(server, address)
+    address, port = check_address(listen, "--listen", DEFAULT_PORT).rsplit(":", 1)
+    require("starlette", "uvicorn", needed_for="meshmend studio", extra="studio")
+    mesh = machine.mesh(shape if shape is not None or machine.machine is not None else "8x8", holes)
+    chosen = machine.hardware(hardware) or DEFAULT_HARDWARE
+    state = State.of(mesh, payload=payload, hardware=chosen, planner=planner)
+    state.mesh, state.payload_bytes, state.made_planner()  # whatever is wrong with them is said here
+    with _listening(address.strip("[]"), int(port)) as server:
+        port = str(server.getsockname()[1])
+        url = f"http://{address}:{port}/#{state.fragment}"
+        if json:
+            print_json({"url": url, "address": address, "port": int(port)})
+        else:
+            print_line(("meshmend studio", "bold"), f"  {plain(url)}")
+            print_line(("Ctrl-C ends it.", "dim"))
+            if not is_loopback(str(server.getsockname()[0])):
+                print_line(("Everybody who can reach this address can use this machine to plan.", "yellow"))
+        if open_browser:
+            webbrowser.open(url)
+        _serve(server, address)
 
 
 def _listening(address: str, port: int) -> socket.socket:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshmend.cli.common import exit_on_error, print_json
+from meshmend.cli.common import print_json
 from meshmend.cli.options import JsonOption
 from meshmend.cli.plan import schedule_facts, show_schedule
 from meshmend.cli.terminal import working
@@ -23,11 +23,10 @@ def command(
 
     Example: meshmend verify plan.npz
     """
-    with exit_on_error(json):
-        schedule = load(file)
-        with working(f"proving {schedule.n_transfers:,} transfers", json):
-            proof = verify(schedule)
-        if json:
-            print_json(schedule_facts(schedule, proof))
-        else:
-            show_schedule(schedule, proof, {})
+    schedule = load(file)
+    with working(f"proving {schedule.n_transfers:,} transfers", json):
+        proof = verify(schedule)
+    if json:
+        print_json(schedule_facts(schedule, proof))
+    else:
+        show_schedule(schedule, proof, {})

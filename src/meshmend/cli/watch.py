@@ -19,7 +19,7 @@ from meshmend.cli.metrics import check_metrics, serving
 from meshmend.cli.options import MetricsOption
 from meshmend.cli.terminal import plain, terminal
 from meshmend.errors import Coordinate, LaunchError
-from meshmend.launch.goodput import Restart, TimeAccount
+from meshmend.launch.goodput import Recovery, TimeAccount
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.watching import JobSnapshot, Watch
 from meshmend.quarantine import Suspect
@@ -160,7 +160,7 @@ def time_bar(account: TimeAccount) -> RenderableType:
     return Text.assemble(("badput ", "cyan"), " " + (" · ".join(words) or "none"))
 
 
-def recoveries(found: tuple[Restart, ...]) -> Table:
+def recoveries(found: tuple[Recovery, ...]) -> Table:
     """Return the last recoveries and their stages."""
     table = Table(box=None, pad_edge=False, header_style="cyan")
     for name in ("recovery", "hosts", "resumed", "seconds", "stages"):

@@ -109,10 +109,10 @@ def _serve(free: Floats, server: NDArray[np.integer], release: Floats, work: Flo
     order = np.lexsort((release, server))
     queue = server[order]
     heads = np.flatnonzero(np.diff(queue, prepend=-1))
-    place = np.arange(len(queue)) - np.repeat(heads, np.diff(heads, append=len(queue)))
+    position = np.arange(len(queue)) - np.repeat(heads, np.diff(heads, append=len(queue)))
     begin = np.empty(len(order))
-    for turn in range(int(place.max(initial=-1)) + 1):
-        jobs = order[place == turn]
+    for number in range(int(position.max(initial=-1)) + 1):
+        jobs = order[position == number]
         begin[jobs] = np.maximum(release[jobs], free[server[jobs]])
         free[server[jobs]] = begin[jobs] + work[jobs]
     return begin

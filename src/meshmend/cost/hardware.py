@@ -394,22 +394,16 @@ def parse_hardware(facts: Any, where: str) -> Hardware:
     numbers = {key: _number(found, key, where) for key in ("link_bytes_per_s", *_SECONDS) if key in found}
     if "link_bytes_per_s" not in numbers:
         raise ParameterError(f"{where} does not say link_bytes_per_s, the rate of one link.")
-    width = found.get("links_at_once")
-    if width is not None and (not isinstance(width, int) or isinstance(width, bool)):
-        raise ParameterError(f"{where} has links_at_once {width!r}, expected a whole number, or null for all links.")
-    cores = found.get("shared_cores")
-    if cores is not None and (not isinstance(cores, int) or isinstance(cores, bool)):
-        raise ParameterError(f"{where} has shared_cores {cores!r}, expected a whole number, or null for none.")
-    flags = {key: found.get(key, False) for key in ("runs_lanes", "is_switched")}
-    for key, value in flags.items():
-        if not isinstance(value, bool):
-            raise ParameterError(f"{where} has {key} {value!r}, expected true or false.")
+    for key, none in (("links_at_once", "all links"), ("shared_cores", "none")):
+        if found.get(key) is not None and type(found[key]) is not int:
+            raise ParameterError(f"{where} has {key} {found[key]!r}, expected a whole number, or null for {none}.")
+    for key in ("runs_lanes", "is_switched"):
+        if type(found.get(key, False)) is not bool:
+            raise ParameterError(f"{where} has {key} {found[key]!r}, expected true or false.")
     sources = found.get("sources", {})
     if not isinstance(sources, dict) or not all(isinstance(v, str) and len(v) <= MAX_TEXT for v in sources.values()):
         raise ParameterError(f"{where} has sources that are not short texts by name.")
-    limits = {"links_at_once": width, "shared_cores": cores}
-    values: dict[str, Any] = {**numbers, **flags, **limits, "sources": tuple(sources.items())}
-    return Hardware(name, **values)
+    return Hardware(**{**found, **numbers, "sources": tuple(sources.items())})
 
 
 def _number(found: Mapping[str, Any], key: str, where: str) -> float:

@@ -13,7 +13,7 @@ from meshmend.cost.gap import Gap, decompose
 from meshmend.cost.hardware import DEFAULT_HARDWARE, MODES, Hardware, Mode, find_hardware
 from meshmend.cost.paths import TransferPaths
 from meshmend.cost.step_demand import StepDemand
-from meshmend.cost.units import name_bytes, name_seconds
+from meshmend.cost.units import format_bytes, name_seconds
 from meshmend.errors import Coordinate, ParameterError, name_chip
 from meshmend.schedule import Schedule
 
@@ -81,8 +81,8 @@ class Forecast:
     def __str__(self) -> str:
         phases = ", ".join(f"{name} {name_seconds(seconds)}" for name, seconds in self.by_phase.items())
         return (
-            f"{name_seconds(self.seconds)} for {name_bytes(self.payload_bytes)} on {self.hardware.name} ({self.mode}), "
-            f"{self.ratio_to_bound:.3f}× the bound of {name_seconds(self.bound_seconds)}; {phases}"
+            f"{name_seconds(self.seconds)} for {format_bytes(self.payload_bytes)} on {self.hardware.name} "
+            f"({self.mode}), {self.ratio_to_bound:.3f}× the bound of {name_seconds(self.bound_seconds)}; {phases}"
         )
 
 

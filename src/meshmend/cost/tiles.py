@@ -21,7 +21,7 @@ def between_tiles(hardware: str | Hardware, tiling: Tiling) -> Hardware:
     tpu-v4 between 2x2 tiles: 25 GB/s per link, 0 s per step, 2 µs per hop, all links at once
     """
     chosen = find_hardware(hardware)
-    if tiling.n_places == 1 or chosen.is_switched:
+    if tiling.chips_per_tile == 1 or chosen.is_switched:
         return chosen
     side = "x".join(map(str, tiling.side))
     shared = (

@@ -7,7 +7,7 @@ import re
 
 from meshmend.errors import ParameterError
 
-__all__ = ["name_bytes", "name_rate", "name_seconds", "parse_bytes", "parse_rate", "parse_seconds"]
+__all__ = ["format_bytes", "name_rate", "name_seconds", "parse_bytes", "parse_rate", "parse_seconds"]
 
 _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµμ/]*)\s*")
 _DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -64,10 +64,10 @@ def parse_seconds(text: str) -> float:
     return number / _PER_SECOND.get(unit.lower(), 1)
 
 
-def name_bytes(n: float) -> str:
+def format_bytes(n: float) -> str:
     """Write a payload.
 
-    >>> name_bytes(102_400_000), name_bytes(1000)
+    >>> format_bytes(102_400_000), format_bytes(1000)
     ('102.4 MB', '1 KB')
     """
     return _scaled(n, (("GB", 1e9), ("MB", 1e6), ("KB", 1e3), ("B", 1.0)))
@@ -88,7 +88,7 @@ def name_rate(bytes_per_s: float) -> str:
     >>> name_rate(82e9)
     '82 GB/s'
     """
-    return f"{name_bytes(bytes_per_s)}/s"
+    return f"{format_bytes(bytes_per_s)}/s"
 
 
 def _split(text: str, what: str, examples: str) -> tuple[float, str]:

@@ -199,15 +199,15 @@ class Sheet:
                     *broken.T, ls="", marker="x", ms=0.16 * scale.cell_pt, mew=1.4, color=RED, zorder=4, label="broken"
                 )
             )
-        for places, fill, edge, name in (
+        for positions, fill, edge, name in (
             (layout.live, fills, CHIP_EDGE, "chips"),
             (layout.failed, (RED,), RED, "failed chips"),
         ):
-            if len(places):
+            if len(positions):
                 # One square, placed many times: an SVG then holds it once.
                 squares = PolyCollection(
                     [scale.chip * np.array([[-1, -1], [1, -1], [1, 1], [-1, 1]])],
-                    offsets=places,
+                    offsets=positions,
                     offset_transform=axes.transData,
                     facecolors=list(fill),
                     edgecolors=edge,
@@ -221,8 +221,8 @@ class Sheet:
         if len(layout.failed):
             reach = 0.62 * scale.chip
             arms = [
-                np.array([place - reach * arm, place + reach * arm])
-                for place in layout.failed
+                np.array([position - reach * arm, position + reach * arm])
+                for position in layout.failed
                 for arm in (np.array([1, 1]), np.array([1, -1]))
             ]
             crosses = LineCollection(arms, colors="white", linewidths=0.8 * scale.line_pt, zorder=3.1, label="crosses")

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, get_args
 
-from meshmend.errors import DrawingError, MissingExtraError
-from meshmend.extras import install_hint
+from meshmend.errors import DrawingError
+from meshmend.extras import require
 from meshmend.schedule import Schedule
 from meshmend.topology import Mesh, name_shape
 
@@ -155,8 +155,7 @@ def check_size(mesh: Mesh) -> None:
 
 def _canvas() -> ModuleType:
     """Import the part that needs matplotlib; raise an error that says how to install it."""
-    try:
-        from meshmend.drawing import canvas
-    except ImportError:
-        raise MissingExtraError("Drawing pictures", "matplotlib", install_hint("draw")) from None
+    require("matplotlib", needed_for="Drawing pictures", extra="draw")
+    from meshmend.drawing import canvas
+
     return canvas

@@ -37,7 +37,7 @@ class FigureLayout:
     mesh: Mesh
 
     @cached_property
-    def places(self) -> Points:
+    def positions(self) -> Points:
         """(x, y) of every chip, failed ones included, in row-major order."""
         shape = self.mesh.shape
         chips = np.stack(np.unravel_index(np.arange(self.mesh.size), shape), axis=1)
@@ -53,19 +53,19 @@ class FigureLayout:
     @cached_property
     def live(self) -> Points:
         """(x, y) of each rank."""
-        return self.places[self.mesh.live.ravel()]
+        return self.positions[self.mesh.live.ravel()]
 
     @property
     def failed(self) -> Points:
         """(x, y) of the failed chips."""
-        return self.places[~self.mesh.live.ravel()]
+        return self.positions[~self.mesh.live.ravel()]
 
     @cached_property
     def box(self) -> tuple[float, float, float, float]:
         """Left, right, top and bottom of the drawing, with room for the stubs of wrap cables."""
         wrap = (False, *self.mesh.wrap)[-2:]
         beside, above = (0.85 if wrapped else 0.58 for wrapped in (wrap[1], wrap[0]))
-        (left, top), (right, bottom) = self.places.min(axis=0), self.places.max(axis=0)
+        (left, top), (right, bottom) = self.positions.min(axis=0), self.positions.max(axis=0)
         return float(left - beside), float(right + beside), float(top - above), float(bottom + above)
 
     @property
@@ -217,9 +217,9 @@ def _lanes(ways: list[list[int]], chip: float, kind: Literal["beside", "behind"]
     meets: defaultdict[int, set[int]] = defaultdict(set)
     for ring, on in zip(ring_of, crossed, strict=True):
         meets[ring] |= set().union(*(rings_on[cable] for cable in on)) - {ring}
-    turn: dict[int, int] = {}
+    colour: dict[int, int] = {}
     for ring in dict.fromkeys(ring_of):
-        turn[ring] = next(t for t in range(len(ways) + 1) if all(turn.get(other) != t for other in meets[ring]))
+        colour[ring] = next(t for t in range(len(ways) + 1) if all(colour.get(other) != t for other in meets[ring]))
     used: defaultdict[frozenset[int], set[int]] = defaultdict(set)
     lanes = [0] * len(ways)
     for i in sorted(range(len(ways)), key=lambda i: (min(ways[i][0], ways[i][-1]), len(ways[i]))):
@@ -229,7 +229,7 @@ def _lanes(ways: list[list[int]], chip: float, kind: Literal["beside", "behind"]
         elif not meets[ring_of[i]]:
             order = [side * n for n in range(1, len(ways) + 1) for side in (1, -1)]
         else:
-            side = -1 if turn[ring_of[i]] % 2 == 0 else 1
+            side = -1 if colour[ring_of[i]] % 2 == 0 else 1
             order = [side * n for n in range(1, len(ways) + 1)]
         lanes[i] = next(lane for lane in order if lane not in taken)
         for cable in crossed[i]:
@@ -303,8 +303,8 @@ def _along(layout: FigureLayout, way: list[int], lane: float, chip: float, *, be
 def _corners_only(points: Points) -> Points:
     ways = np.diff(points, axis=0)
     ways /= np.hypot(*ways.T)[:, None]
-    turns = ~np.isclose(ways[1:], ways[:-1]).all(axis=1)
-    return np.asarray(points[np.concatenate([[True], turns, [True]])])
+    bends = ~np.isclose(ways[1:], ways[:-1]).all(axis=1)
+    return np.asarray(points[np.concatenate([[True], bends, [True]])])
 
 
 def _cut_corners(points: Points, by: float) -> Points:

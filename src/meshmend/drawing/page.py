@@ -189,6 +189,6 @@ def leb128(numbers: NDArray[np.int64]) -> bytes:
     """
     parts = np.stack([(numbers >> shift) & 0x7F for shift in (0, 7, 14, 21)], axis=1).astype(np.uint8)
     length = 1 + (numbers >= 1 << 7) + (numbers >= 1 << 14) + (numbers >= 1 << 21)
-    place = np.arange(4)
-    parts[place < length[:, None] - 1] |= 0x80
-    return parts[place < length[:, None]].tobytes()
+    position = np.arange(4)
+    parts[position < length[:, None] - 1] |= 0x80
+    return parts[position < length[:, None]].tobytes()

@@ -24,7 +24,7 @@ SMALL_CELL_PT = 24.0
 """Points between chips below which a tree is drawn without arrow heads."""
 OWNERS = {
     Collective.ALL_GATHER: "owner, where the chunk comes from",
-    Collective.ALL_REDUCE_WITH_TURN: "owner, where the sum is complete and may be replaced",
+    Collective.ALL_REDUCE_WITH_UPDATE: "owner, where the sum is complete and may be replaced",
 }
 """What an owner is in the legend of trees, where it is more than the chip at which the sum is complete."""
 

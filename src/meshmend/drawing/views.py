@@ -30,6 +30,7 @@ from meshmend.drawing.geometry import ASIDE, FigureLayout, Points, bends, compon
 from meshmend.drawing.style import (
     AT_BOUND,
     BLUE,
+    CHIP,
     COPY_DASH,
     DASHES,
     DETOURS,
@@ -198,8 +199,6 @@ def draw_routes(mesh: Mesh, src: Sequence[int], dst: Sequence[int], *, title: st
 
 def draw_schedule_routes(schedule: Schedule, *, title: str | None = None) -> Figure:
     """Draw the routes of all transfers between chips that are not neighbours, by phase."""
-    layout = FigureLayout(schedule.mesh)
-    looks = phase_looks(schedule)
     far = schedule.mesh.link(schedule.src, schedule.dst) < 0
     if not far.any():
         raise DrawingError(
@@ -207,19 +206,9 @@ def draw_schedule_routes(schedule: Schedule, *, title: str | None = None) -> Fig
             "Draw its rings, or name the routes that you want to see: --route 0,0-3,5."
         )
     phases = [phase for phase in phases_in_order(schedule) if far[schedule.phase == phase].any()]
-    lines = {phase: pair_lines(schedule, phase, far) for phase in phases}
-    with mpl.rc_context(SETTINGS):
-        sheet = Sheet(
-            layout,
-            title=title or f"{schedule.planner}: routes of transfers between chips that are not neighbours",
-            subtitle=describe(schedule),
-            panels=[schedule.phase_names[phase] for phase in phases] if len(phases) > 1 else [""],
-            keys=[*_phase_keys(schedule, lines, looks), *_detour_key(schedule.mesh, lines), *failed_key(layout)],
-        )
-        for axes, phase in zip(sheet.panels, phases, strict=True):
-            sheet.draw_mesh(axes)
-            _draw_lines(sheet, axes, schedule, lines[phase], looks[phase])
-    return sheet.figure
+    panels = [schedule.phase_names[phase] for phase in phases] if len(phases) > 1 else [""]
+    title = title or f"{schedule.planner}: routes of transfers between chips that are not neighbours"
+    return _phase_panels(schedule, [[phase] for phase in phases], panels, title, "", rows=far)
 
 
 def _phase_panels(
@@ -229,12 +218,17 @@ def _phase_panels(
     title: str,
     note: str,
     keys: list[Artist] | None = None,
+    *,
+    rows: NDArray[np.bool_] | None = None,
 ) -> Figure:
-    """Draw groups of phases, one panel each; without `keys`, the legend names every phase."""
+    """Draw groups of phases, one panel each; without `keys`, the legend names every phase.
+
+    With `rows`, only those of the schedule, and chips that are all alike.
+    """
     layout = FigureLayout(schedule.mesh)
     looks = phase_looks(schedule)
-    lines = {phase: pair_lines(schedule, phase) for group in groups for phase in group}
-    fills = chip_fills(schedule)
+    lines = {phase: pair_lines(schedule, phase, rows) for group in groups for phase in group}
+    fills = chip_fills(schedule) if rows is None else [CHIP]
     with mpl.rc_context(SETTINGS):
         if keys is None:
             keys = _phase_keys(schedule, lines, looks)

@@ -21,7 +21,6 @@ from meshmend.jax.differentiate import value_and_grad
 from meshmend.jax.fabric import Fabric, discover
 from meshmend.jax.feed import Feed
 from meshmend.jax.layerwise import add_decayed_weights, clip_by_global_norm, lamb, lars
-from meshmend.jax.ledger import Ledger
 from meshmend.jax.managed import Checks, Job, JobStep
 from meshmend.jax.measuring import measure
 from meshmend.jax.program import Program, install
@@ -38,7 +37,6 @@ __all__ = [
     "JobStep",
     "KeepGlobal",
     "KeepPerChip",
-    "Ledger",
     "Position",
     "Program",
     "add_decayed_weights",

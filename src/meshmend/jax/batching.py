@@ -156,7 +156,7 @@ class BatchSplit:
         to_end = -(-(self.epoch_size - at.sample) // self.global_batch)
         return to_end + (epochs - at.epoch - 1) * self.steps_per_epoch
 
-    def places(self, devices: Sequence[int] | None = None) -> NDArray[np.int64]:
+    def offsets(self, devices: Sequence[int] | None = None) -> NDArray[np.int64]:
         """Return which of a step's samples each row of each device holds, of shape (devices, rows).
 
         Samples go round-robin, to one chip after the other, and to a chip's second core only when all chips have as
@@ -166,18 +166,18 @@ class BatchSplit:
         every = np.arange(self.n_devices, dtype=np.int64)
         chosen = every if devices is None else every[list(devices)]
         chip, core = np.divmod(chosen, self.n_cores)
-        turn = core * self.n_chips + chip
-        return turn[:, None] + self.n_devices * np.arange(self.rows, dtype=np.int64)
+        number = core * self.n_chips + chip
+        return number[:, None] + self.n_devices * np.arange(self.rows, dtype=np.int64)
 
-    def epochs_and_places(
+    def epochs_and_offsets(
         self, at: Position, devices: Sequence[int] | None = None
     ) -> Annotated[NDArray[np.uint32], "uint32[D, B, 2]"]:
-        """Return the epoch of each row of each device at a position, and the row's place in it.
+        """Return the epoch of each row of each device at a position, and the row's offset in it.
 
         Neither depends on the chips: they are what the random key of an example is made of.
         """
-        places = self.places(devices) + at.sample
-        return np.stack([np.full_like(places, at.epoch), places], axis=-1).astype(np.uint32)
+        offsets = self.offsets(devices) + at.sample
+        return np.stack([np.full_like(offsets, at.epoch), offsets], axis=-1).astype(np.uint32)
 
 
 def _at_least_one(what: str, value: int) -> None:

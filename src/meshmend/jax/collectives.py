@@ -122,8 +122,8 @@ def reduce_scatter(
 
 def shard_of(tree: Tree, program: Program, *, accumulate_dtype: DTypeLike | None = None) -> Shards:
     """Cut a pytree that is the same on all chips into shards, as `reduce_scatter` does, without communication."""
-    has_turn = getattr(program, "collective", None) is Collective.ALL_REDUCE_WITH_TURN
-    expected = Collective.ALL_REDUCE_WITH_TURN if has_turn else Collective.REDUCE_SCATTER
+    has_update = getattr(program, "collective", None) is Collective.ALL_REDUCE_WITH_UPDATE
+    expected = Collective.ALL_REDUCE_WITH_UPDATE if has_update else Collective.REDUCE_SCATTER
     _expect(program, expected, "install(schedule, fabric, update='two-phase')")
     leaves = jax.tree.leaves(jax.tree.map(jnp.asarray, tree))
     layout = program.layout

@@ -3,6 +3,10 @@
 The optimizer's update is traced, and every operation in it must keep the elements apart. optax's LARS and LAMB, which
 need the norm of a whole layer, do not; nor does its clipping by the global norm. Those of `layerwise` do, because they
 receive their norms as an argument. And it must do the same to all layers: see `formulas`.
+
+To run it on a few numbers, whole and in shards, and compare the results would not do: a limit far above those numbers,
+a step that is never reached, a layer larger than those tried all go unseen, and a wrong gradient is what follows. And
+the same formula in arrays of other shapes rounds differently, so that even Adam's bits differ.
 """
 
 from __future__ import annotations
@@ -41,15 +45,16 @@ def check_elementwise(
     whole: Tree = None,
     *,
     own: Tree = None,
-    with_turn: bool = False,
+    with_update: bool = False,
 ) -> None:
     """Raise a `ParameterError` that says why, if the optimizer's update of shards is not that of whole layers.
 
     `shards`, `whole` (the layers as they are, in the dtypes of the shards) and `own` (the same in their own dtypes) are
-    trees of shapes and dtypes. With a turn, layers' norms are refused too: they are known only when all turns are over.
+    trees of shapes and dtypes. With a fused update, layers' norms are refused too: they are known only when all updates
+    are over.
     """
     by_layer = (optax.MaskedState, optax.transforms.PartitionState)
-    state, update = _traceable(optimizer, shards, whole, with_turn)
+    state, update = _traceable(optimizer, shards, whole, with_update)
     if any(isinstance(leaf, by_layer) for leaf in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, by_layer))):
         raise _by_layer()
     traced = jax.make_jaxpr(update)(shards, state, shards)
@@ -117,7 +122,7 @@ def with_steady_dtypes(optimizer: optax.GradientTransformation) -> optax.Gradien
     plain = optax.with_extra_args_support(optimizer)
 
     def after(gradients: Tree, state: Tree, weights: Tree) -> Tree:
-        layers = _NoLayers(weights, with_turn=False)
+        layers = _NoLayers(weights, with_update=False)
         return updates_of(plain, gradients, state, weights, value=jnp.ones(()), layers=layers)[1]
 
     def widened(leaf: jax.Array, new: jax.ShapeDtypeStruct) -> jax.Array:
@@ -145,12 +150,12 @@ def with_steady_dtypes(optimizer: optax.GradientTransformation) -> optax.Gradien
 
 
 def _traceable(
-    optimizer: optax.GradientTransformation, shards: Tree, whole: Tree, with_turn: bool
+    optimizer: optax.GradientTransformation, shards: Tree, whole: Tree, with_update: bool
 ) -> tuple[Tree, Callable[..., Tree]]:
     """Return the state for shards, and an update that can be traced; raise if the optimizer needs layers instead."""
 
     def traced(gradients: Tree, state: Tree, weights: Tree) -> Tree:
-        layers = _NoLayers(weights, with_turn)
+        layers = _NoLayers(weights, with_update)
         return updates_of(optimizer, gradients, state, weights, value=jnp.ones(()), layers=layers)
 
     def works(tree: Tree) -> Tree:
@@ -200,18 +205,18 @@ def _by_layer() -> ParameterError:
 class _NoLayers:
     """Stands in for `ShardedLayers` while an update is traced: all of its results are element-wise."""
 
-    def __init__(self, shards: Tree, with_turn: bool) -> None:
+    def __init__(self, shards: Tree, with_update: bool) -> None:
         self.shards = shards
-        self.with_turn = with_turn
+        self.with_update = with_update
 
     def norms(self, *trees: Tree) -> list[Tree]:
-        if self.with_turn:
+        if self.with_update:
             raise ParameterError(NEEDS_NORMS)
         return [jax.tree.map(jnp.abs, tree) for tree in trees]  # norms are real, of complex weights too
 
     def global_norm(self, tree: Tree, *, limit: ArrayLike | None = None) -> jax.Array:
         del tree
-        if self.with_turn and limit is None:
+        if self.with_update and limit is None:
             raise ParameterError(NEEDS_NORMS)
         return jnp.ones(())
 

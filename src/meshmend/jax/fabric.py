@@ -214,8 +214,8 @@ def _on_machine(
 ) -> Fabric:
     """Return the fabric of a machine that is described: what has failed there, or has no device, is the hole."""
     mesh = machine.usable_mesh.fail(*holes)
-    places = None if coords is None else [machine.place(at) if isinstance(at, str) else at for at in coords]
-    where = _coordinates(devices, places, mesh.n_axes)
+    coordinates = None if coords is None else [machine.coordinate(at) if isinstance(at, str) else at for at in coords]
+    where = _coordinates(devices, coordinates, mesh.n_axes)
     if where is not None:
         _check_inside(where, mesh, f" of {machine.file}. Is that the description of another machine?")
         mesh = mesh.fail(*_without_device(where, mesh))
@@ -290,8 +290,8 @@ def _check_inside(where: NDArray[np.int64], mesh: Mesh, end: str) -> None:
 def _without_device(where: NDArray[np.int64], mesh: Mesh) -> list[list[int]]:
     missing = np.ones(mesh.shape, dtype=np.bool_)
     missing[tuple(where.T)] = False
-    places: list[list[int]] = np.argwhere(missing).tolist()
-    return places
+    coordinates: list[list[int]] = np.argwhere(missing).tolist()
+    return coordinates
 
 
 def _lay_out(n_devices: int, mesh: Mesh, of: str = "") -> NDArray[np.int64]:

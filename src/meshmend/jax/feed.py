@@ -19,8 +19,8 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.errors import MissingExtraError, ParameterError
-from meshmend.extras import install_hint
+from meshmend.errors import ParameterError
+from meshmend.extras import require
 from meshmend.jax.batching import BatchSplit, Policy, Position
 from meshmend.jax.collectives import Tree
 from meshmend.jax.fabric import Fabric
@@ -92,8 +92,8 @@ class Feed:
     def records(self, epoch: int, start: int = 0, stop: int | None = None) -> NDArray[np.int64]:
         """Return the record numbers of an epoch's samples, in its order, without reading a sample."""
         first = epoch * self.epoch_size
-        places = range(start, self.epoch_size if stop is None else stop)
-        return np.array([self._order[first + place] for place in places], dtype=np.int64)
+        offsets = range(start, self.epoch_size if stop is None else stop)
+        return np.array([self._order[first + offset] for offset in offsets], dtype=np.int64)
 
     def split(self, fabric: Fabric) -> BatchSplit:
         """Return how this feed's samples are split over a fabric's devices: sizes of batches, steps per epoch.
@@ -158,12 +158,12 @@ class Feed:
             data = _stack([row for _ in devices for row in next(reader)])
         finally:
             reader.close()
-        places = split.places(devices)[:, list(rows)]
-        return jax.tree.map(_canonical, data), (places.ravel() < split.count(at)).astype(np.float32)
+        offsets = split.offsets(devices)[:, list(rows)]
+        return jax.tree.map(_canonical, data), (offsets.ravel() < split.count(at)).astype(np.float32)
 
     def _read(self, parts: DeviceRows) -> Tree:
         grain = _grain()
-        ahead = max(self.prefetch * len(parts.places), self.threads) if self.prefetch else 0
+        ahead = max(self.prefetch * len(parts.offsets), self.threads) if self.prefetch else 0
         options = grain.ReadOptions(num_threads=self.threads, prefetch_buffer_size=ahead)
         reader = iter(grain.MapDataset.source(parts).to_iter_dataset(options))
         reader.start_prefetch()
@@ -172,24 +172,24 @@ class Feed:
     def _batches(
         self, fabric: Fabric, split: BatchSplit, at: Position, steps: int, mine: list[int], reader: Any, factor: float
     ) -> Iterator[Batch]:
-        place_of = {device: i * split.rows for i, device in enumerate(mine)}
+        coordinate_of = {device: i * split.rows for i, device in enumerate(mine)}
         sharding = fabric.sharding(fabric.batch_axes)
 
         def spread(local: NDArray[np.generic]) -> jax.Array:
             """Make one array over all devices of the rows of this process's own."""
 
             def part(index: Any) -> NDArray[np.generic]:
-                first = place_of[(index[0].start or 0) // split.rows]
+                first = coordinate_of[(index[0].start or 0) // split.rows]
                 return local[first : first + split.rows]
 
             local = _canonical(local)
             return jax.make_array_from_callback((split.n_devices * split.rows, *local.shape[1:]), sharding, part)
 
-        places = split.places(mine).ravel()
+        offsets = split.offsets(mine).ravel()
         try:
             for _ in range(steps):
                 data = _stack([row for _ in mine for row in next(reader)])
-                weights = (places < split.count(at)).astype(np.float32)
+                weights = (offsets < split.count(at)).astype(np.float32)
                 after = split.after(at)
                 yield Batch(jax.tree.map(spread, data), spread(weights), factor, at, after, self)
                 at = after
@@ -218,28 +218,28 @@ class DeviceRows:
         self.split = split
         self.at = at
         self.steps = steps
-        self.places = split.places(devices)
+        self.offsets = split.offsets(devices)
         if rows is not None:
-            self.places = self.places[:, list(rows)]
-        self.lowest = int(self.places.min())
+            self.offsets = self.offsets[:, list(rows)]
+        self.lowest = int(self.offsets.min())
 
     def __len__(self) -> int:
-        return self.steps * len(self.places)
+        return self.steps * len(self.offsets)
 
     def __getitem__(self, number: int) -> list[Tree]:
-        step, device = divmod(int(number), len(self.places))
+        step, device = divmod(int(number), len(self.offsets))
         at = self.split.position(self.at, step)
         count = self.split.count(at)
-        places = self.places[device].tolist()
+        offsets = self.offsets[device].tolist()
         if device == 0 and self.lowest >= count:
-            places[0] = 0
-        return [self._sample(at, place) if place < count else None for place in places]
+            offsets[0] = 0
+        return [self._sample(at, offset) if offset < count else None for offset in offsets]
 
-    def _sample(self, at: Position, place: int) -> Tree:
-        sample = self.samples[at.epoch * self.split.epoch_size + at.sample + place]
+    def _sample(self, at: Position, offset: int) -> Tree:
+        sample = self.samples[at.epoch * self.split.epoch_size + at.sample + offset]
         if sample is None:
             raise ParameterError(
-                f"The dataset has no sample {at.sample + place} in epoch {at.epoch}: a filter has removed it. Each "
+                f"The dataset has no sample {at.sample + offset} in epoch {at.epoch}: a filter has removed it. Each "
                 "sample must count, or no two runs agree on a batch: filter the source before it becomes a feed."
             )
         return sample
@@ -257,8 +257,7 @@ def _canonical(local: NDArray[np.generic]) -> NDArray[np.generic]:
 
 
 def _grain() -> Any:
-    try:
-        import grain
-    except ImportError:
-        raise MissingExtraError("Feeding batches", "grain", install_hint("restart")) from None
+    require("grain", needed_for="Feeding batches", extra="restart")
+    import grain
+
     return grain

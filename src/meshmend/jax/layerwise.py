@@ -86,7 +86,7 @@ class InsideTile:
     def total(self, tree: Tree) -> Tree:
         """Add up what the devices of a tile have.
 
-        This comes before the sum over tiles: then chips in the same place of all tiles end with the same bits, whatever
+        This comes before the sum over tiles: then chips in the same slot of all tiles end with the same bits, whatever
         the order in which a tile's devices are added up, and so do all devices of a tile.
         """
         return lax.psum(tree, self.axes) if self.axes else tree

@@ -1,8 +1,9 @@
-"""Running a program: its loops over the payload, a matrix of chunks, and the turns between the way up and the way down.
+"""Running a program: its loops over the payload, a matrix of chunks, and the updates between the way up and the way
+down.
 
 A step slices out the runs to send, permutes all lanes, and adds or replaces what arrives, in place. One `lax.scan` per
-loop of the program, so the compiled code is the same size for any mesh. A turn is an inner loop of as many rounds as
-this chip has turns in this step, mostly none: a chip without one touches nothing.
+loop of the program, so the compiled code is the same size for any mesh. An update is an inner loop of as many rounds as
+this chip has updates in this step, mostly none: a chip without one touches nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from meshmend.schedule.lanes import KEEP, Lane
 
 Chunks = Annotated[jax.Array, "[K, ...]"]
 """A device's payload as chunks. A chunk is flat, except on TPU, where it fills whole tiles: see `Group.chunk_shape`."""
-Turn = Callable[[tuple[Chunks, ...], Any, jax.Array], tuple[tuple[Chunks, ...], Any]]
+Update = Callable[[tuple[Chunks, ...], Any, jax.Array], tuple[tuple[Chunks, ...], Any]]
 """From the sums of one chunk (a matrix of one chunk per payload), what is carried along and the chunk's number to what
 goes down in their place, and what is carried on."""
 
@@ -38,25 +39,25 @@ def run(chunks: Chunks, program: Program, *, unroll: bool = False) -> Chunks:
     return chunks
 
 
-def run_with_turn(
-    payload: tuple[Chunks, ...], carried: Any, program: Program, turn: Turn, down: tuple[Any, ...]
+def run_with_update(
+    payload: tuple[Chunks, ...], carried: Any, program: Program, update: Update, down: tuple[Any, ...]
 ) -> tuple[tuple[Chunks, ...], Any]:
-    """Run all matrices of chunks through the program together, with a turn of each chunk at its owner.
+    """Run all matrices of chunks through the program together, with a fused update of each chunk at its owner.
 
-    What goes down has the dtypes `down`. Where sums and turned chunks share a loop they share its permutes too, and
-    all travel in the dtypes of the sums; the loops after the last turn carry `down`.
+    What goes down has the dtypes `down`. Where sums and updated chunks share a loop they share its permutes too, and
+    all travel in the dtypes of the sums; the loops after the last update carry `down`.
     """
     layout, all_due = program.layout, program.due or ()
     total = layout.shape.total_chunks
     if not program.tables:  # a single chip owns everything, and has it complete
-        return _take_turns(payload, carried, jnp.arange(total), total, turn)
+        return _apply_updates(payload, carried, jnp.arange(total), total, update)
     last = max(i for i, due in enumerate(all_due) if due.shape[-1])
     for i, (tables, due, lanes) in enumerate(zip(program.tables, all_due, layout.shape.lanes, strict=True)):
 
         def step(held: Any, row: Any, due: jax.Array, lanes: tuple[Lane, ...] = lanes) -> Any:
             payload, carried = held
             payload = tuple(move(chunks, row, lanes, layout) for chunks in payload)
-            return _take_turns(payload, carried, due, total, turn)
+            return _apply_updates(payload, carried, due, total, update)
 
         payload, carried = scan_steps((payload, carried), tables, due, layout, step)
         if i == last:
@@ -64,10 +65,10 @@ def run_with_turn(
     return payload, carried
 
 
-def _take_turns(
-    payload: tuple[Chunks, ...], carried: Any, due: Annotated[jax.Array, "int32[S]"], total: int, turn: Turn
+def _apply_updates(
+    payload: tuple[Chunks, ...], carried: Any, due: Annotated[jax.Array, "int32[S]"], total: int, update: Update
 ) -> tuple[tuple[Chunks, ...], Any]:
-    """Turn the chunks that are due. Those of repeats that are over come first, those not begun yet (or none) last."""
+    """Update the chunks that are due. Those of repeats that are over come first, those not begun yet (or none) last."""
     if not due.shape[-1]:
         return payload, carried
 
@@ -75,7 +76,7 @@ def _take_turns(
         payload, carried = held
         chunk = lax.dynamic_index_in_dim(due, i, keepdims=False)
         sums = tuple(lax.dynamic_slice_in_dim(chunks, chunk, 1) for chunks in payload)
-        values, carried = turn(sums, carried, chunk)
+        values, carried = update(sums, carried, chunk)
         payload = tuple(
             lax.dynamic_update_slice_in_dim(chunks, new.astype(chunks.dtype), chunk, axis=0)
             for chunks, new in zip(payload, values, strict=True)

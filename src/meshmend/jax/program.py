@@ -19,12 +19,11 @@ from numpy.typing import NDArray
 
 from meshmend.errors import ParameterError, ScheduleError, name_chip
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.turn_tables import turn_tables
+from meshmend.jax.update_tables import update_tables
 from meshmend.schedule import Collective, Schedule
+from meshmend.schedule.fused_update import with_update
 from meshmend.schedule.lanes import Lowered, ProgramShape, lower
-from meshmend.schedule.single import single_chunk_of
-from meshmend.schedule.split import all_gather_of, reduce_scatter_of
-from meshmend.schedule.turn import with_turn
+from meshmend.schedule.split import all_gather_of, reduce_scatter_of, single_chunk_of
 from meshmend.schedule.verify import ensure_proven
 from meshmend.topology import Mesh
 
@@ -168,9 +167,9 @@ def install(
     all-gather, with room for the update between them. `scatter` and `gather` take their place where they were planned
     as such, with `collective="reduce-scatter"` and `"all-gather"`: the planner "gather" needs about two thirds of the
     steps of weave's. They must cut the payload into the same chunks with the same owners. "fused" updates each chunk at
-    its owner on its way, for the price of the all-reduce: plan it with `collective="all-reduce-with-turn"`; any other
-    all-reduce with even owners that has a turn will do. Every chip makes room for as many chunks as the chip that owns
-    most, so a plan that leaves them to a few is refused.
+    its owner on its way, for the price of the all-reduce: plan it with `collective="all-reduce-with-update"`; any other
+    all-reduce with even owners that can be updated will do. Every chip makes room for as many chunks as the chip that
+    owns most, so a plan that leaves them to a few is refused.
 
     `scalars` is an all-reduce that was planned for a few bytes, as `mm.plan(fabric.mesh, "latency")`. It carries the
     few numbers that every chip needs: losses, metrics, norms. Without it they take the way of one chunk of `schedule`,
@@ -183,9 +182,9 @@ def install(
     Program(all-reduce over 12 chips: 11 steps of 2 lanes, 11 steps of 2 lanes)
     >>> mmj.install(schedule, fabric, update="two-phase").gather
     Program(all-gather over 12 chips: 11 steps of 2 lanes)
-    >>> schedule = mm.plan(fabric.mesh, "weave", chunks=24, collective="all-reduce-with-turn")
+    >>> schedule = mm.plan(fabric.mesh, "weave", chunks=24, collective="all-reduce-with-update")
     >>> mmj.install(schedule, fabric, update="fused")
-    Program(all-reduce-with-turn over 12 chips: 4 steps of 4 lanes, 17 steps of 4 lanes, 4 steps of 4 lanes)
+    Program(all-reduce-with-update over 12 chips: 4 steps of 4 lanes, 17 steps of 4 lanes, 4 steps of 4 lanes)
     """
     return _Installer(fabric, _put).program(schedule, update, scatter, gather, scalars)
 
@@ -203,7 +202,7 @@ def abstract_program(
     return _Installer(fabric, _abstract).program(schedule, update, scatter, gather, scalars)
 
 
-abstract_turn = partial(abstract_program, update="fused")
+abstract_fused = partial(abstract_program, update="fused")
 """What it was called before; it goes with the next version."""
 
 
@@ -265,16 +264,16 @@ class _Installer:
 
     def _fused(self, schedule: Schedule | None) -> Program:
         given = _check_fit(schedule, self.fabric.mesh)
-        turned = with_turn(given) if given.collective is Collective.ALL_REDUCE else given
-        if turned.collective is not Collective.ALL_REDUCE_WITH_TURN:
+        fused = with_update(given) if given.collective is Collective.ALL_REDUCE else given
+        if fused.collective is not Collective.ALL_REDUCE_WITH_UPDATE:
             raise ParameterError(
-                f"Expected an all-reduce, got a schedule of a {turned.collective}. Plan with "
-                "collective='all-reduce-with-turn'."
+                f"Expected an all-reduce, got a schedule of a {fused.collective}. Plan with "
+                "collective='all-reduce-with-update'."
             )
-        ensure_proven(turned)
-        _check_owners(turned)
-        lowered = lower(turned)
-        return replace(self._lowered(lowered), due=tuple(map(self._by_chip, turn_tables(turned, lowered))))
+        ensure_proven(fused)
+        _check_owners(fused)
+        lowered = lower(fused)
+        return replace(self._lowered(lowered), due=tuple(map(self._by_chip, update_tables(fused, lowered))))
 
     def _scalars(self, schedule: Schedule | None, scalars: Schedule | None) -> Program:
         """Return the program for the few numbers that every chip needs, beside that of a schedule."""

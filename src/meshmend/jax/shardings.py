@@ -42,6 +42,15 @@ def match_specs(shardings: Tree, params: Tree, fabric: Fabric) -> Tree:
     return jax.tree.unflatten(structure, specs)
 
 
+def shapes_inside(tree: Tree, specs: Tree, jax_mesh: jax.sharding.Mesh) -> Tree:
+    """Return what one device has of arrays, or of their shapes, that are split by these specs: shapes and dtypes."""
+
+    def inside(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(NamedSharding(jax_mesh, spec).shard_shape(tuple(leaf.shape)), leaf.dtype)
+
+    return jax.tree.map(inside, tree, specs)
+
+
 def copies_in_tile(specs: Tree, fabric: Fabric) -> tuple[int, ...]:
     """Return, for each of the specs in a tree, how many devices of a tile have the same elements."""
 

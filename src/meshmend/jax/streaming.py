@@ -33,7 +33,7 @@ from meshmend.jax.collectives import (
 )
 from meshmend.jax.elementwise import update_weights
 from meshmend.jax.layerwise import InsideTile, LayerPart, ShardedLayers, layers_of_chunks
-from meshmend.jax.loops import Chunks, run_with_turn
+from meshmend.jax.loops import Chunks, run_with_update
 from meshmend.jax.program import Program
 
 Rows = tuple[Annotated[jax.Array, "[R, ...]"], ...]
@@ -41,7 +41,7 @@ Rows = tuple[Annotated[jax.Array, "[R, ...]"], ...]
 
 
 class Streamed(NamedTuple):
-    """What the turns carry along: the sharded part of the optimizer's state, and what clipping may need afterwards."""
+    """What updates carry along: the sharded part of the optimizer's state, and what clipping may need afterwards."""
 
     state: Rows
     sums: Rows
@@ -87,7 +87,7 @@ def streamed_update(
     numbers, _ = split.parts(update(_zeros(rows), _zeros(before), _zeros(rows), first)[1])
     limits = first.limits
 
-    def turn(sums: tuple[Chunks, ...], held: Streamed, chunk: jax.Array) -> tuple[tuple[Chunks, ...], Streamed]:
+    def apply(sums: tuple[Chunks, ...], held: Streamed, chunk: jax.Array) -> tuple[tuple[Chunks, ...], Streamed]:
         row = jnp.sum(owned < chunk)
         layers = layers_of(chunk)
         weights, after = update(
@@ -108,7 +108,7 @@ def streamed_update(
     down = tuple(gather_dtype(group, like) for group in groups)
     kept = tuple(jnp.zeros_like(x) for x in rows) if limits else ()
     start = Streamed(before, kept, tuple(jnp.zeros((), square.dtype) for square in first.squares))
-    payload, held = run_with_turn(payload, start, program, turn, down)
+    payload, held = run_with_update(payload, start, program, apply, down)
 
     if limits:
         totals = all_reduce(held.squares if tile is None else tile.total(held.squares), program.for_scalars)
@@ -127,7 +127,7 @@ def streamed_update(
                 row = jnp.sum(owned < chunk)
                 return tuple(lax.dynamic_slice_in_dim(x, row, 1) for x in new), nothing
 
-            return run_with_turn(payload, (), program, put, down)[0], _as_rows(arrays, split.groups)
+            return run_with_update(payload, (), program, put, down)[0], _as_rows(arrays, split.groups)
 
         # A loop of no round or one, not a cond: it works in place.
         payload, arrays = lax.fori_loop(0, exceeded.astype(jnp.int32), again, (payload, held.state))

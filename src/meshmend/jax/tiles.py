@@ -57,7 +57,7 @@ class TiledFabric(Fabric):
     @property
     def n_chips(self) -> int:
         """Chips that compute: those of all tiles."""
-        return self.mesh.n_chips * self.tiling.n_places
+        return self.mesh.n_chips * self.tiling.chips_per_tile
 
     def __repr__(self) -> str:
         inner = ", ".join(f"{name}={self.jax_mesh.shape[name]}" for name in self.inner_axes)
@@ -89,7 +89,7 @@ def tile(fabric: Fabric, side: str, **inner: int) -> TiledFabric:
     if TILE_AXIS in sizes:
         raise ParameterError(f"An axis inside a tile cannot be called {TILE_AXIS!r}, the name of the axis over tiles.")
     if prod(sizes.values()) != n_devices or any(size < 1 for size in sizes.values()):
-        cores = n_devices // tiling.n_places
+        cores = n_devices // tiling.chips_per_tile
         of = f"{name_shape(tiling.side)} chips" + (f" of {cores} cores" if cores > 1 else "")
         got = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ParameterError(

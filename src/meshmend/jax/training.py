@@ -44,7 +44,7 @@ from meshmend.jax.gradients import LossSums, PartLoss, Sums, divide_by_weight
 from meshmend.jax.layerwise import LayerPart, ShardedLayers, inside_tile
 from meshmend.jax.ordering import in_order
 from meshmend.jax.program import Program
-from meshmend.jax.shardings import match_specs, specs_of_state, stacked_specs
+from meshmend.jax.shardings import match_specs, shapes_inside, specs_of_state, stacked_specs
 from meshmend.jax.streaming import streamed_update
 from meshmend.jax.tiles import TILE_AXIS, TiledFabric
 from meshmend.jax.validation import check_batch, check_data_parallel, check_microbatches, check_program, weights_of
@@ -79,6 +79,8 @@ class TrainStep:
     """From parameters and a program to the PartitionSpecs of parameters and state inside tiles; None without tiles."""
     is_fsdp: bool = False
     """Whether parameters are sharded by owner."""
+    has_model_state: bool = False
+    """Whether the state is a pair: the optimizer's, and the model's."""
 
     def __iter__(self) -> Iterator[Callable[..., Tree]]:
         return iter((self.init, self.step))
@@ -120,7 +122,7 @@ def train_step(
 
     On a fabric of tiles (`mmj.tile`) a batch is split over tiles, and `shardings` says how each parameter is split
     inside one, as in `value_and_grad`; the optimizer's state is split as its parameters are. Where the
-    update is sharded, each chip updates its part of its own shards, for the chips in the same place of all tiles.
+    update is sharded, each chip updates its part of its own shards, for the chips in the same slot of all tiles.
 
     >>> import jax, jax.numpy as jnp, optax, meshmend as mm, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
@@ -379,16 +381,13 @@ class _WholeParams(Training):
                 return inside, WHOLE
             return inside, specs_of_state(jax.eval_shape(self.optimizer.init, params), params, inside)
 
-        def local(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-            shape = NamedSharding(self.fabric.jax_mesh, spec).shard_shape(tuple(leaf.shape))
-            return jax.ShapeDtypeStruct(shape, leaf.dtype)
-
-        groups = groups_of(jax.tree.leaves(jax.tree.map(local, params, inside)), program.layout, self.accumulate_dtype)
+        local = jax.tree.leaves(shapes_inside(params, inside, self.fabric.jax_mesh))
+        groups = groups_of(local, program.layout, self.accumulate_dtype)
         own = tuple(jax.ShapeDtypeStruct((program.owned.shape[-1], one.chunk), one.dtype) for one in groups)
         wide = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, travel_dtype(x.dtype, self.accumulate_dtype)), params
         )
-        check_elementwise(self.optimizer, own, wide, own=params, with_turn=program.update == "fused")
+        check_elementwise(self.optimizer, own, wide, own=params, with_update=program.update == "fused")
         by_device = PartitionSpec(self.fabric.axes)
         state = jax.eval_shape(self.optimizer.init, own)
         return inside, jax.tree.map(lambda leaf: by_device if leaf.ndim else WHOLE, state)

@@ -16,17 +16,16 @@ from typing import Any, Literal, TypedDict
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from meshmend.cost import Hardware, between_tiles, find_hardware
-from meshmend.cost.hiding import MAX_UNROLLED
+from meshmend.cost.overlap import MAX_UNROLLED
 from meshmend.errors import ParameterError
 from meshmend.jax.collectives import Tree, travel_dtype
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.fsdp.params import ShardedParams, is_sharded
 from meshmend.jax.program import Program, Update, abstract_program, install
-from meshmend.jax.shardings import is_spec, match_specs
+from meshmend.jax.shardings import match_specs, shapes_inside
 from meshmend.jax.tiles import TiledFabric
 from meshmend.planning import PlanCache, Planner, StepPlan, Workload, plan_step
 from meshmend.schedule import Collective, Schedule
@@ -67,10 +66,6 @@ class TrainingPlan(StepPlan):
     def install(self, fabric: Fabric) -> Program:
         """Put the tables on the fabric's devices."""
         return install(self.schedule, fabric, **self._parts)
-
-    def abstract(self, fabric: Fabric) -> Program:
-        """Return a program of shapes only, to compile for devices that are not here."""
-        return abstract_program(self.schedule, fabric, **self._parts)
 
     @property
     def _parts(self) -> _Parts:
@@ -158,22 +153,17 @@ def workload_of(
     """Return what a step of these parameters sends: bytes per device, in the dtype that travels."""
     if update == "fsdp":
         return Workload(_layer_bytes(params, fabric, accumulate_dtype), Collective.ALL_GATHER).rounded()
-    leaves = jax.tree.leaves(params)
-    shapes = [tuple(np.shape(leaf)) for leaf in leaves]
     if isinstance(fabric, TiledFabric):
-        specs = jax.tree.leaves(match_specs((shardings,), (params,), fabric)[0], is_leaf=is_spec)
-        shapes = [
-            NamedSharding(fabric.jax_mesh, spec).shard_shape(shape) for spec, shape in zip(specs, shapes, strict=True)
-        ]
+        params = shapes_inside(params, match_specs((shardings,), (params,), fabric)[0], fabric.jax_mesh)
     by_dtype: dict[Any, int] = {}
-    for leaf, shape in zip(leaves, shapes, strict=True):
+    for leaf in jax.tree.leaves(params):
         dtype = travel_dtype(leaf.dtype, accumulate_dtype)
-        by_dtype[dtype] = by_dtype.get(dtype, 0) + math.prod(shape) * dtype.itemsize
+        by_dtype[dtype] = by_dtype.get(dtype, 0) + math.prod(np.shape(leaf)) * dtype.itemsize
     cores = fabric.jax_mesh.shape[fabric.core_axis] if fabric.core_axis else 1
     # Dtypes travel one after the other, the longest decides; where owners update chunks on their way, all go together.
     is_fused = update == "sharded"
     total = sum(by_dtype.values()) if is_fused else max(by_dtype.values(), default=0)
-    collective = Collective.ALL_REDUCE_WITH_TURN if is_fused else Collective.ALL_REDUCE
+    collective = Collective.ALL_REDUCE_WITH_UPDATE if is_fused else Collective.ALL_REDUCE
     return Workload(total / cores, collective).rounded()
 
 

@@ -18,9 +18,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from meshmend.errors import Coordinate, LabError, name_chip
-from meshmend.launch.processes import QUICK_NAMES, die_with_parent
+from meshmend.launch.processes import die_with_parent
 
 CLONE_NEWNET = 0x40000000
+QUICK_NAMES = "timeout:1 attempts:1"
+"""torch looks up the name of every address that it connects to, even of loopback's. A name server that does not
+answer would cost five seconds each time, enough to miss a rendezvous."""
 
 Main = Callable[..., Any]
 
@@ -121,8 +124,7 @@ class Chips:
 def _run(pipe: Connection, parent: int, namespace: str | None, main: Main, chip: Coordinate, args: Any) -> None:
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name, value in QUICK_NAMES.items():
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("RES_OPTIONS", QUICK_NAMES)
     try:
         if namespace is not None:
             enter_namespace(namespace)

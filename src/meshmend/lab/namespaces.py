@@ -159,8 +159,8 @@ class Lab:
     def address(self, chip: Coordinate) -> str:
         """Return a chip's address inside the lab."""
         number = 0
-        for place, length in zip(chip, self.mesh.shape, strict=True):
-            number = number * length + place
+        for position, length in zip(chip, self.mesh.shape, strict=True):
+            number = number * length + position
         return f"10.77.{number // 250}.{number % 250 + 1}"
 
     def environment(self, chip: Coordinate) -> dict[str, str]:

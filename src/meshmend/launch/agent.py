@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshmend.errors import LaunchError
-from meshmend.launch.member import Member, Place
+from meshmend.launch.member import Assignment, Member
 from meshmend.launch.membership import Message
 from meshmend.launch.processes import free_port
 from meshmend.launch.worker import Workers
@@ -42,7 +42,7 @@ class HostAgent:
         *,
         max_restarts: int,
         admit: Callable[[], None],
-        environment: Callable[[Place], dict[str, str]],
+        environment: Callable[[Assignment], dict[str, str]],
         progress: Callable[[], int],
         report: Callable[..., None],
     ) -> None:
@@ -86,12 +86,12 @@ class HostAgent:
     def _start(self, why: str) -> None:
         """Wait for the next round, and start its worker. `why` is this host's own reason, if it has one."""
         self._admit()
-        place = self.member.join(free_port(), why)
+        assigned = self.member.join(free_port(), why)
         # As short as can be: Linux takes 128 KiB for one variable, which 20,000 hosts fill.
-        round_ = json.dumps(describe(place), separators=(",", ":"))
-        facts = {"MESHMEND_ROUND": round_, **self._environment(place)}
+        round_ = json.dumps(describe(assigned), separators=(",", ":"))
+        facts = {"MESHMEND_ROUND": round_, **self._environment(assigned)}
         pid = self.workers.start(self.argv, {**os.environ, **facts})
-        self._report("started", round=place.number, pid=pid)
+        self._report("started", round=assigned.number, pid=pid)
 
     def _watch(self) -> int | None:
         """Return the worker's exit code when it has ended, 0 also when the job is over; None if the round has ended."""
@@ -110,13 +110,13 @@ class HostAgent:
                 return code
 
 
-def describe(place: Place) -> dict[str, Any]:
+def describe(assigned: Assignment) -> dict[str, Any]:
     """Return what a worker must know of its round, for `read_launch`."""
     return {
-        "number": place.number,
-        "coordinator": place.coordinator,
-        "hosts": list(place.hosts),
-        "process": place.process,
+        "number": assigned.number,
+        "coordinator": assigned.coordinator,
+        "hosts": list(assigned.hosts),
+        "process": assigned.process,
     }
 
 

@@ -13,10 +13,9 @@ import time
 from collections.abc import Callable, Iterable
 
 from meshmend.launch.hosts import Hosts, name_hosts
-from meshmend.launch.member import Place
+from meshmend.launch.member import Assignment
 from meshmend.launch.membership import Message
-from meshmend.launch.story import Tail
-from meshmend.launch.timeline import Event, Timeline
+from meshmend.launch.timeline import Event, Tail, Timeline
 from meshmend.quarantine import Quarantined
 
 LOST, RECOVERED, BELOW_MINIMUM, QUARANTINED = "host lost", "recovered", "below minimum", "quarantined"
@@ -43,9 +42,9 @@ class AgentLog:
         self._least, self._most = hosts
         self._machine = Hosts.read(machine) if machine else None
         self._report = report
-        self._tail = None if timeline.path is None else Tail(timeline.path, remember=False)
-        self._place: Place | None = None
-        self._placed_at = 0.0
+        self._tail = None if timeline.path is None else Tail(timeline.path)
+        self._assignment: Assignment | None = None
+        self._assigned_at = 0.0
         self._step, self._step_at = 0, 0.0
         self._interrupted: Done | None = None
         """The last step before this round, when it was done and by which hosts; None once there is another."""
@@ -53,55 +52,57 @@ class AgentLog:
         """Hosts of the round that are lost."""
         self._lock = threading.RLock()
         self._closed = threading.Event()
+        self.rounds_before = 0
+        """The last round of an earlier job in this folder."""
         if self._tail is not None:
-            self._tail.read()  # of an earlier job in this folder
+            earlier = [event.get("round") for event in self._tail.read()]
+            self.rounds_before = max((number for number in earlier if isinstance(number, int)), default=0)
             threading.Thread(target=self._follow, name="meshmend-events", daemon=True).start()
 
-    def start_round(self, place: Place) -> None:
+    def start_round(self, assigned: Assignment) -> None:
         """Record that a round starts."""
         with self._lock:
             self.look()  # the last worker has ended: these are its last steps
-            if self._place is None or place.number != self._place.number + 1:
+            if self._assignment is None or assigned.before != self._assignment.number:
                 self._interrupted = None  # the others know what happened before: this host was not there
             else:
-                if _writes(place, self._place.hosts):
-                    self._note_missing({*place.hosts, *place.cut_off})
-                if self._step_at > self._placed_at:
-                    self._interrupted = self._step, self._step_at, self._place.hosts
-            self._place, self._placed_at, self._lost = place, time.time(), set()
-            self._timeline.facts["launch"] = place.number
+                if _writes(assigned, self._assignment.hosts):
+                    self._note_missing({*assigned.hosts, *assigned.cut_off})
+                if self._step_at > self._assigned_at:
+                    self._interrupted = self._step, self._step_at, self._assignment.hosts
+            self._assignment, self._assigned_at, self._lost = assigned, time.time(), set()
+            self._timeline.facts["round"] = assigned.number
             # Not which hosts: the worker says that, and every host would write it.
-            self._timeline.note("round", number=place.number, least=self._least, most=self._most)
+            self._timeline.note("round", least=self._least, most=self._most)
 
-    def hear(self, message: Message) -> None:
+    def on_message(self, message: Message) -> None:
         """Report what the store says, or that it cannot be reached, and record what is worth it."""
-        say = message["say"]
-        if say == "short":
+        kind = message["type"]
+        if kind == "short":
             self._report("short", **{name: message[name] for name in ("hosts", "least", "number")})
-        elif say != "round":
+        elif kind != "round":
             self._report("store", **message)
         with self._lock:
-            if self._place is None:
+            if self._assignment is None:
                 return
-            if say == "stop" and message["lost"] is not None and self._place.process <= WRITERS + len(self._lost):
+            if kind == "stop" and message["lost"] is not None and self._assignment.process <= WRITERS + len(self._lost):
                 self.look()
                 self._note_lost(int(message["lost"]), str(message["why"]))
-            elif say == "short":
+            elif kind == "short":
                 here = sorted(message["hosts"])
-                if self._place.hosts[self._place.process] in here[:WRITERS]:
+                if self._assignment.hosts[self._assignment.process] in here[:WRITERS]:
                     self._note_missing(here)
                     self._note_short(here, int(message["least"]))
 
-    def look(self) -> None:
-        """Read what the worker has written since the last time."""
+    def look(self) -> int:
+        """Read what the worker has written since the last time; return the last step that it has done."""
         with self._lock:
             for event in self._tail.read() if self._tail is not None else ():
-                if "attempt" in event:
-                    self._timeline.facts["attempt"] = event["attempt"]
                 if event["event"] == "step" and isinstance(event.get("step"), int):
                     self._step, self._step_at = event["step"], event["at"]
-                    if self._interrupted is not None and self._step_at > self._placed_at:
+                    if self._interrupted is not None and self._step_at > self._assigned_at:
                         self._note_recovered()
+            return self._step
 
     def close(self) -> None:
         """Read the worker's last lines, and end."""
@@ -114,8 +115,8 @@ class AgentLog:
 
     def _note_missing(self, here: Iterable[int]) -> None:
         """Record the loss of hosts that died while the others were between two rounds: the store names only one."""
-        if self._place is not None:
-            for host in sorted({*self._place.hosts} - {*here} - self._lost):
+        if self._assignment is not None:
+            for host in sorted({*self._assignment.hosts} - {*here} - self._lost):
                 self._note_lost(host, f"host {host} is lost: it did not come to the next round")
 
     def _note_lost(self, host: int, why: str) -> None:
@@ -129,20 +130,20 @@ class AgentLog:
         _note(self._timeline, BELOW_MINIMUM, f"{self._name}/{BELOW_MINIMUM}", text, facts)
 
     def _note_recovered(self) -> None:
-        place = self._place
-        if self._interrupted is not None and place is not None and _writes(place, self._interrupted[2]):
-            note_recovered(self._timeline, self._name, self._interrupted, (self._step, self._step_at, place.hosts))
+        assigned = self._assignment
+        if self._interrupted is not None and assigned is not None and _writes(assigned, self._interrupted[2]):
+            note_recovered(self._timeline, self._name, self._interrupted, (self._step, self._step_at, assigned.hosts))
         self._interrupted = None
 
     @property
     def _name(self) -> str:
         """The name of the round, the same on all hosts and for no other."""
-        return self._place.name if self._place is not None else ""
+        return self._assignment.name if self._assignment is not None else ""
 
 
-def _writes(place: Place, were: Iterable[int]) -> bool:
+def _writes(assigned: Assignment, were: Iterable[int]) -> bool:
     """Whether a host is one of the first in a round that were there before."""
-    return len({*were}.intersection(place.hosts[: place.process])) < WRITERS
+    return len({*were}.intersection(assigned.hosts[: assigned.process])) < WRITERS
 
 
 class QuorumLog:

@@ -4,8 +4,8 @@ Goodput is the share of the time that went into steps that count. All other time
 recovery, a checkpoint that training waited for, data that it waited for, or steps that had to be done again. The
 causes and the training add up to the time from the first start to the last event, so nothing is left out.
 
-Under `meshmend run` every attempt begins with new processes. Under torchft the survivors' processes go on, and an
-attempt begins with a quorum.
+Under `meshmend run` every round begins with new processes. Under torchft the survivors' processes go on, and a round
+begins with a quorum.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ AGAIN = "steps done again"
 CAUSES = (*STAGES, "checkpoint", "data", AGAIN, "under way")
 """What time is spent on that is not training. "under way" is a step, or a recovery, that has not ended yet."""
 MAX_MARKS = 4096
-"""Steps of one attempt whose times are remembered; in a longer one every second is dropped, again and again."""
+"""Steps of one round whose times are remembered; in a longer one every second is dropped, again and again."""
 MEDIAN_MARKS = 256
 """Of these, the last ones that make up the median time of a step."""
 RECENT = 60
 """Losses of the last steps that are remembered."""
 START = ("process", "join", "fabric")
 """Events that make up the stage "start"."""
+NUMBERED = (*START, "quorum", "restore", "step", "steps")
+"""Events that say which round a host is in. An agent writes of the next one while its worker still ends the last."""
 
 
 @dataclass
-class Attempt:
-    """One start of a host's process, or one quorum, and the steps it has done. `HostBook` fills it."""
+class HostRound:
+    """One host's part in a round: from the start of its process, or a quorum, on. `HostHistory` fills it."""
 
     started: float
     number: int = 0
@@ -78,16 +80,35 @@ class Attempt:
 
     def done_at(self, step: int) -> float:
         """Return when a step was done, between marks in proportion."""
-        place = bisect_left(self.marks, step, key=lambda mark: mark[0])
-        if place in (0, len(self.marks)):
-            return self.marks[max(0, place - 1)][1]
-        (before, since), (after, until) = self.marks[place - 1 : place + 1]
+        position = bisect_left(self.marks, step, key=lambda mark: mark[0])
+        if position in (0, len(self.marks)):
+            return self.marks[max(0, position - 1)][1]
+        (before, since), (after, until) = self.marks[position - 1 : position + 1]
         return since + (until - since) * (step - before) / (after - before)
 
     @property
     def last(self) -> int:
         """The last step that is done; that of the restored state if there is none."""
         return self.marks[-1][0] if self.marks else self.resumed
+
+    def stages_since(self, since: float, gave_up: Iterable[float], until: float | None = None) -> dict[str, float]:
+        """Split the time from the last step before, or from a failure, to the first step. The stages add up to it.
+
+        `gave_up` is when any host did so: until then is "detect", and until the new process starts "rendezvous".
+        "start" is the interpreter, its imports, joining and the fabric; "first step" is what remains: reading data,
+        connecting, and the step itself, which was done at `until`, by default when this host wrote so.
+        """
+        done = self.marks[0][1] if until is None else until
+        noticed = min((at for at in gave_up if since < at < self.started), default=since)
+        stages = dict.fromkeys(STAGES, 0.0) | {"detect": noticed - since}
+        for stage, begin, end in self.stages:
+            # A chip that joins a running job has started while the others trained, or were still unaware of a loss.
+            if (seconds := min(end, done) - max(begin, noticed)) > 0.0:
+                stages[stage] = stages.get(stage, 0.0) + seconds
+        before = sum(max(0.0, min(end, self.started) - max(begin, noticed)) for _, begin, end in self.stages)
+        stages["rendezvous"] += max(0.0, self.started - noticed - before)
+        stages["first step"] = max(0.0, done - since - sum(stages.values()))
+        return stages
 
     def consists_of(self, event: Event) -> None:
         """Take from an event which hosts take part."""
@@ -104,11 +125,11 @@ class Attempt:
             del self.marks[1:-1:2]
 
 
-class HostBook:
-    """The attempts of one host, from its events in order. Its size does not grow with the number of steps."""
+class HostHistory:
+    """The rounds of one host, from its events in order. Its size does not grow with the number of steps."""
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
-        self.attempts: list[Attempt] = []
+        self.rounds: list[HostRound] = []
         self.began = 0.0
         self._refused: list[tuple[str, float, float]] = []
         self.least = self.most = 0
@@ -119,15 +140,15 @@ class HostBook:
     def add(self, event: Event) -> None:
         """Take in the next event."""
         kind, at, seconds = event["event"], event["at"], event.get("seconds", 0.0)
-        if not self.attempts:
+        if not self.rounds:
             self.began = at
         # A process's first quorum belongs to its start.
-        is_new_quorum = kind == "quorum" and self.attempts and self.attempts[-1].number
-        if kind == "process" or is_new_quorum or not self.attempts:
-            self.attempts.append(Attempt(at))
-        now = self.attempts[-1]
+        is_new_quorum = kind == "quorum" and self.rounds and self.rounds[-1].number
+        if kind == "process" or is_new_quorum or not self.rounds:
+            self.rounds.append(HostRound(at))
+        now = self.rounds[-1]
         now.ended = max(now.ended, at + seconds)
-        now.number = event.get("attempt", now.number)
+        now.number = event.get("round", now.number) if kind in NUMBERED else now.number
         if kind in START:
             now.stages.append(("start", at, at + seconds))
             now.consists_of(event)
@@ -154,7 +175,7 @@ class HostBook:
                 now.losses.append(float(event["loss"]))
         elif kind == "checkpoint" and now.marks:
             now.checkpoint_s += seconds
-        elif kind == "compile ahead" and "lost" in event and "why_not" not in event:
+        elif kind == "compile ahead" and "lost" in event and "problem" not in event:
             now.covered.add(event["lost"])
         elif kind == "round":
             self.least, self.most = event.get("least", 0), event.get("most", 0)
@@ -175,8 +196,8 @@ class HostBook:
 
 
 @dataclass(frozen=True)
-class Restart:
-    """How a job came back: from the last step before to the first after it."""
+class Recovery:
+    """How a job came back: from the last step before, or from a failure, to the first step after it."""
 
     at: float
     step: int
@@ -191,7 +212,7 @@ class Restart:
 
     @property
     def total_s(self) -> float:
-        """From the last step before to the first after it."""
+        """Of all stages."""
         return sum(self.stages_s.values())
 
 
@@ -209,14 +230,14 @@ class TimeAccount:
     """Median time of a step, over the last of them since the last restart."""
     chips: int
     hosts: tuple[int, ...]
-    """In the last attempt."""
+    """In the last round."""
     machine: str
     examples: int
     last_step_at: float
     least_hosts: int
     most_hosts: int
     """How many hosts the job needs, and how many there are; 0 if nobody has said so."""
-    recoveries: tuple[Restart, ...]
+    recoveries: tuple[Recovery, ...]
 
     @property
     def total_s(self) -> float:
@@ -236,45 +257,35 @@ class TimeAccount:
     def facts(self) -> dict[str, Any]:
         """Return everything as JSON can write it."""
         return {
+            **vars(self),
             "goodput": self.goodput,
             "badput": {cause: seconds / self.total_s for cause, seconds in self.badput_s.items() if self.total_s},
             "total_s": self.total_s,
-            "training_s": self.training_s,
-            "badput_s": self.badput_s,
-            "began": self.began,
-            "until": self.until,
-            "step": self.step,
-            "loss": self.loss,
-            "step_s": self.step_s,
-            "chips": self.chips,
-            "hosts": list(self.hosts),
-            "machine": self.machine,
             "examples_per_s": self.examples_per_s,
             "recoveries": [{**vars(one), "total_s": one.total_s} for one in self.recoveries],
         }
 
 
-def settle(books: Sequence[HostBook], until: float | None = None) -> TimeAccount | None:
-    """Return the account of a job from its hosts' books; None if none of them has started.
+def summarize(hosts: Sequence[HostHistory], until: float | None = None) -> TimeAccount | None:
+    """Return the account of a job from its hosts' histories; None if none of them has done a step.
 
-    Of each attempt the host that got furthest speaks for all: they train in step. `until` is the time of the account,
-    by default that of the last event.
+    `until` is the time of the account, by default that of the last event.
     """
-    attempts = _attempts(books)
-    if not attempts:
+    rounds = rounds_of(hosts)
+    if not rounds:
         return None
-    gave_up = sorted(one.gave_up for book in books for one in book.attempts if one.gave_up is not None)
+    gave_up = gave_up_at(hosts)
     badput = dict.fromkeys(CAUSES, 0.0)
     training, recoveries = 0.0, []
-    began = min(book.began for book in books if book.attempts)
-    before: Attempt | None = None
-    for i, now in enumerate(attempts):
-        stages = _stages(began if before is None else before.marks[-1][1], now, gave_up)
+    began = min(host.began for host in hosts if host.rounds)
+    before: HostRound | None = None
+    for i, now in enumerate(rounds):
+        stages = now.stages_since(began if before is None else before.marks[-1][1], gave_up)
         for stage, seconds in stages.items():
             badput[stage] += seconds
         if before is not None:
-            recoveries.append(_recovery(before, now, stages))
-        following = attempts[i + 1] if i + 1 < len(attempts) else None
+            recoveries.append(recovery_of(before, now, before.marks[-1][1], stages))
+        following = rounds[i + 1] if i + 1 < len(rounds) else None
         counted = now.last if following is None else min(now.last, following.resumed)
         spent = now.marks[-1][1] - now.marks[0][1]
         again = min(spent, now.again_s + now.marks[-1][1] - now.done_at(max(counted, now.marks[0][0])))
@@ -283,8 +294,8 @@ def settle(books: Sequence[HostBook], until: float | None = None) -> TimeAccount
         badput[AGAIN] += again
         training += spent - again - min(now.checkpoint_s, spent) - min(now.data_s, spent)
         before = now
-    last = attempts[-1]
-    end = max([last.marks[-1][1], until or 0.0, *(one.ended for book in books for one in book.attempts[-1:])])
+    last = rounds[-1]
+    end = max([last.marks[-1][1], until or 0.0, *(one.ended for host in hosts for one in host.rounds[-1:])])
     badput["under way"] = end - last.marks[-1][1]
     return TimeAccount(
         began=began,
@@ -299,22 +310,22 @@ def settle(books: Sequence[HostBook], until: float | None = None) -> TimeAccount
         machine=last.machine,
         examples=last.examples,
         last_step_at=last.marks[-1][1],
-        least_hosts=max(book.least for book in books),
-        most_hosts=max(book.most for book in books),
+        least_hosts=max(host.least for host in hosts),
+        most_hosts=max(host.most for host in hosts),
         recoveries=tuple(recoveries),
     )
 
 
 def read_account(paths: Iterable[Path]) -> TimeAccount | None:
     """Return the account of a job from its hosts' timelines."""
-    return settle([HostBook(read_timeline(path)) for path in paths])
+    return summarize([HostHistory(read_timeline(path)) for path in paths])
 
 
-def _attempts(books: Sequence[HostBook]) -> list[Attempt]:
-    """Return one host's part of each attempt that has done a step: that of the host that got furthest."""
-    found: dict[float, Attempt] = {}
-    for book in books:
-        for one in book.attempts:
+def rounds_of(hosts: Iterable[HostHistory]) -> list[HostRound]:
+    """Return each round that has done a step, as the host that progressed furthest has it: they train in step."""
+    found: dict[float, HostRound] = {}
+    for host in hosts:
+        for one in host.rounds:
             if one.marks:
                 key = one.number or one.started
                 if key not in found or one.marks[-1] > found[key].marks[-1]:
@@ -322,25 +333,16 @@ def _attempts(books: Sequence[HostBook]) -> list[Attempt]:
     return sorted(found.values(), key=lambda one: one.started)
 
 
-def _stages(since: float, now: Attempt, gave_up: Sequence[float]) -> dict[str, float]:
-    """Split the time from the last step before an attempt to its first one. The stages add up to it."""
-    done = now.marks[0][1]
-    noticed = min((at for at in gave_up if since < at < now.started), default=since)
-    stages = dict.fromkeys(STAGES, 0.0) | {"detect": noticed - since}
-    for stage, begin, end in now.stages:
-        # A chip that joins a running job has started while the others trained, or were still unaware of a loss.
-        if (seconds := min(end, done) - max(begin, noticed)) > 0.0:
-            stages[stage] = stages.get(stage, 0.0) + seconds
-    before = sum(max(0.0, min(end, now.started) - max(begin, noticed)) for _, begin, end in now.stages)
-    stages["rendezvous"] += max(0.0, now.started - noticed - before)
-    stages["first step"] = max(0.0, done - since - sum(stages.values()))
-    return stages
+def gave_up_at(hosts: Iterable[HostHistory]) -> list[float]:
+    """Return when hosts gave up."""
+    return [one.gave_up for host in hosts for one in host.rounds if one.gave_up is not None]
 
 
-def _recovery(before: Attempt, now: Attempt, stages: dict[str, float]) -> Restart:
+def recovery_of(before: HostRound, now: HostRound, since: float, stages: dict[str, float]) -> Recovery:
+    """Return how a round came after another one."""
     was, is_now = set(before.hosts), set(now.hosts)
-    return Restart(
-        at=before.marks[-1][1],
+    return Recovery(
+        at=since,
         step=before.last,
         resumed=now.resumed,
         source=now.source,
@@ -352,8 +354,8 @@ def _recovery(before: Attempt, now: Attempt, stages: dict[str, float]) -> Restar
     )
 
 
-def _median_step(attempt: Attempt) -> float:
+def _median_step(last: HostRound) -> float:
     # Not all of them: this is asked for at every scrape.
-    marks = attempt.marks[-MEDIAN_MARKS:]
+    marks = last.marks[-MEDIAN_MARKS:]
     steps = [(after - before) / (b - a) for (a, before), (b, after) in pairwise(marks)]
     return statistics.median(steps) if steps else 0.0

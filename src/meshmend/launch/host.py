@@ -18,14 +18,14 @@ from typing import Any
 
 from meshmend.errors import LaunchError, MeshmendError
 from meshmend.launch.agent import HostAgent
+from meshmend.launch.environment import PROGRAM_KEY
 from meshmend.launch.events import AgentLog
 from meshmend.launch.hosts import Hosts
-from meshmend.launch.member import Member, Place
+from meshmend.launch.member import Assignment, Member
 from meshmend.launch.membership import SILENT_S
 from meshmend.launch.messages import derive_key
-from meshmend.launch.places import PROGRAM_KEY
 from meshmend.launch.processes import die_with_parent
-from meshmend.launch.timeline import Timeline, read_timeline
+from meshmend.launch.timeline import Timeline
 from meshmend.launch.worker import Workers
 from meshmend.quarantine import QuarantineList
 from meshmend.quarantine.entries import chips_of
@@ -95,7 +95,8 @@ def main(descriptor: int) -> int:
         address=what.address or None,
         reach_s=what.reach_s,
         silent_s=what.silent_s,
-        heard=log.hear,
+        on_message=log.on_message,
+        rounds_before=log.rounds_before,
     )
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, _leave)
@@ -119,13 +120,11 @@ def _ended(error: MeshmendError, report: Any) -> int:
 
 
 def _run(what: HostDescription, member: Member, workers: Workers, log: AgentLog, report: Any) -> int:
-    def progress() -> int:
-        events = read_timeline(what.timeline) if what.timeline else []
-        return max((event["step"] for event in events if event["event"] in ("kept", "step")), default=0)
-
-    def environment(place: Place) -> dict[str, str]:
-        report("round", number=place.number, hosts=place.hosts, process=place.process, cut_off=place.cut_off)
-        log.start_round(place)
+    def environment(assigned: Assignment) -> dict[str, str]:
+        report(
+            "round", number=assigned.number, hosts=assigned.hosts, process=assigned.process, cut_off=assigned.cut_off
+        )
+        log.start_round(assigned)
         return {"MESHMEND_JOB": what.job, **({"MESHMEND_TIMELINE": what.timeline} if what.timeline else {})}
 
     agent = HostAgent(
@@ -135,7 +134,7 @@ def _run(what: HostDescription, member: Member, workers: Workers, log: AgentLog,
         max_restarts=what.max_restarts,
         admit=lambda: check_admitted(what),
         environment=environment,
-        progress=progress,
+        progress=log.look,
         report=report,
     )
     try:

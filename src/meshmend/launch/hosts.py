@@ -86,15 +86,15 @@ class Hosts:
         """Chips that one host drives."""
         return self.tiles[0].n_chips
 
-    def number(self, place: int | str | Sequence[int]) -> int:
+    def number(self, position: int | str | Sequence[int]) -> int:
         """Return a host's number from its number or from the coordinate of its first chip, as in 5, "5" or "4,2"."""
-        if isinstance(place, str):
-            place = int(place) if place.isdecimal() else parse_chip(place)
-        if isinstance(place, int):
-            if 0 <= place < len(self):
-                return place
-            raise RestartError(f"There is no host {place}: {self} has hosts 0 to {len(self) - 1}.", host=place)
-        at = tuple(int(x) for x in place)
+        if isinstance(position, str):
+            position = int(position) if position.isdecimal() else parse_chip(position)
+        if isinstance(position, int):
+            if 0 <= position < len(self):
+                return position
+            raise RestartError(f"There is no host {position}: {self} has hosts 0 to {len(self) - 1}.", host=position)
+        at = tuple(int(x) for x in position)
         for number, tile in enumerate(self.tiles):
             if tile.at == at:
                 return number
@@ -117,9 +117,11 @@ class Hosts:
         (0, 2, 3)
         """
         grid = [n // h for n, h in zip(self.shape, self.tile, strict=True)]
-        places = _row_major(tuple(grid))
+        positions = _row_major(tuple(grid))
         here = set(numbers)
-        mesh = Mesh(grid, wrap=self.wrap, failed=[place for number, place in enumerate(places) if number not in here])
+        mesh = Mesh(
+            grid, wrap=self.wrap, failed=[position for number, position in enumerate(positions) if number not in here]
+        )
         groups: dict[int, list[int]] = {}
         for number, group in zip(sorted(here), mesh.component_of.tolist(), strict=True):
             groups.setdefault(group, []).append(number)

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from meshmend.errors import LaunchError
 from meshmend.launch.host import HostDescription
-from meshmend.launch.processes import QUICK_NAMES, children, die_with_parent, kill_tree
+from meshmend.launch.processes import children, die_with_parent, kill_tree
 
 Event = dict[str, Any]
 
@@ -85,7 +85,7 @@ class HostProcesses:
             pass_fds=[write],
             start_new_session=True,  # Ctrl-C is for this process, which then tells its hosts
             preexec_fn=die_with_parent,
-            env={**QUICK_NAMES, **os.environ, "MESHMEND_SECRET": self._secret, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "MESHMEND_SECRET": self._secret, "PYTHONUNBUFFERED": "1"},
         )
         os.close(write)
         os.close(their_output)

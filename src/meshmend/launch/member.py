@@ -24,8 +24,8 @@ from meshmend.launch.messages import (
     CHALLENGE_BYTES,
     HELLO,
     MAX_HELLO_BYTES,
+    AuthenticatedChannel,
     MessageError,
-    Talk,
     make_key,
     make_nonce,
     pack,
@@ -43,7 +43,7 @@ REFUSED_FOR_S = 15.0
 
 
 @dataclass(frozen=True)
-class Place:
+class Assignment:
     """A round as one host sees it: who runs, and which process this host's worker is."""
 
     number: int
@@ -53,6 +53,8 @@ class Place:
     coordinator: str
     cut_off: tuple[int, ...] = ()
     """Hosts that are there, but that no cable joins to these: they wait."""
+    before: int = 0
+    """Number of the job's round before this one."""
 
 
 def pauses(longest_s: float) -> Iterator[float]:
@@ -66,9 +68,10 @@ def pauses(longest_s: float) -> Iterator[float]:
 class Member:
     """A host's membership in a job. `close` it at the end.
 
-    `reach_s` is how long the store may be unreachable at the start, before this host has ever reached it. `heard` is
-    called with each message of the store, except its heartbeats, from the thread that reads them, and with
-    {"say": "unreachable", "why": …} when it cannot be reached.
+    `reach_s` is how long the store may be unreachable at the start, before this host has ever reached it.
+    `rounds_before` is the last round of an earlier job in the same folder: the count goes on from there. `on_message`
+    is called with each message of the store, except its heartbeats, from the thread that reads them, and with {"type":
+    "unreachable", "why": …} when it cannot be reached.
     """
 
     def __init__(
@@ -83,22 +86,23 @@ class Member:
         address: str | None = None,
         reach_s: float = 60.0,
         silent_s: float = SILENT_S,
-        heard: Callable[[Message], None] = lambda _: None,
+        rounds_before: int = 0,
+        on_message: Callable[[Message], None] = lambda _: None,
     ) -> None:
         name, _, port = store.rpartition(":")
         self._store = (name.strip("[]"), int(port))
         self._where = store
-        self._hello: Message = {"host": host, "hosts": hosts, "machine": machine}
+        self._hello: Message = {"host": host, "hosts": hosts, "machine": machine, "rounds_before": rounds_before}
         self._address = address
         self._key = make_key(secret, job)
-        self._heard = heard
+        self._on_message = on_message
         self._reach_s = reach_s
         self._silent_s = 3 * max(silent_s, BEAT_S)  # a lost store does no harm, so there is no hurry to give it up
         self._longest_s = min(LONGEST_AGAIN_S, silent_s / 3)  # so that no host is missed when the store is back
         self._changed = threading.Condition()
-        self._talk: Talk | None = None
+        self._channel: AuthenticatedChannel | None = None
         self._connection: socket.socket | None = None
-        self._place: Place | None = None
+        self._assignment: Assignment | None = None
         self._number = 0
         self._asked: Message | None = None
         """What was said last and has to be said again to a store that has been replaced."""
@@ -117,16 +121,16 @@ class Member:
         self._beater = threading.Thread(target=self._beat, name="meshmend-beat", daemon=True)
         self._beater.start()
 
-    def join(self, port: int, why: str = "") -> Place:
+    def join(self, port: int, why: str = "") -> Assignment:
         """Ask for the next round, and return it when it starts. Raises `LaunchError`, also when the job is over."""
         with self._changed:
-            self._place = self._stop = None
-            self._asked = {"say": "join", "port": port, "why": why}
-            self._say(self._asked)
-            while self._place is None:
+            self._assignment = self._stop = None
+            self._asked = {"type": "join", "port": port, "why": why}
+            self._send_message(self._asked)
+            while self._assignment is None:
                 self._check()
                 self._changed.wait(BEAT_S)
-            return self._place
+            return self._assignment
 
     @property
     def stopped(self) -> Message | None:
@@ -153,8 +157,8 @@ class Member:
     def finish(self, timeout_s: float) -> Message:
         """Report that this host's worker has finished; return how the job ended when all others have, too."""
         with self._changed:
-            self._asked = {"say": "done"}
-            self._say(self._asked)
+            self._asked = {"type": "done"}
+            self._send_message(self._asked)
             until = time.monotonic() + timeout_s
             while self._over is None and time.monotonic() < until:
                 self._check()
@@ -164,7 +168,7 @@ class Member:
     def fail(self, why: str) -> None:
         """Report that this host gives up, which ends the job."""
         with self._changed:
-            self._say({"say": "failed", "why": why[:2000]})
+            self._send_message({"type": "failed", "why": why[:2000]})
 
     def close(self) -> None:
         """Leave the job."""
@@ -183,16 +187,16 @@ class Member:
         if self._over is not None:
             raise LaunchError(f"The job is over: {self._over['why']}.")
 
-    def _say(self, message: Message) -> None:
+    def _send_message(self, message: Message) -> None:
         """Send to the store, if it can be reached; otherwise the next connection repeats what matters."""
-        if self._connection is not None and self._talk is not None:
+        if self._connection is not None and self._channel is not None:
             with contextlib.suppress(OSError):
-                self._connection.sendall(self._talk.pack(message))
+                self._connection.sendall(self._channel.pack(message))
 
     def _beat(self) -> None:
         with self._changed:
             while not self._closed.is_set():
-                self._say({"say": "beat"})
+                self._send_message({"type": "beat"})
                 self._changed.wait(BEAT_S)
 
     def _run(self) -> None:
@@ -206,10 +210,10 @@ class Member:
             except _RefusedError as error:
                 why = str(error)
                 refused_at = refused_at or time.monotonic()
-                if not error.for_now or time.monotonic() > refused_at + REFUSED_FOR_S:
+                if not error.retryable or time.monotonic() > refused_at + REFUSED_FOR_S:
                     self._fail(f"The store at {self._where} refuses this host: {error}.")
             except MessageError as error:
-                why = f"what answers there turns this host away: {error}"
+                why = f"what answers there refuses this host: {error}"
                 self._challenged = error.code not in FOREIGN
             except (OSError, ValueError) as error:
                 why = str(error)
@@ -225,7 +229,7 @@ class Member:
             if self._goes_on():
                 if why != self._why:
                     self._why = why
-                    self._heard({"say": "unreachable", "why": why})
+                    self._on_message({"type": "unreachable", "why": why})
                 self._closed.wait(next(again))
 
     def _goes_on(self) -> bool:
@@ -255,47 +259,48 @@ class Member:
         mine = make_nonce()
         address = self._address or str(connection.getsockname()[0])
         with self._changed:
-            place = self._place if self._stop is None else None
+            assigned = self._assignment if self._stop is None else None
             running: Message | None = None
-            if place is not None:
-                running = {"number": place.number, "name": place.name, "hosts": pack_hosts(place.hosts)}
+            if assigned is not None:
+                running = {"number": assigned.number, "name": assigned.name, "hosts": pack_hosts(assigned.hosts)}
             hello = {**self._hello, "address": address, "nonce": mine.hex(), "running": running, "number": self._number}
             connection.sendall(pack(HELLO, hello, self._key, theirs, limit=MAX_HELLO_BYTES))
-            self._talk = Talk(self._key, mine, theirs, to="the store", of="a host")
+            self._channel = AuthenticatedChannel(self._key, mine, theirs, to="the store", of="a host")
             self._connection = connection
             if self._asked is not None:
-                self._say(self._asked)
+                self._send_message(self._asked)
         try:
             while True:
-                self._take(self._talk.unpack(read_frame(connection.recv, MAX_HELLO_BYTES)))
+                self._take(self._channel.unpack(read_frame(connection.recv, MAX_HELLO_BYTES)))
                 self._reached = self._admitted = True
                 self._why = ""
         finally:
             with self._changed:
-                self._connection = self._talk = None
+                self._connection = self._channel = None
 
     def _take(self, message: dict[str, Any]) -> None:
-        say = message["say"]
-        if say == "refused":
-            raise _RefusedError(str(message["why"]), for_now=bool(message["for_now"]))
+        kind = message["type"]
+        if kind == "refused":
+            raise _RefusedError(str(message["why"]), retryable=bool(message["retryable"]))
         with self._changed:
-            if say == "round":
+            if kind == "round":
                 hosts, cut_off = message["hosts"], message["cut_off"]
                 process = hosts.index(self._hello["host"])
                 self._stop = self._asked = None
                 self._number = int(message["number"])
-                self._place = Place(self._number, message["name"], hosts, process, message["coordinator"], cut_off)
-            elif say in ("stop", "dropped"):
+                name, coordinator, before = (message[fact] for fact in ("name", "coordinator", "before"))
+                self._assignment = Assignment(self._number, name, hosts, process, coordinator, cut_off, before)
+            elif kind in ("stop", "dropped"):
                 self._stop = {"why": "the store had not heard from this host", "lost": None, **message}
-            elif say == "over":
+            elif kind == "over":
                 self._over = message
-            if say != "beat":
+            if kind != "beat":
                 self._changed.notify_all()
-        if say != "beat":
-            self._heard(message)
+        if kind != "beat":
+            self._on_message(message)
 
 
 class _RefusedError(Exception):
-    def __init__(self, why: str, *, for_now: bool) -> None:
-        self.for_now = for_now
+    def __init__(self, why: str, *, retryable: bool) -> None:
+        self.retryable = retryable
         super().__init__(why)

@@ -47,10 +47,10 @@ STATES = ("new", "idle", "waiting", "running", "done")
 
 
 class RefusedError(Exception):
-    """A host cannot be a member, for a reason that its user should read. `for_now`: it may be admitted later."""
+    """A host cannot be a member, for a reason that its user should read. `retryable`: it may be admitted later."""
 
-    def __init__(self, why: str, *, for_now: bool = False) -> None:
-        self.for_now = for_now
+    def __init__(self, why: str, *, retryable: bool = False) -> None:
+        self.retryable = retryable
         super().__init__(why)
 
 
@@ -98,6 +98,8 @@ class Membership:
     """The one that runs; None between rounds."""
     number: int = 0
     """Of the newest round so far."""
+    rounds_before: int = 0
+    """Of the newest round of earlier jobs in the same folder."""
     over: Message | None = None
     """How the job ended."""
     _keys: dict[int, Hashable] = field(default_factory=dict)
@@ -155,10 +157,10 @@ class Membership:
             if now - member.heard_at < 2 * BEAT_S:
                 # It may be what is left of a host that has just been restarted: that one will fall silent.
                 raise RefusedError(
-                    f"another process, at {member.address}, is host {host} already. Give each host its own --place",
-                    for_now=True,
+                    f"another process, at {member.address}, is host {host} already: give each its own --host-index",
+                    retryable=True,
                 )
-            self.outbox.append((other, {"say": "dropped"}))
+            self.outbox.append((other, {"type": "dropped"}))
             self.leave(other, "its process was replaced by a new one", now)
         if len(self.members) >= self.most:
             raise RefusedError(f"the job has {self.most} hosts already, as many as --hosts allows")
@@ -166,6 +168,7 @@ class Membership:
         self._keys[host] = key
         self._in["new"].add(key)
         self.number = max(self.number, int(hello.get("number") or 0))
+        self.rounds_before = max(self.rounds_before, int(hello.get("rounds_before") or 0))
         self._arrived_at = now
         running = hello.get("running")
         if running is not None:
@@ -176,15 +179,15 @@ class Membership:
             if self.round is not None and self.members[key].state != "running":
                 self._end_lost([host], AWAY, now)
 
-    def hear(self, key: Hashable, message: Message, now: float) -> None:
+    def on_message(self, key: Hashable, message: Message, now: float) -> None:
         """Take a message of a member: beat, join, done or failed."""
         member = self.members[key]
         member.heard_at = now
         self.members.move_to_end(key)
-        say = message["say"]
-        if say == "beat" or self.over is not None:
+        kind = message["type"]
+        if kind == "beat" or self.over is not None:
             return
-        if say == "join":
+        if kind == "join":
             was, member.port, self._asked = member.state, int(message["port"]), True
             self._move(key, "waiting")
             if was == "running":
@@ -193,10 +196,10 @@ class Membership:
                     self._failed = self._failed or f"host {member.host}: {why}"
                 if self._finished is None:
                     self._end_round(f"host {member.host} starts again: {why}", now)
-        elif say == "done":
+        elif kind == "done":
             self._move(key, "done")
             self._finished = member.host if self._finished is None else self._finished
-        elif say == "failed":
+        elif kind == "failed":
             self._end_job(ok=False, why=f"host {member.host} gave up: {message.get('why', '')}")
         self._check_finished()
 
@@ -223,7 +226,7 @@ class Membership:
                 break
             silent.append(key)
         if silent:
-            self.outbox += [(key, {"say": "dropped"}) for key in silent]
+            self.outbox += [(key, {"type": "dropped"}) for key in silent]
             self._lose(silent, f"not heard from for {now - self.members[silent[-1]].heard_at:.0f} s", now)
         self._check_adopted(now)
         self._check_finished()
@@ -263,7 +266,7 @@ class Membership:
         elif self.number and not self._short:
             self._short = True
             here = sorted(self._hosts_of(waiting))
-            short: Message = {"say": "short", "hosts": here, "least": self.least, "number": self.number}
+            short: Message = {"type": "short", "hosts": here, "least": self.least, "number": self.number}
             self.outbox += [(key, short) for key in waiting]
             self.news.append(f"the job waits: it needs {self.least} hosts, and has {name_hosts(here)}")
 
@@ -293,13 +296,15 @@ class Membership:
         member.state = state
 
     def _start_round(self, hosts: tuple[int, ...]) -> None:
-        self.number, self._fresh, self._short = self.number + 1, False, False
+        before, self.number = self.number, max(self.number, self.rounds_before) + 1
+        self._fresh = self._short = False
         self._failed, self._lost, self._were = "", set(), frozenset(hosts)
         self.round = Round(self.number, secrets.token_hex(8), hosts)
         first = self.members[self._keys[hosts[0]]]
         message: Message = {
-            "say": "round",
+            "type": "round",
             "number": self.number,
+            "before": before,
             "name": self.round.name,
             "hosts": hosts,
             "cut_off": sorted(set(self._hosts_of(self._in["waiting"])) - set(hosts)),
@@ -312,7 +317,7 @@ class Membership:
 
     def _end_round(self, why: str, now: float, lost: int | None = None) -> None:
         number = self.round.number if self.round else 0
-        message: Message = {"say": "stop", "why": why, "lost": lost, "number": number}
+        message: Message = {"type": "stop", "why": why, "lost": lost, "number": number}
         self.round, self._ended_at, self._asked = None, now, True
         for key in list(self._in["running"]):
             self._move(key, "idle")
@@ -321,7 +326,7 @@ class Membership:
 
     def _end_job(self, *, ok: bool, why: str) -> None:
         self.over, self.round = {"ok": ok, "why": why}, None
-        message = {"say": "over", **self.over}
+        message = {"type": "over", **self.over}
         self.outbox += [(key, message) for key in self.members]
         self.news.append(why)
 
@@ -364,7 +369,7 @@ class Membership:
         else:
             self._move(key, "idle")
             why = "its round has ended while this host was cut off from the store"
-            self.outbox.append((key, {"say": "stop", "why": why, "lost": None, "number": claimed.number}))
+            self.outbox.append((key, {"type": "stop", "why": why, "lost": None, "number": claimed.number}))
 
     def _check_adopted(self, now: float) -> None:
         """Wait no longer for hosts of an adopted round that do not come back, and end it if it still runs."""

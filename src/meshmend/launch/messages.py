@@ -6,7 +6,7 @@ The store sends first:
     hello       host → store     frame: who it is, 32 random bytes of its own
     refused     store → host     frame without a tag: one of `REFUSALS`
 
-Then both speak as `Talk` says.
+Then both speak as `AuthenticatedChannel` says.
 
 A frame is MAGIC, the length of its body (4 bytes, big-endian), a tag of 32 bytes, and the body, which is JSON. The tag
 is an HMAC-SHA256 of the body, of what kind of message it is, and of the other side's random bytes, with a key derived
@@ -44,7 +44,7 @@ MAX_HELLO_BYTES = 16 << 10
 MAX_HOSTS = 1 << 20
 """Numbers of hosts are below this."""
 HOST_SETS = ("hosts", "cut_off")
-"""What a `Talk` packs of a message."""
+"""What an `AuthenticatedChannel` packs of a message."""
 
 REFUSALS = {
     "malformed": "its message was malformed",
@@ -137,8 +137,8 @@ def pack_refusal(code: str) -> bytes:
     return MAGIC + struct.pack(">I", len(body)) + bytes(TAG_BYTES) + body
 
 
-class Talk:
-    """One side of an authenticated connection that stays: every frame is tagged for its place in one direction.
+class AuthenticatedChannel:
+    """One side of an authenticated connection that stays: every frame is tagged with its number in one direction.
 
     So no frame can be repeated, left out, exchanged for another or sent back to where it came from.
     """
@@ -147,7 +147,7 @@ class Talk:
         self._key = key
         self._mine, self._theirs = mine, theirs
         self._to, self._of = f"to {to}", f"to {of}"
-        self._sent = self._heard = 0
+        self._sent = self._received = 0
 
     @staticmethod
     def encode(message: dict[str, Any]) -> bytes:
@@ -166,8 +166,8 @@ class Talk:
 
     def unpack(self, frame: bytes | bytearray) -> dict[str, Any]:
         """Return the next message of the other side."""
-        self._heard += 1
-        message = unpack(self._of, frame, self._key, self._mine + struct.pack(">Q", self._heard))
+        self._received += 1
+        message = unpack(self._of, frame, self._key, self._mine + struct.pack(">Q", self._received))
         return message | {name: unpack_hosts(message[name]) for name in HOST_SETS if name in message}
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshmend.errors import LaunchError, QuarantineError
 from meshmend.extras import require
-from meshmend.launch.goodput import Attempt, Restart, TimeAccount
+from meshmend.launch.goodput import HostRound, Recovery, TimeAccount
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.timeline import STAGES
 from meshmend.launch.watching import STATES, Watch, read_quarantine
@@ -38,7 +38,7 @@ class JobMetrics:
 
     def __init__(self, folder: str | Path) -> None:
         self.watch = Watch(folder)
-        self._recoveries: tuple[tuple[Restart, ...], Metric] | None = None
+        self._recoveries: tuple[tuple[Recovery, ...], Metric] | None = None
         self._lock = threading.Lock()
 
     def collect(self) -> Iterator[Metric]:
@@ -76,7 +76,7 @@ def _of_time(account: TimeAccount) -> Iterator[Metric]:
         yield _gauge("meshmend_loss", "Loss of the last step.", account.loss)
 
 
-def _of_mesh(account: TimeAccount, latest: dict[str, Attempt]) -> Iterator[Metric]:
+def _of_mesh(account: TimeAccount, latest: dict[str, HostRound]) -> Iterator[Metric]:
     n_chips, n_hosts, most = account.chips, len(account.hosts), account.most_hosts
     if account.machine:
         hosts = Hosts.read(account.machine)
@@ -94,7 +94,7 @@ def _of_mesh(account: TimeAccount, latest: dict[str, Attempt]) -> Iterator[Metri
         )
 
 
-def _of_state(latest: dict[str, Attempt]) -> Iterator[Metric]:
+def _of_state(latest: dict[str, HostRound]) -> Iterator[Metric]:
     trained = [one for one in latest.values() if one.number == max(other.number for other in latest.values())]
     if kept := [one for one in trained if one.kept]:
         oldest = min(kept, key=lambda one: one.kept)
@@ -121,7 +121,7 @@ def _of_quarantine(entries: Sequence[Quarantined], n_refused: int | None, machin
 
 
 def _n_refused(folder: Path) -> int | None:
-    """Return how many suspects are past the limit, None where the signs cannot be read."""
+    """Return how many suspects are past the limit, None where the observations cannot be read."""
     try:
         return len(refused(folder))
     except (QuarantineError, OSError):

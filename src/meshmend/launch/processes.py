@@ -12,9 +12,6 @@ import time
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
-QUICK_NAMES = {"RES_OPTIONS": "timeout:1 attempts:1"}
-"""torch looks up the name of every address that it connects to, even of loopback's. A name server that does not
-answer would cost five seconds each time, enough to miss a rendezvous."""
 
 
 def die_with_parent(parent: int | None = None) -> None:

@@ -2,7 +2,7 @@
 
 It does not need JAX. Hosts keep a connection to it; a host that dies breaks its connection, which ends the
 round at once. `membership` decides who is in a round, this serves the sockets. All are served by one thread that never
-waits for one of them. Health probes, port scanners and processes of other jobs are turned away one by one: each has its
+waits for one of them. Health probes, port scanners and processes of other jobs are refused one by one: each has its
 own limits of time and bytes, and none is listened to before it has proven that it knows the job's secret.
 
 If the store is lost, training continues: the hosts keep their round, look for the store until it is back at the same
@@ -35,8 +35,8 @@ from meshmend.launch.messages import (
     HELLO,
     MAX_HELLO_BYTES,
     NONCE_BYTES,
+    AuthenticatedChannel,
     MessageError,
-    Talk,
     frame_bytes,
     make_challenge,
     make_key,
@@ -47,15 +47,16 @@ from meshmend.launch.messages import (
 )
 from meshmend.launch.processes import raise_file_limit
 
-CALLER_S = 10.0
-"""How long a caller may take from connecting to the end of its hello."""
-MAX_STRANGERS = 1024
-"""Callers at once that have not proven anything yet: 16 MiB of memory at most."""
+HELLO_S = 10.0
+"""How long a peer may take from connecting to the end of its hello."""
+MAX_UNAUTHENTICATED = 1024
+"""Connections at once that have not proven anything yet: 16 MiB of memory at most."""
 PATIENCE_S = 0.25
-"""How long a stranger keeps its place though others wait for one. A host proves itself within a round trip, so that
-neither strangers nor ten thousand hosts that come at once push it out; those who say nothing make room."""
+"""How long an unauthenticated connection is kept while others wait. A host proves itself within a round trip, so that
+neither unauthenticated connections nor ten thousand hosts that come at once push it out; those that send nothing make
+room."""
 ACCEPTED_AT_ONCE = 128
-"""Callers that are accepted before those that are here are read again."""
+"""Connections that are accepted before those that are here are read again."""
 BACKLOG = 4096
 """Connections that the kernel holds for the store; it cuts this to net.core.somaxconn."""
 OWN_FILES = 16
@@ -66,7 +67,7 @@ LINGER_S = 5.0
 
 
 @dataclass(eq=False, slots=True)
-class Caller:
+class Peer:
     """One connection."""
 
     connection: socket.socket
@@ -74,14 +75,14 @@ class Caller:
     until: float
     nonce: bytes = field(default_factory=make_nonce, repr=False)
     data: bytearray = field(default_factory=bytearray, repr=False)
-    talk: Talk | None = None
-    """None as long as it is a stranger."""
+    channel: AuthenticatedChannel | None = None
+    """None as long as it is unauthenticated."""
 
 
 class Store:
     """The store of one job. Use it in a `with` block; `serve` returns when the job is over.
 
-    `address` is where it listens; without a secret it listens on this machine only. `tell` is called with a line for
+    `address` is where it listens; without a secret it listens on this machine only. `log` is called with a line for
     people whenever something happens, from a thread of its own: it may fail, or take its time.
     """
 
@@ -93,7 +94,7 @@ class Store:
         secret: str,
         address: str = "127.0.0.1",
         port: int = 0,
-        tell: Callable[[str], None] = lambda _: None,
+        log: Callable[[str], None] = lambda _: None,
     ) -> None:
         if not secret and not is_loopback(address):
             raise LaunchError(
@@ -114,27 +115,27 @@ class Store:
             raise LaunchError(f"The store cannot listen on {address}:{port}: {error.strerror or error}.") from error
         self._server.setblocking(False)
         self.port = int(self._server.getsockname()[1])
-        self._callers: set[Caller] = set()
-        self._strangers: OrderedDict[Caller, None] = OrderedDict()  # in the order of their arrival
+        self._peers: set[Peer] = set()
+        self._unauthenticated: OrderedDict[Peer, None] = OrderedDict()  # in the order of their arrival
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._most_callers = (1 << 20 if files == resource.RLIM_INFINITY else files) - OWN_FILES
+        self._most_peers = (1 << 20 if files == resource.RLIM_INFINITY else files) - OWN_FILES
         self._selector = selectors.DefaultSelector()
         self._is_listening = False
         self._listens_at = 0.0
         """When the store listens again, after the system had nothing left for a new connection."""
         self._beat_at = 0.0
         self._joined: list[int] = []
-        self._turned_away: dict[str, tuple[int, str]] = {}
-        """Why callers were, how many since the last line about it, and from where the last one came."""
-        self._log = _Log(tell)
+        self._refused: dict[str, tuple[int, str]] = {}
+        """Why connections were, how many since the last line about it, and from where the last one came."""
+        self._log = _Log(log)
         self._log.put(f"the store of {job} listens on {address}:{self.port}")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for caller in list(self._callers):
-            self._close(caller)
+        for peer in list(self._peers):
+            self._close(peer)
         self._selector.close()
         self._server.close()
         self._log.close()
@@ -160,25 +161,25 @@ class Store:
         for selected, _ in ready:
             if selected.data is None:
                 is_called = True
-            elif selected.data in self._callers:
+            elif selected.data in self._peers:
                 self._read(selected.data)
         if is_called:
             self._accept()
-        while self._strangers and (first := next(iter(self._strangers))).until <= now:
-            self._turn_away(first, "slow")
+        while self._unauthenticated and (first := next(iter(self._unauthenticated))).until <= now:
+            self._refuse(first, "slow")
         self.membership.tick(now)
         if now >= self._beat_at:
             self._beat_at = now + max(BEAT_S, self.membership.silent_s / 4)
-            beat = {"say": "beat"}
+            beat = {"type": "beat"}
             self.membership.outbox += [(key, beat) for key in self.membership.members]
-            self._tell_of_callers()
+            self._report_connections()
         self._send_all()
 
     def _has_room(self, now: float) -> bool:
-        """Whether there is a place for another stranger. Those who find none wait in the kernel's queue."""
-        if len(self._strangers) < MAX_STRANGERS:
+        """Whether there is room for another connection. Those that find none wait in the kernel's queue."""
+        if len(self._unauthenticated) < MAX_UNAUTHENTICATED:
             return True
-        return next(iter(self._strangers)).until <= now + CALLER_S - PATIENCE_S
+        return next(iter(self._unauthenticated)).until <= now + HELLO_S - PATIENCE_S
 
     def _listen(self, is_wanted: bool) -> None:
         if is_wanted != self._is_listening:
@@ -197,71 +198,71 @@ class Store:
                 connection, address = self._server.accept()
             except OSError as error:
                 if error.errno in SCARCE:
-                    self._log.put(f"{len(self._callers)} connections are all that the system allows: {error.strerror}")
+                    self._log.put(f"{len(self._peers)} connections are all that the system allows: {error.strerror}")
                     self._listens_at = now + 1.0
                 return
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            caller = Caller(connection, str(address[0]), now + CALLER_S)
-            self._callers.add(caller)
-            self._strangers[caller] = None
-            self._selector.register(connection, selectors.EVENT_READ, caller)
-            self._send(caller, make_challenge(caller.nonce))
-            if len(self._callers) > self._most_callers:
+            peer = Peer(connection, str(address[0]), now + HELLO_S)
+            self._peers.add(peer)
+            self._unauthenticated[peer] = None
+            self._selector.register(connection, selectors.EVENT_READ, peer)
+            self._send(peer, make_challenge(peer.nonce))
+            if len(self._peers) > self._most_peers:
                 # The oldest may be the new one itself: members keep their connections.
-                self._turn_away(next(iter(self._strangers)), "files")
-            elif len(self._strangers) > MAX_STRANGERS:
-                self._turn_away(next(iter(self._strangers)), "full")
+                self._refuse(next(iter(self._unauthenticated)), "files")
+            elif len(self._unauthenticated) > MAX_UNAUTHENTICATED:
+                self._refuse(next(iter(self._unauthenticated)), "full")
 
-    def _read(self, caller: Caller) -> None:
+    def _read(self, peer: Peer) -> None:
         try:
-            more = caller.connection.recv(HEADER_BYTES + MAX_HELLO_BYTES)
+            more = peer.connection.recv(HEADER_BYTES + MAX_HELLO_BYTES)
         except BlockingIOError:
             return
         except OSError:
             more = b""
         if not more:
-            self._close(caller)
+            self._close(peer)
             return
-        caller.data += more
+        peer.data += more
         try:
-            while caller in self._callers:
-                size = frame_bytes(caller.data, MAX_HELLO_BYTES)
-                if size is None or len(caller.data) < size:
+            while peer in self._peers:
+                size = frame_bytes(peer.data, MAX_HELLO_BYTES)
+                if size is None or len(peer.data) < size:
                     return
-                frame, caller.data = caller.data[:size], caller.data[size:]
-                self._take(caller, frame)
+                frame, peer.data = peer.data[:size], peer.data[size:]
+                self._take(peer, frame)
         except (MessageError, KeyError, TypeError, ValueError) as error:
-            self._turn_away(caller, error.code if isinstance(error, MessageError) else "malformed")
+            self._refuse(peer, error.code if isinstance(error, MessageError) else "malformed")
 
-    def _take(self, caller: Caller, frame: bytearray) -> None:
+    def _take(self, peer: Peer, frame: bytearray) -> None:
         now = time.monotonic()
-        if caller.talk is not None:
-            message = caller.talk.unpack(frame)
-            if caller in self.membership.members:
-                self.membership.hear(caller, message, now)
+        if peer.channel is not None:
+            message = peer.channel.unpack(frame)
+            if peer in self.membership.members:
+                self.membership.on_message(peer, message, now)
             else:
-                self._say_last(caller, {"say": "dropped"})  # another process has taken its place
+                self._send_last(peer, {"type": "dropped"})  # another process has taken its place
             return
-        hello = unpack(HELLO, frame, self._key, caller.nonce)
+        hello = unpack(HELLO, frame, self._key, peer.nonce)
         theirs = bytes.fromhex(hello["nonce"])
         if len(theirs) != NONCE_BYTES:
             raise MessageError("malformed")
         if hello.get("running") is not None:
             hello["running"]["hosts"] = unpack_hosts(hello["running"]["hosts"])
-        caller.talk = Talk(self._key, caller.nonce, theirs, to="a host", of="the store")
-        del self._strangers[caller]
+        peer.channel = AuthenticatedChannel(self._key, peer.nonce, theirs, to="a host", of="the store")
+        del self._unauthenticated[peer]
         try:
-            self.membership.arrive(caller, hello, caller.address, now)
+            self.membership.arrive(peer, hello, peer.address, now)
         except RefusedError as error:
             if self.membership.over is not None:
-                self._say_last(caller, {"say": "over", **self.membership.over})
+                self._send_last(peer, {"type": "over", **self.membership.over})
                 return
-            self._count(f"was refused: {error}", caller)
-            self._say_last(caller, {"say": "refused", "why": str(error), "for_now": error.for_now})
+            self._count(f"was refused: {error}", peer)
+            self._send_last(peer, {"type": "refused", "why": str(error), "retryable": error.retryable})
             return
         self._joined.append(int(hello["host"]))
-        self._send(caller, caller.talk.pack({"say": "beat"}))  # so that it knows that this is the store
+        self._send(peer, peer.channel.pack({"type": "beat"}))  # so that it knows that this is the store
 
     def _send_all(self) -> None:
         """Send what the membership has decided. A message to many is encoded once."""
@@ -269,63 +270,63 @@ class Store:
         while self.membership.outbox:  # a connection that turns out to be broken makes more of them
             outbox, self.membership.outbox = self.membership.outbox, []
             for key, message in outbox:
-                if not isinstance(key, Caller) or key not in self._callers or key.talk is None:
+                if not isinstance(key, Peer) or key not in self._peers or key.channel is None:
                     continue
                 if message is not last:
-                    last, body = message, Talk.encode(message)
-                self._send(key, key.talk.seal(body))
-                if message["say"] == "dropped":
+                    last, body = message, AuthenticatedChannel.encode(message)
+                self._send(key, key.channel.seal(body))
+                if message["type"] == "dropped":
                     self._close(key)
         for line in self.membership.news:
             self._log.put(line)
         self.membership.news.clear()
 
-    def _tell_of_callers(self) -> None:
-        """Report who came, and who was turned away: many at once are one line, for strangers write this log, too."""
+    def _report_connections(self) -> None:
+        """Report who came, and who was refused: many at once are one line, for anybody can fill this log."""
         if self._joined:
             here, most = len(self.membership.members), self.membership.most
             self._log.put(
                 f"{name_hosts(self._joined)} {'has' if len(self._joined) == 1 else 'have'} joined: {here} of {most}"
             )
             self._joined.clear()
-        for why, (n, address) in self._turned_away.items():
+        for why, (n, address) in self._refused.items():
             others = f" (and {n - 1} more since the last line)" * (n > 1)
-            self._log.put(f"a caller from {address} {why}{others}")
-        self._turned_away.clear()
+            self._log.put(f"a connection from {address} {why}{others}")
+        self._refused.clear()
 
-    def _count(self, why: str, caller: Caller) -> None:
-        self._turned_away[why] = self._turned_away.get(why, (0, ""))[0] + 1, caller.address
+    def _count(self, why: str, peer: Peer) -> None:
+        self._refused[why] = self._refused.get(why, (0, ""))[0] + 1, peer.address
 
-    def _send(self, caller: Caller, data: bytes) -> None:
+    def _send(self, peer: Peer, data: bytes) -> None:
         """Send a few bytes; close the connection to a host whose buffer is full, which has not read for minutes."""
         try:
-            if caller.connection.send(data) == len(data):
+            if peer.connection.send(data) == len(data):
                 return
         except OSError:
             pass
-        self._close(caller)
+        self._close(peer)
 
-    def _say_last(self, caller: Caller, message: Message) -> None:
-        if caller.talk is not None:
-            self._send(caller, caller.talk.pack(message))
-        self._close(caller)
+    def _send_last(self, peer: Peer, message: Message) -> None:
+        if peer.channel is not None:
+            self._send(peer, peer.channel.pack(message))
+        self._close(peer)
 
-    def _turn_away(self, caller: Caller, code: str) -> None:
-        more = f" (the limit is {self._most_callers + OWN_FILES}: start the store with a higher `ulimit -n`)"
-        self._count(f"was turned away: {MessageError(code)}{more * (code == 'files')}", caller)
+    def _refuse(self, peer: Peer, code: str) -> None:
+        more = f" (the limit is {self._most_peers + OWN_FILES}: start the store with a higher `ulimit -n`)"
+        self._count(f"was refused: {MessageError(code)}{more * (code == 'files')}", peer)
         with contextlib.suppress(OSError):
-            caller.connection.send(pack_refusal(code))
-        self._close(caller)
+            peer.connection.send(pack_refusal(code))
+        self._close(peer)
 
-    def _close(self, caller: Caller) -> None:
-        if caller not in self._callers:
+    def _close(self, peer: Peer) -> None:
+        if peer not in self._peers:
             return
-        self._callers.remove(caller)
-        self._strangers.pop(caller, None)
-        self._selector.unregister(caller.connection)
-        caller.connection.close()
-        if caller in self.membership.members:
-            self.membership.leave(caller, "its connection to the store broke", time.monotonic())
+        self._peers.remove(peer)
+        self._unauthenticated.pop(peer, None)
+        self._selector.unregister(peer.connection)
+        peer.connection.close()
+        if peer in self.membership.members:
+            self.membership.leave(peer, "its connection to the store broke", time.monotonic())
 
 
 class _Log:

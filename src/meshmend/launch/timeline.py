@@ -1,26 +1,27 @@
 """The timeline: a small log of when everything happened, to break a restart down into stages.
 
-One line of JSON per event, in one file per host that later attempts append to. A line is written atomically, and
-survives the process that wrote it. Its size is bounded: a full file is renamed, and what it replaces goes into a
-history in which a thousand steps are one line. A log that cannot be written never stops the job, nor does a disk
-that hangs: a thread writes, which an event waits for only as long as the disk answers.
+One line of JSON per event, in one file per host that later rounds append to. A line is written atomically, and
+survives the process that wrote it. Its size is bounded: when a file is full, a thousand of its older steps become one
+line, with the times of the first and the last, and everything else stays as it was. So what the time of a job was spent
+on can be told after millions of steps. A log that cannot be written never stops the job, nor does a disk that hangs: a
+thread writes, which an event waits for only as long as the disk answers.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from meshmend.files import locked
-from meshmend.launch.history import MARK, is_taken_in, take_in
 
 Event = dict[str, Any]
 
@@ -29,8 +30,12 @@ STAGES = ("detect", "rendezvous", "start", "plan", "compile", "restore", "first 
 
 MAX_EVENTS = 10_000
 """Events that are remembered in memory."""
-MAX_FILE_BYTES = 48 << 20
-"""All files of a host together: the current one, the one before it (about 60,000 steps in both), and the history."""
+MAX_FILE_BYTES = 8 << 20
+"""Of a host's file. When it is full, the last quarter of it stays as it is: more than 5,000 steps."""
+MAX_STEPS = 1000
+"""Steps that become one line."""
+MARK = "condensed"
+"""The first event of a condensed file: who follows the file sees that it is another one."""
 MAX_LINE_BYTES = 256 << 10
 """Of one event, which may list 20,000 hosts; what is longer keeps its time and name only."""
 HUNG_AFTER_S = 5.0
@@ -40,7 +45,7 @@ IDLE_S = 5.0
 
 
 class Timeline:
-    """Records events with the time, the host and the attempt; without a file, only in memory.
+    """Records events with the time, the host and the round; without a file, only in memory.
 
     >>> timeline = Timeline(None)
     >>> with timeline.timed("plan"):
@@ -64,7 +69,6 @@ class Timeline:
         self._hangs = False
         self._error: OSError | None = None
         self._warned = False
-        self._turning: threading.Thread | None = None
 
     def note(self, event: str, *, at: float | None = None, **facts: Any) -> Event:
         """Record an event; `at` is its time, by default now.
@@ -73,7 +77,7 @@ class Timeline:
         """
         line: Event = {"at": time.time() if at is None else at, "event": event, **self.facts, **facts}
         text = json.dumps(line).encode() + b"\n"
-        if len(text) > min(MAX_LINE_BYTES, self.max_bytes // 5):
+        if len(text) > min(MAX_LINE_BYTES, self.max_bytes // 8):
             line = {"at": line["at"], "event": event[:100], "left_out_bytes": len(text)}
             text = json.dumps(line).encode() + b"\n"
         with self._changed:
@@ -119,60 +123,33 @@ class Timeline:
                 self._changed.notify_all()
 
     def _append(self, path: Path, text: bytes) -> None:
-        if not self._write(path, text):
-            self._turn_over(path, len(text))
-            self._write(path, text)
+        """Add a line. A host's agent and its worker both do, so whoever finds the file nearly full takes its lock."""
+        if _write(path, text, below=self.max_bytes - self.max_bytes // 32):
+            return
+        with locked(path):
+            if not _write(path, text, below=self.max_bytes):
+                self._condense(path)
+                _write(path, text)
 
-    def _write(self, path: Path, text: bytes) -> bool:
-        """Add a line to the current file; return False, and add nothing, if the file is full."""
-        handle = _open(path)
-        try:
-            size = os.fstat(handle).st_size
-            if self._is_full(size, len(text)):
-                return False
-            if size and os.pread(handle, 1, size - 1) != b"\n":
-                # A writer that was killed, or a full disk, has left a torn line: it must not spoil this one.
-                text = b"\n" + text
-            if os.write(handle, text) < len(text):
-                raise OSError("the disk took only a part of a line")
-            return True
-        finally:
-            os.close(handle)
-
-    def _is_full(self, size: int, more: int) -> bool:
-        return bool(size) and size + more >= self.max_bytes // 5
-
-    def _turn_over(self, path: Path, more: int) -> None:
-        """Begin a new file; the one before the last goes into the history, in a thread: that may take a second.
-
-        A host's agent and its worker may find a file full at the same moment, so this is for one at a time.
-        """
-        if self._turning is not None:
-            self._turning.join()
-        older, full = _older(path), _full(path)
-        with ExitStack() as lock:
-            lock.enter_context(locked(path))
-            if not self._is_full(path.stat().st_size if path.exists() else 0, more):
-                return  # the other one has begun a new file
-            if full.exists():  # of a process that was killed before it had condensed it
-                self._condense(path, full)
-            if older.exists():
-                older.replace(full)
-            path.replace(older)
-            if full.exists():
-                self._turning = threading.Thread(target=self._condense, args=(path, full, lock.pop_all()), daemon=True)
-                self._turning.start()
-
-    def _condense(self, path: Path, full: Path, lock: ExitStack | None = None) -> None:
-        try:
-            if not is_taken_in(_read_file(_history(path)), full):
-                take_in(_history(path), full, _events, max_bytes=self.max_bytes // 5)
-            full.unlink()
-        except OSError as error:
-            self._error = error  # which the next event says
-        finally:
-            if lock is not None:
-                lock.close()
+    def _condense(self, path: Path) -> None:
+        """Condense a full file to at most half its size. If that is not enough, its oldest lines go."""
+        draft, read = path.with_name(path.name + ".draft"), -1
+        while read != path.stat().st_size:  # another process may have written without a lock meanwhile
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - self.max_bytes // 4))
+                file.readline()
+                recent = file.tell()
+                file.seek(0)
+                lines = [json.dumps(event).encode() + b"\n" for event in condense(_events(file, recent))]
+                while sum(map(len, lines)) > self.max_bytes // 4:
+                    del lines[: 1 + len(lines) // 10]
+                mark = json.dumps({"at": time.time(), "event": MARK}).encode() + b"\n"
+                file.seek(recent)
+                with draft.open("wb") as into:
+                    into.writelines([mark, *lines])
+                    shutil.copyfileobj(file, into)
+                read = file.tell()
+        draft.replace(path)
 
     def _warn(self) -> None:
         if self._error is not None and not self._warned:
@@ -192,7 +169,7 @@ class Timeline:
 
 
 def _open(path: Path) -> int:
-    """Open a log to be added to. It is opened for each line: others add to it and rename it, too."""
+    """Open a log to be added to. It is opened for each line: others add to it and replace it, too."""
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
     try:
         return os.open(path, flags, 0o644)
@@ -201,50 +178,134 @@ def _open(path: Path) -> int:
         return os.open(path, flags, 0o644)
 
 
+def _write(path: Path, text: bytes, below: int | None = None) -> bool:
+    """Add a line to a file; return False if it is in none: the file has so many bytes, or was replaced meanwhile."""
+    handle = _open(path)
+    try:
+        size = os.fstat(handle).st_size
+        if below is not None and size and size + len(text) > below:
+            return False
+        if size and os.pread(handle, 1, size - 1) != b"\n":
+            # A writer that was killed, or a full disk, has left a torn line: it must not spoil this one.
+            text = b"\n" + text
+        if os.write(handle, text) < len(text):
+            raise OSError("the disk took only a part of a line")
+        return os.fstat(handle).st_nlink > 0
+    finally:
+        os.close(handle)
+
+
+def _events(file: BinaryIO, until: int) -> Iterator[Event]:
+    """Return the events before an offset, each as it is read: all at once would take a hundred megabytes."""
+    while file.tell() < until:
+        if (event := parse(file.readline())) is not None:
+            yield event
+
+
+def condense(events: Iterable[Event]) -> Iterator[Event]:
+    """Return the events with runs of steps made one each.
+
+    >>> steps = [{"at": float(n), "event": "step", "step": n, "loss": 1 / n, "host": 0} for n in (1, 2, 3)]
+    >>> list(condense(steps))
+    [{'at': 3.0, 'event': 'steps', 'host': 0, 'first': 1, 'step': 3, 'since': 1.0, 'loss': 0.3333333333333333}]
+    """
+    run: list[Event] = []
+    kept: Event | None = None
+    for event in events:
+        if event["event"] == "kept":
+            kept = event
+            continue
+        is_step = event["event"] == "step" and isinstance(event.get("step"), int)
+        if not is_step or (run and not _belongs(event, run)):
+            yield from _condensed(run, kept)
+            run, kept = [], None
+        if is_step:
+            run.append(event)
+        elif event["event"] != MARK:
+            yield event
+    yield from _condensed(run, kept)
+
+
+def _belongs(event: Event, run: list[Event]) -> bool:
+    """Whether a step goes on with a run of them: the next number, of the same round, and the run is not full."""
+    same = all(event.get(name) == run[-1].get(name) for name in ("round", "chips"))
+    return same and event["step"] == run[-1]["step"] + 1 and len(run) < MAX_STEPS
+
+
+def _condensed(run: list[Event], kept: Event | None) -> Iterator[Event]:
+    if run:
+        facts = {name: value for name, value in run[-1].items() if name not in ("event", "step", "loss", "waited_s")}
+        waited = sum(event.get("waited_s", 0.0) for event in run)
+        yield {
+            "at": facts.pop("at"),
+            "event": "steps",
+            **facts,
+            "first": run[0]["step"],
+            "step": run[-1]["step"],
+            "since": run[0]["at"],
+            **({"loss": run[-1]["loss"]} if "loss" in run[-1] else {}),
+            **({"waited_s": waited} if waited else {}),
+        }
+    if kept is not None:
+        yield kept
+
+
 def read_timeline(path: str | Path) -> list[Event]:
     """Return the events of a host, oldest first; torn lines (of a killed writer) are left out.
 
-    What is older than the last two files comes from the history, where an event called "steps" stands for many.
+    In a file that has been full, an event called "steps" stands for many.
     """
-    return [*read_before(path), *_read_file(Path(path))]
-
-
-def read_before(path: str | Path) -> list[Event]:
-    """Return the events of a host that are older than its current file."""
-    path, full = Path(path), _full(Path(path))
-    while True:
-        history = _read_file(_history(path))
-        parts = (_older(path),) if is_taken_in(history, full) else (full, _older(path))
-        events = [event for part in parts for event in _read_file(part)]
-        if len(_read_file(_history(path))) == len(history):  # else a file was condensed meanwhile
-            return [*(event for event in history if event["event"] != MARK), *events]
-
-
-def _read_file(path: Path) -> list[Event]:
-    return list(_events(path))
-
-
-def _events(path: Path) -> Iterator[Event]:
-    """Return the events of one file, each as it is read: a full file's events would take a hundred megabytes."""
     try:
-        with path.open("rb") as file:
-            for line in file:
-                if (event := parse(line)) is not None:
-                    yield event
+        return parse_lines(Path(path).read_bytes())
     except FileNotFoundError:
-        return
+        return []
 
 
-def parse_lines(lines: bytes) -> list[Event]:
+class Tail:
+    """Follows a timeline, for readers that keep what they need themselves."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_anew = True
+        """Whether what was read last begins with the file's first line, because the file is new or was condensed."""
+        self._first = b""
+        self._offset = 0
+
+    def read(self) -> list[Event]:
+        """Return the events since the last time. A line that is not whole yet is left for the next time.
+
+        That there is a copy of a step is left out where there is one of a later step: those are half of the lines.
+        """
+        try:
+            with self.path.open("rb") as file:
+                first = file.readline()
+                self.is_anew = first != self._first
+                self._first, self._offset = first, 0 if self.is_anew else self._offset
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            self.is_anew = False
+            return []
+        whole = data.rfind(b"\n") + 1
+        self._offset += whole
+        lines = data[:whole].splitlines(keepends=True)
+        copies = [number for number, line in enumerate(lines) if b'"event": "kept"' in line[:64]]
+        for number in reversed(copies[:-1]):
+            del lines[number]
+        return parse_lines(b"".join(lines))
+
+
+def parse_lines(data: bytes) -> list[Event]:
     """Return the events of whole lines."""
+    lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
     try:
         # All at once takes a third of the time, and torn lines are rare.
-        found: list[Event] = json.loads(b"[" + b",".join(lines.splitlines()) + b"]")
+        found: list[Event] = json.loads(b"[" + b",".join(lines) + b"]")
     except (ValueError, RecursionError):
         found = []
-    if len(found) == lines.count(b"\n") and all(map(is_event, found)):
-        return found
-    return [event for line in lines.splitlines(keepends=True) if (event := parse(line)) is not None]
+    if len(found) != len(lines) or not all(map(_is_event, found)):
+        found = [event for line in lines if (event := parse(line)) is not None]
+    return found[1:] if found and found[0]["event"] == MARK else found
 
 
 def parse(line: bytes) -> Event | None:
@@ -255,56 +316,11 @@ def parse(line: bytes) -> Event | None:
         event = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return event if is_event(event) else None
+    return event if _is_event(event) else None
 
 
-def is_event(found: Any) -> bool:
-    """Whether this is what `note` writes."""
+def _is_event(found: Any) -> bool:
     return isinstance(found, dict) and "at" in found and "event" in found
-
-
-def earlier_files(path: Path) -> tuple[Path, Path]:
-    """Return where a timeline's current file may be once it is full, the earlier one first."""
-    return _full(path), _older(path)
-
-
-def _older(path: Path) -> Path:
-    """Return the path of the previous file of a log."""
-    return path.with_name(path.name + ".1")
-
-
-def _full(path: Path) -> Path:
-    """Return the path of the file before that, while it is being condensed."""
-    return path.with_name(path.name + ".full")
-
-
-def _history(path: Path) -> Path:
-    """Return the path of what is kept of all files before that."""
-    return path.with_name(path.name + ".history")
-
-
-def split_recovery(
-    events: Sequence[Event], gave_up_at: Iterable[float], killed_at: float, committed_at: float
-) -> dict[str, float]:
-    """Split the time from a failure to the next committed step into stages, in seconds. They add up to the total.
-
-    `events` is the timeline of one survivor, `gave_up_at` when any of them gave up: until then is "detect", and until
-    the new process starts "rendezvous". "start" is the interpreter, its imports, joining and the fabric; "first step"
-    is what remains: reading data, connecting, and the step itself.
-    """
-    before = [event for event in events if event["at"] <= committed_at]
-    start = max(i for i, event in enumerate(before) if event["event"] == "process")
-    began = before[start]["at"]
-    noticed = [at for at in gave_up_at if killed_at < at < began]
-    spent = dict.fromkeys(STAGES, 0.0)
-    spent["detect"] = min(noticed, default=killed_at) - killed_at
-    spent["rendezvous"] = max(0.0, began - killed_at - spent["detect"])
-    for event in before[start:]:
-        stage = "start" if event["event"] in ("process", "join", "fabric") else event["event"]
-        if stage in spent and "seconds" in event:
-            spent[stage] += event["seconds"]
-    spent["first step"] = committed_at - killed_at - sum(spent.values())
-    return spent
 
 
 def process_started_at() -> float:

@@ -60,7 +60,7 @@ def main(descriptor: int, *, preload: Sequence[str] = MODULES) -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
     loaded = jax_settings()
-    _say(control, {"ready": True, "threads": _threads()})
+    _send_message(control, {"ready": True, "threads": _threads()})
     rest = b""
     with selectors.DefaultSelector() as selector:
         selector.register(control, selectors.EVENT_READ)
@@ -73,7 +73,7 @@ def main(descriptor: int, *, preload: Sequence[str] = MODULES) -> None:
                     os.close(watch)
                     _kill_group(worker)  # what the worker has started dies with it
                     worker = 0
-                    _say(control, {"ended": os.waitstatus_to_exitcode(status)})
+                    _send_message(control, {"ended": os.waitstatus_to_exitcode(status)})
                     continue
                 data = control.recv(1 << 16)
                 if not data:
@@ -93,7 +93,7 @@ def main(descriptor: int, *, preload: Sequence[str] = MODULES) -> None:
                             return
                         watch = os.pidfd_open(worker)
                         selector.register(watch, selectors.EVENT_READ)
-                        _say(control, {"pid": worker})
+                        _send_message(control, {"pid": worker})
 
 
 def _become_worker(warm: bool, loaded: dict[str, str], argv: list[str], environment: dict[str, str]) -> None:
@@ -125,7 +125,7 @@ def _threads() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
 
-def _say(control: socket.socket, message: Any) -> None:
+def _send_message(control: socket.socket, message: Any) -> None:
     with contextlib.suppress(BrokenPipeError):
         control.sendall(json.dumps(message).encode() + b"\n")
 

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from meshmend.errors import LaunchError, QuarantineError
-from meshmend.launch.goodput import Attempt, HostBook, TimeAccount, settle
+from meshmend.launch.goodput import (
+    HostHistory,
+    HostRound,
+    Recovery,
+    TimeAccount,
+    gave_up_at,
+    recovery_of,
+    rounds_of,
+    summarize,
+)
 from meshmend.launch.hosts import Hosts
-from meshmend.launch.story import Tail
-from meshmend.launch.timeline import Event, read_before, read_timeline
+from meshmend.launch.timeline import Tail, read_timeline
 from meshmend.quarantine import Quarantined, QuarantineList
 
 NAMES = re.compile(r"host-(\w+)\.jsonl")
@@ -29,42 +38,49 @@ class Watch:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise LaunchError(f"There is no folder {self.folder}. Give the job's shared folder, as in --shared.")
-        self.books: dict[str, HostBook] = {}
+        self.histories: dict[str, HostHistory] = {}
         self._tails: dict[str, Tail] = {}
 
     def read(self) -> None:
         """Read what has been written since the last time, also by hosts that are new."""
         for path in timelines(self.folder):
             found = NAMES.fullmatch(path.name)
-            if found is not None and found[1] not in self.books:
-                self.books[found[1]] = HostBook()
-                self._add(found[1], read_before(path))
-                self._tails[found[1]] = Tail(path, remember=False)
+            if found is not None:
+                self._tails.setdefault(found[1], Tail(path))
         for name, tail in self._tails.items():
-            self._add(name, tail.read())
-
-    def _add(self, name: str, events: list[Event]) -> None:
-        for event in events:
-            self.books[name].add(event)
+            events = tail.read()
+            if tail.is_anew:
+                self.histories[name] = HostHistory()
+            for event in events:
+                self.histories[name].add(event)
 
     def account(self, until: float | None = None) -> TimeAccount | None:
         """Return where the time went so far; None before the first step."""
-        account = settle(list(self.books.values()), until)
+        account = summarize(list(self.histories.values()), until)
         if account is None:
             return None
         # Lost since the last step: nobody has done one without them yet.
-        attempts = [one for book in self.books.values() for one in book.attempts if one.ended >= account.last_step_at]
-        lost = {host for one in attempts for host in one.lost}
+        rounds = [one for host in self.histories.values() for one in host.rounds if one.ended >= account.last_step_at]
+        lost = {host for one in rounds for host in one.lost}
         if not lost.intersection(account.hosts):
             return account
         left = tuple(host for host in account.hosts if host not in lost)
         chips = account.chips * len(left) // len(account.hosts)
         return replace(account, hosts=left, chips=chips)
 
+    def recovery(self, failed_at: float) -> tuple[Recovery, int] | None:
+        """Return how the job came back after a failure, and its first step since then; None if it has not."""
+        rounds = rounds_of(self.histories.values())
+        for before, now in pairwise(rounds):
+            if now.started > failed_at:
+                stages = now.stages_since(failed_at, gave_up_at(self.histories.values()))
+                return recovery_of(before, now, failed_at, stages), now.marks[0][0]
+        return None
+
     @property
-    def latest(self) -> dict[str, Attempt]:
-        """The last attempt of each host."""
-        return {name: book.attempts[-1] for name, book in self.books.items() if book.attempts}
+    def latest(self) -> dict[str, HostRound]:
+        """The last round of each host."""
+        return {name: host.rounds[-1] for name, host in self.histories.items() if host.rounds}
 
     def state(self, account: TimeAccount | None) -> str:
         """Return what the job with this account does now: one of `STATES`."""
@@ -144,6 +160,6 @@ class JobSnapshot:
 
     def facts(self) -> dict[str, Any]:
         """Return everything as JSON can write it."""
-        account = {} if self.account is None else asdict(self.account) | self.account.facts()
+        account = {} if self.account is None else self.account.facts()
         own = {name: value for name, value in vars(self).items() if name != "account"}
         return own | account

@@ -49,7 +49,7 @@ class Workers:
         """Start a worker that runs a script and its arguments; return its process id."""
         self._until(lambda: self._ready, START_S, "is not ready")
         self.code, self.pid = None, 0
-        self._say({"start": {"argv": list(argv), "environment": dict(environment)}})
+        self._send_message({"start": {"argv": list(argv), "environment": dict(environment)}})
         self._until(lambda: bool(self.pid), START_S, "does not start a worker")
         return self.pid
 
@@ -63,7 +63,7 @@ class Workers:
         for number, patience_s in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, START_S)):
             if not self.pid or self.poll() is not None:
                 return
-            self._say({"signal": int(number)})
+            self._send_message({"signal": int(number)})
             until = time.monotonic() + patience_s
             while self.code is None and time.monotonic() < until:
                 self._read(until - time.monotonic())
@@ -84,7 +84,7 @@ class Workers:
                 )
             self._read(0.5)
 
-    def _say(self, message: object) -> None:
+    def _send_message(self, message: object) -> None:
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def _read(self, timeout_s: float) -> None:

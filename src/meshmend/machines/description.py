@@ -23,7 +23,7 @@ class Chip:
     name: str
     host: str | None = None
     failed: bool = False
-    place: Coordinate | None = None
+    coordinate: Coordinate | None = None
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Description:
     lists_cables: bool = True
     channels: int | None = None
     least_chips: int = 0
-    failed_places: list[Coordinate] = field(default_factory=list)
+    failed_coordinates: list[Coordinate] = field(default_factory=list)
     failed_cables: list[tuple[Coordinate, Coordinate]] = field(default_factory=list)
     rates: dict[tuple[Coordinate, Coordinate], Fraction] = field(default_factory=dict)
     link_names: dict[str, tuple[Coordinate, Coordinate]] = field(default_factory=dict)

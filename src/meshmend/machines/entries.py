@@ -201,14 +201,7 @@ class _YamlReader:
         return next(self.events)
 
     def _refuse(self, event: Any, expected: str, got: str) -> NoReturn:
-        line = event.start_mark.line + 1
-        raise MachineError(
-            f"{self.file}, line {line}: expected {expected}, got {got}.",
-            file=self.file,
-            line=line,
-            expected=expected,
-            got=got,
-        )
+        Entry(None, self.file, "", {"": event.start_mark.line + 1}).refuse(expected, got)
 
     def _value(self, event: Any, where: str, depth: int) -> Any:
         self.n_values += 1

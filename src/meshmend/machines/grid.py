@@ -143,11 +143,11 @@ class Grid:
 def _exchanges(factors: Sequence[object]) -> Iterator[tuple[int, ...]]:
     """Yield the orders of the factors in which each takes the place of an equal one."""
     kinds = {kind: [i for i, other in enumerate(factors) if other == kind] for kind in factors}
-    for arranged in itertools.product(*(itertools.permutations(places) for places in kinds.values())):
+    for arranged in itertools.product(*(itertools.permutations(coordinates) for coordinates in kinds.values())):
         order = list(range(len(factors)))
-        for places, new in zip(kinds.values(), arranged, strict=True):
-            for place, source in zip(places, new, strict=True):
-                order[place] = source
+        for coordinates, new in zip(kinds.values(), arranged, strict=True):
+            for coordinate, source in zip(coordinates, new, strict=True):
+                order[coordinate] = source
         yield tuple(order)
 
 

@@ -36,7 +36,7 @@ class ChipLayout(Generic[Chip]):
     """A grid, the coordinate of each chip on it, and the cables that join no neighbours."""
 
     grid: Grid
-    place_of: Mapping[Chip, tuple[int, ...]]
+    coordinate_of: Mapping[Chip, tuple[int, ...]]
     extra: tuple[tuple[Chip, Chip], ...]
 
 
@@ -49,11 +49,10 @@ def find_layout(
 
     >>> square = [("a", "b"), ("b", "c"), ("c", "d"), ("d", "a"), ("b", "e"), ("e", "f"), ("f", "c")]
     >>> layout = find_layout("abcdef", square, [Grid.of((2, 3), (False, False))])
-    >>> layout.place_of["a"], layout.place_of["b"], layout.place_of["e"]
+    >>> layout.coordinate_of["a"], layout.coordinate_of["b"], layout.coordinate_of["e"]
     ((0, 0), (0, 1), (0, 2))
     """
-    numbers = {chip: number for number, chip in enumerate(chips)}
-    near = _neighbours(numbers, cables)
+    near = neighbours(chips, cables)
     if not chips:
         raise LayoutError("The description has no chips.", "nothing")
     if len(chips) > MOST_CHIPS:
@@ -84,8 +83,10 @@ _ADVICE_ON_ONE_GRID = (
 _ADVICE = "Say what was intended: --shape and --wrap, or --intended FILE, such as a description from when it was whole."
 
 
-def _neighbours(numbers: Mapping[Chip, int], cables: Iterable[tuple[Chip, Chip]]) -> list[set[int]]:
-    near: list[set[int]] = [set() for _ in numbers]
+def neighbours(chips: Sequence[Chip], cables: Iterable[tuple[Chip, Chip]]) -> list[set[int]]:
+    """Return the numbers of the chips that cables join to each chip; a cable to itself is none."""
+    numbers = {chip: number for number, chip in enumerate(chips)}
+    near: list[set[int]] = [set() for _ in chips]
     for a, b in cables:
         near[numbers[a]].add(numbers[b])
         near[numbers[b]].add(numbers[a])
@@ -202,20 +203,20 @@ def _name_fit(fit: Fit) -> str:
 
 
 def _made(fit: Fit, chips: Sequence[Chip], near: Sequence[set[int]]) -> ChipLayout[Chip]:
-    """Return the layout, turned so that chips that come first lie near the first corner."""
+    """Return the layout, rotated so that chips that come first lie near the first corner."""
     grid = fit.grid
-    turned = min((tuple(image[p] for p in fit.at) for image in _turns(grid, fit.at[0])), default=fit.at)
+    rotated = min((tuple(image[p] for p in fit.at) for image in _symmetries(grid, fit.at[0])), default=fit.at)
     extra = tuple(
         (chips[a], chips[b])
         for a in range(len(chips))
         for b in sorted(near[a])
-        if a < b and not grid.near[turned[a]] >> turned[b] & 1
+        if a < b and not grid.near[rotated[a]] >> rotated[b] & 1
     )
-    place_of = {chip: grid.coordinate(position) for chip, position in zip(chips, turned, strict=True)}
-    return ChipLayout(grid, place_of, extra)
+    coordinate_of = {chip: grid.coordinate(position) for chip, position in zip(chips, rotated, strict=True)}
+    return ChipLayout(grid, coordinate_of, extra)
 
 
-def _turns(grid: Grid, first: int) -> Iterator[tuple[int, ...]]:
+def _symmetries(grid: Grid, first: int) -> Iterator[tuple[int, ...]]:
     """Yield the reflections and shifts of the axes that may bring the first chip nearer to the first corner."""
     corner = grid.coordinate(first)
     options = []

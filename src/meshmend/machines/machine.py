@@ -16,7 +16,7 @@ from meshmend.errors import Coordinate, LayoutError, MachineError, MeshError, na
 from meshmend.machines import own
 from meshmend.machines.description import Chip, Description
 from meshmend.machines.grid import Grid
-from meshmend.machines.layout import SLACK_CHIPS, check_connected, find_layout
+from meshmend.machines.layout import SLACK_CHIPS, check_connected, find_layout, neighbours
 from meshmend.topology import Cable, Mesh, name_cable
 
 
@@ -64,7 +64,7 @@ class Machine:
         known = self.chips.get(chip)
         return None if known is None else known.host
 
-    def place(self, name: str) -> Coordinate:
+    def coordinate(self, name: str) -> Coordinate:
         """Return the coordinate of the chip with that name; what a tool adds in brackets may be left out."""
         known = {at: chip.name for at, chip in self.chips.items()}
         hits = [at for at, full in known.items() if name in (full, full.partition(" (")[0])]
@@ -94,7 +94,7 @@ class Machine:
     @property
     def failed_chips(self) -> list[Coordinate]:
         """Coordinates of the failed chips."""
-        return [tuple(place) for place in np.argwhere(~self.mesh.live).tolist()]
+        return [tuple(coordinate) for coordinate in np.argwhere(~self.mesh.live).tolist()]
 
 
 def _is_unnamed(at: Coordinate, chip: Chip) -> bool:
@@ -112,7 +112,7 @@ def through_xla(hardware: str) -> str:
     return f"{hardware}-xla" if is_fabric else hardware
 
 
-Places = dict[str, Coordinate]
+Coordinates = dict[str, Coordinate]
 
 
 def machine_of(found: Description, intended: Description | None = None) -> Machine:
@@ -159,7 +159,7 @@ def _narrowed(found: Description, intended: Description) -> Description:
     )
 
 
-def _alone(found: Description) -> tuple[Machine, Places]:
+def _alone(found: Description) -> tuple[Machine, Coordinates]:
     if found.links is not None:
         bad = [name for name, health in found.links.items() if health]
         raise MachineError(
@@ -171,30 +171,25 @@ def _alone(found: Description) -> tuple[Machine, Places]:
     notes = list(found.notes)
     if not found.lists_cables:
         (grid,) = found.grids or [Grid((1,), (False,))]
-        places = {key: chip.place for key, chip in found.chips.items() if chip.place is not None}
-        failed, cables, rates = list(found.failed_places), list(found.failed_cables), dict(found.rates)
+        coordinates = {key: chip.coordinate for key, chip in found.chips.items() if chip.coordinate is not None}
+        failed, cables, rates = list(found.failed_coordinates), list(found.failed_cables), dict(found.rates)
     else:
-        grid, places, notes = _placed(found)
-        live = {place for key, place in places.items() if not found.chips[key].failed}
-        failed = [place for place in map(grid.coordinate, range(grid.size)) if place not in live]
-        cables, rates, more = _observed_cables(found, grid, places)
+        grid, coordinates, notes = _placed(found)
+        live = {coordinate for key, coordinate in coordinates.items() if not found.chips[key].failed}
+        failed = [coordinate for coordinate in map(grid.coordinate, range(grid.size)) if coordinate not in live]
+        cables, rates, more = _observed_cables(found, grid, coordinates)
         notes += more
     mesh = Mesh(grid.shape, wrap=grid.wrap, failed=failed, failed_cables=cables, cable_rates=rates)
-    chips = {place: found.chips[key] for key, place in places.items()}
+    chips = {coordinate: found.chips[key] for key, coordinate in coordinates.items()}
     machine = Machine(mesh, found.format, found.file, chips, found.hardware, tuple(notes), dict(found.bad_hosts))
-    return machine, places
+    return machine, coordinates
 
 
-def _placed(found: Description) -> tuple[Grid, Places, list[str]]:
+def _placed(found: Description) -> tuple[Grid, Coordinates, list[str]]:
     """Return where the chips are: by their coordinates where they agree with the cables, else by the cables."""
     notes = list(found.notes)
     keys = list(found.chips)
-    number = {key: i for i, key in enumerate(keys)}
-    near: list[set[int]] = [set() for _ in keys]
-    for a, b in found.cables:
-        near[number[a]].add(number[b])
-        near[number[b]].add(number[a])
-    check_connected([found.chips[key].name for key in keys], near)
+    check_connected([found.chips[key].name for key in keys], neighbours(keys, found.cables))
     grids = found.grids
     if grids is not None:
         fitting = [grid for grid in grids if grid.size >= max(len(keys), found.least_chips)]
@@ -208,7 +203,7 @@ def _placed(found: Description) -> tuple[Grid, Places, list[str]]:
         direct = _by_coordinates(found, fitting)
         if direct is not None:
             return *direct, notes
-        if all(chip.place is not None for chip in found.chips.values()):
+        if all(chip.coordinate is not None for chip in found.chips.values()):
             notes.append("The chips' coordinates do not settle the layout; it was found from the cables.")
     layout = find_layout(keys, found.cables, grids)
     if layout.extra:
@@ -217,32 +212,34 @@ def _placed(found: Description) -> tuple[Grid, Places, list[str]]:
             f"{len(layout.extra)} cables join chips that are not neighbours in {layout.grid}, and are not used: "
             f"{listed}{' and others' * (len(layout.extra) > 6)}."
         )
-    return layout.grid, dict(layout.place_of), notes
+    return layout.grid, dict(layout.coordinate_of), notes
 
 
-def _by_coordinates(found: Description, grids: Sequence[Grid]) -> tuple[Grid, Places] | None:
+def _by_coordinates(found: Description, grids: Sequence[Grid]) -> tuple[Grid, Coordinates] | None:
     """Return the layout that coordinates give, if it spans the only grid that fits and every cable joins neighbours."""
-    given = {key: chip.place for key, chip in found.chips.items() if chip.place is not None}
+    given = {key: chip.coordinate for key, chip in found.chips.items() if chip.coordinate is not None}
     if len(given) < len(found.chips) or len(set(given.values())) < len(given):
         return None
     low = [min(axis) for axis in zip(*given.values(), strict=True)]
-    places = {key: tuple(x - least for x, least in zip(place, low, strict=True)) for key, place in given.items()}
-    box = tuple(max(axis) + 1 for axis in zip(*places.values(), strict=True))
+    coordinates = {
+        key: tuple(x - least for x, least in zip(coordinate, low, strict=True)) for key, coordinate in given.items()
+    }
+    box = tuple(max(axis) + 1 for axis in zip(*coordinates.values(), strict=True))
     # A machine of the next size that has lost some chips may have the same coordinates.
     near_size = max(min(grid.size for grid in grids), len(given) + SLACK_CHIPS)
     same = [grid for grid in grids if grid.size <= near_size]
     if len(same) != 1 or same[0].shape != box:
         return None
     position = {same[0].coordinate(p): p for p in range(same[0].size)}
-    fits = all(same[0].near[position[places[a]]] >> position[places[b]] & 1 for a, b in found.cables)
-    return (same[0], places) if fits else None
+    fits = all(same[0].near[position[coordinates[a]]] >> position[coordinates[b]] & 1 for a, b in found.cables)
+    return (same[0], coordinates) if fits else None
 
 
 def _observed_cables(
-    found: Description, grid: Grid, places: Places, whole_of: Mapping[tuple[str, str], int] | None = None
+    found: Description, grid: Grid, coordinates: Coordinates, whole_of: Mapping[tuple[str, str], int] | None = None
 ) -> tuple[list[Cable], dict[Cable, Fraction], list[str]]:
     """Return the cables that are missing and the rates of those that have lost channels."""
-    key_at = {place: key for key, place in places.items() if not found.chips[key].failed}
+    key_at = {coordinate: key for key, coordinate in coordinates.items() if not found.chips[key].failed}
     counts = Counter(found.cables.values())
     usual = found.channels or max(counts, key=lambda n: (counts[n], n), default=1)
     missing: list[Cable] = []
@@ -270,17 +267,17 @@ def _observed_cables(
 
 def _minus(intended: Description, found: Description) -> Machine:
     """Return the intended machine without what is not found, or has failed."""
-    whole, places = _alone(intended)
+    whole, coordinates = _alone(intended)
     _check_same_grid(found, [Grid.of(whole.mesh.shape, whole.mesh.wrap)])
     notes = [*whole.notes, *found.notes]
     failed, cables, rates = list(whole.failed_chips), list(whole.mesh.failed_cables), dict(whole.mesh.cable_rates)
     unplaced = dict(whole.unplaced)
     if found.links is not None:
-        more_failed, more_cables, more = _by_links(intended, found, places)
+        more_failed, more_cables, more = _by_links(intended, found, coordinates)
         failed, cables, notes = failed + more_failed, cables + more_cables, notes + more
     elif found.chips:
-        here = {key: places[key] for key in found.chips if key in places}
-        strange = [chip.name for key, chip in found.chips.items() if key not in places]
+        here = {key: coordinates[key] for key in found.chips if key in coordinates}
+        strange = [chip.name for key, chip in found.chips.items() if key not in coordinates]
         if strange:
             theirs = ", ".join([chip.name for chip in intended.chips.values()][:4])
             raise MachineError(
@@ -290,16 +287,22 @@ def _minus(intended: Description, found: Description) -> Machine:
                 f"machine again while it is whole.",
                 file=found.file,
             )
-        gone = [place for key, place in places.items() if key not in found.chips or found.chips[key].failed]
+        gone = [
+            coordinate for key, coordinate in coordinates.items() if key not in found.chips or found.chips[key].failed
+        ]
         failed += gone
         grid = Grid.of(whole.mesh.shape, whole.mesh.wrap)
         if found.lists_cables:
             lost, slow, more = _observed_cables(found, grid, here, intended.cables if intended.lists_cables else None)
             cables, rates, notes = cables + lost, {**rates, **slow}, notes + more + _moved(found, intended, grid, here)
         else:
-            failed, cables, rates = failed + found.failed_places, cables + found.failed_cables, {**rates, **found.rates}
+            failed, cables, rates = (
+                failed + found.failed_coordinates,
+                cables + found.failed_cables,
+                {**rates, **found.rates},
+            )
     for host, why in found.bad_hosts.items():
-        of_host = [place for place, chip in whole.chips.items() if chip.host == host]
+        of_host = [coordinate for coordinate, chip in whole.chips.items() if chip.host == host]
         failed += of_host
         if of_host:
             notes.append(f"{host}: {why}.")
@@ -311,11 +314,11 @@ def _minus(intended: Description, found: Description) -> Machine:
     return Machine(mesh, found.format, found.file, whole.chips, hardware, tuple(notes), unplaced)
 
 
-def _moved(found: Description, intended: Description, grid: Grid, places: Places) -> list[str]:
+def _moved(found: Description, intended: Description, grid: Grid, coordinates: Coordinates) -> list[str]:
     """Return a note on cables that were not intended and join no neighbours: somebody has plugged them in elsewhere."""
     number = {grid.coordinate(position): position for position in range(grid.size)}
     new = [(a, b) for a, b in found.cables if (a, b) not in intended.cables and intended.lists_cables]
-    far = [(a, b) for a, b in new if not grid.near[number[places[a]]] >> number[places[b]] & 1]
+    far = [(a, b) for a, b in new if not grid.near[number[coordinates[a]]] >> number[coordinates[b]] & 1]
     if not far:
         return []
     listed = ", ".join(f"{found.chips[a].name} – {found.chips[b].name}" for a, b in far[:6])
@@ -326,7 +329,7 @@ def _moved(found: Description, intended: Description, grid: Grid, places: Places
 
 
 def _by_links(
-    intended: Description, found: Description, places: Places
+    intended: Description, found: Description, coordinates: Coordinates
 ) -> tuple[list[Coordinate], list[Cable], list[str]]:
     """Return what unusable links amount to: their cables where they are named, else their whole chips."""
     failed: list[Coordinate] = []
@@ -339,8 +342,8 @@ def _by_links(
         elif health and link in intended.link_names:
             cables.append(intended.link_names[link])
             notes.append(f"Link {link} is unusable: cable {name_cable(intended.link_names[link])}.")
-        elif health and chip in places:
-            failed.append(places[chip])
+        elif health and chip in coordinates:
+            failed.append(coordinates[chip])
             notes.append(f"Link {link} is unusable, and nothing says which cable it is: chip {chip} is left out.")
         elif health:
             raise MachineError(

@@ -128,22 +128,22 @@ def _read_shape(root: Entry, found: Description) -> None:
     found.grids, found.lists_cables = [Grid.of(shape, wraps)], False
     host_of: dict[Coordinate, str] = {}
     for name, region in root.items("hosts"):
-        for place in _chips_of(region, shape):
-            if place in host_of:
-                region.refuse("each chip on one host", f"{name_chip(place)}, which {host_of[place]} has")
-            host_of[place] = str(name)[:256]
+        for coordinate in _chips_of(region, shape):
+            if coordinate in host_of:
+                region.refuse("each chip on one host", f"{name_chip(coordinate)}, which {host_of[coordinate]} has")
+            host_of[coordinate] = str(name)[:256]
     named: dict[Coordinate, str] = {}
     for name, chip in root.items("chips"):
         at = chip.need("at") if isinstance(chip.value, dict) else chip
-        place = _place(at, shape)
-        if place in named:
-            at.refuse("each place once", f"that of {named[place]}")
-        named[place] = str(name)[:256]
+        coordinate = _coordinate(at, shape)
+        if coordinate in named:
+            at.refuse("each place once", f"that of {named[coordinate]}")
+        named[coordinate] = str(name)[:256]
         if isinstance(chip.value, dict) and (host := chip.get("host")) is not None:
-            host_of[place] = host.text()
-    for place in sorted({*named, *host_of}):
-        name = named.get(place, ",".join(map(str, place)))
-        found.add_chip(name, Chip(name, host_of.get(place), place=place))
+            host_of[coordinate] = host.text()
+    for coordinate in sorted({*named, *host_of}):
+        name = named.get(coordinate, ",".join(map(str, coordinate)))
+        found.add_chip(name, Chip(name, host_of.get(coordinate), coordinate=coordinate))
     for entry in root.rows("failed"):
         _read_failed(entry, found, shape)
     for text, rate in root.items("rates"):
@@ -163,18 +163,22 @@ def _is_number(value: object) -> bool:
 
 def _read_failed(entry: Entry, found: Description, shape: tuple[int, ...]) -> None:
     if isinstance(entry.value, list):
-        found.failed_places.append(_place(entry, shape))
+        found.failed_coordinates.append(_coordinate(entry, shape))
         return
     if _is_number(entry.value):
         entry.refuse("a chip, a host or a cable of this machine", advice=QUOTE)
     name = entry.text()
-    hit = [chip.place for chip in found.chips.values() if name in (chip.name, chip.host) and chip.place is not None]
+    hit = [
+        chip.coordinate
+        for chip in found.chips.values()
+        if name in (chip.name, chip.host) and chip.coordinate is not None
+    ]
     if hit:
-        found.failed_places += hit
+        found.failed_coordinates += hit
     elif re.fullmatch(r"[\d,]+-[\d,]+", name):
         found.failed_cables.append(_cable(name, entry, shape))
     elif "@" in name or re.fullmatch(r"[\d,]+", name):
-        found.failed_places += _chips_of(entry, shape)
+        found.failed_coordinates += _chips_of(entry, shape)
     else:
         entry.refuse("a chip, a host or a cable of this machine, as in 0,3 or 2x2@0,0 or 0,0-0,1 or a name")
 
@@ -190,7 +194,7 @@ def _chips_of(entry: Entry, shape: tuple[int, ...]) -> list[Coordinate]:
     return list(itertools.product(*(range(a, a + n) for a, n in zip(region.at, region.shape, strict=True))))
 
 
-def _place(entry: Entry, shape: tuple[int, ...]) -> Coordinate:
+def _coordinate(entry: Entry, shape: tuple[int, ...]) -> Coordinate:
     parts = list(entry.rows())
     if len(parts) != len(shape):
         entry.refuse(f"{len(shape)} coordinates")

@@ -88,7 +88,7 @@ class Search:
             here: list[Fit] = []
             self._put(start, position)
             short = max(0, self.wide[position] - self.degree[start])
-            for fit in self._place(1 << position, 0, 0, short):
+            for fit in self._coordinate(1 << position, 0, 0, short):
                 if not any(_equivalent(fit, other, symmetries) for other in here):
                     here.append(fit)
                 if len(here) > 8:  # more than enough to call it ambiguous
@@ -108,7 +108,7 @@ class Search:
         self.at[chip] = -1
         self.placed.discard(chip)
 
-    def _place(self, used: int, missing: int, extra: int, short: int) -> Iterator[Fit]:
+    def _coordinate(self, used: int, missing: int, extra: int, short: int) -> Iterator[Fit]:
         chip = self._next()
         if chip is None:
             yield Fit(self.grid, tuple(self.at), missing, extra)
@@ -133,7 +133,7 @@ class Search:
             if now_extra + (sum(self.spare) + 1) // 2 <= self.most_extra:
                 self._put(chip, position)
                 if self._can_be_filled(used | 1 << position, self.most_missing - now_missing):
-                    yield from self._place(used | 1 << position, now_missing, now_extra, now_short)
+                    yield from self._coordinate(used | 1 << position, now_missing, now_extra, now_short)
                 self._take(chip)
             for other in spared:
                 self.spare[other] += 1
@@ -167,7 +167,7 @@ class Search:
             self.near[chip] -= strays
             for other in strays:
                 self.near[other].discard(chip)
-            yield from self._place(used, missing, extra, short)
+            yield from self._coordinate(used, missing, extra, short)
             self.near[chip] |= strays
             for other in strays:
                 self.near[other].add(chip)

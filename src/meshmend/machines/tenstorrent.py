@@ -43,14 +43,14 @@ def read(root: Entry) -> Description:
     ids = root.get("chip_unique_ids")
     unique = {} if ids is None else {chip: entry.whole() for chip, entry in ids.items()}
     boards, kinds = _boards(root)
-    places = _places(root)
+    coordinates = _coordinates(root)
     key_of: dict[object, str] = {}
     for chip, arch in root.need("arch").items():
         arch.text()
         if not isinstance(chip, int) or isinstance(chip, bool):
             arch.refuse("a chip's number as the key", repr(chip)[:40])
         key_of[chip] = str(unique[chip]) if chip in unique else f"chip {chip}"
-        found.add_chip(key_of[chip], Chip(f"chip {chip}", boards.get(chip), place=places.get(chip)))
+        found.add_chip(key_of[chip], Chip(f"chip {chip}", boards.get(chip), coordinate=coordinates.get(chip)))
     used: set[tuple[object, int]] = set()
     for row in root.rows("ethernet_connections"):
         ends = [_end(end, key_of) for end in row.rows()]
@@ -98,7 +98,7 @@ def _boards(root: Entry) -> tuple[dict[object, str], list[str]]:
     return of_chip, kinds
 
 
-def _places(root: Entry) -> dict[object, tuple[int, ...]]:
+def _coordinates(root: Entry) -> dict[object, tuple[int, ...]]:
     """Return coordinates where there are any: x, y, rack, shelf; only within one shelf are they a place in the mesh."""
     found: dict[object, tuple[int, ...]] = {}
     shelves = set()

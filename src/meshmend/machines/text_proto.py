@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from typing import Any, NoReturn
 
-from meshmend.errors import MachineError
 from meshmend.machines.entries import MAX_DEPTH, MAX_VALUES, Entry
 
 _TOKEN = re.compile(
@@ -51,23 +50,15 @@ class _Parser:
             if match is None:
                 self._refuse("text protobuf", f"the character {self.text[self.at]!r}")
             self.at = match.end()
-            self.kind, self.token = str(match.lastgroup), match[0]
-            for kind in ("space", "name", "number", "string", "mark"):
-                if match[kind] is not None:
-                    self.kind, self.token = kind, match[kind]
+            self.kind = str(match.lastgroup)
+            self.token = match[self.kind]
             self.line += match[0].count("\n")
             if self.kind != "space":
                 return
 
     def _refuse(self, expected: str, got: str | None = None) -> NoReturn:
         shown = got if got is not None else f"{self.token[:60]!r}" if self.kind else "the end of the file"
-        raise MachineError(
-            f"{self.file}, line {self.start_line}: expected {expected}, got {shown}.",
-            file=self.file,
-            line=self.start_line,
-            expected=expected,
-            got=shown,
-        )
+        Entry(None, self.file, "", {"": self.start_line}).refuse(expected, shown)
 
     def _take(self, mark: str) -> bool:
         if self.kind == "mark" and self.token == mark:

@@ -6,7 +6,7 @@ Making a schedule takes longer than pricing it, so a planner gives a lower bound
 (`Planner.floor`). Candidates are made in order of that floor, and as soon as one is as fast as the floor of the next,
 the rest need not be made: none of them can be faster.
 
-A schedule inside a loop body runs beside computing (`hide_behind_s`). What counts is then the time that still shows:
+A schedule inside a loop body runs beside computing (`overlap_s`). What counts is then the time that still shows:
 few steps are worth more than full links, so that planners are also asked for fewer chunks.
 """
 
@@ -19,10 +19,10 @@ from numbers import Real
 from typing import ClassVar, final
 
 from meshmend.cost import Hardware, StepDemand, find_hardware
-from meshmend.cost.hiding import check_hide_behind, shown, shown_seconds
+from meshmend.cost.overlap import check_overlap, exposed_seconds, shown
 from meshmend.cost.step_demand import CORES_PER_MESSAGE
 from meshmend.errors import ParameterError, PlanError
-from meshmend.planning.base import CannotServe, Floor, Planner
+from meshmend.planning.base import Floor, Planner, Unsupported
 from meshmend.planning.derived import Derived
 from meshmend.planning.gather import Gather
 from meshmend.planning.hamiltonian import Hamiltonian
@@ -49,13 +49,13 @@ class Candidate:
     """A planner with its parameters, and what is known about its time.
 
     `seconds` is None where the schedule was not made because `floor_seconds` ruled it out, and both are None where
-    the planner cannot serve the mesh, for the reason `why_not`.
+    the planner cannot serve the mesh, for the reason `unsupported_reason`.
     """
 
     planner: Planner
     floor_seconds: float | None
     seconds: float | None
-    why_not: str | None = None
+    unsupported_reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,12 @@ class Choice:
     considered: tuple[Candidate, ...]
 
 
-class Chooser(Planner):
+class AutoPlanner(Planner):
     """A planner that takes the fastest of several for a payload on a piece of hardware, by the lock-step prediction."""
 
     payload_bytes: float
     hardware: str | Hardware
-    hide_behind_s: float
+    overlap_s: float
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hardware", find_hardware(self.hardware))
@@ -81,21 +81,21 @@ class Chooser(Planner):
         if not is_number or not 0 < self.payload_bytes < float("inf"):
             raise ParameterError(f"payload_bytes is {self.payload_bytes!r}, expected a positive number of bytes.")
         object.__setattr__(self, "payload_bytes", float(self.payload_bytes))
-        object.__setattr__(self, "hide_behind_s", check_hide_behind(self.hide_behind_s))
+        object.__setattr__(self, "overlap_s", check_overlap(self.overlap_s))
 
     @abstractmethod
-    def field(self, mesh: Mesh) -> Field:
+    def candidates_for(self, mesh: Mesh) -> Candidates:
         """Return the candidates for a mesh."""
 
     @final
     def choose(self, mesh: Mesh) -> Choice:
         """Return the fastest schedule together with what was considered."""
-        return self.field(mesh).choose(self.payload_bytes, find_hardware(self.hardware), self.hide_behind_s)
+        return self.candidates_for(mesh).choose(self.payload_bytes, find_hardware(self.hardware), self.overlap_s)
 
     @final
     def n_transfers(self, mesh: Mesh) -> int:
         """Return the size of the largest schedule that may be taken."""
-        variants = self.field(mesh).variants(self.payload_bytes, find_hardware(self.hardware), self.hide_behind_s)
+        variants = self.candidates_for(mesh).variants(self.payload_bytes, find_hardware(self.hardware), self.overlap_s)
         return max(variant.n_transfers(mesh) for variant in variants)
 
     @final
@@ -105,9 +105,9 @@ class Chooser(Planner):
 
     @final
     def _check(self, mesh: Mesh) -> None:
-        reason = self.field(mesh).why_not
+        reason = self.candidates_for(mesh).unsupported_reason
         if reason is not None:
-            raise CannotServe(reason)
+            raise Unsupported(reason)
 
     @final
     def _plan(self, mesh: Mesh) -> Schedule:
@@ -116,19 +116,19 @@ class Chooser(Planner):
 
 @final
 @dataclass(frozen=True)
-class Auto(Chooser):
+class Auto(AutoPlanner):
     """The fastest of all planners for a payload on a piece of hardware.
 
     `owners` and `budget_s` are as for `Weave`, the only planner that has a choice of owners and takes long.
     A reduce-scatter or an all-gather is planned as such, or is half of an all-reduce, whichever is faster.
 
-    `hide_behind_s` is the computing that the schedule runs beside, as in the body of `mmj.fsdp.scan_layers`: the
-    fastest is then the one of which least shows (`meshmend.cost.hiding`).
+    `overlap_s` is the computing that the schedule runs beside, as in the body of `mmj.fsdp.scan_layers`: the
+    fastest is then the one with the least exposed communication (`meshmend.cost.overlap`).
 
     Neither payload nor hardware has a default here: who forgets them would run a plan for somebody else's.
 
     >>> choice = Auto(payload_bytes=1e9, hardware="tpu-v3").choose(Mesh("8x8", failed=["2x2@2,2"]))
-    >>> choice.planner.name, [c.planner.name for c in choice.considered if c.why_not]
+    >>> choice.planner.name, [c.planner.name for c in choice.considered if c.unsupported_reason]
     ('weave', ['two-color'])
     """
 
@@ -139,20 +139,20 @@ class Auto(Chooser):
     collective: Collective = Collective.ALL_REDUCE
     owners: Owners = "any"
     budget_s: float = DEFAULT_BUDGET_S
-    hide_behind_s: float = 0.0
+    overlap_s: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "collective", Collective(self.collective))
 
-    def field(self, mesh: Mesh) -> Field:
+    def candidates_for(self, mesh: Mesh) -> Candidates:
         """Return every planner."""
-        return Field(mesh, candidates(self.collective, Weave(owners=self.owners, budget_s=self.budget_s)))
+        return Candidates(mesh, candidates(self.collective, Weave(owners=self.owners, budget_s=self.budget_s)))
 
 
 @final
 @dataclass(frozen=True)
-class Tuned(Chooser):
+class Tuned(AutoPlanner):
     """One planner with its fastest parameters for a payload on a piece of hardware; those named in `fixed` stay.
 
     >>> [Tuned(Weave(), size, "tpu-v3").plan(Mesh("8x8")).total_chunks for size in (1e4, 1e6, 1e9)]
@@ -163,7 +163,7 @@ class Tuned(Chooser):
     payload_bytes: float
     hardware: str | Hardware
     fixed: tuple[str, ...] = ()
-    hide_behind_s: float = 0.0
+    overlap_s: float = 0.0
 
     @property
     def name(self) -> str:  # type: ignore[override]  # other planners' names belong to the class
@@ -184,9 +184,9 @@ class Tuned(Chooser):
         """Return the same for its planner with even owners."""
         return replace(self, planner=self.planner.with_even_owners())
 
-    def field(self, mesh: Mesh) -> Field:
+    def candidates_for(self, mesh: Mesh) -> Candidates:
         """Return the planner alone."""
-        return Field(mesh, [self.planner], fixed=self.fixed)
+        return Candidates(mesh, [self.planner], fixed=self.fixed)
 
 
 def candidates(collective: Collective, weave: Weave | None = None) -> list[Planner]:
@@ -198,7 +198,7 @@ def candidates(collective: Collective, weave: Weave | None = None) -> list[Plann
     return derived if collective.is_all_reduce else [Gather(collective=collective), *derived]
 
 
-class Field:
+class Candidates:
     """All candidates for one mesh. Schedules are made when first needed and kept: many payloads cost little more.
 
     By default the candidates are all planners of all-reduces; of those that are given, the parameters named in `fixed`
@@ -207,7 +207,7 @@ class Field:
 
     def __init__(self, mesh: Mesh, planners: Sequence[Planner] | None = None, *, fixed: Sequence[str] = ()) -> None:
         entered = candidates(Collective.ALL_REDUCE) if planners is None else planners
-        reasons = {planner: planner.why_not(mesh) for planner in entered}
+        reasons = {planner: planner.unsupported_reason(mesh) for planner in entered}
         self._mesh = mesh
         self._fixed = fixed
         self._refused = [Candidate(planner, None, None, why) for planner, why in reasons.items() if why is not None]
@@ -215,15 +215,15 @@ class Field:
         self._made: dict[Planner, StepDemand] = {}
 
     @property
-    def why_not(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """Why no candidate serves the mesh, or None if one does."""
         if self._able:
             return None
-        if len({candidate.why_not for candidate in self._refused}) == 1:
-            return self._refused[0].why_not
-        return " ".join(f"{candidate.planner.name}: {candidate.why_not}" for candidate in self._refused)
+        if len({candidate.unsupported_reason for candidate in self._refused}) == 1:
+            return self._refused[0].unsupported_reason
+        return " ".join(f"{candidate.planner.name}: {candidate.unsupported_reason}" for candidate in self._refused)
 
-    def variants(self, payload_bytes: float, hardware: Hardware, hide_behind_s: float = 0.0) -> list[Planner]:
+    def variants(self, payload_bytes: float, hardware: Hardware, overlap_s: float = 0.0) -> list[Planner]:
         """Return the planners that can serve the mesh, each with every set of parameters that is worth trying.
 
         Where bytes hide and steps do not, steps cost more than they take: planners are asked with higher costs, too.
@@ -233,7 +233,7 @@ class Field:
             messages *= self._mesh.n_chips / hardware.shared_cores
         step_s = hardware.step_latency_s + hardware.hop_latency_s + hardware.message_s * messages
         step_cost = step_s * hardware.link_bytes_per_s / payload_bytes
-        costs = [step_cost * 2.0**i for i in range(FEWER_CHUNKS + 1 if hide_behind_s else 1)]
+        costs = [step_cost * 2.0**i for i in range(FEWER_CHUNKS + 1 if overlap_s else 1)]
         if hardware.shared_cores is not None and hardware.is_switched:
             # Chunks fill no links there: a few keep all cores busy, however long the payload is.
             costs = [cost * 2.0**i for cost in costs for i in range(FEWER_CHUNKS + 1)]
@@ -249,13 +249,13 @@ class Field:
     def _keeps(self, variant: Planner, planner: Planner) -> bool:
         return all(getattr(variant, name) == getattr(planner, name) for name in self._fixed)
 
-    def choose(self, payload_bytes: float, hardware: Hardware, hide_behind_s: float = 0.0) -> Choice:
-        """Return the fastest of the candidates, by the lock-step prediction; or that of which least shows."""
-        if self.why_not is not None:
-            raise PlanError(Auto.name, str(self._mesh), self.why_not)
+    def choose(self, payload_bytes: float, hardware: Hardware, overlap_s: float = 0.0) -> Choice:
+        """Return the fastest of the candidates, by the lock-step prediction, or the one least exposed."""
+        if self.unsupported_reason is not None:
+            raise PlanError(Auto.name, str(self._mesh), self.unsupported_reason)
         floors = {
-            variant: _seconds(variant.floor(self._mesh), payload_bytes, hardware, hide_behind_s)
-            for variant in self.variants(payload_bytes, hardware, hide_behind_s)
+            variant: _seconds(variant.floor(self._mesh), payload_bytes, hardware, overlap_s)
+            for variant in self.variants(payload_bytes, hardware, overlap_s)
         }
         times: dict[Planner, float] = {}
         fastest = float("inf")
@@ -264,7 +264,7 @@ class Field:
                 break
             if variant not in self._made:
                 self._made[variant] = StepDemand(variant.plan(self._mesh))
-            times[variant] = shown_seconds(self._made[variant], payload_bytes, hardware, hide_behind_s)
+            times[variant] = exposed_seconds(self._made[variant], payload_bytes, hardware, overlap_s)
             fastest = min(fastest, times[variant])
         made = sorted(times, key=lambda variant: times[variant])
         ruled_out = sorted((v for v in floors if v not in times), key=lambda variant: floors[variant])
@@ -272,7 +272,7 @@ class Field:
         return Choice(self._made[made[0]].schedule, made[0], fastest, (*ranked, *self._refused))
 
 
-def _seconds(floor: Floor, payload_bytes: float, hardware: Hardware, hide_behind_s: float) -> float:
+def _seconds(floor: Floor, payload_bytes: float, hardware: Hardware, overlap_s: float) -> float:
     """Price a floor: every step has a transfer of at least one hop, and moves at least its share of the payload.
 
     On a switched network chips share no links, and what a chip can drive at once is all that limits it.
@@ -285,4 +285,4 @@ def _seconds(floor: Floor, payload_bytes: float, hardware: Hardware, hide_behind
     # A step has a message at least.
     message_s = hardware.message_s / (1 if hardware.shared_cores is None else CORES_PER_MESSAGE)
     starting = hardware.start_s + floor.steps * (hardware.step_latency_s + message_s)
-    return shown(starting, moving, hide_behind_s)
+    return shown(starting, moving, overlap_s)

@@ -1,8 +1,9 @@
-"""What every planner is: a frozen value with its parameters, that turns a mesh into a schedule.
+"""What every planner is: a frozen value with its parameters, that makes a mesh into a schedule.
 
-The contract is kept here, once. `why_not` and `plan` belong to this class and are final: they refuse survivors that are
-not connected and schedules beyond any memory, and hold what was made to what it claims. A planner adds what is its own:
-`_check`, which raises `CannotServe` with the reason where a mesh is not for it, `n_transfers` and `_plan`.
+The contract is kept here, once. `unsupported_reason` and `plan` belong to this class and are final: they refuse
+survivors that are not connected and schedules beyond any memory, and hold what was made to what it claims. A planner
+adds what is its own: `_check`, which raises `Unsupported` with the reason where a mesh is not for it, `n_transfers` and
+`_plan`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Floor:
     chip_load: float = 0.0
 
 
-class CannotServe(Exception):  # noqa: N818  # no error: auto asks every planner and goes on with the others
+class Unsupported(Exception):  # noqa: N818  # no error: auto asks every planner and goes on with the others
     """Why a planner cannot serve a mesh, in a sentence. It stays inside planning: callers see `PlanError`."""
 
     def __init__(self, reason: str) -> None:
@@ -46,7 +47,7 @@ class CannotServe(Exception):  # noqa: N818  # no error: auto asks every planner
 
 
 class Planner(ABC):
-    """Turns a mesh into a schedule, of an all-reduce unless it says so. Its dataclass fields are its parameters."""
+    """Makes a schedule for a mesh, of an all-reduce unless it says so. Its dataclass fields are its parameters."""
 
     name: ClassVar[str]
     """What the command line and `plan(planner=…)` call it."""
@@ -57,21 +58,21 @@ class Planner(ABC):
     other: each has half of the steps and of the load."""
 
     @final
-    def why_not(self, mesh: Mesh) -> str | None:
+    def unsupported_reason(self, mesh: Mesh) -> str | None:
         """Say in a sentence why this planner cannot serve `mesh`, or None if it can."""
         try:
             self._admit(mesh)
-        except CannotServe as refusal:
+        except Unsupported as refusal:
             return refusal.reason
         return None
 
     @final
     def plan(self, mesh: Mesh) -> Schedule:
-        """Return the schedule, or raise `PlanError` with the reason that `why_not` gives."""
+        """Return the schedule, or raise `PlanError` with the reason that `unsupported_reason` gives."""
         try:
             self._admit(mesh)
             schedule = self._plan(mesh)
-        except CannotServe as refusal:
+        except Unsupported as refusal:
             raise PlanError(self.name, str(mesh), refusal.reason, alternatives=None) from None
         self._check_hops(schedule)
         return schedule
@@ -85,7 +86,7 @@ class Planner(ABC):
         return (self,)
 
     def floor(self, mesh: Mesh) -> Floor:  # noqa: ARG002
-        """Return what the schedule costs at least. Only called where `why_not` is None; must be quick."""
+        """Return what the schedule costs at least. Only called where `unsupported_reason` is None; must be quick."""
         return Floor()
 
     @abstractmethod
@@ -102,11 +103,11 @@ class Planner(ABC):
 
     @abstractmethod
     def _check(self, mesh: Mesh) -> None:
-        """Raise `CannotServe` if this planner cannot serve `mesh`, whose survivors are connected."""
+        """Raise `Unsupported` if this planner cannot serve `mesh`, whose survivors are connected."""
 
     @abstractmethod
     def _plan(self, mesh: Mesh) -> Schedule:
-        """Return the schedule. Only called where `why_not` is None."""
+        """Return the schedule. Only called where `unsupported_reason` is None."""
 
     def _shrink(self, mesh: Mesh) -> str:  # noqa: ARG002
         """Say what to change where the schedule would be too large."""
@@ -114,15 +115,15 @@ class Planner(ABC):
 
     @final
     def _admit(self, mesh: Mesh) -> None:
-        """Raise `CannotServe` unless a schedule can be made: what holds for every planner, and what its own asks."""
+        """Raise `Unsupported` unless a schedule can be made: what holds for every planner, and what its own asks."""
         if not mesh.is_connected:
-            raise CannotServe(
+            raise Unsupported(
                 f"the survivors form {mesh.n_components} disconnected groups. Plan for one of them, or repair a cable."
             )
         self._check(mesh)
         size = self.n_transfers(mesh)
         if size > MAX_TRANSFERS:
-            raise CannotServe(
+            raise Unsupported(
                 f"its schedule would have {size:,} transfers, and the limit is {MAX_TRANSFERS:,}. {self._shrink(mesh)}"
             )
 

@@ -73,10 +73,10 @@ def line_ring(length: int, *, wrap: bool) -> NDArray[np.int64]:
     >>> line_ring(5, wrap=False).tolist()
     [0, 2, 4, 3, 1]
     """
-    places = np.arange(length)
+    positions = np.arange(length)
     if wrap:
-        return places
-    return np.concatenate([places[::2], places[1::2][::-1]])
+        return positions
+    return np.concatenate([positions[::2], positions[1::2][::-1]])
 
 
 def ring_reduce_scatter(n: int, direction: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:

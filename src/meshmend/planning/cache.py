@@ -78,13 +78,13 @@ class PlanCache:
             return None
         try:
             schedule = load(path)
-            why_not = _why_not(schedule, mesh, planner, neighbours_only=neighbours_only)
-            if why_not is None:
+            problem = _mismatch(schedule, mesh, planner, neighbours_only=neighbours_only)
+            if problem is None:
                 verify(schedule)
                 return schedule
         except MeshmendError as error:
-            why_not = str(error)
-        warnings.warn(f"The cached plan {path} is not used, and planned again: {why_not}", CacheWarning, stacklevel=3)
+            problem = str(error)
+        warnings.warn(f"The cached plan {path} is not used, and planned again: {problem}", CacheWarning, stacklevel=3)
         return None
 
     def put(self, mesh: Mesh, planner: Planner, schedule: Schedule, *, neighbours_only: bool = False) -> Path:
@@ -114,7 +114,7 @@ class PlanCache:
         return sum(1 for _ in self.folder.glob("*.npz")) if self.folder.is_dir() else 0
 
 
-def _why_not(schedule: Schedule, mesh: Mesh, planner: Planner, *, neighbours_only: bool) -> str | None:
+def _mismatch(schedule: Schedule, mesh: Mesh, planner: Planner, *, neighbours_only: bool) -> str | None:
     """Return why a schedule, even if correct, is not the requested one."""
     if schedule.mesh != mesh:
         return f"it is for {schedule.mesh}, expected {mesh}."

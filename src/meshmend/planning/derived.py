@@ -1,4 +1,4 @@
-"""Derived: other collectives from a planner's all-reduce: its reduce-scatter, its all-gather, or it with a turn."""
+"""Derived: other collectives from a planner's all-reduce: its halves, or it with a fused update."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import final
 
-from meshmend.planning.base import CannotServe, Floor, Planner
+from meshmend.planning.base import Floor, Planner, Unsupported
 from meshmend.schedule import Collective, Schedule
+from meshmend.schedule.fused_update import with_update
 from meshmend.schedule.split import all_gather_of, reduce_scatter_of
-from meshmend.schedule.turn import with_turn
 from meshmend.topology import Mesh
 
 _DERIVE: dict[Collective, Callable[[Schedule], Schedule]] = {
     Collective.REDUCE_SCATTER: reduce_scatter_of,
     Collective.ALL_GATHER: all_gather_of,
-    Collective.ALL_REDUCE_WITH_TURN: with_turn,
+    Collective.ALL_REDUCE_WITH_UPDATE: with_update,
 }
 
 
@@ -66,13 +66,13 @@ class Derived(Planner):
     def _check(self, mesh: Mesh) -> None:
         if not self.planner.is_splittable:
             instead = "'weave' or 'auto'" if self.collective.is_all_reduce else "'gather', which plans one, or 'auto'"
-            raise CannotServe(
+            raise Unsupported(
                 f"no chip is the first where a chunk of its all-reduce is complete, so it has no {self.collective}. "
                 f"Use {instead}."
             )
-        reason = self.planner.why_not(mesh)
+        reason = self.planner.unsupported_reason(mesh)
         if reason is not None:
-            raise CannotServe(reason)
+            raise Unsupported(reason)
 
     def _plan(self, mesh: Mesh) -> Schedule:
         made = {} if self.made is None else self.made

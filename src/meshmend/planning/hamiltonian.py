@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.errors import Coordinate, name_chip
-from meshmend.planning.base import CannotServe, Floor, Planner
+from meshmend.planning.base import Floor, Planner, Unsupported
 from meshmend.planning.build import (
     DIRECTIONS,
     Transfers,
@@ -79,7 +79,7 @@ class Hamiltonian(Planner):
 
 
 def find_ring(mesh: Mesh) -> NDArray[np.int64]:
-    """Return the ranks in ring order, or raise `CannotServe`."""
+    """Return the ranks in ring order, or raise `Unsupported`."""
     if mesh.n_axes == 2 and mesh.is_full and min(mesh.shape) > 1 and sum(n % 2 for n in mesh.shape) == 1:
         return as_ranks(mesh, _snake(*mesh.shape))
     _check_blocks(mesh)
@@ -100,9 +100,9 @@ def _snake(rows: int, columns: int) -> list[Coordinate]:
 def _check_blocks(mesh: Mesh) -> None:
     """Refuse a mesh that does not fall into 2×2 blocks that are wholly live or wholly failed."""
     if mesh.n_axes != 2:
-        raise CannotServe(f"it needs a mesh of two axes, and {name_shape(mesh.shape)} has {mesh.n_axes}.")
+        raise Unsupported(f"it needs a mesh of two axes, and {name_shape(mesh.shape)} has {mesh.n_axes}.")
     if any(n % 2 for n in mesh.shape):
-        raise CannotServe(f"it pairs chips into 2×2 blocks, and {name_shape(mesh.shape)} has an odd side.")
+        raise Unsupported(f"it pairs chips into 2×2 blocks, and {name_shape(mesh.shape)} has an odd side.")
     rows, columns = mesh.shape
     counts = mesh.live.reshape(rows // 2, 2, columns // 2, 2).sum(axis=(1, 3))
     broken = np.argwhere((counts > 0) & (counts < 4))
@@ -111,7 +111,7 @@ def _check_blocks(mesh: Mesh) -> None:
         cells = [(r, c) for r in (row, row + 1) for c in (column, column + 1)]
         dead = next(cell for cell in cells if not mesh.live[cell])
         live = next(cell for cell in cells if mesh.live[cell])
-        raise CannotServe(
+        raise Unsupported(
             f"it needs holes made of whole 2×2 blocks at even rows and columns, and in the block at "
             f"{name_chip((row, column))} chip {name_chip(dead)} has failed while {name_chip(live)} lives."
         )
@@ -149,7 +149,7 @@ def _ring_round_tree(mesh: Mesh) -> NDArray[np.int64]:
 
 
 def _spanning_tree(mesh: Mesh, blocks: NDArray[np.bool_]) -> list[Join]:
-    """Return joins that connect all live blocks, or raise `CannotServe`.
+    """Return joins that connect all live blocks, or raise `Unsupported`.
 
     A failed cable between two blocks forbids their join. A failed cable inside a block forces the join across
     that side of the square, because only a join takes the cable out of the ring.
@@ -181,7 +181,7 @@ def _spanning_tree(mesh: Mesh, blocks: NDArray[np.bool_]) -> list[Join]:
     # Only now is it known which joins are left, and a side may need one that another failed cable forbids.
     for cable, join in sides:
         if join not in weight:
-            raise CannotServe(
+            raise Unsupported(
                 f"the failed cable {name_chip(cable[0])}-{name_chip(cable[1])} is a side of a 2×2 block, and the ring "
                 f"leaves a side out only where two live cables join the block to a live one beyond it."
             )
@@ -193,9 +193,9 @@ def _spanning_tree(mesh: Mesh, blocks: NDArray[np.bool_]) -> list[Join]:
     graph = coo_array((list(weight.values()), (a, b)), shape=(n, n)).tocsr()
     tree = minimum_spanning_tree(graph).tocoo()
     if tree.nnz < n - 1:
-        raise CannotServe("its failed cables leave 2×2 blocks that cannot be joined into one ring.")
+        raise Unsupported("its failed cables leave 2×2 blocks that cannot be joined into one ring.")
     key_of = {(int(x), int(y)): key for x, y, key in zip(a, b, keys, strict=True)}
     joins = [key_of[int(x), int(y)] for x, y in zip(tree.row, tree.col, strict=True)]
     if sum(w == 1 for w in weight.values()) > sum(weight[join] == 1 for join in joins):
-        raise CannotServe("its failed cables force the ring round a closed loop of blocks.")
+        raise Unsupported("its failed cables force the ring round a closed loop of blocks.")
     return joins

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.errors import name_chip
-from meshmend.planning.base import CannotServe
+from meshmend.planning.base import Unsupported
 from meshmend.topology import Mesh
 
 Block = tuple[int, int]
@@ -84,18 +84,18 @@ class Layout:
 
 
 def lay_out(mesh: Mesh, orientation: Literal["rows", "columns"]) -> Layout:
-    """Find blue rings and yellow blocks, or raise `CannotServe` with what is missing."""
+    """Find blue rings and yellow blocks, or raise `Unsupported` with what is missing."""
     ranks = (mesh.rank_of if orientation == "rows" else mesh.rank_of.T).astype(np.int64)
     word = orientation[:-1]
     rows, columns = ranks.shape
     if rows % 2 or columns < 2:
-        raise CannotServe(f"{rows} {orientation} of {columns} chips do not form pairs that close into rings.")
+        raise Unsupported(f"{rows} {orientation} of {columns} chips do not form pairs that close into rings.")
     upper, lower = ranks[::2], ranks[1::2]
     rings = np.concatenate([upper, lower[:, ::-1]], axis=1)
     closed = mesh.link(np.maximum(rings, 0), np.maximum(np.roll(rings, -1, axis=1), 0)) >= 0
     is_blue = np.asarray((rings >= 0).all(axis=1) & closed.all(axis=1))
     if not is_blue.any():
-        raise CannotServe(f"every {word} pair has a failure, so no ring is left for the others to forward to.")
+        raise Unsupported(f"every {word} pair has a failure, so no ring is left for the others to forward to.")
     yellow = _find_yellow(mesh, ranks, is_blue, word)
     wrap = mesh.wrap[0 if orientation == "rows" else 1]
     return Layout(mesh, orientation, ranks, np.flatnonzero(is_blue), yellow, wrap)
@@ -107,7 +107,7 @@ def _find_yellow(mesh: Mesh, ranks: NDArray[np.int64], is_blue: NDArray[np.bool_
     if not len(pairs):
         return ()
     if ranks.shape[1] % 2:
-        raise CannotServe(
+        raise Unsupported(
             f"a {word} pair with a failure must fall into 2×2 blocks, and it is {ranks.shape[1]} chips long."
         )
     blocks: set[Block] = set()
@@ -121,7 +121,7 @@ def _find_yellow(mesh: Mesh, ranks: NDArray[np.int64], is_blue: NDArray[np.bool_
             if not whole or (mesh.link(square, np.roll(square, -1)) < 0).any():
                 lost = "a chip" if not whole else "a cable"
                 live = name_chip(mesh.chip(int(cells[cells >= 0][0])))
-                raise CannotServe(f"{lost} of the 2×2 block of chip {live} has failed, but not the whole block.")
+                raise Unsupported(f"{lost} of the 2×2 block of chip {live} has failed, but not the whole block.")
             blocks.add((int(pair), column))
 
     def joined(block: Block, side: str, other: Block) -> bool:
@@ -158,7 +158,7 @@ def _find_yellow(mesh: Mesh, ranks: NDArray[np.int64], is_blue: NDArray[np.bool_
     stranded = sorted(blocks - found.keys())
     if stranded:
         chip = name_chip(mesh.chip(int(ranks[2 * stranded[0][0], 2 * stranded[0][1]])))
-        raise CannotServe(f"the block of chip {chip} has no way through whole blocks to a whole {word} pair.")
+        raise Unsupported(f"the block of chip {chip} has no way through whole blocks to a whole {word} pair.")
     return tuple(found.values())
 
 

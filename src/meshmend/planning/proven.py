@@ -8,7 +8,7 @@ from typing import Any
 
 from meshmend.cost import DEFAULT_HARDWARE
 from meshmend.errors import LoweringError, ParameterError, PlanError
-from meshmend.planning.auto import CHOICES, OTHERS, Auto, Choice, Chooser, Tuned, candidates
+from meshmend.planning.auto import CHOICES, OTHERS, Auto, AutoPlanner, Choice, Tuned, candidates
 from meshmend.planning.base import Planner
 from meshmend.planning.cache import PREPARED_BUDGET_S, PlanCache
 from meshmend.planning.derived import Derived
@@ -24,7 +24,7 @@ PLANNERS: dict[str, type[Planner]] = {kind.name: kind for kind in (*CHOICES, *OT
 PlanFunction = Callable[..., Schedule]
 """What engines call for a plan: `plan`, or whatever takes a mesh and keywords as it does and returns what is proven.
 Parameters are bound to it beforehand, as in `functools.partial(plan, planner="row-pairs", cache=PlanCache())`."""
-TARGET = ("payload_bytes", "hardware", "hide_behind_s")
+TARGET = ("payload_bytes", "hardware", "overlap_s")
 """What a planner's parameters are chosen for."""
 DEFAULT_PAYLOAD_BYTES = 1e8
 """What `plan` assumes where it is not told: for a first look. Whatever runs a plan says what it is for."""
@@ -44,8 +44,8 @@ def plan(
 
     `planner` is a name from `PLANNERS`, with its parameters as keywords, or a planner object. By default
     it is the fastest of all for `payload_bytes` on `hardware`. Any other planner that is named takes these two as well,
-    and then chooses those of its parameters that are not given. With `hide_behind_s`, the seconds of computing that it
-    runs beside in a loop body, it is the one of which least shows.
+    and then chooses those of its parameters that are not given. With `overlap_s`, the seconds of computing that it
+    runs beside in a loop body, it is the one with the least exposed communication.
     A `collective` that is no all-reduce is planned as such by "gather"; from planners of all-reduces it takes the half
     of what they make, and "auto" takes what is faster.
     `budget_s` is how many CPU seconds planning may take, about: `auto` and `weave` look for faster plans while there is
@@ -69,9 +69,9 @@ def plan(
         chosen = _made(planner, parameters, collective)
     else:
         chosen = make_planner(planner, collective=collective, **parameters)
-    why_not = chosen.why_not(mesh)
-    if why_not is not None:
-        raise PlanError(chosen.name, str(mesh), why_not, _able(mesh, chosen))
+    unsupported_reason = chosen.unsupported_reason(mesh)
+    if unsupported_reason is not None:
+        raise PlanError(chosen.name, str(mesh), unsupported_reason, _able(mesh, chosen))
     if cache is not None:
         # One that was prepared with more time comes first, on every host alike.
         for entry in dict.fromkeys((_with_budget(chosen, PREPARED_BUDGET_S), chosen)):
@@ -98,11 +98,11 @@ def _with_budget(planner: Planner, budget_s: float) -> Planner:
     return dataclasses.replace(planner, **changed)  # type: ignore[type-var]
 
 
-def choose(mesh: Mesh, chooser: Chooser) -> Choice:
+def choose(mesh: Mesh, chooser: AutoPlanner) -> Choice:
     """Return the fastest schedule, not yet proven, together with all that was considered."""
-    why_not = chooser.why_not(mesh)
-    if why_not is not None:
-        raise PlanError(chooser.name, str(mesh), why_not, _able(mesh, chooser))
+    unsupported_reason = chooser.unsupported_reason(mesh)
+    if unsupported_reason is not None:
+        raise PlanError(chooser.name, str(mesh), unsupported_reason, _able(mesh, chooser))
     return chooser.choose(mesh)
 
 
@@ -137,8 +137,10 @@ def make_planner(name: str, *, collective: str | Collective | None = None, **par
 def _plan_hops(mesh: Mesh, planner: Planner) -> Schedule:
     """Return the planner's schedule with hops between neighbours only; of a chooser, the fastest that has that form."""
     ranked = [planner]
-    if isinstance(planner, Chooser):
-        ranked = [candidate.planner for candidate in planner.choose(mesh).considered if candidate.why_not is None]
+    if isinstance(planner, AutoPlanner):
+        ranked = [
+            candidate.planner for candidate in planner.choose(mesh).considered if candidate.unsupported_reason is None
+        ]
     refused: list[LoweringError] = []
     for one in ranked:
         try:
@@ -187,4 +189,6 @@ def _made(planner: Planner, parameters: dict[str, Any], collective: str | Collec
 
 def _able(mesh: Mesh, refused: Planner) -> list[str]:
     able = candidates(refused.collective)
-    return [planner.name for planner in able if planner.name != refused.name and planner.why_not(mesh) is None]
+    return [
+        planner.name for planner in able if planner.name != refused.name and planner.unsupported_reason(mesh) is None
+    ]

@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.errors import ParameterError
-from meshmend.planning.base import MAX_TRANSFERS, CannotServe, Floor, Planner, check_count
+from meshmend.planning.base import MAX_TRANSFERS, Floor, Planner, Unsupported, check_count
 from meshmend.planning.build import DIRECTIONS, Transfers, line_ring, ring_all_gather, ring_owners, ring_reduce_scatter
 from meshmend.planning.pair_layout import EXITS, SIDES, Block, Layout, Yellow, lay_out, opposite
 from meshmend.schedule import Op, Schedule
@@ -65,7 +65,7 @@ class RowPairs(Planner):
         """Return both orientations, each with one segment and with a few. One of them is what "auto" would take."""
         orientations: tuple[Orientation, ...] = ("rows", "columns")
         tries = (RowPairs(orientation, n) for orientation in orientations for n in sorted({self.segments, 1, 2, 4}))
-        return [planner for planner in tries if planner.why_not(mesh) is None]
+        return [planner for planner in tries if planner.unsupported_reason(mesh) is None]
 
     def n_transfers(self, mesh: Mesh) -> int:
         """Return what the row rings, the shard rings and the yellow blocks have, in every segment."""
@@ -113,7 +113,7 @@ class RowPairs(Planner):
 
     def _layout(self, mesh: Mesh) -> Layout:
         if mesh.n_axes != 2:
-            raise CannotServe(f"it needs a mesh of two axes, and {name_shape(mesh.shape)} has {mesh.n_axes}.")
+            raise Unsupported(f"it needs a mesh of two axes, and {name_shape(mesh.shape)} has {mesh.n_axes}.")
         if self.orientation != "auto":
             return lay_out(mesh, self.orientation)
         layouts: list[Layout] = []
@@ -121,10 +121,10 @@ class RowPairs(Planner):
         for orientation in ("rows", "columns"):
             try:
                 layouts.append(lay_out(mesh, orientation))
-            except CannotServe as refusal:
+            except Unsupported as refusal:
                 reasons.append(refusal.reason)
         if not layouts:
-            raise CannotServe(f"by rows, {reasons[0]} By columns, {reasons[1]}")
+            raise Unsupported(f"by rows, {reasons[0]} By columns, {reasons[1]}")
         return min(layouts, key=lambda layout: len(layout.yellow))
 
 
@@ -144,7 +144,7 @@ def _timeline(layout: Layout, segments: int) -> list[_Start]:
     waits. Times count from the first ring's start; the yellow blocks' lead comes before it.
     """
     # Yellow blocks need one step more per segment than the rings: the last shard is not sent on, but it is summed.
-    turn = layout.ring_length - 1 + bool(layout.yellow)
+    lap = layout.ring_length - 1 + bool(layout.yellow)
     shard_steps = 2 * (len(layout.blue) - 1)
     lead = max((yellow.lead + 1 for yellow in layout.yellow), default=0)
     ring_free, shards_free = lead, 0
@@ -160,7 +160,7 @@ def _timeline(layout: Layout, segments: int) -> list[_Start]:
             segment, rings, shards = waiting.popleft()
             ring_free = max(ring_free, shards + shard_steps)
             starts[segment] = _Start(rings, shards, ring_free)
-        ring_free += turn
+        ring_free += lap
     return [starts[segment] for segment in range(segments)]
 
 

@@ -37,8 +37,8 @@ def plan_shards(
     >>> shards.owners.tolist()
     [1, 2, 0, 3]
     """
-    places = np.arange(mesh.n_chips) if order is None else np.asarray(order, dtype=np.int64)
-    if sorted(places.tolist()) != list(range(mesh.n_chips)):
+    positions = np.arange(mesh.n_chips) if order is None else np.asarray(order, dtype=np.int64)
+    if sorted(positions.tolist()) != list(range(mesh.n_chips)):
         raise ParameterError(f"Expected each shard from 0 to {mesh.n_chips - 1} once, got {list(order or [])}.")
     found = plan(mesh, Gather.name, collective=collective, **target)
     if found.total_chunks % mesh.n_chips:
@@ -47,9 +47,9 @@ def plan_shards(
     per_chip = found.total_chunks // mesh.n_chips
     if np.any(found.owners != np.arange(found.total_chunks) // per_chip) or np.any(found.n_chunks != 1):
         raise ScheduleError(f"{found!r} does not give each rank a run of {per_chip} chunks.")
-    if np.array_equal(places, np.arange(mesh.n_chips)):
+    if np.array_equal(positions, np.arange(mesh.n_chips)):
         return found
-    number = places[found.owners] * per_chip + np.arange(found.total_chunks) % per_chip
+    number = positions[found.owners] * per_chip + np.arange(found.total_chunks) % per_chip
     owners = np.empty_like(found.owners)
     owners[number] = found.owners
     renumbered = found.replace(first_chunk=number[found.first_chunk], owners=owners)

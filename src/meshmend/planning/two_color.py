@@ -15,7 +15,7 @@ from typing import ClassVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.planning.base import CannotServe, Planner
+from meshmend.planning.base import Planner, Unsupported
 from meshmend.planning.build import (
     DIRECTIONS,
     Transfers,
@@ -51,9 +51,9 @@ class TwoColor(Planner):
     def _check(self, mesh: Mesh) -> None:
         """Refuse a mesh whose rows and columns do not all form rings."""
         if mesh.n_axes != 2:
-            raise CannotServe(f"it needs a mesh of two axes, and {name_shape(mesh.shape)} has {mesh.n_axes}.")
+            raise Unsupported(f"it needs a mesh of two axes, and {name_shape(mesh.shape)} has {mesh.n_axes}.")
         if not mesh.is_full:
-            raise CannotServe("it needs every row and every column intact, and chips or cables have failed.")
+            raise Unsupported("it needs every row and every column intact, and chips or cables have failed.")
 
     def _plan(self, mesh: Mesh) -> Schedule:
         """Return both reductions, each phase of one beside the same phase of the other."""

@@ -1,9 +1,9 @@
 """Updates: what a training step's exchange costs in each way that the optimizer's state can be kept.
 
 A *replicated* update needs an all-reduce, after which every chip updates everything. A sharded one, in which every chip
-keeps the optimizer's state of the chunks that it owns, needs either one all-reduce with a *turn* or *two phases*, a
-reduce-scatter and an all-gather with the same owners. What is fastest for an all-reduce is not what is fastest for the
-two phases, so each way is priced by the plans that it would run.
+keeps the optimizer's state of the chunks that it owns, needs either one all-reduce with a *fused update* or *two
+phases*, a reduce-scatter and an all-gather with the same owners. What is fastest for an all-reduce is not what is
+fastest for the two phases, so each way is priced by the plans that it would run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enum import StrEnum
 import numpy as np
 
 from meshmend.cost import DEFAULT_HARDWARE, Hardware, StepDemand, find_hardware
-from meshmend.planning.auto import Field, candidates
+from meshmend.planning.auto import Candidates, candidates
 from meshmend.planning.base import Planner
 from meshmend.planning.derived import Derived
 from meshmend.planning.gather import Gather
@@ -26,8 +26,8 @@ from meshmend.topology import Mesh
 class UpdateWay(StrEnum):
     """How a training step exchanges gradients and weights."""
 
-    TURN = "turn"
-    """One all-reduce with a turn: owners update their chunks between the sum and its way back."""
+    FUSED = "fused"
+    """One all-reduce with an update: owners update their chunks between the sum and its way back."""
     TWO_PHASES = "two-phases"
     """A reduce-scatter of gradients, the owners' update, an all-gather of weights."""
     REPLICATED = "replicated"
@@ -62,7 +62,7 @@ def update_plans(
 
     >>> for plan in update_plans(Mesh("4x4", failed=["2x2@0,0"]), 1e8, "tpu-v6e"):
     ...     print(plan.way, f"{plan.seconds * 1e6:.0f} µs", f"{plan.state_share:.2f} of the state")
-    turn 881 µs 0.09 of the state
+    fused 881 µs 0.09 of the state
     replicated 881 µs 1.00 of the state
     two-phases 939 µs 0.08 of the state
     """
@@ -72,17 +72,17 @@ def update_plans(
 
     def fastest(collective: Collective) -> tuple[Planner, Schedule, float]:
         entered = [_sharing(planner, made) for planner in candidates(collective, weave)]
-        choice = Field(mesh, entered).choose(payload_bytes, chosen)
+        choice = Candidates(mesh, entered).choose(payload_bytes, chosen)
         return choice.planner, choice.schedule, choice.seconds
 
     _, whole, whole_s = fastest(Collective.ALL_REDUCE)
-    _, turned, turned_s = fastest(Collective.ALL_REDUCE_WITH_TURN)
+    _, fused, fused_s = fastest(Collective.ALL_REDUCE_WITH_UPDATE)
     planner, scatter, scatter_s = fastest(Collective.REDUCE_SCATTER)
     # The all-gather of the same planner: it begins where the reduce-scatter ends, with the same owners.
     gather = _as_all_gather(planner).plan(mesh)
     gather_s = StepDemand(gather).seconds(payload_bytes, chosen)
     found = (
-        UpdatePlan(UpdateWay.TURN, (turned,), turned_s, _largest_share(turned)),
+        UpdatePlan(UpdateWay.FUSED, (fused,), fused_s, _largest_share(fused)),
         UpdatePlan(UpdateWay.TWO_PHASES, (scatter, gather), scatter_s + gather_s, _largest_share(scatter)),
         UpdatePlan(UpdateWay.REPLICATED, (whole,), whole_s, 1.0),
     )

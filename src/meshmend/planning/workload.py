@@ -1,8 +1,7 @@
 """The workload: what is asked of a plan, apart from the mesh and its hardware.
 
-Whoever trains knows it: how many bytes travel, in which collective, and how much computing runs beside. A planner takes
-a mesh, a workload and hardware, and none of them has a default below the public functions: what is forgotten does not
-run, instead of running slowly.
+Whoever trains knows it: how many bytes travel, in which collective. A planner takes a mesh, a workload and hardware,
+and none of them has a default below the public functions: what is forgotten does not run, instead of running slowly.
 """
 
 from __future__ import annotations
@@ -18,15 +17,14 @@ LARGEST_BYTES = SMALLEST_BYTES * 4**12
 
 @dataclass(frozen=True)
 class Workload:
-    """Bytes per chip that travel, the collective, and the seconds of computing that it runs beside.
+    """Bytes per chip that travel, and the collective.
 
     >>> Workload(1_000_000).rounded()
-    Workload(payload_bytes=524288, collective=<Collective.ALL_REDUCE: 'all-reduce'>, hide_behind_s=0.0)
+    Workload(payload_bytes=524288, collective=<Collective.ALL_REDUCE: 'all-reduce'>)
     """
 
     payload_bytes: float
     collective: Collective = Collective.ALL_REDUCE
-    hide_behind_s: float = 0.0
 
     def rounded(self) -> Workload:
         """Return the workload that plans are made and kept for, so that few plans serve all payloads."""

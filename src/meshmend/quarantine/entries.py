@@ -18,7 +18,7 @@ from typing import Any
 
 from meshmend.errors import Coordinate, QuarantineError
 from meshmend.files import locked, write_whole
-from meshmend.quarantine.book import SignBook
+from meshmend.quarantine.fault_log import FaultLog
 from meshmend.quarantine.suspect import ChipsOfHosts, Suspect
 from meshmend.topology import Cable
 
@@ -50,7 +50,7 @@ class Quarantined:
     since: float
     until: float
     step: int = 0
-    """The step of the last sign; 0 if the entry was made by hand."""
+    """The step of the last observation; 0 if the entry was made by hand."""
     verified: int = 0
     """The last step whose state is known to be good; 0 if none is."""
 
@@ -150,20 +150,20 @@ class QuarantineList:
     def clear(self, suspects: Iterable[Suspect] | None = None) -> tuple[Quarantined, ...]:
         """Remove these suspects, by default all; return the entries that were removed, and drop what has expired.
 
-        The signs against them are settled, or the job would quarantine them again at once. That goes for suspects, too,
-        that only the sign book names, because the job has reached its limit.
+        The observations against them are settled, or the job would quarantine them again at once. That goes for
+        suspects, too, that only the fault log names, because the job has reached its limit.
         """
         wanted = None if suspects is None else set(suspects)
         now = self._now()
-        book = SignBook(self.path.parent, now=self._now)
+        log = FaultLog(self.path.parent, now=self._now)
         with self._changing() as entries:
             there = [entry for entry in entries if entry.until > now]
             gone = [entry for entry in there if wanted is None or entry.suspect in wanted]
-            if wanted is not None and (missing := wanted - {entry.suspect for entry in gone} - book.suspects()):
+            if wanted is not None and (missing := wanted - {entry.suspect for entry in gone} - log.suspects()):
                 listed = ", ".join(str(entry.suspect) for entry in there[:8]) or "nothing"
                 raise QuarantineError(f"{min(map(str, missing))} is not in quarantine. {self.path} lists: {listed}.")
             # First: if this process ends in between, the suspects are still left out.
-            book.settle(wanted)
+            log.settle(wanted)
             entries[:] = [entry for entry in there if entry not in gone]
         return tuple(gone)
 

@@ -1,8 +1,10 @@
-"""From what a process has seen to the quarantine list: signs are noted, all of the book is judged, verdicts are listed.
+"""From what a process has seen to the quarantine list: observations are noted, all of the log is judged, verdicts are
+listed.
 
-A sign counts until it is settled. It is settled once one of its suspects is on the list, whoever put it there, and when
-somebody clears one. So a suspect whose time has expired gets a new start: its old signs do not bring it back. While a
-suspect is listed, its signs explain themselves; they still speak against something larger (`judge`).
+An observation counts until it is settled. It is settled once one of its suspects is on the list, whoever put it there,
+and when somebody clears one. So a suspect whose time has expired gets a new start: its old observations do not bring it
+back. While a suspect is listed, its observations explain themselves; they still speak against something larger
+(`judge`).
 """
 
 from __future__ import annotations
@@ -11,16 +13,16 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
-from meshmend.quarantine.book import Noted, SignBook
 from meshmend.quarantine.entries import THE_JOB, Quarantined, QuarantineList
+from meshmend.quarantine.fault_log import FaultLog, LogEntry
 from meshmend.quarantine.judge import Verdict, judge, recent
-from meshmend.quarantine.sign import Sign
+from meshmend.quarantine.observation import Observation
 from meshmend.quarantine.suspect import ChipsOfHosts, Suspect
 
 
 def report(
     folder: str | Path,
-    signs: Iterable[Sign],
+    observations: Iterable[Observation],
     *,
     attempt: int,
     verified: int,
@@ -28,13 +30,13 @@ def report(
     n_chips: int | None = None,
     now: Callable[[], float] = time.time,
 ) -> tuple[Quarantined, ...]:
-    """Note signs in the shared folder's book, and quarantine what all of the book proves; return the new entries.
+    """Note observations in the shared folder's book, and quarantine what all of the log proves; return the new entries.
 
     `attempt` is the job's own count, and `verified` the last step that was verified. The limit on what the job may
     quarantine depends on `hosts`, or else on `n_chips`; past it, `QuarantineError`: stop, and start again when somebody
-    has looked at it. Any process may call this, also several with the same signs: they count once.
+    has looked at it. Any process may call this, also several with the same observations: they count once.
     """
-    SignBook(folder, now=now).add(signs, attempt=attempt, verified=verified)
+    FaultLog(folder, now=now).add(observations, attempt=attempt, verified=verified)
     return enforce(folder, hosts=hosts, n_chips=n_chips, now=now)
 
 
@@ -45,52 +47,52 @@ def enforce(
     n_chips: int | None = None,
     now: Callable[[], float] = time.time,
 ) -> tuple[Quarantined, ...]:
-    """Quarantine what the book proves and the list does not have; return the new entries.
+    """Quarantine what the log proves and the list does not have; return the new entries.
 
     Called at every start before the list is read: the process that should have listed a suspect may have ended before
     it did, or at the limit. If the limit still holds, this raises the same `QuarantineError` instead of letting the job
     train with the suspect.
     """
-    book, entries = SignBook(folder, now=now), QuarantineList(folder, now=now)
-    if not book.read():
+    log, entries = FaultLog(folder, now=now), QuarantineList(folder, now=now)
+    if not log.read():
         return ()
     at, active = now(), []
     for entry in entries.read():
         if entry.until > at:
             active.append(entry.suspect)
         else:
-            book.settle([entry.suspect], until=entry.until)
-    book.settle(active)
-    noted = book.read()
+            log.settle([entry.suspect], until=entry.until)
+    log.settle(active)
+    noted = log.read()
     made = []
     for verdict in _verdicts(noted, active):
         facts = {"step": verdict.step, "verified": _verified(verdict, noted)}
         entry = entries.add(verdict.suspect, why=verdict.why, by=THE_JOB, hosts=hosts, n_chips=n_chips, **facts)
-        book.settle([entry.suspect])
+        log.settle([entry.suspect])
         made.append(entry)
     return tuple(made)
 
 
 def refused(folder: str | Path) -> tuple[Suspect, ...]:
-    """Return whom the book proves and the list does not have: the limit has stopped the job before them.
+    """Return whom the log proves and the list does not have: the limit has stopped the job before them.
 
     For a moment that is also so while a process lists a suspect.
     """
     active = [entry.suspect for entry in QuarantineList(folder).active()]
-    return tuple(verdict.suspect for verdict in _verdicts(SignBook(folder).read(), active))
+    return tuple(verdict.suspect for verdict in _verdicts(FaultLog(folder).read(), active))
 
 
-def _verdicts(noted: Iterable[Noted], active: Collection[Suspect]) -> list[Verdict]:
-    """Return what signs prove besides the suspects that are on the list."""
-    counting = [one for one in noted if not one.settled or not set(active).isdisjoint(one.sign.suspects)]
-    return judge(recent(one.observation for one in counting), active)
+def _verdicts(noted: Iterable[LogEntry], active: Collection[Suspect]) -> list[Verdict]:
+    """Return what observations prove besides the suspects that are on the list."""
+    counting = [one for one in noted if not one.settled or not set(active).isdisjoint(one.observation.suspects)]
+    return judge(recent(one.tagged for one in counting), active)
 
 
-def _verified(verdict: Verdict, noted: Iterable[Noted]) -> int:
-    """Return the last step that was verified before the signs of a verdict's last attempt."""
+def _verified(verdict: Verdict, noted: Iterable[LogEntry]) -> int:
+    """Return the last step that was verified before the observations of a verdict's last attempt."""
     of_attempt: dict[int, int] = {}
-    signs = set(verdict.signs)
+    observations = set(verdict.observations)
     for one in noted:
-        if one.observation in signs:
+        if one.tagged in observations:
             of_attempt[one.attempt] = min(of_attempt.get(one.attempt, one.verified), one.verified)
     return of_attempt[max(of_attempt)]

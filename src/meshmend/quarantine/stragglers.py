@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from meshmend.errors import Coordinate, ParameterError
 from meshmend.quarantine.judge import LAG_STEPS
-from meshmend.quarantine.sign import LAG, Sign
+from meshmend.quarantine.observation import LAG, Observation
 from meshmend.quarantine.suspect import Suspect
 from meshmend.topology import Mesh
 
@@ -49,8 +49,8 @@ class Stragglers:
     `hosts` lists the chips of each host by its number. If all chips of a host of several are slow, the host is named.
 
     >>> watch, mesh = Stragglers(Mesh("2x2")), Mesh("2x2")
-    >>> signs = [sign for step in range(40) for sign in watch.add(step, [1.0, 1.0, 1.5, 1.0])]
-    >>> [(str(sign.suspects[0]), sign.step, sign.evidence) for sign in signs]
+    >>> observations = [observation for step in range(40) for observation in watch.add(step, [1.0, 1.0, 1.5, 1.0])]
+    >>> [(str(observation.suspects[0]), observation.step, observation.evidence) for observation in observations]
     [('1,0', 23, 'late in 24 of the last 24 steps, in the median 1.50 times as long as the others')]
     """
 
@@ -63,8 +63,8 @@ class Stragglers:
         self._late = _Lateness(mesh.n_chips)
         self._named: set[Suspect] = set()
 
-    def add(self, step: int, compute_s: Annotated[ArrayLike, "[N]"], *, step_s: float = 0.0) -> tuple[Sign, ...]:
-        """Take in the times of one step, by rank; return signs against whoever has turned out slow, each once.
+    def add(self, step: int, compute_s: Annotated[ArrayLike, "[N]"], *, step_s: float = 0.0) -> tuple[Observation, ...]:
+        """Take in the times of one step, by rank; return observations against whoever has turned out slow, each once.
 
         NaN is what was not measured. `step_s` is how long the whole step took: a chip that makes it less than 5 %
         longer is not late. A suspect that has recovered, and is slow again later, is named again.
@@ -155,9 +155,9 @@ def least_count(usual: int) -> int:
     return count + 1
 
 
-def _sign(suspect: Suspect, step: int, numbers: dict[str, float]) -> Sign:
+def _sign(suspect: Suspect, step: int, numbers: dict[str, float]) -> Observation:
     text = (
         f"late in {numbers['steps']:.0f} of the last {numbers['window']:.0f} steps, in the median "
         f"{numbers['factor']:.2f} times as long as the others"
     )
-    return Sign(LAG, (suspect,), step, text, numbers)
+    return Observation(LAG, (suspect,), step, text, numbers)

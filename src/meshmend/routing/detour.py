@@ -105,8 +105,8 @@ def _along_column(length: NDArray[np.int32], open_south: NDArray[np.bool_]) -> N
     Chips get positions on the column such that a missing cable is a gap too wide to cross, so that one running
     minimum in each direction finds all lengths.
     """
-    place = np.concatenate([[0], np.cumsum(np.where(open_south[:-1], 1, 2 * int(FAR)))])[:, None]
-    north = np.minimum.accumulate(length - place, axis=0) + place
-    south = np.minimum.accumulate((length + place)[::-1], axis=0)[::-1] - place
+    position = np.concatenate([[0], np.cumsum(np.where(open_south[:-1], 1, 2 * int(FAR)))])[:, None]
+    north = np.minimum.accumulate(length - position, axis=0) + position
+    south = np.minimum.accumulate((length + position)[::-1], axis=0)[::-1] - position
     nearest: NDArray[np.int64] = np.minimum(np.minimum(north, south), FAR)
     return nearest.astype(np.int32)

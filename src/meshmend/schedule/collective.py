@@ -25,10 +25,14 @@ class Collective(StrEnum):
     """The owner of a chunk ends with its sum; what other chips hold is scratch."""
     ALL_GATHER = "all-gather"
     """Every chip ends with the owner's value of every chunk."""
-    ALL_REDUCE_WITH_TURN = "all-reduce-with-turn"
+    ALL_REDUCE_WITH_UPDATE = "all-reduce-with-update"
     """An all-reduce in which the owner of a chunk may replace its sum, and every chip ends with what it put there."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Collective | None:
+        return cls.ALL_REDUCE_WITH_UPDATE if value == "all-reduce-with-turn" else None  # as older files have it
 
     @property
     def is_all_reduce(self) -> bool:
         """Whether every chip ends with every sum (or with what its owner made of it)."""
-        return self in (Collective.ALL_REDUCE, Collective.ALL_REDUCE_WITH_TURN)
+        return self in (Collective.ALL_REDUCE, Collective.ALL_REDUCE_WITH_UPDATE)

@@ -12,7 +12,7 @@ from meshmend.errors import ScheduleError
 MAX_CHUNKS = 2**31 - 1
 
 
-def whole(values: ArrayLike, name: str, length: int | None = None) -> NDArray[Any]:
+def as_int_array(values: ArrayLike, name: str, length: int | None = None) -> NDArray[Any]:
     """Return a 1-D integer array, stretched to `length` if it is a single number."""
     array = np.asarray(values)
     if array.size == 0:
@@ -31,7 +31,7 @@ def whole(values: ArrayLike, name: str, length: int | None = None) -> NDArray[An
     return array.astype(np.promote_types(array.dtype, np.int32), copy=False)
 
 
-def narrow(array: NDArray[Any], dtype: type[Any]) -> NDArray[Any]:
+def frozen_copy(array: NDArray[Any], dtype: type[Any]) -> NDArray[Any]:
     """Return a private read-only copy, so that the schedule cannot change under its readers."""
     return read_only(np.array(array, dtype=dtype))
 
@@ -72,9 +72,9 @@ class BusySteps:
 
 def expand(columns: dict[str, NDArray[Any]], n_chunks: int, repeats: int, period: int) -> dict[str, NDArray[Any]]:
     """Return the rows of a template of `n_chunks` chunks so many times, each `period` steps after the one before."""
-    turn = np.repeat(np.arange(repeats, dtype=np.int32), len(columns["step"]))
+    repeat = np.repeat(np.arange(repeats, dtype=np.int32), len(columns["step"]))
     rows = {name: np.tile(column, repeats) for name, column in columns.items()}
-    rows["step"] += turn * np.int32(period)
-    rows["first_chunk"] += turn * np.int32(n_chunks)
+    rows["step"] += repeat * np.int32(period)
+    rows["first_chunk"] += repeat * np.int32(n_chunks)
     order = np.argsort(rows["step"], kind="stable")
     return {name: read_only(column[order]) for name, column in rows.items()}

@@ -164,7 +164,7 @@ def count_lanes(schedule: Schedule) -> list[LaneCount]:
 
 
 def lower(schedule: Schedule) -> Lowered:
-    """Turn a proven schedule into loops, lanes and tables.
+    """Lower a proven schedule into loops, lanes and tables.
 
     >>> import meshmend as mm
     >>> [(loop.n_steps, len(loop.lanes)) for loop in lower(mm.plan(mm.Mesh("4x4"), "hamiltonian")).loops]
@@ -203,10 +203,10 @@ def _repeated_steps(schedule: Schedule) -> int:
 def _folded(schedule: Schedule) -> tuple[Schedule, NDArray[np.int32]]:
     """Return the template's steps folded into one period, and the first chunk of each of its transfers."""
     template, period = schedule.template, schedule.period
-    turn, step = np.divmod(template.step, np.int32(period))
+    repeat, step = np.divmod(template.step, np.int32(period))
     order = np.argsort(step, kind="stable")
     folded = template.replace(order, step=step[order], may_idle=True)
-    return folded, (folded.first_chunk - turn[order] * template.total_chunks).astype(np.int32)
+    return folded, (folded.first_chunk - repeat[order] * template.total_chunks).astype(np.int32)
 
 
 def _lower_repeated(schedule: Schedule) -> tuple[tuple[Loop, ...], Repeat]:

@@ -100,7 +100,7 @@ class _Far:
 class _Start:
     """Where on its path a transfer starts, the number of the content that it sends, and when that is available."""
 
-    place: int
+    position: int
     content: int
     ready: int
 
@@ -170,8 +170,8 @@ class _Lowering:
     def _start(self, far: _Far) -> _Start:
         """Find where a transfer starts: at the last chip before the end that holds what is sent."""
         held = [int(self.content[chip, far.chunk_class]) for chip in far.path[:-1]]
-        place = max(place for place, content in enumerate(held) if content == held[0])
-        return _Start(place, held[0], int(self.written[far.path[place], far.chunk_class]) + 1)
+        position = max(position for position, content in enumerate(held) if content == held[0])
+        return _Start(position, held[0], int(self.written[far.path[position], far.chunk_class]) + 1)
 
     def _hops(self, far: _Far, start: _Start, begin: int) -> Iterator[Row]:
         """Carry one class of chunks along its path, from the lowered step `begin` on."""
@@ -179,14 +179,14 @@ class _Lowering:
         k = far.chunk_class
         first_chunk, n_chunks = int(self.bounds[k]), int(self.bounds[k + 1] - self.bounds[k])
         now = max(begin, start.ready)
-        for place in range(start.place, len(far.path) - 1):
-            src, dst = far.path[place], far.path[place + 1]
+        for position in range(start.position, len(far.path) - 1):
+            src, dst = far.path[position], far.path[position + 1]
             now = max(now, int(self.free_from[dst, k]))
-            if place == start.place and start.ready <= self.written[src, k] < now:
+            if position == start.position and start.ready <= self.written[src, k] < now:
                 self._refuse(far, src, "is overwritten before it can be sent")
             self.free_from[src, k] = max(int(self.free_from[src, k]), now)
-            passes = place + 2 < len(far.path) and far.spent[place + 1]
-            ends = place + 2 == len(far.path)
+            passes = position + 2 < len(far.path) and far.spent[position + 1]
+            ends = position + 2 == len(far.path)
             if not passes and not ends and op is Op.COPY:
                 self._refuse(far, dst, "is still needed when another chip's has to pass")
             how = Op.COPY if passes else op
@@ -269,8 +269,8 @@ class _Lowering:
         wrote = schedule.dst[self.row].astype(np.int64) * self.n_classes + self.chunk_class
         events = np.concatenate([moment(read, when)[is_asked[read]], (moment(wrote, when) + replaces)[is_asked[wrote]]])
         events.sort()
-        place = np.searchsorted(events, moment(asked, step) + 1, side="right")
-        following = np.append(events, -1)[place]
+        position = np.searchsorted(events, moment(asked, step) + 1, side="right")
+        following = np.append(events, -1)[position]
         has_event = following // (2 * n_steps) == asked
         if schedule.collective is Collective.REDUCE_SCATTER:
             promised = schedule.owners[self.bounds[chunk_class]] == chip

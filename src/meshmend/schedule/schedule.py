@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from meshmend.errors import ScheduleError
 from meshmend.schedule.collective import Collective, Op
-from meshmend.schedule.columns import MAX_CHUNKS, BusySteps, expand, narrow, read_only, whole
+from meshmend.schedule.columns import MAX_CHUNKS, BusySteps, as_int_array, expand, frozen_copy, read_only
 from meshmend.topology import IntArray, Mesh
 
 MAX_STEPS = 2**31 - 1
@@ -85,7 +85,7 @@ class Schedule:
         self._phase_names = tuple(phase_names)
         self._collective = Collective(collective)
         self._planner = planner
-        steps = whole(step, "step")
+        steps = as_int_array(step, "step")
         length = len(steps)
         columns: dict[str, NDArray[Any]] = {"step": steps}
         for name, column in (
@@ -96,17 +96,18 @@ class Schedule:
             ("op", op),
             ("phase", phase),
         ):
-            columns[name] = whole(column, name, length)
+            columns[name] = as_int_array(column, name, length)
         self._check_ranges(columns)
         if np.any(steps[1:] < steps[:-1]):
             order = np.argsort(steps, kind="stable")
             columns = {name: column[order] for name, column in columns.items()}
         self._columns = {
-            name: narrow(column, np.uint8 if name in ("op", "phase") else np.int32) for name, column in columns.items()
+            name: frozen_copy(column, np.uint8 if name in ("op", "phase") else np.int32)
+            for name, column in columns.items()
         }
         if not may_idle:
             self._check_steps()
-        self._owners = narrow(whole(owners, "owners", self._total_chunks), np.int32)
+        self._owners = frozen_copy(as_int_array(owners, "owners", self._total_chunks), np.int32)
         if np.any((self._owners < 0) | (self._owners >= mesh.n_chips)):
             raise ScheduleError(f"Owners are ranks from 0 to {mesh.n_chips - 1}.")
         self._is_proven = False
@@ -219,7 +220,7 @@ class Schedule:
         columns = expand(template._columns, template.total_chunks, self._repeats, self._period)
         # Steps that nothing fills do not count, not even before the first transfer.
         if np.any(np.diff(columns["step"], prepend=-1) > 1):
-            columns["step"] = narrow(np.unique(columns["step"], return_inverse=True)[1], np.int32)
+            columns["step"] = frozen_copy(np.unique(columns["step"], return_inverse=True)[1], np.int32)
         return columns
 
     @cached_property

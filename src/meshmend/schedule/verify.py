@@ -23,10 +23,11 @@ Two ways of counting, and the result says which was used:
   In an all-gather T must be 1. Then one contribution is there, and another chip's has the owner's number with
   probability 1/p.
 
-An **all-reduce with a turn** is an all-reduce that may be interrupted: once the owner of a chunk has its last REDUCE of
-it, the owner may put another value in its place, and every chip ends with that. `turn` follows where a chip holds what
-the owner had after that moment, handed on by COPYs alone. If that is so everywhere at the end, then (as the schedule is
-an all-reduce) what the owner had was the sum; and had it been another value, every chip would end with that one.
+An **all-reduce with an update** is an all-reduce that may be interrupted: once the owner of a chunk has its last REDUCE
+of it, the owner may put another value in its place, and every chip ends with that. `fused_update` follows where a chip
+holds what the owner had after that moment, handed on by COPYs alone. If that is so everywhere at the end, then (as the
+schedule is an all-reduce) what the owner had was the sum; and had it been another value, every chip would end with that
+one.
 
 A repeated schedule is proven by its template. Let the template have N chunks and the period be T. A transfer reads and
 writes one cell (chip, chunk) per chunk that it carries, with the same chunk on both sides, and those of repeat r carry
@@ -58,7 +59,7 @@ from meshmend.errors import RoutingError, VerificationError, WrongSumError, name
 from meshmend.schedule import Collective, Op, Schedule
 from meshmend.schedule.classes import ChunkClasses
 from meshmend.schedule.faults import raise_collision, raise_dead_path, raise_wrong_sum
-from meshmend.schedule.turn import check_turns
+from meshmend.schedule.fused_update import check_updates
 from meshmend.topology import Mesh
 
 __all__ = ["Proof", "ensure_proven", "verify"]
@@ -96,11 +97,11 @@ class Proof:
     def __str__(self) -> str:
         up = decimal.Context(prec=1, rounding=decimal.ROUND_CEILING)
         bound = up.create_decimal_from_float(self.false_pass_probability)
-        turn = ", each of which turns at its owner" * (self.collective is Collective.ALL_REDUCE_WITH_TURN)
+        updated = ", each of which can be updated at its owner" * (self.collective is Collective.ALL_REDUCE_WITH_UPDATE)
         how = "counted exactly" if self.method == "exact" else f"error below {bound:.0e}"
         return (
             f"proven {self.collective}: every contribution of {self.chips:,} chips exactly once in "
-            f"{self.chunks:,} chunk{'s' * (self.chunks != 1)}{turn} ({how}; {self.seconds:.2f} s)"
+            f"{self.chunks:,} chunk{'s' * (self.chunks != 1)}{updated} ({how}; {self.seconds:.2f} s)"
         )
 
 
@@ -139,8 +140,8 @@ def verify(
         if fault is not None:
             chip, chunk_class = fault
             raise_wrong_sum(template, chip, int(classes.starts[block.start + chunk_class]))
-    if schedule.collective is Collective.ALL_REDUCE_WITH_TURN:
-        check_turns(template, classes)
+    if schedule.collective is Collective.ALL_REDUCE_WITH_UPDATE:
+        check_updates(template, classes)
     # A proof for another mesh, or by fingerprints that a file's author could know, is no proof for an engine.
     if (mesh is None or mesh == schedule.mesh) and (method == "exact" or seed is None):
         schedule._is_proven = template._is_proven = True

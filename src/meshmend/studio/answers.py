@@ -21,7 +21,7 @@ from meshmend.availability.rectangle import largest_box
 from meshmend.availability.throughput import part_of
 from meshmend.cost import Forecast, predict
 from meshmend.cost.load import link_time
-from meshmend.cost.units import name_bytes, name_seconds
+from meshmend.cost.units import format_bytes, name_seconds
 from meshmend.drawing.film import film
 from meshmend.drawing.geometry import FigureLayout, strokes
 from meshmend.drawing.page import film_facts
@@ -29,7 +29,7 @@ from meshmend.errors import ParameterError, ScheduleFileError
 from meshmend.machines import machine_of, parse_description
 from meshmend.machines.machine import through_xla
 from meshmend.planning import Auto, choose, plan
-from meshmend.planning.auto import CHOICES, Chooser
+from meshmend.planning.auto import CHOICES, AutoPlanner
 from meshmend.schedule import Schedule
 from meshmend.schedule.serialize import load, save
 from meshmend.schedule.verify import verify
@@ -58,17 +58,17 @@ def layout(shape: str, wrap: str) -> Facts:
     ({'name': '1,1', 'at': [1, 1], 'x': 1.0, 'y': 1.0}, {'name': '0,0-1,0', 'lines': [[0.0, 0.0, 0.0, 1.0]]})
     """
     machine = whole_machine(shape, wrap)
-    places = FigureLayout(machine)
+    positions = FigureLayout(machine)
     chips = machine.coords.tolist()
     ends = np.sort(machine.cables, axis=1)
-    lines = strokes(places, *ends.T, chip=0.0)
+    lines = strokes(positions, *ends.T, chip=0.0)
     return {
         "shape": list(machine.shape),
         "wrap": list(machine.wrap),
-        "box": places.box,
+        "box": positions.box,
         "chips": [
             {"name": ",".join(map(str, chip)), "at": chip, "x": x, "y": y}
-            for chip, (x, y) in zip(chips, places.live.tolist(), strict=True)
+            for chip, (x, y) in zip(chips, positions.live.tolist(), strict=True)
         ],
         "cables": [
             {
@@ -101,7 +101,7 @@ def answer(state: State, saved: UploadedPlan | None = None) -> Facts:
         "proof_method": proof.method,
         "false_pass_probability": proof.false_pass_probability,
         **_times(forecast),
-        "payload": name_bytes(forecast.payload_bytes),
+        "payload": format_bytes(forecast.payload_bytes),
         "hardware": str(forecast.hardware),
         "bound_why": forecast.bound.why,
         "bound_is_exact": forecast.bound.is_exact,
@@ -135,7 +135,7 @@ def steps(state: State, saved: UploadedPlan | None = None) -> Facts:
 
 
 def availability(state: State, tell: Tell, host: str = "4x2") -> Facts:
-    """Return what each answer to a failure is worth on the whole machine: few runs, for a quick estimate.
+    """Return what each failure policy is worth on the whole machine: few runs, for a quick estimate.
 
     Slow cables stay, and the hardware is driven as in a job.
     """
@@ -156,8 +156,8 @@ def availability(state: State, tell: Tell, host: str = "4x2") -> Facts:
         "runs": study.runs,
         "hours_between_failures": 1 / assumptions.failures_per_h,
         "command": shlex.join([*words, "--payload", state.payload, "--hardware", hardware]),
-        "answers": [
-            {"answer": outcome.name, "goodput": _estimate(outcome.goodput), "gain": _estimate(outcome.gain)}
+        "policies": [
+            {"policy": outcome.name, "goodput": _estimate(outcome.goodput), "gain": _estimate(outcome.gain)}
             for outcome in study.outcomes
         ],
     }
@@ -228,7 +228,7 @@ def _schedule(state: State, saved: UploadedPlan | None) -> Schedule:
     if saved is not None:
         return saved.load()
     planner = state.made_planner()
-    if isinstance(planner, Chooser):
+    if isinstance(planner, AutoPlanner):
         return choose(state.mesh, planner).schedule
     return plan(state.mesh, planner, verify=False)
 
@@ -269,10 +269,10 @@ def _rows(state: State, mesh: Mesh) -> Iterator[Facts]:
 def _row(state: State, mesh: Mesh, name: str, planner: str) -> Facts:
     found = price(state.made_planner(planner), mesh, state.payload_bytes, state.chosen_hardware)
     if found.forecast is None:
-        return {"name": name, "why_not": found.why_not}
+        return {"name": name, "unsupported_reason": found.unsupported_reason}
     return {
         "name": name,
-        "why_not": None,
+        "unsupported_reason": None,
         **_times(found.forecast),
         "steps": found.figures["steps"],
         "detail": "" if found.taken == name else found.taken,

@@ -112,13 +112,13 @@ class _Guard:
             await send(message)
 
         headers = Headers(scope=scope)
-        why = self._why_not(headers, scope["method"])
+        why = self._refusal(headers, scope["method"])
         if why is None:
             await self._app(scope, receive, send_guarded)
         else:
             await _error("ForbiddenError", why, 403)(scope, receive, send_guarded)
 
-    def _why_not(self, headers: Headers, method: str) -> str | None:
+    def _refusal(self, headers: Headers, method: str) -> str | None:
         host = headers.get("host", "")
         if not is_own_name(host, self._listens_on):
             return (
@@ -269,29 +269,31 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 async def _stream(request: Request, found: AsyncGenerator[Any, None]) -> Response:
-    """Send what a worker finds, line by line; stop the worker when the page no longer listens."""
-    gone = asyncio.ensure_future(_gone(request))
-    ahead: asyncio.Future[Any] | None = None
+    """Send what a worker finds, line by line; stop the worker when the page no longer listens.
+
+    A task of its own owns the worker, so that it is ended wherever sending stops.
+    """
+    ready: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    async def work() -> None:
+        try:
+            async with contextlib.aclosing(found):
+                async for value in found:
+                    ready.put_nowait(json.dumps(value, separators=(",", ":"), allow_nan=False).encode() + b"\n")
+        except NoAnswerError as error:
+            ready.put_nowait(json.dumps({"error": error.kind, "message": str(error)}).encode() + b"\n")
+        finally:
+            ready.put_nowait(None)
+
+    working, gone = asyncio.ensure_future(work()), asyncio.ensure_future(_gone(request))
+    gone.add_done_callback(lambda _: working.cancel())
 
     async def lines() -> AsyncIterator[bytes]:
-        nonlocal ahead
         try:
-            while not gone.done():
-                ahead = asyncio.ensure_future(anext(found, None))
-                await asyncio.wait({ahead, gone}, return_when=asyncio.FIRST_COMPLETED)
-                if not ahead.done() or ahead.result() is None:
-                    break
-                yield json.dumps(ahead.result(), separators=(",", ":"), allow_nan=False).encode() + b"\n"
-        except NoAnswerError as error:
-            yield json.dumps({"error": error.kind, "message": str(error)}).encode() + b"\n"
+            while (line := await ready.get()) is not None:
+                yield line
         finally:
             gone.cancel()
-            if ahead is not None and not ahead.done():
-                ahead.cancel()  # the worker is ended where it waits
-                with contextlib.suppress(asyncio.CancelledError):
-                    await ahead
-            else:
-                await found.aclose()
 
     return StreamingResponse(lines(), media_type=LINES)
 

@@ -11,10 +11,12 @@ import asyncio
 import contextlib
 import multiprocessing
 import sys
+import threading
 import time
 import traceback
 from collections.abc import AsyncGenerator, Callable
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from meshmend.errors import MeshmendError
@@ -49,19 +51,27 @@ class AnswerProcesses:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
-        self._places = asyncio.Semaphore(MAX_WORKERS)
+        self._slots = asyncio.Semaphore(MAX_WORKERS)
 
     async def run(self, job: str, **arguments: Any) -> AsyncGenerator[Any, None]:
         """Yield what a job tells and last its result, or raise `NoAnswerError`. Closing it ends the process."""
-        async with self._places:
+        async with self._slots:
             ours, theirs = self._context.Pipe(duplex=False)
             process = self._context.Process(target=_work, args=(theirs, job, arguments), daemon=True)
             process.start()
             theirs.close()
+            messages: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
+            loop = asyncio.get_running_loop()
+
+            def put(message: tuple[str, Any]) -> None:
+                loop.call_soon_threadsafe(messages.put_nowait, message)
+
+            threading.Thread(target=_read, args=(ours, process, put), name="meshmend-answer", daemon=True).start()
             ends_at = time.monotonic() + TIME_LIMIT_S
             try:
                 while True:
-                    kind, value = await asyncio.wait_for(_receive(ours), ends_at - time.monotonic())
+                    async with asyncio.timeout(ends_at - time.monotonic()):
+                        kind, value = await messages.get()
                     if kind == "error":
                         raise NoAnswerError(*value)
                     yield value
@@ -73,25 +83,20 @@ class AnswerProcesses:
                     f"This took longer than {TIME_LIMIT_S:.0f} s. Choose a smaller mesh or a shorter search.",
                 ) from None
             finally:
-                process.kill()
-                await asyncio.to_thread(process.join)
-                ours.close()
+                process.kill()  # and the thread that reads comes to the end of the pipe
 
 
-async def _receive(connection: Connection) -> tuple[str, Any]:
-    """Wait for the next message without a thread that would wait for ever."""
-    loop = asyncio.get_running_loop()
-    ready = asyncio.Event()
-    loop.add_reader(connection.fileno(), ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(connection.fileno())
-    try:
-        kind, value = await asyncio.to_thread(connection.recv)
-    except EOFError:
-        return "error", ("MemoryError", "The process that looked for this answer ended: is this machine out of memory?")
-    return kind, value
+def _read(connection: Connection, process: BaseProcess, put: Callable[[tuple[str, Any]], Any]) -> None:
+    """Pass on what a process sends until it ends. Only this thread reads and closes the connection.
+
+    Closed by anybody else, its number could by then be that of a visitor's connection.
+    """
+    with connection, contextlib.suppress(RuntimeError):  # the loop is closed: the studio has ended
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                put(connection.recv())
+        put(("error", ("MemoryError", "The process that looked for this answer ended: is this machine out of memory?")))
+    process.join()
 
 
 def _work(connection: Connection, job: str, arguments: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from meshmend.cost.hardware import DEFAULT_HARDWARE, Hardware, Mode, find_hardwa
 from meshmend.cost.predict import Forecast, predict
 from meshmend.cost.step_demand import StepDemand
 from meshmend.planning import PLANNERS, Auto, Planner, make_planner
-from meshmend.planning.auto import Chooser
+from meshmend.planning.auto import AutoPlanner
 from meshmend.schedule import Collective, Schedule
 from meshmend.topology import Mesh
 
@@ -46,7 +46,7 @@ class PlannerResult:
     planner: str
     taken: str = ""
     """The planner whose schedule it is: for `auto`, the one that it chose."""
-    why_not: str | None = None
+    unsupported_reason: str | None = None
     forecast: Forecast | None = None
     figures: Mapping[str, float] = field(default_factory=dict)
     plan_seconds: float = 0.0
@@ -118,15 +118,15 @@ def price(
     payloads: Sequence[float] = (),
 ) -> PlannerResult:
     """Return one planner's row of a comparison."""
-    why_not = planner.why_not(mesh)
-    if why_not is not None:
-        return PlannerResult(planner.name, why_not=why_not)
+    unsupported_reason = planner.unsupported_reason(mesh)
+    if unsupported_reason is not None:
+        return PlannerResult(planner.name, unsupported_reason=unsupported_reason)
     started = time.perf_counter()
     schedule = planner.plan(mesh)
     entry = _priced(planner.name, schedule, time.perf_counter() - started, payload_bytes, hardware, mode, payloads)
-    if not isinstance(planner, Chooser):
+    if not isinstance(planner, AutoPlanner):
         return entry
-    candidates = planner.field(mesh)
+    candidates = planner.candidates_for(mesh)
     choices = [(payload, candidates.choose(payload, hardware)) for payload in payloads]
     sweep = [
         choice.seconds if mode == "lock-step" else predict(choice.schedule, payload, hardware, mode=mode).seconds

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshmend.cost.units import name_bytes, name_seconds
-from meshmend.errors import MissingExtraError, ParameterError
-from meshmend.extras import install_hint
+from meshmend.cost.units import format_bytes, name_seconds
+from meshmend.extras import new_figure
 from meshmend.study.compare import Comparison
 
 if TYPE_CHECKING:
@@ -24,15 +23,7 @@ _COLOURS = ("#1f5fa8", "#d9822b", "#3a8f5c", "#8c4fa3", "#b8443c", "#4aa3b8", "#
 
 def plot(comparison: Comparison, full: Comparison | None, path: Path) -> None:
     """Draw `comparison` in solid lines and the full mesh, if there is one, in thin dashed ones; save to `path`."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtraError("Plotting", "matplotlib", install_hint("draw")) from None
-
-    suffix = path.suffix.removeprefix(".").lower()
-    figure = Figure(figsize=(9, 8), layout="constrained")
-    if suffix not in figure.canvas.get_supported_filetypes():
-        raise ParameterError(f"Cannot draw to {path.name!r}: expected a name that ends in .png, .svg or .pdf.")
+    figure = new_figure(path, (9, 8))
     axes, below = figure.subplots(2, 1, height_ratios=(3, 1))
     names = [entry.planner for entry in comparison.entries]
     colour_of = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
@@ -64,7 +55,7 @@ def _dress(axes: Axes, comparison: Comparison, full: Comparison | None, least: l
     axes.fill_between(comparison.payloads, least, axes.get_ylim()[0], color="black", alpha=0.06, lw=0)
     axes.axvline(comparison.payload_bytes, color="grey", lw=0.8, ls=":")
     axes.annotate(
-        name_bytes(comparison.payload_bytes),
+        format_bytes(comparison.payload_bytes),
         (comparison.payload_bytes, 0.985),
         xycoords=("data", "axes fraction"),
         xytext=(-4, 0),
@@ -73,7 +64,7 @@ def _dress(axes: Axes, comparison: Comparison, full: Comparison | None, least: l
         va="top",
         color="grey",
     )
-    axes.xaxis.set_major_formatter(lambda value, _: name_bytes(value))
+    axes.xaxis.set_major_formatter(lambda value, _: format_bytes(value))
     axes.yaxis.set_major_formatter(lambda value, _: name_seconds(value))
     axes.set_xlabel("payload per chip")
     axes.set_ylabel(f"time of an all-reduce, {comparison.mode}")
@@ -93,6 +84,6 @@ def _draw_gaps(axes: Axes, comparison: Comparison) -> None:
         left += seconds
     axes.invert_yaxis()
     axes.xaxis.set_major_formatter(lambda value, _: name_seconds(value))
-    axes.set_title(f"What the time for {name_bytes(comparison.payload_bytes)} is spent on", loc="left", fontsize=11)
+    axes.set_title(f"What the time for {format_bytes(comparison.payload_bytes)} is spent on", loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.15))

@@ -1,7 +1,7 @@
 """Tiles: the live chips of a mesh cut into equal boxes, each a chip of a coarser mesh.
 
 A large model is split inside a tile (2×2 chips, a host, a board), and each chip exchanges its own shard with the chip
-in the same place of a neighbouring tile. So planners need a mesh of tiles: a tile that lost a chip is a hole, and a
+in the same slot of a neighbouring tile. So planners need a mesh of tiles: a tile that lost a chip is a hole, and a
 cable between tiles is a bundle of straight paths.
 
 How fast such a cable is. Vertical neighbours that are h chips high and w wide have w columns of links between them, and
@@ -52,13 +52,13 @@ class Tiling:
     """The mesh of tiles, for planners. A cable's rate is relative to the fastest: see `link_share`."""
 
     @property
-    def n_places(self) -> int:
+    def chips_per_tile(self) -> int:
         """Chips per tile."""
         return prod(self.side)
 
     @cached_property
     def ranks(self) -> IntArray:
-        """For each tile, in order of rank, the ranks of its chips in row-major order: (tiles, places)."""
+        """For each tile, in order of rank, the ranks of its chips in row-major order: (tiles, slots)."""
         offsets = np.argwhere(np.ones(self.side, dtype=np.bool_))
         corners = np.stack([np.array(c)[self.tiles.coords[:, a]] for a, c in enumerate(self.cuts)], axis=1)
         where = (corners[:, None, :] + offsets[None, :, :]) % np.array(self.chips.shape)
@@ -69,7 +69,7 @@ class Tiling:
     @property
     def n_wasted(self) -> int:
         """Live chips that belong to no tile."""
-        return self.chips.n_chips - self.tiles.n_chips * self.n_places
+        return self.chips.n_chips - self.tiles.n_chips * self.chips_per_tile
 
     @cached_property
     def link_share(self) -> Fraction:
@@ -208,8 +208,8 @@ def _with_best_lines(whole: NDArray[np.bool_], cuts: Cuts, axis: int, mesh: Mesh
     tiles_at = whole[np.ix_(*chosen)].sum(axis=others).tolist()
     found: tuple[int, tuple[int, ...]] = (-1, ())
     # On a ring, one of any `side` consecutive boundaries between chips has no tile across it.
-    for turn in range(s if mesh.wrap[axis] else 1):
-        values = [length * tiles_at[(turn + i) % length] + 1 for i in range(length - s + 1)]
+    for shift in range(s if mesh.wrap[axis] else 1):
+        values = [length * tiles_at[(shift + i) % length] + 1 for i in range(length - s + 1)]
         best = [0] * (length + 1)
         for i in range(length - s, -1, -1):
             best[i] = max(best[i + 1], values[i] + best[i + s])
@@ -217,7 +217,7 @@ def _with_best_lines(whole: NDArray[np.bool_], cuts: Cuts, axis: int, mesh: Mesh
             lines, i = [], 0
             while i <= length - s:
                 if values[i] + best[i + s] == best[i]:
-                    lines.append((turn + i) % length)
+                    lines.append((shift + i) % length)
                     i += s
                 else:
                     i += 1

@@ -29,11 +29,11 @@ from meshmend.errors import CollectiveError, Coordinate, MeshError, ParameterErr
 from meshmend.machines import Machine
 from meshmend.planning import PlanFunction, plan
 from meshmend.topology import Mesh, cut_into_tiles, parse_chip, parse_wrap
-from meshmend.torch.membership import Introduction, introduce, survivors
+from meshmend.torch.membership import MemberInfo, introduce, survivors
 from meshmend.torch.mesh_group import MeshGroup
 from meshmend.torch.payload import check_tensor, kind_of
-from meshmend.torch.place import choose_hardware, find_place
 from meshmend.torch.plans import Plans
+from meshmend.torch.position import choose_hardware, find_position
 from meshmend.torch.private import GlooBased, gloo_group, name_group
 from meshmend.torch.subgroups import mesh_of
 from meshmend.torch.work import MeshWork
@@ -63,7 +63,7 @@ class MeshOptions:
     plan: PlanFunction = plan
     interface: str | None = None
 
-    def place(self) -> tuple[Mesh, Coordinate]:
+    def position(self) -> tuple[Mesh, Coordinate]:
         """Return the whole machine and this process's chip in it."""
         machine, shape, chip, wrap = self._machine(), self.shape, self.chip, self.wrap
         if machine is None and shape is None:
@@ -81,7 +81,7 @@ class MeshOptions:
         if wrap is None and machine is None and shape is not None:
             text, plain = os.environ.get("MESHMEND_WRAP"), Mesh(shape)
             wrap = False if text is None else parse_wrap(text, plain.n_axes, given=f"MESHMEND_WRAP is {text!r},")
-        return find_place(shape, chip, machine, False if wrap is None else wrap)
+        return find_position(shape, chip, machine, False if wrap is None else wrap)
 
     def plans(self) -> Plans:
         """Return what plans for the hardware."""
@@ -116,9 +116,9 @@ class MeshBackend(GlooBased):
         parent: MeshBackend | None = None,
     ) -> None:
         self.options = options
-        self.whole, self.chip = options.place()
+        self.whole, self.chip = options.position()
         self._plans: Plans = options.plans() if parent is None else parent._plans
-        own = Introduction.of(self.chip, self.whole, self._plans)
+        own = MemberInfo.of(self.chip, self.whole, self._plans)
         members = introduce(store, rank, size, own, timeout)
         self.chips = [member.chip for member in members]
         interface = options.socket_interface()

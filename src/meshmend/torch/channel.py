@@ -77,39 +77,39 @@ class Channel:
         self.rank = int(self._group.rank())
         self.size = int(self._group.size())
         self.error: Exception | None = None
-        self.turning_thread: int | None = None
-        """The thread that runs a caller's turn now, inside a call of this channel."""
+        self.updating_thread: int | None = None
+        """The thread that runs a caller's update now, inside a call of this channel."""
         self._first_tag = _numbers.claim(self) * TAGS_PER_CHANNEL + FIRST_TAG
-        self._turns = threading.Condition()
+        self._queue = threading.Condition()
         self._n_tickets = 0
         self._n_served = 0
         self._buffers: dict[int, torch.Tensor] = {}
 
     def ticket(self) -> int:
         """Return a call's place in the queue: calls run in the order in which they were made, on every member alike."""
-        with self._turns:
+        with self._queue:
             self._n_tickets += 1
             return self._n_tickets - 1
 
     @contextmanager
-    def turn(self, ticket: int) -> Iterator[None]:
+    def in_order(self, ticket: int) -> Iterator[None]:
         """Wait for the calls with earlier tickets; raise the channel's error if one of them has broken it."""
-        with self._turns:
-            self._turns.wait_for(lambda: self._n_served == ticket or self.error is not None)
+        with self._queue:
+            self._queue.wait_for(lambda: self._n_served == ticket or self.error is not None)
         if self.error is not None:
             raise self.error
         try:
             yield
         finally:
-            with self._turns:
+            with self._queue:
                 self._n_served = ticket + 1
-                self._turns.notify_all()
+                self._queue.notify_all()
 
     def fail(self, error: Exception) -> None:
         """Record what broke the channel; the first error stays."""
-        with self._turns:
+        with self._queue:
             self.error = self.error or error
-            self._turns.notify_all()
+            self._queue.notify_all()
 
     def send(self, tensor: torch.Tensor, member: int, message: int) -> Work:
         """Start to send, as the message of that number among those of this call to this member."""

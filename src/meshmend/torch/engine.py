@@ -32,9 +32,9 @@ from meshmend.torch.work import Worker
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
 
-Turn = Callable[[slice, Flat], None]
-"""What an owner does with a part of the payload at its turn: from its place among the payload's elements and its sums,
-which it replaces in place by what every chip shall end with."""
+Update = Callable[[slice, Flat], None]
+"""What an owner does with a part of the payload when its sum is complete: from its position among the payload's
+elements and its sums, which it replaces in place by what every chip shall end with."""
 
 
 class Engine:
@@ -80,7 +80,7 @@ class Engine:
             # Also with a plan that is refused here: the others need to know.
             words = f"{schedule!r}, {self._plan}" if refusal is None else f"refused, {refusal}"
             try:
-                with self._channel.turn(self._channel.ticket()):
+                with self._channel.in_order(self._channel.ticket()):
                     self._agree(words, Deadline(timeout))
             except DisagreementError as error:
                 raise refusal or error from None
@@ -122,34 +122,35 @@ class Engine:
     def owned(self, n_elements: int) -> tuple[slice, ...]:
         """Return which elements of a payload of that size this chip owns, in ascending order.
 
-        Of an all-reduce with a turn, they are what the turn is called with, one call for each. A chip may own none:
-        there may be fewer chunks than chips, or fewer elements than chunks.
+        Of an all-reduce with an update, they are what the update is called with, one call for each. A chip may own
+        none: there may be fewer chunks than chips, or fewer elements than chunks.
         """
         if self.schedule.collective is Collective.ALL_REDUCE:
-            raise self._other_collective("has no owners", Collective.ALL_REDUCE_WITH_TURN)
+            raise self._other_collective("has no owners", Collective.ALL_REDUCE_WITH_UPDATE)
         total = self._program.total_chunks
         cuts = [(n_elements * run.first // total, n_elements * run.last // total) for run in self._program.owned]
         return tuple(slice(start, stop) for start, stop in cuts if start < stop)
 
     def all_reduce(
-        self, payload: Annotated[torch.Tensor, "[...]"], op: Any = dist.ReduceOp.SUM, *, turn: Turn | None = None
+        self, payload: Annotated[torch.Tensor, "[...]"], op: Any = dist.ReduceOp.SUM, *, update: Update | None = None
     ) -> None:
         """Reduce a contiguous tensor in place over all chips; every chip ends with the same bits.
 
-        An all-reduce with a turn may be given one. `turn(where, values)` is called on the owner of each part of the
-        payload when its sum (or mean, …) is complete: `where` is its place among the payload's elements, one of
+        An all-reduce with an update may be given one. `update(where, values)` is called on the owner of each part of
+        the payload when its sum (or mean, …) is complete: `where` is its position among the payload's elements, one of
         `owned(payload.numel())`, and `values` those elements, to be changed in place. Every chip ends with what the
         owner put there. Calls come in any order, one at a time, without autograd, perhaps from another thread; their
-        time counts towards the engine's timeout. Keep what a turn changes elsewhere (an optimizer's state) aside until
-        `all_reduce` has returned: if it raises, other turns may not have happened. An error in a turn is raised here
-        and breaks the engine; no other chip can finish without that part, so each of them raises `LostChipError`.
+        time counts towards the engine's timeout. Keep what an update changes elsewhere (an optimizer's state) aside
+        until `all_reduce` has returned: if it raises, other updates may not have happened. An error in an update is
+        raised here and breaks the engine; no other chip can finish without that part, so each of them raises
+        `LostChipError`.
 
         Raises `PayloadError` for a tensor that cannot be reduced, and `DisagreementError` on every chip if they do not
         pass equal ones: nothing has been sent then. Raises `LostChipError` within the engine's timeout if a chip does
         not respond; the payload is then invalid. Calls run in the order in which they and `start` were called.
         """
-        kind, words = self._checked(payload, op, turn)
-        self._run(payload, kind, words, self._channel.ticket(), turn)
+        kind, words = self._checked(payload, op, update)
+        self._run(payload, kind, words, self._channel.ticket(), update)
 
     def reduce_scatter(self, payload: Annotated[torch.Tensor, "[...]"], op: Any = dist.ReduceOp.SUM) -> None:
         """Reduce a contiguous tensor over all chips; this chip ends with the sums of `owned(payload.numel())`.
@@ -184,19 +185,19 @@ class Engine:
         """Run the schedule, of whatever collective, on a payload that has been checked; with no kind it is moved."""
         self._run(payload, kind, words, self._channel.ticket(), timeout=timeout)
 
-    def _checked(self, payload: torch.Tensor, op: Any, turn: Turn | None) -> tuple[Any, str]:
+    def _checked(self, payload: torch.Tensor, op: Any, update: Update | None) -> tuple[Any, str]:
         """Check the arguments of an all-reduce; return the kind of reduction, and what members agree on."""
-        self._need(Collective.ALL_REDUCE if turn is None else Collective.ALL_REDUCE_WITH_TURN)
+        self._need(Collective.ALL_REDUCE if update is None else Collective.ALL_REDUCE_WITH_UPDATE)
         kind = kind_of(op)
         check_payload(payload, kind)
-        return kind, describe([payload], kind) + " with a turn" * (turn is not None)
+        return kind, describe([payload], kind) + " with a fused update" * (update is not None)
 
     def _need(self, collective: Collective) -> None:
-        """Raise `ScheduleError` unless the schedule is of that collective; one with a turn is an all-reduce too."""
-        if self._channel.turning_thread == threading.get_ident():
+        """Raise `ScheduleError` unless the schedule is of that collective; one with an update is an all-reduce too."""
+        if self._channel.updating_thread == threading.get_ident():
             raise ParameterError(
-                "A turn called an engine whose call it is a part of: calls run one after the other, so this one would "
-                "wait for ever. Call it once all_reduce has returned."
+                "An update called an engine whose call it is a part of: calls run one after the other, so this one "
+                "would wait for ever. Call it once all_reduce has returned."
             )
         ours = self.schedule.collective
         if ours is not collective and not (ours.is_all_reduce and collective is Collective.ALL_REDUCE):
@@ -214,17 +215,17 @@ class Engine:
         kind: Any,
         words: str,
         ticket: int,
-        turn: Turn | None = None,
+        update: Update | None = None,
         timeout: timedelta | None = None,
     ) -> None:
         # In inference mode other threads could not write to what is made here.
-        with self._channel.turn(ticket), torch.inference_mode(False), torch.no_grad():
+        with self._channel.in_order(ticket), torch.inference_mode(False), torch.no_grad():
             deadline = Deadline(timeout or self.timeout)
             self._agree(f"call {ticket}, {words}, {self._plan}", deadline)
             flat = memory_of(payload)
             combine = torch.Tensor.copy_ if kind is None else combine_of(kind)
-            own_turn = None if turn is None else self._finished_turn(turn, kind)
-            run = ProgramRun(self._program, self._channel, self._members, flat, combine, deadline, own_turn)
+            own_update = None if update is None else self._finished_update(update, kind)
+            run = ProgramRun(self._program, self._channel, self._members, flat, combine, deadline, own_update)
             try:
                 run.go()
             except TransportError as error:
@@ -232,25 +233,25 @@ class Engine:
             except BaseException as error:
                 self._break(error)
                 raise
-            if kind == dist.ReduceOp.AVG and turn is None:
+            if kind == dist.ReduceOp.AVG and update is None:
                 flat /= self.schedule.mesh.n_chips
             overwrite(payload, flat)
 
-    def _finished_turn(self, turn: Turn, kind: Any) -> Turn:
-        """Return a turn that is given means where means are asked for, and that refuses a result."""
+    def _finished_update(self, update: Update, kind: Any) -> Update:
+        """Return an update that is given means where means are asked for, and that refuses a result."""
 
         def finish(where: slice, values: torch.Tensor) -> None:
             if kind == dist.ReduceOp.AVG:
                 values /= self.schedule.mesh.n_chips
-            self._channel.turning_thread = threading.get_ident()
+            self._channel.updating_thread = threading.get_ident()
             try:
-                result = turn(where, values)  # type: ignore[func-returns-value]  # people forget
+                result = update(where, values)  # type: ignore[func-returns-value]  # people forget
             finally:
-                self._channel.turning_thread = None
+                self._channel.updating_thread = None
             if result is not None:
                 raise ParameterError(
-                    f"A turn changes its values in place and returns nothing, got a {type(result).__name__} from "
-                    f"{turn!r}. Write values.copy_(…)."
+                    f"An update changes its values in place and returns nothing, got a {type(result).__name__} from "
+                    f"{update!r}. Write values.copy_(…)."
                 )
 
         return finish
@@ -293,15 +294,15 @@ class Engine:
         return mesh.chip(rank) if rank < mesh.n_chips else (member,)
 
     def start(
-        self, payload: Annotated[torch.Tensor, "[...]"], op: Any = dist.ReduceOp.SUM, *, turn: Turn | None = None
+        self, payload: Annotated[torch.Tensor, "[...]"], op: Any = dist.ReduceOp.SUM, *, update: Update | None = None
     ) -> torch.futures.Future[torch.Tensor]:
         """Start `all_reduce` and return a future of the payload. A payload that is refused is refused at once."""
-        kind, words = self._checked(payload, op, turn)
+        kind, words = self._checked(payload, op, update)
         with self._guard:  # so that calls are submitted in the order of their tickets
             ticket = self._channel.ticket()
 
             def run() -> torch.Tensor:
-                self._run(payload, kind, words, ticket, turn)
+                self._run(payload, kind, words, ticket, update)
                 return payload
 
             return self._worker.start(run)

@@ -21,10 +21,10 @@ import torch.distributed as dist
 import torchft
 
 from meshmend.errors import ParameterError, QuarantineError, name_chip
+from meshmend.launch.environment import find_job
 from meshmend.launch.events import QuorumLog, note_quarantined
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.local import timeline_of
-from meshmend.launch.places import find_job
 from meshmend.launch.timeline import Timeline, process_started_at
 from meshmend.quarantine import Quarantined, QuarantineList, Suspect
 from meshmend.quarantine.entries import cables_of, chips_of
@@ -236,7 +236,7 @@ class Manager(torchft.Manager):
             formed_at = spent.configured_at - spent.configure_s
             mesh = self._group.mesh
             members = sorted(self._hosts.number(mesh.chip(rank)) for rank in range(mesh.n_chips))
-            self.timeline.facts["attempt"] = spent.formed_ms
+            self.timeline.facts["round"] = spent.formed_ms
             self.timeline.note(
                 "quorum",
                 at=self._asked_at,

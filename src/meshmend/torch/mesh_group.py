@@ -154,7 +154,7 @@ class MeshGroup:
 
         def job() -> list[torch.Tensor]:
             try:
-                with self._channel.turn(self._channel.ticket()):
+                with self._channel.in_order(self._channel.ticket()):
                     found.append(what(self._channel, Deadline(self.timeout)))
             except TransportError as error:
                 self._channel.close()

@@ -32,11 +32,11 @@ from meshmend.planning import PlanFunction, plan
 from meshmend.schedule import Schedule
 from meshmend.topology import Cable, Mesh, Region
 from meshmend.torch.collective import check_tensors
-from meshmend.torch.membership import Introduction, introduce, survivors
+from meshmend.torch.membership import MemberInfo, introduce, survivors
 from meshmend.torch.mesh_group import MeshGroup, bytes_of
 from meshmend.torch.payload import kind_of
-from meshmend.torch.place import choose_hardware, find_place
 from meshmend.torch.plans import Plans
+from meshmend.torch.position import choose_hardware, find_position
 from meshmend.torch.private import gloo_group
 from meshmend.torch.private_torchft import ReconfiguredGroup
 from meshmend.torch.rendezvous import Patience, check_store
@@ -91,7 +91,7 @@ class MeshProcessGroup(ReconfiguredGroup):
         interface: str | None = None,
     ) -> None:
         super().__init__(timeout)
-        self._whole, self._chip = find_place(shape, chip, machine, wrap)
+        self._whole, self._chip = find_position(shape, chip, machine, wrap)
         self._interface = interface or os.environ.get(INTERFACE_ENV)
         self._plans = Plans(plan, hardware=choose_hardware(hardware, machine, plan, is_loopback=self.is_loopback))
         self._patience = Patience(most=timeout)
@@ -189,7 +189,7 @@ class MeshProcessGroup(ReconfiguredGroup):
 
     def form(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
         """Find the hole that the members leave, connect them and plan; `configure` calls this."""
-        own = Introduction.of(self._chip, self._whole, self._plans, self._bad_cables)
+        own = MemberInfo.of(self._chip, self._whole, self._plans, self._bad_cables)
         members = introduce(store, rank, world_size, own, self._patience.now)
         self.timings.formed_ms = members[0].at_ms
         # Cables in quarantine: what any of the members knows counts.

@@ -11,7 +11,7 @@ A send whose chunks are written in its own step is *staged*: it leaves from a co
 is made. If they waited until it has arrived, two chips that exchange chunks within a step could deadlock: each would
 hold back the write that the other's message needs.
 
-A *turn* is what an owner does with a chunk between the last write that adds to it and all that waits for that write.
+An *update* is what an owner does with a chunk between the last write that adds to it and all that waits for that write.
 
 Everything else overlaps. Nothing here imports torch: this is the part that can be tested without processes.
 """
@@ -67,7 +67,7 @@ class Receive:
 class OwnedRun:
     """Chunks `first` … `last − 1`, which this rank owns: complete once the receive `after` is written, if there is one.
 
-    Only in an all-reduce with a turn `after` is known, and chunks that are complete at different moments lie apart.
+    Only in an all-reduce with an update `after` is known, and chunks that are complete at different moments lie apart.
     """
 
     first: int
@@ -112,7 +112,7 @@ class ChipProgram:
         return tuple(map(tuple, waiting))
 
     @cached_property
-    def turns(self) -> Mapping[int | None, tuple[OwnedRun, ...]]:
+    def updates(self) -> Mapping[int | None, tuple[OwnedRun, ...]]:
         """For each receive that completes chunks of this rank, those chunks; under None, those without a receive."""
         found: dict[int | None, list[OwnedRun]] = defaultdict(list)
         for run in self.owned:
@@ -175,8 +175,8 @@ def compile_program(schedule: Schedule, rank: int) -> ChipProgram:
             receives.append(Receive(src, n_received[src], first, last, adds, direct, earlier, tuple(sorted(readers))))
             n_received[src] += 1
     owned = _owned_runs(schedule, rank)
-    if schedule.collective is Collective.ALL_REDUCE_WITH_TURN:
-        owned = _by_turn(owned, edges, last_add)
+    if schedule.collective is Collective.ALL_REDUCE_WITH_UPDATE:
+        owned = _by_update(owned, edges, last_add)
     return ChipProgram(rank, schedule.total_chunks, tuple(sends), tuple(receives), tuple(owned))
 
 
@@ -196,7 +196,7 @@ def _owned_runs(schedule: Schedule, rank: int) -> list[OwnedRun]:
     return found
 
 
-def _by_turn(owned: list[OwnedRun], edges: Sequence[int], last_add: Mapping[int, int]) -> list[OwnedRun]:
+def _by_update(owned: list[OwnedRun], edges: Sequence[int], last_add: Mapping[int, int]) -> list[OwnedRun]:
     """Cut runs where their chunks are complete after different receives."""
     found: list[OwnedRun] = []
     for run in owned:
@@ -216,14 +216,14 @@ def _messages(schedule: Schedule, rank: int) -> list[tuple[int, int, int, int, i
     template = schedule.template
     rows = np.flatnonzero((template.src == rank) | (template.dst == rank))
     # Of a repeated schedule only this rank's own rows are expanded.
-    turn = np.repeat(np.arange(schedule.repeats, dtype=np.int64), len(rows))
+    repeat = np.repeat(np.arange(schedule.repeats, dtype=np.int64), len(rows))
     rows = np.tile(rows, schedule.repeats)
     step, src, dst, first, op = (
         column[rows].astype(np.int64)
         for column in (template.step, template.src, template.dst, template.first_chunk, template.op)
     )
-    step += turn * schedule.period
-    first += turn * template.total_chunks
+    step += repeat * schedule.period
+    first += repeat * template.total_chunks
     last = first + template.n_chunks[rows]
     order = np.lexsort((first, op, dst, src, src != rank, step))
     step, src, dst, first, last, op = (column[order] for column in (step, src, dst, first, last, op))

@@ -1,7 +1,7 @@
 """One all-reduce of one payload, on one chip: which messages are still to come, and what waits for them.
 
 A chip waits only for the data that it needs: one thread per neighbour receives its messages, adds or copies them into
-place and sends whatever that made ready. Where that completes a chunk that this chip owns, the chunk's turn comes in
+place and sends whatever that made ready. Where that completes a chunk that this chip owns, the chunk's update comes in
 between. Receives are posted ahead into buffers that are kept from
 one run to the next; sends read the payload itself, which is reduced in place, or a copy where the schedule writes in
 the same step what it sends.
@@ -28,8 +28,8 @@ readiness message queues behind other traffic: with too few, links idle."""
 class ProgramRun:
     """Runs a program on `flat`, the payload's elements in a row. `members[r]` is the group's number for rank r.
 
-    `turn` is called for each run of chunks that this rank owns, with its place in the payload and its elements, when it
-    is complete and before it is sent on; one call at a time.
+    `update` is called for each run of chunks that this rank owns, with its position in the payload and its elements,
+    when it is complete and before it is sent on; one call at a time.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ProgramRun:
         flat: torch.Tensor,
         combine: Combine,
         deadline: Deadline,
-        turn: Callable[[slice, Flat], None] | None = None,
+        update: Callable[[slice, Flat], None] | None = None,
     ) -> None:
         self.program = program
         self.channel = channel
@@ -49,8 +49,8 @@ class ProgramRun:
         self.deadline = deadline
         self._n_elements = int(flat.numel())
         self._combine = combine
-        self._turn = turn
-        self._turning = threading.Lock()
+        self._update = update
+        self._updating = threading.Lock()
         sends, receives = program.sends, program.receives
         self._send_waits = [len(send.after_receives) for send in sends]
         self._receive_waits = [len(receive.after_receives) + len(receive.after_sends) for receive in receives]
@@ -71,7 +71,7 @@ class ProgramRun:
             for number, receive in enumerate(self.program.receives):
                 numbers.setdefault(receive.peer, []).append(number)
             inboxes = [_Inbox(self, peer, own) for peer, own in numbers.items()]
-            self._turn_after(None)
+            self._update_after(None)
             self._send([number for number, waits in enumerate(self._send_waits) if waits == 0])
         except BaseException as error:
             self.fail(error)
@@ -112,7 +112,7 @@ class ProgramRun:
         message = self.program.receives[number]
         if not message.direct:
             self._place(number, message, arrived)
-        self._turn_after(number)
+        self._update_after(number)
         ready, freed = [], False
         sends, receives = self.program.waiting_for_receive[number]
         with self._state:
@@ -148,15 +148,16 @@ class ProgramRun:
             else:
                 held.copy_(arrived)
 
-    def _turn_after(self, number: int | None) -> None:
+    def _update_after(self, number: int | None) -> None:
         """Let the owner change the chunks that this write has completed: all that sends them on still waits for it."""
-        due = self.program.turns.get(number, ()) if self._turn is not None else ()
+        due = self.program.updates.get(number, ()) if self._update is not None else ()
         for run in due:
             where = slice(self._bound(run.first), self._bound(run.last))
-            if self._turn is not None and where.start < where.stop:
-                # Neighbours' threads complete chunks side by side, and whoever writes a turn should not think of that.
-                with self._turning, torch.no_grad():
-                    self._turn(where, self.flat[where])
+            if self._update is not None and where.start < where.stop:
+                # Neighbours' threads complete chunks side by side, and whoever writes an update should not think of
+                # that.
+                with self._updating, torch.no_grad():
+                    self._update(where, self.flat[where])
 
     def _finish(self, send: int) -> None:
         """Wait until a send has arrived.
@@ -170,7 +171,7 @@ class ProgramRun:
                 self.channel.wait(work, self.members[self.program.sends[send].peer], self.deadline)
 
     def _send(self, numbers: list[int]) -> None:
-        """Send what is ready now, and what was ready but had to wait for its turn on the link."""
+        """Send what is ready now, and what was ready but had to wait for the link."""
         freed, sent = False, []
         for number in numbers:
             sent += self._outboxes[self.program.sends[number].peer].add(number)
@@ -256,11 +257,11 @@ class _Outbox:
         self._numbers = numbers
         self._ready: set[int] = set()
         self._next = 0
-        self._turn = threading.Lock()
+        self._update = threading.Lock()
 
     def add(self, number: int) -> list[int]:
         """Mark a message as ready, and send those that are next; return which."""
-        with self._turn:
+        with self._update:
             self._ready.add(number)
             first = self._next
             while self._next < len(self._numbers) and self._numbers[self._next] in self._ready:

@@ -58,11 +58,11 @@ class StepSampler:
 
     def records(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the record numbers of a part of the sequence of all epochs."""
-        epochs, places = np.divmod(np.arange(start, stop, dtype=np.int64), self.n_samples)
+        epochs, offsets = np.divmod(np.arange(start, stop, dtype=np.int64), self.n_samples)
         found = np.empty(stop - start, dtype=np.int64)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            found[here] = order_of(self.seed, int(epoch), self.n_samples)[places[here]]
+            found[here] = order_of(self.seed, int(epoch), self.n_samples)[offsets[here]]
         return found
 
 

@@ -33,7 +33,7 @@ from meshmend.jax.program import Update, abstract_program
 from meshmend.jax.tiles import TiledFabric
 
 WIDTH, LAYERS = 128, 2
-WAYS: dict[str, Update] = {"replicated": "replicated", "turn": "fused", "fsdp": "two-phase"}
+WAYS: dict[str, Update] = {"replicated": "replicated", "fused": "fused", "fsdp": "two-phase"}
 WEIGHTS = {"up": np.zeros((WIDTH, 4 * WIDTH), np.float32), "down": np.zeros((4 * WIDTH, WIDTH), np.float32)}
 INSIDE = {"up": P(None, "model"), "down": P("model", None)}
 SAMPLES = np.zeros((64, WIDTH), np.float32)

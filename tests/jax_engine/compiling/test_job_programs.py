@@ -44,7 +44,7 @@ def test_a_tiled_job_with_a_hole_steps_and_restores_on_v6e() -> None:
 
 @needs_libtpu
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["replicated", "turn", "fsdp"])
+@pytest.mark.parametrize("kind", ["replicated", "fused", "fsdp"])
 @pytest.mark.parametrize(
     ("topology", "hole", "side"),
     [

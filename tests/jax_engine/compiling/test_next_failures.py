@@ -98,7 +98,11 @@ def test_a_build_that_fails_is_reported_and_the_others_go_on(tmp_path: Path) -> 
         3: "OSError: plan cache: stale file handle 3",
     }
     assert ahead.failures == expected
-    assert {event["lost"]: event.get("why_not") for event in read_timeline(path)} == {0: None, 4: None, **expected}
+    assert {event["lost"]: event.get("problem") for event in read_timeline(path)} == {
+        0: None,
+        4: None,
+        **expected,
+    }
 
 
 def test_losses_that_cannot_be_listed_are_reported() -> None:
@@ -110,7 +114,7 @@ def test_losses_that_cannot_be_listed_are_reported() -> None:
     with pytest.warns(UserWarning, match="the possible losses failed: RuntimeError: no devices"):
         ahead = run(one, lambda _: None)
     assert (ahead.ready, ahead.failures) == ([0], {None: "RuntimeError: no devices"})
-    assert one.timeline.events[-1]["why_not"] == "RuntimeError: no devices"
+    assert one.timeline.events[-1]["problem"] == "RuntimeError: no devices"
 
 
 def test_an_interpreter_that_ends_with_a_build_under_way_does_not_crash() -> None:

@@ -30,7 +30,7 @@ from meshmend.jax.job import initialize_alone
 from meshmend.jax.managed.model import Model
 from meshmend.jax.managed.run import TrainingRun
 from meshmend.jax.training_plan import TrainingPlan
-from meshmend.launch.places import PROGRAM_KEY
+from meshmend.launch.environment import PROGRAM_KEY
 
 KEY = bytes(range(32))
 SAMPLES = np.random.default_rng(0).integers(-3, 4, (64, 4)).astype(np.float32)

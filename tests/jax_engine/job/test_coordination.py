@@ -121,7 +121,7 @@ def test_a_process_that_beats_is_waited_for_longer_than_the_timeout(board: Board
         call = pool.submit(waiting.exchange, "x")
         time.sleep(3.0)
         assert not call.done()
-        busy.tell("planned")
+        busy.send("planned")
         assert call.result() == ["planned", "x"]
 
 
@@ -237,7 +237,7 @@ launch = Launch(sys.argv[1], 2, int(sys.argv[2]))
 if sys.argv[5] == "by hand":
     jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
     launch = None
-with initialize("2x4", "2x2", place=int(sys.argv[2]), launch=launch, timeout_s=60) as session:
+with initialize("2x4", "2x2", host_index=int(sys.argv[2]), launch=launch, timeout_s=60) as session:
     assert session.host_of_process == (0, 1)
     session.coordination.timeout_s = 5.0
 

@@ -22,8 +22,8 @@ import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.errors import RestartError
 from meshmend.jax.job import initialize_alone
-from meshmend.jax.job.alone import is_launched
 from meshmend.jax.job.session import check_hosts, check_preloaded
+from meshmend.jax.job.single_process import is_launched
 from meshmend.jax.job.survivors import check_connected, fabric_of_hosts
 from meshmend.launch import Hosts, Launch, Timeline, read_launch, read_timeline
 from meshmend.launch import timeline as timelines
@@ -38,7 +38,7 @@ def test_hosts_tile_the_mesh_and_their_chips_are_all_of_it() -> None:
     assert len(hosts) == 8
     assert sorted(chips) == [(row, column) for row in range(8) for column in range(8)]
     assert hosts.chips(5) == [(4, 2), (4, 3), (5, 2), (5, 3), (6, 2), (6, 3), (7, 2), (7, 3)]
-    assert [hosts.number(place) for place in (5, "5", "4,2", (4, 2))] == [5, 5, 5, 5]
+    assert [hosts.number(host_index) for host_index in (5, "5", "4,2", (4, 2))] == [5, 5, 5, 5]
 
 
 @settings(max_examples=60)
@@ -73,7 +73,7 @@ def test_a_description_says_which_axes_wrap(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "tile", "place", "message"),
+    ("shape", "tile", "host_index", "message"),
     [
         ("8x8", "3x2", 0, "Hosts of 3x2 chips do not tile a 8x8 mesh"),
         ("8x8", "4x2x1", 0, "Hosts of 4x2x1 chips do not tile"),
@@ -81,9 +81,9 @@ def test_a_description_says_which_axes_wrap(tmp_path: Path) -> None:
         ("8x8", "4x2", "4,1", r"No host of 8x8 in hosts of 4x2 begins at \(4,1\)"),
     ],
 )
-def test_hosts_that_make_no_sense_are_refused(shape: str, tile: str, place: Any, message: str) -> None:
+def test_hosts_that_make_no_sense_are_refused(shape: str, tile: str, host_index: Any, message: str) -> None:
     with pytest.raises(RestartError, match=message):
-        Hosts.of(shape, tile).number(place)
+        Hosts.of(shape, tile).number(host_index)
 
 
 def test_a_host_with_too_few_devices_is_named() -> None:
@@ -141,12 +141,18 @@ class Of:
         self.device, self.process_index = device, process_index
 
 
-def test_the_fabric_has_the_missing_hosts_as_its_hole(monkeypatch: pytest.MonkeyPatch) -> None:
+def of_hosts(n_devices: int, per_host: int, monkeypatch: pytest.MonkeyPatch) -> list[Of]:
+    """Devices of this process that `survivors` takes for those of several hosts."""
+
     def discover(used: list[Of], **facts: Any) -> mmj.Fabric:
         return mmj.discover([one.device for one in used], **facts)
 
     monkeypatch.setattr("meshmend.jax.job.survivors.discover", discover)
-    devices = [Of(device, i // 8) for i, device in enumerate(jax.devices()[:56])]
+    return [Of(device, i // per_host) for i, device in enumerate(jax.devices()[:n_devices])]
+
+
+def test_the_fabric_has_the_missing_hosts_as_its_hole(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = of_hosts(56, 8, monkeypatch)
     fabric = fabric_of_hosts(Hosts.of("8x8", "4x2"), [0, 1, 2, 3, 4, 6, 7], devices)
     assert fabric.mesh == mm.Mesh("8x8", failed=["4x2@4,2"])
     # Host 6 begins at (4,4), and is the sixth process: its first device sits there.
@@ -158,11 +164,7 @@ def test_what_the_launcher_knows_of_the_machine_reaches_the_fabric(
 ) -> None:
     """Wrap, single failed chips, slow cables and hardware, in the environment as `meshmend run --machine` sets it."""
 
-    def discover(used: list[Of], **facts: Any) -> mmj.Fabric:
-        return mmj.discover([one.device for one in used], **facts)
-
-    monkeypatch.setattr("meshmend.jax.job.survivors.discover", discover)
-    devices = [Of(device, i // 8) for i, device in enumerate(jax.devices()[:24])]
+    devices = of_hosts(24, 8, monkeypatch)
     ring = Hosts.of("4x8", "4x2", wrap=[False, True])
     fabric = fabric_of_hosts(ring, [0, 2, 3], devices)
     assert fabric.mesh == mm.Mesh("4x8", wrap=[False, True], failed=["4x2@0,2"])
@@ -225,7 +227,7 @@ def test_a_timeline_survives_its_writer_and_a_torn_line(tmp_path: Path) -> None:
     assert events[1]["from_cache"] is True
     assert events[1]["seconds"] >= 0
     assert read_timeline(tmp_path / "none") == []
-    # The next attempt goes on in the same file, and the torn line spoils only itself.
+    # The next round goes on in the same file, and the torn line spoils only itself.
     Timeline(path, host=3).note("step", number=2)
     assert [event["event"] for event in read_timeline(path)] == ["step", "plan", "step"]
 
@@ -236,15 +238,13 @@ def test_a_timeline_is_bounded_in_memory_and_on_disk(tmp_path: Path, monkeypatch
     timeline = Timeline(path, max_bytes=20_000, host=3)
     for number in range(2000):
         timeline.note("other", number=number)
-        if timeline._turning is not None:
-            timeline._turning.join()
         assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 20_000
     assert [event["number"] for event in timeline.events] == list(range(1900, 2000))
     read = [event["number"] for event in read_timeline(path)]
     # What is there is the newest part without a gap, and more than a third of the room is used.
     assert read == list(range(read[0], 2000))
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) > 20_000 / 3
-    names = [f"timeline.jsonl{end}" for end in ("", ".1", ".history", ".lock")]
+    names = [f"timeline.jsonl{end}" for end in ("", ".lock")]
     assert sorted(file.name for file in tmp_path.iterdir()) == names
     timeline.note("huge", what="x" * 1_000_000)
     huge = read_timeline(path)[-1]

@@ -169,7 +169,7 @@ def test_a_job_finds_its_programs_after_the_loss_of_a_host(side: str, tmp_path: 
 @pytest.mark.parametrize(
     ("topology", "lost", "hole", "side"),
     [
-        ("v6e:4x4", 1, "2x2@2,0", "none"),
+        pytest.param("v6e:4x4", 1, "2x2@2,0", "none", marks=pytest.mark.slow),
         pytest.param("v6e:4x4", 0, "2x2@0,0", "2x2", marks=pytest.mark.slow),
         pytest.param("v4:2x2x4", 3, "2x2x1@0,0,3", "none", marks=pytest.mark.slow),
         pytest.param("v5p:4x4x4", 5, "2x2x1@2,0,1", "none", marks=pytest.mark.slow),

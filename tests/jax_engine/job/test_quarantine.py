@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 
 import meshmend as mm
 import meshmend.jax as mmj
+from jax_engine.job.test_hosts import Of, of_hosts
 from jax_engine.managed.managed_cases import assert_same_bits, train
 from meshmend.errors import QuarantineError, RestartError
 from meshmend.jax.job import Session, initialize_alone
@@ -42,16 +42,6 @@ def test_chips_and_cables_are_holes_and_their_devices_idle() -> None:
     used = [device for i, device in enumerate(jax.devices()[:16]) if i not in (5, 15)]
     assert fabric.jax_mesh.devices.tolist() == used
     assert leave_out(whole(), listed("host 1"), HOSTS).mesh == mm.Mesh("4x4", failed=["2x2@0,2"])
-
-
-def test_an_all_reduce_round_them_is_numpys_sum() -> None:
-    fabric = leave_out(whole(), listed("1,1", "2,0-2,1"), None)
-    values = np.random.default_rng(0).integers(-99, 99, (15, 40)).astype(np.int32)
-    program = mmj.install(mm.plan(fabric.mesh, "latency"), fabric)
-    rows = fabric.sharding("chip").spec
-    split: Any = {"in_specs": (rows, program.spec), "out_specs": rows}
-    total = jax.jit(jax.shard_map(mmj.all_reduce, mesh=fabric.jax_mesh, check_vma=False, **split))(values, program)
-    np.testing.assert_array_equal(np.asarray(total), np.broadcast_to(values.sum(axis=0), values.shape))
 
 
 def test_a_job_without_a_chip_trains_as_one_that_never_had_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,20 +114,9 @@ def test_what_cannot_be_left_out_says_so() -> None:
         check_connected(leave_out(whole(), listed("0,1", "1,0"), None), (0,))
 
 
-class Of:
-    """A device of this process, as if it were another one's."""
-
-    def __init__(self, device: Any, process_index: int) -> None:
-        self.device, self.process_index = device, process_index
-
-
 @pytest.fixture
 def of_four_hosts(monkeypatch: pytest.MonkeyPatch) -> list[Of]:
-    def discover(used: list[Of], **facts: Any) -> mmj.Fabric:
-        return mmj.discover([one.device for one in used], **facts)
-
-    monkeypatch.setattr("meshmend.jax.job.survivors.discover", discover)
-    return [Of(device, i // 4) for i, device in enumerate(jax.devices()[:16])]
+    return of_hosts(16, 4, monkeypatch)
 
 
 def test_a_process_may_drive_fewer_chips_than_its_host_has(of_four_hosts: list[Of]) -> None:

@@ -13,6 +13,7 @@ import optax
 
 import meshmend.jax as mmj
 from meshmend.jax.job import Session, initialize_alone
+from meshmend.launch.local import timeline_of
 
 N_SAMPLES, BATCH = 100, 32
 _rng = np.random.default_rng(3)
@@ -27,16 +28,18 @@ PARAMS: dict[str, Any] = {
 WHOLE, HOLED, ONE = "2x4", "4x4 minus 2x2@2,2", "1x1"
 
 
-def alone(machine: str) -> Session:
+def alone(machine: str, timeline: Path | None = None) -> Session:
     """A session on a mesh, as in "4x4 minus 2x2@2,2"."""
     shape, _, failed = machine.partition(" minus ")
     n_devices = int(np.prod([int(n) for n in shape.split("x")]))
-    return initialize_alone(mmj.discover(jax.devices()[:n_devices], shape=shape, failed=failed.split()))
+    fabric = mmj.discover(jax.devices()[:n_devices], shape=shape, failed=failed.split())
+    return initialize_alone(fabric, timeline=timeline)
 
 
 def job(shared: Path, machine: str = WHOLE, batch: Any = BATCH, **options: Any) -> mmj.Job:
     planner = "auto" if machine == ONE else "hamiltonian"
-    return mmj.Job(shared, batch, session=alone(machine), **{"disk_every": 0, "planner": planner, **options})
+    session = alone(machine, timeline_of(shared, 0))
+    return mmj.Job(shared, batch, session=session, **{"disk_every": 0, "planner": planner, **options})
 
 
 def loss(params: Any, batch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A job with checks: what lies is found, left out on the second sign, and leaves no trace in the parameters.
+"""A job with checks: what lies is found, left out on the second observation, and leaves no trace in the parameters.
 
 Chips lie by a wrapper around their part: of the gradients, inside the loss; of the memory, between two steps.
 """
@@ -20,7 +20,9 @@ import meshmend.jax as mmj
 from jax_engine.managed.managed_cases import BATCH, DATASET, PARAMS, assert_same_bits, loss
 from meshmend.errors import ParameterError, QuarantineError
 from meshmend.jax.job import Session, initialize_alone
-from meshmend.quarantine import QuarantineList, SignBook, Suspect
+from meshmend.jax.positions import check_positions
+from meshmend.launch.local import timeline_of
+from meshmend.quarantine import FaultLog, QuarantineList, Suspect
 
 LIAR = (1, 2)
 EVERY, STEPS = 4, 15
@@ -35,7 +37,8 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def session(shared: Path) -> Session:
-    return initialize_alone(mmj.discover(jax.devices()[:8], shape="2x4"), quarantine=shared)
+    fabric = mmj.discover(jax.devices()[:8], shape="2x4")
+    return initialize_alone(fabric, quarantine=shared, timeline=timeline_of(shared, 0))
 
 
 def start(shared: Path, checks: mmj.Checks | None = CHECKS, **options: Any) -> mmj.Job:
@@ -111,19 +114,19 @@ def without_it(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @GOES_BACK
 def test_gradients_that_lie_are_found_and_the_chip_is_left_out(tmp_path: Path, without_it: Any) -> None:
     events = failing(
-        start(tmp_path / "shared", ledger=True),
+        start(tmp_path / "shared"),
         r"chip 1,2 is suspected .recompute.: .* in quarantine now.* back to step 4",
         since=6,
     )
     (entry,) = QuarantineList(tmp_path / "shared").active()
     assert (entry.suspect, entry.verified, entry.step) == (Suspect.chip(LIAR), 4, 8)
-    again = start(tmp_path / "shared", ledger=True)
+    again = start(tmp_path / "shared")
     found = run(again, since=6)
     assert (again.resumed.source, again.resumed.step, again.fabric.n_chips) == ("memory", 4, 7)
     assert_same_bits(found, without_it)
-    told = [event["event"] for event in events if event["event"] in ("quarantined", "sign", "verified")]
-    assert told == ["verified", "sign", "quarantined"]
-    assert mmj.Ledger(tmp_path / "shared/ledger.jsonl").check(len(DATASET["y"])).steps == STEPS
+    told = [event["event"] for event in events if event["event"] in ("quarantined", "observation", "verified")]
+    assert told == ["verified", "observation", "quarantined"]
+    assert check_positions(tmp_path / "shared", len(DATASET["y"])) == STEPS
 
 
 def flip_after(job: mmj.Job, number: int) -> Callable[[Any], None]:
@@ -152,7 +155,7 @@ def test_memory_that_flips_costs_a_return_first_and_the_chip_the_second_time(tmp
     first = start(shared, checks)
     failing(first, r"is not enough to leave it out: the job goes back to step 4", after=flip_after(first, 8))
     assert QuarantineList(shared).active() == ()
-    assert [noted.verified for noted in SignBook(shared).read()] == [4]
+    assert [noted.verified for noted in FaultLog(shared).read()] == [4]
     second = start(shared, checks)
     assert second.fabric.n_chips == 8
     failing(second, r"1,2 is in quarantine now; the job goes back to step 4", after=flip_after(second, 8))
@@ -166,7 +169,7 @@ def test_memory_that_flips_costs_a_return_first_and_the_chip_the_second_time(tmp
 def test_a_clean_job_has_the_bits_of_one_without_checks(tmp_path: Path) -> None:
     checked = start(tmp_path / "checked", mmj.Checks(EVERY, EVERY))
     assert_same_bits(run(checked), run(start(tmp_path / "plain", None)))
-    assert not (tmp_path / "checked" / "signs.jsonl").exists()
+    assert not (tmp_path / "checked" / "fault_log.jsonl").exists()
     verified = [event["step"] for event in checked.session.timeline.events if event["event"] == "verified"]
     assert verified == [4, 8, 12]
 

@@ -12,7 +12,7 @@ import pytest
 import meshmend.jax as mmj
 from jax_engine.managed.managed_cases import DATASET, HOLED, N_SAMPLES, alone
 from meshmend.errors import ParameterError
-from meshmend.jax.managed.data import make_feed, with_places
+from meshmend.jax.managed.data import make_feed, with_offsets
 
 X, Y = DATASET["x"], DATASET["y"]
 
@@ -25,13 +25,13 @@ def test_a_batch_has_the_rows_of_its_samples(dataset: Any) -> None:
     feed = make_feed(dataset, mmj.KeepGlobal(30), seed=0, n_chips=fabric.mesh.n_chips)
     batch = next(feed.batches(fabric))
     counts = np.asarray(batch.weights) == 1
-    order = feed.split(fabric).places().ravel()[counts].argsort()
+    order = feed.split(fabric).offsets().ravel()[counts].argsort()
     found = jax.tree.map(lambda array: np.asarray(array)[counts][order], batch.data)
     expected = jax.tree.map(
         lambda array: np.asarray(array)[batch.indices], np.stack(dataset) if isinstance(dataset, list) else dataset
     )
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-    with_keys, places = with_places(batch, fabric).data
+    with_keys, places = with_offsets(batch, fabric).data
     assert with_keys is batch.data
     assert np.asarray(places)[counts][order].tolist() == [[0, place] for place in range(30)]
 

@@ -30,6 +30,7 @@ from jax_engine.managed.managed_cases import (
 )
 from meshmend.errors import RestartError
 from meshmend.jax.managed.model import Model
+from meshmend.jax.positions import check_positions
 
 STEPS = 9  # of 4 per epoch, the last of each with 4 samples
 
@@ -49,7 +50,7 @@ def test_the_trajectory_is_that_of_plain_optax_on_one_device(machine: str, updat
 
 
 def test_steps_say_what_they_are(tmp_path: Path) -> None:
-    with job(tmp_path / "shared", ledger=True) as surviving:
+    with job(tmp_path / "shared") as surviving:
         running = surviving.train(loss, optax.adam(0.02), PARAMS, DATASET, steps=STEPS)
         first = next(running)
         with pytest.raises(RestartError, match=r"already training.* call job\.close\(\)"):
@@ -70,7 +71,7 @@ def test_steps_say_what_they_are(tmp_path: Path) -> None:
     events = [event for event in surviving.session.timeline.events if event["event"] == "step"]
     assert [(event["step"], event["loss"]) for event in events] == [(step.number, step.loss) for step in steps]
     assert [event["examples"] for event in events] == [32, 32, 32, 4, 32, 32, 32, 4, 32]
-    assert mmj.Ledger(tmp_path / "shared/ledger.jsonl").check(N_SAMPLES).steps == STEPS
+    assert check_positions(tmp_path / "shared", N_SAMPLES) == STEPS
 
 
 @pytest.mark.parametrize("update", ["replicated", pytest.param("sharded", marks=pytest.mark.slow)])
@@ -78,20 +79,20 @@ def test_a_job_whose_loop_fails_goes_on_from_memory_to_the_same_bits(update: Any
     whole = train(job(tmp_path / "undisturbed"), STEPS, update=update)
 
     def interrupted() -> None:
-        stopped = job(tmp_path / "shared", ledger=True)
+        stopped = job(tmp_path / "shared")
         for step in stopped.train(loss, optax.adam(0.02), PARAMS, DATASET, steps=STEPS, update=update):
             if step.number == 5:
                 raise OSError("no more room for a picture of the loss")
 
     with pytest.raises(OSError, match="a picture"):
         interrupted()
-    again = job(tmp_path / "shared", ledger=True)
+    again = job(tmp_path / "shared")
     losses, samples, params = train(again, STEPS, update=update)
     assert (again.resumed.source, again.resumed.step) == ("memory", 5)
     assert losses == whole[0][5:]
     np.testing.assert_equal(samples, whole[1][5:])
     assert_same_bits(params, whole[2])
-    assert mmj.Ledger(tmp_path / "shared/ledger.jsonl").check(N_SAMPLES).steps == STEPS
+    assert check_positions(tmp_path / "shared", N_SAMPLES) == STEPS
 
 
 class Flaky:
@@ -170,9 +171,9 @@ def test_a_loop_that_is_left_goes_on_from_disk_to_the_same_bits(tmp_path: Path, 
 
 @pytest.mark.parametrize("update", ["replicated", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_fewer_chips_go_on_within_rounding_and_use_each_sample_once(update: Any, tmp_path: Path) -> None:
-    first = job(tmp_path / "shared", "4x4", ledger=True)
+    first = job(tmp_path / "shared", "4x4")
     losses, samples, _ = train(first, 5, update=update)
-    second = job(tmp_path / "shared", HOLED, ledger=True)
+    second = job(tmp_path / "shared", HOLED)
     recovered = []
     for step in second.train(loss, optax.adam(0.02), PARAMS, DATASET, steps=STEPS, update=update):
         losses.append(step.loss)
@@ -181,7 +182,7 @@ def test_fewer_chips_go_on_within_rounding_and_use_each_sample_once(update: Any,
     assert recovered == [True, False, False, False]
     assert second.resumed.source == "memory"
     assert_close((losses, second.params), plain_training(samples))
-    assert mmj.Ledger(tmp_path / "shared/ledger.jsonl").check(N_SAMPLES).steps == STEPS
+    assert check_positions(tmp_path / "shared", N_SAMPLES) == STEPS
 
 
 def test_random_keys_belong_to_examples_and_not_to_chips(tmp_path: Path) -> None:
@@ -239,6 +240,34 @@ def test_auto_shards_what_is_large_and_may_be_sharded() -> None:
     assert not is_sharded(optax.sgd(0.1), large)  # no state
     assert is_sharded(optax.sgd(0.1, momentum=0.9), 2 * large)
     assert not is_sharded(optax.lamb(0.1), large)  # norms of whole layers
-    assert not is_sharded(mmj.lamb(0.1), large)  # they would be known only after the last turn
+    assert not is_sharded(mmj.lamb(0.1), large)  # they would be known only after the last update
     assert not is_sharded(optax.adam(0.1), large, model_state={"mean": np.zeros(3)})
     assert is_sharded(optax.chain(mmj.clip_by_global_norm(1.0), optax.adam(0.1)), large)
+
+
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
+def test_what_orbax_saved_of_a_job_starts_another(
+    update: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import orbax.checkpoint as ocp
+
+    first = job(tmp_path / "shared", HOLED, disk_every=100, disk=tmp_path / "elsewhere")
+    _, _, params = train(first, 3, update=update)
+    saver = ocp.StandardCheckpointer()
+    tree = saver.restore(tmp_path / "elsewhere" / "3" / "state")
+    assert set(tree) == {"params", "opt_state"}
+    assert_same_bits(tree["params"], params)
+    assert int(tree["opt_state"][0]["count"]) == 3
+    saver.save(tmp_path / "again", tree)
+    saver.wait_until_finished()
+    begun = job(tmp_path / "second", ONE, start_from=tmp_path / "again")
+    other = {name: values + 1 for name, values in PARAMS.items()}
+    losses, samples, _ = train(begun, 2, params=other, update="replicated")
+    assert begun.resumed.step == 0
+    assert f"with the state that is in {tmp_path / 'again'}" in caplog.text
+    # The oracle: three steps of the first job's samples, and then those of the second's, on one device.
+    three = train(job(tmp_path / "third", ONE), 3)[1]
+    expected, _ = plain_training([*three, *samples])
+    assert_close(losses, expected[3:])
+    with pytest.raises(RestartError, match=r"The job cannot start from .*: .* has no tree that Orbax has saved"):
+        train(job(tmp_path / "fourth", ONE, start_from=tmp_path / "nothing"), 1)

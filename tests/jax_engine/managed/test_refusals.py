@@ -17,8 +17,8 @@ import pytest
 import meshmend.jax as mmj
 from jax_engine.managed.managed_cases import DATASET, PARAMS, WHOLE, alone, job, loss, train
 from meshmend.errors import ParameterError, RestartError
-from meshmend.jax.job.alone import initialize_alone, is_launched
 from meshmend.jax.job.coordination import Coordination
+from meshmend.jax.job.single_process import initialize_alone, is_launched
 from meshmend.jax.managed.ending import Ending
 from meshmend.jax.managed.run import CHECKED_COPIES, check_room
 from meshmend.jax.managed.shared import open_shared

@@ -30,7 +30,7 @@ from meshmend.jax.state.keeper import Keeper
 from meshmend.jax.state.memory import MAGIC, HostMemory
 from meshmend.jax.state.mirror import copy_of, make_parts_fn
 from meshmend.jax.state.outline import Vectors
-from meshmend.jax.state.sources import offer_copy, rank_sources
+from meshmend.jax.state.sources import rank_sources
 
 # Orbax reads many arrays at once; when one of them fails, the others' results come to an event loop that has ended.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -209,12 +209,12 @@ class Hosts:
         held = [HostMemory(self.folder / str(host)).read()[0] for host in range(3)]
         vectors = self.layout.outline.vectors
         held = [
-            [c for c in copies if c.outline.vectors == vectors and c.identity == self.layout.identity]
+            [c for c in copies if c.outline.vectors == vectors and c.identity == self.layout.copy_identity]
             for copies in held
         ]
-        for source in rank_sources([[offer_copy(copy, self.layout.identity) for copy in copies] for copies in held]):
+        for source in rank_sources([[copy.offer(self.layout.copy_identity) for copy in copies] for copies in held]):
             if source.is_whole:
-                brought = []
+                brought: list[Any] = []
                 for process in range(3):
                     keeper: Any = SimpleNamespace(
                         session=SimpleNamespace(launch=SimpleNamespace(process=process)), disk=None, layout=self.layout
@@ -315,7 +315,7 @@ def damage_disk(folder: Path, seeds: range, monkeypatch: pytest.MonkeyPatch) -> 
             chosen += rng.sample(copies, rng.choice([0, 1, 2, 3]))
         for path in chosen:
             kinds = IN_MEMORY if path in copies else ANYWHERE
-            damage = forge_facts if path.parent.name == "facts" and rng.random() < 0.5 else rng.choice(kinds)
+            damage = forge_facts if path.parent.name == "meshmend" and rng.random() < 0.5 else rng.choice(kinds)
             others = [p for p in plain_files(on_disk.folder) if p != path and p.stat().st_size < 1 << 20]
             same = [other for other in others if other.name == path.name]
             others = same if same and rng.random() < 0.7 else others

@@ -16,6 +16,7 @@ from meshmend.errors import RestartError
 from meshmend.jax.state.checkpoints import ClaimWatch
 from meshmend.jax.state.disk import Disk
 from meshmend.jax.state.fetch import OneAtATime, Saving
+from meshmend.jax.state.orbax import ChunkStore
 
 ocp = pytest.importorskip("orbax.checkpoint")
 
@@ -23,7 +24,7 @@ LIMIT_S = 0.5
 """`disk_timeout_s` of the jobs here."""
 PATIENCE_S = 60.0
 """Far more than anything here takes, for machines that are busy with something else."""
-WHERE = {"as it is begun": "save", "as it is written": "wait_until_finished"}
+WHERE = {"as it is begun": (ocp.CheckpointManager, "save"), "as it is written": (ChunkStore, "commit")}
 
 
 @pytest.fixture
@@ -34,10 +35,11 @@ def back() -> Iterator[threading.Event]:
     event.set()
 
 
-def hang(patch: pytest.MonkeyPatch, name: str, back: threading.Event) -> None:
-    """Let a call of Orbax's manager hang until the disk is back."""
-    real = getattr(ocp.CheckpointManager, name)
-    patch.setattr(ocp.CheckpointManager, name, lambda *given, **named: back.wait() and real(*given, **named))
+def hang(patch: pytest.MonkeyPatch, where: str, back: threading.Event) -> None:
+    """Let a call to the disk hang until it is back."""
+    kind, name = WHERE[where]
+    real = getattr(kind, name)
+    patch.setattr(kind, name, lambda *given, **named: back.wait() and real(*given, **named))
 
 
 def started(folder: Path, **options: Any) -> Started:
@@ -56,7 +58,7 @@ def test_training_goes_on_while_a_save_hangs_and_says_so(
     job.keep(1)
     until(lambda: bool(job.keeper.checkpoints.note_saved() or job.events("saved")))  # type: ignore[union-attr]
     with monkeypatch.context() as patch:
-        hang(patch, WHERE[where], back)
+        hang(patch, where, back)
         begun = time.monotonic()
         with pytest.warns(RuntimeWarning, match=r"is not saved on disk: the checkpoint of step 2 hangs") as said:
             job.keep(2, 3)
@@ -84,7 +86,7 @@ def test_the_end_waits_for_a_hanging_save_but_not_for_ever_and_copies_stay(
 ) -> None:
     job = started(tmp_path, disk_every=100)
     with monkeypatch.context() as patch:
-        hang(patch, WHERE["as it is written"], back)
+        hang(patch, "as it is written", back)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a busy machine may be too slow to begin it in time
             job.keeper.keep(1, *job.values(1), extra=["after", 1], save=True)
@@ -138,7 +140,7 @@ def test_a_hung_folder_is_noticed_beside_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, back: threading.Event
 ) -> None:
     monkeypatch.setattr(
-        "meshmend.jax.state.checkpoints.ClaimWatch.__init__.__kwdefaults__", {"why_not": "", "every_s": 0.01}
+        "meshmend.jax.state.checkpoints.ClaimWatch.__init__.__kwdefaults__", {"problem": "", "every_s": 0.01}
     )
     job = started(tmp_path, disk_every=1000)
     monkeypatch.setattr(Disk, "check_claim", lambda *_: back.wait())
@@ -166,7 +168,7 @@ def test_a_hung_folder_is_noticed_beside_training(
 
 def test_another_part_that_continues_stops_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "meshmend.jax.state.checkpoints.ClaimWatch.__init__.__kwdefaults__", {"why_not": "", "every_s": 0.01}
+        "meshmend.jax.state.checkpoints.ClaimWatch.__init__.__kwdefaults__", {"problem": "", "every_s": 0.01}
     )
     job = started(tmp_path, disk_every=1000)
     job.keep(1)
@@ -197,13 +199,12 @@ def test_a_checkpoint_over_another_s_claim_is_not_written(tmp_path: Path) -> Non
 
 
 def test_a_saving_says_what_has_become_of_it(back: threading.Event) -> None:
-    failing = Saving(3, 10, lambda: None, lambda: (_ for _ in ()).throw(OSError("full")).__next__())
-    assert failing.wait_copied(PATIENCE_S)
+    failing = Saving(3, 10, lambda: (_ for _ in ()).throw(OSError("full")).__next__())
     assert failing.wait(PATIENCE_S)
     assert str(failing.error) == "full"
-    hanging = Saving(4, 10, back.wait, lambda: None)  # type: ignore[arg-type]
+    hanging = Saving(4, 10, back.wait)  # type: ignore[arg-type]
     assert not hanging.wait(0.0)
-    assert not hanging.wait_copied(0.01)
+    assert not hanging.wait(0.01)
     begun = time.monotonic()
     assert not hanging.wait(PATIENCE_S), "nobody waits again for what was waited for in vain"
     assert time.monotonic() - begun < PATIENCE_S / 2

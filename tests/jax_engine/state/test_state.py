@@ -18,15 +18,16 @@ import pytest
 
 import meshmend as mm
 import meshmend.jax as mmj
+from jax_engine.restart_cases import vectors_of
 from meshmend.errors import RestartError
 from meshmend.jax.state import combine as combining
 from meshmend.jax.state.disk import Disk
 from meshmend.jax.state.identity import Identity
-from meshmend.jax.state.layout import StateLayout, vectors_from_leaves
+from meshmend.jax.state.layout import StateLayout, read_vectors
 from meshmend.jax.state.memory import Copy, HostMemory, read_copy
 from meshmend.jax.state.mirror import backup_chips, copy_of, make_parts_fn
 from meshmend.jax.state.outline import Outline, ShardedArray, Vectors, dtype_named
-from meshmend.jax.state.sources import Source, offer_copy, rank_sources
+from meshmend.jax.state.sources import Source, rank_sources
 from meshmend.launch.hosts import Hosts
 
 HOSTS = Hosts.of("8x8", "4x2")
@@ -109,8 +110,7 @@ class Trained:
         return [chips[self.fabric.mesh.chip(rank)] for rank in range(self.fabric.mesh.n_chips)]
 
     def vectors(self) -> Vectors:
-        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(self.state)]
-        return vectors_from_leaves(self.layout.outline, self.layout.is_sharded, leaves)
+        return vectors_of(self.layout, self.state)
 
 
 def bits(tree: Any) -> list[bytes]:
@@ -187,17 +187,16 @@ def test_vectors_hold_the_elements_in_the_order_of_the_parameters(whole: Trained
 
 def test_bit_identical_on_64_then_56_then_64_chips(whole: Trained, holed: Trained) -> None:
     vectors = whole.vectors()
-    smaller = holed.layout.to_devices(vectors, holed.fresh)
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(smaller)]
-    back = vectors_from_leaves(holed.layout.outline, holed.layout.is_sharded, leaves)
+    smaller = holed.layout.to_devices(read_vectors(vectors), holed.fresh)
+    back = vectors_of(holed.layout, smaller)
     assert {name: v.tobytes() for name, v in back.items()} == {name: v.tobytes() for name, v in vectors.items()}
-    assert bits(whole.layout.to_devices(back, whole.fresh)) == bits(whole.state)
+    assert bits(whole.layout.to_devices(read_vectors(back), whole.fresh)) == bits(whole.state)
 
 
 def test_a_step_on_the_smaller_mesh_takes_the_state_up(whole: Trained, holed: Trained) -> None:
     if whole.kind == "fsdp":
         pytest.skip("Adam on stacks of other shapes rounds differently: the restart campaign compares losses")
-    params, state = holed.layout.to_devices(whole.vectors(), holed.fresh)
+    params, state = holed.layout.to_devices(read_vectors(whole.vectors()), holed.fresh)
     for new, old in zip(jax.tree.leaves((params, state)), jax.tree.leaves(holed.fresh), strict=True):
         assert new.sharding.is_equivalent_to(old.sharding, new.ndim)
     assert int(jax.tree.leaves(state)[0]) == 2
@@ -228,7 +227,7 @@ def rebuilt(copies: dict[int, Copy], choice: Source, outline: Outline) -> Vector
 
 
 def ranked(whole: Trained, held: list[list[Copy]]) -> list[Source]:
-    return rank_sources([[offer_copy(copy, whole.layout.identity) for copy in copies] for copies in held])
+    return rank_sources([[copy.offer(whole.layout.copy_identity) for copy in copies] for copies in held])
 
 
 @pytest.mark.parametrize("lost", [(0,), (5,), (7,), (1, 4), (0, 2, 5)], ids=str)
@@ -239,7 +238,7 @@ def test_what_one_host_takes_with_it_another_has(whole: Trained, lost: tuple[int
     assert source.is_whole
     assert not source.differs
     again = rebuilt(copies, source, whole.layout.outline)
-    assert bits(whole.layout.to_devices(again, whole.fresh)) == bits(whole.state)
+    assert bits(whole.layout.to_devices(read_vectors(again), whole.fresh)) == bits(whole.state)
 
 
 def test_neighbours_in_the_ring_of_hosts_are_too_much_to_lose(whole: Trained) -> None:
@@ -250,7 +249,7 @@ def test_neighbours_in_the_ring_of_hosts_are_too_much_to_lose(whole: Trained) ->
 
 
 def made_up(whole: Trained, attempt: int, step: int, devices: Any, run: str = "run") -> Copy:
-    return Copy(attempt, step, whole.layout.outline, tuple(devices), {}, None, whole.layout.identity, run)
+    return Copy(attempt, step, whole.layout.outline, tuple(devices), {}, None, whole.layout.copy_identity, run)
 
 
 def test_sources_come_newest_first_and_later_attempts_before(whole: Trained) -> None:
@@ -345,31 +344,6 @@ def test_the_mirror_costs_twice_the_state_over_the_hosts(whole: Trained) -> None
     outline = whole.layout.outline
     part = sum(outline.part_size(dtype) * np.dtype(dtype).itemsize for dtype in outline.dtypes)
     assert kept == 2 * 64 * part
-
-
-def test_disk_gives_back_the_same_bits_on_another_mesh(whole: Trained, holed: Trained, tmp_path: Path) -> None:
-    disk = Disk(tmp_path / "disk")
-    assert disk.steps() == []
-    assert disk.save(whole.layout, 3, 40, *whole.state, extra=[1, 64]) == ""
-    assert disk.finished(within_s=60) == 40
-    assert disk.finished(within_s=60) is None
-    facts = disk.facts(40)
-    assert (facts.attempt, facts.step) == (3, 40)
-    assert facts.identity == whole.layout.identity
-    disk.close()
-    again = Disk(tmp_path / "disk")
-    assert again.steps() == [40]
-    saved, vectors = again.load(40)
-    assert saved.facts["extra"] == [1, 64]
-    expected = whole.vectors()
-    assert {name: v.tobytes() for name, v in vectors.items()} == {name: v.tobytes() for name, v in expected.items()}
-    smaller = holed.layout.to_devices(vectors, holed.fresh)
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(smaller)]
-    back = vectors_from_leaves(holed.layout.outline, holed.layout.is_sharded, leaves)
-    assert {name: v.tobytes() for name, v in back.items()} == {name: v.tobytes() for name, v in expected.items()}
-    with pytest.raises(RestartError, match=r"41/facts/metadata is damaged: .*No such file"):
-        again.load(41)
-    again.close()
 
 
 def test_only_one_part_of_a_job_goes_on(tmp_path: Path) -> None:

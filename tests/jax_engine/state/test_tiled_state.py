@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,15 +15,15 @@ from numpy.typing import NDArray
 
 import meshmend as mm
 import meshmend.jax as mmj
+from jax_engine.restart_cases import vectors_of
 from meshmend.errors import RestartError
 from meshmend.jax.program import Update
-from meshmend.jax.state import fetch, place
-from meshmend.jax.state.disk import Disk
-from meshmend.jax.state.layout import StateLayout, vectors_from_leaves
+from meshmend.jax.state import fetch, put
+from meshmend.jax.state.layout import StateLayout, read_vectors
 from meshmend.jax.state.memory import Copy
 from meshmend.jax.state.mirror import copy_of, hosts_of_chips, make_parts_fn
 from meshmend.jax.state.outline import Outline, ShardedArray, Vectors
-from meshmend.jax.state.sources import offer_copy, rank_sources
+from meshmend.jax.state.sources import rank_sources
 from meshmend.launch.hosts import Hosts
 
 HOSTS = Hosts.of("4x4", "2x2")
@@ -50,7 +49,7 @@ class OnTiles:
         """`sharded` is whether the update is, or "fsdp", where the parameters are, too."""
         chips = mmj.discover(jax.devices()[:16], shape="4x4", failed=failed)
         self.fabric = mmj.tile(chips, side, **inner)
-        owners: dict[str, Any] = {"collective": "all-reduce-with-turn"} if sharded else {}
+        owners: dict[str, Any] = {"collective": "all-reduce-with-update"} if sharded else {}
         schedule = mm.plan(self.fabric.mesh, "weave", chunks=2 * self.fabric.mesh.n_chips, **owners)
         updates: dict[bool | str, Update] = {False: "replicated", True: "fused", "fsdp": "two-phase"}
         self.program = mmj.install(schedule, self.fabric, update=updates[sharded])
@@ -64,7 +63,7 @@ class OnTiles:
             self.fabric,
             shardings=SPECS,
         )
-        params = place(params_tree(), self.fabric, SPECS)
+        params = put(params_tree(), self.fabric, SPECS)
         self.fresh = params, jax.jit(self.training.init)(params, self.program)
         self.layout = StateLayout.of(self.training, self.program, params)
 
@@ -88,7 +87,7 @@ class OnTiles:
         return [where[tiling.chips.chip(int(rank))] for rank in tiling.ranks.ravel()]
 
     def values(self, vectors: Vectors) -> Any:
-        return self.layout.to_devices(vectors, self.fresh)
+        return self.layout.to_devices(read_vectors(vectors), self.fresh)
 
 
 INNER = {"fsdp": 2, "tensor": 2}
@@ -101,11 +100,14 @@ def tiles(failed: tuple[str, ...], sharded: bool | str) -> OnTiles:
 
 def numbers(layout: StateLayout) -> Vectors:
     """A state in which hardly two elements of an array are alike."""
-    leaves = [
-        ((np.arange(np.prod(leaf.shape)).reshape(leaf.shape) + 17 * i) % 251 + 1).astype(leaf.dtype)
-        for i, leaf in enumerate(layout.leaves)
-    ]
-    return vectors_from_leaves(layout.outline, layout.is_sharded, leaves, layout.boxes)
+    vectors = layout.outline.empty()
+    for name, pieces in layout.pieces.items():
+        for first, user, box in pieces:
+            shape = layout.users[user].shape
+            array = (np.arange(np.prod(shape)).reshape(shape) + 17 * user) % 251 + 1
+            part = array[tuple(slice(*ends) for ends in box)].ravel()
+            vectors[name][first : first + part.size] = part
+    return vectors
 
 
 def copies_of(job: OnTiles, state: Any) -> dict[int, Copy]:
@@ -116,7 +118,7 @@ def copies_of(job: OnTiles, state: Any) -> dict[int, Copy]:
 
 def collected(copies: dict[int, Copy], layout: StateLayout) -> Vectors:
     """What the survivors' copies have between them, as `combine` puts it together."""
-    (source,) = rank_sources([[offer_copy(copy, layout.identity)] for copy in copies.values()])
+    (source,) = rank_sources([[copy.offer(layout.copy_identity)] for copy in copies.values()])
     assert source.is_whole
     assert not source.differs
     vectors = layout.outline.empty()
@@ -133,15 +135,21 @@ def same_bits(found: Any, expected: Any) -> bool:
     return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
 
 
-@pytest.mark.parametrize("n_places", [2, 4])
-def test_parts_of_tiles_cover_every_element_once(n_places: int) -> None:
+@pytest.mark.parametrize("devices_per_tile", [2, 4])
+def test_parts_of_tiles_cover_every_element_once(devices_per_tile: int) -> None:
     owned = ((0, 3, 5), (1, 4, 6), (2, 6, 6))
     outline = Outline(
-        3 * n_places, 1, 6, owned, {"float32": 17, "int8": 2}, (ShardedArray("float32", 16, 3),), n_places
+        3 * devices_per_tile,
+        1,
+        6,
+        owned,
+        {"float32": 17, "int8": 2},
+        (ShardedArray("float32", 16, 3),),
+        devices_per_tile,
     )
     outline.check()
     counts = {name: np.zeros(vector.size, int) for name, vector in outline.empty().items()}
-    assert {name: count.size // n_places for name, count in counts.items()} == {
+    assert {name: count.size // devices_per_tile for name, count in counts.items()} == {
         "replicated float32": 17,
         "replicated int8": 2,
         "sharded 0": 16,
@@ -151,19 +159,18 @@ def test_parts_of_tiles_cover_every_element_once(n_places: int) -> None:
             for name, start, at, length in outline.runs(device, dtype):
                 counts[name][start : start + length] += 1
                 assert at + length <= outline.part_size(dtype)
-                place, size = device % n_places, counts[name].size // n_places
-                assert place * size <= start < start + length <= (place + 1) * size
+                put, size = device % devices_per_tile, counts[name].size // devices_per_tile
+                assert put * size <= start < start + length <= (put + 1) * size
     assert all((count == 1).all() for count in counts.values())
     assert Outline.from_json(outline.as_json()) == outline
     with pytest.raises(RestartError, match="devices"):
-        Outline.from_json(outline.as_json() | {"n_places": n_places + 1}).check()
+        Outline.from_json(outline.as_json() | {"devices_per_tile": devices_per_tile + 1}).check()
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["program", "turn"])
-def test_what_is_put_on_devices_are_the_shards_of_their_places(sharded: bool) -> None:
+@pytest.mark.parametrize("sharded", [False, True], ids=["program", "fused"])
+def test_what_is_put_on_devices_are_the_shards_of_their_slots(sharded: bool) -> None:
     job = tiles((), sharded)
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(job.fresh)]
-    vectors = vectors_from_leaves(job.layout.outline, job.layout.is_sharded, leaves, job.layout.boxes)
+    vectors = vectors_of(job.layout, job.fresh)
     # The oracle: JAX's own shards, of the four devices of the first tile.
     params = job.fresh[0]
     flat = vectors["replicated float32"].reshape(4, -1)
@@ -181,7 +188,7 @@ def test_what_is_put_on_devices_are_the_shards_of_their_places(sharded: bool) ->
     assert same_bits(fetch(back), params_tree())
 
 
-@pytest.mark.parametrize("sharded", [False, True, "fsdp"], ids=["program", "turn", "fsdp"])
+@pytest.mark.parametrize("sharded", [False, True, "fsdp"], ids=["program", "fused", "fsdp"])
 @pytest.mark.parametrize("lost", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_a_lost_host_had_is_found_and_goes_to_other_tiles(lost: int, sharded: bool | str) -> None:
     job = tiles((), sharded)
@@ -193,7 +200,7 @@ def test_what_a_lost_host_had_is_found_and_goes_to_other_tiles(lost: int, sharde
     assert {name: v.tobytes() for name, v in found.items()} == {name: v.tobytes() for name, v in vectors.items()}
     # Tiles that span hosts, and lie in other lines, take it up.
     smaller = tiles(("0,0",), sharded)
-    assert smaller.layout.identity == job.layout.identity
+    assert smaller.layout.copy_identity == job.layout.copy_identity
     if sharded != "fsdp":
         params, _ = smaller.values(found)
         assert same_bits(fetch(params), fetch(job.values(vectors)[0]))
@@ -204,8 +211,7 @@ def test_what_a_lost_host_had_is_found_and_goes_to_other_tiles(lost: int, sharde
 def test_sharded_parameters_are_found_whole_on_other_tiles() -> None:
     """The oracle: the arrays that they were cut from, put together by the collectives themselves."""
     job, smaller = tiles((), "fsdp"), tiles(("0,0",), "fsdp")
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(job.fresh)]
-    vectors = vectors_from_leaves(job.layout.outline, job.layout.is_sharded, leaves, job.layout.boxes)
+    vectors = vectors_of(job.layout, job.fresh)
     params, _ = smaller.values(vectors)
     whole = mmj.fsdp.unshard_params(params, smaller.fabric, smaller.program)
     wanted = {name: values.astype(np.float32) for name, values in params_tree().items()}
@@ -214,13 +220,14 @@ def test_sharded_parameters_are_found_whole_on_other_tiles() -> None:
     assert same_bits(whole["layers"], expected)
 
 
-def test_another_way_to_split_is_another_state() -> None:
+def test_copies_of_another_way_to_split_are_of_another_state() -> None:
     job, other = tiles((), False), OnTiles((), "2x2", False, {"tensor": 2, "fsdp": 2})
-    why = job.layout.identity.difference(other.layout.identity)
+    assert not job.layout.identity.difference(other.layout.identity), "on disk there are whole arrays"
+    why = job.layout.copy_identity.difference(other.layout.copy_identity)
     assert why.startswith("params['columns']: expected float32[3,8], (None, ('fsdp', 'tensor')) of tiles with fsdp=2")
 
 
-def test_each_device_keeps_a_part_of_the_same_place_on_another_host() -> None:
+def test_each_device_keeps_a_part_of_the_same_slot_on_another_host() -> None:
     job = tiles((), False)
     hosts = job.hosts()
     for host, copy in copies_of(job, job.fresh).items():
@@ -229,20 +236,3 @@ def test_each_device_keeps_a_part_of_the_same_place_on_another_host() -> None:
         assert [device % 4 for device in own] == [device % 4 for device in kept]
         assert len(own) == len(kept) == 4
     assert hosts_of_chips(job.fabric) == [0] * 16
-
-
-@pytest.mark.parametrize(
-    "sharded", [pytest.param(False, marks=pytest.mark.slow), True, "fsdp"], ids=["program", "turn", "fsdp"]
-)
-def test_a_checkpoint_of_one_tiling_is_read_by_another(sharded: bool | str, tmp_path: Path) -> None:
-    pytest.importorskip("orbax.checkpoint")
-    job, smaller = tiles((), sharded), tiles(("0,0",), sharded)
-    vectors = numbers(job.layout)
-    disk = Disk(tmp_path)
-    params, state = job.values(vectors)
-    assert disk.save(job.layout, 1, 40, params, state, [3]) == ""
-    assert disk.finished(within_s=60) == 40
-    saved, found = disk.load(40, smaller.layout.outline)
-    disk.close()
-    assert saved.identity == smaller.layout.identity
-    assert {name: v.tobytes() for name, v in found.items()} == {name: v.tobytes() for name, v in vectors.items()}

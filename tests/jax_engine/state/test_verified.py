@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from jax_engine.restart_cases import Started, assert_is_step, elements
 from meshmend.errors import RestartError
 from meshmend.jax.state.disk import Disk
-from meshmend.jax.state.memory import MAGIC, WITHOUT_VERIFIED, Copy, HostMemory, read_copy
+from meshmend.jax.state.memory import MAGIC, Copy, HostMemory, read_copy
 from meshmend.jax.state.mirror import copy_of, make_parts_fn
-from meshmend.jax.state.sources import offer_copy, rank_sources
-from meshmend.jax.state.trust import UNCHECKED, Trust
+from meshmend.jax.state.sources import UNCHECKED, rank_sources
+from meshmend.jax.state.trust import Trust
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
@@ -38,11 +38,11 @@ def test_a_job_goes_back_to_the_verified_copy_however_many_steps_ago(tmp_path: P
     job = Started(memory=tmp_path, untrusted=[])
     assert (job.restore().verified, job.keeper.verified) == (0, 0)
     job.keep(1, 2)
-    job.keep(3, hold=True)
+    job.keep(3, pin=True)
     job.keep(4, 5)
     job.keeper.verify(3)
     job.keep(6, 7, 8)
-    job.keep(9, hold=True)  # being checked
+    job.keep(9, pin=True)  # being checked
     job.keep(*range(10, 16))
     job.crash()
     assert kept(tmp_path) == [(1, 3), (1, 9), (1, 13), (1, 14), (1, 15)]
@@ -57,7 +57,7 @@ def test_a_job_goes_back_to_the_verified_copy_however_many_steps_ago(tmp_path: P
     job.crash()
     assert kept(tmp_path) == [(1, 3), (2, 19), (2, 20), (2, 21)]
 
-    # A sign in the second attempt.
+    # An observation in the second attempt.
     job = Started(memory=tmp_path, untrusted=[(2, 3)])
     with pytest.warns(
         RuntimeWarning, match=r"memory at step 3; skipped: a check found wrong numbers in attempt 2, and"
@@ -67,7 +67,7 @@ def test_a_job_goes_back_to_the_verified_copy_however_many_steps_ago(tmp_path: P
     assert (found.source, found.verified, job.keeper.attempt) == ("memory", 3, 3)
     assert "not trusted are the copies in memory of step 21" in job.events("skipped")[0]["why"]
     job.keep(4, 5)
-    job.keep(6, hold=True)
+    job.keep(6, pin=True)
     job.keep(7)
     job.crash()
     assert kept(tmp_path) == [(3, 3), (3, 5), (3, 6), (3, 7)]  # the first one is as safe as the others now
@@ -81,7 +81,7 @@ def test_a_job_goes_back_to_the_verified_copy_however_many_steps_ago(tmp_path: P
 def test_the_copy_of_a_restart_replaces_the_verified_one_only_when_all_hosts_have_it(tmp_path: Path) -> None:
     job = Started(memory=tmp_path, untrusted=[])
     job.restore()
-    job.keep(3, hold=True)
+    job.keep(3, pin=True)
     job.keeper.verify(3)
     job.keep(4)
     job.crash()
@@ -124,7 +124,7 @@ def test_if_the_verified_state_is_lost_only_a_person_may_start_over(tmp_path: Pa
     options: dict[str, Any] = {"memory": tmp_path / "memory", "disk": tmp_path / "disk", "disk_every": 4}
     job = Started(**options, untrusted=[])
     job.restore()
-    job.keep(2, hold=True)
+    job.keep(2, pin=True)
     job.keep(3, 4, 5)
     job.keeper.verify(2)
     job.crash()
@@ -133,12 +133,12 @@ def test_if_the_verified_state_is_lost_only_a_person_may_start_over(tmp_path: Pa
     expected = (
         r"(?s)of step 2, the last verified one, or before can be restored:\n- a check found wrong numbers in "
         r"attempt 1.*step 5 \(attempt 1\).*checkpoint on disk of step 4.*To start over, remove "
-        r".*disk.* move signs.jsonl"
+        r".*disk.* move fault_log.jsonl"
     )
     with pytest.raises(RestartError, match=expected):
         Started(**options, untrusted=[(1, 2)]).restore()
     assert sorted(str(path) for path in tmp_path.rglob("*") if path.parent.name != "attempts") == before
-    # The person says that the states are good: the signs are gone.
+    # The person says that the states are good: the observations are gone.
     job = Started(**options, untrusted=[])
     assert_is_step(job, job.restore(), 5)
 
@@ -199,7 +199,7 @@ def test_a_state_from_before_the_checks_is_taken_for_good(tmp_path: Path) -> Non
         assert_is_step(job, job.restore(), 2)
 
 
-def test_copies_of_the_version_before_are_read(tmp_path: Path) -> None:
+def test_a_copy_that_claims_another_verified_step_is_damaged(tmp_path: Path) -> None:
     job = Started(memory=tmp_path)
     job.restore()
     job.keep(1)
@@ -215,24 +215,15 @@ def test_copies_of_the_version_before_are_read(tmp_path: Path) -> None:
         path.write_bytes(MAGIC + line + header + rest[length:])
         with pytest.raises(RestartError, match=f"does not describe a copy .*{why}"):
             read_copy(path)
-    del facts["verified"]
-    header = json.dumps(facts).encode()
-    line = f"{len(header)} {hashlib.sha256(header).hexdigest()}\n".encode()
-    path.write_bytes(WITHOUT_VERIFIED + line + header + rest[length:])
-    assert read_copy(path).verified == UNCHECKED
-    job = Started(memory=tmp_path, untrusted=[])
-    found = job.restore()
-    assert_is_step(job, found, 1)
-    assert found.verified == 1
 
 
 def test_a_step_that_is_not_due_is_kept_if_it_is_held(tmp_path: Path) -> None:
     job = Started(memory=tmp_path, memory_every=4, untrusted=[])
     job.restore()
     job.keep(1, 2)
-    job.keep(3, hold=True)
+    job.keep(3, pin=True)
     job.keep(4, 5, 6)
-    job.keeper.verify(5)  # not held: the newest held one before it stays
+    job.keeper.verify(5)  # not pinned: the newest pinned one before it stays
     job.keep(*range(7, 21))
     job.crash()
     assert kept(tmp_path) == [(1, 3), (1, 12), (1, 16), (1, 20)]
@@ -246,7 +237,7 @@ def test_a_step_that_is_not_due_is_kept_if_it_is_held(tmp_path: Path) -> None:
     assert found.verified == 3
     none = Started(memory_every=0, untrusted=[])
     none.restore()
-    none.keep(1, hold=True)
+    none.keep(1, pin=True)
     none.keeper.verify(1)
     assert none.keeper.verified == 1
 
@@ -261,16 +252,18 @@ def test_the_verified_copies_survive_the_loss_of_one_host(tmp_path: Path, sharde
         parts = cut(*job.values(step))
         for host, memory in enumerate(memories):
             if step == 4:
-                memory.held = frozenset({4})
+                memory.pinned = frozenset({4})
             copy = copy_of(parts, job.layout, hosts, host, 1, step, ["after", step], "run")
             memory.write(replace(copy, verified=0 if step < 6 else 4))
     trust = Trust(((1, 4),))
     for lost in range(3):
         held = [memory.read()[0] for host, memory in enumerate(memories) if host != lost]
-        sources = rank_sources([[offer_copy(copy, job.layout.identity) for copy in copies] for copies in held])
+        sources = rank_sources([[copy.offer(job.layout.copy_identity) for copy in copies] for copies in held])
         (source,) = [one for one in sources if one.is_whole and trust.trusts(one.attempt, one.step)]
         assert (source.step, trust.verified_step(source, sources)) == (4, 4)
-        assert Trust().verified_step(source, sources) == 4  # the later copies say so, whether or not there was a sign
+        assert (
+            Trust().verified_step(source, sources) == 4
+        )  # the later copies say so, whether or not there was an observation
         vectors = job.layout.outline.empty()
         for process, copies in enumerate(held):
             (mine,) = [copy for copy in copies if copy.step == 4]
@@ -295,10 +288,10 @@ SIGNS = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 6)), max_size=3)
 def test_the_newest_whole_state_that_is_trusted_is_restored(
     tmp_path_factory: pytest.TempPathFactory,
     copies: dict[tuple[int, int], tuple[bool, int]],
-    signs: list[tuple[int, int]],
+    observations: list[tuple[int, int]],
 ) -> None:
     folder = tmp_path_factory.mktemp("memory")
-    job = Started(memory=folder, untrusted=signs)
+    job = Started(memory=folder, untrusted=observations)
     cut = PARTS.get("2x2") or PARTS.setdefault("2x2", jax.jit(make_parts_fn(job.layout, [0] * 4)))
     for (attempt, step), (is_whole, verified) in copies.items():
         copy = copy_of(cut(*job.values(step)), job.layout, [0] * 4, 0, attempt, step, ["after", step], f"run {attempt}")
@@ -308,23 +301,23 @@ def test_the_newest_whole_state_that_is_trusted_is_restored(
             patch.setattr("meshmend.jax.state.memory.KEPT", 99)
             job.keeper.memory.write(replace(copy, verified=min(verified, step)))
 
-    # The oracle: of all whole ones that no sign speaks against, the last attempt's last step.
+    # The oracle: of all whole ones that no observation speaks against, the last attempt's last step.
     good = [
         (attempt, step)
         for (attempt, step), (is_whole, _) in copies.items()
-        if is_whole and all(attempt > its_attempt or step <= last for its_attempt, last in signs)
+        if is_whole and all(attempt > its_attempt or step <= last for its_attempt, last in observations)
     ]
-    doubted = [key for key in copies if any(key[0] <= attempt and key[1] > last for attempt, last in signs)]
+    doubted = [key for key in copies if any(key[0] <= attempt and key[1] > last for attempt, last in observations)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("meshmend.jax.state.keeper.Mirror", MagicMock())
         patch.setattr("meshmend.jax.state.checkpoints.warnings.warn", lambda *_, **__: None)
-        if not good and doubted and min(last for attempt, last in signs if attempt == max(signs)[0]):
+        if not good and doubted and min(last for attempt, last in observations if attempt == max(observations)[0]):
             with pytest.raises(RestartError, match="the last verified one, or before can be restored"):
                 job.restore()
             assert kept(folder) == sorted(copies)
             return
         found = job.restore()
-    assert job.keeper.attempt == 1 + max([attempt for attempt, _ in (*copies, *signs)], default=0)
+    assert job.keeper.attempt == 1 + max([attempt for attempt, _ in (*copies, *observations)], default=0)
     if good:
         attempt, step = max(good)
         assert_is_step(job, found, step)
@@ -332,7 +325,7 @@ def test_the_newest_whole_state_that_is_trusted_is_restored(
             key for key in copies if key <= (attempt, step) and key[1] <= step and key not in doubted
         )
         assert found.verified <= step
-        if any(attempt <= its_attempt for its_attempt, _ in signs):
+        if any(attempt <= its_attempt for its_attempt, _ in observations):
             assert found.verified == step
     else:
         assert (found.source, found.verified) == ("start", 0)
@@ -345,10 +338,10 @@ def test_hosts_that_recorded_different_steps_count_with_the_earlier(tmp_path: Pa
     layout = job.layout
 
     def half(devices: tuple[int, ...], verified: int) -> Copy:
-        return Copy(1, 9, layout.outline, devices, {}, None, layout.identity, "run", verified)
+        return Copy(1, 9, layout.outline, devices, {}, None, layout.copy_identity, "run", verified)
 
     for one, other in ((3, 5), (5, 3)):
-        offers = [[offer_copy(half((0, 1), one), layout.identity)], [offer_copy(half((2, 3), other), layout.identity)]]
+        offers = [[half((0, 1), one).offer(layout.copy_identity)], [half((2, 3), other).offer(layout.copy_identity)]]
         (source,) = rank_sources(offers)
         assert source.is_whole
         assert source.verified == 3

@@ -71,9 +71,9 @@ def test_every_chunk_goes_up_to_its_owner_and_comes_down_again(mesh: mm.Mesh) ->
 def test_exchanging_halves_in_the_middle_saves_steps_and_cannot_be_split() -> None:
     mesh = mm.Mesh("8x8")
     kinds: tuple[Owners, Owners] = ("any", "none")
-    turning, swapping = (mm.plan(mesh, Weave(chunks=160, trees=16, owners=kind, budget_s=1)) for kind in kinds)
-    assert turning.period == swapping.period == 9
-    assert swapping.n_steps < turning.n_steps
+    owned, swapping = (mm.plan(mesh, Weave(chunks=160, trees=16, owners=kind, budget_s=1)) for kind in kinds)
+    assert owned.period == swapping.period == 9
+    assert swapping.n_steps < owned.n_steps
     with pytest.raises(ScheduleError, match="weave's all-reduce has no all-gather in it"):
         all_gather_of(swapping)
 
@@ -130,7 +130,7 @@ def test_runs_are_straight_and_hold_every_cable_once(mesh: mm.Mesh) -> None:
         assert seen == set(range(mesh.n_chips)) - {runs.root}
 
 
-def test_lanes_take_no_more_turns_than_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lanes_stay_within_their_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = mm.Mesh("12x12", failed=["4x2@4,4"])
     trees = pack(mesh, 12, least_period(mesh, 12), moves=200)
     period = int(np.bincount(trees.cables.ravel()).max())
@@ -139,25 +139,25 @@ def test_lanes_take_no_more_turns_than_they_may(monkeypatch: pytest.MonkeyPatch)
     lines = MeshLines(mesh)
     runs = [lines.runs(trees.cables[tree], rooted, tree) for tree in range(12)]
     calls = Counter[str]()
-    turn = _Taken._turn
+    choose = _Taken._choose_lanes
 
     def counted(self: _Taken, *arguments: Any) -> Any:
-        calls["turns"] += 1
-        return turn(self, *arguments)
+        calls["choices"] += 1
+        return choose(self, *arguments)
 
-    monkeypatch.setattr(_Taken, "_turn", counted)
+    monkeypatch.setattr(_Taken, "_choose_lanes", counted)
 
-    def search(turns: int) -> tuple[int, int]:
+    def search(budget: int) -> tuple[int, int]:
         calls.clear()
-        steps = find_lanes(lines, runs, period, swap=False, turns=turns)
+        steps = find_lanes(lines, runs, period, swap=False, budget=budget)
         together = np.stack([steps.up, steps.down])
-        return calls["turns"], int(together.max() - together.min())
+        return calls["choices"], int(together.max() - together.min())
 
     first, longest = search(0)
     most_of_a_tree = MAX_PHASES * 3 * max(len(tree.runs) for tree in runs)
-    for turns in (first + 1, 2 * first, 4 * first):
-        took, n_steps = search(turns)
-        assert first <= took <= turns + most_of_a_tree
+    for budget in (first + 1, 2 * first, 4 * first):
+        took, n_steps = search(budget)
+        assert first <= took <= budget + most_of_a_tree
         assert n_steps <= longest
     assert took > 2 * first, "nothing was left to search for"
 

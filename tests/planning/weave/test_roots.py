@@ -29,7 +29,7 @@ def test_first_and_last_chunks_have_the_shallowest_trees_and_central_roots() -> 
     assert depth[200:300].mean() > depth[ends].mean() + 4
 
 
-def test_every_tree_takes_its_turn() -> None:
+def test_every_tree_is_used() -> None:
     trees = grow(Mesh("4x6"), 20)
     tree_of = order_trees(trees, measure(trees)[0].min(axis=1), 60, ends=5)
     assert np.bincount(tree_of).tolist() == [3] * 20

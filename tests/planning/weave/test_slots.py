@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slots_reference import Reference, Transfer
 
 from meshmend import Mesh
 from meshmend.planning.weave.slots import Slots, _Network, assign_steps
+from meshmend.planning.weave.slots_reference import Reference, Transfer
 from meshmend.planning.weave.trees import Rooted, grow, measure, reroot
 from strategies import torn_meshes
 
@@ -58,7 +58,7 @@ def test_order_and_links_are_kept(mesh: Mesh, n_chunks: int, seed: int, pace: fl
     assert (np.diff(slots.step) >= 0).all()
 
 
-@pytest.mark.parametrize(("limit", "pace"), [("QUICK_CELLS", 0.0), ("QUICK_CELLS", 0.6), ("MAX_PLACES", 0.6)])
+@pytest.mark.parametrize(("limit", "pace"), [("QUICK_CELLS", 0.0), ("QUICK_CELLS", 0.6), ("MAX_POSITIONS", 0.6)])
 def test_fewer_passes_keep_order_too(monkeypatch: pytest.MonkeyPatch, limit: str, pace: float) -> None:
     mesh = Mesh("5x4", failed=["2,2"])
     rooted = rooted_trees(mesh, 60, seed=1)
@@ -113,18 +113,18 @@ def test_every_step_is_that_of_the_plain_rule(mesh: Mesh, n_chunks: int, seed: i
     queues: dict[int, list[Transfer]] = {}
     for transfer in sorted(due, key=due.__getitem__):
         queues.setdefault(plain.link(transfer), []).append(transfer)
-    place = {transfer: i for queue in queues.values() for i, transfer in enumerate(queue)}
+    position = {transfer: i for queue in queues.values() for i, transfer in enumerate(queue)}
     at_root = (np.arange(n_chunks) * pace).astype(np.int32)[:, None]
     run = network.run(*network.queue_by_due(at_root - rooted.depth, at_root + rooted.depth - 1))
-    steps = plain.run(place, backwards=False)
+    steps = plain.run(position, backwards=False)
     assert transfers(run, n) == steps
     for backwards in (True, False):
         flip = {"up": "down", "down": "up"}
-        place = {
+        position = {
             (flip[way], chunk, rank): len(steps) - 1 - step
             for step, now in enumerate(steps)
             for way, chunk, rank in now
         }
         run = network.run(*network.queue_reversed(run), backwards=backwards)
-        steps = plain.run(place, backwards=backwards)
+        steps = plain.run(position, backwards=backwards)
         assert transfers(run, n) == steps

@@ -12,7 +12,6 @@ from scipy.sparse.csgraph import maximum_flow
 import meshmend as mm
 import meshmend.numpy as mmn
 from meshmend.cost import busiest_link_load
-from meshmend.errors import ParameterError
 from meshmend.planning import Weave
 from meshmend.planning.weave.planner import default_chunks
 from strategies import tear, torn_meshes
@@ -87,7 +86,7 @@ def test_random_survivors_come_near_the_bound(capsys: pytest.CaptureFixture[str]
     assert max(loads) < 1.5
 
 
-@pytest.mark.parametrize("n", [8, 16, 32])
+@pytest.mark.parametrize("n", [8, 16, pytest.param(32, marks=pytest.mark.slow)])
 def test_full_square_reaches_the_bound_exactly(n: int) -> None:
     schedule = mm.plan(mm.Mesh((n, n)), "weave", chunks=4 * n)
     assert busiest_link_load(schedule) == (n + 1) / (2 * n) == bound_of_full_square(n)
@@ -104,10 +103,7 @@ def test_default_chunks_keep_full_squares_exact(n: int) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "at"),
-    [
-        pytest.param(*case, marks=[] if case in (POSITIONS[1], POSITIONS[-1]) else pytest.mark.slow)
-        for case in POSITIONS
-    ],
+    [pytest.param(*case, marks=[] if case == POSITIONS[1] else pytest.mark.slow) for case in POSITIONS],
 )
 def test_holed_meshes_are_balanced(shape: str, at: str) -> None:
     mesh = mm.Mesh(shape, failed=[f"4x2@{at}"])
@@ -157,32 +153,12 @@ def test_one_chip_has_nothing_to_do() -> None:
     assert (schedule.n_steps, schedule.owners.tolist()) == (0, [0, 0, 0])
 
 
-def test_a_plan_repeats() -> None:
-    mesh = mm.Mesh("6x7", failed=["2x1@2,3"])
-    assert mm.plan(mesh, "weave") == mm.plan(mesh, "weave")
-
-
 def test_reduce_and_broadcast_overlap() -> None:
     up, down = mm.plan(mm.Mesh("8x8"), "weave").phases
     assert (up.name, down.name) == ("reduce to the roots", "broadcast from the roots")
     assert down.first_step < up.last_step // 4
 
 
-def test_survivors_cut_apart() -> None:
-    with pytest.raises(mm.PlanError, match="survivors form 2 disconnected groups"):
-        mm.plan(mm.Mesh("3x3", failed=["1x3@1,0"]), "weave")
-
-
-def test_too_many_chunks() -> None:
-    with pytest.raises(mm.PlanError, match="at most 5,592,405 chunks on 4 chips, and 134,217,728 were asked for"):
-        mm.plan(mm.Mesh("2x2"), "weave", chunks=2**27)
-
-
 def test_a_long_line() -> None:
     schedule = mm.plan(mm.Mesh((2_000,)), "weave", chunks=4)
     assert schedule.n_steps <= 2_000 + 8
-
-
-def test_chunks_below_one() -> None:
-    with pytest.raises(ParameterError, match="chunks is 0, expected a whole number, 1 or more"):
-        Weave(chunks=0)

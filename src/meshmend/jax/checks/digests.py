@@ -54,7 +54,7 @@ class Disagreement(NamedTuple):
 def replica_digests(
     params: Tree, program: Program, fabric: Fabric, *, shardings: Tree = None
 ) -> Annotated[jax.Array, "uint32[I, D, Q]"]:
-    """Return the digests of all copies of the parameters: for each place inside a tile (one without tiles), each device
+    """Return the digests of all copies of the parameters: for each slot of a tile (one without tiles), each device
     or tile that holds a copy, and each piece.
 
     Jit it, and call it at intervals, after an update: `compare_replicas` says what its result means. `program` is that
@@ -111,9 +111,9 @@ def compare_replicas(
             "(and shardings) that replica_digests was given."
         )
     return [
-        Disagreement(_chip(fabric, copy, place), names[piece], agreeing, found.shape[1], int(piece))
-        for place, piece in zip(*np.nonzero((found != found[:, :1]).any(axis=1)), strict=True)
-        for copy, agreeing in _minority(found[place, :, piece])
+        Disagreement(_chip(fabric, copy, position), names[piece], agreeing, found.shape[1], int(piece))
+        for position, piece in zip(*np.nonzero((found != found[:, :1]).any(axis=1)), strict=True)
+        for copy, agreeing in _minority(found[position, :, piece])
     ]
 
 
@@ -126,11 +126,11 @@ def _minority(copies: NDArray[np.uint32]) -> Iterator[tuple[int, int]]:
             yield copy, times if has_majority else 0
 
 
-def _chip(fabric: Fabric, copy: int, place: int) -> tuple[int, ...]:
-    """Return the chip of the machine that holds a copy: the `copy`-th in order, in this place of its tile."""
+def _chip(fabric: Fabric, copy: int, position: int) -> tuple[int, ...]:
+    """Return the chip of the machine that holds a copy: the `copy`-th in order, in this slot of its tile."""
     if isinstance(fabric, TiledFabric):
-        cores = fabric.devices_per_tile // fabric.tiling.n_places
-        return fabric.chips.mesh.chip(int(fabric.tiling.ranks[copy, place // cores]))
+        cores = fabric.devices_per_tile // fabric.tiling.chips_per_tile
+        return fabric.chips.mesh.chip(int(fabric.tiling.ranks[copy, position // cores]))
     return fabric.mesh.chip(copy // (int(fabric.jax_mesh.size) // fabric.mesh.n_chips))
 
 

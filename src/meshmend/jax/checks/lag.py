@@ -4,7 +4,8 @@ All chips begin a collective together, so the step takes equally long on every h
 measure of itself is the time that it does *not* wait for its devices: for data, for the caller's own code, for Python.
 That is what makes the others wait. `HostClock` takes it.
 
-Every eighth step the processes exchange these times, without a collective, and all of them come to the same signs.
+Every eighth step the processes exchange these times, without a collective, and all of them come to the same
+observations.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 from meshmend.errors import Coordinate, ParameterError
 from meshmend.jax.job.session import Session
 from meshmend.jax.tiles import TiledFabric
-from meshmend.quarantine import Sign, Stragglers
+from meshmend.quarantine import Observation, Stragglers
 from meshmend.topology import Mesh
 
 EVERY = 8
@@ -71,7 +72,7 @@ class LagWatch:
         with clock.waiting():
             … = step(params, state, batch)
             loss.block_until_ready()
-        signs = watch.add(number, *clock.lap())
+        observations = watch.add(number, *clock.lap())
     ```
 
     `process_of_chip` says by rank of `mesh` whose chips they are, `hosts` which chips each host of the machine has, by
@@ -112,8 +113,8 @@ class LagWatch:
             ]
         return cls(fabric.mesh, session.coordination.exchange, processes, hosts=hosts)
 
-    def add(self, step: int, host_s: float, step_s: float = 0.0) -> tuple[Sign, ...]:
-        """Take in a step's times; return signs, the same everywhere.
+    def add(self, step: int, host_s: float, step_s: float = 0.0) -> tuple[Observation, ...]:
+        """Take in a step's times; return observations, the same everywhere.
 
         `host_s` is what this host spent by itself, `step_s` how long the whole step took: a host that makes it less
         than 5 % longer is not late.
@@ -123,10 +124,12 @@ class LagWatch:
             return ()
         rows, self._rows = self._rows, []
         told = self._exchange(rows)
-        return tuple(sign for number in range(len(rows)) for sign in self._judge([of[number] for of in told]))
+        return tuple(
+            observation for number in range(len(rows)) for observation in self._judge([of[number] for of in told])
+        )
 
-    def _judge(self, told: Sequence[Mapping[str, Any]]) -> tuple[Sign, ...]:
-        """Return the signs of one step, from what each process says of it."""
+    def _judge(self, told: Sequence[Mapping[str, Any]]) -> tuple[Observation, ...]:
+        """Return the observations of one step, from what each process says of it."""
         step = int(told[0]["step"])
         if any(row["step"] != step for row in told):
             raise ParameterError(

@@ -7,7 +7,7 @@ digests are compared by the hosts. Nothing goes over the mesh, so a chip that li
 check, any two chips can be partners, and all processes conclude the same.
 
 Where two disagree, up to three more chips compute each part, and all compute their own again. The majority is right;
-who differs from it is named (`opinions`). Between two chips there is no majority: both are suspects.
+who differs from it is named (`votes`). Between two chips there is no majority: both are suspects.
 
 **What is promised.** Let p be the probability that a chip's gradient of half of its examples comes out wrong. In a
 check each chip computes two, and each is compared with that of a chip that is right, so that a wrong one is caught with
@@ -28,7 +28,8 @@ two digests of the parameters and the gradients, which count where a chip has fe
 
 **What it needs.** A deterministic program: the same on all chips, and the same each time. The first check computes each
 device's own part twice. Where chips do not reproduce themselves, or more than a third of them are suspects at the first
-check, that is the program and not the chips. Then there are no signs, a warning says what to do, and no more checks.
+check, that is the program and not the chips. Then there are no observations, a warning says what to do, and no more
+checks.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ from meshmend.jax.collectives import Tree
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.feed import Batch
 from meshmend.jax.tiles import TiledFabric
-from meshmend.quarantine.opinions import Opinion, Owner, Ruling, is_agreed, weigh
-from meshmend.quarantine.sign import Sign
+from meshmend.quarantine.observation import Observation
 from meshmend.quarantine.suspect import Suspect
+from meshmend.quarantine.votes import Owner, Vote, VoteResult, count_votes, is_agreed
 
 ARBITERS = 3
 """Chips that are asked besides two that disagree: with five, two that are wrong in the same way are outvoted."""
@@ -68,8 +69,8 @@ class Part(NamedTuple):
     data: Tree
     weights: Annotated[jax.Array, "float32[H]"]
     """0 for padding, which must have no influence."""
-    places: Annotated[jax.Array, "uint32[H, 2]"]
-    """Epoch of each example and its place in it, which do not depend on the chips: for random keys."""
+    offsets: Annotated[jax.Array, "uint32[H, 2]"]
+    """Epoch of each example and its offset in it, which do not depend on the chips: for random keys."""
 
 
 Gradients = Callable[[Tree, Tree, Part], Tree]
@@ -167,9 +168,9 @@ class Recompute:
 
         whole = (batch.data, batch.weights)
         rows = jax.ShapeDtypeStruct((half,), np.int32, sharding=everywhere)
-        places: Any = jax.ShapeDtypeStruct((half * len(self._owners), 2), np.uint32, sharding=by_device)
+        offsets: Any = jax.ShapeDtypeStruct((half * len(self._owners), 2), np.uint32, sharding=by_device)
         data, weights = shapes(whole, by_device, half)
-        part = Part(data, weights, places)
+        part = Part(data, weights, offsets)
         replicated = PartitionSpec()
         self._choose = mapped(choose, axes, replicated).lower(shapes(whole, by_device), rows).compile()
         self._run = (
@@ -178,11 +179,11 @@ class Recompute:
             .compile()
         )
 
-    def check(self, step: int, params: Tree, model_state: Tree, batch: Batch) -> tuple[Sign, ...]:
+    def check(self, step: int, params: Tree, model_state: Tree, batch: Batch) -> tuple[Observation, ...]:
         """Compare gradients of the step's batch, before the step; return what speaks against chips.
 
         `params` and `model_state` (None without one) are on the devices, a copy on each. `batch` is the feed's own.
-        An empty result is how it should be. Every process returns the same signs.
+        An empty result is how it should be. Every process returns the same observations.
         """
         if self.why_off:
             return ()
@@ -192,16 +193,16 @@ class Recompute:
         partner, *arbiters = self._shifts(number)
         parts = _Parts(self, batch, np.random.default_rng([self.seed, number, 1]))
         first = [OWN, partner, OWN] if self._is_first else [OWN, partner]
-        opinions = self._ask(first, params, model_state, parts)
+        votes = self._ask(first, params, model_state, parts)
         was_first, self._is_first = self._is_first, False
-        if is_agreed(opinions):
+        if is_agreed(votes):
             return ()
         # Who finds something else the second time is unsteady; the first check has asked for that already.
         more = [] if was_first and arbiters else [OWN]
-        opinions += self._ask([*arbiters, *more], params, model_state, parts)
-        return self._conclude(weigh(opinions, self._owners, step), was_first=was_first)
+        votes += self._ask([*arbiters, *more], params, model_state, parts)
+        return self._conclude(count_votes(votes, self._owners, step), was_first=was_first)
 
-    def _ask(self, shifts: Sequence[int], params: Tree, model_state: Tree, parts: _Parts) -> list[Opinion]:
+    def _ask(self, shifts: Sequence[int], params: Tree, model_state: Tree, parts: _Parts) -> list[Vote]:
         """Have each device compute the part that is so many chips further; return what all processes found."""
         assert self._choose is not None and self._run is not None  # noqa: S101, PT018  # compiled in `check`
         # All are dispatched before any is waited for: the host reads while devices compute.
@@ -212,8 +213,8 @@ class Recompute:
                 device = int(shard.index[0].start or 0)
                 state, samples, *rest = np.asarray(shard.data)[0].tolist()
                 gradient = int(hashlib.blake2b(np.array(rest, np.uint32).tobytes(), digest_size=8).hexdigest(), 16)
-                mine.append(Opinion(device, self.partner(device, shift), state, samples, gradient))
-        return [Opinion(*one) for process in self._exchange(mine) for one in process]
+                mine.append(Vote(device, self.partner(device, shift), state, samples, gradient))
+        return [Vote(*one) for process in self._exchange(mine) for one in process]
 
     def partner(self, device: int, shift: int) -> int:
         """Return the device that is so many chips further: the same core of another chip."""
@@ -229,17 +230,17 @@ class Recompute:
         n_chips = self.fabric.mesh.n_chips
         mutual = [n_chips // 2] if n_chips > 2 and n_chips % 2 == 0 else []
         others = [shift for shift in range(1, n_chips) if shift not in mutual]
-        turn, place = divmod(number, len(others))
-        order: list[int] = np.random.default_rng([self.seed, turn]).permutation(others).tolist()
-        return [*order[place:], *order[:place], *mutual][: 1 + ARBITERS]
+        lap, offset = divmod(number, len(others))
+        order: list[int] = np.random.default_rng([self.seed, lap]).permutation(others).tolist()
+        return [*order[offset:], *order[:offset], *mutual][: 1 + ARBITERS]
 
     def _n_rows(self, batch: Batch) -> int:
         return len(batch.weights) // len(self._owners)
 
-    def _conclude(self, ruling: Ruling, *, was_first: bool) -> tuple[Sign, ...]:
-        """Return the signs, unless it is the program or the dataset that is not deterministic."""
+    def _conclude(self, result: VoteResult, *, was_first: bool) -> tuple[Observation, ...]:
+        """Return the observations, unless it is the program or the dataset that is not deterministic."""
         n_chips = self.fabric.mesh.n_chips
-        n_unsteady, n_suspects = len(ruling.unsteady), len(ruling.suspects)
+        n_unsteady, n_suspects = len(result.unsteady), len(result.suspects)
         are_many = was_first and n_suspects > 2 and 3 * n_suspects > n_chips
         if n_unsteady > 1 and 3 * n_unsteady > n_chips:
             why = (
@@ -247,7 +248,7 @@ class Recompute:
                 "loss is not deterministic: it calls the host, or uses operations whose order of additions varies (on "
                 "GPUs scatters and some convolutions: set XLA_FLAGS=--xla_gpu_deterministic_ops=true)."
             )
-        elif are_many and ruling.has_other_samples:
+        elif are_many and result.has_other_samples:
             why = (
                 "The samples of the batch were others when they were read again. A dataset must give the same sample "
                 "for the same index: make random transformations with grain's random_map, which depends on the epoch "
@@ -260,7 +261,7 @@ class Recompute:
                 "different kinds."
             )
         else:
-            return ruling.signs
+            return result.observations
         self.is_deterministic, self.why_off = False, why
         warnings.warn(
             f"Gradients cannot be compared between chips, so chips that compute wrong ones will not be found. {why} Or "
@@ -274,7 +275,7 @@ class Recompute:
 class _Parts:
     """The parts of one step's batch: those of this process's devices, and those of their partners."""
 
-    def __init__(self, recompute: Recompute, batch: Batch, dice: np.random.Generator) -> None:
+    def __init__(self, recompute: Recompute, batch: Batch, rng: np.random.Generator) -> None:
         self._fabric = recompute.fabric
         self._partner = recompute.partner
         self._batch = batch
@@ -282,7 +283,7 @@ class _Parts:
         # A short batch at the end of an epoch may have no examples for some devices. Those of the first one do as well.
         self._is_short = self._split.count(batch.at) < self._split.n_devices
         self._at = Position(batch.at.epoch) if self._is_short else batch.at
-        self._rows = choose_rows(self._split.rows, self._split.count(self._at) / self._split.n_devices, dice)
+        self._rows = choose_rows(self._split.rows, self._split.count(self._at) / self._split.n_devices, rng)
         self._own: Part | None = None
         here = jax.process_index()
         devices = self._fabric.jax_mesh.devices.flat
@@ -293,8 +294,8 @@ class _Parts:
         if shift == OWN and self._own is not None:
             return self._own
         targets = [self._partner(device, shift) for device in self._mine]
-        table = self._split.epochs_and_places(self._at, targets)
-        places = self._spread(table[:, self._rows].reshape(-1, 2))
+        table = self._split.epochs_and_offsets(self._at, targets)
+        offsets = self._spread(table[:, self._rows].reshape(-1, 2))
         if shift == OWN and not self._is_short:
             everywhere = self._fabric.sharding()
             rows = jax.make_array_from_callback(self._rows.shape, everywhere, lambda index: self._rows[index])
@@ -302,7 +303,7 @@ class _Parts:
         else:
             found = self._batch.feed.read(self._fabric, self._at, targets, self._rows.tolist())
             data, weights = jax.tree.map(self._spread, found)
-        part = Part(data, weights, places)
+        part = Part(data, weights, offsets)
         if shift == OWN:
             self._own = part
         return part
@@ -319,12 +320,12 @@ class _Parts:
         return jax.make_array_from_callback(shape, fabric.sharding(fabric.axes), part)
 
 
-def choose_rows(n_rows: int, used: float, dice: np.random.Generator) -> NDArray[np.int32]:
+def choose_rows(n_rows: int, used: float, rng: np.random.Generator) -> NDArray[np.int32]:
     """Return half of the rows of a device, drawn from the first `used`: a last one that is a fraction is not in use
     on all devices, so that it is never chosen alone. Padding fills up what is missing.
     """
     half = -(-n_rows // 2)
-    order = dice.permutation(math.ceil(used) if half > 1 else max(1, math.floor(used)))
+    order = rng.permutation(math.ceil(used) if half > 1 else max(1, math.floor(used)))
     chosen = np.concatenate([order, np.arange(len(order), n_rows)])[:half]
     return np.sort(chosen).astype(np.int32)
 
@@ -351,4 +352,4 @@ def _without_padding(part: Part) -> Part:
         used = (part.weights != 0).reshape(-1, *[1] * (leaf.ndim - 1))
         return jnp.where(used, leaf, jnp.zeros_like(leaf))
 
-    return Part(jax.tree.map(zeroed, part.data), part.weights, part.places)
+    return Part(jax.tree.map(zeroed, part.data), part.weights, part.offsets)

@@ -52,7 +52,7 @@ class CompiledTrainStep:
     _step: Any = field(repr=False)
 
     def init(self, params: Any) -> Any:
-        """Return the optimizer's state for parameters that are on the devices (`place`)."""
+        """Return the optimizer's state for parameters that are on the devices (`put`)."""
         return self._init(params, self.program)
 
     def step(self, params: Any, state: Any, batch: Batch) -> tuple[Any, ...]:
@@ -181,7 +181,7 @@ class CompileAhead:
                 raise unlisted
         except Exception as error:
             # Whatever it is, an error in a thread would go unseen.
-            self.session.timeline.note("compile ahead", why_not=self._failed(None, error))
+            self.session.timeline.note("compile ahead", problem=self._failed(None, error))
 
     def _losses(self) -> tuple[list[tuple[int, Fabric]], Exception | None]:
         """Return the losses to build for, and why there are no more of them if listing them failed."""
@@ -198,9 +198,9 @@ class CompileAhead:
         except PlanError as error:
             # Some losses have no plan: worth knowing, but nothing is broken.
             self.failures[lost] = error.why
-            return {"why_not": error.why}
+            return {"problem": error.why}
         except Exception as error:
-            return {"why_not": self._failed(lost, error)}
+            return {"problem": self._failed(lost, error)}
         self.ready.append(lost)
         return facts if isinstance(facts, dict) else {}
 

@@ -46,7 +46,7 @@ from meshmend.jax.private import compiling_anew
 from meshmend.jax.program import Program
 from meshmend.jax.state.combine import leaders_of
 from meshmend.jax.training_plan import TrainingPlan
-from meshmend.launch.places import PROGRAM_KEY
+from meshmend.launch.environment import PROGRAM_KEY
 
 SPARE_FILES = 16
 """Files that are kept besides those for the mesh as it is and for each loss, twice: for two versions of a script."""

@@ -18,10 +18,10 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.typing import DTypeLike
 
-from meshmend.cost.hiding import MAX_UNROLLED
+from meshmend.cost.overlap import MAX_UNROLLED
 from meshmend.errors import ParameterError
 from meshmend.jax.collectives import Tree, all_reduce
-from meshmend.jax.fsdp.params import ShardedParams, is_sharded
+from meshmend.jax.fsdp.params import ShardedParams, count_layers, is_sharded
 from meshmend.jax.loops import zero_after
 from meshmend.jax.program import Program
 
@@ -143,7 +143,7 @@ class _Replicated:
 
     @property
     def n_layers(self) -> int:
-        return int(jax.tree.leaves(self.params)[0].shape[0])
+        return count_layers(self.params)
 
     @property
     def like(self) -> Tree:
@@ -301,11 +301,7 @@ def _check_replicated(params: Tree, program: Program) -> None:
             "mmj.install(schedule, fabric), or shard the parameters with mmj.fsdp.shard_params(…, stacked=True) and "
             "give one with update='two-phase'."
         )
-    shapes = [tuple(jnp.shape(leaf)) for leaf in jax.tree.leaves(params)]
-    if not shapes or not all(shape and shape[0] == shapes[0][0] > 0 for shape in shapes):
-        raise ParameterError(
-            f"The arrays of a stack of layers have shapes {shapes}: expected the same first axis for all, the layers."
-        )
+    count_layers(params)
     whole = [str(leaf.dtype) for leaf in jax.tree.leaves(params) if not jnp.issubdtype(leaf.dtype, jnp.inexact)]
     if whole:
         raise ParameterError(

@@ -29,14 +29,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
 from meshmend.jax.collectives import Shards, Tree, all_gather, reduce_scatter, shard_of, travel_dtype
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.program import Program
-from meshmend.jax.shardings import is_spec, match_specs, stacked_specs
+from meshmend.jax.shardings import is_spec, match_specs, shapes_inside, stacked_specs
 from meshmend.jax.tiles import TILE_AXIS, TiledFabric
 from meshmend.jax.validation import check_data_parallel, check_program
 
@@ -76,12 +76,7 @@ class ShardedOutline:
         """What one chip has of that tree before it is cut into chunks: all of it, or its part inside a tile."""
         if self.inside is None:
             return self.like
-        mesh, specs = self.inside.jax_mesh, self.specs_inside
-        return jax.tree.map(
-            lambda x, spec: jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype),
-            self.like,
-            specs,
-        )
+        return shapes_inside(self.like, self.specs_inside, self.inside.jax_mesh)
 
     @property
     def specs_inside(self) -> Tree:
@@ -348,7 +343,7 @@ def sharder(
     """Return the program behind `init_sharded`, what it is called with before the programs, and the shards' outline."""
     check_pair(program)
     check_program(program, fabric)
-    n_layers = _count_layers(given) if stacked else None
+    n_layers = count_layers(given) if stacked else None
     one = jax.eval_shape(make, jax.tree.map(lambda x: x[0], given) if stacked else given)
     leaves, structure = jax.tree.flatten(one)
     outline = ShardedOutline(
@@ -496,8 +491,9 @@ def reshard_params(whole: Tree, like: Tree, fabric: Fabric, program: Program) ->
     return jax.tree.map(cut, like, whole, is_leaf=is_sharded)
 
 
-def _count_layers(params: Tree) -> int:
-    shapes = [tuple(leaf.shape) for leaf in jax.tree.leaves(params)]
+def count_layers(params: Tree) -> int:
+    """Return how many layers a stack has, the first axis of all of its arrays; refuse any other tree."""
+    shapes = [tuple(jnp.shape(leaf)) for leaf in jax.tree.leaves(params)]
     counts = {shape[0] if shape else 0 for shape in shapes}
     if len(counts) != 1 or counts == {0}:
         raise ParameterError(

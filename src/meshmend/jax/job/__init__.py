@@ -4,7 +4,7 @@
 `Session`: the fabric of the hosts that joined, and the plan that all of them run.
 """
 
-from meshmend.jax.job.alone import initialize_alone
 from meshmend.jax.job.session import Session, initialize
+from meshmend.jax.job.single_process import initialize_alone
 
 __all__ = ["Session", "initialize", "initialize_alone"]

@@ -42,25 +42,32 @@ class Coordination:
         timeout_s: float = 60.0,
         limit_s: float = LONGEST_WAIT_S,
         beat_s: float = BEAT_S,
+        channel: str = "",
     ) -> None:
         self.process = process
         self.n_processes = n_processes
         self.timeout_s = timeout_s
         self.limit_s = limit_s
         self.beat_s = beat_s
+        self._keys = f"meshmend/{channel}/" if channel else "meshmend/"
         self._round = count()
         self._own_key = ""
         """Of the last fact that this process has posted."""
         self._doing = "starting"
         self._closed = threading.Event()
         self._heart: threading.Thread | None = None
-        if n_processes > 1 and key_value_store() is not None:
+        if n_processes > 1 and not channel and key_value_store() is not None:
             self._heart = threading.Thread(target=self._beat, name="meshmend-heartbeat", daemon=True)
             self._heart.start()
 
+    def channel(self, name: str) -> Coordination:
+        """Return another one of the same processes, whose exchanges do not get mixed up with these: for a thread."""
+        limits: dict[str, float] = {"timeout_s": self.timeout_s, "limit_s": self.limit_s, "beat_s": self.beat_s}
+        return Coordination(self.process, self.n_processes, channel=name, **limits)
+
     def exchange(self, fact: Any) -> list[Any]:
         """Send a fact (anything that JSON can encode) to all processes; return the facts of all, by process."""
-        before, own = self._own_key, self._tell(fact)
+        before, own = self._own_key, self._send(fact)
         if self.n_processes == 1:
             return [json.loads(json.dumps(fact))]
         folder = own.rpartition("/")[0]
@@ -73,9 +80,9 @@ class Coordination:
                 raise self._unreachable(error) from error
         return told
 
-    def tell(self, fact: Any) -> None:
+    def send(self, fact: Any) -> None:
         """Take part in an exchange without waiting for the others: for a process that is about to give up."""
-        self._tell(fact)
+        self._send(fact)
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
@@ -92,9 +99,9 @@ class Coordination:
         if self._heart is not None:
             self._heart.join(self.timeout_s)
 
-    def _tell(self, fact: Any) -> str:
+    def _send(self, fact: Any) -> str:
         """Post a fact; return its key."""
-        self._own_key = f"meshmend/{next(self._round)}/{self.process}"
+        self._own_key = f"{self._keys}{next(self._round)}/{self.process}"
         if self.n_processes > 1:
             _store().set(self._own_key, json.dumps(fact))
         return self._own_key

@@ -1,4 +1,4 @@
-"""One attempt of a job: from the launcher's environment to the fabric with the hole.
+"""One round of a job: from the launcher's environment to the fabric with the hole.
 
 `initialize` joins this process to the others, finds out which hosts are there, and builds the fabric of their chips.
 What is missing is the hole. Every process sees the same hosts, and raises the same error where they are inconsistent.
@@ -36,9 +36,9 @@ from meshmend.jax.private import joined_as
 from meshmend.jax.tiles import TiledFabric, tile
 from meshmend.jax.training_plan import TrainingPlan
 from meshmend.jax.training_plan import plan as plan_training
+from meshmend.launch.environment import Launch, read_launch
 from meshmend.launch.events import note_quarantined
 from meshmend.launch.hosts import Hosts
-from meshmend.launch.places import Launch, read_launch
 from meshmend.launch.processes import wait_for_server
 from meshmend.launch.timeline import Timeline, process_started_at
 from meshmend.launch.warm import PRELOADED, jax_settings
@@ -64,7 +64,7 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Session:
-    """One process's part in one attempt of the job. Made by `initialize`; use it in a `with` block.
+    """One process's part in one round of the job. Made by `initialize`; use it in a `with` block.
 
     Leaving the block by an exception ends the process at once: with a peer gone, an orderly shutdown would wait for it
     until some timeout, and the launcher can only restart what has ended.
@@ -146,7 +146,7 @@ class Session:
                 try:
                     found = make(store)
                 except BaseException as error:
-                    self.coordination.tell(_describe_failure(error))
+                    self.coordination.send(_describe_failure(error))
                     raise
                 facts["from_cache"] = len(store) == before
                 self.coordination.exchange(None)
@@ -244,7 +244,7 @@ def initialize(
     shape: Sequence[int] | str | None = None,
     host: Sequence[int] | str | None = None,
     *,
-    place: int | str | Sequence[int] | None = None,
+    host_index: int | str | Sequence[int] | None = None,
     launch: Launch | None = None,
     heartbeat_s: int = 10,
     timeout_s: int = 30,
@@ -254,7 +254,7 @@ def initialize(
 ) -> Session:
     """Join the job, find the survivors, and return the session. Call it first, before anything touches a device.
 
-    `shape` is the whole machine and `host` the tile of chips that a host drives, as in "8x8" and "4x2"; `place` is
+    `shape` is the whole machine and `host` the tile of chips that a host drives, as in "8x8" and "4x2"; `host_index` is
     this host's number in row-major order, or the coordinate of its first chip. By default they come from the
     environment: MESHMEND_SHAPE (or MESHMEND_MACHINE, the file that describes it, as `meshmend run --machine` sets it),
     MESHMEND_HOST_SHAPE and MESHMEND_HOST. TPU devices report their coordinates, and
@@ -278,7 +278,7 @@ def initialize(
     """
     started, joining = process_started_at(), time.time()
     launched = _find_launch() if launch is None else launch
-    notes = Timeline(timeline or os.environ.get("MESHMEND_TIMELINE"), job=launched.job, launch=launched.attempt)
+    notes = Timeline(timeline or os.environ.get("MESHMEND_TIMELINE"), job=launched.job, round=launched.round)
     if launched.hosts:
         notes.facts["host"] = launched.hosts[launched.process]
     _configure(compile_cache)
@@ -298,8 +298,8 @@ def initialize(
             )
         joined = time.time()
         coordination = Coordination(launched.process, launched.n_processes, timeout_s=timeout_s)
-        if not _knows_coordinates(place):
-            hosts, numbers = _find_hosts(shape, host, place, launched, coordination)
+        if not _knows_coordinates(host_index):
+            hosts, numbers = _find_hosts(shape, host, host_index, launched, coordination)
         notes.facts |= {"process": launched.process, "host": numbers[launched.process]}
         quarantined = agree_on_quarantine(quarantine, coordination, hosts)
         fabric = find_fabric(shape, hosts, numbers, quarantined)
@@ -349,9 +349,9 @@ def _platform() -> str:
     return (platforms or "").split(",")[0]
 
 
-def _knows_coordinates(place: Any) -> bool:
+def _knows_coordinates(host_index: Any) -> bool:
     """Whether devices report coordinates, decided without touching them: only a TPU's do, unless the host is given."""
-    placed = place is not None or "MESHMEND_HOST" in os.environ
+    placed = host_index is not None or "MESHMEND_HOST" in os.environ
     return _platform() == "tpu" or (_platform() == "" and not placed)
 
 
@@ -365,7 +365,7 @@ def _find_launch() -> Launch:
 def _find_hosts(
     shape: Sequence[int] | str | None,
     host: Sequence[int] | str | None,
-    place: int | str | Sequence[int] | None,
+    host_index: int | str | Sequence[int] | None,
     launch: Launch,
     coordination: Coordination,
 ) -> tuple[Hosts, tuple[int, ...]]:
@@ -373,7 +373,7 @@ def _find_hosts(
     wraps = {"machine": os.environ.get("MESHMEND_MACHINE"), "wrap": os.environ.get("MESHMEND_WRAP")}
     shape = shape if shape is not None else os.environ.get("MESHMEND_SHAPE")
     host = host if host is not None else os.environ.get("MESHMEND_HOST_SHAPE")
-    place = place if place is not None else os.environ.get("MESHMEND_HOST")
+    host_index = host_index if host_index is not None else os.environ.get("MESHMEND_HOST")
     is_described = host is not None and (shape is not None or wraps["machine"] is not None)
     if launch.hosts:
         # The launcher knows all hosts already, and has checked that they describe the same machine.
@@ -386,15 +386,15 @@ def _find_hosts(
         return hosts, tuple(hosts.number(number) for number in launch.hosts)
     # Errors are exchanged before anyone raises, or the others would wait for this process.
     mine: dict[str, Any] = {}
-    if host is None or not is_described or place is None:
+    if host is None or not is_described or host_index is None:
         mine["error"] = (
-            f"Process {launch.process} has no chips assigned. Give initialize() shape, host and place, or set "
+            f"Process {launch.process} has no chips assigned. Give initialize() shape, host and host_index, or set "
             "MESHMEND_SHAPE=8x8, MESHMEND_HOST_SHAPE=4x2 and MESHMEND_HOST=3 (this host's number)."
         )
     else:
         try:
             hosts = Hosts.described(shape, host, **wraps)
-            mine |= {"machine": str(hosts), "host": hosts.number(place)}
+            mine |= {"machine": str(hosts), "host": hosts.number(host_index)}
         except (MeshError, RestartError) as error:
             mine["error"] = f"Process {launch.process}: {error}"[:2000]
     return hosts, check_hosts(coordination.exchange(mine))

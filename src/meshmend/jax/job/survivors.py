@@ -19,7 +19,7 @@ from meshmend.errors import MeshError, QuarantineError, RestartError, name_chip
 from meshmend.jax.fabric import Fabric, discover
 from meshmend.jax.job.coordination import Coordination
 from meshmend.launch.hosts import Hosts
-from meshmend.quarantine import Quarantined, QuarantineList, SignBook, enforce, untrusted
+from meshmend.quarantine import FaultLog, Quarantined, QuarantineList, enforce, untrusted
 from meshmend.quarantine.entries import cables_of, chips_of
 
 ADVICE = "`meshmend quarantine list DIR` shows why, and `meshmend quarantine clear DIR SUSPECT` takes it back."
@@ -30,7 +30,7 @@ def agree_on_quarantine(
 ) -> tuple[Quarantined, ...]:
     """Return what is in quarantine, by the list in the folder (by default MESHMEND_SHARED) that process 0 sees.
 
-    What the sign book proves and the list does not have yet is added first: who should have done it may have died.
+    What the fault log proves and the list does not have yet is added first: who should have done it may have died.
     """
     folder = folder or os.environ.get("MESHMEND_SHARED")
     # All processes ask for the devices, or none does: they wait for each other there.
@@ -46,8 +46,8 @@ def agree_on_quarantine(
 
 
 def agree_on_untrusted(folder: Path, coordination: Coordination) -> list[tuple[int, int]]:
-    """Return which states are not to be trusted, by the sign book that process 0 sees: see `untrusted`."""
-    pairs = _ask_first(lambda: untrusted(SignBook(folder)), coordination)
+    """Return which states are not to be trusted, by the fault log that process 0 sees: see `untrusted`."""
+    pairs = _ask_first(lambda: untrusted(FaultLog(folder)), coordination)
     return [(int(attempt), int(step)) for attempt, step in pairs]
 
 

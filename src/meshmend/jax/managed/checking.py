@@ -1,6 +1,6 @@
 """A job's checks: when they run, what follows from what they find, and up to which step the state is known to be good.
 
-Whatever a check finds goes to the job's sign book, and from there, if it is enough, to the quarantine list; then this
+Whatever a check finds goes to the job's fault log, and from there, if it is enough, to the quarantine list; then this
 process gives up. The launcher starts all of them again: they leave out what is on the list, and go back to the last
 state that is known to be good. So a process that has seen something needs no other's consent.
 """
@@ -18,8 +18,8 @@ import jax
 from meshmend.errors import ParameterError, QuarantineError
 from meshmend.jax.checks.digests import compare_replicas, replica_digests
 from meshmend.jax.checks.lag import LagWatch
+from meshmend.jax.checks.observations import digest_observations
 from meshmend.jax.checks.recompute import Recompute, check_recomputable
-from meshmend.jax.checks.signs import digest_signs
 from meshmend.jax.collectives import Tree
 from meshmend.jax.compiling import CompiledTrainStep
 from meshmend.jax.fabric import Fabric
@@ -30,15 +30,15 @@ from meshmend.jax.managed.model import Model
 from meshmend.jax.state import Keeper
 from meshmend.jax.tiles import TiledFabric
 from meshmend.launch.events import note_quarantined
-from meshmend.quarantine import Quarantined, Sign, report
-from meshmend.quarantine.sign import LAG
+from meshmend.quarantine import Observation, Quarantined, report
+from meshmend.quarantine.observation import LAG
 
 WRITTEN_AFTER = 2
 """The result of a step implies that all hosts have written their copies of the one so many steps before."""
 
 
 class FoundError(QuarantineError):
-    """A check has found wrong numbers or a straggler: this attempt of the job ends, and the next one does without."""
+    """A check has found wrong numbers or a straggler: this round of the job ends, and the next one does without."""
 
 
 class _Open(NamedTuple):
@@ -49,10 +49,10 @@ class _Open(NamedTuple):
 
 
 class Checking:
-    """Runs the checks of one attempt. Every process makes the same calls, in the same order.
+    """Runs the checks of one round. Every process makes the same calls, in the same order.
 
     They are `between(step, …)` when a step has been started and the next one has not, `settled(step, …)` when its
-    results are there, and `time(step, …)` at the end of each turn of the loop. It tells the keeper which states are
+    results are there, and `time(step, …)` at the end of each pass of the loop. It tells the keeper which states are
     known to be good.
     """
 
@@ -110,14 +110,14 @@ class Checking:
         if one.digests is not None:
             like, shardings = self._replicated
             found = compare_replicas(one.digests, like, self.session.fabric, shardings=shardings)
-            self._act_on(digest_signs(found, one.step))
+            self._act_on(digest_observations(found, one.step))
         if is_written and self.verifies(one.step):
             self.keeper.verify(one.step)
             self.session.timeline.note("verified", step=one.step)
 
-    def _act_on(self, signs: Sequence[Sign]) -> None:
+    def _act_on(self, observations: Sequence[Observation]) -> None:
         """Report what was found; raise if the job cannot go on as it is."""
-        if not signs:
+        if not observations:
             return
         verified = self.keeper.verified
         hosts = self.session.hosts
@@ -125,19 +125,21 @@ class Checking:
         mesh = fabric.chips.mesh if isinstance(fabric, TiledFabric) else fabric.mesh
         entries = report(
             self.folder,
-            signs,
+            observations,
             attempt=self.keeper.attempt,
             verified=verified,
             hosts=hosts,
             n_chips=mesh.size,
         )
-        for sign in signs:
-            suspects = [str(one) for one in sign.suspects]
-            self.session.timeline.note("sign", step=sign.step, kind=sign.kind, suspects=suspects, why=sign.evidence)
+        for observation in observations:
+            suspects = [str(one) for one in observation.suspects]
+            self.session.timeline.note(
+                "observation", step=observation.step, kind=observation.kind, suspects=suspects, why=observation.evidence
+            )
         for entry in entries:
             note_quarantined(self.session.timeline, entry, hosts)
-        if entries or any(sign.kind != LAG for sign in signs):
-            raise FoundError(_describe(signs, entries, verified))
+        if entries or any(observation.kind != LAG for observation in observations):
+            raise FoundError(_describe(observations, entries, verified))
 
     def _digests(self, params: Tree, state: Tree) -> Tree:
         """Start to digest the state, and return the digests to be."""
@@ -177,14 +179,14 @@ def check_possible(checks: Checks, model: Model, fabric: Fabric) -> None:
         )
 
 
-def _describe(signs: Sequence[Sign], entries: Sequence[Quarantined], verified: int) -> str:
-    first = signs[0]
+def _describe(observations: Sequence[Observation], entries: Sequence[Quarantined], verified: int) -> str:
+    first = observations[0]
     suspects = " or ".join(f"{one.kind} {one}".replace("host host", "host") for one in first.suspects[:4])
-    more = f" (and {len(signs) - 1} more)" if len(signs) > 1 else ""
+    more = f" (and {len(observations) - 1} more)" if len(observations) > 1 else ""
     seen = f"Step {first.step}: {suspects} is suspected ({first.kind}): {first.evidence}{more}."
     if not entries:
-        return f"{seen} One sign is not enough to leave it out: the job goes back to step {verified} and tries again."
+        return f"{seen} One observation is not enough to leave it out: the job goes back to step {verified}."
     named = ", ".join(str(entry.suspect) for entry in entries)
-    is_slow = all(sign.kind == LAG for sign in signs)
+    is_slow = all(observation.kind == LAG for observation in observations)
     goes_on = "goes on without it" if is_slow else f"goes back to step {verified}, and on without it"
     return f"{seen} {named} is in quarantine now; the job {goes_on}."

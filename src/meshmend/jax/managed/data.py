@@ -68,13 +68,13 @@ def make_feed(dataset: Any, policy: Policy, *, seed: int, n_chips: int) -> Feed:
     return Feed(source, policy, seed=seed, threads=0 if in_memory else READERS, prefetch=0 if in_memory else 2)
 
 
-def with_places(batch: Batch, fabric: Fabric) -> Batch:
-    """Return a batch whose data has beside each example its epoch and its place in it: what its random key is made of.
+def with_offsets(batch: Batch, fabric: Fabric) -> Batch:
+    """Return a batch whose data has beside each example its epoch and its offset in it: what its random key is made of.
 
     Neither depends on the chips, so an example draws the same numbers wherever it is computed, and again when a step
     is repeated.
     """
-    table = batch.feed.split(fabric).epochs_and_places(batch.at).reshape(-1, 2)
+    table = batch.feed.split(fabric).epochs_and_offsets(batch.at).reshape(-1, 2)
     sharding = fabric.sharding(fabric.batch_axes)
     put = jax.make_array_from_callback(table.shape, sharding, lambda index: table[index], dtype=table.dtype)
     return replace(batch, data=(batch.data, put))
@@ -92,7 +92,7 @@ class RandomKey(NamedTuple):
         key = jax.random.key(rng) if isinstance(rng, int) else rng
         return cls(np.asarray(jax.random.key_data(key)), str(jax.random.key_impl(key)))
 
-    def of_examples(self, places: Annotated[jax.Array, "uint32[B, 2]"]) -> jax.Array:
-        """Return a key for each example, from its epoch and its place."""
+    def of_examples(self, offsets: Annotated[jax.Array, "uint32[B, 2]"]) -> jax.Array:
+        """Return a key for each example, from its epoch and its offset."""
         key, fold = jax.random.wrap_key_data(jnp.asarray(self.bits), impl=self.kind), jax.random.fold_in
-        return jax.vmap(lambda place: fold(fold(key, place[0]), place[1]))(places)
+        return jax.vmap(lambda offset: fold(fold(key, offset[0]), offset[1]))(offsets)

@@ -19,14 +19,14 @@ from meshmend.cost import Hardware
 from meshmend.errors import ParameterError, RestartError
 from meshmend.jax.batching import KeepGlobal, KeepPerChip, Policy
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.job.alone import initialize_alone, is_launched
 from meshmend.jax.job.hardware import with_hardware
 from meshmend.jax.job.session import Session, initialize
+from meshmend.jax.job.single_process import initialize_alone, is_launched
 from meshmend.jax.managed.checks import Checks
 from meshmend.jax.managed.data import RandomKey, make_feed
 from meshmend.jax.managed.ending import Ending
 from meshmend.jax.managed.model import Model, Update
-from meshmend.jax.managed.run import Aids, TrainingRun
+from meshmend.jax.managed.run import RecoveryOptions, TrainingRun
 from meshmend.jax.managed.shared import SharedFolder, check_shared, open_shared
 from meshmend.jax.managed.step import JobStep
 from meshmend.jax.private import joined_as
@@ -48,13 +48,16 @@ class Job:
     restart, and one that lost a chip is a hole.
 
     After each step (or every `memory_every`) hosts keep copies of the state in memory, and every `disk_every` steps and
-    at the end there is a checkpoint in `shared`; 0 leaves either out. `planner` is as in `meshmend.plan`. Plans are
+    at the end there is a checkpoint in `shared`, or where `disk` says (any path that Orbax takes, as in
+    "gs://bucket/job"); 0 leaves either out. Checkpoints are what Orbax would save of {"params": …, "opt_state": …}, so
+    that it reads them without meshmend; and a new job begins with one that Orbax has saved, if `start_from` is its
+    path. `planner` is as in `meshmend.plan`. Plans are
     made for the bytes that the model sends and for `hardware`, a preset's name or a file; by default for what the job
     has measured at its first start under a launcher (`mmj.measure`, a few seconds), else for the devices' preset.
-    With `compile_ahead`, process 0 compiles for the loss of each host while the job trains. With `ledger`, it writes
-    the samples of each step to ledger.jsonl, for `Ledger.check`; a step waits for it. With `checks`, as in `Checks()`,
-    chips that compute wrong numbers or are slow are looked for and left out, and the job goes back to the last state
-    that is known to be good. `session` is for scripts that call `initialize` themselves, and end it, too.
+    With `compile_ahead`, process 0 compiles for the loss of each host while the job trains. With
+    `checks`, as in `Checks()`, chips that compute wrong numbers or are slow are looked for and left out, and the job
+    goes back to the last state that is known to be good. `session` is for scripts that call `initialize` themselves,
+    and end it, too.
 
     >>> import tempfile, jax, numpy as np, optax, meshmend.jax as mmj
     >>> from meshmend.jax.job import initialize_alone
@@ -80,13 +83,17 @@ class Job:
         hardware: str | Hardware | None = None,
         memory_every: int = 1,
         disk_every: int = 100,
+        disk: str | Path | None = None,
+        start_from: str | Path | None = None,
         compile_ahead: bool = True,
-        ledger: bool = False,
         checks: Checks | None = None,
     ) -> None:
         self.shared = open_shared(shared)
         self.policy = _policy(global_batch)
-        self.aids = Aids(self.shared, planner, memory_every, disk_every, compile_ahead, ledger, checks)
+        disk = self.shared.disk if disk is None else disk
+        self.options = RecoveryOptions(
+            self.shared, planner, memory_every, disk_every, compile_ahead, checks, disk, start_from
+        )
         self._run: TrainingRun | None = None
         if inner is not None and tile is None:
             raise ParameterError("inner names the axes inside a tile: give tile='2x2' as well.")
@@ -150,7 +157,7 @@ class Job:
           with one row per example. Their mean is the next state, such as running statistics. Whole numbers and bools
           are kept exactly: they must not depend on the examples, as in a counter of steps.
         - `rng`: `loss` gets one random key per example as its last argument. They depend on `rng`, the epoch and the
-          example's place in it, not on the chips: a repeated step draws the same numbers.
+          example's offset in it, not on the chips: a repeated step draws the same numbers.
         - `has_aux`: `loss` returns (values, aux), or with a model state (values, (new state, aux)); `step.aux` has the
           means of its arrays.
         - `update`: "replicated" updates all weights on every chip. "sharded" divides the optimizer's memory and work
@@ -183,7 +190,7 @@ class Job:
         feed = make_feed(dataset, self.policy, seed=seed, n_chips=self.fabric.mesh.n_chips)
         self._run = TrainingRun(
             self.session,
-            self.aids,
+            self.options,
             model,
             feed,
             is_sharded=model.is_sharded(update),

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
 from meshmend.jax.checks import Part
-from meshmend.jax.collectives import travel_dtype
+from meshmend.jax.collectives import Tree, travel_dtype
 from meshmend.jax.elementwise import check_elementwise
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.fsdp.params import ShardedParams, is_sharded, joined
@@ -25,7 +25,7 @@ from meshmend.jax.gradients import LossSums, Sums
 from meshmend.jax.managed.data import RandomKey
 from meshmend.jax.managed.model_state import ModelState
 from meshmend.jax.program import Program
-from meshmend.jax.state import fetch, place
+from meshmend.jax.state import fetch, put
 from meshmend.jax.training import TrainStep, train_step
 from meshmend.jax.training_plan import any_pair
 
@@ -49,8 +49,8 @@ class Model:
 
     loss: Callable[..., Any]
     optimizer: optax.GradientTransformation
-    params: Any
-    model_state: Any = None
+    params: Tree
+    model_state: Tree = None
     rng: RandomKey | None = None
     has_aux: bool = False
     microbatches: int = 1
@@ -80,19 +80,19 @@ class Model:
         kept = ModelState(self.model_state)
         plain = self._train_step(fabric, lambda params, data: self._call(params, data, kept.start), True)
 
-        def init(params: Any, program: Program) -> Any:
+        def init(params: Tree, program: Program) -> Any:
             start = jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, fabric.sharding()), kept.start)
             return plain.init(params, program), start
 
-        def step(params: Any, state: Any, batch: Any, program: Program, **more: Any) -> tuple[Any, ...]:
+        def step(params: Tree, state: Tree, batch: Any, program: Program, **more: Any) -> tuple[Any, ...]:
             own, model_state = state
 
-            def averaged(params: Any, data: Any) -> Any:
+            def averaged(params: Tree, data: Any) -> Any:
                 value, extra = self._call(params, data, model_state)
                 new, aux = extra if self.has_aux else (extra, ())
                 return value, (kept.averaged(new), aux)
 
-            def new_state(params: Any, model_state: Any, data: Any) -> Any:
+            def new_state(params: Tree, model_state: Tree, data: Any) -> Any:
                 _, extra = self._call(params, data, model_state)
                 return extra[0] if self.has_aux else extra
 
@@ -103,25 +103,25 @@ class Model:
 
         inner_specs = plain.specs
         if inner_specs is None:
-            return TrainStep(init, step, fabric, self.accumulate_dtype)
+            return TrainStep(init, step, fabric, self.accumulate_dtype, has_model_state=True)
 
-        def specs(params: Any, program: Program) -> tuple[Any, Any]:
+        def specs(params: Tree, program: Program) -> tuple[Tree, Tree]:
             inside, of_state = inner_specs(params, program)
             return inside, (of_state, jax.tree.map(lambda _: PartitionSpec(), kept.start))
 
-        return TrainStep(init, step, fabric, self.accumulate_dtype, specs)
+        return TrainStep(init, step, fabric, self.accumulate_dtype, specs, has_model_state=True)
 
-    def gradients(self, params: Any, model_state: Any, part: Part) -> Sums:
+    def gradients(self, params: Tree, model_state: Tree, part: Part) -> Sums:
         """Return one device's sums over a part of its examples, for `Recompute`, without any collective.
 
         `model_state` is None for a model without one. A part is half of a device's examples, and is cut into half as
         many microbatches, so that it needs no more memory than a step.
         """
         self.check_recomputable()
-        data = part.data if self.rng is None else (part.data, part.places)
+        data = part.data if self.rng is None else (part.data, part.offsets)
         given = () if self.model_state is None else (model_state,)
 
-        def loss(params: Any, data: Any, _: Any) -> Any:
+        def loss(params: Tree, data: Any, _: Any) -> Any:
             return self._call(params, data, *given)
 
         has_aux = self.has_aux or bool(given)
@@ -147,11 +147,11 @@ class Model:
         """Return the parameters as shapes and dtypes, or as they were given."""
         return jax.eval_shape(lambda pair: self.params(fabric, pair), program) if self.is_fsdp else self.params
 
-    def place(self, fabric: Fabric, program: Program) -> Any:
+    def put(self, fabric: Fabric, program: Program) -> Tree:
         """Return what a new job begins with, on the devices."""
-        return self.params(fabric, program) if self.is_fsdp else place(self.params, fabric, self.shardings)
+        return self.params(fabric, program) if self.is_fsdp else put(self.params, fabric, self.shardings)
 
-    def fetch(self, params: Any, fabric: Fabric, program: Program) -> Any:
+    def fetch(self, params: Tree, fabric: Fabric, program: Program) -> Tree:
         """Return parameters as NumPy arrays; shards are gathered, one layer at a time, so every process must ask."""
         return fetch_params(params, fabric, program) if self.is_fsdp else fetch(params)
 
@@ -184,7 +184,7 @@ class Model:
             sizes[leaf.dtype] = sizes.get(leaf.dtype, 0) + math.prod(leaf.shape)
         shards = tuple(jax.ShapeDtypeStruct((1, size), dtype) for dtype, size in sizes.items())
         try:
-            check_elementwise(self.optimizer, shards, whole, own=self.params, with_turn=True)
+            check_elementwise(self.optimizer, shards, whole, own=self.params, with_update=True)
         except ParameterError:
             return False
         return True
@@ -201,17 +201,17 @@ class Model:
             shardings=self.shardings,
         )
 
-    def _call(self, params: Any, data: Any, *model_state: Any) -> Any:
+    def _call(self, params: Tree, data: Any, *model_state: Tree) -> Any:
         if self.rng is None:
             return self.loss(params, *model_state, data)
-        batch, places = data
-        return self.loss(params, *model_state, batch, self.rng.of_examples(places))
+        batch, offsets = data
+        return self.loss(params, *model_state, batch, self.rng.of_examples(offsets))
 
-    def _call_with_pair(self, params: Any, data: Any, pair: Program) -> Any:
+    def _call_with_pair(self, params: Tree, data: Any, pair: Program) -> Any:
         if self.rng is None:
             return self.loss(params, data, pair)
-        batch, places = data
-        return self.loss(params, batch, pair, self.rng.of_examples(places))
+        batch, offsets = data
+        return self.loss(params, batch, pair, self.rng.of_examples(offsets))
 
     def _check_fsdp(self, update: Update) -> None:
         """Refuse whole parameters where they are to be sharded, and the reverse."""
@@ -229,7 +229,7 @@ class Model:
             )
 
 
-def fetch_params(tree: Any, fabric: Fabric, program: Program) -> Any:
+def fetch_params(tree: Tree, fabric: Fabric, program: Program) -> Any:
     """Return sharded parameters whole, as NumPy arrays, with one layer at a time on the chips. For every process."""
 
     def whole(params: ShardedParams) -> Any:

@@ -25,10 +25,9 @@ from meshmend.jax.fabric import Fabric
 from meshmend.jax.feed import Batch, Feed
 from meshmend.jax.job.session import RECOVERY_BUDGET_S, Session
 from meshmend.jax.job.survivors import agree_on_untrusted
-from meshmend.jax.ledger import Ledger
 from meshmend.jax.managed.checking import Checking, check_possible
 from meshmend.jax.managed.checks import Checks
-from meshmend.jax.managed.data import with_places
+from meshmend.jax.managed.data import with_offsets
 from meshmend.jax.managed.model import Model
 from meshmend.jax.managed.shared import SharedFolder
 from meshmend.jax.managed.step import JobStep
@@ -53,7 +52,7 @@ _RUNS: weakref.WeakValueDictionary[Path, TrainingRun] = weakref.WeakValueDiction
 
 
 @dataclass(frozen=True)
-class Aids:
+class RecoveryOptions:
     """What helps a job to come back, and where it is kept."""
 
     shared: SharedFolder
@@ -61,8 +60,11 @@ class Aids:
     memory_every: int
     disk_every: int
     compile_ahead: bool
-    ledger: bool
     checks: Checks | None = None
+    disk: str | Path = ""
+    """Where checkpoints go."""
+    start_from: str | Path | None = None
+    """What Orbax has saved, for a new job to begin with."""
 
     def __post_init__(self) -> None:
         for name in ("memory_every", "disk_every"):
@@ -75,12 +77,20 @@ class TrainingRun:
     """A job's training from a start or restart on. Made by `Job.train`; every process makes the same one."""
 
     def __init__(
-        self, session: Session, aids: Aids, model: Model, feed: Feed, *, is_sharded: bool, steps: int, seed: int
+        self,
+        session: Session,
+        options: RecoveryOptions,
+        model: Model,
+        feed: Feed,
+        *,
+        is_sharded: bool,
+        steps: int,
+        seed: int,
     ) -> None:
         if steps < 0:
             raise ParameterError(f"steps is {steps}, expected the number of the last step, at least 0.")
         self.session = session
-        self.aids = aids
+        self.options = options
         self.model = model
         self.feed = feed
         self.is_sharded = is_sharded
@@ -93,49 +103,55 @@ class TrainingRun:
         """Whether another run in this process goes on with the job."""
         self._data = {"samples": feed.epoch_size, "seed": seed}
         self._ahead: CompileAhead | None = None
-        if aids.checks is not None:
-            check_possible(aids.checks, model, session.fabric)
+        if options.checks is not None:
+            check_possible(options.checks, model, session.fabric)
         self._check_agreement()
-        untrusted = agree_on_untrusted(aids.shared.path, session.coordination)
-        self.plan = session.agree_on_plan(lambda cache: self._plan(session.fabric, cache), aids.shared.plans)
+        untrusted = agree_on_untrusted(options.shared.path, session.coordination)
+        self.plan = session.agree_on_plan(lambda cache: self._plan(session.fabric, cache), options.shared.plans)
         if session.launch.process == 0:
             self._note_demands()
-        self._saved_steps = SavedSteps(aids.shared.programs, session, self._made_of(), self._ingredients)
+        self._saved_steps = SavedSteps(options.shared.programs, session, self._made_of(), self._ingredients)
         self._compiled = self._saved_steps.start(self.plan)
         layout = self._compiled.layout
         self._take_over()
         self._keeper: Keeper | None = Keeper(
             session,
             layout,
-            memory_every=aids.memory_every,
-            disk=aids.shared.disk if aids.disk_every else None,
-            disk_every=aids.disk_every or 1,
+            memory_every=options.memory_every,
+            disk=options.disk if options.disk_every else None,
+            disk_every=options.disk_every or 1,
+            start_from=options.start_from,
             # None says that nothing checks this job: what it keeps counts as good for a later run with checks.
-            untrusted=untrusted if untrusted or aids.checks is not None else None,
+            untrusted=untrusted if untrusted or options.checks is not None else None,
         )
         self._checking: Checking | None = None
         try:
-            if aids.memory_every:
-                n_copies = COPIES if aids.checks is None else CHECKED_COPIES
+            if options.memory_every:
+                n_copies = COPIES if options.checks is None else CHECKED_COPIES
                 check_room(self._keeper.memory.folder, layout, session.launch.n_processes, n_copies)
-            params = model.place(session.fabric, self._compiled.program)
+            params = model.put(session.fabric, self._compiled.program)
             self.found = self._keeper.restore(params, self._compiled.init(params), extra=self._extra(Position()))
             self.params, self._state = self.found.params, self.found.state
             self.number = self.found.step
             self._check_found()
-            if aids.checks is not None:
-                self._checking = Checking(aids.checks, session, aids.shared.path, model, self._compiled, self._keeper)
+            self._at = Position(*self.found.extra["position"])
+            batch = feed.split(session.fabric).global_batch
+            session.timeline.note("feed", step=self.number, position=self._at, batch=batch)
+            if options.checks is not None:
+                self._checking = Checking(
+                    options.checks, session, options.shared.path, model, self._compiled, self._keeper
+                )
         except BaseException:
             self._keeper.abandon()
             raise
-        _RUNS[aids.shared.path] = self
+        _RUNS[options.shared.path] = self
 
     def _take_over(self) -> None:
         """End an earlier run of this job in this process, whose loop an error has ended: as in a notebook.
 
         The error, which a notebook keeps, keeps that loop, and with it the folder of its copies.
         """
-        earlier = _RUNS.get(self.aids.shared.path)
+        earlier = _RUNS.get(self.options.shared.path)
         if earlier is None or not earlier.is_suspended or self.session.launch.n_processes > 1:
             return
         earlier.is_replaced = True
@@ -158,31 +174,26 @@ class TrainingRun:
         waited, clock = deque[float](), HostClock()
         keeper, found, checking = self._keeper, self.found, self._checking
         assert keeper is not None  # noqa: S101  # it is there until the end of the loop
-        is_recorder = self.aids.ledger and self.session.launch.process == 0
-        ledger = Ledger(self.aids.shared.ledger) if is_recorder else None
         self.is_open = True
 
         def settle(step: JobStep) -> None:
             """Wait for a step's loss, which raises as soon as any of this host's devices has lost its peer."""
             examples = self.feed.split(fabric).count(step.batch.at)
             facts = {"step": step.number, "loss": step.loss, "chips": step.chips, "examples": examples}
-            timeline.note("step", **facts, waited_s=round(waited.popleft(), 6))
+            timeline.note("step", **facts, position=step.batch.at, waited_s=round(waited.popleft(), 6))
             self._saved_steps.confirm()
             if checking is not None:
                 checking.settled(step.number)
 
         try:
-            batches = self.feed.batches(fabric, at=Position(*found.extra["position"]))
+            batches = self.feed.batches(fabric, at=self._at)
             for number in range(found.step + 1, self.last + 1):
                 asked = time.monotonic()
                 batch = next(batches)
                 waited.append(time.monotonic() - asked)
-                # Before the step: a step that all hosts have kept must be in the ledger, whichever host dies when.
                 given = self._input(batch, fabric)
                 # From here to the end of the loop's body this host waits, for devices, or does what only one host does.
                 with clock.waiting():
-                    if ledger is not None:
-                        ledger.record(number, epoch=batch.at.epoch, samples=batch.indices)
                     if checking is not None:
                         checking.between(number - 1, self.params, self._state, batch)
                     self.params, self._state, *results = self._compiled.step(self.params, self._state, given)
@@ -192,19 +203,19 @@ class TrainingRun:
                         self._state,
                         self._extra(batch.after),
                         save=number == self.last,
-                        hold=checking is not None and checking.verifies(number),
+                        pin=checking is not None and checking.verifies(number),
                     )
                     self.number = number
                     recovered = found.source != "start" and number == found.step + 1
                     under_way.append(JobStep(number, fabric.n_chips, batch, recovered, results, self._params_of))
-                    if number == found.step + AHEAD_AFTER and self.aids.compile_ahead:
+                    if number == found.step + AHEAD_AFTER and self.options.compile_ahead:
                         self._ahead = self._saved_steps.ahead(self._plan_ahead)
                     self.is_suspended = True
                     yield under_way[-1]
                     self.is_suspended = False
                     if self.is_replaced:
                         raise RestartError(
-                            f"Another Job of this process goes on with {self.aids.shared.path}, from the steps that "
+                            f"Another Job of this process goes on with {self.options.shared.path}, from the steps that "
                             "this one has kept. Take the steps of that one.",
                             step=number,
                         )
@@ -249,19 +260,19 @@ class TrainingRun:
             update=update,
             shardings=self.model.shardings,
             accumulate_dtype=self.model.accumulate_dtype,
-            planner=self.aids.planner,
+            planner=self.options.planner,
             cache=cache,
             budget_s=RECOVERY_BUDGET_S,
         )
 
     def _note_demands(self) -> None:
         """Write down what this job plans for, so that `meshmend prepare --shared` can plan the same ahead."""
-        fabric, planner = self.session.fabric, self.aids.planner
+        fabric, planner = self.session.fabric, self.options.planner
         chips = fabric.chips if isinstance(fabric, TiledFabric) else fabric
         tile = None if self.session.cut is None else self.session.cut.side
         if isinstance(planner, str):
             demands = StepDemands(self.plan.workload, hardware_of(chips), tile, max_steps_of(fabric), planner)
-            demands.write(self.aids.shared.path)
+            demands.write(self.options.shared.path)
 
     def _made_of(self) -> dict[str, Any]:
         """Return all that the train step depends on: of whole parameters and of an example, their shapes."""
@@ -276,10 +287,10 @@ class TrainingRun:
         return self.model.training(fabric), self.model.like(fabric, program), batch
 
     def _plan_ahead(self, fabric: Fabric) -> TrainingPlan:
-        return self._plan(fabric, PlanCache(self.aids.shared.plans))
+        return self._plan(fabric, PlanCache(self.options.shared.plans))
 
     def _input(self, batch: Batch, fabric: Fabric) -> Batch:
-        return batch if self.model.rng is None else with_places(batch, fabric)
+        return batch if self.model.rng is None else with_offsets(batch, fabric)
 
     def _extra(self, position: Position) -> dict[str, Any]:
         return {"position": list(position), **self._data}
@@ -304,9 +315,11 @@ class TrainingRun:
             "steps": self.last,
             "batch": repr(self.feed.policy),
             "sharded": "fsdp" if self.model.is_fsdp else self.is_sharded,
-            "memory_every": self.aids.memory_every,
-            "disk_every": self.aids.disk_every,
-            "checks": repr(self.aids.checks),
+            "memory_every": self.options.memory_every,
+            "disk_every": self.options.disk_every,
+            "disk": str(self.options.disk),
+            "start_from": None if self.options.start_from is None else str(self.options.start_from),
+            "checks": repr(self.options.checks),
             "tile": self.session.cut,
         }
         everybody = self.session.coordination.exchange(mine)
@@ -328,7 +341,8 @@ class TrainingRun:
                     raise RestartError(
                         f"This job has trained {self.found.step} steps on a dataset whose {name} was {kept[name]}, but "
                         f"now {name} is {value}, so that its position in the data means something else. Give it the "
-                        f"same dataset and seed, or start over with another shared folder than {self.aids.shared.path}."
+                        "same dataset and seed, or start over with another shared folder than "
+                        f"{self.options.shared.path}."
                     )
             return
         if self.model.is_fsdp:

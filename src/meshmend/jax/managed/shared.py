@@ -46,11 +46,6 @@ class SharedFolder:
         return self.path / "disk"
 
     @property
-    def ledger(self) -> Path:
-        """Which samples each step used."""
-        return self.path / "ledger.jsonl"
-
-    @property
     def hardware(self) -> Path:
         """What was measured: a file per kind of device and shape of machine."""
         return self.path / "hardware"

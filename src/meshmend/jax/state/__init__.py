@@ -5,6 +5,6 @@
 
 from meshmend.jax.state.fetch import fetch
 from meshmend.jax.state.keeper import Keeper, Resumed
-from meshmend.jax.state.layout import StateLayout, place
+from meshmend.jax.state.layout import StateLayout, put
 
-__all__ = ["Keeper", "Resumed", "StateLayout", "fetch", "place"]
+__all__ = ["Keeper", "Resumed", "StateLayout", "fetch", "put"]

@@ -8,9 +8,9 @@ import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from meshmend.errors import RestartError
+from meshmend.jax.collectives import Tree
 from meshmend.jax.job.session import Session
 from meshmend.jax.state.disk import Disk
 from meshmend.jax.state.fetch import with_timeout
@@ -42,13 +42,13 @@ class Checkpoints:
         """Claim an attempt, and watch from now on that no other part of the job claims a later one: on process 0."""
         if self.session.launch.process != 0:
             return
-        why_not = ""
+        problem = ""
         try:
             with_timeout(self.disk.timeout_s, self.disk.hold_claim, attempt)
         except OSError as error:
-            why_not = str(error)
-        self.note_answer(why_not)
-        self._claim_watch = ClaimWatch(partial(self.disk.hold_claim, attempt), self.disk.timeout_s, why_not=why_not)
+            problem = str(error)
+        self.note_answer(problem)
+        self._claim_watch = ClaimWatch(partial(self.disk.hold_claim, attempt), self.disk.timeout_s, problem=problem)
         weakref.finalize(self, self._claim_watch.stop)  # a keeper that nobody closes
 
     def look(self) -> None:
@@ -60,21 +60,21 @@ class Checkpoints:
             self.note_answer(self._claim_watch.look())
         self.note_saved()
 
-    def note_answer(self, why_not: str) -> None:
+    def note_answer(self, problem: str) -> None:
         """Take in that the disk does not answer, and why; or, with "", that it does."""
-        if why_not and self.disk_answers:
-            self._warn(f"{self.disk.folder} is unreachable: {why_not}. The job continues without it.")
-        self.disk_answers = not why_not
+        if problem and self.disk_answers:
+            self._warn(f"{self.disk.folder} is unreachable: {problem}. The job continues without it.")
+        self.disk_answers = not problem
 
     def save(
-        self, layout: StateLayout, attempt: int, step: int, params: Any, state: Any, extra: Any, verified: int
+        self, layout: StateLayout, attempt: int, step: int, params: Tree, state: Tree, extra: Tree, verified: int
     ) -> None:
         """Begin to write a checkpoint, if the disk answers and the one before it is written."""
         with self.session.timeline.timed("checkpoint", step=step):
             self.note_saved(wait=True)
-            why_not = self.disk.save(layout, attempt, step, params, state, extra, verified)
-        if why_not:
-            self._note_not_saved(step, why_not)
+            problem = self.disk.save(layout, attempt, step, params, state, extra, verified)
+        if problem:
+            self._note_not_saved(step, problem)
 
     def note_saved(self, *, wait: bool = False) -> None:
         """Note what has become of the checkpoint that was begun last, if it is over; with `wait`, wait a while."""
@@ -98,10 +98,10 @@ class Checkpoints:
 
         Raises `RestartError` if it has failed.
         """
-        step, why_not = self.disk.close()
-        if why_not:
+        step, problem = self.disk.close()
+        if problem:
             self._told = ""  # the last word on it
-            self._note_not_saved(step, why_not)
+            self._note_not_saved(step, problem)
             return
         done = self.disk.finished()
         if done is not None:
@@ -124,13 +124,18 @@ class ClaimWatch:
     """
 
     def __init__(
-        self, hold_claim: Callable[[], None], timeout_s: float, *, why_not: str = "", every_s: float = LOOK_EVERY_S
+        self,
+        hold_claim: Callable[[], None],
+        timeout_s: float,
+        *,
+        problem: str = "",
+        every_s: float = LOOK_EVERY_S,
     ) -> None:
         self.timeout_s = timeout_s
         self._hold_claim = hold_claim
         self._every_s = every_s
         self._refusal: RestartError | None = None
-        self._why = why_not
+        self._why = problem
         self._asked: float | None = None
         self._stop = threading.Event()
         threading.Thread(target=self._run, name="meshmend-claim", daemon=True).start()

@@ -1,12 +1,11 @@
-"""The state on disk: Orbax checkpoints, written in the background, that any mesh can resume from.
+"""The state on disk: ordinary Orbax checkpoints, written in the background, that any mesh can resume from.
 
-Arrays are saved as they lie on the devices, each process its own shards, with the outline that says which elements they
-are; nothing is gathered to save. Each process takes checksums of its shards before it passes them to Orbax; they are
-kept in the checkpoint's facts, which have a checksum of their own, and are compared with what is read. Orbax is
-imported when first needed: a job that restarts from memory does not wait for that.
+What is saved is the user's own tree, whole, in the item `state`; what only meshmend knows of it is beside it in
+`meshmend`, under a checksum: the step, whose state it is, the position in the data, and checksums of all chunks, which
+are compared with what is read (`saving`, `loading`, `orbax`).
 
-A shared disk may hang. A checkpoint is written by a thread of its own (`Saving`), which training waits for only until
-its arrays are copied, and only for so long; while one hangs, no other is begun.
+A shared disk may hang. A checkpoint is written by a thread of its own (`Saving`), which training does not wait for;
+while one hangs, no other is begun.
 """
 
 from __future__ import annotations
@@ -19,40 +18,40 @@ import os
 import shutil
 import stat
 import threading
-import zlib
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import jax
 import numpy as np
-from numpy.typing import NDArray
 
 from meshmend.errors import MissingExtraError, RestartError
-from meshmend.extras import install_hint
-from meshmend.jax.state.fetch import OneAtATime, Saving, wait_for, with_timeout
+from meshmend.jax.collectives import Tree
+from meshmend.jax.job.coordination import Coordination
+from meshmend.jax.state.boxes import ChunkGrid
+from meshmend.jax.state.fetch import OneAtATime, Saving, with_timeout
 from meshmend.jax.state.identity import Identity
-from meshmend.jax.state.layout import Boxes, StateLayout, by_place, vectors_from_leaves
-from meshmend.jax.state.outline import Outline, Vectors, dtype_named
-from meshmend.jax.state.trust import UNCHECKED, Preserved
+from meshmend.jax.state.layout import Reader, StateLayout
+from meshmend.jax.state.loading import read_state
+from meshmend.jax.state.orbax import FACTS, STATE, ChunkStore, SavedArrays, Saver, imported, names_of
+from meshmend.jax.state.outline import dtype_named
+from meshmend.jax.state.saving import Checksums, ChunkWriter, VectorRun, copy_to_host
+from meshmend.jax.state.sources import UNCHECKED
+from meshmend.jax.state.trust import Preserved
 
-if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
-
+FORMAT = 2
+"""Of the facts; 1 was a format of arrays of our own."""
 SLOWEST_BYTES_PER_S = 10e6
 """A disk that reads a checkpoint more slowly than this counts as dead."""
-COPIED_BYTES_PER_S = 200e6
-"""A host that copies its shards to memory more slowly than this waits for something else: the disk."""
 LONGEST_FACTS = 256 << 20
 """Bytes; longer facts are damage, and not worth reading."""
 SPARE_BYTES = 64 << 20
 """Bytes that a checkpoint may have beyond its arrays: metadata, and the shards of many small ones."""
+COMMITTED = "commit_success.txt"
+"""Orbax's mark of a checkpoint that is complete."""
 ABANDONED = "abandoned"
 """Folder of checkpoints newer than the restored step."""
-
-Checksums = dict[str, list[list[int]]]
-"""For each leaf's number, runs of its elements, one shard after the other: first, end, CRC-32 of their bytes."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +70,14 @@ class Saved:
     @property
     def n_bytes(self) -> int:
         """Bytes of the arrays."""
-        return sum(math.prod(shape) * dtype_named(dtype).itemsize for shape, dtype in self.facts["leaves"])
+        return sum(math.prod(shape) * dtype_named(dtype).itemsize for _, shape, dtype, _ in self.facts["arrays"])
 
 
 class Disk:
     """The checkpoints in a folder that all hosts share. The newest `keep` stay, and the last that is verified.
 
-    `exchange` sends a fact to all processes and returns the facts of all; every process must make the same saves.
+    `folder` is any path that Orbax takes, as in gs://bucket/job. Every process must make the same saves, and agrees on
+    them by `coordination`.
     """
 
     def __init__(
@@ -86,17 +86,17 @@ class Disk:
         *,
         keep: int = 2,
         timeout_s: float = 30.0,
-        exchange: Callable[[Any], list[Any]] = lambda fact: [fact],
+        coordination: Coordination | None = None,
     ) -> None:
-        self.folder = Path(folder).absolute()
+        self.folder = as_path(folder)
         self.preserved = Preserved(keep)
         self.timeout_s = timeout_s
-        self.exchange = exchange
-        self._manager: ocp.CheckpointManager | None = None
+        self.coordination = coordination or Coordination(0, 1)
+        self._saver: Saver | None = None
         self._saving: Saving | None = None
         self._has_failed = False
         """Whether a save has failed: then Orbax's manager is in a state that nobody knows."""
-        self._n_managers = 0
+        self._n_saves = 0
         self._probe = OneAtATime()
         self._claimed = 0
         self._claiming = threading.Lock()
@@ -104,27 +104,25 @@ class Disk:
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, oldest first, without importing Orbax; none is trusted yet."""
         try:
-            names = [path.name for path in self.folder.iterdir()]
+            # In a bucket nothing is renamed when it is complete: a file says so.
+            is_local = isinstance(self.folder, Path)
+            names = [path.name for path in self.folder.iterdir() if is_local or (path / COMMITTED).exists()]
         except FileNotFoundError:
             return []
         return sorted(int(name) for name in names if name.isdecimal() and len(name) < 19 and str(int(name)) == name)
 
     def facts(self, step: int) -> Saved:
         """Return a checkpoint's facts, without importing Orbax; raise `RestartError` if they are not as written."""
-        path = self.folder / str(step) / "facts" / "metadata"
+        path = self.folder / str(step) / FACTS / "metadata"
         try:
-            with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-                about = os.fstat(file.fileno())
-                if not stat.S_ISREG(about.st_mode) or about.st_size > LONGEST_FACTS:
-                    raise RestartError(f"{path} is damaged: expected a plain file of facts.", step=step)
-                written = json.loads(file.read())
-            if isinstance(written, dict) and "attempt" in written and "checksum" not in written:
+            if (self.folder / str(step) / "facts").exists():
                 raise RestartError(
-                    f"The checkpoint of step {step} in {self.folder} is from an older meshmend and does not record "
-                    "which model's state it is, so it cannot be trusted to be this one's. Give this job a folder of "
-                    "its own, or finish it with the version that began it.",
+                    f"The checkpoint of step {step} in {self.folder} is from an older meshmend, whose checkpoints had "
+                    f"a format of their own (1; this one reads {FORMAT}, which is Orbax's). Finish the job with the "
+                    "version that began it, or give this one a new folder.",
                     step=step,
                 )
+            written = json.loads(read_plain(path))
             text, expected = str(written["facts"]), str(written["checksum"])
             got = hashlib.sha256(text.encode()).hexdigest()
             if got != expected:
@@ -132,13 +130,16 @@ class Disk:
             facts = json.loads(text)
             if facts["step"] != step:
                 raise RestartError(f"{path} is damaged: expected the facts of step {step}, got {facts['step']}'s.")
-            for _, dtype in facts["leaves"]:
+            if facts["format"] != FORMAT:
+                raise RestartError(f"{path} has format {facts['format']}, expected {FORMAT}.", step=step)
+            for _, shape, dtype, chunk in facts["arrays"]:
                 dtype_named(dtype)
+                ChunkGrid(shape, chunk)
             verified = facts.get("verified", UNCHECKED)
             if not isinstance(verified, int) or not UNCHECKED <= verified <= step:
                 raise RestartError(f"{path} is damaged: expected a verified step up to {step}, got {verified}.")
             return Saved(int(facts["attempt"]), step, facts, Identity.from_json(facts["identity"]), got, verified)
-        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        except (ArithmeticError, OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise RestartError(f"{path} is damaged: {error}", step=step) from error
 
     def claim(self, attempt: int) -> None:
@@ -189,12 +190,12 @@ class Disk:
         moved = [step for step in self.steps() if step not in good]
         aside = self.folder / ABANDONED
         if moved and aside.exists():
-            shutil.rmtree(aside)
+            shutil.rmtree(aside) if isinstance(aside, Path) else aside.rmtree()
         for step in moved:
             aside.mkdir(exist_ok=True)
             (self.folder / str(step)).replace(aside / str(step))
-        if self._manager is not None:
-            self._manager.reload()
+        if self._saver is not None:
+            self._saver.manager.reload()
         return moved
 
     def save(
@@ -202,9 +203,9 @@ class Disk:
         layout: StateLayout,
         attempt: int,
         step: int,
-        params: Any,
-        state: Any,
-        extra: Any,
+        params: Tree,
+        state: Tree,
+        extra: Tree,
         verified: int = UNCHECKED,
     ) -> str:
         """Begin to write a checkpoint; arrays may be donated as soon as this returns. `finished` says when it is there.
@@ -212,61 +213,53 @@ class Disk:
         Returns why nothing is written, and "" otherwise: if any process cannot reach the disk within `timeout_s`, or is
         still writing the checkpoint before this one. That long, training may wait here, and never longer.
         """
-        leaves = jax.tree.leaves((params, state))
-        wait_for(leaves)
-        tiles = layout.fabric.jax_mesh.devices.reshape(-1, layout.outline.n_places)
-        checksums = checksums_of(leaves, layout.is_sharded, jax.process_index(), jax.process_count(), tiles)
-        why_not = self.why_not_yet() or self.out_of_reach()
-        told = self.exchange({"why_not": why_not, "has_failed": self._has_failed, "checksums": checksums})
-        reasons = [mine["why_not"] for mine in told if mine["why_not"]]
+        problem = self.why_not_yet() or self.out_of_reach()
+        told = self.coordination.exchange({"problem": problem, "has_failed": self._has_failed})
+        reasons = [mine["problem"] for mine in told if mine["problem"]]
         if reasons:
             return str(reasons[0])
         if any(mine["has_failed"] for mine in told):
-            self._manager, self._has_failed = None, False  # not closed: that may take as long
-        merged: Checksums = {str(i): [] for i in range(len(leaves))}
-        for mine in told:
-            for number, runs in mine["checksums"].items():
-                merged[number] += runs
-        facts = {
-            "step": step,
-            "attempt": attempt,
-            "identity": layout.identity.as_json(),
-            "outline": layout.outline.as_json(),
-            "is_sharded": layout.is_sharded,
-            "boxes": layout.boxes,
-            "leaves": [(leaf.shape, np.dtype(leaf.dtype).name) for leaf in leaves],
-            "checksums": {number: sorted(runs) for number, runs in merged.items()},
-            "extra": extra,
-            "verified": verified,
-        }
-        text = json.dumps(facts)
-        checksum = hashlib.sha256(text.encode()).hexdigest()
-        saved = Saved(attempt, step, facts, layout.identity, checksum, verified)
-        arrays = {f"{i:05d}": leaf for i, leaf in enumerate(leaves)}
-
-        def begin() -> None:
-            if jax.process_index() == 0:
-                self.hold_claim(attempt)
-            self.preserved.verified = verified
-            ocp, manager = self._opened()
-            items = ocp.args.Composite(
-                arrays=ocp.args.StandardSave(arrays), facts=ocp.args.JsonSave({"facts": text, "checksum": checksum})
-            )
-            if not manager.save(step, args=items, force=True):
-                raise RestartError(f"Orbax did not save step {step} in {self.folder}.", step=step)
-
-        n_bytes = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
-        self._saving = Saving(saved.step, saved.n_bytes, begin, lambda: self._finish(saved))
-        if not self._saving.wait_copied(self.timeout_s + n_bytes / COPIED_BYTES_PER_S):
-            return self._saving.why_not_yet
+            self._saver, self._has_failed = None, False  # not closed: that may take as long
+        self._n_saves += 1
+        facts = {"step": step, "attempt": attempt, "extra": extra, "verified": verified, "format": FORMAT}
+        text = json.dumps(facts)  # what JSON cannot write is refused here, and not in the background
+        runs = copy_to_host(layout, params, state)
+        n_bytes = sum(math.prod(user.shape) * np.dtype(user.dtype).itemsize for user in layout.users)
+        channel = self.coordination.channel(f"save {self._n_saves}")
+        self._saving = Saving(step, n_bytes, lambda: self._save(layout, runs, json.loads(text), channel))
         return ""
 
-    def _finish(self, saved: Saved) -> None:
-        """Return when a checkpoint is complete; raise if it is not there then."""
-        _, manager = self._opened()
-        manager.wait_until_finished()
+    def _save(self, layout: StateLayout, runs: list[VectorRun], facts: dict[str, Any], channel: Coordination) -> None:
+        """Write a checkpoint; return when it is complete, and raise if it is not there then."""
+        if jax.process_index() == 0:
+            self.hold_claim(facts["attempt"])
+        self.preserved.verified = facts["verified"]
+        if self._saver is None:
+            self._saver = Saver(self.folder, self.preserved, f"meshmend-save-{self._n_saves}")
+        checksums: Checksums = []
+        written: dict[str, str] = {}
+
+        def write(folder: Any, context: Any) -> None:
+            process_of = [int(device.process_index) for device in layout.devices]
+            me = jax.process_index()
+            writer = ChunkWriter(layout, folder, channel.exchange, process=me, process_of_device=process_of)
+            checksums[:] = writer.run(runs, ChunkStore(folder, context, layout.tree, writer.grids))
+            runs.clear()
+            facts["arrays"] = [
+                (name, grid.shape, np.dtype(user.dtype).name, grid.chunk)
+                for name, grid, user in zip(names_of(layout.tree), writer.grids, layout.users, strict=True)
+            ]
+
+        def to_json() -> str:
+            text = json.dumps(facts | {"identity": layout.identity.as_json(), "checksums": checksums})
+            written["checksum"] = hashlib.sha256(text.encode()).hexdigest()
+            return json.dumps({"facts": text, "checksum": written["checksum"]})
+
+        step = facts["step"]
+        if not self._saver.save(step, layout.tree, write, to_json):
+            raise RestartError(f"Orbax did not save step {step} in {self.folder}.", step=step)
         # Process 0 writes the facts; only there are they certain to be seen at once.
-        if jax.process_index() == 0 and self.facts(saved.step).checksum != saved.checksum:
+        if jax.process_index() == 0 and self.facts(step).checksum != written["checksum"]:
             raise RestartError("another checkpoint is in its place")
 
     def why_not_yet(self, within_s: float | None = None) -> str:
@@ -293,29 +286,49 @@ class Disk:
             ) from saving.error
         return saving.step
 
-    def load(self, step: int, outline: Outline | None = None) -> tuple[Saved, Vectors]:
-        """Read a checkpoint whole; raise `RestartError` if anything about it is not as it was saved.
-
-        `outline` is that of the state that it should be, on any mesh.
-        """
+    def load(self, step: int, layout: StateLayout) -> tuple[Saved, Reader]:
+        """Read what this process needs of a checkpoint; raise `RestartError` if any of that is not as it was saved."""
         saved = self.facts(step)
         try:
             seconds = self.timeout_s + saved.n_bytes / SLOWEST_BYTES_PER_S
-            leaves = with_timeout(seconds, self._read, saved)
-            boxes = saved.facts.get("boxes") or [None] * len(leaves)
-            check_checksums(leaves, saved.facts["leaves"], saved.facts["checksums"], boxes)
-            its_outline = Outline.from_json(saved.facts["outline"])
-            its_outline.check()
-            if outline is not None and its_outline.vectors != outline.vectors:
-                raise RestartError(f"expected vectors {outline.vectors}, got {its_outline.vectors}")
-            return saved, vectors_from_leaves(its_outline, saved.facts["is_sharded"], leaves, boxes)
+            return saved, with_timeout(seconds, self._read, saved, layout)
         except MissingExtraError:
             raise
-        except Exception as error:  # a damaged file makes Orbax raise almost anything
+        except Exception as error:  # a damaged file makes TensorStore raise almost anything
             raise RestartError(
                 f"The checkpoint of step {step} in {self.folder} is damaged or cannot be read: {str(error)[:300]}",
                 step=step,
             ) from error
+
+    def _read(self, saved: Saved, layout: StateLayout) -> Reader:
+        folder = self.folder / str(saved.step) / STATE
+        check_files(folder, saved.n_bytes)
+        names = names_of(layout.tree)
+        if [name for name, *_ in saved.facts["arrays"]] != names:
+            raise RestartError(f"expected arrays {names}, got {[name for name, *_ in saved.facts['arrays']]}")
+        return read_state(layout, SavedArrays(folder), names, saved.facts["checksums"])
+
+    def offers(self, identity: Identity) -> tuple[list[dict[str, Any]], list[str], int]:
+        """Return what the disk offers, what is wrong with the rest of it, and the newest attempt that was claimed."""
+        offers: list[dict[str, Any]] = []
+        problems = []
+        for step in self.steps():
+            try:
+                saved = self.facts(step)
+            except RestartError as error:
+                problems.append(str(error))
+                continue
+            offers.append(
+                {
+                    "attempt": saved.attempt,
+                    "step": step,
+                    "kind": "disk",
+                    "generation": saved.checksum,
+                    "differs": identity.difference(saved.identity),
+                    "verified": saved.verified,
+                }
+            )
+        return offers, problems, self.claimed()
 
     def out_of_reach(self) -> str:
         """Return why this process cannot use the folder, "" if it can."""
@@ -333,138 +346,45 @@ class Disk:
         step = 0
         if self._saving is not None:
             step = self._saving.step
-            why_not = self.why_not_yet(self.timeout_s + self._saving.n_bytes / SLOWEST_BYTES_PER_S)
-            if why_not:
-                return step, why_not  # to close Orbax's manager would wait for the same
-        if self._manager is not None:
+            problem = self.why_not_yet(self.timeout_s + self._saving.n_bytes / SLOWEST_BYTES_PER_S)
+            if problem:
+                return step, problem  # to close Orbax's manager would wait for the same
+        if self._saver is not None:
             with contextlib.suppress(Exception):  # what went wrong with the last save, `finished` says
-                with_timeout(self.timeout_s, self._manager.close)
-            self._manager = None
+                with_timeout(self.timeout_s, self._saver.manager.close)
+            self._saver = None
         return step, ""
 
     def _make_folder(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.steps()
 
-    def _read(self, saved: Saved) -> list[NDArray[Any]]:
-        """Read the arrays, by this process alone: a barrier would wait for one whose disk is dead."""
-        ocp = _orbax()
-        folder = self.folder / str(saved.step) / "arrays"
-        check_files(folder, saved.n_bytes)
-        me = jax.process_index()
-        alone = ocp.options.MultiprocessingOptions(
-            primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"meshmend-read-{me}"
-        )
-        leaves = saved.facts["leaves"]
-        like = {f"{i:05d}": np.empty(shape, dtype_named(dtype)) for i, (shape, dtype) in enumerate(leaves)}
-        handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
-        with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
-            arrays = reader.restore(folder, args=ocp.args.StandardRestore(like))
-        return [np.asarray(arrays[name]) for name in sorted(like)]
 
-    def _opened(self) -> tuple[Any, Any]:
-        ocp = _orbax()
-        if self._manager is None:
-            self._n_managers += 1
-            # With processes named, Orbax's barriers are the coordinator's. Otherwise they are programs on the devices,
-            # which must not run beside training: hosts would start them in different orders, and deadlock.
-            beside = ocp.options.MultiprocessingOptions(
-                active_processes=set(range(jax.process_count())),
-                barrier_sync_key_prefix=f"meshmend-save-{self._n_managers}",
-            )
-            options = ocp.CheckpointManagerOptions(
-                preservation_policy=self.preserved,
-                enable_async_checkpointing=True,
-                cleanup_tmp_directories=True,
-                create=False,
-                multiprocessing_options=beside,
-            )
-            self._manager = ocp.CheckpointManager(self.folder, options=options)
-        return ocp, self._manager
+def as_path(folder: Any) -> Any:
+    """Return a path of this machine, or of a bucket as in gs://bucket/job, which needs Orbax's `etils`."""
+    if not isinstance(folder, str | Path):
+        return folder
+    return imported("etils.epath").Path(folder) if "://" in str(folder) else Path(folder).absolute()
 
 
-def check_files(folder: Path, n_bytes: int) -> None:
-    """Raise `RestartError` if a checkpoint has what Orbax would read without end: links, devices, files out of size."""
+def read_plain(path: Any) -> bytes:
+    """Return what a small file has; what is not a plain file may never end (a device, a pipe), and is not read."""
+    if not isinstance(path, Path):
+        return bytes(path.read_bytes())
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode) or about.st_size > LONGEST_FACTS:
+            raise RestartError(f"{path} is damaged: expected a plain file of facts.")
+        return file.read()
+
+
+def check_files(folder: Any, n_bytes: int) -> None:
+    """Raise `RestartError` if a checkpoint has what would be read without end: links, devices, files out of size."""
     total = 0
-    for path in folder.rglob("*"):
+    for path in folder.rglob("*") if isinstance(folder, Path) else ():
         about = path.lstat()
         if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(about.st_mode):
             raise RestartError(f"{path}: expected a plain file")
         total += about.st_size if stat.S_ISREG(about.st_mode) else 0
     if total > 4 * n_bytes + SPARE_BYTES:
         raise RestartError(f"{folder}: expected about {n_bytes} bytes of arrays, got {total}")
-
-
-def checksums_of(
-    leaves: Sequence[jax.Array],
-    is_sharded: Sequence[bool],
-    process: int,
-    n_processes: int,
-    tiles: Annotated[NDArray[Any], "[T, P]"] | None = None,
-) -> Checksums:
-    """Return the checksums of this process: of its own shards, and of its share of replicated leaves.
-
-    `tiles` has the devices of each tile, where leaves are split inside them: one tile provides a leaf, and each of its
-    devices the checksum of its shard, as elements of one shard after the other.
-    """
-    found: Checksums = {}
-    n_places = 1 if tiles is None else tiles.shape[1]
-    for number, (leaf, split) in enumerate(zip(leaves, is_sharded, strict=True)):
-        if split:
-            # A device's shard is as many rows of each layer; shards count one after the other, whole stacks of layers.
-            width = math.prod(leaf.shape) // max(leaf.shape[-2], 1)
-            found[str(number)] = [
-                [start := (shard.index[-2].start or 0) * width, start + values.size, _crc(values)]
-                for shard in leaf.addressable_shards
-                for values in [np.asarray(shard.data)]
-            ]
-        elif tiles is not None and n_places > 1:
-            held = {shard.device: shard.data for shard in leaf.addressable_shards}
-            found[str(number)] = [
-                [place * values.size, (place + 1) * values.size, _crc(values)]
-                for place, device in enumerate(tiles[number % len(tiles)])
-                if device in held
-                for values in [np.asarray(held[device])]
-            ]
-        elif number % n_processes == process:
-            values = np.asarray(leaf.addressable_shards[0].data)
-            found[str(number)] = [[0, values.size, _crc(values)]]
-    return found
-
-
-def check_checksums(
-    leaves: Sequence[NDArray[Any]],
-    expected: Sequence[tuple[Sequence[int], str]],
-    sums: Checksums,
-    boxes: Sequence[Boxes | None] | None = None,
-) -> None:
-    """Raise `RestartError` unless all elements of all leaves have the checksums that were taken before the save."""
-    boxes = [None] * len(leaves) if boxes is None else boxes
-    for number, (leaf, (shape, dtype), box) in enumerate(zip(leaves, expected, boxes, strict=True)):
-        if leaf.shape != tuple(shape) or leaf.dtype.name != dtype:
-            raise RestartError(f"array {number}: expected {dtype}{shape}, got {leaf.dtype.name}{list(leaf.shape)}")
-        flat, at = np.ascontiguousarray(by_place(leaf, box)).reshape(-1), 0
-        for start, end, checksum in sums[str(number)]:
-            if start != at or end < start:
-                raise RestartError(f"array {number}: expected the checksum of elements from {at} on, got {start}")
-            got = _crc(flat[start:end])
-            if got != checksum:
-                raise RestartError(
-                    f"array {number}, elements {start} to {end}: checksum mismatch: expected {checksum:08x}, "
-                    f"got {got:08x}"
-                )
-            at = end
-        if at != flat.size:
-            raise RestartError(f"array {number}: expected checksums of {flat.size} elements, got {at}")
-
-
-def _crc(values: NDArray[Any]) -> int:
-    return zlib.crc32(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
-
-
-def _orbax() -> Any:
-    try:
-        import orbax.checkpoint as ocp
-    except ImportError as error:
-        raise MissingExtraError("Checkpoints on disk", "orbax-checkpoint", install_hint("restart")) from error
-    return ocp

@@ -18,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.errors import RestartError
+from meshmend.jax.collectives import Tree
 
 POLL_S = 0.001
 """Seconds between looks."""
 
 
-def fetch(tree: Any) -> Any:
+def fetch(tree: Tree) -> Tree:
     """Return arrays as NumPy arrays, once all of this process's devices have them.
 
     They are replicated, or split inside tiles of which this process has a whole one: nothing is asked of other hosts.
@@ -51,7 +52,7 @@ def _whole(leaf: jax.Array) -> NDArray[Any]:
     return whole
 
 
-def wait_for(tree: Any) -> None:
+def wait_for(tree: Tree) -> None:
     """Return when this process's parts of all arrays are ready; raise as soon as any of them has failed."""
     waiting = [shard.data for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
     while True:
@@ -115,36 +116,25 @@ class OneAtATime:
 
 
 class Saving:
-    """One checkpoint on its way to disk, in a thread of its own.
+    """One checkpoint on its way to disk, in a thread of its own: `write` returns when all of it is there."""
 
-    `begin` returns once the arrays are copied, so that they may be donated; `finish` once all of it is on disk.
-    """
-
-    def __init__(self, step: int, n_bytes: int, begin: Callable[[], None], finish: Callable[[], None]) -> None:
+    def __init__(self, step: int, n_bytes: int, write: Callable[[], None]) -> None:
         self.step = step
         self.n_bytes = n_bytes
         self.error: BaseException | None = None
         """What went wrong, once it is over."""
         self._since = time.monotonic()
         self._is_late = False
-        self._copied, self._over = threading.Event(), threading.Event()
-        threading.Thread(target=self._run, args=(begin, finish), name="meshmend-checkpoint", daemon=True).start()
+        self._over = threading.Event()
+        threading.Thread(target=self._run, args=(write,), name="meshmend-checkpoint", daemon=True).start()
 
-    def _run(self, begin: Callable[[], None], finish: Callable[[], None]) -> None:
+    def _run(self, write: Callable[[], None]) -> None:
         try:
-            begin()
-            self._copied.set()
-            finish()
+            write()
         except BaseException as error:
             self.error = error
         finally:
             self._over.set()
-            self._copied.set()
-
-    def wait_copied(self, seconds: float) -> bool:
-        """Wait until the arrays are copied, or it has failed; return whether that is so."""
-        self._is_late = not self._copied.wait(seconds)
-        return not self._is_late
 
     def wait(self, seconds: float) -> bool:
         """Wait until it is over, and return whether it is. Nobody waits again for what was waited for in vain."""

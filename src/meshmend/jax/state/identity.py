@@ -2,48 +2,40 @@
 
 Two models may have the same number of elements, and two optimizers arrays of the same shapes. Restoring one as the
 other would train with numbers that mean something else. So the identity of the state is kept with every copy
-and checkpoint, and compared in full before any element is used. It does not depend on the mesh: an array that is split
-over the devices counts by its elements.
+and checkpoint, and compared in full before any element is used. It is that of the user's own tree (`tree`), so that it
+depends neither on the mesh nor on how the state is split over devices.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from meshmend.errors import RestartError
-from meshmend.jax.collectives import travel_dtype
-from meshmend.jax.fsdp.params import ShardedOutline, is_sharded
+from meshmend.jax.collectives import Tree
 
 
 @dataclass(frozen=True)
 class Identity:
-    """The nodes and leaves of (params, state), outermost first: (path, what is there)."""
+    """The nodes and leaves of a state, outermost first: (path, what is there)."""
 
     entries: tuple[tuple[str, str], ...]
 
     @classmethod
-    def of(
-        cls, params: Any, state: Any, split_sizes: Sequence[int | None], in_tiles: Sequence[str] | None = None
-    ) -> Identity:
-        """Describe a state; `split_sizes` has for each leaf its elements if it is split over the devices, else None.
+    def of(cls, tree: Mapping[str, Any], more: Callable[[Any], str] = lambda _: "") -> Identity:
+        """Describe a state as the user has it, by the names of its parts; `more` is what else counts of an array.
 
-        `in_tiles` has for each leaf how it is split inside tiles, "" where there are none: what is kept of it
-        is kept place by place.
-
-        >>> Identity.of({"w": np.zeros((2, 3), np.float32)}, (), [None]).entries
-        (('params', 'dict'), ("params['w']", 'float32[2,3]'), ('state', 'tuple'))
+        >>> Identity.of({"params": {"w": np.zeros((2, 3), np.float32)}, "opt_state": ()}).entries
+        (('params', 'dict'), ("params['w']", 'float32[2,3]'), ('opt_state', 'tuple'))
         """
-        splits = zip(split_sizes, in_tiles or [""] * len(split_sizes), strict=True)
-        return cls((*_walk("params", params, splits), *_walk("state", state, splits)))
+        return cls(tuple(entry for name, part in tree.items() for entry in _walk(name, part, more)))
 
     @cached_property
     def digest(self) -> str:
@@ -82,33 +74,11 @@ class Identity:
         return cls(tuple((path, what) for path, what in facts))
 
 
-def _walk(path: str, tree: Any, splits: Iterator[tuple[int | None, str]]) -> Iterator[tuple[str, str]]:
+def _walk(path: str, tree: Tree, more: Callable[[Any], str]) -> Iterator[tuple[str, str]]:
     """Yield a node and all that is below it; nodes without leaves count too: an optimizer's stateless parts."""
     if jax.tree_util.all_leaves([tree]):
-        yield path, _describe(tree, *next(splits))
+        yield path, f"{np.dtype(tree.dtype).name}[{','.join(map(str, tree.shape))}]{more(tree)}"
         return
     yield path, type(tree).__qualname__
-    if is_sharded(tree):
-        yield from _arrays_of(path, tree.outline)
     for key, child in jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]:
-        yield from _walk(path + jax.tree_util.keystr(key), child, splits)
-
-
-def _arrays_of(path: str, outline: ShardedOutline) -> Iterator[tuple[str, str]]:
-    """Yield the arrays that shards are of: as many elements of other shapes are other parameters.
-
-    What they are gathered as is not kept, and may change.
-    """
-    stack = "" if outline.n_layers is None else f" of each of {outline.n_layers} layers"
-    specs = jax.tree.leaves(outline.specs_inside, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
-    for (key, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(outline.like), specs, strict=True):
-        dtype = travel_dtype(leaf.dtype, outline.accumulate_dtype).name
-        inside = "" if outline.inside is None else f", {tuple(spec)} inside tiles"
-        yield path + jax.tree_util.keystr(key), f"{dtype}[{','.join(map(str, leaf.shape))}]{stack}, sharded{inside}"
-
-
-def _describe(leaf: Any, split_size: int | None, in_tiles: str) -> str:
-    dtype, inside = np.dtype(leaf.dtype).name, f", {in_tiles}" if in_tiles else ""
-    if split_size is not None:
-        return f"{dtype}, {split_size} elements split over the devices{inside}"
-    return f"{dtype}[{','.join(map(str, leaf.shape))}]{inside}"
+        yield from _walk(path + jax.tree_util.keystr(key), child, more)

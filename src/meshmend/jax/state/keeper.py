@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,19 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from meshmend.errors import RestartError
+from meshmend.jax.collectives import Tree
 from meshmend.jax.job.session import Session
 from meshmend.jax.state.checkpoints import Checkpoints, warn_once
 from meshmend.jax.state.combine import combine
-from meshmend.jax.state.disk import Disk
+from meshmend.jax.state.disk import Disk, as_path
 from meshmend.jax.state.fetch import with_timeout
 from meshmend.jax.state.folders import default_folder, delete_stale
-from meshmend.jax.state.layout import StateLayout
+from meshmend.jax.state.layout import Reader, StateLayout, read_vectors
+from meshmend.jax.state.loading import read_foreign
 from meshmend.jax.state.memory import Copy, HostMemory
 from meshmend.jax.state.mirror import Mirror
 from meshmend.jax.state.outline import Vectors
-from meshmend.jax.state.sources import Source, check_agreement, offer_checkpoints, offer_copy, rank_sources
-from meshmend.jax.state.trust import UNCHECKED, Trust
+from meshmend.jax.state.sources import UNCHECKED, Source, check_agreement, rank_sources
+from meshmend.jax.state.trust import Trust
 
+LOGGER = logging.getLogger(__name__)
 WRITTEN_WITHIN_S = 10.0
 """How long a loop that an error has ended waits for the copy in memory that is being written."""
 
@@ -32,9 +36,9 @@ class Resumed:
     """What a job resumes from: the state after `step` steps, and what was kept with it."""
 
     step: int
-    params: Any
-    state: Any
-    extra: Any
+    params: Tree
+    state: Tree
+    extra: Tree
     source: str
     """ "memory", "disk", or "start"."""
     verified: int = 0
@@ -50,11 +54,12 @@ class Keeper:
     - **On disk**, every `disk_every` steps if `disk` names a folder: Orbax checkpoints, asynchronous. For
       losses that memory does not cover: two hosts of which one kept the other's shards, or all of them. A disk that
       does not answer within `disk_timeout_s` counts as dead: the job continues without it, with a warning. Training
-      waits for the disk only where a checkpoint begins, for at most that long, and not again while it hangs.
+      waits for the disk only where a checkpoint begins, for at most that long, and not again while it hangs. Orbax
+      alone reads them: they are the user's tree. What Orbax has saved of the same tree, a new job can `start_from`.
 
     If checks run in the job, `untrusted` says what they have found so far (`meshmend.quarantine.untrusted`; process 0's
     word counts): pairs of an attempt and a step after which nothing of that attempt, or of one before, is trusted. The
-    job resumes from the newest state that is. `keep(…, hold=True)` a state that is being checked, and `verify` it:
+    job resumes from the newest state that is. `keep(…, pin=True)` a state that is being checked, and `verify` it:
     copies of the last verified step stay in memory until there is a later one.
 
     `layout` says what the state is and how it lies on the session's fabric: `compile_train_step(…).layout`, or
@@ -71,6 +76,7 @@ class Keeper:
         disk: str | Path | None = None,
         disk_every: int = 100,
         disk_timeout_s: float = 30.0,
+        start_from: str | Path | None = None,
         untrusted: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         if layout.fabric != session.fabric:
@@ -84,10 +90,11 @@ class Keeper:
         self.memory = HostMemory(default_folder(session.launch.job, session.host) if memory is None else memory)
         self.memory_every = memory_every
         self.disk = (
-            Disk(disk, timeout_s=disk_timeout_s, exchange=session.coordination.exchange) if disk is not None else None
+            Disk(disk, timeout_s=disk_timeout_s, coordination=session.coordination) if disk is not None else None
         )
         self.checkpoints = None if self.disk is None else Checkpoints(self.disk, session)
         self.disk_every = disk_every
+        self.start_from = None if start_from is None else as_path(start_from)
         self.attempt = 0
         """Number of this attempt of the job, from 1; 0 until `restore`."""
         self._untrusted = None if untrusted is None else [list(pair) for pair in untrusted]
@@ -102,7 +109,7 @@ class Keeper:
         """The last step that is known to be good, 0 if none is: what a job begins with is."""
         return max(self._verified, 0)
 
-    def restore(self, params: Any, state: Any, extra: Any = None) -> Resumed:
+    def restore(self, params: Tree, state: Tree, extra: Tree = None) -> Resumed:
         """Return the newest state that the survivors have between them, on this fabric, or the given one.
 
         `params` and `state` are what a new job starts with, on the devices, and `extra` anything that JSON can write
@@ -119,23 +126,25 @@ class Keeper:
             self.abandon()
             raise
 
-    def _restore(self, params: Any, state: Any, extra: Any) -> Resumed:
+    def _restore(self, params: Tree, state: Tree, extra: Tree) -> Resumed:
         with self.session.timeline.timed("restore") as facts:
             self.layout.check(params, state)
             copies, mine = self._inventory()
             everybody = self.session.coordination.exchange(mine)
             check_agreement(everybody)
             sources = rank_sources([held["offers"] for held in everybody])
-            # The launcher's own count restarts with each of its agents; this one is the same on all hosts.
+            # The launcher's round, or the next one, where it has no count or does not know of earlier ones.
             attempts = [source.attempt for source in sources] + [held["claimed"] for held in everybody]
             self._trust = Trust.of(everybody[0]["untrusted"])
-            self.attempt = 1 + max(*attempts, self._trust.newest_attempt)
-            self.session.timeline.facts["attempt"] = self.attempt
+            self.attempt = max(self.session.launch.round, 1 + max(*attempts, self._trust.newest_attempt))
+            self.session.timeline.facts["round"] = self.attempt
             if self.checkpoints is not None:
                 self.checkpoints.claim(self.attempt)
             problems = [problem for held in everybody for problem in held["problems"]]
             found, its_attempt = self._search(sources, problems, copies, (params, state))
             if found is None:
+                if self.start_from is not None:
+                    params, state = self._begin_with(params, state)
                 found = Resumed(0, params, state, extra, "start")
             self._verified = found.verified if self._trust.is_checked else UNCHECKED
             self._go_back_to(found, its_attempt, sources, problems)
@@ -152,19 +161,35 @@ class Keeper:
                 )
                 self._mirror.compile(found.params, found.state)
             if self._verified > 0:
-                self.memory.held = frozenset({self._verified})
+                self.memory.pinned = frozenset({self._verified})
             if 0 < found.step == self._verified:
                 # Its copies may have been on hosts that are lost, or on disk only.
                 self._mirror.keep(found.step, found.params, found.state, found.extra, self._verified)
         return found
 
+    def _begin_with(self, params: Tree, state: Tree) -> tuple[Tree, Tree]:
+        """Return the state that Orbax has saved at `start_from`."""
+        read: Reader | None = None
+        why = ""
+        try:
+            read = read_foreign(self.layout, self.start_from)
+        except Exception as error:  # all processes raise it, or none would wait for the others
+            why = f"The job cannot start from {self.start_from}: {str(error)[:500]}"
+        whys = [word for word in self.session.coordination.exchange(why) if word]
+        if whys or read is None:
+            raise RestartError(whys[0])
+        self.session.timeline.note("started from", path=str(self.start_from))
+        if self.session.launch.process == 0:
+            LOGGER.warning("Step 0 and the data's first sample, with the state that is in %s.", self.start_from)
+        return self.layout.to_devices(read, (params, state))
+
     def keep(
-        self, step: int, params: Any, state: Any, extra: Any = None, *, save: bool = False, hold: bool = False
+        self, step: int, params: Tree, state: Tree, extra: Tree = None, *, save: bool = False, pin: bool = False
     ) -> None:
         """Keep the state after `step` steps. Call it after each; the arrays may be donated to the next step.
 
-        `save` also puts it on disk, whatever `disk_every` says: for the last step. `hold` keeps it in memory, whatever
-        `memory_every` says (unless that is 0), until it or a later one that is held is verified: for a step whose state
+        `save` also puts it on disk, whatever `disk_every` says: for the last step. `pin` keeps it in memory, whatever
+        `memory_every` says (unless that is 0), until it or a later pinned one is verified: for a step whose state
         is being checked.
 
         A step is committed, safe from the loss of any one host, as soon as all hosts have written their copies of it.
@@ -174,9 +199,9 @@ class Keeper:
             raise RestartError("Call restore() before keep(): it finds what is already there.", step=step)
         if self.checkpoints is not None:
             self.checkpoints.look()
-        if self._mirror is not None and (hold or step % self.memory_every == 0):
-            if hold:
-                self.memory.held |= {step}
+        if self._mirror is not None and (pin or step % self.memory_every == 0):
+            if pin:
+                self.memory.pinned |= {step}
             self._mirror.keep(step, params, state, extra, self._verified)
             self._kept_step = step
         if self.checkpoints is not None and (save or step % self.disk_every == 0):
@@ -187,13 +212,13 @@ class Keeper:
 
         Call it once all hosts are known to have written their copies of it, as the result of step n implies for step
         n − 2. From then on its copies stay, those of the step that was verified before it may go, and what is kept
-        records this step. If it was not held, the newest held one before it stays instead.
+        records this step. If it was not pinned, the newest pinned one before it stays instead.
         """
         if step > self._verified:
             self._verified = step
-            held = self.memory.held
-            last = max((one for one in held if one <= step), default=None)
-            self.memory.held = frozenset(one for one in held if one > step or one == last)
+            pinned = self.memory.pinned
+            last = max((one for one in pinned if one <= step), default=None)
+            self.memory.pinned = frozenset(one for one in pinned if one > step or one == last)
 
     def close(self) -> None:
         """Wait until everything is written. Copies in memory go if the last step is on disk as well.
@@ -256,14 +281,14 @@ class Keeper:
             copies, damaged = self.memory.read()
             mine["problems"] += [f"{me}: {error}" for error in damaged]
             for copy in list(copies):
-                if copy.identity == self.layout.identity and copy.outline.vectors != self.layout.outline.vectors:
+                if copy.identity == self.layout.copy_identity and copy.outline.vectors != self.layout.outline.vectors:
                     copies.remove(copy)
                     mine["problems"].append(f"{me}: the copy {copy.name} is damaged: its outline is of another state.")
-            mine["offers"] += [offer_copy(copy, self.layout.identity) for copy in copies]
+            mine["offers"] += [copy.offer(self.layout.copy_identity) for copy in copies]
         if self.disk is not None and self.checkpoints is not None:
             try:
                 offers, problems, mine["claimed"] = with_timeout(
-                    self.disk.timeout_s, offer_checkpoints, self.disk, self.layout.identity
+                    self.disk.timeout_s, self.disk.offers, self.layout.identity
                 )
                 mine["offers"] += offers
                 mine["problems"] += problems
@@ -273,7 +298,7 @@ class Keeper:
         return copies, mine
 
     def _search(
-        self, sources: Sequence[Source], problems: list[str], copies: Sequence[Copy], like: Any
+        self, sources: Sequence[Source], problems: list[str], copies: Sequence[Copy], like: Tree
     ) -> tuple[Resumed | None, int]:
         """Return the first source, newest first, that all processes can provide, and its attempt.
 
@@ -294,7 +319,7 @@ class Keeper:
             if not source.is_whole:
                 incomplete.append(str(source))
                 continue
-            vectors, extra, why = self._load_source(source, copies)
+            found, extra, why = self._load_source(source, copies)
             answers = self.session.coordination.exchange({"extra": extra, "why": why})
             failures = [f"host {host}: {word['why']}" for host, word in self._by_host(answers) if word["why"]]
             if failures:
@@ -303,10 +328,10 @@ class Keeper:
                 if source.kind == "disk":
                     self._damaged.add(source.step)
                 continue
-            if source.kind == "memory":
-                vectors = combine(vectors, self.session.fabric, self.layout.programs.get("add"))
-                extra = answers[min(source.providers.values())]["extra"]
-            params, state = self.layout.to_devices(vectors, like)
+            if not callable(found):
+                whole = combine(found, self.session.fabric, self.layout.programs.get("add"))
+                found, extra = read_vectors(whole), answers[min(source.providers.values())]["extra"]
+            params, state = self.layout.to_devices(found, like)
             if passed_over:
                 problems.append(self._trust.explain(passed_over))
             verified = max(self._trust.verified_step(source, sources), 0)
@@ -326,16 +351,19 @@ class Keeper:
             self._warn(f"The job starts over: shards of {', '.join(incomplete)} were lost with their hosts.")
         return None, 0
 
-    def _load_source(self, source: Source, copies: Sequence[Copy]) -> tuple[Vectors, Any, str]:
-        """Return what this process has of a source, what was kept with it, and why it cannot provide it, or ""."""
+    def _load_source(self, source: Source, copies: Sequence[Copy]) -> tuple[Vectors | Reader, Any, str]:
+        """Return what this process has of a source, what was kept with it, and why it cannot provide it, or "".
+
+        Of the disk, that is all that it needs; of memory, its part of the vectors.
+        """
         if source.kind == "disk" and self.disk is not None:
             try:
-                saved, vectors = self.disk.load(source.step, self.layout.outline)
+                saved, read = self.disk.load(source.step, self.layout)
             except RestartError as error:
                 return {}, None, str(error)
             if saved.checksum != source.generation:
                 return {}, None, f"{source} was replaced while it was read"
-            return vectors, saved.facts["extra"], ""
+            return read, saved.facts["extra"], ""
         me, extra = self.session.launch.process, None
         vectors = self.layout.outline.empty()
         for copy in copies:

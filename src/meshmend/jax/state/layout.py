@@ -1,16 +1,18 @@
-"""How a job's state lies on the devices of one fabric, leaf by leaf, and how it gets there from flat vectors.
+"""How a job's state lies on the devices of one fabric, leaf by leaf, and which elements of the user's arrays that is.
 
-`outline` says which elements of the vectors each device has; a `StateLayout` has the leaves themselves, their shardings
-and their identity, and cuts the one into the other.
+`outline` says which elements of flat vectors each device has, and `tree` what the user's own arrays are; a
+`StateLayout` has the leaves themselves and their shardings, and leads from each of these to the others.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,19 +21,38 @@ from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from meshmend.errors import RestartError
+from meshmend.jax.collectives import Tree
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.program import Program
 from meshmend.jax.shardings import match_specs
+from meshmend.jax.state.boxes import Box, overlap, position, rectangles, size_of
 from meshmend.jax.state.identity import Identity
 from meshmend.jax.state.outline import Outline, Vectors
-from meshmend.jax.state.splits import splits_of
+from meshmend.jax.state.tree import Split, UserArray, box_of, users_tree
 from meshmend.jax.tiles import TiledFabric
 from meshmend.jax.training import TrainStep
 from meshmend.jax.validation import check_program
 
-Boxes = list[list[list[int]]]
-"""For each place of a tile its shard of a leaf, or for each device its shard of a stack of layers that is split by
-owner: first element and end along each axis."""
+Reader = Callable[[str, int, int], Annotated[NDArray[Any], "[N]"]]
+"""From a vector's name, first element and end to the elements between."""
+
+
+class Piece(NamedTuple):
+    """A run of a vector that is a rectangle of one of the user's arrays."""
+
+    first: int
+    """Its first element in the vector."""
+    user: int
+    """Number of the array among the leaves of the user's tree."""
+    box: Box
+
+
+class Values(NamedTuple):
+    """What a process has of one of the user's arrays: a rectangle of it."""
+
+    user: int
+    box: Box
+    values: NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -45,17 +66,16 @@ class StateLayout:
     fabric: Fabric
     structure: Any
     leaves: tuple[jax.ShapeDtypeStruct, ...]
-    is_sharded: tuple[bool, ...]
-    """Which leaves are split by owner, over all devices."""
-    specs: tuple[PartitionSpec, ...]
+    splits: tuple[Split, ...] = field(repr=False)
     """How each leaf lies on the devices."""
+    tree: dict[str, Any] = field(repr=False, compare=False)
+    """The user's own tree, of `UserArray`: what is saved on disk."""
     outline: Outline = field(repr=False)
-    identity: Identity = field(repr=False)
     programs: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """What is compiled for it already: "cut", which makes copies, and "add", which combines those of several hosts."""
 
     @classmethod
-    def of(cls, training: TrainStep, program: Program, params: Any) -> StateLayout:
+    def of(cls, training: TrainStep, program: Program, params: Tree) -> StateLayout:
         """Describe the state that `training.init` makes; its optimizer's part is sharded by owner if the update is.
 
         That is the same for a fused update and one of two phases of one plan. With `sharded_train_step` everything
@@ -67,40 +87,63 @@ class StateLayout:
         check_program(program, fabric)
         state = jax.eval_shape(training.init, params, program)
         leaves, structure = jax.tree.flatten((params, state))
-        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path((params, state))[0]]
-        for leaf, path in zip(leaves, paths, strict=True):
+        for path, leaf in jax.tree_util.tree_leaves_with_path((params, state)):
             if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
                 raise RestartError(
                     f"{jax.tree_util.keystr(path)} has dtype {leaf.dtype}, which cannot be kept. Use a raw key "
                     "(jax.random.PRNGKey) in its place."
                 )
-        splits = splits_of(training, program, params, state)
-        sharded = tuple(split.array for split in splits if split.array is not None)
+        tree, splits = users_tree(training, program, params, state)
         replicated: dict[str, int] = {}
         for leaf, split in zip(leaves, splits, strict=True):
             if split.array is None:
                 dtype = np.dtype(leaf.dtype).name
                 shape = NamedSharding(fabric.jax_mesh, split.spec).shard_shape(tuple(leaf.shape))
                 replicated[dtype] = replicated.get(dtype, 0) + math.prod(shape)
-        n_devices, n_places = int(fabric.jax_mesh.devices.size), fabric.devices_per_tile
-        n_cores = n_devices // (fabric.mesh.n_chips * n_places)
+        n_devices, devices_per_tile = int(fabric.jax_mesh.devices.size), fabric.devices_per_tile
+        n_cores = n_devices // (fabric.mesh.n_chips * devices_per_tile)
         owned: NDArray[Any] = np.zeros((fabric.mesh.n_chips, 0), int)
         total_chunks = 0
         if program.is_sharded:
             shape_of_program = program.layout.shape
             total_chunks, owned = shape_of_program.total_chunks, np.array(shape_of_program.owned)
+        sharded = tuple(split.array for split in splits if split.array is not None)
         outline = Outline(
-            n_devices, n_cores, total_chunks, tuple(map(tuple, owned.tolist())), replicated, sharded, n_places
+            n_devices, n_cores, total_chunks, tuple(map(tuple, owned.tolist())), replicated, sharded, devices_per_tile
         )
         shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-        sizes = [None if split.array is None else split.array.n_layers * split.array.size for split in splits]
-        tiles = ", ".join(f"{axis}={fabric.jax_mesh.shape[axis]}" for axis in fabric.inner_axes)
-        in_tiles = [f"{tuple(split.spec)} of tiles with {tiles}" if tiles else "" for split in splits]
-        is_sharded, specs = tuple(size is not None for size in sizes), tuple(split.spec for split in splits)
-        identity = Identity.of(params, state, sizes, in_tiles)
-        return cls(fabric, structure, shapes, is_sharded, specs, outline, identity)
+        return cls(fabric, structure, shapes, tuple(splits), tree, outline)
 
-    def check(self, params: Any, state: Any) -> None:
+    @cached_property
+    def is_sharded(self) -> tuple[bool, ...]:
+        """Which leaves are split by owner, over all devices."""
+        return tuple(split.array is not None for split in self.splits)
+
+    @property
+    def specs(self) -> tuple[PartitionSpec, ...]:
+        """How each leaf lies on the devices."""
+        return tuple(split.spec for split in self.splits)
+
+    @cached_property
+    def users(self) -> list[UserArray]:
+        """The leaves of the user's tree."""
+        return jax.tree.leaves(self.tree)
+
+    @cached_property
+    def identity(self) -> Identity:
+        """What state this is, however it is split."""
+        return Identity.of(self.tree)
+
+    @cached_property
+    def copy_identity(self) -> Identity:
+        """What copies in memory are of: they have the elements in the order of the vectors."""
+        tiles = ", ".join(f"{axis}={self.fabric.jax_mesh.shape[axis]}" for axis in self.fabric.inner_axes)
+        arrays = Identity.of(self.tree, lambda user: f", {tuple(user.spec)} of tiles with {tiles}" if tiles else "")
+        how = "split by owner" if any(self.is_sharded) else "replicated"
+        order = hashlib.sha256(repr(sorted(self.pieces.items())).encode()).hexdigest()[:16]
+        return Identity((*arrays.entries, ("order of elements", f"{how}, {order}")))
+
+    def check(self, params: Tree, state: Tree) -> None:
         """Raise `RestartError` if a state does not have this layout, for example because another train step made it."""
         why = self.difference(params, state)
         if why:
@@ -109,7 +152,7 @@ class StateLayout:
                 "program and parameters."
             )
 
-    def difference(self, params: Any, state: Any) -> str:
+    def difference(self, params: Tree, state: Tree) -> str:
         """Return the first way in which a state does not have this layout; nothing if it has."""
         given = jax.tree_util.tree_leaves_with_path((params, state))
         expected = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(self.structure, self.leaves))
@@ -126,122 +169,159 @@ class StateLayout:
         return NamedSharding(self.fabric.jax_mesh, self.specs[number])
 
     @cached_property
-    def boxes(self) -> list[Boxes | None]:
-        """For each leaf what the places of a tile have of it, or all devices of a stack that is split by owner.
+    def devices(self) -> list[Any]:
+        """All devices, numbered as in the outline."""
+        return list(self.fabric.jax_mesh.devices.flat)
 
-        None where one place has all, or where devices have one part after the other.
-        """
-        every = self.fabric.jax_mesh.devices.reshape(-1).tolist()
-        tile = every[: self.outline.n_places]
-        found: list[Boxes | None] = []
-        for i, leaf in enumerate(self.leaves):
-            is_stack = self.is_sharded[i] and len(leaf.shape) > 2
-            if not is_stack and (self.is_sharded[i] or len(tile) == 1):
-                found.append(None)
+    @cached_property
+    def pieces(self) -> dict[str, list[Piece]]:
+        """For each vector the rectangles of the user's arrays that it has one after the other."""
+        number = {id(user): i for i, user in enumerate(self.users)}
+        found: dict[str, list[Piece]] = {name: [] for name in self.outline.vectors}
+        tile = self.devices[: self.outline.devices_per_tile]
+        boxes = [[box_of(user, self.fabric.jax_mesh, device) for device in tile] for user in self.users]
+        which = 0
+        for i, split in enumerate(self.splits):
+            users = [number[id(user)] for user in split.users]
+            if split.array is None:
+                for (name, start, _), box in zip(self.whole_leaves[i], boxes[users[0]], strict=True):
+                    found[name].append(Piece(start, users[0], box))
                 continue
-            index_of = self.sharding(i).devices_indices_map(tuple(leaf.shape))
-            found.append(
-                [
-                    [list(cut.indices(n)[:2]) for cut, n in zip(index_of[device], leaf.shape, strict=True)]
-                    for device in (every if is_stack else tile)
-                ]
-            )
+            name, at = f"sharded {which}", 0
+            which += 1
+            is_stack = len(split.spec) > 1
+            for slot in range(len(tile)):
+                for layer in range(split.array.n_layers):
+                    for user in users:
+                        box = boxes[user][slot]
+                        box = ((layer, layer + 1), *box[1:]) if is_stack else box
+                        found[name].append(Piece(at, user, box))
+                        at += size_of(box)
+        return {name: sorted(piece for piece in pieces if size_of(piece.box)) for name, pieces in found.items()}
+
+    @cached_property
+    def _homes(self) -> dict[int, dict[Box, tuple[str, int]]]:
+        """For each of the user's arrays where its rectangles are: once each, although tiles may have them twice."""
+        found: dict[int, dict[Box, tuple[str, int]]] = {}
+        for name, pieces in self.pieces.items():
+            for piece in pieces:
+                found.setdefault(piece.user, {}).setdefault(piece.box, (name, piece.first))
         return found
 
-    def to_devices(self, vectors: Vectors, like: Any) -> tuple[Any, Any]:
-        """Return (params, state) on this fabric's devices, with their elements from the vectors.
+    def device_of(self, user: int, index: tuple[int, ...]) -> int:
+        """Return the device whose part has an element of one of the user's arrays."""
+        point = tuple((at, at + 1) for at in index)
+        box, (name, first) = next(home for home in self._homes[user].items() if overlap(home[0], point) == point)
+        return self.outline.device_of(name, first + position(index, box))
+
+    def rectangles(self, name: str, start: int, stop: int) -> Iterator[tuple[Piece, Box]]:
+        """Return what a range of a vector is of the user's arrays, one rectangle after the other, with its piece."""
+        pieces = self.pieces[name]
+        at = bisect_right(pieces, start, key=lambda piece: piece.first) - 1
+        while start < stop:
+            piece = pieces[at]
+            end = min(stop, piece.first + size_of(piece.box))
+            for box in rectangles(piece.box, start - piece.first, end - piece.first):
+                yield piece, box
+            start, at = end, at + 1
+
+    def values(self, name: str, start: int, elements: Annotated[NDArray[Any], "[N]"]) -> Iterator[Values]:
+        """Return elements of a vector as rectangles of the user's arrays; of what there is twice, one."""
+        at = 0
+        for piece, box in self.rectangles(name, start, start + len(elements)):
+            n = size_of(box)
+            if self._homes[piece.user][piece.box] == (name, piece.first):
+                yield Values(piece.user, box, elements[at : at + n].reshape([b - a for a, b in box]))
+            at += n
+
+    def needs(self) -> list[tuple[str, int, int]]:
+        """Return what the devices of this process have of the vectors: name, first element and end."""
+        slots = set(self.own_devices.values())
+        found = [runs[slot] for runs in self.whole_leaves.values() for slot in slots]
+        for which in range(len(self.outline.sharded)):
+            for device in self._own_numbers:
+                rows = self.outline.rows(which, device)
+                found += [(f"sharded {which}", start, start + length) for _, start, length in rows]
+        return found
+
+    @cached_property
+    def whole_leaves(self) -> dict[int, list[tuple[str, int, int]]]:
+        """Of each leaf that is not split by owner, which elements of vectors each slot of a tile has."""
+        found, used = {}, dict.fromkeys(self.outline.replicated, 0)
+        for i, leaf in enumerate(self.leaves):
+            if not self.is_sharded[i]:
+                dtype = np.dtype(leaf.dtype).name
+                size, start = math.prod(self.sharding(i).shard_shape(tuple(leaf.shape))), used[dtype]
+                used[dtype] += size
+                starts = [
+                    slot * self.outline.replicated[dtype] + start for slot in range(self.outline.devices_per_tile)
+                ]
+                found[i] = [(f"replicated {dtype}", start, start + size) for start in starts]
+        return found
+
+    def to_devices(self, read: Reader, like: Tree) -> tuple[Tree, Tree]:
+        """Return (params, state) on this fabric's devices, with their elements as read from the vectors.
 
         `like` is a (params, state) that is on the devices already; what is padding keeps its values.
         """
         found: list[jax.Array] = []
-        used = dict.fromkeys(self.outline.replicated, 0)
         which = 0
         for i, (leaf, old) in enumerate(zip(self.leaves, jax.tree.leaves(like), strict=True)):
             if self.is_sharded[i]:
-                found.append(self._shards_to_devices(which, old, vectors[f"sharded {which}"]))
+                found.append(self._shards_to_devices(which, old, read))
                 which += 1
                 continue
-            dtype, sharding = np.dtype(leaf.dtype).name, self.sharding(i)
+            sharding = self.sharding(i)
             shape = sharding.shard_shape(tuple(leaf.shape))
-            start, used[dtype] = used[dtype], used[dtype] + math.prod(shape)
-            by_place = vectors[f"replicated {dtype}"].reshape(self.outline.n_places, -1)[:, start : used[dtype]]
-            parts = [
-                jax.device_put(by_place[place].reshape(shape), device) for device, place in self._own_devices.items()
-            ]
+            runs = self.whole_leaves[i]
+            held = {slot: read(*runs[slot]).reshape(shape) for slot in set(self.own_devices.values())}
+            parts = [jax.device_put(held[slot], device) for device, slot in self.own_devices.items()]
             found.append(jax.make_array_from_single_device_arrays(tuple(leaf.shape), sharding, parts))
         params, state = jax.tree.unflatten(self.structure, found)
         return params, state
 
     @cached_property
-    def _own_devices(self) -> dict[Any, int]:
-        """Devices of this process, and the place of a tile that each is."""
-        n_places, me = self.outline.n_places, jax.process_index()
-        every = self.fabric.jax_mesh.devices.flat
-        return {device: i % n_places for i, device in enumerate(every) if device.process_index == me}
+    def _own_numbers(self) -> list[int]:
+        me = jax.process_index()
+        return [number for number, device in enumerate(self.devices) if device.process_index == me]
 
-    def _shards_to_devices(self, which: int, old: jax.Array, vector: Annotated[NDArray[Any], "[S]"]) -> jax.Array:
+    @cached_property
+    def own_devices(self) -> dict[Any, int]:
+        """Devices of this process, and the slot of its tile that each is."""
+        return {self.devices[number]: number % self.outline.devices_per_tile for number in self._own_numbers}
+
+    def _shards_to_devices(self, which: int, old: jax.Array, read: Reader) -> jax.Array:
         parts = []
         for shard in old.addressable_shards:
             values = np.array(shard.data)
             rows = values.reshape(-1, values.shape[-1])
-            device = _device_number(shard, self.outline.n_rows)
+            device = device_number(shard, self.outline.n_rows)
             for row, start, length in self.outline.rows(which, device):
-                rows[row, :length] = vector[start : start + length]
+                rows[row, :length] = read(f"sharded {which}", start, start + length)
             parts.append(jax.device_put(values, shard.device))
         return jax.make_array_from_single_device_arrays(old.shape, old.sharding, parts)
 
 
-def place(tree: Any, fabric: Fabric, shardings: Any = None) -> Any:
+def read_vectors(vectors: Vectors) -> Reader:
+    """Return the reader of whole vectors."""
+    return lambda name, start, stop: vectors[name][start:stop]
+
+
+def put(tree: Tree, fabric: Fabric, shardings: Any = None) -> Tree:
     """Put arrays that every process has alike on all devices, without communication.
 
     On a fabric of tiles `shardings` says how they are split inside a tile, as in `value_and_grad`. (`jax.device_put`
     would first compare what all processes have, with one collective per array.)
     """
 
-    def put(leaf: Any, spec: PartitionSpec) -> jax.Array:
+    def on_devices(leaf: Any, spec: PartitionSpec) -> jax.Array:
         values = np.asarray(leaf)
         where = NamedSharding(fabric.jax_mesh, spec)
         return jax.make_array_from_callback(values.shape, where, lambda index: values[index])
 
     if not isinstance(fabric, TiledFabric):
-        return jax.tree.map(lambda leaf: put(leaf, PartitionSpec()), tree)
-    return jax.tree.map(put, tree, match_specs((shardings,), (tree,), fabric)[0])
-
-
-def by_place(leaf: NDArray[Any], boxes: Boxes | None) -> Annotated[NDArray[Any], "[P, S]"]:
-    """Return what each place of a tile has of a leaf, one row per place."""
-    if boxes is None:
-        return leaf.reshape(1, -1)
-    return np.stack([leaf[tuple(slice(*ends) for ends in box)].reshape(-1) for box in boxes])
-
-
-def vectors_from_leaves(
-    outline: Outline,
-    is_sharded: Sequence[bool],
-    leaves: Sequence[NDArray[Any]],
-    boxes: Sequence[Boxes | None] | None = None,
-) -> Vectors:
-    """Return the vectors of a whole state that is in this host's memory, leaf by leaf as it lay on its devices.
-
-    `boxes` is `StateLayout.boxes` of the state, where it was split inside tiles.
-    """
-    vectors = outline.empty()
-    boxes = [None] * len(leaves) if boxes is None else boxes
-    used = dict.fromkeys(outline.replicated, 0)
-    which = 0
-    for split, leaf, box in zip(is_sharded, leaves, boxes, strict=True):
-        if split:
-            for device in range(outline.n_devices):
-                rows = leaf[..., device * outline.n_rows : (device + 1) * outline.n_rows, :]
-                rows = rows.reshape(-1, leaf.shape[-1])
-                for row, start, length in outline.rows(which, device):
-                    vectors[f"sharded {which}"][start : start + length] = rows[row, :length]
-            which += 1
-        else:
-            dtype, rows = leaf.dtype.name, by_place(leaf, box)
-            start, used[dtype] = used[dtype], used[dtype] + rows.shape[1]
-            vectors[f"replicated {dtype}"].reshape(outline.n_places, -1)[:, start : used[dtype]] = rows
-    return vectors
+        return jax.tree.map(lambda leaf: on_devices(leaf, PartitionSpec()), tree)
+    return jax.tree.map(on_devices, tree, match_specs((shardings,), (tree,), fabric)[0])
 
 
 def _name(path: tuple[Any, ...], leaf: Any) -> str:
@@ -249,6 +329,6 @@ def _name(path: tuple[Any, ...], leaf: Any) -> str:
     return f"{('params', 'state')[path[0].idx]}{jax.tree_util.keystr(path[1:])} {leaf.dtype}{list(leaf.shape)}"
 
 
-def _device_number(shard: Any, n_rows: int) -> int:
+def device_number(shard: Any, n_rows: int) -> int:
     """Return the number of the device that a shard of a sharded leaf lies on."""
     return (shard.index[-2].start or 0) // max(n_rows, 1)

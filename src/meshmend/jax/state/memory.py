@@ -1,7 +1,7 @@
 """Copies of the state in a host's memory that outlive the process: files in a folder of `/dev/shm`, one per step.
 
 A file is written atomically, has its step, the identity of the state and checksums, and is trusted only if
-all of them hold. The newest few are kept, and those of steps that are held: the last verified one, and the next that
+all of them hold. The newest few are kept, and those of pinned steps: the last verified one, and the next that
 may be. A power cut loses them; other hosts' copies cover that.
 """
 
@@ -25,14 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.errors import RestartError
+from meshmend.jax.collectives import Tree
 from meshmend.jax.state.folders import FolderLock
 from meshmend.jax.state.identity import Identity
 from meshmend.jax.state.outline import Outline, dtype_named
-from meshmend.jax.state.trust import UNCHECKED
+from meshmend.jax.state.sources import UNCHECKED
 
-MAGIC = b"meshmend state 3\n"
-WITHOUT_VERIFIED = b"meshmend state 2\n"
-WITHOUT_IDENTITY = b"meshmend state 1\n"
+MAGIC = b"meshmend state 4\n"
 KEPT = 3
 """Copies that are kept. When a host has the data of step n, every host has begun step n, and so has written n − 2: the
 one before that can go."""
@@ -53,7 +52,7 @@ class Copy:
     outline: Outline
     devices: tuple[int, ...]
     parts: dict[str, NDArray[Any]]
-    extra: Any
+    extra: Tree
     identity: Identity
     run: str
     verified: int = UNCHECKED
@@ -70,6 +69,20 @@ class Copy:
         facts = [self.run, self.attempt, self.step, self.identity.digest, self.outline.digest]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
+    def offer(self, identity: Identity) -> dict[str, Any]:
+        """Return what other processes need to know of it, and how it differs from copies of this job's state."""
+        return {
+            "attempt": self.attempt,
+            "step": self.step,
+            "kind": "memory",
+            "generation": self.generation,
+            "differs": identity.difference(self.identity),
+            "n_devices": self.outline.n_devices,
+            "devices": list(self.devices),
+            "verified": self.verified,
+            "run": self.run,
+        }
+
 
 class HostMemory:
     """The copies in one folder. A lock allows one writer at a time; the next process on this host reads."""
@@ -77,7 +90,7 @@ class HostMemory:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.lock = FolderLock(self.folder)
-        self.held: frozenset[int] = frozenset()
+        self.pinned: frozenset[int] = frozenset()
         """Steps whose copies stay, however many newer ones are written."""
 
     def write(self, copy: Copy) -> int:
@@ -88,8 +101,8 @@ class HostMemory:
         except OSError as error:
             raise RestartError(
                 f"{self.folder} cannot keep a copy of step {copy.step}: {error.strerror}. It holds "
-                f"{KEPT + 1 + len(self.held)} copies of {sum(rows.nbytes for rows in copy.parts.values())} bytes: make "
-                "room, name another folder by MESHMEND_MEMORY, or keep no copies by memory_every=0.",
+                f"{KEPT + 1 + len(self.pinned)} copies of {sum(rows.nbytes for rows in copy.parts.values())} bytes: "
+                "make room, name another folder by MESHMEND_MEMORY, or keep no copies by memory_every=0.",
                 step=copy.step,
             ) from error
 
@@ -162,11 +175,11 @@ class HostMemory:
     def _superseded(self, files: list[Path]) -> list[Path]:
         """Return which of these files may go, oldest first.
 
-        A held step may have copies of two attempts: the older one goes when the newer one is no longer among the newest
-        few, since then all hosts have written it.
+        A pinned step may have copies of two attempts: the older one goes when the newer one is no longer among the
+        newest few, since then all hosts have written it.
         """
-        older, held = files[:-KEPT], self.held
-        stay = {step: path for path in older if (step := _attempt_and_step(path)[1]) in held}
+        older, pinned = files[:-KEPT], self.pinned
+        stay = {step: path for path in older if (step := _attempt_and_step(path)[1]) in pinned}
         return [path for path in older if path not in stay.values()]
 
     def _files(self) -> list[Path]:
@@ -189,13 +202,13 @@ def read_copy(path: Path) -> Copy:
 
 
 def _read(path: Path, file: BinaryIO, size: int) -> Copy:
-    line, versions = file.readline(len(MAGIC)), (MAGIC, WITHOUT_VERIFIED)
-    if line == WITHOUT_IDENTITY:
+    line = file.readline(len(MAGIC))
+    if line != MAGIC and re.fullmatch(rb"meshmend state \d\n", line):
         raise RestartError(
-            f"{path} was written by an older meshmend and does not record which model's state it is, so it cannot be "
-            "trusted to be this one's. Remove it, or finish the job with the version that began it."
+            f"{path} was written by an older meshmend, in another form. Remove it, or finish the job with the version "
+            "that began it."
         )
-    match = re.fullmatch(rb"(\d{1,12}) ([0-9a-f]{64})\n", file.readline(100)) if line in versions else None
+    match = re.fullmatch(rb"(\d{1,12}) ([0-9a-f]{64})\n", file.readline(100)) if line == MAGIC else None
     if match is None:
         raise RestartError(f"{path} is damaged: its first lines are not those of a copy of a job's state.")
     length = int(match[1])
@@ -217,7 +230,7 @@ def _read(path: Path, file: BinaryIO, size: int) -> Copy:
         n_bytes = sum(dtype_named(dtype).itemsize * rows * columns for dtype, (rows, columns) in expected.items())
         checksum = int(facts["checksum"])
         extra = facts["extra"]
-        verified = int(facts["verified"]) if line == MAGIC else UNCHECKED
+        verified = int(facts["verified"])
         if not UNCHECKED <= verified <= step:
             raise RestartError(f"expected a verified step up to {step}, got {verified}")
     except (ArithmeticError, AttributeError, LookupError, RecursionError, RestartError, TypeError, ValueError) as error:

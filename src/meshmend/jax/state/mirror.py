@@ -24,11 +24,12 @@ from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
+from meshmend.jax.collectives import Tree
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.state.fetch import wait_for
 from meshmend.jax.state.layout import StateLayout
 from meshmend.jax.state.memory import Copy, HostMemory
-from meshmend.jax.state.trust import UNCHECKED
+from meshmend.jax.state.sources import UNCHECKED
 from meshmend.launch.timeline import Timeline
 from meshmend.topology import Mesh
 
@@ -123,12 +124,12 @@ class Mirror:
         self._writer = ThreadPoolExecutor(1, "meshmend-mirror")
         self._writing: Future[None] | None = None
 
-    def compile(self, params: Any, state: Any) -> None:
+    def compile(self, params: Tree, state: Tree) -> None:
         """Compile ahead of the first copy, unless that was done."""
         if self.layout.programs.get("cut") is None:
             self._cut = self._cut.lower(params, state).compile()
 
-    def keep(self, step: int, params: Any, state: Any, extra: Any, verified: int = UNCHECKED) -> None:
+    def keep(self, step: int, params: Tree, state: Tree, extra: Tree, verified: int = UNCHECKED) -> None:
         """Keep a copy of a step. Returns once the copy of the step before is written; this one is written meanwhile.
 
         The arrays may be donated to the next step right away.
@@ -145,7 +146,7 @@ class Mirror:
             writing, self._writing = self._writing, None
             writing.result()
 
-    def _write(self, step: int, parts: Parts, extra: Any, verified: int) -> None:
+    def _write(self, step: int, parts: Parts, extra: Tree, verified: int) -> None:
         try:
             wait_for(parts)
             me = jax.process_index()
@@ -164,7 +165,7 @@ def copy_of(
     host: int,
     attempt: int,
     step: int,
-    extra: Any,
+    extra: Tree,
     run: str,
 ) -> Copy:
     """Return what a host keeps of the parts: those of its own devices, and those that its devices have received.
@@ -181,22 +182,22 @@ def copy_of(
         received = {shard.index[0].start or 0: shard.data for shard in other.addressable_shards}
         found = [held[device] for device in mine] + [received[device] for device in theirs]
         rows[dtype] = np.concatenate([np.asarray(row) for row in found])
-    return Copy(attempt, step, layout.outline, (*mine, *theirs.values()), rows, extra, layout.identity, run)
+    return Copy(attempt, step, layout.outline, (*mine, *theirs.values()), rows, extra, layout.copy_identity, run)
 
 
 @lru_cache(maxsize=64)
 def _backed_up_by(host_of_chip: tuple[int, ...], mesh: Mesh) -> NDArray[np.int32]:
     """Return for each chip the chip whose part it keeps beside its own; itself where there is no other host.
 
-    In tiles, it is one in the same place of another tile. Every step's copy asks for this, and it takes a look at the
+    In tiles, it is one in the same slot of another tile. Every step's copy asks for this, and it takes a look at the
     loss of every host.
     """
-    n_places = len(host_of_chip) // mesh.n_chips
+    devices_per_tile = len(host_of_chip) // mesh.n_chips
     kept = np.empty(len(host_of_chip), np.int32)
     tiles = np.arange(mesh.n_chips, dtype=np.int32)
-    for place in range(n_places):
-        keeper = np.array(backup_chips(host_of_chip[place::n_places], mesh))
-        kept[keeper * n_places + place] = tiles * n_places + place
+    for slot in range(devices_per_tile):
+        keeper = np.array(backup_chips(host_of_chip[slot::devices_per_tile], mesh))
+        kept[keeper * devices_per_tile + slot] = tiles * devices_per_tile + slot
     kept.flags.writeable = False
     return kept
 
@@ -219,8 +220,8 @@ def make_parts_fn(layout: StateLayout, host_of_chip: Sequence[int] | None = None
         chip = lax.axis_index(over_chips)
         core = lax.axis_index(fabric.core_axis) if fabric.core_axis else 0
         device, kept_device = chip * outline.n_cores + core, jnp.asarray(kept)[chip] * outline.n_cores + core
-        # All tiles have the same in this place, and a device's share of it depends on its tile.
-        turn, kept_turn = device // outline.n_places, kept_device // outline.n_places
+        # All tiles have the same in this slot, and a device's share of it depends on its tile.
+        tile, kept_tile = device // outline.devices_per_tile, kept_device // outline.devices_per_tile
         parts = {}
         for dtype in outline.dtypes:
             mine = [(x, s) for x, s in zip(leaves, layout.is_sharded, strict=True) if np.dtype(x.dtype).name == dtype]
@@ -234,17 +235,17 @@ def make_parts_fn(layout: StateLayout, host_of_chip: Sequence[int] | None = None
                 own, other = [joined], [lax.ppermute(joined, over_chips, pairs) if pairs else joined]
             if share:
                 whole = [jnp.ravel(leaf) for leaf, split in mine if not split]
-                n_shares = outline.n_devices // outline.n_places
+                n_shares = outline.n_devices // outline.devices_per_tile
                 whole.append(jnp.zeros(share * n_shares - outline.replicated[dtype], whole[0].dtype))
                 flat = jnp.concatenate(whole)
-                own.insert(0, lax.dynamic_slice_in_dim(flat, turn * share, share))
-                other.insert(0, lax.dynamic_slice_in_dim(flat, kept_turn * share, share))
+                own.insert(0, lax.dynamic_slice_in_dim(flat, tile * share, share))
+                other.insert(0, lax.dynamic_slice_in_dim(flat, kept_tile * share, share))
             parts[dtype] = (jnp.concatenate(own)[None], jnp.concatenate(other)[None])
         return parts
 
     mapped = jax.shard_map(local, mesh=fabric.jax_mesh, in_specs=layout.specs, out_specs=by_device, check_vma=False)
 
-    def cut(params: Any, state: Any) -> Any:
+    def cut(params: Tree, state: Tree) -> Any:
         return mapped(*jax.tree.leaves((params, state)))
 
     return cut

@@ -5,8 +5,8 @@ elements of every device's part belong in vectors that are the same for every me
 one after the other, and for each sharded array the elements of its weights in order. From those, any other mesh's
 parts are cut. Bits are moved, never computed with.
 
-Where a model is split inside tiles, each place of a tile has shards of its own, and tiles have them alike. Vectors then
-have the shards of one place after the other, whichever tiles there are and wherever they lie.
+Where a model is split inside tiles, each slot of a tile has shards of its own, and tiles have them alike. Vectors then
+have the shards of one slot after the other, whichever tiles there are and wherever they lie.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class Outline:
     owned: tuple[tuple[int, ...], ...]
     """For each chip the chunks that its rows hold; `total_chunks` marks a row that it does not need."""
     replicated: dict[str, int]
-    """Elements of the replicated arrays, by dtype; in tiles, of the shards that each place has of them."""
+    """Elements of the replicated arrays, by dtype; in tiles, of the shards that each slot has of them."""
     sharded: tuple[ShardedArray, ...]
-    n_places: int = 1
+    devices_per_tile: int = 1
     """Devices of a tile, whose shards differ."""
 
     @cached_property
@@ -80,7 +80,7 @@ class Outline:
 
     def share(self, dtype: str) -> int:
         """Elements of the replicated arrays that each device is responsible for."""
-        return -(-self.replicated.get(dtype, 0) * self.n_places // self.n_devices)
+        return -(-self.replicated.get(dtype, 0) * self.devices_per_tile // self.n_devices)
 
     def part_size(self, dtype: str) -> int:
         """Elements of a device's part."""
@@ -90,7 +90,7 @@ class Outline:
     @property
     def vectors(self) -> dict[str, tuple[str, int]]:
         """Dtype and elements of the vectors, by name: the same for one state on every mesh."""
-        n = self.n_places
+        n = self.devices_per_tile
         whole = {f"replicated {dtype}": (dtype, n * size) for dtype, size in self.replicated.items()}
         return whole | {
             f"sharded {i}": (array.dtype, n * array.n_layers * array.size) for i, array in enumerate(self.sharded)
@@ -103,10 +103,10 @@ class Outline:
     def runs(self, device: int, dtype: str) -> Iterator[tuple[str, int, int, int]]:
         """Return where a device's part belongs: (vector, first element of it, first element of the part, length)."""
         share, size = self.share(dtype), self.replicated.get(dtype, 0)
-        turn, place = divmod(device, self.n_places)
-        length = min(share, size - turn * share)
+        tile, slot = divmod(device, self.devices_per_tile)
+        length = min(share, size - tile * share)
         if length > 0:
-            yield f"replicated {dtype}", place * size + turn * share, 0, length
+            yield f"replicated {dtype}", slot * size + tile * share, 0, length
         at = share
         for i, array in enumerate(self.sharded):
             if array.dtype != dtype:
@@ -121,15 +121,30 @@ class Outline:
         Of a stack, the rows of one layer after the other; and so are the vectors.
         """
         array = self.sharded[which]
-        turn, place = divmod(device, self.n_places)
-        chip, core = divmod(turn, self.n_cores)
+        tile, slot = divmod(device, self.devices_per_tile)
+        chip, core = divmod(tile, self.n_cores)
         for layer in range(array.n_layers):
-            before = (place * array.n_layers + layer) * array.size
+            before = (slot * array.n_layers + layer) * array.size
             for row, chunk in enumerate(self.owned[chip], layer * self.n_rows):
                 start = (core * self.total_chunks + chunk) * array.chunk
                 length = min(array.chunk, array.size - start)
                 if chunk < self.total_chunks and length > 0:
                     yield row, before + start, length
+
+    def device_of(self, vector: str, element: int) -> int:
+        """Return the device whose part has an element of a vector: the other way round from `runs`."""
+        kind, which = vector.split()
+        if kind == "replicated":
+            slot, rest = divmod(element, self.replicated[which])
+            return rest // self.share(which) * self.devices_per_tile + slot
+        array = self.sharded[int(which)]
+        row, rest = divmod(element, array.size)
+        core, chunk = divmod(rest // array.chunk, self.total_chunks)
+        return (self._owners[chunk] * self.n_cores + core) * self.devices_per_tile + row // array.n_layers
+
+    @cached_property
+    def _owners(self) -> dict[int, int]:
+        return {chunk: chip for chip, row in enumerate(self.owned) for chunk in row}
 
     def collect(self, device: int, dtype: str, part: Annotated[NDArray[Any], "[P]"], into: Vectors) -> None:
         """Put a device's part where it belongs in the vectors."""
@@ -139,8 +154,8 @@ class Outline:
     def as_json(self) -> dict[str, Any]:
         """Return the outline as plain values."""
         facts = {name: getattr(self, name) for name in ("n_devices", "n_cores", "total_chunks", "owned", "replicated")}
-        if self.n_places > 1:
-            facts["n_places"] = self.n_places
+        if self.devices_per_tile > 1:
+            facts["devices_per_tile"] = self.devices_per_tile
         # A stack says so; what is none is written as it was before there were any.
         return facts | {
             "sharded": [
@@ -159,15 +174,17 @@ class Outline:
             owned=tuple(tuple(int(chunk) for chunk in row) for row in facts["owned"]),
             replicated={str(dtype): int(size) for dtype, size in facts["replicated"].items()},
             sharded=tuple(ShardedArray(str(dtype), *map(int, numbers)) for dtype, *numbers in facts["sharded"]),
-            n_places=int(facts.get("n_places", 1)),
+            devices_per_tile=int(facts.get("devices_per_tile", 1)),
         )
 
     def check(self) -> None:
         """Raise `RestartError` unless the parts of all devices together are every element, once."""
-        if min(self.n_cores, self.n_places) < 1 or self.n_devices != self.n_cores * self.n_places * len(self.owned):
-            places = f"{self.n_places} × " if self.n_places != 1 else ""
+        if min(self.n_cores, self.devices_per_tile) < 1 or self.n_devices != self.n_cores * self.devices_per_tile * len(
+            self.owned
+        ):
+            tiles = f"{self.devices_per_tile} × " if self.devices_per_tile != 1 else ""
             raise RestartError(
-                f"expected {places}{self.n_cores} × {len(self.owned)} devices (cores × chips), got {self.n_devices}"
+                f"expected {tiles}{self.n_cores} × {len(self.owned)} devices (cores × chips), got {self.n_devices}"
             )
         if len({len(row) for row in self.owned}) != 1:
             raise RestartError("expected chips with room for equally many chunks")

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from meshmend.errors import RestartError
-from meshmend.jax.state.disk import Disk
-from meshmend.jax.state.identity import Identity
-from meshmend.jax.state.memory import Copy
-from meshmend.jax.state.trust import UNCHECKED
+
+UNCHECKED = -1
+"""What is recorded as the last verified step of a job that nothing checks. Nobody knows more about its states: a later
+run with checks takes the one that it resumes from for good."""
 
 
 @dataclass(frozen=True)
@@ -46,47 +46,6 @@ class Source:
         return f"{where} of step {self.step} (attempt {self.attempt})"
 
 
-def offer_copy(copy: Copy, identity: Identity) -> dict[str, Any]:
-    """Return what other processes need to know of a copy, and how it differs from this job's state."""
-    return {
-        "attempt": copy.attempt,
-        "step": copy.step,
-        "kind": "memory",
-        "generation": copy.generation,
-        "differs": identity.difference(copy.identity),
-        "n_devices": copy.outline.n_devices,
-        "devices": list(copy.devices),
-        "verified": copy.verified,
-        "run": copy.run,
-    }
-
-
-def offer_checkpoints(disk: Disk, identity: Identity) -> tuple[list[dict[str, Any]], list[str], int]:
-    """Return what the disk offers, what is wrong with the rest of it, and the newest attempt that was claimed."""
-    offers: list[dict[str, Any]] = []
-    problems = []
-    for step in disk.steps():
-        try:
-            saved = disk.facts(step)
-        except RestartError as error:
-            problems.append(str(error))
-            continue
-        offers.append(
-            {
-                "attempt": saved.attempt,
-                "step": step,
-                "kind": "disk",
-                "generation": saved.checksum,
-                "differs": identity.difference(saved.identity),
-                "n_devices": 0,
-                "devices": [],
-                "verified": saved.verified,
-                "run": "",
-            }
-        )
-    return offers, problems, disk.claimed()
-
-
 def check_agreement(everybody: Sequence[dict[str, Any]]) -> None:
     """Raise what is wrong with any process, the same error on all of them."""
     errors = [held["error"] for held in everybody if "error" in held]
@@ -114,13 +73,13 @@ def rank_sources(offers: Sequence[Sequence[Mapping[str, Any]]]) -> list[Source]:
                     kind="memory" if key[2] == "memory" else "disk",
                     generation=key[3],
                     differs=str(offer["differs"]),
-                    n_devices=int(offer["n_devices"]),
+                    n_devices=int(offer.get("n_devices", 0)),
                     verified=int(offer["verified"]),
-                    run=str(offer["run"]),
+                    run=str(offer.get("run", "")),
                 ),
             )
             if int(offer["verified"]) < source.verified:
                 found[key] = source = replace(source, verified=int(offer["verified"]))
-            for device in offer["devices"]:
+            for device in offer.get("devices", ()):
                 source.providers.setdefault(int(device), process)
     return [found[key] for key in sorted(found, reverse=True)]

@@ -1,31 +1,26 @@
 """Which states may be trusted after a check has found wrong numbers, and up to which step a state is verified.
 
-Every copy and checkpoint records the last step that was verified when it was written. A sign of wrong numbers says in
-which attempt it was seen, and which step had been verified last: what that attempt or an earlier one kept of later
-steps may be wrong, whoever turns out to be the culprit. What a later attempt keeps is trusted again.
+Every copy and checkpoint records the last step that was verified when it was written. An observation of wrong numbers
+says in which attempt it was seen, and which step had been verified last: what that attempt or an earlier one kept of
+later steps may be wrong, whoever turns out to be the culprit. What a later attempt keeps is trusted again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshmend.errors import RestartError
+from meshmend.jax.state.sources import UNCHECKED, Source
 
-if TYPE_CHECKING:
-    from meshmend.jax.state.sources import Source
-
-UNCHECKED = -1
-"""What is recorded as the last verified step of a job that nothing checks. Nobody knows more about its states: a later
-run with checks takes the one that it resumes from for good."""
 LISTED = 4
 """States that a message names."""
 
 
 @dataclass(frozen=True)
 class Trust:
-    """What a job's signs say of its states: the states of attempts up to `attempt` after `step` are not trusted.
+    """What a job's observations say of its states: the states of attempts up to `attempt` after `step` are not trusted.
 
     >>> trust = Trust(((2, 100),))
     >>> trust.trusts(2, 100), trust.trusts(1, 101), trust.trusts(3, 101)
@@ -44,12 +39,12 @@ class Trust:
 
     @property
     def newest_attempt(self) -> int:
-        """The last attempt that has seen a sign, 0 if none has."""
+        """The last attempt that has seen an observation, 0 if none has."""
         return max((attempt for attempt, _ in self.untrusted), default=0)
 
     @property
     def last_verified(self) -> int:
-        """The last step that was verified before that attempt's signs."""
+        """The last step that was verified before that attempt's observations."""
         return min((step for attempt, step in self.untrusted if attempt == self.newest_attempt), default=0)
 
     def trusts(self, attempt: int, step: int) -> bool:
@@ -59,8 +54,8 @@ class Trust:
     def verified_step(self, source: Source, sources: Sequence[Source]) -> int:
         """Return the last verified step of the state that a job resumes from, given all that was found.
 
-        A state is verified itself if a later step of its attempt was, by a sign's word or that of other copies of the
-        same run: what it has recorded itself is older.
+        A state is verified itself if a later step of its attempt was, by an observation's word or that of other copies
+        of the same run: what it has recorded itself is older.
         """
         known = [step for attempt, step in self.untrusted if source.attempt <= attempt]
         known += [one.verified for one in sources if one.run == source.run != "" and one.attempt == source.attempt]
@@ -76,7 +71,7 @@ class Trust:
         return RestartError(
             f"Nothing that this job has kept of step {self.last_verified}, the last verified one, or before can be "
             f"restored:{listed}\nBring back what is missing. To start over, remove {folders}. If the check was wrong, "
-            "and these states are good, move signs.jsonl in the job's shared folder away: then they are trusted again.",
+            "and these states are good, move fault_log.jsonl in the job's shared folder away: then they are trusted.",
             step=self.last_verified,
         )
 

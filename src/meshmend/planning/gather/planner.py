@@ -15,7 +15,7 @@ from typing import Any, ClassVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.planning.base import MAX_TRANSFERS, CannotServe, Floor, Planner, check_count
+from meshmend.planning.base import MAX_TRANSFERS, Floor, Planner, Unsupported, check_count
 from meshmend.planning.gather.spreading import share_out, spread
 from meshmend.planning.weave.pieces import Pieces
 from meshmend.schedule import Collective, Op, Schedule
@@ -80,13 +80,13 @@ class Gather(Planner):
 
     def _check(self, mesh: Mesh) -> None:
         if self.collective.is_all_reduce:
-            raise CannotServe(
+            raise Unsupported(
                 "it plans reduce-scatters and all-gathers, and an all-reduce was requested. "
                 "Request collective='reduce-scatter' or 'all-gather', or use another planner."
             )
         most = MAX_TRANSFERS // max(1, mesh.n_chips - 1)
         if self.chunks is not None and self.chunks > most:
-            raise CannotServe(
+            raise Unsupported(
                 f"it takes at most {most:,} chunks on {mesh.n_chips:,} chips, and {self.chunks:,} were asked for."
             )
 

@@ -103,7 +103,7 @@ def _rounds(mesh: Mesh, sources: list[Ints], per_link: Ints | None) -> list[list
     by_chip = per_link.reshape(mesh.n_chips, len(sources))
     # Where there is no link any number will do: nobody has nothing to send.
     takes = [by_chip[np.minimum(source, mesh.n_chips - 1), direction] for direction, source in enumerate(sources)]
-    return [[np.flatnonzero(taken <= turn) for taken in takes] for turn in range(int(by_chip.max()))]
+    return [[np.flatnonzero(taken <= number) for taken in takes] for number in range(int(by_chip.max()))]
 
 
 def _scarce(has: Words, held: list[Words], sources: list[Ints]) -> Words:

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.errors import ParameterError
-from meshmend.planning.base import CannotServe, Floor, Planner, check_count
+from meshmend.planning.base import Floor, Planner, Unsupported, check_count
 from meshmend.planning.build import Transfers
 from meshmend.planning.latency.sites import Bit, Sites, lay_out, n_sites
 from meshmend.schedule import Op, Schedule
@@ -104,7 +104,7 @@ class Latency(Planner):
 
     def _check(self, mesh: Mesh) -> None:
         if mesh.n_chips > MAX_CHIPS:
-            raise CannotServe(
+            raise Unsupported(
                 f"it serves at most {MAX_CHIPS:,} chips, and {mesh.n_chips:,} survive: laying its exchanges over more "
                 f"takes minutes. Plan with weave, whose number of chunks can be set."
             )
@@ -168,8 +168,8 @@ def _levels(mesh: Mesh, bits: tuple[Bit, ...], halvings: int, part: int) -> list
     last = max(mesh.n_axes - 1, 1)
 
     def order(bit: Bit) -> float:
-        place = bit.axis if part else last - bit.axis
-        return math.log2(bit.reach) + CROSSED * place / last
+        position = bit.axis if part else last - bit.axis
+        return math.log2(bit.reach) + CROSSED * position / last
 
     ordered = sorted(bits, key=order)
     if halvings == 0 and swings(mesh):
@@ -192,8 +192,8 @@ def _swing_level(mesh: Mesh, bit: Bit) -> _Level:
     if not mesh.wrap[bit.axis]:
         return _Level(ranks ^ (1 << bit.number), ranks * 0)
     distance = (1 - (-2) ** (round(math.log2(bit.reach)) + 1)) // 3
-    place = mesh.coords.astype(np.int64).copy()
-    along = place[:, bit.axis]
+    position = mesh.coords.astype(np.int64).copy()
+    along = position[:, bit.axis]
     along += np.where(along % 2 == 0, distance, -distance)
     along %= mesh.shape[bit.axis]
-    return _Level(np.asarray(mesh.rank_of[tuple(place.T)], dtype=np.int64), ranks * 0)
+    return _Level(np.asarray(mesh.rank_of[tuple(position.T)], dtype=np.int64), ranks * 0)

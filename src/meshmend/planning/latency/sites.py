@@ -136,10 +136,10 @@ def _bits(mesh: Mesh, powers: tuple[int, ...]) -> tuple[Bit, ...]:
 
 def _distances(mesh: Mesh, powers: tuple[int, ...]) -> Floats:
     """Return how far each chip is from the middle of each site's cell, along every axis: (site, chip, axis)."""
-    places: Any = np.unravel_index(np.arange(2 ** sum(powers)), [2**p for p in powers])
+    positions: Any = np.unravel_index(np.arange(2 ** sum(powers)), [2**p for p in powers])
     apart = np.empty((2 ** sum(powers), mesh.n_chips, mesh.n_axes))
     for axis, (power, length, wrap) in enumerate(zip(powers, mesh.shape, mesh.wrap, strict=True)):
-        middle = (places[axis] + 0.5) * length / 2**power - 0.5
+        middle = (positions[axis] + 0.5) * length / 2**power - 0.5
         apart[:, :, axis] = np.abs(middle[:, None] - mesh.coords[:, axis])
         if wrap:
             np.minimum(apart[:, :, axis], length - apart[:, :, axis], out=apart[:, :, axis])

@@ -4,15 +4,15 @@ Along one direction of its line, sums of a run move up to its top and copies mov
 keep to a *lane*: the step minus the position, modulo the period. Two runs meet on a link only if they have the same
 lane there, so finding steps is colouring intervals with as many colours as the period has steps, and the period need be
 no longer than the busiest link's load. The lane decides how long sums wait before the top and copies after it: together
-w + a multiple of the period, where w follows from the tree, so a turn costs half a period on average. A run for which
-no lane is free along all of it is cut in two, which costs a turn.
+w + a multiple of the period, where w follows from the tree, so a bend costs half a period on average. A run for which
+no lane is free along all of it is cut in two, which costs a bend.
 
 Trees are placed one after the other, each at the phase that suits it best. The trees that were placed worst go earlier
 in the next attempt. How long that goes on is counted in runs that are given lanes, not timed: every host must find the
 same plan.
 
 With `swap` the two chips of a tree's middle cable exchange their halves in one step, so that both hold the sum at once:
-neither side waits for the other, and lanes run straight through. Such a chunk has no owner that it turns at.
+neither side waits for the other, and lanes run straight through. Such a chunk has no owner where it is complete.
 """
 
 from __future__ import annotations
@@ -84,15 +84,15 @@ class _Placement:
     swap_at: int | None
 
 
-def find_lanes(lines: MeshLines, trees: Sequence[TreeRuns], period: int, *, swap: bool, turns: int) -> Steps:
-    """Return steps for all trees, with as few from the first to the last as are found in so many turns.
+def find_lanes(lines: MeshLines, trees: Sequence[TreeRuns], period: int, *, swap: bool, budget: int) -> Steps:
+    """Return steps for all trees, with as few from the first to the last as are found within the budget.
 
-    A turn is the choice of a run's lanes. The first attempt is always finished, in however many. No cable may be in
+    The budget is how often the lanes of a run are chosen; the first attempt is always finished. No cable may be in
     more trees than the period has steps: then every run, cut or not, finds a lane.
     """
     radius = np.array([max(tree.below) for tree in trees])
-    hardness = 100.0 * np.array([tree.turns for tree in trees]) + radius
-    # Where sums turn at a root, waiting before a top and after it add up to about a period.
+    hardness = 100.0 * np.array([tree.bends for tree in trees]) + radius
+    # Where sums end at a root, waiting before a top and after it add up to about a period.
     limit = int(radius.max()) + SLACK + (0 if swap else period // 2)
     chance = np.random.default_rng(0)
     taken = _Taken(lines, period)
@@ -101,11 +101,11 @@ def find_lanes(lines: MeshLines, trees: Sequence[TreeRuns], period: int, *, swap
         raise AssertionError(f"tree {best} finds no lane although its cables have room: this is a bug in meshmend")
     best_hardness = hardness
     for _ in range(MAX_ATTEMPTS - 1):
-        turns -= taken.turns
+        budget -= taken.n_choices
         extents = np.array([placement.extent for placement in best])
-        if turns <= 0 or int(extents.max()) <= limit:
+        if budget <= 0 or int(extents.max()) <= limit:
             break
-        taken = _Taken(lines, period, most_turns=turns)
+        taken = _Taken(lines, period, budget=budget)
         found = _attempt(taken, trees, np.argsort(-hardness, kind="stable"), limit, swap, int(extents.max()))
         if found is None:
             break
@@ -130,7 +130,7 @@ def _attempt(
             best = taken.place(trees[tree], limit, swap=False)
         if best is None or (least is not None and best.extent >= least):
             return int(tree)
-        if taken.turns > taken.most_turns:
+        if taken.n_choices > taken.budget:
             return None
         taken.add(best)
         found[tree] = best
@@ -140,9 +140,9 @@ def _attempt(
 class _Taken:
     """The lanes that are taken: for each line and direction a mask for every link, a bit for every lane."""
 
-    def __init__(self, lines: MeshLines, period: int, *, most_turns: float = np.inf) -> None:
+    def __init__(self, lines: MeshLines, period: int, *, budget: float = np.inf) -> None:
         self.period = period
-        self.turns, self.most_turns = 0, most_turns
+        self.n_choices, self.budget = 0, budget
         self._full = (1 << period) - 1
         self._chips = lines.chips
         self._links = [([0] * len(chips), [0] * len(chips)) for chips in lines.chips]
@@ -214,10 +214,10 @@ class _Taken:
             for rest in rests:
                 heapq.heappush(queue, (rest.depth, number, rest))
                 number += 1
-            turned = self._turn(tree, part, free, meetings, limit)
-            if turned is None:
+            chosen = self._choose_lanes(tree, part, free, meetings, limit)
+            if chosen is None:
                 return None
-            now, late, waited = turned
+            now, late, waited = chosen
             extent, wait = max(extent, late), wait + waited
             if LATE * (extent - limit) > most:
                 return None
@@ -298,11 +298,11 @@ class _Taken:
             self._orders[key] = sorted(waits)
         return self._orders[key]
 
-    def _turn(
+    def _choose_lanes(
         self, tree: TreeRuns, run: TreeRun, free: tuple[int, int], meetings: _Meetings, limit: int
     ) -> tuple[_Placed, int, int] | None:
         """Choose a run's lanes; return it with them, how far from step 0 it reaches, and how long it waits."""
-        self.turns += 1
+        self.n_choices += 1
         chips, period, top = self._chips[run.line], self.period, run.top
         last, soonest, meeting = meetings.at(chips[top])
         slack = (last + 1 - soonest) % period

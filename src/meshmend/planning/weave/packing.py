@@ -2,8 +2,8 @@
 
 `trees.grow` evens loads out over hundreds of trees; here there are a few dozen. They are grown straight: what a cable
 has carried is smoothed along its line, so that a broken comb mends itself along one straight line per side, because
-every turn costs waiting (`lanes`). What is then still carried too much is moved: a tree drops an overloaded cable and
-rejoins its two parts over another one, of all trees and cables that serve the pair that makes fewest turns; where none
+every bend costs waiting (`lanes`). What is then still carried too much is moved: a tree drops an overloaded cable and
+rejoins its two parts over another one, of all trees and cables that serve the pair that makes fewest bends; where none
 has room, the overload moves on.
 """
 
@@ -22,9 +22,9 @@ LINE_NOISE = 0.02
 ALLOWANCE, OVERLOAD_WEIGHT = 8.0, 2.0
 """As in `trees`, but with so few trees overload is better moved afterwards than avoided by crooked trees."""
 TREES_TRIED = 10
-FEW_TURNS = 3
-"""A chip may be so many turns from the root at no cost."""
-TURN_COST, DISTANCE_COST, FULL_COST = 3.0, 0.15, 8.0
+FEW_BENDS = 3
+"""A chip may be so many bends from the root at no cost."""
+BEND_COST, DISTANCE_COST, FULL_COST = 3.0, 0.15, 8.0
 GOOD_ENOUGH = 2.0
 PATIENCE = 150
 """Moves after which overload that has not become less is taken to stay: where a hole leaves too few cables, it must."""
@@ -101,7 +101,7 @@ class _Balance:
         self._has[np.arange(len(trees))[:, None], trees.cables] = True
         eccentricity, _ = measure(trees)
         self._roots = eccentricity.argmin(axis=1)
-        self._known: dict[int, _Turns] = {}
+        self._known: dict[int, _Bends] = {}
         self._chance = np.random.default_rng(1)
 
     def run(self, moves: int) -> Trees:
@@ -140,19 +140,19 @@ class _Balance:
         for tree in candidates.tolist():
             if tree not in self._known:
                 cables = np.flatnonzero(self._has[tree])
-                self._known[tree] = _Turns(self._mesh, cables, self._cable_axis, int(self._roots[tree]))
-            turns = self._known[tree]
+                self._known[tree] = _Bends(self._mesh, cables, self._cable_axis, int(self._roots[tree]))
+            bends = self._known[tree]
             a, b = self._a, self._b
-            lower = int(a[cable] if turns.parent[a[cable]] == b[cable] else b[cable])
-            below = turns.below(lower)
+            lower = int(a[cable] if bends.parent[a[cable]] == b[cable] else b[cable])
+            below = bends.below(lower)
             joins = np.flatnonzero(below[a] != below[b])
             joins = joins[joins != cable]
             if not len(joins):
                 continue
             outer = np.where(below[a[joins]], b[joins], a[joins])
-            inside = int(turns.turns[below].max()) - int(turns.turns[lower])
-            made = turns.turns[outer] + (turns.axis[outer] != self._cable_axis[joins]) + 1 + inside
-            cost = TURN_COST * np.maximum(made - FEW_TURNS, 0)
+            inside = int(bends.bends[below].max()) - int(bends.bends[lower])
+            made = bends.bends[outer] + (bends.axis[outer] != self._cable_axis[joins]) + 1 + inside
+            cost = BEND_COST * np.maximum(made - FEW_BENDS, 0)
             cost += DISTANCE_COST * np.abs(self._middle[joins] - self._middle[cable]).sum(axis=1)
             cost += FULL_COST * (load[joins] >= self._most) + heat[joins] + self._chance.random(len(joins))
             least = int(cost.argmin())
@@ -163,8 +163,8 @@ class _Balance:
         return None if best is None else best[1:]
 
 
-class _Turns:
-    """One tree from its root: parents, the axis of each chip's cable to its parent, and its turns from the root."""
+class _Bends:
+    """One tree from its root: parents, the axis of each chip's cable to its parent, and its bends to the root."""
 
     def __init__(self, mesh: Mesh, cables: Ints, cable_axis: Ints, root: int) -> None:
         from scipy.sparse import csr_array
@@ -178,11 +178,11 @@ class _Turns:
         self.axis[np.where(self.parent[b] == a, b, a)] = cable_axis[cables]
         self._up = np.where(self.parent < 0, np.arange(n), self.parent)
         above = self.axis[self._up]
-        self.turns = ((self.axis != above) & (above >= 0)).astype(np.int64)
+        self.bends = ((self.axis != above) & (above >= 0)).astype(np.int64)
         jump = self._up
         # Look twice as far up in every round.
         while not np.array_equal(further := jump[jump], jump):
-            self.turns += self.turns[jump]
+            self.bends += self.bends[jump]
             jump = further
 
     def below(self, chip: int) -> NDArray[np.bool_]:

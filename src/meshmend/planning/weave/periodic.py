@@ -4,7 +4,7 @@ Weaving every chunk for itself takes time and memory for every chunk. Here some 
 steps once (`lanes`), such that no link has two transfers in steps that are equal modulo the period: then the same again
 a period later, with other chunks, never meets it. Any number of repeats costs nothing more, and the busiest link is
 idle only while the whole fills and drains. That takes longer than with chunks that are woven one by one, because every
-turn of a tree waits for its lane: so this is for long payloads, and for meshes where nothing else can be planned.
+bend of a tree waits for its lane: so this is for long payloads, and for meshes where nothing else can be planned.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ PACKING_SHARE = 0.6
 """Part of the time that may go into packing; what it leaves is for finding lanes."""
 GROW_SECONDS = 3e-6
 MOVE_SECONDS, MOVE_SECONDS_PER_CHIP = 2.5e-3, 5e-7
-TURN_SECONDS, TURN_SECONDS_PER_CHIP = 2e-5, 6e-7
-TURNS_PER_RUN = 7
+CHOICE_SECONDS, CHOICE_SECONDS_PER_CHIP = 2e-5, 6e-7
+CHOICES_PER_RUN = 7
 """What it takes, as measured on a small virtual machine: to grow a tree, for each chip; to move an overload; and to
 choose the lanes of a run, for each chip along a side, so many times in the first attempt. Work is limited by these, not
 by a clock: every host must come to the same plan."""
@@ -70,11 +70,11 @@ def least_seconds(mesh: Mesh, n_trees: int) -> float:
     """Return about how many CPU seconds a template takes at least."""
     # A comb has a run for each line, and some are broken.
     runs = 1.3 * n_trees * mesh.n_chips / min((n for n in mesh.shape if n > 1), default=1)
-    return n_trees * mesh.n_chips * GROW_SECONDS + runs * TURNS_PER_RUN * _turn_seconds(mesh)
+    return n_trees * mesh.n_chips * GROW_SECONDS + runs * CHOICES_PER_RUN * _choice_seconds(mesh)
 
 
-def _turn_seconds(mesh: Mesh) -> float:
-    return TURN_SECONDS + sum(mesh.shape) / mesh.n_axes * TURN_SECONDS_PER_CHIP
+def _choice_seconds(mesh: Mesh) -> float:
+    return CHOICE_SECONDS + sum(mesh.shape) / mesh.n_axes * CHOICE_SECONDS_PER_CHIP
 
 
 def make_template(
@@ -93,8 +93,8 @@ def make_template(
     rooted = reroot(somewhere, np.arange(n_trees), roots)
     lines = MeshLines(mesh)
     runs = [lines.runs(trees.cables[tree], rooted, tree) for tree in range(n_trees)]
-    turns = int((1 - PACKING_SHARE) * seconds / _turn_seconds(mesh))
-    steps = find_lanes(lines, runs, period, swap=swap, turns=turns)
+    budget = int((1 - PACKING_SHARE) * seconds / _choice_seconds(mesh))
+    steps = find_lanes(lines, runs, period, swap=swap, budget=budget)
     return _schedule(mesh, rooted.parent, steps, roots, planner, phases), period
 
 

@@ -80,12 +80,12 @@ class Spans:
         """Return a row for each step of each transfer: the transfer, the step, the first piece and how many go."""
         n_steps = self.end - step + 1
         row = np.repeat(np.arange(len(step)), n_steps)
-        place = (np.arange(len(row)) - np.repeat(np.cumsum(n_steps) - n_steps, n_steps)).astype(np.int32)
+        position = (np.arange(len(row)) - np.repeat(np.cumsum(n_steps) - n_steps, n_steps)).astype(np.int32)
         head, tail, last = self.head[row], self.tail[row], n_steps[row] - 1
         width = (per_chunk - head - tail) // np.maximum(last - 1, 1)
-        n_pieces = np.where(place == 0, head, np.where(place == last, tail, width))
-        first = np.where(place == 0, 0, head + (place - 1) * width)
-        return row, step[row] + place, first, n_pieces
+        n_pieces = np.where(position == 0, head, np.where(position == last, tail, width))
+        first = np.where(position == 0, 0, head + (position - 1) * width)
+        return row, step[row] + position, first, n_pieces
 
 
 class SlowLinks:

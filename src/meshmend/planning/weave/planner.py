@@ -21,11 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshmend.errors import ParameterError
-from meshmend.planning.base import MAX_TRANSFERS, CannotServe, Floor, Planner, check_count
+from meshmend.planning.base import MAX_TRANSFERS, Floor, Planner, Unsupported, check_count
 from meshmend.planning.weave.periodic import ROOM, WIDE_ROOM, choose_trees, least_period, least_seconds, make_template
 from meshmend.planning.weave.pieces import Pieces
 from meshmend.planning.weave.roots import choose_roots, order_trees
-from meshmend.planning.weave.slots import MAX_PLACES, Slots, assign_steps
+from meshmend.planning.weave.slots import MAX_POSITIONS, Slots, assign_steps
 from meshmend.planning.weave.trees import Rooted, grow, measure, reroot
 from meshmend.schedule import Op, Schedule
 from meshmend.topology import Mesh
@@ -143,7 +143,7 @@ class Weave(Planner):
 
     @property
     def is_splittable(self) -> bool:  # type: ignore[override]  # of other planners it is known of the class
-        """Whether every chunk has an owner that it turns at."""
+        """Whether every chunk has an owner where it is complete."""
         return self.owners != "none"
 
     def with_even_owners(self) -> Weave:
@@ -184,14 +184,14 @@ class Weave(Planner):
         """Refuse too many chunks for so many chips."""
         if self.trees is not None:
             if mesh.has_slow_cables:
-                raise CannotServe(
+                raise Unsupported(
                     "a template is for cables of one rate, and some are slow. Leave out trees: then every chunk is "
                     "planned by itself."
                 )
             return
-        most = min(MAX_PLACES // mesh.n_link_slots, _most_chunks(mesh, MAX_TRANSFERS))
+        most = min(MAX_POSITIONS // mesh.n_link_slots, _most_chunks(mesh, MAX_TRANSFERS))
         if self.chunks is not None and self.chunks > most:
-            raise CannotServe(
+            raise Unsupported(
                 f"it takes at most {most:,} chunks on {mesh.n_chips:,} chips, and {self.chunks:,} were asked for. "
                 f"Repeat a template: give trees={choose_trees(mesh)}, say, and a multiple of it as chunks."
             )

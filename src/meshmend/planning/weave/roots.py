@@ -19,15 +19,15 @@ def order_trees(trees: Trees, radius: NDArray[np.int32], n_chunks: int, ends: in
 
     `radius` is the depth of each tree from its middle. Trees along different axes take turns, also at the ends.
     """
-    in_turn = np.arange(n_chunks) % len(trees)
-    axes = [np.flatnonzero(trees.axis[in_turn] == axis) for axis in np.unique(trees.axis[in_turn])]
-    shallow = [chunks[np.argsort(radius[in_turn[chunks]], kind="stable")] for chunks in axes]
+    dealt = np.arange(n_chunks) % len(trees)
+    axes = [np.flatnonzero(trees.axis[dealt] == axis) for axis in np.unique(trees.axis[dealt])]
+    shallow = [chunks[np.argsort(radius[dealt[chunks]], kind="stable")] for chunks in axes]
     rounds = min(2 * min(ends, n_chunks // 4) // len(axes), *(len(chunks) for chunks in axes))
     picked = np.stack([chunks[:rounds] for chunks in shallow], axis=1)
     first, last = picked[0::2].ravel(), picked[1::2][::-1].ravel()
     middle = np.ones(n_chunks, dtype=np.bool_)
     middle[picked.ravel()] = False
-    return np.asarray(in_turn[np.concatenate([first, np.flatnonzero(middle), last])])
+    return np.asarray(dealt[np.concatenate([first, np.flatnonzero(middle), last])])
 
 
 def choose_roots(eccentricity: NDArray[np.int32], tree_of: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -41,8 +41,8 @@ def choose_roots(eccentricity: NDArray[np.int32], tree_of: NDArray[np.int64]) ->
     owned = np.zeros(n_chips, dtype=np.int64)
     closed = np.zeros(n_chips, dtype=np.int32)
     never = np.int32(np.iinfo(np.int32).max // 2)
-    places = np.arange(n_chunks)
-    for chunk in np.argsort(np.minimum(places, n_chunks - 1 - places), kind="stable"):
+    positions = np.arange(n_chunks)
+    for chunk in np.argsort(np.minimum(positions, n_chunks - 1 - positions), kind="stable"):
         root = int((eccentricity[tree_of[chunk]] + closed).argmin())
         roots[chunk] = root
         owned[root] += 1

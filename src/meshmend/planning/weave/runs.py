@@ -3,7 +3,7 @@
 All cables of a tree that follow each other on one line of the mesh form a *run*. The chip of a run nearest the root is
 its *top*: sums move along the run to the top, and copies from the top outwards. Every other run either hangs below this
 one, its top being a chip of it, or does not touch it. A tree that is a comb has few and long runs, and a path from a
-chip to the root turns from run to run only once or twice.
+chip to the root changes from run to run only once or twice.
 
 Chips have a position on their line, which is their coordinate along it; where a line wraps, the chip at position 0 is
 also the one at the position after the last.
@@ -39,7 +39,7 @@ class TreeRun:
 class TreeRuns:
     """One tree as runs, in order of the depth of their tops.
 
-    `depth[rank]` is a chip's depth, `below[rank]` that of the deepest chip at or below it, `turns` the most turns
+    `depth[rank]` is a chip's depth, `below[rank]` that of the deepest chip at or below it, `bends` the most bends
     between a chip and the root. `partner` is the chip at the other end of the middle cable, in `runs[middle]`.
     """
 
@@ -49,7 +49,7 @@ class TreeRuns:
     runs: tuple[TreeRun, ...]
     depth: list[int]
     below: list[int]
-    turns: int
+    bends: int
 
 
 class MeshLines:
@@ -99,10 +99,10 @@ class MeshLines:
             if host >= 0:
                 joints[host].add(position)
         by_depth = np.argsort(depth[top_chip], kind="stable")
-        turns = np.zeros(len(first), dtype=np.int64)
+        bends = np.zeros(len(first), dtype=np.int64)
         for one in by_depth.tolist():
             if above[one] >= 0:
-                turns[one] = turns[above[one]] + 1
+                bends[one] = bends[above[one]] + 1
         columns = (depth[top_chip], line[first], low[first], low[last] + 1, top)
         rows = list(zip(*(column.tolist() for column in columns), strict=True))
         found = []
@@ -114,7 +114,7 @@ class MeshLines:
         children = np.flatnonzero(parent == root)
         partner = int(children[below[children].argmax()])
         middle = int(np.flatnonzero(by_depth == run[cable_above[partner]])[0])
-        return TreeRuns(root, partner, middle, tuple(found), depth.tolist(), below.tolist(), int(turns.max(initial=0)))
+        return TreeRuns(root, partner, middle, tuple(found), depth.tolist(), below.tolist(), int(bends.max(initial=0)))
 
 
 def _below(parent: NDArray[np.int32], depth: NDArray[np.int32]) -> Ints:

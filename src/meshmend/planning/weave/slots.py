@@ -15,7 +15,7 @@ Over a slow link a chunk goes in pieces, over several steps (`pieces`): its link
 for it may go, and no sibling may meet it.
 
 What follows does that with packed arrays, for millions of transfers. The same rule in plain Python, in sixty lines, is
-`tests/planning/weave/slots_reference.py`, which it is tested against, step by step: read that first.
+`slots_reference`, which it is tested against, step by step: read that first.
 
 A *cell* is a chunk at a chip, `chunk * n_chips + rank`, and stands for the cable to the chip's parent in the tree.
 """
@@ -34,10 +34,10 @@ from meshmend.topology import Mesh
 
 Ints = NDArray[np.int32]
 
-MAX_PLACES = 2**29
+MAX_POSITIONS = 2**29
 """Links × chunks that queues are made for: 2 GB."""
 CELL_BITS = 28
-"""Cells are numbered in 28 bits, ample for so many places; the bits above say what a transfer is."""
+"""Cells are numbered in 28 bits, ample for so many positions; the bits above say what a transfer is."""
 DOWN, SHARED, MANY = (np.int32(1 << bit) for bit in (CELL_BITS + 2, CELL_BITS + 1, CELL_BITS))
 """It comes down; its cell has siblings; its cell has more than one child."""
 CELL = np.int32((1 << CELL_BITS) - 1)
@@ -70,8 +70,8 @@ class Slots:
         """Return the same backwards in time, where what came down goes up."""
         if self.spans is not None:
             last, spans = self.n_steps - 1, self.spans
-            turned = Spans(last - self.step, spans.tail, spans.head)
-            return Slots(last - spans.end, self.cell, ~self.down, turned)
+            reversed_spans = Spans(last - self.step, spans.tail, spans.head)
+            return Slots(last - spans.end, self.cell, ~self.down, reversed_spans)
         return Slots((self.n_steps - 1) - self.step[::-1], self.cell[::-1], ~self.down[::-1])
 
 
@@ -90,7 +90,7 @@ def assign_steps(
     passes = 2 if at_root.max(initial=0) > 2 * rooted.depth.max(initial=0) else 1
     if thorough or network.n_cells <= QUICK_CELLS:
         passes = 3
-    if network.n_links * run.n_steps > MAX_PLACES:
+    if network.n_links * run.n_steps > MAX_POSITIONS:
         passes = 1
     for backwards in (True, False)[: passes - 1]:
         run = network.run(*network.queue_reversed(run), backwards=backwards)
@@ -166,16 +166,16 @@ class _Network:
         Backwards in time, what goes up here comes down in truth: it is the sums coming down that must not meet.
         """
         queues = _Queues(self, rank_up, rank_down, length)
-        up_place = np.full(self.n_cells, -1, dtype=np.int32)
-        up_place[self.cells] = queues.up_place
-        down_place = np.full(self.n_cells, -1, dtype=np.int32)
-        down_place[self.cells] = queues.down_place
+        up_position = np.full(self.n_cells, -1, dtype=np.int32)
+        up_position[self.cells] = queues.up_position
+        down_position = np.full(self.n_cells, -1, dtype=np.int32)
+        down_position[self.cells] = queues.down_position
         # Where the parent's way up waits, −1 at a root; where the first child's way down waits, −1 at a leaf.
-        parent_place = np.where(self.parent_cell < 0, np.int32(-1), up_place[self.parent_cell])
-        child_place = np.where(self.first_child < 0, np.int32(-1), down_place[self.first_child])
+        parent_position = np.where(self.parent_cell < 0, np.int32(-1), up_position[self.parent_cell])
+        child_position = np.where(self.first_child < 0, np.int32(-1), down_position[self.first_child])
         waiting = self.n_children.copy()
         mark = np.full(self.n_cells, -1, dtype=np.int32)
-        queues.admit(up_place[self.cells[waiting[self.cells] == 0]])
+        queues.admit(up_position[self.cells[waiting[self.cells] == 0]])
         gone: list[Ints] = []
         left = 2 * len(self.cells)
         way = DOWN if backwards else np.int32(0)
@@ -201,17 +201,17 @@ class _Network:
             if backwards:
                 others = others[_first_of_each(parent, mark)]
             up = np.concatenate([alone, others])
-            place = parent_place[up]
-            on_the_way, at_root = _split(np.arange(len(up)), place >= 0)
-            freed = [place[on_the_way]]
+            position = parent_position[up]
+            on_the_way, at_root = _split(np.arange(len(up)), position >= 0)
+            freed = [position[on_the_way]]
             # Down: nearly always to one child or none.
             cell = down & CELL
-            place = child_place[cell]
-            freed.append(place[np.flatnonzero(place >= 0)])
+            position = child_position[cell]
+            freed.append(position[np.flatnonzero(position >= 0)])
             child = self.next_child[self.first_child[cell[np.flatnonzero(down & MANY)]]]
             child = np.concatenate([child, self.first_child[self.parent_cell[up[at_root]]]])
             while len(child := child[child >= 0]):
-                freed.append(down_place[child])
+                freed.append(down_position[child])
                 child = self.next_child[child]
             queues.admit(np.concatenate(freed))
         none = np.empty(0, dtype=np.int32)
@@ -225,20 +225,20 @@ class _Queues:
 
     def __init__(self, network: _Network, rank_up: Ints, rank_down: Ints, length: int) -> None:
         n_words = max(1, -(-length // WORD))
-        self.up_place = network.up_link * np.int32(n_words * WORD) + rank_up
-        self.down_place = network.down_link * np.int32(n_words * WORD) + rank_down
+        self.up_position = network.up_link * np.int32(n_words * WORD) + rank_up
+        self.down_position = network.down_link * np.int32(n_words * WORD) + rank_down
         self._transfer_at = np.zeros(network.n_links * n_words * WORD, dtype=np.int32)
-        self._transfer_at[self.up_place] = network.up_code
-        self._transfer_at[self.down_place] = network.down_code
+        self._transfer_at[self.up_position] = network.up_code
+        self._transfer_at[self.down_position] = network.down_code
         self._words = np.zeros((network.n_links, n_words), dtype=np.uint64)
         self._flat = self._words.reshape(-1)
         self._rows = np.arange(network.n_links) * n_words
         self._width = n_words * WORD
 
-    def admit(self, place: Ints) -> None:
+    def admit(self, position: Ints) -> None:
         """Let more transfers go, each for the first time."""
         # Every bit is set once only, so adding sets it, and `add.at` has the faster loop.
-        np.add.at(self._flat, (place >> 6).astype(np.int64), np.uint64(1) << (place & 63).astype(np.uint64))
+        np.add.at(self._flat, (position >> 6).astype(np.int64), np.uint64(1) << (position & 63).astype(np.uint64))
 
     def take(self, parent_cell: Ints, mark: Ints, way: np.int32, slow: SlowLinks | None = None) -> Ints:
         """Take the first transfer of every open link, but one only of the siblings that go this `way` (0 is up).
@@ -253,15 +253,15 @@ class _Queues:
         busy = np.flatnonzero(word)
         where, word = where[busy], word[busy]
         bit = word & -word
-        place = (where << 6) + _position(bit)
-        going: Ints = self._transfer_at[place]
+        position = (where << 6) + _position(bit)
+        going: Ints = self._transfer_at[position]
         rivals = np.flatnonzero((going & (DOWN | SHARED)) == (way | SHARED)).astype(np.int32)
         parent = parent_cell[going[rivals] & CELL]
         mark[parent] = rivals
         lost = mark[parent] != rivals
         held = np.False_ if slow is None else slow.holds(parent)
         if lost.any() or held.any():
-            rank = place % self._width
+            rank = position % self._width
             sooner = np.flatnonzero(lost)
             sooner = sooner[rank[rivals[sooner]] < rank[mark[parent[sooner]]]]
             mark[parent[sooner]] = rivals[sooner]

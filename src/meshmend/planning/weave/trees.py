@@ -166,7 +166,7 @@ def measure(trees: Trees) -> tuple[NDArray[np.int32], Rooted]:
 
 
 def reroot(rooted: Rooted, which: NDArray[np.int64], roots: NDArray[np.int64]) -> Rooted:
-    """Return tree `which[i]` with its root at rank `roots[i]`: the cables between old and new root turn round."""
+    """Return tree `which[i]` with its root at rank `roots[i]`: the cables between old and new root are reversed."""
     parent = rooted.parent[which]
     n_chips = parent.shape[1]
     tree = np.arange(len(which))
@@ -225,14 +225,14 @@ def _search(
     graph = csr_array((np.ones(len(one), dtype=np.int8), (one, other)), shape=(n_cells + 1, n_cells + 1))
     order, before = breadth_first_order(graph, n_cells, directed=False)
     # The search visits level by level: a level ends where the children of the level before end.
-    place = np.empty(n_cells + 1, dtype=np.int64)
-    place[order] = np.arange(n_cells + 1)
-    place_before = place[before[order[1:]]]
+    position = np.empty(n_cells + 1, dtype=np.int64)
+    position[order] = np.arange(n_cells + 1)
+    position_before = position[before[order[1:]]]
     depth = np.empty(n_cells + 1, dtype=np.int32)
     start, stop, level = 1, n_trees + 1, 0
     while start < stop:
         depth[order[start:stop]] = level
-        start, stop, level = stop, 1 + int(np.searchsorted(place_before, stop)), level + 1
+        start, stop, level = stop, 1 + int(np.searchsorted(position_before, stop)), level + 1
     parent = before[:n_cells].reshape(n_trees, n_chips) - first
     parent[np.arange(n_trees), roots] = -1
     return parent.astype(np.int32), depth[:n_cells].reshape(n_trees, n_chips)

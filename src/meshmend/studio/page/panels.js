@@ -84,17 +84,17 @@ export class Alternatives {
 
   show() {
     const slowest = Math.max(this.answer.seconds, ...this.rows.map(row => row.seconds ?? 0));
-    const able = this.rows.filter(row => !row.why_not).sort((a, b) => a.seconds - b.seconds), not = this.rows.filter(row => row.why_not);
+    const able = this.rows.filter(row => !row.unsupported_reason).sort((a, b) => a.seconds - b.seconds), not = this.rows.filter(row => row.unsupported_reason);
     this.body.replaceChildren(...[...able, ...not].map(row => this.#row(row, slowest)));
   }
 
   #row(row, slowest) {
-    const node = element("tr", "", row.why_not ? "not" : row.name === this.answer.planner ? "own" : "");
+    const node = element("tr", "", row.unsupported_reason ? "not" : row.name === this.answer.planner ? "own" : "");
     const name = element("td", row.name);
     node.append(name);
-    if (row.why_not) {
+    if (row.unsupported_reason) {
       name.colSpan = 3;
-      name.append(element("span", row.why_not, "soft"));
+      name.append(element("span", row.unsupported_reason, "soft"));
       return node;
     }
     if (row.detail) name.append(element("span", row.detail, "soft"));
@@ -108,9 +108,9 @@ export class Alternatives {
 }
 
 export function showGoodput(found) {
-  const best = Math.max(...found.answers.map(({goodput}) => goodput.mean));
-  $("goodput").tBodies[0].replaceChildren(...found.answers.map(({answer, goodput}) => {
-    const node = element("tr", "", goodput.mean === best ? "best" : ""), name = element("td", answer), meter = element("span", "", "meter"), fill = element("i");
+  const best = Math.max(...found.policies.map(({goodput}) => goodput.mean));
+  $("goodput").tBodies[0].replaceChildren(...found.policies.map(({policy, goodput}) => {
+    const node = element("tr", "", goodput.mean === best ? "best" : ""), name = element("td", policy), meter = element("span", "", "meter"), fill = element("i");
     fill.style.width = `${100 * goodput.mean}%`;
     meter.append(fill);
     name.append(meter);

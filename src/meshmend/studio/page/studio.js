@@ -279,7 +279,7 @@ $("estimate").addEventListener("click", async () => {
   $("availability-note").textContent = "Planning the states that a machine goes through …";
   try {
     for await (const line of ask("availability", {...states.question(state), saved: "", host: $("host").value.trim()})) {
-      if (line.answers) showGoodput(line);
+      if (line.policies) showGoodput(line);
       else if (line.run) { $("progress").max = line.runs; $("progress").value = line.run; $("availability-note").textContent = `${line.run} of ${line.runs} runs`; }
     }
   } catch (error) { $("goodput").hidden = true; $("availability-note").textContent = error.message; }

@@ -1,0 +1,108 @@
+"""A job of one process that no launcher started: a first try on a laptop, or one slice that a single host drives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+import jax
+
+from meshmend.errors import RestartError
+from meshmend.jax.fabric import Fabric, discover
+from meshmend.jax.job.compile_cache import use_compile_cache
+from meshmend.jax.job.coordination import Coordination
+from meshmend.jax.job.session import Session
+from meshmend.jax.job.survivors import agree_on_quarantine, check_connected, leave_out
+from meshmend.jax.private import joined_as
+from meshmend.launch.environment import Launch
+from meshmend.launch.events import note_quarantined
+from meshmend.launch.timeline import Timeline
+
+SIZES = ("WORLD_SIZE", "JAX_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS")
+"""Where torchrun, scripts for JAX and `srun` say how many processes they have started."""
+
+
+@dataclass(frozen=True)
+class SingleProcessSession(Session):
+    """The session of a process without peers: an error is raised, because there is nobody to wait for in vain."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.coordination.close()
+
+    def give_up(self, error: BaseException) -> NoReturn:
+        """Record an error and raise it."""
+        self.timeline.note("gave up", why=f"{type(error).__name__}: {error}"[:300])
+        raise error
+
+
+def is_launched(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether this process is one of a job's: `meshmend run` started it, or JAX's processes have joined by hand.
+
+    >>> is_launched({"MESHMEND_ROUND": "{}"}), is_launched({"HOME": "/home/ada"})
+    (True, False)
+    """
+    return "MESHMEND_ROUND" in (os.environ if environment is None else environment) or joined_as() is not None
+
+
+def initialize_alone(
+    fabric: Fabric | None = None,
+    *,
+    job: str = "job",
+    compile_cache: str | Path | None = None,
+    timeline: str | Path | None = None,
+    quarantine: str | Path | None = None,
+) -> Session:
+    """Return the session of a job that is this process alone, on all of its devices or on `fabric`.
+
+    What the quarantine list in the folder `quarantine` names (by default in MESHMEND_SHARED) is left out.
+
+    Devices that report no coordinates form the mesh that MESHMEND_SHAPE names (with its MESHMEND_FAILED), or the one of
+    the description in MESHMEND_MACHINE, or else the one that is closest to a square: on virtual chips any will do.
+
+    >>> initialize_alone(discover(jax.devices()[:6], shape="2x3")).fabric.mesh
+    Mesh(2x3: 6 chips)
+    """
+    check_alone(os.environ)
+    use_compile_cache(compile_cache)
+    if fabric is None:
+        n_devices = len(jax.devices())
+        described = {"MESHMEND_SHAPE", "MESHMEND_MACHINE"} & {*os.environ}
+        is_known = bool(described) or getattr(jax.devices()[0], "coords", None) is not None
+        fabric = discover(shape=None if is_known else squarest(n_devices))
+    launch = Launch("", 1, 0, launcher="no launcher", job=job)
+    notes = Timeline(timeline or os.environ.get("MESHMEND_TIMELINE"), job=job, round=0, process=0, host=0)
+    coordination = Coordination(0, 1)
+    quarantined = agree_on_quarantine(quarantine, coordination)
+    if quarantined:
+        fabric = leave_out(fabric, quarantined, None)
+        check_connected(fabric, (0,))
+    notes.note("fabric", chips=fabric.mesh.n_chips, hosts=[0])
+    for entry in quarantined:
+        note_quarantined(notes, entry, None)
+    return SingleProcessSession(fabric, launch, None, (0,), coordination, notes, quarantined=quarantined)
+
+
+def check_alone(environment: Mapping[str, str]) -> None:
+    """Raise if a launcher has started other processes, too: each would train by itself, over the others' files."""
+    started = [name for name in SIZES if environment.get(name, "1") not in ("", "1")]
+    if started:
+        raise RestartError(
+            f"{started[0]}={environment[started[0]]}: this is one of several processes, but they have not joined. "
+            "Start `meshmend run` in their place, or call jax.distributed.initialize() before anything else."
+        )
+
+
+def squarest(n_chips: int) -> tuple[int, int]:
+    """Return the sides of the mesh of so many chips that is closest to a square.
+
+    >>> squarest(1), squarest(7), squarest(8), squarest(36)
+    ((1, 1), (1, 7), (2, 4), (6, 6))
+    """
+    short = max(side for side in range(1, int(n_chips**0.5) + 1) if n_chips % side == 0)
+    return short, n_chips // short

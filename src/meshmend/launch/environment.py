@@ -1,0 +1,184 @@
+"""Where this host is, and where its store is: said by the user, or found in the environment of a scheduler.
+
+And what `meshmend run` tells a worker: how many there are, which one it is, and where they meet.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meshmend.errors import LaunchError, RestartError
+from meshmend.launch.messages import DEFAULT_PORT
+
+PROGRAM_KEY = "MESHMEND_PROGRAM_KEY"
+"""Where a worker finds the key that it signs compiled programs with; its agent derives it from the job's secret."""
+HOST_VARIABLES = {
+    "MESHMEND_HOST": "the environment",
+    "SLURM_NODEID": "Slurm",
+    "JOB_COMPLETION_INDEX": "Kubernetes",
+    "JOBSET_JOB_INDEX": "JobSet",
+    "TPU_WORKER_ID": "the TPU's environment",
+}
+"""Variables that have a host's number, in the order in which they are looked for, and who sets them."""
+
+
+def find_host_index(given: str | None, environment: Mapping[str, str] | None = None) -> str:
+    """Return which host this is: a number, or the coordinate of its first chip.
+
+    >>> find_host_index(None, {"SLURM_NODEID": "3"})
+    '3'
+    """
+    env = os.environ if environment is None else environment
+    # In a JobSet of one Job per host every pod has the completion index 0; the number of its Job tells them apart.
+    names = [name for name in HOST_VARIABLES if not (name == "JOB_COMPLETION_INDEX" and "JOBSET_JOB_INDEX" in env)]
+    found = [given] if given is not None else [env[name] for name in names if env.get(name)]
+    if not found:
+        raise LaunchError(
+            f"Which host is this? None of {', '.join(HOST_VARIABLES)} is in the environment. Give its number, or the "
+            "coordinate of its first chip, as in --host-index 5 or --host-index 4,2."
+        )
+    return found[0]
+
+
+def find_store(given: str | None, environment: Mapping[str, str] | None = None) -> str:
+    """Return the address and port of the store.
+
+    >>> find_store("10.0.0.7", {}), find_store(None, {"SLURM_JOB_NODELIST": "tpu-[003-006,9],login"})
+    ('10.0.0.7:29400', 'tpu-003:29400')
+    """
+    env = os.environ if environment is None else environment
+    where = given or env.get("MESHMEND_STORE")
+    if not where and env.get("SLURM_JOB_NODELIST"):
+        where = first_node(env["SLURM_JOB_NODELIST"])  # where Slurm runs the batch script
+    if not where:
+        raise LaunchError(
+            "Where is the store? Start one with `meshmend store` on a machine that does not die with a host, and give "
+            f"its address, as in --store 10.0.0.7:{DEFAULT_PORT}. To try everything on this machine: --local 8x8."
+        )
+    return check_address(where, "--store")
+
+
+def check_address(where: str, option: str, default_port: int = DEFAULT_PORT) -> str:
+    """Return an address with its port, by default the store's.
+
+    >>> check_address("node7:5000", "--store"), check_address("node7", "--store")
+    ('node7:5000', 'node7:29400')
+    """
+    name, _, port = where.rpartition(":") if ":" in where else (where, "", str(default_port))
+    if not name or not port.isdecimal() or int(port) >= 1 << 16:
+        raise LaunchError(f"{option} is {where!r}, expected an address and a port, as in 10.0.0.7:{default_port}.")
+    return f"{name}:{port}"
+
+
+def find_job(given: str | None, environment: Mapping[str, str] | None = None) -> str:
+    """Return the job's name, the same on all its hosts and in its store."""
+    env = os.environ if environment is None else environment
+    slurm = f"slurm-{env['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in env else "job"
+    return given or env.get("MESHMEND_JOB") or slurm
+
+
+def find_secret(file: Path | None, environment: Mapping[str, str] | None = None) -> str:
+    """Return the job's secret, from a file that nobody else can read, or from MESHMEND_SECRET; "" if there is none."""
+    env = os.environ if environment is None else environment
+    if file is None:
+        return env.get("MESHMEND_SECRET", "")
+    secret = file.read_text(encoding="utf-8").strip()
+    if not secret:
+        raise LaunchError(f"{file} is empty. Make a secret with: openssl rand -hex 32 > {file}")
+    if file.stat().st_mode & 0o077:
+        raise LaunchError(f"{file} can be read by others on this machine. Keep the secret: chmod 600 {file}")
+    return secret
+
+
+def find_hosts(text: str | None, n_hosts: int | None) -> tuple[int, int]:
+    """Return how many hosts a round needs and how many there are: from "5:8", "8" or the number that fits the machine.
+
+    >>> find_hosts("5:8", None), find_hosts("8", None), find_hosts(None, 4)
+    ((5, 8), (4, 8), (2, 4))
+    """
+    if text is None:
+        if n_hosts is None:
+            raise LaunchError(
+                "How many hosts? Give the least that is useful and how many there are, as in --hosts 5:8."
+            )
+        text = str(n_hosts)
+    first, colon, last = text.partition(":")
+    numbers = [int(word) if word.isdecimal() else 0 for word in ((first, last) if colon else (first,))]
+    least, most = numbers if colon else ((numbers[0] + 1) // 2, numbers[0])
+    if not 0 < least <= most:
+        raise LaunchError(f"--hosts is {text!r}, expected the least and the most hosts, as in 5:8.")
+    if n_hosts is not None and most > n_hosts:
+        raise LaunchError(f"--hosts is {text!r}, but the machine has {n_hosts} hosts.")
+    return least, most
+
+
+def first_node(nodes: str) -> str:
+    """Return the first name of a Slurm node list.
+
+    >>> first_node("tpu-[003-006,9],login")
+    'tpu-003'
+    """
+    head = nodes.split(",")[0]
+    if "[" not in head:
+        return head
+    prefix, rest = head.split("[", 1)
+    return prefix + rest.rstrip("]").split("-")[0]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One process among those that the launcher started. Made by `read_launch`, or by hand.
+
+    `coordinator` is "address:port", on the machine of process 0, and empty if jax.distributed.initialize() was called
+    before; `round` is the launcher's, 0 if it counts none; `job` names the job, the same in all of them.
+    """
+
+    coordinator: str
+    n_processes: int
+    process: int
+    round: int = 0
+    launcher: str = "by hand"
+    job: str = "job"
+    hosts: tuple[int, ...] = field(default=(), repr=False)
+    """Number of each process's host, in order, where the launcher knows: then there is nothing left to find out."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.process < self.n_processes:
+            raise RestartError(
+                f"This is process {self.process} of {self.n_processes}, expected a number from 0 to "
+                f"{self.n_processes - 1}. Look at what {self.launcher} has set."
+            )
+        name, _, port = self.coordinator.rpartition(":")
+        if self.coordinator and (not name or not port.isdecimal() or not 0 < int(port) < 1 << 16):
+            raise RestartError(
+                f"The coordinator is {self.coordinator!r}, expected an address and a port from 1 to 65535, as in "
+                f"10.0.0.7:8476. Look at what {self.launcher} has set."
+            )
+
+
+def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
+    """Return what `meshmend run` has put into the environment; raise `RestartError` if it has not started this process.
+
+    >>> round_ = '{"number": 2, "coordinator": "10.0.0.7:5000", "hosts": [0, 2], "process": 1}'
+    >>> read_launch({"MESHMEND_ROUND": round_, "MESHMEND_JOB": "train"})
+    Launch(coordinator='10.0.0.7:5000', n_processes=2, process=1, round=2, launcher='meshmend run', job='train')
+    """
+    env = os.environ if environment is None else environment
+    if "MESHMEND_ROUND" not in env:
+        raise RestartError(
+            "No launcher is recognised: there is no MESHMEND_ROUND in the environment. Start the script with `meshmend "
+            "run` (under Slurm, Kubernetes or any other launcher, too), or call jax.distributed.initialize() first."
+        )
+    try:
+        found = json.loads(env["MESHMEND_ROUND"])
+        hosts = tuple(int(host) for host in found["hosts"])
+        facts = str(found["coordinator"]), len(hosts), int(found["process"]), int(found["number"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise RestartError(
+            f"MESHMEND_ROUND is {env['MESHMEND_ROUND']!r} in the environment, expected what `meshmend run` puts there."
+        ) from error
+    return Launch(*facts, "meshmend run", env.get("MESHMEND_JOB", "job"), hosts=hosts)

@@ -1,0 +1,174 @@
+"""The fault log: a file in the job's shared folder with the observations that its processes have seen, one line each.
+
+It outlives the processes, so that a second observation after a restart is held together with the first. It also says
+which states are not to be trusted: those that an attempt kept after the last step that was verified before its
+observation. Lines are added whole, under a lock. What a killed process wrote of a last line is cut; anything else that
+is not as written is an error, because states that an observation speaks against would be trusted without it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from meshmend.errors import QuarantineError
+from meshmend.files import locked, write_whole
+from meshmend.quarantine.judge import MAX_OBSERVATIONS
+from meshmend.quarantine.observation import LAG, LAST_STEP, Observation
+from meshmend.quarantine.suspect import Suspect
+
+FILE = "fault_log.jsonl"
+MAX_BYTES = 32 << 20
+"""Of the log. The oldest go first, and an attempt's restart has dropped what its observations speak against."""
+
+
+@dataclass(frozen=True)
+class LogEntry:
+    """One line of the log: an observation, and what was known when it was seen."""
+
+    observation: Observation
+    attempt: int
+    """The job's attempt that has seen it, from 1."""
+    verified: int
+    """The last step that was verified by then: what that attempt kept of later ones is not trusted."""
+    at: float
+    """Seconds since 1970."""
+    settled: bool = False
+    """Whether a suspect of it was left out, or was cleared by hand: then it confirms no other observation. It still
+    says which states are not to be trusted: these do not become right when a chip is replaced."""
+
+    @property
+    def tagged(self) -> Observation:
+        """The observation with its attempt, as the judge counts it."""
+        return replace(self.observation, numbers={**self.observation.numbers, "attempt": self.attempt})
+
+    def to_json(self) -> str:
+        """Return this as one line."""
+        facts = {"attempt": self.attempt, "verified": self.verified, "at": self.at, "settled": self.settled}
+        return json.dumps({**facts, "observation": self.observation.facts()}, allow_nan=False)
+
+    @classmethod
+    def of(cls, facts: Any) -> LogEntry:
+        """Return the line that `facts` describes; raise `QuarantineError` if it is none."""
+        if not isinstance(facts, dict) or set(facts) != {"attempt", "verified", "at", "settled", "observation"}:
+            raise QuarantineError("it does not have exactly attempt, verified, at, settled and observation.")
+        attempt, verified, at, settled = (facts[name] for name in ("attempt", "verified", "at", "settled"))
+        if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < LAST_STEP for n in (attempt, verified)):
+            raise QuarantineError("attempt and verified are not whole numbers from 0.")
+        if not isinstance(at, int | float) or isinstance(at, bool) or not 0 <= at < 1e15 or type(settled) is not bool:
+            raise QuarantineError("at is not a time, or settled is not true or false.")
+        return cls(Observation.of(facts["observation"]), attempt, verified, float(at), settled)
+
+
+class FaultLog:
+    """The observations of the job in a folder. Every call reads the file anew: all processes write to it.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     log = FaultLog(folder)
+    ...     log.add([Observation("digest", (Suspect.parse("2,3"),), 400)], attempt=1, verified=380)
+    ...     [(noted.observation.step, noted.attempt) for noted in log.read()], untrusted(log)
+    ([(400, 1)], [(1, 380)])
+    """
+
+    def __init__(self, folder: str | Path, *, now: Callable[[], float] = time.time) -> None:
+        self.path = Path(folder) / FILE
+        self._now = now
+
+    def read(self) -> tuple[LogEntry, ...]:
+        """Return all observations in the order in which they were noted."""
+        try:
+            size = self.path.stat().st_size
+            if size > MAX_BYTES:
+                raise self._damaged(f"it has {size:,} bytes, expected at most {MAX_BYTES:,}")
+            lines = self.path.read_bytes().split(b"\n")[:-1]  # what follows the last newline was not finished
+        except FileNotFoundError:
+            return ()
+        if len(lines) > MAX_OBSERVATIONS:
+            raise self._damaged(f"it has {len(lines):,} observations, expected at most {MAX_OBSERVATIONS:,}")
+        return tuple(self._line(number, line) for number, line in enumerate(lines, 1))
+
+    def add(self, observations: Iterable[Observation], *, attempt: int, verified: int) -> None:
+        """Note what this attempt has seen. What another process of it has noted already is not noted again.
+
+        `verified` is the last step that was verified by then, 0 if none was.
+        """
+        if not (0 <= attempt < LAST_STEP and 0 <= verified < LAST_STEP):
+            raise QuarantineError(f"Attempt {attempt} and verified step {verified}: expected numbers from 0.")
+        now = self._now()
+        wanted = [LogEntry(observation, attempt, verified, now) for observation in dict.fromkeys(observations)]
+        if not wanted:
+            return
+        with locked(self.path):
+            there = self.read()
+            known = {(noted.observation, noted.attempt, noted.verified) for noted in there}
+            new = [noted for noted in wanted if (noted.observation, noted.attempt, noted.verified) not in known]
+            if new:
+                self._append(there, new)
+
+    def settle(self, suspects: Collection[Suspect] | None = None, *, until: float | None = None) -> None:
+        """Settle observations that name one of these suspects, by default all, and were noted by the time `until`."""
+        if not self.path.exists():
+            return
+        with locked(self.path):
+            there = self.read()
+            after = [
+                replace(noted, settled=True)
+                if (suspects is None or not set(suspects).isdisjoint(noted.observation.suspects))
+                and (until is None or noted.at <= until)
+                else noted
+                for noted in there
+            ]
+            if after != list(there):
+                write_whole(self.path, "".join(noted.to_json() + "\n" for noted in after))
+
+    def suspects(self) -> set[Suspect]:
+        """Return whom the observations name that are not settled."""
+        return {suspect for noted in self.read() if not noted.settled for suspect in noted.observation.suspects}
+
+    def _append(self, there: tuple[LogEntry, ...], new: list[LogEntry]) -> None:
+        text = "".join(noted.to_json() + "\n" for noted in new).encode()
+        with self.path.open("a+b") as file:
+            file.seek(0)
+            before = file.read()
+            whole = before.rfind(b"\n") + 1
+            if len(there) + len(new) <= MAX_OBSERVATIONS and whole + len(text) <= MAX_BYTES:
+                if whole < len(before):
+                    file.truncate(whole)
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+                return
+        lines = [noted.to_json() + "\n" for noted in (*there, *new)][-MAX_OBSERVATIONS:]
+        size = sum(map(len, lines))
+        while size > MAX_BYTES:
+            size -= len(lines.pop(0))
+        write_whole(self.path, "".join(lines))
+
+    def _line(self, number: int, line: bytes) -> LogEntry:
+        try:
+            return LogEntry.of(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            raise self._damaged(f"line {number}: it is not JSON ({str(error)[:100]})") from error
+        except QuarantineError as error:
+            raise self._damaged(f"line {number}: {error}".removesuffix(".")) from error
+
+    def _damaged(self, why: str) -> QuarantineError:
+        return QuarantineError(
+            f"{self.path} is damaged: {why}. It says which chips are suspected to compute wrong numbers, and which "
+            "states were kept after that, so nothing starts without it. Repair it, for example by removing that line; "
+            "or move it away, if what the job has kept can be trusted all the same."
+        )
+
+
+def untrusted(log: FaultLog) -> list[tuple[int, int]]:
+    """Return whose states are not to be trusted: (attempt, step) for what that attempt or one before kept after a step.
+
+    Every observation of wrong numbers counts, confirmed or not, and whoever has cleared it. Slowness does not.
+    """
+    return sorted({(noted.attempt, noted.verified) for noted in log.read() if noted.observation.kind != LAG})

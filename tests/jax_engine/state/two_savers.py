@@ -1,0 +1,81 @@
+"""One of two processes with eight devices each that save a state together; run by test_orbax.
+
+Prints how much it wrote and read of the state, and whether it read what it had.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import meshmend as mm
+import meshmend.jax as mmj
+from meshmend.jax.job.coordination import Coordination
+from meshmend.jax.state import boxes, loading
+from meshmend.jax.state.disk import Disk
+from meshmend.jax.state.layout import StateLayout
+from meshmend.jax.state.orbax import ChunkStore, imported
+from meshmend.jax.state.saving import copy_to_host, crc
+
+
+def main() -> dict[str, Any]:
+    me = jax.process_index()
+    boxes.chunk_shape.__defaults__ = (1 << 14,)  # small, beside what a process has in one piece
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    tiles = [(row, 2 * host + column) for host in (0, 1) for row in range(4) for column in (0, 1)]
+    fabric = mmj.discover(devices, coords=tiles, shape="4x4", failed=["2x2@0,2"])
+    pair = mmj.install(mm.plan(fabric.mesh, "row-pairs"), fabric, update="two-phase")
+    make: Any = lambda key: {"w": jax.random.randint(key, (3010, 1000), -8, 8).astype(jnp.float32)}  # noqa: E731
+    params = mmj.fsdp.init_sharded(make, jax.random.key(0), fabric, pair)
+    training = mmj.fsdp.sharded_train_step(lambda *_: 0.0, optax.trace(0.5), fabric)
+    state = jax.jit(training.init)(params, pair)
+    layout = StateLayout.of(training, pair, params)
+    coordination = Coordination(me, 2)
+    folder = coordination.exchange(tempfile.mkdtemp())[0]
+    disk = Disk(folder, coordination=coordination)
+    counts = {"written": 0, "read": 0}
+    write, checksum = ChunkStore.write, crc
+
+    def count_write(self: Any, user: int, box: Any, values: Any) -> None:
+        counts["written"] += values.nbytes
+        write(self, user, box, values)
+
+    def count_read(values: Any) -> int:
+        counts["read"] += values.nbytes
+        return checksum(values)
+
+    ChunkStore.write = count_write  # type: ignore[method-assign]
+    vars(loading)["crc"] = count_read
+    assert disk.save(layout, 1, 3, params, state, None) == ""
+    saved = disk.finished(within_s=120)
+    coordination.exchange(saved)
+    again = layout.to_devices(disk.load(3, layout)[1], jax.tree.map(lambda x: x * 0, (params, state)))
+    same = all(
+        a.start == b.start and a.elements.tobytes() == b.elements.tobytes()
+        for a, b in zip(copy_to_host(layout, *again), copy_to_host(layout, params, state), strict=True)
+    )
+    found = {"saved": saved, "same": same, "whole": 2 * 3_010_000 * 4, **counts, "orbax": 0.0, "sum": 0.0}
+    if me == 0:
+        ts: Any = imported("tensorstore")
+        spec = {"driver": "ocdbt", "base": f"file://{Path(folder) / '3' / 'state'}/", "path": "params.w"}
+        array = ts.open({"driver": "zarr", "kvstore": spec}).result().read().result()
+        found["orbax"] = float(np.asarray(array).sum())
+    whole = np.asarray(make(jax.random.key(0))["w"])
+    found["sum"] = float(whole.sum())
+    coordination.exchange("done")
+    disk.close()
+    coordination.close()
+    return found
+
+
+if __name__ == "__main__":
+    jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
+    sys.stdout.write(json.dumps(main()) + "\n")
