@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from numpy.typing import NDArray
 
 import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.jax.job.coordination import Coordination
 from meshmend.jax.job.session import Session
 from meshmend.jax.state import Keeper, Resumed, put
-from meshmend.jax.state.layout import StateLayout
-from meshmend.jax.state.outline import Vectors
+from meshmend.jax.state.layout import Reader, StateLayout
+from meshmend.jax.state.memory import Copy, PartReader
+from meshmend.jax.state.outline import SLICES, Outline, dtype_named
 from meshmend.jax.state.saving import copy_to_host
+from meshmend.jax.state.sources import Source
 from meshmend.launch import Launch
 from meshmend.launch.timeline import Timeline
 
+Vectors = dict[str, NDArray[Any]]
+"""The whole state, independent of any mesh: flat vectors by name."""
 WEIGHTS = {"in": np.arange(12, dtype=np.float32).reshape(3, 4), "out": 100 + np.arange(8, dtype=np.float32)}
 
 
@@ -68,7 +74,7 @@ class Started:
             )
         launch = Launch("127.0.0.1:1", 1, 0, job=job)
         self.session = Session(self.fabric, launch, None, (0,), Coordination(0, 1), Timeline(None))
-        self.keeper = Keeper(self.session, self.layout, **options)
+        self.keeper = Keeper(self.session, self.layout, **{"memory_every": 1, **options})
 
     def restore(self) -> Resumed:
         return self.keeper.restore(self.params, self.state, extra=["start"])
@@ -124,9 +130,45 @@ def elements(job: Started, tree: Any) -> dict[str, bytes]:
     return {name: vector.tobytes() for name, vector in vectors_of(job.layout, tree).items()}
 
 
+def empty(outline: Outline) -> Vectors:
+    """Vectors of zeros."""
+    return {name: np.zeros(size, dtype_named(dtype)) for name, (dtype, size) in outline.vectors.items()}
+
+
+def collect(copy: Copy, source: Source, process: int, into: Vectors) -> None:
+    """Put the slices that a process is to provide from its copy where they belong."""
+    for i, device in enumerate(copy.devices):
+        part = b"".join(rows[i].tobytes() for rows in copy.parts.values())
+        for which, (low, high) in enumerate(copy.outline.slices):
+            for name, first, at, length in copy.outline.byte_runs(device):
+                begin, end = max(low, at), min(high, at + length)
+                if begin < end and source.providers[device, which] == process:
+                    where = slice(first + begin - at, first + end - at)
+                    into[name].view(np.uint8)[where] = np.frombuffer(part[begin:end], np.uint8)
+
+
+def with_parts(copy: Copy) -> Copy:
+    """A copy of which only the header was read, with its parts: they must be as they were written."""
+    rows: dict[str, list[NDArray[Any]]] = {dtype: [] for dtype in copy.outline.dtypes}
+    with PartReader(copy) as reader:
+        for device in copy.devices:
+            for which in range(SLICES):
+                reader.check(device, which)
+            data, at = reader.read(device, 0, copy.outline.part_bytes), 0
+            for dtype in copy.outline.dtypes:
+                rows[dtype].append(np.frombuffer(data, dtype_named(dtype), copy.outline.part_size(dtype), at))
+                at += rows[dtype][-1].nbytes
+    return replace(copy, parts=rows)
+
+
+def read_vectors(vectors: Vectors) -> Reader:
+    """The reader of whole vectors."""
+    return lambda name, start, stop: vectors[name][start:stop]
+
+
 def vectors_of(layout: StateLayout, tree: Any) -> Vectors:
     """The vectors of a state, all of which is on this process's devices."""
-    vectors = layout.outline.empty()
+    vectors = empty(layout.outline)
     for name, start, values in copy_to_host(layout, *tree):
         vectors[name][start : start + len(values)] = values
     return vectors

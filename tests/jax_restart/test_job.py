@@ -27,7 +27,7 @@ def write_script(folder: Path, pause_on_hole_s: float = 0.0) -> Path:
     text = (ROOT / "examples/jax/survive.py").read_text(encoding="utf-8")
     for old, new in (
         ("steps=100", f"steps={STEPS}"),
-        ("global_batch=256", "global_batch=64, disk_every=20"),
+        ("global_batch=256", "global_batch=64, memory_every=1, disk_every=20"),
         (
             "    if step.number %",
             f"    __import__('time').sleep({pause_on_hole_s} * (step.chips == 4))\n    if step.number %",
@@ -125,9 +125,9 @@ def test_a_host_dies(comes_back: bool, alone: Path, tmp_path: Path, monkeypatch:
     assert max(abs(found[step] / expected[step] - 1) for step in found) < 1e-3
 
 
-@pytest.mark.parametrize(("steps", "kill"), [(20, 5), pytest.param(100, 40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("steps", "kill"), [(20, 9), pytest.param(100, 40, marks=pytest.mark.slow)])
 def test_the_command_of_the_readme(steps: int, kill: int, tmp_path: Path) -> None:
-    """Host 1 is killed: the others resume from their copies, and lose no kept step. 100 steps: as it stands."""
+    """Host 1 is killed: the others resume from their copies. 100 steps: as it stands."""
     readme, home, page = (
         (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/index.md", "docs/jobs.md")
     )
@@ -150,5 +150,5 @@ def test_the_command_of_the_readme(steps: int, kill: int, tmp_path: Path) -> Non
     assert chips[steps // 5] == 24
     assert chips[steps] == 20
     assert "round 2: hosts 0, 2, 3, 4, 5 start" in done.stdout
-    # The copies of the last two steps may be under way when a host dies.
-    assert int(re.findall(r"resumed from step (\d+) \(memory\)", done.stdout)[0]) >= kill - 2
+    # Until it is known what copies cost, there is one after 4 steps and every 8 from then on.
+    assert kill - 12 < int(re.findall(r"resumed from step (\d+) \(memory\)", done.stdout)[0]) <= kill + 2

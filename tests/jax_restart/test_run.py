@@ -130,10 +130,10 @@ def test_a_job_goes_on_when_a_host_is_killed(tmp_path: Path) -> None:
     assert "meshmend │ round 1 ends: host 1 is lost: its connection to the store broke" in lines
     assert "host 1 │ step 30 on 4 chips" not in lines
     told = next(line for line in lines if line.startswith("meshmend │ host 1 was killed after step 10: "))
-    # The copies of the last two steps may be under way when a host dies.
+    # Until it is known what copies cost, there is one after 4 steps and every 8 from then on.
     found = re.search(r"the others resumed from step (\d+) \(memory\) and had done step (\d+) ([\d.]+) s later", told)
     assert found is not None
-    assert 8 <= int(found[1]) < int(found[2]) <= int(found[1]) + 1
+    assert 4 <= int(found[1]) < int(found[2]) <= int(found[1]) + 1
     assert re.fullmatch(r"meshmend │ 30 steps on 8, then 4 chips in \d+ s", lines[-1])
 
 

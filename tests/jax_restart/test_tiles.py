@@ -28,7 +28,7 @@ def write_script(folder: Path, update: str) -> Path:
     text = (ROOT / "examples/jax/survive_tiles.py").read_text(encoding="utf-8")
     for old, new in (
         ("steps=100", f"steps={STEPS}, update={update!r}"),
-        ("global_batch=256", "global_batch=64, disk_every=10"),
+        ("global_batch=256", "global_batch=64, memory_every=1, disk_every=10"),
     ):
         assert old in text
         text = text.replace(old, new)
@@ -135,8 +135,8 @@ def test_the_command_of_the_page(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     chips = {int(step): int(n) for step, n in re.findall(r"step (\d+): loss [\d.]+ on (\d+) chips", done.stdout)}
     assert (chips[20], chips[100]) == (32, 24)
-    # The copies of the last two steps may be under way when a host dies.
-    assert int(re.findall(r"resumed from step (\d+) \(memory\)", done.stdout)[0]) >= 18
+    # Until it is known what copies cost, there is one after 4 steps and every 8 from then on.
+    assert int(re.findall(r"resumed from step (\d+) \(memory\)", done.stdout)[0]) >= 20 - 12
 
 
 def test_the_page_shows_what_changes() -> None:

@@ -75,6 +75,8 @@ class HostRound:
     """Whether the job waits since then, with too few hosts."""
     kept: int = 0
     kept_at: float = 0.0
+    kept_every: int = 1
+    """Steps between two copies in memory."""
     saved: int = 0
     saved_at: float = 0.0
 
@@ -181,6 +183,8 @@ class HostHistory:
             self.least, self.most = event.get("least", 0), event.get("most", 0)
         elif kind == "kept":
             now.kept, now.kept_at = event["step"], at
+        elif kind == "copies":
+            now.kept_every = event.get("every", 1)
         elif kind == "saved":
             now.saved, now.saved_at = event["step"], at
         elif kind == "gave up":

@@ -100,6 +100,7 @@ def _of_state(latest: dict[str, HostRound]) -> Iterator[Metric]:
         oldest = min(kept, key=lambda one: one.kept)
         yield _gauge("meshmend_copies_step", "Last step of which every host has a copy in memory.", oldest.kept)
         yield _gauge("meshmend_copies_timestamp_seconds", "When that copy was written.", oldest.kept_at)
+        yield _gauge("meshmend_copies_interval_steps", "Steps between two copies in memory.", oldest.kept_every)
     if saved := [one for one in latest.values() if one.saved]:
         newest = max(saved, key=lambda one: one.saved)
         yield _gauge("meshmend_checkpoint_step", "Step of the last checkpoint on disk.", newest.saved)

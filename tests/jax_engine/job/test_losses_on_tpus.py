@@ -181,7 +181,7 @@ def test_libtpus_cache_keys_are_those_of_the_restarted_job(
     """By the compiler's keys, which have devices' numbers and the slice's topology: what is looked up is there."""
     assert run("ahead", topology, str(lost), side, cwd=tmp_path) == {"ahead": [lost]}
     after = run("after", topology, hole, side, cwd=tmp_path)
-    assert after["looked_up"] == [[name, True] for name in ("jit_init", "jit_step", "jit_cut", "jit_add")]
+    assert after["looked_up"] == [[name, True] for name in ("jit_init", "jit_step", "jit_cut", "jit_gather_rows")]
 
 
 def test_a_process_compiles_for_the_loss_of_its_own_host() -> None:

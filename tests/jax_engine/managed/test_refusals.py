@@ -111,12 +111,12 @@ def test_processes_must_agree(tmp_path: Path) -> None:
 
 def test_no_room_for_copies_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state: Any = SimpleNamespace(outline=SimpleNamespace(vectors={"replicated float32": ("float32", 1_000_000)}))
-    monkeypatch.setattr("meshmend.jax.managed.run.shutil.disk_usage", lambda _: SimpleNamespace(free=10_000_000))
-    # Four copies of 4 MB; with four hosts, of the halves that each of them keeps.
-    with pytest.raises(RestartError, match=r"need 16 MB in .*/host-0, which has room for 10 MB.* memory_every=0"):
+    monkeypatch.setattr("meshmend.jax.managed.run.shutil.disk_usage", lambda _: SimpleNamespace(free=6_000_000))
+    # Two copies of 4 MB; with four hosts, of the halves that each of them keeps.
+    with pytest.raises(RestartError, match=r"need 8 MB in .*/host-0, which has room for 6 MB.* memory_every=0"):
         check_room(tmp_path / "memory/host-0", state, n_hosts=1)
     check_room(tmp_path / "memory/host-0", state, n_hosts=4)
-    with pytest.raises(RestartError, match=r"need 12 MB in .*/host-0, which has room for 10 MB"):
+    with pytest.raises(RestartError, match=r"need 8 MB in .*/host-0, which has room for 6 MB"):
         check_room(tmp_path / "memory/host-0", state, n_hosts=4, n_copies=CHECKED_COPIES)
     (tmp_path / "memory/host-0").mkdir(parents=True)
     (tmp_path / "memory/host-0/copy").write_bytes(bytes(6_000_000))

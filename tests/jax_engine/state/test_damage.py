@@ -12,25 +12,29 @@ import os
 import random
 import re
 import shutil
+import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import numpy as np
 import pytest
 
-from jax_engine.restart_cases import Started, assert_is_step, elements, finish_save
+from jax_engine.restart_cases import Started, Vectors, assert_is_step, elements, empty, finish_save
 from meshmend.errors import RestartError
+from meshmend.jax.state.gather import Parts
 from meshmend.jax.state.keeper import Keeper
-from meshmend.jax.state.memory import MAGIC, HostMemory
+from meshmend.jax.state.memory import MAGIC, Copy, HostMemory
 from meshmend.jax.state.mirror import copy_of, make_parts_fn
-from meshmend.jax.state.outline import Vectors
-from meshmend.jax.state.sources import rank_sources
+from meshmend.jax.state.sources import Source, rank_sources
 
 # Orbax reads many arrays at once; when one of them fails, the others' results come to an event loop that has ended.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -63,7 +67,7 @@ def lengthen(path: Path, _: list[Path], rng: random.Random) -> None:
     path.write_bytes(path.read_bytes() + rng.randbytes(rng.randrange(1, 20)))
 
 
-def empty(path: Path, _: list[Path], __: random.Random) -> None:
+def erase(path: Path, _: list[Path], __: random.Random) -> None:
     path.write_bytes(b"")
 
 
@@ -156,7 +160,7 @@ ANYWHERE: list[Damage] = [
     scribble,
     truncate,
     lengthen,
-    empty,
+    erase,
     delete,
     swap,
     replace,
@@ -191,9 +195,13 @@ class Hosts:
             memory = HostMemory(folder / str(host))
             for step in self.STEPS:
                 parts = cut(*self.job.values(step))
+                memory.pinned = frozenset({3})
                 memory.write(copy_of(parts, layout, host_of_chip, host, 1, step, ["after", step], "run"))
             memory.lock.release()
         self.folder = folder
+        self.words: list[Any] = [None] * 3
+        self.barrier = threading.Barrier(3)
+        self.process = threading.local()
         self.kept = {str(path.relative_to(folder)): path.read_bytes() for path in plain_files(folder)}
 
     def lay_down(self) -> list[Path]:
@@ -205,7 +213,7 @@ class Hosts:
         return [self.folder / name for name in self.kept]
 
     def restore(self) -> tuple[int, Any, Vectors] | None:
-        """What the processes of all hosts do between them; their sum is made here."""
+        """What the processes of all hosts do between them, each in a thread."""
         held = [HostMemory(self.folder / str(host)).read()[0] for host in range(3)]
         vectors = self.layout.outline.vectors
         held = [
@@ -214,18 +222,56 @@ class Hosts:
         ]
         for source in rank_sources([[copy.offer(self.layout.copy_identity) for copy in copies] for copies in held]):
             if source.is_whole:
-                brought: list[Any] = []
-                for process in range(3):
-                    keeper: Any = SimpleNamespace(
-                        session=SimpleNamespace(launch=SimpleNamespace(process=process)), disk=None, layout=self.layout
-                    )
-                    brought.append(Keeper._load_source(keeper, source, held[process]))
-                total: Vectors = {
-                    name: np.array([mine[0][name].view(np.uint8) for mine in brought]).sum(axis=0, dtype=np.uint8)
-                    for name in vectors
-                }
-                return source.step, brought[min(source.providers.values())][1], total
+                with ThreadPoolExecutor(3) as threads, patch("meshmend.jax.state.keeper.gather", self.gather):
+                    told = list(threads.map(self.load, range(3), [source] * 3, held))
+                if told[0] is None:
+                    continue
+                states = [self.vectors(needed) for needed, _ in told]
+                assert states[0].keys() == states[1].keys() == states[2].keys()
+                assert all(bytes(states[0][name]) == bytes(other[name]) for other in states for name in other)
+                return source.step, told[0][1], states[0]
         return None
+
+    def vectors(self, needed: Any) -> Vectors:
+        """All of this process's devices need all of the state."""
+        found = empty(self.layout.outline)
+        for name, start, stop in set(self.layout.needs()):
+            found[name][start:stop] = needed(name, start, stop)
+        return found
+
+    def exchange(self, process: int, word: Any) -> list[Any]:
+        self.words[process] = word
+        self.barrier.wait(LONGEST_S)
+        told = list(self.words)
+        self.barrier.wait(LONGEST_S)
+        return told
+
+    def gather(self, parts: Parts, sent_by: dict[tuple[int, int], int], read: Any, _: Any) -> None:
+        """Stands for `gather`, which would send by devices what each process is to provide."""
+        me, slices = self.process.number, parts.outline.slices
+        mine = [(one, read(one[0], *slices[one[1]])) for one, process in sent_by.items() if process == me]
+        for sent in self.exchange(me, mine):
+            for (device, which), data in sent:
+                parts.put(device, slices[which][0], np.frombuffer(data, np.uint8))
+
+    def load(self, process: int, source: Source, copies: list[Copy]) -> Any:
+        """What one of the processes does."""
+
+        def exchange(word: Any) -> list[Any]:
+            return self.exchange(process, json.loads(json.dumps(word)))
+
+        keeper: Any = SimpleNamespace(
+            session=SimpleNamespace(
+                launch=SimpleNamespace(process=process),
+                coordination=SimpleNamespace(exchange=exchange),
+                host_of_process=(0, 1, 2),
+            ),
+            layout=self.layout,
+        )
+        keeper._by_host = partial(Keeper._by_host, keeper)
+        keeper._failures = partial(Keeper._failures, keeper)
+        self.process.number = process
+        return Keeper._load_from_memory(keeper, source, copies, [])
 
 
 def damage_memory(folder: Path, seeds: range) -> Counter[str]:
@@ -265,7 +311,9 @@ class OnDisk:
         self.folder, self.whole = folder / "work", folder / "whole"
         job = Started(sharded=True, **self.options(self.whole))
         job.restore()
-        job.keep(2, 3, 4, 5)
+        job.keep(2)
+        job.keeper.memory.pinned = frozenset({3})
+        job.keep(3, 4, 5)
         assert job.keeper._mirror is not None
         job.keeper._mirror.wait()
         finish_save(job)

@@ -30,7 +30,7 @@ def test_a_dtype_of_which_there_is_no_element(sharded: bool, tmp_path: Path) -> 
     state = jax.jit(train.init)(params, program)
     for step in (0, 1):
         session = Session(fabric, Launch("127.0.0.1:1", 1, 0), None, (0,), Coordination(0, 1), Timeline(None))
-        keeper = Keeper(session, StateLayout.of(train, program, params), memory=tmp_path)
+        keeper = Keeper(session, StateLayout.of(train, program, params), memory=tmp_path, memory_every=1)
         restored = keeper.restore(params, state)
         assert restored.step == step
         if step == 0:

@@ -22,8 +22,9 @@ from jax.sharding import PartitionSpec
 
 import meshmend as mm
 import meshmend.jax as mmj
+from jax_engine.restart_cases import read_vectors
 from meshmend.errors import ParameterError, RestartError
-from meshmend.jax.state.layout import StateLayout, device_number, put, read_vectors
+from meshmend.jax.state.layout import StateLayout, device_number, put
 from meshmend.jax.state.outline import Outline, ShardedArray, dtype_named
 from meshmend.jax.training import TrainStep
 from meshmend.schedule.split import reduce_scatter_of
@@ -44,30 +45,36 @@ def random_outline(seed: int) -> Outline:
     sharded = [
         ShardedArray(str(rng.choice(["float32", "int16"])), size, -(-size // (n_cores * total))) for size in sizes
     ]
-    replicated = {str(dtype): int(rng.integers(0, 40)) for dtype in rng.permutation(["int16", "float32", "uint8"])[:2]}
+    replicated = {
+        str(dtype): tuple(rng.integers(0, 40, int(rng.integers(0, 4))).tolist())
+        for dtype in rng.permutation(["int16", "float32", "uint8"])[:2]
+    }
     return Outline(n_chips * n_cores, n_cores, total, owned, replicated, tuple(sharded))
 
 
-def places(outline: Outline) -> dict[str, list[Place]]:
-    """For each vector the place of each of its elements, in order; and what each dtype's part must have room for."""
-    found: dict[str, list[Place]] = {}
-    share = {
-        dtype: next(n for n in range(size + 1) if n * outline.n_devices >= size)
-        for dtype, size in outline.replicated.items()
-    }
-    for dtype, size in outline.replicated.items():
-        found[f"replicated {dtype}"] = [divmod(element, share[dtype]) for element in range(size)]
-    used = {dtype: share.get(dtype, 0) for dtype in outline.dtypes}
+def places(outline: Outline) -> dict[str, list[set[Place]]]:
+    """For each vector the places of each of its elements, in order; and what each dtype's part must have room for."""
+    found: dict[str, list[set[Place]]] = {}
+    n, used = outline.n_devices, dict.fromkeys(outline.dtypes, 0)
+    for dtype, sizes in outline.replicated.items():
+        where = found[f"replicated {dtype}"] = []
+        for size in sizes:
+            share = next(length for length in range(size + 1) if length * n >= size)
+            firsts = [min(device * share, size - share) for device in range(n)]
+            where += [
+                {(d, used[dtype] + element - first) for d, first in enumerate(firsts) if 0 <= element - first < share}
+                for element in range(size)
+            ]
+            used[dtype] += share
     room = len(outline.owned[0])
     for number, array in enumerate(outline.sharded):
-        where = []
+        where = found[f"sharded {number}"] = []
         for element in range(array.size):
             whole_chunk, offset = divmod(element, array.chunk)
             core, chunk = divmod(whole_chunk, outline.total_chunks)
             (chip,) = (i for i, row in enumerate(outline.owned) if chunk in row)
             row = outline.owned[chip].index(chunk)
-            where.append((chip * outline.n_cores + core, used[array.dtype] + row * array.chunk + offset))
-        found[f"sharded {number}"] = where
+            where.append({(chip * outline.n_cores + core, used[array.dtype] + row * array.chunk + offset)})
         used[array.dtype] += room * array.chunk
     for dtype in outline.dtypes:
         assert outline.part_size(dtype) == used[dtype]
@@ -86,48 +93,60 @@ SEEDS = range(25)
 def test_runs_are_where_counting_puts_every_element(seed: int) -> None:
     outline = random_outline(seed)
     expected = places(outline)
-    found: dict[str, dict[int, Place]] = {name: {} for name in expected}
+    assert {name: len(where) for name, where in expected.items()} == {n: v[1] for n, v in outline.vectors.items()}
+    found: dict[str, list[set[Place]]] = {name: [set() for _ in where] for name, where in expected.items()}
     for device in range(outline.n_devices):
         for dtype in outline.dtypes:
             for name, start, at, length in outline.runs(device, dtype):
                 assert length > 0
                 assert dtype_of(outline, name) == dtype
                 for i in range(length):
-                    assert start + i not in found[name]
-                    found[name][start + i] = (device, at + i)
-    assert {name: [where[i] for i in sorted(where)] for name, where in found.items()} == expected
+                    found[name][start + i].add((device, at + i))
+    assert found == expected
+    assert all(copies for where in found.values() for copies in where)
     outline.check()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_collect_puts_every_element_of_every_part_in_its_place(seed: int) -> None:
-    outline = random_outline(seed)
-    expected = places(outline)
-    rng = np.random.default_rng(seed)
-    vectors = outline.empty()
-    assert {name: (vector.dtype.name, vector.size) for name, vector in vectors.items()} == outline.vectors
-    assert list(vectors) == list(expected)
-    assert not any(vector.any() for vector in vectors.values())
-    parts = {
-        dtype: rng.integers(1, 100, (outline.n_devices, outline.part_size(dtype))).astype(dtype)
-        for dtype in outline.dtypes
-    }
+def test_every_byte_of_every_part_is_put_in_its_place(seed: int) -> None:
+    outline, rng = random_outline(seed), np.random.default_rng(seed)
+    vectors = {name: rng.integers(1, 100, size).astype(dtype) for name, (dtype, size) in outline.vectors.items()}
     for device in range(outline.n_devices):
+        part = np.zeros(outline.part_bytes, np.uint8)
+        before = 0
         for dtype in outline.dtypes:
-            outline.collect(device, dtype, parts[dtype][device], vectors)
-    for name, where in expected.items():
-        assert vectors[name].tolist() == [parts[dtype_of(outline, name)][put] for put in where]
+            row = np.zeros(outline.part_size(dtype), dtype)
+            for name, where in places(outline).items():
+                for element, copies in enumerate(where):
+                    for owner, at in copies:
+                        if owner == device and dtype_of(outline, name) == dtype:
+                            row[at] = vectors[name][element]
+            part[before : before + row.nbytes] = row.view(np.uint8)
+            before += row.nbytes
+        assert before == outline.part_bytes
+        for name, start, at, length in outline.byte_runs(device):
+            np.testing.assert_array_equal(part[at : at + length], vectors[name].view(np.uint8)[start : start + length])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_each_element_is_on_the_device_that_counting_says(seed: int) -> None:
+def test_each_element_is_written_by_the_device_that_counting_says(seed: int) -> None:
     outline = random_outline(seed)
     for name, where in places(outline).items():
-        assert [outline.device_of(name, element) for element in range(len(where))] == [device for device, _ in where]
+        kind = name.split()[0]
+        expected = [next(iter(copies))[0] for copies in where]
+        if kind == "replicated":  # all devices have them: the first so many elements are the first device's
+            share = next(n for n in range(len(where) + 1) if n * outline.n_devices >= len(where))
+            expected = [element // share for element in range(len(where))]
+        assert [outline.device_of(name, element) for element in range(len(where))] == expected
 
 
 SMALL = Outline(
-    4, 2, 3, ((0, 2), (1, 3)), {"uint8": 5, "float32": 9}, (ShardedArray("int16", 11, 2), ShardedArray("uint8", 3, 1))
+    4,
+    2,
+    3,
+    ((0, 2), (1, 3)),
+    {"uint8": (5,), "float32": (2, 7)},
+    (ShardedArray("int16", 11, 2), ShardedArray("uint8", 3, 1)),
 )
 
 
@@ -135,7 +154,9 @@ def test_an_outline_in_small() -> None:
     assert SMALL.dtypes == ["float32", "int16", "uint8"]
     assert SMALL.n_rows == 2
     assert [SMALL.share(dtype) for dtype in SMALL.dtypes] == [3, 0, 2]
+    assert [SMALL.shares(dtype) for dtype in SMALL.dtypes] == [[1, 2], [], [2]]
     assert [SMALL.part_size(dtype) for dtype in SMALL.dtypes] == [3, 2 * 2, 2 + 2 * 1]
+    assert SMALL.part_bytes == 3 * 4 + 4 * 2 + 4
     assert SMALL.vectors == {
         "replicated uint8": ("uint8", 5),
         "replicated float32": ("float32", 9),
@@ -153,7 +174,7 @@ def test_an_outline_as_plain_values_and_its_name() -> None:
         "n_cores": 2,
         "total_chunks": 3,
         "owned": [[0, 2], [1, 3]],
-        "replicated": {"uint8": 5, "float32": 9},
+        "replicated": {"uint8": [5], "float32": [2, 7]},
         "sharded": [["int16", 11, 2], ["uint8", 3, 1]],
     }
     assert json.loads(json.dumps(facts)) == plain
@@ -163,7 +184,7 @@ def test_an_outline_as_plain_values_and_its_name() -> None:
     assert isinstance(again.owned[0], tuple)
     text = json.dumps(plain, sort_keys=True).encode()
     assert SMALL.digest == hashlib.sha256(text).hexdigest()[:16]
-    other_order = replace(SMALL, replicated={"float32": 9, "uint8": 5})
+    other_order = replace(SMALL, replicated={"float32": (2, 7), "uint8": (5,)})
     assert other_order.digest == SMALL.digest
     assert replace(SMALL, n_devices=5).digest != SMALL.digest
     # Numbers and names of other types are those numbers and names, and not kept as they came.
@@ -173,14 +194,14 @@ def test_an_outline_as_plain_values_and_its_name() -> None:
         "n_cores": 2.0,
         "total_chunks": "3",
         "owned": [["0", 2.0], [1, "3"]],
-        "replicated": {"uint8": "5", "float32": 9.0},
+        "replicated": {"uint8": ["5"], "float32": [2.0, "7"]},
         "sharded": [["int16", "11", 2.0], ["uint8", 3, "1"]],
     }
     found = Outline.from_json(loose)
     assert found == SMALL
     assert all(isinstance(n, int) for n in (found.n_cores, found.owned[0][1], found.sharded[0].chunk))
     assert [array.dtype for array in Outline.from_json({**plain, "sharded": [[1, 2, 3]]}).sharded] == ["1"]
-    assert Outline.from_json({**plain, "replicated": {7: 1}}).replicated == {"7": 1}
+    assert Outline.from_json({**plain, "replicated": {7: [1]}}).replicated == {"7": (1,)}
 
 
 @pytest.mark.parametrize(
@@ -200,7 +221,7 @@ def test_an_outline_as_plain_values_and_its_name() -> None:
             "expected at most 6 × 2 elements, got -1",
         ),
         ({"sharded": (ShardedArray("int16", 12, 2, 0),)}, "expected at least one layer, got 0"),
-        ({"replicated": {"uint8": -1}}, "expected no negative sizes, got {'uint8': -1}"),
+        ({"replicated": {"uint8": (3, -1)}}, "expected no negative sizes, got {'uint8': (3, -1)}"),
     ],
 )
 def test_an_outline_that_does_not_have_every_element_once_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -210,9 +231,11 @@ def test_an_outline_that_does_not_have_every_element_once_is_refused(changes: di
 
 def test_outlines_at_the_edge_are_whole() -> None:
     SMALL.check()
-    replace(SMALL, sharded=(ShardedArray("int16", 12, 2), ShardedArray("int8", 0, 0)), replicated={"uint8": 0}).check()
+    replace(
+        SMALL, sharded=(ShardedArray("int16", 12, 2), ShardedArray("int8", 0, 0)), replicated={"uint8": (0,)}
+    ).check()
     replace(SMALL, n_cores=1, n_devices=2, sharded=(ShardedArray("int16", 6, 2),)).check()
-    Outline(3, 1, 0, ((), (), ()), {"float32": 7}, ()).check()
+    Outline(3, 1, 0, ((), (), ()), {"float32": (7,)}, ()).check()
     long = tuple((chunk,) for chunk in [*range(25), 24])
     with pytest.raises(RestartError, match=re.escape(f"one chip, got {list(range(20))} …")):
         Outline(26, 1, 26, long, {}, ()).check()
@@ -295,7 +318,7 @@ def test_a_sharded_layout_says_what_is_where(n_cores: int, failed: bool, accumul
     assert (outline.n_devices, outline.n_cores, outline.total_chunks) == (job.n_devices, n_cores, job.chunks)
     assert outline.owned == job.owned
     assert all(isinstance(chunk, int) for row in outline.owned for chunk in row)
-    assert outline.replicated == {"float32": 77, "float16": 6, "int32": 5 + 1}
+    assert outline.replicated == {"float32": (77,), "float16": (6,), "int32": (5, 1)}
     arrays = [ShardedArray(*array) for array in zip(job.travels, job.sizes, job.widths, strict=True)]
     assert outline.sharded == (*arrays, *arrays)
     outline.check()
@@ -352,10 +375,11 @@ def test_a_state_that_is_not_of_the_layout_is_refused_by_its_first_difference() 
 @pytest.mark.parametrize("n_cores", [1, 2])
 def test_a_replicated_layout(n_cores: int) -> None:
     job = Job(n_cores, sharded=False)
-    outline = job.layout().outline
-    assert outline == Outline(
-        6 * n_cores, n_cores, 0, ((),) * 6, {"float32": 77 * 2, "float16": 6 * 2, "int32": 5 + 1}, ()
-    )
+    sizes: dict[str, tuple[int, ...]] = {}
+    for leaf in jax.tree.leaves((job.params, job.state)):
+        sizes[leaf.dtype.name] = (*sizes.get(leaf.dtype.name, ()), leaf.size)
+    assert {dtype: sum(of) for dtype, of in sizes.items()} == {"float32": 77 * 2, "float16": 6 * 2, "int32": 5 + 1}
+    assert job.layout().outline == Outline(6 * n_cores, n_cores, 0, ((),) * 6, sizes, ())
     assert job.layout().is_sharded == (False,) * 6
 
 
@@ -365,9 +389,7 @@ def test_vectors_are_laid_out_element_by_element(n_cores: int, failed: bool, sha
     job = Job(n_cores, failed, sharded)
     layout = job.layout()
     rng = np.random.default_rng(0)
-    vectors = {
-        name: rng.integers(1, 100, vector.size).astype(vector.dtype) for name, vector in layout.outline.empty().items()
-    }
+    vectors = {name: rng.integers(1, 100, size).astype(dtype) for name, (dtype, size) in layout.outline.vectors.items()}
     params, state = layout.to_devices(read_vectors(vectors), (job.params, job.state))
     old, new = jax.tree.leaves((job.params, job.state)), jax.tree.leaves((params, state))
     assert jax.tree.structure((params, state)) == layout.structure

@@ -8,8 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from meshmend.jax.state.disk import Disk
 from meshmend.jax.state.fetch import with_timeout
 from meshmend.jax.state.folders import FolderLock, default_folder, delete_stale
 from meshmend.jax.state.keeper import Keeper
-from meshmend.jax.state.sources import rank_sources
+from meshmend.jax.state.sources import Source, rank_sources
 
 # Orbax reads many arrays at once; when one of them fails, the others' results come to an event loop that has ended.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -279,15 +279,25 @@ def test_a_stale_copy_of_the_same_attempt_and_step_is_not_mixed_in(tmp_path: Pat
     sources = rank_sources([[copy.offer(layout.copy_identity) for copy in held] for held in copies])
     assert [(source.attempt, source.step, source.is_whole) for source in sources] == [(1, 5, True), (1, 5, True)]
     for source in sources:
-        for process in range(2):
-            session = SimpleNamespace(launch=SimpleNamespace(process=process))
-            keeper = SimpleNamespace(session=session, disk=None, layout=layout)
-            vectors, extra, why = Keeper._load_source(keeper, source, copies[process])  # type: ignore[arg-type]
-            assert isinstance(vectors, dict)
-            brings = process in source.providers.values()
-            assert why == ""
-            assert extra == (["after", 5] if brings else None)
-            assert any(vector.any() for vector in vectors.values()) == brings
+        (process,) = set(source.providers.values())
+        assert [copy.generation == source.generation for copy in copies[process]] == [True]
+        assert [copy.generation == source.generation for copy in copies[1 - process]] == [False]
+
+
+def test_processes_provide_about_as_many_parts_each() -> None:
+    source = Source(1, 5, "memory", "one", n_devices=8, holders={device: [] for device in range(8)})
+    hosts = {0: (0, 1, 6, 7), 1: (2, 3, 0, 1), 2: (4, 5, 2, 3)}  # host 3 is lost, host 0 has kept its parts
+    for process, devices in hosts.items():
+        for device in devices:
+            source.holders[device].append(process)
+    assert source.is_whole
+    assert all(device in hosts[process] for (device, _), process in source.providers.items())
+    assert sorted(Counter(source.providers.values()).values()) == [21, 21, 22]  # of 8 parts with 8 slices
+    # What is damaged on one host is provided by another, if one has it.
+    left = source.without({0: [0], 2: [2]})
+    assert left.is_whole
+    assert {left.providers[device, which] for device in (0, 2) for which in range(8)} == {1}
+    assert not source.without({0: [6]}).is_whole
 
 
 def test_a_layout_for_another_fabric_is_refused() -> None:

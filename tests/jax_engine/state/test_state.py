@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import tracemalloc
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -18,15 +19,15 @@ import pytest
 
 import meshmend as mm
 import meshmend.jax as mmj
-from jax_engine.restart_cases import vectors_of
+from jax_engine.restart_cases import Vectors, collect, empty, read_vectors, vectors_of, with_parts
 from meshmend.errors import RestartError
-from meshmend.jax.state import combine as combining
+from meshmend.jax.state import gather as gathering
 from meshmend.jax.state.disk import Disk
 from meshmend.jax.state.identity import Identity
-from meshmend.jax.state.layout import StateLayout, read_vectors
-from meshmend.jax.state.memory import Copy, HostMemory, read_copy
+from meshmend.jax.state.layout import StateLayout
+from meshmend.jax.state.memory import Copy, HostMemory, PartReader, read_copy
 from meshmend.jax.state.mirror import backup_chips, copy_of, make_parts_fn
-from meshmend.jax.state.outline import Outline, ShardedArray, Vectors, dtype_named
+from meshmend.jax.state.outline import SLICES, Outline, ShardedArray
 from meshmend.jax.state.sources import Source, rank_sources
 from meshmend.launch.hosts import Hosts
 
@@ -216,13 +217,10 @@ def copies_of(trained: Trained, step: int = 7) -> dict[int, Copy]:
 
 
 def rebuilt(copies: dict[int, Copy], choice: Source, outline: Outline) -> Vectors:
-    """What `combine` does over processes: each brings what it was chosen for."""
-    vectors = outline.empty()
+    """What `gather` does over processes: each brings what it was chosen for."""
+    vectors = empty(outline)
     for process, copy in enumerate(copies.values()):
-        for i, device in enumerate(copy.devices):
-            if choice.providers[device] == process:
-                for dtype, rows in copy.parts.items():
-                    copy.outline.collect(device, dtype, rows[i], vectors)
+        collect(copy, choice, process, vectors)
     return vectors
 
 
@@ -263,7 +261,7 @@ def test_sources_come_newest_first_and_later_attempts_before(whole: Trained) -> 
         (2, 6, True),
         (1, 8, True),
     ]
-    assert found[1].providers == {device: device // 32 for device in range(64)}
+    assert found[1].holders == {device: [device // 32] for device in range(64)}
     assert ranked(whole, [[], []]) == []
 
 
@@ -281,34 +279,39 @@ def test_copies_of_another_state_say_how_they_differ(whole: Trained) -> None:
     assert source.differs == "params: expected dict, got list"
 
 
-def test_memory_keeps_three_whole_copies_and_trusts_no_damaged_one(whole: Trained, tmp_path: Path) -> None:
+def test_memory_keeps_two_whole_copies_and_trusts_no_damaged_one(whole: Trained, tmp_path: Path) -> None:
     memory = HostMemory(tmp_path)
     copy = copies_of(whole)[3]
     for step in range(5):
         memory.write(replace(copy, step=step))
-    assert [found.step for found in memory.read()[0]] == [2, 3, 4]
-    newest = memory.read()[0][-1]
+    assert [found.step for found in memory.read()[0]] == [3, 4]
+    newest = with_parts(memory.read()[0][-1])
     assert newest.outline == copy.outline
     assert newest.identity == copy.identity
     assert newest.run == "run"
     assert newest.devices == copy.devices
     assert newest.extra == {"at": 3}
-    assert {name: rows.tobytes() for name, rows in newest.parts.items()} == {
-        name: rows.tobytes() for name, rows in copy.parts.items()
-    }
+    assert bits(newest.parts) == bits(copy.parts)
     path = tmp_path / newest.name
     good = path.read_bytes()
     for damaged, what in (
         (good[:-1], "expected .* bytes of state"),
         (good + b"x", "expected .* bytes of state"),
-        (good[:-9] + bytes([good[-9] ^ 1]) + good[-8:], "state checksum mismatch"),
         (good[:200] + bytes([good[200] ^ 1]) + good[201:], "header checksum mismatch"),
         (b"else" + good, "first lines"),
     ):
         path.write_bytes(damaged)
         with pytest.raises(RestartError, match=what):
             read_copy(path)
-        assert [found.step for found in memory.read()[0]] == [2, 3]
+        assert [found.step for found in memory.read()[0]] == [3]
+    # A header says nothing about the parts: those are looked at one by one.
+    path.write_bytes(good[:-9] + bytes([good[-9] ^ 1]) + good[-8:])
+    with PartReader(read_copy(path)) as reader:
+        for device, which in itertools.product(newest.devices, range(SLICES)):
+            start, stop = newest.outline.slices[which]
+            is_damaged = device == newest.devices[-1] and start <= newest.outline.part_bytes - 9 < stop
+            with pytest.raises(RestartError, match="state checksum mismatch") if is_damaged else nullcontext():
+                reader.check(device, which)
 
 
 def test_a_killed_writer_leaves_the_older_copies(whole: Trained, tmp_path: Path) -> None:
@@ -330,6 +333,7 @@ def test_a_folder_that_cannot_be_written_is_reported(whole: Trained, tmp_path: P
 def test_going_back_drops_what_was_written_beyond(whole: Trained, tmp_path: Path) -> None:
     memory = HostMemory(tmp_path)
     copy = copies_of(whole)[0]
+    memory.pinned = frozenset({5})
     for step in (5, 6, 7):
         memory.write(replace(copy, step=step))
     memory.keep_only(2, 6)
@@ -340,7 +344,7 @@ def test_going_back_drops_what_was_written_beyond(whole: Trained, tmp_path: Path
 
 def test_the_mirror_costs_twice_the_state_over_the_hosts(whole: Trained) -> None:
     copies = copies_of(whole)
-    kept = sum(rows.nbytes for copy in copies.values() for rows in copy.parts.values())
+    kept = sum(row.nbytes for copy in copies.values() for rows in copy.parts.values() for row in rows)
     outline = whole.layout.outline
     part = sum(outline.part_size(dtype) * np.dtype(dtype).itemsize for dtype in outline.dtypes)
     assert kept == 2 * 64 * part
@@ -372,20 +376,21 @@ def test_state_of_another_program_is_refused(whole: Trained, holed: Trained) -> 
 @pytest.mark.parametrize("n_layers", [1, 3])
 @pytest.mark.parametrize("n_cores", [1, 2])
 @pytest.mark.parametrize("size", [1, 7, 95, 96, 97, 191, 192])
-def test_the_parts_of_all_devices_are_every_element_once(n_cores: int, size: int, n_layers: int) -> None:
+def test_the_parts_of_all_devices_are_every_element(n_cores: int, size: int, n_layers: int) -> None:
     # Three chips own 5, 4 and 3 of 12 chunks, and have room for 5.
     owned = ((0, 3, 6, 9, 11), (1, 4, 7, 10, 12), (2, 5, 8, 12, 12))
     chunk = -(-size // (12 * n_cores))
     array = ShardedArray("float32", size, chunk, n_layers)
-    outline = Outline(3 * n_cores, n_cores, 12, owned, {"float32": size}, (array,))
-    counts = {name: np.zeros(vector.size, int) for name, vector in outline.empty().items()}
+    outline = Outline(3 * n_cores, n_cores, 12, owned, {"float32": (size,)}, (array,))
+    counts = {name: np.zeros(n, int) for name, (_, n) in outline.vectors.items()}
     assert [len(count) for count in counts.values()] == [size, n_layers * size]
     outline.check()
     for device in range(outline.n_devices):
         for name, start, at, length in outline.runs(device, "float32"):
             counts[name][start : start + length] += 1
             assert at + length <= outline.part_size("float32")
-    assert all((count == 1).all() for count in counts.values())
+    assert (counts["replicated float32"] >= 1).all()  # the last shares overlap
+    assert (counts["sharded 0"] == 1).all()
     assert Outline.from_json(json.loads(json.dumps(outline.as_json()))) == outline
 
 
@@ -428,33 +433,92 @@ def test_of_a_host_with_most_chips_the_others_keep_what_they_can(sizes: list[int
     assert all(by == chip for chip, by in enumerate(keeper) if chip not in kept)
 
 
-def test_a_host_combines_a_state_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two hosts, of which the other one's sums are made by hand: each element is on one of them."""
-    rng, sizes = np.random.default_rng(0), {"float32": 300_001, "bfloat16": 20_001, "int8": 4_099}
-    whole = {name: rng.integers(1, 200, size).astype(dtype_named(name)) for name, size in sizes.items()}
-    is_mine = {name: rng.random(size) < 0.5 for name, size in sizes.items()}
-    mine = {name: np.where(is_mine[name], vector, np.zeros_like(vector)) for name, vector in whole.items()}
-    theirs = {name: np.where(is_mine[name], np.zeros_like(vector), vector) for name, vector in whole.items()}
-    block = 1 << 16
-    stream = b"".join(vector.tobytes() for vector in theirs.values())
-    rows = iter([stream[at : at + block].ljust(block, b"\0") for at in range(0, len(stream), block)])
+@pytest.mark.parametrize("block", [1 << 10, 1 << 13, 1 << 22])
+@pytest.mark.parametrize("n_of_other", [1, 200, 511])
+def test_a_host_takes_what_it_needs_of_all_slices(
+    whole: Trained, monkeypatch: pytest.MonkeyPatch, block: int, n_of_other: int
+) -> None:
+    """Two hosts, of which the other one's rows are made by hand."""
+    made = jax.jit(make_parts_fn(whole.layout, [0] * 64))(*whole.state)
+    copy = copy_of(made, whole.layout, [0] * 64, 0, 1, 1, None, "")
+    outline, rng = whole.layout.outline, np.random.default_rng(0)
+    data = [b"".join(rows[i].tobytes() for rows in copy.parts.values()) for i in range(64)]
+    assert {len(part) for part in data} == {outline.part_bytes}
+    slices = list(itertools.product(range(64), range(SLICES)))
+    of_other = {slices[i] for i in rng.permutation(len(slices))[:n_of_other]}
+    words, sent = max(gathering.SMALLEST_ROW, block // 8), list[int]()
+    most = max(len(slices) - len(of_other), len(of_other))
+    longest = max(stop - start for start, stop in outline.slices)
+    rounds = list(gathering.rounds_of(most, longest, words))
 
-    def add(row: jax.Array) -> Any:
-        total = np.asarray(row) + np.frombuffer(next(rows), np.uint32)
-        return SimpleNamespace(addressable_shards=[SimpleNamespace(data=total)])
+    def run(row: jax.Array) -> Any:
+        """The same round as the other host sees it: as many bytes of each of its slices."""
+        first, last, at, width = rounds[len(sent)]
+        sent.append(row.nbytes)
+        other = np.zeros(words * 4, np.uint8)
+        for i, (device, which) in enumerate(sorted(of_other)[first:last]):
+            start, stop = outline.slices[which]
+            part = data[device][start + at : min(stop, start + at + width)]
+            other[i * width : i * width + len(part)] = np.frombuffer(part, np.uint8)
+        return jax.device_put(np.stack([np.asarray(row)[0], other.view(np.uint32)]), here)
 
     here = jax.devices()[0]
-    monkeypatch.setattr(combining, "BLOCK_BYTES", block)
-    monkeypatch.setattr(combining, "leaders_of", lambda _: (here, SimpleNamespace(process_index=1)))
-    monkeypatch.setattr(combining, "make_adder", lambda _: (add, None))
+    monkeypatch.setattr(gathering, "row_words", lambda _: words)
+    monkeypatch.setattr(gathering, "leaders_of", lambda _: (here, SimpleNamespace(process_index=1)))
+    monkeypatch.setattr(gathering, "make_gather", lambda _: (run, None))
     monkeypatch.setattr(jax, "make_array_from_single_device_arrays", lambda shape, how, arrays: arrays[0])
-    tracemalloc.start()
-    try:
-        found = combining.combine(mine, None)  # type: ignore[arg-type]
-        most = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    for name, vector in whole.items():
-        np.testing.assert_array_equal(found[name].view(np.uint8), vector.view(np.uint8))
-    assert next(rows, None) is None
-    assert most < len(stream) / 2, "beside the state there are blocks of it only"
+    parts = gathering.Parts(outline, whole.layout)
+    gathering.gather(parts, {one: int(one in of_other) for one in slices}, lambda d, a, b: data[d][a:b])
+    monkeypatch.undo()
+    assert len(sent) == len(rounds)
+    assert set(sent) == {words * 4}
+    assert bits(whole.layout.to_devices(parts.needed, whole.fresh)) == bits(whole.state)
+
+
+def test_only_slices_that_a_host_needs_and_lacks_are_wanted(whole: Trained, holed: Trained) -> None:
+    layout, outline = holed.layout, whole.layout.outline
+    own = layout.needs()[: len(layout.needs()) // 2]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StateLayout, "needs", lambda _: own)
+        parts = gathering.Parts(outline, layout)
+    has = [0, 5, 63]
+    # The oracle: byte by byte.
+    expected = set()
+    for device in set(range(64)) - set(has):
+        needed = np.zeros(outline.part_bytes, bool)
+        for name, first, at, length in outline.byte_runs(device):
+            for vector, start, stop in own:
+                size = np.dtype(outline.vectors[vector][0]).itemsize
+                if vector == name:
+                    low, high = max(first, start * size), min(first + length, stop * size)
+                    needed[at + low - first : at + high - first] |= low < high
+        expected |= {(device, i) for i, (start, stop) in enumerate(outline.slices) if needed[start:stop].any()}
+    assert parts.all_wanted([parts.wanted(has)]) == expected
+    assert parts.all_wanted([parts.wanted(range(64)), parts.wanted(has)]) == expected
+    assert parts.all_wanted([parts.wanted(range(64))]) == set()
+
+
+def test_what_was_read_for_the_last_time_is_not_kept(whole: Trained) -> None:
+    needed = gathering.Needed(whole.layout)
+    need = whole.layout.needs()[0]
+    needed(*need)
+    with pytest.raises(KeyError):
+        needed(*need)
+
+
+def test_arrays_that_were_donated_are_gone_one_after_the_other() -> None:
+    trained = Trained((), "pair")
+    like = jax.tree.map(jnp.copy, trained.fresh)
+    alive: list[int] = []
+    leaves = jax.tree.leaves(like)
+    vectors = trained.vectors()
+
+    def read(name: str, start: int, stop: int) -> Any:
+        alive.append(sum(not leaf.is_deleted() for leaf in leaves))
+        return vectors[name][start:stop]
+
+    found = trained.layout.to_devices(read, like, donate=True)
+    assert bits(found) == bits(trained.state)
+    assert all(leaf.is_deleted() for leaf in leaves)
+    assert alive == sorted(alive, reverse=True)
+    assert set(alive) == set(range(1, len(leaves) + 1))

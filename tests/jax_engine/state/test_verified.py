@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jax_engine.restart_cases import Started, assert_is_step, elements
+from jax_engine.restart_cases import Started, assert_is_step, collect, elements, empty, with_parts
 from meshmend.errors import RestartError
 from meshmend.jax.state.disk import Disk
 from meshmend.jax.state.memory import MAGIC, Copy, HostMemory, read_copy
@@ -45,8 +45,8 @@ def test_a_job_goes_back_to_the_verified_copy_however_many_steps_ago(tmp_path: P
     job.keep(9, pin=True)  # being checked
     job.keep(*range(10, 16))
     job.crash()
-    assert kept(tmp_path) == [(1, 3), (1, 9), (1, 13), (1, 14), (1, 15)]
-    assert [read_copy(path).verified for path in sorted(tmp_path.glob("0*"))] == [0, 3, 3, 3, 3]
+    assert kept(tmp_path) == [(1, 3), (1, 9), (1, 14), (1, 15)]
+    assert [read_copy(path).verified for path in sorted(tmp_path.glob("0*"))] == [0, 3, 3, 3]
 
     # An ordinary restart goes on from the last step, and still has the verified one.
     job = Started(memory=tmp_path, untrusted=[])
@@ -55,7 +55,7 @@ def test_a_job_goes_back_to_the_verified_copy_however_many_steps_ago(tmp_path: P
     assert (found.verified, job.keeper.verified) == (3, 3)
     job.keep(*range(16, 22))
     job.crash()
-    assert kept(tmp_path) == [(1, 3), (2, 19), (2, 20), (2, 21)]
+    assert kept(tmp_path) == [(1, 3), (2, 20), (2, 21)]
 
     # An observation in the second attempt.
     job = Started(memory=tmp_path, untrusted=[(2, 3)])
@@ -70,7 +70,7 @@ def test_a_job_goes_back_to_the_verified_copy_however_many_steps_ago(tmp_path: P
     job.keep(6, pin=True)
     job.keep(7)
     job.crash()
-    assert kept(tmp_path) == [(3, 3), (3, 5), (3, 6), (3, 7)]  # the first one is as safe as the others now
+    assert kept(tmp_path) == [(3, 3), (3, 6), (3, 7)]  # the first one is as safe as the others now
 
     # What the third attempt keeps is trusted.
     job = Started(memory=tmp_path, untrusted=[(2, 3)])
@@ -226,7 +226,7 @@ def test_a_step_that_is_not_due_is_kept_if_it_is_held(tmp_path: Path) -> None:
     job.keeper.verify(5)  # not pinned: the newest pinned one before it stays
     job.keep(*range(7, 21))
     job.crash()
-    assert kept(tmp_path) == [(1, 3), (1, 12), (1, 16), (1, 20)]
+    assert kept(tmp_path) == [(1, 3), (1, 16), (1, 20)]
     assert job.keeper.verified == 5
     job.keeper.verify(4)  # nothing new
     assert job.keeper.verified == 5
@@ -264,13 +264,10 @@ def test_the_verified_copies_survive_the_loss_of_one_host(tmp_path: Path, sharde
         assert (
             Trust().verified_step(source, sources) == 4
         )  # the later copies say so, whether or not there was an observation
-        vectors = job.layout.outline.empty()
+        vectors = empty(job.layout.outline)
         for process, copies in enumerate(held):
             (mine,) = [copy for copy in copies if copy.step == 4]
-            for i, device in enumerate(mine.devices):
-                if source.providers[device] == process:
-                    for dtype, rows in mine.parts.items():
-                        mine.outline.collect(device, dtype, rows[i], vectors)
+            collect(with_parts(mine), source, process, vectors)
         assert {name: vector.tobytes() for name, vector in vectors.items()} == elements(job, job.values(4))
 
 
@@ -345,4 +342,4 @@ def test_hosts_that_recorded_different_steps_count_with_the_earlier(tmp_path: Pa
         (source,) = rank_sources(offers)
         assert source.is_whole
         assert source.verified == 3
-        assert source.providers == {0: 0, 1: 0, 2: 1, 3: 1}
+        assert source.holders == {0: [0], 1: [0], 2: [1], 3: [1]}

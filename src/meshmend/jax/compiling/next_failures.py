@@ -33,9 +33,9 @@ from meshmend.jax.fabric import Fabric
 from meshmend.jax.feed import Batch
 from meshmend.jax.job.session import Session, is_orderly
 from meshmend.jax.program import Program
-from meshmend.jax.state.combine import compile_combine
+from meshmend.jax.state.gather import compile_gather
 from meshmend.jax.state.layout import StateLayout
-from meshmend.jax.state.mirror import make_parts_fn
+from meshmend.jax.state.mirror import compile_cut
 from meshmend.jax.training import TrainStep
 
 
@@ -64,13 +64,13 @@ class CompiledTrainStep:
 
     @property
     def executables(self) -> dict[str, Any]:
-        """All that was compiled: "init" and "step", and what makes and combines copies of the state."""
+        """All that was compiled: "init" and "step", and what makes copies of the state and sends them to all hosts."""
         of_state = {which: one for which, one in self.layout.programs.items() if one is not None}
         return {"init": self._init, "step": self._step} | of_state
 
 
 def compile_train_step(training: TrainStep, program: Program, params: Any, batch: Batch) -> CompiledTrainStep:
-    """Compile `train_step(…, per_example=True)` for a feed's batches, and what keeps and combines copies of its state.
+    """Compile `train_step(…, per_example=True)` for a feed's batches, and what copies its state and sends the copies.
 
     Or `sharded_train_step(…, per_example=True)`, with its sharded parameters.
 
@@ -82,8 +82,8 @@ def compile_train_step(training: TrainStep, program: Program, params: Any, batch
         _check_result(layout, lowered)
         init = fabric.jit(training.init).lower(params, program).compile()
         step = lowered.compile()
-        layout.programs["cut"] = fabric.jit(make_parts_fn(layout)).lower(params, state).compile()
-        layout.programs["add"] = compile_combine(layout.outline, fabric)
+        layout.programs["cut"] = compile_cut(layout, params, state)
+        layout.programs["gather"] = compile_gather(layout)
     return CompiledTrainStep(program, layout, _digest(lowered), init, step)
 
 

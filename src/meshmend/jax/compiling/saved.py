@@ -44,7 +44,7 @@ from meshmend.jax.fabric import Fabric
 from meshmend.jax.job.session import Session
 from meshmend.jax.private import compiling_anew
 from meshmend.jax.program import Program
-from meshmend.jax.state.combine import leaders_of
+from meshmend.jax.state.gather import leaders_of
 from meshmend.jax.training_plan import TrainingPlan
 from meshmend.launch.environment import PROGRAM_KEY
 
@@ -263,9 +263,9 @@ def _load(body: bytes, fabric: Fabric, program: Program) -> CompiledTrainStep:
         devices, leaders = list(fabric.jax_mesh.devices.flat), list(leaders_of(fabric))
         loaded = {}
         for which, (executable, in_tree, out_tree) in written.items():
-            used = leaders if which == "add" else devices
+            used = leaders if which == "gather" else devices
             loaded[which] = deserialize_and_load(executable, in_tree, out_tree, execution_devices=used)
-        programs = {which: loaded.pop(which, None) for which in ("cut", "add")}
+        programs = {which: loaded.pop(which, None) for which in ("cut", "gather")}
         layout = replace(layout, fabric=fabric, programs=programs)
         return CompiledTrainStep(program, layout, hlo, loaded["init"], loaded["step"])
     except Exception as error:  # whatever another version, another machine or a missing class raises

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -34,6 +35,7 @@ from meshmend.jax.managed.step import JobStep
 from meshmend.jax.program import Program
 from meshmend.jax.state import Keeper, fetch
 from meshmend.jax.state.layout import StateLayout
+from meshmend.jax.state.memory import KEPT
 from meshmend.jax.tiles import TiledFabric
 from meshmend.jax.training_plan import PlannedUpdate, TrainingPlan, hardware_of, max_steps_of, plan
 from meshmend.planning import PlanCache, Planner, StepDemands
@@ -42,10 +44,8 @@ AHEAD_AFTER = 3
 """Steps after a start before it compiles for the next failures: earlier, that would slow down a restart."""
 IN_FLIGHT = 2
 """Steps that may be under way while the loop continues: enough to keep the devices busy."""
-COPIES = 4
-"""Copies in memory at the same time: the three that are kept, and the one that is being written."""
-CHECKED_COPIES = COPIES + 2
-"""The same in a job with checks: also the last verified one, and the one that is being checked."""
+CHECKED_COPIES = KEPT + 2
+"""Copies in memory of a job with checks: also the last verified one, and the one that is being checked."""
 
 _RUNS: weakref.WeakValueDictionary[Path, TrainingRun] = weakref.WeakValueDictionary()
 """The last run of each shared folder in this process."""
@@ -57,7 +57,7 @@ class RecoveryOptions:
 
     shared: SharedFolder
     planner: str | Planner
-    memory_every: int
+    memory_every: int | str
     disk_every: int
     compile_ahead: bool
     checks: Checks | None = None
@@ -69,8 +69,11 @@ class RecoveryOptions:
     def __post_init__(self) -> None:
         for name in ("memory_every", "disk_every"):
             value = getattr(self, name)
+            if name == "memory_every" and value == "auto":
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ParameterError(f"{name} is {value!r}, expected a number of steps, or 0 for never.")
+                auto = ', or "auto"' if name == "memory_every" else ""
+                raise ParameterError(f"{name} is {value!r}, expected a number of steps, or 0 for never{auto}.")
 
 
 class TrainingRun:
@@ -127,10 +130,12 @@ class TrainingRun:
         self._checking: Checking | None = None
         try:
             if options.memory_every:
-                n_copies = COPIES if options.checks is None else CHECKED_COPIES
+                n_copies = KEPT if options.checks is None else CHECKED_COPIES
                 check_room(self._keeper.memory.folder, layout, session.launch.n_processes, n_copies)
             params = model.put(session.fabric, self._compiled.program)
-            self.found = self._keeper.restore(params, self._compiled.init(params), extra=self._extra(Position()))
+            self.found = self._keeper.restore(
+                params, self._compiled.init(params), extra=self._extra(Position()), donate=True
+            )
             self.params, self._state = self.found.params, self.found.state
             self.number = self.found.step
             self._check_found()
@@ -205,7 +210,7 @@ class TrainingRun:
                         save=number == self.last,
                         pin=checking is not None and checking.verifies(number),
                     )
-                    self.number = number
+                    self.number, self._at = number, batch.after
                     recovered = found.source != "start" and number == found.step + 1
                     under_way.append(JobStep(number, fabric.n_chips, batch, recovered, results, self._params_of))
                     if number == found.step + AHEAD_AFTER and self.options.compile_ahead:
@@ -235,6 +240,8 @@ class TrainingRun:
             pass
         except BaseException as error:
             self.is_open, self._keeper, self._checking = False, None, None
+            with contextlib.suppress(Exception):  # of a step that has failed, there may be no state any more
+                self._keep_last(keeper)
             try:
                 self.session.give_up(error)  # ends the process, unless it is alone
             finally:
@@ -249,7 +256,13 @@ class TrainingRun:
             self._ahead = None
         if self._keeper is not None:
             keeper, self._keeper = self._keeper, None
+            self._keep_last(keeper)
             keeper.close()
+
+    def _keep_last(self, keeper: Keeper) -> None:
+        """Keep the last step of a loop that was left, if this process is alone: others would not know of it."""
+        if self.session.launch.n_processes == 1 and self.found.step < self.number < self.last:
+            keeper.keep_last(self.number, self.params, self._state, self._extra(self._at))
 
     def _plan(self, fabric: Fabric, cache: PlanCache) -> TrainingPlan:
         """Return the plan for what this job sends, on any fabric that it may find itself on."""
@@ -364,7 +377,7 @@ def digest(tree: Any) -> str:
     return found.hexdigest()
 
 
-def check_room(folder: Path, layout: StateLayout, n_hosts: int, n_copies: int = COPIES) -> None:
+def check_room(folder: Path, layout: StateLayout, n_hosts: int, n_copies: int = KEPT) -> None:
     """Raise if the memory folder has no room for so many of a host's copies of the state at the same time."""
     values = sum(size * np.dtype(dtype).itemsize for dtype, size in layout.outline.vectors.values())
     needed = n_copies * values * min(2, n_hosts) // n_hosts

@@ -1,4 +1,4 @@
-"""The keeper of a job's state: in memory after every step, on disk at intervals, and restored after a restart."""
+"""The keeper of a job's state: in memory as often as that is cheap, on disk at intervals, restored after a restart."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from meshmend.errors import RestartError
 from meshmend.jax.collectives import Tree
 from meshmend.jax.job.session import Session
 from meshmend.jax.state.checkpoints import Checkpoints, warn_once
-from meshmend.jax.state.combine import combine
 from meshmend.jax.state.disk import Disk, as_path
 from meshmend.jax.state.fetch import with_timeout
 from meshmend.jax.state.folders import default_folder, delete_stale
-from meshmend.jax.state.layout import Reader, StateLayout, read_vectors
+from meshmend.jax.state.gather import Parts, gather
+from meshmend.jax.state.interval import IN_FLIGHT, LARGEST_SLOWDOWN, CopyInterval
+from meshmend.jax.state.layout import Reader, StateLayout
 from meshmend.jax.state.loading import read_foreign
-from meshmend.jax.state.memory import Copy, HostMemory
+from meshmend.jax.state.memory import BLOCK_BYTES, Copy, HostMemory, PartReader
 from meshmend.jax.state.mirror import Mirror
-from meshmend.jax.state.outline import Vectors
+from meshmend.jax.state.outline import Outline
 from meshmend.jax.state.sources import UNCHECKED, Source, check_agreement, rank_sources
 from meshmend.jax.state.trust import Trust
 
@@ -48,9 +51,11 @@ class Resumed:
 class Keeper:
     """Keeps a training state safe from the loss of a host, and restores it.
 
-    - **In memory**, after each step (or every `memory_every`): each host keeps the shards of its own devices and those
-      of another host's in files of `memory`, which outlive the process. By default that is a folder per job and host
-      in MESHMEND_MEMORY, or in /dev/shm. So the loss of one host loses nothing.
+    - **In memory**, after every `memory_every` steps: each host keeps the shards of its own devices and those of
+      another host's in files of `memory`, which outlive the process. By default that is a folder per job and host in
+      MESHMEND_MEMORY, or in /dev/shm. So the loss of one host loses only the steps since. "auto" measures what copies
+      cost, and keeps as many as slow down training by at most 3 %; one that is late is left out, and never waited for.
+      A number of steps is a promise: where copies take longer, training waits for them.
     - **On disk**, every `disk_every` steps if `disk` names a folder: Orbax checkpoints, asynchronous. For
       losses that memory does not cover: two hosts of which one kept the other's shards, or all of them. A disk that
       does not answer within `disk_timeout_s` counts as dead: the job continues without it, with a warning. Training
@@ -72,7 +77,7 @@ class Keeper:
         layout: StateLayout,
         *,
         memory: str | Path | None = None,
-        memory_every: int = 1,
+        memory_every: int | str = 1,
         disk: str | Path | None = None,
         disk_every: int = 100,
         disk_timeout_s: float = 30.0,
@@ -101,6 +106,9 @@ class Keeper:
         self._trust = Trust.of(self._untrusted)
         self._verified = 0 if self._trust.is_checked else UNCHECKED
         self._mirror: Mirror | None = None
+        self._interval = CopyInterval(memory_every, 0)
+        self._told_interval = False
+        self._noted_interval = 0
         self._damaged: set[int] = set()
         self._kept_step = 0
 
@@ -109,11 +117,12 @@ class Keeper:
         """The last step that is known to be good, 0 if none is: what a job begins with is."""
         return max(self._verified, 0)
 
-    def restore(self, params: Tree, state: Tree, extra: Tree = None) -> Resumed:
+    def restore(self, params: Tree, state: Tree, extra: Tree = None, *, donate: bool = False) -> Resumed:
         """Return the newest state that the survivors have between them, on this fabric, or the given one.
 
         `params` and `state` are what a new job starts with, on the devices, and `extra` anything that JSON can write
-        and that belongs to the state, such as a position in the data. All of them are restored as they were kept.
+        and that belongs to the state, such as a position in the data. All of them are restored as they were kept. With
+        `donate`, the given arrays are gone afterwards, and devices never hold two states.
 
         Copies and checkpoints are tried newest first. What is damaged or unreachable is skipped, with a warning that
         says what and why, as is what is not trusted; a state of another model or optimizer is refused. If something is
@@ -121,12 +130,12 @@ class Keeper:
         to start over.
         """
         try:
-            return self._restore(params, state, extra)
+            return self._restore(params, state, extra, donate)
         except BaseException:
             self.abandon()
             raise
 
-    def _restore(self, params: Tree, state: Tree, extra: Tree) -> Resumed:
+    def _restore(self, params: Tree, state: Tree, extra: Tree, donate: bool) -> Resumed:
         with self.session.timeline.timed("restore") as facts:
             self.layout.check(params, state)
             copies, mine = self._inventory()
@@ -141,10 +150,10 @@ class Keeper:
             if self.checkpoints is not None:
                 self.checkpoints.claim(self.attempt)
             problems = [problem for held in everybody for problem in held["problems"]]
-            found, its_attempt = self._search(sources, problems, copies, (params, state))
+            found, its_attempt = self._search(sources, problems, copies, (params, state), donate)
             if found is None:
                 if self.start_from is not None:
-                    params, state = self._begin_with(params, state)
+                    params, state = self._begin_with(params, state, donate)
                 found = Resumed(0, params, state, extra, "start")
             self._verified = found.verified if self._trust.is_checked else UNCHECKED
             self._go_back_to(found, its_attempt, sources, problems)
@@ -160,6 +169,7 @@ class Keeper:
                     run=str(everybody[0]["run"]),
                 )
                 self._mirror.compile(found.params, found.state)
+            self._interval = CopyInterval(self.memory_every, found.step)
             if self._verified > 0:
                 self.memory.pinned = frozenset({self._verified})
             if 0 < found.step == self._verified:
@@ -167,7 +177,7 @@ class Keeper:
                 self._mirror.keep(found.step, found.params, found.state, found.extra, self._verified)
         return found
 
-    def _begin_with(self, params: Tree, state: Tree) -> tuple[Tree, Tree]:
+    def _begin_with(self, params: Tree, state: Tree, donate: bool) -> tuple[Tree, Tree]:
         """Return the state that Orbax has saved at `start_from`."""
         read: Reader | None = None
         why = ""
@@ -181,38 +191,69 @@ class Keeper:
         self.session.timeline.note("started from", path=str(self.start_from))
         if self.session.launch.process == 0:
             LOGGER.warning("Step 0 and the data's first sample, with the state that is in %s.", self.start_from)
-        return self.layout.to_devices(read, (params, state))
+        return self.layout.to_devices(read, (params, state), donate=donate)
 
     def keep(
         self, step: int, params: Tree, state: Tree, extra: Tree = None, *, save: bool = False, pin: bool = False
     ) -> None:
         """Keep the state after `step` steps. Call it after each; the arrays may be donated to the next step.
 
-        `save` also puts it on disk, whatever `disk_every` says: for the last step. `pin` keeps it in memory, whatever
-        `memory_every` says (unless that is 0), until it or a later pinned one is verified: for a step whose state
-        is being checked.
+        `save` also puts it on disk, whatever `disk_every` says, or in memory if there is no disk: for the last step.
+        `pin` keeps it in memory, whatever `memory_every` says (unless that is 0), until it or a later pinned one is
+        verified: for a step whose state is being checked.
 
-        A step is committed, safe from the loss of any one host, as soon as all hosts have written their copies of it.
-        No host waits for confirmation: the result of step n implies that all have written step n − 2.
+        A step whose copy is kept is committed, safe from the loss of any one host, as soon as all hosts have written
+        it. No host waits for confirmation: there is no later copy before that (`mirror`).
         """
         if not self.attempt:
             raise RestartError("Call restore() before keep(): it finds what is already there.", step=step)
         if self.checkpoints is not None:
             self.checkpoints.look()
-        if self._mirror is not None and (pin or step % self.memory_every == 0):
-            if pin:
-                self.memory.pinned |= {step}
-            self._mirror.keep(step, params, state, extra, self._verified)
-            self._kept_step = step
+        mirror, interval = self._mirror, self._interval
+        if mirror is not None:
+            must = pin or (save and self.checkpoints is None)
+            if interval.due(step, is_writing=mirror.is_writing) or must:
+                if pin:
+                    self.memory.pinned |= {step}
+                wanted, waits = interval.wanted(is_writing=mirror.is_writing), must or not interval.is_auto
+                given = (step, params, state, extra, self._verified)
+                interval.begun(step, mirror.keep(*given, waits=waits, interval=wanted))
+                self._kept_step = step
+                self._tell_interval(step)
         if self.checkpoints is not None and (save or step % self.disk_every == 0):
             self.checkpoints.save(self.layout, self.attempt, step, params, state, extra, self._verified)
+
+    def keep_last(self, step: int, params: Tree, state: Tree, extra: Tree) -> None:
+        """Keep the state in memory, if that was not done: for a loop that was left, on all processes alike."""
+        if self._mirror is not None and step > self._kept_step:
+            self._mirror.keep(step, params, state, extra, self._verified)
+            self._kept_step = step
+
+    def _tell_interval(self, step: int) -> None:
+        """Note how often copies are kept whenever that has changed much, and say so once it is known what they cost."""
+        interval, every = self._interval, self._interval.agreed
+        slower = None if interval.cost is None else interval.cost / every
+        if not 0.8 < every / (self._noted_interval or 1e-9) < 1.25:
+            self._noted_interval = every
+            facts = {} if slower is None else {"slowdown": round(slower, 4)}
+            self.session.timeline.note("copies", step=step, every=every, **facts)
+        if slower is None or slower > LARGEST_SLOWDOWN or self._told_interval or self.session.launch.process:
+            return
+        self._told_interval = True
+        LOGGER.warning(
+            "Copies in memory after every %d steps slow down training by %.1f %%; the loss of a host costs up to %d "
+            "steps. Job(memory_every=…) sets another number of steps.",
+            every,
+            100 * slower,
+            every + IN_FLIGHT,
+        )
 
     def verify(self, step: int) -> None:
         """Say that the state after `step` is good: all checks that were due have passed, on all processes.
 
-        Call it once all hosts are known to have written their copies of it, as the result of step n implies for step
-        n − 2. From then on its copies stay, those of the step that was verified before it may go, and what is kept
-        records this step. If it was not pinned, the newest pinned one before it stays instead.
+        From then on its copies stay, and what is kept records this step; those of the step that was verified before it
+        go with the next copy, which is made only when all hosts have written this one. If it was not pinned, the newest
+        pinned one before it stays instead.
         """
         if step > self._verified:
             self._verified = step
@@ -298,7 +339,7 @@ class Keeper:
         return copies, mine
 
     def _search(
-        self, sources: Sequence[Source], problems: list[str], copies: Sequence[Copy], like: Tree
+        self, sources: Sequence[Source], problems: list[str], copies: Sequence[Copy], like: Tree, donate: bool
     ) -> tuple[Resumed | None, int]:
         """Return the first source, newest first, that all processes can provide, and its attempt.
 
@@ -319,19 +360,12 @@ class Keeper:
             if not source.is_whole:
                 incomplete.append(str(source))
                 continue
-            found, extra, why = self._load_source(source, copies)
-            answers = self.session.coordination.exchange({"extra": extra, "why": why})
-            failures = [f"host {host}: {word['why']}" for host, word in self._by_host(answers) if word["why"]]
-            if failures:
-                more = f" (and on {len(failures) - 1} more hosts)" if len(failures) > 1 else ""
-                problems.append(failures[0] + more)
-                if source.kind == "disk":
-                    self._damaged.add(source.step)
+            load = self._load_from_disk if source.kind == "disk" else self._load_from_memory
+            loaded = load(source, copies, problems)
+            if loaded is None:
                 continue
-            if not callable(found):
-                whole = combine(found, self.session.fabric, self.layout.programs.get("add"))
-                found, extra = read_vectors(whole), answers[min(source.providers.values())]["extra"]
-            params, state = self.layout.to_devices(found, like)
+            read, extra = loaded
+            params, state = self.layout.to_devices(read, like, donate=donate)
             if passed_over:
                 problems.append(self._trust.explain(passed_over))
             verified = max(self._trust.verified_step(source, sources), 0)
@@ -351,29 +385,60 @@ class Keeper:
             self._warn(f"The job starts over: shards of {', '.join(incomplete)} were lost with their hosts.")
         return None, 0
 
-    def _load_source(self, source: Source, copies: Sequence[Copy]) -> tuple[Vectors | Reader, Any, str]:
-        """Return what this process has of a source, what was kept with it, and why it cannot provide it, or "".
-
-        Of the disk, that is all that it needs; of memory, its part of the vectors.
-        """
-        if source.kind == "disk" and self.disk is not None:
-            try:
-                saved, read = self.disk.load(source.step, self.layout)
-            except RestartError as error:
-                return {}, None, str(error)
+    def _load_from_disk(self, source: Source, _: Sequence[Copy], problems: list[str]) -> tuple[Reader, Any] | None:
+        """Return what this process needs of a checkpoint, and what was kept with it; None if any process has failed."""
+        assert self.disk is not None  # noqa: S101  # or it would not be a source
+        read: Reader | None = None
+        extra, why = None, ""
+        try:
+            saved, read = self.disk.load(source.step, self.layout)
+            extra = saved.facts["extra"]
             if saved.checksum != source.generation:
-                return {}, None, f"{source} was replaced while it was read"
-            return read, saved.facts["extra"], ""
-        me, extra = self.session.launch.process, None
-        vectors = self.layout.outline.empty()
-        for copy in copies:
-            if copy.generation == source.generation:
-                extra = copy.extra
-                for i, device in enumerate(copy.devices):
-                    if source.providers[device] == me:
-                        for dtype, rows in copy.parts.items():
-                            copy.outline.collect(device, dtype, rows[i], vectors)
-        return vectors, extra, ""
+                why = f"{source} was replaced while it was read"
+        except RestartError as error:
+            why = str(error)
+        failures = self._failures(self.session.coordination.exchange({"why": why}), problems)
+        if failures or read is None:
+            self._damaged.add(source.step)
+            return None
+        return read, extra
+
+    def _load_from_memory(
+        self, source: Source, copies: Sequence[Copy], problems: list[str]
+    ) -> tuple[Reader, Any] | None:
+        """Return what this process needs of all hosts' copies, and what was kept with them; None if parts are damaged.
+
+        A part that is damaged on one host may be whole on another.
+        """
+        me, exchange = self.session.launch.process, self.session.coordination.exchange
+        mine = next((copy for copy in copies if copy.generation == source.generation), None)
+        first = min(source.providers.values())
+        word = {"extra": mine.extra, "outline": mine.outline.as_json()} if mine is not None and me == first else {}
+        told = exchange(word)[first]
+        parts = Parts(Outline.from_json(told["outline"]), self.layout)
+        while source.is_whole:
+            has = [device for device, processes in source.holders.items() if me in processes]
+            provides = [one for one, process in source.providers.items() if process == me]
+            with contextlib.ExitStack() as files:
+                reader = files.enter_context(PartReader(mine)) if mine is not None and has else None
+                found = {"why": "", "damaged": []} if reader is None else _take_own(reader, has, provides, parts)
+                answers = exchange(found | {"wants": parts.wanted(has)})
+                if not self._failures(answers, problems):
+                    wanted = parts.all_wanted(word["wants"] for word in answers)
+                    sent_by = {one: process for one, process in source.providers.items() if one in wanted}
+                    read = reader.read if reader is not None else (lambda *_: b"")
+                    gather(parts, sent_by, read, self.layout.programs.get("gather"))
+                    return parts.needed, told["extra"]
+            source = source.without({process: word["damaged"] for process, word in enumerate(answers)})
+        return None
+
+    def _failures(self, answers: Sequence[Any], problems: list[str]) -> bool:
+        """Whether any process has failed; the first of them is added to `problems`."""
+        failures = [f"host {host}: {word['why']}" for host, word in self._by_host(answers) if word["why"]]
+        if failures:
+            more = f" (and on {len(failures) - 1} more hosts)" if len(failures) > 1 else ""
+            problems.append(failures[0] + more)
+        return bool(failures)
 
     def _go_back_to(self, found: Resumed, attempt: int, sources: Sequence[Source], problems: Sequence[str]) -> None:
         """Drop or set aside what was written after the restored step, and warn about what was skipped."""
@@ -410,3 +475,27 @@ class Keeper:
 
     def _warn(self, what: str) -> None:
         warn_once(self.session, what)
+
+
+def _take_own(
+    reader: PartReader, has: Sequence[int], provides: Sequence[tuple[int, int]], parts: Parts
+) -> dict[str, Any]:
+    """Take what is needed of the parts that this process has, and check what it may send to others.
+
+    Returns of which devices the parts are damaged, and why, or "".
+    """
+    found: dict[str, Any] = {"why": "", "damaged": []}
+    slices = parts.outline.slices
+    for device in has:
+        needed = [which for which, ends in enumerate(slices) if parts.needs(device, *ends)]
+        try:
+            for which in sorted({*needed, *(which for one, which in provides if one == device)}):
+                reader.check(device, which)
+            for start, stop in (slices[which] for which in needed):
+                for at in range(start, stop, BLOCK_BYTES):
+                    data = reader.read(device, at, min(stop, at + BLOCK_BYTES))
+                    parts.put(device, at, np.frombuffer(data, np.uint8))
+        except (OSError, RestartError) as error:
+            found["why"] = str(error)
+            found["damaged"].append(device)
+    return found

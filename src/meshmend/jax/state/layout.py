@@ -27,7 +27,7 @@ from meshmend.jax.program import Program
 from meshmend.jax.shardings import match_specs
 from meshmend.jax.state.boxes import Box, overlap, position, rectangles, size_of
 from meshmend.jax.state.identity import Identity
-from meshmend.jax.state.outline import Outline, Vectors
+from meshmend.jax.state.outline import Outline
 from meshmend.jax.state.tree import Split, UserArray, box_of, users_tree
 from meshmend.jax.tiles import TiledFabric
 from meshmend.jax.training import TrainStep
@@ -72,7 +72,7 @@ class StateLayout:
     """The user's own tree, of `UserArray`: what is saved on disk."""
     outline: Outline = field(repr=False)
     programs: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """What is compiled for it already: "cut", which makes copies, and "add", which combines those of several hosts."""
+    """What is compiled for it already: "cut", which makes copies, and "gather", which sends them to all hosts."""
 
     @classmethod
     def of(cls, training: TrainStep, program: Program, params: Tree) -> StateLayout:
@@ -94,12 +94,12 @@ class StateLayout:
                     "(jax.random.PRNGKey) in its place."
                 )
         tree, splits = users_tree(training, program, params, state)
-        replicated: dict[str, int] = {}
+        replicated: dict[str, tuple[int, ...]] = {}
         for leaf, split in zip(leaves, splits, strict=True):
             if split.array is None:
                 dtype = np.dtype(leaf.dtype).name
                 shape = NamedSharding(fabric.jax_mesh, split.spec).shard_shape(tuple(leaf.shape))
-                replicated[dtype] = replicated.get(dtype, 0) + math.prod(shape)
+                replicated[dtype] = (*replicated.get(dtype, ()), math.prod(shape))
         n_devices, devices_per_tile = int(fabric.jax_mesh.devices.size), fabric.devices_per_tile
         n_cores = n_devices // (fabric.mesh.n_chips * devices_per_tile)
         owned: NDArray[Any] = np.zeros((fabric.mesh.n_chips, 0), int)
@@ -253,16 +253,16 @@ class StateLayout:
                 dtype = np.dtype(leaf.dtype).name
                 size, start = math.prod(self.sharding(i).shard_shape(tuple(leaf.shape))), used[dtype]
                 used[dtype] += size
-                starts = [
-                    slot * self.outline.replicated[dtype] + start for slot in range(self.outline.devices_per_tile)
-                ]
+                n_all = self.outline.n_replicated(dtype)
+                starts = [slot * n_all + start for slot in range(self.outline.devices_per_tile)]
                 found[i] = [(f"replicated {dtype}", start, start + size) for start in starts]
         return found
 
-    def to_devices(self, read: Reader, like: Tree) -> tuple[Tree, Tree]:
+    def to_devices(self, read: Reader, like: Tree, *, donate: bool = False) -> tuple[Tree, Tree]:
         """Return (params, state) on this fabric's devices, with their elements as read from the vectors.
 
-        `like` is a (params, state) that is on the devices already; what is padding keeps its values.
+        `like` is a (params, state) that is on the devices already; what is padding keeps its values. With `donate`,
+        each of its arrays is gone as soon as there is the new one.
         """
         found: list[jax.Array] = []
         which = 0
@@ -270,13 +270,14 @@ class StateLayout:
             if self.is_sharded[i]:
                 found.append(self._shards_to_devices(which, old, read))
                 which += 1
-                continue
-            sharding = self.sharding(i)
-            shape = sharding.shard_shape(tuple(leaf.shape))
-            runs = self.whole_leaves[i]
-            held = {slot: read(*runs[slot]).reshape(shape) for slot in set(self.own_devices.values())}
-            parts = [jax.device_put(held[slot], device) for device, slot in self.own_devices.items()]
-            found.append(jax.make_array_from_single_device_arrays(tuple(leaf.shape), sharding, parts))
+            else:
+                sharding, runs = self.sharding(i), self.whole_leaves[i]
+                shape = sharding.shard_shape(tuple(leaf.shape))
+                held = {slot: read(*runs[slot]).reshape(shape) for slot in set(self.own_devices.values())}
+                parts = [jax.device_put(held[slot], device) for device, slot in self.own_devices.items()]
+                found.append(jax.make_array_from_single_device_arrays(tuple(leaf.shape), sharding, parts))
+            if donate:
+                old.delete()
         params, state = jax.tree.unflatten(self.structure, found)
         return params, state
 
@@ -300,11 +301,6 @@ class StateLayout:
                 rows[row, :length] = read(f"sharded {which}", start, start + length)
             parts.append(jax.device_put(values, shard.device))
         return jax.make_array_from_single_device_arrays(old.shape, old.sharding, parts)
-
-
-def read_vectors(vectors: Vectors) -> Reader:
-    """Return the reader of whole vectors."""
-    return lambda name, start, stop: vectors[name][start:stop]
 
 
 def put(tree: Tree, fabric: Fabric, shardings: Any = None) -> Tree:

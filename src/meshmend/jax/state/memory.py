@@ -1,8 +1,11 @@
 """Copies of the state in a host's memory that outlive the process: files in a folder of `/dev/shm`, one per step.
 
 A file is written atomically, has its step, the identity of the state and checksums, and is trusted only if
-all of them hold. The newest few are kept, and those of pinned steps: the last verified one, and the next that
-may be. A power cut loses them; other hosts' copies cover that.
+all of them hold: that of the header when copies are listed, that of a slice of a device's part when it is read. The
+newest two are kept, and those of pinned steps: the last verified one, and the next that may be. A power cut loses them;
+other hosts' copies cover that.
+
+A file has MAGIC, a line with the length and digest of the header, the header, and one device's part after the other.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import shutil
 import stat
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,13 +32,17 @@ from meshmend.errors import RestartError
 from meshmend.jax.collectives import Tree
 from meshmend.jax.state.folders import FolderLock
 from meshmend.jax.state.identity import Identity
-from meshmend.jax.state.outline import Outline, dtype_named
+from meshmend.jax.state.outline import SLICES, Outline
 from meshmend.jax.state.sources import UNCHECKED
 
-MAGIC = b"meshmend state 4\n"
-KEPT = 3
-"""Copies that are kept. When a host has the data of step n, every host has begun step n, and so has written n − 2: the
-one before that can go."""
+MAGIC = b"meshmend state 5\n"
+KEPT = 2
+"""Copies that are kept. No host has the data of a copy before every host has written the one before (`mirror`): the
+one before that can go, and its memory is used again."""
+BLOCK_BYTES = 1 << 20
+"""Bytes that are summed and written at a time: they stay in the cache."""
+WRITERS = 2
+"""Threads that write a copy: one alone is slower than memory."""
 LONGEST_HEADER = 256 << 20
 """Bytes; a longer header is damage, and not worth reading."""
 
@@ -43,20 +51,26 @@ LONGEST_HEADER = 256 << 20
 class Copy:
     """What one host keeps of one step: the parts of its own devices, and those of another host's.
 
-    `parts` has for each dtype one row per device, in the order of `devices`. `run` is a random name that all hosts of
-    one attempt share: copies are of one state only if it is the same, whatever attempt and step they claim.
+    `parts` has for each dtype what each device has of it, in the order of `devices`; it is empty where only the header
+    was read. `run` is a random name that all hosts of one attempt share: copies are of one state only if it is the
+    same, whatever attempt and step they claim.
     """
 
     attempt: int
     step: int
     outline: Outline
     devices: tuple[int, ...]
-    parts: dict[str, NDArray[Any]]
+    parts: dict[str, list[NDArray[Any]]]
     extra: Tree
     identity: Identity
     run: str
     verified: int = UNCHECKED
     """The last step that was verified when this was kept, 0 if none was; `UNCHECKED` if nothing checks the job."""
+    checksums: tuple[int, ...] = ()
+    """CRC-32 of each slice of each device's part, if it was read."""
+    path: Path = Path()
+    first_byte: int = 0
+    """Where the parts begin in its file."""
 
     @property
     def name(self) -> str:
@@ -101,30 +115,23 @@ class HostMemory:
         except OSError as error:
             raise RestartError(
                 f"{self.folder} cannot keep a copy of step {copy.step}: {error.strerror}. It holds "
-                f"{KEPT + 1 + len(self.pinned)} copies of {sum(rows.nbytes for rows in copy.parts.values())} bytes: "
+                f"{KEPT + len(self.pinned)} copies of {len(copy.devices) * copy.outline.part_bytes} bytes: "
                 "make room, name another folder by MESHMEND_MEMORY, or keep no copies by memory_every=0.",
                 step=copy.step,
             ) from error
 
     def _write(self, copy: Copy) -> int:
-        arrays = [(dtype, np.ascontiguousarray(rows)) for dtype, rows in copy.parts.items()]
-        checksum = 0
-        for _, rows in arrays:
-            checksum = zlib.crc32(rows.view(np.uint8).data, checksum)
-        header = json.dumps(
-            {
-                "attempt": copy.attempt,
-                "step": copy.step,
-                "run": copy.run,
-                "identity": copy.identity.as_json(),
-                "outline": copy.outline.as_json(),
-                "devices": copy.devices,
-                "arrays": [(dtype, rows.shape) for dtype, rows in arrays],
-                "extra": copy.extra,
-                "verified": copy.verified,
-                "checksum": checksum,
-            }
-        ).encode()
+        facts = {
+            "attempt": copy.attempt,
+            "step": copy.step,
+            "run": copy.run,
+            "identity": copy.identity.as_json(),
+            "outline": copy.outline.as_json(),
+            "devices": copy.devices,
+            "extra": copy.extra,
+            "verified": copy.verified,
+        }
+        begin, n_bytes = len(_header(facts, [0] * len(copy.devices) * SLICES)), copy.outline.part_bytes
         unfinished = self.folder / "unfinished"
         spare = self._superseded(sorted({*self._files(), self.folder / copy.name}))
         # The memory of a superseded copy is reused: fresh pages would have to be cleared first.
@@ -133,18 +140,24 @@ class HostMemory:
                 spare[0].replace(unfinished)
         if not _is_regular(unfinished):
             _remove(unfinished)
-        with unfinished.open("r+b" if unfinished.exists() else "wb") as file:
-            file.write(MAGIC + f"{len(header)} {hashlib.sha256(header).hexdigest()}\n".encode() + header)
-            for _, rows in arrays:
-                file.write(rows.view(np.uint8).data)
-            file.truncate()
+        with unfinished.open("r+b" if unfinished.exists() else "wb", buffering=0) as file:
+
+            def write_slice(number: int) -> int:
+                position, which = divmod(number, SLICES)
+                parts = [rows[position] for rows in copy.parts.values()]
+                return _write_slice(file.fileno(), begin + position * n_bytes, parts, *copy.outline.slices[which])
+
+            with ThreadPoolExecutor(WRITERS, "meshmend-copy") as threads:
+                checksums = list(threads.map(write_slice, range(len(copy.devices) * SLICES)))
+            file.write(_header(facts, checksums))
+            file.truncate(begin + len(copy.devices) * n_bytes)
         unfinished.replace(self.folder / copy.name)
         for old in self._superseded(self._files()):
             _remove(old)
-        return (self.folder / copy.name).stat().st_size
+        return begin + len(copy.devices) * n_bytes
 
     def read(self) -> tuple[list[Copy], list[RestartError]]:
-        """Return all copies that are whole, oldest first, and what is wrong with the others."""
+        """Return all copies whose headers are whole, oldest first, and what is wrong with the others."""
         found, damaged = [], []
         try:
             paths = self._files()
@@ -188,11 +201,69 @@ class HostMemory:
         return sorted(path for path in self.folder.iterdir() if re.fullmatch(r"\d{6,}-\d{12,}", path.name))
 
 
+def _header(facts: dict[str, Any], checksums: list[int]) -> bytes:
+    """Return the first lines and the header of a file: of the same length, whatever the checksums are."""
+    header = json.dumps(facts | {"checksums": [f"{checksum:08x}" for checksum in checksums]}).encode()
+    return MAGIC + f"{len(header)} {hashlib.sha256(header).hexdigest()}\n".encode() + header
+
+
+def _write_slice(file: int, begin: int, parts: list[NDArray[Any]], start: int, stop: int) -> int:
+    """Write bytes `start` to `stop` of arrays that follow one another from byte `begin` on; return their CRC-32."""
+    checksum, before = 0, 0
+    for part in parts:
+        data = np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
+        for at in range(max(start, before), min(stop, before + len(data)), BLOCK_BYTES):
+            block = data[at - before : min(stop - before, at - before + BLOCK_BYTES)]
+            checksum = zlib.crc32(block, checksum)
+            written = 0
+            while written < len(block):
+                written += os.pwrite(file, block[written:], begin + at + written)
+        before += len(data)
+    return checksum
+
+
+class PartReader:
+    """Reads the parts of devices from a copy's file, and nothing else of it."""
+
+    def __init__(self, copy: Copy) -> None:
+        self.copy = copy
+        self._file = os.open(copy.path, OPEN_FLAGS)
+
+    def __enter__(self) -> PartReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
+
+    def read(self, device: int, start: int, stop: int) -> bytes:
+        """Return bytes of a device's part; fewer at its end."""
+        n_bytes = self.copy.outline.part_bytes
+        at = self.copy.first_byte + self.copy.devices.index(device) * n_bytes
+        return os.pread(self._file, max(0, min(stop, n_bytes) - start), at + start)
+
+    def check(self, device: int, which: int) -> None:
+        """Raise `RestartError` if a slice of a device's part is not as it was written."""
+        checksum, (start, stop) = 0, self.copy.outline.slices[which]
+        n_bytes = 0
+        for at in range(start, stop, BLOCK_BYTES):
+            block = self.read(device, at, min(stop, at + BLOCK_BYTES))
+            checksum, n_bytes = zlib.crc32(block, checksum), n_bytes + len(block)
+        expected = self.copy.checksums[self.copy.devices.index(device) * SLICES + which]
+        if checksum != expected or n_bytes != stop - start:
+            raise RestartError(
+                f"{self.copy.path} is damaged: state checksum mismatch: expected {expected:08x}, got {checksum:08x}.",
+                step=self.copy.step,
+            )
+
+
+OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""What is not a plain file may never end (a device, a pipe) or be anywhere (a link): it is not opened for real."""
+
+
 def read_copy(path: Path) -> Copy:
-    """Read a copy; raise `RestartError` if anything about it is not as it was written."""
+    """Read a copy's header; raise `RestartError` if anything about it is not as it was written, or its file's size."""
     try:
-        # What is not a plain file may never end (a device, a pipe) or be anywhere (a link): it is not opened for real.
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        handle = os.open(path, OPEN_FLAGS)
         with os.fdopen(handle, "rb") as file:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 raise RestartError(f"{path} is damaged: expected a plain file.")
@@ -224,36 +295,26 @@ def _read(path: Path, file: BinaryIO, size: int) -> Copy:
         identity = Identity.from_json(facts["identity"])
         attempt, step, run = int(facts["attempt"]), int(facts["step"]), str(facts["run"])
         devices = tuple(int(device) for device in facts["devices"])
-        arrays = {str(dtype): tuple(int(n) for n in shape) for dtype, shape in facts["arrays"]}
         outline.check()
-        expected = {dtype: (len(devices), outline.part_size(dtype)) for dtype in outline.dtypes}
-        n_bytes = sum(dtype_named(dtype).itemsize * rows * columns for dtype, (rows, columns) in expected.items())
-        checksum = int(facts["checksum"])
+        n_bytes = len(devices) * outline.part_bytes
+        checksums = tuple(int(checksum, 16) for checksum in facts["checksums"])
         extra = facts["extra"]
         verified = int(facts["verified"])
         if not UNCHECKED <= verified <= step:
             raise RestartError(f"expected a verified step up to {step}, got {verified}")
     except (ArithmeticError, AttributeError, LookupError, RecursionError, RestartError, TypeError, ValueError) as error:
         raise RestartError(f"{path} is damaged: its header does not describe a copy ({error}).") from error
-    copy = Copy(attempt, step, outline, devices, {}, extra, identity, run, verified)
+    first_byte = file.tell()
+    copy = Copy(
+        attempt, step, outline, devices, {}, extra, identity, run, verified, checksums, path=path, first_byte=first_byte
+    )
     if copy.name != path.name:
         raise RestartError(f"{path} is damaged: its header says {copy.name}; it is another copy's file.", step=step)
-    if arrays != expected or len(set(devices)) != len(devices) or not all(0 <= d < outline.n_devices for d in devices):
-        raise RestartError(f"{path} is damaged: its arrays are not those of its devices.", step=step)
-    at = file.tell()
-    if size - at != n_bytes:
-        raise RestartError(f"{path} is damaged: expected {n_bytes} bytes of state, got {size - at}.", step=step)
-    data = file.read(n_bytes)
-    if len(data) != n_bytes or zlib.crc32(data) != checksum:
-        raise RestartError(
-            f"{path} is damaged: state checksum mismatch: expected {checksum:08x}, got {zlib.crc32(data):08x}.",
-            step=step,
-        )
-    at = 0
-    for dtype, shape in arrays.items():
-        rows = np.frombuffer(data, dtype_named(dtype), shape[0] * shape[1], at).reshape(shape)
-        copy.parts[dtype] = rows
-        at += rows.nbytes
+    are_distinct = len(set(devices)) == len(devices) and len(devices) * SLICES == len(checksums)
+    if not are_distinct or not all(0 <= device < outline.n_devices for device in devices):
+        raise RestartError(f"{path} is damaged: its parts are not those of its devices.", step=step)
+    if size - first_byte != n_bytes:
+        raise RestartError(f"{path} is damaged: expected {n_bytes} bytes of state, got {size - first_byte}.", step=step)
     return copy
 
 

@@ -1,15 +1,19 @@
 """The mirror: after a step, each device's part of the state is also in another host's memory.
 
-One compiled function cuts every device's part (its shards of the optimizer's state, and its share of what all devices
-have alike), and sends it to a device of another host: one permute of the shards, and nothing at all
+One compiled function cuts every device's part (its shards of the optimizer's state, and its share of each array that
+all devices have alike), and sends it to a device of another host: one permute of each sharded array, and nothing at all
 for replicated arrays, which every device has anyway. A thread then copies both to this host's memory, while the next
-step runs.
+steps run.
+
+The same function tells every host whether another one is late, still writing the copy before: then all leave this copy
+out, and nobody waits. So no host has the data of a copy before every host has written the one before.
 """
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -26,13 +30,15 @@ from scipy.optimize import linear_sum_assignment
 
 from meshmend.jax.collectives import Tree
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.state.fetch import wait_for
+from meshmend.jax.state.fetch import fetch, wait_for
 from meshmend.jax.state.layout import StateLayout
 from meshmend.jax.state.memory import Copy, HostMemory
 from meshmend.jax.state.sources import UNCHECKED
 from meshmend.launch.timeline import Timeline
 from meshmend.topology import Mesh
 
+TOLD_AFTER = 2
+"""Copies after which the wishes of all hosts are looked at: by then they are there, and nobody waits for devices."""
 Parts = dict[str, tuple[Annotated[jax.Array, "[D, P]"], Annotated[jax.Array, "[D, P]"]]]
 """For each dtype every device's own part, and the one of another host that it keeps; one row per device."""
 
@@ -120,25 +126,50 @@ class Mirror:
                 "them. If that host is lost, the job goes back to its last checkpoint on disk.",
                 stacklevel=2,
             )
-        self._cut: Any = layout.programs.get("cut") or layout.fabric.jit(make_parts_fn(layout, self.host_of_chip))
+        self._cut: Any = layout.programs.get("cut")
         self._writer = ThreadPoolExecutor(1, "meshmend-mirror")
         self._writing: Future[None] | None = None
+        self._told: deque[jax.Array] = deque()
+        self.written_s = 0.0
+        """Seconds that the last copy took, from the data to the file."""
 
     def compile(self, params: Tree, state: Tree) -> None:
         """Compile ahead of the first copy, unless that was done."""
-        if self.layout.programs.get("cut") is None:
-            self._cut = self._cut.lower(params, state).compile()
+        if self._cut is None:
+            self._cut = compile_cut(self.layout, params, state, self.host_of_chip)
 
-    def keep(self, step: int, params: Tree, state: Tree, extra: Tree, verified: int = UNCHECKED) -> None:
-        """Keep a copy of a step. Returns once the copy of the step before is written; this one is written meanwhile.
+    @property
+    def is_writing(self) -> bool:
+        """Whether a copy is being written."""
+        return self._writing is not None and not self._writing.done()
 
-        The arrays may be donated to the next step right away.
+    def keep(
+        self,
+        step: int,
+        params: Tree,
+        state: Tree,
+        extra: Tree,
+        verified: int = UNCHECKED,
+        *,
+        waits: bool = True,
+        interval: int = 1,
+    ) -> int | None:
+        """Keep a copy of a step, which is written while the next ones run; the arrays may be donated right away.
+
+        If the copy before is still being written, on any host, this one `waits` for it, or is left out on all hosts.
+        `interval` is how often this host would have copies: returns the largest of all hosts, once it is known, from
+        `TOLD_AFTER` copies before; the same on all of them.
         """
-        parts = self._cut(params, state)
-        for array in jax.tree.leaves(parts):
+        is_late = self.is_writing and not waits
+        if not is_late:
+            self.wait()
+        parts, told = self._cut(params, state, make_wishes(self.layout.fabric, is_late, interval))
+        for array in [] if is_late else jax.tree.leaves(parts):
             array.copy_to_host_async()
-        self.wait()
-        self._writing = self._writer.submit(self._write, step, parts, extra, verified)
+        if not is_late:
+            self._writing = self._writer.submit(self._write, step, parts, told, extra, verified)
+        self._told.append(told)
+        return None if len(self._told) <= TOLD_AFTER else int(fetch(self._told.popleft())[1])
 
     def wait(self) -> None:
         """Return when everything is written; raise what went wrong."""
@@ -146,12 +177,16 @@ class Mirror:
             writing, self._writing = self._writing, None
             writing.result()
 
-    def _write(self, step: int, parts: Parts, extra: Tree, verified: int) -> None:
+    def _write(self, step: int, parts: Parts, told: jax.Array, extra: Tree, verified: int) -> None:
         try:
-            wait_for(parts)
-            me = jax.process_index()
+            wait_for((parts, told))
+            if fetch(told)[0]:
+                self.timeline.note("skipped a copy", step=step)
+                return
+            began, me = time.monotonic(), jax.process_index()
             copy = copy_of(parts, self.layout, self.host_of_chip, me, self.attempt, step, extra, self.run)
             n_bytes = self.memory.write(replace(copy, verified=verified))
+            self.written_s = time.monotonic() - began
         except BaseException as error:
             self.on_failure(error)
             raise
@@ -176,12 +211,12 @@ def copy_of(
     kept = _backed_up_by(tuple(host_of_chip), layout.fabric.mesh)
     mine = [c * n_cores + core for c, owner in enumerate(host_of_chip) if owner == host for core in range(n_cores)]
     theirs = {d: int(kept[d // n_cores]) * n_cores + d % n_cores for d in mine if kept[d // n_cores] != d // n_cores}
-    rows = {dtype: np.zeros((len(mine) + len(theirs), 0), jnp.dtype(dtype)) for dtype in layout.outline.dtypes}
+    rows = {dtype: [np.zeros(0, jnp.dtype(dtype))] * (len(mine) + len(theirs)) for dtype in layout.outline.dtypes}
     for dtype, (own, other) in parts.items():
         held = {shard.index[0].start or 0: shard.data for shard in own.addressable_shards}
         received = {shard.index[0].start or 0: shard.data for shard in other.addressable_shards}
         found = [held[device] for device in mine] + [received[device] for device in theirs]
-        rows[dtype] = np.concatenate([np.asarray(row) for row in found])
+        rows[dtype] = [np.asarray(row).reshape(-1) for row in found]
     return Copy(attempt, step, layout.outline, (*mine, *theirs.values()), rows, extra, layout.copy_identity, run)
 
 
@@ -208,8 +243,11 @@ def hosts_of_chips(fabric: Fabric) -> list[int]:
     return [int(device.process_index) for device in devices[:, 0]]
 
 
-def make_parts_fn(layout: StateLayout, host_of_chip: Sequence[int] | None = None) -> Any:
-    """Return the function from (params, state) to parts: for each dtype, every device's own and the one it keeps."""
+def make_parts_fn(layout: StateLayout, host_of_chip: Sequence[int] | None = None) -> Callable[[Tree, Tree], Parts]:
+    """Return the function from (params, state) to parts: for each dtype, every device's own and the one it keeps.
+
+    Leaf by leaf: beside the parts themselves it needs no memory on the devices.
+    """
     fabric, outline = layout.fabric, layout.outline
     kept = _backed_up_by(tuple(hosts_of_chips(fabric) if host_of_chip is None else host_of_chip), fabric.mesh)
     pairs = [(int(chip), keeper) for keeper, chip in enumerate(kept) if chip != keeper]
@@ -225,27 +263,56 @@ def make_parts_fn(layout: StateLayout, host_of_chip: Sequence[int] | None = None
         parts = {}
         for dtype in outline.dtypes:
             mine = [(x, s) for x, s in zip(leaves, layout.is_sharded, strict=True) if np.dtype(x.dtype).name == dtype]
-            share = outline.share(dtype)
-            shards = [jnp.ravel(leaf) for leaf, split in mine if split]
-            own, other = list(shards), []
-            if not shards and not share:
-                continue  # only layers without elements have this dtype
-            if shards:
-                joined = jnp.concatenate(shards)
-                own, other = [joined], [lax.ppermute(joined, over_chips, pairs) if pairs else joined]
-            if share:
-                whole = [jnp.ravel(leaf) for leaf, split in mine if not split]
-                n_shares = outline.n_devices // outline.devices_per_tile
-                whole.append(jnp.zeros(share * n_shares - outline.replicated[dtype], whole[0].dtype))
-                flat = jnp.concatenate(whole)
-                own.insert(0, lax.dynamic_slice_in_dim(flat, tile * share, share))
-                other.insert(0, lax.dynamic_slice_in_dim(flat, kept_tile * share, share))
-            parts[dtype] = (jnp.concatenate(own)[None], jnp.concatenate(other)[None])
+            whole = [jnp.ravel(leaf) for leaf, split in mine if not split]
+            own, other = list[jax.Array](), list[jax.Array]()
+            for flat, share in zip(whole, outline.shares(dtype), strict=True):
+                for found, number in ((own, tile), (other, kept_tile)):
+                    start = jnp.minimum(number * share, flat.size - share)
+                    found.append(lax.dynamic_slice_in_dim(flat, start, share))
+            for shard in (jnp.ravel(leaf) for leaf, split in mine if split):
+                own.append(shard)
+                other.append(lax.ppermute(shard, over_chips, pairs) if pairs else shard)
+            if outline.part_size(dtype):  # otherwise only layers without elements have this dtype
+                parts[dtype] = (jnp.concatenate(own)[None], jnp.concatenate(other)[None])
         return parts
 
     mapped = jax.shard_map(local, mesh=fabric.jax_mesh, in_specs=layout.specs, out_specs=by_device, check_vma=False)
 
-    def cut(params: Tree, state: Tree) -> Any:
-        return mapped(*jax.tree.leaves((params, state)))
+    def parts_of(params: Tree, state: Tree) -> Parts:
+        found: Parts = mapped(*jax.tree.leaves((params, state)))
+        return found
 
-    return cut
+    return parts_of
+
+
+def compile_cut(layout: StateLayout, params: Tree, state: Tree, host_of_chip: Sequence[int] | None = None) -> Any:
+    """Compile the function from (params, state, wishes) to parts, and to the largest wishes of all devices.
+
+    A device's wishes are whether its host is late, and how often it would have copies.
+    """
+    fabric, parts_of = layout.fabric, make_parts_fn(layout, host_of_chip)
+
+    def largest_of(wishes: jax.Array) -> jax.Array:
+        found: jax.Array = lax.pmax(wishes[0], fabric.axes)
+        return found
+
+    largest = jax.shard_map(
+        largest_of,
+        mesh=fabric.jax_mesh,
+        in_specs=PartitionSpec(fabric.axes),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+
+    def cut(params: Tree, state: Tree, wishes: jax.Array) -> tuple[Parts, jax.Array]:
+        return parts_of(params, state), largest(wishes)
+
+    shape = (fabric.jax_mesh.devices.size, 2)
+    wishes = jax.ShapeDtypeStruct(shape, np.int32, sharding=fabric.sharding(fabric.axes))
+    return fabric.jit(cut).lower(params, state, wishes).compile()
+
+
+def make_wishes(fabric: Fabric, is_late: bool, interval: int) -> jax.Array:
+    """Return this host's wishes on its devices, as a part of the array of all hosts'."""
+    sharding, mine = fabric.sharding(fabric.axes), np.array([[is_late, interval]], np.int32)
+    return jax.make_array_from_callback((fabric.jax_mesh.devices.size, 2), sharding, lambda _: mine)

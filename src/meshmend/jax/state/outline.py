@@ -12,19 +12,19 @@ have the shards of one slot after the other, whichever tiles there are and where
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshmend.errors import RestartError
 
-Vectors = dict[str, Annotated[NDArray[Any], "[S]"]]
-"""The whole state, independent of any mesh: flat vectors by name."""
+SLICES = 8
+"""Slices of a device's part."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Outline:
     total_chunks: int
     owned: tuple[tuple[int, ...], ...]
     """For each chip the chunks that its rows hold; `total_chunks` marks a row that it does not need."""
-    replicated: dict[str, int]
-    """Elements of the replicated arrays, by dtype; in tiles, of the shards that each slot has of them."""
+    replicated: dict[str, tuple[int, ...]]
+    """Elements of each replicated array, by dtype; in tiles, of the shard that each slot has of it."""
     sharded: tuple[ShardedArray, ...]
     devices_per_tile: int = 1
     """Devices of a tile, whose shards differ."""
@@ -78,36 +78,54 @@ class Outline:
         """Chunks that a device has room for."""
         return len(self.owned[0]) if self.owned else 0
 
+    def n_replicated(self, dtype: str) -> int:
+        """Elements of all replicated arrays of a dtype."""
+        return sum(self.replicated.get(dtype, ()))
+
     def share(self, dtype: str) -> int:
-        """Elements of the replicated arrays that each device is responsible for."""
-        return -(-self.replicated.get(dtype, 0) * self.devices_per_tile // self.n_devices)
+        """Elements of the replicated arrays that each device writes to disk."""
+        return -(-self.n_replicated(dtype) * self.devices_per_tile // self.n_devices)
+
+    def shares(self, dtype: str) -> list[int]:
+        """Elements of each replicated array that are in a device's part: a share of every one of them."""
+        return [-(-size * self.devices_per_tile // self.n_devices) for size in self.replicated.get(dtype, ())]
 
     def part_size(self, dtype: str) -> int:
         """Elements of a device's part."""
         rows = sum(array.n_layers * self.n_rows * array.chunk for array in self.sharded if array.dtype == dtype)
-        return self.share(dtype) + rows
+        return sum(self.shares(dtype)) + rows
+
+    @cached_property
+    def part_bytes(self) -> int:
+        """Bytes of a device's part: of one dtype after the other."""
+        return sum(self.part_size(dtype) * dtype_named(dtype).itemsize for dtype in self.dtypes)
+
+    @cached_property
+    def slices(self) -> list[tuple[int, int]]:
+        """First byte and end of the slices of a part: what is summed, asked for and sent by itself."""
+        ends = [self.part_bytes * i // SLICES for i in range(SLICES + 1)]
+        return list(itertools.pairwise(ends))
 
     @property
     def vectors(self) -> dict[str, tuple[str, int]]:
         """Dtype and elements of the vectors, by name: the same for one state on every mesh."""
         n = self.devices_per_tile
-        whole = {f"replicated {dtype}": (dtype, n * size) for dtype, size in self.replicated.items()}
+        whole = {f"replicated {dtype}": (dtype, n * sum(sizes)) for dtype, sizes in self.replicated.items()}
         return whole | {
             f"sharded {i}": (array.dtype, n * array.n_layers * array.size) for i, array in enumerate(self.sharded)
         }
 
-    def empty(self) -> Vectors:
-        """Return vectors of zeros."""
-        return {name: np.zeros(size, dtype_named(dtype)) for name, (dtype, size) in self.vectors.items()}
-
     def runs(self, device: int, dtype: str) -> Iterator[tuple[str, int, int, int]]:
-        """Return where a device's part belongs: (vector, first element of it, first element of the part, length)."""
-        share, size = self.share(dtype), self.replicated.get(dtype, 0)
+        """Return where a device's part belongs: (vector, first element of it, first element of the part, length).
+
+        Of replicated arrays, the last devices' shares overlap where they are not equal otherwise.
+        """
         tile, slot = divmod(device, self.devices_per_tile)
-        length = min(share, size - tile * share)
-        if length > 0:
-            yield f"replicated {dtype}", slot * size + tile * share, 0, length
-        at = share
+        start, at = slot * self.n_replicated(dtype), 0
+        for size, share in zip(self.replicated.get(dtype, ()), self.shares(dtype), strict=True):
+            if share:
+                yield f"replicated {dtype}", start + min(tile * share, size - share), at, share
+            start, at = start + size, at + share
         for i, array in enumerate(self.sharded):
             if array.dtype != dtype:
                 continue
@@ -132,10 +150,10 @@ class Outline:
                     yield row, before + start, length
 
     def device_of(self, vector: str, element: int) -> int:
-        """Return the device whose part has an element of a vector: the other way round from `runs`."""
+        """Return the device that writes an element of a vector to disk: it has it."""
         kind, which = vector.split()
         if kind == "replicated":
-            slot, rest = divmod(element, self.replicated[which])
+            slot, rest = divmod(element, self.n_replicated(which))
             return rest // self.share(which) * self.devices_per_tile + slot
         array = self.sharded[int(which)]
         row, rest = divmod(element, array.size)
@@ -146,10 +164,14 @@ class Outline:
     def _owners(self) -> dict[int, int]:
         return {chunk: chip for chip, row in enumerate(self.owned) for chunk in row}
 
-    def collect(self, device: int, dtype: str, part: Annotated[NDArray[Any], "[P]"], into: Vectors) -> None:
-        """Put a device's part where it belongs in the vectors."""
-        for name, start, at, length in self.runs(device, dtype):
-            into[name][start : start + length] = part[at : at + length]
+    def byte_runs(self, device: int) -> Iterator[tuple[str, int, int, int]]:
+        """Return `runs` of all dtypes in bytes, in the order of the part: (vector, first byte of it, at, length)."""
+        before = 0
+        for dtype in self.dtypes:
+            size = dtype_named(dtype).itemsize
+            for name, start, at, length in self.runs(device, dtype):
+                yield name, start * size, before + at * size, length * size
+            before += self.part_size(dtype) * size
 
     def as_json(self) -> dict[str, Any]:
         """Return the outline as plain values."""
@@ -172,7 +194,7 @@ class Outline:
             n_cores=int(facts["n_cores"]),
             total_chunks=int(facts["total_chunks"]),
             owned=tuple(tuple(int(chunk) for chunk in row) for row in facts["owned"]),
-            replicated={str(dtype): int(size) for dtype, size in facts["replicated"].items()},
+            replicated={str(dtype): tuple(map(int, sizes)) for dtype, sizes in facts["replicated"].items()},
             sharded=tuple(ShardedArray(str(dtype), *map(int, numbers)) for dtype, *numbers in facts["sharded"]),
             devices_per_tile=int(facts.get("devices_per_tile", 1)),
         )
@@ -197,7 +219,7 @@ class Outline:
                 raise RestartError(f"expected at least one layer, got {array.n_layers}")
             if not 0 <= array.size <= room * array.chunk:
                 raise RestartError(f"expected at most {room} × {array.chunk} elements, got {array.size}")
-        if any(size < 0 for size in self.replicated.values()):
+        if any(size < 0 for sizes in self.replicated.values() for size in sizes):
             raise RestartError(f"expected no negative sizes, got {self.replicated}")
 
     @cached_property

@@ -82,7 +82,7 @@ def _share(
     tile, slot = divmod(device, layout.outline.devices_per_tile)
     name, first, _ = layout.whole_leaves[leaf][slot]
     dtype = np.dtype(data.dtype).name
-    share, before = layout.outline.share(dtype), first - slot * layout.outline.replicated[dtype]
+    share, before = layout.outline.share(dtype), first - slot * layout.outline.n_replicated(dtype)
     start, stop = max(0, tile * share - before), min(data.size, (tile + 1) * share - before)
     if start >= stop:
         return

@@ -6,11 +6,14 @@ and all move on to the next if it fails on any of them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from meshmend.errors import RestartError
+from meshmend.jax.state.outline import SLICES
 
 UNCHECKED = -1
 """What is recorded as the last verified step of a job that nothing checks. Nobody knows more about its states: a later
@@ -33,13 +36,32 @@ class Source:
     """The last step that was verified when it was written."""
     run: str = ""
     """In memory: what all hosts of one attempt share."""
-    providers: dict[int, int] = field(default_factory=dict)
-    """In memory: for each device of the mesh that wrote the copies, the process that has its part."""
+    holders: dict[int, list[int]] = field(default_factory=dict)
+    """In memory: for each device of the mesh that wrote the copies, the processes that have its part."""
 
     @property
     def is_whole(self) -> bool:
         """Whether the processes have all parts between them."""
-        return len(self.providers) == self.n_devices
+        return len(self.holders) == self.n_devices
+
+    @cached_property
+    def providers(self) -> dict[tuple[int, int], int]:
+        """For each device and slice of its part, the process that may send it to others: all of them about as many."""
+        found, n_slices = dict[tuple[int, int], int](), Counter[int]()
+        for which in range(SLICES):
+            for device in sorted(self.holders, key=lambda device: (len(self.holders[device]), device)):
+                process = min(self.holders[device], key=lambda process: (n_slices[process], process))
+                found[device, which] = process
+                n_slices[process] += 1
+        return found
+
+    def without(self, damaged: Mapping[int, Sequence[int]]) -> Source:
+        """Return the source without the parts of devices that are damaged on these processes."""
+        left = {
+            device: [process for process in processes if device not in damaged.get(process, ())]
+            for device, processes in self.holders.items()
+        }
+        return replace(self, holders={device: processes for device, processes in left.items() if processes})
 
     def __str__(self) -> str:
         where = "the copies in memory" if self.kind == "memory" else "the checkpoint on disk"
@@ -81,5 +103,5 @@ def rank_sources(offers: Sequence[Sequence[Mapping[str, Any]]]) -> list[Source]:
             if int(offer["verified"]) < source.verified:
                 found[key] = source = replace(source, verified=int(offer["verified"]))
             for device in offer.get("devices", ()):
-                source.providers.setdefault(int(device), process)
+                source.holders.setdefault(int(device), []).append(process)
     return [found[key] for key in sorted(found, reverse=True)]

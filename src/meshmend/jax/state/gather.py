@@ -1,0 +1,220 @@
+"""Put a state together from copies in memory: each host reads what it has, and gets from others what it lacks.
+
+What any host needs and lacks is sent to all of them, slice by slice. In a round, every process puts the same bytes of
+each slice that it sends into a row, and one all-gather on a device of each process brings all rows to all of them. Bits
+are moved, never computed with.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from numpy.typing import NDArray
+
+from meshmend.jax.fabric import Fabric
+from meshmend.jax.state.fetch import wait_for
+from meshmend.jax.state.layout import StateLayout
+from meshmend.jax.state.outline import Outline, dtype_named
+
+BLOCK_BYTES = 16 << 20
+"""Bytes that a round brings, which bounds the device memory that this needs."""
+SMALLEST_ROW = 1 << 10
+"""Words of a process's row, at least."""
+
+Bytes = Annotated[NDArray[np.uint8], "uint8[N]"]
+Slice = tuple[int, int]
+"""A device of the mesh that wrote the copies, and the number of a slice of its part."""
+ReadPart = Callable[[int, int, int], bytes]
+"""From a device, a first byte and an end to these bytes of its part."""
+
+
+class Needed:
+    """What this process's devices need of a state: one array for each run of a vector, filled as bytes arrive.
+
+    It is a reader, as `StateLayout.to_devices` takes it. What was read for the last time is not kept.
+    """
+
+    def __init__(self, layout: StateLayout) -> None:
+        self._found: dict[tuple[str, int, int], NDArray[Any]] = {}
+        self._runs: dict[str, list[tuple[int, Bytes]]] = {}
+        """By vector: first byte and bytes of each array, in order."""
+        for name, start, stop in sorted(set(layout.needs())):
+            dtype = dtype_named(layout.outline.vectors[name][0])
+            array = self._found[name, start, stop] = np.empty(stop - start, dtype)
+            self._runs.setdefault(name, []).append((start * dtype.itemsize, array.view(np.uint8)))
+
+    def of(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int, Bytes]]:
+        """Return what is needed between two bytes of a vector: first byte, end, and the bytes to put there."""
+        runs = self._runs.get(name, [])
+        for i in range(max(0, bisect_right(runs, start, key=lambda run: run[0]) - 1), len(runs)):
+            first, into = runs[i]
+            if first >= stop:
+                return
+            low, high = max(start, first), min(stop, first + len(into))
+            if low < high:
+                yield low, high, into[low - first : high - first]
+
+    def __call__(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        """Return elements of a vector, once."""
+        run = (name, start, stop)
+        return self._found.pop(run) if start < stop else self._found[run]
+
+
+class Parts:
+    """Parts of a state as an outline describes them, and what this process needs of them."""
+
+    def __init__(self, outline: Outline, layout: StateLayout) -> None:
+        self.outline, self.layout, self.needed = outline, layout, Needed(layout)
+        self._runs: dict[int, list[tuple[str, int, int, int]]] = {}
+
+    def _of(self, device: int, start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:
+        """Return what vectors have between two bytes of a part: name, first byte there, first byte here, and end."""
+        if device not in self._runs:
+            self._runs[device] = list(self.outline.byte_runs(device))
+        runs = self._runs[device]
+        for i in range(max(0, bisect_right(runs, start, key=lambda run: run[2]) - 1), len(runs)):
+            name, first, at, length = runs[i]
+            if at >= stop:
+                return
+            low, high = max(start, at), min(stop, at + length)
+            if low < high:
+                yield name, first + low - at, low, high
+
+    def needs(self, device: int, start: int, stop: int) -> bool:
+        """Whether this process needs anything between two bytes of a device's part."""
+        found = self._of(device, start, stop)
+        return any(True for name, first, low, high in found for _ in self.needed.of(name, first, first + high - low))
+
+    def put(self, device: int, start: int, data: Bytes) -> None:
+        """Take what is needed of bytes of a device's part, from its byte `start` on."""
+        for name, first, low, high in self._of(device, start, start + len(data)):
+            for begin, end, into in self.needed.of(name, first, first + high - low):
+                at = low - start + begin - first
+                into[:] = data[at : at + end - begin]
+
+    def wanted(self, has: Container[int]) -> str:
+        """Return which slices this process needs of the parts of devices that it does not have itself, as hex digits.
+
+        That is one bit each, as the processes of a large job tell each other.
+        """
+        slices = self.outline.slices
+        bits = np.zeros((self.outline.n_devices, len(slices)), bool)
+        for device in range(self.outline.n_devices):
+            if device not in has:
+                bits[device] = [self.needs(device, *ends) for ends in slices]
+        return np.packbits(bits).tobytes().hex()
+
+    def all_wanted(self, words: Iterable[str]) -> set[Slice]:
+        """Return the slices that any process wants."""
+        n_slices = len(self.outline.slices)
+        union = np.bitwise_or.reduce([np.frombuffer(bytes.fromhex(word), np.uint8) for word in words])
+        numbers = np.flatnonzero(np.unpackbits(union)).tolist()
+        return {divmod(number, n_slices) for number in numbers}
+
+
+def gather(parts: Parts, sent_by: Mapping[Slice, int], read: ReadPart, compiled: Any = None) -> None:
+    """Bring slices from the processes that send them to all, which take what they need.
+
+    `sent_by` is the same on all processes. `compiled` is what `compile_gather` has made for the layout.
+    """
+    fabric = parts.layout.fabric
+    leaders = leaders_of(fabric)
+    if len(leaders) == 1 or not sent_by:
+        return
+    run, sharding = make_gather(fabric)
+    run, words = compiled or run, row_words(parts.layout)
+    of_process: list[list[tuple[int, int, int]]] = [[] for _ in leaders]
+    position = {int(leader.process_index): i for i, leader in enumerate(leaders)}
+    for device, which in sorted(sent_by):
+        of_process[position[sent_by[device, which]]].append((device, *parts.outline.slices[which]))
+    own = position[jax.process_index()]
+    longest = max(stop - start for start, stop in parts.outline.slices)
+
+    def send(round_: Round) -> jax.Array:
+        row = np.zeros(words * 4, np.uint8)
+        for i, (device, start, stop) in enumerate(of_process[own][round_.first : round_.last]):
+            data = read(device, start + round_.at, min(stop, start + round_.at + round_.width))
+            row[i * round_.width : i * round_.width + len(data)] = np.frombuffer(data, np.uint8)
+        mine = jax.device_put(row.view(np.uint32)[None], leaders[own])
+        sent: jax.Array = run(jax.make_array_from_single_device_arrays((len(leaders), words), sharding, [mine]))
+        return sent
+
+    def receive(round_: Round, sent: jax.Array) -> None:
+        wait_for(sent)
+        rows = np.asarray(sent.addressable_shards[0].data).view(np.uint8)
+        for row, slices in zip(rows, of_process, strict=True):
+            for i, (device, start, stop) in enumerate(slices[round_.first : round_.last]):
+                n_bytes = min(round_.width, stop - start - round_.at)
+                if n_bytes > 0:
+                    parts.put(device, start + round_.at, row[i * round_.width : i * round_.width + n_bytes])
+
+    before: tuple[Round, jax.Array] | None = None
+    for round_ in rounds_of(max(map(len, of_process)), longest, words):
+        sent = send(round_)  # while the one before is put where it belongs
+        if before is not None:
+            receive(*before)
+        before = round_, sent
+    if before is not None:
+        receive(*before)
+
+
+class Round(NamedTuple):
+    """What every process sends at a time: of its slices from `first` to `last`, so many bytes from byte `at` on."""
+
+    first: int
+    last: int
+    at: int
+    width: int
+
+
+def rounds_of(n_slices: int, n_bytes: int, words: int) -> Iterator[Round]:
+    """Return the rounds in which up to so many slices of up to so many bytes are sent in rows of so many words."""
+    at_once = max(1, min(n_slices, words))
+    width = words // at_once * 4
+    for first in range(0, n_slices, at_once):
+        for at in range(0, n_bytes, width):
+            yield Round(first, first + at_once, at, width)
+
+
+def leaders_of(fabric: Fabric) -> tuple[Any, ...]:
+    """Return one device of each process."""
+    first: dict[int, Any] = {}
+    for device in fabric.jax_mesh.devices.flat:
+        first.setdefault(int(device.process_index), device)
+    return tuple(first[process] for process in sorted(first))
+
+
+def row_words(layout: StateLayout) -> int:
+    """Return the words of a process's row."""
+    vectors = layout.outline.vectors.values()
+    n_bytes = sum(dtype_named(dtype).itemsize * size for dtype, size in vectors)
+    whole = min(BLOCK_BYTES, 1 << max(12, (n_bytes - 1).bit_length()))
+    return max(SMALLEST_ROW, whole // 4 // len(leaders_of(layout.fabric)))
+
+
+def make_gather(fabric: Fabric) -> tuple[jax.stages.Wrapped, NamedSharding]:
+    """Return what brings the rows of all processes to a device of each; and how these rows lie on the devices."""
+    mesh = jax.sharding.Mesh(np.array(leaders_of(fabric)), ("host",))
+
+    def gather_rows(row: jax.Array) -> jax.Array:
+        rows: jax.Array = lax.all_gather(row, "host", tiled=True)
+        return rows
+
+    by_host = PartitionSpec("host")
+    mapped = jax.shard_map(gather_rows, mesh=mesh, in_specs=by_host, out_specs=PartitionSpec(), check_vma=False)
+    return fabric.jit(mapped), NamedSharding(mesh, by_host)
+
+
+def compile_gather(layout: StateLayout) -> Any:
+    """Compile what `gather` runs for a layout; None where one process has all devices."""
+    if len(leaders_of(layout.fabric)) == 1:
+        return None
+    run, sharding = make_gather(layout.fabric)
+    shape = (sharding.num_devices, row_words(layout))
+    return run.lower(jax.ShapeDtypeStruct(shape, np.uint32, sharding=sharding)).compile()
