@@ -141,7 +141,7 @@ def restore(megabytes: float) -> None:
     with initialize() as session:
         fabric, me = session.fabric, jax.process_index()
         folder = Path(session.coordination.exchange(tempfile.mkdtemp(prefix="meshmend-"))[0])
-        for update in sys.argv[3:] or ["replicated"]:
+        for update in [sys.argv[3] if len(sys.argv) > 3 else "replicated"]:
             plan = mm.plan(fabric.mesh, "weave")
             program = mmj.install(plan, fabric, update=update)  # type: ignore[arg-type]
             training = mmj.train_step(loss, optax.adam(1e-3), fabric)
@@ -169,7 +169,7 @@ def restore(megabytes: float) -> None:
             kept._mirror.wait()
             kept.checkpoints.close()
             kept.abandon()
-            if me == 1:
+            if me == 1 and "--lost" in sys.argv:
                 shutil.rmtree(kept.memory.folder)  # as on a host that came back without memory
             del state, kept
             seconds: dict[str, list[float]] = {"memory": [], "disk": []}

@@ -152,9 +152,7 @@ def with_parts(copy: Copy) -> Copy:
     rows: dict[str, list[NDArray[Any]]] = {dtype: [] for dtype in copy.outline.dtypes}
     with PartReader(copy) as reader:
         for device in copy.devices:
-            for which in range(SLICES):
-                reader.check(device, which)
-            data, at = reader.read(device, 0, copy.outline.part_bytes), 0
+            data, at = b"".join(block for which in range(SLICES) for _, block in reader.blocks(device, which)), 0
             for dtype in copy.outline.dtypes:
                 rows[dtype].append(np.frombuffer(data, dtype_named(dtype), copy.outline.part_size(dtype), at))
                 at += rows[dtype][-1].nbytes

@@ -118,7 +118,9 @@ class Parts:
         return {divmod(number, n_slices) for number in numbers}
 
 
-def gather(parts: Parts, sent_by: Mapping[Slice, int], read: ReadPart, compiled: Any = None) -> None:
+def gather(
+    parts: Parts, sent_by: Mapping[Slice, int], read: ReadPart, compiled: jax.stages.Compiled | None = None
+) -> None:
     """Bring slices from the processes that send them to all, which take what they need.
 
     `sent_by` is the same on all processes. `compiled` is what `compile_gather` has made for the layout.
@@ -136,7 +138,7 @@ def gather(parts: Parts, sent_by: Mapping[Slice, int], read: ReadPart, compiled:
     own = position[jax.process_index()]
     longest = max(stop - start for start, stop in parts.outline.slices)
 
-    def send(round_: Round) -> jax.Array:
+    def send(round_: GatherRound) -> jax.Array:
         row = np.zeros(words * 4, np.uint8)
         for i, (device, start, stop) in enumerate(of_process[own][round_.first : round_.last]):
             data = read(device, start + round_.at, min(stop, start + round_.at + round_.width))
@@ -145,7 +147,7 @@ def gather(parts: Parts, sent_by: Mapping[Slice, int], read: ReadPart, compiled:
         sent: jax.Array = run(jax.make_array_from_single_device_arrays((len(leaders), words), sharding, [mine]))
         return sent
 
-    def receive(round_: Round, sent: jax.Array) -> None:
+    def receive(round_: GatherRound, sent: jax.Array) -> None:
         wait_for(sent)
         rows = np.asarray(sent.addressable_shards[0].data).view(np.uint8)
         for row, slices in zip(rows, of_process, strict=True):
@@ -154,7 +156,7 @@ def gather(parts: Parts, sent_by: Mapping[Slice, int], read: ReadPart, compiled:
                 if n_bytes > 0:
                     parts.put(device, start + round_.at, row[i * round_.width : i * round_.width + n_bytes])
 
-    before: tuple[Round, jax.Array] | None = None
+    before: tuple[GatherRound, jax.Array] | None = None
     for round_ in rounds_of(max(map(len, of_process)), longest, words):
         sent = send(round_)  # while the one before is put where it belongs
         if before is not None:
@@ -164,7 +166,7 @@ def gather(parts: Parts, sent_by: Mapping[Slice, int], read: ReadPart, compiled:
         receive(*before)
 
 
-class Round(NamedTuple):
+class GatherRound(NamedTuple):
     """What every process sends at a time: of its slices from `first` to `last`, so many bytes from byte `at` on."""
 
     first: int
@@ -173,18 +175,18 @@ class Round(NamedTuple):
     width: int
 
 
-def rounds_of(n_slices: int, n_bytes: int, words: int) -> Iterator[Round]:
+def rounds_of(n_slices: int, n_bytes: int, words: int) -> Iterator[GatherRound]:
     """Return the rounds in which up to so many slices of up to so many bytes are sent in rows of so many words."""
     at_once = max(1, min(n_slices, words))
     width = words // at_once * 4
     for first in range(0, n_slices, at_once):
         for at in range(0, n_bytes, width):
-            yield Round(first, first + at_once, at, width)
+            yield GatherRound(first, first + at_once, at, width)
 
 
-def leaders_of(fabric: Fabric) -> tuple[Any, ...]:
+def leaders_of(fabric: Fabric) -> tuple[jax.Device, ...]:
     """Return one device of each process."""
-    first: dict[int, Any] = {}
+    first: dict[int, jax.Device] = {}
     for device in fabric.jax_mesh.devices.flat:
         first.setdefault(int(device.process_index), device)
     return tuple(first[process] for process in sorted(first))
@@ -211,7 +213,7 @@ def make_gather(fabric: Fabric) -> tuple[jax.stages.Wrapped, NamedSharding]:
     return fabric.jit(mapped), NamedSharding(mesh, by_host)
 
 
-def compile_gather(layout: StateLayout) -> Any:
+def compile_gather(layout: StateLayout) -> jax.stages.Compiled | None:
     """Compile what `gather` runs for a layout; None where one process has all devices."""
     if len(leaders_of(layout.fabric)) == 1:
         return None

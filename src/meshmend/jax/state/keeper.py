@@ -23,7 +23,7 @@ from meshmend.jax.state.gather import Parts, gather
 from meshmend.jax.state.interval import IN_FLIGHT, LARGEST_SLOWDOWN, CopyInterval
 from meshmend.jax.state.layout import Reader, StateLayout
 from meshmend.jax.state.loading import read_foreign
-from meshmend.jax.state.memory import BLOCK_BYTES, Copy, HostMemory, PartReader
+from meshmend.jax.state.memory import Copy, HostMemory, PartReader
 from meshmend.jax.state.mirror import Mirror
 from meshmend.jax.state.outline import Outline
 from meshmend.jax.state.sources import UNCHECKED, Source, check_agreement, rank_sources
@@ -385,7 +385,7 @@ class Keeper:
             self._warn(f"The job starts over: shards of {', '.join(incomplete)} were lost with their hosts.")
         return None, 0
 
-    def _load_from_disk(self, source: Source, _: Sequence[Copy], problems: list[str]) -> tuple[Reader, Any] | None:
+    def _load_from_disk(self, source: Source, _: Sequence[Copy], problems: list[str]) -> tuple[Reader, Tree] | None:
         """Return what this process needs of a checkpoint, and what was kept with it; None if any process has failed."""
         assert self.disk is not None  # noqa: S101  # or it would not be a source
         read: Reader | None = None
@@ -405,7 +405,7 @@ class Keeper:
 
     def _load_from_memory(
         self, source: Source, copies: Sequence[Copy], problems: list[str]
-    ) -> tuple[Reader, Any] | None:
+    ) -> tuple[Reader, Tree] | None:
         """Return what this process needs of all hosts' copies, and what was kept with them; None if parts are damaged.
 
         A part that is damaged on one host may be whole on another.
@@ -482,7 +482,7 @@ def _take_own(
 ) -> dict[str, Any]:
     """Take what is needed of the parts that this process has, and check what it may send to others.
 
-    Returns of which devices the parts are damaged, and why, or "".
+    Returns of which devices the parts are damaged, and why, or "": others then send what was taken of those.
     """
     found: dict[str, Any] = {"why": "", "damaged": []}
     slices = parts.outline.slices
@@ -490,11 +490,9 @@ def _take_own(
         needed = [which for which, ends in enumerate(slices) if parts.needs(device, *ends)]
         try:
             for which in sorted({*needed, *(which for one, which in provides if one == device)}):
-                reader.check(device, which)
-            for start, stop in (slices[which] for which in needed):
-                for at in range(start, stop, BLOCK_BYTES):
-                    data = reader.read(device, at, min(stop, at + BLOCK_BYTES))
-                    parts.put(device, at, np.frombuffer(data, np.uint8))
+                for at, block in reader.blocks(device, which):
+                    if which in needed:
+                        parts.put(device, at, np.frombuffer(block, np.uint8))
         except (OSError, RestartError) as error:
             found["why"] = str(error)
             found["damaged"].append(device)

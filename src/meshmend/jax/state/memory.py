@@ -18,7 +18,7 @@ import re
 import shutil
 import stat
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -241,13 +241,17 @@ class PartReader:
         at = self.copy.first_byte + self.copy.devices.index(device) * n_bytes
         return os.pread(self._file, max(0, min(stop, n_bytes) - start), at + start)
 
-    def check(self, device: int, which: int) -> None:
-        """Raise `RestartError` if a slice of a device's part is not as it was written."""
+    def blocks(self, device: int, which: int) -> Iterator[tuple[int, bytes]]:
+        """Return a slice of a device's part in blocks, each with its first byte.
+
+        Raises `RestartError` at the end if it is not as it was written: then nothing of it may be used.
+        """
         checksum, (start, stop) = 0, self.copy.outline.slices[which]
         n_bytes = 0
         for at in range(start, stop, BLOCK_BYTES):
             block = self.read(device, at, min(stop, at + BLOCK_BYTES))
             checksum, n_bytes = zlib.crc32(block, checksum), n_bytes + len(block)
+            yield at, block
         expected = self.copy.checksums[self.copy.devices.index(device) * SLICES + which]
         if checksum != expected or n_bytes != stop - start:
             raise RestartError(

@@ -285,7 +285,9 @@ def make_parts_fn(layout: StateLayout, host_of_chip: Sequence[int] | None = None
     return parts_of
 
 
-def compile_cut(layout: StateLayout, params: Tree, state: Tree, host_of_chip: Sequence[int] | None = None) -> Any:
+def compile_cut(
+    layout: StateLayout, params: Tree, state: Tree, host_of_chip: Sequence[int] | None = None
+) -> jax.stages.Compiled:
     """Compile the function from (params, state, wishes) to parts, and to the largest wishes of all devices.
 
     A device's wishes are whether its host is late, and how often it would have copies.
