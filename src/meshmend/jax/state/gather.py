@@ -129,8 +129,8 @@ def gather(
     leaders = leaders_of(fabric)
     if len(leaders) == 1 or not sent_by:
         return
-    run, sharding = make_gather(fabric)
-    run, words = compiled or run, row_words(parts.layout)
+    jitted, sharding = make_gather(fabric)
+    run, words = compiled or jitted, row_words(parts.layout)
     of_process: list[list[tuple[int, int, int]]] = [[] for _ in leaders]
     position = {int(leader.process_index): i for i, leader in enumerate(leaders)}
     for device, which in sorted(sent_by):

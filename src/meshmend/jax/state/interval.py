@@ -20,6 +20,8 @@ FIRST_INTERVAL = 8
 """Steps between copies until it is known what they cost."""
 IN_FLIGHT = 3
 """Steps after a copy that may take longer because of it, however soon it is written: those that were under way."""
+FEWEST = 2
+"""Copies after which it is known what they cost."""
 REMEMBERED = 5
 """Copies whose cost is taken into account."""
 LONGEST_INTERVAL = 10_000
@@ -79,7 +81,7 @@ class CopyInterval:
     @property
     def cost(self) -> float | None:
         """What a copy costs, in steps; None if that is not known yet."""
-        if not self._costs or not self._plain:
+        if len(self._costs) < FEWEST or not self._plain:
             return None
         return max(0.0, median(self._costs)) / median(self._plain)
 
