@@ -14,6 +14,7 @@ import pytest
 from meshmend.errors import LaunchError
 from meshmend.launch import agent
 from meshmend.launch.agent import HostAgent
+from meshmend.launch.environment import FINAL
 from meshmend.launch.member import Assignment
 
 ROOT = Path(__file__).parents[2]
@@ -115,6 +116,15 @@ def test_a_worker_that_fails_again_and_again_ends_the_job() -> None:
         supervise(script, steps=[0, 0, 0])
     assert script.told[-1] == "fail: its worker ended with exit code 4 again and again, without a new step"
     assert script.rounds == [0]
+
+
+def test_an_error_that_would_come_again_ends_the_job() -> None:
+    """At once, whatever the others report meanwhile, and however far the job had come."""
+    for script, steps in ((Scripted(FINAL, 0), [0]), (Scripted(3, (FINAL, "lost"), 0), [5, 9])):
+        with pytest.raises(LaunchError, match=r"error of the worker.* would come again"):
+            supervise(script, steps=steps)
+        assert script.told[-1] == f"fail: its worker ended with exit code {FINAL}: its error would come again"
+        assert script.rounds == [0]
 
 
 def test_the_end_of_the_job_stops_the_worker() -> None:

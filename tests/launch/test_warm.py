@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from meshmend.launch.environment import FINAL
+
 DEAF = """
 import signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -38,10 +40,10 @@ class Warm:
 
 
 @contextmanager
-def warm() -> Iterator[Warm]:
+def warm(*, cold: bool = True) -> Iterator[Warm]:
     ours, theirs = socket.socketpair()
-    ours.settimeout(20)
-    words = [sys.executable, "-m", "meshmend.launch.warm", str(theirs.fileno()), "--cold"]
+    ours.settimeout(60)
+    words = [sys.executable, "-m", "meshmend.launch.warm", str(theirs.fileno()), *["--cold"] * cold]
     with subprocess.Popen(words, pass_fds=[theirs.fileno()], stdout=subprocess.PIPE) as process, ours:
         theirs.close()
         assert process.stdout is not None
@@ -77,3 +79,19 @@ def test_a_start_and_a_signal_that_arrive_together_are_both_done(tmp_path: Path)
             one.order(start(script), {"signal": signal.SIGKILL})
             assert one.answer()["pid"]
             assert one.answer() == {"ended": -signal.SIGKILL}
+
+
+def test_an_error_that_would_come_again_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    ends = {
+        "raise ParameterError('steps is -1')": FINAL,
+        "raise PlanError('two-color', '4x4', 'no.')": FINAL,
+        "raise RestartError('a disk is away')": 1,
+        "raise SystemExit(3)": 3,
+    }
+    with warm(cold=False) as one:
+        for line, code in ends.items():
+            script.write_text(f"from meshmend.errors import *\n{line}\n")
+            one.order(start(script))
+            assert one.answer()["pid"]
+            assert one.answer() == {"ended": code}, line

@@ -2,7 +2,7 @@
 
 A worker is started once per round. It is stopped when the round ends, because a host was lost or another one has come,
 and started again with the next round. A worker that fails by itself asks for a new round for all; if it fails again and
-again without a new step between, the job is over.
+again without a new step between, or once with an error that a restart would repeat, the job is over.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshmend.errors import LaunchError
+from meshmend.launch.environment import FINAL
 from meshmend.launch.member import Assignment, Member
 from meshmend.launch.membership import Message
 from meshmend.launch.processes import free_port
@@ -75,7 +76,14 @@ class HostAgent:
                 if now > reached:
                     reached, left = now, self.max_restarts
                 why = f"its worker ended with {name_code(code)}"
+                if code == FINAL:
+                    left = 0
                 self._report("failed", code=code, left=left)
+                if code == FINAL:
+                    self.member.fail(f"{why}: its error would come again")
+                    raise LaunchError(
+                        "A restart would not help: the error of the worker, which is above, would come again."
+                    )
                 if not left:
                     self.member.fail(f"{why} again and again, without a new step")
                     raise LaunchError(f"The worker failed again and again, the last time with {name_code(code)}.")
@@ -105,8 +113,9 @@ class HostAgent:
                 return 0
             if stopped is not None:
                 return None
-            # Where its peers are gone, the store says so within moments, and this failure is none of its own.
-            if code is not None and self.member.wait_stopped(NEWS_S) is None:
+            # Where its peers are gone, the store says so within moments, and this failure is none of its own. An error
+            # that would come again is, and its peers' agents wait meanwhile: this one is what they are to hear.
+            if code == FINAL or (code is not None and self.member.wait_stopped(NEWS_S) is None):
                 return code
 
 

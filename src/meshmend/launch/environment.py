@@ -11,11 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshmend.errors import LaunchError, RestartError
+from meshmend.errors import LaunchError, ParameterError, PlanError, RestartError
 from meshmend.launch.messages import DEFAULT_PORT
 
 PROGRAM_KEY = "MESHMEND_PROGRAM_KEY"
 """Where a worker finds the key that it signs compiled programs with; its agent derives it from the job's secret."""
+LEAST_HOSTS = "MESHMEND_LEAST_HOSTS"
+"""Where a worker finds how many hosts a round needs at least."""
+FINAL = os.EX_CONFIG
+"""Exit status of a worker that a restart would not help: the job ends."""
 HOST_VARIABLES = {
     "MESHMEND_HOST": "the environment",
     "SLURM_NODEID": "Slurm",
@@ -145,6 +149,8 @@ class Launch:
     job: str = "job"
     hosts: tuple[int, ...] = field(default=(), repr=False)
     """Number of each process's host, in order, where the launcher knows: then there is nothing left to find out."""
+    least: int = field(default=1, repr=False)
+    """Hosts that a round needs: with fewer, the launcher waits for others."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.process < self.n_processes:
@@ -177,8 +183,14 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         found = json.loads(env["MESHMEND_ROUND"])
         hosts = tuple(int(host) for host in found["hosts"])
         facts = str(found["coordinator"]), len(hosts), int(found["process"]), int(found["number"])
+        least = int(env.get(LEAST_HOSTS, 1))
     except (KeyError, TypeError, ValueError) as error:
         raise RestartError(
             f"MESHMEND_ROUND is {env['MESHMEND_ROUND']!r} in the environment, expected what `meshmend run` puts there."
         ) from error
-    return Launch(*facts, "meshmend run", env.get("MESHMEND_JOB", "job"), hosts=hosts)
+    return Launch(*facts, "meshmend run", env.get("MESHMEND_JOB", "job"), hosts=hosts, least=least)
+
+
+def is_final(error: BaseException) -> bool:
+    """Whether a restart would raise the same error again: it comes of what the script has asked for."""
+    return isinstance(error, ParameterError | PlanError)

@@ -18,7 +18,7 @@ from typing import Any
 
 from meshmend.errors import LaunchError, MeshmendError
 from meshmend.launch.agent import HostAgent
-from meshmend.launch.environment import PROGRAM_KEY
+from meshmend.launch.environment import LEAST_HOSTS, PROGRAM_KEY
 from meshmend.launch.events import AgentLog
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.member import Assignment, Member
@@ -125,7 +125,8 @@ def _run(what: HostDescription, member: Member, workers: Workers, log: AgentLog,
             "round", number=assigned.number, hosts=assigned.hosts, process=assigned.process, cut_off=assigned.cut_off
         )
         log.start_round(assigned)
-        return {"MESHMEND_JOB": what.job, **({"MESHMEND_TIMELINE": what.timeline} if what.timeline else {})}
+        timeline = {"MESHMEND_TIMELINE": what.timeline} if what.timeline else {}
+        return {"MESHMEND_JOB": what.job, LEAST_HOSTS: str(what.hosts[0]), **timeline}
 
     agent = HostAgent(
         what.argv,

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from meshmend.launch.environment import FINAL, is_final
 from meshmend.launch.processes import die_with_parent
 
 MODULES = (
@@ -133,10 +134,10 @@ def _send_message(control: socket.socket, message: Any) -> None:
 if __name__ == "__main__":
     try:
         main(int(sys.argv[1]), preload=() if "--cold" in sys.argv[2:] else MODULES)
-    except Exception:
+    except Exception as error:
         # runpy's own frames would hide the script's; an exception of a script prints as it does under Python.
-        kind, error, trace = sys.exc_info()
+        trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
             trace = trace.tb_next
-        traceback.print_exception(kind, error, trace)
-        sys.exit(1)
+        traceback.print_exception(type(error), error, trace)
+        sys.exit(FINAL if is_final(error) else 1)

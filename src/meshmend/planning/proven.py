@@ -69,9 +69,9 @@ def plan(
         chosen = _made(planner, parameters, collective)
     else:
         chosen = make_planner(planner, collective=collective, **parameters)
-    unsupported_reason = chosen.unsupported_reason(mesh)
-    if unsupported_reason is not None:
-        raise PlanError(chosen.name, str(mesh), unsupported_reason, _able(mesh, chosen))
+    refused = refusal(mesh, chosen)
+    if refused is not None:
+        raise refused
     if cache is not None:
         # One that was prepared with more time comes first, on every host alike.
         for entry in dict.fromkeys((_with_budget(chosen, PREPARED_BUDGET_S), chosen)):
@@ -100,9 +100,9 @@ def _with_budget(planner: Planner, budget_s: float) -> Planner:
 
 def choose(mesh: Mesh, chooser: AutoPlanner) -> Choice:
     """Return the fastest schedule, not yet proven, together with all that was considered."""
-    unsupported_reason = chooser.unsupported_reason(mesh)
-    if unsupported_reason is not None:
-        raise PlanError(chooser.name, str(mesh), unsupported_reason, _able(mesh, chooser))
+    refused = refusal(mesh, chooser)
+    if refused is not None:
+        raise refused
     return chooser.choose(mesh)
 
 
@@ -187,8 +187,14 @@ def _made(planner: Planner, parameters: dict[str, Any], collective: str | Collec
     return planner
 
 
-def _able(mesh: Mesh, refused: Planner) -> list[str]:
-    able = candidates(refused.collective)
-    return [
-        planner.name for planner in able if planner.name != refused.name and planner.unsupported_reason(mesh) is None
-    ]
+def refusal(mesh: Mesh, planner: Planner) -> PlanError | None:
+    """Return the error that planning for a mesh would raise, with the planners that serve it; None if this one does.
+
+    Nothing is planned to find out.
+    """
+    reason = planner.unsupported_reason(mesh)
+    if reason is None:
+        return None
+    others = [one for one in candidates(planner.collective) if one.name != planner.name]
+    able = [one.name for one in others if one.unsupported_reason(mesh) is None]
+    return PlanError(planner.name, str(mesh), reason, able)

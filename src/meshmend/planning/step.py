@@ -14,12 +14,12 @@ from typing import Any
 
 from meshmend.cost import Hardware, between_tiles
 from meshmend.cost.hardware import MAX_BYTES, hardware_facts, parse_hardware
-from meshmend.errors import ParameterError
+from meshmend.errors import ParameterError, PlanError
 from meshmend.files import write_whole
 from meshmend.planning.auto import Auto
 from meshmend.planning.base import Planner
 from meshmend.planning.cache import PlanCache
-from meshmend.planning.proven import plan, read_collective
+from meshmend.planning.proven import make_planner, plan, read_collective, refusal
 from meshmend.planning.shards import plan_halves
 from meshmend.planning.workload import Workload
 from meshmend.schedule import Collective, Schedule
@@ -70,10 +70,7 @@ class StepDemands:
 
     def plan(self, mesh: Mesh, *, cache: PlanCache | None, budget_s: float, **parameters: Any) -> StepPlan:
         """Plan for a mesh of chips."""
-        hardware = self.hardware
-        if self.tile is not None:
-            tiling = cut_into_tiles(mesh, self.tile)
-            mesh, hardware = tiling.tiles, between_tiles(hardware, tiling)
+        mesh, hardware = self._in_tiles(mesh)
         return plan_step(
             mesh,
             self.workload,
@@ -84,6 +81,22 @@ class StepDemands:
             budget_s=budget_s,
             **parameters,
         )
+
+    def refusal(self, mesh: Mesh) -> PlanError | None:
+        """Return the error that planning for a mesh of chips would raise; None if its planner serves it.
+
+        Nothing is planned to find out.
+        """
+        mesh, hardware = self._in_tiles(mesh)
+        made_for: dict[str, Any] = {"payload_bytes": self.workload.payload_bytes, "hardware": hardware}
+        return refusal(mesh, make_planner(self.planner, collective=self.workload.collective, **made_for))
+
+    def _in_tiles(self, mesh: Mesh) -> tuple[Mesh, Hardware]:
+        """Return the mesh that is planned for, and its hardware: of chips, or of tiles."""
+        if self.tile is None:
+            return mesh, self.hardware
+        tiling = cut_into_tiles(mesh, self.tile)
+        return tiling.tiles, between_tiles(self.hardware, tiling)
 
     def write(self, folder: Path) -> None:
         """Write it into a job's shared folder."""

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -195,8 +196,10 @@ def test_survivors_that_are_cut_apart_are_named() -> None:
 
 def test_what_meshmend_run_provides_is_read() -> None:
     facts = {"number": 4, "coordinator": "10.0.0.7:5000", "hosts": [0, 2, 3], "process": 1}
-    launch = read_launch({"MESHMEND_ROUND": json.dumps(facts), "MESHMEND_JOB": "train", "RANK": "7"})
-    assert launch == Launch("10.0.0.7:5000", 3, 1, 4, "meshmend run", "train", hosts=(0, 2, 3))
+    env = {"MESHMEND_ROUND": json.dumps(facts), "MESHMEND_JOB": "train", "RANK": "7"}
+    launch = Launch("10.0.0.7:5000", 3, 1, 4, "meshmend run", "train", hosts=(0, 2, 3))
+    assert read_launch(env) == launch
+    assert read_launch(env | {"MESHMEND_LEAST_HOSTS": "2"}) == replace(launch, least=2)
     with pytest.raises(RestartError, match="expected what `meshmend run` puts there"):
         read_launch({"MESHMEND_ROUND": "{}"})
 

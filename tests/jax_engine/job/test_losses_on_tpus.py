@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,16 @@ import pytest
 import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine.two_processes import run_two
+from meshmend.cost import find_hardware
+from meshmend.errors import PlanError
 from meshmend.jax.compiling import ahead_of_time
 from meshmend.jax.job import Session
 from meshmend.jax.job.coordination import Coordination
 from meshmend.jax.job.survivors import find_fabric
+from meshmend.jax.managed.run import check_losses
 from meshmend.jax.state.mirror import backup_chips
 from meshmend.launch import Launch, Timeline
+from meshmend.planning import StepDemands, Workload
 from meshmend.quarantine import Quarantined, Suspect
 
 needs_libtpu = pytest.mark.skipif(
@@ -114,6 +118,38 @@ def test_quarantine_and_tiles_are_honoured(monkeypatch: pytest.MonkeyPatch) -> N
     assert list(session_of(slice_of(4, 4, 1), monkeypatch).in_tiles("3x3").fabrics_ahead()) == [], (
         "no tile is whole after a loss"
     )
+
+
+def test_a_planner_that_does_not_serve_a_loss_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(planner: str, *quarantined: str, tile: str | None = None, **of_launch: Any) -> None:
+        session = session_of(slice_of(4, 4, 1), monkeypatch, *quarantined)
+        launch = replace(session.launch, **{"hosts": (0, 1, 2, 3), **of_launch})
+        session = replace(session if tile is None else session.in_tiles(tile), launch=launch)
+        check_losses(session, StepDemands(Workload(1 << 20), find_hardware("tpu-v4-xla"), tile, planner=planner))
+
+    for planner in ("hamiltonian", "row-pairs", "weave", "auto"):
+        check(planner)  # holes are whole 2×2 blocks
+    message = (
+        r"two-color cannot plan for 4x4 minus 2x2@0,0: it needs every row.* The loss of host 0 would leave this mesh "
+        r"and end the job, .* Use planner='auto', .* Planners that can serve this mesh: hamiltonian,"
+    )
+    with pytest.raises(PlanError, match=message) as found:
+        check("two-color")
+    assert found.value.mesh_name == "4x4 minus 2x2@0,0"
+    check("two-color", least=4)  # without the lost host the launcher does not start it again
+    check("two-color", hosts=())  # nobody knows what restarts it
+    check("hamiltonian", tile="1x1")
+    with pytest.raises(PlanError, match=r"hamiltonian cannot plan for 2x2 minus .* The loss of host 0"):
+        check("hamiltonian", tile="2x2")  # a host's chips are a tile: one of four is left out of a 2×2 block
+    with pytest.raises(PlanError, match=r"hamiltonian cannot plan for .*chip \(0,3\) has failed.* The loss of host 0"):
+        check("hamiltonian", "0,3")
+
+
+def test_few_losses_of_many_are_spread_from_the_first_host_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = session_of(slice_of(8, 8, 1), monkeypatch)
+    assert [lost for lost, _ in session.fabrics_ahead()] == list(range(16))
+    assert [lost for lost, _ in session.fabrics_ahead(99)] == list(range(16))
+    assert [lost for lost, _ in session.fabrics_ahead(4)] == [0, 5, 10, 15]
 
 
 def test_process_0_compiles_and_only_where_devices_report_coordinates(monkeypatch: pytest.MonkeyPatch) -> None:

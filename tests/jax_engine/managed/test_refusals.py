@@ -16,12 +16,14 @@ import pytest
 
 import meshmend.jax as mmj
 from jax_engine.managed.managed_cases import DATASET, PARAMS, WHOLE, alone, job, loss, train
-from meshmend.errors import ParameterError, RestartError
+from meshmend.errors import ParameterError, PlanError, RestartError
 from meshmend.jax.job.coordination import Coordination
 from meshmend.jax.job.single_process import initialize_alone, is_launched
 from meshmend.jax.managed.ending import Ending
 from meshmend.jax.managed.run import CHECKED_COPIES, check_room
 from meshmend.jax.managed.shared import open_shared
+from meshmend.planning import StepDemands
+from meshmend.schedule import Collective
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +109,27 @@ def test_processes_must_agree(tmp_path: Path) -> None:
             train(mmj_job(changed(name, value)), 2)
     with pytest.raises(RestartError, match=r"Processes 0 and 1 begin with different parameters.* the same seed"):
         train(mmj_job(lambda fact: "another digest" if isinstance(fact, str) and len(fact) == 64 else fact), 2)
+
+
+def test_a_planner_is_asked_about_losses_until_the_job_has_started_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, Collective]] = []
+
+    def refuse(session: Any, demands: StepDemands) -> None:
+        asked.append((demands.planner, demands.workload.collective))
+        raise PlanError(demands.planner, "a mesh", "so it is.", ["weave"])
+
+    monkeypatch.setattr("meshmend.jax.managed.run.check_losses", refuse)
+    with pytest.raises(PlanError, match=r"so it is\. Planners that can serve this mesh: weave"):
+        train(job(tmp_path / "shared"), 1)
+    with monkeypatch.context() as patched:
+        patched.setattr("meshmend.jax.managed.run.check_losses", lambda *_: None)
+        train(job(tmp_path / "shared"), 1)
+    train(job(tmp_path / "shared"), 2)  # it may have lost a host already, and goes on as long as it can
+    with pytest.raises(PlanError, match="row-pairs"):
+        train(job(tmp_path / "shared", planner="row-pairs"), 3)
+    assert asked == [("hamiltonian", Collective.ALL_REDUCE), ("row-pairs", Collective.ALL_REDUCE)]
 
 
 def test_no_room_for_copies_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

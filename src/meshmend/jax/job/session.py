@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
 
 import jax
+import numpy as np
 
 from meshmend.errors import MeshError, PlanError, QuarantineError, RestartError
 from meshmend.jax.fabric import Fabric
@@ -36,7 +37,7 @@ from meshmend.jax.private import joined_as
 from meshmend.jax.tiles import TiledFabric, tile
 from meshmend.jax.training_plan import TrainingPlan
 from meshmend.jax.training_plan import plan as plan_training
-from meshmend.launch.environment import Launch, read_launch
+from meshmend.launch.environment import FINAL, Launch, is_final, read_launch
 from meshmend.launch.events import note_quarantined
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.processes import wait_for_server
@@ -48,7 +49,7 @@ from meshmend.quarantine import Quarantined
 RECOVERY_BUDGET_S = 2.0
 """CPU seconds for a plan that nobody prepared."""
 GAVE_UP = 13
-"""Exit status of a process that lost its peers or failed: anything but 0 makes a launcher restart it."""
+"""Exit status of a process that lost its peers or failed: a launcher restarts it, unless it is 0 or `FINAL`."""
 
 
 class Cut(NamedTuple):
@@ -154,8 +155,10 @@ class Session:
             _check_same_plan([fact["plan"] for fact in self.coordination.exchange({"plan": found.digest})])
             return found
 
-    def fabrics_ahead(self) -> Iterator[tuple[int, Fabric]]:
+    def fabrics_ahead(self, most: int | None = None) -> Iterator[tuple[int, Fabric]]:
         """Return what the fabric would be after the loss of each single host: (its number, the fabric).
+
+        With `most`, of at most so many hosts from the first to the last, evenly spread.
 
         Its devices are there only to compile for, and only on process 0. They have the numbers that the survivors'
         will have, so that what is compiled for them goes into the compile cache under the key that the restarted job
@@ -170,7 +173,9 @@ class Session:
             return
         devices = jax.devices()
         chips = self.fabric.chips if isinstance(self.fabric, TiledFabric) else self.fabric
-        for lost in processes_of(devices) if self.hosts is None else self.host_of_process:
+        losses = processes_of(devices) if self.hosts is None else self.host_of_process
+        n_asked = len(losses) if most is None else min(most, len(losses))
+        for lost in (losses[i] for i in np.linspace(0, len(losses) - 1, n_asked).astype(int)):
             try:
                 fabric = fabric_without(lost, self.hosts, self.host_of_process, devices, self.shape, self.quarantined)
                 if fabric is None or not fabric.mesh.is_connected:
@@ -207,7 +212,7 @@ class Session:
             traceback.print_exception(error)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(GAVE_UP)
+        os._exit(FINAL if is_final(error) else GAVE_UP)
 
 
 def _describe_failure(error: BaseException) -> dict[str, Any]:

@@ -52,9 +52,10 @@ class Job:
     `shared`, or where `disk` says (any path that Orbax takes, as in "gs://bucket/job"); 0 leaves either out.
     Checkpoints are what Orbax would save of {"params": …, "opt_state": …}, so
     that it reads them without meshmend; and a new job begins with one that Orbax has saved, if `start_from` is its
-    path. `planner` is as in `meshmend.plan`. Plans are
-    made for the bytes that the model sends and for `hardware`, a preset's name or a file; by default for what the job
-    has measured at its first start under a launcher (`mmj.measure`, a few seconds), else for the devices' preset.
+    path. `planner` is as in `meshmend.plan`; one that could not serve what the loss of a host would leave is refused at
+    the start. Plans are made for the bytes that the model sends and for `hardware`, a preset's name or a file; by
+    default for what the job has measured at its first start under a launcher (`mmj.measure`, a few seconds), else for
+    the devices' preset.
     With `compile_ahead`, process 0 compiles for the loss of each host while the job trains. With
     `checks`, as in `Checks()`, chips that compute wrong numbers or are slow are looked for and left out, and the job
     goes back to the last state that is known to be good. `session` is for scripts that call `initialize` themselves,

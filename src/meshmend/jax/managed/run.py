@@ -10,6 +10,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshmend.errors import ParameterError, RestartError
+from meshmend.errors import ParameterError, PlanError, RestartError
 from meshmend.jax.batching import Position
 from meshmend.jax.checks.lag import HostClock
 from meshmend.jax.compiling import CompileAhead
@@ -44,6 +45,8 @@ AHEAD_AFTER = 3
 """Steps after a start before it compiles for the next failures: earlier, that would slow down a restart."""
 IN_FLIGHT = 2
 """Steps that may be under way while the loop continues: enough to keep the devices busy."""
+MOST_LOSSES = 16
+"""Losses for which a new job asks whether its planner serves them: on 9,000 chips a third of a second each."""
 CHECKED_COPIES = KEPT + 2
 """Copies in memory of a job with checks: also the last verified one, and the one that is being checked."""
 
@@ -110,9 +113,10 @@ class TrainingRun:
             check_possible(options.checks, model, session.fabric)
         self._check_agreement()
         untrusted = agree_on_untrusted(options.shared.path, session.coordination)
-        self.plan = session.agree_on_plan(lambda cache: self._plan(session.fabric, cache), options.shared.plans)
-        if session.launch.process == 0:
-            self._note_demands()
+        self.plan = session.agree_on_plan(self._plan_own, options.shared.plans)
+        demands = self._demands(self.plan)
+        if session.launch.process == 0 and demands is not None:
+            demands.write(options.shared.path)  # so that `meshmend prepare --shared` can plan the same ahead
         self._saved_steps = SavedSteps(options.shared.programs, session, self._made_of(), self._ingredients)
         self._compiled = self._saved_steps.start(self.plan)
         layout = self._compiled.layout
@@ -264,6 +268,17 @@ class TrainingRun:
         if self.session.launch.n_processes == 1 and self.found.step < self.number < self.last:
             keeper.keep_last(self.number, self.params, self._state, self._extra(self._at))
 
+    def _plan_own(self, cache: PlanCache) -> TrainingPlan:
+        """Return the plan for this job's own fabric; refuse a new job whose planner would not serve the next loss."""
+        found = self._plan(self.session.fabric, cache)
+        demands = self._demands(found)
+        with suppress(ParameterError):
+            if StepDemands.read(self.options.shared.path).planner == self.options.planner:
+                return found  # it goes on as long as it can
+        if demands is not None:
+            check_losses(self.session, demands)
+        return found
+
     def _plan(self, fabric: Fabric, cache: PlanCache) -> TrainingPlan:
         """Return the plan for what this job sends, on any fabric that it may find itself on."""
         update: PlannedUpdate = "fsdp" if self.model.is_fsdp else "sharded" if self.is_sharded else "replicated"
@@ -278,14 +293,14 @@ class TrainingRun:
             budget_s=RECOVERY_BUDGET_S,
         )
 
-    def _note_demands(self) -> None:
-        """Write down what this job plans for, so that `meshmend prepare --shared` can plan the same ahead."""
+    def _demands(self, made: TrainingPlan) -> StepDemands | None:
+        """Return what this job plans for, on whatever chips are left; None if its planner has no name."""
         fabric, planner = self.session.fabric, self.options.planner
         chips = fabric.chips if isinstance(fabric, TiledFabric) else fabric
         tile = None if self.session.cut is None else self.session.cut.side
-        if isinstance(planner, str):
-            demands = StepDemands(self.plan.workload, hardware_of(chips), tile, max_steps_of(fabric), planner)
-            demands.write(self.options.shared.path)
+        if not isinstance(planner, str):
+            return None
+        return StepDemands(made.workload, hardware_of(chips), tile, max_steps_of(fabric), planner)
 
     def _made_of(self) -> dict[str, Any]:
         """Return all that the train step depends on: of whole parameters and of an example, their shapes."""
@@ -377,10 +392,33 @@ def digest(tree: Any) -> str:
     return found.hexdigest()
 
 
+def check_losses(session: Session, demands: StepDemands) -> None:
+    """Raise `PlanError` if a planner that was named does not serve what a loss would leave, and others do.
+
+    Nothing is planned, and at most `MOST_LOSSES` are looked at. A job that the launcher would not start again without
+    the lost host is not concerned.
+    """
+    if demands.planner == "auto" or len(session.launch.hosts) <= session.launch.least:
+        return
+    for lost, fabric in session.fabrics_ahead(MOST_LOSSES):
+        refused = demands.refusal(fabric.chips.mesh if isinstance(fabric, TiledFabric) else fabric.mesh)
+        if refused is not None and refused.alternatives:
+            why = (
+                f"{refused.why} The loss of host {lost} would leave this mesh and end the job, so the job does not "
+                "start. Use planner='auto', which takes a planner that serves what is left."
+            )
+            raise PlanError(refused.planner, refused.mesh_name, why, refused.alternatives)
+
+
+def copies_bytes(layout: StateLayout, n_hosts: int, n_copies: int) -> int:
+    """Return what so many copies of the state take in the memory of a host: of each its own part and another's."""
+    values = sum(size * np.dtype(dtype).itemsize for dtype, size in layout.outline.vectors.values())
+    return n_copies * values * min(2, n_hosts) // n_hosts
+
+
 def check_room(folder: Path, layout: StateLayout, n_hosts: int, n_copies: int = KEPT) -> None:
     """Raise if the memory folder has no room for so many of a host's copies of the state at the same time."""
-    values = sum(size * np.dtype(dtype).itemsize for dtype, size in layout.outline.vectors.values())
-    needed = n_copies * values * min(2, n_hosts) // n_hosts
+    needed = copies_bytes(layout, n_hosts, n_copies)
     there = next(path for path in (folder, *folder.parents) if path.exists())
     # An earlier run's copies are replaced one by one.
     held = sum(path.stat().st_size for path in folder.glob("*") if path.is_file())
