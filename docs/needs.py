@@ -17,7 +17,7 @@ EXTRAS = {
     "launch": r"meshmend (?:run|store|bench restart)\b",
     "restart": r"mmj\.Job\b|meshmend\.jax\.state|train_through_failure",
     "workloads": r"benchmarks/paper_workloads",
-    "tpu": r"meshmend compile\b|benchmarks/jax_fsdp",
+    "tpu": r"meshmend compile\b|benchmarks/jax_(?:fsdp|billion)",
     "jax": r"import jax\b|meshmend\.jax|examples/jax/|benchmarks/jax_",
     "torch": r"meshmend\.torch|meshmend bench allreduce|(?:examples/|benchmarks/)torch",
     "draw": r"meshmend draw\b|mm\.draw\b|--plot\b|--figure\b",
