@@ -5,9 +5,9 @@
     python benchmarks/jax_billion.py --layers 2 --width 256 --vocabulary 512 --machines v6e:8x8  # a small one
 
 All programs that a job compiles (`compile_train_step`) go through the real TPU compiler, without a TPU: the one for the
-optimizer's first state, the step, and what makes and combines copies of the state. Bytes per chip are the compiler's
+optimizer's first state, the step, and what makes copies of the state and sends them. Bytes per chip are the compiler's
 own: arguments, results that are not written over arguments, and temporaries. Each program is counted by itself: while
-`init` runs, the parameters are in HBM as well, and while copies are combined, the whole state, which these programs do
+`init` runs, the parameters are in HBM as well, and while copies are sent, the whole state, which these programs do
 not take. Nothing is executed, so that no time of a step is known.
 
 Parameters, sums of gradients and Adam's moments are float32, computing is in bfloat16, and each layer is computed again
@@ -117,7 +117,8 @@ def compile_job(options: argparse.Namespace, machine: str, update: str) -> dict[
     from meshmend.jax.compiling import compile_train_step
     from meshmend.jax.compiling.ahead_of_time import slice_fabric
     from meshmend.jax.job.session import RECOVERY_BUDGET_S
-    from meshmend.jax.managed.run import CHECKED_COPIES, COPIES, copies_bytes
+    from meshmend.jax.managed.run import CHECKED_COPIES, copies_bytes
+    from meshmend.jax.state.memory import KEPT
     from meshmend.jax.program import abstract_program
 
     seconds = time_compiling()
@@ -155,7 +156,7 @@ def compile_job(options: argparse.Namespace, machine: str, update: str) -> dict[
         "parameters": count_params(options),
         "programs": programs,
         "state_bytes": copies_bytes(compiled.layout, 1, 1),
-        "copies_bytes": copies_bytes(compiled.layout, n_hosts, COPIES),
+        "copies_bytes": copies_bytes(compiled.layout, n_hosts, KEPT),
         "checked_copies_bytes": copies_bytes(compiled.layout, n_hosts, CHECKED_COPIES),
     }
 
@@ -187,9 +188,10 @@ def print_job(facts: dict[str, Any]) -> None:
 
 def print_hosts(found: list[dict[str, Any]]) -> None:
     """Print what copies of the state take in the memory of a host, by arithmetic."""
-    from meshmend.jax.managed.run import CHECKED_COPIES, COPIES
+    from meshmend.jax.managed.run import CHECKED_COPIES
+    from meshmend.jax.state.memory import KEPT
 
-    heads = f"{'hosts':>8}{'state':>11}{f'{COPIES} copies':>11}{f'{CHECKED_COPIES} with checks':>16}"
+    heads = f"{'hosts':>8}{'state':>11}{f'{KEPT} copies':>11}{f'{CHECKED_COPIES} with checks':>16}"
     print(f"\nGB of RAM per host for copies of the state\n{'machine':10} {'update':10} {heads}")
     for facts in found:
         state, copies, checked = (facts[f"{which}_bytes"] / 1e9 for which in ("state", "copies", "checked_copies"))

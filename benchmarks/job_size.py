@@ -230,7 +230,7 @@ def copy(megabytes: float) -> None:
         state = fabric.jit(training.init)(weights, program)
         layout = StateLayout.of(training, program, params)
         n_bytes = sum(math.prod(user.shape) * np.dtype(user.dtype).itemsize for user in layout.users)
-        needs = compile_cut(layout, weights, state, hosts).memory_analysis()
+        needs: Any = compile_cut(layout, weights, state, hosts).memory_analysis()
         parts = jax.block_until_ready(fabric.jit(make_parts_fn(layout, hosts))(weights, state))
         folder = Path(tempfile.mkdtemp(prefix="meshmend-", dir=os.environ.get("MESHMEND_MEMORY", "/dev/shm")))  # noqa: S108
         memory, wrote, copied = HostMemory(folder / "host-0"), list[float](), list[float]()
