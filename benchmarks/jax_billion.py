@@ -118,8 +118,8 @@ def compile_job(options: argparse.Namespace, machine: str, update: str) -> dict[
     from meshmend.jax.compiling.ahead_of_time import slice_fabric
     from meshmend.jax.job.session import RECOVERY_BUDGET_S
     from meshmend.jax.managed.run import CHECKED_COPIES, copies_bytes
-    from meshmend.jax.state.memory import KEPT
     from meshmend.jax.program import abstract_program
+    from meshmend.jax.state.memory import KEPT
 
     seconds = time_compiling()
     fabric = slice_fabric(machine, failed=[options.hole or HOLES[machine]])

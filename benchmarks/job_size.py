@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 BATCH = 8
-WARM_UP, COUNTED = 40, 40
+WARM_UP, COUNTED = 32, 32
 """Steps of each kind: as many until the job knows how often to keep copies, and those that are timed."""
 
 
