@@ -1,16 +1,18 @@
-"""The input pipeline: batches from a grain dataset for whatever chips survive, every sample exactly once per epoch.
+"""The input pipeline: batches of samples for whatever chips survive, every sample exactly once per epoch.
 
-grain (the extra `restart`) shuffles, reads ahead in threads and runs the caller's own transformations.
-`batching` says which samples a step uses. A process reads only what its own devices need, and what it has read ahead
-does not count: the pipeline's state is the `Position` after the last committed step, the same on all processes, and
-any number of them restores from it.
+`shuffle` says the order of an epoch, and `batching` which of its samples a step uses. Of arrays in memory a step's rows
+are taken at once, in a thread ahead of training; grain (the extra `restart`) reads any other source ahead, sample by
+sample in threads, and runs the caller's own transformations. A process reads only what its own devices need, and what
+it has read ahead does not count: the pipeline's state is the `Position` after the last committed step, the same on all
+processes, and any number of them restores from it.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -24,6 +26,12 @@ from meshmend.extras import require
 from meshmend.jax.batching import BatchSplit, Policy, Position
 from meshmend.jax.collectives import Tree
 from meshmend.jax.fabric import Fabric
+from meshmend.jax.read_ahead import ReadAhead
+from meshmend.jax.rows import Rows
+from meshmend.jax.shuffle import shuffled
+
+AT_ONCE = 16_384
+"""Samples of several steps whose order is computed at once: for few of them NumPy's calls take longer than its work."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +64,10 @@ class Batch:
 class Feed:
     """A source of samples, an order of them for each epoch, and a policy for the batch.
 
-    `source` is anything with `len` and `[i]`, or a `grain.MapDataset` with the caller's own transformations, one
-    sample per element (not batched, filtered or repeated). The order of an epoch is a permutation that depends only on
-    `seed` and the epoch; random transformations (`random_map`) depend on the epoch and the record. `threads`
-    read ahead up to `prefetch` batches; 0 threads reads in the loop itself.
+    `source` is an array, or anything with `len` and `[i]`, or a `grain.MapDataset` with the caller's own
+    transformations, one sample per element (not batched, filtered or repeated). The order of an epoch is a permutation
+    that depends only on `seed` and the epoch; random transformations (`random_map`) depend on the epoch and the record.
+    `threads` (for arrays one) read ahead up to `prefetch` batches; 0 threads reads in the loop itself.
 
     >>> import jax, numpy as np, meshmend.jax as mmj
     >>> fabric = mmj.discover(jax.devices()[:16], shape="4x4", failed=["2x2@0,0"])
@@ -73,27 +81,26 @@ class Feed:
             raise ParameterError(
                 f"seed is {seed}, threads is {threads} and prefetch is {prefetch}, expected none below 0."
             )
-        grain = _grain()
-        dataset = source if isinstance(source, grain.MapDataset) else grain.MapDataset.source(source)
-        if not 0 < len(dataset) < sys.maxsize:
+        samples = Rows(source) if isinstance(source, np.ndarray | jax.Array) else source
+        if not isinstance(samples, Rows) or samples.has_objects:
+            grain = _grain()
+            samples = samples if isinstance(samples, grain.MapDataset) else grain.MapDataset.source(samples)
+        if not 0 < len(samples) < sys.maxsize:
             raise ParameterError(
-                f"The source has {'no' if not len(dataset) else 'endlessly many'} samples, expected an epoch of them: "
+                f"The source has {'no' if not len(samples) else 'endlessly many'} samples, expected an epoch of them: "
                 "the feed repeats it by itself."
             )
-        # grain adds the epoch to the seed, so neighbouring seeds would give the same epochs, one later.
-        shuffle = int(np.random.SeedSequence(seed).generate_state(1, np.uint32)[0])
         self.policy = policy
-        self.epoch_size = len(dataset)
+        self.epoch_size = len(samples)
         self.threads = threads
         self.prefetch = prefetch
-        self._samples = dataset.shuffle(seed=shuffle)
-        self._order = grain.MapDataset.range(self.epoch_size).shuffle(seed=shuffle)
+        self._samples = samples
+        # The epoch is added to it, so neighbouring seeds would give the same epochs, one later.
+        self._seed = int(np.random.SeedSequence(seed).generate_state(1, np.uint32)[0])
 
     def records(self, epoch: int, start: int = 0, stop: int | None = None) -> NDArray[np.int64]:
         """Return the record numbers of an epoch's samples, in its order, without reading a sample."""
-        first = epoch * self.epoch_size
-        offsets = range(start, self.epoch_size if stop is None else stop)
-        return np.array([self._order[first + offset] for offset in offsets], dtype=np.int64)
+        return self._order(epoch, np.arange(start, self.epoch_size if stop is None else stop, dtype=np.int64))
 
     def split(self, fabric: Fabric) -> BatchSplit:
         """Return how this feed's samples are split over a fabric's devices: sizes of batches, steps per epoch.
@@ -126,9 +133,8 @@ class Feed:
                 f"Process {jax.process_index()} has no device in {fabric!r}, so it has nothing to feed."
             )
         steps = sys.maxsize // (split.n_devices * split.rows) if epochs is None else split.steps_until(at, epochs)
-        reader = self._read(DeviceRows(self._samples, split, at, steps, mine)) if steps else None
         factor = self.policy.learning_rate_factor(fabric.mesh.n_chips, fabric.mesh.size)
-        return self._batches(fabric, split, at, steps, mine, reader, factor)
+        return self._batches(fabric, split, at, mine, self._read(split, at, steps, mine), factor)
 
     def like(self, fabric: Fabric) -> Batch:
         """Return the shapes and dtypes of this fabric's batches, to compile for: `compile_train_step` takes them.
@@ -142,7 +148,7 @@ class Feed:
             local = _canonical(local)
             return jax.ShapeDtypeStruct((n_rows, *local.shape[1:]), local.dtype, sharding=sharding)
 
-        data = _stack(DeviceRows(self._samples, split, at, 1, [0], [0])[0])
+        data = _stack(DeviceRows(self._samples, split, at, 1, [0], [0], self._order)[0])
         factor = self.policy.learning_rate_factor(fabric.mesh.n_chips, fabric.mesh.size)
         return Batch(jax.tree.map(shape, data), shape(np.zeros(1, np.float32)), factor, at, split.after(at), self)
 
@@ -153,24 +159,48 @@ class Feed:
         except for what padding repeats.
         """
         split = self.split(fabric)
-        reader = self._read(DeviceRows(self._samples, split, at, 1, devices, rows))
-        try:
-            data = _stack([row for _ in devices for row in next(reader)])
-        finally:
-            reader.close()
+        with closing(self._read(split, at, 1, devices, rows)) as read:
+            data = next(read)
         offsets = split.offsets(devices)[:, list(rows)]
         return jax.tree.map(_canonical, data), (offsets.ravel() < split.count(at)).astype(np.float32)
 
-    def _read(self, parts: DeviceRows) -> Tree:
+    def _order(self, epoch: int, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+        return shuffled(offsets, self.epoch_size, (self._seed + epoch) % 2**32)
+
+    def _read(
+        self, split: BatchSplit, at: Position, steps: int, devices: Sequence[int], rows: Sequence[int] | None = None
+    ) -> Generator[Tree]:
+        """Begin to read rows of some devices; return those of all of them, step after step, as NumPy arrays."""
+        samples = self._samples
+        parts = DeviceRows(samples, split, at, steps, devices, rows, self._order)
+        if isinstance(samples, Rows):
+            dtypes = [_canonical(array[:0]).dtype for array in samples.arrays]
+            records = self._records_by_step(split, at, steps, parts.offsets.ravel())
+            taken = (samples.take(numbers, dtypes) for numbers in records)
+            ahead = ReadAhead(taken, self.prefetch) if self.threads and self.prefetch and steps > 1 else taken
+            return _steps(ahead, steps, lambda: jax.tree.unflatten(samples.treedef, next(ahead)))
         grain = _grain()
-        ahead = max(self.prefetch * len(parts.offsets), self.threads) if self.prefetch else 0
-        options = grain.ReadOptions(num_threads=self.threads, prefetch_buffer_size=ahead)
+        buffer = max(self.prefetch * len(devices), self.threads) if self.prefetch else 0
+        options = grain.ReadOptions(num_threads=self.threads, prefetch_buffer_size=buffer)
         reader = iter(grain.MapDataset.source(parts).to_iter_dataset(options))
         reader.start_prefetch()
-        return reader
+        return _steps(reader, steps, lambda: _stack([row for _ in devices for row in next(reader)]))
+
+    def _records_by_step(
+        self, split: BatchSplit, at: Position, steps: int, offsets: NDArray[np.int64]
+    ) -> Iterator[NDArray[np.int64]]:
+        """Return the records in some rows, step after step, with padding as `DeviceRows` and `_stack` have it."""
+        while steps:
+            used = offsets < split.count(at)  # of all steps of this size: only an epoch's last may be shorter
+            padded = np.where(used, offsets, offsets[used][0] if used.any() else 0)
+            of_this_size = max(1, (self.epoch_size - at.sample) // split.global_batch)
+            n_steps = min(steps, of_this_size, max(1, AT_ONCE // len(offsets)))
+            starts = at.sample + split.global_batch * np.arange(n_steps)
+            yield from self._order(at.epoch, starts[:, None] + padded)
+            at, steps = split.position(at, n_steps), steps - n_steps
 
     def _batches(
-        self, fabric: Fabric, split: BatchSplit, at: Position, steps: int, mine: list[int], reader: Any, factor: float
+        self, fabric: Fabric, split: BatchSplit, at: Position, mine: list[int], read: Generator[Tree], factor: float
     ) -> Iterator[Batch]:
         coordinate_of = {device: i * split.rows for i, device in enumerate(mine)}
         sharding = fabric.sharding(fabric.batch_axes)
@@ -186,23 +216,20 @@ class Feed:
             return jax.make_array_from_callback((split.n_devices * split.rows, *local.shape[1:]), sharding, part)
 
         offsets = split.offsets(mine).ravel()
-        try:
-            for _ in range(steps):
-                data = _stack([row for _ in mine for row in next(reader)])
+        with closing(read):
+            for data in read:
                 weights = (offsets < split.count(at)).astype(np.float32)
                 after = split.after(at)
                 yield Batch(jax.tree.map(spread, data), spread(weights), factor, at, after, self)
                 at = after
-        finally:
-            if reader is not None:
-                reader.close()
 
 
 class DeviceRows:
     """The rows of some devices, device after device and step after step: a source that grain prefetches from.
 
     A part is a device's rows, or those of them that are named. A row of padding is None and costs no reading; but where
-    no device has a sample, the first row is one, so that the step has something valid to compute with.
+    no device has a sample, the first row is one, so that the step has something valid to compute with. `order` returns
+    the records at some offsets of an epoch; by default samples are in order.
     """
 
     def __init__(
@@ -213,7 +240,9 @@ class DeviceRows:
         steps: int,
         devices: Sequence[int],
         rows: Sequence[int] | None = None,
+        order: Callable[[int, NDArray[np.int64]], NDArray[np.int64]] = lambda _, offsets: offsets,
     ) -> None:
+        self.order = order
         self.samples = samples
         self.split = split
         self.at = at
@@ -230,19 +259,27 @@ class DeviceRows:
         step, device = divmod(int(number), len(self.offsets))
         at = self.split.position(self.at, step)
         count = self.split.count(at)
-        offsets = self.offsets[device].tolist()
+        offsets = self.offsets[device].copy()
         if device == 0 and self.lowest >= count:
             offsets[0] = 0
-        return [self._sample(at, offset) if offset < count else None for offset in offsets]
+        rows: list[Tree] = [None] * len(offsets)
+        (used,) = np.nonzero(offsets < count)
+        records = self.order(at.epoch, at.sample + offsets[used])
+        for row, record in zip(used.tolist(), records.tolist(), strict=True):
+            rows[row] = self.samples[at.epoch * self.split.epoch_size + record]
+            if rows[row] is None:
+                raise ParameterError(
+                    f"The dataset has no sample {at.sample + offsets[row]} in epoch {at.epoch}: a filter has removed "
+                    "it. Each sample must count, or no two runs agree on a batch: filter the source before it becomes "
+                    "a feed."
+                )
+        return rows
 
-    def _sample(self, at: Position, offset: int) -> Tree:
-        sample = self.samples[at.epoch * self.split.epoch_size + at.sample + offset]
-        if sample is None:
-            raise ParameterError(
-                f"The dataset has no sample {at.sample + offset} in epoch {at.epoch}: a filter has removed it. Each "
-                "sample must count, or no two runs agree on a batch: filter the source before it becomes a feed."
-            )
-        return sample
+
+def _steps(reader: Any, n_steps: int, read: Callable[[], Tree]) -> Generator[Tree]:
+    with closing(reader):
+        for _ in range(n_steps):
+            yield read()
 
 
 def _stack(rows: list[Tree]) -> Tree:
@@ -253,7 +290,7 @@ def _stack(rows: list[Tree]) -> Tree:
 
 def _canonical(local: NDArray[np.generic]) -> NDArray[np.generic]:
     """Return an array in a dtype that JAX has: it warns of others, and NumPy makes 64-bit integers of Python's."""
-    return local.astype(jax.dtypes.canonicalize_dtype(local.dtype), copy=False)
+    return local.astype(jax.dtypes.canonicalize_dtype(local.dtype.newbyteorder("=")), copy=False)
 
 
 def _grain() -> Any:

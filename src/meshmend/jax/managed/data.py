@@ -14,40 +14,7 @@ from meshmend.errors import ParameterError
 from meshmend.jax.batching import Policy
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.feed import Batch, Feed
-
-READERS = 16
-"""Threads that read ahead from a dataset that may be on a disk; arrays in memory need none."""
-
-
-class Rows:
-    """A pytree of arrays as a source of samples: sample i is row i of each of them.
-
-    >>> rows = Rows({"x": np.arange(6).reshape(3, 2), "y": np.arange(3)})
-    >>> len(rows), rows[1]
-    (3, {'x': array([2, 3]), 'y': np.int64(1)})
-    """
-
-    def __init__(self, arrays: Any) -> None:
-        leaves = jax.tree_util.tree_leaves_with_path(arrays)
-        lengths = {f"dataset{jax.tree_util.keystr(path)}": np.shape(leaf)[:1] for path, leaf in leaves}
-        scalars = [name for name, length in lengths.items() if not length]
-        if scalars or not lengths:
-            found = f"{scalars[0]} is a single number" if scalars else "there are no arrays"
-            raise ParameterError(
-                f"In a dataset of arrays each has one row per sample, but {found}. Give an array, a dict or tuple of "
-                "arrays, a sequence of samples, or a grain.MapDataset."
-            )
-        if len(set(lengths.values())) > 1:
-            listed = ", ".join(f"{name} has {length[0]}" for name, length in lengths.items())
-            raise ParameterError(f"The arrays of a dataset have one row per sample, but {listed}.")
-        self.arrays = jax.tree.map(np.asarray, arrays)
-        self.n_rows = int(next(iter(lengths.values()))[0])
-
-    def __len__(self) -> int:
-        return self.n_rows
-
-    def __getitem__(self, number: int) -> Any:
-        return jax.tree.map(lambda array: array[number], self.arrays)
+from meshmend.jax.rows import Rows
 
 
 def make_feed(dataset: Any, policy: Policy, *, seed: int, n_chips: int) -> Feed:
@@ -65,7 +32,7 @@ def make_feed(dataset: Any, policy: Policy, *, seed: int, n_chips: int) -> Feed:
             f"The dataset has {len(source)} samples, fewer than the {batch} of one global batch, so that no step would "
             f"be a whole one. Give Job a global_batch of at most {len(source)}, or a longer dataset."
         )
-    return Feed(source, policy, seed=seed, threads=0 if in_memory else READERS, prefetch=0 if in_memory else 2)
+    return Feed(source, policy, seed=seed)
 
 
 def with_offsets(batch: Batch, fabric: Fabric) -> Batch:

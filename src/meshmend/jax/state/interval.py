@@ -86,9 +86,12 @@ class CopyInterval:
         return max(0.0, median(self._costs)) / median(self._plain)
 
     def wanted(self, *, is_writing: bool) -> int:
-        """Return how many steps there should be between two copies; twice as many as now if the last one is late."""
+        """Return how many steps there should be between two copies; twice as many as now if the last one is late.
+
+        Never less than half as many as now: a few steps that were quick by chance are not believed at once.
+        """
         if is_writing:
             return min(2 * self.agreed, LONGEST_INTERVAL)
         if self.cost is None:
             return self.agreed
-        return max(1, min(math.ceil(self.cost / LARGEST_SLOWDOWN), LONGEST_INTERVAL))
+        return max(1, self.agreed // 2, min(math.ceil(self.cost / LARGEST_SLOWDOWN), LONGEST_INTERVAL))
