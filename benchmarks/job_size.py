@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 BATCH = 8
-WARM_UP, COUNTED = 32, 32
-"""Steps of each kind: as many until the job knows how often to keep copies, and those that are timed."""
+WARM_UP = {"plain": 10, "no copies": 10, "default": 60}
+"""Steps before those that are timed: until a job knows how often to keep copies, or is compiled and warm."""
+COUNTED = 40
 
 
 def model(megabytes: float) -> tuple[dict[str, Any], Any, Any]:
@@ -94,19 +95,20 @@ def steps(megabytes: float) -> None:
         shared = Path(os.environ.get("MESHMEND_SHARED", private))
         for number, name in enumerate([*seconds, *reversed(seconds)]):
             job: mmj.Job | None = None
-            loop: Any = plain_steps(params, loss, data, WARM_UP + COUNTED)
+            n_steps = WARM_UP[name] + COUNTED
+            loop: Any = plain_steps(params, loss, data, n_steps)
             if name != "plain":
                 every: Any = 0 if name == "no copies" else "auto"
                 job = mmj.Job(
                     shared / str(number), BATCH, session=session, memory_every=every, disk_every=0, compile_ahead=False
                 )
-                loop = job.train(loss, optax.adam(1e-3), params, data, steps=WARM_UP + COUNTED + 1)
+                loop = job.train(loss, optax.adam(1e-3), params, data, steps=n_steps + 1)
             times = []
             for _ in loop:
                 times.append(time.perf_counter())
-                if len(times) == WARM_UP + COUNTED:
+                if len(times) == n_steps:
                     break
-            seconds[name].append((times[-1] - times[WARM_UP - 1]) / COUNTED)
+            seconds[name].append((times[-1] - times[WARM_UP[name] - 1]) / COUNTED)
             if job is not None and every == "auto":
                 chosen += [str(note["every"]) for note in session.timeline.events if note["event"] == "copies"][-1:]
             loop.close()

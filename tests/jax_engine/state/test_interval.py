@@ -11,13 +11,14 @@ import pytest
 
 from jax_engine.restart_cases import Started, assert_is_step
 from meshmend.jax.state.interval import FIRST_AFTER, FIRST_INTERVAL, LARGEST_SLOWDOWN, CopyInterval
+from meshmend.jax.state.mirror import TOLD_AFTER
 
 
 def simulate(step_s: float, cost_s: float, written_s: float, n_steps: int, noise: float = 0.0) -> tuple[list[int], Any]:
     """A loop in which each copy makes the next three steps longer: its steps with a copy, and how it went."""
     now, rng = 0.0, np.random.default_rng(0)
     interval = CopyInterval("auto", 0, lambda: now)
-    wishes: list[int] = []
+    wishes: list[tuple[int, int]] = []
     kept: list[int] = []
     written_at = -1.0
     for step in range(1, n_steps + 1):
@@ -26,8 +27,9 @@ def simulate(step_s: float, cost_s: float, written_s: float, n_steps: int, noise
             now += cost_s / 3
         is_writing = now < written_at
         if interval.due(step, is_writing=is_writing):
-            wishes.append(interval.wanted(is_writing=is_writing))
-            interval.begun(step, wishes[-3] if len(wishes) > 2 else None)
+            told = [wish for at, wish in wishes if at + TOLD_AFTER <= step]
+            wishes.append((step, interval.wanted(is_writing=is_writing)))
+            interval.begun(step, told[-1] if told else None)
             if not is_writing:
                 kept.append(step)
                 written_at = now + written_s

@@ -37,8 +37,8 @@ from meshmend.jax.state.sources import UNCHECKED
 from meshmend.launch.timeline import Timeline
 from meshmend.topology import Mesh
 
-TOLD_AFTER = 2
-"""Copies after which the wishes of all hosts are looked at: by then they are there, and nobody waits for devices."""
+TOLD_AFTER = 3
+"""Steps after which the wishes of all hosts are looked at: by then they are there, and nobody waits for devices."""
 Parts = dict[str, tuple[Annotated[jax.Array, "[D, P]"], Annotated[jax.Array, "[D, P]"]]]
 """For each dtype every device's own part, and the one of another host that it keeps; one row per device."""
 
@@ -129,7 +129,7 @@ class Mirror:
         self._cut: Any = layout.programs.get("cut")
         self._writer = ThreadPoolExecutor(1, "meshmend-mirror")
         self._writing: Future[None] | None = None
-        self._told: deque[jax.Array] = deque()
+        self._told: deque[tuple[int, jax.Array]] = deque()
         self.written_s = 0.0
         """Seconds that the last copy took, from the data to the file."""
 
@@ -157,8 +157,8 @@ class Mirror:
         """Keep a copy of a step, which is written while the next ones run; the arrays may be donated right away.
 
         If the copy before is still being written, on any host, this one `waits` for it, or is left out on all hosts.
-        `interval` is how often this host would have copies: returns the largest of all hosts, once it is known, from
-        `TOLD_AFTER` copies before; the same on all of them.
+        `interval` is how often this host would have copies: returns the largest of all hosts from the last copy that is
+        at least `TOLD_AFTER` steps old, the same on all of them; None if there is none.
         """
         is_late = self.is_writing and not waits
         if not is_late:
@@ -168,8 +168,11 @@ class Mirror:
             array.copy_to_host_async()
         if not is_late:
             self._writing = self._writer.submit(self._write, step, parts, told, extra, verified)
-        self._told.append(told)
-        return None if len(self._told) <= TOLD_AFTER else int(fetch(self._told.popleft())[1])
+        self._told.append((step, told))
+        found: int | None = None
+        while self._told[0][0] + TOLD_AFTER <= step:
+            found = int(fetch(self._told.popleft()[1])[1])
+        return found
 
     def wait(self) -> None:
         """Return when everything is written; raise what went wrong."""
