@@ -22,7 +22,7 @@ BOUNDARIES = [
     "jax/program.py",
     "jax/gradients.py",
     "jax/state/layout.py",
-    "jax/state/outline.py",
+    "jax/state/gather.py",
     "torch/engine.py",
     "torch/payload.py",
 ]
