@@ -15,7 +15,7 @@ from meshmend.jax.state.mirror import TOLD_AFTER
 
 
 def simulate(step_s: float, cost_s: float, written_s: float, n_steps: int, noise: float = 0.0) -> tuple[list[int], Any]:
-    """A loop in which each copy makes the next three steps longer: its steps with a copy, and how it went."""
+    """A loop in which each copy makes some of the next steps longer: its steps with a copy, and how it went."""
     now, rng = 0.0, np.random.default_rng(0)
     interval = CopyInterval("auto", 0, lambda: now)
     wishes: list[tuple[int, int]] = []
@@ -23,8 +23,8 @@ def simulate(step_s: float, cost_s: float, written_s: float, n_steps: int, noise
     written_at = -1.0
     for step in range(1, n_steps + 1):
         now += step_s * (1 + noise * rng.random())
-        if kept and step - kept[-1] <= 3:
-            now += cost_s / 3
+        # The loop notices late what delays the devices.
+        now += cost_s / 3 * sum(3 <= step - copied <= 5 for copied in kept[-6:])
         is_writing = now < written_at
         if interval.due(step, is_writing=is_writing):
             told = [wish for at, wish in wishes if at + TOLD_AFTER <= step]

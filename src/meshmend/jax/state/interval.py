@@ -18,8 +18,9 @@ FIRST_AFTER = 4
 """Steps from a start to its first copy."""
 FIRST_INTERVAL = 8
 """Steps between copies until it is known what they cost."""
-IN_FLIGHT = 3
-"""Steps after a copy that may take longer because of it, however soon it is written: those that were under way."""
+IN_FLIGHT = 5
+"""Steps after a copy that may take longer because of it, however soon it is written. A loop waits for a step only when
+two more are under way, so that what delays the devices is noticed that much later."""
 FEWEST = 2
 """Copies after which it is known what they cost."""
 REMEMBERED = 5
