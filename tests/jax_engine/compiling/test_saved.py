@@ -29,7 +29,7 @@ from meshmend.jax.fabric import Fabric
 from meshmend.jax.job import initialize_alone
 from meshmend.jax.managed.model import Model
 from meshmend.jax.managed.run import TrainingRun
-from meshmend.jax.state.mirror import make_wishes
+from meshmend.jax.state.mirror import make_proposal
 from meshmend.jax.training_plan import TrainingPlan
 from meshmend.launch.environment import PROGRAM_KEY
 
@@ -81,7 +81,7 @@ def train(compiled: CompiledTrainStep, n_steps: int = 3) -> bytes:
     state, batches = compiled.init(params), FEED.batches(fabric)
     for _ in range(n_steps):
         params, state, _ = compiled.step(params, state, next(batches))
-    compiled.layout.programs["cut"](params, state, make_wishes(fabric, False, 1))
+    compiled.layout.programs["cut"](params, state, make_proposal(fabric, False, 1))
     return np.asarray(params).tobytes()
 
 

@@ -30,9 +30,9 @@ import pytest
 
 from jax_engine.restart_cases import Started, Vectors, assert_is_step, elements, empty, finish_save
 from meshmend.errors import RestartError
-from meshmend.jax.state.gather import Parts
+from meshmend.jax.state.gather import NeededParts
 from meshmend.jax.state.keeper import Keeper
-from meshmend.jax.state.memory import MAGIC, Copy, HostMemory
+from meshmend.jax.state.memory import MAGIC, Copy, HostMemory, PartReader
 from meshmend.jax.state.mirror import copy_of, make_parts_fn
 from meshmend.jax.state.sources import Source, rank_sources
 
@@ -246,7 +246,7 @@ class Hosts:
         self.barrier.wait(LONGEST_S)
         return told
 
-    def gather(self, parts: Parts, sent_by: dict[tuple[int, int], int], read: Any, _: Any) -> None:
+    def gather(self, parts: NeededParts, sent_by: dict[tuple[int, int], int], read: Any, _: Any) -> None:
         """Stands for `gather`, which would send by devices what each process is to provide."""
         me, slices = self.process.number, parts.outline.slices
         mine = [(one, read(one[0], *slices[one[1]])) for one, process in sent_by.items() if process == me]
@@ -272,6 +272,23 @@ class Hosts:
         keeper._failures = partial(Keeper._failures, keeper)
         self.process.number = process
         return Keeper._load_from_memory(keeper, source, copies, [])
+
+
+def test_a_copy_that_vanishes_after_it_was_listed_comes_from_other_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = Hosts(tmp_path)
+
+    def open_copy(copy: Copy) -> PartReader:
+        if copy.path.parent.name == "1":
+            copy.path.unlink(missing_ok=True)
+        return PartReader(copy)
+
+    monkeypatch.setattr("meshmend.jax.state.keeper.PartReader", open_copy)
+    found = hosts.restore()
+    assert found is not None
+    assert {name: vector.tobytes() for name, vector in found[2].items()} == hosts.saved[found[0]]
+    assert found[0] == 5
 
 
 def damage_memory(folder: Path, seeds: range) -> Counter[str]:

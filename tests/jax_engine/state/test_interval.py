@@ -11,14 +11,14 @@ import pytest
 
 from jax_engine.restart_cases import Started, assert_is_step
 from meshmend.jax.state.interval import FIRST_AFTER, FIRST_INTERVAL, LARGEST_SLOWDOWN, CopyInterval
-from meshmend.jax.state.mirror import TOLD_AFTER
+from meshmend.jax.state.mirror import AGREED_AFTER
 
 
 def simulate(step_s: float, cost_s: float, written_s: float, n_steps: int, noise: float = 0.0) -> tuple[list[int], Any]:
     """A loop in which each copy makes some of the next steps longer: its steps with a copy, and how it went."""
     now, rng = 0.0, np.random.default_rng(0)
     interval = CopyInterval("auto", 0, lambda: now)
-    wishes: list[tuple[int, int]] = []
+    proposals: list[tuple[int, int]] = []
     kept: list[int] = []
     written_at = -1.0
     for step in range(1, n_steps + 1):
@@ -27,9 +27,9 @@ def simulate(step_s: float, cost_s: float, written_s: float, n_steps: int, noise
         now += cost_s / 3 * sum(3 <= step - copied <= 5 for copied in kept[-6:])
         is_writing = now < written_at
         if interval.due(step, is_writing=is_writing):
-            told = [wish for at, wish in wishes if at + TOLD_AFTER <= step]
-            wishes.append((step, interval.wanted(is_writing=is_writing)))
-            interval.begun(step, told[-1] if told else None)
+            agreed = [one for at, one in proposals if at + AGREED_AFTER <= step]
+            proposals.append((step, interval.wanted(is_writing=is_writing)))
+            interval.begun(step, agreed[-1] if agreed else None)
             if not is_writing:
                 kept.append(step)
                 written_at = now + written_s
@@ -48,7 +48,7 @@ def test_copies_slow_training_down_by_what_they_may(cost: float) -> None:
 
 
 @pytest.mark.parametrize("noise", [0.1, 0.3])
-def test_noise_does_not_make_copies_dear(noise: float) -> None:
+def test_noise_does_not_make_copies_seem_expensive(noise: float) -> None:
     kept, found = simulate(1.0, 0.5, 0.1, 3000, noise)
     _, bare = simulate(1.0, 0.0, 0.1, 3000, noise)
     assert found.seconds / bare.seconds < 1 + 1.5 * LARGEST_SLOWDOWN

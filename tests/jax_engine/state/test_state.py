@@ -467,7 +467,7 @@ def test_a_host_takes_what_it_needs_of_all_slices(
     monkeypatch.setattr(gathering, "leaders_of", lambda _: (here, SimpleNamespace(process_index=1)))
     monkeypatch.setattr(gathering, "make_gather", lambda _: (run, None))
     monkeypatch.setattr(jax, "make_array_from_single_device_arrays", lambda shape, how, arrays: arrays[0])
-    parts = gathering.Parts(outline, whole.layout)
+    parts = gathering.NeededParts(outline, whole.layout)
     gathering.gather(parts, {one: int(one in of_other) for one in slices}, lambda d, a, b: data[d][a:b])
     monkeypatch.undo()
     assert len(sent) == len(rounds)
@@ -480,7 +480,7 @@ def test_only_slices_that_a_host_needs_and_lacks_are_wanted(whole: Trained, hole
     own = layout.needs()[: len(layout.needs()) // 2]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StateLayout, "needs", lambda _: own)
-        parts = gathering.Parts(outline, layout)
+        parts = gathering.NeededParts(outline, layout)
     has = [0, 5, 63]
     # The oracle: byte by byte.
     expected = set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import shutil
@@ -244,7 +243,7 @@ class TrainingRun:
             pass
         except BaseException as error:
             self.is_open, self._keeper, self._checking = False, None, None
-            with contextlib.suppress(Exception):  # of a step that has failed, there may be no state any more
+            with suppress(Exception):  # of a step that has failed, there may be no state any more
                 self._keep_last(keeper)
             try:
                 self.session.give_up(error)  # ends the process, unless it is alone

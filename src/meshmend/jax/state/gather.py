@@ -8,8 +8,8 @@ are moved, never computed with.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -27,11 +27,27 @@ BLOCK_BYTES = 16 << 20
 SMALLEST_ROW = 1 << 10
 """Words of a process's row, at least."""
 
+T = TypeVar("T")
 Bytes = Annotated[NDArray[np.uint8], "uint8[N]"]
 Slice = tuple[int, int]
 """A device of the mesh that wrote the copies, and the number of a slice of its part."""
 ReadPart = Callable[[int, int, int], bytes]
 """From a device, a first byte and an end to these bytes of its part."""
+
+
+def overlaps(runs: Sequence[tuple[int, int, T]], start: int, stop: int) -> Iterator[tuple[int, int, int, T]]:
+    """Return what is between two bytes of runs that are in order: first byte, end, first byte of the run, and the run.
+
+    >>> list(overlaps([(0, 4, "a"), (6, 2, "b"), (8, 3, "c")], 3, 7))
+    [(3, 4, 0, 'a'), (6, 7, 6, 'b')]
+    """
+    for i in range(max(0, bisect_right(runs, start, key=lambda run: run[0]) - 1), len(runs)):
+        first, length, run = runs[i]
+        if first >= stop:
+            return
+        low, high = max(start, first), min(stop, first + length)
+        if low < high:
+            yield low, high, first, run
 
 
 class Needed:
@@ -42,23 +58,17 @@ class Needed:
 
     def __init__(self, layout: StateLayout) -> None:
         self._found: dict[tuple[str, int, int], NDArray[Any]] = {}
-        self._runs: dict[str, list[tuple[int, Bytes]]] = {}
-        """By vector: first byte and bytes of each array, in order."""
+        self._runs: dict[str, list[tuple[int, int, Bytes]]] = {}
+        """By vector: first byte, length and bytes of each array, in order."""
         for name, start, stop in sorted(set(layout.needs())):
             dtype = dtype_named(layout.outline.vectors[name][0])
             array = self._found[name, start, stop] = np.empty(stop - start, dtype)
-            self._runs.setdefault(name, []).append((start * dtype.itemsize, array.view(np.uint8)))
+            self._runs.setdefault(name, []).append((start * dtype.itemsize, array.nbytes, array.view(np.uint8)))
 
     def of(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int, Bytes]]:
         """Return what is needed between two bytes of a vector: first byte, end, and the bytes to put there."""
-        runs = self._runs.get(name, [])
-        for i in range(max(0, bisect_right(runs, start, key=lambda run: run[0]) - 1), len(runs)):
-            first, into = runs[i]
-            if first >= stop:
-                return
-            low, high = max(start, first), min(stop, first + len(into))
-            if low < high:
-                yield low, high, into[low - first : high - first]
+        for low, high, first, into in overlaps(self._runs.get(name, []), start, stop):
+            yield low, high, into[low - first : high - first]
 
     def __call__(self, name: str, start: int, stop: int) -> NDArray[Any]:
         """Return elements of a vector, once."""
@@ -66,25 +76,21 @@ class Needed:
         return self._found.pop(run) if start < stop else self._found[run]
 
 
-class Parts:
-    """Parts of a state as an outline describes them, and what this process needs of them."""
+class NeededParts:
+    """What this process needs of all devices' parts, which are as an outline describes them."""
 
     def __init__(self, outline: Outline, layout: StateLayout) -> None:
         self.outline, self.layout, self.needed = outline, layout, Needed(layout)
-        self._runs: dict[int, list[tuple[str, int, int, int]]] = {}
+        self._runs: dict[int, list[tuple[int, int, tuple[str, int]]]] = {}
+        """By device: first byte and length of each run of its part, and the vector and byte of it that it begins at."""
 
     def _of(self, device: int, start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:
         """Return what vectors have between two bytes of a part: name, first byte there, first byte here, and end."""
         if device not in self._runs:
-            self._runs[device] = list(self.outline.byte_runs(device))
-        runs = self._runs[device]
-        for i in range(max(0, bisect_right(runs, start, key=lambda run: run[2]) - 1), len(runs)):
-            name, first, at, length = runs[i]
-            if at >= stop:
-                return
-            low, high = max(start, at), min(stop, at + length)
-            if low < high:
-                yield name, first + low - at, low, high
+            runs = self.outline.byte_runs(device)
+            self._runs[device] = [(at, length, (name, first)) for name, first, at, length in runs]
+        for low, high, at, (name, first) in overlaps(self._runs[device], start, stop):
+            yield name, first + low - at, low, high
 
     def needs(self, device: int, start: int, stop: int) -> bool:
         """Whether this process needs anything between two bytes of a device's part."""
@@ -119,7 +125,7 @@ class Parts:
 
 
 def gather(
-    parts: Parts, sent_by: Mapping[Slice, int], read: ReadPart, compiled: jax.stages.Compiled | None = None
+    parts: NeededParts, sent_by: Mapping[Slice, int], read: ReadPart, compiled: jax.stages.Compiled | None = None
 ) -> None:
     """Bring slices from the processes that send them to all, which take what they need.
 

@@ -18,7 +18,7 @@ FIRST_AFTER = 4
 """Steps from a start to its first copy."""
 FIRST_INTERVAL = 8
 """Steps between copies until it is known what they cost."""
-IN_FLIGHT = 5
+NOTICED_AFTER = 5
 """Steps after a copy that may take longer because of it, however soon it is written. A loop waits for a step only when
 two more are under way, so that what delays the devices is noticed that much later."""
 FEWEST = 2
@@ -57,7 +57,7 @@ class CopyInterval:
             return self.agreed > 0 and step % self.agreed == 0
         now = self._clock()
         if self._last is not None:
-            if is_writing or step <= self._copied + IN_FLIGHT:
+            if is_writing or step <= self._copied + NOTICED_AFTER:
                 self._slow.append(now - self._last)
             else:
                 self._count_copy()

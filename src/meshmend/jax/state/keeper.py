@@ -19,8 +19,8 @@ from meshmend.jax.state.checkpoints import Checkpoints, warn_once
 from meshmend.jax.state.disk import Disk, as_path
 from meshmend.jax.state.fetch import with_timeout
 from meshmend.jax.state.folders import default_folder, delete_stale
-from meshmend.jax.state.gather import Parts, gather
-from meshmend.jax.state.interval import IN_FLIGHT, LARGEST_SLOWDOWN, CopyInterval
+from meshmend.jax.state.gather import NeededParts, gather
+from meshmend.jax.state.interval import LARGEST_SLOWDOWN, NOTICED_AFTER, CopyInterval
 from meshmend.jax.state.layout import Reader, StateLayout
 from meshmend.jax.state.loading import read_foreign
 from meshmend.jax.state.memory import Copy, HostMemory, PartReader
@@ -245,7 +245,7 @@ class Keeper:
             "steps. Job(memory_every=…) sets another number of steps.",
             every,
             100 * slower,
-            every + IN_FLIGHT,
+            every + NOTICED_AFTER,
         )
 
     def verify(self, step: int) -> None:
@@ -415,13 +415,19 @@ class Keeper:
         first = min(source.providers.values())
         word = {"extra": mine.extra, "outline": mine.outline.as_json()} if mine is not None and me == first else {}
         told = exchange(word)[first]
-        parts = Parts(Outline.from_json(told["outline"]), self.layout)
+        parts = NeededParts(Outline.from_json(told["outline"]), self.layout)
         while source.is_whole:
             has = [device for device, processes in source.holders.items() if me in processes]
             provides = [one for one, process in source.providers.items() if process == me]
             with contextlib.ExitStack() as files:
-                reader = files.enter_context(PartReader(mine)) if mine is not None and has else None
-                found = {"why": "", "damaged": []} if reader is None else _take_own(reader, has, provides, parts)
+                reader: PartReader | None = None
+                found: dict[str, Any] = {"why": "", "damaged": []}
+                if mine is not None and has:
+                    try:
+                        reader = files.enter_context(PartReader(mine))
+                        found = _take_own(reader, has, provides, parts)
+                    except OSError as error:  # all processes hear of it, or the others would wait for this one
+                        found = {"why": f"{mine.path} cannot be read: {error.strerror}.", "damaged": has}
                 answers = exchange(found | {"wants": parts.wanted(has)})
                 if not self._failures(answers, problems):
                     wanted = parts.all_wanted(word["wants"] for word in answers)
@@ -478,14 +484,13 @@ class Keeper:
 
 
 def _take_own(
-    reader: PartReader, has: Sequence[int], provides: Sequence[tuple[int, int]], parts: Parts
+    reader: PartReader, has: Sequence[int], provides: Sequence[tuple[int, int]], parts: NeededParts
 ) -> dict[str, Any]:
     """Take what is needed of the parts that this process has, and check what it may send to others.
 
     Returns of which devices the parts are damaged, and why, or "": others then send what was taken of those.
     """
-    found: dict[str, Any] = {"why": "", "damaged": []}
-    slices = parts.outline.slices
+    why, damaged, slices = "", list[int](), parts.outline.slices
     for device in has:
         needed = [which for which, ends in enumerate(slices) if parts.needs(device, *ends)]
         try:
@@ -494,6 +499,6 @@ def _take_own(
                     if which in needed:
                         parts.put(device, at, np.frombuffer(block, np.uint8))
         except (OSError, RestartError) as error:
-            found["why"] = str(error)
-            found["damaged"].append(device)
-    return found
+            why = str(error)
+            damaged.append(device)
+    return {"why": why, "damaged": damaged}

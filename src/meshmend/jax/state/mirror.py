@@ -11,7 +11,6 @@ out, and nobody waits. So no host has the data of a copy before every host has w
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -37,8 +36,8 @@ from meshmend.jax.state.sources import UNCHECKED
 from meshmend.launch.timeline import Timeline
 from meshmend.topology import Mesh
 
-TOLD_AFTER = 3
-"""Steps after which the wishes of all hosts are looked at: by then they are there, and nobody waits for devices."""
+AGREED_AFTER = 3
+"""Steps after which the proposals of all hosts are looked at: they are there by then, and nobody waits for devices."""
 Parts = dict[str, tuple[Annotated[jax.Array, "[D, P]"], Annotated[jax.Array, "[D, P]"]]]
 """For each dtype every device's own part, and the one of another host that it keeps; one row per device."""
 
@@ -129,9 +128,7 @@ class Mirror:
         self._cut: Any = layout.programs.get("cut")
         self._writer = ThreadPoolExecutor(1, "meshmend-mirror")
         self._writing: Future[None] | None = None
-        self._told: deque[tuple[int, jax.Array]] = deque()
-        self.written_s = 0.0
-        """Seconds that the last copy took, from the data to the file."""
+        self._agreed: deque[tuple[int, jax.Array]] = deque()
 
     def compile(self, params: Tree, state: Tree) -> None:
         """Compile ahead of the first copy, unless that was done."""
@@ -157,21 +154,21 @@ class Mirror:
         """Keep a copy of a step, which is written while the next ones run; the arrays may be donated right away.
 
         If the copy before is still being written, on any host, this one `waits` for it, or is left out on all hosts.
-        `interval` is how often this host would have copies: returns the largest of all hosts from the last copy that is
-        at least `TOLD_AFTER` steps old, the same on all of them; None if there is none.
+        `interval` is what this host proposes, in steps: returns the largest of all hosts from the last copy that is
+        at least `AGREED_AFTER` steps old, the same on all of them; None if there is none.
         """
         is_late = self.is_writing and not waits
         if not is_late:
             self.wait()
-        parts, told = self._cut(params, state, make_wishes(self.layout.fabric, is_late, interval))
+        parts, agreed = self._cut(params, state, make_proposal(self.layout.fabric, is_late, interval))
         for array in [] if is_late else jax.tree.leaves(parts):
             array.copy_to_host_async()
         if not is_late:
-            self._writing = self._writer.submit(self._write, step, parts, told, extra, verified)
-        self._told.append((step, told))
+            self._writing = self._writer.submit(self._write, step, parts, agreed, extra, verified)
+        self._agreed.append((step, agreed))
         found: int | None = None
-        while self._told[0][0] + TOLD_AFTER <= step:
-            found = int(fetch(self._told.popleft()[1])[1])
+        while self._agreed[0][0] + AGREED_AFTER <= step:
+            found = int(fetch(self._agreed.popleft()[1])[1])
         return found
 
     def wait(self) -> None:
@@ -180,16 +177,15 @@ class Mirror:
             writing, self._writing = self._writing, None
             writing.result()
 
-    def _write(self, step: int, parts: Parts, told: jax.Array, extra: Tree, verified: int) -> None:
+    def _write(self, step: int, parts: Parts, agreed: jax.Array, extra: Tree, verified: int) -> None:
         try:
-            wait_for((parts, told))
-            if fetch(told)[0]:
-                self.timeline.note("skipped a copy", step=step)
+            wait_for((parts, agreed))
+            if fetch(agreed)[0]:
+                self.timeline.note("copy skipped", step=step)
                 return
-            began, me = time.monotonic(), jax.process_index()
+            me = jax.process_index()
             copy = copy_of(parts, self.layout, self.host_of_chip, me, self.attempt, step, extra, self.run)
             n_bytes = self.memory.write(replace(copy, verified=verified))
-            self.written_s = time.monotonic() - began
         except BaseException as error:
             self.on_failure(error)
             raise
@@ -227,8 +223,8 @@ def copy_of(
 def _backed_up_by(host_of_chip: tuple[int, ...], mesh: Mesh) -> NDArray[np.int32]:
     """Return for each chip the chip whose part it keeps beside its own; itself where there is no other host.
 
-    In tiles, it is one in the same slot of another tile. Every step's copy asks for this, and it takes a look at the
-    loss of every host.
+    In tiles, it is one in the same slot of another tile. Every copy asks for this, and it takes a look at the loss
+    of every host.
     """
     devices_per_tile = len(host_of_chip) // mesh.n_chips
     kept = np.empty(len(host_of_chip), np.int32)
@@ -249,7 +245,7 @@ def hosts_of_chips(fabric: Fabric) -> list[int]:
 def make_parts_fn(layout: StateLayout, host_of_chip: Sequence[int] | None = None) -> Callable[[Tree, Tree], Parts]:
     """Return the function from (params, state) to parts: for each dtype, every device's own and the one it keeps.
 
-    Leaf by leaf: beside the parts themselves it needs no memory on the devices.
+    Leaf by leaf, so that no device holds a second state meanwhile.
     """
     fabric, outline = layout.fabric, layout.outline
     kept = _backed_up_by(tuple(hosts_of_chips(fabric) if host_of_chip is None else host_of_chip), fabric.mesh)
@@ -291,14 +287,14 @@ def make_parts_fn(layout: StateLayout, host_of_chip: Sequence[int] | None = None
 def compile_cut(
     layout: StateLayout, params: Tree, state: Tree, host_of_chip: Sequence[int] | None = None
 ) -> jax.stages.Compiled:
-    """Compile the function from (params, state, wishes) to parts, and to the largest wishes of all devices.
+    """Compile the function from (params, state, proposals) to parts, and to the largest proposal of all devices.
 
-    A device's wishes are whether its host is late, and how often it would have copies.
+    A device's proposal is whether to leave this copy out, as its host is late, and how many steps apart copies are.
     """
     fabric, parts_of = layout.fabric, make_parts_fn(layout, host_of_chip)
 
-    def largest_of(wishes: jax.Array) -> jax.Array:
-        found: jax.Array = lax.pmax(wishes[0], fabric.axes)
+    def largest_of(proposal: jax.Array) -> jax.Array:
+        found: jax.Array = lax.pmax(proposal[0], fabric.axes)
         return found
 
     largest = jax.shard_map(
@@ -309,15 +305,15 @@ def compile_cut(
         check_vma=False,
     )
 
-    def cut(params: Tree, state: Tree, wishes: jax.Array) -> tuple[Parts, jax.Array]:
-        return parts_of(params, state), largest(wishes)
+    def cut(params: Tree, state: Tree, proposals: jax.Array) -> tuple[Parts, jax.Array]:
+        return parts_of(params, state), largest(proposals)
 
     shape = (fabric.jax_mesh.devices.size, 2)
-    wishes = jax.ShapeDtypeStruct(shape, np.int32, sharding=fabric.sharding(fabric.axes))
-    return fabric.jit(cut).lower(params, state, wishes).compile()
+    proposals = jax.ShapeDtypeStruct(shape, np.int32, sharding=fabric.sharding(fabric.axes))
+    return fabric.jit(cut).lower(params, state, proposals).compile()
 
 
-def make_wishes(fabric: Fabric, is_late: bool, interval: int) -> jax.Array:
-    """Return this host's wishes on its devices, as a part of the array of all hosts'."""
+def make_proposal(fabric: Fabric, is_late: bool, interval: int) -> jax.Array:
+    """Return this host's proposal on its devices, as a part of the array of all hosts'."""
     sharding, mine = fabric.sharding(fabric.axes), np.array([[is_late, interval]], np.int32)
     return jax.make_array_from_callback((fabric.jax_mesh.devices.size, 2), sharding, lambda _: mine)
