@@ -331,8 +331,10 @@ def _run_locally(asked: _Asked, machine: Hosts, least: int, kills: list[Kill]) -
             for one in [each for each in left if _steps_of(job, each.host, began) >= each.step]:
                 left.remove(one)
                 if one.host in running.running:
-                    killed.append((one, running.kill(one.host)))
+                    at = running.kill(one.host)
+                    job.read()  # it went on until it died
                     step = _steps_of(job, one.host, began)
+                    killed.append((Kill(one.host, step), at))
                     screen.say(f"host {one.host} is killed after step {step}, its memory is lost", "bold red")
             running.watch(WATCH_S)
         job.read()
