@@ -347,3 +347,28 @@ print("equal on", len(got))
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run([sys.executable, "-c", code], env=environment, check=False, capture_output=True, text=True)
     assert done.stdout.strip() == "equal on 504", done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("names", [("float32",), ("float32", "bfloat16", "int32", "complex64", "one float")])
+def test_a_device_that_does_not_count_adds_zeros(names: tuple[str, ...]) -> None:
+    """Whatever it has, NaN too: whether its leaves are packed with others or travel alone."""
+    fabric = mmj.discover(jax.devices()[:4], shape="2x2", failed=["0,0"])
+    program = mmj.install(mm.plan(fabric.mesh, "weave"), fabric)
+    tree = {name: values for name, values in payload(3, 8).items() if name in names}
+    for name, values in tree.items():
+        values[1] = 77 if name == "int32" else np.nan
+    one = fabric.sharding("chip").spec
+
+    def total(tree: Tree, counts: Any, program: Any) -> Tree:
+        own = {name: leaf[0] for name, leaf in tree.items()}
+        found = mmj.all_reduce(own, program, accumulate_dtype=jnp.float32, counts=counts[0])
+        return {name: leaf[None] for name, leaf in found.items()}
+
+    mapped = jax.shard_map(
+        total, mesh=fabric.jax_mesh, in_specs=(one, one, program.spec), out_specs=one, check_vma=False
+    )
+    found = jax.jit(mapped)(tree, np.array([True, False, True]), program)
+    for name, values in tree.items():
+        wanted = values[0].astype(np.complex128) + values[2].astype(np.complex128)
+        for row in np.asarray(found[name]).astype(np.complex128):
+            np.testing.assert_allclose(row, wanted, rtol=2**-7 if name == "bfloat16" else 1e-6)

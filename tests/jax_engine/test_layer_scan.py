@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -74,13 +74,13 @@ def check_close(got: Any, wanted: Any, rounding: float = ROUNDING) -> None:
         assert np.abs(a - b).max() <= rounding * np.abs(b).max(), jax.tree_util.keystr(path)
 
 
-def plain(layers: Any, x: Any) -> Any:
+def plain(layers: Any, x: Any, layer: Any = layer) -> Any:
     """The mean loss over the whole batch, written the usual way, on one device."""
     y, _ = lax.scan(lambda x, w: (layer(w, x), None), x, layers)
     return jnp.mean(jnp.sum(y**2, axis=-1))
 
 
-def gradients_over_chips(fabric: mmj.Fabric, params: Any, x: Any, program: Any, **more: Any) -> Any:
+def gradients_over_chips(fabric: mmj.Fabric, params: Any, x: Any, program: Any, layer: Any = layer, **more: Any) -> Any:
     """Return the mean loss and the gradients of `scan_layers` on all chips."""
 
     def local(params: Any, x: Any, program: Any) -> Any:
@@ -106,17 +106,30 @@ def test_gradients_are_those_of_plain_jax(shape: str, failed: str, n_layers: int
     check_close((value, mmj.fsdp.unshard_params(gradients, fabric, pair)), wanted)
 
 
+def layer_of_integers(w: Any, x: Any) -> Any:
+    h = x + x * w["norm"]
+    return x + (jax.nn.relu(h @ w["up"]) @ w["down"]) * w["scale"]
+
+
 def test_unrolled_steps_sums_instead_of_means_and_nothing_hidden() -> None:
-    """Of four chips: to divide by four rounds nothing."""
+    """With small integers, of which no sum or product is rounded, however it is compiled; nor when divided by four."""
     fabric, pair = programs("2x2", "")
-    layers, x = layers_tree(2), batch(4)
+    rng = np.random.default_rng(0)
+    layers = jax.tree.map(lambda leaf: jnp.asarray(rng.integers(-1, 2, leaf.shape), jnp.float32), layers_tree(2))
+    layers["scale"] = jnp.ones(2)
+    x = rng.integers(-1, 2, batch(4).shape).astype(np.float32)
     params = mmj.fsdp.shard_params(layers, fabric, pair, stacked=True)
+    wanted = jax.jit(jax.value_and_grad(partial(plain, layer=layer_of_integers)))(layers, x)
+    assert all(0 < np.abs(leaf).max() < 2**24 / 8 for leaf in jax.tree.leaves(wanted))
     for given, program in ((layers, whole_program(fabric)), (params, pair)):
-        value, gradients = gradients_over_chips(fabric, given, x, program)
+        one = partial(gradients_over_chips, fabric, given, x, program, layer_of_integers)
+        value, gradients = one()
+        whole = gradients if given is layers else mmj.fsdp.unshard_params(gradients, fabric, pair)
+        check_close((value, whole), wanted, rounding=0)
         sums = jax.tree.map(lambda leaf: 4 * leaf, gradients)
-        check_close(gradients_over_chips(fabric, given, x, program, unroll=True, mean=False), (value, sums), rounding=0)
-        check_close(gradients_over_chips(fabric, given, x, program, hide=False), (value, gradients), rounding=0)
-    check_close(gradients_over_chips(fabric, params, x, pair, in_turn=True), (value, gradients), rounding=0)
+        check_close(one(unroll=True, mean=False), (value, sums), rounding=0)
+        check_close(one(hide=False), (value, gradients), rounding=0)
+    check_close(one(in_turn=True), (value, gradients), rounding=0)
 
 
 def test_whatever_a_layer_closes_over_has_its_gradient_and_integers_pass_through() -> None:

@@ -186,6 +186,23 @@ def test_collectives_of_a_step_wait_for_each_other(name: str, tiled: bool, monke
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_payload_is_packed_once_and_never_copied(ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA on CPU is slow at concatenating, and copies what is read after it was written into."""
+    monkeypatch.setattr(ordering, "mixes_messages", lambda _: ordered)
+    fabric = mmj.discover(jax.devices()[:4], shape="2x2")
+    program = mmj.install(mm.plan(fabric.mesh, "latency"), fabric)
+    init, step = mmj.train_step(loss, optax.adam(0.1), fabric, per_example=True)
+    params = tree()
+    n_elements = sum(x.size for x in params.values())
+    state, batch = jax.jit(init)(params, program), np.ones((8, 8), np.float32)
+    compiled = fabric.jit(step).lower(params, state, batch, program, weights=np.ones(8, np.float32)).compile()
+    text = str(compiled.as_text())
+    sizes = re.findall(r" = \w+\[([\d,]+)\]\S* (?:copy|concatenate|pad)\(", text)
+    assert not [size for size in sizes if np.prod([int(n) for n in size.split(",")]) >= n_elements]
+    assert COLLECTIVE.search(text)
+
+
 def test_only_processes_on_cpus_need_it() -> None:
     fabric = mmj.discover(jax.devices()[:4], shape="2x2")
     assert not ordering.mixes_messages(fabric)

@@ -18,7 +18,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
-from meshmend.jax.loops import Chunks, run
+from meshmend.jax.loops import Chunks, first_bits, run
 from meshmend.jax.private import varying_axes
 from meshmend.jax.program import ChunkLayout, Program
 from meshmend.schedule import Collective
@@ -39,6 +39,7 @@ def all_reduce(
     mean: bool = False,
     accumulate_dtype: DTypeLike | None = None,
     unroll: bool = False,
+    counts: Annotated[jax.Array, "[]"] | None = None,
 ) -> Tree:
     """Sum a pytree of arrays over all live chips; every chip ends with the same bits.
 
@@ -47,6 +48,7 @@ def all_reduce(
     and accumulated, as in `accumulate_dtype=jnp.float32` for bfloat16 gradients; results have their own dtypes. Sums of
     integers wrap as `lax.psum`'s do; means of integers are computed in float32 and cannot wrap. `unroll` writes the
     steps out one by one, so that a TPU's scheduler can put other computing beside each permute: for plans of few steps.
+    A device where `counts` is false adds zeros, whatever it has.
 
     Leaves are packed together by the dtype that travels, so one loop serves all leaves of a dtype: a float32 loss
     beside float32 gradients costs nothing. Leaves of a dtype that have fewer elements together than the plan has
@@ -67,7 +69,7 @@ def all_reduce(
         leaves = [leaf.astype(mean_dtype(leaf.dtype)) for leaf in leaves]
     results: list[jax.Array] = [leaf.astype(_sum_dtype(leaf.dtype)) for leaf in leaves]
     for group, way in _ways(leaves, program, accumulate_dtype):
-        chunks = run(sum_in_chip(group.pack(leaves), way.layout), way, unroll=unroll)
+        chunks = run(sum_in_chip(group.pack(leaves, counts), way.layout), way, unroll=unroll)
         for i, total in group.unpack(join_in_chip(chunks, way.layout), leaves):
             results[i] = _divide(total, _divisor(program, mean)).astype(results[i].dtype)
     return jax.tree.unflatten(structure, results)
@@ -202,13 +204,20 @@ class Group:
         """A chunk's axes. On TPU the last two fill whole tiles, so that slices of chunks are slices of memory."""
         return (self.chunk,) if self.layout.tile == 1 else (self.chunk // 128, 128)
 
-    def pack(self, leaves: Sequence[jax.Array]) -> Annotated[jax.Array, "[C, K, ...]"]:
-        """Return the leaves as chunks, of shape (cores, chunks, *chunk), padded with zeros."""
+    def pack(
+        self, leaves: Sequence[jax.Array], counts: Annotated[jax.Array, "[]"] | None = None
+    ) -> Annotated[jax.Array, "[C, K, ...]"]:
+        """Return leaves as chunks, of shape (cores, chunks, *chunk), padded with zeros; zeros only, unless `counts`."""
         parts = [jnp.ravel(leaves[i]).astype(self.dtype) for i in self.members]
         padding = self.layout.n_cores * self.layout.shape.total_chunks * self.chunk - self.size
         if padding:
             parts.append(jnp.zeros(padding, self.dtype))
-        flat = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+        is_small = self.size + padding <= np.iinfo(np.int32).max
+        if self.layout.platform == "cpu" and is_small and (len(parts) > 1 or counts is not None):
+            flat = _join_in_place(parts, counts)
+        else:
+            flat = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+            flat = flat if counts is None else jnp.where(counts, flat, jnp.zeros_like(flat))
         return flat.reshape(self.layout.n_cores, self.layout.shape.total_chunks, *self.chunk_shape)
 
     def unpack(
@@ -221,6 +230,32 @@ class Group:
             found.append((i, lax.slice(flat, (start,), (stop,)).reshape(leaves[i].shape)))
             start = stop
         return found
+
+
+def _join_in_place(parts: Sequence[jax.Array], counts: jax.Array | None) -> Annotated[jax.Array, "[S]"]:
+    """Return the parts one after the other, or zeros if they do not count: written in place, each once.
+
+    XLA on CPU concatenates element by element, looking for each among the parts, and does so once for every use of
+    the result. It writes into a slice as fast as memory copies, if it does not know where that is (it would pad the
+    first part instead), and cannot move the writing into what uses the result: so that is a branch of a condition.
+    """
+    total, dtype = sum(map(len, parts)), parts[0].dtype
+    bit = first_bits(parts[0]).astype(jnp.int32) & 1
+    zero = bit * (bit - 1)  # for either bit, which the compiler does not find out
+
+    def write(zero: jax.Array, *parts: jax.Array) -> jax.Array:
+        flat, start = nothing(zero), zero
+        for part in parts:
+            flat = lax.dynamic_update_slice_in_dim(flat, part, start, axis=0)
+            start = start + len(part)
+        return flat
+
+    def nothing(zero: jax.Array, *_: jax.Array) -> jax.Array:
+        return jnp.full(total, zero.astype(dtype))
+
+    is_whole = zero == 0 if counts is None else (zero == 0) & counts
+    flat: jax.Array = lax.cond(is_whole, write, nothing, zero, *parts)
+    return flat
 
 
 def groups_of(leaves: Sequence[Leaf], layout: ChunkLayout, accumulate_dtype: DTypeLike | None) -> list[Group]:

@@ -51,6 +51,8 @@ class LossSums:
 
     Then a device without any example that counts computes with what it has, times 0, which must not be NaN: a feed's
     padding repeats a sample."""
+    omits_unused: bool = True
+    """Whether the sums of a microbatch without any example that counts are made zero here, not where they are added."""
 
     def of(
         self, loss: PartLoss, params: Tree, batch: Tree, weights: Annotated[jax.Array, "[B]"] | None
@@ -107,7 +109,7 @@ class LossSums:
         gradients, (extras, own) = jax.grad(total, has_aux=True)(params)
         weight = None if weights is None else jnp.sum(weights)
         sums = Sums(*jax.tree.map(self._widened, (gradients, extras, weight)))
-        if used is not None:
+        if used is not None and self.omits_unused:
             counted = Sums(*jax.tree.map(lambda x: jnp.where(jnp.any(used), x, jnp.zeros_like(x)), sums))
             sums = Sums(sums.gradients, counted.extras, counted.weight) if self.over_devices else counted
         return sums, jax.tree.map(lambda x: jnp.zeros((), jnp.result_type(x)), own)

@@ -159,7 +159,7 @@ def _shard_map(
     # JAX 0.10 calls them newly_manual_axes, earlier ones manual_axes.
     axes = next(axes for name, axes in settings.items() if name.endswith("manual_axes"))
     found: Values = jax.shard_map(
-        lambda zero, *given: _evaluate(closed, given, [zero])[0],
+        lambda zero, *given: _evaluate(closed, given, [zero] if before else [])[0],
         mesh=settings["mesh"],
         in_specs=(whole, *settings["in_specs"]),
         out_specs=list(settings["out_specs"]),
@@ -172,17 +172,49 @@ def _shard_map(
 def _once_there(before: Values, operation: JaxprEqn, operands: Values) -> Values:
     """Return an operation's operands as they are, available only once `before` is.
 
-    A loop waits for all that it reads, so its integers are enough, where it has any: the tables of a program. Payloads
-    then stay where they are. A literal stands in the operation itself, and waits for nothing.
+    A loop waits for all that it reads, so its integers are enough, where it has any, and an element of what it carries
+    on: the tables of a program, and its payload, which stays where it is. (A table alone is not, as it says nothing if
+    there is one chunk only.) A literal stands in the operation itself, and waits for nothing.
     """
-    if not before:
+    if not before or _waits_anyway(before, operation, operands):
         return operands
     zero = _zero_after(before)
     waits = [_is_array(x) and not isinstance(v, Literal) for v, x in zip(operation.invars, operands, strict=True)]
     whole = [yes and jnp.issubdtype(x.dtype, jnp.integer) for yes, x in zip(waits, operands, strict=True)]
-    if operation.primitive.name in LOOPS and any(whole):
-        waits = whole
-    return [_plus(zero, x) if yes else x for yes, x in zip(waits, operands, strict=True)]
+    if operation.primitive.name not in LOOPS or not any(whole):
+        return [_plus(zero, x) if yes else x for yes, x in zip(waits, operands, strict=True)]
+    carried = _carried(operation)
+    return [
+        _plus(zero, x) if whole[i] else _plus_first(zero, x) if waits[i] and i in carried else x
+        for i, x in enumerate(operands)
+    ]
+
+
+def _carried(operation: JaxprEqn) -> range:
+    """Return which operands of a loop it carries from one turn to the next."""
+    settings = operation.params
+    if operation.primitive.name == "scan":
+        return range(settings["num_consts"], settings["num_consts"] + settings["num_carry"])
+    if operation.primitive.name == "while":
+        return range(settings["cond_nconsts"] + settings["body_nconsts"], len(operation.invars))
+    return range(0)
+
+
+def _waits_anyway(before: Values, operation: JaxprEqn, operands: Values) -> bool:
+    """Whether all that a loop sends is made of `before`, as where one loop goes on with the payload of another.
+
+    To wait for its first element too would keep the payload alive while the loop writes into it: XLA would copy it.
+    """
+    if operation.primitive.name != "scan" or operation.params["num_carry"] != 1 or len(before) != 1:
+        return False
+    (carried,), body = _carried(operation), operation.params["jaxpr"].jaxpr
+    made = {body.invars[carried]}
+    for inner in body.eqns:
+        taken = [v in made for v in inner.invars if not isinstance(v, Literal)]
+        if _communicates(inner) and not (inner.primitive.name in COLLECTIVES and all(taken)):
+            return False
+        made.update(inner.outvars if any(taken) else ())
+    return operands[carried] is before[0]
 
 
 def _plus(zero: jax.Array, value: Any) -> Any:
@@ -191,6 +223,12 @@ def _plus(zero: jax.Array, value: Any) -> Any:
         return value + zero.astype(value.dtype)
     # Adding 0.0 would make 0.0 of -0.0.
     return jnp.where(zero == 0, value, jnp.zeros_like(value))
+
+
+def _plus_first(zero: jax.Array, value: jax.Array) -> jax.Array:
+    """Return the same, with a single element that is written once the zero is there."""
+    first = lax.slice(value, (0,) * value.ndim, (1,) * value.ndim)
+    return lax.dynamic_update_slice(value, _plus(zero, first), (0,) * value.ndim)
 
 
 def _zero_after(values: Values) -> jax.Array:

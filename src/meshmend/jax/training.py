@@ -259,6 +259,7 @@ class Training(ABC):
             is_split_inside=self._adds_pieces,
             divides=not self._adds_pieces,
             over_devices=self.is_fsdp,
+            omits_unused=not self._omits_where_added(program),
         )
         return part.of(self.loss_of(program), params, batch, weights)
 
@@ -288,7 +289,13 @@ class Training(ABC):
             # To be cut, parameters are packed. That is over, and its buffer free, before anything is made of the batch.
             own, part = lax.optimization_barrier((own, part))
         sums, dtypes = self._sums(params, *part, program)
-        return self._updated(Before(whole, params, own, state, scale), sums, dtypes, program)
+        weights = part[1] if self._omits_where_added(program) else None
+        counts = None if weights is None else jnp.any(weights != 0)
+        return self._updated(Before(whole, params, own, state, scale), sums, dtypes, program, counts)
+
+    def _omits_where_added(self, program: Program) -> bool:
+        """Whether the sums of a device without examples are left out when they are packed, where that is for free."""
+        return self.tiles is None and self.microbatches == 1 and not program.is_sharded
 
     def _on_tile(
         self, whole: Tree, dtypes: Tree, params: Tree, state: Tree, rows: Sums, scale: Any, program: Program
@@ -298,12 +305,14 @@ class Training(ABC):
         sums = Sums(gradients, *_first((rows.extras, rows.weight)))
         return self._updated(Before(whole, params, self.cut(params, program), state, scale), sums, dtypes, program)
 
-    def _updated(self, before: Before, sums: Sums, dtypes: Tree, program: Program) -> tuple[Tree, Tree, Tree, Tree]:
+    def _updated(
+        self, before: Before, sums: Sums, dtypes: Tree, program: Program, counts: jax.Array | None = None
+    ) -> tuple[Tree, Tree, Tree, Tree]:
         if program.is_sharded:
             extras, weight = all_reduce((sums.extras, sums.weight), program.for_scalars)
             sums = Sums(sums.gradients, extras, weight)
         else:
-            sums = all_reduce(sums, program)
+            sums = all_reduce(sums, program, counts=counts)
         value, aux = self._means(sums, dtypes)
         return *self.update(before, value, sums.gradients, self._mean(sums), program), value, aux
 
