@@ -24,6 +24,7 @@ import meshmend as mm
 import meshmend.jax as mmj
 from jax_engine.restart_cases import read_vectors
 from meshmend.errors import ParameterError, RestartError
+from meshmend.jax.state.gather import aligned_empty
 from meshmend.jax.state.layout import StateLayout, device_number, put
 from meshmend.jax.state.outline import Outline, ShardedArray, dtype_named
 from meshmend.jax.training import TrainStep
@@ -492,3 +493,13 @@ def test_arrays_are_placed_on_every_device() -> None:
         assert leaf.shape == np.shape(expected)
         for shard in leaf.addressable_shards:
             assert np.array_equal(shard.data, expected)
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000, 1_000_001])
+def test_a_cpu_device_takes_what_is_restored_without_a_copy(size: int) -> None:
+    """Half of a restart's memory, on CPU; and it is not written to again, as the device has it now."""
+    values = aligned_empty(size, np.dtype(np.float32))
+    values[:] = np.arange(size)
+    on_device = jax.device_put(values, jax.devices("cpu")[0])
+    assert on_device.unsafe_buffer_pointer() == values.ctypes.data
+    np.testing.assert_array_equal(on_device, np.arange(size, dtype=np.float32))

@@ -24,6 +24,7 @@ from meshmend.jax.state.outline import Outline, dtype_named
 
 BLOCK_BYTES = 16 << 20
 """Bytes that a round brings, which bounds the device memory that this needs."""
+ALIGNMENT = 64
 SMALLEST_ROW = 1 << 10
 """Words of a process's row, at least."""
 
@@ -62,7 +63,7 @@ class Needed:
         """By vector: first byte, length and bytes of each array, in order."""
         for name, start, stop in sorted(set(layout.needs())):
             dtype = dtype_named(layout.outline.vectors[name][0])
-            array = self._found[name, start, stop] = np.empty(stop - start, dtype)
+            array = self._found[name, start, stop] = aligned_empty(stop - start, dtype)
             self._runs.setdefault(name, []).append((start * dtype.itemsize, array.nbytes, array.view(np.uint8)))
 
     def of(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int, Bytes]]:
@@ -74,6 +75,13 @@ class Needed:
         """Return elements of a vector, once."""
         run = (name, start, stop)
         return self._found.pop(run) if start < stop else self._found[run]
+
+
+def aligned_empty(size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return an array whose memory a CPU device can use as it is: JAX copies what does not begin at 64 bytes."""
+    whole = np.empty(size * dtype.itemsize + ALIGNMENT, np.uint8)
+    first = -whole.ctypes.data % ALIGNMENT
+    return whole[first : first + size * dtype.itemsize].view(dtype)
 
 
 class NeededParts:
