@@ -234,7 +234,7 @@ def main() -> None:
         victim = mesh.rank(board[0])
         # In the middle of a step: its gradients are in flight.
         until(lambda: story.last[victim]["at"] == "backward", [], "waiting for the middle of a step")
-        killed_at, killed_step = time.time(), story.step
+        killed_at = time.time()
         chips.kill(board)
         until(
             lambda: story.steps.get(story.step, {}).get("chips") == holed.n_chips,
@@ -248,6 +248,7 @@ def main() -> None:
             chips.start(chip, train, 1, mesh, folder, options.steps, options.shared)
         until(lambda: story.step >= options.steps - 1, [], "the board is back: torchft sends it the weights")
         until(lambda: chips.alive == [LIGHTHOUSE], [], "done")
+    killed_step = min(step for step, facts in story.steps.items() if facts["chips"] == holed.n_chips) - 1
     draw(story, killed_at, back_at, options.figure)
     agree = all(len(weights) == 1 for weights in story.weights.values())
     used = story.used().values()

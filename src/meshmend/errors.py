@@ -125,6 +125,23 @@ class MissingExtraError(MeshmendError, ImportError):
         super().__init__(f"{needed_for} needs {missing}, which is not installed here. Install it with: {install}")
 
 
+class VersionError(MeshmendError, ImportError):
+    """A library is installed in a version in which meshmend does not find what it needs.
+
+    Fields: `library`, `version`, `missing` (names that are not there any more, or not yet).
+    """
+
+    def __init__(self, needed_for: str, library: str, version: str, missing: Sequence[str], tested: str) -> None:
+        self.library = library
+        self.version = version
+        self.missing = tuple(missing)
+        names = ", ".join(self.missing)
+        super().__init__(
+            f"{needed_for} does not work with {library} {version}: {names} is not there. It was tested with {library} "
+            f"{tested}. Install one of those, or a newer meshmend; and please report the version."
+        )
+
+
 class DrawingError(MeshmendError, ValueError):
     """A schedule cannot be drawn, or not in the chosen format."""
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshmend.errors import MissingExtraError, ParameterError
+from meshmend.errors import MissingExtraError, ParameterError, VersionError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+TESTED = {
+    "jax": ("0.10.2", "0.11.2", "0.12.0.1"),
+    "torch": ("2.7.0", "2.13.0", "2.15.0"),
+    "torchft": ("0.2.0",),
+}
+"""The versions that the quick tests have passed with: docs/start.md says when, and with which others."""
 
 
 def install_hint(extra: str | None = None) -> str:
@@ -37,6 +47,29 @@ def require(*modules: str, needed_for: str, extra: str) -> None:
     for module in modules:
         if find_spec(module) is None:
             raise MissingExtraError(needed_for, module, install_hint(extra))
+
+
+def require_names(library: str, names: Iterable[str], *, needed_for: str) -> None:
+    """Raise `VersionError` if an installed library does not have these names, each as in "module.path:name.attribute".
+
+    >>> require_names("numpy", ["numpy.linalg:norm"], needed_for="This")
+    >>> require_names("numpy", ["numpy.linalg:norm", "numpy.nowhere:a", "numpy.linalg:no.norm"], needed_for="This")
+    Traceback (most recent call last):
+    ...
+    meshmend.errors.VersionError: This does not work with numpy ...: numpy.nowhere:a, numpy.linalg:no.norm is not ...
+    """
+    missing = []
+    for name in names:
+        module, _, path = name.partition(":")
+        try:
+            found = import_module(module)
+            for part in path.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError):
+            missing.append(name)
+    if missing:
+        tested = ", ".join(TESTED.get(library, ("no version",)))
+        raise VersionError(needed_for, library, metadata.version(library), missing, tested)
 
 
 def new_figure(path: Path, size_in: tuple[float, float]) -> Figure:

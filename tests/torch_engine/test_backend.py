@@ -390,6 +390,8 @@ def quick(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
+    if torch.__version__.startswith("2.7."):
+        pytest.skip("Gloo of torch 2.7, which results are held to, has no reduce-scatter and no means")
     return run_all(quick)
 
 

@@ -90,6 +90,7 @@ def train(chip: tuple[int, ...], rank: int, port: int, steps: int) -> dict[str, 
     return found
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.7."), reason="HSDP of torch 2.7 needs an accelerator")
 @pytest.mark.usefixtures("compiler")
 def test_ddp_fsdp2_and_hsdp_learn_what_one_process_learns() -> None:
     steps = 3

@@ -104,6 +104,26 @@ def test_a_tree_of_everything() -> None:
         )
 
 
+def test_tensors_are_found_in_lists_tuples_and_dictionaries_and_in_nothing_else() -> None:
+    class Held:
+        values = torch.ones(2)
+
+    def tree(rank: int, *more: Any) -> Any:
+        one = torch.full((2,), rank + 1.0)
+        return {"a": [one, (one + 1, 7, None)], 3: {"b": one + 2}, "name": "x", "more": more}
+
+    trees = [tree(rank) for rank in range(N_CHIPS)]
+    on_engines(lambda rank, engine: mmt.all_reduce(trees[rank], engine))
+    for found in trees:
+        tensors = found["a"][0], found["a"][1][0], found[3]["b"]
+        assert [tensor.tolist() for tensor in tensors] == [[6.0, 6.0], [9.0, 9.0], [12.0, 12.0]]
+    trees = [tree(rank, Held()) for rank in range(N_CHIPS)]
+    for error in on_engines(lambda rank, engine: mmt.all_reduce(trees[rank], engine)):
+        assert isinstance(error, PayloadError)
+        assert "got a Held in them" in str(error)
+        assert trees[0]["a"][0].tolist() == [1.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("op", "values", "wanted"),
     [

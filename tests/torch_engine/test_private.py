@@ -20,7 +20,7 @@ from torchft.process_group import ProcessGroupWrapper, create_store_client
 
 from meshmend.torch.ddp import DistributedDataParallel
 from meshmend.torch.manager import Manager
-from meshmend.torch.private import GlooBased, Work, cpu_backend, gloo_backend, gloo_group, leaves_with_paths, name_group
+from meshmend.torch.private import GlooBased, Work, cpu_backend, gloo_backend, gloo_group, name_group
 from meshmend.torch.process_group import MeshProcessGroup
 from torch_engine.processes import with_store
 
@@ -69,7 +69,7 @@ def test_cpp_finds_the_methods_of_a_group_of_ours() -> None:
     try:
         store = alone()
         group = Counting(gloo_group(store, 0, 1, connect_timeout=SECONDS, timeout=SECONDS, interface="lo"), store)
-        name_group(group, "counting", "a test")
+        name_group(group, "counting")
     except (AttributeError, TypeError) as error:
         pytest.fail(f"{why} ({error})")
     assert (group.rank(), group.size(), group.group_name) == (0, 1, "counting")
@@ -110,16 +110,6 @@ def test_a_started_collective_is_what_torch_waits_for() -> None:
     done = gloo_backend(alone(), 0, 1, timeout=SECONDS).allreduce([torch.zeros(1)])
     assert Work in type(done).__mro__, "torch would not take meshmend's work for a started collective: see Work"
     done.wait()
-
-
-def test_leaves_come_with_the_keys_that_lead_to_them() -> None:
-    found = leaves_with_paths({"b": [1, (2,)], "a": 3})
-    keys = [[getattr(key, "key", getattr(key, "idx", None)) for key in path] for path, _ in found]
-    assert dict(zip(map(str, keys), [leaf for _, leaf in found], strict=True)) == {
-        "['b', 0]": 1,
-        "['b', 1, 0]": 2,
-        "['a']": 3,
-    }, "all_reduce of a tree cannot name its tensors: see leaves_with_paths"
 
 
 def test_torchft_forms_groups_and_reduces_buckets_through_the_hooks() -> None:

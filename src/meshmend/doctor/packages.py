@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from meshmend.doctor.finding import Finding, Status
-from meshmend.extras import install_hint
+from meshmend.extras import TESTED, install_hint
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,9 @@ def _look_at(package: Package, least: str | None) -> Finding:
     if least is not None and _numbers(version) < _numbers(least):
         advice = f"pip install -U '{name}>={least}'"
         return Finding("packages", name, "broken", f"{version}, but meshmend needs {least} or later", advice)
-    return Finding("packages", name, "works", version)
+    return Finding(
+        "packages", name, "works", version + (f"; tested with {', '.join(TESTED[name])}" if name in TESTED else "")
+    )
 
 
 def _least_versions() -> dict[str, str]:

@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from meshmend.cost import Hardware
 from meshmend.errors import MeshError, name_chip
 from meshmend.jax.compiler_options import Purpose, options_for
-from meshmend.jax.private import is_tracing
 from meshmend.jax.wraparound import documented_wrap
 from meshmend.machines import Machine
 from meshmend.machines.read import as_machine
@@ -136,7 +135,7 @@ class Fabric:
         Array(3., dtype=float32)
         """
         options = self.overlap_options if overlap else self.compiler_options
-        return jax.jit(function, compiler_options=None if is_tracing() else options or None, **settings)
+        return jax.jit(function, compiler_options=None if _is_tracing() else options or None, **settings)
 
     def sharding(self, *axes: str | tuple[str, ...] | None) -> jax.sharding.NamedSharding:
         """Return the sharding that splits an array's axes by axes of this fabric; none means one copy per device."""
@@ -145,6 +144,11 @@ class Fabric:
     def __repr__(self) -> str:
         cores = f", {self.jax_mesh.devices.shape[1]} cores per chip" if self.core_axis else ""
         return f"Fabric({self.mesh!r} of {self.platform}{cores}, hardware {self.hardware})"
+
+
+def _is_tracing() -> bool:
+    """Whether JAX is tracing a function: what is jitted now becomes a part of that function's program."""
+    return isinstance(jax.lax.full((), 0), jax.core.Tracer)
 
 
 def discover(

@@ -119,7 +119,7 @@ def _communicate(operation: JaxprEqn, operands: Values, before: Values, debug_in
     if not any(map(_needs_order, inner)):
         found = _bind(operation, operands, debug_info)
     elif name == "scan":
-        found = _scan(settings, operands)
+        found = _scan(operation, operands)
     elif name == "while":
         found = _while(settings, operands)
     else:
@@ -128,9 +128,10 @@ def _communicate(operation: JaxprEqn, operands: Values, before: Values, debug_in
     return found, found
 
 
-def _scan(settings: dict[str, Any], operands: Values) -> Values:
-    n_fixed, n_carried = settings["num_consts"], settings["num_carry"]
-    fixed, carried, rows = operands[:n_fixed], operands[n_fixed : n_fixed + n_carried], operands[n_fixed + n_carried :]
+def _scan(operation: JaxprEqn, operands: Values) -> Values:
+    settings, carries = operation.params, _carried(operation)
+    n_carried = len(carries)
+    fixed, carried, rows = operands[: carries.start], operands[carries.start : carries.stop], operands[carries.stop :]
 
     def body(carried: Values, row: Values) -> tuple[Values, Values]:
         found, _ = _evaluate(settings["jaxpr"], [*fixed, *carried, *row], [])
@@ -194,7 +195,14 @@ def _carried(operation: JaxprEqn) -> range:
     """Return which operands of a loop it carries from one turn to the next."""
     settings = operation.params
     if operation.primitive.name == "scan":
-        return range(settings["num_consts"], settings["num_consts"] + settings["num_carry"])
+        body = settings["jaxpr"].jaxpr
+
+        def n_rows(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+            """Return how many arrays a turn has one row of. What is fixed comes first, then what is carried."""
+            return sum(a.aval.ndim > b.aval.ndim for a, b in zip(outside, inside, strict=True))
+
+        end = len(body.invars) - n_rows(operation.invars, body.invars)
+        return range(end - len(body.outvars) + n_rows(operation.outvars, body.outvars), end)
     if operation.primitive.name == "while":
         return range(settings["cond_nconsts"] + settings["body_nconsts"], len(operation.invars))
     return range(0)
@@ -205,7 +213,7 @@ def _waits_anyway(before: Values, operation: JaxprEqn, operands: Values) -> bool
 
     To wait for its first element too would keep the payload alive while the loop writes into it: XLA would copy it.
     """
-    if operation.primitive.name != "scan" or operation.params["num_carry"] != 1 or len(before) != 1:
+    if operation.primitive.name != "scan" or len(before) != 1 or len(_carried(operation)) != 1:
         return False
     (carried,), body = _carried(operation), operation.params["jaxpr"].jaxpr
     made = {body.invars[carried]}

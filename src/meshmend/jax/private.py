@@ -1,18 +1,21 @@
 """All that meshmend uses of JAX beyond its public API. No other module does (`tests/test_architecture.py`).
 
-JAX may move any of this in a minor release, so the `jax` extra has an upper bound, and
-`tests/jax_engine/test_private.py` has a test for each that says what breaks. Before the bound is raised, run those
-against the new version.
+JAX may move any of this in a minor release: `check_private_names` looks whether it is all there when meshmend.jax is
+imported, and `tests/jax_engine/test_private.py` has a test for each that says what breaks.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import jax
+
+from meshmend.extras import require_names
+
+
+def check_private_names() -> None:
+    """Raise `VersionError` if this JAX does not have what is used here."""
+    require_names("jax", ["jax._src.distributed:global_state"], needed_for="meshmend.jax")
 
 
 class KeyValueStore:
@@ -68,64 +71,6 @@ def joined_as() -> tuple[int, int] | None:
 
     state = distributed.global_state
     return None if state.client is None else (int(state.process_id), int(state.num_processes))
-
-
-def share_cache_keys_on_cpu() -> bool:
-    """Make the compile cache's keys the same on all processes of a CPU job; return whether JAX has the hooks for that.
-
-    JAX 0.10 puts each process's view of the topology into the key, and on CPU that differs between processes. The
-    devices' kinds are used instead, as JAX does where a platform has no topology.
-    """
-    try:
-        from jax._src import cache_key
-
-        by_topology, by_kind = cache_key._hash_accelerator_config, cache_key._hash_devices
-    except (ImportError, AttributeError):
-        return False
-    if getattr(by_topology, "from_meshmend", False):
-        return True
-
-    def hash_config(hash_obj: Any, devices: Any) -> None:
-        (by_kind if devices.flat[0].platform == "cpu" else by_topology)(hash_obj, devices)
-
-    hash_config.from_meshmend = True  # type: ignore[attr-defined]
-    cache_key._hash_accelerator_config = hash_config  # type: ignore[assignment]
-    return True
-
-
-_anew = threading.local()
-
-
-@contextmanager
-def compiling_anew() -> Iterator[None]:
-    """Compile in this thread without reading or writing JAX's compile cache.
-
-    XLA's CPU executables cannot be written again after they were read: what such a file has in it loads, and fails when
-    it runs ("Function wrapped_broadcast not found"). The setting that switches the cache off counts only once per
-    process.
-    """
-    from jax._src import compiler
-
-    keyed = compiler._get_cache_key
-    if not getattr(keyed, "from_meshmend", False):
-
-        def key_of(*given: Any, **more: Any) -> str | None:
-            return None if getattr(_anew, "is_on", False) else keyed(*given, **more)
-
-        key_of.from_meshmend = True  # type: ignore[attr-defined]
-        compiler._get_cache_key = key_of
-    _anew.is_on = True
-    try:
-        yield
-    finally:
-        _anew.is_on = False
-
-
-def is_tracing() -> bool:
-    """Whether JAX is tracing a function: what is jitted now becomes a part of that function's program."""
-    from jax._src import core
-
-    return not core.trace_state_clean()
 
 
 def varying_axes(value: Any) -> frozenset[str]:

@@ -275,7 +275,7 @@ class MeshBackend(GlooBased):
         timeout: timedelta | None = None,
         opts: Any = None,  # noqa: ARG002  # a part of a mesh has no options of its own
         group_name: str | None = None,
-        group_desc: str | None = None,
+        group_desc: str | None = None,  # noqa: ARG002  # a name is enough
         device_types: list[torch.device] | None = None,  # noqa: ARG002  # there is one
     ) -> dist.ProcessGroup | None:
         """Return the group of these ranks of this one, None on members that are not in it. All members call this."""
@@ -287,7 +287,7 @@ class MeshBackend(GlooBased):
         part = MeshBackend(
             store, new_ranks.index(self.rank()), len(new_ranks), timeout or self._timeout, self.options, self
         )
-        name_group(part, name, group_desc or f"{self.group_desc}:split")
+        name_group(part, name)
         return part
 
     def abort(self) -> None:

@@ -3,37 +3,46 @@
 # No `from __future__ import annotations` here: DDP looks at the hook's annotations and wants classes, not strings.
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from meshmend.errors import PayloadError
 from meshmend.torch.engine import Engine
 from meshmend.torch.payload import check_tensor, describe, kind_of, overwrite
-from meshmend.torch.private import leaves_with_paths
 
 
 def all_reduce(tree: Any, engine: Engine, *, mean: bool = False) -> None:
-    """Sum (or average) the tensors of a tree over all chips, in place.
+    """Sum (or average) the tensors of a tree over all chips, in place: of lists, tuples and dictionaries in each other.
 
     A single contiguous tensor is reduced where it is. Other tensors are packed, by dtype, into one payload each:
     one long message is faster than many short ones. All tensors are checked before the first is sent.
     """
     kind = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
-    leaves = [(path, leaf) for path, leaf in leaves_with_paths(tree) if isinstance(leaf, torch.Tensor)]
+    leaves = list(_tensors_with_paths(tree))
     tensors = [leaf for _, leaf in leaves]
     check_tensors(tensors, kind)
     # A dictionary's leaves come in the order in which it was filled: chips that filled theirs in another order would
     # add up tensors of equal shapes and different names.
-    reduce_tensors(tensors, engine, kind, names=[[_name(key) for key in path] for path, _ in leaves])
+    reduce_tensors(tensors, engine, kind, names=[path for path, _ in leaves])
 
 
-def _name(key: Any) -> Any:
-    """Return a key of a tree, where it is the same in every process."""
-    name = next((getattr(key, field) for field in ("key", "idx", "name") if hasattr(key, field)), None)
-    return name if isinstance(name, str | int) else type(name).__name__
+def _tensors_with_paths(tree: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[list[str | int], torch.Tensor]]:
+    """Return the tensors of a tree, each with the keys that lead to it, or their types where processes may differ."""
+    if isinstance(tree, torch.Tensor):
+        yield list(path), tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _tensors_with_paths(value, (*path, key if isinstance(key, str | int) else type(key).__name__))
+    elif isinstance(tree, list | tuple):
+        for number, value in enumerate(tree):
+            yield from _tensors_with_paths(value, (*path, number))
+    elif tree is not None and not isinstance(tree, str | bytes | int | float | complex):
+        advice = "Pass its tensors, as in list(module.parameters())."
+        raise PayloadError("lists, tuples and dictionaries of tensors", f"a {type(tree).__name__} in them", advice)
 
 
 def check_tensors(tensors: Sequence[torch.Tensor], op: Any) -> None:

@@ -1,8 +1,8 @@
 """All that meshmend uses of torch beyond its public API. No other module does (`tests/test_architecture.py`).
 
-torch may move any of this in a minor release, so the `torch` extra has an upper bound, and
-`tests/torch_engine/test_private.py` has a test for each that says what breaks. Before the bound is raised, run those
-against the new version. What is used of torchft is in `private_torchft`, which needs torchft.
+torch may move any of this in a minor release: whether it is all there is looked up when this is imported, and
+`tests/torch_engine/test_private.py` has a test for each that says what breaks. What is used of torchft is in
+`private_torchft`, which needs torchft.
 """
 
 from __future__ import annotations
@@ -12,9 +12,22 @@ from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree
 
-Work: TypeAlias = dist._Work
+from meshmend.extras import require_names
+
+require_names(
+    "torch",
+    [
+        "torch.distributed:ProcessGroupGloo._Options",
+        "torch.distributed:ProcessGroup._set_default_backend",
+        "torch.distributed:ProcessGroup._register_backend",
+        "torch.distributed:ProcessGroup._get_backend",
+        "torch.distributed:ProcessGroup._set_group_name",
+    ],
+    needed_for="meshmend.torch",
+)
+
+Work: TypeAlias = dist.Work
 """What torch expects a started collective to be."""
 
 CPU = torch.device("cpu")
@@ -74,13 +87,16 @@ def gloo_group(
 ) -> dist.ProcessGroup:
     """Return a process group whose CPU backend is a Gloo of its own; it connects within one timeout, then has another.
 
-    Gloo could also connect when a pair is first used, but it ends the process if such a connection fails while the
-    group is being closed.
+    (Where torch cannot change a timeout, as 2.7 cannot, it has the second one from the start.) Gloo could also connect
+    when a pair is first used, but it ends the process if such a connection fails while the group is being closed.
     """
+    changes = hasattr(dist.ProcessGroupGloo, "set_timeout")
     group = dist.ProcessGroup(store, rank, world_size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    backend: Any = gloo_backend(store, rank, world_size, timeout=connect_timeout, interface=interface)
-    backend._set_default_timeout(timeout)
+    first = connect_timeout if changes else timeout
+    backend: Any = gloo_backend(store, rank, world_size, timeout=first, interface=interface)
+    if changes:
+        backend.set_timeout(timeout)
     group._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, backend)
     return group
 
@@ -90,11 +106,10 @@ def cpu_backend(group: dist.ProcessGroup) -> Transport:
     return cast(Transport, group._get_backend(CPU))
 
 
-def name_group(group: dist.ProcessGroup, name: str, description: str) -> None:
+def name_group(group: dist.ProcessGroup, name: str) -> None:
     """Name a group that torch has not made itself."""
     named: Any = dist.GroupName(name) if hasattr(dist, "GroupName") else name
     group._set_group_name(named)
-    group._set_group_desc(description)
 
 
 class GlooBased(dist.ProcessGroup):
@@ -139,9 +154,3 @@ class GlooBased(dist.ProcessGroup):
 def fail_future(future: torch.futures.Future[Any], error: Exception) -> None:
     """End a future with an error, which torch annotates as a result."""
     future.set_exception(error)
-
-
-def leaves_with_paths(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    """Return the leaves of a tree of lists, tuples and dictionaries, each with the keys that lead to it."""
-    found: list[tuple[tuple[Any, ...], Any]] = _pytree.tree_flatten_with_path(tree)[0]
-    return found

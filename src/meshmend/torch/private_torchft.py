@@ -1,7 +1,7 @@
 """All that meshmend uses of torchft beyond its public API: two hooks of its classes, under names of our own.
 
-torchft's classes are made to be subclassed, but the methods to override have private names. The `torch` extra has an
-upper bound, and `tests/torch_engine/test_private.py` says what breaks when one of them moves.
+torchft's classes are made to be subclassed, but the methods to override have private names. Whether they are there is
+looked up when this is imported, and `tests/torch_engine/test_private.py` says what breaks when one of them moves.
 """
 
 # No `from __future__ import annotations` here: DDP looks at the hook's annotations and wants classes, not strings.
@@ -12,6 +12,14 @@ import torch
 import torch.distributed as dist
 import torchft
 from torchft.process_group import ProcessGroupWrapper
+
+from meshmend.extras import require_names
+
+require_names(
+    "torchft",
+    ["torchft.process_group:ProcessGroupWrapper._create_pg", "torchft:DistributedDataParallel._comm_hook"],
+    needed_for="Training with torchft",
+)
 
 
 class ReconfiguredGroup(ProcessGroupWrapper):

@@ -336,10 +336,10 @@ def test_a_job_that_starts_again_traces_nothing(tmp_path: Path, update: str) -> 
 
 
 @pytest.mark.slow
-def test_what_the_compile_cache_has_is_compiled_anew_to_be_saved(tmp_path: Path) -> None:
-    """XLA's CPU executables cannot be written again once they were read: the file would load, and fail when it runs."""
+def test_a_job_with_another_key_saves_a_program_of_its_own(tmp_path: Path) -> None:
+    """What it compiles comes from no cache: XLA's programs for CPUs cannot be written again once they were read."""
     run_job(tmp_path / "shared", 6, "sharded")
-    other = run_job(tmp_path / "shared", 12, "sharded", key=bytes(32))  # finds its programs in the compile cache
+    other = run_job(tmp_path / "shared", 12, "sharded", key=bytes(32))
     assert "another key" in other["events"][0]["why_not_loaded"]
     last = run_job(tmp_path / "shared", 18, "sharded", key=bytes(32))
     assert (last["compiled"], "loaded" in last["events"][0]) == ([], True)

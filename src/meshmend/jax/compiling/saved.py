@@ -6,14 +6,13 @@ job's secret. Its name says what it is for: the mesh with its hole, the update, 
 the step is made of (`fingerprint`), so a script that has changed never meets a program of before.
 
 A file that is missing, damaged, signed by somebody else or not to be loaded here is no error: all processes compile,
-or find their programs in JAX's compile cache, and the timeline's "compile" says why. Nor is one that loads and then
-fails: while a loaded program has not finished a step, a mark beside its file says so, and a start that finds that mark
+or find their programs in JAX's compile cache, and the timeline's "compile" says why. On CPU, where virtual hosts share
+their cores, process 0 compiles and the others load what it saves. Nor is a file an error that loads and then fails:
+while a loaded program has not finished a step, a mark beside its file says so, and a start that finds that mark
 compiles.
 
 A file is made ahead for devices that stand in for the survivors' (`Session.fabrics_ahead`): only for a device that
-exists can be compiled. And JAX's cache keys are still shared on CPU (`use_compile_cache`): what is in no file (making
-FSDP's parameters, measuring, checks, a start without a file) goes through JAX's cache, under whose keys processes hand
-each other their programs, and with different keys would wait for ever.
+exists can be compiled.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ from meshmend.jax.compiling.fingerprint import UnidentifiedError, fingerprint, s
 from meshmend.jax.compiling.next_failures import CompileAhead, CompiledTrainStep, compile_train_step, step_digest
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.job.session import Session
-from meshmend.jax.private import compiling_anew
 from meshmend.jax.program import Program
 from meshmend.jax.state.gather import leaders_of
 from meshmend.jax.training_plan import TrainingPlan
@@ -53,6 +51,7 @@ SPARE_FILES = 16
 MOST_BYTES = 8 << 30
 """Bytes of all files together."""
 TAG_BYTES = 32
+DIFFERENT = "processes have made different steps, or differ in versions, settings or kind of CPU"
 OTHER_SETTINGS = re.compile("cache|log_|traceback|locations|share_binary|coordination|preemption|leak")
 """JAX's settings that change no program."""
 
@@ -85,6 +84,7 @@ class SavedSteps:
                 self._why_unnamed = str(error)
         self._own: tuple[str, CompiledTrainStep, bool] | None = None
         """What this job runs: its name, the step, and whether it was loaded."""
+        self._is_saved = False
         self._on_trial: Path | None = None
 
     def start(self, planned: TrainingPlan) -> CompiledTrainStep:
@@ -104,7 +104,7 @@ class SavedSteps:
             problem = _problem(self.session.coordination.exchange([name, content, why]))
             if loaded is None or problem:
                 facts |= {"why_not_loaded": problem[:500]} if problem else {}
-                compiled = self._compile(fabric, program)
+                compiled = self._compile_for_all(name if problem != DIFFERENT else "", fabric, program)
             else:
                 compiled, facts["loaded"] = loaded, name
                 if is_writer:
@@ -143,6 +143,8 @@ class SavedSteps:
             return
         (name, compiled, is_loaded), fabric = self._own, self.session.fabric
         if not is_loaded:
+            if self._is_saved:
+                return
             self.session.timeline.note("program", **self._save(name, fabric, compiled.program, compiled))
             return
         training, params, batch = self.ingredients(fabric, compiled.program)
@@ -177,6 +179,23 @@ class SavedSteps:
                 path.unlink(missing_ok=True)
                 self._mark(path.name).unlink(missing_ok=True)
 
+    def _compile_for_all(self, name: str, fabric: Fabric, program: Program) -> CompiledTrainStep:
+        """Compile; on CPU, process 0 does, and the others load what it saves. For every process."""
+        session = self.session
+        if not name or fabric.platform != "cpu" or session.launch.n_processes == 1:
+            return self._compile(fabric, program)
+        compiled, facts = None, dict[str, Any]()
+        if session.launch.process == 0:
+            with session.coordination.doing("compiling"):
+                compiled = self._compile(fabric, program)
+                facts = self._save(name, fabric, program, compiled)
+            session.timeline.note("program", **facts)
+        self._is_saved = "saved" in session.coordination.exchange(facts)[0]
+        if compiled is None and self._is_saved:
+            with contextlib.suppress(_NotLoadedError):
+                compiled = _load(self._read(name), fabric, program)
+        return compiled or self._compile(fabric, program)
+
     def _compile(self, fabric: Fabric, program: Program) -> CompiledTrainStep:
         training, params, batch = self.ingredients(fabric, program)
         return compile_train_step(training, program, params, batch)
@@ -186,10 +205,7 @@ class SavedSteps:
     ) -> dict[str, Any]:
         """Save a step; return facts for the timeline."""
         try:
-            if compiled is None or fabric.platform == "cpu":  # which cannot write what it has read from JAX's cache
-                with compiling_anew() if fabric.platform == "cpu" else contextlib.nullcontext():
-                    compiled = self._compile(fabric, program)
-            body = _dump(compiled)
+            body = _dump(compiled or self._compile(fabric, program))
             self.folder.mkdir(parents=True, exist_ok=True)
             write_whole(self.folder / name, self._tag(name, body) + body)
             self._mark(name).unlink(missing_ok=True)
@@ -236,7 +252,7 @@ class _NotSavedError(Exception):
 def _problem(everybody: list[list[str]]) -> str:
     """Return why not all processes have loaded the same program; "" if they have, or if nobody was to load one."""
     if len({name for name, _, _ in everybody}) > 1:
-        return "processes have made different steps, or differ in versions, settings or kind of CPU"
+        return DIFFERENT
     for process, (_, _, why) in enumerate(everybody):
         if why:
             return f"process {process}: {why}"

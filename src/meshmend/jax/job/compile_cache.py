@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 
 import jax
-
-from meshmend.jax.private import share_cache_keys_on_cpu
 
 
 def use_compile_cache(folder: str | Path | None) -> None:
     """Keep every compiled program in a folder that all hosts share; by default JAX_COMPILATION_CACHE_DIR.
 
-    Only process 0 writes, which is JAX's own rule. On CPU JAX 0.10 also puts each process's view of the
-    topology into the key, so that the others never get a hit: there the devices' kinds are used instead, as JAX does
-    where a platform has no topology.
+    Only process 0 writes, which is JAX's own rule.
     """
     folder = folder or os.environ.get("JAX_COMPILATION_CACHE_DIR")
     if not folder:
@@ -25,9 +20,13 @@ def use_compile_cache(folder: str | Path | None) -> None:
     # After a restart every compile counts, however short.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    if not share_cache_keys_on_cpu():
-        warnings.warn(
-            f"JAX {jax.__version__} computes the keys of its compile cache in a way that meshmend does not support: "
-            "on CPU only process 0 may find anything there.",
-            stacklevel=2,
-        )
+
+
+def use_no_compile_cache() -> None:
+    """Let nothing be written to a compile cache or read from it, before anything is compiled.
+
+    For jobs on CPU devices, which save what they compile. A program of XLA's for CPUs that was read from JAX's cache
+    cannot be written again: the file loads, and fails when it runs ("Function wrapped_broadcast not found"). Nor would
+    any process but the first find anything there, as JAX's keys differ between processes.
+    """
+    jax.config.update("jax_enable_compilation_cache", False)

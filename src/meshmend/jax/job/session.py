@@ -23,7 +23,7 @@ import numpy as np
 
 from meshmend.errors import MeshError, PlanError, QuarantineError, RestartError
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.job.compile_cache import use_compile_cache
+from meshmend.jax.job.compile_cache import use_compile_cache, use_no_compile_cache
 from meshmend.jax.job.coordination import Coordination
 from meshmend.jax.job.survivors import (
     agree_on_quarantine,
@@ -275,9 +275,9 @@ def initialize(
     and it counts as dead when it has been silent for so long.
 
     `compile_cache` is a folder that all hosts share (JAX lets only process 0 write), where every compiled program is
-    kept; by default JAX_COMPILATION_CACHE_DIR. `timeline` is a file for this host's events, by default
-    MESHMEND_TIMELINE. `quarantine` is the folder with the job's quarantine list, by default MESHMEND_SHARED: what is
-    listed there is left out of the fabric.
+    kept; by default JAX_COMPILATION_CACHE_DIR. On CPU devices there is none. `timeline` is a file for this host's
+    events, by default MESHMEND_TIMELINE. `quarantine` is the folder with the job's quarantine list, by default
+    MESHMEND_SHARED: what is listed there is left out of the fabric.
 
     JAX's own handler of SIGTERM is switched off: it would keep the process alive while the launcher wants it gone.
     """
@@ -308,6 +308,8 @@ def initialize(
         notes.facts |= {"process": launched.process, "host": numbers[launched.process]}
         quarantined = agree_on_quarantine(quarantine, coordination, hosts)
         fabric = find_fabric(shape, hosts, numbers, quarantined)
+        if fabric.platform == "cpu":
+            use_no_compile_cache()
         check_part(fabric, numbers, len(quarantined))
         check_connected(fabric, numbers)
     except (RestartError, QuarantineError) as error:
@@ -331,8 +333,6 @@ def _configure(compile_cache: str | Path | None) -> None:
     use_compile_cache(compile_cache)
     if _platform() in ("", "cpu"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        # Virtual hosts share their cores: one compiles a program, and the others load it.
-        jax.config.update("jax_share_binary_between_hosts", True)
     jax.config.update("jax_enable_preemption_service", False)
 
 
