@@ -93,7 +93,7 @@ def steps(megabytes: float) -> None:
     chosen: list[str] = []
     with initialize() as session, tempfile.TemporaryDirectory() as private:
         shared = Path(os.environ.get("MESHMEND_SHARED", private))
-        # What changes on the machine meanwhile is seen by all alike; a second pass of a large model would take too long.
+        # What changes on the machine is seen by all alike; a second pass of a large model would take too long.
         order = [*seconds, *reversed(seconds)] if megabytes < 200 else [*seconds]
         for number, name in enumerate(order):
             job: mmj.Job | None = None
