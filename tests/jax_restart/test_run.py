@@ -42,6 +42,15 @@ for step in job.train(loss, optax.adam(0.05), {"w": jnp.zeros(8)}, data, steps=3
     if step.number in (1, 30):
         print(f"step {step.number} on {step.chips} chips")
 """
+LISTENERS = """
+    if step.number == 1:
+        import os
+        own = [os.readlink(f"/proc/self/fd/{one.name}") for one in os.scandir("/proc/self/fd") if os.path.lexists(one)]
+        lines = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/self/net/{name}")]
+        print("listens at", *(line[1] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in own))
+"""
+"""The addresses, in hexadecimal, at which a worker listens."""
+LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
 
 
 def environment() -> dict[str, str]:
@@ -113,7 +122,7 @@ def check_accounts(watched: dict[str, Any], scraped: str) -> None:
 
 
 def test_a_job_goes_on_when_a_host_is_killed(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "train.py").write_text(SCRIPT + LISTENERS)
     port, scraped = free_port(), [""]
     words = ["--local", "2x4", "--host", "2x2", "--kill", "1@10", "--shared", "shared"]
     words += ["--metrics", f"127.0.0.1:{port}"]
@@ -125,6 +134,9 @@ def test_a_job_goes_on_when_a_host_is_killed(tmp_path: Path) -> None:
     check_accounts(json.loads("".join(meshmend("watch", "shared", "--once", "--json", folder=tmp_path))), scraped[-1])
     assert "meshmend │ round 1: hosts 0, 1 start" in lines
     assert "host 0 │ step 1 on 8 chips" in lines
+    listens = [line.split() for line in lines if re.match(r"host \d │ listens at .", line)]
+    assert listens, "or nothing is seen: JAX's coordinator listens"
+    assert {where.rpartition(":")[0] for line in listens for where in line[5:]} <= {*LOOPBACK}
     pattern = r"meshmend │ host 1 is killed after step (\d+), its memory is lost"
     ((killed, last),) = ((at, int(found[1])) for at, line in enumerate(lines) if (found := re.fullmatch(pattern, line)))
     assert 10 <= last < 30

@@ -6,8 +6,10 @@ What is missing is the hole. Every process sees the same hosts, and raises the s
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
+import socket
 import sys
 import time
 import traceback
@@ -296,6 +298,7 @@ def initialize(
                 launched.coordinator,
                 launched.n_processes,
                 launched.process,
+                coordinator_bind_address=listening_address(launched.coordinator),
                 heartbeat_timeout_seconds=heartbeat_s,
                 initialization_timeout=timeout_s,
                 shutdown_timeout_seconds=timeout_s,
@@ -326,6 +329,24 @@ def initialize(
     for entry in quarantined:
         note_quarantined(notes, entry, hosts)
     return Session(fabric, launched, hosts, numbers, coordination, notes, quarantined=quarantined, shape=shape)
+
+
+def listening_address(coordinator: str) -> str | None:
+    """Return where JAX's coordinator is to listen: at the address that the hosts use, if it is one of this machine's.
+
+    Otherwise, as where hosts use a name, None: JAX then listens at all addresses of the machine.
+
+    >>> listening_address("127.0.0.1:5000"), listening_address("a-name:5000")
+    ('127.0.0.1:5000', None)
+    """
+    address = coordinator.rpartition(":")[0]
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(address.strip("[]")).version == 6 else socket.AF_INET
+        with socket.socket(family) as one:
+            one.bind((address.strip("[]"), 0))
+    except (OSError, ValueError):
+        return None
+    return coordinator
 
 
 def _configure(compile_cache: str | Path | None) -> None:
