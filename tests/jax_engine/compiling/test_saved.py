@@ -20,15 +20,17 @@ import numpy as np
 import optax
 import pytest
 
+import meshmend as mm
 import meshmend.jax as mmj
 from meshmend.errors import RestartError
-from meshmend.jax.compiling import CompiledTrainStep
+from meshmend.jax.compiling import CompiledTrainStep, compile_train_step
 from meshmend.jax.compiling.fingerprint import fingerprint
 from meshmend.jax.compiling.saved import SavedSteps, shapes_of
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.job import initialize_alone
 from meshmend.jax.managed.model import Model
 from meshmend.jax.managed.run import TrainingRun
+from meshmend.jax.state.layout import put as put_on
 from meshmend.jax.state.mirror import make_proposal
 from meshmend.jax.training_plan import TrainingPlan
 from meshmend.launch.environment import PROGRAM_KEY
@@ -283,6 +285,17 @@ def test_unless_all_processes_have_loaded_all_compile(
     steps.session = replace(steps.session, coordination=coordination)
     steps.start(planned)
     assert said(steps)["why_not_loaded"].startswith(why)
+
+
+def test_what_makes_an_empty_state_is_compiled_for_all_devices() -> None:
+    """Other processes load it, and have none of one device's."""
+    fabric = small()
+    training = mmj.train_step(lambda w, x: x @ w, optax.sgd(0.1), fabric, per_example=True)
+    program = mmj.install(mm.plan(fabric.mesh, "weave"), fabric)
+    compiled = compile_train_step(training, program, WEIGHTS, FEED.like(fabric))
+    assert not jax.tree.leaves(compiled.init(put_on(WEIGHTS, fabric)))
+    for executable in compiled.executables.values():
+        assert {len(one.device_set) for one in jax.tree.leaves(executable.input_shardings)} == {12}
 
 
 def test_old_files_are_pruned_and_what_was_used_last_stays(tmp_path: Path) -> None:

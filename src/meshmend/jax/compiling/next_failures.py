@@ -80,7 +80,8 @@ def compile_train_step(training: TrainStep, program: Program, params: Any, batch
     with as_compiler_error(f"{fabric.mesh!r} of {fabric.jax_mesh.devices.flat[0].device_kind}"):
         layout, (params, state), lowered = _lower(training, program, params, batch)
         _check_result(layout, lowered)
-        init = fabric.jit(training.init).lower(params, program).compile()
+        # An empty state, made of no parameter, would be compiled for one device, which other processes do not have.
+        init = fabric.jit(training.init, keep_unused=True).lower(params, program).compile()
         step = lowered.compile()
         layout.programs["cut"] = compile_cut(layout, params, state)
         layout.programs["gather"] = compile_gather(layout)
