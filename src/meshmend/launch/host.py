@@ -18,6 +18,7 @@ from typing import Any
 
 from meshmend.errors import LaunchError, MeshmendError
 from meshmend.launch.agent import HostAgent
+from meshmend.launch.certificates import CREDENTIALS, make_credentials
 from meshmend.launch.environment import LEAST_HOSTS, PROGRAM_KEY
 from meshmend.launch.events import AgentLog
 from meshmend.launch.hosts import Hosts
@@ -101,7 +102,7 @@ def main(descriptor: int) -> int:
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, _leave)
     try:
-        return _run(what, member, workers, log, report)
+        return _run(what, secret, member, workers, log, report)
     except MeshmendError as error:
         return _ended(error, report)
     except _LeaveError:
@@ -119,14 +120,15 @@ def _ended(error: MeshmendError, report: Any) -> int:
     return DONE if is_quarantined else FAILED
 
 
-def _run(what: HostDescription, member: Member, workers: Workers, log: AgentLog, report: Any) -> int:
+def _run(what: HostDescription, secret: str, member: Member, workers: Workers, log: AgentLog, report: Any) -> int:
     def environment(assigned: Assignment) -> dict[str, str]:
         report(
             "round", number=assigned.number, hosts=assigned.hosts, process=assigned.process, cut_off=assigned.cut_off
         )
         log.start_round(assigned)
         timeline = {"MESHMEND_TIMELINE": what.timeline} if what.timeline else {}
-        return {"MESHMEND_JOB": what.job, LEAST_HOSTS: str(what.hosts[0]), **timeline}
+        credentials = make_credentials(secret, what.job, what.host)
+        return {"MESHMEND_JOB": what.job, LEAST_HOSTS: str(what.hosts[0]), CREDENTIALS: credentials, **timeline}
 
     agent = HostAgent(
         what.argv,

@@ -6,6 +6,7 @@ What is missing is the hole. Every process sees the same hosts, and raises the s
 
 from __future__ import annotations
 
+import inspect
 import ipaddress
 import json
 import os
@@ -39,10 +40,12 @@ from meshmend.jax.private import joined_as
 from meshmend.jax.tiles import TiledFabric, tile
 from meshmend.jax.training_plan import TrainingPlan
 from meshmend.jax.training_plan import plan as plan_training
+from meshmend.launch.certificates import CREDENTIALS, check_coordinator, write_credentials
 from meshmend.launch.environment import FINAL, Launch, is_final, read_launch
 from meshmend.launch.events import note_quarantined
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.processes import wait_for_server
+from meshmend.launch.store import is_loopback
 from meshmend.launch.timeline import Timeline, process_started_at
 from meshmend.launch.warm import PRELOADED, jax_settings
 from meshmend.planning import PlanCache
@@ -292,8 +295,11 @@ def initialize(
     hosts, numbers = None, tuple(range(launched.n_processes))
     try:
         if launched.coordinator:
+            files = _credentials(launched)
             if launched.process:
                 wait_for_server(launched.coordinator, timeout_s)
+                if files:
+                    check_coordinator(launched.coordinator, files, timeout_s)
             jax.distributed.initialize(
                 launched.coordinator,
                 launched.n_processes,
@@ -303,6 +309,7 @@ def initialize(
                 initialization_timeout=timeout_s,
                 shutdown_timeout_seconds=timeout_s,
                 cluster_detection_method="deactivate",
+                **files,
             )
         joined = time.time()
         coordination = Coordination(launched.process, launched.n_processes, timeout_s=timeout_s)
@@ -329,6 +336,25 @@ def initialize(
     for entry in quarantined:
         note_quarantined(notes, entry, hosts)
     return Session(fabric, launched, hosts, numbers, coordination, notes, quarantined=quarantined, shape=shape)
+
+
+def _credentials(launched: Launch) -> dict[str, Any]:
+    """Return what JAX needs so that only processes with the job's secret can join; nothing where it cannot have that.
+
+    Then anybody who reaches the coordinator can end the job with one call, which process 0 says at the first start.
+    """
+    given = os.environ.pop(CREDENTIALS, "")  # nor do processes that the script starts need it
+    has_tls = "mtls_cert_file" in inspect.signature(jax.distributed.initialize).parameters
+    if given and has_tls:
+        return write_credentials(given)
+    if launched.process == 0 and launched.round == 1 and launched.hosts and launched.n_processes > 1:
+        address = launched.coordinator.rpartition(":")[0]
+        who = "every user of this machine" if is_loopback(address) else "whoever reaches this network"
+        needed = [] if has_tls else [f"JAX 0.12 or later (this is {jax.__version__})"]
+        needed += [] if given else ["a secret and the package `cryptography` on all hosts"]
+        told = f"JAX's coordinator at {address} is open to {who}: one call can end the job."
+        sys.stderr.write(f"{told} To close it: {' and '.join(needed)}.\n")
+    return {}
 
 
 def listening_address(coordinator: str) -> str | None:
