@@ -356,3 +356,19 @@ def test_copies_that_nobody_wrote_to_for_a_week_go(tmp_path: Path, monkeypatch: 
     ]  # fmt: skip
     assert delete_stale(default_folder("new", 0)) == []
     lock.release()
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner", "why"), [(0o770, None, "other users"), (0o700, 12345, "belongs to user 12345")]
+)
+def test_a_folder_that_others_can_write_to_is_refused(mode: int, owner: int | None, why: str, tmp_path: Path) -> None:
+    folder = tmp_path / "host-0"
+    folder.mkdir()
+    folder.chmod(mode)
+    if owner is not None:
+        if os.getuid() != 0:
+            pytest.skip("only root can give a folder to another user")
+        os.chown(folder, owner, -1)
+    with pytest.raises(RestartError, match=why):
+        FolderLock(folder).take(timeout_s=0.0)
+    assert not list(folder.iterdir())

@@ -14,6 +14,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 import time
 import weakref
 from pathlib import Path
@@ -64,6 +65,20 @@ def delete_stale(folder: Path, *, days: float = STALE_AFTER_DAYS) -> list[Path]:
     return forgotten
 
 
+def check_owned(folder: Path) -> None:
+    """Raise `RestartError` unless this user owns a folder and nobody else can write to it.
+
+    A job trains on what is there, and checksums find copies that were damaged, not those that somebody has made.
+    """
+    found = folder.stat()
+    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        who = f"belongs to user {found.st_uid}" if found.st_uid != os.getuid() else "can be written to by other users"
+        raise RestartError(
+            f"{folder} {who}, and a job would train on the copies that it finds there. Remove it, or name another "
+            "folder by MESHMEND_MEMORY."
+        )
+
+
 class FolderLock:
     """A lock that one process holds on a folder, until it lets go or ends, however it ends."""
 
@@ -82,6 +97,7 @@ class FolderLock:
         until = time.monotonic() + timeout_s
         while True:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            check_owned(self.folder)
             path = self.folder.resolve() / self.NAME
             if path in self._held:
                 raise self._in_use(os.getpid())
