@@ -50,9 +50,11 @@ LISTENERS = """
         import os
         own = [os.readlink(f"/proc/self/fd/{one.name}") for one in os.scandir("/proc/self/fd") if os.path.lexists(one)]
         lines = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/self/net/{name}")]
-        print("listens at", *(line[1] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in own))
+        found = [line[1] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in own]
+        port = int(os.environ["MESHMEND_ROUND"].partition("coordinator")[2].split(":")[2].split('"')[0])
+        print("listens at", *(one for one in found if int(one.rpartition(":")[2], 16) == port))
 """
-"""The addresses, in hexadecimal, at which a worker listens."""
+"""The addresses, in hexadecimal, at which JAX's coordinator listens. (Gloo takes the one of the machine's name.)"""
 LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
 
 
