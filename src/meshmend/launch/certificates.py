@@ -21,8 +21,8 @@ from meshmend.errors import RestartError
 
 CREDENTIALS = "MESHMEND_TLS"
 """Where an agent puts a worker's certificate, in its environment."""
-VALID_DAYS = 30.0
-"""How long a certificate is valid: a new one is made for each round."""
+VALID_DAYS = 400.0
+"""How long a certificate is valid: longer than any round, each of which has new ones. The secret is the job's alone."""
 CLOCKS_DAYS = 1.0
 """By how much the clocks of hosts may differ."""
 AUTHORITY = "meshmend job"
