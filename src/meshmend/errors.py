@@ -135,10 +135,9 @@ class VersionError(MeshmendError, ImportError):
         self.library = library
         self.version = version
         self.missing = tuple(missing)
-        names = ", ".join(self.missing)
         super().__init__(
-            f"{needed_for} does not work with {library} {version}: {names} is not there. It was tested with {library} "
-            f"{tested}. Install one of those, or a newer meshmend; and please report the version."
+            f"{needed_for} does not work with {library} {version}, which lacks {', '.join(self.missing)}. It was "
+            f"tested with {library} {tested}. Install one of those, or a newer meshmend; and please report the version."
         )
 
 

@@ -52,11 +52,11 @@ def require(*modules: str, needed_for: str, extra: str) -> None:
 def require_names(library: str, names: Iterable[str], *, needed_for: str) -> None:
     """Raise `VersionError` if an installed library does not have these names, each as in "module.path:name.attribute".
 
-    >>> require_names("numpy", ["numpy.linalg:norm"], needed_for="This")
-    >>> require_names("numpy", ["numpy.linalg:norm", "numpy.nowhere:a", "numpy.linalg:no.norm"], needed_for="This")
+    >>> require_names("numpy", ["numpy.linalg:norm"], needed_for="It")
+    >>> require_names("numpy", ["numpy.linalg:norm", "numpy.nowhere:a", "numpy.linalg:no.norm"], needed_for="It")
     Traceback (most recent call last):
     ...
-    meshmend.errors.VersionError: This does not work with numpy ...: numpy.nowhere:a, numpy.linalg:no.norm is not ...
+    meshmend.errors.VersionError: It does not work with numpy ..., which lacks numpy.nowhere:a, numpy.linalg:no.norm...
     """
     missing = []
     for name in names:

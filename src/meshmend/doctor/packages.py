@@ -78,9 +78,8 @@ def _look_at(package: Package, least: str | None) -> Finding:
     if least is not None and _numbers(version) < _numbers(least):
         advice = f"pip install -U '{name}>={least}'"
         return Finding("packages", name, "broken", f"{version}, but meshmend needs {least} or later", advice)
-    return Finding(
-        "packages", name, "works", version + (f"; tested with {', '.join(TESTED[name])}" if name in TESTED else "")
-    )
+    tested = f"; tested with {', '.join(TESTED[name])}" if name in TESTED else ""
+    return Finding("packages", name, "works", version + tested)
 
 
 def _least_versions() -> dict[str, str]:

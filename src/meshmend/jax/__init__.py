@@ -13,10 +13,6 @@ from meshmend.extras import require
 
 require("jax", "optax", needed_for="meshmend.jax", extra="jax")
 
-from meshmend.jax.private import check_private_names
-
-check_private_names()
-
 from meshmend.jax import checks as checks
 from meshmend.jax import fsdp as fsdp
 from meshmend.jax.batching import KeepGlobal, KeepPerChip, Position

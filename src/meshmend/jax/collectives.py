@@ -18,7 +18,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from meshmend.errors import ParameterError
-from meshmend.jax.loops import Chunks, first_bits, run
+from meshmend.jax.loops import Chunks, hidden_zero, run
 from meshmend.jax.private import varying_axes
 from meshmend.jax.program import ChunkLayout, Program
 from meshmend.schedule import Collective
@@ -240,8 +240,7 @@ def _join_in_place(parts: Sequence[jax.Array], counts: jax.Array | None) -> Anno
     first part instead), and cannot move the writing into what uses the result: so that is a branch of a condition.
     """
     total, dtype = sum(map(len, parts)), parts[0].dtype
-    bit = first_bits(parts[0]).astype(jnp.int32) & 1
-    zero = bit * (bit - 1)  # for either bit, which the compiler does not find out
+    zero = hidden_zero(parts[0])
 
     def write(zero: jax.Array, *parts: jax.Array) -> jax.Array:
         flat, start = nothing(zero), zero

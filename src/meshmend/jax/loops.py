@@ -167,6 +167,12 @@ def zero_after(values: Sequence[jax.Array], index: Any) -> jax.Array:
     return after
 
 
+def hidden_zero(value: jax.Array) -> jax.Array:
+    """Return a zero that is available only once a value is, and that the compiler does not know to be one."""
+    bit = first_bits(value).astype(jnp.int32) & 1
+    return bit * (bit - 1)
+
+
 def first_bits(value: jax.Array) -> jax.Array:
     """Return the bits of an array's first element, or of its real part, as a whole number."""
     first = value[(0,) * value.ndim]

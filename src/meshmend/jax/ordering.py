@@ -20,7 +20,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from meshmend.jax.fabric import Fabric
-from meshmend.jax.loops import first_bits
+from meshmend.jax.loops import hidden_zero
 
 COLLECTIVES = {
     *("ppermute", "psum", "psum_invariant", "pmin", "pmax", "all_gather", "all_gather_invariant", "reduce_scatter"),
@@ -241,12 +241,7 @@ def _plus_first(zero: jax.Array, value: jax.Array) -> jax.Array:
 
 def _zero_after(values: Values) -> jax.Array:
     """Return a zero that is available only once all values are."""
-    after = jnp.zeros((), jnp.uint32)
-    for value in filter(_is_array, values):
-        bit = first_bits(value).astype(jnp.uint32) & 1
-        # Zero for either bit, which the compiler does not find out.
-        after += bit * (bit - 1)
-    return after
+    return sum(map(hidden_zero, filter(_is_array, values)), jnp.zeros((), jnp.int32))
 
 
 def _is_array(value: Any) -> bool:

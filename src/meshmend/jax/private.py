@@ -1,7 +1,7 @@
 """All that meshmend uses of JAX beyond its public API. No other module does (`tests/test_architecture.py`).
 
-JAX may move any of this in a minor release: `check_private_names` looks whether it is all there when meshmend.jax is
-imported, and `tests/jax_engine/test_private.py` has a test for each that says what breaks.
+JAX may move any of this in a minor release: whether it is all there is looked up when this is imported, and
+`tests/jax_engine/test_private.py` has a test for each that says what breaks.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ import jax
 
 from meshmend.extras import require_names
 
-
-def check_private_names() -> None:
-    """Raise `VersionError` if this JAX does not have what is used here."""
-    require_names("jax", ["jax._src.distributed:global_state"], needed_for="meshmend.jax")
+require_names("jax", ["jax._src.distributed:global_state"], needed_for="meshmend.jax")
 
 
 class KeyValueStore:

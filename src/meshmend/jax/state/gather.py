@@ -25,6 +25,7 @@ from meshmend.jax.state.outline import Outline, dtype_named
 BLOCK_BYTES = 16 << 20
 """Bytes that a round brings, which bounds the device memory that this needs."""
 ALIGNMENT = 64
+"""Bytes at whose multiples an array begins that a CPU device takes as it is."""
 SMALLEST_ROW = 1 << 10
 """Words of a process's row, at least."""
 
