@@ -248,7 +248,9 @@ def main() -> None:
             chips.start(chip, train, 1, mesh, folder, options.steps, options.shared)
         until(lambda: story.step >= options.steps - 1, [], "the board is back: torchft sends it the weights")
         until(lambda: chips.alive == [LIGHTHOUSE], [], "done")
-    killed_step = min(step for step, facts in story.steps.items() if facts["chips"] == holed.n_chips) - 1
+    # Since the kill: on a busy machine the first steps may be done by those chips that are up already.
+    since = {step: facts for step, facts in story.steps.items() if facts["t"] > killed_at}
+    killed_step = min(step for step, facts in since.items() if facts["chips"] == holed.n_chips) - 1
     draw(story, killed_at, back_at, options.figure)
     agree = all(len(weights) == 1 for weights in story.weights.values())
     used = story.used().values()
