@@ -292,3 +292,16 @@ def test_any_is_rare_in_jax() -> None:
 def test_no_file_is_two_ideas() -> None:
     long = {p.name: n for p in SOURCE.rglob("*.py") if (n := len(p.read_text(encoding="utf-8").splitlines())) > 600}
     assert not long
+
+
+def test_every_protected_row_of_the_threat_model_has_a_test_that_exists() -> None:
+    root = Path(__file__).parents[1]
+    rows = [row for row in (root / "SECURITY.md").read_text(encoding="utf-8").splitlines() if row.startswith("|")]
+    named = [re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row) for row in rows]
+    assert sum(map(len, named)) >= 8
+    for row, tests in zip(rows, named, strict=True):
+        is_head = row.startswith(("|---", "| socket", "| file"))
+        is_open = "| nothing" in row or "whoever writes the shared folder" in row
+        assert is_head or bool(tests) != is_open, row
+        for path, name in tests:
+            assert f"def {name}(" in (root / path).read_text(encoding="utf-8"), name

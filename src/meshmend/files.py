@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,6 +29,14 @@ def write_whole(path: Path, content: str | bytes) -> None:
     except BaseException:
         Path(draft).unlink(missing_ok=True)
         raise
+
+
+def who_else_writes(folder: Path) -> str:
+    """Return why a folder is not one that this user alone can write to, as in "belongs to user 7"; "" if it is."""
+    found = folder.stat()
+    if found.st_uid != os.getuid():
+        return f"belongs to user {found.st_uid}"
+    return "can be written to by other users" if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else ""
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from pathlib import Path
 folder, host = Path(sys.argv[1]), os.environ["MESHMEND_HOST"]
 facts = json.loads(os.environ["MESHMEND_ROUND"])
 assert facts["hosts"][facts["process"]] == int(host)
-assert "MESHMEND_SECRET" not in os.environ and len(bytes.fromhex(os.environ["MESHMEND_PROGRAM_KEY"])) == 32
+assert "MESHMEND_SECRET" not in os.environ and len(bytes.fromhex(os.environ["MESHMEND_FILE_KEY"])) == 32
 print("hosts", *facts["hosts"], "in", facts["number"], "pid", os.getpid())
 while not (folder / "end").exists():
     time.sleep(0.05)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -45,17 +46,13 @@ for step in job.train(loss, optax.adam(0.05), {"w": jnp.zeros(8)}, data, steps=3
     if step.number in (1, 30):
         print(f"step {step.number} on {step.chips} chips")
 """
-LISTENERS = """
+TELL_PORT = """
     if step.number == 1:
-        import os
-        own = [os.readlink(f"/proc/self/fd/{one.name}") for one in os.scandir("/proc/self/fd") if os.path.lexists(one)]
-        lines = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/self/net/{name}")]
-        found = [line[1] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in own]
-        port = int(os.environ["MESHMEND_ROUND"].partition("coordinator")[2].split(":")[2].split('"')[0])
-        print("listens at", *(one for one in found if int(one.rpartition(":")[2], 16) == port))
+        import json, os
+        print("coordinator", json.loads(os.environ["MESHMEND_ROUND"])["coordinator"])
 """
-"""The addresses, in hexadecimal, at which JAX's coordinator listens. (Gloo takes the one of the machine's name.)"""
-LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+"""Addresses of loopback, as Linux lists those of listeners."""
 
 
 def environment() -> dict[str, str]:
@@ -98,6 +95,39 @@ def scraping(port: int, scraped: list[str]) -> Iterator[None]:
     assert {"8", "4"} <= set(re.findall(r'^meshmend_chips{state="live"} (\d+)', "\n".join(scraped), re.M))
 
 
+@contextmanager
+def listing(found: set[tuple[str, int]]) -> Iterator[None]:
+    """Collect the addresses and ports at which any process below this one listens, as `ss -ltp` shows them."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.2):
+            own = set()
+            for pid in children(os.getpid()):
+                with suppress(OSError):
+                    own |= {str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
+            for name in ("tcp", "tcp6"):
+                for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+                    _, where, _, state, *rest = line.split()
+                    if state == "0A" and f"socket:[{rest[5]}]" in own:
+                        address, _, port = where.partition(":")
+                        found.add((address, int(port, 16)))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def address_of_this_machine() -> set[str]:
+    """Where Gloo listens, which JAX has no setting for: at the address of the machine's name."""
+    address = socket.inet_aton(socket.gethostbyname(socket.gethostname()))[::-1].hex().upper()
+    return {address, "0000000000000000FFFF0000" + address}
+
+
 def check_lines(path: Path) -> None:
     """Every line says of which job, round and host it is, and those of steps which step."""
     events = read_timeline(path)
@@ -127,11 +157,12 @@ def check_accounts(watched: dict[str, Any], scraped: str) -> None:
 
 
 def test_a_job_goes_on_when_a_host_is_killed(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT + LISTENERS)
+    (tmp_path / "train.py").write_text(SCRIPT + TELL_PORT)
     port, scraped = free_port(), [""]
     words = ["--local", "2x4", "--host", "2x2", "--kill", "1@10", "--shared", "shared"]
     words += ["--metrics", f"127.0.0.1:{port}"]
-    with scraping(port, scraped):
+    listeners: set[tuple[str, int]] = set()
+    with scraping(port, scraped), listing(listeners):
         lines = meshmend("run", *words, "train.py", folder=tmp_path)
     lost, _ = events_of(tmp_path / "shared", "host lost", "recovered")
     assert (lost["lost"], lost["chips"]) == ([1], [[0, 2], [0, 3], [1, 2], [1, 3]])
@@ -142,9 +173,10 @@ def test_a_job_goes_on_when_a_host_is_killed(tmp_path: Path) -> None:
     is_open = any("JAX's coordinator at 127.0.0.1 is open to every user of this machine" in line for line in lines)
     knows_tls = "mtls_cert_file" in inspect.signature(jax.distributed.initialize).parameters
     assert is_open == (not knows_tls or find_spec("cryptography") is None)
-    listens = [line.split() for line in lines if re.match(r"host \d │ listens at .", line)]
-    assert listens, "or nothing is seen: JAX's coordinator listens"
-    assert {where.rpartition(":")[0] for line in listens for where in line[5:]} <= {*LOOPBACK}
+    coordinator = next(int(line.rpartition(":")[2]) for line in lines if " │ coordinator 127.0.0.1:" in line)
+    assert {address for address, its_port in listeners if its_port == coordinator} <= LOOPBACK
+    assert {port, coordinator} < {its_port for _, its_port in listeners}, "the store and Gloo listen, too"
+    assert {address for address, _ in listeners} <= LOOPBACK | address_of_this_machine()
     pattern = r"meshmend │ host 1 is killed after step (\d+), its memory is lost"
     ((killed, last),) = ((at, int(found[1])) for at, line in enumerate(lines) if (found := re.fullmatch(pattern, line)))
     assert 10 <= last < 30

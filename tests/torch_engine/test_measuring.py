@@ -146,7 +146,7 @@ def test_all_members_plan_for_what_was_measured(tmp_path: Path) -> None:
 
 
 @needs_lab
-@pytest.mark.usefixtures("quick", "compiler")
+@pytest.mark.usefixtures("compiler")
 def test_in_a_lab_the_rate_of_its_links_is_found(tmp_path: Path) -> None:
     mesh = Mesh("2x2")
     with Lab.temporary(mesh, rate="40mbit", name="measured") as lab:

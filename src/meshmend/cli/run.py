@@ -123,7 +123,7 @@ def command(
                 raise LaunchError(
                     "--local brings its own store, hosts and shape: leave out --store, --host-index, --shape."
                 )
-            run = _local_job(asked, kill or ())
+            run = _local_job(asked, kill or (), find_secret(secret_file))
         else:
             if kill:
                 raise LaunchError("--kill is for jobs on this machine: give --local, or kill a host by hand.")
@@ -154,14 +154,14 @@ class _Asked:
         return Hosts.described(self.shape, host, machine=self.machine, wrap=self.wrap)
 
 
-def _local_job(asked: _Asked, kill: Iterable[str]) -> Callable[[], None]:
+def _local_job(asked: _Asked, kill: Iterable[str], secret: str) -> Callable[[], None]:
     """Return what runs a whole job on this machine."""
     machine = asked.cut(asked.host or str(asked.shape))
     kills = [parse_kill(text, len(machine)) for text in kill]
     least, most = find_hosts(asked.hosts, len(machine))
     if most != len(machine):
         raise LaunchError(f"--hosts is {asked.hosts!r}, but --local {asked.shape} makes {len(machine)} hosts.")
-    return partial(_run_locally, asked, machine, least, kills)
+    return partial(_run_locally, asked, machine, least, kills, secret)
 
 
 def _host_of_cluster(
@@ -306,7 +306,7 @@ def _why(screen: Screen, statuses: dict[int, int]) -> str:
     return f"Host {host} ended with status {status}; what it wrote is above."
 
 
-def _run_locally(asked: _Asked, machine: Hosts, least: int, kills: list[Kill]) -> None:
+def _run_locally(asked: _Asked, machine: Hosts, least: int, kills: list[Kill], secret: str) -> None:
     screen, began = Screen(len(machine)), time.time()
     with ExitStack() as stack:
         folder = (asked.shared or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshmend-")))).absolute()
@@ -321,6 +321,7 @@ def _run_locally(asked: _Asked, machine: Hosts, least: int, kills: list[Kill]) -
             max_restarts=asked.max_restarts,
             warm=asked.warm,
             machine=asked.machine,
+            secret=secret,
             on_line=screen.line,
             on_event=screen.event,
         )

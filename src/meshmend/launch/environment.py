@@ -14,8 +14,6 @@ from pathlib import Path
 from meshmend.errors import LaunchError, ParameterError, PlanError, RestartError
 from meshmend.launch.messages import DEFAULT_PORT
 
-PROGRAM_KEY = "MESHMEND_PROGRAM_KEY"
-"""Where a worker finds the key that it signs compiled programs with; its agent derives it from the job's secret."""
 LEAST_HOSTS = "MESHMEND_LEAST_HOSTS"
 """Where a worker finds how many hosts a round needs at least."""
 FINAL = os.EX_CONFIG

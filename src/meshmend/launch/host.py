@@ -19,13 +19,13 @@ from typing import Any
 from meshmend.errors import LaunchError, MeshmendError
 from meshmend.launch.agent import HostAgent
 from meshmend.launch.certificates import CREDENTIALS, make_credentials
-from meshmend.launch.environment import LEAST_HOSTS, PROGRAM_KEY
+from meshmend.launch.environment import LEAST_HOSTS
 from meshmend.launch.events import AgentLog
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.member import Assignment, Member
 from meshmend.launch.membership import SILENT_S
-from meshmend.launch.messages import derive_key
 from meshmend.launch.processes import die_with_parent
+from meshmend.launch.signing import hand_over_key
 from meshmend.launch.timeline import Timeline
 from meshmend.launch.worker import Workers
 from meshmend.quarantine import QuarantineList
@@ -69,8 +69,7 @@ def main(descriptor: int) -> int:
     what = HostDescription(**json.loads(sys.stdin.read()))
     os.environ.update(what.environment)
     secret = os.environ.pop("MESHMEND_SECRET", "")  # the worker has no use for it, only for a key of its own
-    if secret:
-        os.environ[PROGRAM_KEY] = derive_key(secret, PROGRAM_KEY).hex()
+    hand_over_key(secret)
 
     reporting = threading.Lock()  # what is longer than a page is not written at once
 
@@ -84,6 +83,7 @@ def main(descriptor: int) -> int:
         return _ended(error, report)
     # Importing JAX and reaching the store take seconds each: they run side by side.
     workers = Workers(warm=what.warm)
+    make_credentials(secret, what.job, what.host)  # imports what the first round would wait for
     timeline = Timeline(what.timeline or None, job=what.job, host=what.host)
     log = AgentLog(timeline, hosts=(what.hosts[0], what.hosts[1]), machine=what.machine, report=report)
     member = Member(

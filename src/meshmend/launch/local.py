@@ -27,6 +27,7 @@ from meshmend.launch.hosts import Hosts
 from meshmend.launch.job import Event, HostProcesses
 from meshmend.launch.membership import SILENT_S, START_S
 from meshmend.launch.processes import die_with_parent, free_port
+from meshmend.launch.signing import KEY_ENDS
 
 LOOPBACK = "127.0.0.1"
 STORE_S = 30.0
@@ -38,8 +39,8 @@ class LocalJob:
 
     `shared` is the folder that all hosts see. A round needs `least` hosts, by default half of them. `machine` is the
     file that describes the machine whose chips these virtual ones stand for. `environment` returns what a host's worker
-    gets besides. A host that is killed loses its memory, which is a folder of its own. With the `secret` of an earlier
-    job its compiled programs are loaded; by default it is a new one.
+    gets besides. A host that is killed loses its memory, which is a folder of its own. With a `secret`, checkpoints are
+    signed, and compiled programs of earlier runs are loaded; by default there is one that ends with this run.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class LocalJob:
         self._start_s = start_s
         self._machine = machine
         self._environment = environment
+        self._more = {} if secret else {KEY_ENDS: "1"}
         self._secret = secret or secrets.token_hex(32)
         self._port = 0
         self._store: subprocess.Popen[bytes] | None = None
@@ -122,6 +124,7 @@ class LocalJob:
                         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags} --xla_cpu_multi_thread_eigen=false",
                         "OMP_NUM_THREADS": "1",
                         "MESHMEND_MEMORY": str(Path(self._memory) / f"host-{host}"),
+                        **self._more,
                         **self._environment(host),
                     },
                 )

@@ -33,7 +33,7 @@ from meshmend.jax.managed.run import TrainingRun
 from meshmend.jax.state.layout import put as put_on
 from meshmend.jax.state.mirror import make_proposal
 from meshmend.jax.training_plan import TrainingPlan
-from meshmend.launch.environment import PROGRAM_KEY
+from meshmend.launch.signing import FILE_KEY, KEY_ENDS
 
 KEY = bytes(range(32))
 SAMPLES = np.random.default_rng(0).integers(-3, 4, (64, 4)).astype(np.float32)
@@ -43,7 +43,7 @@ FEED = mmj.Feed(SAMPLES, mmj.KeepGlobal(24), threads=0, prefetch=0)
 
 @pytest.fixture(autouse=True)
 def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(PROGRAM_KEY, KEY.hex())
+    monkeypatch.setenv(FILE_KEY, KEY.hex())
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def traced() -> Iterator[list[str]]:
 def saved(planned: TrainingPlan, tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, str, bytes]:
     """The bits that training ends with, and the name and the bytes of the file that was saved."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(PROGRAM_KEY, KEY.hex())
+        patch.setenv(FILE_KEY, KEY.hex())
         folder = tmp_path_factory.mktemp("programs")
         steps = steps_in(folder)
         compiled = steps.start(planned)
@@ -117,8 +117,9 @@ def saved(planned: TrainingPlan, tmp_path_factory: pytest.TempPathFactory) -> tu
 
 
 def signed(name: str, body: bytes, key: bytes = KEY) -> bytes:
-    """A file as process 0 writes it: the tag of its kind, its name and its body, and the body."""
-    return hmac.digest(key, b"compiled train step " + name.encode() + b"\0" + body, "sha256") + body
+    """A file as process 0 writes it: the signature of its body, under a key for its kind and name, and the body."""
+    key_of_file = hmac.digest(key, b"compiled train step " + name.encode(), "sha256")
+    return hmac.digest(key_of_file, body, "sha256").hex().encode() + body
 
 
 def put(folder: Path, saved: tuple[bytes, str, bytes], content: bytes | None = None) -> Path:
@@ -156,12 +157,12 @@ def test_only_what_the_job_has_signed_is_unpickled(
 ) -> None:
     evil, marker = pickle.dumps(Marker(tmp_path / "was-run")), tmp_path / "was-run"
     frames = {
-        "no tag": evil,
+        "no signature": evil,
         "an empty file": b"",
         "half of it": saved[2][: len(saved[2]) // 2],
         "one bit": saved[2][:-1] + bytes([saved[2][-1] ^ 1]),
         "another key": signed(saved[1], evil, bytes(32)),
-        "the body alone": hmac.digest(KEY, evil, "sha256") + evil,
+        "the body alone": hmac.digest(KEY, evil, "sha256").hex().encode() + evil,
         "another file of this key": signed("3x4.other.program", evil),
     }
     for what, frame in frames.items():
@@ -172,7 +173,7 @@ def test_only_what_the_job_has_signed_is_unpickled(
         assert not marker.exists(), what
     put(tmp_path / "programs", saved, signed(saved[1], evil))
     steps_in(tmp_path / "programs").start(planned)
-    assert marker.exists(), "the oracle: a right tag lets it through"
+    assert marker.exists(), "the oracle: a right signature lets it through"
 
 
 def test_a_signed_file_that_does_not_load_is_compiled_and_replaced(
@@ -250,7 +251,7 @@ def test_steps_that_call_back_are_not_saved(planned: TrainingPlan, tmp_path: Pat
 
 
 def test_without_a_key_nothing_is_saved(planned: TrainingPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(PROGRAM_KEY)
+    monkeypatch.delenv(FILE_KEY)
     steps = steps_in(tmp_path)
     steps.start(planned)
     steps.keep_own()
@@ -327,10 +328,11 @@ def test_a_job_names_its_program_after_the_shape_of_an_example_on_any_fabric() -
 def run_job(shared: Path, steps: int, update: str, *, key: bytes = KEY) -> Any:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(sys.path),
-        "MESHMEND_MEMORY": str(shared.parent / "memory"),
+        "MESHMEND_MEMORY": str(shared.parent / f"memory-{key.hex()[:8]}"),
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        PROGRAM_KEY: key.hex(),
+        FILE_KEY: key.hex(),
+        KEY_ENDS: "1",  # so that checkpoints are not signed with it, and the next run reads them
     }
     words = [sys.executable, "-m", "jax_engine.compiling.saved_job", str(shared), str(steps), update]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)

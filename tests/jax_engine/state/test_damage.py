@@ -127,7 +127,7 @@ def forge_header(path: Path, _: list[Path], rng: random.Random) -> None:
     magic, line, rest = path.read_bytes().split(b"\n", 2)
     length = int(line.split()[0])
     header = json.dumps(forge(json.loads(rest[:length]), rng)).encode()
-    new = f"{len(header)} {hashlib.sha256(header).hexdigest()}\n".encode()
+    new = f"{len(header)} {hashlib.sha256(header).hexdigest()} -\n".encode()
     path.write_bytes(magic + b"\n" + new + header + rest[length:])
 
 

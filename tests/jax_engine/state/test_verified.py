@@ -211,7 +211,7 @@ def test_a_copy_that_claims_another_verified_step_is_damaged(tmp_path: Path) -> 
     facts = json.loads(rest[:length])
     for value, why in ((2, "expected a verified step up to 1, got 2"), (-2, "got -2"), ("x", "invalid literal")):
         header = json.dumps({**facts, "verified": value}).encode()
-        line = f"{len(header)} {hashlib.sha256(header).hexdigest()}\n".encode()
+        line = f"{len(header)} {hashlib.sha256(header).hexdigest()} -\n".encode()
         path.write_bytes(MAGIC + line + header + rest[length:])
         with pytest.raises(RestartError, match=f"does not describe a copy .*{why}"):
             read_copy(path)

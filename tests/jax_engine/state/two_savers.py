@@ -23,7 +23,7 @@ from meshmend.jax.state import boxes, loading
 from meshmend.jax.state.disk import Disk
 from meshmend.jax.state.layout import StateLayout
 from meshmend.jax.state.orbax import ChunkStore, imported
-from meshmend.jax.state.saving import copy_to_host, crc
+from meshmend.jax.state.saving import checksum_of, copy_to_host
 
 
 def main() -> dict[str, Any]:
@@ -42,18 +42,18 @@ def main() -> dict[str, Any]:
     folder = coordination.exchange(tempfile.mkdtemp())[0]
     disk = Disk(folder, coordination=coordination)
     counts = {"written": 0, "read": 0}
-    write, checksum = ChunkStore.write, crc
+    write, checksum = ChunkStore.write, checksum_of
 
     def count_write(self: Any, user: int, box: Any, values: Any) -> None:
         counts["written"] += values.nbytes
         write(self, user, box, values)
 
-    def count_read(values: Any) -> int:
+    def count_read(values: Any) -> str:
         counts["read"] += values.nbytes
         return checksum(values)
 
     ChunkStore.write = count_write  # type: ignore[method-assign]
-    vars(loading)["crc"] = count_read
+    vars(loading)["checksum_of"] = count_read
     assert disk.save(layout, 1, 3, params, state, None) == ""
     saved = disk.finished(within_s=120)
     coordination.exchange(saved)

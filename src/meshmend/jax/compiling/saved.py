@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import hmac
 import os
 import pickle
 import platform
@@ -44,13 +43,13 @@ from meshmend.jax.job.session import Session
 from meshmend.jax.program import Program
 from meshmend.jax.state.gather import leaders_of
 from meshmend.jax.training_plan import TrainingPlan
-from meshmend.launch.environment import PROGRAM_KEY
+from meshmend.launch.signing import file_key, is_signed, signature
 
 SPARE_FILES = 16
 """Files that are kept besides those for the mesh as it is and for each loss, twice: for two versions of a script."""
 MOST_BYTES = 8 << 30
 """Bytes of all files together."""
-TAG_BYTES = 32
+SIGNATURE_BYTES = 64
 DIFFERENT = "processes have made different steps, or differ in versions, settings or kind of CPU"
 OTHER_SETTINGS = re.compile("cache|log_|traceback|locations|share_binary|coordination|preemption|leak")
 """JAX's settings that change no program."""
@@ -75,7 +74,7 @@ class SavedSteps:
         self.folder = folder or Path()
         self.session = session
         self.ingredients = ingredients
-        self._key = bytes.fromhex(os.environ.get(PROGRAM_KEY, "")) if folder is not None else b""
+        self._key = file_key() if folder is not None else b""
         self._made_of = self._why_unnamed = ""
         if self._key:
             try:
@@ -207,14 +206,14 @@ class SavedSteps:
         try:
             body = _dump(compiled or self._compile(fabric, program))
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self.folder / name, self._tag(name, body) + body)
+            write_whole(self.folder / name, signature(self._key, _kind(name), body).encode() + body)
             self._mark(name).unlink(missing_ok=True)
             self.prune()
         except (_NotSavedError, OSError) as error:
             return {"why_not_saved": str(error)[:500]}
         return {"saved": name}
 
-    def _read(self, name: str) -> bytes:
+    def _read(self, name: str) -> memoryview:
         """Return what is in a file that this job has signed."""
         if self._mark(name).exists():
             raise _NotLoadedError("was loaded before, and that start did not finish a step")
@@ -224,15 +223,10 @@ class SavedSteps:
             raise _NotLoadedError("was not saved") from None
         except OSError as error:
             raise _NotLoadedError(f"cannot be read: {error}") from error
-        body = content[TAG_BYTES:]
-        if not hmac.compare_digest(content[:TAG_BYTES], self._tag(name, body)):
+        body = memoryview(content)[SIGNATURE_BYTES:]
+        if not is_signed(self._key, _kind(name), body, content[:SIGNATURE_BYTES].decode(errors="replace")):
             raise _NotLoadedError("is damaged, or was signed with another key (job or secret)")
         return body
-
-    def _tag(self, name: str, body: bytes) -> bytes:
-        tag = hmac.new(self._key, f"compiled train step {name}\0".encode(), "sha256")
-        tag.update(body)
-        return tag.digest()
 
     def _mark(self, name: str) -> Path:
         return (self.folder / name).with_suffix(".on-trial")
@@ -247,6 +241,11 @@ class _NotLoadedError(Exception):
 
 class _NotSavedError(Exception):
     """Why a step is not saved."""
+
+
+def _kind(name: str) -> str:
+    """Return what is signed together with a file's content, so that no file can take another one's name."""
+    return f"compiled train step {name}"
 
 
 def _problem(everybody: list[list[str]]) -> str:
@@ -273,9 +272,9 @@ def _dump(compiled: CompiledTrainStep) -> bytes:
         raise _NotSavedError(f"{type(error).__name__}: {error}") from error
 
 
-def _load(body: bytes, fabric: Fabric, program: Program) -> CompiledTrainStep:
+def _load(body: memoryview, fabric: Fabric, program: Program) -> CompiledTrainStep:
     try:
-        written, layout, hlo = pickle.loads(body)  # noqa: S301  # its tag was right: this job has written it
+        written, layout, hlo = pickle.loads(body)  # noqa: S301  # its signature was right: this job has written it
         devices, leaders = list(fabric.jax_mesh.devices.flat), list(leaders_of(fabric))
         loaded = {}
         for which, (executable, in_tree, out_tree) in written.items():

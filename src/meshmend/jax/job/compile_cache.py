@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
 import jax
+
+from meshmend.files import who_else_writes
 
 
 def use_compile_cache(folder: str | Path | None) -> None:
     """Keep every compiled program in a folder that all hosts share; by default JAX_COMPILATION_CACHE_DIR.
 
-    Only process 0 writes, which is JAX's own rule.
+    Only process 0 writes, which is JAX's own rule. JAX runs what it finds there, and asks nobody who has put it there:
+    so a folder that another user can write to is not used, and a warning says so.
     """
-    folder = folder or os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    folder = str(folder or os.environ.get("JAX_COMPILATION_CACHE_DIR", ""))
     if not folder:
         return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    who = "" if "://" in folder else _who_else_writes(Path(folder))
+    if who:
+        warnings.warn(
+            f"{folder} {who}, and JAX would run whatever program is put there: it compiles without a cache. Let only "
+            f"this user write to it (chmod go-w {folder}), or name another folder by JAX_COMPILATION_CACHE_DIR.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        use_no_compile_cache()
+        return
+    jax.config.update("jax_compilation_cache_dir", folder)
     # After a restart every compile counts, however short.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -30,3 +44,12 @@ def use_no_compile_cache() -> None:
     any process but the first find anything there, as JAX's keys differ between processes.
     """
     jax.config.update("jax_enable_compilation_cache", False)
+
+
+def _who_else_writes(folder: Path) -> str:
+    """Return why a folder is not this user's alone, "" if it is; make it if it is not there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return who_else_writes(folder)
+    except OSError as error:
+        return f"cannot be used ({error.strerror})"

@@ -295,8 +295,10 @@ def initialize(
     hosts, numbers = None, tuple(range(launched.n_processes))
     try:
         if launched.coordinator:
-            files = _credentials(launched)
-            if launched.process:
+            files, listening = _credentials(launched), listening_address(launched.coordinator)
+            if launched.process == 0:
+                _check_free(listening)
+            else:
                 wait_for_server(launched.coordinator, timeout_s)
                 if files:
                     check_coordinator(launched.coordinator, files, timeout_s)
@@ -304,7 +306,7 @@ def initialize(
                 launched.coordinator,
                 launched.n_processes,
                 launched.process,
-                coordinator_bind_address=listening_address(launched.coordinator),
+                coordinator_bind_address=listening,
                 heartbeat_timeout_seconds=heartbeat_s,
                 initialization_timeout=timeout_s,
                 shutdown_timeout_seconds=timeout_s,
@@ -373,6 +375,22 @@ def listening_address(coordinator: str) -> str | None:
     except (OSError, ValueError):
         return None
     return coordinator
+
+
+def _check_free(address: str | None) -> None:
+    """Raise if somebody else listens where the coordinator is to: JAX would end this process without a word on it."""
+    if address is None:
+        return
+    host, _, port = address.rpartition(":")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            one.bind((host.strip("[]"), int(port)))
+        except OSError as error:
+            raise RestartError(
+                f"Another process listens at {address}, where this job's coordinator is to be ({error.strerror}): a "
+                "stranger, or one that has taken the port by chance. The next round takes another port."
+            ) from error
 
 
 def _configure(compile_cache: str | Path | None) -> None:

@@ -18,8 +18,9 @@ from meshmend.jax.job.coordination import Coordination
 from meshmend.jax.job.session import Session
 from meshmend.jax.job.survivors import agree_on_quarantine, check_connected, leave_out
 from meshmend.jax.private import joined_as
-from meshmend.launch.environment import PROGRAM_KEY, Launch
+from meshmend.launch.environment import Launch
 from meshmend.launch.events import note_quarantined
+from meshmend.launch.signing import file_key
 from meshmend.launch.timeline import Timeline
 
 SIZES = ("WORLD_SIZE", "JAX_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS")
@@ -75,7 +76,7 @@ def initialize_alone(
         described = {"MESHMEND_SHAPE", "MESHMEND_MACHINE"} & {*os.environ}
         is_known = bool(described) or getattr(jax.devices()[0], "coords", None) is not None
         fabric = discover(shape=None if is_known else squarest(n_devices))
-    if fabric.platform == "cpu" and PROGRAM_KEY in os.environ:
+    if fabric.platform == "cpu" and file_key():
         use_no_compile_cache()
     launch = Launch("", 1, 0, launcher="no launcher", job=job)
     notes = Timeline(timeline or os.environ.get("MESHMEND_TIMELINE"), job=job, round=0, process=0, host=0)

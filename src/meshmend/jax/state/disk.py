@@ -2,7 +2,8 @@
 
 What is saved is the user's own tree, whole, in the item `state`; what only meshmend knows of it is beside it in
 `meshmend`, under a checksum: the step, whose state it is, the position in the data, and checksums of all chunks, which
-are compared with what is read (`saving`, `loading`, `orbax`).
+are compared with what is read (`saving`, `loading`, `orbax`). Where the job has a secret, all of that is signed with
+it: a checkpoint that was made or altered by who does not know the secret is refused.
 
 A shared disk may hang. A checkpoint is written by a thread of its own (`Saving`), which training does not wait for;
 while one hangs, no other is begun.
@@ -39,11 +40,13 @@ from meshmend.jax.state.outline import dtype_named
 from meshmend.jax.state.saving import Checksums, ChunkWriter, VectorRun, copy_to_host
 from meshmend.jax.state.sources import UNCHECKED
 from meshmend.jax.state.trust import Preserved
+from meshmend.launch.signing import file_key, is_signed, signature
 
 FORMAT = 2
 """Of the facts; 1 was a format of arrays of our own."""
 SLOWEST_BYTES_PER_S = 10e6
 """A disk that reads a checkpoint more slowly than this counts as dead."""
+KIND = "checkpoint"
 LONGEST_FACTS = 256 << 20
 """Bytes; longer facts are damage, and not worth reading."""
 SPARE_BYTES = 64 << 20
@@ -127,6 +130,13 @@ class Disk:
             got = hashlib.sha256(text.encode()).hexdigest()
             if got != expected:
                 raise RestartError(f"{path} is damaged: checksum mismatch: expected {expected}, got {got}.", step=step)
+            if not is_signed(file_key(lasting=True), KIND, text.encode(), str(written.get("signature", ""))):
+                raise RestartError(
+                    f"The checkpoint of step {step} in {self.folder} is not signed with this job's secret. If it is "
+                    "yours, from a job with another secret or none: give this job that one, or begin a new job in a "
+                    f"new folder with Job(start_from={str(self.folder / str(step))!r}).",
+                    step=step,
+                )
             facts = json.loads(text)
             if facts["step"] != step:
                 raise RestartError(f"{path} is damaged: expected the facts of step {step}, got {facts['step']}'s.")
@@ -253,7 +263,8 @@ class Disk:
         def to_json() -> str:
             text = json.dumps(facts | {"identity": layout.identity.as_json(), "checksums": checksums})
             written["checksum"] = hashlib.sha256(text.encode()).hexdigest()
-            return json.dumps({"facts": text, "checksum": written["checksum"]})
+            signed = signature(file_key(lasting=True), KIND, text.encode())
+            return json.dumps({"facts": text, "checksum": written["checksum"], "signature": signed})
 
         step = facts["step"]
         if not self._saver.save(step, layout.tree, write, to_json):

@@ -14,13 +14,13 @@ import hashlib
 import os
 import re
 import shutil
-import stat
 import time
 import weakref
 from pathlib import Path
 from typing import ClassVar
 
 from meshmend.errors import RestartError
+from meshmend.files import who_else_writes
 
 STALE_AFTER_DAYS = 7.0
 """Days without a write after which copies belong to a job that will not restart."""
@@ -70,9 +70,8 @@ def check_owned(folder: Path) -> None:
 
     A job trains on what is there, and checksums find copies that were damaged, not those that somebody has made.
     """
-    found = folder.stat()
-    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        who = f"belongs to user {found.st_uid}" if found.st_uid != os.getuid() else "can be written to by other users"
+    who = who_else_writes(folder)
+    if who:
         raise RestartError(
             f"{folder} {who}, and a job would train on the copies that it finds there. Remove it, or name another "
             "folder by MESHMEND_MEMORY."

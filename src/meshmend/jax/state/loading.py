@@ -14,7 +14,7 @@ from meshmend.errors import RestartError
 from meshmend.jax.state.boxes import Box, ChunkGrid, inside, overlap, shape_of, size_of
 from meshmend.jax.state.layout import Reader, StateLayout
 from meshmend.jax.state.orbax import STATE, SavedArrays, names_of
-from meshmend.jax.state.saving import Checksums, crc
+from meshmend.jax.state.saving import Checksums, checksum_of
 
 AT_ONCE_BYTES = 256 << 20
 """Bytes that are read at the same time, beside what is kept of them."""
@@ -49,10 +49,10 @@ def read_state(
         reads = [arrays[user][tuple(slice(*ends) for ends in grids[user].box(chunk))].read() for user, chunk in batch]
         for (user, chunk), read in zip(batch, reads, strict=True):
             values, own = np.asarray(read.result()), grids[user].box(chunk)
-            if checksums is not None and crc(values) != checksums[user][chunk]:
+            if checksums is not None and checksum_of(values) != checksums[user][chunk]:
                 raise RestartError(
-                    f"{names[user]}, chunk {chunk}: checksum mismatch: expected {checksums[user][chunk]:08x}, got "
-                    f"{crc(values):08x}"
+                    f"{names[user]}, chunk {chunk}: checksum mismatch: expected {checksums[user][chunk]}, got "
+                    f"{checksum_of(values)}"
                 )
             for box, into in wanted[user, chunk]:
                 common = overlap(own, box)

@@ -1,11 +1,13 @@
 """Copies of the state in a host's memory that outlive the process: files in a folder of `/dev/shm`, one per step.
 
 A file is written atomically, has its step, the identity of the state and checksums, and is trusted only if
-all of them hold: that of the header when copies are listed, that of a slice of a device's part when it is read. The
-newest two are kept, and those of pinned steps: the last verified one, and the next that may be. A power cut loses them;
-other hosts' copies cover that.
+all of them hold: that of the header when copies are listed, that of a slice of a device's part when it is read. Where
+the job has a secret, the header is signed, too: what another job has left here is refused. The newest two are kept, and
+those of pinned steps: the last verified one, and the next that may be. A power cut loses them; other hosts' copies
+cover that.
 
-A file has MAGIC, a line with the length and digest of the header, the header, and one device's part after the other.
+A file has MAGIC, a line with length, digest and signature of the header, the header, and one device's part after the
+other.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ from meshmend.jax.state.folders import FolderLock
 from meshmend.jax.state.identity import Identity
 from meshmend.jax.state.outline import SLICES, Outline
 from meshmend.jax.state.sources import UNCHECKED
+from meshmend.launch.signing import file_key, is_signed, signature
 
-MAGIC = b"meshmend state 5\n"
+MAGIC = b"meshmend state 6\n"
 KEPT = 2
 """Copies that are kept. No host has the data of a copy before every host has written the one before (`mirror`): the
 one before that can go, and its memory is used again."""
@@ -45,6 +48,8 @@ WRITERS = 2
 """Threads that write a copy: one alone is slower than memory."""
 LONGEST_HEADER = 256 << 20
 """Bytes; a longer header is damage, and not worth reading."""
+KIND = "copy in memory"
+UNSIGNED = "-"
 
 
 @dataclass(frozen=True)
@@ -204,7 +209,8 @@ class HostMemory:
 def _header(facts: dict[str, Any], checksums: list[int]) -> bytes:
     """Return the first lines and the header of a file: of the same length, whatever the checksums are."""
     header = json.dumps(facts | {"checksums": [f"{checksum:08x}" for checksum in checksums]}).encode()
-    return MAGIC + f"{len(header)} {hashlib.sha256(header).hexdigest()}\n".encode() + header
+    signed = signature(file_key(), KIND, header) or UNSIGNED
+    return MAGIC + f"{len(header)} {hashlib.sha256(header).hexdigest()} {signed}\n".encode() + header
 
 
 def _write_slice(file: int, begin: int, parts: list[NDArray[Any]], start: int, stop: int) -> int:
@@ -283,8 +289,8 @@ def _read(path: Path, file: BinaryIO, size: int) -> Copy:
             f"{path} was written by an older meshmend, in another form. Remove it, or finish the job with the version "
             "that began it."
         )
-    match = re.fullmatch(rb"(\d{1,12}) ([0-9a-f]{64})\n", file.readline(100)) if line == MAGIC else None
-    if match is None:
+    match = re.fullmatch(rb"(\d{1,12}) ([0-9a-f]{64}) (-|[0-9a-f]{64})\n", file.readline(200))
+    if match is None or line != MAGIC:
         raise RestartError(f"{path} is damaged: its first lines are not those of a copy of a job's state.")
     length = int(match[1])
     if length > min(size, LONGEST_HEADER):
@@ -293,6 +299,8 @@ def _read(path: Path, file: BinaryIO, size: int) -> Copy:
     digest = hashlib.sha256(header).hexdigest()
     if digest != match[2].decode():
         raise RestartError(f"{path} is damaged: header checksum mismatch: expected {match[2].decode()}, got {digest}.")
+    if not is_signed(file_key(), KIND, header, match[3].decode()):
+        raise RestartError(f"{path} is not signed with this job's secret: another job has written it. Remove it.")
     try:
         facts = json.loads(header)
         outline = Outline.from_json(facts["outline"])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, NamedTuple, Protocol
@@ -24,14 +23,15 @@ from meshmend.jax.collectives import Tree
 from meshmend.jax.state.boxes import Box, ChunkGrid, chunk_shape, inside, overlap, shape_of
 from meshmend.jax.state.fetch import wait_for
 from meshmend.jax.state.layout import StateLayout, Values, device_number
+from meshmend.launch.signing import checksum, file_key
 
 SLICED_FROM_BYTES = 1 << 16
 """Bytes from which only a device's share of a replicated array is copied to the host, and not all of it."""
 UNDER_WAY = "meshmend-unfinished"
 """Folder of what hosts send each other, beside the arrays; it is gone before the checkpoint is there."""
 
-Checksums = list[list[int]]
-"""CRC-32 of each chunk of each of the user's arrays."""
+Checksums = list[list[str]]
+"""Of each chunk of each of the user's arrays; only who has the job's key can make them, where it has one."""
 
 
 class VectorRun(NamedTuple):
@@ -128,8 +128,8 @@ class ChunkWriter:
         self.process = process
         self.process_of_device = process_of_device
         self.grids = grids_of(layout)
-        self._checksums: list[tuple[int, int, int]] = []
-        """Number of an array, that of a chunk, and the CRC-32 of its values."""
+        self._checksums: list[tuple[int, int, str]] = []
+        """Number of an array, that of a chunk, and the checksum of its values."""
         self._writers: dict[tuple[int, int], int] = {}
         self._open: dict[tuple[int, int], NDArray[Any]] = {}
         """Chunks that are not whole yet."""
@@ -179,14 +179,18 @@ class ChunkWriter:
             raise RestartError(f"Chunk {chunk} of array {user} misses {self._missing[user, chunk]} elements.")
         self._store.commit()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._checksum_file(self.process).write_text(json.dumps(self._checksums))
+        text = json.dumps(self._checksums)
+        self._checksum_file(self.process).write_text(f"{checksum(file_key(), text.encode())}\n{text}")
 
     def _collect(self) -> Checksums:
         """Return the checksums of all processes, and remove what they have sent each other."""
-        found: list[list[int | None]] = [[None] * grid.n_chunks for grid in self.grids]
+        found: list[list[str | None]] = [[None] * grid.n_chunks for grid in self.grids]
         for process in sorted(set(self.process_of_device)):
-            for user, chunk, checksum in json.loads(self._checksum_file(process).read_text()):
-                found[user][chunk] = checksum
+            expected, _, text = self._checksum_file(process).read_text().partition("\n")
+            if checksum(file_key(), text.encode()) != expected:
+                raise RestartError(f"The checksums that process {process} has sent through the folder are damaged.")
+            for user, chunk, one in json.loads(text):
+                found[user][chunk] = one
         checksums = [[one for one in row if one is not None] for row in found]
         if [len(row) for row in checksums] != [grid.n_chunks for grid in self.grids]:
             raise RestartError("Some chunks of the checkpoint have been written by no process.")
@@ -218,7 +222,7 @@ class ChunkWriter:
 
     def _write(self, key: tuple[int, int], box: Box, values: NDArray[Any]) -> None:
         values = np.asarray(values, order="C")
-        self._checksums.append((*key, crc(values)))
+        self._checksums.append((*key, checksum_of(values)))
         self._store.write(key[0], box, values)
 
     def _file(self, sender: int, receiver: int) -> Any:
@@ -240,24 +244,24 @@ def grids_of(layout: StateLayout) -> list[ChunkGrid]:
     ]
 
 
-def crc(values: NDArray[Any]) -> int:
-    """Return the CRC-32 of an array's bytes."""
-    return zlib.crc32(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+def checksum_of(values: NDArray[Any]) -> str:
+    """Return the checksum of an array's bytes, under the key of a job that has a lasting one."""
+    return checksum(file_key(lasting=True), np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 
 
 def _packed(pieces: Sequence[Values]) -> bytes:
     header = json.dumps([(piece.user, piece.box) for piece in pieces]).encode()
-    data = b"".join(piece.values.tobytes() for piece in pieces)
-    return b"%d %d\n" % (len(header), zlib.crc32(header + data)) + header + data
+    content = header + b"".join(piece.values.tobytes() for piece in pieces)
+    return f"{len(header)} {checksum(file_key(), content)}\n".encode() + content
 
 
 def _unpacked(packed: bytes, layout: StateLayout) -> Iterator[Values]:
     line, _, rest = packed.partition(b"\n")
-    length, checksum = map(int, line.split())
-    if zlib.crc32(rest) != checksum:
+    length, expected = line.decode().split()
+    if checksum(file_key(), rest) != expected:
         raise RestartError("A file that another host has sent through the checkpoint's folder is damaged.")
-    at = length
-    for user, box in json.loads(rest[:length]):
+    at = int(length)
+    for user, box in json.loads(rest[:at]):
         shape, dtype = shape_of(box), np.dtype(layout.users[user].dtype)
         n = math.prod(shape)
         yield Values(user, tuple(map(tuple, box)), np.frombuffer(rest, dtype, n, at).reshape(shape))
