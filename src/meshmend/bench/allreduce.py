@@ -27,10 +27,11 @@ from meshmend.errors import Coordinate, LabError, PlanError, name_chip
 from meshmend.lab import Chips, Lab
 from meshmend.lab.namespaces import INTERFACE
 from meshmend.launch.processes import free_port
-from meshmend.planning import PLANNERS, plan
+from meshmend.planning import PLANNERS, Auto, plan
 from meshmend.schedule import Collective, Schedule
 from meshmend.topology import Mesh
 from meshmend.torch.engine import Engine
+from meshmend.torch.plans import mode_for
 from meshmend.torch.position import LOOPBACK
 from meshmend.torch.private import gloo_backend
 
@@ -39,6 +40,8 @@ PROCESS_GROUP = "process group"
 """`MeshProcessGroup` with the plan that it chooses itself: over loopback, where its overhead is visible."""
 UPDATE = ", update"
 """After a planner's name: its all-reduce with an update, in which owners update their weights with AdamW."""
+WITHOUT_SLACK = "auto, no slack"
+"""The plan that is fastest where everybody waits for the end of each step."""
 PORT = 29400
 TIMEOUT = timedelta(minutes=10)
 
@@ -78,16 +81,21 @@ def applicable(
 ) -> dict[str, Schedule]:
     """Return the proven plan of every planner that serves a mesh, with parameters that suit payload and hardware.
 
-    The last is that of "auto", which process groups run by default. With `update`, also those of an all-reduce with a
-    update, where the planner has one.
+    The last is that of "auto", which process groups run by default; over links that have a latency, what it would be
+    without slack comes before it. With `update`, also those of an all-reduce with a update, where the planner has one.
     """
     schedules = {}
+    mode = mode_for(hardware)
+    if hardware.hop_latency_s and mode == "asynchronous" and not update:
+        schedules[WITHOUT_SLACK] = plan(mesh, Auto.name, payload_bytes=payload_bytes, hardware=hardware)
     collectives = [Collective.ALL_REDUCE] + [Collective.ALL_REDUCE_WITH_UPDATE] * update
     for name in names or PLANNERS:
         for collective in collectives:
             is_fused = collective is Collective.ALL_REDUCE_WITH_UPDATE
             try:
-                made = plan(mesh, name, collective=collective, payload_bytes=payload_bytes, hardware=hardware)
+                made = plan(
+                    mesh, name, collective=collective, payload_bytes=payload_bytes, hardware=hardware, mode=mode
+                )
             except PlanError:
                 if names and not is_fused:
                     raise

@@ -215,6 +215,7 @@ class TuningOptions:
         name: str,
         payload: str | float | None = None,
         hardware: str | Hardware | None = None,
+        mode: Mode | None = None,
         *,
         collective: str = Collective.ALL_REDUCE,
     ) -> Planner:
@@ -226,6 +227,7 @@ class TuningOptions:
             "budget_s": self.budget,
             "payload_bytes": parse_bytes(payload) if isinstance(payload, str) else payload,
             "hardware": hardware,
+            "mode": mode,
         }
         stated = {key: value for key, value in given.items() if value is not None}
         return make_planner(name, collective=collective, **stated)

@@ -76,7 +76,10 @@ def command(
         mesh = machine.mesh(plan_of, holes)
         # Told what to plan for, a planner tunes the parameters that are not given.
         told = [machine.hardware(None), payload, *(one for one in given_options(price) if one != "--mode")]
-        chosen = tuning.planner(planner, payload, hardware if any(told) else None, collective=collective)
+        tunes = any(told) or planner == Auto.name
+        chosen = tuning.planner(
+            planner, payload, hardware if any(told) else None, mode if tunes else None, collective=collective
+        )
         with working(f"planning {mesh}", json):
             if isinstance(chosen, Auto | Tuned) and not neighbours_only:
                 choice = choose(mesh, chosen)

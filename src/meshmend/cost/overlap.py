@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from numbers import Real
 
-from meshmend.cost.hardware import Hardware
+from meshmend.cost.hardware import Hardware, Mode
+from meshmend.cost.predict import asynchronous_seconds
 from meshmend.cost.step_demand import StepDemand
 from meshmend.errors import ParameterError
 
@@ -17,8 +18,10 @@ MAX_UNROLLED = 96
 """Steps of a plan that are written out one by one inside a loop body, at most: the code grows with them."""
 
 
-def exposed_seconds(demand: StepDemand, payload_bytes: float, hardware: Hardware, overlap_s: float) -> float:
-    """Return the time that a schedule adds to `overlap_s` of computing that lies beside it, in lock-step.
+def exposed_seconds(
+    demand: StepDemand, payload_bytes: float, hardware: Hardware, overlap_s: float, mode: Mode = "lock-step"
+) -> float:
+    """Return the time that a schedule adds to `overlap_s` of computing that lies beside it.
 
     >>> from meshmend import Mesh, plan
     >>> from meshmend.cost import find_hardware
@@ -26,6 +29,9 @@ def exposed_seconds(demand: StepDemand, payload_bytes: float, hardware: Hardware
     >>> [round(1e6 * exposed_seconds(demand, 1e6, find_hardware("tpu-v3-xla"), hide)) for hide in (0, 1e-5, 1)]
     [115, 105, 20]
     """
+    if mode == "asynchronous":
+        seconds = asynchronous_seconds(demand, payload_bytes, hardware)
+        return shown(hardware.start_s, seconds - hardware.start_s, overlap_s)
     seconds = demand.seconds(payload_bytes, hardware)
     if not overlap_s or demand.schedule.n_steps > MAX_UNROLLED:
         return seconds

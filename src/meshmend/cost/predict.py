@@ -163,6 +163,11 @@ def _asynchronous_phases(demand: StepDemand, payload_bytes: float, hardware: Har
     return _by_name(schedule, took)
 
 
+def asynchronous_seconds(demand: StepDemand, payload_bytes: float, hardware: Hardware) -> float:
+    """Return when the last transfer arrives, where chips wait only for their data and their links."""
+    return float(_phase_ends(demand, payload_bytes, hardware).max(initial=0.0))
+
+
 def _phase_ends(demand: StepDemand, payload_bytes: float, hardware: Hardware) -> NDArray[np.float64]:
     """Return when the last transfer of each phase arrives.
 

@@ -19,6 +19,7 @@ from numbers import Real
 from typing import ClassVar, final
 
 from meshmend.cost import Hardware, StepDemand, find_hardware
+from meshmend.cost.hardware import MODES, Mode
 from meshmend.cost.overlap import check_overlap, exposed_seconds, shown
 from meshmend.cost.step_demand import CORES_PER_MESSAGE
 from meshmend.errors import ParameterError, PlanError
@@ -69,13 +70,16 @@ class Choice:
 
 
 class AutoPlanner(Planner):
-    """A planner that takes the fastest of several for a payload on a piece of hardware, by the lock-step prediction."""
+    """A planner that takes the fastest of several for a payload on hardware, as predicted for how its engine waits."""
 
     payload_bytes: float
     hardware: str | Hardware
     overlap_s: float
+    mode: Mode
 
     def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ParameterError(f"mode is {self.mode!r}, expected one of: {', '.join(MODES)}.")
         object.__setattr__(self, "hardware", find_hardware(self.hardware))
         is_number = isinstance(self.payload_bytes, Real) and not isinstance(self.payload_bytes, bool)
         if not is_number or not 0 < self.payload_bytes < float("inf"):
@@ -90,12 +94,14 @@ class AutoPlanner(Planner):
     @final
     def choose(self, mesh: Mesh) -> Choice:
         """Return the fastest schedule together with what was considered."""
-        return self.candidates_for(mesh).choose(self.payload_bytes, find_hardware(self.hardware), self.overlap_s)
+        hardware = find_hardware(self.hardware)
+        return self.candidates_for(mesh).choose(self.payload_bytes, hardware, self.overlap_s, self.mode)
 
     @final
     def n_transfers(self, mesh: Mesh) -> int:
         """Return the size of the largest schedule that may be taken."""
-        variants = self.candidates_for(mesh).variants(self.payload_bytes, find_hardware(self.hardware), self.overlap_s)
+        hardware = find_hardware(self.hardware)
+        variants = self.candidates_for(mesh).variants(self.payload_bytes, hardware, self.overlap_s, self.mode)
         return max(variant.n_transfers(mesh) for variant in variants)
 
     @final
@@ -125,6 +131,10 @@ class Auto(AutoPlanner):
     `overlap_s` is the computing that the schedule runs beside, as in the body of `mmj.fsdp.scan_layers`: the
     fastest is then the one with the least exposed communication (`meshmend.cost.overlap`).
 
+    `mode` is how the engine waits that will run the schedule. In "lock-step", as XLA's loops do, every step costs its
+    latency. An "asynchronous" engine, as PyTorch's, waits for its data alone: then plans leave slack between a chunk's
+    arrival and its being sent on, and links stay busy while latency passes.
+
     Neither payload nor hardware has a default here: who forgets them would run a plan for somebody else's.
 
     >>> choice = Auto(payload_bytes=1e9, hardware="tpu-v3").choose(Mesh("8x8", failed=["2x2@2,2"]))
@@ -140,6 +150,7 @@ class Auto(AutoPlanner):
     owners: Owners = "any"
     budget_s: float = DEFAULT_BUDGET_S
     overlap_s: float = 0.0
+    mode: Mode = "lock-step"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -164,6 +175,7 @@ class Tuned(AutoPlanner):
     hardware: str | Hardware
     fixed: tuple[str, ...] = ()
     overlap_s: float = 0.0
+    mode: Mode = "lock-step"
 
     @property
     def name(self) -> str:  # type: ignore[override]  # other planners' names belong to the class
@@ -223,11 +235,15 @@ class Candidates:
             return self._refused[0].unsupported_reason
         return " ".join(f"{candidate.planner.name}: {candidate.unsupported_reason}" for candidate in self._refused)
 
-    def variants(self, payload_bytes: float, hardware: Hardware, overlap_s: float = 0.0) -> list[Planner]:
+    def variants(
+        self, payload_bytes: float, hardware: Hardware, overlap_s: float = 0.0, mode: Mode = "lock-step"
+    ) -> list[Planner]:
         """Return the planners that can serve the mesh, each with every set of parameters that is worth trying.
 
         Where bytes hide and steps do not, steps cost more than they take: planners are asked with higher costs, too.
         """
+        if mode == "asynchronous":
+            return self._slack_variants(payload_bytes, hardware)
         messages: float = self._mesh.n_directions
         if hardware.shared_cores is not None:
             messages *= self._mesh.n_chips / hardware.shared_cores
@@ -246,16 +262,31 @@ class Candidates:
             found += [variant for variant in asked if self._keeps(variant, planner)] or [planner]
         return found
 
+    def _slack_variants(self, payload_bytes: float, hardware: Hardware) -> list[Planner]:
+        """Return the same for an engine that waits for its data alone."""
+        unit = payload_bytes / hardware.link_bytes_per_s
+        message_s = hardware.message_s
+        if hardware.shared_cores is not None:
+            message_s *= self._mesh.n_chips / hardware.shared_cores
+        latency_s = hardware.step_latency_s + hardware.hop_latency_s + 2 * hardware.message_s
+        found: list[Planner] = []
+        for planner in self._able:
+            asked = planner.slack_variants(self._mesh, latency_s / unit, message_s / unit)
+            found += [variant for variant in dict.fromkeys(asked) if self._keeps(variant, planner)] or [planner]
+        return found
+
     def _keeps(self, variant: Planner, planner: Planner) -> bool:
         return all(getattr(variant, name) == getattr(planner, name) for name in self._fixed)
 
-    def choose(self, payload_bytes: float, hardware: Hardware, overlap_s: float = 0.0) -> Choice:
-        """Return the fastest of the candidates, by the lock-step prediction, or the one least exposed."""
+    def choose(
+        self, payload_bytes: float, hardware: Hardware, overlap_s: float = 0.0, mode: Mode = "lock-step"
+    ) -> Choice:
+        """Return the fastest of the candidates, by the prediction for `mode`, or the one least exposed."""
         if self.unsupported_reason is not None:
             raise PlanError(Auto.name, str(self._mesh), self.unsupported_reason)
         floors = {
-            variant: _seconds(variant.floor(self._mesh), payload_bytes, hardware, overlap_s)
-            for variant in self.variants(payload_bytes, hardware, overlap_s)
+            variant: _seconds(variant.floor(self._mesh), payload_bytes, hardware, overlap_s, mode)
+            for variant in self.variants(payload_bytes, hardware, overlap_s, mode)
         }
         times: dict[Planner, float] = {}
         fastest = float("inf")
@@ -264,7 +295,7 @@ class Candidates:
                 break
             if variant not in self._made:
                 self._made[variant] = StepDemand(variant.plan(self._mesh))
-            times[variant] = exposed_seconds(self._made[variant], payload_bytes, hardware, overlap_s)
+            times[variant] = exposed_seconds(self._made[variant], payload_bytes, hardware, overlap_s, mode)
             fastest = min(fastest, times[variant])
         made = sorted(times, key=lambda variant: times[variant])
         ruled_out = sorted((v for v in floors if v not in times), key=lambda variant: floors[variant])
@@ -272,15 +303,18 @@ class Candidates:
         return Choice(self._made[made[0]].schedule, made[0], fastest, (*ranked, *self._refused))
 
 
-def _seconds(floor: Floor, payload_bytes: float, hardware: Hardware, overlap_s: float) -> float:
+def _seconds(floor: Floor, payload_bytes: float, hardware: Hardware, overlap_s: float, mode: Mode) -> float:
     """Price a floor: every step has a transfer of at least one hop, and moves at least its share of the payload.
 
-    On a switched network chips share no links, and what a chip can drive at once is all that limits it.
+    On a switched network chips share no links, and what a chip can drive at once is all that limits it. Where nobody
+    waits for the end of a step, its latency passes while others move their data.
     """
     unit = payload_bytes / hardware.link_bytes_per_s
     moving = 0.0 if hardware.is_switched else floor.link_load * unit
     if hardware.links_at_once is not None:
         moving = max(moving, floor.chip_load * unit / hardware.links_at_once)
+    if mode == "asynchronous":
+        return shown(hardware.start_s, moving, overlap_s)
     moving += floor.steps * hardware.hop_latency_s
     # A step has a message at least.
     message_s = hardware.message_s / (1 if hardware.shared_cores is None else CORES_PER_MESSAGE)

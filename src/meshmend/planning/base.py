@@ -85,6 +85,14 @@ class Planner(ABC):
         """
         return (self,)
 
+    def slack_variants(self, mesh: Mesh, latency: float, message: float) -> Sequence[Planner]:
+        """Return the same for engines that wait for their data alone, not for the end of each step.
+
+        `latency` is what passes between a transfer's last byte and its chunk being sent on, and `message` what a chip
+        pays for each that it sends, both in units of M/b.
+        """
+        return self.variants(mesh, latency + message)
+
     def floor(self, mesh: Mesh) -> Floor:  # noqa: ARG002
         """Return what the schedule costs at least. Only called where `unsupported_reason` is None; must be quick."""
         return Floor()

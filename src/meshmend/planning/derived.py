@@ -48,6 +48,10 @@ class Derived(Planner):
         """Return the planner's variants: what is best for the whole is best for its parts."""
         return [replace(self, planner=variant) for variant in self.planner.variants(mesh, step_cost)]
 
+    def slack_variants(self, mesh: Mesh, latency: float, message: float) -> Sequence[Derived]:
+        """Return the planner's."""
+        return [replace(self, planner=variant) for variant in self.planner.slack_variants(mesh, latency, message)]
+
     def floor(self, mesh: Mesh) -> Floor:
         """Return what the whole costs at least, or half of it: reductions and copies mirror each other."""
         whole = self.planner.floor(mesh)

@@ -30,8 +30,8 @@ def plan_shards(
 ) -> Schedule:
     """Plan a reduce-scatter or an all-gather of equal shards, proven: rank r owns shard `order[r]` of the payload.
 
-    Without an order, it owns shard r. `target` is `payload_bytes` (all shards together), `hardware`, and a `cache` and
-    `budget_s` if there are any, as in `plan`.
+    Without an order, it owns shard r. `target` is `payload_bytes` (all shards together), `hardware`, and a `mode`, a
+    `cache` and `budget_s` if there are any, as in `plan`.
 
     >>> shards = plan_shards(Mesh("2x2"), "all-gather", order=[2, 0, 1, 3], payload_bytes=64)
     >>> shards.owners.tolist()
@@ -45,11 +45,14 @@ def plan_shards(
         # Few chunks are quicker for a short payload, but then some chips own none.
         found = plan(mesh, Gather.name, collective=collective, chunks=mesh.n_chips, cache=target.get("cache"))
     per_chip = found.total_chunks // mesh.n_chips
-    if np.any(found.owners != np.arange(found.total_chunks) // per_chip) or np.any(found.n_chunks != 1):
-        raise ScheduleError(f"{found!r} does not give each rank a run of {per_chip} chunks.")
-    if np.array_equal(positions, np.arange(mesh.n_chips)):
+    if np.any(np.bincount(found.owners, minlength=mesh.n_chips) != per_chip) or np.any(found.n_chunks != 1):
+        raise ScheduleError(f"{found!r} does not give each rank {per_chip} chunks, each sent by itself.")
+    # A chunk's place among those of its owner, in the order of their numbers.
+    by_owner, place = np.argsort(found.owners, kind="stable"), np.empty(found.total_chunks, dtype=np.int64)
+    place[by_owner] = np.arange(found.total_chunks) % per_chip
+    number = positions[found.owners] * per_chip + place
+    if np.array_equal(number, np.arange(found.total_chunks)):
         return found
-    number = positions[found.owners] * per_chip + np.arange(found.total_chunks) % per_chip
     owners = np.empty_like(found.owners)
     owners[number] = found.owners
     renumbered = found.replace(first_chunk=number[found.first_chunk], owners=owners)

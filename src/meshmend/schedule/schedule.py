@@ -185,6 +185,31 @@ class Schedule:
         longer._is_proven = False
         return longer
 
+    def interleaved(self, parts: int) -> Schedule:
+        """Return this schedule with every chunk cut into so many parts, which go one after the other.
+
+        A step becomes `parts` steps. A part that has arrived is sent on only `parts` steps after it was sent: while it
+        is under way, and while its latency passes, the links carry the other parts. So an engine that waits for data
+        alone keeps its links busy; one that waits for every step gains nothing.
+
+        >>> s = Schedule(Mesh((1, 2)), total_chunks=1, step=[0, 1], src=[1, 0], dst=[0, 1], op=[0, 1], owners=[0])
+        >>> s.interleaved(3)
+        Schedule(hand-made all-reduce on 1x2: 2 chips, 6 steps, 3 chunks, 6 transfers)
+        """
+        if self._template is not None:
+            return self._template.interleaved(parts).repeated(self._repeats, self._period * parts)
+        part = np.arange(parts)[:, None]
+        rows = np.tile(np.arange(self.n_transfers), parts)
+        return self.replace(
+            rows,
+            total_chunks=self._total_chunks * parts,
+            step=(self.step.astype(np.int64) * parts + part).ravel(),
+            # Chunk k is followed by all others before its second part: runs of chunks stay runs.
+            first_chunk=(self.first_chunk + self._total_chunks * part).ravel(),
+            owners=np.tile(self._owners, parts),
+            may_idle=True,
+        )
+
     def expanded(self) -> Schedule:
         """Return the same schedule without repeats: every transfer of the whole as a row, at most `MAX_EXPANDED`."""
         if self._template is None:

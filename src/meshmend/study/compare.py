@@ -101,7 +101,7 @@ def compare(
     for name in PLANNERS:
         if on_planner is not None:
             on_planner(name)
-        planner = make_planner(name, collective=collective, payload_bytes=payload_bytes, hardware=chosen)
+        planner = make_planner(name, collective=collective, payload_bytes=payload_bytes, hardware=chosen, mode=mode)
         entries.append(price(planner, mesh, payload_bytes, chosen, mode, payloads))
     if saved is not None:
         entries.append(_priced("saved plan", saved, 0.0, payload_bytes, chosen, mode, payloads))
@@ -127,11 +127,7 @@ def price(
     if not isinstance(planner, AutoPlanner):
         return entry
     candidates = planner.candidates_for(mesh)
-    choices = [(payload, candidates.choose(payload, hardware)) for payload in payloads]
-    sweep = [
-        choice.seconds if mode == "lock-step" else predict(choice.schedule, payload, hardware, mode=mode).seconds
-        for payload, choice in choices
-    ]
+    sweep = [candidates.choose(payload, hardware, mode=mode).seconds for payload in payloads]
     return dataclasses.replace(entry, sweep=tuple(sweep))
 
 

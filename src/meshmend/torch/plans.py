@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from meshmend.cost import Hardware, find_hardware
+from meshmend.cost.hardware import Mode
 from meshmend.planning import PlanFunction, plan, plan_broadcast, plan_shards, round_payload
 from meshmend.schedule import Collective, Schedule
 from meshmend.topology import Mesh, Region
@@ -25,8 +26,9 @@ MAX_KEPT_BYTES = 2**29
 class Plans:
     """Schedules for the survivors of one machine, each made once and proven, and kept while there is room.
 
-    `plan` is called with a mesh, `payload_bytes` and `hardware`, and makes the plans of all-reduces. What is bound to
-    it and concerns other collectives too reaches them: hardware, which comes before what is given, a cache, a budget.
+    `plan` is called with a mesh, `payload_bytes`, `hardware` and `mode`, and makes the plans of all-reduces. What is
+    bound to it and concerns other collectives too reaches them: hardware, which comes before what is given, a cache, a
+    budget.
 
     >>> plans = Plans(hardware="gloo-loopback")
     >>> plans.get(Mesh("4x4", failed=["2x2@0,0"]), payload_bytes=1000).mesh.n_chips
@@ -36,6 +38,7 @@ class Plans:
     def __init__(self, plan: PlanFunction = plan, *, hardware: str | Hardware) -> None:
         bound = bound_keywords(plan)
         self.hardware: Hardware = find_hardware(bound.get("hardware", hardware))
+        self.mode: Mode = bound.get("mode", mode_for(self.hardware))
         self._plan = plan
         self._shared = {name: bound[name] for name in SHARED if name in bound}
         self._made: OrderedDict[tuple[object, ...], Schedule] = OrderedDict()
@@ -49,14 +52,14 @@ class Plans:
 
     def get(self, mesh: Mesh, payload_bytes: int) -> Schedule:
         """Return the plan for a payload; raise `PlanError` where no planner serves the mesh."""
-        target = self._target(payload_bytes)
+        target = self._target(payload_bytes) | {"mode": self.mode}
         # A function of the caller's own may know its hardware already.
-        own = target if _takes(self._plan, "hardware") else {"payload_bytes": target["payload_bytes"]}
+        own = {name: value for name, value in target.items() if name == "payload_bytes" or _takes(self._plan, name)}
         return self._kept((mesh, *target.values()), lambda: self._plan(mesh, **own))
 
     def shards(self, mesh: Mesh, collective: Collective, order: tuple[int, ...], payload_bytes: int) -> Schedule:
         """Return the plan for a reduce-scatter or an all-gather in which rank r has shard `order[r]`."""
-        target = self._target(payload_bytes)
+        target = self._target(payload_bytes) | {"mode": self.mode}
         key = (mesh, *target.values(), collective, order)
         return self._kept(key, lambda: plan_shards(mesh, collective, order=order, **target, **self._shared))
 
@@ -96,6 +99,11 @@ class Plans:
     def size(payload_bytes: int) -> int:
         """Return the size that payloads of about so many bytes are planned for."""
         return round_payload(payload_bytes)
+
+
+def mode_for(hardware: Hardware) -> Mode:
+    """Return how the engine waits: for its data alone, over links; on a switch, cores are busy while latency passes."""
+    return "lock-step" if hardware.is_switched else "asynchronous"
 
 
 def bound_keywords(plan: PlanFunction) -> Mapping[str, Any]:

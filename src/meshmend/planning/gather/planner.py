@@ -7,6 +7,7 @@ of a corner busy from beginning to end (`spreading`), which is optimal: a corner
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from typing import Any, ClassVar, final
 import numpy as np
 from numpy.typing import NDArray
 
+from meshmend.errors import ParameterError
 from meshmend.planning.base import MAX_TRANSFERS, Floor, Planner, Unsupported, check_count
 from meshmend.planning.gather.spreading import share_out, spread
 from meshmend.planning.weave.pieces import Pieces
@@ -27,6 +29,9 @@ DEFAULT_TRANSFERS = 2**21
 """Default limit of transfers. Planning takes about a microsecond per transfer."""
 FILLING_PER_SIDE = 0.5
 """Steps beyond the least for each chip along each side of a mesh: while the farthest chunks are on their way."""
+SLACK_CHUNKS_PER_CHIP, SLACK_PARTS = (1, 4), (2, 4, 8)
+"""Chunks, and parts of each, that are tried where engines wait for their data alone; and for how many transfers."""
+SLACK_TRANSFERS = 2**20
 ROUNDING = 1e-9
 
 
@@ -38,7 +43,8 @@ class Gather(Planner):
     Where some cables are slow, it carries several: as many as its rate allows in the time that all others take.
 
     `chunks` cuts the payload; each chip owns the same number of them, give or take one. Left out, it is a multiple of
-    the number of chips, about a thousand.
+    the number of chips, about a thousand. With a `lag`, each of these goes in `lag` + 1 parts, one after the other, and
+    `chunks` counts the parts: for engines that wait for their data alone (`Schedule.interleaved`).
 
     >>> Gather().plan(Mesh("8x8", failed=["2x2@2,2"]))
     Schedule(gather all-gather on 8x8 minus 2x2@2,2: 60 chips, ... steps, 1,020 chunks, 60,180 transfers)
@@ -49,11 +55,16 @@ class Gather(Planner):
 
     chunks: int | None = None
     collective: Collective = Collective.ALL_GATHER
+    lag: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "collective", Collective(self.collective))
         if self.chunks is not None:
             object.__setattr__(self, "chunks", check_count("chunks", self.chunks))
+        if self.lag != 0:
+            object.__setattr__(self, "lag", check_count("lag", self.lag))
+        if self.chunks is not None and self.chunks % (self.lag + 1):
+            raise ParameterError(f"chunks is {self.chunks}, expected a multiple of the {self.lag + 1} parts of each.")
 
     def variants(self, mesh: Mesh, step_cost: float) -> Sequence[Gather]:
         """Return this planner and one with about the best number of chunks, as `Weave.variants` does."""
@@ -67,16 +78,29 @@ class Gather(Planner):
             tuned -= tuned % mesh.n_chips
         return [self] if tuned == most else [self, replace(self, chunks=tuned)]
 
+    def slack_variants(self, mesh: Mesh, latency: float, message: float) -> Sequence[Gather]:
+        """Return the same, and few chunks in several parts each: which of them is fastest, nobody knows beforehand."""
+        found = list(self.variants(mesh, latency + message))
+        if self.chunks is None and not self.lag:
+            for whole, parts in itertools.product(SLACK_CHUNKS_PER_CHIP, SLACK_PARTS):
+                candidate = replace(self, chunks=whole * mesh.n_chips * parts, lag=parts - 1)
+                if candidate.n_transfers(mesh) <= SLACK_TRANSFERS:
+                    found.append(candidate)
+        return found
+
     def floor(self, mesh: Mesh) -> Floor:
         """Return what it costs at least: a chip receives what it does not own, no more per step than its links take."""
-        chunks, n = self.chunks or default_chunks(mesh), mesh.n_chips
+        chunks, n = self._n_chunks(mesh), mesh.n_chips
         lacks = 1 - -(-chunks // n) / chunks
         steps = math.ceil(lacks * chunks * _least_load(mesh, Pieces.of(mesh).per_step) - ROUNDING)
         return Floor(steps=steps, link_load=lacks * _least_load(mesh, mesh.rates), chip_load=lacks)
 
     def n_transfers(self, mesh: Mesh) -> int:
         """Return one transfer for each chunk and each chip that does not own it."""
-        return (mesh.n_chips - 1) * (self.chunks or default_chunks(mesh))
+        return (mesh.n_chips - 1) * self._n_chunks(mesh)
+
+    def _n_chunks(self, mesh: Mesh) -> int:
+        return self.chunks or -(-default_chunks(mesh) // (self.lag + 1)) * (self.lag + 1)
 
     def _check(self, mesh: Mesh) -> None:
         if self.collective.is_all_reduce:
@@ -92,12 +116,12 @@ class Gather(Planner):
 
     def _plan(self, mesh: Mesh) -> Schedule:
         """Return the all-gather, or the same backwards in time."""
-        owners = share_out(mesh.n_chips, self.chunks or default_chunks(mesh))
+        owners = share_out(mesh.n_chips, self._n_chunks(mesh) // (self.lag + 1))
         found = spread(mesh, owners, Pieces.of(mesh).per_link(mesh) if mesh.has_slow_cables else None)
         step, src, dst, op = found.step, found.src, found.dst, Op.COPY
         if self.collective is Collective.REDUCE_SCATTER:
             step, src, dst, op = found.step.max(initial=0) - found.step, found.dst, found.src, Op.REDUCE
-        return Schedule(
+        whole = Schedule(
             mesh,
             total_chunks=len(owners),
             step=step,
@@ -110,6 +134,7 @@ class Gather(Planner):
             collective=self.collective,
             planner=self.name,
         )
+        return whole.interleaved(self.lag + 1) if self.lag else whole
 
 
 def default_chunks(mesh: Mesh) -> int:

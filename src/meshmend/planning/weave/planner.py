@@ -12,8 +12,9 @@ is repeated (`periodic`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Real
 from typing import ClassVar, Literal, final, get_args
 
@@ -41,10 +42,20 @@ MOST_REPEATED_PER_SIDE, MOST_REPEATED = 1024, 2**18
 """The same where a template is repeated: filling and draining then adds half a per cent."""
 FILLING_PER_SIDE, REPEATED_FILLING_PER_SIDE = 1.5, 4.0
 """Steps of filling and draining for each chip along each side of a plain mesh, as measured (docs/plans.md)."""
+LAG_PER_SIDE = 0.9
+"""What a lag of one step adds to that, as measured."""
 UNEVEN = 1.006
 """Busiest link over the mean where chunks are planned one by one, as measured."""
 TRANSFER_SECONDS = 2e-6
 """CPU seconds for each transfer that is planned by itself, as measured on a small virtual machine that was busy."""
+SLACK_TRANSFER_SECONDS = 3e-6
+"""The same where it is also followed through time, to price it."""
+FOLLOWED = 30
+"""How many repeats of a template are followed, about."""
+ENOUGH = 1.05
+"""So close to the least time that more chunks would bring it, about, their number need not be doubled again."""
+SLACK_PARTS = (2, 3)
+"""Parts that a chunk of a template goes in, where engines wait for their data alone."""
 START_SECONDS = 0.4
 """CPU seconds besides: importing SciPy, and pricing what was planned."""
 THOROUGH = 1.4
@@ -71,6 +82,11 @@ class Weave(Planner):
     steps. Left out, it grows with the sides of the mesh. With `trees`, so many chunks are planned as a template that is
     repeated; `chunks` is a multiple of it.
 
+    `lag` is for engines that wait for their data alone: what has arrived is sent on so many steps later than it could
+    be, and links carry other chunks while its latency passes. Chunks planned one by one are then summed in the middle
+    of their trees, unless owners are to be even; each chunk of a template goes in `lag` + 1 parts, one after the other,
+    and `chunks` counts those.
+
     `owners` says what each chunk's owner is for. "even": every chip owns as many chunks, give or take one, as a sharded
     weight update wants; then nothing is repeated where planners are compared. "any": every chunk has one, which sums go
     up to and copies come down from. "none": in a template the two chips in the middle of a tree exchange their halves,
@@ -84,6 +100,8 @@ class Weave(Planner):
     Schedule(weave all-reduce on 4x4 minus 1x1@1,1, 1 cable: 15 chips, ... steps, 60 chunks, 1,680 transfers)
     >>> plan(Mesh("8x8", failed=["2x2@2,2"]), "weave", trees=8, chunks=80_000)
     Schedule(weave all-reduce on 8x8 minus 2x2@2,2: 60 chips, ... steps, 80,000 chunks, ...; 8 chunks repeated)
+    >>> plan(Mesh("8x8", failed=["2x2@2,2"]), "weave", trees=8, chunks=80_000, lag=1)
+    Schedule(weave all-reduce on 8x8 minus 2x2@2,2: 60 chips, ... steps, 80,000 chunks, ...; 16 chunks repeated)
     """
 
     name: ClassVar[str] = "weave"
@@ -92,22 +110,27 @@ class Weave(Planner):
     trees: int | None = None
     owners: Owners = "any"
     budget_s: float = DEFAULT_BUDGET_S
+    lag: int = 0
 
     def __post_init__(self) -> None:
         for name in ("chunks", "trees"):
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, check_count(name, value))
+        if self.lag != 0:
+            object.__setattr__(self, "lag", check_count("lag", self.lag))
         if self.owners not in get_args(Owners):
             raise ParameterError(f"owners is {self.owners!r}, expected one of: {', '.join(get_args(Owners))}.")
         object.__setattr__(self, "budget_s", check_budget(self.budget_s))
         if self.trees is not None:
             if self.owners == "even":
                 raise ParameterError("A template of a few trees has a few owners: give either trees or owners='even'.")
-            if self.chunks is not None and self.chunks % self.trees:
+            whole = self.trees * (self.lag + 1)
+            if self.chunks is not None and self.chunks % whole:
+                times = f" · {self.lag + 1}" * bool(self.lag)
                 raise ParameterError(
-                    f"chunks is {self.chunks}, expected a multiple of trees, {self.trees}: "
-                    f"{self.trees * max(1, round(self.chunks / self.trees))}, say."
+                    f"chunks is {self.chunks}, expected a multiple of trees, {self.trees}{times}: "
+                    f"{whole * max(1, round(self.chunks / whole))}, say."
                 )
 
     def variants(self, mesh: Mesh, step_cost: float) -> Sequence[Weave]:
@@ -128,7 +151,7 @@ class Weave(Planner):
             # Steps of the square root of two, so that few plans serve all payloads.
             return max(least, min(round(2 ** (round(2 * math.log2(max(1.0, min(best, most)))) / 2)), most))
 
-        left_s = max(self.budget_s - START_SECONDS, self.budget_s / 2)
+        left_s = _left(self.budget_s)
         most = min(MOST_CHUNKS, _most_chunks(mesh, min(int(left_s / TRANSFER_SECONDS), MAX_TRANSFERS)))
         found = [self, replace(self, chunks=best_chunks(FILLING_PER_SIDE, max(most, least)))]
         if self.owners != "even" and mesh.n_chips > 1 and not mesh.has_slow_cables:
@@ -139,7 +162,38 @@ class Weave(Planner):
                     found.append(replace(self, trees=trees, chunks=trees * repeats))
         if found[1].chunks == default_chunks(mesh):
             del found[1]
-        return _within_budget(found, mesh, step_cost, left_s)
+        return _within_budget(found, left_s, partial(_time, mesh, step_cost), partial(_seconds, mesh, left_s))
+
+    def slack_variants(self, mesh: Mesh, latency: float, message: float) -> Sequence[Weave]:
+        """Return this planner with numbers of chunks and the lag that each needs: planned one by one, and as templates.
+
+        A chunk of 1/K of the payload is under way for 1/K + `latency`, so that a lag of K · `latency` steps covers it.
+        The time is then steps/K: more chunks are better, until what a chip pays for messages outweighs it. A template's
+        chunk goes in L parts, and the others cover the latency of each where (1 − 1/L)/K is as long.
+        """
+        if self.chunks is not None or self.trees is not None or self.lag:
+            given = self.chunks is not None and self.trees is None and not self.lag
+            return [self, replace(self, lag=_lag(self.chunks or 1, latency))] if given and latency else [self]
+        least = mesh.n_chips if self.owners == "even" else 1
+        left_s = _left(self.budget_s)
+        most = _most_chunks(mesh, min(int(left_s / SLACK_TRANSFER_SECONDS / 2), MAX_TRANSFERS))
+        most = max(least, min(MOST_CHUNKS, MAX_POSITIONS // mesh.n_link_slots, most))
+        time, seconds = partial(_slack_time, mesh, latency, message), partial(_slack_seconds, mesh)
+        counts = sorted({max(least, min(1 << power, most)) for power in range(most.bit_length() + 1)})
+        found = [replace(self, chunks=chunks, lag=_lag(chunks, latency)) for chunks in counts]
+        shortest = min(time(weave) for weave in found)
+        enough = next(i for i, weave in enumerate(found) if time(weave) <= ENOUGH * shortest)
+        found = found[max(0, enough - 1) : enough + 2]
+        if self.owners != "even" and mesh.n_chips > 1 and not mesh.has_slow_cables:
+            for trees in sorted({choose_trees(mesh, room) for room in (ROOM, WIDE_ROOM)}):
+                for parts in SLACK_PARTS:
+                    # So many chunks that their other parts just cover the latency.
+                    whole = (1 - 1 / parts) / latency if latency else MOST_REPEATED
+                    chunks = min(whole, MOST_REPEATED_PER_SIDE * sum(mesh.shape), MOST_REPEATED / parts)
+                    repeats = int(chunks / trees)
+                    if repeats > 1:
+                        found.append(replace(self, trees=trees, chunks=trees * parts * repeats, lag=parts - 1))
+        return _within_budget(found, left_s, time, seconds)
 
     @property
     def is_splittable(self) -> bool:  # type: ignore[override]  # of other planners it is known of the class
@@ -158,7 +212,7 @@ class Weave(Planner):
         load, n = _least_load(mesh), mesh.n_chips
         if self.trees is not None:
             period = least_period(mesh, self.trees)
-            repeats = self._n_chunks(mesh) // self.trees
+            repeats = self._n_chunks(mesh) // self.trees  # the parts of a chunk are steps of their own
             return Floor(steps=repeats * period, link_load=period / self.trees, chip_load=2 * (n - 1) / n)
         per_chunk = load * mesh.rates.sum() / Pieces.of(mesh).rates.sum() if mesh.has_slow_cables else load
         steps = math.ceil(self._n_chunks(mesh) * per_chunk - 1e-9)
@@ -170,7 +224,7 @@ class Weave(Planner):
         Of what is repeated only the template is made. Over slow cables a chunk goes in pieces: how many is only known
         afterwards, so that this is the most.
         """
-        chunks = self.trees or self._n_chunks(mesh)
+        chunks = self._n_chunks(mesh) if self.trees is None else self.trees * (self.lag + 1)
         whole = 2 * (mesh.n_chips - 1) * chunks
         if not mesh.has_slow_cables:
             return whole
@@ -199,8 +253,8 @@ class Weave(Planner):
     def _n_chunks(self, mesh: Mesh) -> int:
         if self.chunks is not None:
             return self.chunks
-        default = default_chunks(mesh)
-        return default if self.trees is None else -(-default // self.trees) * self.trees
+        default, whole = default_chunks(mesh), (self.trees or 1) * (self.lag + 1)
+        return default if self.trees is None else -(-default // whole) * whole
 
     def _plan(self, mesh: Mesh) -> Schedule:
         """Return the woven schedule."""
@@ -227,18 +281,23 @@ class Weave(Planner):
                 planner=self.name,
                 phases=PHASES,
             )
-            return template.repeated(chunks // self.trees, period)
+            parts = self.lag + 1
+            return template.interleaved(parts).repeated(chunks // (self.trees * parts), period * parts)
         pieces = Pieces.of(mesh) if mesh.has_slow_cables else None
         trees = grow(mesh, _n_trees(mesh, chunks), None if pieces is None else pieces.rates)
         eccentricity, somewhere = measure(trees)
         tree_of = order_trees(trees, eccentricity.min(axis=1), chunks, ends=sum(mesh.shape) // 2)
-        roots = choose_roots(eccentricity, tree_of)
+        if self.lag and self.owners != "even":
+            roots = eccentricity[tree_of].argmin(axis=1)
+        else:
+            roots = choose_roots(eccentricity, tree_of)
         rooted = reroot(somewhere, tree_of, roots)
         uses = np.bincount(trees.cables[tree_of].ravel(), minlength=mesh.n_cables)
         if pieces is not None:
             uses = np.ceil(uses / np.maximum(pieces.rates, 1 / pieces.per_chunk))
         thorough = THOROUGH * TRANSFER_SECONDS * self.n_transfers(mesh) <= self.budget_s
-        slots = assign_steps(mesh, rooted, pace=float(uses.max()) / chunks, thorough=thorough, pieces=pieces)
+        pace = float(uses.max()) / chunks
+        slots = assign_steps(mesh, rooted, pace, thorough=thorough, pieces=pieces, lag=self.lag)
         return _schedule(mesh, rooted, slots, roots, pieces)
 
 
@@ -249,23 +308,57 @@ def check_budget(budget_s: float) -> float:
     return float(budget_s)
 
 
-def _within_budget(found: list[Weave], mesh: Mesh, step_cost: float, budget_s: float) -> list[Weave]:
+def _left(budget_s: float) -> float:
+    """Return what a budget leaves for planning."""
+    return max(budget_s - START_SECONDS, budget_s / 2)
+
+
+def _lag(chunks: int, latency: float) -> int:
+    """Return how many steps later a chunk is sent on, so that its latency has passed."""
+    return math.ceil(chunks * latency - 1e-9)
+
+
+def _steps(mesh: Mesh, weave: Weave) -> float:
+    """Return about how many steps a plan has."""
+    sides, chunks = sum(mesh.shape), weave._n_chunks(mesh)
+    if weave.trees is None:
+        # Each hop takes longer, but most of the filling is waiting for a turn.
+        filling = FILLING_PER_SIDE + LAG_PER_SIDE * weave.lag
+        return UNEVEN * _least_load(mesh) * chunks + filling * sides
+    filling = REPEATED_FILLING_PER_SIDE * (weave.lag + 1)
+    return least_period(mesh, weave.trees) / weave.trees * chunks + filling * sides
+
+
+def _time(mesh: Mesh, step_cost: float, weave: Weave) -> float:
+    """Return about how long a plan takes in lock-step, in units of M/b."""
+    return _steps(mesh, weave) * (step_cost + 1 / weave._n_chunks(mesh))
+
+
+def _slack_time(mesh: Mesh, latency: float, message: float, weave: Weave) -> float:
+    """Return about how long a plan takes where nobody waits for a step: links are busy, or chips with messages."""
+    chunks = weave._n_chunks(mesh)
+    return max(_steps(mesh, weave) / chunks, 2 * chunks * message) + latency
+
+
+def _seconds(mesh: Mesh, budget_s: float, weave: Weave) -> float:
+    """Return about how many CPU seconds a plan takes to make."""
+    if weave.trees is not None:
+        return max(least_seconds(mesh, weave.trees), TEMPLATE_SHARE * budget_s)
+    return weave.n_transfers(mesh) * TRANSFER_SECONDS
+
+
+def _slack_seconds(mesh: Mesh, weave: Weave) -> float:
+    """Return about how many CPU seconds a plan takes to make and to follow, transfer by transfer."""
+    if weave.trees is not None:
+        made = max(least_seconds(mesh, weave.trees), TEMPLATE_SHARE * weave.budget_s)
+        return made + FOLLOWED * weave.n_transfers(mesh) * SLACK_TRANSFER_SECONDS
+    return weave.n_transfers(mesh) * SLACK_TRANSFER_SECONDS
+
+
+def _within_budget(
+    found: list[Weave], budget_s: float, time: Callable[[Weave], float], seconds: Callable[[Weave], float]
+) -> list[Weave]:
     """Leave out planners, those that seem slowest first, until all together can be planned in time; keep one."""
-    sides, load = sum(mesh.shape), _least_load(mesh)
-
-    def time(weave: Weave) -> float:
-        chunks = weave._n_chunks(mesh)
-        if weave.trees is None:
-            steps = UNEVEN * load * chunks + FILLING_PER_SIDE * sides
-        else:
-            steps = least_period(mesh, weave.trees) / weave.trees * chunks + REPEATED_FILLING_PER_SIDE * sides
-        return steps * (step_cost + 1 / chunks)
-
-    def seconds(weave: Weave) -> float:
-        if weave.trees is not None:
-            return max(least_seconds(mesh, weave.trees), TEMPLATE_SHARE * budget_s)
-        return weave.n_transfers(mesh) * TRANSFER_SECONDS
-
     kept: list[Weave] = []
     left, best = budget_s, min(time(weave) for weave in found)
     for weave in sorted(found, key=time):
@@ -318,10 +411,12 @@ def _schedule(
     chunk, rank = np.divmod(cell, np.int32(mesh.n_chips))
     parent = rooted.parent.ravel()[cell]
     op = np.where(down, np.uint8(Op.COPY), np.uint8(Op.REDUCE))
+    # With a lag there may be steps in which nothing goes.
+    _, numbered = np.unique(step, return_inverse=True)
     return Schedule(
         mesh,
         total_chunks=len(roots) * per_chunk,
-        step=step,
+        step=numbered,
         src=np.where(down, parent, rank),
         dst=np.where(down, rank, parent),
         first_chunk=chunk * np.int32(per_chunk) + first,

@@ -22,6 +22,7 @@ A *cell* is a chunk at a chip, `chunk * n_chips + rank`, and stands for the cabl
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,18 +77,19 @@ class Slots:
 
 
 def assign_steps(
-    mesh: Mesh, rooted: Rooted, pace: float, *, thorough: bool = False, pieces: Pieces | None = None
+    mesh: Mesh, rooted: Rooted, pace: float, *, thorough: bool = False, pieces: Pieces | None = None, lag: int = 0
 ) -> Slots:
     """Return a step for every transfer of every chunk; `pace` is the number of steps from one chunk to the next.
 
     `thorough` makes the third pass even where it takes a while. Where `pieces` are given, slow links take a chunk over
-    several steps.
+    several steps. What has arrived is sent on no sooner than `lag` steps after the next.
     """
-    network = _Network(mesh, rooted, pieces)
+    network = _Network(mesh, rooted, pieces, lag)
     at_root = (np.arange(len(rooted.depth)) * pace).astype(np.int32)[:, None]
-    run = best = network.run(*network.queue_by_due(at_root - rooted.depth, at_root + rooted.depth - 1))
+    hops = rooted.depth * np.int32(1 + lag)
+    run = best = network.run(*network.queue_by_due(at_root - hops, at_root + hops - np.int32(1 + lag)))
     # Short trains of chunks through deep trees are all start and end: packing one unpacks the other.
-    passes = 2 if at_root.max(initial=0) > 2 * rooted.depth.max(initial=0) else 1
+    passes = 2 if at_root.max(initial=0) > 2 * hops.max(initial=0) else 1
     if thorough or network.n_cells <= QUICK_CELLS:
         passes = 3
     if network.n_links * run.n_steps > MAX_POSITIONS:
@@ -103,7 +105,8 @@ def assign_steps(
 class _Network:
     """The links and, for every chunk, its tree."""
 
-    def __init__(self, mesh: Mesh, rooted: Rooted, pieces: Pieces | None = None) -> None:
+    def __init__(self, mesh: Mesh, rooted: Rooted, pieces: Pieces | None = None, lag: int = 0) -> None:
+        self._lag = lag
         n_chunks, n_chips = rooted.parent.shape
         self.n_cells = n_chunks * n_chips
         self.n_links = mesh.n_link_slots
@@ -177,12 +180,13 @@ class _Network:
         mark = np.full(self.n_cells, -1, dtype=np.int32)
         queues.admit(up_position[self.cells[waiting[self.cells] == 0]])
         gone: list[Ints] = []
+        arriving = deque([np.empty(0, dtype=np.int32)] * self._lag)
         left = 2 * len(self.cells)
         way = DOWN if backwards else np.int32(0)
         slow = None if self._pieces is None else SlowLinks(self._pieces.per_chunk, self._per_link, self.n_cells)
         while left:
             going = queues.take(self.parent_cell, mark, way, slow)
-            if not len(going) and not (slow and slow.is_busy):
+            if not len(going) and not (slow and slow.is_busy) and not any(map(len, arriving)):
                 raise AssertionError("no transfer can go although some are left: this is a bug in meshmend")
             gone.append(going)
             left -= len(going)
@@ -213,7 +217,8 @@ class _Network:
             while len(child := child[child >= 0]):
                 freed.append(down_position[child])
                 child = self.next_child[child]
-            queues.admit(np.concatenate(freed))
+            arriving.append(np.concatenate(freed))
+            queues.admit(arriving.popleft())
         none = np.empty(0, dtype=np.int32)
         transfers = np.concatenate([none, *gone])
         step = np.repeat(np.arange(len(gone), dtype=np.int32), [len(going) for going in gone])
