@@ -86,6 +86,15 @@ def test_a_lab_whole_and_holed() -> None:
         assert result["to_bound"] > 0.9
 
 
+@needs_lab
+def test_a_lab_with_a_delay() -> None:
+    words = ["--lab", "1x3", "--rate", "80mbit", "--delay", "20ms", "--payload", "12KB", "--planner", "weave"]
+    facts = bench(*words, "--repeat", "1")
+    assert (facts["rate"], facts["delay"]) == ("80mbit", "20ms")
+    for result in facts["results"]:
+        assert result["seconds"] >= 0.04  # from one end to the other
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

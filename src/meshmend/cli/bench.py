@@ -11,7 +11,7 @@ import typer
 
 from meshmend.cli.bench_jax import EngineOption, MeasuredOption, time_on_jax
 from meshmend.cli.common import print_facts, print_json
-from meshmend.cli.options import FailOption, JsonOption
+from meshmend.cli.options import FailOption, JsonOption, LinkDelayOption, LinkRateOption
 from meshmend.cli.root import Command, CommandGroup
 from meshmend.cli.terminal import approved, print_rows, terminal
 from meshmend.cost.units import format_bytes, parse_bytes
@@ -29,7 +29,6 @@ LabOption = Annotated[
 LoopbackOption = Annotated[
     str | None, typer.Option("--loopback", metavar="SHAPE", help="No lab: processes on this host's loopback.")
 ]
-RateOption = Annotated[str, typer.Option("--rate", metavar="RATE", help="Rate of a link, as tc writes it.")]
 RepeatOption = Annotated[int, typer.Option("--repeat", metavar="N", min=1, help="Runs per case; the best counts.")]
 
 app = typer.Typer(cls=CommandGroup, help="Measure on real processes and real links. Needs torch.", no_args_is_help=True)
@@ -40,7 +39,8 @@ def allreduce(
     lab_shape: LabOption = None,
     loopback: LoopbackOption = None,
     fail: FailOption = None,
-    rate: RateOption = "40mbit",
+    rate: LinkRateOption = "40mbit",
+    delay: LinkDelayOption = None,
     payload: Annotated[
         list[str] | None,
         typer.Option("--payload", metavar="BYTES", help="As in 32MB. Repeatable. [default: 32MB; jax: 4MB]"),
@@ -72,6 +72,8 @@ def allreduce(
     """
     if engine not in ("torch", "jax"):
         raise ParameterError(f"--engine is {engine!r}, expected 'torch' or 'jax'.")
+    if delay is not None and not lab_shape:
+        raise ParameterError("--delay is of a lab's links: say --lab 4x4, or leave it out.")
     if engine == "jax":
         if lab_shape or update:
             raise ParameterError(f"{'--lab' if lab_shape else '--update'} is for --engine torch: leave it out.")
@@ -89,10 +91,12 @@ def allreduce(
         meshes,
         sizes,
         rate if lab_shape else None,
+        delay,
         partial(measure, planners=planner, repeat=repeat, update=update),
     )
     if json:
-        print_json({"rate": rate if lab_shape else None, "results": [result.facts() for result in results]})
+        links = {"rate": rate if lab_shape else None, "delay": delay}
+        print_json({**links, "results": [result.facts() for result in results]})
     else:
         _show_times(results)
 
@@ -170,7 +174,7 @@ def _meshes(shape: str, fail: list[str] | None) -> list[Mesh]:
 
 
 def _on_links(
-    meshes: list[Mesh], sizes: list[int], rate: str | None, measure: Callable[..., list[Result]]
+    meshes: list[Mesh], sizes: list[int], rate: str | None, delay: str | None, measure: Callable[..., list[Result]]
 ) -> list[Result]:
     """Measure every mesh and payload, over loopback or in a lab that is made for it."""
     results = []
@@ -181,11 +185,12 @@ def _on_links(
                 with status(f"{mesh}, {format_bytes(size)} over loopback"):
                     results += measure(mesh, size)
         return results
-    with Lab.temporary(meshes[0], rate=rate) as lab:
+    links = f"links of {rate}" + (f" and {delay}" if delay else "")
+    with Lab.temporary(meshes[0], rate=rate, delay=delay) as lab:
         for mesh in meshes:
             left = lab if mesh == lab.mesh else lab.kill(*mesh.holes)
             for size in sizes:
-                with status(f"{mesh}, {format_bytes(size)} over links of {rate}"):
+                with status(f"{mesh}, {format_bytes(size)} over {links}"):
                     results += measure(mesh, size, lab=left)
     return results
 

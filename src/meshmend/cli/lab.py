@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from meshmend.cli.common import mesh_facts, print_json, print_result
-from meshmend.cli.options import HoleOptions, JsonOption, ShapeArgument, unbundled
+from meshmend.cli.options import HoleOptions, JsonOption, LinkDelayOption, LinkRateOption, ShapeArgument, unbundled
 from meshmend.cli.root import Command, CommandGroup
 from meshmend.cli.terminal import print_line, print_rows
 from meshmend.errors import LabError, ParameterError
@@ -25,7 +25,12 @@ app = typer.Typer(
 
 NameOption = Annotated[str, typer.Option("--name", metavar="NAME", help="Which lab, if there are several.")]
 NameArgument = Annotated[str | None, typer.Argument(metavar="NAME", help="Which lab.", show_default="lab")]
-RateOption = Annotated[str, typer.Option("--rate", metavar="RATE", help="Rate of a link, as tc writes it.")]
+
+DELAYED_BY = {
+    "netem": "by the kernel's netem",
+    "relay": "by a relay process: this kernel has no netem",
+    None: "not yet in effect",
+}
 
 
 @app.command("up", cls=Command)
@@ -33,15 +38,16 @@ RateOption = Annotated[str, typer.Option("--rate", metavar="RATE", help="Rate of
 def up(
     shape: ShapeArgument,
     holes: HoleOptions,
-    rate: RateOption = "40mbit",
+    rate: LinkRateOption = "40mbit",
+    delay: LinkDelayOption = None,
     name: NameOption = "lab",
     json: JsonOption = False,
 ) -> None:
     """Create a lab. It stays until `meshmend lab down`.
 
-    Example: meshmend lab up 4x4 --rate 40mbit
+    Example: meshmend lab up 4x4 --rate 40mbit --delay 5ms
     """
-    _show(Lab.up(holes.mesh(shape), rate=rate, name=name), json)
+    _show(Lab.up(holes.mesh(shape), rate=rate, delay=delay, name=name), json)
 
 
 @app.command("kill", cls=Command)
@@ -145,17 +151,22 @@ def _show(lab: Lab, as_json: bool) -> None:
     first, last = lab.mesh.chip(0), lab.mesh.chip(lab.mesh.n_chips - 1)
     print_result(
         as_json,
-        {"name": lab.name, **mesh_facts(lab.mesh), "rate": lab.rate, "namespaces": chips},
+        {"name": lab.name, **mesh_facts(lab.mesh), "rate": lab.rate, **_delay_facts(lab), "namespaces": chips},
         f"lab {lab.name}: {lab.mesh}",
         {
             "chips": f"{lab.mesh.n_chips:,} live of {lab.mesh.size:,}",
             "cables": f"{lab.mesh.n_cables:,} of {lab.rate} each way"
             + (f", {len(lab.mesh.cable_rates):,} of them slower" if lab.mesh.has_slow_cables else ""),
+            **({"delay": f"{lab.delay} one way, at every hop, {DELAYED_BY[lab.delayed_by]}"} if lab.delay else {}),
             "namespaces": f"{lab.namespace(first)} … {lab.namespace(last)}",
             "addresses": f"{lab.address(first)} … {lab.address(last)}",
             "next": "meshmend lab run -- COMMAND, meshmend lab down",
         },
     )
+
+
+def _delay_facts(lab: Lab | FoundLab) -> dict[str, Any]:
+    return {"delay": lab.delay, "delayed_by": lab.delayed_by}
 
 
 def _found_facts(lab: FoundLab) -> dict[str, Any]:
@@ -165,6 +176,7 @@ def _found_facts(lab: FoundLab) -> dict[str, Any]:
         "condition": lab.condition,
         "pid": lab.pid,
         "rate": lab.rate,
+        **_delay_facts(lab),
         "namespaces": list(lab.namespaces),
         **mesh,
     }
@@ -178,10 +190,11 @@ def _show_found(labs: list[FoundLab]) -> None:
             ("condition", lambda lab: Text(lab.condition, style="green" if lab.condition == "up" else "yellow")),
             ("mesh", lambda lab: lab.mesh),
             ("rate", lambda lab: lab.rate),
-            ("namespaces", lambda lab: f"{len(lab.namespaces)}" + (f" of {lab.mesh.n_chips}" if lab.mesh else "")),
+            ("delay", lambda lab: lab.delay if lab.delayed_by is None else f"{lab.delay} by {lab.delayed_by}"),
+            ("namespaces", lambda lab: f"{len(lab.namespaces)}" + (f" of {lab.n_namespaces}" if lab.mesh else "")),
             ("made by", lambda lab: None if lab.pid is None else f"process {lab.pid}"),
         ],
-        words=("condition", "mesh", "rate", "namespaces", "made by"),
+        words=("condition", "mesh", "rate", "delay", "namespaces", "made by"),
     )
     if any(lab.condition in ("half-built", "orphaned", "damaged") for lab in labs):
         print_line("Remove incomplete labs with: meshmend lab down NAME, or meshmend lab down --all")

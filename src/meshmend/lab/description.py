@@ -13,6 +13,7 @@ from pathlib import Path
 from meshmend.cost import Hardware, find_hardware
 from meshmend.cost.hardware import write_hardware
 from meshmend.files import write_whole
+from meshmend.lab.delay import delay_seconds
 from meshmend.machines.own import facts_of
 from meshmend.topology import Mesh
 
@@ -26,13 +27,16 @@ def write_machine(folder: Path, mesh: Mesh, hardware: Hardware) -> None:
     write_whole(folder / MACHINE, json.dumps(facts_of(mesh, HARDWARE), indent=1) + "\n")
 
 
-def hardware_of(rate: str, rate_bytes_per_s: float) -> Hardware:
-    """Return the hardware of a lab: its processes share the cores of one machine, and its links have a rate."""
+def hardware_of(rate: str, rate_bytes_per_s: float, delay: str | None = None) -> Hardware:
+    """Return the hardware of a lab: its processes share one machine's cores, its links have a rate and a delay."""
     engine = find_hardware("gloo-loopback")
+    limited = ("link_bytes_per_s", f"{rate} per link, which tc holds it to")
+    delayed = () if delay is None else (("hop_latency_s", f"{delay} one way, for which each link holds every frame"),)
     return dataclasses.replace(
         engine,
-        name=f"lab of {rate}",
+        name=f"lab of {rate}" + (f", {delay}" if delay else ""),
         link_bytes_per_s=rate_bytes_per_s,
+        hop_latency_s=delay_seconds(delay),
         is_switched=False,
-        sources=(("link_bytes_per_s", f"{rate} per link, which tc holds it to"), *engine.sources[1:]),
+        sources=(limited, *engine.sources[1:], *delayed),
     )

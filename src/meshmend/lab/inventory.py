@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshmend.errors import LabError
 from meshmend.lab import namespaces
 from meshmend.lab.commands import listed_namespaces
+from meshmend.lab.delay import Delayer
 from meshmend.lab.journal import Journal, journal_names
 from meshmend.topology import Mesh
 
@@ -20,8 +21,9 @@ class FoundLab:
     """A lab, or what is left of one.
 
     `condition` is `up` if it is complete; `being built` (or changed) by a live process; `half-built` if that process
-    has ended, or if some namespaces are missing; `orphaned` if it has no journal or no process; `damaged` if its
-    journal cannot be read. `mesh`, `rate` and `pid` are what the journal says, None where it says nothing.
+    has ended, or if some namespaces or the process that delays frames are missing; `orphaned` if it has no journal or
+    no process; `damaged` if its journal cannot be read. `mesh`, `rate`, `delay`, what that comes from, and `pid` are
+    what the journal says, None where it says nothing.
     """
 
     name: str
@@ -30,6 +32,13 @@ class FoundLab:
     mesh: Mesh | None = None
     rate: str | None = None
     pid: int | None = None
+    delay: str | None = None
+    delayed_by: Delayer | None = None
+
+    @property
+    def n_namespaces(self) -> int | None:
+        """How many namespaces a complete lab of this kind has: one per chip, and one more for a delay."""
+        return None if self.mesh is None else self.mesh.n_chips + (self.delay is not None)
 
 
 def find_labs() -> list[FoundLab]:
@@ -37,7 +46,7 @@ def find_labs() -> list[FoundLab]:
     there: dict[str, list[str]] = {name: [] for name in journal_names()}
     for namespace in listed_namespaces(namespaces.PREFIX):
         rest = namespace.removeprefix(namespaces.PREFIX)
-        match = re.fullmatch(r"([a-z][a-z0-9]{0,15})(-\d+)*", rest, re.ASCII)
+        match = re.fullmatch(rf"([a-z][a-z0-9]{{0,15}}){namespaces.ENDING}", rest, re.ASCII)
         there.setdefault(match[1] if match else rest, []).append(namespace)
     return [_look_at(name, tuple(found)) for name, found in sorted(there.items())]
 
@@ -49,14 +58,19 @@ def _look_at(name: str, there: tuple[str, ...]) -> FoundLab:
         return FoundLab(name, "damaged", there)
     if record is None:
         return FoundLab(name, "orphaned", there)
+    found = FoundLab(
+        name, "up", there, record.mesh, record.rate, record.pid, delay=record.delay, delayed_by=record.delayed_by
+    )
     condition: Condition
     if record.stage != "up":
         condition = "being built" if record.process_lives else "half-built"
     elif record.temporary and not record.process_lives:
         condition = "orphaned"
+    elif len(there) != found.n_namespaces or namespaces.lacks_relay(record):
+        condition = "half-built"
     else:
-        condition = "up" if len(there) == record.mesh.n_chips else "half-built"
-    return FoundLab(name, condition, there, record.mesh, record.rate, record.pid)
+        condition = "up"
+    return replace(found, condition=condition)
 
 
 def take_down(name: str) -> FoundLab:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from meshmend.errors import LabError, MeshmendError
+from meshmend.lab.delay import DELAYERS, Delayer, delay_seconds
 from meshmend.topology import Mesh
 
 FOLDER = Path("/run/meshmend")
@@ -33,7 +34,10 @@ RATE = re.compile(r"[1-9]\d{0,5}[kmg]bit", re.ASCII)
 
 @dataclass(frozen=True)
 class Journal:
-    """The record of a lab. `token` distinguishes labs of the same name; `temporary` ones end with their process."""
+    """The record of a lab. `token` distinguishes labs of the same name; `temporary` ones end with their process.
+
+    `delayed_by` is what gives the links their delay; None without one, and as long as the lab is being built.
+    """
 
     name: str
     mesh: Mesh
@@ -43,6 +47,8 @@ class Journal:
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     pid: int = field(default_factory=os.getpid)
     started: int = field(default_factory=lambda: _start_of(os.getpid()))
+    delay: str | None = None
+    delayed_by: Delayer | None = None
 
     @property
     def path(self) -> Path:
@@ -66,6 +72,7 @@ class Journal:
         facts: dict[str, Any] = {
             **self.mesh.to_dict(),
             **{name: getattr(self, name) for name in ("rate", "stage", "temporary", "token", "pid", "started")},
+            **{name: getattr(self, name) for name in ("delay", "delayed_by")},
         }
         _make_folder()
         partial = FOLDER / f".{self.name}.{secrets.token_hex(4)}.part"
@@ -105,6 +112,7 @@ class Journal:
                 facts["stage"],
                 facts["temporary"],
                 *(facts[key] for key in ("token", "pid", "started")),
+                *(facts.get(key) for key in ("delay", "delayed_by")),  # older journals have none
             )
             found._check()
         except FileNotFoundError:
@@ -118,7 +126,8 @@ class Journal:
         return found
 
     def _check(self) -> None:
-        rate, temporary, token = (vars(self)[name] for name in ("rate", "temporary", "token"))  # of any type yet
+        # Of any type yet.
+        rate, temporary, token, delay = (vars(self)[name] for name in ("rate", "temporary", "token", "delay"))
         right = (
             isinstance(rate, str)
             and RATE.fullmatch(rate)
@@ -126,6 +135,8 @@ class Journal:
             and isinstance(temporary, bool)
             and isinstance(token, str)
             and all(type(number) is int and number > 0 for number in (self.pid, self.started))
+            and (delay is None or (isinstance(delay, str) and delay_seconds(delay)))
+            and self.delayed_by in (None, *DELAYERS)
         )
         if not right:
             raise ValueError("a value is invalid")

@@ -2,7 +2,7 @@
 
 Everything is created inside namespaces whose names start with `meshmend-`, addresses included; nothing else on the
 machine is touched, and everything is recorded in a journal first. A lab of a `with` block is removed when the block
-ends, and by a watcher process when the block's own process is killed.
+ends, and by a watcher process when the block's own process is killed. Links may have a delay (`meshmend.lab.delay`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 
 from meshmend.cost import Hardware
 from meshmend.errors import Coordinate, LabError
+from meshmend.lab import delay as delays
 from meshmend.lab import description, journal
 from meshmend.lab.commands import Commands, listed_namespaces
 from meshmend.lab.journal import Journal
@@ -26,6 +27,8 @@ from meshmend.lab.routes import route_commands
 from meshmend.topology import Mesh, Region, name_shape
 
 PREFIX = "meshmend-"
+ENDING = rf"(?:(?:-\d+)*|-{delays.SUFFIX})"
+"""What follows a lab's name in those of its namespaces: the coordinates of a chip, or where frames are delayed."""
 
 MAX_CHIPS = 400
 """Each chip is a separate network stack in the kernel, with a route to every other chip. A lab of this size has
@@ -52,13 +55,17 @@ class Lab:
     mesh: Mesh
     rate: str
     token: str = field(default="", compare=False, repr=False)
+    delay: str | None = None
+    delayed_by: delays.Delayer | None = field(default=None, compare=False)
 
     @classmethod
-    def up(cls, mesh: Mesh, *, rate: str = "40mbit", name: str = "lab") -> Lab:
-        """Create the namespaces of the live chips, their cables and their routes. Needs root."""
-        lab, record = cls._claimed(mesh, rate, name)
-        lab._make(record)
-        return lab
+    def up(cls, mesh: Mesh, *, rate: str = "40mbit", delay: str | None = None, name: str = "lab") -> Lab:
+        """Create the namespaces of the live chips, their cables and their routes. Needs root.
+
+        `delay` is that of every link, one way, as tc writes times: "5ms". A packet waits so long at each hop.
+        """
+        lab, record = cls._claimed(mesh, rate, delay, name)
+        return lab._make(record)
 
     @classmethod
     def find(cls, name: str = "lab") -> Lab:
@@ -69,33 +76,42 @@ class Lab:
             raise LabError(f"No lab named {name} is up. Create one: meshmend lab up 4x4 --name {name}")
         if record is None or record.stage != "up":
             raise LabError(why_taken(name))
-        return cls(name, record.mesh, record.rate, record.token)
+        if lacks_relay(record):
+            raise LabError(
+                f"Lab {name!r} carries no packets, because the process that delays them has ended: remove it with "
+                f"`meshmend lab down {name}`, and create it again."
+            )
+        return cls(name, record.mesh, record.rate, record.token, record.delay, record.delayed_by)
 
     @classmethod
     @contextlib.contextmanager
-    def temporary(cls, mesh: Mesh, *, rate: str = "40mbit", name: str | None = None) -> Iterator[Lab]:
+    def temporary(
+        cls, mesh: Mesh, *, rate: str = "40mbit", delay: str | None = None, name: str | None = None
+    ) -> Iterator[Lab]:
         """Create a lab for the duration of a `with` block. It is removed even if this process is killed."""
         # Claimed before the watcher starts: the watcher may remove only what this process has created.
-        lab, record = cls._claimed(mesh, rate, name or f"tmp{os.getpid()}", temporary=True)
+        lab, record = cls._claimed(mesh, rate, delay, name or f"tmp{os.getpid()}", temporary=True)
         with _watched(lab):
             try:
-                lab._make(record)
-                yield lab
+                yield lab._make(record)
             finally:
                 lab.down()
 
     @classmethod
-    def _claimed(cls, mesh: Mesh, rate: str, name: str, *, temporary: bool = False) -> tuple[Lab, Journal]:
+    def _claimed(
+        cls, mesh: Mesh, rate: str, delay: str | None, name: str, *, temporary: bool = False
+    ) -> tuple[Lab, Journal]:
         """Check everything that can be checked, and claim the name. Nothing has been created yet."""
         check_name(name)
         if not journal.RATE.fullmatch(rate):
             raise LabError(f"{rate!r} is not a rate. Write it as tc does: 40mbit, 500kbit, 1gbit.")
+        delays.delay_seconds(delay)
         if mesh.size > MAX_CHIPS:
             raise LabError(f"A lab of {name_shape(mesh.shape)} has {mesh.size:,} chips; the limit is {MAX_CHIPS}.")
         if not mesh.is_connected:
             raise LabError(f"The chips of {mesh} are not connected: there is no route between some of them.")
         check_root()
-        record = Journal(name, mesh, rate, temporary=temporary)
+        record = Journal(name, mesh, rate, temporary=temporary, delay=delay)
         try:
             record.claim()
         except FileExistsError:
@@ -103,17 +119,18 @@ class Lab:
         if namespaces_of(name):
             journal.forget(name)
             raise LabError(why_taken(name))
-        return cls(name, mesh, rate, record.token), record
+        return cls(name, mesh, rate, record.token, delay), record
 
-    def _make(self, record: Journal) -> None:
+    def _make(self, record: Journal) -> Lab:
         try:
             with self._locked() as commands:
-                self._build(commands)
-                self.describe()
-                replace(record, stage="up").write()
+                made = replace(self, delayed_by=self._build(commands))
+                made.describe()
+                replace(record, stage="up", delayed_by=made.delayed_by).write()
         except BaseException:
             self.down()
             raise
+        return made
 
     def down(self) -> None:
         """Remove what this lab created: its namespaces, and with them cables, addresses and routes.
@@ -135,11 +152,13 @@ class Lab:
             replace(record, mesh=left.mesh, stage="changing").write()
             for rank in lost:
                 namespace = self.namespace(self.mesh.chip(rank))
-                ends = [
-                    self._interfaces[d] for d in range(self.mesh.n_directions) if self.mesh.neighbours[rank, d] >= 0
-                ]
+                directions = np.flatnonzero(self.mesh.neighbours[rank] >= 0).tolist()
                 # Processes may still run in the namespace; without its cables they have no network.
-                commands.ip(*(f"link del {end}" for end in ends), namespace=namespace, force=True)
+                commands.ip(*(f"link del {self._interfaces[d]}" for d in directions), namespace=namespace, force=True)
+                # A cable with a delay is two pairs: the neighbour's end does not go with the chip's.
+                for d in directions if self.delay else ():
+                    beyond = self.namespace(self.mesh.chip(int(self.mesh.neighbours[rank, d])))
+                    commands.ip(f"link del {self._interfaces[d ^ 1]}", namespace=beyond, force=True)
                 commands.ip(f"netns del {namespace}")
             left._route(commands)
             left.describe()
@@ -183,7 +202,7 @@ class Lab:
     @property
     def hardware(self) -> Hardware:
         """What plans for this lab are made for."""
-        return description.hardware_of(self.rate, self.rate_bytes_per_s)
+        return description.hardware_of(self.rate, self.rate_bytes_per_s, self.delay)
 
     @property
     def rate_bytes_per_s(self) -> float:
@@ -209,21 +228,28 @@ class Lab:
         except TimeoutError:
             raise LabError(_BUSY.format(self.name)) from None
 
-    def _build(self, commands: Commands) -> None:
+    @property
+    def delay_namespace(self) -> str:
+        """The name of the namespace in which frames wait, if the links have a delay."""
+        return f"{PREFIX}{self.name}-{delays.SUFFIX}"
+
+    def _build(self, commands: Commands) -> delays.Delayer | None:
         mesh, names = self.mesh, self._interfaces
         chips = [mesh.chip(rank) for rank in range(mesh.n_chips)]
         commands.ip(*(f"netns add {self.namespace(chip)}" for chip in chips))
+        if self.delay is not None:
+            commands.ip(f"netns add {self.delay_namespace}")
         kind = _address_kind(commands, self.namespace(chips[0]))
-        cables = []
+        cables: list[tuple[str, str]] = []
         for rank, chip in enumerate(chips):
             for direction in range(0, mesh.n_directions, 2):
                 other = int(mesh.neighbours[rank, direction])
                 if other >= 0:
-                    cables.append(
-                        f"link add {names[direction]} mtu {MTU} netns {self.namespace(chip)} type veth "
-                        f"peer name {names[direction + 1]} mtu {MTU} netns {self.namespace(chips[other])}"
-                    )
-        commands.ip(*cables)
+                    near = f"{names[direction]} mtu {MTU} netns {self.namespace(chip)}"
+                    far = f"{names[direction + 1]} mtu {MTU} netns {self.namespace(chips[other])}"
+                    cables.append((near, far))
+        pairs = cables if self.delay is None else delays.split(cables, f"mtu {MTU} netns {self.delay_namespace}")
+        commands.ip(*(f"link add {end} type veth peer name {other}" for end, other in pairs))
         for rank, chip in enumerate(chips):
             ends = [names[d] for d in range(mesh.n_directions) if mesh.neighbours[rank, d] >= 0]
             commands.ip(
@@ -239,6 +265,9 @@ class Lab:
             commands.run("ip", "netns", "exec", self.namespace(chip), "sysctl", "-qw", *settings)
             commands.run("tc", "-n", self.namespace(chip), "-batch", "-", lines=self._limits(rank))
         self._route(commands)
+        if self.delay is None:
+            return None
+        return delays.connect(commands, self.delay_namespace, len(cables), self.delay, MTU)
 
     def _limits(self, rank: int) -> list[str]:
         """Return what holds the links of a chip to their rates: a slow cable has its part of the lab's."""
@@ -264,7 +293,12 @@ class Lab:
 
 def namespaces_of(name: str) -> list[str]:
     """Return the namespaces of a lab that exist, whatever its journal says."""
-    return [found for found in listed_namespaces(PREFIX) if re.fullmatch(rf"{PREFIX}{re.escape(name)}(-\d+)*", found)]
+    return [found for found in listed_namespaces(PREFIX) if re.fullmatch(f"{PREFIX}{re.escape(name)}{ENDING}", found)]
+
+
+def lacks_relay(record: Journal) -> bool:
+    """Whether a lab that is up needs a process to delay its frames, and that process has ended."""
+    return record.delayed_by == "relay" and delays.find_relay(f"{PREFIX}{record.name}-{delays.SUFFIX}") is None
 
 
 def remove(name: str, token: str | None = None) -> None:
@@ -280,6 +314,7 @@ def remove(name: str, token: str | None = None) -> None:
             if token is None:
                 _leave_to_its_builder(name)
             there = namespaces_of(name)
+            delays.stop_relay(f"{PREFIX}{name}-{delays.SUFFIX}")
             if there:
                 Commands(lock).ip(*(f"netns del {namespace}" for namespace in there), force=True)
             if left := namespaces_of(name):
