@@ -5,6 +5,7 @@ The workers here do nothing but wait, so these tests take seconds.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,7 +56,12 @@ class Watched:
 
     def rounds(self, host: int) -> list[str]:
         """The hosts that a host's workers ran with, one entry per start."""
-        return [line.split(" in ")[0].removeprefix("hosts ") for h, line in self.lines if h == host and " in " in line]
+        return [names for names, _ in self._starts(host)]
+
+    def _starts(self, host: int) -> list[tuple[str, str]]:
+        """The hosts of each start, and its round."""
+        found = (re.match(r"hosts ([\d ]+) in (\d+)", line) for h, line in self.lines if h == host)
+        return [(one[1], one[2]) for one in found if one is not None]
 
     def until(self, condition: Callable[[], Any], timeout_s: float = 60.0) -> float:
         began = time.monotonic()
@@ -65,8 +71,14 @@ class Watched:
         return time.monotonic() - began
 
     def until_together(self, *hosts: int) -> float:
+        """Wait until these hosts, and no others, run in the same round: the line of one may come late."""
         names = " ".join(map(str, hosts))
-        return self.until(lambda: all(self.rounds(host)[-1:] == [names] for host in hosts))
+
+        def are_together() -> bool:
+            last = [self._starts(host)[-1:] for host in hosts]
+            return last[0] != [] and last[0][0][0] == names and all(one == last[0] for one in last)
+
+        return self.until(are_together)
 
     def finish(self) -> dict[int, int]:
         (self.folder / "end").touch()
