@@ -1,4 +1,4 @@
-"""SimGrid, an independent simulator, is the oracle of `predict` in lock-step."""
+"""SimGrid, an independent simulator, is the oracle of `predict`, in lock-step and asynchronously."""
 
 import subprocess
 import sys
@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from meshmend.cost import Hardware, StepDemand, find_hardware, predict, simgrid
+from meshmend.cost.asynchronous import arrivals
+from meshmend.cost.paths import TransferPaths
 from meshmend.errors import MissingExtraError, ParameterError
-from meshmend.planning import PLANNERS, RowPairs, make_planner, plan
+from meshmend.planning import PLANNERS, Gather, Planner, RowPairs, Weave, make_planner, plan
 from meshmend.schedule import Schedule
 from meshmend.topology import Mesh
 
@@ -142,3 +144,32 @@ def test_failures_of_the_simulator_are_reported(monkeypatch: pytest.MonkeyPatch)
         pytest.skip("this Python has simgrid itself")
     with pytest.raises(simgrid.SimgridError, match="No module named 'simgrid'"):
         simgrid.simulate(shared_link((1, 1)), 1.0)
+
+
+@needs_simgrid
+@pytest.mark.parametrize(
+    ("mesh", "planner"),
+    [
+        (Mesh("4x4"), Weave(32, lag=4)),
+        (Mesh("8x8", failed=["2x2@2,2"]), Weave(100, lag=1)),
+        (Mesh("8x8", failed=["2x2@2,2"]), Weave(100)),
+        (Mesh("4x4x4", wrap=True), Weave(64, lag=7)),
+        (Mesh("4x6", failed=["2x2@0,2"]), Weave(trees=4, chunks=4 * 3 * 10, lag=2)),
+        (Mesh("4x6", failed=["2x2@0,2"]), Gather(20 * 4, lag=3)),
+    ],
+    ids=str,
+)
+def test_asynchronous_times_agree_transfer_by_transfer(mesh: Mesh, planner: Planner) -> None:
+    schedule = planner.plan(mesh)
+    for payload, hardware in ((1e6, "tpu-v6e"), (1e7, "tpu-v6e"), HOPS):
+        chosen = find_hardware(hardware)
+        simulated = simgrid.simulate_arrivals(schedule, payload, chosen)
+        foreseen = arrivals(schedule, TransferPaths.of(schedule), payload, chosen)
+        np.testing.assert_allclose(foreseen, simulated, rtol=1e-9)
+        whole = predict(schedule, payload, hardware, mode="asynchronous").seconds
+        assert whole == pytest.approx(simulated.max(), rel=1e-9)
+
+
+def test_what_simgrid_cannot_follow_is_refused() -> None:
+    with pytest.raises(ParameterError, match="transfers of one chunk between neighbours"):
+        simgrid.simulate_arrivals(plan(Mesh("4x4"), "latency"), 1e6, "tpu-v6e")

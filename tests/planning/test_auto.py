@@ -142,7 +142,7 @@ def test_keywords_are_never_ignored() -> None:
         plan(Mesh("4x4"), Weave(), payload_bytes=3, bogus=1)
     with pytest.raises(
         ParameterError,
-        match="weave has no parameter 'bogus': it takes chunks, trees, owners, budget_s, payload_bytes, hardware",
+        match="weave has no parameter 'bogus': it takes chunks, trees, owners, budget_s, lag, payload_bytes, hardware",
     ):
         plan(Mesh("4x4"), "weave", bogus=1)
     with pytest.raises(ParameterError, match="payload_bytes is -3, expected a positive number of bytes"):

@@ -40,13 +40,15 @@ def test_every_figure_is_that_of_the_planner_alone(mesh: Mesh, hardware: str | H
             assert (entry.forecast, dict(entry.figures), entry.sweep) == (None, {}, ())
             continue
         # As `plan` tunes it for the payload: what somebody who compares would get.
-        schedule = plan(mesh, name, payload_bytes=payload_bytes, hardware=chosen)
+        schedule = plan(mesh, name, payload_bytes=payload_bytes, hardware=chosen, mode=mode)
         assert entry.forecast is not None
         assert entry.forecast.seconds == predict(schedule, payload_bytes, chosen, mode=mode).seconds
         assert entry.figures["steps"] == len(set(schedule.step.tolist()))
         assert entry.figures["transfers"] == len(schedule.src)
         assert entry.figures["chunks"] == len(schedule.owners)
-        others = [(plan(mesh, name, payload_bytes=payload, hardware=chosen), payload) for payload in payloads]
+        others = [
+            (plan(mesh, name, payload_bytes=payload, hardware=chosen, mode=mode), payload) for payload in payloads
+        ]
         expected = [predict(other, payload, chosen, mode=mode).seconds for other, payload in others]
         assert entry.sweep == pytest.approx(expected, rel=1e-12)
         assert entry.plan_seconds > 0

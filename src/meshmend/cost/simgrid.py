@@ -3,7 +3,8 @@
 SimGrid (https://simgrid.org) comes with Debian as `python3-simgrid` for the system's Python, so it runs in a process
 of its own. The platform has one SimGrid link for every link of the mesh; each path also crosses a pure delay, the
 step's latency; and where a chip drives only some of its links at once, its sender and its receiver are links too.
-A step ends when its last flow has; then the next begins, as in a lock-step engine.
+A step ends when its last flow has; then the next begins, as in a lock-step engine. For an asynchronous one, each link
+has an actor that sends its transfers in order, each as soon as its chip has what it sends (`simulate_arrivals`).
 
 Times are simulated in units of one chunk's time on a link, so that SimGrid's absolute precision does not matter.
 """
@@ -29,7 +30,7 @@ from meshmend.cost.paths import TransferPaths
 from meshmend.errors import MeshmendError, MissingExtraError, ParameterError
 from meshmend.schedule import Schedule
 
-__all__ = ["SimgridError", "is_available", "simulate", "version"]
+__all__ = ["SimgridError", "is_available", "simulate", "simulate_arrivals", "version"]
 
 INTERPRETER_VARIABLE = "MESHMEND_SIMGRID_PYTHON"
 """An environment variable that names a Python which can `import simgrid`, where it is not found by itself."""
@@ -60,8 +61,53 @@ def simulate(
     schedule: Schedule, payload_bytes: float, hardware: str | Hardware = DEFAULT_HARDWARE
 ) -> NDArray[np.float64]:
     """Return how long each step of `schedule` takes in SimGrid; their sum is what `predict` gives in lock-step."""
+    chosen = find_hardware(hardware)
+    chunk_s = _chunk_seconds(schedule, payload_bytes, chosen)
+    clocks = np.array(_run(_job(schedule, chosen, chunk_s)), dtype=np.float64)
+    return np.diff(clocks, prepend=0.0) * chunk_s
+
+
+def simulate_arrivals(
+    schedule: Schedule, payload_bytes: float, hardware: str | Hardware = DEFAULT_HARDWARE
+) -> NDArray[np.float64]:
+    """Return when each transfer has arrived in SimGrid, in seconds; the last is what `predict` gives asynchronously.
+
+    For transfers of one chunk between neighbours, over links that chips drive all at once.
+    """
+    chosen, mesh = find_hardware(hardware), schedule.mesh
+    link = mesh.link(schedule.src, schedule.dst)
+    plain = not chosen.message_s and chosen.links_at_once is None and not chosen.is_switched
+    if not plain or (link < 0).any() or (schedule.n_chunks != 1).any():
+        raise ParameterError(
+            "SimGrid follows transfers of one chunk between neighbours, where messages cost nothing besides."
+        )
+    chunk_s = _chunk_seconds(schedule, payload_bytes, chosen)
+    late = (chosen.step_latency_s + chosen.hop_latency_s) / chunk_s
+    needs: list[list[int]] = [[] for _ in range(schedule.n_transfers)]
+    arrivals: dict[tuple[int, int], list[int]] = {}
+    columns = (schedule.step, schedule.src, schedule.dst, schedule.first_chunk)
+    for row, (step, src, _, chunk) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        before = arrivals.get((src, chunk), [])
+        needs[row] = [other for other in before if schedule.step[other] < step]
+        arrivals.setdefault((int(schedule.dst[row]), chunk), []).append(row)
+    job = {
+        "links": [(CHUNK_UNITS * rate, 0.0) for rate in mesh.link_rates.tolist()],
+        "paths": [[number] for number in range(mesh.n_link_slots)],
+        "transfers": list(zip(link.tolist(), needs, strict=True)),
+        "amount": CHUNK_UNITS,
+        "latency": late,
+    }
+    return np.array(_run(job), dtype=np.float64) * chunk_s
+
+
+def _chunk_seconds(schedule: Schedule, payload_bytes: float, hardware: Hardware) -> float:
     if not 0 < payload_bytes < float("inf"):
         raise ParameterError(f"payload_bytes is {payload_bytes}, expected a positive number of bytes to simulate.")
+    return payload_bytes / schedule.total_chunks / hardware.link_bytes_per_s
+
+
+def _run(job: dict[str, Any]) -> Any:
+    """Return what SimGrid makes of a job, whose times are in units of a chunk's."""
     python = _interpreter()
     if python is None:
         raise MissingExtraError(
@@ -69,15 +115,11 @@ def simulate(
             "SimGrid for Python",
             f"apt-get install python3-simgrid (then, if needed, set {INTERPRETER_VARIABLE} to that python3)",
         )
-    chosen = find_hardware(hardware)
-    chunk_s = payload_bytes / schedule.total_chunks / chosen.link_bytes_per_s
-    job = _job(schedule, chosen, chunk_s)
     source = resources.files("meshmend.cost").joinpath("simgrid_worker.py").read_text(encoding="utf-8")
     done = _ask(python, source, stdin=json.dumps(job))
     if done.returncode:
         raise SimgridError(f"SimGrid failed (exit code {done.returncode}): {done.stderr.strip()[-2000:]}")
-    clocks = np.array(json.loads(done.stdout), dtype=np.float64)
-    return np.diff(clocks, prepend=0.0) * chunk_s
+    return json.loads(done.stdout)
 
 
 def _job(schedule: Schedule, hardware: Hardware, chunk_s: float) -> dict[str, Any]:

@@ -1,15 +1,22 @@
 """Run steps of flows in SimGrid. Executed by an interpreter that has `simgrid`; needs nothing else.
 
 Reads one JSON object from standard input:
-  links    one row per link: [rate, latency]
-  paths    for each path the links that it crosses, in order
-  steps    for each step its flows: [path, amount]
+  links      one row per link: [rate, latency]
+  paths      for each path the links that it crosses, in order
+  steps      for each step its flows: [path, amount]
 Writes one JSON list: the simulated clock at the end of each step.
+
+Or, in place of steps:
+  transfers  in the order in which links take them: [path, the transfers that must have arrived before]
+  amount     what each of them weighs
+  latency    what passes after a transfer has left its link, until it has arrived
+Then it writes when each transfer has arrived.
 """
 
 import json
 import math
 import sys
+from typing import Any
 
 # The parallel-task model shares every link fairly among its flows, with no TCP window and no cross traffic on the
 # way back: the default model is off by 1.75×, and CM02 shares a link by latency.
@@ -47,6 +54,9 @@ def main() -> None:
         else:
             zone.add_route(ends[-1][0].netpoint, ends[-1][1].netpoint, None, None, route, False)
     zone.seal()
+    if "transfers" in job:
+        json.dump(follow(engine, hosts[0], ends, job), sys.stdout)
+        return
     clocks = []
     for flows in job["steps"]:
         under_way = [Comm.sendto_async(*ends[path], amount) for path, amount in flows]
@@ -54,6 +64,47 @@ def main() -> None:
         clocks.append(Engine.clock if new else engine.clock)
         del under_way
     json.dump(clocks, sys.stdout)
+
+
+def follow(engine: Any, host: Any, ends: list[Any], job: Any) -> list[float]:
+    """Let every link take its transfers in order, each as soon as what it sends has arrived."""
+    from simgrid import Actor, Comm, Engine, this_actor
+
+    transfers, amount, latency = job["transfers"], job["amount"], job["latency"]
+    left = [len(needs) for _, needs in transfers]
+    frees: list[list[int]] = [[] for _ in transfers]
+    of_link: dict[int, list[int]] = {}
+    for number, (path, needs) in enumerate(transfers):
+        of_link.setdefault(path, []).append(number)
+        for other in needs:
+            frees[other].append(number)
+    arrived = [0.0] * len(transfers)
+    waiting: dict[int, Any] = {}
+
+    def clock() -> float:
+        return float(Engine.clock if isinstance(Engine.clock, float) else Engine.get_clock())
+
+    def deliver(number: int, due: float) -> None:
+        this_actor.sleep_until(due)
+        arrived[number] = clock()
+        for other in frees[number]:
+            left[other] -= 1
+            if not left[other] and other in waiting:
+                waiting.pop(other).resume()
+
+    def serve(path: int) -> None:
+        for number in of_link[path]:
+            if left[number]:
+                waiting[number] = Actor.self()
+                this_actor.suspend()
+            Comm.sendto(*ends[path], amount)
+            make(f"t{number}", host, deliver, number, clock() + latency)
+
+    make = Actor.create
+    for path in of_link:
+        make(f"link {path}", host, serve, path)
+    engine.run()
+    return arrived
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ from meshmend.errors import ParameterError
 from meshmend.planning.base import MAX_TRANSFERS, Floor, Planner, Unsupported, check_count
 from meshmend.planning.weave.periodic import ROOM, WIDE_ROOM, choose_trees, least_period, least_seconds, make_template
 from meshmend.planning.weave.pieces import Pieces
-from meshmend.planning.weave.roots import choose_roots, order_trees
+from meshmend.planning.weave.roots import choose_roots, order_trees, shallow
 from meshmend.planning.weave.slots import MAX_POSITIONS, Slots, assign_steps
-from meshmend.planning.weave.trees import Rooted, grow, measure, reroot
+from meshmend.planning.weave.trees import Rooted, Trees, grow, measure, reroot
 from meshmend.schedule import Op, Schedule
 from meshmend.topology import Mesh
 
@@ -42,7 +42,7 @@ MOST_REPEATED_PER_SIDE, MOST_REPEATED = 1024, 2**18
 """The same where a template is repeated: filling and draining then adds half a per cent."""
 FILLING_PER_SIDE, REPEATED_FILLING_PER_SIDE = 1.5, 4.0
 """Steps of filling and draining for each chip along each side of a plain mesh, as measured (docs/plans.md)."""
-LAG_PER_SIDE = 0.9
+LAG_PER_SIDE = 1.0
 """What a lag of one step adds to that, as measured."""
 UNEVEN = 1.006
 """Busiest link over the mean where chunks are planned one by one, as measured."""
@@ -50,9 +50,11 @@ TRANSFER_SECONDS = 2e-6
 """CPU seconds for each transfer that is planned by itself, as measured on a small virtual machine that was busy."""
 SLACK_TRANSFER_SECONDS = 3e-6
 """The same where it is also followed through time, to price it."""
+SLACK_STEP_SECONDS = 4e-4
+"""And for each step, of which a long lag makes many."""
 FOLLOWED = 30
 """How many repeats of a template are followed, about."""
-ENOUGH = 1.05
+ENOUGH = 1.08
 """So close to the least time that more chunks would bring it, about, their number need not be doubled again."""
 SLACK_PARTS = (2, 3)
 """Parts that a chunk of a template goes in, where engines wait for their data alone."""
@@ -286,6 +288,10 @@ class Weave(Planner):
         pieces = Pieces.of(mesh) if mesh.has_slow_cables else None
         trees = grow(mesh, _n_trees(mesh, chunks), None if pieces is None else pieces.rates)
         eccentricity, somewhere = measure(trees)
+        if self.lag:
+            kept = shallow(trees, eccentricity.min(axis=1), hop=self.lag / chunks)
+            trees = Trees(mesh, trees.cables[kept], trees.axis[kept])
+            eccentricity, somewhere = eccentricity[kept], Rooted(somewhere.parent[kept], somewhere.depth[kept])
         tree_of = order_trees(trees, eccentricity.min(axis=1), chunks, ends=sum(mesh.shape) // 2)
         if self.lag and self.owners != "even":
             roots = eccentricity[tree_of].argmin(axis=1)
@@ -352,7 +358,7 @@ def _slack_seconds(mesh: Mesh, weave: Weave) -> float:
     if weave.trees is not None:
         made = max(least_seconds(mesh, weave.trees), TEMPLATE_SHARE * weave.budget_s)
         return made + FOLLOWED * weave.n_transfers(mesh) * SLACK_TRANSFER_SECONDS
-    return weave.n_transfers(mesh) * SLACK_TRANSFER_SECONDS
+    return weave.n_transfers(mesh) * SLACK_TRANSFER_SECONDS + _steps(mesh, weave) * SLACK_STEP_SECONDS
 
 
 def _within_budget(

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from meshmend.planning.weave.trees import Trees
 
+ROUNDING = 1e-9
+
 
 def order_trees(trees: Trees, radius: NDArray[np.int32], n_chunks: int, ends: int) -> NDArray[np.int64]:
     """Return the tree of each chunk: all in turn, but with the shallowest for the first and last `ends` chunks.
@@ -28,6 +30,22 @@ def order_trees(trees: Trees, radius: NDArray[np.int32], n_chunks: int, ends: in
     middle = np.ones(n_chunks, dtype=np.bool_)
     middle[picked.ravel()] = False
     return np.asarray(dealt[np.concatenate([first, np.flatnonzero(middle), last])])
+
+
+def shallow(trees: Trees, radius: NDArray[np.int32], hop: float) -> NDArray[np.int64]:
+    """Return which trees to take where a hop's latency is `hop` of the payload's time: those up to some depth.
+
+    A deep tree takes longer, up and down; without the deep ones the others' cables carry more. The depth is the one
+    for which both together take least.
+    """
+    cables, best, taken = trees.cables, float("inf"), np.arange(len(trees))
+    for deepest in np.unique(radius):
+        few = np.flatnonzero(radius <= deepest)
+        uses = np.bincount(cables[few].ravel(), minlength=trees.mesh.n_cables) / trees.mesh.rates
+        time = float(uses.max(initial=0.0)) / len(few) + 2 * float(deepest) * hop
+        if time < best - ROUNDING:
+            best, taken = time, few
+    return taken
 
 
 def choose_roots(eccentricity: NDArray[np.int32], tree_of: NDArray[np.int64]) -> NDArray[np.int64]:
