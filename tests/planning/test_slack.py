@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from checks import QUARTERS, assert_all_reduces, assert_serves, slowed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,6 @@ from meshmend.errors import ParameterError
 from meshmend.planning import Auto, Gather, PlanCache, Weave, plan_shards
 from meshmend.planning.auto import Candidates
 from meshmend.schedule import Collective
-from planning.checks import QUARTERS, assert_all_reduces, assert_serves, slowed
 from strategies import torn_meshes
 
 V6E = find_hardware("tpu-v6e")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from meshmend import Mesh, plan, predict
-from meshmend.cost import find_hardware
+from meshmend.cost import Hardware, find_hardware
 from meshmend.cost.hardware import adjusted, write_hardware
 from meshmend.errors import ParameterError
 from meshmend.planning import PlanCache, plan_broadcast, plan_shards
@@ -20,7 +20,7 @@ from meshmend.schedule import Collective
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'meshmend[torch]'")
 import meshmend.torch as mmt
-from meshmend.torch.plans import Plans
+from meshmend.torch.plans import MESSAGE_S, Plans, as_driven
 
 MESH = Mesh("4x4", failed=["2x2@0,0"])
 ETHERNET = find_hardware("ethernet-10g")
@@ -60,15 +60,17 @@ def test_a_group_runs_the_plans_for_its_links(
     plans = mmt.MeshOptions(chip=(3, 3), **given).plans()
     order = tuple(range(12))
     for size in SIZES:
-        target: dict[str, Any] = {"payload_bytes": size, "hardware": links}
-        pairs = [(plans.get(MESH, size), plan(MESH, **target))]
+        driven, mode = as_driven(links), plans.mode
+        target: dict[str, Any] = {"payload_bytes": size, "hardware": driven}
+        pairs = [(plans.get(MESH, size), plan(MESH, **target, mode=mode))]
         pairs += [
-            (plans.shards(MESH, half, order, size), plan_shards(MESH, half, order=order, **target))
+            (plans.shards(MESH, half, order, size), plan_shards(MESH, half, order=order, **target, mode=mode))
             for half in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER)
         ]
         pairs.append((plans.broadcast(MESH, 5, size), plan_broadcast(MESH, 5, **target)))
         for ours, best in pairs:
-            assert predict(ours, size, links).seconds <= 1.05 * predict(best, size, links).seconds
+            seconds = [predict(one, size, driven, mode=mode).seconds for one in (ours, best)]
+            assert seconds[0] <= 1.05 * seconds[1]
     pytest.importorskip("torchft", reason="torchft is not installed: pip install 'meshmend[torch]'")
     assert mmt.MeshProcessGroup(chip=(3, 3), **given).hardware == links
 
@@ -105,3 +107,25 @@ def test_hardware_is_said_once() -> None:
     twice = mmt.MeshOptions("2x2", (0, 0), hardware="ideal", plan=partial(plan, hardware="tpu-v4"))
     with pytest.raises(ParameterError, match="hardware is ideal, but tpu-v4 is bound to plan: say it once"):
         twice.plans()
+
+
+def test_over_links_plans_have_slack_and_on_loopback_none() -> None:
+    """There the cores are busy while latency passes."""
+    links = Hardware("links", 1e6, hop_latency_s=5e-3)
+    ours, driven = Plans(hardware=links).get(MESH, 2**20), as_driven(links)
+    assert driven.message_s == MESSAGE_S
+    assert as_driven(find_hardware("gloo-loopback")) == find_hardware("gloo-loopback")
+    size = Plans.size(2**20)
+    assert ours == plan(MESH, payload_bytes=size, hardware=driven, mode="asynchronous")
+    without = plan(MESH, payload_bytes=size, hardware=driven)
+    times = [predict(one, 2**20, driven, mode="asynchronous").seconds for one in (ours, without)]
+    assert times[0] < 0.8 * times[1]
+    assert Plans(partial(plan, mode="lock-step"), hardware=links).get(MESH, 2**20) == without
+    shards = Plans(hardware=links).shards(MESH, Collective.ALL_GATHER, tuple(range(MESH.n_chips)), 2**20)
+    assert (
+        shards.n_steps
+        > Plans(partial(plan, mode="lock-step"), hardware=links)
+        .shards(MESH, Collective.ALL_GATHER, tuple(range(MESH.n_chips)), 2**20)
+        .n_steps
+    )
+    assert Plans(hardware="gloo-loopback").mode == "lock-step"

@@ -105,7 +105,9 @@ def command(
             facts["considered"] = [_candidate_facts(candidate) for candidate in choice.considered]
         print_json(facts)
     else:
-        more = {} if other is None else {other.mode: f"{name_seconds(other.seconds)} on an engine that waits so"}
+        more: dict[str, str] = {}
+        if other is not None:
+            more[other.mode] = f"{name_seconds(other.seconds)} on an engine that waits so"
         more |= {"planned in": name_seconds(plan_seconds)} | ({} if save_to is None else {"saved": plain(save_to)})
         show_schedule(schedule, proof, more, forecast)
         if choice is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import inspect
@@ -19,6 +20,8 @@ from meshmend.topology import Mesh, Region
 SHARED = ("budget_s", "cache")
 """What is bound to a plan function and concerns the plans of all collectives, besides the hardware."""
 
+MESSAGE_S = find_hardware("gloo-loopback").message_s / 2
+"""What the engine pays for a message at each of its ends, as measured where both are on one machine."""
 MAX_KEPT_BYTES = 2**29
 """Plans are kept up to this, the least recently used go first. A plan for 256 chips and 32 MB takes about 10 MB."""
 
@@ -71,7 +74,7 @@ class Plans:
 
     def _target(self, payload_bytes: int) -> dict[str, Any]:
         """Return what a plan is made for."""
-        return {"payload_bytes": self.size(payload_bytes), "hardware": self.hardware}
+        return {"payload_bytes": self.size(payload_bytes), "hardware": as_driven(self.hardware)}
 
     def _kept(self, key: tuple[object, ...], make: Callable[[], Schedule]) -> Schedule:
         """Return the plan that is kept under this key, and make it if there is none."""
@@ -104,6 +107,11 @@ class Plans:
 def mode_for(hardware: Hardware) -> Mode:
     """Return how the engine waits: for its data alone, over links; on a switch, cores are busy while latency passes."""
     return "lock-step" if hardware.is_switched else "asynchronous"
+
+
+def as_driven(hardware: Hardware) -> Hardware:
+    """Return the hardware as the engine drives it: to handle a message costs it time, whatever the links take."""
+    return hardware if hardware.message_s else dataclasses.replace(hardware, message_s=MESSAGE_S)
 
 
 def bound_keywords(plan: PlanFunction) -> Mapping[str, Any]:
