@@ -20,6 +20,18 @@ CASES: list[tuple[str, str, list[str], str]] = [
     ("run", "bad host", ["--local", "4x4", "--host", "3x3", "file"], "do not tile"),
     ("run", "no such host", ["--local", "4x4", "--host", "2x2", "--kill", "4@20", "file"], "there is no host 4"),
     ("run", "no step", ["--local", "4x4", "--host", "2x2", "--kill", "4", "file"], "expected a host and a step"),
+    (
+        "run",
+        "cut apart",
+        ["--local", "2x6", "--host", "2x2", "--kill", "1@20", "file"],
+        "--kill 1@20 leaves hosts 0, 2, and cut apart: no more than 1 of them are joined. A round needs 2",
+    ),
+    (
+        "run",
+        "too few",
+        ["--local", "2x4", "--host", "2x2", "--hosts", "2:2", "--kill", "1@20", "file"],
+        "--kill 1@20 leaves host 0. A round needs 2, so the job would wait for ever",
+    ),
     ("run", "kill elsewhere", ["--kill", "1@2", "--hosts", "2", "file"], "--kill is for jobs on this machine"),
     ("run", "two stores", ["--local", "4x4", "--store", "a:1", "file"], "--local brings its own store"),
     ("run", "other hosts", ["--local", "4x4", "--host", "2x2", "--hosts", "2:3", "file"], "makes 4 hosts"),

@@ -126,8 +126,7 @@ class Root(CommandGroup):
 def _tell_usage(error: Any, as_json: bool) -> int:
     context = getattr(error, "ctx", None)
     if context is not None and type(error).__name__ == "NoArgsIsHelpError":
-        context.get_help()
-        return USAGE
+        return USAGE  # to make the error has printed the help already
     way = f" See: {context.command_path} --help" if context is not None else ""
     tell_error(type(error).__name__, f"{error.format_message().rstrip('.')}.{way}", as_json)
     return int(error.exit_code)

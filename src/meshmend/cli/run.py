@@ -7,7 +7,7 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -159,6 +159,7 @@ def _local_job(asked: _Asked, kill: Iterable[str], secret: str) -> Callable[[], 
     machine = asked.cut(asked.host or str(asked.shape))
     kills = [parse_kill(text, len(machine)) for text in kill]
     least, most = find_hosts(asked.hosts, len(machine))
+    check_kills(kills, machine, least)
     if most != len(machine):
         raise LaunchError(f"--hosts is {asked.hosts!r}, but --local {asked.shape} makes {len(machine)} hosts.")
     return partial(_run_locally, asked, machine, least, kills, secret)
@@ -229,6 +230,21 @@ def parse_kill(text: str, n_hosts: int) -> Kill:
     if host >= n_hosts:
         raise LaunchError(f"--kill {text}: there is no host {host}, the job has hosts 0 to {n_hosts - 1}.")
     return Kill(host, step)
+
+
+def check_kills(kills: Sequence[Kill], machine: Hosts, least: int) -> None:
+    """Raise `LaunchError` if the job could not go on after a kill: too few of the hosts left are joined by cables."""
+    left = set(range(len(machine)))
+    for kill in sorted(kills, key=lambda one: one.step):
+        left.discard(kill.host)
+        together = machine.largest_group(left) if left else ()
+        if len(together) < least:
+            apart = f", and cut apart: no more than {len(together)} of them are joined" * (len(together) < len(left))
+            raise LaunchError(
+                f"--kill {kill.host}@{kill.step} leaves {name_hosts(sorted(left)) if left else 'no host'}{apart}. A "
+                f"round needs {least}, so the job would wait for ever: kill another host, give a wider machine, or "
+                f"allow fewer hosts, as in --hosts {max(1, len(together))}:{len(machine)}."
+            )
 
 
 def _number(host_index: str) -> int:
