@@ -209,6 +209,21 @@ def test_a_planner_that_cannot_serve_the_next_loss_ends_the_job_at_its_start(tmp
     assert not events_of(tmp_path / "shared", "step")
 
 
+def test_a_mistake_in_the_loss_ends_the_job_at_once(tmp_path: Path) -> None:
+    """Not after JAX's time limits, with stacks of C++ from every host that waits for process 0 to compile."""
+    (tmp_path / "train.py").write_text(SCRIPT.replace("** 2", "** 2).mean()").replace("return (", "return (("))
+    words = ["run", "--local", "2x2", "--host", "1x2", "--shared", "shared", "train.py"]
+    command = [sys.executable, "-m", "meshmend", *words]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), check=False, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "ParameterError: With per_example=True, the loss must have one value for each" in done.stdout
+    assert "Leave out the mean over the batch" in done.stdout
+    assert f"the script ended with exit code {FINAL}, 0 restarts left" in done.stdout
+    assert "would come again" in done.stderr
+    assert re.findall(r"round .*", done.stdout) == ["round 1: hosts 0, 1 start"]
+    assert "SIGABRT" not in done.stdout
+
+
 @pytest.mark.slow
 def test_a_job_that_lost_five_hosts_is_replayed_within_five_per_cent(tmp_path: Path) -> None:
     """Half of the steps' time is slept, so that restarts are no more of the job than they are of a real one's hour."""

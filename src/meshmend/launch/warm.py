@@ -21,7 +21,6 @@ import selectors
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -139,5 +138,6 @@ if __name__ == "__main__":
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
             trace = trace.tb_next
-        traceback.print_exception(type(error), error, trace)
+        # A job has a hook of its own: who left it in order would wait for processes that know nothing of the error.
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(FINAL if is_final(error) else 1)

@@ -49,6 +49,17 @@ def test_the_trajectory_is_that_of_plain_optax_on_one_device(machine: str, updat
     assert_close((losses, params), plain_training(samples))
 
 
+def test_a_job_that_is_done_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A user who runs the same command again sees no step, and must not take that for a fault."""
+    with job(tmp_path / "shared", disk_every=2) as first:
+        train(first, 2)
+    assert "done already" not in caplog.text
+    with job(tmp_path / "shared", disk_every=2) as again:
+        assert not list(again.train(loss, optax.adam(0.02), PARAMS, DATASET, steps=2))
+    assert "All 2 steps of the job in" in caplog.text
+    assert "give Job another folder" in caplog.text
+
+
 def test_steps_say_what_they_are(tmp_path: Path) -> None:
     with job(tmp_path / "shared") as surviving:
         running = surviving.train(loss, optax.adam(0.02), PARAMS, DATASET, steps=STEPS)

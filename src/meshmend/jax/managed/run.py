@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 import time
@@ -40,6 +41,7 @@ from meshmend.jax.tiles import TiledFabric
 from meshmend.jax.training_plan import PlannedUpdate, TrainingPlan, hardware_of, max_steps_of, plan
 from meshmend.planning import PlanCache, Planner, StepDemands
 
+LOGGER = logging.getLogger(__name__)
 AHEAD_AFTER = 3
 """Steps after a start before it compiles for the next failures: earlier, that would slow down a restart."""
 IN_FLIGHT = 2
@@ -183,6 +185,13 @@ class TrainingRun:
         keeper, found, checking = self._keeper, self.found, self._checking
         assert keeper is not None  # noqa: S101  # it is there until the end of the loop
         self.is_open = True
+        if 0 < self.last <= found.step and self.session.launch.process == 0:
+            LOGGER.warning(
+                "All %d steps of the job in %s are done already. For more, ask for more steps; to begin anew, give Job "
+                "another folder, or remove this one.",
+                found.step,
+                self.options.shared.path,
+            )
 
         def settle(step: JobStep) -> None:
             """Wait for a step's loss, which raises as soon as any of this host's devices has lost its peer."""
