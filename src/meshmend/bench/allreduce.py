@@ -86,7 +86,8 @@ def applicable(
     """
     schedules = {}
     mode = mode_for(hardware)
-    if hardware.hop_latency_s and mode == "asynchronous" and not update:
+    runs_auto = names is None or Auto.name in names
+    if runs_auto and hardware.hop_latency_s and mode == "asynchronous" and not update:
         schedules[WITHOUT_SLACK] = plan(mesh, Auto.name, payload_bytes=payload_bytes, hardware=hardware)
     collectives = [Collective.ALL_REDUCE] + [Collective.ALL_REDUCE_WITH_UPDATE] * update
     for name in names or PLANNERS:
