@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -76,50 +76,54 @@ def events_of(shared: Path, *kinds: str) -> list[Event]:
 
 
 @contextmanager
-def scraping(port: int, scraped: list[str]) -> Iterator[None]:
-    """Ask for a job's metrics all the time, as Prometheus does; the last answer is what counts."""
+def repeating(do: Callable[[], None], every_s: float) -> Iterator[None]:
+    """Do something again and again in a thread, until the block ends."""
     over = threading.Event()
 
-    def ask() -> None:
-        while not over.wait(0.1):
-            with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-                scraped.append(answer.read().decode())
+    def run() -> None:
+        while not over.wait(every_s):
+            do()
 
-    thread = threading.Thread(target=ask)
+    thread = threading.Thread(target=run)
     thread.start()
     try:
         yield
     finally:
         over.set()
         thread.join()
+
+
+@contextmanager
+def scraping(port: int, scraped: list[str]) -> Iterator[None]:
+    """Ask for a job's metrics all the time, as Prometheus does; the last answer is what counts."""
+
+    def ask() -> None:
+        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            scraped.append(answer.read().decode())
+
+    with repeating(ask, every_s=0.1):
+        yield
     assert {"8", "4"} <= set(re.findall(r'^meshmend_chips{state="live"} (\d+)', "\n".join(scraped), re.M))
 
 
 @contextmanager
 def listing(found: set[tuple[str, int]]) -> Iterator[None]:
     """Collect the addresses and ports at which any process below this one listens, as `ss -ltp` shows them."""
-    over = threading.Event()
 
     def look() -> None:
-        while not over.wait(0.2):
-            own = set()
-            for pid in children(os.getpid()):
-                with suppress(OSError):
-                    own |= {str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
-            for name in ("tcp", "tcp6"):
-                for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-                    _, where, _, state, *rest = line.split()
-                    if state == "0A" and f"socket:[{rest[5]}]" in own:
-                        address, _, port = where.partition(":")
-                        found.add((address, int(port, 16)))
+        own = set()
+        for pid in children(os.getpid()):
+            with suppress(OSError):
+                own |= {str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
+        for name in ("tcp", "tcp6"):
+            for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+                _, where, _, state, *rest = line.split()
+                if state == "0A" and f"socket:[{rest[5]}]" in own:
+                    address, _, port = where.partition(":")
+                    found.add((address, int(port, 16)))
 
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
+    with repeating(look, every_s=0.2):
         yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def address_of_this_machine() -> set[str]:

@@ -82,7 +82,7 @@ def applicable(
     """Return the proven plan of every planner that serves a mesh, with parameters that suit payload and hardware.
 
     The last is that of "auto", which process groups run by default; over links that have a latency, what it would be
-    without slack comes before it. With `update`, also those of an all-reduce with a update, where the planner has one.
+    without slack comes before it. With `update`, also those of an all-reduce with an update, where the planner has one.
     """
     schedules = {}
     mode = mode_for(hardware)

@@ -107,7 +107,7 @@ def command(
     else:
         more: dict[str, str] = {}
         if other is not None:
-            more[other.mode] = f"{name_seconds(other.seconds)} on an engine that waits so"
+            more[other.mode] = f"{name_seconds(other.seconds)} in this mode"
         more |= {"planned in": name_seconds(plan_seconds)} | ({} if save_to is None else {"saved": plain(save_to)})
         show_schedule(schedule, proof, more, forecast)
         if choice is not None:
@@ -115,7 +115,7 @@ def command(
 
 
 def _other_mode(schedule: Schedule, forecast: Forecast) -> Forecast | None:
-    """Return the same plan's time where engines wait in the other way, if it is another, and quickly told."""
+    """Return the same plan's forecast in the other mode, if its time differs and can be told quickly."""
     if schedule.n_transfers > MAX_BOTH_MODES:
         return None
     (mode,) = [one for one in MODES if one != forecast.mode]

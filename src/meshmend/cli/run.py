@@ -241,7 +241,7 @@ def check_kills(kills: Sequence[Kill], machine: Hosts, least: int) -> None:
         if len(together) < least:
             apart = f", and cut apart: no more than {len(together)} of them are joined" * (len(together) < len(left))
             raise LaunchError(
-                f"--kill {kill.host}@{kill.step} leaves {name_hosts(sorted(left)) if left else 'no host'}{apart}. A "
+                f"--kill {kill.host}@{kill.step} leaves {name_hosts(left) if left else 'no host'}{apart}. A "
                 f"round needs {least}, so the job would wait for ever: kill another host, give a wider machine, or "
                 f"allow fewer hosts, as in --hosts {max(1, len(together))}:{len(machine)}."
             )

@@ -16,6 +16,7 @@ Then it writes when each transfer has arrived.
 import json
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 # The parallel-task model shares every link fairly among its flows, with no TCP window and no cross traffic on the
@@ -54,21 +55,25 @@ def main() -> None:
         else:
             zone.add_route(ends[-1][0].netpoint, ends[-1][1].netpoint, None, None, route, False)
     zone.seal()
+
+    def clock() -> float:
+        return float(Engine.clock if new else engine.clock)
+
     if "transfers" in job:
-        json.dump(follow(engine, hosts[0], ends, job), sys.stdout)
+        json.dump(follow(engine, clock, hosts[0], ends, job), sys.stdout)
         return
     clocks = []
     for flows in job["steps"]:
         under_way = [Comm.sendto_async(*ends[path], amount) for path, amount in flows]
         engine.run()
-        clocks.append(Engine.clock if new else engine.clock)
+        clocks.append(clock())
         del under_way
     json.dump(clocks, sys.stdout)
 
 
-def follow(engine: Any, host: Any, ends: list[Any], job: Any) -> list[float]:
+def follow(engine: Any, clock: Callable[[], float], host: Any, ends: list[Any], job: Any) -> list[float]:
     """Let every link take its transfers in order, each as soon as what it sends has arrived."""
-    from simgrid import Actor, Comm, Engine, this_actor
+    from simgrid import Actor, Comm, this_actor
 
     transfers, amount, latency = job["transfers"], job["amount"], job["latency"]
     left = [len(needs) for _, needs in transfers]
@@ -80,9 +85,6 @@ def follow(engine: Any, host: Any, ends: list[Any], job: Any) -> list[float]:
             frees[other].append(number)
     arrived = [0.0] * len(transfers)
     waiting: dict[int, Any] = {}
-
-    def clock() -> float:
-        return float(Engine.clock if isinstance(Engine.clock, float) else Engine.get_clock())
 
     def deliver(number: int, due: float) -> None:
         this_actor.sleep_until(due)
@@ -98,11 +100,10 @@ def follow(engine: Any, host: Any, ends: list[Any], job: Any) -> list[float]:
                 waiting[number] = Actor.self()
                 this_actor.suspend()
             Comm.sendto(*ends[path], amount)
-            make(f"t{number}", host, deliver, number, clock() + latency)
+            Actor.create(f"t{number}", host, deliver, number, clock() + latency)
 
-    make = Actor.create
     for path in of_link:
-        make(f"link {path}", host, serve, path)
+        Actor.create(f"link {path}", host, serve, path)
     engine.run()
     return arrived
 

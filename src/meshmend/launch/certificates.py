@@ -83,7 +83,7 @@ def _in_memory(text: str) -> str:
 
 
 def check_coordinator(address: str, files: dict[str, str], timeout_s: float) -> None:
-    """Raise `RestartError` if who answers there is not of this job, or does not take this worker for one of it.
+    """Raise `RestartError` if whoever answers there is not of this job, or does not take this worker for one of it.
 
     JAX would try again until its time limit, and then end the process with SIGABRT.
     """
@@ -100,11 +100,11 @@ def check_coordinator(address: str, files: dict[str, str], timeout_s: float) -> 
     except (OSError, ValueError) as error:
         why = getattr(error, "verify_message", "") or str(error)
         raise RestartError(
-            f"Who answers at {address}, where process 0's coordinator should be, does not show that it belongs to this "
-            f"job: {why}. Either it is a stranger, or process 0 does not use certificates: give all hosts the same "
-            "secret, the same JAX, and `cryptography`, or none of them `cryptography`; and look whether their clocks "
-            f"are within {CLOCKS_DAYS:g} day of each other."
+            f"Whoever answers at {address}, where process 0's coordinator should be, does not show that it belongs to "
+            f"this job: {why}. Either it is a stranger, or process 0 does not use certificates: give all hosts the "
+            "same secret, the same JAX, and `cryptography`, or none of them `cryptography`; and look whether their "
+            f"clocks are within {CLOCKS_DAYS:g} day of each other."
         ) from error
     prefix = files["mtls_peer_uri_prefix"]
     if not any(kind == "URI" and name.startswith(prefix) for kind, name in shown.get("subjectAltName", ())):
-        raise RestartError(f"Who answers at {address} has a certificate for something else than the job.")
+        raise RestartError(f"Whoever answers at {address} has a certificate for something else than the job.")

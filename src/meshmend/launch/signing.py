@@ -1,4 +1,4 @@
-"""Signatures of the files that a job trusts: only who knows its secret can make them.
+"""Signatures of the files that a job trusts: nobody can make them without its secret.
 
 A worker never sees the secret. Its agent derives a key for files from it, and puts that into the worker's environment.
 Without a secret there is no key: nothing is signed, and every signature is taken.

@@ -138,6 +138,6 @@ if __name__ == "__main__":
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
             trace = trace.tb_next
-        # A job has a hook of its own: who left it in order would wait for processes that know nothing of the error.
+        # A job has a hook of its own: leaving in order would mean waiting for processes that know nothing of the error.
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(FINAL if is_final(error) else 1)

@@ -369,28 +369,32 @@ def listening_address(coordinator: str) -> str | None:
     """
     address = coordinator.rpartition(":")[0]
     try:
-        family = socket.AF_INET6 if ipaddress.ip_address(address.strip("[]")).version == 6 else socket.AF_INET
-        with socket.socket(family) as one:
-            one.bind((address.strip("[]"), 0))
+        _bind(f"{address}:0")
     except (OSError, ValueError):
         return None
     return coordinator
+
+
+def _bind(address: str) -> None:
+    """Bind a socket to an address and port for a moment; port 0 stands for any that is free."""
+    host, _, port = address.rpartition(":")
+    ip = ipaddress.ip_address(host.strip("[]"))
+    with socket.socket(socket.AF_INET6 if ip.version == 6 else socket.AF_INET) as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind((str(ip), int(port)))
 
 
 def _check_free(address: str | None) -> None:
     """Raise if somebody else listens where the coordinator is to: JAX would end this process without a word on it."""
     if address is None:
         return
-    host, _, port = address.rpartition(":")
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            one.bind((host.strip("[]"), int(port)))
-        except OSError as error:
-            raise RestartError(
-                f"Another process listens at {address}, where this job's coordinator is to be ({error.strerror}): a "
-                "stranger, or one that has taken the port by chance. The next round takes another port."
-            ) from error
+    try:
+        _bind(address)
+    except OSError as error:
+        raise RestartError(
+            f"Another process listens at {address}, where this job's coordinator is to be ({error.strerror}): a "
+            "stranger, or one that has taken the port by chance. The next round takes another port."
+        ) from error
 
 
 def _configure(compile_cache: str | Path | None) -> None:

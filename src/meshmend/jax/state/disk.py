@@ -3,7 +3,7 @@
 What is saved is the user's own tree, whole, in the item `state`; what only meshmend knows of it is beside it in
 `meshmend`, under a checksum: the step, whose state it is, the position in the data, and checksums of all chunks, which
 are compared with what is read (`saving`, `loading`, `orbax`). Where the job has a secret, all of that is signed with
-it: a checkpoint that was made or altered by who does not know the secret is refused.
+it: a checkpoint that somebody without the secret has made or altered is refused.
 
 A shared disk may hang. A checkpoint is written by a thread of its own (`Saving`), which training does not wait for;
 while one hangs, no other is begun.

@@ -31,7 +31,7 @@ UNDER_WAY = "meshmend-unfinished"
 """Folder of what hosts send each other, beside the arrays; it is gone before the checkpoint is there."""
 
 Checksums = list[list[str]]
-"""Of each chunk of each of the user's arrays; only who has the job's key can make them, where it has one."""
+"""Of each chunk of each of the user's arrays; where the job has a key, nobody can make them without it."""
 
 
 class VectorRun(NamedTuple):

@@ -417,8 +417,8 @@ def _schedule(
     chunk, rank = np.divmod(cell, np.int32(mesh.n_chips))
     parent = rooted.parent.ravel()[cell]
     op = np.where(down, np.uint8(Op.COPY), np.uint8(Op.REDUCE))
-    # With a lag there may be steps in which nothing goes.
-    _, numbered = np.unique(step, return_inverse=True)
+    # They are in order, and with a lag there may be steps in which nothing goes.
+    numbered = np.cumsum(np.diff(step, prepend=step[:1]) > 0)
     return Schedule(
         mesh,
         total_chunks=len(roots) * per_chunk,

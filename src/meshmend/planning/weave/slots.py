@@ -82,7 +82,7 @@ def assign_steps(
     """Return a step for every transfer of every chunk; `pace` is the number of steps from one chunk to the next.
 
     `thorough` makes the third pass even where it takes a while. Where `pieces` are given, slow links take a chunk over
-    several steps. What has arrived is sent on no sooner than `lag` steps after the next.
+    several steps. A chunk that was sent in one step is sent on `lag` + 1 steps later at the earliest.
     """
     network = _Network(mesh, rooted, pieces, lag)
     at_root = (np.arange(len(rooted.depth)) * pace).astype(np.int32)[:, None]
