@@ -30,10 +30,9 @@ import numpy as np
 
 from meshmend.errors import LabError
 from meshmend.launch.hosts import Hosts
-from meshmend.launch.local import timeline_of
 from meshmend.launch.metrics import serve_metrics
 from meshmend.launch.processes import die_with_parent, free_port
-from meshmend.launch.timeline import MAX_FILE_BYTES, Timeline
+from meshmend.launch.timeline import MAX_FILE_BYTES, Timeline, timeline_of
 
 LOOPBACK = "127.0.0.1"
 STEP_S = 0.1

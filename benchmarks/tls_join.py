@@ -23,8 +23,8 @@ from typing import Any
 import jax
 
 from meshmend.launch.hosts import Hosts
-from meshmend.launch.local import LocalJob, timeline_of
-from meshmend.launch.timeline import read_timeline
+from meshmend.launch.local import LocalJob
+from meshmend.launch.timeline import read_timeline, timeline_of
 
 LONGER_S = {"start": 0.3, "recovery": 0.2}
 SCRIPT = """

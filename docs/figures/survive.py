@@ -23,8 +23,7 @@ from typing import Any
 
 import meshmend as mm
 from meshmend.launch.hosts import Hosts
-from meshmend.launch.local import timeline_of
-from meshmend.launch.timeline import read_timeline
+from meshmend.launch.timeline import read_timeline, timeline_of
 
 FOLDER = Path(__file__).parent
 SCRIPT = FOLDER.parents[1] / "examples/jax/survive.py"
@@ -43,7 +42,7 @@ def record() -> dict[str, Any]:
     machine = Hosts.of(SHAPE, HOST)
     survivors = sorted(set(range(len(machine))) - {KILLED})
     with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, "-m", "meshmend", *COMMAND.split()[1:-1], "--shared", "records", str(SCRIPT)]
+        words = [sys.executable, "-m", "meshmend", *COMMAND.split()[1:-1], str(SCRIPT)]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run(  # noqa: S603  # the command that is above
             words, cwd=folder, env=env, capture_output=True, text=True, check=False
@@ -51,8 +50,8 @@ def record() -> dict[str, Any]:
         sys.stdout.write(done.stdout)
         if done.returncode:
             raise SystemExit(done.stderr)
-        events = {host: read_timeline(timeline_of(Path(folder) / "records", host)) for host in range(len(machine))}
-    said = re.search(r"resumed from step (\d+) \((\w+)\) and had done step \d+ ([\d.]+) s later", done.stdout)
+        events = {host: read_timeline(timeline_of(Path(folder) / "shared", host)) for host in range(len(machine))}
+    said = re.search(r"resumed from step (\d+) \((\w+)\), step \d+ is done ([\d.]+) s after", done.stdout)
     if said is None:
         raise SystemExit("No host was killed, or none resumed: see above.")
     restored = {host: max(e["at"] for e in events[host] if e["event"] == "restore") for host in survivors}

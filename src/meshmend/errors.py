@@ -37,6 +37,7 @@ __all__ = [
     "RoutingError",
     "ScheduleError",
     "ScheduleFileError",
+    "TransientError",
     "UpdateError",
     "VerificationError",
     "WaitTimeoutError",
@@ -258,6 +259,10 @@ class RestartError(MeshmendError, RuntimeError):
         self.host = host
         self.step = step
         super().__init__(message)
+
+
+class TransientError(RestartError):
+    """What ends this process may be gone at the next start: another process is dead or silent, a port is taken."""
 
 
 class QuarantineError(MeshmendError, RuntimeError):

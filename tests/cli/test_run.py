@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from meshmend.cli import app
-from meshmend.cli.run import Kill, Screen, parse_kill
+from meshmend.cli.run import Kill, parse_kill
+from meshmend.cli.screen import SAME_S, Screen
 
 # command, what is wrong, the words, a part of the message
 CASES: list[tuple[str, str, list[str], str]] = [
@@ -110,6 +112,7 @@ def test_what_all_hosts_report_is_shown_once(capsys: pytest.CaptureFixture[str])
             host, "[Gloo] Rank 3 is connected to 15 peer ranks. Expected number of connected peer ranks is : 15"
         )
     screen.line(11, "[/bold]")
+    screen.flush()
     assert capsys.readouterr().out.splitlines() == [
         "meshmend │ round 2: hosts 0, 1, 2 start",
         "host  0 │ step 1\\x1b[2J of 0",
@@ -117,3 +120,63 @@ def test_what_all_hosts_report_is_shown_once(capsys: pytest.CaptureFixture[str])
         "host  2 │ step 1\\x1b[2J of 2",
         "host 11 │ [/bold]",
     ]
+
+
+def starts(screen: Screen, *hosts: int, number: int = 1) -> None:
+    for host in hosts:
+        screen.event({"event": "round", "host": host, "number": number, "hosts": list(hosts), "cut_off": []})
+
+
+def test_a_line_that_several_hosts_write_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """As often as the host that writes it most often, under the first host of the round, whoever comes first."""
+    screen = Screen(4)
+    starts(screen, 1, 2, 3)
+    for host in (3, 1, 2):
+        for _ in range(2):
+            screen.line(host, ".")
+        screen.line(host, f"process {host}")
+    screen.line(2, ".")
+    screen.flush()
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        *("host 1 │ .", "host 1 │ .", "host 1 │ process 1"),
+        *("host 3 │ process 3", "host 2 │ process 2", "host 2 │ ."),
+    ]
+    starts(screen, 2, 3, number=2)
+    screen.line(2, ".")
+    assert capsys.readouterr().out.splitlines()[1:] == ["host 2 │ ."]
+
+
+def test_a_line_of_another_host_waits_only_a_moment(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen(2)
+    starts(screen, 0, 1)
+    screen.line(1, "early")
+    screen.flush(time.monotonic())
+    assert "early" not in capsys.readouterr().out
+    screen.flush(time.monotonic() + SAME_S)
+    assert "host 1 │ early" in capsys.readouterr().out
+    screen.line(0, "early")
+    screen.flush()
+    assert capsys.readouterr().out == ""
+
+
+def test_an_error_is_shown_once_and_a_peer_that_is_gone_not_at_all(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen(3)
+    starts(screen, 0, 1, 2)
+    for host in (1, 0):
+        facts = {"kind": "lasting", "error": "ValueError: boom", "trace": "Traceback\nValueError: boom\n"}
+        screen.event({"event": "raised", "host": host, **facts})
+    screen.event({"event": "raised", "host": 2, "kind": "transient", "error": "lost a peer: Gloo", "trace": ""})
+    assert capsys.readouterr().out.splitlines()[1:] == ["host 1 │ Traceback", "host 1 │ ValueError: boom"]
+
+
+def test_the_log_of_xla_is_shown_where_nothing_else_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen(2)
+    starts(screen, 0, 1)
+    for host in (0, 1):
+        screen.line(host, "F1118 01:02:03.000004   77 client.h:80] Terminating process because of errors")
+        screen.line(host, "    @     0x7f01  xla::Client()")
+    screen.event({"event": "failed", "host": 1, "why": "worker ended with SIGABRT", "left": 2})
+    screen.flush()
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line[:9] for line in lines] == ["host 1 │ ", "host 1 │ ", "meshmend "]
+    assert lines[-1] == "meshmend │ host 1: worker ended with SIGABRT; 2 restarts left"

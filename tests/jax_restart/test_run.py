@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
@@ -15,15 +14,12 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 import yaml
 
-from meshmend.launch.environment import FINAL
 from meshmend.launch.processes import children, free_port
 from meshmend.launch.timeline import Event, read_timeline
 
@@ -174,9 +170,6 @@ def test_a_job_goes_on_when_a_host_is_killed(tmp_path: Path) -> None:
     check_accounts(json.loads("".join(meshmend("watch", "shared", "--once", "--json", folder=tmp_path))), scraped[-1])
     assert "meshmend │ round 1: hosts 0, 1 start" in lines
     assert "host 0 │ step 1 on 8 chips" in lines
-    is_open = any("JAX's coordinator at 127.0.0.1 is open to every user of this machine" in line for line in lines)
-    knows_tls = "mtls_cert_file" in inspect.signature(jax.distributed.initialize).parameters
-    assert is_open == (not knows_tls or find_spec("cryptography") is None)
     coordinator = next(int(line.rpartition(":")[2]) for line in lines if " │ coordinator 127.0.0.1:" in line)
     assert {address for address, its_port in listeners if its_port == coordinator} <= LOOPBACK
     assert {port, coordinator} < {its_port for _, its_port in listeners}, "the store and Gloo listen, too"
@@ -188,12 +181,12 @@ def test_a_job_goes_on_when_a_host_is_killed(tmp_path: Path) -> None:
     assert killed < started < lines.index("host 0 │ step 30 on 4 chips")
     assert "meshmend │ round 1 ends: host 1 is lost: its connection to the store broke" in lines
     assert "host 1 │ step 30 on 4 chips" not in lines
-    told = next(line for line in lines if line.startswith(f"meshmend │ host 1 was killed after step {last}: "))
+    told = next(line for line in lines if line.startswith("meshmend │ round 2: training again on 4 chips: "))
     # Until it is known what copies cost, there is one after 4 steps and every 8 from then on.
-    found = re.search(r"the others resumed from step (\d+) \(memory\) and had done step (\d+) ([\d.]+) s later", told)
+    found = re.search(r"resumed from step (\d+) \(memory\), step (\d+) is done [\d.]+ s after the loss \(", told)
     assert found is not None
     assert 4 <= int(found[1]) < int(found[2]) <= int(found[1]) + 1
-    assert re.fullmatch(r"meshmend │ 30 steps on 8, then 4 chips in \d+ s", lines[-1])
+    assert re.fullmatch(r"meshmend │ done: 30 steps on 8, then 4 chips in \d+ s", lines[-1])
 
 
 def test_a_planner_that_cannot_serve_the_next_loss_ends_the_job_at_its_start(tmp_path: Path) -> None:
@@ -207,9 +200,9 @@ def test_a_planner_that_cannot_serve_the_next_loss_ends_the_job_at_its_start(tmp
     assert "PlanError: hamiltonian cannot plan for 2x2 minus 1x1@0,0: it needs holes made of whole 2×2" in done.stdout
     assert "The loss of host 0 would leave this mesh and end the job" in done.stdout
     assert "Use planner='auto'" in done.stdout
-    assert f"the script ended with exit code {FINAL}, 0 restarts left" in done.stdout
-    assert "would come again" in done.stderr
-    assert re.findall(r"round .*", done.stdout) == ["round 1: hosts 0, 1, 2, 3 start"]
+    assert done.stdout.count("Traceback") == 1
+    assert "A restart would raise it again" in done.stderr
+    assert re.findall(r"round \d+: host.*", done.stdout) == ["round 1: hosts 0, 1, 2, 3 start"]
     assert not events_of(tmp_path / "shared", "step")
 
 
@@ -222,9 +215,9 @@ def test_a_mistake_in_the_loss_ends_the_job_at_once(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "ParameterError: With per_example=True, the loss must have one value for each" in done.stdout
     assert "Leave out the mean over the batch" in done.stdout
-    assert f"the script ended with exit code {FINAL}, 0 restarts left" in done.stdout
-    assert "would come again" in done.stderr
-    assert re.findall(r"round .*", done.stdout) == ["round 1: hosts 0, 1 start"]
+    assert done.stdout.count("Traceback") == 1
+    assert "A restart would raise it again" in done.stderr
+    assert re.findall(r"round \d+: host.*", done.stdout) == ["round 1: hosts 0, 1 start"]
     assert "SIGABRT" not in done.stdout
 
 
@@ -251,7 +244,8 @@ def test_a_job_that_lost_five_hosts_is_replayed_within_five_per_cent(tmp_path: P
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_control_c_ends_everything(number: signal.Signals, tmp_path: Path) -> None:
-    (tmp_path / "wait.py").write_text("import time; print('waiting'); time.sleep(600)")
+    script = "import os, time; print('waiting', os.environ['MESHMEND_HOST']); time.sleep(600)"
+    (tmp_path / "wait.py").write_text(script)
     words = ["run", "--local", "2x4", "--host", "2x2", "--cold", "wait.py"]
     # A shell starts what it runs in the background deaf to SIGINT, and that is inherited.
     hear = "import os, signal, sys; signal.signal(2, signal.SIG_DFL); os.execv(sys.executable, sys.argv[1:])"

@@ -14,7 +14,7 @@ import pytest
 from meshmend.errors import LaunchError
 from meshmend.launch import agent
 from meshmend.launch.agent import HostAgent
-from meshmend.launch.environment import FINAL
+from meshmend.launch.failure import Failure
 from meshmend.launch.member import Assignment
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,8 @@ class Scripted:
     """Member and workers in one: how each round ends, in order.
 
     A number is an exit code, "lost" a host that is lost while the worker runs, a number and "lost" a worker that fails
-    because of it, "over" and "failed" how the others end the job.
+    because of it, "over" and "failed" how the others end the job. A `Failure` is one that the worker reports, and then
+    waits; one that is alone ends the round, and one of every host ("every host") the job.
     """
 
     def __init__(self, *rounds: Any) -> None:
@@ -46,13 +47,24 @@ class Scripted:
         if self.now in ("over", "failed"):
             self.over = {"ok": self.now == "over", "why": "so it is"}
             return self.over
+        if isinstance(self.now, Failure):
+            if self.told[-1].startswith("raised") and self.now.trace == "every host":
+                self.over = {"ok": False, "why": f"every host raised {self.now.error}"}
+                return self.over
+            return {"why": "host 1 starts again", "lost": None} if self.told[-1].startswith("raised") else None
         # Where the worker fails first, the store says why a little later, and says it from then on.
         self.has_news = self.has_news or timeout_s >= agent.NEWS_S or not isinstance(self.now, tuple)
-        return {"why": "host 1 is lost"} if self.has_news and not isinstance(self.now, int) else None
+        return {"why": "host 1 is lost", "lost": 1} if self.has_news and not isinstance(self.now, int) else None
 
     def finish(self, timeout_s: float) -> dict[str, Any]:
         self.told.append("finish")
         return self.over or {"ok": True, "why": "all have finished"}
+
+    def failure(self) -> Failure | None:
+        return self.now if isinstance(self.now, Failure) else None
+
+    def raised(self, why: str) -> None:
+        self.told.append(f"raised {why}")
 
     def fail(self, why: str) -> None:
         self.told.append(f"fail: {why}")
@@ -112,19 +124,50 @@ def test_failures_count_until_there_is_a_new_step() -> None:
 
 def test_a_worker_that_fails_again_and_again_ends_the_job() -> None:
     script = Scripted(3, 3, 4, 0)
-    with pytest.raises(LaunchError, match="failed again and again, the last time with exit code 4"):
+    with pytest.raises(LaunchError, match="again and again: its worker ended with exit code 4"):
         supervise(script, steps=[0, 0, 0])
     assert script.told[-1] == "fail: its worker ended with exit code 4 again and again, without a new step"
     assert script.rounds == [0]
 
 
 def test_an_error_that_would_come_again_ends_the_job() -> None:
-    """At once, whatever the others report meanwhile, and however far the job had come."""
-    for script, steps in ((Scripted(FINAL, 0), [0]), (Scripted(3, (FINAL, "lost"), 0), [5, 9])):
-        with pytest.raises(LaunchError, match=r"error of the worker.* would come again"):
+    """At once, however far the job had come."""
+    final = Failure("final", "ParameterError: steps is -1.", "Traceback …")
+    for script, steps in ((Scripted(final, 0), []), (Scripted(3, final, 0), [5])):
+        with pytest.raises(LaunchError, match=r"steps is -1\. A restart would raise it again\."):
             supervise(script, steps=steps)
-        assert script.told[-1] == f"fail: its worker ended with exit code {FINAL}: its error would come again"
+        assert script.told[-1] == "fail: ParameterError: steps is -1. A restart would raise it again"
         assert script.rounds == [0]
+
+
+def test_an_error_of_one_host_is_a_failure_and_one_of_every_host_ends_the_job() -> None:
+    alone, everywhere = (Failure("lasting", "ValueError: boom", trace) for trace in ("", "every host"))
+    script = Scripted(alone, alone, everywhere, 0)
+    with pytest.raises(LaunchError, match="The job is over: every host raised ValueError: boom"):
+        supervise(script, steps=[0, 5])
+    again = "join its script raised ValueError: boom"
+    assert script.told == ["join", *(["raised ValueError: boom", again] * 2), "raised ValueError: boom"]
+
+
+def test_a_worker_that_has_lost_its_peer_is_no_failure() -> None:
+    class Lost(Scripted):
+        def failure(self) -> Failure | None:
+            return Failure("transient", "lost a peer: …", "") if isinstance(self.now, tuple) else None
+
+    script = Lost((13, "lost"), 0)
+    _, reports = supervise(script, steps=[], max_restarts=0)
+    assert script.told == ["join", "join", "finish"]
+    assert [event for event, _ in reports] == ["started", "raised", "started"]
+
+
+def test_a_script_that_has_changed_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("1")
+    script = Scripted("lost", "lost", 0)
+    real = script.join
+    monkeypatch.setattr(script, "join", lambda *given: (Path("train.py").write_text("2"), real(*given))[1])
+    _, reports = supervise(script, steps=[])
+    assert [event for event, _ in reports] == ["started", "changed", "started", "started"]
 
 
 def test_the_end_of_the_job_stops_the_worker() -> None:

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from meshmend.launch.goodput import CAUSES, MAX_MARKS, HostHistory, read_account, summarize
-from meshmend.launch.timeline import MARK, STAGES, Timeline, condense, read_timeline
+from meshmend.launch.timeline import MARK, STAGES, Timeline, condense, read_timeline, timeline_of
+from meshmend.launch.watching import Watch
 
 Event = dict[str, Any]
 
@@ -132,6 +133,35 @@ def test_goodput_is_the_share_of_steps_that_count() -> None:
     assert recovery.total_s == pytest.approx(3.0)
 
 
+def test_time_in_which_a_job_waits_for_hosts_counts(tmp_path: Path) -> None:
+    """By hand: steps of 1 s to 11 s; at 12 s too few hosts are left; 30 s later one is back, and trains after 2 s."""
+    first: list[Event] = [{"at": 0.0, "event": "process", "seconds": 1.0, "round": 1}]
+    first += [{"at": 1.0 + n, "event": "step", "step": n, "round": 1, "chips": 8} for n in range(1, 11)]
+    first += [{"at": 12.0, "event": "below minimum", "text": "the job waits after step 10: it needs 2 hosts"}]
+    waits = summarize([HostHistory(first)], until=20.0)
+    assert waits is not None
+    assert (waits.badput_s["waiting"], waits.badput_s["under way"]) == (8.0, 1.0)
+    assert waits.goodput == pytest.approx(9.0 / 20.0)
+    back = [{"at": 42.0, "event": "process", "seconds": 1.0, "round": 2}]
+    back += [{"at": 44.0 + n, "event": "step", "step": 11 + n, "round": 2} for n in range(3)]
+    account = summarize([HostHistory([*first, *back])])
+    assert account is not None
+    (recovery,) = account.recoveries
+    assert recovery.stages_s["waiting"] == account.badput_s["waiting"] == 30.0
+    assert recovery.stages_s["rendezvous"] == 1.0
+    assert recovery.total_s == 33.0
+    # While it waits, a watch that looks later sees lower goodput, and for what the job waits.
+    now = time.time()
+    timeline = Timeline(timeline_of(tmp_path, 0))
+    for event in first:
+        timeline.note(event.pop("event"), at=now - 20.0 + event.pop("at"), **event)
+    seen = Watch(tmp_path).snapshot()
+    assert (seen.state, seen.waiting) == ("waiting", "the job waits after step 10: it needs 2 hosts")
+    assert seen.waiting_s == pytest.approx(8.0, abs=2.0)
+    assert seen.account is not None
+    assert seen.account.badput_s["waiting"] == pytest.approx(seen.waiting_s, abs=0.5)
+
+
 def test_quorums_of_a_job_whose_processes_go_on() -> None:
     """By hand, as torchft's chips write it: a loss, a refused step, and a chip that comes back."""
 
@@ -179,7 +209,7 @@ def test_quorums_of_a_job_whose_processes_go_on() -> None:
     lost, joined = account.recoveries
     assert (lost.lost, lost.joined, lost.step, lost.resumed) == ((1,), (), 5, 5)
     assert lost.stages_s == pytest.approx(
-        {"detect": 1.5, "rendezvous": 1.0, "start": 0.25, "plan": 0.25, "compile": 0.0, "restore": 0.0}
+        {"detect": 1.5, "rendezvous": 1.0, "waiting": 0.0, "start": 0.25, "plan": 0.25, "compile": 0.0, "restore": 0.0}
         | {"first step": 1.0, "steps done again": 2.0}
     )
     assert (joined.lost, joined.joined, joined.step, joined.resumed) == ((), (1,), 10, 10)

@@ -136,6 +136,53 @@ def test_a_worker_that_fails_starts_everybody_again() -> None:
     job.started(0, 1, 2)
 
 
+def test_a_script_that_raises_on_every_host_ends_the_job() -> None:
+    job = running(3)
+    for host in range(3):
+        assert job.membership.over is None
+        job.say(host, type="raised", why=f"ValueError: boom of {host}")
+    assert job.membership.over == {
+        "ok": False,
+        "why": "the script raised an error on every host: ValueError: boom of 0",
+    }
+
+
+def test_a_script_that_raises_on_some_hosts_starts_everybody_again() -> None:
+    """After a while, in which the others might have come to the same line; and it counts for that round alone."""
+    job = running(3)
+    job.say(2, type="raised", why="ValueError: boom")
+    job.say(1, type="raised", why="ValueError: boom")
+    job.wait(4.0)
+    assert job.membership.round is not None
+    job.wait(2.0)
+    assert job.last(0)["why"] == "host 1 starts again: its script raised ValueError: boom"
+    job.join(0, 1, 2)
+    assert job.last(0)["number"] == 2
+    job.say(0, type="raised", why="ValueError: boom")
+    assert job.membership.over is None
+
+
+def test_a_script_that_raises_because_a_host_is_lost_starts_again() -> None:
+    job = running(3)
+    job.say(0, type="raised", why="RuntimeError: no answer")
+    job.leave(2)
+    job.say(1, type="raised", why="RuntimeError: no answer")
+    job.join(0, 1)
+    assert job.membership.over is None
+    assert job.last(0)["hosts"] == (0, 1)
+
+
+def test_a_script_that_raises_after_others_have_finished_ends_the_job() -> None:
+    job = running(2)
+    job.say(0, type="done")
+    job.say(1, type="raised", why="ValueError: boom")
+    assert job.membership.over is not None
+    assert (
+        job.membership.over["why"]
+        == "the script raised an error on host 1, after host 0 had finished: ValueError: boom"
+    )
+
+
 def test_hosts_that_come_together_cause_one_restart() -> None:
     job = running(4)
     job.leave(2)

@@ -8,12 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from meshmend.launch.environment import FINAL
+from meshmend.launch.failure import FAILURE_FILE, FailureFile
 
 DEAF = """
 import signal, sys, time
@@ -40,11 +41,11 @@ class Warm:
 
 
 @contextmanager
-def warm(*, cold: bool = True) -> Iterator[Warm]:
+def warm(*inherited: int, cold: bool = True) -> Iterator[Warm]:
     ours, theirs = socket.socketpair()
     ours.settimeout(60)
     words = [sys.executable, "-m", "meshmend.launch.warm", str(theirs.fileno()), *["--cold"] * cold]
-    with subprocess.Popen(words, pass_fds=[theirs.fileno()], stdout=subprocess.PIPE) as process, ours:
+    with subprocess.Popen(words, pass_fds=[theirs.fileno(), *inherited], stdout=subprocess.PIPE) as process, ours:
         theirs.close()
         assert process.stdout is not None
         one = Warm(ours, iter(process.stdout))
@@ -56,8 +57,8 @@ def warm(*, cold: bool = True) -> Iterator[Warm]:
             process.kill()
 
 
-def start(script: Path) -> dict[str, Any]:
-    return {"start": {"argv": [str(script)], "environment": dict(os.environ)}}
+def start(script: Path, **more: str) -> dict[str, Any]:
+    return {"start": {"argv": [str(script)], "environment": {**os.environ, **more}}}
 
 
 def test_a_deaf_worker_is_killed_though_both_signals_arrive_together(tmp_path: Path) -> None:
@@ -81,17 +82,32 @@ def test_a_start_and_a_signal_that_arrive_together_are_both_done(tmp_path: Path)
             assert one.answer() == {"ended": -signal.SIGKILL}
 
 
-def test_an_error_that_would_come_again_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    ends = {
-        "raise ParameterError('steps is -1')": FINAL,
-        "raise PlanError('two-color', '4x4', 'no.')": FINAL,
-        "raise RestartError('a disk is away')": 1,
-        "raise SystemExit(3)": 3,
+def test_a_worker_says_with_which_error_it_gives_up_and_waits_to_be_stopped(tmp_path: Path) -> None:
+    script, failures = tmp_path / "train.py", FailureFile()
+    kinds = {
+        "raise ParameterError('steps is -1')": "final",
+        "raise PlanError('two-color', '4x4', 'no.')": "final",
+        "raise ValueError('no such layer')": "lasting",
+        "raise TransientError('a port is taken')": "transient",
+        "open('nowhere')": "lasting",
     }
-    with warm(cold=False) as one:
-        for line, code in ends.items():
+    with warm(failures.descriptor, cold=False) as one:
+        for line, kind in kinds.items():
             script.write_text(f"from meshmend.errors import *\n{line}\n")
-            one.order(start(script))
+            failures.clear()
+            one.order(start(script, **{FAILURE_FILE: str(failures.descriptor)}))
             assert one.answer()["pid"]
-            assert one.answer() == {"ended": code}, line
+            until = time.monotonic() + 30
+            while (failure := failures.read()) is None and time.monotonic() < until:
+                time.sleep(0.01)
+            assert failure is not None, line
+            assert failure.kind == kind
+            assert failure.error.partition(":")[0] in failure.trace.splitlines()[-1]
+            assert f'File "{script}", line 2' in failure.trace
+            assert "runpy" not in failure.trace
+            one.order({"signal": signal.SIGTERM})
+            assert one.answer() == {"ended": -signal.SIGTERM}, line
+        script.write_text("raise SystemExit(3)")
+        one.order(start(script))
+        assert [one.answer().get("ended") for _ in range(2)] == [None, 3]
+    failures.close()

@@ -26,8 +26,8 @@ from meshmend.bench.trainee import N_SAMPLES, TrainingJob
 from meshmend.errors import LabError, ParameterError
 from meshmend.launch.goodput import HostHistory, gave_up_at
 from meshmend.launch.hosts import Hosts
-from meshmend.launch.local import LocalJob, timeline_of
-from meshmend.launch.timeline import STAGES, read_timeline
+from meshmend.launch.local import LocalJob
+from meshmend.launch.timeline import STAGES, read_timeline, timeline_of
 from meshmend.topology import name_shape, parse_shape
 
 N_HOSTS = 4

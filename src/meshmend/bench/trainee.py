@@ -86,7 +86,7 @@ def main(path: str) -> None:
     from meshmend.jax.job.session import RECOVERY_BUDGET_S
     from meshmend.jax.state import Keeper, fetch, put
     from meshmend.jax.training_plan import TrainingPlan, any_pair
-    from meshmend.launch.local import timeline_of
+    from meshmend.launch.timeline import timeline_of
     from meshmend.planning import PlanCache
 
     with initialize(

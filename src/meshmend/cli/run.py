@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -20,22 +19,23 @@ import typer
 from meshmend.cli.common import exit_on_error
 from meshmend.cli.metrics import check_metrics, serving
 from meshmend.cli.options import MetricsOption
+from meshmend.cli.screen import Screen
 from meshmend.cli.store import JobOption, SecretOption
-from meshmend.cli.terminal import plain, print_line
 from meshmend.errors import LaunchError
 from meshmend.extras import require
-from meshmend.launch.environment import find_host_index, find_hosts, find_job, find_secret, find_store
+from meshmend.files import locked
+from meshmend.launch.agent import name_code
+from meshmend.launch.environment import SHARED, find_host_index, find_hosts, find_job, find_secret, find_store
 from meshmend.launch.goodput import rounds_of
 from meshmend.launch.host import HostDescription
 from meshmend.launch.hosts import Hosts, name_hosts
-from meshmend.launch.job import Event, HostProcesses
-from meshmend.launch.local import LocalJob, timeline_of, worker_environment
+from meshmend.launch.job import HostProcesses
+from meshmend.launch.local import LocalJob, worker_environment
+from meshmend.launch.member import OVER
+from meshmend.launch.timeline import timeline_of
 from meshmend.launch.watching import Watch
 
-COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
 WATCH_S = 0.1
-CHATTER = re.compile(r"\[Gloo\] Rank \d+ is connected to")
-"""What libraries write at every start, one line per device."""
 
 
 def command(
@@ -69,7 +69,7 @@ def command(
         str | None, typer.Option("--store", metavar="ADDR:PORT", help="Where `meshmend store` listens.")
     ] = None,
     shared: Annotated[
-        Path | None, typer.Option("--shared", metavar="DIR", help="A folder that all hosts see: caches, timelines.")
+        Path | None, typer.Option("--shared", metavar="DIR", help="A folder that all hosts see. [with --local: shared]")
     ] = None,
     host_index: Annotated[
         str | None,
@@ -255,80 +255,70 @@ def _number(host_index: str) -> int:
     return int(host_index)
 
 
-class Screen:
-    """One stream of lines: those of the workers, each with its host, and what happened between them."""
-
-    def __init__(self, n_hosts: int) -> None:
-        self._width = len(str(n_hosts - 1))
-        self._said: set[str] = set()
-        self.errors: list[str] = []
-        self.over: Event | None = None
-
-    def line(self, host: int, text: str) -> None:
-        """Show a line of a worker."""
-        if CHATTER.match(text):
-            return
-        print_line((f"host {host:>{self._width}} │ ", COLOURS[host % len(COLOURS)]), plain(text))
-
-    def say(self, text: str, style: str = "bold") -> None:
-        """Show what happened, once, though every host reports it."""
-        if text not in self._said:
-            self._said.add(text)
-            print_line((f"meshmend │ {plain(text)}", style))
-
-    def event(self, event: Event) -> None:
-        """Show what a host's agent reports."""
-        kind, host = event["event"], event["host"]
-        if kind == "round":
-            starting, waiting = event["hosts"], event["cut_off"]
-            said = f"round {event['number']}: {name_hosts(starting)} {'starts' if len(starting) == 1 else 'start'}"
-            waits = f"; {name_hosts(waiting)} {'waits' if len(waiting) == 1 else 'wait'}, cut off from them"
-            self.say(said + waits * bool(waiting))
-        elif kind == "store" and event["type"] == "stop":
-            self.say(f"round {event['number']} ends: {event['why']}", "bold yellow")
-        elif kind == "store" and event["type"] == "unreachable":
-            self.say(f"host {host} cannot reach the store ({event['why']}); it tries again", "bold yellow")
-        elif kind == "short":
-            here = event["hosts"]
-            waits = f"{name_hosts(here)} wait{'s' * (len(here) == 1)}"
-            self.say(f"after round {event['number']} {waits}: the job needs {event['least']} hosts", "bold yellow")
-        elif kind == "failed":
-            left = f"{event['left']} restart{'s' * (event['left'] != 1)} left"
-            self.say(f"host {host}: the script ended with exit code {event['code']}, {left}", "bold red")
-        elif kind == "quarantined":
-            self.say(event["message"], "bold yellow")
-        elif kind == "error":
-            self.errors.append(f"Host {host}: {event['message']}")
-        elif kind == "over":
-            self.over = event
-
-
 def _run_here(what: HostDescription, secret: str) -> None:
-    screen = Screen(what.hosts[1])
-    with HostProcesses(secret=secret, on_line=screen.line, on_event=screen.event) as processes:
+    screen, began = Screen(what.hosts[1]), time.time()
+    # Of one host's timeline: with thousands of hosts, all would be too much to read.
+    folder = Path(what.timeline).parent.parent if what.timeline else None
+    job = None if folder is None or not folder.is_dir() else Watch(folder, only=str(what.host))
+    with (
+        _telling_of_interrupts(screen, job),
+        HostProcesses(secret=secret, on_line=screen.line, on_event=screen.event) as processes,
+    ):
         processes.start(what)
         while processes.running:
             processes.watch(1.0)
+            if job is not None:
+                job.read()
+            screen.look(job, began)
         status = processes.statuses[what.host]
+    screen.flush()
     if status:
         raise LaunchError(_why(screen, {what.host: status}))
     screen.say(f"host {what.host} is done: {screen.over['why'] if screen.over else 'the job is over'}")
 
 
 def _why(screen: Screen, statuses: dict[int, int]) -> str:
+    # What a host says of itself tells more than that it has heard that the job is over.
+    own = [error for error in screen.errors if not error.startswith(OVER)]
     if screen.errors:
-        return screen.errors[0]
+        error = (own or screen.errors)[0].removeprefix(OVER)
+        return error[:1].upper() + error[1:]
     host, status = next((host, status) for host, status in statuses.items() if status)
-    return f"Host {host} ended with status {status}; what it wrote is above."
+    return f"Host {host} ended with {name_code(status)}; what it wrote is above."
+
+
+@contextmanager
+def _telling_of_interrupts(screen: Screen, job: Watch | None) -> Iterator[None]:
+    """Say after Ctrl-C, or SIGTERM, what is stopped, and what the same command would go on from."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        saved = 0
+        if job is not None:
+            job.read()
+            saved = max((one.saved for one in job.latest.values()), default=0)
+        kept = f"the last checkpoint is of step {saved}" if saved else "there is no checkpoint of it yet"
+        screen.say(f"interrupted: all hosts are stopped; {kept}", "bold yellow")
+        raise
 
 
 def _run_locally(asked: _Asked, machine: Hosts, least: int, kills: list[Kill], secret: str) -> None:
     screen, began = Screen(len(machine)), time.time()
+    folder = (asked.shared or Path(SHARED)).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        folder = (asked.shared or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshmend-")))).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            stack.enter_context(locked(folder / "run", timeout_s=0))
+        except TimeoutError:
+            raise LaunchError(
+                f"Another `meshmend run` has a job in {folder}. Wait until it ends, or give this one a folder of its "
+                "own: --shared DIR."
+            ) from None
         job, left, killed = Watch(folder), list(kills), list[tuple[Kill, float]]()
-        screen.say(f"{machine}: {len(machine)} host{'s' * (len(machine) != 1)} on this machine, files in {folder}")
+        job.read()
+        n_hosts = f"{len(machine)} host{'s' * (len(machine) != 1)}"
+        screen.say(f"{machine}: {n_hosts} on this machine, files in {folder}")
+        stack.enter_context(_telling_of_interrupts(screen, job))
         hosts = LocalJob(
             asked.argv,
             machine,
@@ -345,6 +335,7 @@ def _run_locally(asked: _Asked, machine: Hosts, least: int, kills: list[Kill], s
         running.start()
         while running.running:
             job.read()
+            screen.look(job, began)
             for one in [each for each in left if _steps_of(job, each.host, began) >= each.step]:
                 left.remove(one)
                 if one.host in running.running:
@@ -352,12 +343,16 @@ def _run_locally(asked: _Asked, machine: Hosts, least: int, kills: list[Kill], s
                     job.read()  # it went on until it died
                     step = _steps_of(job, one.host, began)
                     killed.append((Kill(one.host, step), at))
+                    screen.lost(at)
                     screen.say(f"host {one.host} is killed after step {step}, its memory is lost", "bold red")
             running.watch(WATCH_S)
         job.read()
-        _summarise(screen, job, began, killed, left)
-        if any(running.processes.statuses.values()):
-            raise LaunchError(_why(screen, running.processes.statuses))
+        screen.look(job, began)
+        screen.flush()
+        statuses = running.processes.statuses
+        if screen.over is None or not screen.over["ok"]:
+            raise LaunchError(_why(screen, statuses))
+        _summarise(screen, job, began, killed, left, statuses)
 
 
 def _steps_of(job: Watch, host: int, since: float) -> int:
@@ -367,23 +362,28 @@ def _steps_of(job: Watch, host: int, since: float) -> int:
     return step if last is not None and step > last.resumed else 0
 
 
-def _summarise(screen: Screen, job: Watch, began: float, killed: list[tuple[Kill, float]], left: list[Kill]) -> None:
+def _summarise(
+    screen: Screen,
+    job: Watch,
+    began: float,
+    killed: list[tuple[Kill, float]],
+    left: list[Kill],
+    statuses: dict[int, int],
+) -> None:
     for one, at in killed:
-        found = job.recovery(at)
-        if found is None:
+        if job.recovery(at) is None:
             screen.say(f"host {one.host} was killed after step {one.step}; no step was done without it", "bold red")
-            continue
-        recovery, step = found
-        stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in recovery.stages_s.items() if seconds >= 0.05)
-        screen.say(
-            f"host {one.host} was killed after step {one.step}: the others resumed from step {recovery.resumed} "
-            f"({recovery.source}) and had done step {step} {recovery.total_s:.1f} s later ({stages})"
-        )
     for one in left:
-        screen.say(
-            f"host {one.host} was not killed: the job ended after step {_steps_of(job, one.host, began)}", "bold yellow"
-        )
+        step = _steps_of(job, one.host, began)
+        ended = f"the job ended after step {step}" if step else "the job did no step"
+        screen.say(f"host {one.host} was not killed: {ended}", "bold yellow")
+    for host, status in statuses.items():
+        if status:
+            screen.say(f"host {host} has ended with {name_code(status)}; the others finished without it", "bold yellow")
     rounds = [one for one in rounds_of(job.histories.values()) if one.started > began]
     if rounds:
         step, chips = rounds[-1].last, ", then ".join(str(n) for n, _ in groupby(one.chips for one in rounds))
-        screen.say(f"{step} step{'s' * (step != 1)} on {chips} chips in {time.time() - began:.0f} s")
+        took = f"{time.time() - began:.0f} s"
+        screen.say(f"done: {step} step{'s' * (step != 1)} on {chips} chips in {took}", "bold green")
+    else:
+        screen.say(f"done: {screen.over['why'] if screen.over else 'all hosts have finished'}", "bold green")

@@ -80,8 +80,10 @@ def view(now: JobSnapshot, where: str) -> RenderableType:
     if account is None:
         hosts = ", ".join(plain(name) for name in now.started) or "none yet"
         return Group(head, Text(f"No step so far. Hosts that have started: {hosts}"), *quarantine(now))
+    waits = [Text(f"{plain(now.waiting)}, for {duration(now.waiting_s)} so far", "bold red")] if now.waiting else []
     parts: list[RenderableType] = [
         head,
+        *waits,
         Columns([mesh_view(account, now.quarantined), numbers(account, list(now.losses))], padding=(0, 3)),
         time_bar(account),
         *quarantine(now),

@@ -1,21 +1,24 @@
 """The agent of one host: it starts the host's worker, watches it and the other hosts, and starts it again.
 
 A worker is started once per round. It is stopped when the round ends, because a host was lost or another one has come,
-and started again with the next round. A worker that fails by itself asks for a new round for all; if it fails again and
-again without a new step between, or once with an error that a restart would repeat, the job is over.
+and started again with the next round. A worker that fails by itself asks for a new round for all. If it fails again and
+again without a new step between, or once with an error that a restart would repeat, the job is over; and also if the
+script has raised an error on every host.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from meshmend.errors import LaunchError
-from meshmend.launch.environment import FINAL
-from meshmend.launch.member import Assignment, Member
+from meshmend.launch.failure import Failure
+from meshmend.launch.member import OVER, Assignment, Member
 from meshmend.launch.membership import Message
 from meshmend.launch.processes import free_port
 from meshmend.launch.worker import Workers
@@ -48,6 +51,7 @@ class HostAgent:
         report: Callable[..., None],
     ) -> None:
         self.argv = list(argv)
+        self._script = _digest(self.argv[0])
         self.member = member
         self.workers = workers
         self.max_restarts = max_restarts
@@ -65,28 +69,28 @@ class HostAgent:
         try:
             while True:
                 self._start(why)
-                code = self._watch()
+                code, failure = self._watch()
                 if code == 0:
                     return self.member.finish(FINISH_S)
+                if failure is not None and failure.kind == "final":
+                    # Before the worker ends: the others would take that for the reason.
+                    self.member.fail(f"{failure.error} A restart would raise it again")
+                    raise LaunchError(f"{failure.error} A restart would raise it again.")
                 self.workers.stop()
                 why = ""
-                if code is None:
+                if failure is not None and failure.kind == "lasting":
+                    why = f"its script raised {failure.error}"
+                elif code is not None:
+                    why = f"its worker ended with {name_code(code)}"
+                else:
                     continue  # the hosts change, which is no failure of the worker's own
                 now = self._progress()
                 if now > reached:
                     reached, left = now, self.max_restarts
-                why = f"its worker ended with {name_code(code)}"
-                if code == FINAL:
-                    left = 0
-                self._report("failed", code=code, left=left)
-                if code == FINAL:
-                    self.member.fail(f"{why}: its error would come again")
-                    raise LaunchError(
-                        "A restart would not help: the error of the worker, which is above, would come again."
-                    )
+                self._report("failed", why=why.removeprefix("its "), left=left)
                 if not left:
                     self.member.fail(f"{why} again and again, without a new step")
-                    raise LaunchError(f"The worker failed again and again, the last time with {name_code(code)}.")
+                    raise LaunchError(f"Without a new step, again and again: {why}.")
                 left -= 1
         finally:
             self.workers.stop()
@@ -94,6 +98,9 @@ class HostAgent:
     def _start(self, why: str) -> None:
         """Wait for the next round, and start its worker. `why` is this host's own reason, if it has one."""
         self._admit()
+        if (script := _digest(self.argv[0])) != self._script:
+            self._script = script
+            self._report("changed", script=self.argv[0])
         assigned = self.member.join(free_port(), why)
         # As short as can be: Linux takes 128 KiB for one variable, which 20,000 hosts fill.
         round_ = json.dumps(describe(assigned), separators=(",", ":"))
@@ -101,22 +108,39 @@ class HostAgent:
         pid = self.workers.start(self.argv, {**os.environ, **facts})
         self._report("started", round=assigned.number, pid=pid)
 
-    def _watch(self) -> int | None:
-        """Return the worker's exit code when it has ended, 0 also when the job is over; None if the round has ended."""
+    def _watch(self) -> tuple[int | None, Failure | None]:
+        """Return the worker's exit code and the error that it has given up with, None for what there is not.
+
+        The code is None if the round has ended before the worker, and 0 also when the job is over.
+        """
+        told = False
         while True:
             stopped = self.member.wait_stopped(MONITOR_S)
-            over = self.member.over
+            over, code, failure = self.member.over, self.workers.poll(), self.workers.failure()
+            if failure is not None and not told:
+                told = True
+                self._report("raised", kind=failure.kind, error=failure.error, trace=failure.trace)
+                if failure.kind == "lasting":
+                    self.member.raised(failure.error)
             if over is not None and not over["ok"]:
-                raise LaunchError(f"The job is over: {over['why']}.")
-            code = self.workers.poll()
+                raise LaunchError(f"{OVER}{over['why']}.")
             if code == 0 or over is not None:
-                return 0
+                return 0, None
+            if failure is not None and failure.kind == "final":
+                return code, failure
             if stopped is not None:
-                return None
-            # Where its peers are gone, the store says so within moments, and this failure is none of its own. An error
-            # that would come again is, and its peers' agents wait meanwhile: this one is what they are to hear.
-            if code == FINAL or (code is not None and self.member.wait_stopped(NEWS_S) is None):
-                return code
+                return None, failure if stopped["lost"] is None else None
+            # Where its peers are gone, the store says so within moments, and this failure is none of its own.
+            if code is not None and self.member.wait_stopped(NEWS_S) is None:
+                return code, failure
+
+
+def _digest(script: str) -> bytes:
+    """Return a digest of the script, of nothing where it cannot be read: the worker will say so."""
+    try:
+        return hashlib.sha256(Path(script).read_bytes()).digest()
+    except OSError:
+        return b""
 
 
 def describe(assigned: Assignment) -> dict[str, Any]:

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshmend.errors import LaunchError, ParameterError, PlanError, RestartError
+from meshmend.errors import LaunchError, RestartError
 from meshmend.launch.messages import DEFAULT_PORT
 
 LEAST_HOSTS = "MESHMEND_LEAST_HOSTS"
 """Where a worker finds how many hosts a round needs at least."""
-FINAL = os.EX_CONFIG
-"""Exit status of a worker that a restart would not help: the job ends."""
+SHARED = "shared"
+"""The folder of a job on this machine alone, where none is given."""
 HOST_VARIABLES = {
     "MESHMEND_HOST": "the environment",
     "SLURM_NODEID": "Slurm",
@@ -187,8 +187,3 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
             f"MESHMEND_ROUND is {env['MESHMEND_ROUND']!r} in the environment, expected what `meshmend run` puts there."
         ) from error
     return Launch(*facts, "meshmend run", env.get("MESHMEND_JOB", "job"), hosts=hosts, least=least)
-
-
-def is_final(error: BaseException) -> bool:
-    """Whether a restart would raise the same error again: it comes of what the script has asked for."""
-    return isinstance(error, ParameterError | PlanError)

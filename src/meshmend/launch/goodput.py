@@ -71,8 +71,10 @@ class HostRound:
     """Hosts whose loss is planned and compiled for."""
     lost: set[int] = field(default_factory=set)
     """Hosts that were lost since it started."""
-    is_short: bool = False
-    """Whether the job waits since then, with too few hosts."""
+    short_at: float | None = None
+    """Since when the job waits, with too few hosts."""
+    short: str = ""
+    """For how many hosts it waits then, and which it has."""
     kept: int = 0
     kept_at: float = 0.0
     kept_every: int = 1
@@ -93,10 +95,13 @@ class HostRound:
         """The last step that is done; that of the restored state if there is none."""
         return self.marks[-1][0] if self.marks else self.resumed
 
-    def stages_since(self, since: float, gave_up: Iterable[float], until: float | None = None) -> dict[str, float]:
+    def stages_since(
+        self, since: float, gave_up: Iterable[float], short: Iterable[float] = (), until: float | None = None
+    ) -> dict[str, float]:
         """Split the time from the last step before, or from a failure, to the first step. The stages add up to it.
 
-        `gave_up` is when any host did so: until then is "detect", and until the new process starts "rendezvous".
+        `gave_up` is when any host did so: until then is "detect", and until the new process starts "rendezvous", or
+        "waiting" from when too few hosts were left, as in `short`.
         "start" is the interpreter, its imports, joining and the fabric; "first step" is what remains: reading data,
         connecting, and the step itself, which was done at `until`, by default when this host wrote so.
         """
@@ -108,7 +113,10 @@ class HostRound:
             if (seconds := min(end, done) - max(begin, noticed)) > 0.0:
                 stages[stage] = stages.get(stage, 0.0) + seconds
         before = sum(max(0.0, min(end, self.started) - max(begin, noticed)) for _, begin, end in self.stages)
-        stages["rendezvous"] += max(0.0, self.started - noticed - before)
+        between = max(0.0, self.started - noticed - before)
+        waiting = min(between, max((self.started - at for at in short if noticed <= at < self.started), default=0.0))
+        stages["rendezvous"] += between - waiting
+        stages["waiting"] += waiting
         stages["first step"] = max(0.0, done - since - sum(stages.values()))
         return stages
 
@@ -161,8 +169,9 @@ class HostHistory:
             now.consists_of(event)
         elif kind == "refused":
             self._refused.append((AGAIN, at, at + seconds))
-        elif kind in ("plan", "compile", "restore") and not now.marks:
-            now.stages.append((kind, at, at + seconds))
+        elif kind in ("measure", "plan", "compile", "restore") and not now.marks:
+            # Links are measured for the plan.
+            now.stages.append(("plan" if kind == "measure" else kind, at, at + seconds))
             if kind == "restore":
                 now.resumed, now.source = event.get("step", 0), event.get("source", "")
         elif kind in ("step", "steps"):
@@ -194,7 +203,7 @@ class HostHistory:
         elif kind == "host lost":
             now.lost.update(event.get("lost", ()))
         elif kind == "below minimum":
-            now.is_short = True
+            now.short_at, now.short = at, str(event.get("text", ""))
         if kind == "restore" and event.get("source") == "memory":
             now.kept, now.kept_at = now.resumed, at
 
@@ -279,16 +288,18 @@ def summarize(hosts: Sequence[HostHistory], until: float | None = None) -> TimeA
     if not rounds:
         return None
     gave_up = gave_up_at(hosts)
+    short = short_at(hosts)
     badput = dict.fromkeys(CAUSES, 0.0)
     training, recoveries = 0.0, []
     began = min(host.began for host in hosts if host.rounds)
     before: HostRound | None = None
     for i, now in enumerate(rounds):
-        stages = now.stages_since(began if before is None else before.marks[-1][1], gave_up)
+        since = began if before is None else before.marks[-1][1]
+        stages = now.stages_since(since, gave_up, short)
         for stage, seconds in stages.items():
             badput[stage] += seconds
         if before is not None:
-            recoveries.append(recovery_of(before, now, before.marks[-1][1], stages))
+            recoveries.append(recovery_of(before, now, since, stages))
         following = rounds[i + 1] if i + 1 < len(rounds) else None
         counted = now.last if following is None else min(now.last, following.resumed)
         spent = now.marks[-1][1] - now.marks[0][1]
@@ -300,7 +311,9 @@ def summarize(hosts: Sequence[HostHistory], until: float | None = None) -> TimeA
         before = now
     last = rounds[-1]
     end = max([last.marks[-1][1], until or 0.0, *(one.ended for host in hosts for one in host.rounds[-1:])])
-    badput["under way"] = end - last.marks[-1][1]
+    waiting = max((end - at for at in short if at > last.marks[-1][1]), default=0.0)
+    badput["waiting"] += waiting
+    badput["under way"] = end - last.marks[-1][1] - waiting
     return TimeAccount(
         began=began,
         until=end,
@@ -340,6 +353,11 @@ def rounds_of(hosts: Iterable[HostHistory]) -> list[HostRound]:
 def gave_up_at(hosts: Iterable[HostHistory]) -> list[float]:
     """Return when hosts gave up."""
     return [one.gave_up for host in hosts for one in host.rounds if one.gave_up is not None]
+
+
+def short_at(hosts: Iterable[HostHistory]) -> list[float]:
+    """Return when the job began to wait for hosts."""
+    return [one.short_at for host in hosts for one in host.rounds if one.short_at is not None]
 
 
 def recovery_of(before: HostRound, now: HostRound, since: float, stages: dict[str, float]) -> Recovery:

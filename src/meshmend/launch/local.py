@@ -28,6 +28,7 @@ from meshmend.launch.job import Event, HostProcesses
 from meshmend.launch.membership import SILENT_S, START_S
 from meshmend.launch.processes import die_with_parent, free_port
 from meshmend.launch.signing import KEY_ENDS
+from meshmend.launch.timeline import timeline_of
 
 LOOPBACK = "127.0.0.1"
 STORE_S = 30.0
@@ -184,11 +185,6 @@ class LocalJob:
                 raise LaunchError(f"Hosts {self.running} still run after {timeout_s:g} s.")
             self.watch(0.05)
         return dict(self.processes.statuses)
-
-
-def timeline_of(shared: Path, host: int) -> Path:
-    """Return where a host records what happened, in the shared folder."""
-    return shared / "timeline" / f"host-{host}.jsonl"
 
 
 def worker_environment(

@@ -57,6 +57,10 @@ class Assignment:
     """Number of the job's round before this one."""
 
 
+OVER = "The job is over: "
+"""How the error of a host begins whose job has ended without it."""
+
+
 def pauses(longest_s: float) -> Iterator[float]:
     """Yield how long to wait before each attempt to reach the store: ever longer, and not the same for all hosts."""
     pause_s = AGAIN_S
@@ -165,6 +169,11 @@ class Member:
                 self._changed.wait(BEAT_S)
             return self._over or {"ok": True, "why": f"the others had not finished after {timeout_s:g} s"}
 
+    def raised(self, why: str) -> None:
+        """Report that this host's worker has raised an error: if those of all hosts do, the job ends with it."""
+        with self._changed:
+            self._send_message({"type": "raised", "why": why[:2000]})
+
     def fail(self, why: str) -> None:
         """Report that this host gives up, which ends the job."""
         with self._changed:
@@ -185,7 +194,7 @@ class Member:
         if self._error is not None:
             raise self._error
         if self._over is not None:
-            raise LaunchError(f"The job is over: {self._over['why']}.")
+            raise LaunchError(f"{OVER}{self._over['why']}.")
 
     def _send_message(self, message: Message) -> None:
         """Send to the store, if it can be reached; otherwise the next connection repeats what matters."""

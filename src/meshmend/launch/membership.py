@@ -40,6 +40,9 @@ SILENT_S = 10.0
 lose their network are found in this way, and one that is merely overloaded must not be taken for one of them."""
 ASK_S = 60.0
 """How long the others wait for hosts that are there, but do not ask for a round: their workers do not end."""
+RAISED_S = 5.0
+"""How long the others have to reach the line where the script of one has raised an error. If all of them raise, too,
+the job ends with it; if not, they start again."""
 BEAT_S = 1.0
 AWAY = "its worker has ended while the store was away"
 STATES = ("new", "idle", "waiting", "running", "done")
@@ -88,6 +91,7 @@ class Membership:
     settle_s: float = SETTLE_S
     silent_s: float = SILENT_S
     ask_s: float = ASK_S
+    raised_s: float = RAISED_S
     members: OrderedDict[Hashable, Participant] = field(default_factory=OrderedDict)
     """By their connection; first the one that has been silent for longest."""
     outbox: list[tuple[Hashable, Message]] = field(default_factory=list)
@@ -123,6 +127,10 @@ class Membership:
     """The first host whose worker has finished."""
     _failed: str = ""
     """Which worker of the last round failed by itself, and why."""
+    _raised: dict[int, str] = field(default_factory=dict)
+    """Hosts of the round whose script has raised an error, which is no consequence of a loss."""
+    _raised_at: float = 0.0
+    """When the first of them did."""
     _were: frozenset[int] = frozenset()
     """Hosts of the last round."""
     _lost: set[int] = field(default_factory=set)
@@ -180,7 +188,7 @@ class Membership:
                 self._end_lost([host], AWAY, now)
 
     def on_message(self, key: Hashable, message: Message, now: float) -> None:
-        """Take a message of a member: beat, join, done or failed."""
+        """Take a message of a member: beat, join, raised, done or failed."""
         member = self.members[key]
         member.heard_at = now
         self.members.move_to_end(key)
@@ -196,6 +204,10 @@ class Membership:
                     self._failed = self._failed or f"host {member.host}: {why}"
                 if self._finished is None:
                     self._end_round(f"host {member.host} starts again: {why}", now)
+        elif kind == "raised":
+            if member.state == "running":
+                self._raised_at = self._raised_at if self._raised else now
+                self._raised.setdefault(member.host, str(message.get("why", "")))
         elif kind == "done":
             self._move(key, "done")
             self._finished = member.host if self._finished is None else self._finished
@@ -229,6 +241,7 @@ class Membership:
             self.outbox += [(key, {"type": "dropped"}) for key in silent]
             self._lose(silent, f"not heard from for {now - self.members[silent[-1]].heard_at:.0f} s", now)
         self._check_adopted(now)
+        self._check_raised(now)
         self._check_finished()
         self._advance(now)
 
@@ -237,6 +250,7 @@ class Membership:
         since = max(self._arrived_at, self._ended_at)
         times = [self._arrived_at + self.settle_s, self._arrived_at + self.start_s, since + self.ask_s]
         times += [self._missing_until] if self._missing else []
+        times += [self._raised_at + self.raised_s] if self._raised else []
         if self.members:
             times.append(next(iter(self.members.values())).heard_at + self.silent_s)
         return min(max(0.01, min((at - now for at in times if at > now), default=BEAT_S)), self.silent_s / 2)
@@ -269,6 +283,19 @@ class Membership:
             short: Message = {"type": "short", "hosts": here, "least": self.least, "number": self.number}
             self.outbox += [(key, short) for key in waiting]
             self.news.append(f"the job waits: it needs {self.least} hosts, and has {name_hosts(here)}")
+
+    def _check_raised(self, now: float) -> None:
+        """End the job if the script has raised an error on every host, or the round if it has on some of them."""
+        if not self._raised or self.over is not None:
+            return
+        first = min(self._raised)
+        why = self._raised[first]
+        if self._raised.keys() >= {*self._hosts_of(self._in["running"])} and not self._lost:
+            who = f"host {first}" if len(self._raised) == 1 else "every host"
+            done = f", after host {self._finished} had finished" * (self._finished is not None)
+            self._end_job(ok=False, why=f"the script raised an error on {who}{done}: {why}")
+        elif now >= self._raised_at + self.raised_s and self._finished is None:
+            self._end_round(f"host {first} starts again: its script raised {why}", now)
 
     def _check_finished(self) -> None:
         """End the job if every host that trained has ended; those that came later wait for nothing more."""
@@ -318,7 +345,7 @@ class Membership:
     def _end_round(self, why: str, now: float, lost: int | None = None) -> None:
         number = self.round.number if self.round else 0
         message: Message = {"type": "stop", "why": why, "lost": lost, "number": number}
-        self.round, self._ended_at, self._asked = None, now, True
+        self.round, self._ended_at, self._asked, self._raised = None, now, True, {}
         for key in list(self._in["running"]):
             self._move(key, "idle")
             self.outbox.append((key, message))

@@ -45,8 +45,7 @@ class JobMetrics:
         """Return the metrics as they are now."""
         with self._lock:
             self.watch.read()
-            account = self.watch.account()
-            state, latest = self.watch.state(account), self.watch.latest
+            (account, state), latest = self.watch.account_now(), self.watch.latest
             entries, problem = read_quarantine(self.watch.folder)
             n_refused = _n_refused(self.watch.folder)
         yield _gauge("meshmend_job_state", "1 for what the job does now.", "state", {s: s == state for s in STATES})

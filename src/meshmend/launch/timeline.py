@@ -25,8 +25,8 @@ from meshmend.files import locked
 
 Event = dict[str, Any]
 
-STAGES = ("detect", "rendezvous", "start", "plan", "compile", "restore", "first step")
-"""What a recovery is made of, in order."""
+STAGES = ("detect", "rendezvous", "waiting", "start", "plan", "compile", "restore", "first step")
+"""What a recovery is made of, in order; "waiting" is for hosts, while there are too few."""
 
 MAX_EVENTS = 10_000
 """Events that are remembered in memory."""
@@ -248,6 +248,11 @@ def _condensed(run: list[Event], kept: Event | None) -> Iterator[Event]:
         }
     if kept is not None:
         yield kept
+
+
+def timeline_of(folder: Path, host: str | int) -> Path:
+    """Return where a host records what happened, in a job's shared folder."""
+    return folder / "timeline" / f"host-{host}.jsonl"
 
 
 def read_timeline(path: str | Path) -> list[Event]:

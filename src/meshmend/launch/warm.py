@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshmend.launch.environment import FINAL, is_final
+from meshmend.launch.failure import await_stop, report_failure
 from meshmend.launch.processes import die_with_parent
 
 MODULES = (
@@ -139,5 +139,8 @@ if __name__ == "__main__":
         while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
             trace = trace.tb_next
         # A job has a hook of its own: leaving in order would mean waiting for processes that know nothing of the error.
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
-        sys.exit(FINAL if is_final(error) else 1)
+        if sys.excepthook is sys.__excepthook__ and report_failure(error.with_traceback(trace)):
+            await_stop()
+        else:
+            sys.excepthook(type(error), error.with_traceback(trace), trace)
+        sys.exit(1)

@@ -18,10 +18,11 @@ from meshmend.launch.goodput import (
     gave_up_at,
     recovery_of,
     rounds_of,
+    short_at,
     summarize,
 )
 from meshmend.launch.hosts import Hosts
-from meshmend.launch.timeline import Tail, read_timeline
+from meshmend.launch.timeline import Tail, read_timeline, timeline_of
 from meshmend.quarantine import Quarantined, QuarantineList
 
 NAMES = re.compile(r"host-(\w+)\.jsonl")
@@ -32,10 +33,11 @@ QUIET_STEPS = 10
 
 
 class Watch:
-    """A job's hosts, followed by their timelines. Its memory does not grow with the number of steps."""
+    """A job's hosts, followed by their timelines, or `only` one. Its memory does not grow with the number of steps."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, only: str | None = None) -> None:
         self.folder = Path(folder)
+        self._only = only
         if not self.folder.is_dir():
             raise LaunchError(f"There is no folder {self.folder}. Give the job's shared folder, as in --shared.")
         self.histories: dict[str, HostHistory] = {}
@@ -43,7 +45,8 @@ class Watch:
 
     def read(self) -> None:
         """Read what has been written since the last time, also by hosts that are new."""
-        for path in timelines(self.folder):
+        paths = timelines(self.folder) if self._only is None else [timeline_of(self.folder, self._only)]
+        for path in paths:
             found = NAMES.fullmatch(path.name)
             if found is not None:
                 self._tails.setdefault(found[1], Tail(path))
@@ -73,7 +76,9 @@ class Watch:
         rounds = rounds_of(self.histories.values())
         for before, now in pairwise(rounds):
             if now.started > failed_at:
-                stages = now.stages_since(failed_at, gave_up_at(self.histories.values()))
+                stages = now.stages_since(
+                    failed_at, gave_up_at(self.histories.values()), short_at(self.histories.values())
+                )
                 return recovery_of(before, now, failed_at, stages), now.marks[0][0]
         return None
 
@@ -90,20 +95,35 @@ class Watch:
         if any(one.over for one in latest):
             return "over"
         last = max(one.marks[-1][1] for one in latest if one.marks) if any(one.marks for one in latest) else 0.0
-        if any(one.is_short and one.ended > max(last, *(each.started for each in latest)) for one in latest):
+        if self._short(last) is not None:
             return "waiting"
         if any((one.gave_up or 0.0) > last or one.started > last for one in latest):
             return "recovering"
         return "stalled" if time.time() - last > max(QUIET_STEPS * account.step_s, 1.0) else "training"
 
+    def _short(self, since: float) -> HostRound | None:
+        """Return a host's round after which the job waits for hosts, None if it does not."""
+        latest = list(self.latest.values())
+        begun = max(since, *(one.started for one in latest), 0.0)
+        return next((one for one in latest if one.short_at is not None and one.short_at > begun), None)
+
+    def account_now(self) -> tuple[TimeAccount | None, str]:
+        """Return the account of a job and its state. A job that waits or recovers writes nothing, and time passes."""
+        account = self.account()
+        state = self.state(account)
+        return (self.account(time.time()) if state in ("waiting", "recovering") else account), state
+
     def snapshot(self) -> JobSnapshot:
         """Read what is new, and return the job as it is now."""
         self.read()
-        account, latest = self.account(), self.latest
+        (account, state), latest = self.account_now(), self.latest
+        short = None if state != "waiting" or account is None else self._short(account.last_step_at)
         quarantined, problem = read_quarantine(self.folder)
         return JobSnapshot(
             folder=str(self.folder),
-            state=self.state(account),
+            state=state,
+            waiting="" if short is None else short.short,
+            waiting_s=0.0 if short is None or short.short_at is None else time.time() - short.short_at,
             account=account,
             started=tuple(latest),
             losses=next((tuple(one.losses) for one in latest.values() if one.losses), ()),
@@ -143,6 +163,10 @@ class JobSnapshot:
 
     folder: str
     state: str
+    waiting: str
+    """For what a job waits that has too few hosts, and which it has."""
+    waiting_s: float
+    """For how long it has."""
     account: TimeAccount | None
     """None before the first step."""
     started: tuple[str, ...]

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from meshmend.errors import LaunchError
+from meshmend.launch.failure import FAILURE_FILE, Failure, FailureFile
 from meshmend.launch.processes import die_with_parent
 
 STOP_S = 3.0
@@ -26,12 +27,13 @@ class Workers:
 
     def __init__(self, *, warm: bool = True) -> None:
         ours, theirs = socket.socketpair()
+        self._failures = FailureFile()
         command = [sys.executable, "-m", "meshmend.launch.warm", str(theirs.fileno()), *([] if warm else ["--cold"])]
         # OpenBLAS would start threads when NumPy is imported; a process with threads must not fork workers.
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS", "1")}
         self._process = subprocess.Popen(  # noqa: S603  # our own interpreter and module
             command,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), self._failures.descriptor],
             stdin=subprocess.DEVNULL,
             env=environment,
             preexec_fn=die_with_parent,
@@ -49,7 +51,9 @@ class Workers:
         """Start a worker that runs a script and its arguments; return its process id."""
         self._until(lambda: self._ready, START_S, "is not ready")
         self.code, self.pid = None, 0
-        self._send_message({"start": {"argv": list(argv), "environment": dict(environment)}})
+        self._failures.clear()
+        facts = {**environment, FAILURE_FILE: str(self._failures.descriptor)}
+        self._send_message({"start": {"argv": list(argv), "environment": facts}})
         self._until(lambda: bool(self.pid), START_S, "does not start a worker")
         return self.pid
 
@@ -57,6 +61,10 @@ class Workers:
         """Return the exit code of the worker, None while it runs."""
         self._read(0.0)
         return self.code
+
+    def failure(self) -> Failure | None:
+        """Return the error that ends the worker, as soon as it has said so."""
+        return self._failures.read()
 
     def stop(self) -> None:
         """End the worker: SIGTERM, and SIGKILL if that does not help."""
@@ -73,6 +81,7 @@ class Workers:
         self._socket.close()
         self._process.kill()
         self._process.wait()
+        self._failures.close()
 
     def _until(self, condition: Callable[[], bool], patience_s: float, what: str) -> None:
         until = time.monotonic() + patience_s

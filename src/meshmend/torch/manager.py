@@ -24,8 +24,7 @@ from meshmend.errors import ParameterError, QuarantineError, name_chip
 from meshmend.launch.environment import find_job
 from meshmend.launch.events import QuorumLog, note_quarantined
 from meshmend.launch.hosts import Hosts
-from meshmend.launch.local import timeline_of
-from meshmend.launch.timeline import Timeline, process_started_at
+from meshmend.launch.timeline import Timeline, process_started_at, timeline_of
 from meshmend.quarantine import Quarantined, QuarantineList, Suspect
 from meshmend.quarantine.entries import cables_of, chips_of
 from meshmend.torch.process_group import MeshProcessGroup

@@ -13,7 +13,7 @@ import optax
 
 import meshmend.jax as mmj
 from meshmend.jax.job import Session, initialize_alone
-from meshmend.launch.local import timeline_of
+from meshmend.launch.timeline import timeline_of
 
 N_SAMPLES, BATCH = 100, 32
 _rng = np.random.default_rng(3)

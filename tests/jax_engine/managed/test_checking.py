@@ -21,7 +21,7 @@ from jax_engine.managed.managed_cases import BATCH, DATASET, PARAMS, assert_same
 from meshmend.errors import ParameterError, QuarantineError
 from meshmend.jax.job import Session, initialize_alone
 from meshmend.jax.positions import check_positions
-from meshmend.launch.local import timeline_of
+from meshmend.launch.timeline import timeline_of
 from meshmend.quarantine import FaultLog, QuarantineList, Suspect
 
 LIAR = (1, 2)

@@ -34,7 +34,7 @@ import jax
 import numpy as np
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
-from meshmend.errors import RestartError
+from meshmend.errors import TransientError
 from meshmend.files import write_whole
 from meshmend.jax.compiling.fingerprint import UnidentifiedError, fingerprint, sources, stamp
 from meshmend.jax.compiling.next_failures import CompileAhead, CompiledTrainStep, compile_train_step, step_digest
@@ -151,7 +151,7 @@ class SavedSteps:
             for path in self._files():
                 path.unlink(missing_ok=True)
             self.session.give_up(
-                RestartError(
+                TransientError(
                     f"The saved program {name} is not the one that this script makes now: something that the step "
                     "depends on has changed, and its fingerprint does not show it (values that the loss reads from "
                     "files, the environment or a library's state while it is traced). All saved programs are deleted, "

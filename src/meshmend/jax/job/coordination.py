@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-from meshmend.errors import RestartError
+from meshmend.errors import RestartError, TransientError
 from meshmend.jax.private import KeyValueStore, key_value_store
 
 BEAT_S = 1.0
@@ -122,13 +122,13 @@ class Coordination:
                 beat, heard = latest, now
             doing = json.loads(beat)[1] if beat else "starting"
             if now - heard > self.timeout_s:
-                raise RestartError(
+                raise TransientError(
                     f"Process {process} has been silent for {now - heard:.0f} s (it was {doing}), expected a "
                     f"heartbeat every {self.beat_s:g} s: it is dead, frozen or cut off. The launcher will restart the "
                     "survivors."
                 )
             if now - started > self.limit_s:
-                raise RestartError(
+                raise TransientError(
                     f"Process {process} is alive (it is {doing}), but has kept the others waiting for "
                     f"{now - started:.0f} s, expected at most {self.limit_s:g} s. Look at what it is doing: a "
                     "plan or a compiled program that takes so long belongs in the cache before the job starts."
@@ -140,8 +140,8 @@ class Coordination:
         except RuntimeError as error:
             raise self._unreachable(error) from error
 
-    def _unreachable(self, error: RuntimeError) -> RestartError:
-        return RestartError(
+    def _unreachable(self, error: RuntimeError) -> TransientError:
+        return TransientError(
             f"Process {self.process} cannot reach the coordination service on process 0's host any more: "
             f"{str(error).splitlines()[0]}. Process 0 is probably dead. The launcher will restart the survivors."
         )

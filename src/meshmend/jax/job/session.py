@@ -13,7 +13,6 @@ import os
 import socket
 import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn, Self
 import jax
 import numpy as np
 
-from meshmend.errors import MeshError, PlanError, QuarantineError, RestartError
+from meshmend.errors import MeshError, PlanError, QuarantineError, RestartError, TransientError
 from meshmend.jax.fabric import Fabric
 from meshmend.jax.job.compile_cache import use_compile_cache, use_no_compile_cache
 from meshmend.jax.job.coordination import Coordination
@@ -41,8 +40,9 @@ from meshmend.jax.tiles import TiledFabric, tile
 from meshmend.jax.training_plan import TrainingPlan
 from meshmend.jax.training_plan import plan as plan_training
 from meshmend.launch.certificates import CREDENTIALS, check_coordinator, write_credentials
-from meshmend.launch.environment import FINAL, Launch, is_final, read_launch
+from meshmend.launch.environment import Launch, read_launch
 from meshmend.launch.events import note_quarantined
+from meshmend.launch.failure import await_stop, describe_failure, report_failure
 from meshmend.launch.hosts import Hosts
 from meshmend.launch.processes import wait_for_server
 from meshmend.launch.store import is_loopback
@@ -208,16 +208,14 @@ class Session:
     def give_up(self, error: BaseException) -> NoReturn:
         """Record and print an error, and end the process at once, from any thread."""
         self.timeline.note("gave up", why=f"{type(error).__name__}: {error}"[:300])
-        if self.launch.hosts and isinstance(error, jax.errors.JaxRuntimeError) and "Gloo" in str(error):
-            # The launcher says which host is lost; where this one stood when it noticed does not matter.
-            sys.stderr.write(f"lost a peer: {str(error).splitlines()[0]}\n")
-        elif isinstance(error, QuarantineError):
-            sys.stderr.write(f"{error}\n")  # it says what a check has found, not where in this code that was
-        else:
-            traceback.print_exception(error)
+        failure = describe_failure(error)
+        if not report_failure(error):  # without `meshmend run`, nobody else shows it
+            sys.stderr.write(failure.trace or f"{failure.error}\n")
+        elif failure.kind != "transient":
+            await_stop()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(FINAL if is_final(error) else GAVE_UP)
+        os._exit(GAVE_UP)
 
 
 def _describe_failure(error: BaseException) -> dict[str, Any]:
@@ -256,7 +254,7 @@ def initialize(
     *,
     host_index: int | str | Sequence[int] | None = None,
     launch: Launch | None = None,
-    heartbeat_s: int = 10,
+    heartbeat_s: int | None = None,
     timeout_s: int = 30,
     compile_cache: str | Path | None = None,
     timeline: str | Path | None = None,
@@ -272,12 +270,13 @@ def initialize(
     environment, or as jax.distributed.initialize() knows it, if that was called before: then processes must be numbered
     in the order of their hosts.
 
-    `heartbeat_s`: a process that is silent for so long counts as dead, and then all processes end. It is for hosts that
-    freeze or lose their network; a process that dies breaks its connections, which the next collective detects at once.
-    A shorter time finds a frozen host sooner, but takes a busy one (a long garbage collection, an overloaded CPU) for
-    dead. `timeout_s` is how long processes wait for each other at the start, and so what it costs if one dies
-    before it has joined; later the others wait for a process that plans or compiles as long as its heartbeats arrive,
-    and it counts as dead when it has been silent for so long.
+    `heartbeat_s`: a process that JAX has not heard from for so long counts as dead, and then all processes end. It is
+    for hosts that freeze or lose their network; a process that dies breaks its connections, which the next collective
+    detects at once. A shorter time finds a frozen host sooner, but takes a busy one (a long garbage collection, an
+    overloaded CPU) for dead. By default 10 s, and 100 s under `meshmend run`, whose store looks after the hosts.
+    `timeout_s` is how long processes wait for each other at the start, and so what it costs if one dies before it has
+    joined; later the others wait for a process that plans or compiles as long as its heartbeats arrive, and it counts
+    as dead when it has been silent for so long.
 
     `compile_cache` is a folder that all hosts share (JAX lets only process 0 write), where every compiled program is
     kept; by default JAX_COMPILATION_CACHE_DIR. On CPU devices there is none. `timeline` is a file for this host's
@@ -307,7 +306,7 @@ def initialize(
                 launched.n_processes,
                 launched.process,
                 coordinator_bind_address=listening,
-                heartbeat_timeout_seconds=heartbeat_s,
+                heartbeat_timeout_seconds=heartbeat_s or (100 if launched.hosts else 10),
                 initialization_timeout=timeout_s,
                 shutdown_timeout_seconds=timeout_s,
                 cluster_detection_method="deactivate",
@@ -349,12 +348,12 @@ def _credentials(launched: Launch) -> dict[str, Any]:
     has_tls = "mtls_cert_file" in inspect.signature(jax.distributed.initialize).parameters
     if given and has_tls:
         return write_credentials(given)
-    if launched.process == 0 and launched.round == 1 and launched.hosts and launched.n_processes > 1:
-        address = launched.coordinator.rpartition(":")[0]
-        who = "every user of this machine" if is_loopback(address) else "whoever reaches this network"
+    address = launched.coordinator.rpartition(":")[0]
+    is_first = launched.process == 0 and launched.round == 1 and launched.hosts and launched.n_processes > 1
+    if is_first and not is_loopback(address):
         needed = [] if has_tls else [f"JAX 0.12 or later (this is {jax.__version__})"]
         needed += [] if given else ["a secret and the package `cryptography` on all hosts"]
-        told = f"JAX's coordinator at {address} is open to {who}: one call can end the job."
+        told = f"JAX's coordinator at {address} is open to whoever reaches this network: one call can end the job."
         sys.stderr.write(f"{told} To close it: {' and '.join(needed)}.\n")
     return {}
 
@@ -391,7 +390,7 @@ def _check_free(address: str | None) -> None:
     try:
         _bind(address)
     except OSError as error:
-        raise RestartError(
+        raise TransientError(
             f"Another process listens at {address}, where this job's coordinator is to be ({error.strerror}): a "
             "stranger, or one that has taken the port by chance. The next round takes another port."
         ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -31,7 +32,10 @@ from meshmend.jax.managed.shared import SharedFolder, check_shared, open_shared
 from meshmend.jax.managed.step import JobStep
 from meshmend.jax.private import joined_as
 from meshmend.jax.state import Resumed
+from meshmend.launch.environment import SHARED
 from meshmend.planning import Planner
+
+LOGGER = logging.getLogger(__name__)
 
 
 class Job:
@@ -39,9 +43,9 @@ class Job:
 
     Make it before anything touches a device. Started by a launcher (`meshmend run`) it joins the other
     processes; without one, it is a job of this process alone, on all of its devices. `shared` is a folder that all
-    hosts see: plans, compiled programs, checkpoints and timelines are in it, and it is what the job is known by. The
-    same folder resumes the job, a new one starts over. `global_batch` is the number of samples per step, on
-    any number of chips, or a policy such as `KeepPerChip(8)`.
+    hosts see, by default that of `meshmend run --shared`, or "shared": plans, compiled programs, checkpoints and
+    timelines are in it, and it is what the job is known by. The same folder resumes the job, a new one starts over.
+    `global_batch` is the number of samples per step, on any number of chips, or a policy such as `KeepPerChip(8)`.
 
     `tile`, as in "2x2", is for a model that is split over the chips of a tile, over the axis "model" or over those that
     `inner` names, as in {"fsdp": 2, "tensor": 2}; `train` then takes its `shardings`. Tiles are cut anew after each
@@ -75,8 +79,8 @@ class Job:
 
     def __init__(
         self,
-        shared: str | Path,
-        global_batch: int | Policy,
+        shared: str | Path | None = None,
+        global_batch: int | Policy | None = None,
         *,
         tile: str | None = None,
         inner: Mapping[str, int] | None = None,
@@ -90,7 +94,7 @@ class Job:
         compile_ahead: bool = True,
         checks: Checks | None = None,
     ) -> None:
-        self.shared = open_shared(shared)
+        self.shared = open_shared(_folder(shared))
         self.policy = _policy(global_batch)
         disk = self.shared.disk if disk is None else disk
         self.options = RecoveryOptions(
@@ -234,6 +238,27 @@ def _join(shared: SharedFolder) -> Session:
     begin = initialize if is_launched() else initialize_alone
     timeline = os.environ.get("MESHMEND_TIMELINE") or shared.timeline(host)
     return begin(compile_cache=shared.compiled, timeline=timeline, quarantine=shared.path)
+
+
+def _folder(shared: str | Path | None) -> str | Path:
+    """Return the job's folder: the one that is named, or the launcher's."""
+    launchers = os.environ.get("MESHMEND_SHARED")
+    if shared is None:
+        if is_launched() and not launchers:
+            raise ParameterError(
+                "A job of several hosts needs a folder that all of them see: give `meshmend run` --shared DIR, or "
+                'Job(shared="…").'
+            )
+        return launchers or SHARED
+    if launchers and Path(launchers) != Path(shared).absolute() and (joined_as() or (0,))[0] == 0:
+        LOGGER.warning(
+            "This job keeps its state in %s, and its launcher the timelines in %s: give `meshmend run --shared %s`, or "
+            "leave Job's `shared` out, and `meshmend watch` finds both.",
+            shared,
+            launchers,
+            shared,
+        )
+    return shared
 
 
 def _policy(global_batch: Any) -> Policy:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshmend.errors import RestartError
+from meshmend.launch.timeline import timeline_of
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class SharedFolder:
 
     def timeline(self, host: str) -> Path:
         """When everything happened on one host."""
-        return self.path / "timeline" / f"host-{host}.jsonl"
+        return timeline_of(self.path, host)
 
 
 def open_shared(folder: str | Path) -> SharedFolder:

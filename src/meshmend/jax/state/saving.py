@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from meshmend.errors import RestartError
+from meshmend.errors import RestartError, TransientError
 from meshmend.jax.collectives import Tree
 from meshmend.jax.state.boxes import Box, ChunkGrid, chunk_shape, inside, overlap, shape_of
 from meshmend.jax.state.fetch import wait_for
@@ -155,7 +155,7 @@ class ChunkWriter:
         told = self.exchange(mine)
         errors = [one["error"] for one in told if "error" in one]
         if errors:
-            raise failure or RestartError(errors[0])
+            raise failure or TransientError(errors[0])
         return [one["done"] for one in told]
 
     def _write_own(self, runs: Sequence[VectorRun]) -> list[int]:

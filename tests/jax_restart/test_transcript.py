@@ -1,0 +1,240 @@
+"""What a person sees of a job: at a start, a loss, a return, an end, and when things go wrong, in order."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from meshmend.cli.screen import Screen
+from meshmend.launch.hosts import Hosts
+from meshmend.launch.local import LocalJob
+from meshmend.launch.processes import children
+from meshmend.launch.watching import Watch
+
+TRAIN = """
+import os, time, numpy as np, optax
+import meshmend.jax as mmj
+
+job = mmj.Job(global_batch=32)
+x = np.random.default_rng(0).normal(size=(256, 8)).astype(np.float32)
+for step in job.train(lambda w, batch: (batch @ w) ** 2, optax.sgd(0.01), np.ones(8, np.float32), x, steps=STEPS):
+    BODY
+"""
+Look = Callable[[Callable[[], bool]], None]
+FIGURES = re.compile(r"\d+\.\d+")
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def environment() -> dict[str, str]:
+    hidden = ("XLA_FLAGS", "MESHMEND_SHAPE", "MESHMEND_HOST", "MESHMEND_SHARED")
+    kept = {name: value for name, value in os.environ.items() if name not in hidden}
+    return kept | {"PYTHONPATH": os.pathsep.join(sys.path), "NO_COLOR": "1", "COLUMNS": "300"}
+
+
+def write(folder: Path, body: str, steps: int = 30) -> None:
+    (folder / "train.py").write_text(TRAIN.replace("BODY", body).replace("STEPS", str(steps)))
+
+
+def run(folder: Path, *words: str, code: int, shape: str = "2x4") -> list[str]:
+    """Run a job of two hosts; return what was shown, with the error as its last line."""
+    command = [sys.executable, "-m", "meshmend", "run", "--local", shape, "--host", "2x2", *words]
+    done = subprocess.run(command, cwd=folder, env=environment(), check=False, capture_output=True, text=True)
+    assert done.returncode == code, done.stdout + done.stderr
+    return shown(done.stdout + done.stderr)
+
+
+def shown(text: str) -> list[str]:
+    """Return the lines, without what takes long only on a slow machine, and with figures as x."""
+    lines = [line for line in text.splitlines() if not re.search(r"round \d+: .* …$", line)]
+    return [FIGURES.sub("x", line) for line in lines]
+
+
+def matches(lines: list[str], *patterns: str) -> None:
+    """Check that the lines are these, in order, and no others."""
+    assert len(lines) == len(patterns), "\n".join(lines)
+    for line, pattern in zip(lines, patterns, strict=True):
+        assert re.fullmatch(pattern, line), f"{line}\nis not\n{pattern}\nin\n" + "\n".join(lines)
+
+
+STARTS = (
+    r"meshmend │ 2x4 in hosts of 2x2: 2 hosts on this machine, files in \S+/shared",
+    r"meshmend │ round 1: hosts 0, 1 start",
+)
+FIRST_STEP = r"meshmend │ round 1: step 1 is done on 8 chips, x s after the start \(.*\)"
+
+AGAIN = (
+    r"meshmend │ round 2: training again on 4 chips: resumed from step \d+ \(memory\), step \d+ is done x s after "
+    r"the loss \(.*\)"
+)
+
+
+@contextmanager
+def job_on_screen(folder: Path) -> Iterator[tuple[LocalJob, Watch, Look]]:
+    """A job of two hosts whose screen can be waited for."""
+    screen, began = Screen(2), time.time()
+    os.environ.pop("MESHMEND_SHARED", None)
+    hosts = LocalJob(
+        [str(folder / "train.py")],
+        Hosts.of("2x4", "2x2"),
+        folder / "shared",
+        on_line=screen.line,
+        on_event=screen.event,
+        environment=lambda _: {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    with hosts as job:
+        watch = Watch(folder / "shared")
+
+        def look(until: Callable[[], bool]) -> None:
+            end = time.monotonic() + 120
+            while not until() and job.running:
+                assert time.monotonic() < end
+                watch.read()
+                screen.look(watch, began)
+                job.watch(0.1)
+
+        yield job, watch, look
+        watch.read()
+        screen.look(watch, began)
+        screen.flush()
+
+
+def test_a_start_a_loss_a_return_and_an_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Who was lost, what is left, from where it resumes and how long that took: and lines of one host."""
+    go = tmp_path / "go"
+    body = f"time.sleep(0.1 * (not os.path.exists({str(go)!r})))\n    if step.number == 2: print('two')"
+    write(tmp_path, body, steps=500)
+    with job_on_screen(tmp_path) as (job, watch, look):
+        job.start()
+        said: list[str] = []
+
+        def has(text: str) -> Callable[[], bool]:
+            def look_for() -> bool:
+                said.append(capsys.readouterr().out)
+                return text in "".join(said)
+
+            return look_for
+
+        look(lambda: watch.latest["0"].kept >= 4 if has("host 0 │ two")() else False)
+        job.kill(1)
+        look(has("training again on 4 chips"))
+        (tmp_path / "train.py").write_text((tmp_path / "train.py").read_text() + "\n# changed\n")
+        job.start(1)
+        look(has("round 3: step"))
+        go.touch()
+        look(lambda: False)
+        assert dict(job.processes.statuses) == {0: 0, 1: 0}
+    lines = [ANSI.sub("", line) for line in shown("".join(said) + capsys.readouterr().out)]
+    lines.remove("host 0 │ two")  # shown once, about when the first step is done
+    matches(
+        lines,
+        STARTS[1],
+        FIRST_STEP,
+        "meshmend │ round 1 ends: host 1 is lost: its connection to the store broke",
+        "meshmend │ round 2: host 0 starts",
+        AGAIN,
+        "meshmend │ round 2 ends: host 1 has joined",
+        r"meshmend │ .*/train.py has changed since this job started: it is run as it is now",
+        "meshmend │ round 3: hosts 0, 1 start",
+        r"meshmend │ round 3: step \d+ is done on 8 chips, from step \d+ \(memory\) x s after the start \(.*\)",
+    )
+
+
+def test_a_script_that_raises_on_every_host_ends_with_its_error(tmp_path: Path) -> None:
+    """Once, with its traceback, and not as a success: the body of that step is never done again."""
+    write(tmp_path, "if step.number == 12: raise ValueError('boom')")
+    lines = run(tmp_path, "train.py", code=1)
+    matches(
+        lines,
+        *STARTS,
+        FIRST_STEP,
+        r"host \d │ Traceback \(most recent call last\):",
+        r'host \d │   File "train.py", line 8, in <module>',
+        r"host \d │     if step.number == 12: raise ValueError\('boom'\)",
+        r"host \d │ .*",  # Python's marks below it
+        r"host \d │ ValueError: boom",
+        "Error: The script raised an error on every host: ValueError: boom.",
+    )
+
+
+def test_a_script_that_raises_on_one_host_starts_again(tmp_path: Path) -> None:
+    body = "if step.number == 12 and os.environ['MESHMEND_HOST'] == '1' and not os.path.exists('once'):\n"
+    write(tmp_path, f"{body}        open('once', 'w').close()\n        raise OSError(5, 'disk')")
+    lines = run(tmp_path, "train.py", code=0)
+    assert lines.count("host 1 │ OSError: [Errno 5] disk") == 1
+    assert sum("Traceback" in line for line in lines) == 1
+    assert any(line.startswith("meshmend │ round 1 ends: host 1 starts again") for line in lines)
+    assert re.fullmatch(r"meshmend │ done: 30 steps on 8 chips in \d+ s", lines[-1])
+
+
+def test_mistakes_before_the_first_step_end_in_one_line(tmp_path: Path) -> None:
+    """A name that is not there, and a folder that cannot be written to: the traceback that matters, once."""
+    (tmp_path / "train.py").write_text("import json\nprint(no_such_name)\n")
+    lines = run(tmp_path, "train.py", code=1)
+    why = "NameError: name 'no_such_name' is not defined"
+    assert [line for line in lines if "Error" in line] == [
+        lines[-2],
+        f"Error: The script raised an error on every host: {why}.",
+    ]
+    assert lines[-2].endswith(f" │ {why}")
+    assert sum("Traceback" in line for line in lines) == 1
+    (tmp_path / "train.py").write_text(
+        'import meshmend.jax as mmj\nmmj.Job(shared="/proc/nowhere/job", global_batch=8)'
+    )
+    lines = run(tmp_path, "--shared", "other", "train.py", code=1)
+    assert sum("Traceback" in line for line in lines) == 1
+    assert 'File "train.py", line 2' in " ".join(lines)
+    assert not any("meshmend/jax" in line for line in lines), "the frames of this package do not help"
+    assert lines[-1].startswith(
+        "Error: The script raised an error on every host: RestartError: The shared folder /proc/nowhere/job cannot be "
+        "made, because /proc/nowhere is missing on this host."
+    )
+
+
+def test_a_host_that_is_killed_by_hand_a_second_job_and_control_c(tmp_path: Path) -> None:
+    write(tmp_path, "time.sleep(0.2 if step.number < 1000 else 0)", steps=10000)
+    words = [sys.executable, "-m", "meshmend", "run", "--local", "2x4", "--host", "2x2", "train.py"]
+    hear = "import os, signal, sys; signal.signal(2, signal.SIG_DFL); os.execv(sys.executable, sys.argv[1:])"
+    command = [sys.executable, "-c", hear, *words]
+    lines: list[str] = []
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+
+        def until(text: str) -> None:
+            for line in driver.stdout or ():
+                lines.append(line.rstrip("\n"))
+                if text in line:
+                    return
+            raise AssertionError("\n".join(lines))
+
+        until("step 1 is done")
+        second = run(tmp_path, "train.py", code=1)
+        matches(
+            second,
+            r"Error: Another `meshmend run` has a job in \S+/shared. Wait until it ends, or give this one a folder of "
+            r"its own: --shared DIR.",
+        )
+        hosts = [pid for pid in children(driver.pid) if "run_host" in Path(f"/proc/{pid}/cmdline").read_text()]
+        agents = [pid for pid in hosts if int(Path(f"/proc/{pid}/stat").read_text().split()[3]) == driver.pid]
+        os.kill(agents[1], signal.SIGKILL)
+        until("training again on 4 chips")
+        driver.send_signal(signal.SIGINT)
+        lines += driver.stdout.read().splitlines()
+        assert driver.wait(60) == 130
+    matches(
+        shown("\n".join(lines)),
+        *STARTS,
+        FIRST_STEP,
+        "meshmend │ round 1 ends: host 1 is lost: its connection to the store broke",
+        "meshmend │ round 2: host 0 starts",
+        AGAIN,
+        r"meshmend │ interrupted: all hosts are stopped; there is no checkpoint of it yet",
+    )
