@@ -78,6 +78,7 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
         ("operate.md", "bash", "tests/jax_restart/test_checking.py"),
         ("jax.md", "bash", "tests/jax_engine/compiling/test_hidden.py"),
         ("torch.md", "bash", "tests/torch_engine/test_failures.py"),
+        ("torch.md", "python", "tests/torch_engine/test_failures.py"),
     }
     for _, _, test in by:
         assert (ROOT / test).is_file(), test
