@@ -89,7 +89,6 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
         ("jobs.md", "it needs eight hosts and a store"),
         ("jobs.md", "it is a server that never ends"),
         ("jobs.md", "it needs Slurm and eight nodes"),
-        ("operate.md", "the lines that differ from the program in torch.md"),
         ("operate.md", "the line of a script that the example below has whole"),
         ("see.md", "it is a server that never ends"),
         ("torch.md", "it is a server that never ends"),
