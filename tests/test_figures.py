@@ -66,6 +66,51 @@ def test_the_record_is_of_the_readmes_command_and_of_a_job_that_went_on() -> Non
         assert cables <= {tuple(sorted(pair)) for pair in mesh.cables.tolist()}
 
 
+HERO = runpy.run_path(str(FIGURES / "hero.py"))
+TREES: dict[Path, str] = HERO["pictures"]()
+
+
+@pytest.mark.parametrize("path", TREES, ids=lambda path: path.name)
+def test_trees_are_drawn_by_their_script(path: Path) -> None:
+    assert path.read_text(encoding="utf-8") == TREES[path], "run: python docs/figures/hero.py"
+
+
+def test_the_times_are_those_of_the_page() -> None:
+    page, found = (FIGURES.parent / "plans.md").read_text(encoding="utf-8"), HERO["read"]()
+    rings = min(found["one ring"], found["the paper's rings"])
+    assert f"predicted to take {found['meshmend']} M/b;\nrings take {rings} and more" in page
+
+
+@pytest.mark.slow
+def test_the_times_are_what_is_predicted_now() -> None:
+    assert HERO["times"]() == HERO["read"]()
+
+
+def width_of(path: Path) -> float:
+    """Return a picture's width in its own units, in which words are 13 high."""
+    return float(ElementTree.parse(path).getroot().get("viewBox", "").split()[2])  # noqa: S314  # our own
+
+
+def test_the_readmes_pictures_can_be_read_on_a_phone_and_in_the_dark() -> None:
+    readme = (FIGURES.parents[1] / "README.md").read_text(encoding="utf-8")
+    shown = re.findall(r'(srcset="|src="|\]\()docs/figures/([\w-]+)\.svg', readme)
+    assert len(shown) >= 4
+    for how, name in shown:
+        path = FIGURES / f"{name}.svg"
+        assert "prefers-color-scheme: dark" in path.read_text(encoding="utf-8"), path.name
+        if how == 'srcset="':
+            assert width_of(path) <= 400, path.name
+        else:
+            narrow = f'<source media="(max-width: 600px)" srcset="docs/figures/{name}-narrow.svg"'
+            assert narrow in readme, path.name
+
+
+def test_the_pages_picture_of_trees_can_be_read_on_a_phone_and_in_the_dark() -> None:
+    path = FIGURES / "weave_trees.svg"
+    assert width_of(path) <= 400
+    assert "prefers-color-scheme: dark" in path.read_text(encoding="utf-8")
+
+
 CHARTS = runpy.run_path(str(FIGURES / "benchmarks.py"))
 PLOTS: dict[Path, str] = CHARTS["pictures"]()
 GAPS: list[dict[str, str]] = CHARTS["read"]("lab_gaps.csv")

@@ -78,6 +78,7 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
         ("operate.md", "bash", "tests/jax_restart/test_checking.py"),
         ("jax.md", "bash", "tests/jax_engine/compiling/test_hidden.py"),
         ("torch.md", "bash", "tests/torch_engine/test_failures.py"),
+        ("torch.md", "python", "tests/torch_engine/test_failures.py"),
     }
     for _, _, test in by:
         assert (ROOT / test).is_file(), test
@@ -88,7 +89,6 @@ def test_what_is_run_elsewhere_or_not_at_all_is_listed() -> None:
         ("jobs.md", "it needs eight hosts and a store"),
         ("jobs.md", "it is a server that never ends"),
         ("jobs.md", "it needs Slurm and eight nodes"),
-        ("operate.md", "the lines that differ from the program in torch.md"),
         ("operate.md", "the line of a script that the example below has whole"),
         ("see.md", "it is a server that never ends"),
         ("torch.md", "it is a server that never ends"),

@@ -1,102 +1,184 @@
-"""Draw hero.svg: a hole that breaks the rings, a tree that goes round it, and what that is worth in time.
+"""Draw hero.svg, hero-narrow.svg and weave_trees.svg: rings that a hole breaks, trees round it, what they are worth.
 
 python docs/figures/hero.py
+
+It plans and predicts first, which takes half a minute, prints the times and writes docs/data/hero.csv.
 """
 
 from __future__ import annotations
 
+import csv
 from itertools import pairwise
 from pathlib import Path
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.collections import LineCollection
 
 import meshmend as mm
 from meshmend.cost import PRESETS
-from meshmend.planning.weave.trees import grow
+from meshmend.planning.weave.trees import Trees, grow
 
-LINES, BROKEN, OTHER, CHIP = "#2a6f97", "#d1495b", "#d9d9d9", "#333333"
+FIGURES = Path(__file__).parent
+TIMES = FIGURES.parent / "data" / "hero.csv"
+STYLE = "".join((FIGURES / name).read_text(encoding="utf-8") for name in ("survive.css", "hero.css"))
+HOLED = mm.Mesh("8x8", failed=["2x2@2,2"])
+CELL = 22.0
+N_TREES = 256
+USES = (0.95, 0.99, 1.01)
+"""Where the colours of a cable change: its uses over its share."""
+
+MESH, PAYLOAD_BYTES, HARDWARE = mm.Mesh("16x32", failed=["4x2@6,8"]), 1e9, PRESETS["tpu-v6e"]
 SEGMENTS = (1, 2, 4, 8, 16)
-PAYLOAD_BYTES, HARDWARE = 1e9, PRESETS["tpu-v6e"]
 RINGS = {
-    "one ring\n(hamiltonian)": [("hamiltonian", {})],
-    "the paper's rings\n(row-pairs)": [
+    "one ring": [("hamiltonian", {})],
+    "the paper's rings": [
         ("row-pairs", {"orientation": way, "segments": n}) for way in ("rows", "columns") for n in SEGMENTS
     ],
 }
 """What meshmend's own choice is compared with, each with its best parameters for this payload."""
 
-
-def draw_mesh(ax: Axes, mesh: mm.Mesh, title: str) -> None:
-    ax.set_title(title, fontsize=11)
-    ax.set_aspect("equal")
-    ax.invert_yaxis()
-    ax.axis("off")
-    live = np.zeros(mesh.shape, dtype=bool)
-    live[tuple(mesh.coords.T)] = True
-    for (row, column), alive in np.ndenumerate(live):
-        if alive:
-            ax.plot(column, row, "o", color=CHIP, markersize=5, zorder=3)
-        else:
-            ax.plot(column, row, "X", color=BROKEN, markersize=8, zorder=3)
+Point = tuple[float, float]
 
 
-def draw_broken_rings(ax: Axes, mesh: mm.Mesh) -> None:
-    """Draw a ring round each pair of rows; those that the hole touches do not close."""
-    draw_mesh(ax, mesh, "A board dies: its ring no longer closes")
-    for top in range(0, mesh.shape[0], 2):
-        columns = range(mesh.shape[1])
-        ring = [(top, c) for c in columns] + [(top + 1, c) for c in reversed(columns)] + [(top, 0)]
-        alive = [all(mesh.rank_of[chip] >= 0 for chip in pair) for pair in pairwise(ring)]
-        for ((r0, c0), (r1, c1)), whole in zip(pairwise(ring), alive, strict=True):
-            if whole:
-                look = {"color": LINES} if all(alive) else {"color": BROKEN, "linestyle": (0, (2, 1.5))}
-                ax.plot((c0, c1), (r0, r1), linewidth=2.2, **look)
-
-
-def draw_tree(ax: Axes, mesh: mm.Mesh) -> None:
-    draw_mesh(ax, mesh, "meshmend weaves trees round the hole")
-    trees = grow(mesh, 64)
-    every = mesh.coords[mesh.cables][:, :, ::-1]
-    ax.add_collection(LineCollection(every, colors=OTHER, linewidths=1))
-    first = int(np.flatnonzero(trees.axis == 1)[1])
-    ax.add_collection(LineCollection(every[trees.cables[first]], colors=LINES, linewidths=2.2))
-
-
-def draw_times(ax: Axes, mesh: mm.Mesh) -> None:
-    plans = {name: [mm.plan(mesh, planner, **terms) for planner, terms in ways] for name, ways in RINGS.items()}
-    plans["meshmend\n(mm.plan)"] = [mm.plan(mesh, payload_bytes=PAYLOAD_BYTES, hardware=HARDWARE)]
+def times() -> dict[str, str]:
+    """Return the predicted time of each way to sum, in units of payload over link rate, and the bound."""
+    plans = {name: [mm.plan(MESH, planner, **terms) for planner, terms in ways] for name, ways in RINGS.items()}
+    plans["meshmend"] = [mm.plan(MESH, payload_bytes=PAYLOAD_BYTES, hardware=HARDWARE)]
     unit_s = PAYLOAD_BYTES / HARDWARE.link_bytes_per_s
-    times = {
+    found = {
         name: min(mm.predict(plan, PAYLOAD_BYTES, HARDWARE).seconds for plan in several) / unit_s
         for name, several in plans.items()
     }
-    times["no all-reduce\ncan be faster"] = mm.bound(mesh).units
-    for name, units in times.items():
-        print(f"{units:.2f} M/b predicted: {name}".replace("\n", " "))  # noqa: T201
-    colours = [OTHER, OTHER, LINES, CHIP]
-    bars = ax.barh(list(times), list(times.values()), color=colours, height=0.62)
-    ax.bar_label(bars, [f"{value:.2f}" for value in times.values()], padding=4, fontsize=10)
-    name = str(mesh).replace("x", "×")
-    ax.set_title(f"1 GB on {name}, links of TPU v6e:\npredicted time × link rate / payload", fontsize=11)
-    ax.invert_yaxis()
-    ax.set_xlim(0, max(times.values()) * 1.15)
-    ax.spines[["top", "right", "bottom"]].set_visible(False)
-    ax.tick_params(left=False, bottom=False, labelbottom=False, labelsize=10)
+    found["the bound"] = mm.bound(MESH).units
+    return {name: f"{units:.2f}" for name, units in found.items()}
+
+
+def read() -> dict[str, str]:
+    with TIMES.open(encoding="utf-8", newline="") as file:
+        return {row["plan"]: row["units"] for row in csv.DictReader(file)}
+
+
+def write(found: dict[str, str]) -> None:
+    TIMES.write_text("plan,units\n" + "".join(f"{name},{units}\n" for name, units in found.items()), encoding="utf-8")
+
+
+def line(name: str, corner: Point, ends: list[list[int]]) -> str:
+    (y0, x0), (y1, x1) = ((corner[1] + CELL * row, corner[0] + CELL * column) for row, column in ends)
+    return f'<line class="{name}" x1="{x0:g}" y1="{y0:g}" x2="{x1:g}" y2="{y1:g}"/>'
+
+
+def panel(at: Point, title: tuple[str, str], mesh: mm.Mesh, lines: list[tuple[str, list[list[int]]]]) -> list[str]:
+    """Return a mesh under its title: `lines` from chip to chip, each of a class, and the chips over them."""
+    x, y = at
+    corner = (x + CELL / 2, y + 48)
+    parts = [f'<text x="{x:g}" y="{y + 13 + 16 * n:g}">{words}</text>' for n, words in enumerate(title)]
+    parts += [line(name, corner, ends) for name, ends in lines]
+    for row, column in np.ndindex(*mesh.shape):
+        cx, cy = corner[0] + CELL * column, corner[1] + CELL * row
+        if mesh.rank_of[row, column] >= 0:
+            parts.append(f'<circle class="chip" cx="{cx:g}" cy="{cy:g}" r="4"/>')
+        else:
+            parts.append(f'<circle class="dead" cx="{cx:g}" cy="{cy:g}" r="7"/>')
+            parts.append(f'<path class="cross" d="M{cx - 3:g} {cy - 3:g}l6 6m0 -6l-6 6"/>')
+    return parts
+
+
+def cables(mesh: mm.Mesh) -> list[list[list[int]]]:
+    found: list[list[list[int]]] = mesh.coords[mesh.cables].tolist()
+    return found
+
+
+def broken_rings(mesh: mm.Mesh) -> list[tuple[str, list[list[int]]]]:
+    """Return a ring round each pair of rows; those that the hole touches do not close."""
+    found = []
+    for top in range(0, mesh.shape[0], 2):
+        columns = range(mesh.shape[1])
+        ring = [[top, c] for c in columns] + [[top + 1, c] for c in reversed(columns)] + [[top, 0]]
+        whole = [all(mesh.rank_of[tuple(chip)] >= 0 for chip in pair) for pair in pairwise(ring)]
+        name = "tree" if all(whole) else "ring"
+        found += [(name, list(pair)) for pair, kept in zip(pairwise(ring), whole, strict=True) if kept]
+    return found
+
+
+def tree(trees: Trees, axis: int, spine: str = "spine") -> list[tuple[str, list[list[int]]]]:
+    """Return the second tree along an axis over all cables, what is not along the axis as `spine`."""
+    every, number = cables(trees.mesh), int(np.flatnonzero(trees.axis == axis)[1])
+    used = [every[cable] for cable in trees.cables[number].tolist()]
+    names = ["tree" if start[1 - axis] == end[1 - axis] else spine for start, end in used]
+    return [("cable", ends) for ends in every] + list(zip(names, used, strict=True))
+
+
+def uses(trees: Trees) -> list[tuple[str, list[list[int]]]]:
+    """Return every cable, in the colour of how many trees use it."""
+    mesh = trees.mesh
+    counts = np.bincount(trees.cables.ravel(), minlength=mesh.n_cables)
+    share = counts * mesh.n_cables / (N_TREES * (mesh.n_chips - 1))
+    return [(f"u{level}", ends) for level, ends in zip(np.digitize(share, USES), cables(mesh), strict=True)]
+
+
+def bars(found: dict[str, str], x: float, y: float, width: float) -> list[str]:
+    """Return the predicted times as bars from nought, each under its name."""
+    said = {"one ring": "bar", "the paper's rings": "bar", "meshmend": "own", "the bound": "least"}
+    names = {"the bound": "the bound: no all-reduce can be faster"}
+    mesh = str(MESH).replace("x", "×")
+    parts = [f'<text x="{x:g}" y="{y + 13:g}">Predicted time of 1 GB on {mesh},</text>']
+    parts += [f'<text x="{x:g}" y="{y + 29:g}">links of TPU v6e, × payload / link rate</text>']
+    for n, (name, units) in enumerate(found.items()):
+        top, long = y + 44 + 44 * n, width * float(units) / max(map(float, found.values()))
+        bold = " bold" if name == "meshmend" else ""
+        parts.append(f'<text class="soft{bold}" x="{x:g}" y="{top + 12:g}">{names.get(name, name)}</text>')
+        parts.append(f'<rect class="{said[name]}" x="{x:g}" y="{top + 17:g}" width="{long:.1f}" height="16" rx="2"/>')
+        parts.append(f'<text class="{bold.strip()}" x="{x + long + 8:.1f}" y="{top + 30:g}">{units}</text>')
+    return parts
+
+
+def draw_hero(found: dict[str, str], *, narrow: bool) -> str:
+    second, third = ((200.0, 12.0), (16.0, 240.0, 300.0)) if narrow else ((260.0, 12.0), (510.0, 12.0, 350.0))
+    parts = panel((16, 12), ("A board dies: its ring", "no longer closes"), HOLED, broken_rings(HOLED))
+    parts += panel(second, ("meshmend weaves trees", "round the hole"), HOLED, tree(grow(HOLED, 64), 1, "tree"))
+    label = "A failed board breaks a ring; a tree goes round the hole; predicted times of an all-reduce by each."
+    return sheet(*((380, 470) if narrow else (920, 244)), [*parts, *bars(found, *third)], label)
+
+
+def draw_trees() -> str:
+    combs, mended = grow(mm.Mesh("8x8"), 16), grow(HOLED, N_TREES)
+    parts = panel((16, 12), ("warp: all rows,", "one column"), combs.mesh, tree(combs, 1))
+    parts += panel((210, 12), ("weft: all columns,", "one row"), combs.mesh, tree(combs, 0))
+    parts += panel((16, 244), ("warp, repaired", "round a hole"), HOLED, tree(mended, 1))
+    parts += panel((210, 244), ("uses of a cable over", f"its share, {N_TREES} trees"), HOLED, uses(mended))
+    words = (f"under {USES[0]}", f"{USES[0]} – {USES[1]}", f"{USES[1]} – {USES[2]}", f"over {USES[2]}")
+    for level, said in enumerate(words):
+        x, y = 210 + 88 * (level % 2), 470 + 20 * (level // 2)
+        parts.append(f'<line class="u{level}" x1="{x}" y1="{y}" x2="{x + 14}" y2="{y}"/>')
+        parts.append(f'<text class="soft" x="{x + 18}" y="{y + 4}">{said}</text>')
+    label = "A warp tree, a weft tree, a tree repaired round a hole, and how evenly the trees use the cables."
+    return sheet(400, 508, parts, label)
+
+
+def sheet(width: int, height: int, parts: list[str], label: str) -> str:
+    card = f'<rect class="card" x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="10"/>'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'role="img" aria-label="{label}">\n<style>{STYLE}</style>\n' + "\n".join([card, *parts]) + "\n</svg>\n"
+    )
+
+
+def pictures() -> dict[Path, str]:
+    """Return the pictures, by file."""
+    found = read()
+    return {
+        FIGURES / "hero.svg": draw_hero(found, narrow=False),
+        FIGURES / "hero-narrow.svg": draw_hero(found, narrow=True),
+        FIGURES / "weave_trees.svg": draw_trees(),
+    }
 
 
 def main() -> None:
-    mpl.rcParams.update({"svg.hashsalt": "meshmend", "svg.fonttype": "none"})
-    small, large = mm.Mesh("8x8", failed=["2x2@2,2"]), mm.Mesh("16x32", failed=["4x2@6,8"])
-    figure, axes = plt.subplots(1, 3, figsize=(12.5, 3.7), layout="constrained", width_ratios=(1, 1, 1.25))
-    draw_broken_rings(axes[0], small)
-    draw_tree(axes[1], small)
-    draw_times(axes[2], large)
-    figure.get_layout_engine().set(wspace=0.08)
-    figure.savefig(Path(__file__).with_name("hero.svg"), metadata={"Date": None}, facecolor="white")
+    found = times()
+    for name, units in found.items():
+        print(f"{units} M/b predicted: {name}")  # noqa: T201
+    write(found)
+    for path, text in pictures().items():
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -95,6 +95,14 @@ def test_it_has_what_availability_says(page: Page, facts: Any) -> None:
             assert said == pytest.approx(value - start, rel=0.006)
 
 
+def test_bars_are_as_long_as_what_they_stand_for(page: Page, facts: Any) -> None:
+    """From nought: a bar of twice the length is twice the goodput."""
+    bars = [a for tag, a in page.tags if tag == "rect" and a.get("class") == "good" and a.get("x")]
+    assert [float(bar["x"] or 1) for bar in bars] == [0.0] * len(facts["policies"])
+    for bar, one in zip(bars, facts["policies"], strict=True):
+        assert float(bar["width"] or 0) / 400 == pytest.approx(one["goodput"]["mean"], abs=2e-4)
+
+
 def test_what_a_failure_costs(page: Page, facts: Any) -> None:
     for one in facts["policies"]:
         stops = one["interruptions_per_year"]["mean"]

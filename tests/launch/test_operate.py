@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.parse
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from launch.test_goodput import lived_through
 from launch.test_metrics import write
@@ -64,6 +66,45 @@ def test_promtool_takes_the_rules_and_their_tests() -> None:
     for words in (["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]):
         done = subprocess.run(["promtool", *words], cwd=FOLDER, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def runbook() -> tuple[str, dict[str, str]]:
+    """Return the table of the runbook, and its section of each alert."""
+    page = (FOLDER.parents[1] / "docs/operate.md").read_text(encoding="utf-8")
+    part = page.partition("\n## When an alert fires\n")[2].partition("\n## ")[0]
+    table, *sections = re.split(r"^### ", part, flags=re.M)
+    return table, {title: text for title, _, text in (one.partition("\n") for one in sections) if title != "The rules"}
+
+
+def test_the_runbook_has_a_section_for_each_alert_the_critical_ones_first() -> None:
+    rules = yaml.safe_load((FOLDER / "alerts.yml").read_text(encoding="utf-8"))["groups"][0]["rules"]
+    severity = {rule["alert"]: rule["labels"]["severity"] for rule in rules}
+    table, sections = runbook()
+    rows = re.findall(r"^\| \[(\w+)\]\(#(\w+)\) \| (\w+) \| .+ \|$", table, re.M)
+    assert {name: said for name, _, said in rows} == severity
+    assert [name for name, _, _ in rows] == list(sections)
+    assert [said for *_, said in rows] == sorted(severity.values())  # critical, then warning
+    for name, anchor, _ in rows:
+        assert anchor == name.lower()
+        assert "- **Means:**" in sections[name]
+        assert "- **Look:**" in sections[name]
+        assert re.search(r"- \*\*Do\b|^\| state \| do \|$", sections[name], re.M)
+        assert sections[name].count("\n") <= 20, f"{name} takes more than a screen"
+
+
+def test_the_commands_of_the_runbook_run(tmp_path: Path) -> None:
+    """What it looks at and changes, in order, on a job that has lived through something."""
+    write(lived_through(0), tmp_path / "shared")
+    (tmp_path / "shared/fault_log.jsonl").touch()
+    table, sections = runbook()
+    inline = re.findall(r"`((?:meshmend (?:watch|quarantine)|grep|tail) [^`]+)`", table + "".join(sections.values()))
+    quarantine = 'meshmend quarantine add shared 2,3 --why "somebody must, before it can be cleared"'
+    commands = [quarantine, *(command for command in dict.fromkeys(inline) if "--metrics" not in command)]
+    assert len(commands) >= 10
+    for command in commands:
+        words = command.replace("meshmend ", f"{sys.executable} -m meshmend ", 1) if command[0] == "m" else command
+        done = subprocess.run(["bash", "-c", words], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, command + done.stdout + done.stderr
 
 
 def ask(port: int, query: str) -> list[dict[str, Any]]:

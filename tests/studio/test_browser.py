@@ -256,6 +256,31 @@ def test_survivors_in_two_groups_have_no_plan(studio: Studio) -> None:
     assert "2 disconnected groups" in studio.text("notice")
 
 
+def test_what_is_said_of_a_chip_changes_with_it(studio: Studio) -> None:
+    studio.open()
+    studio.chip("1,1").click()
+    assert studio.text("pointed") == "Chip 1,1: failed; a click repairs it."
+    studio.wait()
+    studio.click_cable("2,2-2,3")
+    assert studio.text("pointed").startswith("Cable 2,2 – 2,3: at 1/2 of its rate, busy for ")
+    studio.chip("1,1").click()
+    assert studio.text("pointed") == "Chip 1,1: live; a click fails it."
+    studio.wait()
+
+
+def test_a_planner_that_cannot_serve_says_why_and_others_are_offered(studio: Studio) -> None:
+    studio.open(f"{BASE}&fail=1,1&planner=two-color")
+    assert "two-color cannot plan for 4x4 minus 1x1@1,1: it needs every row" in studio.text("notice")
+    studio.wait("compared")
+    offers = studio.browser.find_elements(By.CSS_SELECTOR, "#offers button")
+    assert [offer.text.partition(":")[0] for offer in offers] == ["Use weave", "Use latency"]
+    offers[0].click()
+    studio.wait()
+    assert "planner=weave" in studio.fragment
+    assert studio.find("#plan dd").text == "weave"
+    assert studio.text("notice") == studio.text("offers") == ""
+
+
 def test_a_wrong_shape_is_explained(studio: Studio) -> None:
     studio.open()
     field = studio.find("#shape")

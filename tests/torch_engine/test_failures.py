@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -16,6 +19,7 @@ pytest.importorskip("torchft", reason="torchft is not installed: pip install 'me
 
 from meshmend.launch.timeline import read_timeline
 from meshmend.launch.watching import Watch
+from pages import read
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/torch/train_through_failure.py"
@@ -41,6 +45,38 @@ def test_fifty_kills_at_random_moments() -> None:
     # No survivor sits out a timeout: the lighthouse misses a heartbeat after 1 s, members each other after 0.5 s.
     assert facts["stages_s"]["detect"]["worst"] <= 1
     assert facts["stages_s"]["quorum"]["worst"] <= 2
+
+
+def test_the_pages_job_goes_on_with_three_when_one_of_the_four_is_killed(tmp_path: Path) -> None:
+    """The block of the page, for fewer epochs."""
+    (block,) = (block for block in read(ROOT / "docs/torch.md") if block.kind == "python" and block.by)
+    job, shorter = tmp_path / "job.py", block.body.replace("epoch < 200:", "epoch < 15:")
+    assert shorter != block.body
+    job.write_text(shorter, encoding="utf-8")
+    command = [sys.executable, str(job)]
+    with (
+        (tmp_path / "torchft.log").open("w") as log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True) as running,
+    ):
+        assert running.stdout is not None
+        try:
+            said = ""
+            while "on 2x2" not in said:
+                said += (line := running.stdout.readline())
+                assert line, said
+            chips = dict(re.findall(r"chip (\(\d, \d\)) is process (\d+)", said))
+            os.kill(int(chips.pop("(0, 1)")), signal.SIGKILL)
+            said += running.communicate(timeout=120)[0]
+        finally:
+            if running.poll() is None:
+                os.killpg(running.pid, signal.SIGKILL)
+    assert running.returncode == 0, (tmp_path / "torchft.log").read_text()[-2000:]
+    ends = re.findall(r"chip (\(\d, \d\)): (\d+) steps on ([^,]*,\d), weights (\S+ \S+ \S+\]\])", said)
+    assert sorted(chip for chip, *_ in ends) == sorted(chips)
+    assert len(chips) == 3
+    ((steps, mesh, _),) = {tuple(facts) for _, *facts in ends}  # all three have the same weights
+    assert mesh == "2x2 minus 1x1@0,1"
+    assert int(steps) > 15 * 1000 // 100  # steps of three chips use fewer samples than those of four
 
 
 def test_the_example_trains_through_the_loss_of_a_board(tmp_path: Path) -> None:

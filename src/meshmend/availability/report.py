@@ -255,38 +255,38 @@ def _checks(study: Study) -> str:
 
 
 def _bars(study: Study) -> str:
-    """Draw a bar per policy: goodput, and where the rest went."""
-    low = max(0.0, 0.05 * math.floor(min(outcome.goodput.mean for outcome in study.outcomes) / 0.05 - 1))
-    left, right, height = 130, 780, 38
+    """Draw a bar per policy, from nought to the whole time: goodput, and where the rest went."""
+    right, height = 400, 46
 
     def x(share: float) -> float:
-        return left + (right - left) * (max(share, low) - low) / (1 - low)
+        return right * share
 
     parts = []
     for row, outcome in enumerate(study.outcomes):
-        y = 10 + row * height
-        parts.append(f'<text x="{left - 10}" y="{y + 19}" text-anchor="end">{outcome.name}</text>')
-        at = outcome.goodput.mean
-        parts.append(_bar("good", x(low), x(at), y))
+        y = 20 + row * height
+        goodput = outcome.goodput
+        parts.append(f'<text x="0" y="{y - 5}">{outcome.name}</text>')
+        parts.append(f'<text class="soft" x="{right}" y="{y - 5}" text-anchor="end">{100 * goodput.mean:.1f} %</text>')
+        at = goodput.mean
+        parts.append(_bar("good", 0.0, x(at), y))
         for cause in reversed(LOSSES):
             parts.append(_bar(_LOOKS[cause], x(at), x(at + outcome.losses[cause].mean), y))
             at += outcome.losses[cause].mean
-        half = outcome.goodput.half_width
-        if math.isfinite(half):
-            ends = x(outcome.goodput.mean - half), x(min(1.0, outcome.goodput.mean + half))
-            parts.append(f'<line class="whisker" x1="{ends[0]:.1f}" y1="{y + 14}" x2="{ends[1]:.1f}" y2="{y + 14}"/>')
-    foot = 10 + len(study.outcomes) * height
-    for tick in range(6):
-        share = low + (1 - low) * tick / 5
-        parts.append(
-            f'<text class="soft" x="{x(share):.1f}" y="{foot + 12}" text-anchor="middle">{100 * share:g} %</text>'
-        )
+        if math.isfinite(goodput.half_width):
+            ends = x(max(0.0, goodput.mean - goodput.half_width)), x(min(1.0, goodput.mean + goodput.half_width))
+            parts.append(f'<line class="whisker" x1="{ends[0]:.1f}" y1="{y + 11}" x2="{ends[1]:.1f}" y2="{y + 11}"/>')
+    foot = 20 + len(study.outcomes) * height
+    for share, anchor in ((0.0, "start"), (0.25, "middle"), (0.5, "middle"), (0.75, "middle"), (1.0, "end")):
+        parts.append(f'<text class="soft" x="{x(share):g}" y="{foot}" text-anchor="{anchor}">{100 * share:g} %</text>')
     said = ", ".join(f"{outcome.name} {_percent(outcome.goodput)}" for outcome in study.outcomes)
-    return f'<svg viewBox="0 0 810 {foot + 20}" role="img" aria-label="Goodput: {said}">{"".join(parts)}</svg>'
+    return (
+        f'<svg class="bars" viewBox="0 0 {right} {foot + 6}" role="img" aria-label="Goodput: {said}">'
+        f"{''.join(parts)}</svg>"
+    )
 
 
 def _bar(look: str, start: float, end: float, y: float) -> str:
-    return f'<rect class="{look}" x="{start:.1f}" y="{y}" width="{max(0.0, end - start):.1f}" height="28"/>'
+    return f'<rect class="{look}" x="{start:.1f}" y="{y}" width="{max(0.0, end - start):.1f}" height="22"/>'
 
 
 def _key() -> str:

@@ -278,6 +278,12 @@ def groups_of(leaves: Sequence[Leaf], layout: ChunkLayout, accumulate_dtype: DTy
 
 def travel_dtype(own: DTypeLike, accumulate_dtype: DTypeLike | None) -> np.dtype[np.generic]:
     """Return the dtype of a leaf's sums: its own, or the wider of it and `accumulate_dtype`."""
+    if jnp.issubdtype(own, jax.dtypes.prng_key):
+        raise ParameterError(
+            f"An array of the tree is a random key ({own}), expected numbers: keys cannot be trained or added up. In "
+            "Flax NNX make nnx.Dropout(rate) without rngs, and give nnx.Rngs(dropout=key) to each call; or split keys "
+            "off: nnx.split(model, nnx.Param, ...). mmj.Job's train(…, rng=0) gives the loss a key per example."
+        )
     if jnp.issubdtype(own, jnp.bool_):
         return np.dtype(np.int32)
     narrow = _is_narrow(own)

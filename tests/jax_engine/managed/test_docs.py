@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/jobs.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -50,6 +52,14 @@ def test_the_script_of_the_page_is_short_and_is_the_example(tmp_path: Path) -> N
     ((number, loss, chips),) = run(script, tmp_path / "page")
     assert (number, chips) == (20, 8)
     assert loss < 3.2  # from the logarithm of 256, about 5.5
+
+
+def test_the_recipe_for_nnx_with_dropout_trains(tmp_path: Path) -> None:
+    pytest.importorskip("flax.nnx", reason="needs flax: pip install 'meshmend[workloads]'")
+    (script,) = re.findall(r"```python\n(import flax\.nnx.*?)```", PAGE, re.DOTALL)
+    ((number, loss, chips),) = run(script, tmp_path / "nnx")
+    assert (number, chips) == (20, 8)
+    assert loss < 4  # from the variance of a sum of eight, 8
 
 
 def test_a_plain_script_survives_after_a_few_changed_lines(tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def test_wrong_arguments_of_a_job(options: dict[str, Any], message: str, tmp_pat
     [
         ({"params": {}}, "params has no arrays"),
         ({"params": {"w": loss}}, r"params\['w'\] is a function, expected an array"),
+        ({"params": PARAMS | {"dropout": jax.random.key(0)}}, r"a random key \(key<fry>\).*nnx.Dropout.* without rngs"),
         ({"update": "split"}, "update is 'split', expected 'auto', 'replicated', 'sharded' or 'fsdp'"),
         ({"update": "sharded", "model_state": {"m": np.zeros(3)}}, "does not keep a model state yet"),
         ({"steps": -1}, "steps is -1"),

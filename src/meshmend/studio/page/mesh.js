@@ -26,7 +26,7 @@ export class MeshView {
     svg.addEventListener("pointermove", event => this.#move(event));
     svg.addEventListener("pointerup", event => this.#up(event));
     svg.addEventListener("pointercancel", () => this.#drop());
-    svg.addEventListener("pointerleave", () => this.onPoint(""));
+    svg.addEventListener("pointerleave", () => this.#point());
     new ResizeObserver(() => this.#resized()).observe(svg);
   }
 
@@ -64,6 +64,7 @@ export class MeshView {
       node.classList.toggle("dead", !gone && rate === "0");
       node.classList.toggle("slow", !gone && rate !== undefined && rate !== "0");
     }
+    this.#point(this.pointed);
   }
 
   // Show what the links carry: for each cable how long its two links are busy, in units of which `bound` is the least.
@@ -77,6 +78,7 @@ export class MeshView {
       }
     }
     this.links = links;
+    this.#point(this.pointed);
     this.svg.classList.remove("stale");
   }
 
@@ -164,7 +166,14 @@ export class MeshView {
 
   #focus(event) {
     const chip = event.target.closest(".chip");
-    if (chip) this.onPoint(this.describe.chip(chip.dataset.name));
+    if (chip) this.#point(chip);
+  }
+
+  // Say what a chip or a cable is; also after it has changed under a pointer that rests.
+  #point(node = null) {
+    const name = node?.dataset.name;
+    this.pointed = this.chips.has(name) || this.cables.has(name) ? node : null;
+    this.onPoint(!this.pointed ? "" : this.chips.has(name) ? this.describe.chip(name) : this.describe.cable(name));
   }
 
   #key(event) {
@@ -219,7 +228,7 @@ export class MeshView {
 
   #move(event) {
     const chip = event.target.closest(".chip"), cable = event.target.closest(".cable");
-    this.onPoint(chip ? this.describe.chip(chip.dataset.name) : cable ? this.describe.cable(cable.dataset.name) : "");
+    this.#point(chip ?? cable);
     if (!this.from) return;
     const [x, y] = this.#place(event), [fx, fy] = this.from;
     if (!this.rubber && Math.hypot(x - fx, y - fy) < 0.5) return;

@@ -67,6 +67,14 @@ export function showNoPlan(message) {
 export function notice(message) {
   $("notice").textContent = message;
   $("notice").hidden = !message;
+  $("offers").replaceChildren();
+}
+
+export function offer(text, chosen) {
+  const button = element("button", text);
+  button.type = "button";
+  button.addEventListener("click", chosen);
+  $("offers").append(button);
 }
 
 // One row per alternative, as it comes in; the plan that is shown is marked.
@@ -83,7 +91,7 @@ export class Alternatives {
   }
 
   show() {
-    const slowest = Math.max(this.answer.seconds, ...this.rows.map(row => row.seconds ?? 0));
+    const slowest = Math.max(this.answer.seconds ?? 0, ...this.rows.map(row => row.seconds ?? 0));
     const able = this.rows.filter(row => !row.unsupported_reason).sort((a, b) => a.seconds - b.seconds), not = this.rows.filter(row => row.unsupported_reason);
     this.body.replaceChildren(...[...able, ...not].map(row => this.#row(row, slowest)));
   }

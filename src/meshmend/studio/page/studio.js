@@ -2,7 +2,7 @@
 
 import {ask, askOnce, download, get, upload} from "./client.js";
 import {MeshView} from "./mesh.js";
-import {Alternatives, notice, showAnswer, showGoodput, showLegend, showNoPlan} from "./panels.js";
+import {Alternatives, notice, offer, showAnswer, showGoodput, showLegend, showNoPlan} from "./panels.js";
 import {Film} from "./film.js";
 import * as states from "./state.js";
 
@@ -179,7 +179,21 @@ async function askNow() {
     $("alternatives").tBodies[0].replaceChildren();
     showNoPlan(error.kind ? error.message : "The studio does not answer. Is `meshmend studio` still running?");
     document.body.dataset.answered = states.write(state, defaults);
+    if (error.kind === "PlanError") offerPlanners(question, signal);
   }
+}
+
+// Another planner may serve what the chosen one cannot.
+async function offerPlanners(question, signal) {
+  const use = name => change(next => { next.planner = name; });
+  const table = new Alternatives({});
+  try {
+    for await (const row of ask("alternatives", question, signal)) {
+      table.add(row);
+      if (!row.unsupported_reason && about.planners.includes(row.name)) offer(`Use ${row.name}: ${row.time}`, () => use(row.name));
+    }
+    document.body.dataset.compared = states.write(state, defaults);
+  } catch (error) { if (!signal.aborted) notice(error.message); }
 }
 
 async function showSteps(signal = current?.signal) {
