@@ -11,7 +11,7 @@ import pytest
 
 import meshmend as mm
 import table
-from peer_plans import MESHES, Tree, breadth_first, from_gather, judge, one_pipeline, two_phases
+from peer_plans import MESHES, Slots, Tree, breadth_first, from_gather, judge, one_pipeline, two_phases
 
 ROOT = Path(__file__).parent.parent
 LINES = table.read()
@@ -41,6 +41,12 @@ def test_a_pipeline_sends_down_while_others_come_up() -> None:
     # Two phases: 101 steps each. In one pipeline the first chunk goes down after two steps, and the last after 101.
     assert judge(two_phases(ROW, trees, "by hand"))["units"] == 2.02
     assert judge(one_pipeline(ROW, trees, "by hand"))["units"] == 1.03
+
+
+def test_a_link_carries_one_chunk_per_step() -> None:
+    slots = Slots()
+    assert [slots.take((0, 1), ready) for ready in (2, 0, 2, 0, 0)] == [2, 0, 3, 1, 4]
+    assert slots.take((1, 0), 0) == 0
 
 
 @pytest.mark.parametrize("make", [two_phases, one_pipeline])
