@@ -81,7 +81,7 @@ def readme(lines: list[Line]) -> str:
         named = [one for one in PEERS if one.partition(",")[0] == peer]
         found = [line for one in named if (line := shortest(lines, one, README_MESH, "units"))]
         rows.append([peer, answer, " / ".join(f"{line['units']:.3f}" for line in found) or "–"])
-    return markdown(["", "when a board fails", f"M/b on {_name(README_MESH)}"], rows, n_words=2)
+    return markdown(["", "when a board dies", f"M/b on {_name(README_MESH)}"], rows, n_words=2)
 
 
 def tables(lines: list[Line]) -> str:
