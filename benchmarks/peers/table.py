@@ -21,7 +21,7 @@ README_MESH = "8x8 minus 2x2"
 BOARD_DIES = {
     "meshmend": "plans for the chips that are left, and proves it",
     "TACOS": "plans for any topology: a reduce-scatter, then an all-gather",
-    "ForestColl": "plans optimal trees for each of these two phases / for our one pipeline",
+    "ForestColl": "plans trees that are optimal in each of these phases; then, the same trees in one pipeline of ours",
     "MultiTree": "plans one tree per chip, for the same two phases",
     "TTO": "has no plan: its three trees are those of full square meshes",
 }
