@@ -39,6 +39,8 @@ MACHINES = {
 """The descriptors, with the architecture and the channels per cable that a mesh graph descriptor asks for."""
 NAMES = dict(zip(MACHINES, ("Wormhole Galaxy", "Blackhole Galaxy", "T3000", "8 × p150"), strict=True))
 BY_CHIP = ("arch", "chips", "chip_unique_ids", "harvesting", "chip_to_bus_id", "asic_locations", "chip_pci_bdfs")
+ASK_SECONDS = 900.0
+"""Its search for a line of 31 chips took it more than two minutes, while other work shared the two cores."""
 MESH_GRAPH = """
 mesh_descriptors {{
   name: "M0"
@@ -120,7 +122,7 @@ class Asker:
         if shape is not None:
             graph = MESH_GRAPH.format(arch=self.arch, rows=shape[0], columns=shape[1], channels=self.channels)
         try:
-            found = ttnn_runtime.ask(path, self.python, mesh_graph=graph)
+            found = ttnn_runtime.ask(path, self.python, mesh_graph=graph, timeout_s=ASK_SECONDS)
         except MachineError as error:
             print(f"    {shape or 'by itself'}: {str(error).partition(': ')[2][:160]}", file=sys.stderr)
             return None
@@ -137,8 +139,13 @@ class Asker:
         return asked, next((found for shape in lines if (found := self.ask(lost, shape))), None)
 
 
-def machine_answers(descriptor: Path, python: str, folder: Path, *, further: bool) -> dict[str, Any]:
-    """Return everything that is kept about one machine; without `further`, only what the runtime opens by itself."""
+def machine_answers(
+    descriptor: Path, python: str, folder: Path, *, further: bool, chips: Collection[int] | None = None
+) -> dict[str, Any]:
+    """Return everything that is kept about one machine; without `further`, only what the runtime opens by itself.
+
+    With `chips`, only about the losses of each of these single chips.
+    """
     machine = read_machine(descriptor)
     asker = Asker(python, descriptor, folder)
     whole = ttnn_runtime.ask(descriptor, python, directions=True)
@@ -149,6 +156,8 @@ def machine_answers(descriptor: Path, python: str, folder: Path, *, further: boo
     found = []
     for at in losses(machine.mesh.shape):
         lost = sorted(machine.devices[one] for one in at)
+        if chips is not None and (len(lost) > 1 or lost[0] not in chips):
+            continue
         answer: dict[str, Any] = {"lost": [list(one) for one in at], "chips": lost, "opened": asker.ask(lost)}
         if further and is_first_image(at, machine.mesh.shape):
             answer["asked"], answer["line"] = asker.largest(lost, answer["opened"])
@@ -227,6 +236,7 @@ def main() -> None:
     words.add_argument("python", nargs="?", help="a Python that has ttnn")
     words.add_argument("descriptors", nargs="?", type=Path, help="the folder of cluster descriptors")
     words.add_argument("--only", nargs="*", default=list(MACHINES), help="names of descriptors")
+    words.add_argument("--chips", nargs="*", type=int, help="to ask again only about the losses of these chips")
     words.add_argument("--payload", type=float, default=1e8, help="bytes per chip, for the table")
     given = words.parse_args()
     if given.what == "table":
@@ -238,7 +248,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in given.only:
             path, further = given.descriptors / name, given.what == "ask"
-            now = machine_answers(path, given.python, Path(folder), further=further)
+            now = machine_answers(path, given.python, Path(folder), further=further, chips=given.chips)
+            if given.chips is not None:
+                fresh = {tuple(loss["chips"]): loss for loss in now["losses"]}
+                now["losses"] = [fresh.get(tuple(loss["chips"]), loss) for loss in kept[name]["losses"]]
             if further:
                 kept[name] = now
                 write([kept[known] for known in MACHINES if known in kept])

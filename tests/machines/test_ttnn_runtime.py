@@ -11,10 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 import tenstorrent
 from meshmend.errors import MachineError
-from meshmend.machines import Machine
+from meshmend.machines import Machine, machine_of, parse_description
 from meshmend.machines.ttnn_runtime import RuntimeMesh, answer_of, ask, measured
 from meshmend.topology import Mesh
 from runtime_losses import GALAXIES, KEPT, machine_without, sample_of
@@ -174,6 +175,19 @@ def test_lost_chips_leave_the_descriptor_and_the_others_are_numbered_without_gap
         "chips_with_mmio": [{0: 0}, {1: 2}],
         "boards": [[{"board_type": "x"}, {"chips": [0, 1]}]],
     }
+
+
+def test_devices_and_channels_are_todays() -> None:
+    """The driver numbers what it finds: chips after the lost one move up, and keep their unique ids and channels."""
+    sample = sample_of("galaxy")
+    text = yaml.safe_dump(tenstorrent.without(yaml.safe_load(sample.text), [9]))
+    whole = machine_without("galaxy")
+    today = machine_of(parse_description(text, "today"), parse_description(sample.text, "whole"))
+    assert today.devices == {at: old - (old > 9) for at, old in whole.devices.items() if old != 9}
+    lost = next(at for at, device in whole.devices.items() if device == 9)
+    assert today.channels == {cable: ends for cable, ends in whole.channels.items() if lost not in cable}
+    assert len(whole.channels) == 52
+    assert {len(ends) for ends in whole.channels.values()} == {4}
 
 
 PYTHON, FOLDER = os.environ.get("MESHMEND_TTNN"), os.environ.get("MESHMEND_MACHINES")

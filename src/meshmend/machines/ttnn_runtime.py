@@ -115,7 +115,14 @@ def measured_machines() -> tuple[Mapping[str, Any], ...]:
     return tuple(kept["machines"])
 
 
-def ask(descriptor: Path, python: str, *, mesh_graph: str | None = None, directions: bool = False) -> dict[str, Any]:
+def ask(
+    descriptor: Path,
+    python: str,
+    *,
+    mesh_graph: str | None = None,
+    directions: bool = False,
+    timeout_s: float = ASK_SECONDS,
+) -> dict[str, Any]:
     """Return what the runtime makes of a cluster descriptor; with `mesh_graph`, where a user asks for that mesh.
 
     `python` is an interpreter that has `ttnn`. Raises `MachineError` with the runtime's own words if it stops.
@@ -132,13 +139,13 @@ def ask(descriptor: Path, python: str, *, mesh_graph: str | None = None, directi
                 [python, "-c", probe, *(["directions"] if directions else [])],
                 capture_output=True,
                 text=True,
-                timeout=ASK_SECONDS,
+                timeout=timeout_s,
                 env={**os.environ, **settings},
                 cwd=folder,
                 check=False,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            why = f"no answer in {ASK_SECONDS:g} s" if isinstance(error, subprocess.TimeoutExpired) else str(error)
+            why = f"no answer in {timeout_s:g} s" if isinstance(error, subprocess.TimeoutExpired) else str(error)
             raise MachineError(f"{descriptor}: {python} cannot ask ttnn: {why}.", file=str(descriptor)) from None
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if not lines:
