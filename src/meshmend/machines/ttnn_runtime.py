@@ -14,12 +14,14 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from meshmend.errors import Coordinate, MachineError
 from meshmend.machines.machine import Machine
@@ -30,8 +32,6 @@ PYTHON_VARIABLE = "MESHMEND_TTNN"
 """Environment variable that names a Python which has `ttnn`, if this one has not."""
 ASK_SECONDS = 120.0
 NO_MESH = "no mesh"
-DIRECTIONS = {0: "E", 1: "W", 2: "N", 3: "S"}
-"""Tenstorrent's codes of Ethernet directions (`eth_chan_directions` of tt-metal)."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,10 @@ class RuntimeMesh:
     @property
     def neighbours(self) -> list[tuple[int, int]]:
         """Pairs of devices that are next to each other in this mesh."""
-        return _neighbours(self.shape, self.devices)
+        at = dict(zip(itertools.product(*map(range, self.shape)), self.devices, strict=True))
+        steps = np.eye(len(self.shape), dtype=int).tolist()
+        pairs = ((place, tuple(x + d for x, d in zip(place, step, strict=True))) for place in at for step in steps)
+        return [(at[a], at[b]) for a, b in pairs if b in at]
 
 
 @dataclass(frozen=True)
@@ -99,9 +102,7 @@ def measured(mesh: Mesh, hardware: str | None) -> RuntimeAnswer | None:
             losses[frozenset()] = {"opened": kept["whole"]}
             found += [(kept["ttnn"], losses[image]) for image in images if image in losses]
     opened = [None if loss["opened"] is None else _mesh(loss["opened"]) for _, loss in found]
-    if (
-        len({mesh and mesh.shape for mesh in opened}) != 1
-    ):  # not tried, or it depends on more than the place in the grid
+    if len({one and one.shape for one in opened}) != 1:  # not tried, or it depends on more than the place in the grid
         return None
     asked, line = (_largest(loss.get(key) for _, loss in found) for key in ("asked", "line"))
     version = found[0][0]
@@ -173,13 +174,6 @@ def _largest(answers: Iterable[Mapping[str, Any] | None]) -> RuntimeMesh | None:
     """Return the largest mesh that was opened on request: only some images of a loss were asked about."""
     meshes = [_mesh(answer) for answer in answers if answer is not None]
     return max(meshes, key=lambda mesh: len(mesh.devices), default=None)
-
-
-def _neighbours(shape: Sequence[int], devices: Sequence[int]) -> list[tuple[int, int]]:
-    at = dict(zip(itertools.product(*map(range, shape)), devices, strict=True))
-    steps = [tuple(int(axis == other) for other in range(len(shape))) for axis in range(len(shape))]
-    pairs = ((place, tuple(x + d for x, d in zip(place, step, strict=True))) for place in at for step in steps)
-    return [(at[a], at[b]) for a, b in pairs if b in at]
 
 
 def _symmetries(mesh: Mesh) -> Iterator[dict[Coordinate, Coordinate]]:
