@@ -19,18 +19,31 @@ The JAX engine runs these tables, and `meshmend.cost` counts their permutes (`co
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshmend.errors import ParameterError
 from meshmend.schedule.collective import Collective
 from meshmend.schedule.schedule import Schedule
 
-__all__ = ["KEEP", "Lane", "LaneCount", "Loop", "Lowered", "ProgramShape", "Repeat", "count_lanes", "lower"]
+__all__ = [
+    "KEEP",
+    "Lane",
+    "LaneCount",
+    "Loop",
+    "Lowered",
+    "ProgramShape",
+    "Repeat",
+    "count_lanes",
+    "lower",
+    "with_bystanders",
+]
 
 MAX_COUNT = 2**31
 """Chunks are counted in 32 bits."""
@@ -80,6 +93,11 @@ class Loop:
     def n_steps(self) -> int:
         """Steps of this loop."""
         return int(self.send.shape[1])
+
+    @property
+    def reads_ops(self) -> bool:
+        """Whether the table of `ops` is needed: some lane does more than one thing."""
+        return any(len(lane.ops) > 1 for lane in self.lanes)
 
 
 @dataclass(frozen=True)
@@ -150,7 +168,7 @@ def count_lanes(schedule: Schedule) -> list[LaneCount]:
     >>> count_lanes(mm.plan(mm.Mesh("4x4"), "hamiltonian"))[0]
     LaneCount(n_steps=15, lanes=2, chunks=2, longest=1)
     """
-    if _stays_folded(schedule):
+    if stays_folded(schedule):
         folded, n_steps = _folded(schedule)[0], _repeated_steps(schedule)
         stretches = [(_stretch(folded, 0, folded.n_steps), n_steps)] if folded.n_steps else []
     else:
@@ -171,7 +189,7 @@ def lower(schedule: Schedule) -> Lowered:
     [(15, 2), (15, 2)]
     """
     repeat: Repeat | None = None
-    if _stays_folded(schedule):
+    if stays_folded(schedule):
         loops, repeat = _lower_repeated(schedule)
     else:
         stretches = _merge(_stretches(schedule))
@@ -187,7 +205,49 @@ def lower(schedule: Schedule) -> Lowered:
     return Lowered(shape, loops)
 
 
-def _stays_folded(schedule: Schedule) -> bool:
+def with_bystanders(lowered: Lowered, places: Sequence[int], n_devices: int) -> Lowered:
+    """Return the same loops over more devices than chips: rank r is device `places[r]`, all others stand by.
+
+    A device that stands by runs every permute, since a runtime may want all of its devices in one program. It sends
+    to nobody, receives nothing and keeps what it holds.
+
+    >>> import meshmend as mm
+    >>> lowered = with_bystanders(lower(mm.plan(mm.Mesh("2x2"), "hamiltonian")), [0, 1, 3, 4], 5)
+    >>> lowered.loops[0].lanes[0].pairs, lowered.loops[0].ops[2].tolist()
+    (((0, 1), (1, 4), (3, 0), (4, 3)), [[2, 2], [2, 2], [2, 2]])
+    """
+    shape, where = lowered.shape, np.array(places, dtype=np.int64)
+    if where.shape != (shape.n_chips,) or len({*places}) < len(places) or not ({*places} <= {*range(n_devices)}):
+        raise ParameterError(
+            f"places should be {shape.n_chips} different numbers from 0 to {n_devices - 1}, the device of each live "
+            f"chip in order of rank; got {len(places)}: {list(places)[:8]}{' …' * (len(places) > 8)}"
+        )
+
+    def spread(table: NDArray[Any], idle: int) -> NDArray[Any]:
+        over = np.full((n_devices, *table.shape[1:]), idle, dtype=table.dtype)
+        over[where] = table
+        return over
+
+    loops = tuple(
+        Loop(
+            tuple(_moved(lane, where) for lane in loop.lanes),
+            spread(loop.send, 0),
+            spread(loop.receive, 0),
+            spread(loop.ops, KEEP),
+        )
+        for loop in lowered.loops
+    )
+    owned = tuple(map(tuple, spread(lowered.owned, shape.total_chunks).tolist()))
+    return Lowered(replace(shape, lanes=tuple(loop.lanes for loop in loops), owned=owned), loops)
+
+
+def _moved(lane: Lane, where: NDArray[np.int64]) -> Lane:
+    """Return a lane between other devices, one of which may keep what it holds."""
+    pairs = tuple((int(where[src]), int(where[dst])) for src, dst in lane.pairs)
+    return Lane(pairs, lane.run, tuple(sorted({*lane.ops, KEEP})))
+
+
+def stays_folded(schedule: Schedule) -> bool:
     """Whether a repeated schedule becomes one loop over a period's rows: its chunks are counted in 32 bits."""
     template = schedule.template
     return (
