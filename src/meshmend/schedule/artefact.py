@@ -100,11 +100,7 @@ class DeviceTables:
     @property
     def arrays(self) -> dict[str, NDArray[np.generic]]:
         """The tables by the names of their files, in the order in which the program takes them."""
-        found: dict[str, NDArray[np.generic]] = {}
-        for i, loop in enumerate(self.lowered.loops):
-            found |= {f"table_{i}_send.npy": loop.send, f"table_{i}_receive.npy": loop.receive}
-            found |= {f"table_{i}_ops.npy": loop.ops} if loop.reads_ops else {}
-        return found
+        return {f"{name}.npy": table for name, table in self.lowered.inputs.items()}
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,15 @@ class Lowered:
         """The shape's `owned` as a table, one row per rank."""
         return np.array(self.shape.owned, dtype=np.int32)
 
+    @property
+    def inputs(self) -> dict[str, NDArray[np.generic]]:
+        """The tables that a program reads, in its order, by name; each has one row per device."""
+        found: dict[str, NDArray[np.generic]] = {}
+        for i, loop in enumerate(self.loops):
+            found |= {f"table_{i}_send": loop.send, f"table_{i}_receive": loop.receive}
+            found |= {f"table_{i}_ops": loop.ops} if loop.reads_ops else {}
+        return found
+
 
 @dataclass(frozen=True)
 class LaneCount:
@@ -205,46 +214,42 @@ def lower(schedule: Schedule) -> Lowered:
     return Lowered(shape, loops)
 
 
-def with_bystanders(lowered: Lowered, places: Sequence[int], n_devices: int) -> Lowered:
+def with_bystanders(lowered: Lowered, places: Sequence[int] | Sequence[Sequence[int]], n_devices: int) -> Lowered:
     """Return the same loops over more devices than chips: rank r is device `places[r]`, all others stand by.
 
     A device that stands by runs every permute, since a runtime may want all of its devices in one program. It sends
-    to nobody, receives nothing and keeps what it holds.
+    to nobody, receives nothing and keeps what it holds. Where `places[r]` are several devices, a plan between groups of
+    devices runs once per place in a group: the first devices of all groups sum what they have, the second ones, ….
 
     >>> import meshmend as mm
     >>> lowered = with_bystanders(lower(mm.plan(mm.Mesh("2x2"), "hamiltonian")), [0, 1, 3, 4], 5)
     >>> lowered.loops[0].lanes[0].pairs, lowered.loops[0].ops[2].tolist()
     (((0, 1), (1, 4), (3, 0), (4, 3)), [[2, 2], [2, 2], [2, 2]])
     """
-    shape, where = lowered.shape, np.array(places, dtype=np.int64)
-    if where.shape != (shape.n_chips,) or len({*places}) < len(places) or not ({*places} <= {*range(n_devices)}):
+    shape, flat = lowered.shape, np.array(places, dtype=np.int64).ravel().tolist()
+    per_chip = len(flat) // shape.n_chips
+    if len(places) != shape.n_chips or len({*flat}) < len(flat) or not ({*flat} <= {*range(n_devices)}):
         raise ParameterError(
             f"places should be {shape.n_chips} different numbers from 0 to {n_devices - 1}, the device of each live "
             f"chip in order of rank; got {len(places)}: {list(places)[:8]}{' …' * (len(places) > 8)}"
         )
+    where = np.array(flat, dtype=np.int64).reshape(shape.n_chips, per_chip)
 
     def spread(table: NDArray[Any], idle: int) -> NDArray[Any]:
         over = np.full((n_devices, *table.shape[1:]), idle, dtype=table.dtype)
-        over[where] = table
+        over[where] = table[:, None]
         return over
 
+    def moved(lane: Lane) -> Lane:
+        pairs = tuple((int(a), int(b)) for src, dst in lane.pairs for a, b in zip(where[src], where[dst], strict=True))
+        return Lane(pairs, lane.run, tuple(sorted({*lane.ops, KEEP})))
+
     loops = tuple(
-        Loop(
-            tuple(_moved(lane, where) for lane in loop.lanes),
-            spread(loop.send, 0),
-            spread(loop.receive, 0),
-            spread(loop.ops, KEEP),
-        )
+        Loop(tuple(map(moved, loop.lanes)), spread(loop.send, 0), spread(loop.receive, 0), spread(loop.ops, KEEP))
         for loop in lowered.loops
     )
     owned = tuple(map(tuple, spread(lowered.owned, shape.total_chunks).tolist()))
     return Lowered(replace(shape, lanes=tuple(loop.lanes for loop in loops), owned=owned), loops)
-
-
-def _moved(lane: Lane, where: NDArray[np.int64]) -> Lane:
-    """Return a lane between other devices, one of which may keep what it holds."""
-    pairs = tuple((int(where[src]), int(where[dst])) for src, dst in lane.pairs)
-    return Lane(pairs, lane.run, tuple(sorted({*lane.ops, KEEP})))
 
 
 def stays_folded(schedule: Schedule) -> bool:

@@ -139,12 +139,24 @@ def test_ranks_may_be_any_of_the_devices(seed: int) -> None:
     places = rng.permutation(n)[: whole.mesh.n_chips].tolist()
     lowered = with_bystanders(lower(whole), places, n)
     mesh = Mesh(np.array(jax.devices()[:n]), ("chip",))
-    tables = [table for loop in lowered.loops for table in (loop.send, loop.receive, loop.ops)[: 2 + loop.reads_ops]]
+    tables = list(lowered.inputs.values())
     rows = rng.integers(-99, 99, (n, 101)).astype(np.int32)
     found = np.asarray(jax.jit(summing(lowered, mesh))(rows, tables))
     expected = rows.copy()
     expected[places] = rows[places].sum(axis=0)
     assert np.array_equal(found, expected)
+
+
+def test_groups_of_devices_sum_side_by_side() -> None:
+    """Three groups of two: the first of each sum among themselves, and so do the second. One device stands by."""
+    groups = [[0, 1], [5, 2], [3, 6]]
+    lowered = with_bystanders(lower(mm.plan(mm.Mesh("1x3"))), groups, 7)
+    rows = np.random.default_rng(0).integers(-99, 99, (7, 11)).astype(np.int32)
+    total = jax.jit(summing(lowered, Mesh(np.array(jax.devices()[:7]), ("chip",))))
+    expected = rows.copy()
+    expected[[0, 5, 3]] = rows[0] + rows[5] + rows[3]
+    expected[[1, 2, 6]] = rows[1] + rows[2] + rows[6]
+    assert np.array_equal(np.asarray(total(rows, list(lowered.inputs.values()))), expected)
 
 
 @pytest.mark.parametrize("places", [[0, 1, 2], [0, 1, 2, 2], [0, 1, 2, 5], [0, 1, 2, -1]])

@@ -30,10 +30,7 @@ Summing = Callable[[jax.Array, list[jax.Array]], jax.Array]
 
 
 def summing(lowered: Lowered, mesh: Mesh | AbstractMesh) -> Summing:
-    """Return the all-reduce of a lowered plan as a function over a mesh with the axis "chip", in order of its devices.
-
-    Further axes of the mesh are copies beside each other: each of them sums its own rows.
-    """
+    """Return the all-reduce of a lowered plan as a function over a mesh whose axis "chip" has a device per row."""
     # Laid out as TPUs want it on every platform, so that one program serves all.
     layout = ChunkLayout(lowered.shape, AXIS, core_axis=None, n_cores=1, platform="tpu")
 
@@ -45,10 +42,10 @@ def summing(lowered: Lowered, mesh: Mesh | AbstractMesh) -> Summing:
         total: jax.Array = all_reduce(payload, program)
         return total
 
-    rows, by_chip = PartitionSpec(mesh.axis_names), PartitionSpec(AXIS)
+    rows = PartitionSpec(AXIS)
 
     def total(payload: jax.Array, tables: list[jax.Array]) -> jax.Array:
-        mapped = jax.shard_map(own, mesh=mesh, in_specs=(rows, by_chip), out_specs=rows, check_vma=False)
+        mapped = jax.shard_map(own, mesh=mesh, in_specs=(rows, rows), out_specs=rows, check_vma=False)
         found: jax.Array = mapped(payload, tables)
         return found
 
