@@ -112,7 +112,7 @@ def test_the_table_of_alternatives_has_what_is_predicted(row: str) -> None:
     assert re.findall(r"(?<= )\**(\d\.\d\d)\**(?= M/b)", line) == [f"{units:.2f}"]
 
 
-ON_ITS_PAGE_ONLY = ("optical cubes", "elastic slices")
+ON_ITS_PAGE_ONLY = ("optical cubes", "dynamic slices", "elastic slices")
 """Answers that need other machines: the README has those of a mesh, the page all."""
 
 
